@@ -1,18 +1,16 @@
 """The reference pages of settings, commands, and recipes in Markdown, generated from schema, parser, and recipes."""
 
-import os
 import re
+from argparse import ArgumentParser, HelpFormatter
 from collections.abc import Iterator
-from unittest.mock import patch
+from functools import partial
 
+from accel_train.cli.command import Command
 from accel_train.cli.commands import COMMANDS
 from accel_train.cli.main import build_parser
-from accel_train.recipe.explain import explain
-from accel_train.recipe.names import recipe_names
+from accel_train.recipe.explain import Explained, explained, written_example
+from accel_train.recipe.names import is_section, recipe_names
 from accel_train.recipe.shipped import shipped_recipes
-
-_UNWRAPPED = 100_000
-"""Width that lines of `explain` never reach."""
 
 
 def settings_page() -> str:
@@ -35,28 +33,19 @@ def _settings_lines() -> Iterator[str]:
         if wanted != heading:
             yield f"\n## {wanted}"
             heading = wanted
-        said = _parts_of(explain(name, _UNWRAPPED).split("\n\n")[0])
-        # A section has no type. Its settings follow.
-        if "takes" in said:
-            yield from _lines_of_setting(name, said)
+        if not is_section(recipe_names()[name]):
+            yield from _lines_of_setting(explained(name)[0])
 
 
-def _parts_of(explanation: str) -> dict[str, str]:
-    """Return the parts of an explanation by the word at the start of their lines; `""` is the flag."""
-    lines = explanation.splitlines()[1:]
-    return {line[:10].strip(): line[10:] for line in lines if line.startswith("  ") and line[10:]}
-
-
-def _lines_of_setting(name: str, said: dict[str, str]) -> Iterator[str]:
+def _lines_of_setting(setting: Explained) -> Iterator[str]:
+    name, (as_yaml, as_flag) = setting.name, written_example(setting.name)
     yield f"\n### `{name}` {{#{name if '.' in name else name + '-setting'}}}\n"
-    if "meaning" in said:
-        yield f"{_plain(said['meaning'])}\n"
-    default = said["default"]
-    yield f"- takes {_plain(said['takes'])}; " + (
-        "no default" if default.startswith("none: ") else f"default `{default}`"
-    )
-    if "example" in said:
-        yield f"- `{said['example']}`" + (f", or `{said['']}`" if "" in said else "")
+    if setting.meaning:
+        yield f"{_plain(setting.meaning)}\n"
+    default = "no default" if setting.default is None else f"default `{setting.default}`"
+    yield f"- takes {_plain(setting.takes)}; {default}"
+    if as_yaml:
+        yield f"- `{as_yaml}`" + (f", or `{as_flag}`" if as_flag else "")
 
 
 def _plain(text: str) -> str:
@@ -68,8 +57,13 @@ def _plain(text: str) -> str:
 def commands_page() -> str:
     """Return a page with every command and its help text, as `accel-train COMMAND --help` prints it."""
     texts: list[str] = []
-    with patch.dict(os.environ, {"COLUMNS": "100", "NO_COLOR": "1"}):
-        build_parser(extend=lambda own, command: texts.append(own.format_help().rstrip()))
+
+    def keep_help(own: ArgumentParser, _: Command) -> None:
+        own.formatter_class = partial(HelpFormatter, width=98)
+        vars(own)["color"] = False  # from Python 3.14 on
+        texts.append(own.format_help().rstrip())
+
+    build_parser(extend=keep_help)
     lines = [
         "# Commands",
         "",

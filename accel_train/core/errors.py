@@ -30,8 +30,37 @@ class StepAgain(Exception):
     """Raised on all processes at the same step if no process applied the step. The loop repeats the step."""
 
 
+class SettingError(ValueError):
+    """A mistake that its user can correct. Code reads the fields; `str` renders the sentence from them.
+
+    The fields are what `problem` there is, its `remedy`, the setting or file that it is `at`, and the dotted names of all
+    `settings` that the broken rule is about.
+    """
+
+    def __init__(self, problem: str, remedy: str = "", at: str = "", settings: tuple[str, ...] = ()) -> None:
+        super().__init__(problem, remedy, at, settings)  # `args`, with which it is pickled
+        self.problem, self.remedy, self.at, self.settings = problem, remedy, at, settings
+
+    def __str__(self) -> str:
+        told = f"{self.at}: {self.problem}" if self.at else self.problem
+        if not self.remedy:
+            return told
+        return f"{told}{'. ' if self.remedy[0].isupper() else '; '}{self.remedy}"
+
+
+class RecipeProblems(ValueError):
+    """All that is wrong with a recipe: `args` are the problems, and `str` shows one a line."""
+
+    def __str__(self) -> str:
+        return "\n".join(self.args)
+
+
 class DataError(ValueError):
     """Raised when a sample cannot be read. The message names file and row. The command exits with 2 at any point."""
+
+
+class DataWorkerGone(RuntimeError):
+    """A process that reads the data ahead has died. The command exits with 5."""
 
 
 class RecipeError(ValueError):
@@ -59,3 +88,8 @@ class ProcessFailed(Exception):
 
 class UserError(Exception):
     """Raised for a mistake in the user's input. Printed in one line without a traceback."""
+
+
+def asks_for_own_code(error: BaseException) -> bool:
+    """Return whether transformers refused code of a model or tokenizer. Only the text of its error says so."""
+    return "custom code" in str(error)

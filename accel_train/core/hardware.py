@@ -175,7 +175,7 @@ INTERCONNECTS: Mapping[str, Interconnect] = {
 }
 USUAL: Mapping[str, str] = {
     "NVLink 3": "infiniband-hdr",
-    **dict.fromkeys(("NVLink 4", "NVLink 5", "Infinity Fabric"), "infiniband-ndr"),
+    **dict.fromkeys(("NVLink 4", "NVLink 4, cut down", "NVLink 5", "Infinity Fabric"), "infiniband-ndr"),
 }
 """Usual network of GPUs with these links. For other links, ethernet-100 is assumed."""
 
@@ -193,5 +193,5 @@ def choose_interconnect(name: str | None, gpu: Gpu | None) -> Choice[Interconnec
                 f"--interconnect={name} is not known; {meant}{' ' * bool(meant)}there are {', '.join(INTERCONNECTS)}"
             )
         return Choice(INTERCONNECTS[name], "as --interconnect says")
-    link = "" if gpu is None else gpu.link.partition(",")[0]
+    link = "" if gpu is None else gpu.link
     return Choice(INTERCONNECTS[USUAL.get(link, "ethernet-100")], "assumed; --interconnect names another")

@@ -89,7 +89,7 @@ def resolve_both(data: Data) -> tuple[tuple[Source, ...], tuple[Source, ...], li
 
     The sources of `data.eval` are empty if a part of the training data is held out.
     """
-    train = resolve_sources(data.train, data, key="data.train")
+    train = resolve_sources(data.train, data, key=data.train_key)
     held_out = () if data.eval is None else resolve_sources(data.eval, data, key="data.eval")
     return train, held_out, [note for source in (*train, *held_out) for note in source.notes]
 
@@ -209,7 +209,7 @@ def _resolve_folder(name: str, folder: Path, data: Data, key: str) -> Source:
             f"{key}: the folder {name!r} holds no file of a known kind (known: {_KNOWN_SUFFIXES}; "
             f"found: {_suffix_counts(paths) or 'nothing'})"
         )
-    _refuse_held_out_tables(name, files, key)
+    _refuse_held_out_tables(name, files, data, key)
     left_out = sorted({*paths} - {*files})
     notes: tuple[str, ...] = (
         (f"{name}: left out {len(left_out)} files of other kinds ({_suffix_counts(left_out)})",) if left_out else ()
@@ -246,7 +246,7 @@ def _load_saved_dataset(name: str, folder: Path, data: Data, key: str) -> Source
     return _describe_dataset(name, saved)
 
 
-def _refuse_held_out_tables(name: str, files: list[Path], key: str) -> None:
+def _refuse_held_out_tables(name: str, files: list[Path], data: Data, key: str) -> None:
     """Refuse a folder that holds both training and held-out tables, such as `train.bin` and `val.bin`.
 
     Training on such a folder would train on the evaluation data.
@@ -257,7 +257,7 @@ def _refuse_held_out_tables(name: str, files: list[Path], key: str) -> None:
         suffix = held_out[0].suffix
         raise ValueError(
             f"{key}: the folder {name!r} holds {held_out[0].name} beside training files; name them apart, "
-            f"for example data.train: {name}/*train*{suffix} and data.eval: {name}/{held_out[0].name}"
+            f"for example {data.train_key}: {name}/*train*{suffix} and data.eval: {name}/{held_out[0].name}"
         )
 
 

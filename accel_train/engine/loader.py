@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from accel_train.core.errors import DataError, ExitedEarly
+from accel_train.core.errors import DataError, DataWorkerGone, ExitedEarly
 from accel_train.core.state import Choice
 from accel_train.data.samples import fetch
 from accel_train.engine.step import MicroBatch
@@ -152,13 +152,14 @@ def to_device(batch: dict[str, Any], device: torch.device, *, pin: bool) -> dict
 
 def _from_workers(loader: "DataLoader[Any]") -> Iterator[dict[str, Any]]:
     try:
-        yield from loader
-    except ExitedEarly as error:  # torch has put the worker's traceback before it
-        raise ExitedEarly(str(error).strip().splitlines()[-1].partition(": ")[2]) from error
+        for batch in loader:
+            if isinstance(batch, ExitedEarly):
+                raise batch
+            yield batch
     except (OSError, EOFError) as error:
         if str(error).startswith("Caught "):  # torch raises the error of a worker's read here again
             raise
-        raise RuntimeError(f"DataLoader worker is gone, with a batch half sent ({error!r})") from error
+        raise DataWorkerGone(f"DataLoader worker is gone, with a batch half sent ({error!r})") from error
 
 
 def _ignore_stop_signals(worker: int, *, stays: bool) -> None:
@@ -197,9 +198,12 @@ class _InWorker(Dataset[Any]):
     def __init__(self, dataset: "Dataset[Any]", collate: Collate) -> None:
         self.dataset, self.collate = dataset, collate
 
-    def __getitems__(self, indices: list[int]) -> dict[str, Any]:
-        with exits_are_errors():
-            return self.collate(fetch(self.dataset, indices))
+    def __getitems__(self, indices: list[int]) -> dict[str, Any] | ExitedEarly:
+        try:
+            with exits_are_errors():
+                return self.collate(fetch(self.dataset, indices))
+        except ExitedEarly as error:
+            return error  # raised, torch would make it a traceback in a text
 
 
 def _unchanged(batch: Any) -> Any:

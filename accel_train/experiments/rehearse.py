@@ -38,6 +38,8 @@ STOP_SECONDS = 600.0
 CHECKPOINTS_AT_ONCE = 5
 """Maximum checkpoints of a rehearsal on the disk, if a save takes longer than `subprocess_run.POLL_SECONDS`."""
 DETERMINISTIC = "precision.deterministic"
+LENGTH = ("schedule.max_steps", "schedule.warmup_steps")
+"""Settings of the length of a run, which a rehearsal changes itself."""
 
 
 def rehearse_recipe(
@@ -241,8 +243,9 @@ def _keep_only(run_folder: Path, step: int) -> None:
 
 def _refuse_changes(events: Sequence[JsonRecord], name: str) -> None:
     """Raise ValueError for changes since the checkpoint, other than the rehearsal's own change of length."""
-    changes = (change for event in events if event["event"] == "changes_accepted" for change in event["changes"])
-    if refused := [each for each in changes if not each.startswith(("schedule.max_steps ", "schedule.warmup_steps "))]:
+    accepted = [event for event in events if event["event"] == "changes_accepted"]
+    changes = (change for event in accepted for change in zip(event["settings"], event["changes"], strict=True))
+    if refused := [text for setting, text in changes if setting not in LENGTH]:
         message = f"{name} has changed since its checkpoint, and a resume would be refused:"
         raise ValueError("\n".join((message, *refused)))
 

@@ -315,5 +315,6 @@ def _explain(error: ValidationError, args: TrainingArguments) -> str:
         place = ".".join(map(str, problem["loc"]))
         name = names.get(place) or names.get(place.rpartition(".")[0], place)
         value = getattr(args, name, problem.get("input"))
-        messages.append(f"{name}={value!r}: {problem['msg'].removeprefix('Value error, ')}")
+        broken = problem["ctx"]["error"] if problem["type"] == "value_error" else problem["msg"]
+        messages.append(f"{name}={value!r}: {broken}")
     return "TrainingArguments: " + "; ".join(messages)

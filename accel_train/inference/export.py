@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import logging
 
+from accel_train.core.errors import asks_for_own_code
 from accel_train.core.json_io import read_json, write_json
 from accel_train.core.ownership import MARKER, check_folder, replacing
 from accel_train.inference.finished_run import (
@@ -143,7 +144,7 @@ def _open_to_compare(folder: Path, record: dict[str, Any], settings: Sequence[st
     try:
         run = open_run(folder, settings=[*settings, "--precision.compile", "false"])
     except DataNotFound as error:
-        record["not_compared"] = str(error).partition(";")[0]
+        record["not_compared"] = error.problem
         return None
     if run.data.eval is None:
         record["not_compared"] = "the run held out no data"
@@ -188,7 +189,7 @@ def _transformers_class(folder: Path) -> Any:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
-        if "custom code" in reason:
+        if asks_for_own_code(error):
             reason = "it brings code of its own, which export does not run (from_pretrained asks for trust_remote_code)"
         raise ValueError(f"{folder} is no model of transformers: {reason}") from error
     return _class_of(config, folder)

@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,14 +17,13 @@ from torch import nn
 from tqdm import tqdm
 
 from accel_train.checkpoint.run_recipe import check_run_folder, check_settings, other_than_consent, read_recipe
-from accel_train.core.errors import DataError
+from accel_train.core.errors import DataError, SettingError
 from accel_train.core.terminal import is_terminal, width_of
 from accel_train.data.batch_sizes import BatchSizes, resolve_batch
 from accel_train.data.encoding import check_encoding, in_its_encoding
 from accel_train.data.sources import file_kind, is_path, is_there, located
 from accel_train.data.tables import MissingColumn
 from accel_train.engine.loader import Reading, choose_reading
-from accel_train.inference.data_notes import changes_of, notes_on, of_other
 from accel_train.model.compile import compile_module
 from accel_train.model.pretrained import check_weight_files
 from accel_train.model.training_module import TrainingModule
@@ -46,7 +45,7 @@ _PROBLEM_TYPES = {
 }
 
 
-class DataNotFound(ValueError):
+class DataNotFound(SettingError):
     """Raised when a run's own data is not where its recipe says, and no other data is given."""
 
 
@@ -196,8 +195,8 @@ def _check_data_is_there(folder: Path, data: Data) -> None:
     started_in = _started_in(folder)
     also = f" and from {started_in}, where the run was started" if started_in not in (None, os.getcwd()) else ""
     raise DataNotFound(
-        f"{gone}, the data of {folder}, is not there (seen from {os.getcwd()}{also}); "
-        f"name the data: accel-train evaluate {quote(str(folder))} DATA, accel-train predict {quote(str(folder))} DATA"
+        f"{gone}, the data of {folder}, is not there (seen from {os.getcwd()}{also})",
+        f"name the data: accel-train evaluate {quote(str(folder))} DATA, accel-train predict {quote(str(folder))} DATA",
     )
 
 
@@ -220,6 +219,9 @@ def _load(
 ) -> tuple[Recipe, Task, TaskData, tuple[str, ...]]:
     """Return recipe, task, data and notes. If necessary, other data is read without ids or labels."""
     notes: list[str] = []
+    if is_other:
+        section = recipe.data.shown_as("DATA" if labels_optional else "--data")
+        recipe = recipe.model_copy(update={"data": section})
     if is_other and recipe.origin("data.encoding").kind != "command line":
         section, notes = in_its_encoding(recipe.data)
         recipe = recipe.model_copy(update={"data": section})
@@ -227,7 +229,7 @@ def _load(
         task = load_task(recipe.task)
         try:
             found = read_data(task, recipe, progress=progress)
-            return recipe, task, found, (*notes, *(notes_on(found) if is_other else ()))
+            return recipe, task, found, (*notes, *(dict.fromkeys(found.facts.get("notes", ())) if is_other else ()))
         except DataError:
             raise
         except ValueError as error:
@@ -238,12 +240,31 @@ def _load(
             elif is_other and labels_optional and section.label_column is not None:
                 none = dict.fromkeys(("label_column", *LABEL_COLUMNS.values()))
                 left = section.model_copy(update=none)
-                notes.append(f"true labels are left out, because they cannot be read: {of_other(error, 'DATA')}")
+                notes.append(f"true labels are left out, because they cannot be read: {error}")
             else:
-                if is_other:
-                    raise ValueError(of_other(error, "DATA" if labels_optional else "--data")) from None
                 raise error from None
             recipe = recipe.model_copy(update={"data": left})
+
+
+def changes_of(before: Any, facts: Mapping[str, Any], folder: Path) -> list[str]:
+    """Return a note where a run's own data holds other numbers of samples than when it was trained.
+
+    Raises:
+        ValueError: it has other classes.
+    """
+    before = before if isinstance(before, dict) else {}
+    names = ("num_train", "num_eval", "label_names")
+    was, now = (list[Any](map(each.get, names)) for each in (before, facts))
+    if None not in (was[2], now[2]) and was[2] != now[2]:
+        raise ValueError(
+            f"the data of {folder} has changed: its classes are {', '.join(now[2])}, and were {', '.join(was[2])}; name data as the run knows it"
+        )
+    # Rows that are packed into windows are so by the attention of the machine, and their number says nothing.
+    if None in (*was[:2], *now[:2]) or was[:2] == now[:2] or "fill" in facts:
+        return []
+    return [
+        f"the data of {folder} has changed: {now[0]:,} samples and {now[1]:,} held out, and it was trained with {was[0]:,} and {was[1]:,}"
+    ]
 
 
 def check_weights(model: nn.Module, folder: Path, task: str) -> None:

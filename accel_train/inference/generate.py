@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from accel_train.core.errors import asks_for_own_code
 from accel_train.model.generation import chat_prompt, check_sampling, generate_text
 
 
@@ -40,7 +41,7 @@ def generate_from_run(
         model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, use_safetensors=True)
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
-        if "custom code" in reason:
+        if asks_for_own_code(error):
             raise ValueError(
                 f"{folder} brings code of its own, which generate does not run; read that code, and if you trust it "
                 "load the model in Python: AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)"

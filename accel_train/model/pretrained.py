@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel_train.core.errors import asks_for_own_code
 from accel_train.core.format import LARGEST_COUNT, did_you_mean
 from accel_train.core.json_io import dotted_items
 from accel_train.core.state import Choice
@@ -130,7 +131,7 @@ def pretrained_config(recipe: Recipe) -> "PreTrainedConfig":
         return AutoConfig.from_pretrained(name, trust_remote_code=recipe.model.trust_remote_code)
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
-        if "custom code" in reason:
+        if asks_for_own_code(error):
             reason = "it brings code of its own; read that, and give --model.trust_remote_code true to run it"
         raise ValueError(
             f"model.pretrained={name!r} ({who_set(recipe, 'model.pretrained')}) cannot be loaded: {reason}"

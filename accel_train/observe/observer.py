@@ -48,8 +48,13 @@ class Observer:
     def on_evaluation(self, step: int, metrics: Mapping[str, Any], split: str = "eval") -> None:
         """Handle the metrics of an evaluation."""
 
-    def on_event(self, kind: str, step: int, message: str, *, rank: int | None = None, **facts: Any) -> None:
-        """Handle an event of events.jsonl. Without a `rank`, the event concerns all processes."""
+    def on_event(
+        self, kind: str, step: int, message: str, *, rank: int | None = None, names_step: bool = False, **facts: Any
+    ) -> None:
+        """Handle an event of events.jsonl. Without a `rank`, it concerns all processes.
+
+        `names_step` says whether the message names its step.
+        """
 
     def note(self, text: str) -> None:
         """Print a line on the screen without recording it."""
@@ -196,7 +201,9 @@ class RunObserver(Observer):
         kind = "evaluation" if split == "eval" else "final evaluation"
         self._progress.evaluated(step, kind, metrics)
 
-    def on_event(self, kind: str, step: int, message: str, *, rank: int | None = None, **facts: Any) -> None:
+    def on_event(
+        self, kind: str, step: int, message: str, *, rank: int | None = None, names_step: bool = False, **facts: Any
+    ) -> None:
         """Record an event with its time, process (None: all), and reason, and print it unless it is routine."""
         try:
             if kind == "rollback":
@@ -209,8 +216,7 @@ class RunObserver(Observer):
         except OSError as error:
             self._progress.note(f"events.jsonl could not be written ({error.strerror})")
         if kind not in SILENT_EVENTS:
-            # Messages of the guard already begin with their step.
-            self._progress.note(message if message.startswith(f"step {step}:") else f"step {step}: {message}")
+            self._progress.note(message if names_step else f"step {step}: {message}")
         if kind in ("start", "resume"):
             self._progress.begin()
         if kind in ENDINGS:

@@ -1,9 +1,9 @@
 """The data sections of a recipe: data, image augmentation, and the tokenizer."""
 
 import codecs
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, PrivateAttr
 
 from accel_train.core.format import LARGEST_COUNT
 from accel_train.recipe.values import (
@@ -249,3 +249,24 @@ class Data(Section):
     ignore_index: Annotated[int, Field(ge=0, le=255)] = 255
     """semantic-segmentation: value of mask pixels that are not counted."""
     augment: Augment = Augment()
+    _train_key: str = PrivateAttr("data.train")
+
+    def shown_as(self, key: str) -> Self:
+        """Return this section for data that a trained model is shown; messages call the data `key`, as its user names it."""
+        shown = self.model_copy()
+        shown._train_key = key
+        return shown
+
+    @property
+    def train_key(self) -> str:
+        """What messages call the data of `train`."""
+        return self._train_key
+
+    @property
+    def is_for_training(self) -> bool:
+        """False for data that a trained model is shown."""
+        return self._train_key == "data.train"
+
+    def of_training(self, rows: str) -> str:
+        """Return what notes call the rows of `train`: `training texts`, or `texts` where a trained model is shown them."""
+        return f"training {rows}" if self.is_for_training else rows

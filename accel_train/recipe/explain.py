@@ -119,20 +119,24 @@ def _lines_of_setting(name: str, info: FieldInfo, width: int) -> list[str]:
     lines = [name, *put("  takes", rule_of(name)), *put("  default", _default(name))]
     if info.description:
         lines += put("  meaning", " ".join(info.description.split()))
+    as_yaml, as_flag = written_example(name)
+    lines += put("  example", as_yaml) if as_yaml else []
+    return [*lines, *put("", as_flag)] if as_flag else lines
+
+
+def written_example(name: str) -> tuple[str, str]:
+    """Return a setting's example as a line of YAML and as a flag; empty where there is none, or items of a list have no flags."""
     value = example_of(name)
     if value is None:
-        return [*lines, *(put("  example", REQUIRED_EXAMPLES[name]) if name in REQUIRED_EXAMPLES else [])]
+        return REQUIRED_EXAMPLES.get(name, ""), ""
     written = show(value)
     as_yaml, path = written, name.split(".")
     for depth in range(len(path), 0, -1):
         as_yaml = f"{path[depth - 1]}: {as_yaml}" if depth == 1 else f"{{{path[depth - 1]}: {as_yaml}}}"
         if depth > 1 and tuple in kinds_of(".".join(path[: depth - 1])):
             as_yaml, path = f"[{as_yaml}]", [*path[: depth - 1], ""]
-    lines += put("  example", as_yaml)
-    if not path[-1]:
-        # Items of a list have no separate flags.
-        return lines
-    return [*lines, *put("", f"--{name} {_quoted(written)}")]
+    # Items of a list have no separate flags.
+    return as_yaml, f"--{name} {_quoted(written)}" if path[-1] else ""
 
 
 def _quoted(text: str) -> str:

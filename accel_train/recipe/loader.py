@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from accel_train.core.errors import RecipeProblems
 from accel_train.core.format import did_you_mean
 from accel_train.core.redaction import remember_secrets
 from accel_train.recipe import names, schema
@@ -98,7 +99,7 @@ def _load(
     for layer in layers:
         remember_secrets({names.dotted(key): value for key, (value, _) in layer.items()})
     if problems:
-        raise ValueError("\n".join(problems))
+        raise RecipeProblems(*problems)
     return _validate(_merge(layers), name)
 
 
@@ -261,14 +262,14 @@ def _validate(layer: Layer, path: str) -> Recipe:
     try:
         recipe = Recipe.model_validate(tree)
     except ValidationError as error:
-        raise ValueError("\n".join(names.explain(error, tree, origins, path))) from error
+        raise RecipeProblems(*names.explain(error, tree, origins, path)) from error
     problems = []
     for name, info in names.recipe_names().items():
         raw = None if names.is_section(info) else names.look_up(tree, name)
         if raw is not None and not _same_kind(raw, names.value_of(recipe, name)):
             problems.append(names.wrong(name, raw, origins[name]))
     if problems:
-        raise ValueError("\n".join(problems))
+        raise RecipeProblems(*problems)
     return recipe.with_origins(origins)
 
 

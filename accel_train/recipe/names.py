@@ -1,6 +1,5 @@
 """The dotted names of a recipe's settings, suggestions for mistyped names, and messages for invalid values."""
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import SequenceMatcher
 from functools import cache, reduce
@@ -10,6 +9,7 @@ from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_orig
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
+from accel_train.core.errors import SettingError
 from accel_train.core.format import LARGEST_COUNT, did_you_mean
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.values import Origin, Section
@@ -190,13 +190,11 @@ def explain(error: ValidationError, tree: Mapping[str, Any], origins: Mapping[st
             continue
         raw = look_up(tree, name)
         if problem["type"] == "value_error":
-            message = str(problem["ctx"]["error"])
-            said = {
-                n: look_up(tree, n) for n in origins if re.search(rf"(?<![\w.]){re.escape(n)}(?![\w.]*\w)", message)
-            }
-            named = [n for n, info in recipe_names().items() if isinstance(info, FieldInfo) and said.get(n) is not None]
-            setters = ", ".join(f"{n}={show(said[n])} from {origins[n]}" for n in named)
-            yield f"{message} ({setters or path})"
+            cause = problem["ctx"]["error"]
+            about = cause.settings if isinstance(cause, SettingError) else (name,)
+            values = {n: look_up(tree, n) for n in recipe_names() if n in about and n in origins}
+            setters = [f"{n}={show(value)} from {origins[n]}" for n, value in values.items() if value is not None]
+            yield f"{cause} ({', '.join(setters) or path})"
         elif raw is None and problem["type"] == "missing":
             yield f"{name} is missing from {path}; add `{REQUIRED_EXAMPLES.get(name, f'{name}: ...')}`"
         else:
@@ -224,7 +222,7 @@ def _remedy(name: str, raw: Any) -> str:
     for item in raw if isinstance(raw, list | tuple) else [raw]:
         if isinstance(item, str) and item not in choices and (meant := did_you_mean(item, choices)):
             return meant
-        if isinstance(item, int | float) and item > LARGEST_COUNT and "at most" not in rule_of(name):
+        if isinstance(item, int | float) and item > LARGEST_COUNT and not _has_own_maximum(name):
             return f"no setting takes a number above {LARGEST_COUNT:,}"
     if isinstance(raw, str) and raw.lower() in ("yes", "no", "on", "off", "true", "false") and bool in kinds_of(name):
         return "write true or false, without quotes"
@@ -262,11 +260,31 @@ def _written(choice: Any) -> str:
 
 def rule_of(name: str) -> str:
     """Return the values that a setting takes, in words: `auto or a whole number of at least 1`."""
+    return f"a mapping of {fields_of(name)}" if is_section(recipe_names()[name]) else _rule(_schema(name))
+
+
+def numbers_of(name: str) -> set[str]:
+    """Return which numbers a setting, or an item of it, takes: `integer`, `number`, both or none, in JSON schema's words."""
+    return {part.get("type", "") for part in _parts(_schema(name)) if "enum" not in part} & {"integer", "number"}
+
+
+def _has_own_maximum(name: str) -> bool:
+    """Return whether a setting's rule names a largest value: the general bound of integers is in none."""
+    return any(part.get("maximum", LARGEST_COUNT) != LARGEST_COUNT for part in _parts(_schema(name)))
+
+
+def _schema(name: str) -> Mapping[str, Any]:
     info = recipe_names()[name]
-    if is_section(info):
-        return f"a mapping of {fields_of(name)}"
-    kind: Any = Annotated[info.annotation, info]  # type: ignore[union-attr]
-    return _rule(TypeAdapter(kind).json_schema())
+    kind: Any = info if is_section(info) else Annotated[info.annotation, info]  # type: ignore[union-attr]
+    return TypeAdapter(kind).json_schema()
+
+
+def _parts(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yield a schema, its alternatives and its items."""
+    yield schema
+    items = [schema["items"]] if "items" in schema else []
+    for each in (*schema.get("anyOf", ()), *schema.get("prefixItems", ()), *items):
+        yield from _parts(each)
 
 
 def _rule(schema: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from accel_train.core.errors import SettingError
 from accel_train.recipe.values import NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
 SCHEDULE_FREE = "schedule_free_adamw"
@@ -138,23 +139,28 @@ class Optimizer(Section):
     def options_are_for_a_class(self) -> "Optimizer":
         if self.options and not optimizer_kind(self.name).reads_options:
             taking = ", ".join(name for name, kind in OPTIMIZERS.items() if kind.reads_options)
-            raise ValueError(
-                f"optimizer.options are for {taking} and module:Class, and optimizer.name is {self.name}; "
-                "leave them out"
+            raise SettingError(
+                f"optimizer.options are for {taking} and module:Class, and optimizer.name is {self.name}",
+                "leave them out",
+                settings=("optimizer.options", "optimizer.name"),
             )
         return self
 
     @model_validator(mode="after")
     def schedule_free_averages_by_itself(self) -> "Optimizer":
         if self.name == SCHEDULE_FREE and self.ema_decay is not None:
-            raise ValueError(
-                f"optimizer.ema_decay={self.ema_decay:g}: {self.name} keeps an average of the weights already; "
-                "leave it out"
+            raise SettingError(
+                f"{self.name} keeps an average of the weights already",
+                "leave it out",
+                at=f"optimizer.ema_decay={self.ema_decay:g}",
+                settings=("optimizer.ema_decay",),
             )
         if self.name == SCHEDULE_FREE and self.betas[0] == 0:
-            raise ValueError(
-                f"optimizer.betas={list(self.betas)}: {self.name} divides by the first, which is how much of the "
-                "average gradients are taken at; use 0.9"
+            raise SettingError(
+                f"{self.name} divides by the first, which is how much of the average gradients are taken at",
+                "use 0.9",
+                at=f"optimizer.betas={list(self.betas)}",
+                settings=("optimizer.betas",),
             )
         return self
 

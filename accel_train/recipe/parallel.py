@@ -4,6 +4,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
+from accel_train.core.errors import SettingError
 from accel_train.recipe.values import Auto, PositiveInt, Section
 
 
@@ -51,10 +52,12 @@ class Parallel(Section):
     @model_validator(mode="after")
     def strategies_fit(self) -> "Parallel":
         if self.sp_size > 1 and (self.tp_size > 1 or self.strategy == "deepspeed"):
-            other = f"tp_size={self.tp_size}" if self.tp_size > 1 else "strategy deepspeed"
-            raise ValueError(
-                f"parallel.sp_size={self.sp_size} does not go with parallel.{other}; leave one of them out: sequences "
-                "are split under parallel.strategy ddp and fsdp2"
+            is_tp = self.tp_size > 1
+            other = f"tp_size={self.tp_size}" if is_tp else "strategy deepspeed"
+            raise SettingError(
+                f"parallel.sp_size={self.sp_size} does not go with parallel.{other}",
+                "leave one of them out: sequences are split under parallel.strategy ddp and fsdp2",
+                settings=("parallel.sp_size", *(("parallel.tp_size",) if is_tp else ()), "parallel.strategy"),
             )
         of_fsdp2 = ("dp_shard_size", "reshard_after_forward", "cpu_offload", "tp_size")
         of_strategy = {
@@ -65,9 +68,9 @@ class Parallel(Section):
         for strategy, names in of_strategy.items():
             for name in names if self.strategy != strategy else ():
                 if getattr(self, name) != type(self).model_fields[name].default:
-                    raise ValueError(
-                        f"parallel.{name}={getattr(self, name)} is for parallel.strategy {strategy}, and it is "
-                        f"{self.strategy}"
+                    raise SettingError(
+                        f"parallel.{name}={getattr(self, name)} is for parallel.strategy {strategy}, and it is {self.strategy}",
+                        settings=(f"parallel.{name}", "parallel.strategy"),
                     )
         return self
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from accel_train.core.errors import SettingError
 from accel_train.recipe.values import Fraction, Length, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 ONE_CYCLE_RISE = 0.3
@@ -216,12 +217,19 @@ class Schedule(Section):
     @model_validator(mode="after")
     def one_length_and_one_warmup(self) -> "Schedule":
         if (self.max_steps is None) == (self.num_epochs is None):
-            raise ValueError("give exactly one of schedule.max_steps and schedule.num_epochs")
+            raise SettingError(
+                "give exactly one of schedule.max_steps and schedule.num_epochs",
+                settings=("schedule.max_steps", "schedule.num_epochs"),
+            )
         if self.warmup_steps is not None and self.warmup_ratio is not None:
-            raise ValueError("give one of schedule.warmup_steps and schedule.warmup_ratio, not both")
+            raise SettingError(
+                "give one of schedule.warmup_steps and schedule.warmup_ratio, not both",
+                settings=("schedule.warmup_steps", "schedule.warmup_ratio"),
+            )
         if self.max_steps is not None and self.warmup_steps is not None and self.warmup_steps > self.max_steps:
-            raise ValueError(
-                f"schedule.warmup_steps={self.warmup_steps} is longer than max_steps={self.max_steps}; lower "
-                "warmup_steps"
+            raise SettingError(
+                f"schedule.warmup_steps={self.warmup_steps} is longer than max_steps={self.max_steps}",
+                "lower warmup_steps",
+                settings=("schedule.warmup_steps",),
             )
         return self

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PrivateAttr, model_validator
 
+from accel_train.core.errors import SettingError
 from accel_train.core.files import path_problem
 from accel_train.recipe.data import Data, TrainedTokenizer
 from accel_train.recipe.evaluate import Evaluate
@@ -93,12 +94,15 @@ class Model(Section):
     @model_validator(mode="after")
     def one_source_of_weights(self) -> "Model":
         if (self.pretrained is None) == (self.config is None):
-            raise ValueError(
-                "give exactly one of model.pretrained (a name or folder) and model.config (for example "
-                "{model_type: gpt2, n_layer: 4})"
+            raise SettingError(
+                "give exactly one of model.pretrained (a name or folder) and model.config (for example {model_type: gpt2, n_layer: 4})",
+                settings=("model.pretrained", "model.config"),
             )
         if self.config is not None and "model_type" not in self.config:
-            raise ValueError("model.config needs a model_type, for example {model_type: gpt2, n_layer: 4}")
+            raise SettingError(
+                "model.config needs a model_type, for example {model_type: gpt2, n_layer: 4}",
+                settings=("model.config",),
+            )
         return self
 
 
@@ -192,20 +196,25 @@ class Precision(Section):
             from torch.compiler import list_backends
 
             if self.compile_backend not in (known := list_backends(exclude_tags=())):
-                raise ValueError(f"precision.compile_backend={self.compile_backend}: torch knows {', '.join(known)}")
+                raise SettingError(
+                    f"torch knows {', '.join(known)}",
+                    at=f"precision.compile_backend={self.compile_backend}",
+                    settings=("precision.compile_backend",),
+                )
         if self.compile_mode != "default" and self.compile_backend != "inductor":
-            raise ValueError(
-                f"precision.compile_mode={self.compile_mode} is for precision.compile_backend inductor, and that "
-                f"is {self.compile_backend}"
+            raise SettingError(
+                f"precision.compile_mode={self.compile_mode} is for precision.compile_backend inductor, and that is {self.compile_backend}",
+                settings=("precision.compile_mode", "precision.compile_backend"),
             )
         return self
 
     @model_validator(mode="after")
     def budget_is_for_the_compiler(self) -> "Precision":
         if isinstance(self.gradient_checkpointing, MemoryBudget) and self.compile is False:
-            raise ValueError(
-                f"precision.gradient_checkpointing={{memory_budget: {self.gradient_checkpointing.memory_budget:g}}} is "
-                "for compiled models: set precision.compile to true, or this to selective or blocks"
+            raise SettingError(
+                f"precision.gradient_checkpointing={{memory_budget: {self.gradient_checkpointing.memory_budget:g}}} is for compiled models: "
+                "set precision.compile to true, or this to selective or blocks",
+                settings=("precision.gradient_checkpointing", "precision.compile"),
             )
         return self
 
@@ -243,9 +252,10 @@ class Log(Section):
     def profiles_forwards(self) -> "Log":
         first, last = self.profile_steps or (1, 1)
         if first > last:
-            raise ValueError(
-                f"profile_steps=[{first}, {last}] ends before it begins; give the first and the last step, as "
-                f"[{last}, {first}]"
+            raise SettingError(
+                f"profile_steps=[{first}, {last}] ends before it begins",
+                f"give the first and the last step, as [{last}, {first}]",
+                settings=("log.profile_steps",),
             )
         return self
 
@@ -294,22 +304,25 @@ class Recipe(Section):
     def writes_to_a_folder(self) -> "Recipe":
         problem = path_problem(self.output_dir)
         if problem is not None:
-            raise ValueError(f"output_dir {problem}")
+            raise SettingError(f"output_dir {problem}", settings=("output_dir",))
         return self
 
     @model_validator(mode="after")
     def schedule_free_has_no_schedule(self) -> "Recipe":
         if self.optimizer.name == SCHEDULE_FREE:
-            section, remedy = self.schedule, "set schedule.type to constant"
+            section, remedy, other = self.schedule, "set schedule.type to constant", "schedule.type"
             warmup = [name for name in ("warmup_steps", "warmup_ratio") if getattr(section, name)]
             if section.type == "constant" and warmup:
                 steps = section.warmup_steps or "N"
                 remedy = f"leave it out, and set optimizer.options to {{warmup_steps: {steps}}}"
+                other = "optimizer.options"
             if section.type != "constant" or warmup:
                 name = warmup[0] if section.type == "constant" else "type"
-                raise ValueError(
-                    f"schedule.{name}={getattr(section, name)}: {SCHEDULE_FREE} has its own warm-up and no other "
-                    f"schedule; {remedy}"
+                raise SettingError(
+                    f"{SCHEDULE_FREE} has its own warm-up and no other schedule",
+                    remedy,
+                    at=f"schedule.{name}={getattr(section, name)}",
+                    settings=(f"schedule.{name}", other),
                 )
         return self
 

@@ -47,10 +47,10 @@ def check_divergence(run: RunContext) -> None:
     step, more = run.state.step, f" and {len(names) - 1} more" if len(names) > 1 else ""
     odd = _odd_ranks(run, sums[differ], copies)
     message = f"step {step}: the weights differ between processes{odd}: {names[0]}{more}"
-    run.observer.on_event("drift", step, message, parameters=names)
+    run.observer.on_event("drift", step, message, names_step=True, parameters=names)
     decision = run.guard.roll_back_or_stop(message)
     if decision.action == "stop":
-        run.observer.on_event("stop", step, decision.reason)
+        run.observer.on_event("stop", step, decision.reason, names_step=True)
         raise TrainingStopped(f"{decision.reason}. {kept_checkpoints(run)}")
     raise RollBack(decision.reason, step)
 

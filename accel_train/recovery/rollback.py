@@ -39,7 +39,7 @@ def carry_out(run: RunContext, result: StepResult, decision: Decision, micro_bat
         incident, cause = diagnose(run, result, decision, micro_batches)
         reason = f"{reason}. {cause}" if cause else reason
     kind = action if action != "roll_back" else "skip" if result.skipped else "spike"
-    run.observer.on_event(kind, result.step, reason, loss_scale=result.loss_scale, incident=incident)
+    run.observer.on_event(kind, result.step, reason, names_step=True, loss_scale=result.loss_scale, incident=incident)
     if action == "roll_back":
         raise RollBack(decision.reason, result.step)
     if action == "stop" and result.num_targets == 0:
@@ -62,7 +62,7 @@ def roll_back(run: RunContext, request: RollBack) -> None:
         try:
             name, rollback = on_main(lambda: _choose(run, request))
         except (TrainingStopped, CheckpointError) as error:
-            run.observer.on_event("stop", request.at_step, str(error))
+            run.observer.on_event("stop", request.at_step, str(error), names_step=True)
             raise
         before = run.state
         folder = run.plan.output_dir / "checkpoints" / name

@@ -121,8 +121,9 @@ class StragglerWatch:
             f"ms elsewhere (median), in {self._num_windows * window} steps up to {step - window}"
         )
         slow = "data" if part == DATA else "compute"
-        seconds = {"seconds": here, "usual_seconds": elsewhere}
-        self.run.observer.on_event("straggler", step, message, rank=rank, slow=slow, **seconds)
+        self.run.observer.on_event(
+            "straggler", step, message, rank=rank, slow=slow, seconds=here, usual_seconds=elsewhere
+        )
 
 
 def timed_modules(run: RunContext) -> Sequence[nn.Module]:

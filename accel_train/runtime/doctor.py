@@ -15,6 +15,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import Any, Literal
 
+from accel_train.core.errors import SettingError
 from accel_train.core.format import format_bytes, format_count
 from accel_train.core.redaction import redact_words
 from accel_train.core.state import Choice
@@ -131,22 +132,22 @@ def check_launcher(num_processes_seen: int) -> None:
     `num_processes_seen` is `accelerator.num_processes`, after the processes have joined.
 
     Raises:
-        ValueError: WORLD_SIZE or `accelerate launch` asks for more.
+        SettingError: WORLD_SIZE or `accelerate launch` asks for more.
     """
     wanted = os.environ.get("WORLD_SIZE", "")
     if wanted.isdigit() and int(wanted) > num_processes_seen:
-        raise ValueError(
-            f"WORLD_SIZE={wanted}, but Accelerate sees {format_count(num_processes_seen, 'process', 'processes')}, so "
-            f"that each would train alone; start with `torchrun --nproc_per_node {wanted} {_own_command()}`, or unset "
-            "WORLD_SIZE to train on one process"
+        raise SettingError(
+            f"WORLD_SIZE={wanted}, but Accelerate sees {format_count(num_processes_seen, 'process', 'processes')}, so that each "
+            "would train alone",
+            f"start with `torchrun --nproc_per_node {wanted} {_own_command()}`, or unset WORLD_SIZE to train on one process",
         )
     # `accelerate launch` sets both variables if it was asked for several processes. It sets WORLD_SIZE only if it
     # starts them.
     if num_processes_seen == 1 and not wanted and {"ACCELERATE_USE_CPU", "MASTER_ADDR"} <= os.environ.keys():
-        raise ValueError(
-            "`accelerate launch` was asked for several processes and started one (with --cpu it starts one, without a "
-            f"word); start with `torchrun --nproc_per_node N {_own_command()}`, or `accelerate launch --multi_gpu "
-            f"--num_processes N {_own_command()}`, or unset MASTER_ADDR to train on one process"
+        raise SettingError(
+            "`accelerate launch` was asked for several processes and started one (with --cpu it starts one, without a word)",
+            f"start with `torchrun --nproc_per_node N {_own_command()}`, or `accelerate launch --multi_gpu "
+            f"--num_processes N {_own_command()}`, or unset MASTER_ADDR to train on one process",
         )
 
 
@@ -180,9 +181,8 @@ def _launcher_finding() -> Iterator[Finding]:
     world_size = os.environ.get("WORLD_SIZE", "1")
     try:
         check_launcher(int(world_size) if "RANK" in os.environ and world_size.isdigit() else 1)
-    except ValueError as error:
-        fault, _, remedy = str(error).partition("; ")
-        yield Finding("bad", "launcher", fault, remedy)
+    except SettingError as error:
+        yield Finding("bad", "launcher", error.problem, error.remedy)
 
 
 def check_versions(requirements: Sequence[str] | None = None) -> Iterator[Finding]:

@@ -16,6 +16,7 @@ from accel_train.core.errors import (
     OUT_OF_MEMORY_REMEDY,
     CheckpointError,
     DataError,
+    DataWorkerGone,
     ExitedEarly,
     OutOfMemory,
     Preempted,
@@ -43,7 +44,7 @@ OUTPUT_CLOSED = 141
 """Exit code that a shell reports for a program ended by SIGPIPE: `accel-train plan RECIPE | head -1`."""
 WRITING_SECONDS = 60.0
 """Seconds that a failed process waits for a checkpoint that is being written."""
-DATA_WORKER_ERRORS = ("DataLoader worker", "DataLoader timed out", "Pin memory thread exited unexpectedly")
+_DATA_WORKER_ERRORS_OF_TORCH = ("DataLoader worker", "DataLoader timed out", "Pin memory thread exited unexpectedly")
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO}
 
 
@@ -80,7 +81,13 @@ def exit_code(error: BaseException) -> int | None:
     if is_peer_error(error):
         cause = None if Watchdog.current is None else Watchdog.current.cause
         return 5 if cause is None else cause.exit_code
-    return 5 if str(error).startswith(DATA_WORKER_ERRORS) else None
+    return 5 if is_data_worker_error(error) else None
+
+
+def is_data_worker_error(error: BaseException) -> bool:
+    """Return whether a process that reads the data ahead has died or hangs; torch says so in the text of a RuntimeError alone."""
+    of_torch = isinstance(error, RuntimeError) and str(error).startswith(_DATA_WORKER_ERRORS_OF_TORCH)
+    return of_torch or isinstance(error, DataWorkerGone)
 
 
 def compiled_file_of(error: BaseException) -> str | None:
@@ -152,7 +159,7 @@ def message_of(error: BaseException) -> str:
     """
     cause = None if Watchdog.current is None else Watchdog.current.cause
     text = cause.message if cause is not None else redact_text(str(error).strip()) or type(error).__name__
-    if isinstance(error, RuntimeError) and text.startswith(DATA_WORKER_ERRORS):
+    if cause is None and is_data_worker_error(error):
         text += "; workers read the data ahead (data.num_workers): is the host out of memory, or the storage stuck?"
     if (path := compiled_file_of(error)) is not None:
         text = f"{text}; torch cannot load this compiled code. Remove {path}, and it is compiled again"

@@ -28,7 +28,6 @@ from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
-from accel_train.runtime.signals import BEFORE_THE_FIRST_STEP
 from accel_train.runtime.stacks import within
 
 STORE_SECONDS = 5.0
@@ -59,6 +58,8 @@ class ProcessStatus:
     """Whether the main thread waits for other processes in that line."""
     ended: str | None = None
     """Reason for an end without failure ("" for a finished run); None while the process runs."""
+    was_preparing: bool = False
+    """Whether the process still prepared the run when it was asked to stop. No step was done without it."""
 
 
 Statuses = dict[int, ProcessStatus]
@@ -76,6 +77,8 @@ class Failure:
     """Kind of the event in events.jsonl."""
     exit_code: int = 5
     """Exit code of the other processes. After out of memory, it is the first failed process's code (6 or 75)."""
+    problem: str = ""
+    """Error of that process in one line, without its rank; empty if the failure is not a Python error."""
 
 
 def is_peer_error(error: BaseException | None) -> bool:
@@ -243,10 +246,8 @@ def lost_peer(store: HeartbeatStore, idle_seconds: float) -> Failure | None:
             return Failure(rank, f"{who} is gone without an error: {cause}{last_seen(status)}")
         if is_stuck:
             text = f"{who} has ended, and this process waits for it: {status.ended or 'no error'}"
-            # The peer was still preparing the run when it was asked to stop. No step was done without it, so nothing is
-            # lost.
-            is_stop = status.ended == BEFORE_THE_FIRST_STEP
-            return Failure(rank, text, "preempted", 75) if is_stop else Failure(rank, text)
+            # A peer that was still preparing did no step, so nothing is lost.
+            return Failure(rank, text, "preempted", 75) if status.was_preparing else Failure(rank, text)
     if is_stuck and time.monotonic() - store.last_contact > PATIENCE_SECONDS:
         return Failure(0, f"{store.describe(0)} does not answer: it may host the store of this run, which is lost")
     return None

@@ -122,7 +122,7 @@ class Watchdog:
         elif error is None or isinstance(error, AGREED):
             is_alone = isinstance(error, Preempted) and not self._progress.has_begun
             ended = "" if error is None else one_line(error)
-            within(2.0, lambda: heartbeats.exchange(is_stopping=is_alone, ended=ended))
+            within(2.0, lambda: heartbeats.exchange(is_stopping=is_alone, ended=ended, was_preparing=is_alone))
             # While a run is prepared, each process stops alone, or because the launcher saw another one fail.
             if is_alone:
                 self.cause = heartbeats.known_failure
@@ -131,10 +131,10 @@ class Watchdog:
             self._note_failure(heartbeats, error)
 
     def _note_failure(self, heartbeats: HeartbeatStore, error: BaseException) -> None:
-        text = f" failed first: {redact_text(one_line(error))}"
-        failure: Failure | None = Failure(
-            self.rank, heartbeats.describe(self.rank) + text, *FOR_ALL.get(type(error), ())
-        )
+        problem = redact_text(one_line(error))
+        message = f"{heartbeats.describe(self.rank)} failed first: {problem}"
+        event, exit_code = FOR_ALL.get(type(error), (Failure.event, Failure.exit_code))
+        failure: Failure | None = Failure(self.rank, message, event, exit_code, problem)
         if is_peer_error(error):
             # If a peer was asked to stop while it still prepared the run, no step was done, and no process has failed.
             is_stop = self.stop.requested and self._progress.is_first_step
@@ -147,7 +147,7 @@ class Watchdog:
             self.cause = first
             self._record(first)
         else:
-            self.is_reported = first.rank != self.rank and first.message.endswith(text)
+            self.is_reported = first.rank != self.rank and first.problem == problem
         _restart_if_it_helps(first)
         heartbeats.stay_for_last_reads()
 

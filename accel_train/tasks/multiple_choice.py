@@ -85,8 +85,8 @@ class MultipleChoice(Task):
         # This includes a few rows that fit exactly.
         num_cut = int((lengths >= max_length).sum())
         cut = (
-            f"{num_cut:,} of {len(lengths):,} training rows reach data.max_length={max_length} tokens, "
-            "and are cut there"
+            f"{num_cut:,} of {len(lengths):,} {recipe.data.of_training('rows')} reach data.max_length={max_length} "
+            "tokens, and are cut there"
         )
         return TaskData(
             # The DataLoader reads a list as a map-style dataset.

@@ -128,7 +128,11 @@ class QuestionAnswering(Task):
                 "max_length": max_length,
                 "doc_stride": doc_stride,
                 "mean_length": round(self.mean_length, 1),
-                "notes": [*asked.notes, *tokenizer_notes, *self._notes(by_question, num_cut, max_length, doc_stride)],
+                "notes": [
+                    *asked.notes,
+                    *tokenizer_notes,
+                    *self._notes(by_question, num_cut, section.of_training("questions"), max_length, doc_stride),
+                ],
             },
             reading_is_free=True,
             source=Source(asked, tokenizer, config),
@@ -137,16 +141,16 @@ class QuestionAnswering(Task):
         )
 
     def _notes(
-        self, train: list[tuple[questions.Window, ...]], num_cut: int, max_length: int, doc_stride: int
+        self, train: list[tuple[questions.Window, ...]], num_cut: int, called: str, max_length: int, doc_stride: int
     ) -> list[str]:
         """Return notes about windows and about unanswered questions."""
         num_long = sum(len(windows) > 1 for windows in train)
         notes = [
-            f"{len(train):,} training questions are read in {sum(map(len, train)):,} windows of at most {max_length} "
-            f"tokens: {num_long:,} contexts are longer, and neighbouring windows share {doc_stride} tokens"
+            f"{len(train):,} {called} are read in {sum(map(len, train)):,} windows of at most {max_length} tokens: "
+            f"{num_long:,} contexts are longer, and neighbouring windows share {doc_stride} tokens"
         ]
         if num_cut:
-            notes.append(f"{num_cut:,} training questions are longer than half a window, and are cut there")
+            notes.append(f"{num_cut:,} {called} are longer than half a window, and are cut there")
         if self.threshold is not None:
             notes.append(
                 "some questions have no answer: the answer is empty where no answer scores higher than the best one "

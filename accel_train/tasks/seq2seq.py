@@ -21,6 +21,7 @@ from accel_train.data.text.pairs import Pair, collate_pairs, load_pairs, pair_to
 from accel_train.data.text.tokenizers import vocab_size_of
 from accel_train.metrics.scores import perplexity
 from accel_train.metrics.texts import TEXT_SCORES, require_packages, text_scores
+from accel_train.recipe.data import Data
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Scores, Task, TaskData
 from accel_train.tasks import classification
@@ -119,7 +120,7 @@ class Seq2Seq(Task):
                 "mean_source_length": round(self.mean_lengths[0], 1),
                 "mean_target_length": round(self.mean_lengths[1], 1),
                 "num_generated": len(generated),
-                "notes": [*texts.notes, *tokenizer_notes, *_cut(sizes, lengths)],
+                "notes": [*texts.notes, *tokenizer_notes, *_cut(sizes, lengths, data)],
             },
             reading_is_free=True,
             source=Source(rows, tokenizer, config, generated, _most_frequent(texts.train)),
@@ -267,7 +268,7 @@ def _most_frequent(rows: Sequence[TextRow]) -> str:
     return counts.most_common(1)[0][0] if counts else ""
 
 
-def _cut(sizes: NDArray[np.int64], lengths: tuple[int, int]) -> list[str]:
+def _cut(sizes: NDArray[np.int64], lengths: tuple[int, int], data: Data) -> list[str]:
     """Return notes about training texts that reach a length limit. The count includes a few that fit exactly."""
     notes = []
     for side, name, column, most in (
@@ -277,7 +278,7 @@ def _cut(sizes: NDArray[np.int64], lengths: tuple[int, int]) -> list[str]:
         count = int((sizes[:, column] >= most).sum())
         if count:
             notes.append(
-                f"{count:,} of {len(sizes):,} training {side} reach data.{name}={most} tokens, and are cut there"
+                f"{count:,} of {len(sizes):,} {data.of_training(side)} reach data.{name}={most} tokens, and are cut there"
             )
     return notes
 

@@ -91,8 +91,8 @@ class TextClassification(Task):
         # This includes a few texts that fit exactly.
         num_cut = int((lengths >= max_length).sum())
         cut = (
-            f"{num_cut:,} of {len(lengths):,} training texts reach data.max_length={max_length} tokens, "
-            "and are cut there"
+            f"{num_cut:,} of {len(lengths):,} {recipe.data.of_training('texts')} reach data.max_length={max_length} "
+            "tokens, and are cut there"
         )
         return TaskData(
             # The DataLoader reads a list as a map-style dataset.

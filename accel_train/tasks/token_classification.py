@@ -88,8 +88,12 @@ class TokenClassification(Task):
         num_targets = sum(int((sample.labels != IGNORED_LABEL).sum()) for sample in train)
         self.words_per_sentence = max(1.0, num_targets / len(train))
         kinds = "plain tags" if self.tags is None else f"entities of {len(self.tags.types)} types, told by B-, I- and O"
-        notes = [*sentences.notes, *tokenizer_notes, *_cut("training", sentences.train, train, max_length)]
-        notes += _cut("evaluation", sentences.eval or [], evaluation or [], max_length)
+        notes = [
+            *sentences.notes,
+            *tokenizer_notes,
+            *_cut(recipe.data.of_training("sentences"), sentences.train, train, max_length),
+        ]
+        notes += _cut("evaluation sentences", sentences.eval or [], evaluation or [], max_length)
         return TaskData(
             # The DataLoader reads a list as a map-style dataset.
             train=cast("Dataset[Any]", train),
@@ -252,14 +256,14 @@ def word_logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     return logits.gather(1, batch["word_starts"][..., None].expand(-1, -1, logits.shape[-1]))
 
 
-def _cut(kind: str, rows: Sequence[words.Sentence], samples: Sequence[words.Sample], max_length: int) -> list[str]:
+def _cut(called: str, rows: Sequence[words.Sentence], samples: Sequence[words.Sample], max_length: int) -> list[str]:
     """Return a note about words without a token: cut off by `max_length`, or dropped by the tokenizer."""
     cut = [len(row.words) - len(sample.words) for row, sample in zip(rows, samples)]
     num_rows, num_words = sum(count > 0 for count in cut), sum(cut)
     if not num_words:
         return []
     return [
-        f"{num_words:,} words of {num_rows:,} of {len(rows):,} {kind} sentences have no token within "
+        f"{num_words:,} words of {num_rows:,} of {len(rows):,} {called} have no token within "
         f"data.max_length={max_length}: they are neither learned nor scored"
     ]
 

@@ -118,11 +118,15 @@ def _of_data(data: TaskData, recipe: Recipe) -> list[str]:
     sizes = []
     if {"num_train", "num_eval"} <= facts.keys():
         sizes = [f"{facts['num_train']:,} samples to train on, {facts['num_eval']:,} held out"]
-    kind, counts = facts.get("problem_type", ""), facts.get("num_train_of_label")
-    labels = class_notes(counts) if counts and not kind.startswith("regression") else []
-    if kind.startswith("regression"):
-        labels = [f"labels: {kind}; no classes"]
+    counts = facts.get("num_train_of_label")
+    labels = class_notes(counts) if counts else []
+    if _is_regression(facts):
+        labels = [f"labels: {facts['problem_type']}; no classes"]
     return [*sizes, *labels, *few_held_out(facts, recipe.data.eval), *facts.get("notes", ())]
+
+
+def _is_regression(facts: Mapping[str, Any]) -> bool:
+    return "problem_type" in facts and not facts.get("num_train_of_label")
 
 
 def few_held_out(facts: Mapping[str, Any], own: object) -> list[str]:
@@ -130,8 +134,7 @@ def few_held_out(facts: Mapping[str, Any], own: object) -> list[str]:
     num_eval, is_labelled = facts.get("num_eval", 0), "num_train_of_label" in facts or "problem_type" in facts
     if not (is_labelled and 0 < num_eval < FEW_HELD_OUT):
         return []
-    is_regression = facts.get("problem_type", "").startswith("regression")
-    costs = "" if is_regression else f": one more error is {1 / num_eval:.1%} of the accuracy"
+    costs = "" if _is_regression(facts) else f": one more error is {1 / num_eval:.1%} of the accuracy"
     remedy = (
         "Raise data.eval_fraction, to 0.1 for example, or give data.eval" if own is None else "Give more in data.eval"
     )
@@ -192,9 +195,8 @@ def announce(run: RunContext, folder: RunFolder, setting_changes: Sequence[Chang
             observer.on_event("rollback", rollback.at_step, message, **asdict(rollback))
     facts: dict[str, Any] = dict(launch_facts())
     if point.path is None:
-        message = f"starting: {plan.max_steps} steps of {run.sizes.global_batch_size} samples"
-        if point.changes:
-            message = f"starting a new run: {'; '.join(map(str, point.changes))}; {message.removeprefix('starting: ')}"
+        what = f"starting a new run: {'; '.join(map(str, point.changes))};" if point.changes else "starting:"
+        message = f"{what} {plan.max_steps} steps of {run.sizes.global_batch_size} samples"
         observer.on_event("start", 0, message, **facts)
     else:
         message = f"resuming from {point.path.name}, at step {step} of {plan.max_steps}"
@@ -216,4 +218,5 @@ def announce(run: RunContext, folder: RunFolder, setting_changes: Sequence[Chang
         is_other = any(not each <= ALIKE for each in names)
         anew = "; the optimizer begins anew" if is_other else ""
         message = f"changed since, and accepted: {'; '.join(changes)}{anew}"
-        observer.on_event("changes_accepted", step, message, changes=changes)
+        settings = [change.name for change in point.changes]
+        observer.on_event("changes_accepted", step, message, changes=changes, settings=settings)

@@ -120,7 +120,7 @@ def test_accepted_changes_go_on_and_are_an_event(copied: Path) -> None:
     assert list(losses(copied / "run")) == [1, 2, 3, 4, 5, 6]
     (event,) = events(copied / "run", "changes_accepted")
     assert event["step"] == 4
-    assert [change.split(" ")[0] for change in event["changes"]] == ["schedule.max_steps", "seed"]
+    assert event["settings"] == ["schedule.max_steps", "seed"]
     assert event["changes"][1].endswith("now 2 (--seed)")
     assert main(["run", str(copied / "recipe.yaml"), *flags[1:]]) == 0, "the run is now that of the changed recipe"
     assert len(events(copied / "run", "changes_accepted")) == 1

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from transformers import pipeline
 
 from accel_train.cli.main import main
 from accel_train.data.builtin.digit_scenes import digit_scenes
+from accel_train.experiments.finetune.recipe import asked_of, minimal_recipe
+from accel_train.experiments.finetune.recognise import recognise
 from tests.support.runs import run_forked_command, write_base
 
 QUICK = ("--schedule.max_steps", "2", "--log.progress", "false", "--data.cache_dir", "cache")
@@ -242,6 +245,10 @@ def test_names_of_numeric_labels_are_found_in_the_table_or_in_a_file_beside_it(
     printed = capsys.readouterr().out
     assert "label_names: [World, Sports, Business] (the lines of classes.txt)" in printed
     assert "data.label_ids_from: 1 (column '1' counts from 1)" in printed
+    Path("news").mkdir()
+    for file in ("plain.csv", "classes.txt", "classes"):  # the name of the last is a part of the reason for the names
+        shutil.copy(Path(file if file != "classes" else "plain.csv"), Path("news", file))
+    assert recognise(asked_of("news", minimal_recipe("news", []))).unused == ("files classes",)
 
 
 def test_camvids_folders_are_trained_and_evaluated_on(capsys: pytest.CaptureFixture[str]) -> None:

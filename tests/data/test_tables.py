@@ -251,9 +251,12 @@ def test_few_texts_still_leave_one_for_evaluation_and_one_text_is_refused() -> N
 
 
 def test_evaluation_texts_that_are_trained_on_are_counted() -> None:
-    assert repeated_texts(text_rows(["a", "b"]), text_rows(["c"])) == []
-    (note,) = repeated_texts(text_rows(["a", "b"]), text_rows(["c", "a"]))
-    assert "1 of 2 evaluation texts are in data.train too" in note
+    data = Data(train="texts.csv")
+    assert repeated_texts(text_rows(["a", "b"]), text_rows(["c"]), data) == []
+    (note,) = repeated_texts(text_rows(["a", "b"]), text_rows(["c", "a"]), data)
+    assert note.startswith("1 of 2 evaluation texts ")
+    shown = text_rows(["a"])
+    assert repeated_texts(shown, shown, data.shown_as("DATA")) == []
 
 
 def test_functions_of_the_library_are_labelled_by_their_package_and_none_is_there_twice() -> None:

@@ -17,8 +17,9 @@ from accel_train.cli.reference import commands_page, recipes_page, settings_page
 from accel_train.core.errors import UserError
 from accel_train.experiments.sweep.sweep import Selection, combine
 from accel_train.experiments.sweep.values import read_space
+from accel_train.recipe.explain import explained
 from accel_train.recipe.loader import load_recipe
-from accel_train.recipe.names import free_names, recipe_names
+from accel_train.recipe.names import free_names, is_section, recipe_names
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.shipped import shipped_recipes
 from tests.docs.test_scaling_guide import is_taken
@@ -252,8 +253,11 @@ def test_metric_of_the_cookbook_is_the_recall_of_the_worst_class(monkeypatch: py
 
 def test_reference_has_every_setting_command_flag_and_recipe() -> None:
     settings, commands, recipes = settings_page(), commands_page(), recipes_page()
-    sections = {name.rpartition(".")[0] for name in recipe_names()}
-    assert [name for name in recipe_names() if name not in sections and f"### `{name}`" not in settings] == []
+    documented = [name for name, info in recipe_names().items() if not is_section(info)]
+    assert re.findall(r"^### `(.*)` ", settings, flags=re.MULTILINE) == documented
+    assert settings.count("; no default\n") == sum(
+        each.default is None for each in explained("") if each.name in documented
+    )
     for name, command in COMMANDS.items():
         _, _, below = commands.partition(f"\n## {name}\n")
         own = below.partition("\n## ")[0]

@@ -1,6 +1,7 @@
 """The SLURM script, run by stand-ins for SLURM's commands, with the real program in two processes on two "nodes"."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -11,8 +12,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch.distributed as dist
 
 from accel_train.checkpoint.store import checkpoint_folders, step_of
+from accel_train.runtime.heartbeat import HeartbeatStore
 from tests.support.processes import free_port, run_forked
 from tests.support.runs import REPOSITORY, environment, events, losses, write_corpus, write_recipe_file
 
@@ -165,6 +168,16 @@ def test_wrong_recipe_ends_the_job_once_and_for_all(tmp_path: Path, jobs: list[J
 
 GONE = "error: rank 0: rank 8 (process 71 on b.cluster) is gone without an error: killed (has the host run out of memory?), or it ended itself"
 HANGS = "error: rank 0: no step for 30 s (guard.hang_timeout_seconds): rank 8 (process 71 on b) sends no heartbeat; stacks are in x"
+
+
+def test_script_reads_the_node_of_a_process_as_the_program_writes_it() -> None:
+    heartbeats = HeartbeatStore(dist.HashStore(), 3, 4)
+    heartbeats.exchange()
+    pattern = re.search(r"'s/\.\*(rank .*\\\))\.\*/", SCRIPT.read_text())
+    assert pattern is not None
+    found = re.fullmatch(pattern[1], heartbeats.describe(3))
+    assert found is not None
+    assert found[1] == socket.gethostname().partition(".")[0]
 
 
 @pytest.mark.parametrize(

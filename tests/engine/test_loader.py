@@ -3,13 +3,18 @@
 import multiprocessing
 import os
 import subprocess
+import sys
 import time
+from collections.abc import Iterator, Sequence
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from accel_train.engine.loader import _ignore_stop_signals, choose_num_workers, usable_cores
+from accel_train.core.errors import DataWorkerGone, ExitedEarly
+from accel_train.engine.loader import _from_workers, _ignore_stop_signals, _InWorker, choose_num_workers, usable_cores
+from accel_train.runtime.exit import exit_code, message_of
 from accel_train.task import TaskData
 
 
@@ -35,6 +40,28 @@ def test_worker_ends_when_its_training_process_asks_and_at_no_other_signal(metho
         assert worker.exitcode == 0
     finally:
         worker.kill()
+
+
+def test_sys_exit_in_a_worker_reaches_the_training_as_the_error_itself() -> None:
+    def leave(samples: Sequence[Any]) -> dict[str, Any]:
+        sys.exit(3)
+
+    found = _InWorker([0], leave).__getitems__([0])  # type: ignore[arg-type]
+    assert isinstance(found, ExitedEarly)
+    with pytest.raises(ExitedEarly) as caught:
+        list(_from_workers(iter([found])))  # type: ignore[arg-type]
+    assert caught.value is found
+
+
+def test_a_worker_that_hangs_up_has_its_exit_code_whatever_the_words() -> None:
+    def hang_up() -> Iterator[Any]:
+        raise ConnectionResetError
+        yield
+
+    with pytest.raises(DataWorkerGone):
+        list(_from_workers(hang_up()))  # type: ignore[arg-type]
+    assert exit_code(DataWorkerGone("no words of torch")) == 5
+    assert "data.num_workers" in message_of(DataWorkerGone("no words of torch"))
 
 
 @pytest.mark.parametrize(("machines", "workers"), [(1, 4), (8, 4), (64, 4)])

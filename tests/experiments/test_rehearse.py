@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from accel_train.checkpoint.sharded import CheckpointReader
 from accel_train.cli.main import main
 from accel_train.experiments.compare_runs import Comparison, _compare_tensors, same_bits
-from accel_train.experiments.rehearse import _changed_settings
+from accel_train.experiments.rehearse import _changed_settings, _refuse_changes
 from accel_train.experiments.rehearse_report import _evaluation
 from accel_train.experiments.subprocess_run import LAUNCHER_VARIABLES, TrainingProcess
 from accel_train.plan.plan import resolve_plan
@@ -221,3 +221,11 @@ def test_the_evaluation_of_a_rehearsal_is_the_last_one_and_no_line_of_the_machin
     ]
     assert _evaluation(rows, 64) == "3.00 s for up to 64 samples: loss 2"
     assert _evaluation(rows[1:], 64).startswith("none: ")
+
+
+def test_changes_since_the_checkpoint_are_told_apart_by_their_setting() -> None:
+    accepted = {"event": "changes_accepted", "settings": ["schedule.max_steps", "seed"], "changes": ["more", "other"]}
+    with pytest.raises(ValueError, match="run has changed since its checkpoint") as caught:
+        _refuse_changes([{"event": "start"}, accepted], "run")
+    assert str(caught.value).splitlines()[1:] == ["other"]
+    _refuse_changes([accepted | {"settings": ["schedule.max_steps", "schedule.warmup_steps"]}], "run")

@@ -18,9 +18,8 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from accel_train.cli.main import main
-from accel_train.inference.data_notes import changes_of
 from accel_train.inference.evaluate import short_name
-from accel_train.inference.finished_run import counted
+from accel_train.inference.finished_run import DataNotFound, changes_of, counted, open_run
 from accel_train.metrics.baselines import format_scores
 from accel_train.tasks import causal_lm
 from tests.support import runs as runs
@@ -236,7 +235,10 @@ def test_a_run_that_was_moved_is_used_from_another_folder(
     assert main(["evaluate", "moved"]) == 2
     error = capsys.readouterr().err
     assert f"corpus.jsonl, the data of moved, is not there (seen from {away} and from {home}, where the run" in error
-    assert "accel-train evaluate moved DATA" in error
+    with pytest.raises(DataNotFound) as caught:
+        open_run(Path("moved"))
+    assert "accel-train evaluate moved DATA" in caught.value.remedy
+    assert caught.value.problem in error
     assert len(answers(error)) == 1
     assert main(["generate", "moved", "--max-new-tokens", "1"]) == 0
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from accel_train.cli.main import main
 from accel_train.data.encoding import in_its_encoding
 from accel_train.inference import predict as predicting
-from accel_train.inference.finished_run import check_own_encoding
+from accel_train.inference.finished_run import check_own_encoding, open_run
 from accel_train.inference.predict import label_columns, write_table
 from accel_train.recipe.data import Data
 from tests.support import runs as runs
@@ -184,6 +184,34 @@ def test_a_mistake_is_one_line_and_exits_with_2(
     captured = capsys.readouterr().err
     assert said in captured
     assert captured.splitlines()[-1].startswith("error: ")
+
+
+@pytest.mark.parametrize("command, name", [("predict", "DATA"), ("evaluate", "--data")])
+def test_other_data_has_the_commands_name_and_its_file_the_own(
+    command: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, table = Path("my data.train"), Path("my data.train.csv")
+    folder.mkdir(exist_ok=True)
+    table.write_text("id,words\nfirst,step batch\n")
+    assert main([command, "texts", str(folder)]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"error: {name}: ")
+    assert str(folder) in error
+    assert main([command, "texts", str(table)]) == 2
+    assert str(table) in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_notes_on_training_are_not_made_for_other_data_and_those_on_its_files_keep_their_names() -> None:
+    folder = Path("no training set")
+    folder.mkdir(exist_ok=True)
+    (folder / "rows.csv").write_text("id,text,label\nfirst,,loop\nlast,%s,loop\n" % ("step " * 2000))
+    (folder / "notes.xyz").write_text("left out")
+    run = open_run(folder.parent / "texts", data=str(folder))
+    assert run.recipe.data.train_key == "--data"
+    assert not run.recipe.data.is_for_training
+    files, cut = run.notes
+    assert files.startswith(f"{folder}: ")
+    assert cut.startswith("1 of 2 texts reach data.max_length")
 
 
 def test_a_language_model_is_sent_to_generate(capsys: pytest.CaptureFixture[str]) -> None:

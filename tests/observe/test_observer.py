@@ -226,7 +226,8 @@ def test_an_event_says_when_who_and_why(tmp_path: Path) -> None:
     with observing(tmp_path) as seen:
         seen.observer.on_event("skip", 7, "the loss is NaN", rank=3, parameter="h.0.weight", norm=math.inf)
         seen.observer.on_event("checkpoint", 8, "saved step-8")
-    skip, checkpoint = read_events(tmp_path)
+        seen.observer.on_event("spike", 9, "at step 9 the loss is 7", names_step=True)
+    skip, checkpoint, spike = read_events(tmp_path)
     stamp = skip.pop("time")
     assert stamp.endswith("+00:00")
     assert skip == {
@@ -238,7 +239,9 @@ def test_an_event_says_when_who_and_why(tmp_path: Path) -> None:
         "norm": math.inf,
     }
     assert checkpoint["rank"] is None
-    assert seen.screen.getvalue() == "step 7: the loss is NaN\n"  # a routine checkpoint is no news
+    assert spike.keys() == checkpoint.keys()
+    # A routine checkpoint is not shown.
+    assert seen.screen.getvalue() == "step 7: the loss is NaN\nat step 9 the loss is 7\n"
 
 
 def test_a_tracker_that_fails_in_the_run_becomes_one_event_and_training_goes_on(

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from pydantic import ValidationError
 from torch import nn
 
 from accel_train.cli.main import main
@@ -20,6 +19,7 @@ from accel_train.plan.step_time import StepWork, model_step
 from accel_train.plan.traffic import BASE_LATENCY_SECONDS, Ring, sent_bytes, traffic_of
 from accel_train.recipe.loader import load_recipe
 from accel_train.recipe.parallel import Parallel
+from tests.support.runs import settings_refused
 
 H100, NDR = GPUS["H100"], INTERCONNECTS["infiniband-ndr"]
 FSDP2 = ("--parallel.strategy", "fsdp2")
@@ -97,8 +97,7 @@ def test_what_cannot_be_is_refused_with_the_reason(
 
 
 def test_a_shard_size_without_sharding_is_refused() -> None:
-    with pytest.raises((ValueError, ValidationError), match=r"dp_shard_size=2 is for parallel\.strategy fsdp2"):
-        Parallel(dp_shard_size=2)
+    assert settings_refused(lambda: Parallel(dp_shard_size=2)) == ("parallel.dp_shard_size", "parallel.strategy")
 
 
 def test_processes_fill_their_nodes_unless_it_is_said_otherwise() -> None:

@@ -15,11 +15,12 @@ from accel_train.core.redaction import is_secret, redact
 from accel_train.core.state import Choice
 from accel_train.model.pretrained import check_model_config
 from accel_train.recipe.loader import load_recipe
-from accel_train.recipe.names import nearest_names, recipe_names, value_of
+from accel_train.recipe.names import nearest_names, numbers_of, recipe_names, value_of
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.values import Origin
 from accel_train.recipe.writer import format_recipe
 from accel_train.recipe.yaml_core import one_line, parse_yaml
+from tests.support.runs import settings_refused
 
 RECIPE = """\
 output_dir: runs/x
@@ -274,6 +275,43 @@ def test_an_empty_section_takes_its_defaults(recipe_file: Path) -> None:
 def test_a_wrong_value_is_named_with_place_rule_and_remedy(recipe_file: Path, old: str, new: str, said: str) -> None:
     assert old in RECIPE
     assert said in error_of(recipe_file, RECIPE.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    ("section", "about"),
+    [
+        ({"schedule": {"max_steps": 5, "warmup_steps": 10}}, ("schedule.warmup_steps",)),
+        ({"schedule": {"max_steps": 5, "num_epochs": 2}}, ("schedule.max_steps", "schedule.num_epochs")),
+        ({"model": {"config": {"n_layer": 2}}}, ("model.config",)),
+        ({"output_dir": "s3://bucket"}, ("output_dir",)),
+        ({"log": {"profile_steps": [5, 2]}}, ("log.profile_steps",)),
+        ({"parallel": {"zero_stage": 3}}, ("parallel.zero_stage", "parallel.strategy")),
+        ({"parallel": {"sp_size": 2, "tp_size": 2}}, ("parallel.sp_size", "parallel.tp_size", "parallel.strategy")),
+        ({"optimizer": {"name": "sgd", "options": {"a": 1}}}, ("optimizer.options", "optimizer.name")),
+    ],
+)
+def test_a_rule_about_several_settings_names_them_in_fields(section: dict[str, Any], about: tuple[str, ...]) -> None:
+    assert settings_refused(lambda: Recipe.model_validate(parse_yaml(RECIPE, "r.yaml")[0] | section)) == about
+    assert set(about) <= recipe_names().keys()
+
+
+def test_a_value_that_is_the_name_of_a_setting_is_not_taken_for_one(recipe_file: Path) -> None:
+    said = error_of(recipe_file, RECIPE + "seed: 3\n", "--data.encoding", "seed")
+    assert said.endswith("(data.encoding=seed from --data.encoding)")
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [
+        ("seed", {"integer"}),
+        ("optimizer.betas", {"number"}),
+        ("guard.on_spike", set()),
+        ("parallel.zero_stage", set()),
+        ("batch.per_device_batch_size", {"integer"}),
+    ],
+)
+def test_numbers_that_a_setting_takes_are_read_from_its_type(name: str, numbers: set[str]) -> None:
+    assert numbers_of(name) == numbers
 
 
 def test_one_problem_is_one_line_and_all_are_named(recipe_file: Path) -> None:

@@ -12,8 +12,10 @@ import torch
 
 from accel_train import Recipe, train
 from accel_train.cli.main import main
+from accel_train.core.errors import SettingError
 from accel_train.runtime.doctor import (
     Finding,
+    _launcher_finding,
     check_environment,
     check_folder,
     check_host,
@@ -87,8 +89,12 @@ def test_one_process_that_was_asked_for_passes(tmp_path: Path) -> None:
 def test_a_world_size_that_accelerate_does_not_see_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     check_launcher(4)
-    with pytest.raises(ValueError, match=r"WORLD_SIZE=4, but Accelerate sees 1 process.*torchrun --nproc_per_node 4"):
+    with pytest.raises(SettingError) as caught:
         check_launcher(1)
+    assert caught.value.problem.startswith("WORLD_SIZE=4, ")
+    assert "torchrun --nproc_per_node 4" in caught.value.remedy
+    (finding,) = _launcher_finding()
+    assert (finding.text, finding.remedy) == (caught.value.problem, caught.value.remedy)
 
 
 @pytest.mark.parametrize(
@@ -104,9 +110,9 @@ def test_refused_launch_says_the_command_that_was_typed_behind_a_launcher(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.setattr("sys.argv", words)
-    with pytest.raises(ValueError, match=r"WORLD_SIZE=4") as caught:
+    with pytest.raises(SettingError) as caught:
         check_launcher(1)
-    assert said in str(caught.value)
+    assert said in caught.value.remedy
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from accel_train.runtime.heartbeat import Failure, HeartbeatStore, ProcessStatus, find_hung, lost_peer
-from accel_train.runtime.signals import BEFORE_THE_FIRST_STEP, StopRequest
+from accel_train.runtime.signals import StopRequest
 from accel_train.runtime.watchdog import Watchdog
 from tests.support.processes import Forked, run_forked
 from tests.support.runs import environment, events, losses, write_recipe_file
@@ -275,22 +275,20 @@ def test_a_process_knows_its_machine_and_rank_0_and_reads_all_in_one_call_when_i
     assert store.num_calls == before + 4
 
 
-@pytest.mark.parametrize(
-    ("ended", "event", "exit_code"), [(BEFORE_THE_FIRST_STEP, "preempted", 75), ("saved", "peer_failed", 5)]
-)
+@pytest.mark.parametrize(("was_preparing", "event", "exit_code"), [(True, "preempted", 75), (False, "peer_failed", 5)])
 def test_a_peer_that_was_asked_to_stop_while_it_prepared_the_run_is_a_preemption_for_those_that_wait_for_it(
-    ended: str, event: str, exit_code: int
+    was_preparing: bool, event: str, exit_code: int
 ) -> None:
     first, second = stores(2)
     with subprocess.Popen([sys.executable, "-c", ""]) as peer:
         peer.wait()
     second._status = replace(second._status, pid=peer.pid)
-    second.exchange(is_stopping=True, ended=ended)
+    second.exchange(is_stopping=True, ended="asked to", was_preparing=was_preparing)
     first.exchange()
     cause = lost_peer(first, math.inf)
     assert cause is not None
     assert (cause.rank, cause.event, cause.exit_code) == (1, event, exit_code)
-    assert cause.message.endswith(f"has ended, and this process waits for it: {ended}")
+    assert cause.message.endswith("has ended, and this process waits for it: asked to")
 
 
 def test_a_stop_that_a_library_turns_into_an_error_of_its_own_is_no_failure_of_the_run(
@@ -305,7 +303,7 @@ def test_a_stop_that_a_library_turns_into_an_error_of_its_own_is_no_failure_of_t
     assert second.known_failure is None
     status = second.status(0)
     assert status is not None
-    assert status.ended == BEFORE_THE_FIRST_STEP
+    assert status.was_preparing
 
 
 def test_a_launcher_that_stops_a_process_while_it_reports_an_error_does_not_hide_the_error(
@@ -325,16 +323,27 @@ def test_a_launcher_that_stops_a_process_while_it_reports_an_error_does_not_hide
         fail()
 
 
-@pytest.mark.parametrize(("message", "is_reported"), [("no such tensor", True), ("another", False)])
+@pytest.mark.parametrize(
+    ("problem", "message", "is_reported"),
+    [
+        ("no such tensor", "no such tensor", True),
+        ("no such tensor", "another", False),
+        ("what failed first: no such tensor", "no such tensor", False),
+    ],
+)
 def test_the_same_error_on_several_processes_is_printed_by_the_first(
-    message: str, is_reported: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    problem: str, message: str, is_reported: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    first, second = (Watchdog(StopRequest(), tmp_path, 60.0, heartbeats) for heartbeats in stores(2))
-    second.note_end(ValueError, ValueError("no such tensor"), None)
+    store, other = stores(2)
+    first, second = (Watchdog(StopRequest(), tmp_path, 60.0, heartbeats) for heartbeats in (store, other))
+    second.note_end(ValueError, ValueError(problem), None)
     first.note_end(ValueError, ValueError(message), None)
     assert not second.is_reported
     assert first.is_reported == is_reported
+    store.exchange()
+    assert store.known_failure is not None
+    assert (store.known_failure.rank, store.known_failure.problem) == (1, problem)
 
 
 def test_no_thread_of_a_closed_watchdog_is_left_for_the_interpreter_to_end(tmp_path: Path) -> None:

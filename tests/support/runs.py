@@ -5,14 +5,17 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import yaml
+from pydantic import ValidationError
 from safetensors.torch import load_file
 
+from accel_train.core.errors import SettingError
 from tests.support.processes import run_forked
 
 TESTS = Path(__file__).parent.parent
@@ -194,3 +197,13 @@ SCENES: dict[str, Any] = {
 def answers(printed: str) -> list[str]:
     """The lines of a command's standard error, less those that say what it is busy with (`run: importing torch ...`)."""
     return [line for line in printed.splitlines() if not line.endswith(" ...")]
+
+
+def settings_refused(make: Callable[[], object]) -> tuple[str, ...]:
+    """Return the settings that the one rule is about which `make` breaks in a section of a recipe."""
+    with pytest.raises(ValidationError) as caught:
+        make()
+    (problem,) = caught.value.errors()
+    error = problem["ctx"]["error"]
+    assert isinstance(error, SettingError)
+    return error.settings

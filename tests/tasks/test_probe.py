@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
+from accel_train.core.errors import SettingError
 from accel_train.model.kernels import chunked_loss
 from accel_train.recipe.schema import Recipe
 from accel_train.tasks import causal_lm
@@ -50,8 +51,10 @@ def test_documents_without_a_mask_are_seen_to_differ(tmp_path: Path, monkeypatch
     proof = measured(recipe, DOCUMENTS, ROWS)
     assert proof.differences[DOCUMENTS] > 1e-2 < proof.differences[ROWS]
     assert proof.layer == "LlamaAttention"
-    with pytest.raises(ValueError, match=r"data\.mask_documents=True: LlamaAttention"):
+    with pytest.raises(SettingError) as caught:
         CausalLM().prove(recipe)
+    assert caught.value.settings == ("data.mask_documents",)
+    assert caught.value.problem.startswith("LlamaAttention ")
 
 
 def test_positions_that_do_not_restart_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,8 +69,9 @@ def test_a_wrong_loss_in_chunks_is_seen(tmp_path: Path, monkeypatch: pytest.Monk
     assert measured(recipe, CHUNKED).has_passed
     losses = chunked_loss._losses
     monkeypatch.setattr(chunked_loss, "_losses", lambda *given: (losses(*given)[0] * 1.0001, losses(*given)[1]))
-    with pytest.raises(ValueError, match=r"loss\.chunked=True.*Set loss\.chunked to false"):
+    with pytest.raises(SettingError) as caught:
         CausalLM().prove(recipe)
+    assert caught.value.at == "loss.chunked=True"
 
 
 @pytest.mark.parametrize("kept", ["blocks", "selective"])
@@ -83,17 +87,17 @@ def test_wrong_gradients_of_checkpointed_blocks_are_seen(
         model.get_input_embeddings().weight.register_hook(lambda gradient: gradient * 1.001)
 
     monkeypatch.setattr(probe, "checkpoint_activations", wrong)
-    with pytest.raises(
-        ValueError, match=r"precision\.gradient_checkpointing=.*Set precision\.gradient_checkpointing to off"
-    ):
+    with pytest.raises(SettingError) as caught:
         CausalLM().prove(recipe)
+    assert caught.value.at == f"precision.gradient_checkpointing={kept}"
 
 
 def test_a_model_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
     fields = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     recipe = recipe_of(tmp_path, {"model_type": "bert", **fields}, data={"mask_documents": False})
-    with pytest.raises(ValueError, match="sees what it predicts"):
+    with pytest.raises(SettingError) as caught:
         CausalLM().prove(recipe)
+    assert caught.value.at == "model type bert"
     decoder = recipe_of(tmp_path, {"model_type": "bert", **fields, "is_decoder": True}, data={"mask_documents": False})
     assert CausalLM().prove(decoder)["probe"].value == "equal"
 
@@ -138,8 +142,9 @@ def test_a_configuration_that_cannot_shrink_is_not_called_proved(
 ) -> None:
     monkeypatch.setattr(probe, "SMALL", 0)
     monkeypatch.setattr(probe, "LARGEST", 0)
-    with pytest.raises(ValueError, match=r"data\.mask_documents=True.*cannot be computed"):
+    with pytest.raises(SettingError) as caught:
         CausalLM().prove(recipe_of(tmp_path))
+    assert caught.value.settings == ("data.mask_documents",)
 
 
 def verdict(row: str) -> str:

@@ -123,11 +123,11 @@ def read_labelled_images(data: Data, known_names: tuple[str, ...] | None = None)
         ValueError: data is missing or broken; the message names file, row or column.
     """
     train_names, eval_names, notes = eval_beside_train(data)
-    pool = read_pools(train_names, data, "data.train", masks=False)
+    pool = read_pools(train_names, data, data.train_key, masks=False)
     if data.label_names is None and isinstance(pool.images, FileImages) and len(set(pool.labels)) == 1:
         folder = pool.images.root / pool.labels[0]
         raise ValueError(
-            f"data.train: the one class folder is {folder}, and a classifier needs two; is it one too high?"
+            f"{data.train_key}: the one class folder is {folder}, and a classifier needs two; is it one too high?"
         )
     scheme = label_scheme(
         pool.labels,
@@ -204,7 +204,7 @@ def _untrained_classes(sets: ImageSets, names: tuple[str, ...], data: Data) -> t
     Raises:
         ValueError: the evaluation has images of a class without training images, and the recipe lists no classes.
     """
-    if data.label_column is None:
+    if data.label_column is None or not data.is_for_training:
         return ()
     trained, evaluated = (set() if side is None else set(side.labels.tolist()) for side in (sets.train, sets.eval))
     missing = [name for number, name in enumerate(names) if number not in trained]

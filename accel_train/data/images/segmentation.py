@@ -88,7 +88,7 @@ def read_masked_images(data: Data, known_names: tuple[str, ...] | None = None) -
     Raises:
         ValueError: data is missing or broken; the message names both files.
     """
-    pool = read_pools(data.train, data, "data.train", masks=True)
+    pool = read_pools(data.train, data, data.train_key, masks=True)
     other = None if data.eval is None else read_pools(data.eval, data, "data.eval", masks=True)
     if _are_scenes(data) and data.eval is None and data.eval_fraction > 0:
         other = scenes_pool(held_out=True)
@@ -113,12 +113,13 @@ def _label_names(
     counts = count_pixels(train)
     if np.count_nonzero(counts) == 2 and counts[0] and counts[data.ignore_index]:
         raise ValueError(
-            f"data.train: the masks hold 0 and {data.ignore_index} alone, and data.ignore_index={data.ignore_index} "
-            f"leaves one class. For black and white masks set data.mask_values: [0, {data.ignore_index}]"
+            f"{data.train_key}: the masks hold 0 and {data.ignore_index} alone, and "
+            f"data.ignore_index={data.ignore_index} leaves one class. For black and white masks set "
+            f"data.mask_values: [0, {data.ignore_index}]"
         )
     counts[data.ignore_index] = 0
     if not counts.any():
-        raise ValueError(f"data.train: every pixel of the masks is data.ignore_index={data.ignore_index}")
+        raise ValueError(f"{data.train_key}: every pixel of the masks is data.ignore_index={data.ignore_index}")
     num_classes = int(np.flatnonzero(counts)[-1]) + 1
     note = f"the masks have the numbers 0 to {num_classes - 1}"
     if known_names is not None and len(known_names) == num_classes:

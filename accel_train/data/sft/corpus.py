@@ -37,9 +37,9 @@ def prepare_rows(recipe: Recipe, *, progress: bool) -> RowCorpus:
     """
     data = recipe.data
     sources, eval_sources, notes = resolve_both(data)
-    rows = _read(sources, data, "data.train", progress)
+    rows = _read(sources, data, data.train_key, progress)
     unread = [name for name in column_names(sources[0], data) if name in _MEANINGFUL and name not in columns_of(data)]
-    notes += [f"data.train: columns that are not read: {', '.join(unread)}"] if unread else []
+    notes += [f"{data.train_key}: columns that are not read: {', '.join(unread)}"] if unread else []
     if eval_sources:
         held_out = _read(eval_sources, data, "data.eval", progress)
     else:
@@ -53,7 +53,7 @@ def prepare_rows(recipe: Recipe, *, progress: bool) -> RowCorpus:
     encode = (encoding.chat_encoder if data.format == "chat" else encoding.completion_encoder)(
         tokenizer, data, warnings
     )
-    train = _encode(rows, encode, "data.train", data.sequence_length, notes, progress)
+    train = _encode(rows, encode, data.train_key, data.sequence_length, notes, progress)
     evaluation = _encode(held_out, encode, "data.eval", data.sequence_length, notes, progress)
     if not len(train):
         raise ValueError(
@@ -175,7 +175,7 @@ def _bar(items: Iterable[Any], title: str, shown: bool) -> Iterator[Any]:
 def _hold_out(rows: list[Example], fraction: float, notes: list[str]) -> tuple[list[Example], list[Example]]:
     """Return rows for training and rows for evaluation. Equal rows are on the same side in every run."""
     texts = [json.dumps(row.parts, sort_keys=True) for row in rows]
-    train, evaluation, split = divide_rows(rows, texts, fraction)
+    train, evaluation, split = divide_rows(rows, texts, fraction, "documents")
     if split.cut_tail:
         notes.append("all rows are the same: none is held out for evaluation; name some in data.eval")
         return rows, []

@@ -93,7 +93,7 @@ def build_shards(folder: Path, inputs: Inputs) -> tuple[TextTokenizer, dict[str,
                 held_out.write(chunk)
         elif inputs.eval and train.num_tokens:
             _tokenise(inputs.eval, Split(eval_fraction=1.0), inputs, tokenizer, (train, held_out), counts)
-        for key, sources, shard in (("data.train", inputs.train, train), ("data.eval", inputs.eval, held_out)):
+        for key, sources, shard in ((inputs.data.train_key, inputs.train, train), ("data.eval", inputs.eval, held_out)):
             if sources and not shard.num_tokens:
                 raise ValueError(f"{key} holds no documents: {describe(sources)}; every file or row is empty")
     return tokenizer, {
@@ -129,6 +129,8 @@ def byte_bar(title: str, total_bytes: float, shown: bool) -> "tqdm[Any]":
 
 
 def _leaks(inputs: Inputs) -> list[str]:
+    if not inputs.data.is_for_training:
+        return []
     trained, held_out = ({file.resolve() for file in files_of(side)} for side in (inputs.train, inputs.eval))
     both = sorted(trained & held_out)
     return [f"{len(both)} files of data.eval are in data.train too ({both[0]}): they are trained on"] if both else []

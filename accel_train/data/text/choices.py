@@ -64,14 +64,14 @@ def load_choices(recipe: Recipe) -> Choices:
     """
     data = recipe.data
     sources, eval_sources, notes = resolve_both(data)
-    rows = read_choices(sources, data, key="data.train")
+    rows = read_choices(sources, data, key=data.train_key)
     _check_counts(rows, rows[0])
     train, evaluation, split_notes = hold_out(rows, 0.0 if eval_sources else data.eval_fraction)
     notes += split_notes
     if eval_sources:
         evaluation = read_choices(eval_sources, data, key="data.eval")
         _check_counts(evaluation, rows[0])
-        notes += repeated_texts(train, evaluation) if data.label_column is not None else []
+        notes += repeated_texts(train, evaluation, data) if data.label_column is not None else []
     return Choices(len(rows[0].endings), train, evaluation, describe(sources, eval_sources), notes)
 
 

@@ -67,8 +67,10 @@ class Split:
         return value < self.eval_fraction * _NUM_HASHES or value == self.moved_hash
 
 
-def choose_split(texts: Iterable[str], eval_fraction: float) -> Split:
+def choose_split(texts: Iterable[str], eval_fraction: float, unit: str = "documents") -> Split:
     """Return a split that holds out `eval_fraction` of the documents: at least one, or the tail of a single document.
+
+    Notes call the documents `unit`.
 
     Reads documents until both sides have one. This is the whole of a small corpus, and about 1 / eval_fraction
     documents of a large one.
@@ -101,13 +103,15 @@ def choose_split(texts: Iterable[str], eval_fraction: float) -> Split:
             f"no training documents are left: all {num_held_out} fall into data.eval_fraction={eval_fraction}; "
             "lower it, or name other files in data.eval"
         )
-    note = f"data.eval_fraction={eval_fraction} of {num_trained} documents is less than one: the last one is held out"
+    note = f"data.eval_fraction={eval_fraction} of {num_trained} {unit} is less than one: the last one is held out"
     return replace(split, moved_hash=last, note=note)
 
 
-def divide_rows(rows: Sequence[Row], texts: Sequence[str], eval_fraction: float) -> tuple[list[Row], list[Row], Split]:
+def divide_rows(
+    rows: Sequence[Row], texts: Sequence[str], eval_fraction: float, unit: str
+) -> tuple[list[Row], list[Row], Split]:
     """Return training rows, held-out rows and the split. Rows with equal texts are on the same side."""
-    split = choose_split(texts, eval_fraction)
+    split = choose_split(texts, eval_fraction, unit)
     sides: tuple[list[Row], list[Row]] = ([], [])
     for row, text in zip(rows, texts):
         sides[split.holds_out(text)].append(row)

@@ -92,7 +92,7 @@ def load_labelled_texts(recipe: Recipe, known_names: tuple[str, ...] | None) -> 
     """
     data = recipe.data
     sources, eval_sources, notes = resolve_both(data)
-    rows, dropped = _with_labels(read_text_rows(sources, data, key="data.train"), data, "data.train")
+    rows, dropped = _with_labels(read_text_rows(sources, data, key=data.train_key), data, data.train_key)
     notes += dropped
     scheme = label_scheme(
         [row.label for row in rows],
@@ -110,7 +110,7 @@ def load_labelled_texts(recipe: Recipe, known_names: tuple[str, ...] | None) -> 
     if eval_sources:
         evaluation, dropped = _with_labels(read_text_rows(eval_sources, data, key="data.eval"), data, "data.eval")
         notes += dropped
-        notes += repeated_texts(train, evaluation) if data.label_column is not None else []
+        notes += repeated_texts(train, evaluation, data) if data.label_column is not None else []
     notes += shared_sides(train, evaluation or [], data.text_columns)
 
     def labels_of(some: list[TextRow]) -> NDArray[Any]:
@@ -126,13 +126,13 @@ def load_labelled_texts(recipe: Recipe, known_names: tuple[str, ...] | None) -> 
         notes=notes,
     )
     empty = next((row.where for row in train if not any(map(str.strip, row.texts))), None)
-    if empty is not None:
+    if empty is not None and data.is_for_training:
         count = sum(not any(map(str.strip, row.texts)) for row in train)
         notes.append(
             f"{count:,} of {len(train):,} training texts are empty ({empty} is the first), and trained on as they are"
         )
     missing = [name for name, count in texts.num_train_of_label.items() if count == 0]
-    if missing and data.label_column is not None:
+    if missing and data.label_column is not None and data.is_for_training:
         notes.append(f"no training text has the label {', '.join(missing)}: it cannot be learned")
     return texts
 
@@ -179,17 +179,19 @@ def hold_out(rows: list[KeyedRow], eval_fraction: float) -> tuple[list[KeyedRow]
     Raises:
         ValueError: one side would be empty.
     """
-    train, evaluation, split = divide_rows(rows, [row.key for row in rows], eval_fraction)
+    train, evaluation, split = divide_rows(rows, [row.key for row in rows], eval_fraction, "texts")
     if split.cut_tail:
         raise ValueError(
             "data.train has one text only (repeated, perhaps), so none can be held out for evaluation; give more, or "
             "set data.eval, or data.eval_fraction: 0"
         )
-    return train, evaluation or None, [split.note.replace("documents", "texts")] if split.note else []
+    return train, evaluation or None, [split.note] if split.note else []
 
 
-def repeated_texts(train: Sequence[Keyed], evaluation: Sequence[Keyed]) -> list[str]:
+def repeated_texts(train: Sequence[Keyed], evaluation: Sequence[Keyed], data: Data) -> list[str]:
     """Return a note if evaluation texts are also training texts."""
+    if not data.is_for_training:
+        return []
     trained = {row.key for row in train}
     count = sum(row.key in trained for row in evaluation)
     if not count:

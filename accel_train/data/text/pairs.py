@@ -56,12 +56,12 @@ def load_pairs(recipe: Recipe) -> TextPairs:
     """
     data = recipe.data
     sources, eval_sources, notes = resolve_both(data)
-    rows = _read(sources, data, key="data.train")
+    rows = _read(sources, data, key=data.train_key)
     train, evaluation, split_notes = hold_out(rows, 0.0 if eval_sources else data.eval_fraction)
     notes += split_notes
     if eval_sources:
         evaluation = _read(eval_sources, data, key="data.eval")
-        notes += repeated_texts(train, evaluation) if data.target_column is not None else []
+        notes += repeated_texts(train, evaluation, data) if data.target_column is not None else []
     return TextPairs(train, evaluation, describe(sources, eval_sources), notes)
 
 

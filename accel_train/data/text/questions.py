@@ -71,12 +71,12 @@ def load_questions(recipe: Recipe) -> Questions:
     """
     data = recipe.data
     sources, eval_sources, notes = resolve_both(data)
-    rows = read_questions(sources, data, key="data.train")
+    rows = read_questions(sources, data, key=data.train_key)
     train, evaluation, split_notes = hold_out(rows, 0.0 if eval_sources else data.eval_fraction)
     notes += split_notes
     if eval_sources:
         evaluation = read_questions(eval_sources, data, key="data.eval")
-        notes += repeated_texts(train, evaluation) if data.answers_column is not None else []
+        notes += repeated_texts(train, evaluation, data) if data.answers_column is not None else []
     return Questions(train, evaluation, describe(sources, eval_sources), notes)
 
 

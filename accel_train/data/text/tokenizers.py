@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from accel_train.core.errors import asks_for_own_code
 from accel_train.core.json_io import json_digest
 from accel_train.recipe.data import TrainedTokenizer
 from accel_train.recipe.schema import Model, Recipe
@@ -117,7 +118,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool) -> "PreTrainedTokenize
     # transformers raises OSError, ValueError, KeyError and others for a wrong name.
     except Exception as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
-        if "custom code" in reason:
+        if asks_for_own_code(error):
             raise ValueError(
                 f"tokenizer: {name!r} brings code of its own; read that, and give --model.trust_remote_code true to "
                 "run it, or use another tokenizer (bytes, say)"

@@ -76,7 +76,7 @@ def load_sentences(recipe: Recipe, known_names: tuple[str, ...] | None) -> Tagge
     """
     data = recipe.data
     sources, eval_sources, notes = resolve_both(data)
-    rows = read_sentences(sources, data, key="data.train")
+    rows = read_sentences(sources, data, key=data.train_key)
     scheme = label_scheme(
         [tag for row in rows for tag in row.tags],
         lambda index: _place_of_word(rows, index),
@@ -90,7 +90,7 @@ def load_sentences(recipe: Recipe, known_names: tuple[str, ...] | None) -> Tagge
     notes += [*scheme.notes, *split_notes]
     if eval_sources:
         evaluation = read_sentences(eval_sources, data, key="data.eval")
-        notes += repeated_texts(train, evaluation) if data.tags_column is not None else []
+        notes += repeated_texts(train, evaluation, data) if data.tags_column is not None else []
     train_tags, eval_tags = encode_tags(scheme, train), encode_tags(scheme, evaluation or [])
     description = describe(sources, eval_sources)
     return TaggedSentences(scheme, train, train_tags, evaluation, eval_tags, description, notes)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from accel_train.core.state import Choice
@@ -9,10 +10,11 @@ from accel_train.data.encoding import read_lines
 from accel_train.data.labels import is_missing, label_scheme, several_in_one
 from accel_train.experiments.finetune.columns import Column, Table
 from accel_train.experiments.finetune.found import Asked
+from accel_train.recipe.data import Data
 
 _USUAL = "label labels class category target sentiment intent topic genre stars rating tag y"
 _LABEL_NAMES = frozenset(_USUAL.split())
-_NAME_FILES = ("classes.txt", "labels.txt", "label_names.txt")
+NAME_FILES = ("classes.txt", "labels.txt", "label_names.txt")
 
 
 class Label(NamedTuple):
@@ -157,11 +159,11 @@ def _with_names(asked: Asked, table: Table, label: Column, settings: dict[str, C
         or {"data.label_names", "data.label_ids_from"} & asked.given
     ):
         return asked.data.label_ids_from
-    for name in _NAME_FILES:
+    for name in NAME_FILES:
         path = table.path.with_name(name)
         if not path.is_file():
             continue
-        names = [line.strip() for line, _ in read_lines(path, asked.data) if line.strip()]
+        names = names_in(path, asked.data)
         numbers = {int(number) for number in label.classes}
         for first in (0, 1):
             if (
@@ -174,6 +176,11 @@ def _with_names(asked: Asked, table: Table, label: Column, settings: dict[str, C
                     settings["data.label_ids_from"] = Choice(first, f"column {label.name!r} counts from {first}")
                 return first
     return 0
+
+
+def names_in(path: Path, data: Data) -> list[str]:
+    """Return the names of classes in a file, one a line."""
+    return [line.strip() for line, _ in read_lines(path, data) if line.strip()]
 
 
 def _check_classes(asked: Asked, table: Table, label: Column, counts: Mapping[str, int]) -> None:

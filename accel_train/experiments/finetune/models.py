@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from accel_train.core.errors import SettingError
 from accel_train.core.format import format_count
 from accel_train.core.state import Choice
 from accel_train.data.images.preprocessing import pretrained_image_size
@@ -94,6 +95,8 @@ def _document_masks(tree: dict[str, Any], config: Any) -> Choice[bool]:
     try:
         prove_forward(load_task("causal-lm"), make_recipe({**tree, "data": data}, "--model"))
     except ValueError as error:
-        reason = str(error).removeprefix("data.mask_documents=True: ").partition(". Set ")[0]
+        reason = str(error)
+        if isinstance(error, SettingError) and "data.mask_documents" in error.settings:
+            reason = error.problem
         return Choice(False, f"documents in a window see each other: {reason}")
     return Choice(True, "attention stays within a document")

@@ -153,24 +153,22 @@ def how_to_use(found: Found, recipe: Recipe) -> list[str]:
     consent = ", trust_remote_code=True" if has_own_code else ""
     columns = found.settings.get("data.text_columns")
     is_pair = columns is not None and len(columns.value) == 2
+    prompt = "Hello" if found.is_chat else "Once upon a time"
+    given = '[{"role": "user", "content": "Hello"}]' if found.is_chat else f'"{prompt}"'
     text = '{"text": "a text", "text_pair": "another text"}' if is_pair else '"a text"'
     code = {
         "text-classification": (
             f'pipeline("text-classification", model="{model}"{consent})({text}, truncation=True)',
             "NEW.csv",
         ),
-        "causal-lm": (f'pipeline("text-generation", model="{model}")("Once upon a time")', ""),
+        "causal-lm": (f'pipeline("text-generation", model="{model}")({given})', ""),
         "image-classification": (f'pipeline("image-classification", model="{model}")("an_image.jpg")', "FOLDER"),
         "semantic-segmentation": (f'pipeline("image-segmentation", model="{model}")("an_image.jpg")', "FOLDER"),
     }
     call, data = code[found.task]
     command = f"accel-train predict {quote(output_dir)} {data} --out predictions.csv"
     if found.task == "causal-lm":
-        command = (
-            f"accel-train generate {quote(output_dir)} --prompt '{'Hello' if found.is_chat else 'Once upon a time'}'"
-        )
-    if found.is_chat:
-        call = call.replace('"Once upon a time"', '[{"role": "user", "content": "Hello"}]')
+        command = f"accel-train generate {quote(output_dir)} --prompt '{prompt}'"
     return ["Use it:", f"  {command}", "  from transformers import pipeline", f"  {call}"]
 
 

@@ -10,6 +10,7 @@ from accel_train.core.files import files_below
 from accel_train.data.sources import file_kind, files_of, resolve_sources
 from accel_train.experiments.finetune.columns import with_settings
 from accel_train.experiments.finetune.found import Asked, Found
+from accel_train.experiments.finetune.labels import NAME_FILES, names_in
 
 EVAL_NAME = re.compile(r"(?:^|[^a-z])(?:val|valid|validation|dev|eval)(?:[^a-z]|$)")
 TEST_NAME = re.compile(r"(?:^|[^a-z])test(?:ing)?(?:[^a-z]|$)")
@@ -60,7 +61,10 @@ def with_unused_files(found: Found, asked: Asked, path: Path) -> Found:
     others = [file for file in (files_below(folder) if path.is_dir() else sorted(folder.iterdir())) if file.is_file()]
     others = [file for file in others if file.resolve() not in read]
     if "data.label_names" in found.settings:
-        others = [file for file in others if str(file) not in found.settings["data.label_names"].reason]
+        names = found.settings["data.label_names"].value
+        beside = [Path(str(data.train)).with_name(name) for name in NAME_FILES]
+        read_names = next((file for file in beside if file in others and names_in(file, asked.data) == names), None)
+        others = [file for file in others if file != read_names]
     tests = [file for file in others if is_part(file, folder, TEST_NAME) and file_kind(file) is not None]
     if not path.is_dir():
         held_out = [file for file in others if EVAL_NAME.search(file.stem.lower())]

@@ -11,9 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import count, product
 from typing import NamedTuple
 
+from accel_train.core.errors import RecipeProblems
 from accel_train.core.json_io import json_digest
 from accel_train.recipe.loader import load_recipe
-from accel_train.recipe.names import recipe_names, rule_of
+from accel_train.recipe.names import numbers_of, recipe_names
 from accel_train.recipe.schema import Recipe
 
 SHORT_NAMES = {"learning_rate": "lr", "weight_decay": "wd", "global_batch_size": "batch"}
@@ -183,11 +184,11 @@ def with_recipes(path: str, space: Space, chosen: Iterable[Mapping[str, str]]) -
         try:
             recipe = load_recipe(path, arguments=[*space.fixed, *flags_of(values)])
         except ValueError as error:
-            problems.update(dict.fromkeys(str(error).splitlines()))
+            problems.update(dict.fromkeys(error.args if isinstance(error, RecipeProblems) else [str(error)]))
             continue
         found.append(Combination(_folder_name(keys, values), values, recipe))
     if problems:
-        raise ValueError("\n".join(problems))
+        raise RecipeProblems(*problems)
     return found
 
 
@@ -225,15 +226,15 @@ def _domain(flag: str, text: str) -> list[str] | Range | None:
 def _range(flag: str, low: str, high: str) -> Range | None:
     """Return a range, or None if the setting does not take numbers. The text is then its value."""
     name, ends = flag.removeprefix("--"), (float(low), float(high))
-    rule = rule_of(name) if name in recipe_names() else "a number, or a whole number"
-    if "number" not in rule:
+    numbers = numbers_of(name) if name in recipe_names() else {"number", "integer"}
+    if not numbers:
         return None
     are_whole = all(re.fullmatch(r"[+-]?\d+", end) for end in (low, high))
     if not ends[0] < ends[1] < math.inf:
         raise ValueError(f"{flag} {low}..{high}: must go from a smaller number to a greater one")
-    if not are_whole and "a number" not in rule:
+    if not are_whole and "number" not in numbers:
         raise ValueError(f"{flag} {low}..{high}: this setting takes whole numbers; give whole ends: 1..8")
-    return Range(*ends, are_whole and "whole number" in rule)
+    return Range(*ends, are_whole and "integer" in numbers)
 
 
 def _size(values: list[str] | Range) -> float:

@@ -232,7 +232,7 @@ def build_model(
 def model_card(facts: Mapping[str, Any], model_type: str) -> str:
     """Return the model card of a text classifier."""
     names = facts["label_names"]
-    is_regression = facts["problem_type"].startswith("regression")
+    is_regression = not facts["num_train_of_label"]
     # The code of an ngrams model is saved in the folder of its weights.
     consent = ", trust_remote_code=True" if model_type == "ngrams" else ""
     labels = f"{len(names)} labels: {listed(names, 40, ' (config.json has all)')}"

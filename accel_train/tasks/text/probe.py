@@ -24,6 +24,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from accel_train.core.errors import SettingError
 from accel_train.core.files import write_atomically
 from accel_train.core.state import Choice
 from accel_train.data.cache import cache_root, read_json
@@ -69,7 +70,7 @@ class Proof:
     """The measurements of a probe, by check."""
 
     model: str
-    """Class of the model, and the number of parameters with which it was probed."""
+    """Class of the model; of a model that could not be built, its type."""
     differences: Mapping[str, float]
     """Largest difference by check, as a share of the largest value. Omits checks that training does not use."""
     refused: Mapping[str, str]
@@ -80,6 +81,8 @@ class Proof:
     """Largest difference that counts as rounding in this model."""
     looks_ahead: bool = False
     """Whether a later token changes the logits before it in transformers' own forward pass."""
+    num_parameters: int = 0
+    """Number of parameters of the probed model."""
 
     def holds(self, check: str) -> bool:
         """Return whether the check was computed and its difference is within rounding."""
@@ -112,7 +115,7 @@ def prove(recipe: Recipe, config: PreTrainedConfig, forward: Forward) -> dict[st
     """Return the result of the probe for the run log, or nothing if no check is needed.
 
     Raises:
-        ValueError: training's result differs from transformers' own. The message names the setting and the fix.
+        SettingError: training's result differs from transformers' own. It names the setting and the fix.
     """
     checks = checks_of(recipe, config)
     if not checks:
@@ -123,15 +126,20 @@ def prove(recipe: Recipe, config: PreTrainedConfig, forward: Forward) -> dict[st
     if not proof.has_passed:
         problem = _problem(recipe, config, proof)
         if problem is not None:
-            raise ValueError(problem)
+            raise problem
         return {"probe": Choice("not proved", "; ".join(sorted(set(proof.refused.values()))))}
     found = ", ".join(f"{check} {difference:.0e}" for check, difference in proof.differences.items())
-    return {"probe": Choice("equal", f"to transformers' own forward: {found}; shown on {proof.model}")}
+    return {
+        "probe": Choice(
+            "equal",
+            f"to transformers' own forward: {found}; shown on {proof.model}, {proof.num_parameters:,} parameters",
+        )
+    }
 
 
-def _problem(recipe: Recipe, config: PreTrainedConfig, proof: Proof) -> str | None:
-    """Return the message for the first check that fails, or None if no check could be computed."""
-    kind = proof.model.partition(",")[0]
+def _problem(recipe: Recipe, config: PreTrainedConfig, proof: Proof) -> SettingError | None:
+    """Return the error for the first check that fails, or None if no check could be computed."""
+    kind = proof.model
 
     def how(check: str) -> str:
         if check in proof.refused:
@@ -139,9 +147,10 @@ def _problem(recipe: Recipe, config: PreTrainedConfig, proof: Proof) -> str | No
         return f"the difference is {proof.differences[check]:.1e} of the largest value"
 
     if proof.looks_ahead:
-        return (
-            f"model type {config.model_type}: a later token changes the logits before it. "
-            f"{kind} sees what it predicts. Use a causal model, or set is_decoder: true in model.config"
+        return SettingError(
+            f"a later token changes the logits before it. {kind} sees what it predicts",
+            "Use a causal model, or set is_decoder: true in model.config",
+            at=f"model type {config.model_type}",
         )
     failed = [check for check in CHECKS if check in {*proof.refused, *proof.differences} and not proof.holds(check)]
     if DOCUMENTS in failed:
@@ -150,19 +159,33 @@ def _problem(recipe: Recipe, config: PreTrainedConfig, proof: Proof) -> str | No
             if proof.layer
             else f"{kind} does not keep documents apart"
         )
-        return f"data.mask_documents=True: {carries} ({how(DOCUMENTS)}). Set data.mask_documents to false"
+        return SettingError(
+            f"{carries} ({how(DOCUMENTS)})",
+            "Set data.mask_documents to false",
+            at="data.mask_documents=True",
+            settings=("data.mask_documents",),
+        )
     if set(failed) <= set(proof.refused) and len(set(proof.refused.values())) == 1 and FORWARD in failed:
         return None
-    texts = {
-        ROWS: f"data.format={recipe.data.format}: rows that share a window change each other in {kind}: {{}}. Set "
-        "model.attn_implementation to eager; then each row is a sample of its own",
-        FORWARD: f"model type {config.model_type}: training's forward of {kind} is not transformers' own: {{}}. Set "
-        "model.fused_kernels to false and model.attn_implementation to eager",
-        CHUNKED: f"loss.chunked={recipe.loss.chunked}: {kind}: {{}}. Set loss.chunked to false",
-        CHECKPOINTING: f"precision.gradient_checkpointing={recipe.precision.recomputed}: {kind}: {{}}. Set "
-        "precision.gradient_checkpointing to off",
-    }
-    return texts[failed[0]].format(how(failed[0]))
+    at, what, remedy = {
+        ROWS: (
+            f"data.format={recipe.data.format}",
+            f"rows that share a window change each other in {kind}",
+            "Set model.attn_implementation to eager; then each row is a sample of its own",
+        ),
+        FORWARD: (
+            f"model type {config.model_type}",
+            f"training's forward of {kind} is not transformers' own",
+            "Set model.fused_kernels to false and model.attn_implementation to eager",
+        ),
+        CHUNKED: (f"loss.chunked={recipe.loss.chunked}", kind, "Set loss.chunked to false"),
+        CHECKPOINTING: (
+            f"precision.gradient_checkpointing={recipe.precision.recomputed}",
+            kind,
+            "Set precision.gradient_checkpointing to off",
+        ),
+    }[failed[0]]
+    return SettingError(f"{what}: {how(failed[0])}", remedy, at)
 
 
 def examine(recipe: Recipe, config: PreTrainedConfig, forward: Forward, checks: Sequence[str]) -> Proof:
@@ -182,7 +205,7 @@ def _examine(recipe: Recipe, config: PreTrainedConfig, forward: Forward, checks:
         stock = toy_model(config, trust_remote_code=recipe.model.trust_remote_code)
     except ValueError as error:
         return Proof(config.model_type, {}, dict.fromkeys(checks, str(error)))
-    proof = Proof(f"{type(stock).__name__}, {_numel(stock):,} parameters", {}, {})
+    proof = Proof(type(stock).__name__, {}, {}, num_parameters=_numel(stock))
     section = recipe.model.model_copy(update={"pretrained": None, "lora": None})
     toy = recipe.model_copy(update={"model": section})
     try:
