@@ -115,7 +115,8 @@ ONCE = (
 )
 
 _MOVING = re.compile(
-    r"seconds|_per_second|(^|_)(mfu|time|date|host|pid|port|command|percent|version|digest)($|_)|memory|^(message|how|meaning|about)$"
+    r"seconds|_per_second|(^|_)(mfu|time|date|host|pid|port|command|commit|percent|version|digest)($|_)|memory"
+    r"|^(accounts|productive_share|checkpoint_bytes|message|how|meaning|about)$"
 )
 """Names of values that differ between two runs of one revision, or that are prose."""
 
@@ -124,6 +125,12 @@ def comparable(value: Any, name: str = "") -> Any:
     """Reduce a JSON value to what two revisions must share: floats as hex, no prose, no paths, no times."""
     if isinstance(value, Mapping):
         return {key: comparable(each, str(key)) for key, each in value.items() if not _MOVING.search(str(key))}
+    if (
+        isinstance(value, list | tuple)
+        and value
+        and all(isinstance(each, Mapping) and "name" in each for each in value)
+    ):
+        return {each["name"]: comparable({**each, "name": None}) for each in value}
     if isinstance(value, list | tuple):
         return [comparable(each, name) for each in value]
     if isinstance(value, float):
@@ -223,6 +230,7 @@ class Revision:
 def train(recipe: str, layout: str, revision: Revision) -> dict[str, Any]:
     """Train RECIPE under LAYOUT, call every command on the run, and return what it wrote."""
     name, (processes, settings) = f"work/{recipe}-{layout}", LAYOUTS[layout]
+    shutil.rmtree(revision.folder / name, ignore_errors=True)
     file = revision.folder / "work" / f"{recipe}-{layout}.yaml"
     file.write_text(shrunk(recipe, (revision.folder / "source" / "recipes" / f"{recipe}.yaml").read_text()))
     flags = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
@@ -392,7 +400,7 @@ def inputs(revision: Revision) -> dict[str, Any]:
     """Return the exit code of each bad input: those above, and a word for every setting that takes a number."""
     settings = json.loads(revision.call("explain", "--json")[1])["result"]["settings"]
     numbers = [each["name"] for each in settings if "number" in each["takes"]]
-    wrong = [("run", "gpt_tiny", f"--{name}", value) for name in numbers for value in ("many", "-7e99")]
+    wrong = [("plan", "gpt_tiny", f"--{name}", value) for name in numbers for value in ("many", "-7e99")]
     return {" ".join(words): revision.call(*words)[0] for words in (*BAD, *wrong)}
 
 
