@@ -39,22 +39,59 @@ class NeedsMore(Own):
         super().__init__()
 """
 STRANGE: dict[str, tuple[str, str, str]] = {
-    "float loss": ("Own", "def loss_sum(self, model, batch): return super().loss_sum(model, batch).item()", "loss_sum of the task returned a float and no tensor; return the loss summed .* 0-dim"),
-    "loss of shape [1]": ("Own", "def loss_sum(self, model, batch): return super().loss_sum(model, batch)[None]", r"loss_sum of the task returned a tensor of shape \[1\]; return"),
-    "loss of each sample": ("Own", "def loss_sum(self, model, batch): return (model(batch['features']) - batch['wanted']) ** 2", r"loss_sum of the task returned a tensor of shape \[8\]; return"),
-    "detached loss": ("Own", "def loss_sum(self, model, batch): return super().loss_sum(model, batch).detach()", "loss_sum of the task returned a tensor without a gradient"),
+    "float loss": (
+        "Own",
+        "def loss_sum(self, model, batch): return super().loss_sum(model, batch).item()",
+        "loss_sum of the task returned a float and no tensor; return the loss summed .* 0-dim",
+    ),
+    "loss of shape [1]": (
+        "Own",
+        "def loss_sum(self, model, batch): return super().loss_sum(model, batch)[None]",
+        r"loss_sum of the task returned a tensor of shape \[1\]; return",
+    ),
+    "loss of each sample": (
+        "Own",
+        "def loss_sum(self, model, batch): return (model(batch['features']) - batch['wanted']) ** 2",
+        r"loss_sum of the task returned a tensor of shape \[8\]; return",
+    ),
+    "detached loss": (
+        "Own",
+        "def loss_sum(self, model, batch): return super().loss_sum(model, batch).detach()",
+        "loss_sum of the task returned a tensor without a gradient",
+    ),
     "no loss": ("Own", "def loss_sum(self, model, batch): pass", "loss_sum of the task returned None; return"),
-    "no data": ("Own", "def load_data(self, recipe, *, progress): pass", "load_data of task='TASK' returned None; return an accel_train.task.TaskData"),
-    "data of another kind": ("Own", "def load_data(self, recipe, *, progress): return [1, 2]", "load_data of task='TASK' returned an object of list; return an"),
-    "no samples": ("Own", "def load_data(self, recipe, *, progress):\n        from dataclasses import replace\n        return replace(super().load_data(recipe, progress=progress), train=None)", "load_data of task='TASK' returned None for train, which has no length"),
-    "no model": ("Own", "def build_model(self, recipe, data): pass", "build_model of task='TASK' returned None; return a torch.nn.Module"),
+    "no data": (
+        "Own",
+        "def load_data(self, recipe, *, progress): pass",
+        "load_data of task='TASK' returned None; return an accel_train.task.TaskData",
+    ),
+    "data of another kind": (
+        "Own",
+        "def load_data(self, recipe, *, progress): return [1, 2]",
+        "load_data of task='TASK' returned an object of list; return an",
+    ),
+    "no samples": (
+        "Own",
+        "def load_data(self, recipe, *, progress):\n        from dataclasses import replace\n        return "
+        "replace(super().load_data(recipe, progress=progress), train=None)",
+        "load_data of task='TASK' returned None for train, which has no length",
+    ),
+    "no model": (
+        "Own",
+        "def build_model(self, recipe, data): pass",
+        "build_model of task='TASK' returned None; return a torch.nn.Module",
+    ),
     "function": ("make", "pass", "task='TASK' is a function and no class; name a class"),
     "instance": ("made", "pass", "task='TASK' is an object of Own and no class"),
     "module": ("torch", "pass", "task='TASK' is a module and no class"),
     "arguments": ("NeedsMore", "pass", "task='TASK' cannot be made without arguments: .*'folder'"),
     "no method": ("Own", "score = predict_batch = None", "task='TASK' lacks score, predict_batch"),
-    "no loss of a derived class": ("Half", "pass", "task='TASK' lacks build_model, loss_sum; see accel_train.task.Task"),
-}  # fmt: skip
+    "no loss of a derived class": (
+        "Half",
+        "pass",
+        "task='TASK' lacks build_model, loss_sum; see accel_train.task.Task",
+    ),
+}
 
 
 def write(folder: Path, module: str, name: str, body: str) -> str:
@@ -131,6 +168,6 @@ def test_a_module_in_the_current_folder_is_found_by_the_installed_command_and_hi
     done = subprocess.run(command, cwd=here, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert (
-        f"task='{task}' cannot be imported: No module named 'own_found'; it is looked up on PYTHONPATH and in the current folder"
-        in done.stderr
+        f"task='{task}' cannot be imported: No module named 'own_found'; it is looked up on PYTHONPATH and in the "
+        "current folder" in done.stderr
     )

@@ -60,7 +60,8 @@ import sys
 from accel_train.torchrun import run
 for codes in sys.argv[3:]:
     restarts = codes.count("/")
-    print("ended with", run(["--standalone", "--nproc_per_node=2", f"--max_restarts={restarts}", *sys.argv[1:3], codes]))
+    flags = ["--standalone", "--nproc_per_node=2", f"--max_restarts={restarts}"]
+    print("ended with", run([*flags, *sys.argv[1:3], codes]))
 """
 
 
@@ -182,11 +183,18 @@ def test_stop_signal_is_heard_while_a_restart_waits_for_a_machine_that_was_lost(
     torchrun += ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{free_port()}"]
     here, lost = (
         psutil.Popen(
-            [sys.executable, *torchrun, f"--rdzv_conf=is_host={is_host}", str(tmp_path / "worker.py"), str(tmp_path), f"{code},{code}/0,0"],
+            [
+                sys.executable,
+                *torchrun,
+                f"--rdzv_conf=is_host={is_host}",
+                str(tmp_path / "worker.py"),
+                str(tmp_path),
+                f"{code},{code}/0,0",
+            ],
             env=environment(PYTHONPATH=str(REPOSITORY)),
         )
         for code, is_host in (("lost", 1), ("sleeps", 0))
-    )  # fmt: skip
+    )
     try:
         wait_until(lambda: (tmp_path / "started").exists() and len((tmp_path / "started").read_text().split()) == 2)
         (worker,) = here.children()
@@ -218,11 +226,19 @@ def test_one_machine_is_asked_to_stop_and_all_end_with_75_however_many_restarts_
     torchrun += ["--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{free_port()}"]
     asked, other = (
         psutil.Popen(
-            [sys.executable, *torchrun, f"--rdzv_conf=is_host={host}", str(tmp_path / "worker.py"), str(tmp_path), f"{code},{code}/0,0", str(seconds)],
+            [
+                sys.executable,
+                *torchrun,
+                f"--rdzv_conf=is_host={host}",
+                str(tmp_path / "worker.py"),
+                str(tmp_path),
+                f"{code},{code}/0,0",
+                str(seconds),
+            ],
             env=environment(PYTHONPATH=str(REPOSITORY)),
         )
         for code, host in (("stop", is_host), ("follows", 1 - is_host))
-    )  # fmt: skip
+    )
     try:
         wait_until(lambda: (tmp_path / "ready").exists() and len((tmp_path / "started").read_text().split()) == 2)
         asked.send_signal(signal.SIGTERM)

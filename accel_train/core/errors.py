@@ -33,7 +33,8 @@ class StepAgain(Exception):
 class SettingError(ValueError):
     """A mistake that its user can correct. Code reads the fields; `str` renders the sentence from them.
 
-    The fields are what `problem` there is, its `remedy`, the setting or file that it is `at`, and the dotted names of all
+    The fields are what `problem` there is, its `remedy`, the setting or file that it is `at`, and the dotted names of
+    all
     `settings` that the broken rule is about.
     """
 

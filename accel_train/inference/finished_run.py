@@ -257,13 +257,15 @@ def changes_of(before: Any, facts: Mapping[str, Any], folder: Path) -> list[str]
     was, now = (list[Any](map(each.get, names)) for each in (before, facts))
     if None not in (was[2], now[2]) and was[2] != now[2]:
         raise ValueError(
-            f"the data of {folder} has changed: its classes are {', '.join(now[2])}, and were {', '.join(was[2])}; name data as the run knows it"
+            f"the data of {folder} has changed: its classes are {', '.join(now[2])}, and were {', '.join(was[2])}; "
+            "name data as the run knows it"
         )
     # Rows that are packed into windows are so by the attention of the machine, and their number says nothing.
     if None in (*was[:2], *now[:2]) or was[:2] == now[:2] or "fill" in facts:
         return []
     return [
-        f"the data of {folder} has changed: {now[0]:,} samples and {now[1]:,} held out, and it was trained with {was[0]:,} and {was[1]:,}"
+        f"the data of {folder} has changed: {now[0]:,} samples and {now[1]:,} held out, and it was trained with "
+        f"{was[0]:,} and {was[1]:,}"
     ]
 
 

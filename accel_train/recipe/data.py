@@ -252,7 +252,9 @@ class Data(Section):
     _train_key: str = PrivateAttr("data.train")
 
     def shown_as(self, key: str) -> Self:
-        """Return this section for data that a trained model is shown; messages call the data `key`, as its user names it."""
+        """Return this section for data that a trained model is shown; messages call the data `key`, as its user names
+        it.
+        """
         shown = self.model_copy()
         shown._train_key = key
         return shown
@@ -268,5 +270,7 @@ class Data(Section):
         return self._train_key == "data.train"
 
     def of_training(self, rows: str) -> str:
-        """Return what notes call the rows of `train`: `training texts`, or `texts` where a trained model is shown them."""
+        """Return what notes call the rows of `train`: `training texts`, or `texts` where a trained
+        model is shown them.
+        """
         return f"training {rows}" if self.is_for_training else rows

@@ -125,7 +125,9 @@ def _lines_of_setting(name: str, info: FieldInfo, width: int) -> list[str]:
 
 
 def written_example(name: str) -> tuple[str, str]:
-    """Return a setting's example as a line of YAML and as a flag; empty where there is none, or items of a list have no flags."""
+    """Return a setting's example as a line of YAML and as a flag; empty where there is none, or items of a list have no
+    flags.
+    """
     value = example_of(name)
     if value is None:
         return REQUIRED_EXAMPLES.get(name, ""), ""

@@ -264,7 +264,9 @@ def rule_of(name: str) -> str:
 
 
 def numbers_of(name: str) -> set[str]:
-    """Return which numbers a setting, or an item of it, takes: `integer`, `number`, both or none, in JSON schema's words."""
+    """Return which numbers a setting, or an item of it, takes: `integer`, `number`, both or none, in JSON schema's
+    words.
+    """
     return {part.get("type", "") for part in _parts(_schema(name)) if "enum" not in part} & {"integer", "number"}
 
 

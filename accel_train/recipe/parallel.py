@@ -69,7 +69,8 @@ class Parallel(Section):
             for name in names if self.strategy != strategy else ():
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise SettingError(
-                        f"parallel.{name}={getattr(self, name)} is for parallel.strategy {strategy}, and it is {self.strategy}",
+                        f"parallel.{name}={getattr(self, name)} is for parallel.strategy {strategy}, and it is "
+                        f"{self.strategy}",
                         settings=(f"parallel.{name}", "parallel.strategy"),
                     )
         return self

@@ -95,7 +95,8 @@ class Model(Section):
     def one_source_of_weights(self) -> "Model":
         if (self.pretrained is None) == (self.config is None):
             raise SettingError(
-                "give exactly one of model.pretrained (a name or folder) and model.config (for example {model_type: gpt2, n_layer: 4})",
+                "give exactly one of model.pretrained (a name or folder) and model.config (for example {model_type: "
+                "gpt2, n_layer: 4})",
                 settings=("model.pretrained", "model.config"),
             )
         if self.config is not None and "model_type" not in self.config:
@@ -203,7 +204,8 @@ class Precision(Section):
                 )
         if self.compile_mode != "default" and self.compile_backend != "inductor":
             raise SettingError(
-                f"precision.compile_mode={self.compile_mode} is for precision.compile_backend inductor, and that is {self.compile_backend}",
+                f"precision.compile_mode={self.compile_mode} is for precision.compile_backend inductor, and that is "
+                f"{self.compile_backend}",
                 settings=("precision.compile_mode", "precision.compile_backend"),
             )
         return self
@@ -212,7 +214,8 @@ class Precision(Section):
     def budget_is_for_the_compiler(self) -> "Precision":
         if isinstance(self.gradient_checkpointing, MemoryBudget) and self.compile is False:
             raise SettingError(
-                f"precision.gradient_checkpointing={{memory_budget: {self.gradient_checkpointing.memory_budget:g}}} is for compiled models: "
+                f"precision.gradient_checkpointing={{memory_budget: {self.gradient_checkpointing.memory_budget:g}}} "
+                "is for compiled models: "
                 "set precision.compile to true, or this to selective or blocks",
                 settings=("precision.gradient_checkpointing", "precision.compile"),
             )

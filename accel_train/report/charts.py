@@ -209,7 +209,8 @@ def _rounded(values: Array) -> list[float]:
 
 
 def local_lines(values: Array, width: float) -> tuple[Array, Array]:
-    """Return the level and the slope (per value) of a straight line fitted around each value, weighted by a Gaussian of `width`.
+    """Return the level and the slope (per value) of a straight line fitted around each value, weighted by a Gaussian of
+    `width`.
 
     Such a fit neither lags behind a fall nor bends at the ends, as a moving average does (Cleveland 1979).
     """
@@ -227,7 +228,9 @@ def local_lines(values: Array, width: float) -> tuple[Array, Array]:
 
 
 def thin(steps: Array, values: Array, most: int) -> tuple[Array, Array]:
-    """Return at most `most` of the points, in their order: both ends, and the least and the greatest of each of many equal parts."""
+    """Return at most `most` of the points, in their order: both ends, and the least and the greatest of each of many
+    equal parts.
+    """
     if len(steps) <= most:
         return steps, values
     size = math.ceil(len(values) / (most // 2 - 1))

@@ -137,15 +137,18 @@ def check_launcher(num_processes_seen: int) -> None:
     wanted = os.environ.get("WORLD_SIZE", "")
     if wanted.isdigit() and int(wanted) > num_processes_seen:
         raise SettingError(
-            f"WORLD_SIZE={wanted}, but Accelerate sees {format_count(num_processes_seen, 'process', 'processes')}, so that each "
+            f"WORLD_SIZE={wanted}, but Accelerate sees {format_count(num_processes_seen, 'process', 'processes')}, so "
+            "that each "
             "would train alone",
-            f"start with `torchrun --nproc_per_node {wanted} {_own_command()}`, or unset WORLD_SIZE to train on one process",
+            f"start with `torchrun --nproc_per_node {wanted} {_own_command()}`, or unset WORLD_SIZE to train on one "
+            "process",
         )
     # `accelerate launch` sets both variables if it was asked for several processes. It sets WORLD_SIZE only if it
     # starts them.
     if num_processes_seen == 1 and not wanted and {"ACCELERATE_USE_CPU", "MASTER_ADDR"} <= os.environ.keys():
         raise SettingError(
-            "`accelerate launch` was asked for several processes and started one (with --cpu it starts one, without a word)",
+            "`accelerate launch` was asked for several processes and started one (with --cpu it starts one, without a "
+            "word)",
             f"start with `torchrun --nproc_per_node N {_own_command()}`, or `accelerate launch --multi_gpu "
             f"--num_processes N {_own_command()}`, or unset MASTER_ADDR to train on one process",
         )

@@ -85,7 +85,9 @@ def exit_code(error: BaseException) -> int | None:
 
 
 def is_data_worker_error(error: BaseException) -> bool:
-    """Return whether a process that reads the data ahead has died or hangs; torch says so in the text of a RuntimeError alone."""
+    """Return whether a process that reads the data ahead has died or hangs; torch says so in the text of a RuntimeError
+    alone.
+    """
     of_torch = isinstance(error, RuntimeError) and str(error).startswith(_DATA_WORKER_ERRORS_OF_TORCH)
     return of_torch or isinstance(error, DataWorkerGone)
 

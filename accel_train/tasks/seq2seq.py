@@ -278,7 +278,8 @@ def _cut(sizes: NDArray[np.int64], lengths: tuple[int, int], data: Data) -> list
         count = int((sizes[:, column] >= most).sum())
         if count:
             notes.append(
-                f"{count:,} of {len(sizes):,} {data.of_training(side)} reach data.{name}={most} tokens, and are cut there"
+                f"{count:,} of {len(sizes):,} {data.of_training(side)} reach data.{name}={most} tokens, and are cut "
+                "there"
             )
     return notes
 

@@ -152,7 +152,8 @@ def describe_batch_norm(run: RunContext) -> str | None:
     can_sync = processes > 1 and not is_synced and run.plan.recipe.parallel.strategy == "ddp"
     remedy = ". Set parallel.sync_batch_norm true for statistics over all processes" if can_sync else ""
     return (
-        f"{len(norms)} batch norms take statistics of {samples} samples, not of the {run.sizes.global_batch_size} of a step: another "
+        f"{len(norms)} batch norms take statistics of {samples} samples, not of the {run.sizes.global_batch_size} of "
+        "a step: another "
         f"number of processes or micro-batches trains differently{remedy}"
     )
 
@@ -206,7 +207,8 @@ def announce(run: RunContext, folder: RunFolder, setting_changes: Sequence[Chang
     if has_finished and setting_changes:
         kept = "; ".join(map(str, setting_changes))
         observer.note(
-            f"the run has finished, and is not trained again: it keeps what was ({kept}); give another output_dir to train anew"
+            f"the run has finished, and is not trained again: it keeps what was ({kept}); give another output_dir to "
+            "train anew"
         )
     for change in () if has_finished else setting_changes:
         forgotten = "; what was best until then no longer counts" if change.name in OF_BEST else ""

@@ -50,7 +50,8 @@ _NO_CLASS = 255
 
 
 def finish_run(run: RunContext) -> tuple[dict[str, Any], nn.Module]:
-    """Evaluate on all samples, restore the best weights if the recipe says so, and write `model/`, summary.json and report.html.
+    """Evaluate on all samples, restore the best weights if the recipe says so, and write `model/`, summary.json and
+    report.html.
 
     Returns what summary.json holds, on the main process, and the model with the weights that are written.
 
@@ -172,7 +173,9 @@ def warned(run: RunContext, what: str) -> Iterator[None]:
 
 
 def evaluate_at_end(run: RunContext) -> None:
-    """Let the last step compete for the best on the samples of all evaluations, and evaluate what is kept on all samples."""
+    """Let the last step compete for the best on the samples of all evaluations, and evaluate what is kept on all
+    samples.
+    """
     state, plan = run.state, run.plan
     is_evaluated = state.stopped_early or run.evaluation.details.get("step") == state.step
     if not plan.evaluates_part or (state.best_step is not None and not is_evaluated):
@@ -218,7 +221,9 @@ def full_model(run: RunContext) -> nn.Module:
 
 
 def is_narrowed(run: RunContext) -> bool:
-    """Return whether frozen matrices are kept in fewer bits than fp32, so that the model forwards under autocast alone."""
+    """Return whether frozen matrices are kept in fewer bits than fp32, so that the model forwards
+    under autocast alone.
+    """
     kept = run.plan.choices.get("model.frozen_dtype")
     return kept is not None and kept.value != "fp32"
 
@@ -233,7 +238,9 @@ def sample_of(run: RunContext, model: nn.Module) -> dict[str, Any] | None:
 
 
 def save_model(run: RunContext, model: nn.Module) -> None:
-    """Write the trained weights to `model/`, whole or not at all, ready for `from_pretrained`; adapters to `adapter/`."""
+    """Write the trained weights to `model/`, whole or not at all, ready for `from_pretrained`;
+    adapters to `adapter/`.
+    """
     plan = run.plan
     if (section := plan.recipe.model.lora) is not None:
         from accel_train.model.lora import save_adapters, without_adapters

@@ -23,9 +23,12 @@ NUM_SAMPLES = 8
 def evaluate_run(run: RunContext, *, at_end: bool = False, final: bool = False) -> bool:
     """Evaluate, and report it to the observer; return whether this is the best so far and worth a checkpoint.
 
-    All evaluations see the same samples (`evaluate.max_samples`), so they make one curve. The `final` one sees all, of the weights
-    that are kept: it is written as split `eval_final`, and is never the best. Early stopping is decided here, on numbers that all
-    processes share; not `at_end`. An evaluation that a stop request cuts short is owed: it is done when the run resumes.
+    All evaluations see the same samples (`evaluate.max_samples`), so they make one curve. The `final` one sees all, of
+    the weights
+    that are kept: it is written as split `eval_final`, and is never the best. Early stopping is decided here, on
+    numbers that all
+    processes share; not `at_end`. An evaluation that a stop request cuts short is owed: it is done when the run
+    resumes.
 
     Raises:
         RecipeError: this evaluation reports no `evaluate.metric_for_best_model`.
@@ -145,9 +148,11 @@ def check_metric_name(run: RunContext) -> None:
 
 
 def reported_names(run: RunContext) -> Collection[str] | None:
-    """Return the metrics of the task's evaluations: what the task declares (`metric_names`), or what a few samples show.
+    """Return the metrics of the task's evaluations: what the task declares (`metric_names`), or what a few samples
+    show.
 
-    None where these are too few for its metrics, and under DeepSpeed, whose ZeRO takes the first forwards for those of training;
+    None where these are too few for its metrics, and under DeepSpeed, whose ZeRO takes the first forwards for those of
+    training;
     then the first evaluation tells.
     """
     plan, strategy = run.plan, run.strategy
@@ -188,7 +193,8 @@ def number_of(name: str, metrics: Mapping[str, Any]) -> float:
     value = metrics[short_name(name)]
     if not isinstance(value, int | float):
         raise RecipeError(
-            f"evaluate.metric_for_best_model={name}: it is a {type(value).__name__}, and only a number can be compared; "
+            f"evaluate.metric_for_best_model={name}: it is a {type(value).__name__}, and only a number can be "
+            "compared; "
             "report its mean under another name"
         )
     return float(value)

@@ -52,7 +52,8 @@ def refuse_inputs_in_output(recipe: Recipe) -> None:
 
 
 def open_processes(recipe: Recipe, task: Task) -> tuple[Strategy, BatchSizes, Choices]:
-    """Join the processes of the run; return its strategy with an Accelerator, its batch sizes, and what was chosen for the user.
+    """Join the processes of the run; return its strategy with an Accelerator, its batch sizes, and what was chosen for
+    the user.
 
     Raises:
         ValueError: the recipe does not fit the number of processes, or the device.
@@ -93,7 +94,8 @@ def open_processes(recipe: Recipe, task: Task) -> tuple[Strategy, BatchSizes, Ch
 def plan_run(
     recipe: Recipe, task: Task, strategy: Strategy, sizes: BatchSizes, choices: Choices, extensions: Extensions
 ) -> RunPlan:
-    """Read the data, and decide how long the run is, in which order it reads, and what makes it the same run on a resume.
+    """Read the data, and decide how long the run is, in which order it reads, and what makes it the same run on a
+    resume.
 
     Raises:
         ValueError: the data is wrong, does not fit the recipe, or is not the same on all processes.

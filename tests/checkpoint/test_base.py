@@ -1,4 +1,6 @@
-"""A run whose weights are frozen keeps in its checkpoints what it trains, and resumes on the same frozen weights or not at all."""
+"""A run whose weights are frozen keeps in its checkpoints what it trains, and resumes on the same frozen weights or not
+at all.
+"""
 
 import json
 import shutil

@@ -1,4 +1,6 @@
-"""Going on with a run: a changed recipe is refused with what has changed and who set it, or goes on with the user's word."""
+"""Going on with a run: a changed recipe is refused with what has changed and who set it, or goes on with the user's
+word.
+"""
 
 import json
 import shutil
@@ -244,12 +246,16 @@ def test_an_unchanged_recipe_from_another_file_is_the_same_run(copied: Path) -> 
     "was, now, expected",
     [
         ({"a": 1}, {"a": 1}, []),
-        ({"model": {"config": {"n": 1, "m": 2}}}, {"model": {"config": {"n": 3, "m": 2}}}, ["model.config.n was 1, now 3"]),
+        (
+            {"model": {"config": {"n": 1, "m": 2}}},
+            {"model": {"config": {"n": 3, "m": 2}}},
+            ["model.config.n was 1, now 3"],
+        ),
         ({"model": {"config": {"n": 1}}}, {"model": {"config": {}}}, ["model.config.n was 1, now not set"]),
         ({"model": {"lora": None}}, {"model": {"lora": {"rank": 8}}}, ["model.lora was null, now {rank: 8}"]),
         ({}, {"loss": {"z_loss": 0.0}}, ["loss was not set, now {z_loss: 0.0}"]),
     ],
-)  # fmt: skip
+)
 def test_what_differs_is_named_down_to_the_setting(
     was: Mapping[str, Any], now: Mapping[str, Any], expected: list[str]
 ) -> None:

@@ -1,4 +1,6 @@
-"""Which checkpoints can be gone back to: tags that come after enough clean steps, survive kills, and fit one checkpoint only."""
+"""Which checkpoints can be gone back to: tags that come after enough clean steps, survive kills, and fit one checkpoint
+only.
+"""
 
 import json
 import os

@@ -1,4 +1,6 @@
-"""Going on from a checkpoint that is named, starting anew, and what `verify` says: nothing is lost, nothing mixed up."""
+"""Going on from a checkpoint that is named, starting anew, and what `verify` says: nothing is lost,
+nothing mixed up.
+"""
 
 import json
 import os

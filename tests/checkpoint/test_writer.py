@@ -1,4 +1,6 @@
-"""Saving beside the training: one at a time, failures told and counted, given up or finished, nothing kept in memory."""
+"""Saving beside the training: one at a time, failures told and counted, given up or finished,
+nothing kept in memory.
+"""
 
 import gc
 import subprocess

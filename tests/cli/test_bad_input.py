@@ -1,4 +1,6 @@
-"""Every mistake a user can make in a recipe, its data or the flags: one line that names it and the remedy, before a model exists."""
+"""Every mistake a user can make in a recipe, its data or the flags: one line that names it and the remedy, before a
+model exists.
+"""
 
 import copy
 import os
@@ -67,76 +69,232 @@ RECIPES: dict[str, tuple[Edit, tuple[str, ...]]] = {
     "setting in the wrong section": (setting("schedule.learning_rate", 1), ("did you mean optimizer.learning_rate?",)),
     "setting at the top": (setting("learning_rate", 1), ("did you mean optimizer.learning_rate?",)),
     "wrong type": (setting("schedule.max_steps", "many"), ("schedule.max_steps=many", "a whole number")),
-    "number in quotes": (setting("optimizer.learning_rate", "0.5"), ("optimizer.learning_rate='0.5'", "without quotes")),
+    "number in quotes": (
+        setting("optimizer.learning_rate", "0.5"),
+        ("optimizer.learning_rate='0.5'", "without quotes"),
+    ),
     "true for a number": (setting("batch.global_batch_size", True), ("batch.global_batch_size=true", "a whole number")),
-    "negative learning rate": (setting("optimizer.learning_rate", -1), ("optimizer.learning_rate=-1", "greater than 0")),
+    "negative learning rate": (
+        setting("optimizer.learning_rate", -1),
+        ("optimizer.learning_rate=-1", "greater than 0"),
+    ),
     "learning rate 0": (setting("optimizer.learning_rate", 0), ("optimizer.learning_rate=0", "greater than 0")),
-    "learning rate NaN": (setting("optimizer.learning_rate", float("nan")), ("optimizer.learning_rate=.nan", "greater than 0")),
-    "weight decay infinite": (setting("optimizer.weight_decay", float("inf")), ("optimizer.weight_decay=.inf", "at least 0")),
-    "weight decay NaN": (setting("optimizer.weight_decay", float("nan")), ("optimizer.weight_decay=.nan", "at least 0")),
-    "learning rate infinite": (setting("optimizer.learning_rate", float("inf")), ("optimizer.learning_rate=.inf", "greater than 0")),
+    "learning rate NaN": (
+        setting("optimizer.learning_rate", float("nan")),
+        ("optimizer.learning_rate=.nan", "greater than 0"),
+    ),
+    "weight decay infinite": (
+        setting("optimizer.weight_decay", float("inf")),
+        ("optimizer.weight_decay=.inf", "at least 0"),
+    ),
+    "weight decay NaN": (
+        setting("optimizer.weight_decay", float("nan")),
+        ("optimizer.weight_decay=.nan", "at least 0"),
+    ),
+    "learning rate infinite": (
+        setting("optimizer.learning_rate", float("inf")),
+        ("optimizer.learning_rate=.inf", "greater than 0"),
+    ),
     "negative epochs": (setting("schedule", {"num_epochs": -3}), ("schedule.num_epochs=-3", "greater than 0")),
-    "no accumulation": (setting("batch.gradient_accumulation_steps", 0), ("batch.gradient_accumulation_steps=0", "at least 1")),
+    "no accumulation": (
+        setting("batch.gradient_accumulation_steps", 0),
+        ("batch.gradient_accumulation_steps=0", "at least 1"),
+    ),
     "batch of 0": (setting("batch.per_device_batch_size", 0), ("batch.per_device_batch_size=0", "at least 1")),
-    "batch that does not divide": (setting("batch", {"global_batch_size": 7, "per_device_batch_size": 2}), ("global_batch_size=7", "try 6 or 8")),
+    "batch that does not divide": (
+        setting("batch", {"global_batch_size": 7, "per_device_batch_size": 2}),
+        ("global_batch_size=7", "try 6 or 8"),
+    ),
     "batch that contradicts itself": (
         setting("batch", {"global_batch_size": 8, "per_device_batch_size": 2, "gradient_accumulation_steps": 2}),
         ("global_batch_size=8", "set global_batch_size to 4"),
     ),
-    "both lengths": (setting("schedule.num_epochs", 1), ("exactly one of schedule.max_steps and schedule.num_epochs", "r.yaml:")),
-    "no length": (setting("schedule", {"type": "cosine"}), ("exactly one of schedule.max_steps and schedule.num_epochs",)),
-    "both warmups": (setting("schedule", {"max_steps": 9, "warmup_steps": 1, "warmup_ratio": 0.1}), ("warmup_steps and schedule.warmup_ratio", "not both")),
-    "warmup longer than training": (setting("schedule.warmup_steps", 9), ("schedule.warmup_steps=9", "lower warmup_steps")),
-    "warmup longer than the epochs": (setting("schedule", {"num_epochs": 1e-9, "warmup_steps": 9}), ("schedule.warmup_steps=9", "lower warmup_steps")),
-    "both sources of weights": (setting("model.pretrained", "gpt2"), ("exactly one of model.pretrained", "model.config")),
+    "both lengths": (
+        setting("schedule.num_epochs", 1),
+        ("exactly one of schedule.max_steps and schedule.num_epochs", "r.yaml:"),
+    ),
+    "no length": (
+        setting("schedule", {"type": "cosine"}),
+        ("exactly one of schedule.max_steps and schedule.num_epochs",),
+    ),
+    "both warmups": (
+        setting("schedule", {"max_steps": 9, "warmup_steps": 1, "warmup_ratio": 0.1}),
+        ("warmup_steps and schedule.warmup_ratio", "not both"),
+    ),
+    "warmup longer than training": (
+        setting("schedule.warmup_steps", 9),
+        ("schedule.warmup_steps=9", "lower warmup_steps"),
+    ),
+    "warmup longer than the epochs": (
+        setting("schedule", {"num_epochs": 1e-9, "warmup_steps": 9}),
+        ("schedule.warmup_steps=9", "lower warmup_steps"),
+    ),
+    "both sources of weights": (
+        setting("model.pretrained", "gpt2"),
+        ("exactly one of model.pretrained", "model.config"),
+    ),
     "no training data": (without("data", "train"), ("data.train is missing", "add `train: python-stdlib`")),
     "unknown task": (setting("task", "causal-llm"), ("causal-llm", "did you mean 'causal-lm'?")),
     "unknown module of a task": (setting("task", "no_such_module:Task"), ("no_such_module:Task", "PYTHONPATH")),
-    "unknown model type": (setting("model.config.model_type", "gpt22"), ("model.config.model_type=gpt22", "did you mean gpt2")),
+    "unknown model type": (
+        setting("model.config.model_type", "gpt22"),
+        ("model.config.model_type=gpt22", "did you mean gpt2"),
+    ),
     "no model type": (setting("model.config", {"n_layer": 2}), ("model.config needs a model_type",)),
     "unknown field of the model": (setting("model.config.n_layr", 2), ("model.config.n_layr", "did you mean n_layer?")),
     "field of the model of the wrong type": (setting("model.config.n_layer", "two"), ("n_layer", "expected int")),
     "heads that do not divide": (setting("model.config.n_head", 3), ("n_embd=8", "not divisible by n_head=3")),
     "model that is no language model": (setting("model.config", {"model_type": "vit"}), ("vit", "causal")),
-    "vocabulary smaller than the tokenizer's": (setting("model.config.vocab_size", 100), ("model.config.vocab_size=100", "257")),
-    "missing pretrained model": (both(without("model", "config"), setting("model.pretrained", "./nowhere")), ("model.pretrained", "./nowhere")),
+    "vocabulary smaller than the tokenizer's": (
+        setting("model.config.vocab_size", 100),
+        ("model.config.vocab_size=100", "257"),
+    ),
+    "missing pretrained model": (
+        both(without("model", "config"), setting("model.pretrained", "./nowhere")),
+        ("model.pretrained", "./nowhere"),
+    ),
     "seed that torch does not take": (setting("seed", 2**70), (f"seed={2**70}", f"at most {2**64 - 1}")),
-    "negative number of layers": (setting("model.config.n_layer", -1), ("model.config.n_layer=-1", "must not be negative", "12 by default")),
-    "batch that no data fills": (setting("batch.global_batch_size", 10**9), (f"batch.global_batch_size={10**9}", "training samples", "lower it to at most")),
-    "unknown optimizer": (setting("optimizer.name", "moun"), ("optimizer.name=moun", "or module:Class", "did you mean muon?")),
-    "unknown module of an optimizer": (setting("optimizer.name", "no_such_module:Lamb"), ("no_such_module:Lamb", "PYTHONPATH")),
-    "class that is no optimizer": (setting("optimizer.name", "torch.nn:Linear"), ("torch.nn:Linear", "derived from torch.optim.Optimizer")),
-    "options that an optimizer refuses": (setting("optimizer", {"name": "adafactor", "options": {"beta": 1}}), ("adafactor", "'beta'", "correct optimizer.options")),
-    "options for an optimizer without": (setting("optimizer", {"name": "lion", "options": {"beta": 1}}), ("optimizer.options are for", "leave them out")),
-    "optimizer that needs a closure": (setting("optimizer", {"name": "torch.optim:LBFGS", "weight_decay": 0}), ("torch.optim:LBFGS", "LBFGS")),
-    "optimizer without weight decay": (setting("optimizer.name", "torch.optim:Rprop"), ("torch.optim:Rprop", "set optimizer.weight_decay to 0")),
-    "state that no checkpoint holds": (setting("optimizer.name", "tests.support.optimizers:KeepsLists"), ("keeps history as a list",)),
-    "options that are no mapping": (setting("optimizer", {"name": "adafactor", "options": 3}), ("optimizer.options=3", "mapping")),
+    "negative number of layers": (
+        setting("model.config.n_layer", -1),
+        ("model.config.n_layer=-1", "must not be negative", "12 by default"),
+    ),
+    "batch that no data fills": (
+        setting("batch.global_batch_size", 10**9),
+        (f"batch.global_batch_size={10**9}", "training samples", "lower it to at most"),
+    ),
+    "unknown optimizer": (
+        setting("optimizer.name", "moun"),
+        ("optimizer.name=moun", "or module:Class", "did you mean muon?"),
+    ),
+    "unknown module of an optimizer": (
+        setting("optimizer.name", "no_such_module:Lamb"),
+        ("no_such_module:Lamb", "PYTHONPATH"),
+    ),
+    "class that is no optimizer": (
+        setting("optimizer.name", "torch.nn:Linear"),
+        ("torch.nn:Linear", "derived from torch.optim.Optimizer"),
+    ),
+    "options that an optimizer refuses": (
+        setting("optimizer", {"name": "adafactor", "options": {"beta": 1}}),
+        ("adafactor", "'beta'", "correct optimizer.options"),
+    ),
+    "options for an optimizer without": (
+        setting("optimizer", {"name": "lion", "options": {"beta": 1}}),
+        ("optimizer.options are for", "leave them out"),
+    ),
+    "optimizer that needs a closure": (
+        setting("optimizer", {"name": "torch.optim:LBFGS", "weight_decay": 0}),
+        ("torch.optim:LBFGS", "LBFGS"),
+    ),
+    "optimizer without weight decay": (
+        setting("optimizer.name", "torch.optim:Rprop"),
+        ("torch.optim:Rprop", "set optimizer.weight_decay to 0"),
+    ),
+    "state that no checkpoint holds": (
+        setting("optimizer.name", "tests.support.optimizers:KeepsLists"),
+        ("keeps history as a list",),
+    ),
+    "options that are no mapping": (
+        setting("optimizer", {"name": "adafactor", "options": 3}),
+        ("optimizer.options=3", "mapping"),
+    ),
     "optimizer that is no name": (setting("optimizer.name", 3), ("optimizer.name=3", "or module:Class")),
-    "muon under deepspeed": (both(setting("optimizer.name", "muon"), setting("parallel", {"strategy": "deepspeed"})), ("optimizer.name muon", "use adamw, adam, sgd")),
-    "frozen dtype that is none": (setting("model.frozen_dtype", "int4"), ("model.frozen_dtype=int4", "auto or one of fp32, bf16, nf4")),
-    "frozen dtype, nothing frozen": (setting("model.frozen_dtype", "nf4"), ("model.frozen_dtype=nf4", "set model.lora or model.freeze")),
-    "bf16 weights, fp32 products": (both(setting("model.lora", {}), setting("model.frozen_dtype", "bf16"), setting("precision.mixed_precision", "no")), ("model.frozen_dtype=bf16", "mixed_precision bf16", "set it to auto")),
-    "4 bits of random weights": (both(setting("model.lora", {}), setting("model.frozen_dtype", "nf4")), ("model.frozen_dtype=nf4", "needs model.pretrained")),
-    "4 bits under fsdp2": (both(setting("model.lora", {}), setting("model.frozen_dtype", "nf4"), setting("parallel.strategy", "fsdp2")), ("model.frozen_dtype=nf4", "use ddp")),
-    "4 bits under deepspeed": (both(setting("model.freeze", ["*.wte.*"]), setting("model.frozen_dtype", "nf4"), setting("parallel.strategy", "deepspeed")), ("model.frozen_dtype=nf4", "deepspeed", "set it to auto")),
-    "4 bits, compiled": (both(setting("model.lora", {}), setting("model.frozen_dtype", "nf4"), setting("precision.compile", True)), ("model.frozen_dtype=nf4", "precision.compile")),
-    "8 bits under deepspeed": (both(setting("optimizer.name", "adamw_8bit"), setting("parallel", {"strategy": "deepspeed"})), ("optimizer.name adamw_8bit", "use adamw, adam, sgd")),
-    "options of 8 bits": (setting("optimizer", {"name": "adamw_8bit", "options": {"is_paged": True}}), ("optimizer.options are for", "is adamw_8bit; leave them out")),
-    "typo in 8 bits": (setting("optimizer.name", "adam_8bit"), ("optimizer.name=adam_8bit", "did you mean adamw_8bit?")),
-    "schedule-free with a schedule": (setting("optimizer.name", "schedule_free_adamw"), ("schedule.type=warmup_cosine: schedule_free_adamw has its own warm-up", "set schedule.type to constant")),
-    "schedule-free with two warm-ups": (both(free(), setting("schedule.warmup_steps", 2)), ("schedule.warmup_steps=2: schedule_free_adamw", "set optimizer.options to {warmup_steps: 2}")),
-    "schedule-free with a warm-up by ratio": (both(free(), setting("schedule.warmup_ratio", 0.1)), ("schedule.warmup_ratio=0.1", "set optimizer.options to {warmup_steps: N}")),
-    "two averages": (both(free(), setting("optimizer.ema_decay", 0.9)), ("optimizer.ema_decay=0.9: schedule_free_adamw keeps an average", "leave it out")),
-    "schedule-free without a first beta": (both(free(), setting("optimizer.betas", [0, 0.9])), ("optimizer.betas=[0.0, 0.9]", "use 0.9")),
-    "warm-up that is no number of steps": (both(free(), setting("optimizer.options", {"warmup_steps": -1})), ("warmup_steps=-1 is no number of steps", "correct optimizer.options")),
-    "unknown option of schedule-free": (both(free(), setting("optimizer.options", {"warmup": 2})), ("schedule_free_adamw", "'warmup'", "correct optimizer.options")),
-    "schedule-free under deepspeed": (both(free(), setting("parallel", {"strategy": "deepspeed"})), ("optimizer.name schedule_free_adamw", "use adamw, adam, sgd")),
+    "muon under deepspeed": (
+        both(setting("optimizer.name", "muon"), setting("parallel", {"strategy": "deepspeed"})),
+        ("optimizer.name muon", "use adamw, adam, sgd"),
+    ),
+    "frozen dtype that is none": (
+        setting("model.frozen_dtype", "int4"),
+        ("model.frozen_dtype=int4", "auto or one of fp32, bf16, nf4"),
+    ),
+    "frozen dtype, nothing frozen": (
+        setting("model.frozen_dtype", "nf4"),
+        ("model.frozen_dtype=nf4", "set model.lora or model.freeze"),
+    ),
+    "bf16 weights, fp32 products": (
+        both(
+            setting("model.lora", {}), setting("model.frozen_dtype", "bf16"), setting("precision.mixed_precision", "no")
+        ),
+        ("model.frozen_dtype=bf16", "mixed_precision bf16", "set it to auto"),
+    ),
+    "4 bits of random weights": (
+        both(setting("model.lora", {}), setting("model.frozen_dtype", "nf4")),
+        ("model.frozen_dtype=nf4", "needs model.pretrained"),
+    ),
+    "4 bits under fsdp2": (
+        both(setting("model.lora", {}), setting("model.frozen_dtype", "nf4"), setting("parallel.strategy", "fsdp2")),
+        ("model.frozen_dtype=nf4", "use ddp"),
+    ),
+    "4 bits under deepspeed": (
+        both(
+            setting("model.freeze", ["*.wte.*"]),
+            setting("model.frozen_dtype", "nf4"),
+            setting("parallel.strategy", "deepspeed"),
+        ),
+        ("model.frozen_dtype=nf4", "deepspeed", "set it to auto"),
+    ),
+    "4 bits, compiled": (
+        both(setting("model.lora", {}), setting("model.frozen_dtype", "nf4"), setting("precision.compile", True)),
+        ("model.frozen_dtype=nf4", "precision.compile"),
+    ),
+    "8 bits under deepspeed": (
+        both(setting("optimizer.name", "adamw_8bit"), setting("parallel", {"strategy": "deepspeed"})),
+        ("optimizer.name adamw_8bit", "use adamw, adam, sgd"),
+    ),
+    "options of 8 bits": (
+        setting("optimizer", {"name": "adamw_8bit", "options": {"is_paged": True}}),
+        ("optimizer.options are for", "is adamw_8bit; leave them out"),
+    ),
+    "typo in 8 bits": (
+        setting("optimizer.name", "adam_8bit"),
+        ("optimizer.name=adam_8bit", "did you mean adamw_8bit?"),
+    ),
+    "schedule-free with a schedule": (
+        setting("optimizer.name", "schedule_free_adamw"),
+        ("schedule.type=warmup_cosine: schedule_free_adamw has its own warm-up", "set schedule.type to constant"),
+    ),
+    "schedule-free with two warm-ups": (
+        both(free(), setting("schedule.warmup_steps", 2)),
+        ("schedule.warmup_steps=2: schedule_free_adamw", "set optimizer.options to {warmup_steps: 2}"),
+    ),
+    "schedule-free with a warm-up by ratio": (
+        both(free(), setting("schedule.warmup_ratio", 0.1)),
+        ("schedule.warmup_ratio=0.1", "set optimizer.options to {warmup_steps: N}"),
+    ),
+    "two averages": (
+        both(free(), setting("optimizer.ema_decay", 0.9)),
+        ("optimizer.ema_decay=0.9: schedule_free_adamw keeps an average", "leave it out"),
+    ),
+    "schedule-free without a first beta": (
+        both(free(), setting("optimizer.betas", [0, 0.9])),
+        ("optimizer.betas=[0.0, 0.9]", "use 0.9"),
+    ),
+    "warm-up that is no number of steps": (
+        both(free(), setting("optimizer.options", {"warmup_steps": -1})),
+        ("warmup_steps=-1 is no number of steps", "correct optimizer.options"),
+    ),
+    "unknown option of schedule-free": (
+        both(free(), setting("optimizer.options", {"warmup": 2})),
+        ("schedule_free_adamw", "'warmup'", "correct optimizer.options"),
+    ),
+    "schedule-free under deepspeed": (
+        both(free(), setting("parallel", {"strategy": "deepspeed"})),
+        ("optimizer.name schedule_free_adamw", "use adamw, adam, sgd"),
+    ),
     "unknown schedule": (setting("schedule.type", "cosin"), ("schedule.type=cosin", "did you mean cosine?")),
     "fp8 as a setting": (setting("precision.fp8", True), ("precision.fp8", "did you mean precision.mixed_precision?")),
-    "unknown precision": (setting("precision.mixed_precision", "fp61"), ("precision.mixed_precision=fp61", "did you mean fp16?")),
-    "nothing to learn from": (both(setting("task", "text-classification"), setting("data.label_column", None)), ("data.label_column", "predict")),
-    "unknown encoding": (setting("data.encoding", "latin-11"), ("data.encoding=latin-11", "no encoding that Python knows", "cp1252")),
+    "unknown precision": (
+        setting("precision.mixed_precision", "fp61"),
+        ("precision.mixed_precision=fp61", "did you mean fp16?"),
+    ),
+    "nothing to learn from": (
+        both(setting("task", "text-classification"), setting("data.label_column", None)),
+        ("data.label_column", "predict"),
+    ),
+    "unknown encoding": (
+        setting("data.encoding", "latin-11"),
+        ("data.encoding=latin-11", "no encoding that Python knows", "cp1252"),
+    ),
     "delimiter of two characters": (setting("data.delimiter", "::"), ("data.delimiter='::'", "not one character")),
     "unknown tracker": (setting("log.trackers", ["tensorbord"]), ("tensorbord", "tensorboard")),
     "missing file": (setting("data.train", "txt.txt"), ("data.train", "txt.txt", "text.txt")),
@@ -144,43 +302,76 @@ RECIPES: dict[str, tuple[Edit, tuple[str, ...]]] = {
     "no file named": (setting("data.train", []), ("data.train", "name a file")),
     "unknown data set": (setting("data.train", "no-such/data-set"), ("data.train", "no-such/data-set")),
     "unknown kind of file": (setting("data.train", "text.xyz"), ("text.xyz", ".jsonl")),
-    "missing column": (both(setting("data.train", "rows.jsonl"), setting("data.text_column", "txt")), ("txt", "text_column")),
+    "missing column": (
+        both(setting("data.train", "rows.jsonl"), setting("data.text_column", "txt")),
+        ("txt", "text_column"),
+    ),
     "file that is not UTF-8": (setting("data.train", "latin.txt"), ("latin.txt", "encoding_errors")),
     "broken line of jsonl": (setting("data.train", "broken.jsonl"), ("broken.jsonl", "line 2")),
     "corpus without text": (setting("data.train", "empty.txt"), ("empty.txt",)),
-    "samples longer than the corpus": (both(setting("data.sequence_length", 5000), setting("model.config.n_positions", 5000)), ("sequence_length=5000",)),
-    "samples longer than the model's positions": (setting("data.sequence_length", 64), ("data.sequence_length=64", "raise model.config.n_positions")),
+    "samples longer than the corpus": (
+        both(setting("data.sequence_length", 5000), setting("model.config.n_positions", 5000)),
+        ("sequence_length=5000",),
+    ),
+    "samples longer than the model's positions": (
+        setting("data.sequence_length", 64),
+        ("data.sequence_length=64", "raise model.config.n_positions"),
+    ),
     "bad name of a tokenizer": (setting("tokenizer", "no-such/tokenizer"), ("tokenizer", "no-such/tokenizer")),
     "run folder is a file": (setting("output_dir", "text.txt"), ("output_dir=text.txt", "give a folder")),
-}  # fmt: skip
+}
 
 TEXTS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "key set twice": ("a: 1\noptimizer:\n  eps: 1\n  eps: 2\n", ("r.yaml:4", "optimizer.eps is set twice, on lines 3 and 4", "remove one")),
+    "key set twice": (
+        "a: 1\noptimizer:\n  eps: 1\n  eps: 2\n",
+        ("r.yaml:4", "optimizer.eps is set twice, on lines 3 and 4", "remove one"),
+    ),
     "tab": ("model:\n\tconfig: 1\n", ("r.yaml:2:1", "indent with spaces")),
     "bracket that is not closed": ("a: [1, 2\nb: 3\n", ("r.yaml:2", "'b: 3'")),
     "list": ("- a\n- b\n", ("r.yaml", "not a mapping")),
-    "pattern without quotes": ("model:\n  freeze: [*embedder*]\n", ("r.yaml:2", "put quotes around a pattern", "'*name*'")),
+    "pattern without quotes": (
+        "model:\n  freeze: [*embedder*]\n",
+        ("r.yaml:2", "put quotes around a pattern", "'*name*'"),
+    ),
     "word": ("hello\n", ("r.yaml", "not a mapping")),
     "empty": ("", ("r.yaml is empty", "output_dir:")),
     "only comments": ("# nothing\n", ("r.yaml is empty",)),
     "object of Python": ("a: !!python/object/apply:os.system [ls]\n", ("r.yaml:1", "plain values only")),
-}  # fmt: skip
+}
 
 FLAGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "no hyphens": (("run", "r.yaml", "optimizer.learning_rate=1e-3"), ("optimizer.learning_rate=1e-3: a setting begins with two hyphens; write --optimizer.learning_rate 1e-3",)),
+    "no hyphens": (
+        ("run", "r.yaml", "optimizer.learning_rate=1e-3"),
+        ("optimizer.learning_rate=1e-3: a setting begins with two hyphens; write --optimizer.learning_rate 1e-3",),
+    ),
     "no hyphens before the recipe": (("plan", "log.every_steps=a b", "r.yaml"), ("write --log.every_steps 'a b'",)),
-    "no hyphens in place of data": (("evaluate", "run", "seed=1"), ("seed=1: a setting begins with two hyphens; write --seed 1",)),
-    "two sets of data": (("evaluate", "run", "a.csv", "--data", "b.csv"), ("two sets of data, a.csv and --data b.csv; name one",)),
+    "no hyphens in place of data": (
+        ("evaluate", "run", "seed=1"),
+        ("seed=1: a setting begins with two hyphens; write --seed 1",),
+    ),
+    "two sets of data": (
+        ("evaluate", "run", "a.csv", "--data", "b.csv"),
+        ("two sets of data, a.csv and --data b.csv; name one",),
+    ),
     "unknown": (("run", "r.yaml", "--zzz", "1"), ("unknown flag --zzz", "a recipe has task")),
     "typo": (("run", "r.yaml", "--optimizer.learning_rat", "1"), ("did you mean --optimizer.learning_rate?",)),
-    "abbreviated": (("run", "r.yaml", "--optimizer.learn", "1"), ("unknown flag --optimizer.learn", "--optimizer.learning_rate?")),
+    "abbreviated": (
+        ("run", "r.yaml", "--optimizer.learn", "1"),
+        ("unknown flag --optimizer.learn", "--optimizer.learning_rate?"),
+    ),
     "without its section": (("run", "r.yaml", "--learning_rate", "1"), ("did you mean --optimizer.learning_rate?",)),
     "without a value": (("run", "r.yaml", "--seed"), ("--seed needs a value",)),
     "followed by a flag": (("run", "r.yaml", "--seed", "--optimizer.eps", "1"), ("--seed needs a value",)),
     "of the wrong type": (("run", "r.yaml", "--seed", "x"), ("seed=x (--seed)", "a whole number")),
-    "NaN": (("run", "r.yaml", "--optimizer.learning_rate", ".nan"), ("optimizer.learning_rate=.nan (--optimizer.learning_rate)",)),
+    "NaN": (
+        ("run", "r.yaml", "--optimizer.learning_rate", ".nan"),
+        ("optimizer.learning_rate=.nan (--optimizer.learning_rate)",),
+    ),
     "section": (("run", "r.yaml", "--optimizer", "adamw"), ("optimizer=adamw (--optimizer)", "a mapping of name")),
-    "contradiction": (("run", "r.yaml", "--model.pretrained", "x", "--model.config", "{model_type: gpt2}"), ("exactly one of model.pretrained",)),
+    "contradiction": (
+        ("run", "r.yaml", "--model.pretrained", "x", "--model.config", "{model_type: gpt2}"),
+        ("exactly one of model.pretrained",),
+    ),
     "of the command, mistyped": (("plan", "r.yaml", "--world-siz", "2"), ("did you mean --world-size?",)),
     "world size of 0": (("plan", "r.yaml", "--world-size", "0"), ("--world-size=0", "at least 1")),
     "world size that is no number": (("plan", "r.yaml", "--world-size", "two"), ("--world-size", "'two'")),
@@ -197,7 +388,7 @@ FLAGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "generate before the end": (("generate", "."), ("no trained model yet", "finished run")),
     "generate nothing": (("generate", ".", "--max-new-tokens", "0"), ("max_new_tokens=0", "at least 1")),
     "negative temperature": (("generate", ".", "--temperature", "-1"), ("temperature=-1", "at least 0")),
-}  # fmt: skip
+}
 
 
 BERT = {
@@ -214,35 +405,75 @@ NAMES = {"label_names": ["a", "b", "c"]}
 # A table for text classification: its file, its content, settings of `data`, and what the one line must say.
 TABLES: dict[str, tuple[str, str | bytes, dict[str, Any], tuple[str, ...]]] = {
     "column that is missing": ("t.csv", TABLE.replace("text,", "txt,"), {}, ("t.csv:1", "'text'", "txt, label")),
-    "no header": ("t.csv", TABLE.partition("\n")[2], {}, ("t.csv:1", "no column 'text'", "words 0, 0", "first line of the file must hold the names")),
+    "no header": (
+        "t.csv",
+        TABLE.partition("\n")[2],
+        {},
+        ("t.csv:1", "no column 'text'", "words 0, 0", "first line of the file must hold the names"),
+    ),
     "another delimiter than named": ("t.csv", TABLE, {"delimiter": ";"}, ("t.csv:1", "no column 'text'", "text,label")),
     "header without rows": ("t.csv", "text,label\n", {}, ("t.csv", "no rows")),
     "file of 0 bytes": ("t.jsonl", "", {}, ("t.jsonl", "no rows")),
     "column twice": ("t.csv", "text,text,label\na,b,1\n", {}, ("t.csv:1", "'text' is there 2 times")),
     "label out of range": ("t.csv", TABLE.replace("words 7,1", "words 7,9"), NAMES, ("t.csv:9", "'label'", "0 to 2")),
     "negative label": ("t.csv", TABLE.replace("words 7,1", "words 7,-1"), NAMES, ("t.csv:9", "'label'", '"-1"')),
-    "label that is no integer": ("t.jsonl", JSONL.replace('"words 7", "label": "b"', '"w", "label": 1.5'), {}, ("t.jsonl:8", "1.5")),
-    "label of another type": ("t.csv", TABLE, {**NAMES, "label_names": ["x", "y", "z"], "train": "s.jsonl"}, ("s.jsonl:1", "(x, y, z)")),
+    "label that is no integer": (
+        "t.jsonl",
+        JSONL.replace('"words 7", "label": "b"', '"w", "label": 1.5'),
+        {},
+        ("t.jsonl:8", "1.5"),
+    ),
+    "label of another type": (
+        "t.csv",
+        TABLE,
+        {**NAMES, "label_names": ["x", "y", "z"], "train": "s.jsonl"},
+        ("s.jsonl:1", "(x, y, z)"),
+    ),
     "row without a label": ("t.csv", TABLE.replace("words 7,1", "words 7,"), {}, ("t.csv:9", "'label'", "no label")),
     "one class": ("t.csv", "text,label\na,1\nb,1\n", {}, ("every row has the same label",)),
     "field too many": ("t.csv", TABLE.replace("words 7,1", "words 7,1,1"), {}, ("t.csv:9", "3 fields")),
     "field too few": ("t.csv", TABLE.replace("words 7,1", "words 7"), {}, ("t.csv:9", "1 fields")),
     "quote that does not close": ("t.csv", TABLE.replace("words 7", '"words 7'), {}, ("t.csv:", "quotes")),
     "NUL": ("t.csv", TABLE.replace("words 7", "words \0"), {}, ("t.csv", "line 9", "0x00", "encoding_errors")),
-    "Latin-1": ("t.csv", TABLE.replace("words 7", "wörds").encode("latin-1"), {}, ("t.csv", "line 9", "0xf6", "data.encoding (latin-1, say)")),
+    "Latin-1": (
+        "t.csv",
+        TABLE.replace("words 7", "wörds").encode("latin-1"),
+        {},
+        ("t.csv", "line 9", "0xf6", "data.encoding (latin-1, say)"),
+    ),
     "UTF-16 without its mark": ("t.csv", TABLE.encode("utf-16-le"), {}, ("t.csv", "0x00", "binary")),
-    "another encoding than named": ("t.csv", TABLE.encode(), {"encoding": "utf-16"}, ("t.csv", "is not utf-16", "another data.encoding")),
-    "line without a label": ("t.txt", "__label__a good\nbad\n", {"lines": "fasttext"}, ("t.txt:2", "no label", "__label__LABEL TEXT")),
+    "another encoding than named": (
+        "t.csv",
+        TABLE.encode(),
+        {"encoding": "utf-16"},
+        ("t.csv", "is not utf-16", "another data.encoding"),
+    ),
+    "line without a label": (
+        "t.txt",
+        "__label__a good\nbad\n",
+        {"lines": "fasttext"},
+        ("t.txt:2", "no label", "__label__LABEL TEXT"),
+    ),
     "lone surrogate": ("t.jsonl", JSONL.replace("words 7", "\\ud800"), {}, ("t.jsonl:8", "surrogate")),
     "object that is cut off": ("t.jsonl", JSONL[:-12], {}, ("t.jsonl:30", "not JSON")),
-    "line that is a list": ("t.jsonl", JSONL.replace('{"text": "words 7", "label": "b"}', "[1]"), {}, ("t.jsonl:8", "not an object", "[1]")),
+    "line that is a list": (
+        "t.jsonl",
+        JSONL.replace('{"text": "words 7", "label": "b"}', "[1]"),
+        {},
+        ("t.jsonl:8", "not an object", "[1]"),
+    ),
     "text that is null": ("t.jsonl", JSONL.replace('"words 7"', "null"), {}, ("t.jsonl:8", "'text'", "null")),
     "text that is a number": ("t.jsonl", JSONL.replace('"words 7"', "5"), {}, ("t.jsonl:8", "'text'", "5")),
-    "row without the column": ("t.jsonl", JSONL.replace('"text": "words 7"', '"txt": "w"'), {}, ("t.jsonl:8", "'text'", "'txt'")),
+    "row without the column": (
+        "t.jsonl",
+        JSONL.replace('"text": "words 7"', '"txt": "w"'),
+        {},
+        ("t.jsonl:8", "'text'", "'txt'"),
+    ),
     "parquet that is none": ("t.parquet", "PAR1", {}, ("t.parquet", "not a parquet file")),
     "evaluation data that is missing": ("t.csv", TABLE, {"eval": "other.csv"}, ("data.eval", "other.csv")),
     "evaluation label that is new": ("t.csv", TABLE, {"eval": "s.jsonl"}, ("s.jsonl:1", '"a"', "label")),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)
@@ -377,9 +608,14 @@ ENDLESS: dict[str, tuple[Callable[[], object], str, str, str]] = {
     "link to a device": (lambda: os.symlink("/dev/zero", "z.txt"), "r.yaml", "z.txt", "z.txt is no regular file"),
     "folders in a circle": (lambda: loop(Path("texts")), "r.yaml", "texts/**/*.txt", "inner/x is a link to"),
     "pipe as recipe": (lambda: os.mkfifo("p.yaml"), "p.yaml", "text.txt", "p.yaml is a pipe without content"),
-    "device as recipe": (lambda: None, "/dev/zero", "text.txt", "/dev/zero is no recipe: it has more than 1,048,576 bytes"),
+    "device as recipe": (
+        lambda: None,
+        "/dev/zero",
+        "text.txt",
+        "/dev/zero is no recipe: it has more than 1,048,576 bytes",
+    ),
     "aliases of aliases": (lambda: Path("b.yaml").write_text(bomb()), "b.yaml", "text.txt", "b.yaml: its aliases make"),
-}  # fmt: skip
+}
 
 
 @pytest.fixture

@@ -1,4 +1,6 @@
-"""`finetune`: from data of the user's own to a model that transformers opens, by one command; and what is wrong with such data."""
+"""`finetune`: from data of the user's own to a model that transformers opens, by one command; and what is wrong with
+such data.
+"""
 
 import json
 import re
@@ -21,7 +23,10 @@ from accel_train.experiments.finetune.recognise import recognise
 from tests.support.runs import run_forked_command, write_base
 
 QUICK = ("--schedule.max_steps", "2", "--log.progress", "false", "--data.cache_dir", "cache")
-NARROW = '{model_type: modernbert, hidden_size: 16, intermediate_size: 24, num_hidden_layers: 1, num_attention_heads: 2, layer_types: [full_attention]}'  # fmt: skip
+NARROW = (
+    "{model_type: modernbert, hidden_size: 16, intermediate_size: 24, num_hidden_layers: 1, num_attention_heads: 2, "
+    "layer_types: [full_attention]}"
+)
 WORDS = ("the film was long and dull", "a bright and funny story", "nobody laughed at the end of it", "we all cried")
 
 
@@ -216,9 +221,14 @@ def test_decimal_numbers_beside_a_text_are_predicted_as_numbers(capsys: pytest.C
     [
         ("__label__{0} {1}", (), {"lines": "fasttext"}, "lines begin with __label__"),
         ("__label__{0} __label__x {1}", (), {"lines": "fasttext_multi"}, "lines begin with __label__"),
-        ("{0} {1}", ("--task", "text-classification"), {"lines": "label_text"}, "each line begins with one of 2 words, the labels"),
+        (
+            "{0} {1}",
+            ("--task", "text-classification"),
+            {"lines": "label_text"},
+            "each line begins with one of 2 words, the labels",
+        ),
     ],
-)  # fmt: skip
+)
 def test_lines_with_labels_are_read_as_such(
     lines: str, flags: tuple[str, ...], labels: dict[str, str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -352,14 +362,16 @@ WRONG: dict[str, tuple[Callable[[], None], str, tuple[str, ...], str]] = {
         columns("id,text", lambda n: f"{n},{WORDS[n % 4]} {n}"),
         "t.csv",
         (),
-        "t.csv: no column looks like a label beside text (there are id); name it: --label COLUMN; or --task causal-lm --text text "
+        "t.csv: no column looks like a label beside text (there are id); name it: --label COLUMN; or --task causal-lm "
+        "--text text "
         "for a language model of the texts",
     ),
     "a label that is another one in each row": (
         columns("text,label", lambda n: f"{WORDS[n % 4]},{n}"),
         "t.csv",
         (),
-        "t.csv: column 'label' has 40 different values in 40 rows, too many for labels; name another: --label COLUMN; or for numbers to "
+        "t.csv: column 'label' has 40 different values in 40 rows, too many for labels; name another: --label COLUMN; "
+        "or for numbers to "
         "predict: --model.problem_type regression",
     ),
     "a column that is not there": (
@@ -378,7 +390,8 @@ WRONG: dict[str, tuple[Callable[[], None], str, tuple[str, ...], str]] = {
         image_outside_a_class,
         "t",
         (),
-        "t: t/loose.png lies in no class folder; for classes put each image into t/CLASS/; for segmentation put images into t/images/ "
+        "t: t/loose.png lies in no class folder; for classes put each image into t/CLASS/; for segmentation put "
+        "images into t/images/ "
         "and masks of the same names into t/masks/",
     ),
     "an image without a mask": (
@@ -391,65 +404,84 @@ WRONG: dict[str, tuple[Callable[[], None], str, tuple[str, ...], str]] = {
         numbers_far_apart,
         "t",
         (),
-        "t: masks hold the numbers 0, 100, 200, too far apart to be classes in order; say which are, in order: --data.mask_values "
+        "t: masks hold the numbers 0, 100, 200, too far apart to be classes in order; say which are, in order: "
+        "--data.mask_values "
         "'[0, 100, 200]'",
     ),
     "chats with other keys": (
         lambda: write_chats("t.jsonl", role="speaker", content="value"),
         "t.jsonl",
         (),
-        "column 'messages' holds messages with the keys speaker, value; write each as {role: user or assistant, content: ...}",
+        "column 'messages' holds messages with the keys speaker, value; write each as {role: user or assistant, "
+        "content: ...}",
     ),
     "prompts with a third column": (
-        lambda: (Path("t.jsonl").write_text((json.dumps({"instruction": "translate", "context": "a word", "output": "ein Wort"}) + "\n") * 3), None)[1],
+        lambda: (
+            Path("t.jsonl").write_text(
+                (json.dumps({"instruction": "translate", "context": "a word", "output": "ein Wort"}) + "\n") * 3
+            ),
+            None,
+        )[1],
         "t.jsonl",
         (),
-        "t.jsonl: instruction and output look like prompt and completion, and context would not be read; join them in your data; --data.input_column "
-        "context puts it behind the prompt; or leave it out: --data.prompt_column instruction --data.completion_column output",
+        "t.jsonl: instruction and output look like prompt and completion, and context would not be read; join them in "
+        "your data; --data.input_column "
+        "context puts it behind the prompt; or leave it out: --data.prompt_column instruction "
+        "--data.completion_column output",
     ),
     "lines that may begin with labels": (
         lambda: (Path("t.txt").write_text("".join(f"{'ab'[n % 2]} {WORDS[n % 4]}\n" for n in range(20))), None)[1],
         "t.txt",
         (),
-        "t.txt: each line begins with one of 2 words (a, b ...); say --task text-classification if they are labels, or --task "
+        "t.txt: each line begins with one of 2 words (a, b ...); say --task text-classification if they are labels, "
+        "or --task "
         "causal-lm if it is plain text",
     ),
     "a table that is called a text": (
-        lambda: (Path("t.txt").write_text("text|label\n" + "".join(f"{WORDS[n % 4]} {n}|{n % 2}\n" for n in range(20))), None)[1],
+        lambda: (
+            Path("t.txt").write_text("text|label\n" + "".join(f"{WORDS[n % 4]} {n}|{n % 2}\n" for n in range(20))),
+            None,
+        )[1],
         "t.txt",
         (),
-        "t.txt: vertical bars divide all lines alike; if it is a table, rename it to t.csv; if it is plain text, say --task causal-lm",
+        "t.txt: vertical bars divide all lines alike; if it is a table, rename it to t.csv; if it is plain text, say "
+        "--task causal-lm",
     ),
     "a row without a label": (
         columns("text,label", lambda n: f"{WORDS[n % 4]},{'xy'[n % 2] if n != 7 else ''}"),
         "t.csv",
         (),
-        "t.csv:9, column 'label': there is no label; fill it in, or drop the row (1 of 40 have none: data.missing_labels: drop leaves them out)",
+        "t.csv:9, column 'label': there is no label; fill it in, or drop the row (1 of 40 have none: "
+        "data.missing_labels: drop leaves them out)",
     ),
     "a row of jsonl without a label": (
         jsonl(lambda n: {"text": f"{WORDS[n % 4]} {n}"} | ({"label": "xy"[n % 2]} if n != 4 else {})),
         "t.jsonl",
         (),
-        "t.jsonl:5 has no 'label', which other rows have; fill it in, drop the row, or name another column: --label COLUMN",
+        "t.jsonl:5 has no 'label', which other rows have; fill it in, drop the row, or name another column: --label "
+        "COLUMN",
     ),
     "a first row of jsonl without a label": (
         jsonl(lambda n: {"text": f"{WORDS[n % 4]} {n}"} | ({"mood": "xy"[n % 2]} if n else {})),
         "t.jsonl",
         (),
-        "t.jsonl: no column looks like a label beside text (there is no other column; not in all rows: mood); name it: --label COLUMN; or "
+        "t.jsonl: no column looks like a label beside text (there is no other column; not in all rows: mood); name "
+        "it: --label COLUMN; or "
         "--task causal-lm --text text for a language model of the texts",
     ),
     "labels as rows of zeros and ones": (
         jsonl(lambda n: {"text": f"{WORDS[n % 4]} {n}", "labels": [n % 2, 1, 0]}),
         "t.jsonl",
         (),
-        "t.jsonl:1, column 'labels': [0, 1, 0] is a row of zeros and ones; write the labels that a text has, as a list of their names",
+        "t.jsonl:1, column 'labels': [0, 1, 0] is a row of zeros and ones; write the labels that a text has, as a "
+        "list of their names",
     ),
     "folders of training and test images in place of classes": (
         parts_in_place_of_classes,
         "t",
         (),
-        "t: Testing, Training are no classes, but parts of the data, by their names; say which is trained on: accel-train finetune "
+        "t: Testing, Training are no classes, but parts of the data, by their names; say which is trained on: "
+        "accel-train finetune "
         "t/Training; after training: accel-train evaluate RUN t/Testing",
     ),
     "an empty text file": (
@@ -462,17 +494,19 @@ WRONG: dict[str, tuple[Callable[[], None], str, tuple[str, ...], str]] = {
         lambda: (Path("t.json").write_text("{}"), None)[1],
         "t.json",
         (),
-        "t.json: finetune reads an array of objects, or one object on each line (.jsonl), and this is one document: write [row, row, ...]; "
+        "t.json: finetune reads an array of objects, or one object on each line (.jsonl), and this is one document: "
+        "write [row, row, ...]; "
         "SQuAD's own files: accel-train run question_answering --data.train t.json",
     ),
     "a task of another kind": (
         lambda: (Path("t.txt").write_text("text"), None)[1],
         "t.txt",
         ("--task", "text-classification"),
-        "--task text-classification: t.txt is plain text, from which a language model learns (causal-lm); text-classification needs a table "
+        "--task text-classification: t.txt is plain text, from which a language model learns (causal-lm); "
+        "text-classification needs a table "
         "(.csv, .tsv, .jsonl, .parquet), lines of a label and a text, or images",
     ),
-}  # fmt: skip
+}
 
 
 def test_a_table_as_spreadsheets_write_it_has_its_own_header_and_every_class_is_listed(

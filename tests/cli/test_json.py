@@ -35,7 +35,9 @@ def answer_in(text: str) -> Answer:
 
 @pytest.fixture
 def ask(capsys: pytest.CaptureFixture[str], not_launched: None) -> Ask:
-    """Runs a command with --json in this process; returns its object, which has to have the exit code and the result that it claims."""
+    """Runs a command with --json in this process; returns its object, which has to have the exit code and the result
+    that it claims.
+    """
 
     def ask(*words: str, fails: bool = False) -> Answer:
         capsys.readouterr()

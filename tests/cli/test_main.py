@@ -60,7 +60,11 @@ def failing(name: str, error: BaseException) -> Command:
         (OSError(errno.ENOSPC, "No space left on device"), 4, "error: [Errno 28] No space left on device\n"),
         (torch.distributed.DistBackendError("peer gone"), 5, "error: peer gone\n"),
         (RuntimeError("[gloo/transport/tcp/pair.cc:1] Connection closed by peer"), 5, "closed by peer"),
-        (torch.OutOfMemoryError("CUDA out of memory.\nTried"), 6, "error: out of memory: CUDA out of memory.; lower batch."),
+        (
+            torch.OutOfMemoryError("CUDA out of memory.\nTried"),
+            6,
+            "error: out of memory: CUDA out of memory.; lower batch.",
+        ),
         (torch.AcceleratorError("CUDA error: out of memory"), 6, "set precision.gradient_checkpointing"),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), 6, "out of memory"),
         (Preempted("saved at step 7; run again"), 75, "preempted: saved at step 7; run again\n"),
@@ -68,7 +72,7 @@ def failing(name: str, error: BaseException) -> Command:
         (SystemExit(0), 1, "error: exit(0) was called before the run was done ("),
         (SystemExit(), 1, "error: exit() was called before the run was done ("),
     ],
-)  # fmt: skip
+)
 def test_each_failure_has_its_exit_code_and_one_line(
     error: BaseException, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -147,13 +151,23 @@ def test_what_is_not_training_is_done_by_rank_0_alone(
 
 def test_two_processes_say_a_mistake_once() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone", "-m", "accel_train", "run", "no.yaml"],
+        [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc_per_node=2",
+            "--standalone",
+            "-m",
+            "accel_train",
+            "run",
+            "no.yaml",
+        ],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
-    )  # fmt: skip
+    )
     assert [line for line in done.stderr.splitlines() if line.startswith("error:")] == [
         "error: no.yaml: no such recipe file; did you mean r.yaml?"
     ]
@@ -201,9 +215,19 @@ def test_a_run_says_what_it_is_about_before_it_imports_torch(folder: Path, rank:
     (folder / "torch.py").write_text("import os\nos.write(2, b'torch is imported')\nos._exit(9)\n")
     done = subprocess.run(
         [sys.executable, "-m", "accel_train", "run", "r.yaml"],
-        env={**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        env={
+            **os.environ,
+            "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}",
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": "1",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     importing = "r.yaml: importing torch and transformers ...\n" if lines else ""
     assert (done.returncode, done.stderr) == (9, f"{importing}torch is imported")
     assert done.stdout.splitlines() == lines
@@ -382,7 +406,8 @@ def test_a_shell_completes_commands_settings_and_their_words(capsys: pytest.Capt
     Path("completion.bash").write_text(capsys.readouterr().out)
     Path("try.bash").write_text(
         "source completion.bash\n"
-        'complete() { :; }; try() { COMP_WORDS=("$@"); COMP_CWORD=$(($#-1)); COMPREPLY=(); _shtab_accel_train; echo "${COMPREPLY[@]}"; }\n'
+        'complete() { :; }; try() { COMP_WORDS=("$@"); COMP_CWORD=$(($#-1)); COMPREPLY=(); '
+        '_shtab_accel_train; echo "${COMPREPLY[@]}"; }\n'
         "try accel-train ev; try accel-train run --optimizer.lr; try accel-train plan --schedule.type war\n"
     )
     done = subprocess.run(["bash", "try.bash"], check=True, capture_output=True, text=True)

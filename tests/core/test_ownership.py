@@ -65,7 +65,9 @@ def plant(path: Path, kind: str) -> None:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Of each file, by its place; of a link, where it points to. What is cached, and the markers, are the program's own."""
+    """Of each file, by its place; of a link, where it points to. What is cached, and the markers, are the program's
+    own.
+    """
     files = (path for path in sorted(folder.rglob("*")) if path.is_symlink() or path.is_file())
     files = (path for path in files if folder / "cache" not in path.parents and path.name != MARKER)
     return {

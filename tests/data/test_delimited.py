@@ -111,11 +111,15 @@ def test_a_cut_letter_does_not_make_utf8_another_encoding(tmp_path: Path) -> Non
     ("lines", "content", "rows"),
     [
         ("label_text", "1 great movie\t\n", [("1", "great movie")]),
-        ("label_text", "DESC:def What is it ?\n\nHUM Who\twas it\n", [("DESC:def", "What is it ?"), ("HUM Who", "was it")]),
+        (
+            "label_text",
+            "DESC:def What is it ?\n\nHUM Who\twas it\n",
+            [("DESC:def", "What is it ?"), ("HUM Who", "was it")],
+        ),
         ("fasttext", "__label__good very good\nbad film __label__bad\n", [("good", "very good"), ("bad", "bad film")]),
         ("fasttext_multi", "__label__a __label__b text\n__label__a more\n", [(["a", "b"], "text"), (["a"], "more")]),
     ],
-)  # fmt: skip
+)
 def test_lines_of_a_label_and_a_text_are_rows(tmp_path: Path, lines: Any, content: str, rows: list[Any]) -> None:
     path = tmp_path / "a.txt"
     path.write_text(content)

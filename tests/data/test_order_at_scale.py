@@ -107,7 +107,8 @@ def peak_bytes():
 before, began = peak_bytes(), time.perf_counter()
 order = DataOrder(10**9, 4096, 1337)
 batches = order.rank_micro_batches(200_000_000, int(sys.argv[1]), 1024, 4)
-print(json.dumps({"seconds": time.perf_counter() - began, "before": before, "bytes": peak_bytes() - before, "samples": batches[0]}))
+seconds, num_bytes = time.perf_counter() - began, peak_bytes() - before
+print(json.dumps({"seconds": seconds, "before": before, "bytes": num_bytes, "samples": batches[0]}))
 """
 
 

@@ -1,4 +1,6 @@
-"""The benchmarks run end to end, compare like with like, and print tables that a program can read. Nothing is timed here."""
+"""The benchmarks run end to end, compare like with like, and print tables that a program can read. Nothing is timed
+here.
+"""
 
 import json
 import os
@@ -289,9 +291,15 @@ def test_optimizers_are_compared_at_the_last_loss_of_adamw(tmp_path: Path) -> No
         "".join(f"The number {number} is followed by {number + 1}. " for number in range(2000))
     )
     small = {
-        "data.train": tmp_path / "text.txt", "data.cache_dir": tmp_path / "cache", "tokenizer": "bytes", "data.sequence_length": 32,
-        "model.config.n_layer": 2, "model.config.n_embd": 32, "batch.global_batch_size": 4, "evaluate.max_samples": 16,
-    }  # fmt: skip
+        "data.train": tmp_path / "text.txt",
+        "data.cache_dir": tmp_path / "cache",
+        "tokenizer": "bytes",
+        "data.sequence_length": 32,
+        "model.config.n_layer": 2,
+        "model.config.n_embd": 32,
+        "batch.global_batch_size": 4,
+        "evaluate.max_samples": 16,
+    }
     settings = " ".join(f"--{name} {value}" for name, value in small.items())
     sizes = ("--seeds", "1", "--steps", "20", "--every", "5", "--share", "0.5", "--settings", settings)
     printed = run("optimizers", *sizes, "--save", str(tmp_path))
@@ -473,7 +481,8 @@ def test_children_in_turns_compute_one_at_a_time_and_a_failed_one_is_told_of(tmp
     busy = (
         "import time, json, pathlib, sys; began = time.monotonic(); log = []\n"
         "while time.process_time() < 1.2: log.append(time.monotonic())\n"
-        "from benchmarks.common import print_result; print_result({'first': log[0], 'last': log[-1], 'seen': log[::2000]})"
+        "from benchmarks.common import print_result; print_result({'first': log[0], 'last': log[-1], 'seen': "
+        "log[::2000]})"
     )
     (tmp_path / "busy.py").write_text(busy)
     environment = {**child_environment(1), "PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"}

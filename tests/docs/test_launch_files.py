@@ -77,8 +77,17 @@ def environment_of(path: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) -> 
 def test_there_is_a_launch_file_for_one_gpu_one_machine_and_several_plain_and_sharded() -> None:
     machines = {path.name: load_config_from_file(str(path)).num_machines for path in CONFIGS}
     assert machines == {
-        "one_gpu.yaml": 1, "ddp.yaml": 1, "fsdp2.yaml": 1, "tp.yaml": 1, "sp.yaml": 1, "zero2.yaml": 1, "zero3.yaml": 1, "two_machines.yaml": 2, "hsdp.yaml": 4, "many_machines.yaml": 32,
-    }  # fmt: skip
+        "one_gpu.yaml": 1,
+        "ddp.yaml": 1,
+        "fsdp2.yaml": 1,
+        "tp.yaml": 1,
+        "sp.yaml": 1,
+        "zero2.yaml": 1,
+        "zero3.yaml": 1,
+        "two_machines.yaml": 2,
+        "hsdp.yaml": 4,
+        "many_machines.yaml": 32,
+    }
     assert load_config_from_file(str(LAUNCH / "one_gpu.yaml")).num_processes == 1
 
 

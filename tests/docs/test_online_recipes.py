@@ -1,4 +1,6 @@
-"""The recipes that download: each runs offline as its file says, once the libraries have small copies of what it names."""
+"""The recipes that download: each runs offline as its file says, once the libraries have small
+copies of what it names.
+"""
 
 import csv
 import json

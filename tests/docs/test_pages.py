@@ -1,4 +1,6 @@
-"""The pages say what is so: links and anchors lead somewhere, and commands, settings, recipes and code are those of the program."""
+"""The pages say what is so: links and anchors lead somewhere, and commands, settings, recipes and code are those of the
+program.
+"""
 
 import re
 import shlex
@@ -174,7 +176,9 @@ EXCERPTS = {"docs/architecture.md": 1, "docs/hf_trainer.md": 2, "docs/cookbook.m
 
 @pytest.mark.parametrize("page", PAGES)
 def test_every_python_block_runs_in_a_test_or_says_what_it_needs(page: str) -> None:
-    """Those of the quick starts run in test_quick_starts.py, and files and calls of `fit` here and in test_readme.py."""
+    """Those of the quick starts run in test_quick_starts.py, and files and calls of `fit` here and
+    in test_readme.py.
+    """
     starts = ("# needs ", "# runs ", "# transformers\n", "# accel_train\n", "# config/", "from accel_train import fit ")
     left = [
         block

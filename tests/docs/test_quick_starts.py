@@ -1,4 +1,6 @@
-"""The quick starts and the cookbook, done as a reader would: the blocks of a section in order, and what each command prints."""
+"""The quick starts and the cookbook, done as a reader would: the blocks of a section in order, and what each command
+prints.
+"""
 
 import re
 import shlex
@@ -17,7 +19,10 @@ TINY = ("--data.train", "own.txt", "--data.eval_fraction", "0.1", "--tokenizer",
 """For recipes of language models: text that is there, and needs no tokenizer."""
 FEWER_RUNS = {"--seed": "0", "--random": "2", "--optuna": "2"}
 """Of a sweep: what is tried in place of what the page says."""
-NARROW = '{model_type: modernbert, hidden_size: 16, intermediate_size: 24, num_hidden_layers: 1, num_attention_heads: 2, layer_types: [full_attention]}'  # fmt: skip
+NARROW = (
+    "{model_type: modernbert, hidden_size: 16, intermediate_size: 24, num_hidden_layers: 1, num_attention_heads: 2, "
+    "layer_types: [full_attention]}"
+)
 
 
 def sections(page: str) -> dict[str, str]:

@@ -1,4 +1,6 @@
-"""docs/scaling.md and the launch files' own words: every file they name is there, and every command is one that its program takes."""
+"""docs/scaling.md and the launch files' own words: every file they name is there, and every command is one that its
+program takes.
+"""
 
 import re
 import shlex

@@ -39,7 +39,8 @@ sys.exit(max(codes))
 SCONTROL = """#!/usr/bin/env bash
 case "$1 $2" in
 "show hostnames") tr , '\\n' <<< "$3" ;;
-"show job") printf 'JobId=%s JobName=accel_train\\n   ReqNodeList=(null) ExcNodeList=%s\\n' "$3" "${EXCLUDED:-(null)}" ;;
+"show job")
+  printf 'JobId=%s JobName=accel_train\\n   ReqNodeList=(null) ExcNodeList=%s\\n' "$3" "${EXCLUDED:-(null)}" ;;
 requeue*) echo "$2" >> "$SLURM_SUBMIT_DIR/requeued" ;;
 update*) [ -e "$SLURM_SUBMIT_DIR/requeued" ] && echo "$3" >> "$SLURM_SUBMIT_DIR/updated" ;;  # of pending jobs alone
 esac
@@ -166,8 +167,14 @@ def test_wrong_recipe_ends_the_job_once_and_for_all(tmp_path: Path, jobs: list[J
     assert job.output().count("did you mean model") == 1, job.output()  # and so no restart in place
 
 
-GONE = "error: rank 0: rank 8 (process 71 on b.cluster) is gone without an error: killed (has the host run out of memory?), or it ended itself"
-HANGS = "error: rank 0: no step for 30 s (guard.hang_timeout_seconds): rank 8 (process 71 on b) sends no heartbeat; stacks are in x"
+GONE = (
+    "error: rank 0: rank 8 (process 71 on b.cluster) is gone without an error: killed (has the host run out of "
+    "memory?), or it ended itself"
+)
+HANGS = (
+    "error: rank 0: no step for 30 s (guard.hang_timeout_seconds): rank 8 (process 71 on b) sends no heartbeat; "
+    "stacks are in x"
+)
 
 
 def test_script_reads_the_node_of_a_process_as_the_program_writes_it() -> None:
@@ -206,7 +213,8 @@ def test_job_goes_back_into_the_queue_where_that_helps_and_without_the_node_that
     (tmp_path / "slurm" / "python").write_text(
         "#!/usr/bin/env bash\n"
         f"codes=({' '.join(map(str, codes))})\n"
-        'mkdir "$SLURM_SUBMIT_DIR/first" 2>/dev/null; task=$?; [ "$task" = 0 ] && echo "$LINE" >&2; exit "${codes[$task]}"\n'
+        'mkdir "$SLURM_SUBMIT_DIR/first" 2>/dev/null; task=$?; [ "$task" = 0 ] && echo "$LINE" >&2; '
+        'exit "${codes[$task]}"\n'
     )
     (tmp_path / "slurm" / "python").chmod(0o755)
     job.variables |= {"SLURM_JOB_NODELIST": "a,b", "EXCLUDED": "c", "LINE": line}

@@ -1,4 +1,5 @@
-"""The largest micro-batch that fits is found by trying, agreed on, and remembered; and no number of the run depends on it.
+"""The largest micro-batch that fits is found by trying, agreed on, and remembered; and no number of the run depends on
+it.
 
 The limit is real: on the address space of each process (RLIMIT_AS), where an allocation fails as it does on a GPU.
 """

@@ -303,7 +303,9 @@ def test_random_numbers_of_a_step_depend_on_seed_step_and_process_and_on_nothing
 @pytest.mark.parametrize("norm", [0.0, 0.3, 1.0, 1.7, 1e30, math.inf, math.nan])
 @pytest.mark.parametrize("limits", [Limits(1.0), Limits(0.0), Limits(1.0, 1.5), Limits(0.5, 1e9)])
 def test_what_the_kernel_is_told_is_the_same_decided_on_the_host_and_on_the_device(norm: float, limits: Limits) -> None:
-    """Where a number can be seen the host decides; where it cannot, the device does: the same, up to the last bit of the clip."""
+    """Where a number can be seen the host decides; where it cannot, the device does: the same, up to the last bit of
+    the clip.
+    """
     on_host, on_device = (decide(torch.tensor(norm), limits) for decide in (update._on_host, update._on_device))
     assert on_host[0] == on_device[0] == on_device[1]
     assert (on_host[1] is None) == (on_device[1] == 0), "none means that the step is made"

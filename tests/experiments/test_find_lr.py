@@ -1,4 +1,6 @@
-"""`accel-train find-lr`: it finds up to which rate the loss falls steeply, says when it cannot tell, and touches nothing."""
+"""`accel-train find-lr`: it finds up to which rate the loss falls steeply, says when it cannot tell, and touches
+nothing.
+"""
 
 import json
 import math

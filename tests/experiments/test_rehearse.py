@@ -1,4 +1,6 @@
-"""A rehearsal trains, evaluates, saves, kills and resumes for real, says what it took, and finds what a resume cannot repeat."""
+"""A rehearsal trains, evaluates, saves, kills and resumes for real, says what it took, and finds what a resume cannot
+repeat.
+"""
 
 import os
 import re
@@ -54,7 +56,9 @@ def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
 
 
 def children_that_train() -> list[psutil.Process]:
-    """Return the trainings among this process's descendants; what serves other tests (a fork server) has no such argument."""
+    """Return the trainings among this process's descendants; what serves other tests (a fork server) has no such
+    argument.
+    """
     modules = {"accel_train", "accel_train.torchrun"}
     return [child for child in psutil.Process().children(recursive=True) if modules & set(child.cmdline())]
 

@@ -115,7 +115,10 @@ def test_a_changed_shard_file_at_home_or_task_of_the_program_is_another_input(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.syspath_prepend(tmp_path)
-    source = "from accel_train.tasks.module import ModuleTask\n\nclass Own(ModuleTask):\n    data = model = loss = lambda self: 1\n"
+    source = (
+        "from accel_train.tasks.module import ModuleTask\n\nclass Own(ModuleTask):\n    data = model = loss = lambda "
+        "self: 1\n"
+    )
     files = {"part-0.txt": "one", "own.txt": "two", "own_swept_task.py": source}
     for name, text in files.items():
         (tmp_path / name).write_text(text)

@@ -1,5 +1,7 @@
-"""Faults of the disk, made for real: kills at every call of a save, of rotation and of a rollback; damage; a full, slow or
-read-only disk. Whatever happens, the newest checkpoint that proves itself is the old one or the new one, and the next save works.
+"""Faults of the disk, made for real: kills at every call of a save, of rotation and of a rollback; damage; a full, slow
+or
+read-only disk. Whatever happens, the newest checkpoint that proves itself is the old one or the new one, and the next
+save works.
 """
 
 import json
@@ -223,7 +225,9 @@ def damages(folder: Path, generator: random.Random, num_flips: int) -> Iterator[
 
 @pytest.mark.faults
 def test_a_thousand_kinds_of_damage_are_all_found_named_and_passed_over(tmp_path: Path) -> None:
-    """A file that only describes the weights (config.json) may have been edited: it is named, and the checkpoint is used."""
+    """A file that only describes the weights (config.json) may have been edited: it is named, and the checkpoint is
+    used.
+    """
     write_corpus(tmp_path)
     train(Recipe.model_validate(recipe_dict(tmp_path, checkpoint={"every_steps": 6}, model={"config": SMALLEST})))
     root = tmp_path / "run" / "checkpoints"

@@ -1,4 +1,5 @@
-"""K2: a run of two processes that is killed at random, half of the time in a save, and run again each time, is the run that
+"""K2: a run of two processes that is killed at random, half of the time in a save, and run again each time, is the run
+that
 was never killed: no checkpoint corrupt, none lost, every loss, weight and moment the same to the bit."""
 
 import json

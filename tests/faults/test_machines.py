@@ -1,6 +1,8 @@
-"""Two machines: one of them is lost in mid-run, is started again, joins the other one, and the run goes on as if nothing had been.
+"""Two machines: one of them is lost in mid-run, is started again, joins the other one, and the run goes on as if
+nothing had been.
 
-A machine here is a launcher with its process: on one address, or in a network namespace with an address and a host name of
+A machine here is a launcher with its process: on one address, or in a network namespace with an address and a host name
+of
 its own, where that is permitted.
 """
 
@@ -32,7 +34,9 @@ RUN: dict[str, Any] = {
 
 @dataclass
 class Machines:
-    """Machines by number, each with what comes before its commands, its address, and the name of its network interface."""
+    """Machines by number, each with what comes before its commands, its address, and the name of
+    its network interface.
+    """
 
     prefixes: Sequence[Sequence[str]]
     addresses: Sequence[str]
@@ -69,7 +73,9 @@ class Machines:
         return launcher
 
     def wait_for_the_first(self, logs: Sequence[Path]) -> None:
-        """Where both machines have one address, either may take the port that they meet at; it is to be the one that lives."""
+        """Where both machines have one address, either may take the port that they meet at; it is to be the one that
+        lives.
+        """
         deadline = time.monotonic() + 300
         while self.addresses[0] == self.addresses[1]:
             with suppress(OSError), socket.create_connection((self.addresses[0], self.port), timeout=1):

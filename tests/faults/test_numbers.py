@@ -1,6 +1,7 @@
 """Numbers that go wrong, made to go wrong in real runs: contained to the bit, and the cause named right every time.
 
-Each launch trains one run with many faults, at steps of their own: a sample breaks a module, the way back through one, the
+Each launch trains one run with many faults, at steps of their own: a sample breaks a module, the way back through one,
+the
 loss, the gradient of one parameter, or is broken as it is read; on either process, in either micro-batch; each time its
 step is computed, or only once. Beside it a run is trained that passes over the same steps: what is left must be equal.
 """
@@ -27,7 +28,9 @@ IGNORED = [{"step": 7, "rank": 1, "micro_batch": m, "row": row} for m in (0, 1) 
 
 
 def assert_contained(plan: Mapping[str, Any], seen: Sequence[Mapping[str, Any]]) -> None:
-    """Every bad step, and no other, was skipped on all processes, and left weights, moments and counters as they were."""
+    """Every bad step, and no other, was skipped on all processes, and left weights, moments and
+    counters as they were.
+    """
     bad = [fault["step"] for fault in plan["faults"]]
     for process in seen:
         assert process["skipped"] == bad
@@ -93,7 +96,9 @@ def test_one_fault_of_each_kind_is_contained_and_named(tmp_path: Path) -> None:
 @pytest.mark.faults
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_faults_on_either_of_two_processes_are_contained_to_the_bit_and_named(tmp_path: Path, precision: str) -> None:
-    """N1, N2, N3, N6 and N8: 24 injections a precision, 72 in all; 17 stay and 7 go, and each is told for what it is."""
+    """N1, N2, N3, N6 and N8: 24 injections a precision, 72 in all; 17 stay and 7 go, and each is
+    told for what it is.
+    """
     more = {"ignored": IGNORED, **PRECISIONS[precision]}
     hold_run_against_one_that_never_applied_them(tmp_path, [*PLACES, *ONCE], processes=2, **more)
 

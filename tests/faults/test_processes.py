@@ -1,4 +1,6 @@
-"""Preempted at any moment, by any signal, on one process or on all: the same step is saved everywhere, and nothing is lost."""
+"""Preempted at any moment, by any signal, on one process or on all: the same step is saved everywhere, and nothing is
+lost.
+"""
 
 import random
 import signal
@@ -49,7 +51,9 @@ def start(folder: Path, started: list[Forked], name: str, seconds: dict[str, flo
 
 
 def wait_for(forked: Forked, moment: str, folder: Path, step: int) -> None:
-    """Until the processes have met and prepare (the folder is locked), or a step after `step` is done; or all is over."""
+    """Until the processes have met and prepare (the folder is locked), or a step after `step` is
+    done; or all is over.
+    """
     deadline = time.monotonic() + 300
     while None in forked.exit_codes() and time.monotonic() < deadline:
         if moment in ("build", "load") and (folder / ".lock.holder").exists():
@@ -98,7 +102,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def preempt_until_done(folder: Path, started: list[Forked], whole: Path, times: int, seed: int) -> None:
-    """Preempt a run so many times, let it finish, and hold it against one that nobody disturbed; where the machine is quick,
+    """Preempt a run so many times, let it finish, and hold it against one that nobody disturbed; where the machine is
+    quick,
     and it has finished before, go on with another one."""
     write_corpus(folder)
     choose = random.Random(seed)

@@ -230,7 +230,16 @@ def test_a_process_takes_the_memory_that_was_planned(tmp_path: Path, processes: 
     if torch.cuda.device_count() < processes:
         pytest.skip(f"needs {processes} GPUs")
     write_corpus(tmp_path, num_documents=400)
-    model = {"model_type": "gpt2", "n_layer": 8, "n_embd": 768, "n_head": 12, "n_positions": 512, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}  # fmt: skip
+    model = {
+        "model_type": "gpt2",
+        "n_layer": 8,
+        "n_embd": 768,
+        "n_head": 12,
+        "n_positions": 512,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+    }
     sections: dict[str, Any] = {
         "task": "causal-lm",
         "model": {"config": model},

@@ -45,7 +45,11 @@ TRANSLATED: list[tuple[dict[str, Any], str, Any]] = [
     ({"gradient_accumulation_steps": 2}, "batch.gradient_accumulation_steps", 2),
     ({"learning_rate": 3e-4}, "optimizer.learning_rate", 3e-4),
     ({"lr_scheduler_type": "cosine"}, "schedule.type", "cosine"),
-    ({"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}}, "schedule.min_lr_ratio", 0.1),
+    (
+        {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
+        "schedule.min_lr_ratio",
+        0.1,
+    ),
     ({"warmup_steps": 3}, "schedule.warmup_steps", 3),
     ({"warmup_steps": 0.25}, "schedule.warmup_steps", 3),
     ({"optim": "sgd"}, "optimizer.name", "sgd"),
@@ -75,7 +79,11 @@ TRANSLATED: list[tuple[dict[str, Any], str, Any]] = [
     ({"save_strategy": "best", "metric_for_best_model": "loss"}, "checkpoint.keep_best", True),
     ({"save_strategy": "steps", "save_steps": 0.5}, "checkpoint.every_steps", 5),
     ({"save_total_limit": 3}, "checkpoint.keep", 3),
-    ({"load_best_model_at_end": True, "eval_strategy": "epoch", "save_strategy": "epoch"}, "checkpoint.load_best_model_at_end", True),
+    (
+        {"load_best_model_at_end": True, "eval_strategy": "epoch", "save_strategy": "epoch"},
+        "checkpoint.load_best_model_at_end",
+        True,
+    ),
     ({"metric_for_best_model": "eval_f1"}, "evaluate.metric_for_best_model", "f1"),
     ({"metric_for_best_model": "eval_f1"}, "evaluate.greater_is_better", True),
     ({"seed": 7}, "seed", 7),
@@ -83,7 +91,7 @@ TRANSLATED: list[tuple[dict[str, Any], str, Any]] = [
     ({"dataloader_num_workers": 2}, "data.num_workers", 2),
     ({"train_sampling_strategy": "sequential"}, "data.shuffle", False),
     ({"train_sampling_strategy": "group_by_length"}, "data.group_by_length", True),
-]  # fmt: skip
+]
 
 
 def recipe_of(args: TrainingArguments, model: Any = None, num_samples: int = 40) -> Recipe:
@@ -244,7 +252,9 @@ def test_a_last_step_that_the_recipe_cannot_say_is_refused(tmp_path: Path) -> No
 
 
 def test_weight_decay_falls_on_the_parameters_that_transformers_decays(tmp_path: Path) -> None:
-    """Ours spares every class called norm, theirs LayerNorm and what is called norm: a BatchNorm in a list is decayed there."""
+    """Ours spares every class called norm, theirs LayerNorm and what is called norm: a BatchNorm in a list is decayed
+    there.
+    """
 
     class Mixed(Plain):
         def __init__(self) -> None:

@@ -1,4 +1,6 @@
-"""What was found wrong in transformers' Trainer by running it (5.23), each run on both: theirs still does it, ours does not."""
+"""What was found wrong in transformers' Trainer by running it (5.23), each run on both: theirs still does it, ours does
+not.
+"""
 
 import json
 import math
@@ -103,7 +105,9 @@ def test_an_out_of_memory_error_never_changes_the_global_batch(tmp_path: Path) -
 
 
 def test_accumulation_changes_neither_the_loss_nor_the_gradient(tmp_path: Path) -> None:
-    """transformers (issue 37766): a model that takes **kwargs and ignores num_items_in_batch has both doubled (BERT does)."""
+    """transformers (issue 37766): a model that takes **kwargs and ignores num_items_in_batch has both doubled (BERT
+    does).
+    """
     norms: dict[Any, list[float]] = {transformers.Trainer: [], Trainer: []}
     for kind, found in norms.items():
         for size, accumulation in ((8, 1), (4, 2), (2, 4)):
@@ -133,7 +137,9 @@ def test_a_nan_evaluation_loss_is_reported(tmp_path: Path) -> None:
 
 
 def test_the_best_weights_are_loaded_also_where_a_model_is_saved_under_other_names(tmp_path: Path) -> None:
-    """transformers 5.23: of a ViT only embeddings and head come back from checkpoints, with a warning; its layers stay as they are."""
+    """transformers 5.23: of a ViT only embeddings and head come back from checkpoints, with a warning; its layers stay
+    as they are.
+    """
 
     def vit() -> Any:
         torch.manual_seed(0)

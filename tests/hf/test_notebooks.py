@@ -18,7 +18,9 @@ FOLDER = REPOSITORY / "recipes" / "notebooks" / "hf"
 OUR_IMPORT = re.compile(r"^from accel_train(\.hf)? import ", re.MULTILINE)
 
 RAGGED = {"causal_lm_fine_tuning", "masked_lm", "summarization", "token_classification", "translation"}
-"""Batches have different numbers of targets: transformers' eval_loss, the mean of batch means, depends on the batch size."""
+"""Batches have different numbers of targets: transformers' eval_loss, the mean of batch means, depends on the batch
+size.
+"""
 
 NOTEBOOKS = [
     "causal_lm_fine_tuning",

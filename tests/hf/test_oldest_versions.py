@@ -1,4 +1,6 @@
-"""With the oldest transformers and Accelerate that are supported the Trainer does what it does with the newest: a part of the tests."""
+"""With the oldest transformers and Accelerate that are supported the Trainer does what it does with the newest: a part
+of the tests.
+"""
 
 import os
 import re

@@ -1,4 +1,6 @@
-"""What overridden methods and callbacks find on the trainer: the state, the rates, the mode of the model, helpers, and the base's loader."""
+"""What overridden methods and callbacks find on the trainer: the state, the rates, the mode of the model, helpers, and
+the base's loader.
+"""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,6 @@
-"""Seq2SeqTrainer: transformers' own losses and token ids, generated once for every sample on any number of processes."""
+"""Seq2SeqTrainer: transformers' own losses and token ids, generated once for every sample on any
+number of processes.
+"""
 
 import json
 from pathlib import Path
@@ -38,11 +40,18 @@ def made(kind: Any, folder: Path, **changes: Any) -> Any:
         ({"generation_max_length": 9, "generation_num_beams": 3}, {}),
         ({"generation_max_length": 9}, {"num_beams": 2, "max_length": 15}),
         ({}, {"max_new_tokens": 5, "repetition_penalty": 1.7}),
-        ({"generation_config": GenerationConfig(max_new_tokens=14, num_beams=2, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0)}, {}),
+        (
+            {
+                "generation_config": GenerationConfig(
+                    max_new_tokens=14, num_beams=2, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0
+                )
+            },
+            {},
+        ),
         ({"predict_with_generate": False}, {}),
     ],
     ids=["defaults", "arguments", "call", "new tokens", "config", "logits"],
-)  # fmt: skip
+)
 def test_ids_labels_and_metrics_are_those_of_transformers(
     tmp_path: Path, arguments: dict[str, Any], call: dict[str, Any]
 ) -> None:

@@ -1,4 +1,6 @@
-"""`training_step` and the context of `compute_loss`, overridden as scripts do it; losses weighed as transformers weighs them."""
+"""`training_step` and the context of `compute_loss`, overridden as scripts do it; losses weighed as transformers weighs
+them.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,5 @@
-"""Every public method, constructor argument and callback event of the installed transformers has its line in docs/hf_trainer.md,
+"""Every public method, constructor argument and callback event of the installed transformers has its line in
+docs/hf_trainer.md,
 and the line is true. Arguments of TrainingArguments: test_arguments.py."""
 
 import inspect

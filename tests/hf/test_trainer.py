@@ -1,4 +1,6 @@
-"""accel_train.Trainer held to transformers.Trainer, in one process: the same arguments and data, the same weights, log and metrics."""
+"""accel_train.Trainer held to transformers.Trainer, in one process: the same arguments and data, the same weights, log
+and metrics.
+"""
 
 import json
 from pathlib import Path

@@ -166,12 +166,15 @@ def test_settings_of_data_and_evaluation_are_taken() -> None:
         (["cache"], "cache is no run folder (it has no recipe.resolved.yaml)"),
         (["unfinished"], "unfinished has no trained model yet (no model/config.json); accel-train run"),
         (["digits", "--data", "nowhere.csv"], "nowhere.csv"),
-        (["digits", "--optimizer.learning_rate", "1"], "--optimizer.learning_rate changes nothing of a model that is trained"),
+        (
+            ["digits", "--optimizer.learning_rate", "1"],
+            "--optimizer.learning_rate changes nothing of a model that is trained",
+        ),
         (["digits", "--data.train", "x"], "--data.train: other data is named by the command's own argument"),
         (["digits", "--data.image_sise", "8"], "did you mean --data.image_size?"),
         (["digits", "--dada", "x"], "unknown flag --dada; did you mean --data?"),
     ],
-)  # fmt: skip
+)
 def test_a_mistake_is_one_line_and_exits_with_2(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -267,7 +267,11 @@ def test_scores_of_many_classes_are_not_even_kept(monkeypatch: pytest.MonkeyPatc
 
 
 def test_other_data_without_the_id_column_has_its_rows_named_by_number(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("no-ids.csv").write_text("".join(f"{row['text']},{row['label']}\n" for row in [{"text": "text", "label": "label"}, *read_csv("texts.csv")]))  # fmt: skip
+    Path("no-ids.csv").write_text(
+        "".join(
+            f"{row['text']},{row['label']}\n" for row in [{"text": "text", "label": "label"}, *read_csv("texts.csv")]
+        )
+    )
     assert main(["predict", "texts", "texts.csv", "--out", "with-ids.csv"]) == 0
     capsys.readouterr()
     assert main(["predict", "texts", "no-ids.csv", "--out", "numbered.csv"]) == 0

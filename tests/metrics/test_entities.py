@@ -46,7 +46,12 @@ def test_scores_are_those_of_seqeval(names: tuple[str, ...], right: float) -> No
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         report = classification_report(truth, predicted, output_dict=True)
-        expected = {"precision": precision_score(truth, predicted), "recall": recall_score(truth, predicted), "f1": f1_score(truth, predicted), "f1_macro": f1_score(truth, predicted, average="macro")}  # fmt: skip
+        expected = {
+            "precision": precision_score(truth, predicted),
+            "recall": recall_score(truth, predicted),
+            "f1": f1_score(truth, predicted),
+            "f1_macro": f1_score(truth, predicted, average="macro"),
+        }
     assert {name: found.metrics[name] for name in expected} == pytest.approx(expected)
     ours = found.details["classification"]["report"]
     for name in ("LOC", "PER", "macro avg", "weighted avg"):

@@ -1,4 +1,6 @@
-"""The modules of `evaluate`: equal to scikit-learn and scipy, combined and in several processes, without network or files."""
+"""The modules of `evaluate`: equal to scikit-learn and scipy, combined and in several processes, without network or
+files.
+"""
 
 import math
 import pickle

@@ -38,7 +38,9 @@ class NoHostRead(TorchDispatchMode):
 
 
 def auroc_error_bound(histogram: Any) -> float:
-    """How far the area from a histogram can be from the exact one: half the share of pairs whose scores lie in one bin."""
+    """How far the area from a histogram can be from the exact one: half the share of pairs whose
+    scores lie in one bin.
+    """
     problems = histogram.double()[1 if len(histogram) == 2 else 0 :]
     bounds = [(n * p).sum() / (2 * n.sum() * p.sum()) for n, p in problems]
     return float(np.nanmean(bounds))

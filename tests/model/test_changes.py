@@ -1,4 +1,6 @@
-"""What a recipe changes in a model before training: frozen parts, adapters, learning rates by layer, averaged weights."""
+"""What a recipe changes in a model before training: frozen parts, adapters, learning rates by
+layer, averaged weights.
+"""
 
 import copy
 from pathlib import Path
@@ -91,8 +93,13 @@ def test_layer_decay_lowers_the_rate_towards_the_input_layer_by_layer() -> None:
         for part in ("embeddings", ".layer.0.", ".layer.1.", ".layer.2.", "pooler", "classifier")
     }
     assert by_part == {
-        "embeddings": {0.0625}, ".layer.0.": {0.125}, ".layer.1.": {0.25}, ".layer.2.": {0.5}, "pooler": set(), "classifier": set(),
-    }  # fmt: skip
+        "embeddings": {0.0625},
+        ".layer.0.": {0.125},
+        ".layer.1.": {0.25},
+        ".layer.2.": {0.5},
+        "pooler": set(),
+        "classifier": set(),
+    }
     optimizer = build_optimizer(bert(), Optimizer(layer_decay=0.5), CPU)
     set_learning_rate(optimizer, 0.1)
     rates = {name: group["lr"] for group in optimizer.param_groups for name in group["param_names"]}

@@ -1,4 +1,6 @@
-"""One graph serves all blocks and any length, nothing is compiled twice, and compiled code is kept where no other user can write."""
+"""One graph serves all blocks and any length, nothing is compiled twice, and compiled code is kept where no other user
+can write.
+"""
 
 import importlib.util
 import json

@@ -1,4 +1,6 @@
-"""N-grams of bytes and words: the same whatever stands beside a text, weighted as TF-IDF weights them, loaded without the package."""
+"""N-grams of bytes and words: the same whatever stands beside a text, weighted as TF-IDF weights them, loaded without
+the package.
+"""
 
 import json
 import subprocess

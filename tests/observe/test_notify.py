@@ -26,7 +26,9 @@ SECRET = "T0001-B0002-very-secret"
 
 
 class Hook:
-    """A webhook on this machine: `sent` has what was posted; it answers with `status`, and not before `silent` is set, where it is given."""
+    """A webhook on this machine: `sent` has what was posted; it answers with `status`, and not before `silent` is set,
+    where it is given.
+    """
 
     def __init__(self) -> None:
         self.sent: list[dict[str, Any]] = []
@@ -158,7 +160,8 @@ def test_a_preempted_run_tells_and_waits_no_longer_than_the_time_limit(tmp_path:
     hook.silent = threading.Event()
     program = tmp_path / "program.py"
     program.write_text(
-        "from accel_train.observe import notify\nnotify.TIMEOUT_SECONDS = 1.0\nfrom accel_train.cli.main import program\nprogram()\n"
+        "from accel_train.observe import notify\nnotify.TIMEOUT_SECONDS = 1.0\nfrom accel_train.cli.main import "
+        "program\nprogram()\n"
     )
     recipe = recipe_with(tmp_path, [hook.url], schedule={"max_steps": 100_000})
     run = subprocess.Popen(

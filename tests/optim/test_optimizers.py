@@ -327,29 +327,53 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(name: str, mon
 # What is wrong with a class, and what the error says of it.
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no such module": ({"name": "no_such:Class"}, "'no_such:Class' cannot be imported: No module named"),
-    "no such class": ({"name": "torch.optim:Adagrat"}, "cannot be imported: .*Adagrat.*; it is looked up on PYTHONPATH"),
-    "function": ({"name": "tests.support.optimizers:function"}, "is a function and no class; name a class derived from"),
-    "no optimizer": ({"name": "torch.nn:Linear"}, "Linear is not derived from torch.optim.Optimizer; name a class that is"),
+    "no such class": (
+        {"name": "torch.optim:Adagrat"},
+        "cannot be imported: .*Adagrat.*; it is looked up on PYTHONPATH",
+    ),
+    "function": (
+        {"name": "tests.support.optimizers:function"},
+        "is a function and no class; name a class derived from",
+    ),
+    "no optimizer": (
+        {"name": "torch.nn:Linear"},
+        "Linear is not derived from torch.optim.Optimizer; name a class that is",
+    ),
     "unknown option": (
         {"name": "adafactor", "options": {"beta": 1}},
         "Adafactor.*raised TypeError: .*'beta'; correct optimizer.options, which are {'beta': 1}",
     ),
-    "option out of range": ({"name": "adafactor", "options": {"d": -1}}, "raised ValueError: .*; correct optimizer.options"),
+    "option out of range": (
+        {"name": "adafactor", "options": {"d": -1}},
+        "raised ValueError: .*; correct optimizer.options",
+    ),
     "learning rate as an option": (
         {"name": "adafactor", "options": {"lr": 1}},
         "multiple values for keyword argument 'lr'; correct optimizer.options",
     ),
-    "no weight decay": ({"name": "tests.support.optimizers:NoDecay"}, "knows no weight_decay; set optimizer.weight_decay to 0"),
+    "no weight decay": (
+        {"name": "tests.support.optimizers:NoDecay"},
+        "knows no weight_decay; set optimizer.weight_decay to 0",
+    ),
     "no learning rate": ({"name": "tests.support.optimizers:NoRate"}, "knows no lr; the schedule could not set it"),
     "closure": ({"name": "tests.support.optimizers:NeedsClosure"}, "cannot make a step alone: .*is stepped by step()"),
-    "sparse gradients": ({"name": "torch.optim:SparseAdam", "weight_decay": 0}, "cannot make a step alone: .*dense gradients"),
-    "state in groups": ({"name": "tests.support.optimizers:KeepsInGroups"}, "keeps k in its parameter groups, which no checkpoint"),
+    "sparse gradients": (
+        {"name": "torch.optim:SparseAdam", "weight_decay": 0},
+        "cannot make a step alone: .*dense gradients",
+    ),
+    "state in groups": (
+        {"name": "tests.support.optimizers:KeepsInGroups"},
+        "keeps k in its parameter groups, which no checkpoint",
+    ),
     "state that is a list": (
         {"name": "tests.support.optimizers:KeepsLists"},
         "keeps history as a list, and a checkpoint holds tensors and numbers only",
     ),
-    "false promise": ({"name": "tests.support.optimizers:SaysFused"}, "says that it is fused, and a step with NaN changes"),
-}  # fmt: skip
+    "false promise": (
+        {"name": "tests.support.optimizers:SaysFused"},
+        "says that it is fused, and a step with NaN changes",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", BAD)

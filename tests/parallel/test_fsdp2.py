@@ -1,4 +1,6 @@
-"""A model spread over processes by FSDP2 trains as one that is not: the same losses, the same guard, checkpoints for any layout."""
+"""A model spread over processes by FSDP2 trains as one that is not: the same losses, the same guard, checkpoints for
+any layout.
+"""
 
 import signal
 from pathlib import Path
@@ -18,8 +20,13 @@ from tests.support.runs import TINY_MODEL, events, losses, write_corpus, write_r
 FSDP2 = {"strategy": "fsdp2"}
 CPU = torch.device("cpu")
 RESNET = {
-    "model_type": "resnet", "num_channels": 1, "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic",
-}  # fmt: skip
+    "model_type": "resnet",
+    "num_channels": 1,
+    "embedding_size": 8,
+    "hidden_sizes": [8, 16],
+    "depths": [1, 1],
+    "layer_type": "basic",
+}
 TEXT = {
     "batch": {"global_batch_size": 12, "per_device_batch_size": 3},
     "schedule": {"max_steps": 8},
@@ -90,17 +97,40 @@ def test_selective_checkpointing_trains_as_none_under_ddp_and_fsdp2(train: Train
         },
         {
             "task": "semantic-segmentation",
-            "model": {"config": {"model_type": "segformer", "num_channels": 1, "num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [8, 16], "patch_sizes": [3, 3], "strides": [2, 2], "num_attention_heads": [1, 2], "mlp_ratios": [2, 2], "decoder_hidden_size": 16}},
+            "model": {
+                "config": {
+                    "model_type": "segformer",
+                    "num_channels": 1,
+                    "num_encoder_blocks": 2,
+                    "depths": [1, 1],
+                    "sr_ratios": [2, 1],
+                    "hidden_sizes": [8, 16],
+                    "patch_sizes": [3, 3],
+                    "strides": [2, 2],
+                    "num_attention_heads": [1, 2],
+                    "mlp_ratios": [2, 2],
+                    "decoder_hidden_size": 16,
+                }
+            },
             "data": {"train": "digit-scenes", "image_size": 32},
         },
         {
             "task": "text-classification",
-            "model": {"config": {"model_type": "bert", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "max_position_embeddings": 64}},
+            "model": {
+                "config": {
+                    "model_type": "bert",
+                    "hidden_size": 32,
+                    "num_hidden_layers": 2,
+                    "num_attention_heads": 2,
+                    "intermediate_size": 32,
+                    "max_position_embeddings": 64,
+                }
+            },
             "data": {"train": "stdlib-functions", "max_length": 32},
         },
     ],
     ids=["images", "segmentation", "texts"],
-)  # fmt: skip
+)
 def test_every_task_trains_as_with_ddp_running_statistics_included(train: Train, sections: dict[str, Any]) -> None:
     common = {"schedule": {"max_steps": 5}, "evaluate": {"every_steps": 2, "max_samples": 30}, "tokenizer": "auto"}
     # Biases before a batch norm have gradients of rounding noise, which Adam makes steps of.
@@ -172,7 +202,13 @@ def test_nan_on_one_process_is_skipped_on_all_to_the_bit_and_the_incident_keeps_
     assert "Not diagnosed in the run: each process holds a shard" in (incident / "incident.md").read_text()
 
 
-LAYOUTS = {"one": (1, {}), "ddp": (2, {}), "sharded": (2, FSDP2), "sharded-4": (4, FSDP2), "copies": (4, {**FSDP2, "dp_shard_size": 2})}  # fmt: skip
+LAYOUTS = {
+    "one": (1, {}),
+    "ddp": (2, {}),
+    "sharded": (2, FSDP2),
+    "sharded-4": (4, FSDP2),
+    "copies": (4, {**FSDP2, "dp_shard_size": 2}),
+}
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
-"""Sequences split over processes train as on one: the same losses, each target counted once, checkpoints for any layout."""
+"""Sequences split over processes train as on one: the same losses, each target counted once, checkpoints for any
+layout.
+"""
 
 import json
 import re
@@ -132,9 +134,18 @@ KINDS = {
     "fewer keys than processes": {**LLAMA, "num_key_value_heads": 1},
     "qwen3": {**LLAMA, "model_type": "qwen3", "head_dim": 8},
     "gpt_neox": {**LLAMA, "model_type": "gpt_neox", "num_key_value_heads": None},
-    "opt": {"model_type": "opt", "hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "max_position_embeddings": 64, "dropout": 0.0},
+    "opt": {
+        "model_type": "opt",
+        "hidden_size": 32,
+        "word_embed_proj_dim": 32,
+        "ffn_dim": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 64,
+        "dropout": 0.0,
+    },
     "gemma": {**LLAMA, "model_type": "gemma", "head_dim": 8},
-}  # fmt: skip
+}
 
 
 @pytest.mark.slow
@@ -162,7 +173,9 @@ def test_with_checkpointing_and_16_bits_losses_are_near_those_of_one_process(
 
 
 def whole_and_alone() -> tuple[float, float]:
-    """The loss of sequences of an untrained model, and the sum of those of their halves, each of which attends to itself only."""
+    """The loss of sequences of an untrained model, and the sum of those of their halves, each of which attends to
+    itself only.
+    """
     recipe = Recipe.model_validate(recipe_dict(Path("somewhere"), task="causal-lm"))
     torch.manual_seed(0)
     task = CausalLM()
@@ -209,7 +222,12 @@ def test_slices_keep_the_positions_within_documents_and_the_lengths_of_whole_one
 
 def test_processes_of_a_group_read_alike_and_draw_and_count_each_for_itself() -> None:
     groups = [ParallelDims(rank // 2, 2, sp_size=2, place=rank % 2) for rank in range(4)]
-    assert [(each.rank, each.slice_index, each.random_rank) for each in groups] == [(0, 0, 0), (0, 1, 1), (1, 0, 2), (1, 1, 3)]  # fmt: skip
+    assert [(each.rank, each.slice_index, each.random_rank) for each in groups] == [
+        (0, 0, 0),
+        (0, 1, 1),
+        (1, 0, 2),
+        (1, 1, 3),
+    ]
     assert all(each.is_first_in_group for each in groups)
     alike = [ParallelDims(rank // 2, 2, tp_size=2, place=rank % 2) for rank in range(4)]
     assert [(each.rank, each.random_rank, each.is_first_in_group) for each in alike] == [
@@ -310,7 +328,8 @@ def test_a_finished_run_is_evaluated_with_whole_sequences_and_the_same_result(tm
     assert json.loads((run / "evaluation.json").read_text())["metrics"] == pytest.approx(before, rel=1e-6)
 
 
-# --- what is refused, and told, before a model is built ----------------------------------------------------------------
+# --- what is refused, and told, before a model is built
+# ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -318,15 +337,39 @@ def test_a_finished_run_is_evaluated_with_whole_sequences_and_the_same_result(tm
     [
         ({"task": "image-classification"}, "is for causal-lm, and task is image-classification", "set it to 1"),
         ({"data": {"sequence_length": 31}}, "does not divide data.sequence_length=31", "use 30 or 32 tokens"),
-        ({"model": {"config": TINY_MODEL, "attn_implementation": "eager"}}, "model.attn_implementation is eager", "set that to auto"),
-        ({"precision": {"compile": True}}, "does not go with precision.compile: DeepSpeed's exchange of heads between processes cannot be compiled", "leave that out"),
+        (
+            {"model": {"config": TINY_MODEL, "attn_implementation": "eager"}},
+            "model.attn_implementation is eager",
+            "set that to auto",
+        ),
+        (
+            {"precision": {"compile": True}},
+            "does not go with precision.compile: DeepSpeed's exchange of heads between processes cannot be compiled",
+            "leave that out",
+        ),
         ({"model": {"config": {**TINY_MODEL, "n_head": 1}}}, "does not divide the 1 n_head of gpt2", "use 1"),
-        ({"model": {"config": {**LLAMA, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}}}, "does not divide the 6 num_attention_heads and 3 num_key_value_heads of llama", "use 1, 3"),
-        ({"model": {"config": {**LLAMA, "model_type": "mistral", "sliding_window": 16}}}, "mistral attends within 16 tokens", "gpt2, llama"),
-        ({"model": {"config": {**LLAMA, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}}}, "rope_type dynamic turns a position by the longest that it sees", "use default, linear, yarn, llama3"),
-        ({"model": {"config": {**LLAMA, "model_type": "mixtral"}}}, "mixtral is not among the models checked", "Set it to 1"),
+        (
+            {"model": {"config": {**LLAMA, "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}}},
+            "does not divide the 6 num_attention_heads and 3 num_key_value_heads of llama",
+            "use 1, 3",
+        ),
+        (
+            {"model": {"config": {**LLAMA, "model_type": "mistral", "sliding_window": 16}}},
+            "mistral attends within 16 tokens",
+            "gpt2, llama",
+        ),
+        (
+            {"model": {"config": {**LLAMA, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}}},
+            "rope_type dynamic turns a position by the longest that it sees",
+            "use default, linear, yarn, llama3",
+        ),
+        (
+            {"model": {"config": {**LLAMA, "model_type": "mixtral"}}},
+            "mixtral is not among the models checked",
+            "Set it to 1",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_split_is_refused_with_the_reason_and_a_remedy(
     sections: dict[str, Any], fault: str, remedy: str
 ) -> None:
@@ -357,7 +400,10 @@ class TakesItBack(LooksAheadNot):
     loss_is_by_position = False
 
 
-@pytest.mark.parametrize(("name", "is_refused"), [("LooksAhead", True), ("LooksAheadNot", False), ("SaysItTooEarly", True), ("TakesItBack", True)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "is_refused"),
+    [("LooksAhead", True), ("LooksAheadNot", False), ("SaysItTooEarly", True), ("TakesItBack", True)],
+)
 def test_a_task_with_a_loss_of_its_own_has_to_say_that_it_is_a_sum_over_positions(name: str, is_refused: bool) -> None:
     task = f"{__name__}:{name}"
     recipe = Recipe.model_validate(recipe_dict(Path("somewhere"), task=task, parallel=SP))
@@ -385,12 +431,15 @@ def test_without_the_package_the_error_names_what_to_install(monkeypatch: pytest
 @pytest.mark.parametrize(
     ("parallel", "fault"),
     [
-        ({"sp_size": 4}, "parallel.sp_size=4 does not divide the 2 processes of this run; use 1, 2, or run on 4 or 8 processes"),
+        (
+            {"sp_size": 4},
+            "parallel.sp_size=4 does not divide the 2 processes of this run; use 1, 2, or run on 4 or 8 processes",
+        ),
         ({"sp_size": 2, "strategy": "deepspeed"}, "parallel.sp_size=2 does not go with parallel.strategy deepspeed"),
         ({"sp_size": 2, "strategy": "fsdp2", "tp_size": 2}, "parallel.sp_size=2 does not go with parallel.tp_size=2"),
         ({"cp_size": 2}, "unknown setting parallel.cp_size"),
     ],
-)  # fmt: skip
+)
 def test_plan_and_run_end_with_code_2_and_say_why(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], parallel: dict[str, Any], fault: str
 ) -> None:
@@ -407,12 +456,15 @@ def test_plan_and_run_end_with_code_2_and_say_why(
     assert not (tmp_path / "run").exists()
 
 
-# --- what a plan says --------------------------------------------------------------------------------------------------
+# --- what a plan says
+# --------------------------------------------------------------------------------------------------
 
 
 def test_neighbours_share_samples_so_fewer_processes_divide_the_global_batch() -> None:
     section = Parallel(**SP)
-    sizes = resolve_batch(Batch(global_batch_size=12, per_device_batch_size=2), 6, section.num_sharing, section.shared_by)  # fmt: skip
+    sizes = resolve_batch(
+        Batch(global_batch_size=12, per_device_batch_size=2), 6, section.num_sharing, section.shared_by
+    )
     assert (sizes.world_size, sizes.gradient_accumulation_steps) == (3, 2)
     assert sizes.reason.endswith("3 processes, each with 1 more that reads the same samples (parallel.sp_size)")
 
@@ -420,7 +472,12 @@ def test_neighbours_share_samples_so_fewer_processes_divide_the_global_batch() -
 def test_plan_counts_what_slices_save_and_what_their_attention_sends(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     model = {"config": {**LLAMA, "max_position_embeddings": 512}}
-    sections = {"task": "causal-lm", "model": model, "data": {"sequence_length": 256}, "batch": {"global_batch_size": 2, "per_device_batch_size": 1}}  # fmt: skip
+    sections = {
+        "task": "causal-lm",
+        "model": model,
+        "data": {"sequence_length": 256},
+        "batch": {"global_batch_size": 2, "per_device_batch_size": 1},
+    }
     plans = [
         resolve_plan(Recipe.model_validate(recipe_dict(tmp_path, parallel=parallel, **sections)), processes, "H100")
         for processes, parallel in ((2, {}), (4, SP))
@@ -445,7 +502,12 @@ def test_plan_counts_what_slices_save_and_what_their_attention_sends(tmp_path: P
 def test_plan_counts_no_mask_for_documents_over_slices(tmp_path: Path, length: int) -> None:
     write_corpus(tmp_path)
     model = {"config": {**LLAMA, "max_position_embeddings": 512}}
-    sections = {"task": "causal-lm", "model": model, "parallel": SP, "batch": {"global_batch_size": 2, "per_device_batch_size": 1}}  # fmt: skip
+    sections = {
+        "task": "causal-lm",
+        "model": model,
+        "parallel": SP,
+        "batch": {"global_batch_size": 2, "per_device_batch_size": 1},
+    }
     found = []
     for masked in (False, True):
         data = {"sequence_length": length, "mask_documents": masked}

@@ -1,4 +1,6 @@
-"""Layers split over neighbouring processes train as on one: the same losses, samples counted once, checkpoints for any layout."""
+"""Layers split over neighbouring processes train as on one: the same losses, samples counted once, checkpoints for any
+layout.
+"""
 
 import json
 import re
@@ -172,7 +174,8 @@ def test_stopped_and_gone_on_under_other_layouts_it_is_the_run_that_never_stoppe
     assert_same_run(folder / "run", undisturbed)
 
 
-# --- what is refused, and told, before a model is built ----------------------------------------------------------------
+# --- what is refused, and told, before a model is built
+# ----------------------------------------------------------------
 
 CONFIGS = {
     "gpt2": {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 64},
@@ -223,10 +226,14 @@ def test_what_cannot_be_split_is_refused_with_the_reason_and_a_remedy(
     [
         ({"tp_size": 2}, "llama", "parallel.tp_size=2 is for parallel.strategy fsdp2, and it is ddp"),
         ({**TP, "tp_size": 4}, "llama", "parallel.tp_size=4 does not divide the 2 processes of this run"),
-        ({**TP, "dp_shard_size": 2}, "llama", "parallel.dp_shard_size=2 x parallel.tp_size=2 is not the number of processes, 2"),
+        (
+            {**TP, "dp_shard_size": 2},
+            "llama",
+            "parallel.dp_shard_size=2 x parallel.tp_size=2 is not the number of processes, 2",
+        ),
         (TP, "gpt2", "no plan of how to split gpt2"),
     ],
-)  # fmt: skip
+)
 def test_run_and_plan_end_with_code_2_and_say_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], parallel: dict[str, Any], model_type: str, fault: str
 ) -> None:
@@ -266,7 +273,8 @@ def test_neighbours_share_samples_so_fewer_processes_divide_the_global_batch() -
     sizes = resolve_batch(Batch(global_batch_size=12, per_device_batch_size=2), 6, 2)
     assert (sizes.world_size, sizes.gradient_accumulation_steps) == (3, 2)
     assert sizes.reason == (
-        "12 = 2 per device x 2 accumulation x 3 processes, each with 1 more that reads the same samples (parallel.tp_size)"
+        "12 = 2 per device x 2 accumulation x 3 processes, each with 1 more that reads the same samples "
+        "(parallel.tp_size)"
     )
     assert resolve_batch(Batch(global_batch_size=12), 6) == resolve_batch(Batch(global_batch_size=12), 6, 1)
 

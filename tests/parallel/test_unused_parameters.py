@@ -105,8 +105,8 @@ def test_zero_refuses_a_parameter_that_takes_no_part_in_a_later_step(train: Trai
     train("later", 2, {"leaves": {"call": 6, "rank": -1}}, 2, parallel=parallel)
     said = (tmp_path / "later" / "stderr").read_text()
     assert (
-        "step 3: head.bias takes no part in the loss, as in other steps; DeepSpeed would apply weight decay all the same"
-        in said
+        "step 3: head.bias takes no part in the loss, as in other steps; DeepSpeed would apply weight decay all the "
+        "same" in said
     )
     assert "Traceback" not in said
 

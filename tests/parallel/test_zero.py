@@ -1,4 +1,6 @@
-"""A run under DeepSpeed's ZeRO is the run that it is without: the same losses, the same guard, checkpoints for any layout."""
+"""A run under DeepSpeed's ZeRO is the run that it is without: the same losses, the same guard, checkpoints for any
+layout.
+"""
 
 import shutil
 from collections.abc import Callable
@@ -164,7 +166,9 @@ def test_stopped_and_gone_on_under_other_layouts_the_losses_are_those_of_one_pro
 def test_what_is_saved_under_one_layout_is_loaded_under_another_to_the_bit(
     tmp_path: Path, finished: Callable[[int], Path], saved: dict[str, Any], loaded: dict[str, Any]
 ) -> None:
-    """A finished run, started again: it loads its last checkpoint, trains no step, and writes `model/` of what it loaded."""
+    """A finished run, started again: it loads its last checkpoint, trains no step, and writes `model/` of what it
+    loaded.
+    """
     if saved.get("zero_stage") == 3:
         shutil.copytree(finished(3).parent, tmp_path, dirs_exist_ok=True)
         run = tmp_path / "run"
@@ -263,7 +267,14 @@ def test_after_a_rollback_the_run_is_that_of_ddp(tmp_path: Path, stage: int) -> 
 def test_an_image_model_with_running_statistics_trains_as_with_ddp_and_its_best_weights_come_back(
     tmp_path: Path, stage: int
 ) -> None:
-    resnet = {"model_type": "resnet", "num_channels": 1, "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}  # fmt: skip
+    resnet = {
+        "model_type": "resnet",
+        "num_channels": 1,
+        "embedding_size": 8,
+        "hidden_sizes": [8, 16],
+        "depths": [1, 1],
+        "layer_type": "basic",
+    }
     sections = {
         "task": "image-classification",
         "model": {"config": resnet},

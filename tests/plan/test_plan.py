@@ -355,7 +355,8 @@ def test_a_step_counted_by_hand() -> None:
     task: Any = Two()
     peak = simulate_step(task, model, {"x": torch.ones(1024, 256)})
     output, weight_gradient = 4 * 1024 * 512, 4 * 512 * 256
-    # Backward of relu holds its output and the gradient it makes; then that gradient, and the weight's before it is added.
+    # Backward of relu holds its output and the gradient it makes; then that gradient, and the weight's before it is
+    # added.
     assert peak["activations"] == pytest.approx(max(2 * output, output + weight_gradient), abs=16)
 
 

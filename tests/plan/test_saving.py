@@ -1,4 +1,6 @@
-"""A plan says how often to save: by Young's formula, from what saves cost in the run's folder, or else from an estimate."""
+"""A plan says how often to save: by Young's formula, from what saves cost in the run's folder, or else from an
+estimate.
+"""
 
 import json
 import math

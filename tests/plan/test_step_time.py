@@ -79,16 +79,40 @@ def test_parts_of_frozen_weights_have_no_gradients() -> None:
 @pytest.mark.parametrize(
     "flags, world_size, gpu, hardware, message",
     [
-        ((*FSDP2, "--parallel.dp_shard_size", "3"), 8, "H100", {}, "dp_shard_size=3 does not divide the 8 processes of this run; use 1, 2, 4, 8 or auto"),
+        (
+            (*FSDP2, "--parallel.dp_shard_size", "3"),
+            8,
+            "H100",
+            {},
+            "dp_shard_size=3 does not divide the 8 processes of this run; use 1, 2, 4, 8 or auto",
+        ),
         ((*FSDP2, "--parallel.cpu_offload", "true"), 2, None, {}, "cpu_offload=True: the run is on the CPU already"),
-        ((*FSDP2, "--parallel.cpu_offload", "true", "--optimizer.name", "muon"), 2, "H100", {}, "parallel.cpu_offload=True does not go with optimizer.name muon: "),
-        ((), 12, "H100", {"gpus_per_node": 8}, "--gpus-per-node=8: 12 processes do not fill such nodes; use 6, 4, 3, 2, 1"),
+        (
+            (*FSDP2, "--parallel.cpu_offload", "true", "--optimizer.name", "muon"),
+            2,
+            "H100",
+            {},
+            "parallel.cpu_offload=True does not go with optimizer.name muon: ",
+        ),
+        (
+            (),
+            12,
+            "H100",
+            {"gpus_per_node": 8},
+            "--gpus-per-node=8: 12 processes do not fill such nodes; use 6, 4, 3, 2, 1",
+        ),
         ((), 16, "H100", {"gpus_per_node": 0}, "--gpus-per-node=0: must be at least 1"),
-        ((), 16, "H100", {"interconnect": "infiniband"}, "--interconnect=infiniband is not known; did you mean infiniband-"),
+        (
+            (),
+            16,
+            "H100",
+            {"interconnect": "infiniband"},
+            "--interconnect=infiniband is not known; did you mean infiniband-",
+        ),
         ((), 16, "H100", {"mfu": 35.0}, "--mfu=35: a share of the peak is above 0 and at most 1"),
         ((), 16, "H100", {"mtbf_hours": 0.0}, "--mtbf=0: must be above 0, in hours between two failures of the run"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_is_refused_with_the_reason(
     without_cuda: None, flags: tuple[str, ...], world_size: int, gpu: str | None, hardware: Any, message: str
 ) -> None:
@@ -271,8 +295,15 @@ def test_rings_that_do_not_end_where_nodes_do_share_networks_and_wait_for_the_sm
 
 @pytest.mark.parametrize(
     ("gpu", "name"),
-    [("H100", "infiniband-ndr"), ("H800", "infiniband-ndr"), ("MI300X", "infiniband-ndr"), ("A800", "infiniband-hdr"), ("L40S", "ethernet-100"), (None, "ethernet-100")],
-)  # fmt: skip
+    [
+        ("H100", "infiniband-ndr"),
+        ("H800", "infiniband-ndr"),
+        ("MI300X", "infiniband-ndr"),
+        ("A800", "infiniband-hdr"),
+        ("L40S", "ethernet-100"),
+        (None, "ethernet-100"),
+    ],
+)
 def test_assumed_network_is_what_such_gpus_mostly_come_with(gpu: str | None, name: str) -> None:
     assert choose_interconnect(None, None if gpu is None else GPUS[gpu]).value.name == name
 
@@ -313,7 +344,8 @@ def test_a_plan_for_a_thousand_gpus_names_what_each_number_is() -> None:
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert "processes 1,024 on 128 nodes of 8" in lines
     assert any(line.startswith("between nodes roce-400, 50 GB/s of a GPU") for line in lines)
-    for name, kind in (("all-gather", "arithmetic"), ("parameters", "arithmetic"), ("activations", "estimate"), ("computing", "model"), ("waiting", "model")):  # fmt: skip
+    kinds = {"all-gather": "arithmetic", "parameters": "arithmetic", "activations": "estimate"}
+    for name, kind in {**kinds, "computing": "model", "waiting": "model"}.items():
         assert any(line.startswith(name) and f" {kind}: " in line for line in lines), name
     assert "MFU as --mfu says" in text
     assert any(line.startswith("padding") for line in lines)  # 64 rows do not fill 1,024 processes

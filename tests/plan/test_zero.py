@@ -70,7 +70,8 @@ def test_without_the_package_the_error_names_what_to_install(tmp_path: Path, mon
 @pytest.mark.parametrize(
     ("stage", "held"),
     [
-        # Of 4 bytes a weight, on 2 processes: weights, a copy of the half that is updated, gradients, 2 moments of a half,
+        # Of 4 bytes a weight, on 2 processes: weights, a copy of the half that is updated, gradients, 2 moments of a
+        # half,
         # gradients on their way, and in stage 3 the weights that are gathered.
         (1, 1 + 0.5 + 1.5 + 1 + 1),
         (2, 1 + 0.5 + 0.5 + 1 + 1),

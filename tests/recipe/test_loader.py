@@ -241,7 +241,11 @@ def test_an_empty_section_takes_its_defaults(recipe_file: Path) -> None:
 @pytest.mark.parametrize(
     "old, new, said",
     [
-        ("learning_rate: 1e-4", "learning_rate: -1", "optimizer.learning_rate=-1 (r.yaml:8): must be a number greater than 0"),
+        (
+            "learning_rate: 1e-4",
+            "learning_rate: -1",
+            "optimizer.learning_rate=-1 (r.yaml:8): must be a number greater than 0",
+        ),
         ("learning_rate: 1e-4", "learning_rate: -1", "the default, 0.0003"),
         ("learning_rate: 1e-4", "learning_rate: .nan", "optimizer.learning_rate=.nan (r.yaml:8)"),
         ("learning_rate: 1e-4", "learning_rate: .inf", "optimizer.learning_rate=.inf (r.yaml:8)"),
@@ -252,26 +256,46 @@ def test_an_empty_section_takes_its_defaults(recipe_file: Path) -> None:
         ("betas: [0.9, 0.99]", "betas: [0.9]", "must be a list of 2, each a number of at least 0 and less than 1"),
         ("betas: [0.9, 0.99]", "no_decay: [norms]", "did you mean norm?"),
         ("betas: [0.9, 0.99]", "lr_scaling: {rule: lineer}", "did you mean linear?"),
-        ("vocab_size: 512", "vocab_size: 5", "tokenizer.train_bpe.vocab_size=5 (r.yaml:6): must be a whole number of at least 257"),
+        (
+            "vocab_size: 512",
+            "vocab_size: 5",
+            "tokenizer.train_bpe.vocab_size=5 (r.yaml:6): must be a whole number of at least 257",
+        ),
         ("tokenizer: {train_bpe: {vocab_size: 512}}", "tokenizer: 7", 'put it in quotes: "7"'),
         ("tokenizer: {train_bpe: {vocab_size: 512}}", "tokenizer: {}", "tokenizer.train_bpe is missing"),
-        ("train: python-stdlib", "trian: python-stdlib", "unknown setting data.trian (r.yaml:5); did you mean data.train?"),
+        (
+            "train: python-stdlib",
+            "trian: python-stdlib",
+            "unknown setting data.trian (r.yaml:5); did you mean data.train?",
+        ),
         ("  train: python-stdlib", "  split: train", "data.train is missing from r.yaml; add `train: python-stdlib`"),
         ("max_steps: 1000", "max_steps: 5", "schedule.warmup_steps=10 from r.yaml:12"),
-        ("max_steps: 1000", "max_steps: 1.5", "schedule.max_steps=1.5 (r.yaml:11): must be a whole number of at least 1"),
+        (
+            "max_steps: 1000",
+            "max_steps: 1.5",
+            "schedule.max_steps=1.5 (r.yaml:11): must be a whole number of at least 1",
+        ),
         ("schedule:", "shedule:", "did you mean schedule?"),
         ("output_dir: runs/x", "output_dir: runs/x\noptimizer.eps: 1", "write it nested: optimizer: {eps: ...}"),
         ("output_dir: runs/x", "output_dir: runs/x\nlearning_rate: 1", "did you mean optimizer.learning_rate?"),
         ("output_dir: runs/x", "output_dir: runs/x\nfp16: true", "did you mean precision.mixed_precision?"),
         ("output_dir: runs/x", "output_dir: runs/x\nguard: 5", "guard=5 (r.yaml:2): must be a mapping of on_nonfinite"),
         ("output_dir: runs/x", "output_dir: runs/x\n1: 5", "unknown setting 1 (r.yaml:2); a recipe has task, seed"),
-        ("output_dir: runs/x", "output_dir: runs/x\nbatch: {per_device_batch_size: 0}", "must be auto or a whole number of at least 1"),
-        ("output_dir: runs/x", "output_dir: runs/x\nprecision: {tf32: 1}", "precision.tf32=1 (r.yaml:2): must be auto or true or false"),
+        (
+            "output_dir: runs/x",
+            "output_dir: runs/x\nbatch: {per_device_batch_size: 0}",
+            "must be auto or a whole number of at least 1",
+        ),
+        (
+            "output_dir: runs/x",
+            "output_dir: runs/x\nprecision: {tf32: 1}",
+            "precision.tf32=1 (r.yaml:2): must be auto or true or false",
+        ),
         ("output_dir: runs/x", "output_dir: runs/x\nprecision: {compile: yes}", "write true or false"),
         ("output_dir: runs/x", "output_dir: runs/x\noptions: {a: [.inf]}", "must be a mapping of finite values"),
         ("n_layer: 2", "n_layer: .nan", "must be a mapping of finite values"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_value_is_named_with_place_rule_and_remedy(recipe_file: Path, old: str, new: str, said: str) -> None:
     assert old in RECIPE
     assert said in error_of(recipe_file, RECIPE.replace(old, new))
@@ -559,8 +583,15 @@ def test_secrets_inside_a_text_are_redacted(text: str, clean: str) -> None:
 def test_no_planted_secret_reaches_the_written_recipe(recipe_file: Path) -> None:
     recipe = load_recipe(
         recipe_file,
-        arguments=["--data.train", "https://me:s3cr3t@h/x.txt", "--options.hub_token", "s3cr3t", "--options.db.password", "s3cr3t"],
-    )  # fmt: skip
+        arguments=[
+            "--data.train",
+            "https://me:s3cr3t@h/x.txt",
+            "--options.hub_token",
+            "s3cr3t",
+            "--options.db.password",
+            "s3cr3t",
+        ],
+    )
     text = format_recipe(recipe, {"batch": Choice(1, "from https://me:s3cr3t@h/")})
     assert "s3cr3t" not in text
     assert "hub_token: REDACTED  # --options.hub_token; redacted" in text
@@ -576,9 +607,13 @@ def test_no_planted_secret_reaches_the_written_recipe(recipe_file: Path) -> None
         ("{model_type: gpt2, n_layr: 2}", "model.config.n_layr (r.yaml:3): gpt2 has no such field"),
         ("{model_type: gpt2, n_layr: 2}", "did you mean n_layer?"),
         ("{model_type: gpt2, n_layer: two}", "expected int, got str"),
-        ("{model_type: gpt2, n_positions: 8}", "data.sequence_length=1024 (default) is longer than the 8 positions of gpt2; raise model.config.n_positions"),
+        (
+            "{model_type: gpt2, n_positions: 8}",
+            "data.sequence_length=1024 (default) is longer than the 8 positions of gpt2; raise "
+            "model.config.n_positions",
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_model_config_that_transformers_would_take_in_silence_is_refused(
     recipe_file: Path, config: str, said: str
 ) -> None:
@@ -591,7 +626,8 @@ def test_a_model_config_that_transformers_would_take_in_silence_is_refused(
 @pytest.mark.parametrize(
     "config",
     [
-        "{model_type: gpt2, n_layer: 2, n_head: 2, hidden_size: 8, attn_pdrop: 0.0, tie_word_embeddings: false, vocab_size: 512}",
+        "{model_type: gpt2, n_layer: 2, n_head: 2, hidden_size: 8, attn_pdrop: 0.0, tie_word_embeddings: false, "
+        "vocab_size: 512}",
         "{model_type: llama, rope_theta: 5e5, max_position_embeddings: 8, num_key_value_heads: 4, dtype: float32}",
         "{model_type: bloom, n_head: 2}",
         "{model_type: mixtral, num_experts: 2}",

@@ -1,4 +1,6 @@
-"""Out of memory: every process goes on with smaller micro-batches, and the run is the one it would have been with those."""
+"""Out of memory: every process goes on with smaller micro-batches, and the run is the one it would have been with
+those.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -91,7 +93,9 @@ def test_the_router_loss_of_a_mixture_is_the_same_after_one_process_ran_out_of_m
 def test_memory_that_runs_out_late_on_one_of_several_processes_costs_no_step(
     tmp_path: Path, where: str, rank: int, sections: dict[str, Any]
 ) -> None:
-    """In step 4, whose like there was before: the others are in the backward pass, and wait for this process's buckets."""
+    """In step 4, whose like there was before: the others are in the backward pass, and wait for
+    this process's buckets.
+    """
     sections = {"schedule": {"max_steps": 8}, **sections}
     run_in(tmp_path / "clean", processes=2, options={"ragged": True}, **sections)
     no_room = {"rank": rank, "rows": 2, "where": where, "from_step": 4}
@@ -156,7 +160,9 @@ def evaluation_losses(folder: Path) -> list[float]:
 
 @pytest.mark.slow
 def test_care_for_the_first_steps_changes_no_bit(tmp_path: Path) -> None:
-    """Stopped at step 3 and resumed: steps 4 and 5 are then the first ones of a sitting. Four processes, whose sums are rounded by place."""
+    """Stopped at step 3 and resumed: steps 4 and 5 are then the first ones of a sitting. Four processes, whose sums are
+    rounded by place.
+    """
     sections: dict[str, Any] = {"schedule": {"max_steps": 8}, "checkpoint": {"every_steps": 3}}
     run_in(tmp_path / "whole", processes=4, **sections)
     run_in(tmp_path / "cut", processes=4, expect=75, **sections, options={"term_at": {"step": 3, "rank": 2}})

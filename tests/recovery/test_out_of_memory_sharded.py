@@ -1,4 +1,6 @@
-"""Out of memory where a forward waits for other processes: the run ends with 75, and starts again with smaller micro-batches."""
+"""Out of memory where a forward waits for other processes: the run ends with 75, and starts again with smaller
+micro-batches.
+"""
 
 import json
 import subprocess

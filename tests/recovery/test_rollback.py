@@ -1,4 +1,6 @@
-"""Going back with real processes: once, to the right checkpoint, past the bad steps; and the same after a kill at any point."""
+"""Going back with real processes: once, to the right checkpoint, past the bad steps; and the same after a kill at any
+point.
+"""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,6 @@
-"""A process that keeps the others waiting is named, with what it loses its time on; and no collective waits for ever."""
+"""A process that keeps the others waiting is named, with what it loses its time on; and no
+collective waits for ever.
+"""
 
 import itertools
 import socket

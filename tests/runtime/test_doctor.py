@@ -1,4 +1,6 @@
-"""The doctor says what is wrong with a machine or a launch, and a run refuses a launcher that trains fewer processes than asked."""
+"""The doctor says what is wrong with a machine or a launch, and a run refuses a launcher that trains fewer processes
+than asked.
+"""
 
 import json
 import os
@@ -100,11 +102,20 @@ def test_a_world_size_that_accelerate_does_not_see_is_refused(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["/usr/bin/accel-train", "evaluate", "runs/x y"], "torchrun --nproc_per_node 4 -m accel_train evaluate 'runs/x y'`"),
-        (["/x/accel_train/__main__.py", "run", "r.yaml", "--seed", "3"], "torchrun --nproc_per_node 4 -m accel_train run r.yaml --seed 3`"),
-        (["train.py", "--hub_token", "s3cr3t", "--api_key=s3cr3t"], "torchrun --nproc_per_node 4 train.py --hub_token REDACTED --api_key=REDACTED`"),
+        (
+            ["/usr/bin/accel-train", "evaluate", "runs/x y"],
+            "torchrun --nproc_per_node 4 -m accel_train evaluate 'runs/x y'`",
+        ),
+        (
+            ["/x/accel_train/__main__.py", "run", "r.yaml", "--seed", "3"],
+            "torchrun --nproc_per_node 4 -m accel_train run r.yaml --seed 3`",
+        ),
+        (
+            ["train.py", "--hub_token", "s3cr3t", "--api_key=s3cr3t"],
+            "torchrun --nproc_per_node 4 train.py --hub_token REDACTED --api_key=REDACTED`",
+        ),
     ],
-)  # fmt: skip
+)
 def test_refused_launch_says_the_command_that_was_typed_behind_a_launcher(
     monkeypatch: pytest.MonkeyPatch, words: list[str], said: str
 ) -> None:

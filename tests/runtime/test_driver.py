@@ -1,4 +1,6 @@
-"""A torch that cannot use the NVIDIA driver trains nothing on the CPU unasked; the refusal names the wheels that fit."""
+"""A torch that cannot use the NVIDIA driver trains nothing on the CPU unasked; the refusal names
+the wheels that fit.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path

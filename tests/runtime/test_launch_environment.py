@@ -1,4 +1,6 @@
-"""What `accelerate launch` says of FSDP sets the recipe's `parallel` section where the recipe leaves it open, and nowhere else."""
+"""What `accelerate launch` says of FSDP sets the recipe's `parallel` section where the recipe leaves it open, and
+nowhere else.
+"""
 
 import re
 from collections.abc import Iterator
@@ -126,11 +128,23 @@ def test_recipe_that_says_the_same_keeps_its_word() -> None:
 @pytest.mark.parametrize(
     ("arguments", "variables", "named"),
     [
-        (["--parallel.strategy", "ddp"], FSDP, ["parallel.strategy=ddp (--parallel.strategy)", "ACCELERATE_USE_FSDP=fsdp2"]),
-        (["--parallel.strategy=fsdp2", "--parallel.dp_shard_size=4"], HSDP, ["parallel.dp_shard_size=4 (--parallel.dp_shard_size)", "PARALLELISM_CONFIG_DP_SHARD_SIZE=8"]),
-        (["--parallel.strategy=fsdp2", "--parallel.cpu_offload=false"], FSDP, ["parallel.cpu_offload=false (--parallel.cpu_offload)", "FSDP_OFFLOAD_PARAMS=True"]),
+        (
+            ["--parallel.strategy", "ddp"],
+            FSDP,
+            ["parallel.strategy=ddp (--parallel.strategy)", "ACCELERATE_USE_FSDP=fsdp2"],
+        ),
+        (
+            ["--parallel.strategy=fsdp2", "--parallel.dp_shard_size=4"],
+            HSDP,
+            ["parallel.dp_shard_size=4 (--parallel.dp_shard_size)", "PARALLELISM_CONFIG_DP_SHARD_SIZE=8"],
+        ),
+        (
+            ["--parallel.strategy=fsdp2", "--parallel.cpu_offload=false"],
+            FSDP,
+            ["parallel.cpu_offload=false (--parallel.cpu_offload)", "FSDP_OFFLOAD_PARAMS=True"],
+        ),
     ],
-)  # fmt: skip
+)
 def test_recipe_that_says_otherwise_is_refused_with_both_named(
     tmp_path: Path, arguments: list[str], variables: dict[str, str], named: list[str]
 ) -> None:
@@ -147,23 +161,47 @@ def test_recipe_that_says_otherwise_is_refused_with_both_named(
     [
         ({"FSDP_VERSION": "1"}, "FSDP_VERSION=1", "fsdp_version: 2"),
         ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "for the recipe to say", "precision.gradient_checkpointing"),
-        ({**ZERO, "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"}, "CONFIG_FILE=ds.json: how to train", "write zero_stage"),
+        (
+            {**ZERO, "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"},
+            "CONFIG_FILE=ds.json: how to train",
+            "write zero_stage",
+        ),
         ({**ZERO, "ACCELERATE_GRADIENT_CLIPPING": "1.0"}, "CLIPPING=1.0: how to train", "optimizer.max_grad_norm"),
         ({**ZERO, "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu"}, "OFFLOAD_PARAM_DEVICE=cpu", "launch/fsdp2.yaml"),
         ({**ZERO, "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true"}, "ZERO3_INIT=true", "launch/fsdp2.yaml"),
         ({**ZERO, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "0"}, "ZERO_STAGE=0", "launch/ddp.yaml"),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "Megatron-LM is not supported", "launch/fsdp2.yaml"),
-        ({"PARALLELISM_CONFIG_TP_SIZE": "2"}, "8 x PARALLELISM_CONFIG_TP_SIZE=2 is not the number of processes, 32", "multiply"),
-        ({"PARALLELISM_CONFIG_TP_SIZE": "2", "ACCELERATE_USE_FSDP": "false"}, "TP_SIZE=2: tensor parallelism goes with FSDP2", "launch/tp.yaml"),
+        (
+            {"PARALLELISM_CONFIG_TP_SIZE": "2"},
+            "8 x PARALLELISM_CONFIG_TP_SIZE=2 is not the number of processes, 32",
+            "multiply",
+        ),
+        (
+            {"PARALLELISM_CONFIG_TP_SIZE": "2", "ACCELERATE_USE_FSDP": "false"},
+            "TP_SIZE=2: tensor parallelism goes with FSDP2",
+            "launch/tp.yaml",
+        ),
         ({"PARALLELISM_CONFIG_CP_SIZE": "2"}, "CP_SIZE=2: context parallelism", "parallel.sp_size"),
-        ({"PARALLELISM_CONFIG_SP_SIZE": "2"}, "8 x PARALLELISM_CONFIG_SP_SIZE=2 is not the number of processes, 32", "multiply"),
-        ({"PARALLELISM_CONFIG_SP_SIZE": "2", **ZERO}, "SP_SIZE=2: sequences are split under FSDP2 and DDP", "launch/sp.yaml"),
-        ({"PARALLELISM_CONFIG_SP_SIZE": "2", "PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION": "flash_attention_2"}, "SP_ATTN_IMPLEMENTATION=flash_attention_2", "leave it out"),
+        (
+            {"PARALLELISM_CONFIG_SP_SIZE": "2"},
+            "8 x PARALLELISM_CONFIG_SP_SIZE=2 is not the number of processes, 32",
+            "multiply",
+        ),
+        (
+            {"PARALLELISM_CONFIG_SP_SIZE": "2", **ZERO},
+            "SP_SIZE=2: sequences are split under FSDP2 and DDP",
+            "launch/sp.yaml",
+        ),
+        (
+            {"PARALLELISM_CONFIG_SP_SIZE": "2", "PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION": "flash_attention_2"},
+            "SP_ATTN_IMPLEMENTATION=flash_attention_2",
+            "leave it out",
+        ),
         ({"WORLD_SIZE": "16"}, "4 x PARALLELISM_CONFIG_DP_SHARD_SIZE=8 is not the number of processes, 16", "multiply"),
         ({"FSDP_OFFLOAD_PARAMS": "cpu"}, "FSDP_OFFLOAD_PARAMS=cpu", "true or false"),
         ({"PARALLELISM_CONFIG_DP_SHARD_SIZE": "-1"}, "PARALLELISM_CONFIG_DP_SHARD_SIZE=-1", "whole number"),
     ],
-)  # fmt: skip
+)
 def test_launch_that_cannot_be_honoured_is_refused_by_name(changed: dict[str, str], fault: str, remedy: str) -> None:
     with pytest.raises(ValueError, match=re.escape(fault)) as caught:
         with_launch_environment(recipe_with(), {**HSDP, **changed})

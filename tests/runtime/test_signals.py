@@ -173,7 +173,8 @@ def test_stop_request_that_a_hung_reader_keeps_from_being_carried_out_ends_the_r
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        # torch says the one or the other, whichever notices first: its signal handler or the one who waits for the batch.
+        # torch says the one or the other, whichever notices first: its signal handler or the one who waits for the
+        # batch.
         ("killed", r"DataLoader worker (\(pid.*\) (is killed by signal: Killed|exited unexpectedly)|is gone)"),
         # So does one that is killed as it hands over a batch, where torch asks a moment too early whether it has died.
         ("hangs_up", r"DataLoader worker is gone, with a batch half sent \((ConnectionResetError|EOFError)"),

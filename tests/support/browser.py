@@ -69,7 +69,9 @@ class Tab:
     def open(
         self, page: Path | str, *, width: int, height: int = 1200, dark: bool = False, script: bool = True
     ) -> None:
-        """Open a file or an address in a window of this size, in a system that is dark or light, with scripts or without."""
+        """Open a file or an address in a window of this size, in a system that is dark or light, with scripts or
+        without.
+        """
         self("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self("Emulation.setEmulatedMedia", features=[scheme])

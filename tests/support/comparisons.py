@@ -44,7 +44,9 @@ Layout = tuple[int, dict[str, Any]]
 
 
 def assert_loaded_to_the_bit(train: Train, saved: Layout, loaded: Layout, steps: int, text: dict[str, Any]) -> None:
-    """A finished run, started again: it loads its last checkpoint, trains no step, and writes `model/` of what it loaded."""
+    """A finished run, started again: it loads its last checkpoint, trains no step, and writes `model/` of what it
+    loaded.
+    """
     run = train("run", saved[0], parallel=saved[1], **text)
     wrote = load_file(run / "model" / "model.safetensors")
     weights = tensors(run, steps, "model")

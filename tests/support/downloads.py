@@ -1,6 +1,7 @@
 """What recipes would download, made small and put where the libraries keep downloads: below HF_HOME.
 
-With HF_HUB_OFFLINE=1 `datasets` and `transformers` then find the names of a recipe there, as after a first run with a network.
+With HF_HUB_OFFLINE=1 `datasets` and `transformers` then find the names of a recipe there, as after a first run with a
+network.
 """
 
 from collections.abc import Callable, Iterator

@@ -129,7 +129,8 @@ def both(
 ) -> Any:
     """The same trainer twice, transformers' and ours, and what each gives: (theirs, ours, expected, found).
 
-    One after the other, because TrainingArguments take down what an earlier trainer computes on. `arguments` are given as
+    One after the other, because TrainingArguments take down what an earlier trainer computes on. `arguments` are given
+    as
     `args={...}`, and what has to be made anew for each as `make_NAME=function`.
     """
     args = setup.pop("args", {})

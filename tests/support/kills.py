@@ -1,4 +1,6 @@
-"""A run that is killed again and again: one process, all of them, or the launcher; in a save, an evaluation, anywhere."""
+"""A run that is killed again and again: one process, all of them, or the launcher; in a save, an
+evaluation, anywhere.
+"""
 
 import json
 import os
@@ -18,12 +20,15 @@ from tests.support.processes import Forked, run_forked
 
 POLL_SECONDS = 0.001
 ORPHAN_SECONDS = {"rank": 10.0, "group": 10.0, "launcher": 20.0}
-"""No process may outlive one that was killed for longer: it ends with a peer; without its launcher it saves, and ends."""
+"""No process may outlive one that was killed for longer: it ends with a peer; without its launcher
+it saves, and ends.
+"""
 WHO = ("rank", "group", "launcher")
 WHERE = {"save": 0.5, "evaluate": 0.1, "load": 0.1, "forward": 0.05, "backward": 0.05, "start": 0.05, "anywhere": 0.15}
 """Where a kill is aimed at, and how often."""
 SAVE_SECONDS = 0.05
-"""About as long as a save takes on a small model: a kill that is aimed at one comes at a random moment of it, and where the
+"""About as long as a save takes on a small model: a kill that is aimed at one comes at a random moment of it, and where
+the
 save was over by then (a quick disk), at one of the next."""
 
 
@@ -143,7 +148,8 @@ class KilledRun:
         return True
 
     def _stop_in_a_save(self, forked: Forked, number: int) -> bool:
-        """Stop all processes (SIGSTOP) at a random moment of a save, the `number`th one at the earliest; false where the run
+        """Stop all processes (SIGSTOP) at a random moment of a save, the `number`th one at the earliest; false where
+        the run
         has ended before. Only what stands still can be looked at: a kill after a look may come after the save."""
         left_by_others = set(self._half_done())
         seen: set[str] = set()

@@ -2,9 +2,12 @@
 
     make notebooks     # run all of them, and store what they print and draw
 
-A number agrees within 5 %, or 0.05 where it is small: training on another processor rounds otherwise. A picture agrees in its
-size. Of a cell with the tag `varies` (predictions, a text that a model wrote) only the kinds of outputs are compared, and so of
-all cells where Python's minor version is another one: some notebooks train on its standard library. Times, rates, paths, what
+A number agrees within 5 %, or 0.05 where it is small: training on another processor rounds otherwise. A picture agrees
+in its
+size. Of a cell with the tag `varies` (predictions, a text that a model wrote) only the kinds of outputs are compared,
+and so of
+all cells where Python's minor version is another one: some notebooks train on its standard library. Times, rates,
+paths, what
 follows from the machine's cores, and standard error are neither stored nor compared.
 """
 
@@ -43,7 +46,9 @@ _NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
 
 
 def run_notebook(path: Path) -> Any:
-    """Return the notebook after it ran from top to bottom, without a network or a GPU, with the outputs that are stored."""
+    """Return the notebook after it ran from top to bottom, without a network or a GPU, with the outputs that are
+    stored.
+    """
     os.environ |= {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     notebook = nbformat.read(path, as_version=4)
     client = NotebookClient(

@@ -1,7 +1,9 @@
-"""Runs of several processes that begin at once: forked from one process that has already imported torch and accel_train.
+"""Runs of several processes that begin at once: forked from one process that has already imported torch and
+accel_train.
 
 `run_forked(["run", "recipe.yaml"], 2, folder=tmp_path)` starts two ranks as torchrun would (RANK, WORLD_SIZE, ...), 3
-seconds sooner. Each writes `rank-R.out` and `rank-R.err` into `folder`, and counts as ended once `rank-R.exit` is there.
+seconds sooner. Each writes `rank-R.out` and `rank-R.err` into `folder`, and counts as ended once `rank-R.exit` is
+there.
 """
 
 import gc
@@ -107,7 +109,8 @@ def run_forked(
     program: Path | None = None,
     **extra: str,
 ) -> Forked:
-    """Start `accel-train ARGV`, or a Python file, in `world_size` processes, each with its number for `{rank}`, in `cwd` as well;
+    """Start `accel-train ARGV`, or a Python file, in `world_size` processes, each with its number for `{rank}`, in
+    `cwd` as well;
     `extra` are environment variables, `preload` are modules that need not be imported in each process."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("rank-*.*"):
@@ -164,7 +167,8 @@ def serve() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     for name in PRELOADED:
         importlib.import_module(name)
-    # tqdm's own lock is a semaphore that all forked processes would share: one that is killed while it holds it stops the rest.
+    # tqdm's own lock is a semaphore that all forked processes would share: one that is killed while it holds it stops
+    # the rest.
     tqdm.set_lock(threading.RLock())
     tqdm.monitor_interval = 0  # no thread that could hold it while this process forks
     _warm_up()

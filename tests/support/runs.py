@@ -116,7 +116,9 @@ def environment(**extra: str) -> dict[str, str]:
 def run_forked_command(
     words: Sequence[str], processes: int, program: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run `accel-train WORDS`, or a Python file with these words, in the current folder to the end: all processes, or until one fails."""
+    """Run `accel-train WORDS`, or a Python file with these words, in the current folder to the end: all processes, or
+    until one fails.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         forked = run_forked(words, processes, folder=folder, cwd=os.getcwd(), program=program)
@@ -195,7 +197,9 @@ SCENES: dict[str, Any] = {
 
 
 def answers(printed: str) -> list[str]:
-    """The lines of a command's standard error, less those that say what it is busy with (`run: importing torch ...`)."""
+    """The lines of a command's standard error, less those that say what it is busy with (`run:
+    importing torch ...`).
+    """
     return [line for line in printed.splitlines() if not line.endswith(" ...")]
 
 

@@ -119,9 +119,15 @@ def _fitted(folder: Path, label: int = 1, activation: type[nn.Module] = nn.ReLU,
         return {"ones": (model(batch[0]).argmax(1) == 1).float()}
 
     arguments: dict[str, Any] = {
-        "loss": loss, "metrics": metrics, "eval_data": data, "max_steps": 12, "batch_size": 8, **QUIET, "learning_rate": 0.05,
+        "loss": loss,
+        "metrics": metrics,
+        "eval_data": data,
+        "max_steps": 12,
+        "batch_size": 8,
+        **QUIET,
+        "learning_rate": 0.05,
         **changed,
-    }  # fmt: skip
+    }
     return fit(model, data, output_dir=folder, **arguments)  # type: ignore[arg-type]
 
 
@@ -208,10 +214,14 @@ def test_attack_02_a_sweep_on_changed_data_trains_its_runs_again(tmp_path: Path)
     data = tmp_path / "d.csv"
     data.write_text("text,label\n" + "".join(f"{text} {number},{label}\n" for number, (text, label) in enumerate(rows)))
     recipe = {
-        "task": "text-classification", "output_dir": "out", "tokenizer": "bytes", "schedule": {"max_steps": 2},
+        "task": "text-classification",
+        "output_dir": "out",
+        "tokenizer": "bytes",
+        "schedule": {"max_steps": 2},
         "model": {"config": {"model_type": "ngrams", "num_buckets": 2048, "max_characters": 3, "max_words": 1}},
-        "data": {"train": "d.csv", "eval_fraction": 0.2, "max_length": 32, "num_workers": 0}, "batch": {"global_batch_size": 8},
-    }  # fmt: skip
+        "data": {"train": "d.csv", "eval_fraction": 0.2, "max_length": 32, "num_workers": 0},
+        "batch": {"global_batch_size": 8},
+    }
     (tmp_path / "tc.yaml").write_text(json.dumps(recipe))
     sweep = ["sweep", "tc.yaml", "--seed", "0,1", "--output_dir", "out"]
     assert main(sweep) == 0
@@ -459,7 +469,8 @@ def test_attack_08_a_resume_reads_the_end_of_the_metrics_only(damaged: bool, tmp
 def test_attack_09_changed_options_of_a_task_are_an_event(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     source = (
-        "import torch\nfrom torch import nn\nfrom torch.utils.data import TensorDataset\nfrom accel_train import ModuleTask\n\n"
+        "import torch\nfrom torch import nn\nfrom torch.utils.data import TensorDataset\nfrom accel_train import "
+        "ModuleTask\n\n"
         "class Weighted(ModuleTask):\n"
         "    def data(self):\n        x = torch.ones(16, 3)\n        return TensorDataset(x, x.sum(1)), None\n"
         "    def model(self):\n        return nn.Linear(3, 1)\n"
@@ -1231,9 +1242,15 @@ SIZES = {
     "num_key_value_heads": 2,
 }  # fmt: skip
 DELTA = {
-    "model_type": "qwen3_5_text", **SIZES, "head_dim": 8, "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "layer_types": ["linear_attention"] * 3 + ["full_attention"],
-}  # fmt: skip
+    "model_type": "qwen3_5_text",
+    **SIZES,
+    "head_dim": 8,
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+}
 CONV = {"model_type": "lfm2", **SIZES, "layer_types": ["conv", "full_attention"] * 2}
 MAMBA = {
     "model_type": "mamba2", "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 8, "state_size": 8,
@@ -1390,10 +1407,14 @@ def test_field_02_the_router_loss_is_the_same_on_any_number_of_processes(
 
 
 THINKING = (
-    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}{%- if m.role == 'assistant' %}OPEN{%- if m.thoughts %}"
-    "{{- '<think>\\n' + m.thoughts + '\\n</think>\\n\\n' }}{%- elif loop.last %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
-    "{{- m.content + '<|im_end|>' }}CLOSE{%- else %}{{- m.content + '<|im_end|>' }}{%- endif %}{{- '\\n' }}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- if enable_thinking is defined and not enable_thinking %}"
+    "{%- for m in messages %}{{- '<|im_start|>' + m.role + '\\n' }}{%- if m.role == 'assistant' %}OPEN{%- if "
+    "m.thoughts %}"
+    "{{- '<think>\\n' + m.thoughts + '\\n</think>\\n\\n' }}{%- elif loop.last %}{{- '<think>\\n\\n</think>\\n\\n' "
+    "}}{%- endif %}"
+    "{{- m.content + '<|im_end|>' }}CLOSE{%- else %}{{- m.content + '<|im_end|>' }}{%- endif %}{{- '\\n' }}{%- endfor "
+    "%}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- if enable_thinking is defined and not "
+    "enable_thinking %}"
     "{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}{%- endif %}"
 )
 """As Qwen3's: the last turn of the assistant has a block of thoughts, which may be empty."""
@@ -1763,12 +1784,18 @@ def test_new_01_of_equal_accuracies_the_weights_with_the_lowest_held_out_loss_ar
     rows = [f"ticket {number}: {texts[number % 2]} {number * 37 % 9973},{'ba'[number % 2]}" for number in range(300)]
     Path("easy.csv").write_text("text,label\n" + "\n".join(rows) + "\n")
     recipe = {
-        "task": "text-classification", "output_dir": "run", "model": {"config": {"model_type": "ngrams"}}, "tokenizer": "bytes",
+        "task": "text-classification",
+        "output_dir": "run",
+        "model": {"config": {"model_type": "ngrams"}},
+        "tokenizer": "bytes",
         "data": {"train": "easy.csv", "eval_fraction": 0.2, "max_length": 32, "num_workers": 0, "cache_dir": "cache"},
-        "batch": {"global_batch_size": 16}, "optimizer": {"learning_rate": 0.02}, "schedule": {"max_steps": 60},
-        "evaluate": {"every_steps": 10, "metric_for_best_model": "accuracy"}, "log": {"progress": False},
+        "batch": {"global_batch_size": 16},
+        "optimizer": {"learning_rate": 0.02},
+        "schedule": {"max_steps": 60},
+        "evaluate": {"every_steps": 10, "metric_for_best_model": "accuracy"},
+        "log": {"progress": False},
         "checkpoint": {"load_best_model_at_end": True, "every_steps": 0},
-    }  # fmt: skip
+    }
     Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
     assert main(["run", "recipe.yaml"]) == 0
     lines = metrics(Path("run"), "eval")
@@ -1987,8 +2014,11 @@ def test_choices_system_prompts_and_weights_are_not_left_out(capsys: pytest.Capt
         "system_prompt": [
             {"system_prompt": "Be kind.", "question": row["question"], "response": "a reply to it"} for row in asked
         ],
-        "weight 0": [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": weight}]} for weight in (1, 0)],
-    }  # fmt: skip
+        "weight 0": [
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": weight}]}
+            for weight in (1, 0)
+        ],
+    }
     for said, refused_rows in refused.items():
         _jsonl("d.jsonl", refused_rows)
         assert main(["finetune", "d.jsonl", "--dry-run"]) == 2

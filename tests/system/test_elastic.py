@@ -1,4 +1,6 @@
-"""A run that goes on with other numbers of processes, and another layout, each time it is stopped or killed: the same run."""
+"""A run that goes on with other numbers of processes, and another layout, each time it is stopped or killed: the same
+run.
+"""
 
 import json
 import signal

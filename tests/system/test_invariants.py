@@ -1,4 +1,6 @@
-"""The promises, held with real processes: the same run on any number of them, after any kill, whatever a batch holds."""
+"""The promises, held with real processes: the same run on any number of them, after any kill,
+whatever a batch holds.
+"""
 
 import json
 import random

@@ -246,7 +246,8 @@ def model_with_code(trained: Path, tmp_path: Path, canary: Path) -> Path:
     )
     (folder / "tokenization_own.py").write_text(
         harm
-        + "from transformers import PreTrainedTokenizerFast\n\n\nclass OwnTokenizer(PreTrainedTokenizerFast):\n    pass\n"
+        + "from transformers import PreTrainedTokenizerFast\n\n\n"
+        + "class OwnTokenizer(PreTrainedTokenizerFast):\n    pass\n"
     )
     config = json.loads((folder / "config.json").read_text())
     config |= {"model_type": "own", "architectures": ["OwnModel"]}
@@ -427,7 +428,7 @@ MANIFESTS: dict[str, str] = {
     "a path upwards": '{"format": 1, "step": 4, "files": {"../../../secret": {"bytes": 6, "sha256": ""}}}',
     "an absolute path": '{"format": 1, "step": 4, "files": {"/etc/hostname": {"bytes": 6, "sha256": ""}}}',
     "an absurd size": '{"format": 1, "step": 4, "files": {"model.safetensors": {"bytes": 1e308, "sha256": ""}}}',
-    "a size that is no number": '{"format": 1, "step": 4, "files": {"model.safetensors": {"bytes": 1e999, "sha256": ""}}}',
+    "an infinite size": '{"format": 1, "step": 4, "files": {"model.safetensors": {"bytes": 1e999, "sha256": ""}}}',
     "a negative size": '{"format": 1, "step": 4, "files": {"model.safetensors": {"bytes": -1, "sha256": ""}}}',
     "too many digits": '{"format": 1, "step": ' + "9" * 10_000 + ', "files": {}}',
     "deep nesting": '{"format": 1, "step": 4, "files": ' + "[" * 200_000 + "]" * 200_000 + "}",

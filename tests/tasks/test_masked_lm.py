@@ -1,4 +1,6 @@
-"""Masked language modelling: which tokens are masked follows from seed, epoch and sample; the loss is transformers' own."""
+"""Masked language modelling: which tokens are masked follows from seed, epoch and sample; the loss is transformers'
+own.
+"""
 
 import json
 from pathlib import Path

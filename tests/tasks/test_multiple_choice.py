@@ -17,7 +17,13 @@ from accel_train.task import TaskData, load_task
 from accel_train.tasks.multiple_choice import MultipleChoice
 from tests.support.runs import REPOSITORY, metrics, run, write_recipe_file
 
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 128}  # fmt: skip
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 128,
+}
 BERT = {"model_type": "bert", **SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 MODERNBERT = {"model_type": "modernbert", "local_attention": 16, "classifier_pooling": "mean", **SIZES}
 PAIRS = {"cat": "meows", "dog": "barks", "cow": "moos"}

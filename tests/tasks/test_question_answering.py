@@ -1,4 +1,6 @@
-"""Question answering: answers stay at their place whatever the windows, each question counts once, mistakes are named."""
+"""Question answering: answers stay at their place whatever the windows, each question counts once,
+mistakes are named.
+"""
 
 import json
 import math
@@ -19,7 +21,13 @@ from accel_train.tasks.question_answering import QuestionAnswering
 from accel_train.tasks.text.answers import best_spans, overlap_answers, position_loss_sum
 from tests.support.runs import metrics, write_recipe_file
 
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 128}  # fmt: skip
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 128,
+}
 BERT = {"model_type": "bert", **SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 COLOURS, THINGS = ("red", "green", "blue"), ("house", "boat", "door", "hat")
 
@@ -104,9 +112,19 @@ def test_jsonl_parquet_csv_and_squads_own_form_are_read_as_the_same_samples(tmp_
     cells = [{**row, "answers": json.dumps(row["answers"])} for row in questions]
     pyarrow.csv.write_csv(pyarrow.Table.from_pylist(cells), tmp_path / "a.csv")
     squad = [
-        {"context": row["context"], "qas": [{"id": row["id"], "question": row["question"], "is_impossible": not row["answers"]["text"], "answers": [dict(zip(("text", "answer_start"), pair)) for pair in zip(*row["answers"].values())]}]}
+        {
+            "context": row["context"],
+            "qas": [
+                {
+                    "id": row["id"],
+                    "question": row["question"],
+                    "is_impossible": not row["answers"]["text"],
+                    "answers": [dict(zip(("text", "answer_start"), pair)) for pair in zip(*row["answers"].values())],
+                }
+            ],
+        }
         for row in questions
-    ]  # fmt: skip
+    ]
     (tmp_path / "a.json").write_text(json.dumps({"version": "v2.0", "data": [{"title": "", "paragraphs": squad}]}))
     task = load_task("question-answering")
     found = [
@@ -268,7 +286,10 @@ def test_a_question_longer_than_a_window_is_cut_to_leave_room_and_said(tmp_path:
 
 
 def test_questions_on_functions_are_answered_by_pythons_parser() -> None:
-    text = "def f(a, b=1, *, c=None):\n    x = a + b\n    for y in x:\n        pass\n    if x: raise KeyError(y)\n    return x\n"
+    text = (
+        "def f(a, b=1, *, c=None):\n    x = a + b\n    for y in x:\n        pass\n    if x: raise KeyError(y)\n    "
+        "return x\n"
+    )
     found = dict(_questions(text))
     assert {question: answer and answer[0] for question, answer in found.items()} == {
         "What is the default of a?": None,

@@ -1,4 +1,6 @@
-"""Segmentation: images and masks that go together, labels at their own size, counts of pixels, and faults that name both files."""
+"""Segmentation: images and masks that go together, labels at their own size, counts of pixels, and faults that name
+both files.
+"""
 
 import json
 from collections.abc import Callable
@@ -437,7 +439,8 @@ FAULTS = [
     ("size", r"images/5.bmp has 20 x 48 pixels and its mask .*masks/5.png has 8 x 9"),
     (
         "value",
-        r"masks/5.png, the mask of .*images/5.bmp: the pixel at x=3, y=7 is 77, but there are 3 classes.* set data.ignore_index: 77 if",
+        "masks/5.png, the mask of .*images/5.bmp: the pixel at x=3, y=7 is 77, but there are 3 classes.* set "
+        "data.ignore_index: 77 if",
     ),
     ("JPEG", r"masks/5.jpg: a mask must not be a JPEG, .* as PNG.*images/5.bmp"),
     ("colour", r"masks/5.png: a mask of mode RGB holds colours.*images/5.bmp"),

@@ -1,4 +1,6 @@
-"""Sequence to sequence: the loss is transformers' own, texts are generated for the rows asked for, and what is saved writes the same."""
+"""Sequence to sequence: the loss is transformers' own, texts are generated for the rows asked for, and what is saved
+writes the same.
+"""
 
 import csv
 import json
@@ -296,15 +298,24 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         task="seq2seq",
         model={"config": T5, "freeze": ["shared.*"]},
         data={
-            "train": str(folder / "a.csv"), "id_column": "name", "eval_fraction": 0.2, "max_length": 16,
-            "max_target_length": 24, "group_by_length": True,
+            "train": str(folder / "a.csv"),
+            "id_column": "name",
+            "eval_fraction": 0.2,
+            "max_length": 16,
+            "max_target_length": 24,
+            "group_by_length": True,
         },
         loss={"label_smoothing": 0.1},
         optimizer={"learning_rate": 1e-2, "ema_decay": 0.9, "layer_decay": 0.9},
         schedule={"max_steps": 30},
-        evaluate={"every_steps": 10, "metric_for_best_model": "chrf", "early_stopping_patience": 3, "sample_prompt": "31"},
+        evaluate={
+            "every_steps": 10,
+            "metric_for_best_model": "chrf",
+            "early_stopping_patience": 3,
+            "sample_prompt": "31",
+        },
         checkpoint={"every_steps": 0},
-    )  # fmt: skip
+    )
     run(recipe)
     return folder / "run"
 

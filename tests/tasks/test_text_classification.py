@@ -1,4 +1,6 @@
-"""Text classification: the loss is transformers' own whatever the batch, labels and weights are kept, mistakes are named."""
+"""Text classification: the loss is transformers' own whatever the batch, labels and weights are kept, mistakes are
+named.
+"""
 
 import csv
 import json

@@ -1,4 +1,6 @@
-"""The five text tasks on several processes, stopped and resumed, with adapters, and with a NaN: the same run as anywhere else."""
+"""The five text tasks on several processes, stopped and resumed, with adapters, and with a NaN: the same run as
+anywhere else.
+"""
 
 import json
 from pathlib import Path
@@ -102,9 +104,14 @@ def test_a_nan_is_skipped_and_adapters_are_trained_alone_and_merged(tmp_path: Pa
     trained = {"train_also": ["*classifier*", "*qa_outputs*"]} if MODELS[task] is READER else {}
     frozen = {"freeze": ["*embeddings*"]} if MODELS[task] is READER else {}
     done = recipe(
-        tmp_path, task, model={"config": MODELS[task], "lora": {"rank": 2, **trained}, **frozen},
-        options={"nan_at": {"step": 2, "rank": 0}}, optimizer={"learning_rate": 1e-2}, schedule={"max_steps": 3}, evaluate={"every_steps": 0},
-    )  # fmt: skip
+        tmp_path,
+        task,
+        model={"config": MODELS[task], "lora": {"rank": 2, **trained}, **frozen},
+        options={"nan_at": {"step": 2, "rank": 0}},
+        optimizer={"learning_rate": 1e-2},
+        schedule={"max_steps": 3},
+        evaluate={"every_steps": 0},
+    )
     run(done)
     folder = tmp_path / "run"
     assert [event["step"] for event in events(folder, "skip")] == [2]

@@ -1,4 +1,6 @@
-"""Token classification: words keep their tags whatever the tokenizer cuts, the loss is transformers' own, mistakes are named."""
+"""Token classification: words keep their tags whatever the tokenizer cuts, the loss is transformers' own, mistakes are
+named.
+"""
 
 import json
 from pathlib import Path
@@ -19,7 +21,13 @@ from accel_train.task import TaskData, load_task
 from accel_train.tasks.token_classification import TokenClassification, word_logits
 from tests.support.runs import metrics, write_recipe_file
 
-SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 128}  # fmt: skip
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 128,
+}
 BERT = {"model_type": "bert", **SIZES, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 PEOPLE, PLACES = ("Ada Lovelace", "Emmy Noether", "Zoë"), ("New York", "Erlangen", "Bonn")
 
@@ -210,16 +218,42 @@ def test_rows_that_are_no_tagged_sentences_are_named(tmp_path: Path) -> None:
 def test_names_of_a_function_are_tagged_as_python_understands_them() -> None:
     words, tags = tagged_words("def f(self, x=LIMIT):\n    y = os.path.join(x, sep=self.a)\n    return y  # z\n")
     assert list(zip(words, tags)) == [
-        ("def", "O"), ("f", "B-function"), ("(", "O"), ("self", "B-parameter"), (",", "O"), ("x", "B-parameter"), ("=", "O"),
-        ("LIMIT", "B-global"), (")", "O"), (":", "O"), ("y", "B-variable"), ("=", "O"), ("os", "B-call"), (".", "I-call"),
-        ("path", "I-call"), (".", "I-call"), ("join", "I-call"), ("(", "O"), ("x", "B-parameter"), (",", "O"), ("sep", "B-keyword"),
-        ("=", "O"), ("self", "B-attribute"), (".", "I-attribute"), ("a", "I-attribute"), (")", "O"), ("return", "O"), ("y", "B-variable"),
-    ]  # fmt: skip
+        ("def", "O"),
+        ("f", "B-function"),
+        ("(", "O"),
+        ("self", "B-parameter"),
+        (",", "O"),
+        ("x", "B-parameter"),
+        ("=", "O"),
+        ("LIMIT", "B-global"),
+        (")", "O"),
+        (":", "O"),
+        ("y", "B-variable"),
+        ("=", "O"),
+        ("os", "B-call"),
+        (".", "I-call"),
+        ("path", "I-call"),
+        (".", "I-call"),
+        ("join", "I-call"),
+        ("(", "O"),
+        ("x", "B-parameter"),
+        (",", "O"),
+        ("sep", "B-keyword"),
+        ("=", "O"),
+        ("self", "B-attribute"),
+        (".", "I-attribute"),
+        ("a", "I-attribute"),
+        (")", "O"),
+        ("return", "O"),
+        ("y", "B-variable"),
+    ]
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a finished run on sentences about people and places; the last ones are longer than its max_length."""
+    """A folder with a finished run on sentences about people and places; the last ones are longer
+    than its max_length.
+    """
     folder = tmp_path_factory.mktemp("finished")
     write_conll(folder / "a.conll")
     recipe = write_recipe_file(

@@ -1,4 +1,6 @@
-"""What a recipe chooses beside the plain loop: early stopping, the best weights, averages, adapters, short steps, augmentation."""
+"""What a recipe chooses beside the plain loop: early stopping, the best weights, averages, adapters, short steps,
+augmentation.
+"""
 
 import json
 import math
@@ -37,7 +39,9 @@ from tests.support.tasks.probe import ProbeTask
 
 
 class ScriptedScores(ProbeTask):
-    """Evaluations report the next of `options.scores` as `quality`, and of `options.losses`, where given, as the loss."""
+    """Evaluations report the next of `options.scores` as `quality`, and of `options.losses`, where
+    given, as the loss.
+    """
 
     metric_names = ("quality",)
 

@@ -1,4 +1,6 @@
-"""What a run gets wrong is kept for the report: the same samples that `predict` gets wrong, the most confident first."""
+"""What a run gets wrong is kept for the report: the same samples that `predict` gets wrong, the
+most confident first.
+"""
 
 import base64
 import csv

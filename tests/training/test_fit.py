@@ -168,7 +168,8 @@ def test_a_task_of_three_methods_and_a_recipe_without_model_and_data_train_and_e
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("my_task.py").write_text(
-        "import torch\nfrom torch import nn\nfrom torch.utils.data import TensorDataset\nfrom accel_train import ModuleTask\n\n"
+        "import torch\nfrom torch import nn\nfrom torch.utils.data import TensorDataset\nfrom accel_train import "
+        "ModuleTask\n\n"
         "class Line(ModuleTask):\n"
         "    def data(self):\n"
         "        x = torch.randn(64, 3, generator=torch.Generator().manual_seed(self.recipe.seed))\n"

@@ -1,4 +1,6 @@
-"""What a step has to learn from: a batch without targets is skipped, data without any stops the run, and no count is negative."""
+"""What a step has to learn from: a batch without targets is skipped, data without any stops the run, and no count is
+negative.
+"""
 
 import json
 from pathlib import Path
@@ -46,7 +48,9 @@ def test_a_batch_whose_num_targets_is_no_count_stops_before_a_step(tmp_path: Pat
 
 @pytest.mark.parametrize("classes", [False, True])
 def test_a_step_without_a_target_changes_no_weight_and_is_named(tmp_path: Path, classes: bool) -> None:
-    """The third step reads samples 16 to 23; with it the weights are those of the run that ends before it, to the bit."""
+    """The third step reads samples 16 to 23; with it the weights are those of the run that ends
+    before it, to the bit.
+    """
     before = weights_after(recipe_for(tmp_path / "before", max_steps=2, classes=classes))
     after = weights_after(recipe_for(tmp_path / "after", max_steps=3, ignored=list(range(16, 24)), classes=classes))
     assert all(before[name].equal(after[name]) for name in before)
@@ -55,7 +59,9 @@ def test_a_step_without_a_target_changes_no_weight_and_is_named(tmp_path: Path, 
 
 
 def assert_third_step_left_no_trace(run: Path, kinds: tuple[str, ...]) -> None:
-    """Weights, running statistics, moments, step counts and averages of the steps 2 and 3 are the same bits; those of 4 are not."""
+    """Weights, running statistics, moments, step counts and averages of the steps 2 and 3 are the same bits; those of 4
+    are not.
+    """
     second, third, fourth = (
         {
             f"{kind}:{name}": stored.read(name).numpy().tobytes()

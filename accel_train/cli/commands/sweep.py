@@ -41,8 +41,8 @@ SWEEP = Command(
     {
         "recipe": {
             "metavar": "RECIPE",
-            "help": "recipe file, or a name from `accel-train recipes`; give settings several values, --seed 0,1,2, or a "
-            "range, --optimizer.learning_rate 1e-5..1e-3; commas within [ ], { }, and quotation marks do not split",
+            "help": "recipe file, or a name from `accel-train recipes`; give settings several values, --seed 0,1,2, or "
+            "a range, --optimizer.learning_rate 1e-5..1e-3; commas within [ ], { }, and quotation marks do not split",
         },
         "--random": {
             "metavar": "N",

@@ -1,4 +1,6 @@
-"""`stdlib-names`: the name is blanked wherever it stands, is one of four, and at no place or by no name alone can it be told."""
+"""`stdlib-names`: the name is blanked wherever it stands, is one of four, and at no place or by no name alone can it be
+told.
+"""
 
 import re
 from collections import Counter

@@ -132,7 +132,14 @@ def test_the_files_of_a_folder_are_listed_once(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_class_folders_of_keras_are_read_with_their_validation_part() -> None:
-    write(*(f"pets/{part}/{kind}/{number}.jpg" for part in ("train", "validation") for kind in ("cats", "dogs") for number in range(3)))  # fmt: skip
+    write(
+        *(
+            f"pets/{part}/{kind}/{number}.jpg"
+            for part in ("train", "validation")
+            for kind in ("cats", "dogs")
+            for number in range(3)
+        )
+    )
     write("pets/vectorize.py", content="import os")
     sets = read_labelled_images(Data(train="pets", eval_fraction=0.5))
     assert sets.label_names == ("cats", "dogs")

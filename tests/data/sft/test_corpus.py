@@ -1,4 +1,6 @@
-"""Fine-tuning rows: which tokens are learned, packing that changes no loss, and errors that name file, row and column."""
+"""Fine-tuning rows: which tokens are learned, packing that changes no loss, and errors that name
+file, row and column.
+"""
 
 import ast
 import json
@@ -32,8 +34,14 @@ MARKED = (
     "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}<|endoftext|>\n{%- endgeneration %}"
     "{% else %}{{ message.content }}<|endoftext|>\n{% endif %}{% endfor %}"
 )
-STRICT = "{% for message in messages %}{% if message.role not in ['user', 'assistant'] %}{{ raise_exception('no ' + message.role) }}{% endif %}{{ message.content }}<|endoftext|>{% endfor %}"
-FORGETFUL = "{% for message in messages %}{% if loop.last or message.role == 'user' %}{{ message.content }}<|endoftext|>{% endif %}{% endfor %}"
+STRICT = (
+    "{% for message in messages %}{% if message.role not in ['user', 'assistant'] %}{{ raise_exception('no ' + "
+    "message.role) }}{% endif %}{{ message.content }}<|endoftext|>{% endfor %}"
+)
+FORGETFUL = (
+    "{% for message in messages %}{% if loop.last or message.role == 'user' %}{{ message.content }}<|endoftext|>{% "
+    "endif %}{% endfor %}"
+)
 
 WIDE_MODEL = TINY_MODEL | {"n_positions": 160}
 Make = Callable[..., Recipe]
@@ -61,9 +69,12 @@ def load(recipe: Recipe) -> tuple[CausalLM, TaskData]:
 
 def ragged_rows(count: int) -> list[dict[str, Any]]:
     return [
-        {"prompt": f"{number} plus {number * 7 % 11} is" * (1 + number % 2), "completion": f" {number + number * 7 % 11}" * (1 + number % 3)}
+        {
+            "prompt": f"{number} plus {number * 7 % 11} is" * (1 + number % 2),
+            "completion": f" {number + number * 7 % 11}" * (1 + number % 3),
+        }
         for number in range(count)
-    ]  # fmt: skip
+    ]
 
 
 def chat(*turns: str) -> dict[str, Any]:

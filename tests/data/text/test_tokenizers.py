@@ -79,7 +79,9 @@ def test_bytes_and_bpe_never_read_the_separator_out_of_a_document() -> None:
 
 
 def word_level(**special: str) -> PreTrainedTokenizerFast:
-    """A tokenizer whose vocabulary has the separator as an ordinary word: `encode_special_tokens` alone lets it pass."""
+    """A tokenizer whose vocabulary has the separator as an ordinary word: `encode_special_tokens`
+    alone lets it pass.
+    """
     words = ["<unk>", "</s>", "<", "/s>", "a", "b"]
     backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

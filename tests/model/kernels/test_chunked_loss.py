@@ -34,9 +34,26 @@ from tests.support.hf_models import small_config
 
 NUM_POSITIONS, WIDTH, VOCABULARY = 60, 48, 211
 CHECKED_TYPES = (
-    "gpt2", "llama", "mistral", "qwen2", "qwen3", "gpt_neox", "opt", "phi", "phi3", "gemma", "olmo", "olmo2", "smollm3", "stablelm",
-    "starcoder2", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe",
-)  # fmt: skip
+    "gpt2",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gpt_neox",
+    "opt",
+    "phi",
+    "phi3",
+    "gemma",
+    "olmo",
+    "olmo2",
+    "smollm3",
+    "stablelm",
+    "starcoder2",
+    "mixtral",
+    "olmoe",
+    "qwen2_moe",
+    "qwen3_moe",
+)
 Losses = Callable[..., Tensor]
 
 

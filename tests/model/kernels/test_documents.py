@@ -1,4 +1,6 @@
-"""Documents that share a window: the same attention, losses and gradients as under a dense mask, in memory linear in the length."""
+"""Documents that share a window: the same attention, losses and gradients as under a dense mask, in memory linear in
+the length.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -71,7 +73,9 @@ def packed_rows() -> dict[str, Any]:
     starts = np.concatenate([[0], np.cumsum(lengths + 1)])
     tokens = np.random.default_rng(0).integers(1, 60, starts[-1]).astype(np.int32)
     is_target = np.random.default_rng(1).random(starts[-1]) < 0.5
-    rows = PackedRows(TokenRows(tokens, is_target, starts), [np.arange(3), np.array([3, 4])], sequence_length=LENGTH, padding_id=0)  # fmt: skip
+    rows = PackedRows(
+        TokenRows(tokens, is_target, starts), [np.arange(3), np.array([3, 4])], sequence_length=LENGTH, padding_id=0
+    )
     batch = collate_packed([rows[0], rows[1]])
     batch.pop("num_targets")
     return batch
@@ -259,7 +263,9 @@ def attend_like_varlen(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, key_starts: Tensor, longest: int, longest_key: int,
     *, scale: float | None, window_size: tuple[int, int], enable_gqa: bool,
 ) -> Tensor:  # fmt: skip
-    """What torch documents of `varlen_attn`, which has no kernel on a CPU: (total, heads, size), by the starts of sequences."""
+    """What torch documents of `varlen_attn`, which has no kernel on a CPU: (total, heads, size), by the starts of
+    sequences.
+    """
     assert starts.dtype == torch.int32
     assert starts is key_starts
     assert window_size == (-1, 0)

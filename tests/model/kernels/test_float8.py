@@ -1,4 +1,6 @@
-"""float8 products by emulation on a CPU: which layers have them, that they train, resume and shard, and that names stay."""
+"""float8 products by emulation on a CPU: which layers have them, that they train, resume and shard, and that names
+stay.
+"""
 
 import json
 import shutil

@@ -1,4 +1,6 @@
-"""A program as a user writes it, which test_hf_processes runs under torchrun: train, evaluate, predict, and say what came of it."""
+"""A program as a user writes it, which test_hf_processes runs under torchrun: train, evaluate, predict, and say what
+came of it.
+"""
 
 import json
 import sys

@@ -1,4 +1,6 @@
-"""A program as a user writes it, for two processes: evaluate and predict by Seq2SeqTrainer with generated texts, and say what came of it."""
+"""A program as a user writes it, for two processes: evaluate and predict by Seq2SeqTrainer with generated texts, and
+say what came of it.
+"""
 
 import json
 import sys

@@ -1,4 +1,6 @@
-"""A program as a user writes it, with the model sharded: `hf_sharded.py FOLDER KIND BASE`, where KIND is none or one of KINDS."""
+"""A program as a user writes it, with the model sharded: `hf_sharded.py FOLDER KIND BASE`, where KIND is none or one of
+KINDS.
+"""
 
 import json
 import sys

@@ -1,7 +1,8 @@
 """A run with faults, started under torchrun or in a test's own process: `python number_fault_program.py PLAN.json`.
 
 The plan: `recipe`; `faults`, each a `number_fault_task.Fault` whose sample is named by (step, rank, micro_batch, row);
-`never_applied`, steps to be passed over; `ignored`, places of samples without a target; `kill_at`, a step; `fp16_scale`: autocast to fp16, with a loss scale from there; `out`, a folder,
+`never_applied`, steps to be passed over; `ignored`, places of samples without a target; `kill_at`, a step;
+`fp16_scale`: autocast to fp16, with a loss scale from there; `out`, a folder,
 where each process leaves what it saw: a digest of its weights and moments after each step, and at the end.
 """
 

@@ -1,6 +1,7 @@
 """Muon over matrices that FSDP2 shards, beside Muon over whole ones with the same gradients: `sharded_muon.py COPIES`.
 
-Some matrices have rows that the processes do not divide, one has fewer rows than there are processes. The third step has a NaN,
+Some matrices have rows that the processes do not divide, one has fewer rows than there are processes. The third step
+has a NaN,
 and is skipped. Prints, a line of JSON: the shapes of what this process made orthogonal in a step.
 """
 

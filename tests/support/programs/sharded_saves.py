@@ -1,6 +1,7 @@
 """Four saves of sharded tensors, and a layout that changes before the third: `sharded_saves.py FOLDER`.
 
-Prints, a line of JSON: how often this process planned for all, and the checkpoints that read back other values than were saved.
+Prints, a line of JSON: how often this process planned for all, and the checkpoints that read back other values than
+were saved.
 """
 
 import json

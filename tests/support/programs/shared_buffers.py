@@ -1,4 +1,6 @@
-"""Two steps of a module that averages its input in a buffer, each process with other samples; prints the buffer after each."""
+"""Two steps of a module that averages its input in a buffer, each process with other samples; prints the buffer after
+each.
+"""
 
 import json
 

@@ -1,4 +1,5 @@
-"""`split_head.py FOLDER`, in several processes: the loss of language models whose output layer they split, in chunks and whole.
+"""`split_head.py FOLDER`, in several processes: the loss of language models whose output layer they split, in chunks
+and whole.
 
 `FOLDER/rank-R.json` has for each case the errors of both against one process in fp64, and what each of them made.
 """

@@ -1,4 +1,5 @@
-"""A task for the search for the micro-batch: a real limit on the process's address space, and activations that are large in it.
+"""A task for the search for the micro-batch: a real limit on the process's address space, and activations that are
+large in it.
 
 What a row keeps for the backward pass is address space that nobody touches, so that gigabytes of it cost no time.
 """
@@ -31,7 +32,8 @@ class Keeps(torch.autograd.Function):
 
 
 class MemoryTask(ProbeTask):
-    """`options`, beside those of ProbeTask: mebibytes_a_row; address_space_gibibytes: of each rank (0: no limit); forwards:
+    """`options`, beside those of ProbeTask: mebibytes_a_row; address_space_gibibytes: of each rank (0: no limit);
+    forwards:
     a folder where each process writes the rows of each training forward."""
 
     def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:

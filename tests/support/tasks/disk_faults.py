@@ -1,4 +1,6 @@
-"""A task for tests of checkpoints and rollbacks: poisoned samples, and faults of the disk and of this process on demand."""
+"""A task for tests of checkpoints and rollbacks: poisoned samples, and faults of the disk and of this process on
+demand.
+"""
 
 import os
 import resource
@@ -48,7 +50,8 @@ class DiskTask(CausalLM):
     slow_fsync: seconds that each fsync of a checkpoint takes;
     kill_in_save: this process is killed in its second save, before the fsync of the file or folder of this name;
     kill_after_rollback: the so-manieth forward pass after the first rollback kills this process;
-    kill_in_rollback: this process is killed before "record", before "removal", or "after" both; number: of which rollback;
+    kill_in_rollback: this process is killed before "record", before "removal", or "after" both; number: of which
+    rollback;
     interrupt_at: the so-manieth forward pass presses Ctrl-C twice, where a checkpoint is being written.
     """
 

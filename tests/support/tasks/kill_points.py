@@ -1,6 +1,8 @@
-"""Language modelling with ragged batches that kills processes of its run at a chosen place: in reading, training, evaluating.
+"""Language modelling with ragged batches that kills processes of its run at a chosen place: in reading, training,
+evaluating.
 
-`KILL_PLACE` (load, forward, backward, evaluate), `KILL_COUNT` (the how manieth time a process comes there), `KILL_RANK` and
+`KILL_PLACE` (load, forward, backward, evaluate), `KILL_COUNT` (the how manieth time a process comes there), `KILL_RANK`
+and
 `KILL_WHO` (rank, group, launcher) in the environment say where and whom; without them it is a task like any other.
 """
 

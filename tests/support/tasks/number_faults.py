@@ -1,4 +1,5 @@
-"""A task whose samples break on demand: in a module, on the way back through one, in the loss, in a gradient, or as read.
+"""A task whose samples break on demand: in a module, on the way back through one, in the loss, in a gradient, or as
+read.
 
 A fault belongs to a sample, wherever the sample is read, so that it happens again when its step is computed again; or,
 with `once`, it is gone after the first time.
@@ -268,10 +269,13 @@ class FaultyLanguageModel(CausalLM):
 
 
 class Uncounted(FaultyRegression):
-    """The regression with `options.targets` in the place of the count of each batch, and samples ignored by `options.ignored`.
+    """The regression with `options.targets` in the place of the count of each batch, and samples ignored by
+    `options.ignored`.
 
-    With `options.classes` it tells numbers above 0 from others by `cross_entropy`, whose gradient of ignored labels is exactly 0.
-    With `options.of_mean` the loss is their mean times the rows: NaN where all are ignored, with gradients of exactly 0.
+    With `options.classes` it tells numbers above 0 from others by `cross_entropy`, whose gradient of ignored labels is
+    exactly 0.
+    With `options.of_mean` the loss is their mean times the rows: NaN where all are ignored, with gradients of exactly
+    0.
     """
 
     classes = of_mean = False

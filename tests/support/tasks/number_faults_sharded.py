@@ -1,4 +1,6 @@
-"""The tasks of `number_fault_task` for processes that hold parts of a model: what breaks is named by the recipe's `options.faults`."""
+"""The tasks of `number_fault_task` for processes that hold parts of a model: what breaks is named by the recipe's
+`options.faults`.
+"""
 
 from collections.abc import Sequence
 from functools import partial

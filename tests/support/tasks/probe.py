@@ -1,4 +1,6 @@
-"""A task for the tests of the loop: language modelling that records what it reads, with ragged targets and faults on demand."""
+"""A task for the tests of the loop: language modelling that records what it reads, with ragged targets and faults on
+demand.
+"""
 
 import json
 import math
@@ -70,8 +72,10 @@ class RecordingDataset(Dataset[Any]):
 
 
 class ProbeTask(CausalLM):
-    """`options`: record (folder), ragged (bool), nan_at / inf_at / kill_at / term_at / hang_at: {step, rank}, nan_from: step;
-    no_room: {rank (or every), rows, where: forward or backward, from_step, block, times}: out of memory with more rows in a micro-batch, in
+    """`options`: record (folder), ragged (bool), nan_at / inf_at / kill_at / term_at / hang_at: {step, rank}, nan_from:
+    step;
+    no_room: {rank (or every), rows, where: forward or backward, from_step, block, times}: out of memory with more rows
+    in a micro-batch, in
     training, at the end of the forward or, where a block is named, in that one; so many times, or always;
     no_room_to_evaluate: rows; counts_forwards: a batch norm, whose statistics are those of the steps that were done;
     seconds_a_forward: how long each takes at least; logits_at_once: how many, where the loss is computed in chunks."""

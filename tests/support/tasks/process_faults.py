@@ -1,4 +1,6 @@
-"""A task whose processes fail, hang and dawdle on demand: what happens to one process, and what the others make of it."""
+"""A task whose processes fail, hang and dawdle on demand: what happens to one process, and what the
+others make of it.
+"""
 
 import os
 import resource
@@ -54,13 +56,17 @@ def note_opened(path: Path, opened: str) -> None:
 
 
 class FaultTask(ProbeTask):
-    """`options`, beside those of ProbeTask: raise_at / exit_at / sys_exit_at / sigstop_at / spin_at / flip_at: {step, rank};
+    """`options`, beside those of ProbeTask: raise_at / exit_at / sys_exit_at / sigstop_at / spin_at / flip_at: {step,
+    rank};
 
     seconds: {load, build, step, evaluate, read}: how long each takes; data_worker: killed, hangs_up, exits or hangs;
-    in_load / in_build: {rank, fault: raise}; other_data: rank whose data differs; file_limit: {bytes, rank}: longer files cannot be written;
+    in_load / in_build: {rank, fault: raise}; other_data: rank whose data differs; file_limit: {bytes, rank}: longer
+    files cannot be written;
     flip_part_at: {step, rank}: a bit of what this process holds of a block that FSDP2 spreads;
-    slow: {rank, read, step or block: seconds}, of one process alone (-1: all); timeouts: a folder where each process writes
-    how long a collective may wait, in seconds, at each forward; opened: a folder where each process writes which files of
+    slow: {rank, read, step or block: seconds}, of one process alone (-1: all); timeouts: a folder where each process
+    writes
+    how long a collective may wait, in seconds, at each forward; opened: a folder where each process writes which files
+    of
     checkpoints Python opens after the data are loaded (safetensors reads tensors without it).
     """
 

@@ -12,7 +12,8 @@ from accel_train.tasks.causal_lm import CausalLM
 
 
 class ForgetfulTask(CausalLM):
-    """`options`: counts (the loss depends on a count that no checkpoint holds), chance (on the system's random numbers),
+    """`options`: counts (the loss depends on a count that no checkpoint holds), chance (on the system's random
+    numbers),
     unreadable (the third batch cannot be read)."""
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:

@@ -1,4 +1,6 @@
-"""A regression with parameters that take no part in the loss: never, on one process, in some micro-batches, or from a step on."""
+"""A regression with parameters that take no part in the loss: never, on one process, in some micro-batches, or from a
+step on.
+"""
 
 import os
 from collections.abc import Mapping
@@ -31,9 +33,11 @@ class Plain(nn.Module):
 
 
 class Unused(FaultyRegression):
-    """`options`: never (bool): `spare` is never used; branch: `first` or `second` is, by the first sample of a micro-batch;
+    """`options`: never (bool): `spare` is never used; branch: `first` or `second` is, by the first sample of a
+    micro-batch;
     leaves: {call, rank}: the head's bias takes no part in the forward of that number, and those after it; on
-    all processes with rank -1; layers: that many, which FSDP2 gathers one at a time; drops: process r computes all but layer r; shared: the first two
+    all processes with rank -1; layers: that many, which FSDP2 gathers one at a time; drops: process r computes all but
+    layer r; shared: the first two
     layers have one weight; scalar: `scale` is a weight without dimensions."""
 
     def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
