@@ -84,12 +84,12 @@ class RunPlan:
 
     @property
     def can_evaluate(self) -> bool:
-        """Whether the run has evaluation data or an evaluation function."""
+        """Return whether the run has evaluation data or an evaluation function."""
         return self.data.eval is not None or self.extensions.evaluate is not None
 
     @property
     def evaluates_part(self) -> bool:
-        """Whether evaluations during training read only part of the samples."""
+        """Return whether evaluations during training read only part of the samples."""
         if self.extensions.evaluate is not None or self.data.eval is None:
             return False
         most = self.recipe.evaluate.max_samples

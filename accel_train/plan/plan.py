@@ -87,7 +87,7 @@ class Plan:
 
     @property
     def has_length(self) -> bool:
-        """Whether the number of steps is known."""
+        """Return whether the number of steps is known."""
         return self.reads_data or self.recipe.schedule.max_steps is not None
 
     @property

@@ -261,7 +261,7 @@ class Data(Section):
 
     @property
     def train_key(self) -> str:
-        """What messages call the data of `train`."""
+        """Return the name of the `train` data in messages."""
         return self._train_key
 
     @property
