@@ -12,9 +12,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from pydantic import ValidationError
+
+from accel_train.core.errors import SettingError
 from accel_train.core.format import did_you_mean
+from accel_train.recipe.data import Data, OwnData
+from accel_train.recipe.tasks import TASKS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,31 +29,6 @@ if TYPE_CHECKING:
 
     from accel_train.core.state import Choice
     from accel_train.recipe.schema import Recipe
-
-TASKS = {
-    "causal-lm": "accel_train.tasks.causal_lm:CausalLM",
-    "text-classification": "accel_train.tasks.text_classification:TextClassification",
-    "image-classification": "accel_train.tasks.image_classification:ImageClassification",
-    "semantic-segmentation": "accel_train.tasks.semantic_segmentation:SemanticSegmentation",
-    "token-classification": "accel_train.tasks.token_classification:TokenClassification",
-    "seq2seq": "accel_train.tasks.seq2seq:Seq2Seq",
-    "masked-lm": "accel_train.tasks.masked_lm:MaskedLM",
-    "question-answering": "accel_train.tasks.question_answering:QuestionAnswering",
-    "multiple-choice": "accel_train.tasks.multiple_choice:MultipleChoice",
-}
-"""Built-in tasks by the name that a recipe uses, imported only when used."""
-TARGET_UNITS = {
-    "causal-lm": "tokens",
-    "text-classification": "samples",
-    "image-classification": "images",
-    "semantic-segmentation": "pixels",
-    "token-classification": "words",
-    "seq2seq": "tokens",
-    "masked-lm": "targets",
-    "question-answering": "samples",
-    "multiple-choice": "samples",
-}
-"""Unit that a task's loss is divided by; `targets` for a custom task."""
 
 
 def rate_name(targets: str) -> str:
@@ -141,7 +121,12 @@ class Task(ABC):
 
     A task may set `metric_names = (...)`, the names that its `score` reports in addition to the loss. Without it, a few
     samples are evaluated before the first step if `evaluate.metric_for_best_model` is not the loss.
+
+    A task declares its settings as `Data = MyData`, a class derived from `accel_train.recipe.data.Data` or from another
+    task's class. `MyData.of(recipe.data)` reads them. Without it, `data` has the settings that all tasks share.
     """
+
+    Data: ClassVar[type[Data]] = Data
 
     @abstractmethod
     def load_data(self, recipe: "Recipe", *, progress: bool) -> TaskData:
@@ -233,12 +218,12 @@ def load_task(name: str) -> Task:
     Raises:
         ValueError: the task, module, or class does not exist, or lacks a method of `Task`.
     """
-    target = TASKS.get(name, name)
+    target = TASKS[name].path if name in TASKS else name
     if ":" not in target:
         hint = did_you_mean(name, TASKS, f"there are {', '.join(sorted(TASKS))}", show=repr)
         raise ValueError(f"task={name!r} is no task of accel_train; {hint} A custom task is written module:Class")
     found = load_class("task", target, "accel_train.task.Task")
-    methods = [name for name in vars(Task) if not name.startswith("_")]
+    methods = [name for name in vars(Task) if not name.startswith("_") and name != "Data"]
     abstract = sorted(getattr(found, "__abstractmethods__", ()))
     missing = abstract or [method for method in methods if not callable(getattr(found, method, None))]
     if missing:
@@ -253,6 +238,33 @@ def load_task(name: str) -> Task:
             f"task={name!r} cannot be made without arguments: {error}; a task is made by {found.__name__}()"
         ) from error
     return task
+
+
+def with_data_of(task: Task, recipe: "Recipe") -> "Recipe":
+    """Return the recipe with its `data` as the class that the task declares.
+
+    Only a custom task changes anything: its settings are unknown until the task is loaded.
+
+    Raises:
+        SettingError: the task has no such setting, or its class does not take the value.
+    """
+    kind: type[Data] = getattr(task, "Data", Data)
+    if isinstance(recipe.data, kind) and type(recipe.data) is not OwnData:
+        return recipe
+    try:
+        data = kind.model_validate(recipe.data.model_dump(exclude_unset=True)).shown_as(recipe.data.train_key)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        name = ".".join(["data", *map(str, problem["loc"])])
+        own = ", ".join(name for name in kind.model_fields if name not in Data.model_fields)
+        unknown = f"task {recipe.task} has {f'the settings {own}' if own else 'only the settings of all tasks'}"
+        raise SettingError(
+            unknown if problem["type"] == "extra_forbidden" else problem["msg"],
+            "correct it, or leave it out",
+            at=f"{name}={problem['input']!r} ({recipe.origin(name)})",
+            settings=(name,),
+        ) from error
+    return recipe.model_copy(update={"data": data})
 
 
 def load_class(setting: str, name: str, base: str) -> type[Any]:

@@ -41,7 +41,7 @@ def measure(documents: int, layers: int, width: int, rounds: int) -> dict[str, d
 
     from accel_train.data.text.tokens import collate_windows
     from accel_train.model.kernels.attention import choose_attention
-    from accel_train.tasks.causal_lm import CausalLM
+    from accel_train.tasks.causal_lm.task import CausalLM
 
     torch.set_num_threads(1)
     found: dict[str, dict[str, Any]] = {}

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from accel_train.recipe.schema import Recipe
 from accel_train.task import TaskData
-from accel_train.tasks.causal_lm import CausalLM
+from accel_train.tasks.causal_lm.task import CausalLM
 from benchmarks.faults_loops import Faults, Job
 
 

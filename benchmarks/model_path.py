@@ -73,7 +73,7 @@ def build(family: str, sizes: dict[str, int], *, stock: bool, compiled: bool) ->
     from accel_train.model.compile import compile_module
     from accel_train.model.pretrained import transformers_model
     from accel_train.recipe.schema import Precision
-    from accel_train.tasks.causal_lm import attention_arguments
+    from accel_train.tasks.causal_lm.task import attention_arguments
 
     fields = config_of(family, sizes)
     config = AutoConfig.for_model(**fields)

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from accel_train.data.order import DataOrder
 from accel_train.recipe.schema import Recipe
 from accel_train.task import TaskData
-from accel_train.tasks.causal_lm import CausalLM
+from accel_train.tasks.causal_lm.task import CausalLM
 
 DATA_POISONS = ("nan_samples", "nan_batches", "shuffled_labels", "repeated_tokens")
 MOMENT_POISONS = ("learning_rate_x50", "bit_flips")

@@ -174,7 +174,7 @@ def _forked(variant: str, recipe: Mapping[str, Any], warmup_steps: int, folder: 
 
 def import_everything() -> None:
     """What the measured processes need, once for all of them."""
-    for name in ("accelerate", "torch.distributed", "accel_train.training.train", "accel_train.tasks.causal_lm"):
+    for name in ("accelerate", "torch.distributed", "accel_train.training.train", "accel_train.tasks.causal_lm.task"):
         import_module(name)
     for name in ("AutoModelForCausalLM", "GPT2LMHeadModel"):
         getattr(import_module("transformers"), name)  # loaded when it is named

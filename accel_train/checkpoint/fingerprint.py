@@ -12,6 +12,7 @@ from torch import Tensor
 from accel_train.core.redaction import redact
 from accel_train.data.batch_sizes import BatchSizes
 from accel_train.optim.schedule import StepPlan
+from accel_train.recipe.data import ImageData
 from accel_train.recipe.names import recipe_names, value_of
 from accel_train.recipe.optimizer import optimizer_kind
 from accel_train.recipe.schema import Recipe
@@ -69,10 +70,10 @@ class Change(NamedTuple):
 def run_identity(recipe: Recipe, data: TaskData, sizes: BatchSizes, steps: StepPlan) -> dict[str, Any]:
     """Return the fingerprint of a run as plain JSON values. A checkpoint resumes only if fingerprints are equal."""
     identity = {
-        **{name: value_of(recipe, name) for name in IDENTITY},
+        **{name: value_of(recipe, name) for name in IDENTITY if _has(recipe, name)},
         "model": recipe.model.model_dump(exclude=NOT_OF_MODEL),
         "data.fingerprint": data.fingerprint,
-        "data.augment": recipe.data.augment.model_dump(),
+        **({"data.augment": recipe.data.augment.model_dump()} if isinstance(recipe.data, ImageData) else {}),
         # chunked only changes rounding.
         "loss": recipe.loss.model_dump(exclude={"chunked"}),
         "batch.global_batch_size": sizes.global_batch_size,
@@ -166,6 +167,11 @@ def _differences(was: Any, now: Any, name: str) -> Iterator[tuple[str, Any, Any]
         yield name, was, now
 
 
+def _has(recipe: Recipe, name: str) -> bool:
+    section, _, field = name.partition(".")
+    return section != "data" or hasattr(recipe.data, field)
+
+
 def _names(tree: Mapping[str, Any], prefix: str) -> Iterator[str]:
     for key, value in tree.items():
         yield prefix + key
@@ -174,7 +180,7 @@ def _names(tree: Mapping[str, Any], prefix: str) -> Iterator[str]:
 
 
 def _origin(recipe: Recipe, name: str) -> str:
-    if name in recipe_names() and value_of(recipe, name) is not None:
+    if name in recipe_names() and _has(recipe, name) and value_of(recipe, name) is not None:
         return who_set(recipe, name)
     causes = [
         f"{cause} {show(value_of(recipe, cause))}, {who_set(recipe, cause)}"

@@ -125,7 +125,7 @@ def importing(name: str, task: str | None = None) -> Iterator[None]:
 
     with busy(redact_text(f"{name}: importing torch and transformers")):
         yield
-        if task in TASKS:
+        if task is not None and task in TASKS:
             load_task(task)
 
 

@@ -44,6 +44,8 @@ def _lines_of_setting(setting: Explained) -> Iterator[str]:
         yield f"{_plain(setting.meaning)}\n"
     default = "no default" if setting.default is None else f"default `{setting.default}`"
     yield f"- takes {_plain(setting.takes)}; {default}"
+    if setting.tasks:
+        yield f"- for {', '.join(setting.tasks)}"
     if as_yaml:
         yield f"- `{as_yaml}`" + (f", or `{as_flag}`" if as_flag else "")
 

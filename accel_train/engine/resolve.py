@@ -19,32 +19,32 @@ from accel_train.observe.notify import check_targets
 from accel_train.observe.trackers import check_tracker_names
 from accel_train.optim.schedule import StepPlan, resolve_steps
 from accel_train.parallel.compatibility import check_compatibility
-from accel_train.recipe.data import LABEL_COLUMNS
 from accel_train.recipe.schema import Recipe
+from accel_train.recipe.tasks import TASKS, targets_of
 from accel_train.recipe.writer import who_set
-from accel_train.task import TARGET_UNITS, TASKS, Task, TaskData, load_task
+from accel_train.task import Task, TaskData, load_task, with_data_of
 
 MOST_READS_PER_STEP = 100
 """Limit of passes over the data per step. More is a mistake, and the order alone would fill the memory."""
 
 
-def check_recipe(recipe: Recipe) -> Task:
-    """Return the recipe's task after checking everything that can be checked before the data is read.
+def check_recipe(recipe: Recipe) -> tuple[Recipe, Task]:
+    """Return the recipe with its task's `data` section, and the task, after every check that needs no data.
 
     Raises:
         ValueError: the task does not exist, its model does not know a field, or a package is not installed.
     """
     task = load_task(recipe.task)
+    recipe = with_data_of(task, recipe)
     if recipe.task in TASKS:
         check_model_config(recipe)
         if recipe.model.pretrained is not None:
             pretrained_config(recipe)  # fails before the data is read if it cannot be loaded
-    if TARGET_UNITS.get(recipe.task, "pixels") not in ("images", "pixels"):
+    if targets_of(recipe.task, "pixels") not in ("images", "pixels"):
         check_tokenizer(recipe)
-    column = LABEL_COLUMNS.get(recipe.task, "label_column")
-    if recipe.task in TASKS and recipe.task != "causal-lm" and getattr(recipe.data, column) is None:
+    if not recipe.data.is_labelled:
         raise ValueError(
-            f"data.{column} is none, so there is nothing to learn from; it is for `accel-train predict` alone"
+            f"data.{recipe.data.label_setting}=null leaves nothing to learn from. It is for `accel-train predict` only"
         )
     if recipe.loss.chunked is True and recipe.task in TASKS and recipe.task != "causal-lm":
         raise ValueError(f"loss.chunked=True is for causal-lm, and task is {recipe.task}; set it to auto")
@@ -61,7 +61,7 @@ def check_recipe(recipe: Recipe) -> Task:
         raise ValueError(
             "checkpoint.load_best_model_at_end needs the best checkpoint: set checkpoint.keep_best to true as well"
         )
-    return task
+    return recipe, task
 
 
 def resolve_run(

@@ -29,11 +29,12 @@ from accel_train.model.pretrained import check_weight_files
 from accel_train.model.training_module import TrainingModule
 from accel_train.observe.run_folder import SUMMARY_FILE, read_record
 from accel_train.parallel.precision import agree_on_mixed_precision, set_backends, start_accelerator
-from accel_train.recipe.data import LABEL_COLUMNS, Data
+from accel_train.recipe.data import Data, NamedClassesData
 from accel_train.recipe.schema import Loss, Model, Recipe
 from accel_train.runtime.doctor import check_launcher
 from accel_train.runtime.process_group import on_main, start_processes
-from accel_train.task import Task, TaskData, load_task, prove_forward, read_data
+from accel_train.task import Task, TaskData, load_task, prove_forward, read_data, with_data_of
+from accel_train.tasks.text_classification.config import TextClassificationData
 
 T = TypeVar("T")
 
@@ -143,13 +144,14 @@ def recipe_of_trained(folder: Path, data: str | None = None, settings: Sequence[
     if data is not None:
         check_own_encoding(folder, section)
         # Each row of other data needs a prediction.
-        if recipe.origin("data.missing_labels").kind != "command line":
-            section = section.model_copy(update={"missing_labels": "error"})
+        changes = {"train": data, "eval": data, "group_by_length": False}
+        if isinstance(section, TextClassificationData) and recipe.origin("data.missing_labels").kind != "command line":
+            changes["missing_labels"] = "error"
         by_index = config.get("id2label") if changes["problem_type"] != "regression" else None
         names = tuple(by_index[index] for index in sorted(by_index, key=int)) if by_index else None
-        section = section.model_copy(
-            update={"train": data, "eval": data, "label_names": names or section.label_names, "group_by_length": False}
-        )
+        if isinstance(section, NamedClassesData) and names is not None:
+            changes["label_names"] = names
+        section = section.model_copy(update=changes)
     # A trained or loaded tokenizer is saved with the weights. `bytes` is code, and is faster than the saved one.
     has_own = (weights / "tokenizer_config.json").is_file()
     tokenizer = str(weights) if has_own and recipe.tokenizer_in_use != "bytes" else recipe.tokenizer_in_use
@@ -227,6 +229,7 @@ def _load(
         recipe = recipe.model_copy(update={"data": section})
     while True:
         task = load_task(recipe.task)
+        recipe = with_data_of(task, recipe)
         try:
             found = read_data(task, recipe, progress=progress)
             return recipe, task, found, (*notes, *(dict.fromkeys(found.facts.get("notes", ())) if is_other else ()))
@@ -237,9 +240,8 @@ def _load(
             if is_other and isinstance(error, MissingColumn) and error.column == section.id_column:
                 left = section.model_copy(update={"id_column": None})
                 notes.append(f"rows are named by file and number, because there are no ids: {error}")
-            elif is_other and labels_optional and section.label_column is not None:
-                none = dict.fromkeys(("label_column", *LABEL_COLUMNS.values()))
-                left = section.model_copy(update=none)
+            elif is_other and labels_optional and section.label_setting is not None and section.is_labelled:
+                left = section.without_labels()
                 notes.append(f"true labels are left out, because they cannot be read: {error}")
             else:
                 raise error from None

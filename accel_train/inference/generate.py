@@ -60,8 +60,10 @@ def generate_from_run(
 def _is_chat(run_folder: Path) -> bool:
     """Return whether a run was trained on chats. False if its recipe cannot be read."""
     from accel_train.checkpoint.run_recipe import read_recipe_only
+    from accel_train.tasks.causal_lm.config import CausalLMData
 
     try:
-        return read_recipe_only(run_folder).data.format == "chat"
+        data = read_recipe_only(run_folder).data
+        return isinstance(data, CausalLMData) and data.format == "chat"
     except ValueError:
         return False

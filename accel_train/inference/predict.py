@@ -95,7 +95,7 @@ def predict(run: TrainedRun, out: Path) -> Path | None:
         columns["mask"] = [f"{masks.name}/{_mask_name(run, index)}" for index in gathered["index"].tolist()]
     else:
         names = tuple(getattr(run.data.source, "label_names", ()))
-        columns |= label_columns(gathered, names, labelled=run.recipe.data.label_column is not None)
+        columns |= label_columns(gathered, names, labelled=run.recipe.data.is_labelled)
     return write_table(columns, out, run.folder)
 
 

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from accel_train.data.sft.template_trial import check_template
+from accel_train.data.text.template_trial import check_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

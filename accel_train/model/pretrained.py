@@ -104,11 +104,11 @@ def _check_heads(config: Any, at: str) -> None:
 def _check_positions(recipe: Recipe, config: Any) -> None:
     is_rotary = getattr(config, "rope_parameters", None) is not None
     positions = getattr(config, "max_position_embeddings", None)
-    reads_windows = recipe.task == "causal-lm" or ":" in recipe.task
-    if reads_windows and positions is not None and not is_rotary and recipe.data.sequence_length > positions:
+    length = None if recipe.task == "masked-lm" else recipe.data.window
+    if length is not None and positions is not None and not is_rotary and length > positions:
         field = config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
         raise ValueError(
-            f"data.sequence_length={recipe.data.sequence_length} ({who_set(recipe, 'data.sequence_length')}) is longer "
+            f"data.sequence_length={length} ({who_set(recipe, 'data.sequence_length')}) is longer "
             f"than the {positions} positions of {config.model_type}; raise model.config.{field}, or lower "
             "data.sequence_length"
         )
@@ -221,9 +221,7 @@ def describe_kernels(recipe: Recipe, model: "nn.Module") -> dict[str, Choice[Any
         return {}
     section = recipe.model
     return {
-        "model.attn_implementation": describe_attention(
-            model, section.attn_implementation, recipe.data.sequence_length
-        ),
+        "model.attn_implementation": describe_attention(model, section.attn_implementation, recipe.data.window or 0),
         "model.fused_kernels": describe_activations(model, section.fused_kernels),
     }
 

@@ -86,8 +86,8 @@ CONFLICTS: tuple[tuple[str, Callable[[Asked], bool], str], ...] = (
     ),
     (
         "sp_size",
-        lambda asked: asked.recipe.data.sequence_length % asked.recipe.parallel.sp_size != 0,
-        f"does not divide data.sequence_length={{recipe.data.sequence_length}}; use {{lengths}} tokens, {SP_OFF}",
+        lambda asked: (asked.recipe.data.window or 0) % asked.recipe.parallel.sp_size != 0,
+        f"does not divide data.sequence_length={{recipe.data.window}}; use {{lengths}} tokens, {SP_OFF}",
     ),
     (
         "sp_size",
@@ -254,7 +254,7 @@ def check_compatibility(recipe: Recipe, task: Task, mixed_precision: str | None 
         raise ValueError(
             f"parallel.sync_batch_norm does not go with precision.compile: {UNTESTED}; leave one of them out"
         )
-    section, length, kept = recipe.parallel, recipe.data.sequence_length, recipe.model.frozen_dtype
+    section, length, kept = recipe.parallel, recipe.data.window or 0, recipe.model.frozen_dtype
     is_on = {
         "tp_size": section.tp_size > 1,
         "cpu_offload": section.cpu_offload,
@@ -331,5 +331,5 @@ def _check_language_model(recipe: Recipe) -> None:
             section.tp_size,
         )
     if section.sp_size > 1:
-        attention = choose_attention("auto", model_class, config, recipe.data.sequence_length)
+        attention = choose_attention("auto", model_class, config, recipe.data.window or 0)
         check_attention(config, attention.value, attention.reason, section.sp_size)

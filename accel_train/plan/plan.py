@@ -39,8 +39,10 @@ from accel_train.plan.traffic import Collective
 from accel_train.plan.traffic_model_parallel import neighbour_collectives, with_exchange
 from accel_train.recipe.optimizer import optimizer_kind
 from accel_train.recipe.schema import Recipe, TrainedTokenizer
+from accel_train.recipe.tasks import targets_of
 from accel_train.runtime.launch_environment import with_launch_environment
-from accel_train.task import TARGET_UNITS, Task, TaskData, prove_forward, read_data
+from accel_train.task import Task, TaskData, prove_forward, read_data
+from accel_train.tasks.causal_lm.config import CausalLMData
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class Plan:
     @property
     def targets(self) -> str:
         """Unit of labels: tokens, images, ..."""
-        return TARGET_UNITS.get(self.recipe.task, "targets")
+        return targets_of(self.recipe.task)
 
     @property
     def total_flops(self) -> float | None:
@@ -145,7 +147,7 @@ def resolve_plan(
         ValueError: a run would refuse the recipe, or `hardware` is not a valid machine.
     """
     recipe = with_launch_environment(recipe)
-    task = check_recipe(recipe)
+    recipe, task = check_recipe(recipe)
     processes = count_processes(world_size, gpu)
     place = choose_place(recipe, processes, gpu, hardware or Hardware())
     check_compatibility(recipe, task, place.precision.value)
@@ -310,21 +312,21 @@ def without_data(recipe: Recipe, global_batch_size: int) -> tuple[Recipe, TaskDa
             f"--no-data: only causal-lm can be planned without data; task={recipe.task} takes its labels or sizes "
             "from them"
         )
-    choice, schedule, length = recipe.tokenizer_in_use, recipe.schedule, recipe.data.sequence_length
+    section = CausalLMData.of(recipe.data)
+    choice, schedule, length = recipe.tokenizer_in_use, recipe.schedule, section.sequence_length
     if isinstance(choice, TrainedTokenizer):
         tokenizer: Any = SimpleNamespace(vocab_size=choice.train_bpe.vocab_size, separator_id=0)
     else:
         tokenizer = pretrained_tokenizer(choice, trust_remote_code=recipe.model.trust_remote_code)
     max_steps = schedule.max_steps or (schedule.warmup_steps or 0) + 1
     windows: Any = np.broadcast_to(np.int64(0), (max_steps * global_batch_size, length + 1))  # takes no memory
-    mask = recipe.data.mask_documents
-    collate = partial(collate_windows, separator_id=tokenizer.separator_id, mask_documents=mask)
+    collate = partial(collate_windows, separator_id=tokenizer.separator_id, mask_documents=section.mask_documents)
     facts = {
         "sources": f"not read (--no-data): each sample counts as data.sequence_length={length} tokens with a label"
     }
     has_eval = recipe.data.eval is not None or recipe.data.eval_fraction > 0
     data = TaskData(windows, windows if has_eval else None, collate, "", facts, source=tokenizer)
     steps = schedule.model_copy(update={"max_steps": max_steps, "num_epochs": None})
-    section = recipe.data.model_copy(update={"group_by_length": False})
+    section = section.model_copy(update={"group_by_length": False})
     log = recipe.log if schedule.max_steps else recipe.log.model_copy(update={"profile_steps": None})
     return recipe.model_copy(update={"schedule": steps, "data": section, "log": log}), data

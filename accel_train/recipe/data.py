@@ -1,9 +1,12 @@
-"""The data sections of a recipe: data, image augmentation, and the tokenizer."""
+"""The `data` section that all tasks share, the parts that several tasks share, augmentation, and the tokenizer.
+
+Each task adds its own settings in `accel_train/tasks/TASK/config.py`.
+"""
 
 import codecs
-from typing import Annotated, Literal, Self
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, PrivateAttr
+from pydantic import AfterValidator, ConfigDict, Field, PrivateAttr
 
 from accel_train.core.format import LARGEST_COUNT
 from accel_train.recipe.values import (
@@ -15,16 +18,6 @@ from accel_train.recipe.values import (
     PositiveInt,
     Section,
 )
-
-LABEL_COLUMNS = {
-    "semantic-segmentation": "mask_column",
-    "token-classification": "tags_column",
-    "seq2seq": "target_column",
-    "question-answering": "answers_column",
-}
-"""Setting of `data` that names the label column, by task; `label_column` for other tasks. A null value means samples to
-predict.
-"""
 
 
 def _known_encoding(name: str) -> str:
@@ -83,6 +76,11 @@ class Augment(Section):
 
 
 class Data(Section):
+    """Settings of `data` that every task has. A task's own class adds its columns and lengths."""
+
+    label_setting: ClassVar[str | None] = None
+    """Name of the setting that names the label column. A null value means samples to predict."""
+
     train: str | tuple[str, ...]
     """Training data: embedded data, a path, or a data set name. Embedded data are `python-stdlib`, `stdlib-functions`,
     `digits`, and others. A path is a file, glob, or folder. Formats: txt, md, py, jsonl, csv, parquet, conll, SQuAD's
@@ -94,19 +92,10 @@ class Data(Section):
     """Fraction of `train` held out for evaluation. A hash of each sample (document, text, image) selects it. 0: nothing
     is held out.
     """
-    text_column: str = "text"
-    """Column with the text, in jsonl, csv, parquet, and data sets."""
     subset: str | None = None
     """Configuration name of a data set (`wikitext-103-raw-v1`)."""
     split: str = "train"
     """Split of a data set to train on."""
-    sequence_length: Annotated[int, Field(ge=2, le=LARGEST_COUNT)] = 1024
-    """Number of tokens that a sample reads. The targets are the next token at each position."""
-    mask_documents: bool = False
-    """Whether to restrict attention to tokens of the same document and restart positions at each document. With
-    `model.attn_implementation` auto, each document is attended to alone, in memory linear in the length. If this is not
-    possible, a dense mask is used. The run log names the method.
-    """
     encoding: Annotated[str, AfterValidator(_known_encoding)] = "auto"
     """Encoding of text files, csv, tsv, and jsonl: a Python codec name (latin-1, cp1252, utf-16). auto: UTF-8, or
     UTF-16 if the file begins with its byte order mark.
@@ -131,124 +120,22 @@ class Data(Section):
     `__label__LABEL TEXT`. fasttext_multi: the same with several labels. folder_names: each file is a text, and its
     folder's name is the label. The columns are called label and text. Default: text files have no columns.
     """
+    id_column: str | None = None
+    """Column that names a row in predictions. Default: its file and row number."""
     shuffle: bool = True
     """Whether to read the samples of each epoch in a permuted order. false: in the order of the source."""
+    group_by_length: bool = False
+    """Whether to batch texts of similar length, for less padding. The order remains a function of seed and step."""
+    last_batch: Literal["carry", "short", "drop"] = "carry"
+    """Handling of an epoch that does not end at a step. carry: the step continues with the next epoch. short: the last
+    step of an epoch has fewer samples (as in transformers' Trainer). drop: the rest of an epoch is left out.
+    """
     num_workers: Auto | NonNegativeInt = "auto"
     """Number of processes that read ahead, per training process."""
     pin_memory: Auto | bool = "auto"
     """Whether to use page-locked host buffers, so that copies to the GPU overlap with work."""
     cache_dir: str | None = Field(default=None, examples=["/scratch/accel_train"])
     """Folder for token shards. Default: $ACCEL_TRAIN_CACHE, or ~/.cache/accel_train if that is not set."""
-    last_batch: Literal["carry", "short", "drop"] = "carry"
-    """Handling of an epoch that does not end at a step. carry: the step continues with the next epoch. short: the last
-    step of an epoch has fewer samples (as in transformers' Trainer). drop: the rest of an epoch is left out.
-    """
-    text_columns: tuple[str, ...] = ("text",)
-    """text-classification, multiple-choice: one text column, or two columns that are read as a pair."""
-    label_column: str | None = "label"
-    """Column with the label: a name, an integer, a number (regression), or a list of names (multi_label). null: rows to
-    predict, without labels.
-    """
-    label_names: tuple[str, ...] | None = Field(default=None, examples=[["negative", "positive"]])
-    """Class names in the order of their ids. Default: the classes of the training data, sorted."""
-    missing_labels: Literal["error", "drop"] = "error"
-    """text-classification: handling of rows without a label. error: the run stops and names the row. drop: rows are
-    left out, and the run log prints their number.
-    """
-    label_ids_from: NonNegativeInt = 0
-    """Number of the first class, if the labels are numbers and label_names has their names."""
-    id_column: str | None = None
-    """Column that names a row in predictions. Default: its file and row number."""
-    tokens_column: str = "tokens"
-    """token-classification: column with the words of a sentence, as a list. In csv it is a JSON list, or words
-    separated by blanks.
-    """
-    tags_column: str | None = "tags"
-    """token-classification: column with one tag per word, as a list of names or ids. null: sentences to predict."""
-    question_column: str = "question"
-    """question-answering: column with the question."""
-    context_column: str = "context"
-    """question-answering: column with the text that answers the question."""
-    answers_column: str | None = "answers"
-    """question-answering: column with {text: [...], answer_start: [...]}, with empty lists for unanswerable questions.
-    null: questions to predict.
-    """
-    doc_stride: PositiveInt | None = None
-    """question-answering: overlap between neighboring windows of a long context, in tokens. Default: a quarter of
-    max_length.
-    """
-    max_answer_length: PositiveInt = 30
-    """question-answering: maximum length of an answer, in tokens."""
-    choices_columns: tuple[str, ...] = ("endings",)
-    """multiple-choice: one column with a list of endings, or one column per ending. With two text_columns, the second
-    begins each ending.
-    """
-    max_length: PositiveInt | None = None
-    """Maximum length of a text, in tokens. Longer texts are cut. Default: the model's maximum, at most 512."""
-    pad_to_multiple_of: PositiveInt = 8
-    """Multiple to which the padded length of a batch of texts is rounded up."""
-    group_by_length: bool = False
-    """Whether to batch texts of similar length, for less padding. The order remains a function of seed and step."""
-    prompt_column: str = "prompt"
-    """causal-lm fine-tuning: column with the prompts."""
-    completion_column: str = "completion"
-    """causal-lm fine-tuning: column with the completions to learn."""
-    input_column: str | None = Field(default=None, examples=["input"])
-    """causal-lm fine-tuning: column with an optional text that follows the prompt after a blank line (Alpaca's input).
-    """
-    messages_column: str = "messages"
-    """causal-lm fine-tuning: column with a chat, as a list of {role, content}. The tokenizer's chat template renders
-    it.
-    """
-    format: Literal["text", "prompt_completion", "chat"] = "text"
-    """causal-lm: format of the data. text: plain text. prompt_completion and chat: rows to fine-tune on; the loss
-    counts only completions (assistant turns).
-    """
-    completion_only_loss: bool = True
-    """Whether only completions of fine-tuning rows count in the loss. false: prompts count as well."""
-    chat_template: str | None = Field(default=None, examples=["chat_template.jinja"])
-    """Jinja chat template, or a file with one, for a tokenizer without a template. A separate process renders a few
-    chats first. A template that needs more than 5 seconds or 1 GiB is refused.
-    """
-    source_column: str = "source"
-    """seq2seq: column with the text to read."""
-    target_column: str | None = "target"
-    """seq2seq: column with the text to learn. null: rows to predict, without targets."""
-    source_prefix: str = Field(default="", examples=["summarize: "])
-    """seq2seq: text in front of each source, for example `summarize: `."""
-    max_target_length: PositiveInt = 128
-    """seq2seq: maximum length of targets and of generated texts, in tokens. Longer targets are cut. Sources are cut to
-    max_length.
-    """
-    mlm_probability: Annotated[float, Field(gt=0, lt=1)] = 0.15
-    """masked-lm: share of the tokens to predict. Of these, 80 % are masked, 10 % replaced at random, and 10 %
-    unchanged.
-    """
-    image_column: str = "image"
-    """Column with the image: bytes, a `datasets` image, or a path relative to the table."""
-    mask_column: str | None = "mask"
-    """semantic-segmentation: column with the mask. null: images to predict, without masks."""
-    reduce_labels: bool = False
-    """semantic-segmentation: whether 0 in a mask means "no class" and is not counted. Class 0 is then stored as 1
-    (ADE20K).
-    """
-    mask_values: tuple[Annotated[int, Field(ge=0, le=255)], ...] | None = Field(default=None, examples=[[0, 128, 255]])
-    """semantic-segmentation: values in the masks, in the order of the classes ([0, 255] for black and white). Other
-    values are not counted.
-    """
-    image_mean: tuple[Fraction, ...] | None = Field(default=None, examples=[[0.485, 0.456, 0.406]])
-    """Mean of each color, as a fraction of 255. Default: the model's mean, or ImageNet's if the model has none."""
-    image_std: tuple[PositiveFloat, ...] | None = Field(default=None, examples=[[0.229, 0.224, 0.225]])
-    """Standard deviation of each color, as a fraction of 255. Default: as for image_mean."""
-    image_size: PositiveInt | tuple[PositiveInt, PositiveInt] = 224
-    """Side of the square, in pixels, to which images are resized and cropped. semantic-segmentation: or [height,
-    width], to keep the aspect ratio.
-    """
-    crop_size: PositiveInt | tuple[PositiveInt, PositiveInt] | None = Field(default=None, examples=[512])
-    """semantic-segmentation: side of the training crops in pixels, or [height, width]. Default: image_size."""
-    ignore_index: Annotated[int, Field(ge=0, le=255)] = 255
-    """semantic-segmentation: value of mask pixels that are not counted."""
-    augment: Augment = Augment()
     _train_key: str = PrivateAttr("data.train")
 
     def shown_as(self, key: str) -> Self:
@@ -274,3 +161,94 @@ class Data(Section):
         model is shown them.
         """
         return f"training {rows}" if self.is_for_training else rows
+
+    @classmethod
+    def of(cls, data: "Data") -> Self:
+        """Return a recipe's `data` as this class, which the recipe's task has declared.
+
+        Raises:
+            TypeError: the recipe is for a task without these settings.
+        """
+        if not isinstance(data, cls):
+            raise TypeError(
+                f"data is a {type(data).__name__}, and this task reads a {cls.__name__}; set `Data` of the task"
+            )
+        return data
+
+    @property
+    def window(self) -> int | None:
+        """Return the number of tokens in each sample, or None if samples have lengths of their own or no tokens."""
+        return None
+
+    @property
+    def is_labelled(self) -> bool:
+        """Return whether the samples have labels."""
+        return self.label_setting is None or getattr(self, self.label_setting) is not None
+
+    def without_labels(self) -> Self:
+        """Return this section for samples to predict."""
+        return self if self.label_setting is None else self.model_copy(update={self.label_setting: None})
+
+
+class OwnData(Data):
+    """Section of a custom task before the task is loaded: the shared settings, and any others as they are written."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class WindowData(Data):
+    """Settings of language modeling on documents that are joined and cut into windows of tokens."""
+
+    text_column: str = "text"
+    """Column with the text, in jsonl, csv, parquet, and data sets."""
+    sequence_length: Annotated[int, Field(ge=2, le=LARGEST_COUNT)] = 1024
+    """Number of tokens that a sample reads. The targets are the next token at each position."""
+
+    @property
+    def window(self) -> int:
+        """Return the number of tokens in each sample."""
+        return self.sequence_length
+
+
+class TextData(Data):
+    """Settings of tasks that read one text, or a few, per sample."""
+
+    max_length: PositiveInt | None = None
+    """Maximum length of a text, in tokens. Longer texts are cut. Default: the model's maximum, at most 512."""
+    pad_to_multiple_of: PositiveInt = 8
+    """Multiple to which the padded length of a batch of texts is rounded up."""
+
+
+class NamedClassesData(Data):
+    """Settings of tasks that predict classes with names."""
+
+    label_names: tuple[str, ...] | None = Field(default=None, examples=[["negative", "positive"]])
+    """Class names in the order of their ids. Default: the classes of the training data, sorted."""
+
+
+class ClassData(NamedClassesData):
+    """Settings of tasks that assign one class to each sample."""
+
+    label_setting: ClassVar[str | None] = "label_column"
+    label_column: str | None = "label"
+    """Column with the label: a name, an integer, a number (regression), or a list of names (multi_label). null: rows to
+    predict, without labels.
+    """
+    label_ids_from: NonNegativeInt = 0
+    """Number of the first class, if the labels are numbers and label_names has their names."""
+
+
+class ImageData(NamedClassesData):
+    """Settings of image tasks."""
+
+    image_column: str = "image"
+    """Column with the image: bytes, a `datasets` image, or a path relative to the table."""
+    image_size: PositiveInt | tuple[PositiveInt, PositiveInt] = 224
+    """Side of the square, in pixels, to which images are resized and cropped. semantic-segmentation: or [height,
+    width], to keep the aspect ratio.
+    """
+    image_mean: tuple[Fraction, ...] | None = Field(default=None, examples=[[0.485, 0.456, 0.406]])
+    """Mean of each color, as a fraction of 255. Default: the model's mean, or ImageNet's if the model has none."""
+    image_std: tuple[PositiveFloat, ...] | None = Field(default=None, examples=[[0.229, 0.224, 0.225]])
+    """Standard deviation of each color, as a fraction of 255. Default: as for image_mean."""
+    augment: Augment = Augment()

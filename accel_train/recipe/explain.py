@@ -18,6 +18,7 @@ from accel_train.recipe.names import (
     recipe_names,
     remedy_for_unknown,
     rule_of,
+    tasks_of,
 )
 from accel_train.recipe.shipped import shipped_recipes
 from accel_train.recipe.yaml_core import parse_yaml, show
@@ -35,6 +36,8 @@ class Explained(NamedTuple):
     """Default as a recipe writes it; None for a required setting and for a section."""
     meaning: str
     example: Any
+    tasks: tuple[str, ...]
+    """Tasks that the setting belongs to. Empty if it does not depend on the task."""
 
 
 def explained(name: str) -> list[Explained]:
@@ -50,10 +53,10 @@ def explained(name: str) -> list[Explained]:
 def _explained(name: str) -> Explained:
     info = recipe_names()[name]
     if isinstance(info, type):
-        return Explained(name, rule_of(name), None, "", None)
+        return Explained(name, rule_of(name), None, "", None, tasks_of(name))
     default = None if info.is_required() else show(info.default)
     example = REQUIRED_EXAMPLES.get(name) if (found := example_of(name)) is None else found
-    return Explained(name, rule_of(name), default, " ".join((info.description or "").split()), example)
+    return Explained(name, rule_of(name), default, " ".join((info.description or "").split()), example, tasks_of(name))
 
 
 def _known(name: str) -> str:
@@ -81,7 +84,12 @@ def explain(name: str, width: int = 80) -> str:
             lines += ["", explain(other, width)]
     elif below:
         lines += ["", f"{name} has, with defaults:" if name else "A recipe has:"]
-        lines += [line for other in below for line in _summary(other, width)]
+        tasks: tuple[str, ...] = ()
+        for other in below:
+            if tasks_of(other) != tasks:
+                tasks = tasks_of(other)
+                lines += ["", *textwrap.wrap(f"for {', '.join(tasks)}:", width)]
+            lines += _summary(other, width)
         lines += ["", *textwrap.wrap(f"`accel-train explain {below[-1]}` says more of one.", width)]
     return "\n".join(lines).lstrip("\n")
 
@@ -119,6 +127,7 @@ def _lines_of_setting(name: str, info: FieldInfo, width: int) -> list[str]:
     lines = [name, *put("  takes", rule_of(name)), *put("  default", _default(name))]
     if info.description:
         lines += put("  meaning", " ".join(info.description.split()))
+    lines += put("  tasks", ", ".join(tasks_of(name))) if tasks_of(name) else []
     as_yaml, as_flag = written_example(name)
     lines += put("  example", as_yaml) if as_yaml else []
     return [*lines, *put("", as_flag)] if as_flag else lines

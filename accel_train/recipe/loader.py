@@ -91,16 +91,23 @@ def _load(
     arguments: Sequence[str],
 ) -> Recipe:
     problems: list[str] = []
+    own = _has_own_task(tree, overrides, arguments)
     layers = [
-        dict(_flatten(tree, (), origin, problems)),
-        dict(_flatten(overrides, (), lambda _: Origin("python"), problems)),
-        _read_arguments(arguments, problems),
+        dict(_flatten(tree, (), origin, problems, own)),
+        dict(_flatten(overrides, (), lambda _: Origin("python"), problems, own)),
+        _read_arguments(arguments, problems, own),
     ]
     for layer in layers:
         remember_secrets({names.dotted(key): value for key, (value, _) in layer.items()})
     if problems:
         raise RecipeProblems(*problems)
     return _validate(_merge(layers), name)
+
+
+def _has_own_task(tree: Mapping[str, Any], overrides: Mapping[str, Any], arguments: Sequence[str]) -> bool:
+    """Return whether the task is a custom one, which may have settings of `data` that only it knows."""
+    flags = [text for flag, name, text in split_flags(arguments, own_data=True) if name == "task"]
+    return ":" in str((flags or [overrides.get("task", tree.get("task"))])[-1])
 
 
 def _read_text(path: str | Path) -> str:
@@ -143,15 +150,18 @@ def _read_bytes(path: str | Path) -> bytes:
 
 
 def _flatten(
-    tree: Mapping[Any, Any], key: Key, origin: Callable[[Key], Origin], problems: list[str]
+    tree: Mapping[Any, Any], key: Key, origin: Callable[[Key], Origin], problems: list[str], own: bool
 ) -> Iterator[tuple[Key, tuple[Any, Origin]]]:
     """Yield the settings of a tree, each section before its fields.
 
-    Messages about unknown names and invalid sections are appended to `problems`.
+    Messages about unknown names and invalid sections are appended to `problems`. With `own`, any name below `data` is
+    valid, because the recipe's own task may know it.
     """
-    is_free = names.is_free(names.dotted(key))
     for field, value in tree.items():
         here, name = (*key, field), names.dotted((*key, field))
+        is_free = names.is_free(names.dotted(key)) or (
+            own and key[:1] == ("data",) and name not in names.recipe_names()
+        )
         if isinstance(value, Section):
             value = value.model_dump(exclude_unset=True)
         if not is_free and (name not in names.recipe_names() or "." in str(field)):
@@ -161,24 +171,26 @@ def _flatten(
         is_blank = value is None and Section in kinds and NoneType not in kinds
         if is_blank or (isinstance(value, Mapping) and kinds & {Section, dict}):
             yield here, ({}, origin(here))
-            yield from _flatten(value or {}, here, origin, problems)
+            yield from _flatten(value or {}, here, origin, problems, own)
         elif kinds == {Section}:
             problems.append(f"{name}={show(value)} ({origin(here)}): must be a mapping of {names.fields_of(name)}")
         else:
             yield here, (value, origin(here))
 
 
-def _read_arguments(arguments: Sequence[str], problems: list[str]) -> Layer:
+def _read_arguments(arguments: Sequence[str], problems: list[str], own: bool) -> Layer:
     layer: Layer = {}
-    for flag, name, text in split_flags(arguments):
+    for flag, name, text in split_flags(arguments, own_data=own):
         *section, field = name.split(".")
         tree, origin = {field: _flag_value(name, text)}, Origin("command line", flag)
-        layer = _apply(layer, dict(_flatten(tree, tuple(section), lambda _, o=origin: o, problems)))  # type: ignore[misc]
+        layer = _apply(layer, dict(_flatten(tree, tuple(section), lambda _, o=origin: o, problems, own)))  # type: ignore[misc]
     return layer
 
 
-def split_flags(arguments: Sequence[str]) -> list[tuple[str, str, str]]:
+def split_flags(arguments: Sequence[str], *, own_data: bool = True) -> list[tuple[str, str, str]]:
     """Split `--section.field VALUE` or `--section.field=VALUE` words into triples of flag, setting, and text.
+
+    With `own_data`, any setting of `data` passes: the recipe may be for a custom task, and its reader checks the name.
 
     Raises:
         ValueError: a word is not a flag, names an unknown setting, or has no value.
@@ -191,7 +203,8 @@ def split_flags(arguments: Sequence[str]) -> list[tuple[str, str, str]]:
             raise ValueError(
                 f"{flag!r} is neither a flag nor a flag's value; settings are written --section.field VALUE"
             )
-        if name not in names.recipe_names() and not names.is_free(name):
+        is_known = name in names.recipe_names() or names.is_free(name)
+        if not is_known and not (own_data and name.startswith("data.")):
             raise ValueError(f"unknown flag {flag}; {names.remedy_for_unknown(name, '--')}")
         if not equals:
             if not rest or rest[0].startswith("--"):

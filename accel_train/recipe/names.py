@@ -11,7 +11,9 @@ from pydantic.fields import FieldInfo
 
 from accel_train.core.errors import SettingError
 from accel_train.core.format import LARGEST_COUNT, did_you_mean
+from accel_train.recipe.data import Data
 from accel_train.recipe.schema import Recipe
+from accel_train.recipe.tasks import TASKS, tasks_with
 from accel_train.recipe.values import Origin, Section
 from accel_train.recipe.yaml_core import Key, is_number, show
 
@@ -44,12 +46,18 @@ LEAST_NEARNESS = 0.6
 
 @cache
 def recipe_names() -> Mapping[str, FieldInfo | type[Section]]:
-    """Return all settings (fields) and sections (classes) of a recipe by dotted name, in the order of the schema."""
+    """Return all settings (fields) and sections (classes) of a recipe by dotted name, in the order of the schema.
+
+    `data` has the settings of all tasks: the shared ones, then those of each task.
+    """
     return MappingProxyType(dict(_walk_schema(Recipe, "")))
 
 
 def _walk_schema(section: type[Section], prefix: str) -> Iterator[tuple[str, FieldInfo | type[Section]]]:
-    for field, info in section.model_fields.items():
+    fields = section.model_fields
+    if section is Data:
+        fields = {**fields, **{name: info for task in TASKS.values() for name, info in task.data.model_fields.items()}}
+    for field, info in fields.items():
         parts = [part for part in (info.annotation, *get_args(info.annotation)) if is_section(part)]
         # `tokenizer` is a setting (a name) as well as a section (train_bpe).
         yield prefix + field, parts[0] if info.annotation in parts else info
@@ -60,6 +68,13 @@ def _walk_schema(section: type[Section], prefix: str) -> Iterator[tuple[str, Fie
 def is_section(annotation: Any) -> TypeGuard[type[Section]]:
     """Return whether a type is a section of the recipe; False for a union that contains one."""
     return isinstance(annotation, type) and issubclass(annotation, Section)
+
+
+def tasks_of(name: str) -> tuple[str, ...]:
+    """Return the tasks that a setting of `data` belongs to; empty for a setting that all tasks share."""
+    section, _, field = name.partition(".")
+    tasks = tasks_with(field.partition(".")[0]) if section == "data" else ()
+    return () if len(tasks) == len(TASKS) else tasks
 
 
 def kinds_of(name: str) -> set[Any]:

@@ -8,7 +8,15 @@ field.
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PrivateAttr, model_validator
+from pydantic import (
+    Field,
+    PrivateAttr,
+    SerializeAsAny,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
 
 from accel_train.core.errors import SettingError
 from accel_train.core.files import path_problem
@@ -18,6 +26,7 @@ from accel_train.recipe.optimizer import SCHEDULE_FREE, Optimizer
 from accel_train.recipe.parallel import Parallel
 from accel_train.recipe.reliability import Checkpoint, Guard
 from accel_train.recipe.schedule import Schedule
+from accel_train.recipe.tasks import data_section, tasks_with
 from accel_train.recipe.values import (
     Auto,
     NonNegativeFloat,
@@ -277,7 +286,7 @@ class Recipe(Section):
     """Tokenizer: `bytes`, the name or folder of a pretrained tokenizer, or {train_bpe: {vocab_size: 4096}}. auto: the
     tokenizer of model.pretrained, or bytes without pretrained weights.
     """
-    data: Data
+    data: SerializeAsAny[Data]
     loss: Loss = Loss()
     batch: Batch = Batch()
     optimizer: Optimizer = Optimizer()
@@ -302,6 +311,24 @@ class Recipe(Section):
                 model = {"config": {"model_type": "custom"}, **model}
             return {**tree, "model": model, "data": {"train": "custom", **data} if isinstance(data, dict) else data}
         return tree
+
+    @field_validator("data", mode="wrap")
+    @classmethod
+    def data_is_for_the_task(cls, value: Any, handler: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Data:
+        task = info.data.get("task")
+        if task is None or not isinstance(value, dict | Data):
+            return handler(value)
+        section = data_section(task)
+        given = value.model_dump(exclude_unset=True) if isinstance(value, Data) else value
+        for name in given:
+            tasks = tasks_with(str(name))
+            if name not in section.model_fields and tasks and section.model_config["extra"] == "forbid":
+                raise SettingError(
+                    f"data.{name} is a setting of {', '.join(tasks)}",
+                    f"task {task} does not read it; leave it out, or set another task",
+                    settings=(f"data.{name}", "task"),
+                )
+        return section.model_validate(given) if type(value) is not section else value
 
     @model_validator(mode="after")
     def writes_to_a_folder(self) -> "Recipe":

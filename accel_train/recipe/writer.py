@@ -35,8 +35,8 @@ def format_recipe(recipe: Recipe, choices: Mapping[str, Choice[Any]] = MappingPr
 
 def who_set(recipe: Recipe, name: str) -> str:
     """Return who set a field, by its dotted name; `python` if a recipe built in Python changed the default."""
-    origin, info = recipe.origin(name), recipe_names()[name]
-    is_default = isinstance(info, FieldInfo) and info.default == value_of(recipe, name)
+    origin, info = recipe.origin(name), recipe_names().get(name)
+    is_default = info is None or (isinstance(info, FieldInfo) and info.default == value_of(recipe, name))
     return "python" if origin.kind == "default" and not is_default else str(origin)
 
 
@@ -87,7 +87,7 @@ def setting_lines(
     A section has no value.
     """
     section, depth = section or recipe, prefix.count(".")
-    for field in type(section).model_fields:
+    for field in (*type(section).model_fields, *(section.model_extra or ())):
         name, value = prefix + field, getattr(section, field)
         if isinstance(value, Section):
             yield depth, field, "", _comment(choices[name]) if name in choices else ""

@@ -47,7 +47,7 @@ from accel_train.recovery.diagnosis import (
 from accel_train.recovery.incident_folder import KeptMicroBatch, read_micro_batches
 from accel_train.recovery.module_watch import ModuleWatch
 from accel_train.runtime.process_group import start_processes
-from accel_train.task import TaskData, load_task, read_data
+from accel_train.task import TaskData, load_task, read_data, with_data_of
 
 
 @dataclass(frozen=True)
@@ -142,6 +142,7 @@ def replay_incident(
     sizes = resolve_batch(recipe.batch, readers)
     accelerator = start_accelerator(precision, recipe.precision, recipe.guard, sizes, device_here)
     task = load_task(recipe.task)
+    recipe = with_data_of(task, recipe)
     data = read_data(task, recipe, progress=sys.stderr.isatty())
     torch.manual_seed(recipe.seed)
     model, _, frozen = change_model(recipe, task, task.build_model(recipe, data))

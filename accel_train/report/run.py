@@ -13,8 +13,9 @@ from accel_train.observe.goodput import goodput_of, read_launches
 from accel_train.observe.incident_record import INCIDENTS, RECORD, TEXT, incident_folders, read_incident
 from accel_train.observe.incident_text import main_facts
 from accel_train.observe.metrics_reader import MetricsReader
+from accel_train.recipe.tasks import targets_of
 from accel_train.recipe.yaml_core import parse_yaml
-from accel_train.task import TARGET_UNITS, target_rate
+from accel_train.task import target_rate
 
 EVALUATION_FILE = "evaluation.json"
 SUMMARY_KINDS: dict[str, Any] = {
@@ -88,7 +89,7 @@ class Run:
     def targets(self) -> str:
         """Unit of `num_targets`: `tokens`, `images`, ... For a custom task, `targets`."""
         recipe = self.recipe
-        return "targets" if recipe is None else TARGET_UNITS.get(str(recipe.get("task", "causal-lm")), "targets")
+        return "targets" if recipe is None else targets_of(str(recipe.get("task", "causal-lm")))
 
 
 def load_run(folder: Path, name: str | None = None, reader: MetricsReader | None = None) -> Run:

@@ -1,1 +1,4 @@
-"""Tasks, one per file. A recipe chooses a task by name (`accel_train.task.TASKS`), and only that file is imported."""
+"""Tasks, one folder each. The table in `accel_train.recipe.tasks` names them, and only the folder in use is imported.
+
+A new task is a folder here and a line in that table.
+"""

@@ -27,11 +27,12 @@ from accel_train.observe.system_metrics import SystemMetrics
 from accel_train.observe.throughput import Meter
 from accel_train.observe.trackers import Trackers
 from accel_train.recipe.schema import Recipe
+from accel_train.recipe.tasks import targets_of
 from accel_train.recipe.writer import format_recipe
 from accel_train.runtime.doctor import device_name, launch_facts
 from accel_train.runtime.exit import exit_code, message_of
 from accel_train.runtime.watchdog import Watchdog
-from accel_train.task import TARGET_UNITS, TaskData
+from accel_train.task import TaskData
 from accel_train.training.model_selection import short_name
 
 FEW_HELD_OUT = 100
@@ -43,7 +44,7 @@ def open_observer(run: RunContext, folder: RunFolder, clock: LaunchClock) -> Run
     plan, state, accelerator = run.plan, run.state, run.accelerator
     recipe, global_batch_size, peak = plan.recipe, run.sizes.global_batch_size, run.facts.peak_flops
     folder.rewind(state.step, evaluated=not state.evaluation_owed and state.step < plan.max_steps)
-    targets = TARGET_UNITS.get(recipe.task, "targets")
+    targets = targets_of(recipe.task)
     return RunObserver(
         folder,
         Progress(

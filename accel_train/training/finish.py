@@ -34,10 +34,11 @@ from accel_train.model.pretrained import quiet_bars
 from accel_train.observe.progress import without_averages
 from accel_train.observe.run_folder import EXAMPLES_FILE, SUMMARY_FILE
 from accel_train.recipe.schema import Recipe
+from accel_train.recipe.tasks import targets_of
 from accel_train.report.report import write_report
 from accel_train.runtime.doctor import environment, launch_facts
 from accel_train.runtime.process_group import COLLECTIVE_TIMEOUT_SECONDS, limit_collectives, on_main
-from accel_train.task import TARGET_UNITS, rate_name
+from accel_train.task import rate_name
 from accel_train.training.model_selection import evaluate_run, short_name
 
 MAX_TRIED = 256
@@ -279,7 +280,7 @@ def summarise(run: RunContext, model: nn.Module) -> dict[str, Any]:
         "parameters": whole_numel(list(run.strategy.inner.model.parameters())),
         "world_size": run.accelerator.num_processes,
         "train_seconds": round(run.observer.train_seconds, 3),
-        rate_name(TARGET_UNITS.get(plan.recipe.task, "targets")): state.num_targets_seen / seconds,
+        rate_name(targets_of(plan.recipe.task)): state.num_targets_seen / seconds,
         "samples_per_second": state.step * run.sizes.global_batch_size / seconds,
         "peak_memory_bytes": run.memory.peaks,
         "choices": {name: str(choice) for name, choice in plan.choices.items()},

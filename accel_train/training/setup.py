@@ -54,7 +54,7 @@ from accel_train.runtime.memory import PeakMemory
 from accel_train.runtime.process_group import on_main
 from accel_train.runtime.signals import StopRequest
 from accel_train.runtime.watchdog import Watchdog
-from accel_train.task import Task
+from accel_train.task import Task, with_data_of
 from accel_train.training.announce import announce, device_peak, open_notifier, open_observer
 from accel_train.training.compile_watch import watch_compiler
 from accel_train.training.finish import finished_before
@@ -85,7 +85,7 @@ def _prepare(recipe: Recipe, task: Task | None, extensions: Extensions, stop: St
     clock = LaunchClock(take_age_seconds())
     remember_secrets(recipe.model_dump())
     recipe = with_launch_environment(recipe)
-    task = check_recipe(recipe) if task is None else task
+    recipe, task = check_recipe(recipe) if task is None else (with_data_of(task, recipe), task)
     refuse_inputs_in_output(recipe)
     strategy, sizes, choices = open_processes(recipe, task)
     accelerator = strategy.accelerator

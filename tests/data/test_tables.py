@@ -14,8 +14,8 @@ from accel_train.data.builtin.stdlib import MAX_PER_PACKAGE, NUM_PACKAGES, stdli
 from accel_train.data.labels import LabelScheme, class_notes, label_scheme
 from accel_train.data.sources import resolve_sources
 from accel_train.data.tables import Row, class_names, read_rows
-from accel_train.data.text.labelled import TextRow, hold_out, read_text_rows, repeated_texts
 from accel_train.recipe.data import Data
+from accel_train.tasks.common.texts import TextRow, hold_out, read_text_rows, repeated_texts
 
 
 def rows_of(path: Path, *columns: str, **settings: Any) -> list[Row]:

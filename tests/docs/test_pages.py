@@ -246,7 +246,7 @@ def test_task_of_the_page_for_newcomers_learns_by_its_recipe(tmp_path: Path, mon
 
 def test_metric_of_the_cookbook_is_the_recall_of_the_worst_class(monkeypatch: pytest.MonkeyPatch) -> None:
     from accel_train.task import Scores
-    from accel_train.tasks.text_classification import TextClassification
+    from accel_train.tasks.text_classification.task import TextClassification
 
     task = module_of("docs/cookbook.md", "recall_task", monkeypatch).WithRecallOfWorst()
     report = {"a": {"recall": 0.75}, "b": {"recall": 0.5}, "unseen": {"recall": None}, "macro avg": {"recall": 0.1}}

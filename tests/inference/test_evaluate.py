@@ -21,7 +21,7 @@ from accel_train.cli.main import main
 from accel_train.inference.evaluate import short_name
 from accel_train.inference.finished_run import DataNotFound, changes_of, counted, open_run
 from accel_train.metrics.baselines import format_scores
-from accel_train.tasks import causal_lm
+from accel_train.tasks.causal_lm import task as causal_lm
 from tests.support import runs as runs
 from tests.support.runs import answers
 

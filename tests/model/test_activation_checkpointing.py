@@ -17,7 +17,7 @@ from accel_train.model.activation_checkpointing import checkpoint_activations, k
 from accel_train.model.compile import compile_module
 from accel_train.model.kernels.attention import CAUSAL_SDPA, causal_sdpa
 from accel_train.recipe.schema import Precision, Recipe
-from accel_train.tasks.causal_lm import CausalLM
+from accel_train.tasks.causal_lm.task import CausalLM
 from tests.support.memory import peak_bytes
 from tests.support.plan_recipe import GOOD
 from tests.support.runs import settings_refused

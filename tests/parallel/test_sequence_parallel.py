@@ -23,7 +23,7 @@ from accel_train.plan.plan import resolve_plan
 from accel_train.recipe.parallel import Parallel
 from accel_train.recipe.schema import Batch, Recipe
 from accel_train.task import load_task
-from accel_train.tasks.causal_lm import CausalLM
+from accel_train.tasks.causal_lm.task import CausalLM
 from tests.support.comparisons import assert_same_bits, assert_same_run, tensors
 from tests.support.processes import run_forked
 from tests.support.runs import LLAMA, TINY_MODEL, events, metrics, recipe_dict, write_corpus, write_recipe_file

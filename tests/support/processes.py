@@ -34,7 +34,7 @@ PRELOADED = (
     "torch.distributed",
     "accel_train.cli.main",
     "accel_train.training.train",
-    "accel_train.tasks.causal_lm",
+    "accel_train.tasks.causal_lm.task",
 )
 _server: "subprocess.Popen[str] | None" = None
 

@@ -55,11 +55,8 @@ from accel_train.core.redaction import redact_text
 from accel_train.core.terminal import without_controls
 from accel_train.data.delimited import read_delimited
 from accel_train.data.images.labelled import read_labelled_images
-from accel_train.data.sft.corpus import check_row, columns_of
-from accel_train.data.sft.encoding import Example, chat_encoder
 from accel_train.data.sources import resolve_sources
 from accel_train.data.tables import read_rows
-from accel_train.data.text.labelled import load_labelled_texts
 from accel_train.data.text.tokenizers import byte_tokenizer, pretrained_tokenizer
 from accel_train.hf import Seq2SeqTrainer, Trainer
 from accel_train.inference.finished_run import recipe_of_trained
@@ -74,7 +71,10 @@ from accel_train.recipe.schema import Recipe
 from accel_train.report.report import load_runs
 from accel_train.runtime.heartbeat import HeartbeatStore
 from accel_train.task import Scores, TaskData
-from accel_train.tasks.causal_lm import CausalLM
+from accel_train.tasks.causal_lm.data import check_row, columns_of
+from accel_train.tasks.causal_lm.encoding import Example, chat_encoder
+from accel_train.tasks.causal_lm.task import CausalLM
+from accel_train.tasks.common.texts import load_labelled_texts
 from tests.support.hf_models import Plain, arguments, bert, both, difference, plain_rows, rows
 from tests.support.runs import (
     SCENES,

@@ -9,7 +9,7 @@ from sklearn.utils.class_weight import compute_class_weight
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, one_hot
 
-from accel_train.tasks.classification import (
+from accel_train.tasks.common.classification import (
     classification_loss_sum,
     multi_label_loss_sum,
     regression_loss_sum,

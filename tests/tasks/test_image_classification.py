@@ -19,8 +19,8 @@ from transformers import pipeline
 from accel_train.recipe.evaluate import TestTimeAugmentation as Averaging
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Task, TaskData
-from accel_train.tasks.image_classification import ImageClassification
-from accel_train.tasks.vision.views import image_views, rescale
+from accel_train.tasks.common.image_views import image_views, rescale
+from accel_train.tasks.image_classification.task import ImageClassification
 from tests.support import runs as runs
 from tests.support.runs import REPOSITORY
 

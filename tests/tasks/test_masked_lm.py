@@ -15,7 +15,7 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer, pipeline
 from accel_train.data.samples import Drawn
 from accel_train.recipe.schema import Recipe
 from accel_train.task import TaskData, load_task
-from accel_train.tasks.masked_lm import MaskedLM
+from accel_train.tasks.masked_lm.task import MaskedLM
 from tests.support.runs import REPOSITORY, metrics, run, run_forked_command, write_corpus, write_recipe_file
 
 SIZES = {

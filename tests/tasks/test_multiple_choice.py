@@ -14,7 +14,7 @@ from transformers import AutoModelForMultipleChoice, AutoTokenizer
 from accel_train.cli.main import main
 from accel_train.recipe.schema import Recipe
 from accel_train.task import TaskData, load_task
-from accel_train.tasks.multiple_choice import MultipleChoice
+from accel_train.tasks.multiple_choice.task import MultipleChoice
 from tests.support.runs import REPOSITORY, metrics, run, write_recipe_file
 
 SIZES = {

@@ -12,10 +12,10 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 from accel_train.core.errors import SettingError
 from accel_train.model.kernels import chunked_loss
 from accel_train.recipe.schema import Recipe
-from accel_train.tasks import causal_lm
-from accel_train.tasks.causal_lm import FORWARD, CausalLM
-from accel_train.tasks.text import probe
-from accel_train.tasks.text.probe import CHECKPOINTING, CHUNKED, DOCUMENTS, ROWS, SAME, examine, prove, toy_model
+from accel_train.tasks.causal_lm import probe
+from accel_train.tasks.causal_lm import task as causal_lm
+from accel_train.tasks.causal_lm.probe import CHECKPOINTING, CHUNKED, DOCUMENTS, ROWS, SAME, examine, prove, toy_model
+from accel_train.tasks.causal_lm.task import FORWARD, CausalLM
 from benchmarks import families
 from tests.support.runs import recipe_dict
 

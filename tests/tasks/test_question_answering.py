@@ -14,11 +14,11 @@ from transformers import AutoModelForQuestionAnswering
 
 from accel_train.cli.main import main
 from accel_train.data.builtin.stdlib_questions import _questions
-from accel_train.data.text.questions import Question
 from accel_train.recipe.schema import Recipe
 from accel_train.task import TaskData, load_task
-from accel_train.tasks.question_answering import QuestionAnswering
-from accel_train.tasks.text.answers import best_spans, overlap_answers, position_loss_sum
+from accel_train.tasks.question_answering.answers import best_spans, overlap_answers, position_loss_sum
+from accel_train.tasks.question_answering.data import Question
+from accel_train.tasks.question_answering.task import QuestionAnswering
 from tests.support.runs import metrics, write_recipe_file
 
 SIZES = {

@@ -19,7 +19,13 @@ from transformers import AutoImageProcessor, AutoModelForSemanticSegmentation
 from accel_train.core.errors import DataError
 from accel_train.data.builtin.digit_scenes import LABEL_NAMES, digit_scenes, digits
 from accel_train.data.images.preprocessing import Preprocessing
-from accel_train.data.images.segmentation import (
+from accel_train.metrics.scores import segmentation_scores
+from accel_train.recipe.data import Augment, Data
+from accel_train.recipe.loader import Recipe
+from accel_train.task import TaskData
+from accel_train.tasks.common.classification import classification_loss_sum
+from accel_train.tasks.common.image_views import Windows, at_label_size, mean_pixel_probabilities, window_logits
+from accel_train.tasks.semantic_segmentation.data import (
     SegmentSettings,
     augment_pair,
     count_pixels,
@@ -27,13 +33,7 @@ from accel_train.data.images.segmentation import (
     read_masked_images,
     read_pair,
 )
-from accel_train.metrics.scores import segmentation_scores
-from accel_train.recipe.data import Augment, Data
-from accel_train.recipe.loader import Recipe
-from accel_train.task import TaskData
-from accel_train.tasks.classification import classification_loss_sum
-from accel_train.tasks.semantic_segmentation import SemanticSegmentation
-from accel_train.tasks.vision.views import Windows, at_label_size, mean_pixel_probabilities, window_logits
+from accel_train.tasks.semantic_segmentation.task import SemanticSegmentation
 from tests.support.runs import metrics, recipe_dict, run, run_forked_command, write_recipe_file
 
 SEGFORMER = {

@@ -18,7 +18,7 @@ from accel_train.metrics import texts as text_metrics
 from accel_train.metrics.texts import TEXT_SCORES, text_scores
 from accel_train.recipe.schema import Recipe
 from accel_train.task import TaskData, load_task
-from accel_train.tasks.seq2seq import Seq2Seq
+from accel_train.tasks.seq2seq.task import Seq2Seq
 from tests.support.runs import REPOSITORY, metrics, run, run_forked_command, write_recipe_file
 
 NUMBERS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]

@@ -20,7 +20,7 @@ from accel_train.metrics.scores import auroc, auroc_from_histogram
 from accel_train.metrics.tally import score_histogram
 from accel_train.recipe.schema import Recipe
 from accel_train.task import TaskData, load_task
-from accel_train.tasks.text_classification import TextClassification
+from accel_train.tasks.text_classification.task import TextClassification
 from tests.support.runs import REPOSITORY, metrics, run, write_recipe_file
 
 RECIPE = REPOSITORY / "recipes/text_classification.yaml"

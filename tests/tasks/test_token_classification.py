@@ -14,11 +14,11 @@ from transformers import AutoModelForTokenClassification, AutoTokenizer, pipelin
 from accel_train.cli.main import main
 from accel_train.data.builtin.stdlib_tags import tagged_words
 from accel_train.data.sources import resolve_sources
-from accel_train.data.text.words import read_sentences
 from accel_train.recipe.data import Data
 from accel_train.recipe.schema import Recipe
 from accel_train.task import TaskData, load_task
-from accel_train.tasks.token_classification import TokenClassification, word_logits
+from accel_train.tasks.token_classification.data import read_sentences
+from accel_train.tasks.token_classification.task import TokenClassification, word_logits
 from tests.support.runs import metrics, write_recipe_file
 
 SIZES = {

@@ -156,6 +156,8 @@ class ExplainedSetting(TypedDict):
     """Default as a recipe writes it. Null for a required setting and for a section."""
     meaning: str
     example: Any
+    tasks: Sequence[str]
+    """Tasks that the setting belongs to. Empty if it does not depend on the task."""
 
 
 class ExplainResult(TypedDict):

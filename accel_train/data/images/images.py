@@ -165,6 +165,25 @@ def join_images(parts: Sequence[Images]) -> Images:
 
 
 @dataclass(frozen=True)
+class Target:
+    """The labels or masks that images are read with."""
+
+    column: str | None
+    """Name of their column or array. None: images to predict."""
+    is_mask: bool
+
+    @property
+    def label(self) -> str | None:
+        """Return the column with labels; None if there are masks."""
+        return None if self.is_mask else self.column
+
+    @property
+    def mask(self) -> str | None:
+        """Return the column with masks; None if there are labels."""
+        return self.column if self.is_mask else None
+
+
+@dataclass(frozen=True)
 class ImagePool:
     """All images that one recipe key names, before labels become numbers."""
 

@@ -10,15 +10,13 @@ from PIL import Image
 from accel_train.data.images.images import (
     INSPECTED_LIMIT,
     ArrayImages,
-    FileImages,
     ImagePool,
     Images,
     held_out,
     inspect_images,
     text_digest,
 )
-from accel_train.data.images.pools import read_pools
-from accel_train.data.labels import IGNORED_LABEL, LabelScheme, label_scheme
+from accel_train.data.labels import IGNORED_LABEL
 from accel_train.recipe.data import Data
 
 _EVAL_NAMES = ("val", "validation", "valid", "dev", "eval")
@@ -113,45 +111,6 @@ def divide_pools(pool: ImagePool, other: ImagePool | None, data: Data) -> ImageS
     return ImageSets(train, held, description, tuple(contents), tuple(notes))
 
 
-def read_labelled_images(data: Data, known_names: tuple[str, ...] | None = None) -> ImageSets:
-    """Return the labeled images that a recipe names, split into training and evaluation.
-
-    `known_names` are the classes of a pretrained classifier. If the data has exactly these classes, their order is
-    kept, so the head can be kept too.
-
-    Raises:
-        ValueError: data is missing or broken; the message names file, row or column.
-    """
-    train_names, eval_names, notes = eval_beside_train(data)
-    pool = read_pools(train_names, data, data.train_key, masks=False)
-    if data.label_names is None and isinstance(pool.images, FileImages) and len(set(pool.labels)) == 1:
-        folder = pool.images.root / pool.labels[0]
-        raise ValueError(
-            f"{data.train_key}: the one class folder is {folder}, and a classifier needs two; is it one too high?"
-        )
-    scheme = label_scheme(
-        pool.labels,
-        pool.images.where,
-        column=data.label_column,
-        problem_type="single_label",
-        label_names=data.label_names,
-        feature_names=pool.names,
-        known_names=known_names,
-        first_id=data.label_ids_from,
-    )
-    pool = _numbered(pool, scheme)
-    other = None if eval_names is None else pool
-    # Equal names mean that a trained model is evaluated on other data and no split is needed.
-    if eval_names not in (None, train_names):
-        other = _numbered(read_pools(eval_names, data, "data.eval", masks=False), scheme)
-    sets = divide_pools(pool, other, data)
-    return sets.named(scheme.names, (*notes, *scheme.notes, *_untrained_classes(sets, scheme.names, data)))
-
-
-def _numbered(pool: ImagePool, scheme: LabelScheme) -> ImagePool:
-    return replace(pool, class_ids=scheme.encode(pool.labels, pool.images.where)) if scheme.column else pool
-
-
 def _rows(pool: ImagePool, rows: NDArray[np.int64]) -> ImageRows:
     labels = np.full(len(rows), IGNORED_LABEL) if pool.class_ids is None else pool.class_ids[rows]
     return ImageRows(pool.images, rows, pool.ids, labels, pool.masks)
@@ -196,24 +155,3 @@ def _identity(pool: ImagePool, digests: NDArray[np.uint64] | None) -> str:
         return text_digest([*(images.stamp() for images in (pool.images, *masks)), *map(str, pool.labels)])
     contents = (found.tobytes().hex() for found in (digests, *map(inspect_images, masks)))
     return text_digest([*contents, *map(str, pool.labels)])
-
-
-def _untrained_classes(sets: ImageSets, names: tuple[str, ...], data: Data) -> tuple[str, ...]:
-    """Return a note on classes without a training image.
-
-    Raises:
-        ValueError: the evaluation has images of a class without training images, and the recipe lists no classes.
-    """
-    if data.label_column is None or not data.is_for_training:
-        return ()
-    trained, evaluated = (set() if side is None else set(side.labels.tolist()) for side in (sets.train, sets.eval))
-    missing = [name for number, name in enumerate(names) if number not in trained]
-    if not missing:
-        return ()
-    asked = [name for number, name in enumerate(names) if number in evaluated - trained]
-    if asked and data.label_names is None:
-        raise ValueError(
-            f"no training image is of the class {asked[0]!r}, which the evaluation has; add some"
-            + (", or lower data.eval_fraction" if data.eval is None else ", or list all classes in data.label_names")
-        )
-    return (f"no training image is of {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}",)

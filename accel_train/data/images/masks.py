@@ -11,7 +11,6 @@ from accel_train.core.errors import DataError
 from accel_train.core.files import digest64
 from accel_train.data.images.decoding import Content
 from accel_train.data.images.images import Images, text_digest
-from accel_train.recipe.data import Data
 
 Mask = NDArray[np.uint8]
 
@@ -75,26 +74,3 @@ class RenumberedMasks(Images):
     @cached_property
     def _digest(self) -> int:
         return digest64(self.table)
-
-
-def renumbered(masks: Images | None, data: Data) -> Images | None:
-    """Return masks with class ids, mapped by `data.mask_values` or `data.reduce_labels`. Unchanged if neither is set.
-
-    Raises:
-        ValueError: both are set, or `data.ignore_index` is a class id.
-    """
-    if masks is None or not (data.reduce_labels or data.mask_values):
-        return masks
-    if data.reduce_labels and data.mask_values:
-        raise ValueError("data.mask_values and data.reduce_labels both say which numbers are classes; set one of them")
-    table = np.full(256, data.ignore_index, np.uint8)
-    if data.mask_values:
-        if data.ignore_index < len(data.mask_values):
-            raise ValueError(
-                f"data.ignore_index={data.ignore_index} is the number of a class, as data.mask_values are numbered "
-                "from 0; leave it out"
-            )
-        table[list(data.mask_values)] = np.arange(len(data.mask_values))
-    else:
-        table[1:255] = np.arange(254)
-    return RenumberedMasks(masks, table.tobytes())

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 from accel_train.data.encoding import read_lines
-from accel_train.data.images.images import IMAGE_SUFFIXES, FileImages, ImagePool, list_images
+from accel_train.data.images.images import IMAGE_SUFFIXES, FileImages, ImagePool, Target, list_images
 from accel_train.recipe.data import Data
 
 _IMAGES = ("images", "image", "imgs", "img", "jpegimages")
@@ -141,7 +141,7 @@ def pairs_pool(images: Path, masks: Path, stems: Sequence[str] | None = None) ->
     )
 
 
-def listed_pool(path: Path, data: Data) -> ImagePool:
+def listed_pool(path: Path, data: Data, target: Target) -> ImagePool:
     """Return the images and masks of a list: `IMAGE MASK` per line (CamVid), or a name without suffix (VOC).
 
     Paths are relative to the list or to a folder above it. Leading folders that do not exist here are stripped.
@@ -165,7 +165,7 @@ def listed_pool(path: Path, data: Data) -> ImagePool:
         )
     else:
         pool = _listed_pairs(path, lines)
-    return ImagePool(pool.images, f"{path}: {len(pool.images):,} pairs", masks=pool.masks if data.mask_column else None)
+    return ImagePool(pool.images, f"{path}: {len(pool.images):,} pairs", masks=pool.masks if target.column else None)
 
 
 def _listed_pairs(path: Path, lines: Sequence[tuple[int, str]]) -> ImagePool:

@@ -7,27 +7,25 @@ from pathlib import Path
 
 from accel_train.data.builtin.digit_scenes import NAME as DIGIT_SCENES
 from accel_train.data.builtin.digit_scenes import digit_scenes, digits
-from accel_train.data.images.images import FileImages, ImagePool, join_images, list_files
-from accel_train.data.images.masks import renumbered
+from accel_train.data.images.images import FileImages, ImagePool, Target, join_images, list_files
 from accel_train.data.images.misread import refuse_annotations, refuse_masks_as_classes, refuse_parts_as_classes
 from accel_train.data.images.pairs import LISTED_SUFFIXES, listed_pool, pair_of_folders, pairs_pool
 from accel_train.data.images.tables import ARRAY_SUFFIXES, array_pool, table_pool
 from accel_train.data.sources import resolve_sources
-from accel_train.recipe.data import Data
+from accel_train.recipe.data import ImageData
 
 
-def read_pools(names: str | Iterable[str], data: Data, key: str, *, masks: bool) -> ImagePool:
-    """Return one pool with all images that `key` (`data.train` or `data.eval`) names, with `masks` or with labels.
+def read_pools(names: str | Iterable[str], data: ImageData, key: str, target: Target) -> ImagePool:
+    """Return one pool with all images that `key` (`data.train` or `data.eval`) names, with their labels or masks.
 
     Raises:
         ValueError: a source is missing or of an unknown kind, or a row is broken; the message names it.
     """
     names = (names,) if isinstance(names, str) else names
-    data = data.model_copy(update={"label_column" if masks else "mask_column": None})
-    pools = [pool for name in names for pool in _read_pool(name, data, key, masks)]
+    pools = [pool for name in names for pool in _read_pool(name, data, key, target)]
     if not pools:
         known = f"with images/ and masks/, a table, an array, or {DIGIT_SCENES}"
-        known = known if masks else "of images, a table, an array, or digits"
+        known = known if target.is_mask else "of images, a table, an array, or digits"
         raise ValueError(f"{key} is empty; name a folder {known}")
     if len({pool.names for pool in pools}) > 1:
         raise ValueError(f"{key}: its sources do not agree on the names of the classes; say data.label_names")
@@ -37,7 +35,7 @@ def read_pools(names: str | Iterable[str], data: Data, key: str, *, masks: bool)
         join_images([pool.images for pool in pools]),
         ", ".join(pool.description for pool in pools),
         [label for pool in pools for label in pool.labels],
-        masks=renumbered(join_images(all_masks) if all_masks else None, data),
+        masks=join_images(all_masks) if all_masks else None,
         names=pools[0].names,
         ids=ids if any(pool.ids for pool in pools) else None,
         notes=tuple(note for pool in pools for note in pool.notes),
@@ -50,10 +48,10 @@ def scenes_pool(*, held_out: bool) -> ImagePool:
     return ImagePool(images, f"{images.name}: {len(images):,} images", masks=masks)
 
 
-def _read_pool(name: str, data: Data, key: str, masks: bool) -> list[ImagePool]:
-    if masks and name == DIGIT_SCENES:
+def _read_pool(name: str, data: ImageData, key: str, target: Target) -> list[ImagePool]:
+    if target.is_mask and name == DIGIT_SCENES:
         return [scenes_pool(held_out=key == "data.eval")]
-    if not masks and name == "digits":
+    if not target.is_mask and name == "digits":
         array, targets = digits()
         return [ImagePool(array, f"digits of scikit-learn: {len(array):,} images", targets.tolist())]
     path = Path(name).expanduser()
@@ -61,36 +59,36 @@ def _read_pool(name: str, data: Data, key: str, masks: bool) -> list[ImagePool]:
         found = [str(path)] if path.is_file() else sorted(glob.glob(str(path), recursive=True))
         if not found:
             raise ValueError(f"{key}: there is no file {name!r} (seen from {Path.cwd()}); check the path")
-        return [array_pool(Path(each), data) for each in found]
-    if masks and path.suffix.lower() in LISTED_SUFFIXES and path.is_file():
-        return [listed_pool(path, data)]
-    if path.is_dir() and (pool := _folder_pool(path, data, key, masks)) is not None:
+        return [array_pool(Path(each), data, target) for each in found]
+    if target.is_mask and path.suffix.lower() in LISTED_SUFFIXES and path.is_file():
+        return [listed_pool(path, data, target)]
+    if path.is_dir() and (pool := _folder_pool(path, data, key, target)) is not None:
         return [pool]
     (source,) = resolve_sources(name, data, key=key)
     tables = [replace(source, files=(file,)) for file in source.files] or [source]
-    return [table_pool(table, data) for table in tables]
+    return [table_pool(table, data, target) for table in tables]
 
 
-def _folder_pool(path: Path, data: Data, key: str, masks: bool) -> ImagePool | None:
+def _folder_pool(path: Path, data: ImageData, key: str, target: Target) -> ImagePool | None:
     """Return the images below a folder with their labels or masks. None if it has no images (it may have tables)."""
-    folders = pair_of_folders(path) if masks else None
-    if folders is not None and data.mask_column is not None:
+    folders = pair_of_folders(path) if target.is_mask else None
+    if folders is not None and target.mask is not None:
         return pairs_pool(*folders)
     folder = path if folders is None else folders[0]
     files, others = list_files(folder)
-    if not files and not masks and not others and any(entry.is_dir() for entry in path.iterdir()):
+    if not files and not target.is_mask and not others and any(entry.is_dir() for entry in path.iterdir()):
         raise ValueError(f"{key}: there is no image below the folder {str(path)!r}; expected {path}/CLASS/*.png")
     if not files:
         return None
     notes = (f"{folder}: left out {len(others)} files that are no images",) if others else ()
     pool = ImagePool(FileImages(folder, tuple(files)), f"{folder}: {len(files):,} images", notes=notes)
-    if data.label_column is not None:
+    if target.label is not None:
         if data.label_names is None:
             refuse_masks_as_classes(folder, files)
             refuse_parts_as_classes(folder, files)
             refuse_annotations(folder, files, others)
         return _with_class_folders(pool, folder, files, key)
-    if data.mask_column is not None:
+    if target.mask is not None:
         raise ValueError(
             f"{key}: {path} has no masks; expected {path}/images/ and {path}/masks/ with files of the same names (or "
             f"images/ and annotations/, JPEGImages/ and SegmentationClass/, {path} and {path}annot), or a list with "

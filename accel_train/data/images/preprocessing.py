@@ -13,6 +13,7 @@ from PIL import Image
 
 from accel_train.data.images.decoding import Mode
 from accel_train.data.images.images import Images, evenly_spaced
+from accel_train.recipe.data import ImageData
 from accel_train.recipe.schema import Recipe
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -114,27 +115,28 @@ def model_preprocessing(recipe: Recipe, config: Any) -> tuple[Preprocessing, tup
     Raises:
         ValueError: the model does not take 1 or 3 channels.
     """
-    name, size = recipe.model.pretrained, recipe.data.image_size
+    data = ImageData.of(recipe.data)
+    name, size = recipe.model.pretrained, data.image_size
     channels = int(getattr(config, "num_channels", 3))
     if channels not in (1, 3):
         raise ValueError(f"the model takes {channels} channels; images have 1 (grey) or 3 (RGB): set num_channels")
     mean, std = (IMAGENET_MEAN, IMAGENET_STD) if channels == 3 else (_grey(IMAGENET_MEAN), _grey(IMAGENET_STD))
     default = Preprocessing(size, mean, std)
     if name is None:
-        return _normalised_as_asked(default, recipe), ()
+        return _normalised_as_asked(default, data), ()
     from transformers.image_processing_base import ImageProcessingMixin
 
     try:
         settings, _ = ImageProcessingMixin.get_image_processor_dict(name)
     except (OSError, ValueError):
         note = f"{name} has no preprocessor_config.json: images are normalised with ImageNet's figures"
-        return _normalised_as_asked(default, recipe), (note,) if recipe.data.image_mean is None else ()
-    return _normalised_as_asked(_from_settings(settings, default), recipe), ()
+        return _normalised_as_asked(default, data), (note,) if data.image_mean is None else ()
+    return _normalised_as_asked(_from_settings(settings, default), data), ()
 
 
-def _normalised_as_asked(preprocessing: Preprocessing, recipe: Recipe) -> Preprocessing:
+def _normalised_as_asked(preprocessing: Preprocessing, data: ImageData) -> Preprocessing:
     """Return the preprocessing with the recipe's `data.image_mean` and `data.image_std`, if set."""
-    mean, std = recipe.data.image_mean or preprocessing.mean, recipe.data.image_std or preprocessing.std
+    mean, std = data.image_mean or preprocessing.mean, data.image_std or preprocessing.std
     for name, values in (("mean", mean), ("std", std)):
         if len(values) != len(preprocessing.mean):
             raise ValueError(

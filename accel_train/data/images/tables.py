@@ -10,10 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from accel_train.data.cache import cache_root
-from accel_train.data.images.images import IMAGE_SUFFIXES, ArrayImages, ImagePool, RowImages, evenly_spaced
+from accel_train.data.images.images import IMAGE_SUFFIXES, ArrayImages, ImagePool, RowImages, Target, evenly_spaced
 from accel_train.data.sources import Source, file_kind
 from accel_train.data.tables import check_columns, class_names, read_rows
-from accel_train.recipe.data import Data
+from accel_train.recipe.data import ImageData
 
 if TYPE_CHECKING:
     import datasets
@@ -23,7 +23,7 @@ _NUM_PROBED = 20
 """Number of cells whose files are looked up in the folders next to a table."""
 
 
-def table_pool(source: Source, data: Data) -> ImagePool:
+def table_pool(source: Source, data: ImageData, target: Target) -> ImagePool:
     """Return the images of one file or data set with their masks or labels.
 
     The bytes of parquet files and data sets stay on disk, memory-mapped. `datasets` stores its copy of a parquet file
@@ -32,8 +32,8 @@ def table_pool(source: Source, data: Data) -> ImagePool:
     Raises:
         ValueError: the source is not a table or is empty, a column is missing, or a row is broken.
     """
-    image_columns = [column for column in (data.image_column, data.mask_column) if column is not None]
-    columns = [column for column in (data.label_column, data.id_column) if column is not None]
+    image_columns = [column for column in (data.image_column, target.mask) if column is not None]
+    columns = [column for column in (target.label, data.id_column) if column is not None]
     path = source.files[0] if source.files else None
     name, folder = (source.name, Path.cwd()) if path is None else (str(path), path.parent)
     dataset = source.dataset
@@ -57,9 +57,9 @@ def table_pool(source: Source, data: Data) -> ImagePool:
     return ImagePool(
         images[0],
         f"{name}: {len(images[0]):,} rows",
-        [] if data.label_column is None else values[data.label_column],
+        [] if target.label is None else values[target.label],
         masks=images[1] if len(images) > 1 else None,
-        names=class_names(source, data.label_column),
+        names=class_names(source, target.label),
         ids=None if data.id_column is None else [str(value) for value in values[data.id_column]],
         notes=source.notes,
     )
@@ -100,7 +100,7 @@ def _file_of(folder: Path, name: str) -> str | None:
     return next((name + ending for ending in endings if os.path.isfile(folder / (name + ending))), None)
 
 
-def _parquet(path: Path, data: Data) -> "datasets.Dataset":
+def _parquet(path: Path, data: ImageData) -> "datasets.Dataset":
     import datasets
 
     has_bars = datasets.is_progress_bar_enabled()
@@ -131,7 +131,7 @@ def _undecoded(dataset: "datasets.Dataset", column: str) -> Sequence[Any]:
     return cells
 
 
-def array_pool(path: Path, data: Data) -> ImagePool:
+def array_pool(path: Path, data: ImageData, target: Target) -> ImagePool:
     """Return the images of an array file with their masks or labels.
 
     `.npz`: arrays named like the columns, or with an s (`images`, `labels`). `.npy`: images only, memory-mapped. Labels
@@ -146,7 +146,7 @@ def array_pool(path: Path, data: Data) -> ImagePool:
     _check_images(path, array)
     images = ArrayImages(array, str(path))
     description = f"{path}: {len(images):,} images"
-    column = data.mask_column or data.label_column
+    column = target.column
     if column is None:
         return ImagePool(images, description)
     found, shape = _read(path, column, data.image_column), array.shape[:3]
@@ -154,7 +154,7 @@ def array_pool(path: Path, data: Data) -> ImagePool:
         raise ValueError(
             f"{path}: {len(images)} images, but {column!r} has the shape {found.shape}; one each is needed"
         )
-    if data.mask_column is not None:
+    if target.mask is not None:
         if found.shape != shape or found.dtype != np.uint8:
             raise ValueError(f"{path}: masks are {found.dtype} of shape {found.shape}, not uint8 of shape {shape}")
         return ImagePool(images, description, masks=ArrayImages(found, f"{path}, mask"))

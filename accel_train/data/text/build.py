@@ -13,7 +13,7 @@ from accel_train.data.sources import Source, describe, files_of, holds_tokens, n
 from accel_train.data.text.documents import Split, choose_split, read_documents
 from accel_train.data.text.tokenizers import TextTokenizer, prepare_tokenizer, train_bpe
 from accel_train.data.text.tokens import ShardWriter, TokenFile, Tokens, inspect_token_file, tail_start, token_chunks
-from accel_train.recipe.data import Data, TrainedTokenizer
+from accel_train.recipe.data import TrainedTokenizer, WindowData
 
 # A larger sample no longer changes which frequent pairs become tokens, but costs minutes and gigabytes.
 _BPE_LIMIT_CHARACTERS = 1 << 30
@@ -29,7 +29,7 @@ _XZ_LIMIT_BYTES = 8_000_000
 class Inputs:
     """The sources and settings of shards."""
 
-    data: Data
+    data: WindowData
     train: tuple[Source, ...]
     eval: tuple[Source, ...]
     """Evaluation sources. Empty if a part of `train` is held out."""

@@ -17,7 +17,7 @@ from accel_train.data.sources import Source, files_of, holds_tokens, resolve_bot
 from accel_train.data.text.build import Inputs, build_shards, byte_bar
 from accel_train.data.text.tokenizers import TextTokenizer, load_tokenizer, prepare_tokenizer, pretrained_tokenizer
 from accel_train.data.text.tokens import WindowDataset
-from accel_train.recipe.data import TrainedTokenizer
+from accel_train.recipe.data import TrainedTokenizer, WindowData
 from accel_train.recipe.schema import Recipe
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _inputs(recipe: Recipe, progress: bool) -> Inputs:
     tokenizer = (
         pretrained_tokenizer(spec, trust_remote_code=recipe.model.trust_remote_code) if isinstance(spec, str) else spec
     )
-    return Inputs(recipe.data, train, held_out, tokenizer, notes, progress)
+    return Inputs(WindowData.of(recipe.data), train, held_out, tokenizer, notes, progress)
 
 
 def _contents(inputs: Inputs, root: Path) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def _open(
         "cache_folder": str(folder),
         "reused": built is None,
     }
-    length = recipe.data.sequence_length
+    length = WindowData.of(recipe.data).sequence_length
     num_tokens = facts["train_tokens"]
     if num_tokens <= length:
         raise ValueError(

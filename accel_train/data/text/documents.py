@@ -12,7 +12,7 @@ from accel_train.core.files import digest64
 from accel_train.data.encoding import read_text
 from accel_train.data.sources import Source, file_kind
 from accel_train.data.tables import read_rows, text_cell
-from accel_train.recipe.data import Data
+from accel_train.recipe.data import WindowData
 
 _NUM_HASHES = 1 << 64
 
@@ -27,7 +27,7 @@ class Document(NamedTuple):
     num_source_bytes: float
 
 
-def read_documents(source: Source, data: Data) -> Iterator[Document]:
+def read_documents(source: Source, data: WindowData) -> Iterator[Document]:
     """Yield the documents of a source in source order. Line ends are kept; a byte order mark is removed.
 
     Raises:

@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from accel_train.core.state import Choice
-from accel_train.recipe.data import Data
 
 TASKS = ("text-classification", "causal-lm", "image-classification", "semantic-segmentation")
 """Tasks for which `accel-train finetune` writes a recipe."""
@@ -19,8 +18,8 @@ class Asked:
     """The user's request: the path, and flags."""
 
     path: str
-    data: Data
-    """Section `data` with the settings of the command line. The path is `data.train`."""
+    data: Any
+    """Section `data` of `ANY_TASK`, with the settings of the command line. The path is `data.train`."""
     task: str | None = None
     text: tuple[str, ...] = ()
     """Name of the text column, or of two columns that are read as a pair."""

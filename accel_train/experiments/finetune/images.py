@@ -15,13 +15,14 @@ from PIL import Image
 from accel_train.core.errors import DataError
 from accel_train.core.format import format_count
 from accel_train.core.state import Choice
-from accel_train.data.images.images import ImagePool, Images, evenly_spaced, in_threads, list_files
+from accel_train.data.images.images import ImagePool, Images, Target, evenly_spaced, in_threads, list_files
 from accel_train.data.images.labelled import eval_beside_train
 from accel_train.data.images.masks import mask_values
 from accel_train.data.images.misread import are_parts, refuse_annotations
 from accel_train.data.images.pairs import BESIDE, pair_of_folders, pairs_below
 from accel_train.data.images.pools import read_pools
 from accel_train.experiments.finetune.found import Asked, Found
+from accel_train.tasks.semantic_segmentation.data import masked_pool
 
 _NUM_LOOKED_AT = 200
 """Evenly spaced images whose headers are read for sizes and colors."""
@@ -70,7 +71,12 @@ def recognise_classes(asked: Asked, folder: Path, tables: Sequence[Path] = ()) -
             "say which is trained on: " + _command_for_parts(root, classes)
         )
     # This raises for empty class folders, and names them.
-    pool = read_pools(asked.path if root is folder else str(root), asked.data, asked.path, masks=False)
+    pool = read_pools(
+        asked.path if root is folder else str(root),
+        asked.data,
+        asked.path,
+        Target(asked.data.label_column, is_mask=False),
+    )
     counts = Counter(map(str, pool.labels))
     if len(counts) < 2:
         raise ValueError(
@@ -189,7 +195,7 @@ def recognise_masks(asked: Asked, pairs: Pairs) -> Found:
         raise ValueError(
             f"--task {asked.task}: {asked.path} holds images and masks, which are for semantic-segmentation"
         )
-    pool = read_pools(pairs.train, asked.data, asked.path, masks=True)
+    pool = masked_pool(pairs.train, asked.data, asked.path)
     settings = {"data.train": Choice(pairs.train, "")}
     if pairs.eval is not None and "data.eval" not in asked.given:
         settings["data.eval"] = Choice(pairs.eval, "its name says that it is for evaluation")

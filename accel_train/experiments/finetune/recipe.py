@@ -17,6 +17,7 @@ from accel_train.data.sources import EMBEDDED_CORPORA
 from accel_train.experiments.finetune.found import Asked, Found
 from accel_train.experiments.finetune.training import Choices
 from accel_train.recipe.loader import Recipe, load_recipe, make_recipe
+from accel_train.recipe.tasks import ANY_TASK
 from accel_train.recipe.yaml_core import one_line
 
 _WAIT_SECONDS = 60.0
@@ -179,7 +180,7 @@ def minimal_recipe(path: str, arguments: Sequence[str]) -> Recipe:
         ValueError: a setting breaks a rule. The message names the setting.
     """
     tree = {
-        "task": "causal-lm",
+        "task": ANY_TASK,
         "output_dir": "runs",
         "model": {"config": {"model_type": "gpt2"}},
         "data": {"train": path},

@@ -10,13 +10,13 @@ from typing import Any
 from accel_train.core.format import did_you_mean, format_count
 from accel_train.core.state import Choice
 from accel_train.data.encoding import check_encoding
-from accel_train.data.sft.corpus import check_row, columns_of
 from accel_train.data.tables import Row
 from accel_train.experiments.finetune.columns import Column, Table, read_table, with_settings
 from accel_train.experiments.finetune.found import Asked, Found, Settings, lengths
 from accel_train.experiments.finetune.image_tables import recognise_images
 from accel_train.experiments.finetune.labels import recognise_label
 from accel_train.experiments.finetune.unused import listed
+from accel_train.tasks.causal_lm.data import check_row, columns_of
 
 _USUAL = "text sentence review content comment message tweet body question document abstract description"
 _TEXT_NAMES = frozenset(_USUAL.split())

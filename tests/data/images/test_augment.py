@@ -20,11 +20,11 @@ from accel_train.data.images.augment import (
     rand_augment,
     random_crop_box,
 )
-from accel_train.data.images.classification import ClassificationImages, ImageSample, draw_sample
 from accel_train.data.images.images import ArrayImages
 from accel_train.data.images.labelled import ImageRows
 from accel_train.data.images.preprocessing import Preprocessing
 from accel_train.recipe.data import Augment
+from accel_train.tasks.image_classification.data import ClassificationImages, ImageSample, draw_sample
 
 NOTHING = Augment(random_resized_crop=None, horizontal_flip=0.0)
 EVERYTHING = Augment(

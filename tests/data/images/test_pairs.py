@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 
 from accel_train.data.images.pools import read_pools
-from accel_train.data.images.segmentation import read_masked_images, read_pair
 from accel_train.recipe.data import Data
+from accel_train.tasks.semantic_segmentation.data import read_masked_images, read_pair
 
 
 @pytest.fixture(autouse=True)

@@ -16,12 +16,12 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from accel_train.data.builtin.stdlib import stdlib_docstrings
-from accel_train.data.sft.packing import TokenRows, pack
 from accel_train.data.text.tokenizers import BYTE_SEPARATOR_ID, byte_tokenizer
 from accel_train.model.kernels.attention import _CHECKED_MODEL_TYPES
 from accel_train.recipe.schema import Recipe
 from accel_train.task import TaskData
-from accel_train.tasks.causal_lm import CausalLM
+from accel_train.tasks.causal_lm.packing import TokenRows, pack
+from accel_train.tasks.causal_lm.task import CausalLM
 from tests.support.hf_models import small_config
 from tests.support.runs import TINY_MODEL, events, metrics, recipe_dict, run, write_recipe_file
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from accel_train.data.sft import template_trial
-from accel_train.data.sft.template_trial import check_template
+from accel_train.data.text import template_trial
+from accel_train.data.text.template_trial import check_template
 
 CHATS = [[{"role": "user", "content": "hello"}]]
 

@@ -16,7 +16,7 @@ from accel_train.model.kernels.activations import FusedTanhGELU, fuse_activation
 from accel_train.model.kernels.attention import use_for_generation
 from accel_train.model.pretrained import transformers_model
 from accel_train.recipe.schema import Precision
-from accel_train.tasks.causal_lm import CausalLM, attention_arguments
+from accel_train.tasks.causal_lm.task import CausalLM, attention_arguments
 from tests.support.hf_models import small_config
 from tests.support.runs import recipe_dict, write_corpus
 

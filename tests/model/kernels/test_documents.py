@@ -13,7 +13,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import CheckpointPolicy
 from transformers import AttentionInterface, AutoModelForCausalLM, GPT2Config
 
-from accel_train.data.sft.packing import PackedRows, TokenRows, collate_packed
 from accel_train.data.text.tokens import collate_windows
 from accel_train.model.activation_checkpointing import checkpoint_activations, keep_or_recompute
 from accel_train.model.compile import repeated_blocks
@@ -34,7 +33,8 @@ from accel_train.model.kernels.attention import (
 from accel_train.model.kernels.documents import attend_within_documents, document_starts, same_document_mask
 from accel_train.model.memory_estimate import simulate_step
 from accel_train.recipe.schema import Precision, Recipe
-from accel_train.tasks.causal_lm import CausalLM
+from accel_train.tasks.causal_lm.packing import PackedRows, TokenRows, collate_packed
+from accel_train.tasks.causal_lm.task import CausalLM
 from accel_train.training.loop import run_steps
 from accel_train.training.setup import prepare_run
 from tests.model.test_activation_checkpointing import ATTENTION, CountOperators

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from accel_train.model.activation_checkpointing import enable_method
 from accel_train.model.kernels.router_loss import RouterLoss, choose_router_loss
-from accel_train.tasks.causal_lm import CausalLM
+from accel_train.tasks.causal_lm.task import CausalLM
 from tests.support.hf_models import small_config
 
 TYPES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss", "minimax", "ernie4_5_moe")

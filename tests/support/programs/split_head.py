@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from accel_train.model.kernels import chunked_loss
 from accel_train.parallel.tensor_parallel import keep_gradients_in_parts, split_layers
 from accel_train.runtime.private import watch_operators
-from accel_train.tasks.causal_lm import CausalLM, next_token_logits
+from accel_train.tasks.causal_lm.task import CausalLM, next_token_logits
 from tests.support.hf_models import small_config
 
 VOCABULARY, CHUNK = 211, 8

@@ -20,7 +20,7 @@ from accel_train.checkpoint.rollback_log import ROLLBACKS
 from accel_train.recipe.schema import Recipe
 from accel_train.recovery import rollback
 from accel_train.task import TaskData
-from accel_train.tasks.causal_lm import CausalLM
+from accel_train.tasks.causal_lm.task import CausalLM
 
 RANK = int(os.environ.get("RANK", "0"))
 POISON = 255

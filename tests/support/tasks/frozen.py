@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from accel_train.recipe.schema import Recipe
 from accel_train.task import TaskData
-from accel_train.tasks.causal_lm import CausalLM
+from accel_train.tasks.causal_lm.task import CausalLM
 
 
 class TeacherTask(CausalLM):

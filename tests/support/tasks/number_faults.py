@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Scores, TaskData
-from accel_train.tasks.causal_lm import CausalLM
+from accel_train.tasks.causal_lm.task import CausalLM
 
 NUM_FEATURES = 6
 

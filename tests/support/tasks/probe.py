@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from accel_train.model.kernels import chunked_loss
 from accel_train.recipe.schema import Recipe
 from accel_train.task import TaskData
-from accel_train.tasks.causal_lm import CausalLM
+from accel_train.tasks.causal_lm.task import CausalLM
 
 RANK = int(os.environ.get("RANK", "0"))
 

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from accel_train.recipe.schema import Recipe
 from accel_train.task import TaskData
-from accel_train.tasks.masked_lm import MaskedLM
-from accel_train.tasks.multiple_choice import MultipleChoice
-from accel_train.tasks.question_answering import QuestionAnswering
-from accel_train.tasks.seq2seq import Seq2Seq
-from accel_train.tasks.token_classification import TokenClassification
+from accel_train.tasks.masked_lm.task import MaskedLM
+from accel_train.tasks.multiple_choice.task import MultipleChoice
+from accel_train.tasks.question_answering.task import QuestionAnswering
+from accel_train.tasks.seq2seq.task import Seq2Seq
+from accel_train.tasks.token_classification.task import TokenClassification
 
 
 class Faulty:

@@ -1,4 +1,0 @@
-"""Chats and instructions for supervised fine-tuning: reading, templates, packing.
-
-Plain text is in `data.text`.
-"""

@@ -1,0 +1,41 @@
+"""The settings of `data` for causal language modeling."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from accel_train.recipe.data import WindowData
+from accel_train.recipe.values import PositiveInt
+
+
+class CausalLMData(WindowData):
+    """Settings of `data` for causal language modeling."""
+
+    mask_documents: bool = False
+    """Whether to restrict attention to tokens of the same document and restart positions at each document. With
+    `model.attn_implementation` auto, each document is attended to alone, in memory linear in the length. If this is not
+    possible, a dense mask is used. The run log names the method.
+    """
+    format: Literal["text", "prompt_completion", "chat"] = "text"
+    """Format of the data. text: plain text. prompt_completion and chat: rows to fine-tune on; the loss
+    counts only completions (assistant turns).
+    """
+    prompt_column: str = "prompt"
+    """Column with the prompts."""
+    completion_column: str = "completion"
+    """Column with the completions to learn."""
+    input_column: str | None = Field(default=None, examples=["input"])
+    """Column with an optional text that follows the prompt after a blank line (Alpaca's input).
+    """
+    messages_column: str = "messages"
+    """Column with a chat, as a list of {role, content}. The tokenizer's chat template renders
+    it.
+    """
+    completion_only_loss: bool = True
+    """Whether only completions of fine-tuning rows count in the loss. false: prompts count as well."""
+    chat_template: str | None = Field(default=None, examples=["chat_template.jinja"])
+    """Jinja chat template, or a file with one, for a tokenizer without a template. A separate process renders a few
+    chats first. A template that needs more than 5 seconds or 1 GiB is refused.
+    """
+    pad_to_multiple_of: PositiveInt = 8
+    """Multiple to which the padded length of a batch of texts is rounded up."""

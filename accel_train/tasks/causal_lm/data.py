@@ -1,0 +1,228 @@
+"""Read and tokenize the fine-tuning rows of a recipe into memory (`prepare_rows`)."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from tqdm import tqdm
+
+from accel_train.data.sources import Source, describe, resolve_both
+from accel_train.data.tables import Row, check_text, column_names, read_rows, show_cell, text_cell
+from accel_train.data.text.corpus import Corpus
+from accel_train.data.text.documents import divide_rows
+from accel_train.data.text.tokenizers import prepare_tokenizer, pretrained_tokenizer, train_bpe
+from accel_train.recipe.data import TrainedTokenizer
+from accel_train.recipe.schema import Recipe
+from accel_train.tasks.causal_lm import encoding
+from accel_train.tasks.causal_lm.config import CausalLMData
+from accel_train.tasks.causal_lm.encoding import Encoder, Example, Messages
+from accel_train.tasks.causal_lm.packing import TokenRows
+
+_ROWS_AT_ONCE = 1024
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
+_MEANINGFUL = ("tools", "label", "chosen", "rejected", "system", "input", "context", "history")
+"""Columns that change the meaning of a row of chats or prompts. A note lists those that are not read."""
+
+RowCorpus = Corpus[TokenRows]
+
+
+def prepare_rows(recipe: Recipe, *, progress: bool) -> RowCorpus:
+    """Return a recipe's tokenized fine-tuning rows, split into training and evaluation.
+
+    Each row has at most `sequence_length` targets.
+
+    Raises:
+        ValueError: a source, row, tokenizer or chat template is wrong, or no training row is left.
+    """
+    data = CausalLMData.of(recipe.data)
+    sources, eval_sources, notes = resolve_both(data)
+    rows = _read(sources, data, data.train_key, progress)
+    unread = [name for name in column_names(sources[0], data) if name in _MEANINGFUL and name not in columns_of(data)]
+    notes += [f"{data.train_key}: columns that are not read: {', '.join(unread)}"] if unread else []
+    if eval_sources:
+        held_out = _read(eval_sources, data, "data.eval", progress)
+    else:
+        rows, held_out = _hold_out(rows, data.eval_fraction, notes)
+    spec = recipe.tokenizer_in_use
+    if isinstance(spec, TrainedTokenizer):
+        tokenizer = prepare_tokenizer(train_bpe(texts_of(rows), spec.train_bpe.vocab_size))
+    else:
+        tokenizer = pretrained_tokenizer(spec, trust_remote_code=recipe.model.trust_remote_code)
+    warnings = encoding.Warnings(list)
+    encode = (encoding.chat_encoder if data.format == "chat" else encoding.completion_encoder)(
+        tokenizer, data, warnings
+    )
+    train = _encode(rows, encode, data.train_key, data.sequence_length, notes, progress)
+    evaluation = _encode(held_out, encode, "data.eval", data.sequence_length, notes, progress)
+    if not len(train):
+        raise ValueError(
+            f"no training row keeps a target: all {len(rows):,} are longer than data.sequence_length="
+            f"{data.sequence_length} tokens before their completion begins; raise it"
+        )
+    return Corpus(
+        train=train,
+        eval=evaluation if len(evaluation) else None,
+        tokenizer=tokenizer.tokenizer,
+        vocab_size=tokenizer.vocab_size,
+        separator_id=tokenizer.separator_id,
+        fingerprint=_fingerprint(train, evaluation),
+        facts={
+            "sources": describe(sources, eval_sources),
+            "num_train_rows": len(train),
+            "num_eval_rows": len(evaluation),
+            "train_targets": len(train.targets),
+            "eval_targets": len(evaluation.targets),
+            "unigram_perplexity": _unigram_perplexity(train, evaluation, tokenizer.vocab_size),
+            "notes": [*notes, *(f"{len(at):,} {said.format(first=at[0])}" for said, at in warnings.items())],
+        },
+    )
+
+
+def _read(sources: Sequence[Source], data: CausalLMData, key: str, progress: bool) -> list[Example]:
+    rows = (row for source in sources for row in read_rows(source, columns_of(data), data))
+    examples = [check_row(row, data) for row in _bar(rows, "reading rows", progress)]
+    if not examples:
+        raise ValueError(f"{key} holds no rows: {describe(sources)}")
+    return examples
+
+
+def columns_of(data: CausalLMData) -> tuple[str, ...]:
+    """Return the columns that `data.format` reads."""
+    if data.format == "chat":
+        return (data.messages_column,)
+    return (data.prompt_column, data.completion_column, *([] if data.input_column is None else [data.input_column]))
+
+
+def check_row(row: Row, data: CausalLMData) -> Example:
+    """Return the example in a table row with the cells of `columns_of`.
+
+    Raises:
+        ValueError: a cell has the wrong type or nothing to learn; the message names file, row and column.
+    """
+    if data.format == "chat":
+        return Example(_messages(row.cells[0], f"{row.where}: column {data.messages_column!r}", data), row.where)
+    texts = [
+        text_cell(cell or "", column, row.where, data) for cell, column in zip(row.cells[2:], columns_of(data)[2:])
+    ]
+    prompt, completion = (text_cell(*cell, row.where, data) for cell in zip(row.cells, columns_of(data)[:2]))
+    prompt = "\n\n".join([prompt, *filter(None, texts)])
+    if not completion:
+        raise ValueError(
+            f"{row.where}: column {data.completion_column!r} is empty, so there is nothing to learn; drop the row"
+        )
+    return Example((prompt, completion), row.where)
+
+
+def _messages(value: Any, at: str, data: CausalLMData) -> Messages:
+    shape = "a list of {role: ..., content: ...}"
+    if not isinstance(value, list | tuple) or not all(isinstance(message, dict) for message in value):
+        raise ValueError(f"{at} holds {show_cell(value)}, not {shape}; set data.messages_column, or write such lists")
+    if not value:
+        raise ValueError(f"{at} is an empty list, so there is nothing to learn; drop the row")
+    messages: Messages = []
+    for number, message in enumerate(value, start=1):
+        # Arrow fills absent keys with null.
+        given = {name: item for name, item in message.items() if item is not None}
+        if "role" not in given and isinstance(given.get("from"), str):  # ShareGPT's keys
+            role = given.pop("from")
+            given = {"role": _SHAREGPT_ROLES.get(role, role), "content": given.pop("value", None), **given}
+        parts = given.get("content")
+        # Parts of text, as in OpenAI's API.
+        if isinstance(parts, list) and parts and all(_is_text_part(part) for part in parts):
+            given["content"] = "".join(part["text"] for part in parts)
+        if given.pop("weight", 1) == 0:  # as in OpenAI's API
+            raise ValueError(f"{at}, message {number}: weight 0 asks not to learn it, which is not done; drop the row")
+        role, content = given.get("role"), given.get("content")
+        if not isinstance(role, str):
+            raise ValueError(
+                f"{at}, message {number}: role is {show_cell(role)}, not a string; each message is {shape}"
+            )
+        if not isinstance(content, str) and (content is not None or "tool_calls" not in given):
+            raise ValueError(
+                f"{at}, message {number}: content is {show_cell(content)}, not a string; each message is {shape}"
+            )
+        if role == "assistant" and not content and "tool_calls" not in given:
+            raise ValueError(f"{at}, message {number}: the assistant says nothing; drop the message or the row")
+        if isinstance(content, str):
+            given["content"] = check_text(content, f"{at}, message {number}", data)
+        messages.append(given)
+    if data.completion_only_loss and not any(message["role"] == "assistant" for message in messages):
+        raise ValueError(
+            f"{at} has no message of role 'assistant', so there is nothing to learn; "
+            "drop the row, or set data.completion_only_loss: false"
+        )
+    return messages
+
+
+def _is_text_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def texts_of(rows: Iterable[Example]) -> Iterator[str]:
+    """Yield all texts of the rows, for training a tokenizer."""
+    for row in rows:
+        if isinstance(row.parts, tuple):
+            yield from row.parts
+        else:
+            yield from (message["content"] for message in row.parts if "content" in message)
+
+
+def _bar(items: Iterable[Any], title: str, shown: bool) -> Iterator[Any]:
+    yield from tqdm(items, desc=title, unit=" rows", disable=None if shown else True, leave=False)
+
+
+def _hold_out(rows: list[Example], fraction: float, notes: list[str]) -> tuple[list[Example], list[Example]]:
+    """Return rows for training and rows for evaluation. Equal rows are on the same side in every run."""
+    texts = [json.dumps(row.parts, sort_keys=True) for row in rows]
+    train, evaluation, split = divide_rows(rows, texts, fraction, "documents")
+    if split.cut_tail:
+        notes.append("all rows are the same: none is held out for evaluation; name some in data.eval")
+        return rows, []
+    notes += [split.note] if split.note else []
+    return train, evaluation
+
+
+def _encode(
+    rows: Sequence[Example], encode: Encoder, key: str, sequence_length: int, notes: list[str], progress: bool
+) -> TokenRows:
+    """Return the tokens of all rows, cut at `sequence_length` targets, without the rows that have no target left."""
+    tokens, is_target, lengths = [np.zeros(0, np.int32)], [np.zeros(0, np.bool_)], [0]
+    kept = slice(sequence_length + 1)
+    num_cut = num_dropped = 0
+    for start in _bar(range(0, len(rows), _ROWS_AT_ONCE), f"tokenising {key}", progress):
+        for row in encode(rows[start : start + _ROWS_AT_ONCE]):
+            if not row.is_target[kept].any():
+                num_dropped += 1
+                continue
+            num_cut += len(row.ids) > sequence_length + 1
+            tokens.append(row.ids[kept])
+            is_target.append(row.is_target[kept])
+            lengths.append(len(tokens[-1]))
+    if num_cut:
+        notes.append(
+            f"{key}: {num_cut:,} of {len(rows):,} rows are cut at data.sequence_length={sequence_length} tokens"
+        )
+    if num_dropped:
+        notes.append(
+            f"{key}: {num_dropped:,} of {len(rows):,} rows are left out, because nothing of their completion lies "
+            f"within data.sequence_length={sequence_length} tokens"
+        )
+    return TokenRows(np.concatenate(tokens), np.concatenate(is_target), np.cumsum(lengths))
+
+
+def _fingerprint(*sides: TokenRows) -> str:
+    digest = hashlib.sha256()
+    for rows in sides:
+        for array in (rows.starts.astype("<i8"), rows.tokens.astype("<i4"), rows.is_target):
+            digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+def _unigram_perplexity(train: TokenRows, evaluation: TokenRows, vocab_size: int) -> float | None:
+    """Return the perplexity of the evaluation targets under add-one unigram frequencies of the training targets."""
+    if not len(evaluation):
+        return None
+    counts = np.bincount(train.targets, minlength=vocab_size) + 1
+    return float(np.exp(-np.log(counts / counts.sum())[evaluation.targets].mean()))

@@ -1,0 +1,651 @@
+"""Prove that training's forward pass equals transformers' own forward pass, on the recipe's model at toy size.
+
+Training changes a forward pass: documents share a row, the loss comes in chunks, blocks are checkpointed, and attention
+and activations use other kernels. Whether the result stays exact depends on the model's layers. Before any data is
+read, a probe compares it with transformers' own forward pass of each document alone, on a CPU in fp32.
+"""
+
+import hashlib
+import inspect
+import json
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from copy import deepcopy
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from accel_train.core.errors import SettingError
+from accel_train.core.files import write_atomically
+from accel_train.core.state import Choice
+from accel_train.data.cache import cache_root, read_json
+from accel_train.data.text.tokens import collate_windows
+from accel_train.model import activation_checkpointing
+from accel_train.model.activation_checkpointing import checkpoint_activations
+from accel_train.model.isolation import isolated
+from accel_train.model.kernels import activations, attention, chunked_loss, documents
+from accel_train.model.pretrained import quiet_bars, transformers_model
+from accel_train.recipe.schema import Recipe
+from accel_train.tasks.causal_lm.config import CausalLMData
+from accel_train.tasks.causal_lm.packing import PackedRows, TokenRows, collate_packed, pack
+from accel_train.tasks.causal_lm.rows import can_keep_rows_apart
+
+SAME = 1e-5
+"""Largest difference that counts as rounding, as a share of the largest logit, loss, or gradient."""
+LONGEST = 256
+"""Maximum tokens of a probe's windows. From this length on, a CPU attends to each document separately."""
+MOST_ROUNDING = 1e-4
+"""Upper limit for the rounding of a model whose own forward pass rounds a lot. Leaks are 1e-1 and larger."""
+SMALL = 2_000_000
+"""Parameters up to which a model is probed at its own size."""
+LARGEST = 40_000_000
+"""Maximum parameters of a toy model. Its forward pass takes about a second on one core."""
+VOCABULARY = 128
+DOCUMENTS, ROWS, FORWARD, CHUNKED, CHECKPOINTING = CHECKS = (
+    "packed documents", "packed rows", "forward", "chunked loss", "checkpointing"
+)  # fmt: skip
+
+Batch = Mapping[str, Any]
+
+
+class Forward(NamedTuple):
+    """The functions that training computes with, provided by the task."""
+
+    attention_arguments: Callable[[Recipe, PreTrainedConfig], dict[str, str]]
+    logits: Callable[[nn.Module, Batch, bool], Tensor]
+    hidden_states: Callable[[nn.Module, Batch, bool], Tensor]
+    loss_sum: Callable[[Tensor, Tensor, float], Tensor]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """The measurements of a probe, by check."""
+
+    model: str
+    """Class of the model; of a model that could not be built, its type."""
+    differences: Mapping[str, float]
+    """Largest difference by check, as a share of the largest value. Omits checks that training does not use."""
+    refused: Mapping[str, str]
+    """Reason by check, for checks that could not be computed."""
+    layer: str | None = None
+    """Type of the layer that carries values from one document to the next. None if unknown or if nothing leaks."""
+    rounding: float = SAME
+    """Largest difference that counts as rounding in this model."""
+    looks_ahead: bool = False
+    """Whether a later token changes the logits before it in transformers' own forward pass."""
+    num_parameters: int = 0
+    """Number of parameters of the probed model."""
+
+    def holds(self, check: str) -> bool:
+        """Return whether the check was computed and its difference is within rounding."""
+        return self.differences.get(check, np.inf) <= self.rounding
+
+    @property
+    def has_passed(self) -> bool:
+        """Return whether every check was computed and holds."""
+        return not self.refused and all(map(self.holds, self.differences))
+
+
+def checks_of(recipe: Recipe, config: PreTrainedConfig) -> list[str]:
+    """Return the checks that a run of this recipe needs. Empty if tests already cover them for the model type."""
+    is_text, text = CausalLMData.of(recipe.data).format == "text", config.get_text_config()
+    positions = CausalLMData.of(recipe.data).sequence_length * (recipe.batch.global_batch_size or 1)
+    is_large = positions * (getattr(text, "vocab_size", None) or 0) > chunked_loss.LOGITS_AT_ONCE
+    chunks = recipe.loss.chunked is True or (recipe.loss.chunked == "auto" and is_large)
+    wanted = {
+        DOCUMENTS: is_text and CausalLMData.of(recipe.data).mask_documents,
+        ROWS: not is_text,
+        CHUNKED: chunks,
+        CHECKPOINTING: recipe.precision.recomputed not in ("nothing", "budget"),
+    }
+    checks = [check for check, is_wanted in wanted.items() if is_wanted]
+    is_known = text.model_type in attention._CHECKED_MODEL_TYPES
+    return checks if is_known and not checks else [FORWARD, *checks]
+
+
+def prove(recipe: Recipe, config: PreTrainedConfig, forward: Forward) -> dict[str, Choice[Any]]:
+    """Return the result of the probe for the run log, or nothing if no check is needed.
+
+    Raises:
+        SettingError: training's result differs from transformers' own. It names the setting and the fix.
+    """
+    checks = checks_of(recipe, config)
+    if not checks:
+        return {}
+    # This raises for errors that the configuration alone shows.
+    forward.attention_arguments(recipe, config)
+    proof = _remembered(recipe, config, checks, forward)
+    if not proof.has_passed:
+        problem = _problem(recipe, config, proof)
+        if problem is not None:
+            raise problem
+        return {"probe": Choice("not proved", "; ".join(sorted(set(proof.refused.values()))))}
+    found = ", ".join(f"{check} {difference:.0e}" for check, difference in proof.differences.items())
+    return {
+        "probe": Choice(
+            "equal",
+            f"to transformers' own forward: {found}; shown on {proof.model}, {proof.num_parameters:,} parameters",
+        )
+    }
+
+
+def _problem(recipe: Recipe, config: PreTrainedConfig, proof: Proof) -> SettingError | None:
+    """Return the error for the first check that fails, or None if no check could be computed."""
+    kind = proof.model
+
+    def how(check: str) -> str:
+        if check in proof.refused:
+            return f"it cannot be computed ({proof.refused[check]})"
+        return f"the difference is {proof.differences[check]:.1e} of the largest value"
+
+    if proof.looks_ahead:
+        return SettingError(
+            f"a later token changes the logits before it. {kind} sees what it predicts",
+            "Use a causal model, or set is_decoder: true in model.config",
+            at=f"model type {config.model_type}",
+        )
+    failed = [check for check in CHECKS if check in {*proof.refused, *proof.differences} and not proof.holds(check)]
+    if DOCUMENTS in failed:
+        carries = (
+            f"{proof.layer} carries values from one document to the next"
+            if proof.layer
+            else f"{kind} does not keep documents apart"
+        )
+        return SettingError(
+            f"{carries} ({how(DOCUMENTS)})",
+            "Set data.mask_documents to false",
+            at="data.mask_documents=True",
+            settings=("data.mask_documents",),
+        )
+    if set(failed) <= set(proof.refused) and len(set(proof.refused.values())) == 1 and FORWARD in failed:
+        return None
+    at, what, remedy = {
+        ROWS: (
+            f"data.format={CausalLMData.of(recipe.data).format}",
+            f"rows that share a window change each other in {kind}",
+            "Set model.attn_implementation to eager; then each row is a sample of its own",
+        ),
+        FORWARD: (
+            f"model type {config.model_type}",
+            f"training's forward of {kind} is not transformers' own",
+            "Set model.fused_kernels to false and model.attn_implementation to eager",
+        ),
+        CHUNKED: (f"loss.chunked={recipe.loss.chunked}", kind, "Set loss.chunked to false"),
+        CHECKPOINTING: (
+            f"precision.gradient_checkpointing={recipe.precision.recomputed}",
+            kind,
+            "Set precision.gradient_checkpointing to off",
+        ),
+    }[failed[0]]
+    return SettingError(f"{what}: {how(failed[0])}", remedy, at)
+
+
+def examine(recipe: Recipe, config: PreTrainedConfig, forward: Forward, checks: Sequence[str]) -> Proof:
+    """Compute the checks on a toy-size model of this configuration. The random state is restored afterwards."""
+    with isolated(nn.Module(), torch.device("cpu")), _quiet(), torch.device("cpu"), torch.enable_grad():
+        proof = _examine(recipe, config, forward, checks, seed=0)
+        if proof.has_passed or not proof.differences:
+            return proof
+        # Rounding can route a token to another expert. The check then passes with other weights, but a leak never does.
+        second = _examine(recipe, config, forward, checks, seed=1)
+        return second if second.has_passed else proof
+
+
+def _examine(recipe: Recipe, config: PreTrainedConfig, forward: Forward, checks: Sequence[str], seed: int) -> Proof:
+    torch.default_generator.manual_seed(seed)
+    try:
+        stock = toy_model(config, trust_remote_code=recipe.model.trust_remote_code)
+    except ValueError as error:
+        return Proof(config.model_type, {}, dict.fromkeys(checks, str(error)))
+    proof = Proof(type(stock).__name__, {}, {}, num_parameters=_numel(stock))
+    section = recipe.model.model_copy(update={"pretrained": None, "lora": None})
+    toy = recipe.model_copy(update={"model": section})
+    try:
+        arguments = forward.attention_arguments(toy, stock.config)
+        trained, _ = transformers_model(
+            AutoModelForCausalLM, toy, deepcopy(stock.config), arguments, takes_new_head=False
+        )
+        trained.load_state_dict(stock.state_dict())
+    except Exception as error:
+        return replace(proof, refused=dict.fromkeys(checks, _in_words(error)))
+    return _Probe(toy, forward, stock.eval(), trained.eval(), seed).measure(proof, checks)
+
+
+class _Probe:
+    """A toy model as transformers builds it and as training builds it, with equal weights, and documents for both."""
+
+    def __init__(
+        self, recipe: Recipe, forward: Forward, stock: PreTrainedModel, trained: PreTrainedModel, seed: int
+    ) -> None:
+        self.recipe, self.forward, self.stock, self.trained = recipe, forward, stock, trained
+        # Whether the checks after `packed documents` also use packed documents.
+        self.is_masked = False
+        self.compiled = recipe.precision.compile is not False
+        positions = getattr(stock.config.get_text_config(), "max_position_embeddings", None) or LONGEST
+        length = self.length = min(CausalLMData.of(recipe.data).sequence_length, LONGEST, positions)
+        vocabulary = stock.get_input_embeddings().num_embeddings
+        cuts = ((0, length // 2, length // 2 + length // 3, length), (0, length // 4, length))
+        tokens = np.random.default_rng(seed).integers(2, vocabulary, (len(cuts), length + 1))
+        for row, ends in enumerate(cuts):
+            # Token 1 is the separator.
+            tokens[row, list(ends[:-1])] = 1
+        self.tokens = tokens
+        self.parts = [(row, *part) for row, ends in enumerate(cuts) for part in pairwise(ends)]
+        self.parts = [part for part in self.parts if part[2] > part[1]]
+
+    def measure(self, proof: Proof, checks: Sequence[str]) -> Proof:
+        """Return `proof` with a difference per check, or the reason why a check could not be computed."""
+        try:
+            with torch.no_grad():
+                alone = [self._own_logits(self.tokens[row : row + 1, begin:end]) for row, begin, end in self.parts]
+        except Exception as error:
+            return replace(proof, refused=dict.fromkeys(checks, f"transformers' own forward fails: {_in_words(error)}"))
+        differences, refused = dict[str, float](), dict[str, str]()
+        measures: dict[str, Callable[[], float | None]] = {
+            DOCUMENTS: lambda: self._documents(alone),
+            ROWS: lambda: self._rows(alone),
+            FORWARD: lambda: self._padded(alone),
+            CHUNKED: self._chunked,
+            CHECKPOINTING: self._checkpointing,
+        }
+        for check in checks:
+            try:
+                if (found := measures[check]()) is not None:
+                    differences[check] = found
+                self.is_masked = differences.get(DOCUMENTS, np.inf) <= SAME
+            except Exception as error:
+                refused[check] = _in_words(error)
+        proof = replace(proof, differences=differences, refused=refused)
+        if proof.has_passed:
+            return proof
+        of_later, of_width = self._effect_of_later_tokens(alone), self._rounding(alone)
+        rounding = min(max(SAME, 30 * max(of_later, of_width)), MOST_ROUNDING)
+        proof = replace(proof, rounding=rounding, looks_ahead=of_later > MOST_ROUNDING)
+        leaks = differences.get(DOCUMENTS, 0.0) > proof.rounding
+        return replace(proof, layer=self._leaking_layer() if leaks else None)
+
+    def _own_logits(self, tokens: Any) -> Tensor:
+        """Return the logits (B, T, vocabulary) of transformers' own forward pass."""
+        logits: Tensor = self.stock(input_ids=torch.as_tensor(tokens), use_cache=False).logits
+        return logits
+
+    def _logits(self, batch: Batch) -> Tensor:
+        with torch.no_grad():
+            return self.forward.logits(self.trained, batch, self.compiled)
+
+    @property
+    def packed(self) -> Batch:
+        """Batch with several documents per row, masked as `data.mask_documents` does."""
+        return collate_windows(self.tokens, separator_id=1, mask_documents=True)
+
+    @property
+    def plain(self) -> Batch:
+        """Batch with the same rows, without a document mask."""
+        return collate_windows(self.tokens, separator_id=1, mask_documents=False)
+
+    def _documents(self, alone: Sequence[Tensor]) -> float:
+        logits = self._logits(self.packed)
+        return _largest_difference([logits[row : row + 1, begin:end] for row, begin, end in self.parts], alone)
+
+    def _token_rows(self) -> TokenRows:
+        tokens = [self.tokens[row, begin : end + 1] for row, begin, end in self.parts]
+        starts = np.cumsum([0, *map(len, tokens)])
+        flat = np.concatenate(tokens).astype(np.int32)
+        is_target = np.ones(len(flat), np.bool_)
+        is_target[starts[:-1]] = False
+        return TokenRows(flat, is_target, starts)
+
+    def _rows(self, alone: Sequence[Tensor]) -> float:
+        rows = self._token_rows()
+        if not can_keep_rows_apart(self.recipe, self.stock.config).value:
+            # Attention cannot keep rows apart, so each row is a separate sample.
+            return self._padded(alone)
+        # One position more than the rows fill, because the padding is a document too.
+        windows = pack(rows.lengths, self.length + 1)
+        packed = PackedRows(rows, windows, sequence_length=self.length + 1, padding_id=1)
+        logits = self._logits(collate_packed([packed[index] for index in range(len(packed))]))
+        ours, theirs = [], []
+        for window, members in enumerate(windows):
+            end = 0
+            for row in members.tolist():
+                begin, end = end, end + int(rows.lengths[row])
+                ours.append(logits[window : window + 1, begin:end])
+                theirs.append(alone[row])
+        return _largest_difference(ours, theirs)
+
+    def _padded(self, alone: Sequence[Tensor]) -> float:
+        rows = self._token_rows()
+        each = list(np.arange(len(rows))[:, None])
+        samples = PackedRows(rows, each, sequence_length=self.length, padding_id=1)
+        batch = collate_packed([samples[index] for index in range(len(samples))], pad_to_multiple_of=1)
+        logits = self._logits(batch)
+        return _largest_difference([logits[row : row + 1, : own.shape[1]] for row, own in enumerate(alone)], alone)
+
+    def _rounding(self, alone: Sequence[Tensor]) -> float:
+        """Return the difference of transformers' own forward pass between fp32 and fp64, or 0 if fp64 fails."""
+        with suppress(Exception), torch.no_grad():
+            wide = deepcopy(self.stock).double()
+            rows = [torch.as_tensor(self.tokens[row : row + 1, begin:end]) for row, begin, end in self.parts]
+            return _largest_difference(alone, [wide(input_ids=row, use_cache=False).logits for row in rows])
+        return 0.0
+
+    def _effect_of_later_tokens(self, alone: Sequence[Tensor]) -> float:
+        """Return how much later tokens change earlier logits in transformers' own forward pass."""
+        with torch.no_grad():
+            first = [(number, row) for number, (row, begin, _) in enumerate(self.parts) if begin == 0]
+            whole = self._own_logits(self.tokens[:, :-1])
+        ours = [whole[row : row + 1, : alone[number].shape[1]] for number, row in first]
+        return _largest_difference(ours, [alone[number] for number, _ in first])
+
+    def _chunked(self) -> float | None:
+        if chunked_loss.why_whole(self.trained) is not None:
+            # Training uses whole logits.
+            return None
+        batch, head = self.plain, self.trained.get_output_embeddings()
+        labels, smoothing = batch["labels"], self.recipe.loss.label_smoothing
+
+        def own() -> Tensor:
+            logits = self.trained(input_ids=batch["input_ids"], use_cache=False).logits
+            return self.forward.loss_sum(logits, labels, smoothing)
+
+        def in_chunks() -> Tensor:
+            hidden = self.forward.hidden_states(self.trained, batch, self.compiled)
+            return chunked_loss.chunked_loss(head, hidden, labels, smoothing, chunk_rows=max(1, labels.numel() // 3))
+
+        return _difference_of_losses(self.trained, own, self.trained, in_chunks)
+
+    def _checkpointing(self) -> float:
+        batch, smoothing = self.packed if self.is_masked else self.plain, self.recipe.loss.label_smoothing
+        saves = deepcopy(self.trained)
+        checkpoint_activations(saves, self.recipe.precision)
+
+        def loss_of(model: nn.Module) -> Callable[[], Tensor]:
+            return lambda: self.forward.loss_sum(
+                self.forward.logits(model, batch, self.compiled), batch["labels"], smoothing
+            )
+
+        return _difference_of_losses(self.trained, loss_of(self.trained), saves, loss_of(saves))
+
+    def _leaking_layer(self) -> str | None:
+        """Return the type of the first part of a block whose output depends on the previous document."""
+        _, begin, end = next(part for part in self.parts if part[1] > 0)
+        outputs: list[tuple[str, Tensor]] = []
+
+        def keep(name: str) -> Callable[..., None]:
+            def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+                found = output[0] if isinstance(output, tuple) else output
+                if isinstance(found, Tensor) and found.is_floating_point() and found.shape[1:2] == (self.length,):
+                    outputs.append((name, found.detach()[:, begin:end]))
+
+            return hook
+
+        named = dict(self.trained.named_modules())
+        hooks = [module.register_forward_hook(keep(name)) for name, module in named.items()]
+        batch = dict(self.packed)
+        other = batch["input_ids"].clone()
+        # Shuffle only the previous document.
+        other[0, 1:begin] = other[0, 1:begin].flip(0).roll(1)
+        try:
+            with suppress(Exception):
+                self._logits(batch)
+                first = list(outputs)
+                outputs.clear()
+                self._logits(batch | {"input_ids": other})
+                for (name, one), (_, two) in zip(first, outputs, strict=False):
+                    if (one[0] - two[0]).abs().max() > SAME * one[0].abs().max():
+                        return _part_of_block(named, name)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return None
+
+
+def _part_of_block(named: Mapping[str, nn.Module], name: str) -> str:
+    """Return the class of the module directly inside a numbered block that contains (or is) the named module."""
+    parts = name.split(".")
+    block = next((depth for depth, part in enumerate(parts) if part.isdigit()), len(parts))
+    return type(named[".".join(parts[: block + 2])]).__name__
+
+
+def _largest_difference(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> float:
+    """Return the largest difference as a share of the largest value of `theirs`, or infinity unless all are finite."""
+    scale = max(float(each.abs().max()) for each in theirs)
+    found = max(float((one - two).abs().max()) for one, two in zip(ours, theirs, strict=True)) / scale
+    return found if np.isfinite(found) else np.inf
+
+
+def _difference_of_losses(
+    one: nn.Module, loss_of_one: Callable[[], Tensor], two: nn.Module, loss_of_two: Callable[[], Tensor]
+) -> float:
+    """Return the larger of the differences of two losses and of their gradients, in training mode with equal seeds."""
+    found = []
+    for model, loss_of in ((one, loss_of_one), (two, loss_of_two)):
+        model.train()
+        model.zero_grad()
+        torch.default_generator.manual_seed(1)
+        loss = loss_of()
+        loss.backward()
+        gradients = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+        found.append((loss.detach()[None], gradients))
+        model.zero_grad()
+        model.eval()
+    (loss, gradients), (other_loss, other_gradients) = found
+    if gradients.keys() != other_gradients.keys() or not gradients:
+        return np.inf
+    names = list(gradients)
+    of_gradients = _largest_difference([other_gradients[name] for name in names], [gradients[name] for name in names])
+    return max(_largest_difference([other_loss], [loss]), of_gradients)
+
+
+# --- the recipe's model at toy size ---------------------------------------------------------------------------------
+
+_LAYERS = re.compile(r"^(num_hidden_layers|n_layers?|num_layers|(num_)?(en|de)coder_layers|depth)$")
+_HEAD_SIZE = re.compile(r"head_?dim|d_head|dim_head|head_size|kv_channels|d_kv|rotary_dim|rope_dim")
+_HEADS = re.compile(r"heads?(_per_layer)?$")
+_WIDTH = re.compile(r"size|dim|rank|embd|ffn|inner|width|d_model|d_ff|dff|state|intermediate|channels|ssm|hidden")
+_NO_WIDTH = re.compile(
+    r"vocab|position|window|chunk|block|kernel|patch|image|expand|buckets|group|spatial|temporal|max_|type|conv|layers"
+    r"|lm_head|num_"
+)
+_TOKEN_ID = re.compile(r"token_(id|index)$")
+
+
+def toy_model(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """Return the smallest model with the same kinds of modules and layers as the configuration's model.
+
+    Its weights are larger than initial weights, so that leaks from one document to the next are visible.
+
+    Raises:
+        ValueError: the model is large, and no smaller configuration has the same kinds of modules.
+    """
+
+    def build(of: PreTrainedConfig, device: str) -> PreTrainedModel:
+        of = deepcopy(of)
+        of.use_cache = False
+        with torch.device(device):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+                of, dtype=torch.float32, trust_remote_code=trust_remote_code
+            )
+        return model
+
+    try:
+        whole = build(config, "meta")
+    except Exception as error:
+        raise ValueError(
+            f"transformers cannot build this configuration of {config.model_type}: {_in_words(error)}"
+        ) from error
+    if _numel(whole) <= SMALL:
+        return _with_large_weights(build(config, "cpu"))
+    kinds, num_layers, problem = (
+        _kinds(whole),
+        getattr(config.get_text_config(), "num_hidden_layers", 2),
+        "none is small",
+    )
+    counts = [count for count in (2, 3, 4, 6, 8, 12, 16, 24) if count < num_layers] + [num_layers]
+    # Fractions of a head and groups of heads need more than the minimum.
+    sizes = ((4, 16), (8, 16), (4, 32), (16, 16), (1024, 32), (4, 1024), (1024, 1024))
+    for layers, (heads, head_size) in product(counts, sizes):
+        try:
+            small = _shrunk(config, layers, heads, head_size)
+            model = build(small, "meta")
+            if _kinds(model) != kinds:
+                problem = "a kind of layer is missing"
+                continue
+            if _numel(model) <= LARGEST:
+                model = _with_large_weights(build(small, "cpu"))
+                model.eval()(input_ids=torch.full((1, 9), 3), use_cache=False)
+                return model
+        except Exception as error:
+            problem = _in_words(error)
+    raise ValueError(f"no smaller configuration of {config.model_type} has all its kinds of layers: {problem}")
+
+
+def _numel(model: nn.Module) -> int:
+    return sum(each.numel() for each in model.parameters())
+
+
+def _kinds(model: PreTrainedModel) -> set[str]:
+    """Return the names of all module classes, and of all types in the configuration's lists of layers."""
+    text = model.config.get_text_config()
+    listed = {
+        each for name, of in text.to_dict().items() if "layer" in name and isinstance(of, list) for each in map(str, of)
+    }
+    return {type(module).__name__ for module in model.modules()} | {each for each in listed if not each.isdigit()}
+
+
+def _shrunk(config: PreTrainedConfig, layers: int, heads: int, head_size: int) -> PreTrainedConfig:
+    """Return a copy with `layers` layers and at least `heads` heads of `head_size` elements. Ratios are kept."""
+    small = type(config).from_dict(_shrunk_fields(config.to_dict(), layers, heads, head_size))
+    small._name_or_path = config._name_or_path
+    return small
+
+
+def _shrunk_fields(fields: Mapping[str, Any], layers: int, heads: int, head_size: int) -> dict[str, Any]:
+    counts = [each for name, value in fields.items() if _is_heads(name) for each in _ints(value) if each > 0]
+    sizes = [each for name, value in fields.items() if _HEAD_SIZE.search(name) for each in _ints(value) if each > 0]
+    widths = [each for name in ("hidden_size", "n_embd", "d_model") for each in _ints(fields.get(name))]
+    if not sizes and counts and widths:
+        sizes = [widths[0] // max(counts)]
+    fewer = _common_divisor(counts, heads)
+    narrower = _common_divisor(sizes, head_size)
+    if not counts and widths:
+        narrower = _common_divisor(widths, 64)
+    depth = max((value for name, value in fields.items() if _LAYERS.match(name) and type(value) is int), default=0)
+
+    def shrink(name: str, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return _shrunk_fields(value, layers, heads, head_size) if "model_type" in value else value
+        if type(value) is int and _LAYERS.match(name):
+            return min(value, layers)
+        if isinstance(value, list | str) and len(value) == depth > layers and name != "model_type":
+            value = value[:layers]
+        if isinstance(value, list):
+            if re.search(r"(ind(ic|ex)es|idxs|layer_ids|layers)$", name) and all(type(each) is int for each in value):
+                return [each for each in value if each < layers] if len(value) != layers else value
+            return [shrink(name, each) for each in value]
+        if type(value) is not int or isinstance(value, bool):
+            return value
+        if "vocab_size" in name:
+            return min(value, VOCABULARY)
+        if _TOKEN_ID.search(name):
+            return value % VOCABULARY
+        if _HEAD_SIZE.search(name):
+            return _divided(value, narrower)
+        if _is_heads(name):
+            return _divided(value, fewer, least=1)
+        if _WIDTH.search(name) and not _NO_WIDTH.search(name):
+            return _divided(value, fewer * narrower)
+        return value
+
+    dropped = ("dtype", "torch_dtype", "transformers_version")
+    return {name: shrink(name, value) for name, value in fields.items() if name not in dropped}
+
+
+def _is_heads(name: str) -> bool:
+    return bool(_HEADS.search(name)) and not _HEAD_SIZE.search(name) and "chunk" not in name
+
+
+def _ints(value: Any) -> list[int]:
+    return [each for each in (value if isinstance(value, list) else [value]) if type(each) is int]
+
+
+def _common_divisor(numbers: Sequence[int], least: int) -> int:
+    """Return the largest power of two that divides all numbers and leaves their maximum at `least` or above."""
+    divisor = 1
+    while numbers and max(numbers) // (2 * divisor) >= least and all(each % (2 * divisor) == 0 for each in numbers):
+        divisor *= 2
+    return divisor
+
+
+def _divided(value: int, by: int, least: int = 8) -> int:
+    return value if value < least else max(least, value // by)
+
+
+def _with_large_weights(model: PreTrainedModel) -> PreTrainedModel:
+    """Scale random matrices to a gain of about 1 and shift vectors, in place, and return the model."""
+    with torch.no_grad():
+        for each in model.parameters():
+            if each.ndim < 2:
+                each.add_(0.1 * torch.randn_like(each))
+                continue
+            deviation, mean = float(each.std()), float(each.mean())
+            if deviation > 0 and abs(mean) < 0.5 * deviation:
+                each.mul_(1 / (deviation * each.shape[-1] ** 0.5))
+    return model
+
+
+def _in_words(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return text[:160] if text else type(error).__name__
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide warnings of transformers and torch in the block, because they concern the toy model."""
+    with quiet_bars(reports=False), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _remembered(recipe: Recipe, config: PreTrainedConfig, checks: Sequence[str], forward: Forward) -> Proof:
+    """Return the cached proof for this model, these settings, and these versions, or compute and cache it."""
+    # The remote code may change while the configuration stays the same.
+    if recipe.model.trust_remote_code:
+        return examine(recipe, config, forward, checks)
+    data = CausalLMData.of(recipe.data)
+    own = [inspect.getmodule(each) for each in (*forward, collate_packed, collate_windows, can_keep_rows_apart)]
+    settings = {
+        "config": config.to_dict(),
+        "checks": list(checks),
+        "model": recipe.model.model_dump(exclude={"pretrained"}),
+        "data": [data.format, data.mask_documents, data.sequence_length],
+        "sections": [recipe.loss.model_dump(), recipe.precision.model_dump()],
+        "versions": [torch.__version__, transformers.__version__],
+        "code": [
+            inspect.getsource(each)
+            for each in (activation_checkpointing, activations, attention, chunked_loss, documents, *own)
+            if each is not None
+        ],
+        "probe": Path(__file__).read_text(),
+    }
+    key = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
+    path = cache_root(recipe.data) / "probes" / f"{key[:32]}.json"
+    known = read_json(path)
+    with suppress(TypeError):
+        if known is not None:
+            return Proof(**known)
+    proof = examine(recipe, config, forward, checks)
+    # Without a cache, each start probes again.
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, json.dumps(asdict(proof)).encode())
+    return proof

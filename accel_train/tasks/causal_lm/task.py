@@ -1,0 +1,384 @@
+"""Causal language modeling: predict each next token of a text with any causal LM of transformers."""
+
+import math
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from accel_train.core.state import Choice
+from accel_train.data.labels import IGNORED_LABEL
+from accel_train.data.text.corpus import Corpus, prepare_text
+from accel_train.data.text.tokens import collate_windows
+from accel_train.model.kernels.attention import (
+    attention_window,
+    choose_attention,
+    describe_document_attention,
+    document_mask,
+    use_for_generation,
+)
+from accel_train.model.kernels.chunked_loss import (
+    choose_chunking,
+    chunked_counts,
+    chunked_loss,
+    has_plain_head,
+    head_for_chunks,
+)
+from accel_train.model.kernels.router_loss import RouterLoss, choose_router_loss
+from accel_train.model.pretrained import pretrained_config, transformers_model
+from accel_train.model.tensors import unpacked_numel
+from accel_train.observe.throughput import model_flops_per_token
+from accel_train.recipe.schema import Model, Recipe
+from accel_train.task import Scores, Task, TaskData
+from accel_train.tasks.causal_lm.config import CausalLMData
+from accel_train.tasks.causal_lm.data import prepare_rows
+from accel_train.tasks.causal_lm.probe import Forward, prove
+from accel_train.tasks.causal_lm.rows import rows_as_samples, shares_windows
+
+
+class CausalLM(Task):
+    """Pretrain a GPT-style model, continue training pretrained weights, or fine-tune on completions or chats."""
+
+    Data = CausalLMData
+
+    loss_is_by_position = True
+    """Each position contributes to the loss independently, so `parallel.sp_size` may split sequences."""
+    positions_per_target = 1.0
+    """Positions that the model computes per position with a label."""
+    counts_hits = False
+    """Whether evaluations report the token accuracy. True when fine-tuning. It costs a pass over the logits."""
+    chunked: bool | str = "auto"
+    """Setting `loss.chunked`."""
+    label_smoothing = 0.0
+    compiled = False
+    """Whether `precision.compile` is on."""
+    router_loss: RouterLoss | None = None
+    """Router loss of a mixture of experts (`loss.router_aux`). None for other models."""
+    whole_up_to = 0
+    """Positions of the largest micro-batch so far whose loss used whole logits. Smaller micro-batches use them too."""
+
+    def prove(self, recipe: Recipe) -> dict[str, Choice[Any]]:
+        """Probe the recipe's forward pass on a toy-size copy of its model (see `tasks/text/probe.py`).
+
+        Raises:
+            ValueError: a setting changes the model's result.
+        """
+        if recipe.task != "causal-lm" or type(self).build_model is not CausalLM.build_model:
+            # The program builds its own model.
+            return {}
+        fields = recipe.model.config
+        config = pretrained_config(recipe) if fields is None else AutoConfig.for_model(**fields)
+        return prove(recipe, config, FORWARD)
+
+    def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
+        """Read windows of the recipe's text, tokenized once and reused, or load rows of `data.format`."""
+        self.chunked, self.label_smoothing = recipe.loss.chunked, recipe.loss.label_smoothing
+        tokenizer_notes = []
+        if recipe.tokenizer == "auto" and recipe.model.pretrained is not None:
+            tokenizer_notes = [f"tokenizer: that of {recipe.model.pretrained}, which the model was trained with"]
+        section = CausalLMData.of(recipe.data)
+        if section.format == "text":
+            text, masked = prepare_text(recipe, progress=progress), section.mask_documents
+            data = TaskData(
+                train=text.train,
+                eval=text.eval,
+                collate=partial(collate_windows, separator_id=text.separator_id, mask_documents=masked),
+                fingerprint=text.fingerprint,
+                facts=text.facts,
+                reading_is_free=True,
+                source=text,
+                large_files=text.large_files,
+            )
+        else:
+            rows = prepare_rows(recipe, progress=progress)
+            data = rows_as_samples(recipe, rows, model_config(recipe, rows.vocab_size, rows.separator_id))
+            self.positions_per_target, self.counts_hits = data.facts["positions_per_target"], True
+        data.facts["notes"] = [*tokenizer_notes, *data.facts["notes"]]
+        return data
+
+    def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
+        """Build the recipe's causal LM, with a vocabulary padded to a multiple that suits the hardware.
+
+        Raises:
+            ValueError: the model cannot be loaded, or is too small for the vocabulary or the sequence length.
+        """
+        corpus: Corpus[Any] = data.source
+        self.compiled = recipe.precision.compile is not False
+        config = model_config(recipe, corpus.vocab_size, corpus.separator_id)
+        attention = attention_arguments(recipe, config)
+        model, _ = transformers_model(AutoModelForCausalLM, recipe, config, attention, takes_new_head=False)
+        rows = padded_vocab_size(corpus.vocab_size, recipe.model.pad_vocab_to_multiple_of)
+        if recipe.model.pretrained is not None and model.get_input_embeddings().num_embeddings < rows:
+            model.resize_token_embeddings(rows, mean_resizing=False)
+        router = router_choice(recipe, model)
+        if router is None or not router.value:
+            self.router_loss = None
+        else:
+            self.router_loss = self.router_loss or RouterLoss()
+            self.router_loss.watch(model, router.value)
+        return model
+
+    def choices(self, recipe: Recipe, model: nn.Module) -> dict[str, Choice[Any]]:
+        """Return whether the loss is computed in chunks, how documents are masked, and the router coefficient.
+
+        Raises:
+            ValueError: `loss.chunked` is true, but the model does not allow it.
+        """
+        chunking = choose_chunking(recipe.loss.chunked, model, recipe.parallel.tp_size)
+        choices: dict[str, Choice[Any]] = {"loss.chunked": chunking}
+        if isinstance(model, PreTrainedModel) and shares_windows(recipe, model.config):
+            choices["document mask"] = describe_document_attention(recipe, model.config)
+        router = router_choice(recipe, model)
+        if router is not None:
+            value = f"coefficient {router.value:g}" if router.value else "off"
+            choices["loss.router_aux"] = Choice(value, router.reason)
+        return choices
+
+    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the fp32 cross-entropy summed over the labels that are not -100.
+
+        In training, add label smoothing (`loss.label_smoothing`) and the router loss (`loss.router_aux`).
+        """
+        # The model's own loss is not used: transformers divides it by the tokens of the micro-batch, and its code for
+        # GPT-2 warns in the middle of the graph.
+        if self.router_loss is not None and model.training:
+            with self.router_loss.recording():
+                loss_sum = self.cross_entropy_sum(model, batch)
+            return loss_sum + self.router_loss.loss_sum(batch["labels"])
+        return self.cross_entropy_sum(model, batch)
+
+    def routing(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the routers' distribution over experts, for `RouterLoss.over`, without computing logits or loss."""
+        assert self.router_loss is not None
+        with self.router_loss.recording():
+            hidden_states(model, batch, self.compiled)
+        return self.router_loss.routing(batch["labels"])
+
+    def cross_entropy_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the cross-entropy summed over the labels, without the router loss."""
+        labels, smoothing = batch["labels"], self.label_smoothing if model.training else 0.0
+        head = self.head_for_chunks(model, labels.numel())
+        if head is None:
+            return summed_loss(next_token_logits(model, batch, self.compiled), labels, smoothing)
+        return chunked_loss(head, hidden_states(model, batch, self.compiled), labels, smoothing)
+
+    def head_for_chunks(self, model: nn.Module, num_positions: int) -> nn.Linear | None:
+        """Return the output layer if the loss of `num_positions` is computed in chunks, or None to use whole logits."""
+        # The check below costs 24 us, so its answer is remembered.
+        if num_positions <= self.whole_up_to:
+            return None
+        head = head_for_chunks(self.chunked, model, num_positions)
+        if head is None and not torch.compiler.is_compiling():
+            self.whole_up_to = num_positions
+        return head
+
+    def flops_per_target(self, recipe: Recipe, model: nn.Module) -> float | None:
+        """Return the FLOPs per target: 6 N - 2 F + 12 L D T (PaLM, appendix B).
+
+        N counts the parameters that take part in matrix products, and F counts the frozen ones (LoRA). L is the number
+        of layers, D the hidden size, and T the sequence length. Prompts and padding count too.
+        """
+        assert isinstance(model, PreTrainedModel)
+        text, used = model.config.get_text_config(), matmul_parameters(model)
+        return self.positions_per_target * model_flops_per_token(
+            sum(unpacked_numel(each) for each in used),
+            text.num_hidden_layers,
+            text.hidden_size,
+            CausalLMData.of(recipe.data).sequence_length,
+            num_frozen=sum(unpacked_numel(each) for each in used if not each.requires_grad),
+        )
+
+    def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the summed loss and, when fine-tuning, the counts of labels and of correct predictions."""
+        if not self.counts_hits:
+            return {"loss_sum": self.loss_sum(model, batch)}
+        labels = batch["labels"]
+        head = self.head_for_chunks(model, labels.numel())
+        if head is None:
+            logits = next_token_logits(model, batch, self.compiled)
+            loss_sum, num_hits = summed_loss(logits, labels), (logits.argmax(-1) == labels).sum()
+        else:
+            loss_sum, num_hits = chunked_counts(head, hidden_states(model, batch, self.compiled), labels)
+        return {"loss_sum": loss_sum, "num_hits": num_hits, "num_labels": (labels != IGNORED_LABEL).sum()}
+
+    def score(self, loss: float, totals: Mapping[str, NDArray[Any]], data: TaskData) -> Scores:
+        """Return the perplexity, with bits per byte for text or token accuracy for rows.
+
+        Bits per byte do not depend on the tokenizer.
+        """
+        scores = {"perplexity": math.exp(loss) if loss < 700 else math.inf}
+        facts = data.facts
+        if facts.get("eval_bytes"):
+            scores["bits_per_byte"] = loss / math.log(2) * (facts["eval_tokens"] - 1) / facts["eval_bytes"]
+        if "num_hits" in totals:
+            scores["token_accuracy"] = float(totals["num_hits"] / max(1, totals["num_labels"]))
+        return Scores(scores)
+
+    def baselines(self, data: TaskData) -> dict[str, float]:
+        """Return the scores of unigram frequencies and xz on the same evaluation data."""
+        names = ("unigram_bits_per_byte", "xz_bits_per_byte", "unigram_perplexity")
+        return {name: data.facts[name] for name in names if data.facts.get(name) is not None}
+
+    def save_description(self, model: nn.Module, data: TaskData, folder: Path) -> None:
+        """Write the configuration and the tokenizer to `folder` in the layout of transformers."""
+        super().save_description(model, data, folder)
+        data.source.tokenizer.save_pretrained(folder)
+
+    def sample(self, recipe: Recipe, model: nn.Module, data: TaskData) -> dict[str, Any] | None:
+        """Generate a text that begins with `evaluate.sample_prompt`. Return None without a prompt."""
+        if recipe.evaluate.sample_prompt is None:
+            return None
+        from accel_train.model.generation import chat_prompt, generate_text
+
+        assert isinstance(model, PreTrainedModel)
+        prompt = recipe.evaluate.sample_prompt
+        text = generate_text(
+            use_for_generation(model),
+            data.source.tokenizer,
+            chat_prompt(data.source.tokenizer, prompt) if CausalLMData.of(recipe.data).format == "chat" else prompt,
+            max_new_tokens=recipe.evaluate.sample_tokens,
+            temperature=0.8,
+            seed=recipe.seed,
+        )
+        return {"prompt": prompt, "text": text}
+
+
+def next_token_logits(model: nn.Module, batch: Mapping[str, Tensor], compiled: bool = False) -> Tensor:
+    """Return logits (B, T, vocabulary) in the model's precision.
+
+    Document ids in the batch restrict attention and positions to each document.
+    """
+    # A plain head is called directly. This skips the output records of transformers and saves 50 us.
+    if not compiled and has_plain_head(model):
+        return model.get_output_embeddings()(hidden_states(model, batch))  # type: ignore[operator]
+    logits: Tensor = model(**model_inputs(model, batch, compiled)).logits
+    return logits
+
+
+def hidden_states(model: nn.Module, batch: Mapping[str, Tensor], compiled: bool = False) -> Tensor:
+    """Return the hidden states (B, T, hidden size) that the output layer reads."""
+    assert isinstance(model, PreTrainedModel)
+    hidden: Tensor = model.base_model(**model_inputs(model, batch, compiled)).last_hidden_state
+    return hidden
+
+
+def model_inputs(model: nn.Module, batch: Mapping[str, Tensor], compiled: bool) -> dict[str, Any]:
+    """Return the keyword arguments of a forward pass over whole sequences."""
+    inputs: dict[str, Any] = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
+    if "document_ids" in batch or "document_lengths" in batch:
+        inputs["attention_mask"] = document_mask(model, batch, compiled=compiled)
+    if getattr(getattr(model, "config", None), "output_router_logits", False):
+        # RouterLoss computes its own loss from the router logits; the model's router loss does not mask documents.
+        inputs["output_router_logits"] = False
+    return {**inputs, "use_cache": False}
+
+
+def summed_loss(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """Return the fp32 cross-entropy summed over the labels that are not -100."""
+    return cross_entropy(
+        logits.flatten(0, 1).float(),
+        labels.flatten(),
+        ignore_index=IGNORED_LABEL,
+        reduction="sum",
+        label_smoothing=label_smoothing,
+    )
+
+
+def router_choice(recipe: Recipe, model: nn.Module) -> Choice[float] | None:
+    """Return the coefficient of the router loss (see `choose_router_loss`)."""
+    section, place = recipe.parallel, ""
+    if section.strategy == "deepspeed" or section.sp_size > 1:
+        place = "parallel.sp_size above 1" if section.sp_size > 1 else "parallel.strategy deepspeed"
+    return choose_router_loss(recipe.loss.router_aux, model, place)
+
+
+def padded_vocab_size(vocab_size: int, multiple: int) -> int:
+    """Return `vocab_size` rounded up to a multiple of `multiple`. A multiple of 0 leaves it unchanged."""
+    return vocab_size if multiple == 0 else -(-vocab_size // multiple) * multiple
+
+
+def fields_with_vocabulary(section: Model, vocab_size: int) -> dict[str, Any]:
+    """Return `model.config` with a vocabulary size: `vocab_size` padded to the recipe's multiple, unless it is set.
+
+    Raises:
+        ValueError: the configured size is smaller than `vocab_size`.
+    """
+    assert section.config is not None
+    fields = dict(section.config)
+    rows = padded_vocab_size(vocab_size, section.pad_vocab_to_multiple_of)
+    if fields.setdefault("vocab_size", rows) < vocab_size:
+        raise ValueError(
+            f"model.config.vocab_size={fields['vocab_size']} is smaller than the tokenizer's {vocab_size} tokens; "
+            f"leave it out, or give at least {vocab_size}"
+        )
+    return fields
+
+
+def model_config(recipe: Recipe, vocab_size: int, separator_id: int) -> PreTrainedConfig:
+    """Return the transformers configuration of the recipe's model, checked against the tokenizer and sequence length.
+
+    Raises:
+        ValueError: the configuration cannot be loaded, is not a causal LM, or is too small for the vocabulary or the
+            sequence length.
+    """
+    section = recipe.model
+    if section.pretrained is not None:
+        config = pretrained_config(recipe)
+    else:
+        fields = fields_with_vocabulary(section, vocab_size)
+        for name in ("bos_token_id", "eos_token_id"):
+            fields.setdefault(name, separator_id)
+        config = AutoConfig.for_model(**fields)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not section.trust_remote_code:
+        raise ValueError(
+            f"model type {config.model_type!r} is no causal language model of transformers; gpt2 and llama are"
+        )
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    length = recipe.data.window
+    if length is not None and positions is not None and positions < length:
+        raise ValueError(
+            f"data.sequence_length={length} is longer than the {positions} positions of the model; "
+            f"lower it to {positions}, or raise n_positions or max_position_embeddings in model.config"
+        )
+    return config
+
+
+def attention_arguments(recipe: Recipe, config: PreTrainedConfig) -> dict[str, str]:
+    """Return `attn_implementation` for the model factories of transformers, or nothing if the library chooses."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return {}
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    data = CausalLMData.of(recipe.data)
+    choice = choose_attention(recipe.model.attn_implementation, model_class, config, data.sequence_length)
+    window = attention_window(config)
+    if data.mask_documents and window is not None and window < data.sequence_length:
+        raise ValueError(
+            f"data.mask_documents would take the place of the mask by which this model attends within {window} tokens; "
+            "use "
+            f"data.sequence_length up to {window}, or leave data.mask_documents out"
+        )
+    return {} if choice.value == "library default" else {"attn_implementation": choice.value}
+
+
+def matmul_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
+    """Return the parameters used in matrix products: all except position embeddings and an untied input embedding."""
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    head = model.get_output_embeddings()
+    tied = {id(head.weight)} if head is not None else set()
+    return [each for each in model.parameters() if id(each) not in embeddings - tied]
+
+
+FORWARD = Forward(attention_arguments, next_token_logits, hidden_states, summed_loss)
+"""Forward functions that the probe of a run uses. Training uses the same ones."""

@@ -1,0 +1,148 @@
+"""Rows with texts, their split into training and evaluation, and the tokenizers of encoders."""
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+
+from accel_train.data.sources import Source, describe
+from accel_train.data.tables import read_rows, text_cell
+from accel_train.data.text.documents import divide_rows
+from accel_train.data.text.tokenizers import byte_tokenizer, load_tokenizer, train_bpe
+from accel_train.recipe.data import Data, TrainedTokenizer
+from accel_train.recipe.schema import Recipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_TEXTS_PER_CALL = 1000
+# Joins a pair into one text for hashing. ASCII's record separator does not occur in written text.
+_BETWEEN_TEXTS = "\x1e"
+
+
+class Keyed(Protocol):
+    """A row with a text key. Rows with equal keys are on the same side of a split."""
+
+    @property
+    def key(self) -> str:
+        """The key text."""
+
+
+KeyedRow = TypeVar("KeyedRow", bound=Keyed)
+
+
+class TextRow(NamedTuple):
+    """One text or pair with its label."""
+
+    texts: tuple[str, ...]
+    label: Any
+    """Label, or None without `data.label_column`."""
+    where: str
+    """File and line or row."""
+    id: str
+    """Name of the row in predictions: its id column, or `where`."""
+
+    @property
+    def key(self) -> str:
+        """Return the row's texts joined into one."""
+        return _BETWEEN_TEXTS.join(self.texts)
+
+
+def joined(rows: Iterable[TextRow]) -> list[str]:
+    """Return each row's texts joined into one, for hashing and for counting words."""
+    return [row.key for row in rows]
+
+
+def text_rows(
+    sources: Sequence[Source], data: Data, columns: Sequence[str], label_column: str | None, *, key: str
+) -> list[TextRow]:
+    """Return all rows of sources with the texts of these columns, in memory.
+
+    Raises:
+        ValueError: no rows exist, a column is missing, or a cell is not text; the message names file, row and column.
+    """
+    further = [column for column in (label_column, data.id_column) if column is not None]
+    rows = []
+    for source in sources:
+        for row in read_rows(source, (*columns, *further), data):
+            texts = tuple(text_cell(cell, column, row.where, data) for cell, column in zip(row.cells, columns))
+            label = None if label_column is None else row.cells[len(columns)]
+            rows.append(TextRow(texts, label, row.where, row.where if data.id_column is None else str(row.cells[-1])))
+    if not rows:
+        raise ValueError(f"{key} holds no rows: {describe(sources)}; name a table that has some")
+    return rows
+
+
+def hold_out(rows: list[KeyedRow], eval_fraction: float) -> tuple[list[KeyedRow], list[KeyedRow] | None, list[str]]:
+    """Return training rows, evaluation rows (None if the fraction is 0), and notes.
+
+    Rows with equal texts are on the same side.
+
+    Raises:
+        ValueError: one side would be empty.
+    """
+    train, evaluation, split = divide_rows(rows, [row.key for row in rows], eval_fraction, "texts")
+    if split.cut_tail:
+        raise ValueError(
+            "data.train has one text only (repeated, perhaps), so none can be held out for evaluation; give more, or "
+            "set data.eval, or data.eval_fraction: 0"
+        )
+    return train, evaluation or None, [split.note] if split.note else []
+
+
+def repeated_texts(train: Sequence[Keyed], evaluation: Sequence[Keyed], data: Data) -> list[str]:
+    """Return a note if evaluation texts are also training texts."""
+    if not data.is_for_training:
+        return []
+    trained = {row.key for row in train}
+    count = sum(row.key in trained for row in evaluation)
+    if not count:
+        return []
+    return [f"{count:,} of {len(evaluation):,} evaluation texts are in data.train too, so their score says little"]
+
+
+def classifier_tokenizer(recipe: Recipe, texts: Iterable[str]) -> tuple["PreTrainedTokenizerBase", list[str]]:
+    """Return the recipe's tokenizer with a padding token, and notes on its choice.
+
+    `bytes` and a BPE trained here get [CLS], [SEP] and [PAD]. They encode a text as [CLS] text [SEP] and a pair as
+    [CLS] first [SEP] second [SEP]. `auto` selects the tokenizer of `model.pretrained`, or bytes without one.
+    """
+    tokenizer, notes, is_own = text_tokenizer(recipe, texts)
+    return with_frame(tokenizer) if is_own else tokenizer, notes
+
+
+def text_tokenizer(recipe: Recipe, texts: Iterable[str]) -> tuple["PreTrainedTokenizerBase", list[str], bool]:
+    """Return the recipe's tokenizer, notes, and whether it was made here.
+
+    A BPE is trained on `texts`. A tokenizer made here has no padding token yet.
+    """
+    choice = recipe.tokenizer_in_use
+    notes: list[str] = []
+    if isinstance(choice, TrainedTokenizer):
+        wanted = choice.train_bpe.vocab_size
+        trained = train_bpe(texts, wanted)
+        if len(trained) < wanted:
+            notes.append(
+                f"the training texts support {len(trained)} tokens, not tokenizer.train_bpe.vocab_size={wanted}"
+            )
+        return trained, notes, True
+    if choice == "bytes":
+        return byte_tokenizer(), notes, True
+    if recipe.tokenizer == "auto":
+        notes.append(f"tokenizer: that of {choice}, which the model was trained with")
+    tokenizer = load_tokenizer(choice, trust_remote_code=recipe.model.trust_remote_code)
+    if tokenizer.pad_token_id is None:
+        tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+        notes.append(f"the tokenizer {choice} has no padding token: [PAD] was added, as id {tokenizer.pad_token_id}")
+    return tokenizer, notes, False
+
+
+def with_frame(tokenizer: "PreTrainedTokenizerBase") -> "PreTrainedTokenizerBase":
+    """Return the tokenizer with [CLS], [SEP] and [PAD] added. It puts [CLS] and [SEP] around a text."""
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer.add_special_tokens({"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]"})
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", tokenizer.cls_token_id), ("[SEP]", tokenizer.sep_token_id)],
+    )
+    return tokenizer

@@ -1,0 +1,21 @@
+"""The settings of `data` for masked language modeling."""
+
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from accel_train.recipe.data import WindowData
+
+
+class MaskedLMData(WindowData):
+    """Settings of `data` for masked language modeling."""
+
+    label_setting: ClassVar[str | None] = "label_column"
+    label_column: str | None = "label"
+    """Column with the label: a name, an integer, a number (regression), or a list of names (multi_label). null: rows to
+    predict, without labels.
+    """
+    mlm_probability: Annotated[float, Field(gt=0, lt=1)] = 0.15
+    """Share of the tokens to predict. Of these, 80 % are masked, 10 % replaced at random, and 10 %
+    unchanged.
+    """

@@ -1,0 +1,21 @@
+"""The settings of `data` for multiple choice."""
+
+from typing import ClassVar
+
+from accel_train.recipe.data import TextData
+
+
+class MultipleChoiceData(TextData):
+    """Settings of `data` for multiple choice."""
+
+    label_setting: ClassVar[str | None] = "label_column"
+    text_columns: tuple[str, ...] = ("text",)
+    """One text column, or two columns that are read as a pair."""
+    choices_columns: tuple[str, ...] = ("endings",)
+    """One column with a list of endings, or one column per ending. With two text_columns, the second
+    begins each ending.
+    """
+    label_column: str | None = "label"
+    """Column with the label: a name, an integer, a number (regression), or a list of names (multi_label). null: rows to
+    predict, without labels.
+    """

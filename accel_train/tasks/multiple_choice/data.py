@@ -1,0 +1,203 @@
+"""Texts with several endings, one of them right: read table rows, tokenize and batch them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from accel_train.data.labels import IGNORED_LABEL, label_name
+from accel_train.data.sources import Source, describe, resolve_both
+from accel_train.data.tables import read_rows, show_cell, text_cell
+from accel_train.data.text.padding import padded, padded_inputs
+from accel_train.data.text.tokenizers import use_rust_threads
+from accel_train.recipe.schema import Recipe
+from accel_train.tasks.common.texts import hold_out, repeated_texts
+from accel_train.tasks.multiple_choice.config import MultipleChoiceData
+from accel_train.tasks.token_classification.data import list_cell
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_ROWS_PER_CALL = 250
+
+
+class ChoiceRow(NamedTuple):
+    """One text with its endings."""
+
+    text: str
+    endings: tuple[str, ...]
+    label: int
+    """Index of the right ending, from 0. -100 without `data.label_column`."""
+    where: str
+    """File and line or row."""
+    id: str
+    """Name of the row in predictions: its id column, or `where`."""
+
+    @property
+    def key(self) -> str:
+        """Return the text. Rows with equal texts are on the same side of a split."""
+        return self.text
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Rows in memory. All rows have the same number of endings."""
+
+    num_choices: int
+    train: list[ChoiceRow]
+    eval: list[ChoiceRow] | None
+    description: str
+    notes: list[str]
+    """Notes for the user, as sentences."""
+
+
+def load_choices(recipe: Recipe) -> Choices:
+    """Return the rows of `data.train` and `data.eval`. Without `data.eval`, a part of `data.train` is held out by text.
+
+    Raises:
+        ValueError: a row cannot be read, its label is not an ending, or its number of endings differs from the first
+            row. The message names the row.
+    """
+    data = MultipleChoiceData.of(recipe.data)
+    sources, eval_sources, notes = resolve_both(data)
+    rows = read_choices(sources, data, key=data.train_key)
+    _check_counts(rows, rows[0])
+    train, evaluation, split_notes = hold_out(rows, 0.0 if eval_sources else data.eval_fraction)
+    notes += split_notes
+    if eval_sources:
+        evaluation = read_choices(eval_sources, data, key="data.eval")
+        _check_counts(evaluation, rows[0])
+        notes += repeated_texts(train, evaluation, data) if data.label_column is not None else []
+    return Choices(len(rows[0].endings), train, evaluation, describe(sources, eval_sources), notes)
+
+
+def _check_counts(rows: Sequence[ChoiceRow], first: ChoiceRow) -> None:
+    count = len(first.endings)
+    other = next((row for row in rows if len(row.endings) != count), None)
+    if other is not None:
+        raise ValueError(
+            f"{other.where}: {len(other.endings)} endings, and {first.where} has {count}; all rows need as many, so "
+            "fill it up or drop it"
+        )
+
+
+def read_choices(sources: Sequence[Source], data: MultipleChoiceData, *, key: str) -> list[ChoiceRow]:
+    """Return all rows of sources, in memory.
+
+    If `data.text_columns` has two columns, the second is the beginning of each ending. `data.choices_columns` is one
+    column of lists, or one column per ending.
+
+    Raises:
+        ValueError: no rows exist, a column is missing, or a cell has the wrong type; the message names file, row and
+            column.
+    """
+    names, choices = data.text_columns, data.choices_columns
+    if len(names) not in (1, 2):
+        raise ValueError(
+            f"data.text_columns={list(names)} has {len(names)} columns; give one, or two (text, begin of endings)"
+        )
+    further = [column for column in (data.label_column, data.id_column) if column is not None]
+    rows = []
+    for source in sources:
+        for row in read_rows(source, (*names, *choices, *further), data):
+            text, *begin = (text_cell(cell, name, row.where, data) for cell, name in zip(row.cells, names))
+            cells: Sequence[Any] = row.cells[len(names) : len(names) + len(choices)]
+            columns: Sequence[str] = choices
+            if len(choices) == 1:
+                cells = list_cell(cells[0], choices[0], row.where)
+                columns = [choices[0]] * len(cells)
+            endings = tuple(
+                " ".join([*begin, text_cell(cell, name, row.where, data)]) for cell, name in zip(cells, columns)
+            )
+            if len(endings) < 2:
+                raise ValueError(
+                    f"{row.where}: column {choices[0]!r} has {len(endings)} endings; at least two are a choice"
+                )
+            label = IGNORED_LABEL
+            if data.label_column is not None:
+                label = _place(
+                    row.cells[len(names) + len(choices)], len(endings), f"{row.where}, column {data.label_column!r}"
+                )
+            rows.append(
+                ChoiceRow(text, endings, label, row.where, row.where if data.id_column is None else str(row.cells[-1]))
+            )
+    if not rows:
+        raise ValueError(f"{key} holds no rows: {describe(sources)}; name a table that has some")
+    return rows
+
+
+def _place(cell: Any, count: int, where: str) -> int:
+    """Return the index of the right ending from a number (from 0) or a letter (from A)."""
+    name = label_name(cell) or ""
+    if len(name) == 1 and "A" <= name <= "Z":
+        name = str(ord(name) - ord("A"))
+    if not name.isdecimal() or int(name) >= count:
+        last = chr(ord("A") + count - 1)
+        raise ValueError(
+            f"{where}: {show_cell(cell)} is the place of no ending; there are {count}, 0 to {count - 1} or A to {last}"
+        )
+    return int(name)
+
+
+class Sample(NamedTuple):
+    """One text, tokenized with each of its endings."""
+
+    ids: tuple[NDArray[np.int32], ...]
+    second_from: tuple[int, ...]
+    """Position of the first token of each ending."""
+    label: int
+
+
+def tokenize_choices(
+    rows: Sequence[ChoiceRow], tokenizer: "PreTrainedTokenizerBase", max_length: int, *, progress: bool
+) -> list[Sample]:
+    """Return rows as tokenized pairs of text and ending, with special tokens.
+
+    Pairs over `max_length` are truncated, the longer part first.
+    """
+    use_rust_threads()
+    samples: list[Sample] = []
+    with tqdm(
+        total=len(rows), desc="tokenising", unit=" rows", disable=not progress or None, leave=False, delay=1
+    ) as bar:
+        for start in range(0, len(rows), _ROWS_PER_CALL):
+            part = rows[start : start + _ROWS_PER_CALL]
+            encoded = tokenizer(
+                [row.text for row in part for _ in row.endings],
+                [ending for row in part for ending in row.endings],
+                truncation=True,
+                max_length=max_length,
+                split_special_tokens=True,
+                return_token_type_ids=True,
+                return_attention_mask=False,
+                verbose=False,
+            )
+            pairs = zip(encoded["input_ids"], encoded["token_type_ids"])
+            for row in part:
+                ids, types = zip(*(next(pairs) for _ in row.endings))
+                second_from = tuple(each.index(1) if 1 in each else len(each) for each in types)
+                samples.append(Sample(tuple(np.array(each, dtype=np.int32) for each in ids), second_from, row.label))
+            bar.update(len(part))
+    return samples
+
+
+def collate_choices(
+    samples: Sequence[Sample], *, pad_id: int, multiple: int, max_length: int, with_types: bool
+) -> dict[str, Any]:
+    """Return a batch padded on the right: `input_ids`, `attention_mask` and optionally `token_type_ids`.
+
+    All have shape (N, choices, T), int64. `labels` is (N,). `num_targets` is the number of samples with a known label.
+    """
+    ids = [each for sample in samples for each in sample.ids]
+    batch = padded_inputs(ids, pad_id=pad_id, multiple=multiple, max_length=max_length)
+    if with_types:
+        begins = [begin for sample in samples for begin in sample.second_from]
+        types = [np.arange(len(each)) >= begin for each, begin in zip(ids, begins)]
+        batch["token_type_ids"] = padded(types, batch["input_ids"].shape[1], 0)
+    labels = torch.tensor([sample.label for sample in samples])
+    shaped = {name: tensor.unflatten(0, (len(samples), -1)) for name, tensor in batch.items()}
+    return {**shaped, "labels": labels, "num_targets": int((labels != IGNORED_LABEL).sum())}

@@ -1,0 +1,233 @@
+"""Multiple choice: find which of several endings belongs to a text (SWAG, RACE, ARC)."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from accel_train.data.labels import IGNORED_LABEL
+from accel_train.data.text.padding import joined_arrays, samples_digest
+from accel_train.data.text.tokenizers import vocab_size_of
+from accel_train.metrics import tally
+from accel_train.recipe.schema import Recipe
+from accel_train.task import Scores, Task, TaskData
+from accel_train.tasks.common import classification
+from accel_train.tasks.common import text_models as models
+from accel_train.tasks.common.texts import classifier_tokenizer
+from accel_train.tasks.multiple_choice import data as choices
+from accel_train.tasks.multiple_choice.config import MultipleChoiceData
+
+_EXAMPLE = """
+tokenizer = AutoTokenizer.from_pretrained("path/of/this/folder")
+model = AutoModelForMultipleChoice.from_pretrained("path/of/this/folder")
+text, endings = "a text", ["one ending", "another ending"]
+tokens = tokenizer([text] * len(endings), endings, truncation=True, padding=True, return_tensors="pt")
+scores = model(**{name: rows[None] for name, rows in tokens.items()}).logits[0]
+print(endings[scores.argmax()])
+""".strip()
+_WORD = re.compile(r"\w+")
+
+
+@dataclass(frozen=True)
+class Source:
+    """The texts with endings, tokenizer, and model configuration that the task keeps in addition to its samples."""
+
+    choices: choices.Choices
+    tokenizer: PreTrainedTokenizerBase
+    config: PreTrainedConfig
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """Positions of the endings, from 0, as text."""
+        return tuple(map(str, range(self.choices.num_choices)))
+
+    def row_ids(self, index: int) -> str:
+        """Return the name of an evaluation row: its id column, or its file and row number."""
+        assert self.choices.eval is not None
+        return self.choices.eval[index].id
+
+
+class MultipleChoice(Task):
+    """Fine-tune any multiple-choice model of transformers, or train one from a configuration."""
+
+    Data = MultipleChoiceData
+
+    def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
+        """Read and tokenize all texts and endings into memory.
+
+        Raises:
+            ValueError: the model, tokenizer, or rows do not match the recipe. The message names the file, row, and
+                column.
+        """
+        section = MultipleChoiceData.of(recipe.data)
+        models.check_model(recipe, models.CHOICES)
+        models.refuse_metrics(recipe, "multiple-choice reports the accuracy")
+        if recipe.loss.class_weights is not None:
+            raise ValueError("loss.class_weights is for classes, and multiple-choice finds places; leave it out")
+        rows = choices.load_choices(recipe)
+        texts = (text for row in rows.train for text in (row.text, *row.endings))
+        tokenizer, tokenizer_notes = classifier_tokenizer(recipe, texts)
+        config = models.model_config(recipe, tokenizer, models.CHOICES)
+        positions = models.num_positions(config, models.CHOICES)
+        max_length = models.resolve_max_length(section.max_length, positions, tokenizer, is_pair=True)
+        encode = partial(choices.tokenize_choices, tokenizer=tokenizer, max_length=max_length, progress=progress)
+        train, evaluation = encode(rows.train), None if rows.eval is None else encode(rows.eval)
+
+        self.num_choices = rows.num_choices
+        self.loss = classification.ClassLoss(recipe.loss.label_smoothing, None)
+        lengths = np.array([max(map(len, sample.ids)) for sample in train])
+        self.mean_length = float(lengths.mean())
+        # This includes a few rows that fit exactly.
+        num_cut = int((lengths >= max_length).sum())
+        cut = (
+            f"{num_cut:,} of {len(lengths):,} {recipe.data.of_training('rows')} reach data.max_length={max_length} "
+            "tokens, and are cut there"
+        )
+        return TaskData(
+            # The DataLoader reads a list as a map-style dataset.
+            train=cast("Dataset[Any]", train),
+            eval=cast("Dataset[Any] | None", evaluation),
+            collate=partial(
+                choices.collate_choices,
+                pad_id=int(tokenizer.pad_token_id),
+                multiple=section.pad_to_multiple_of,
+                max_length=max_length,
+                with_types=models.with_token_types(tokenizer, config, models.CHOICES),
+            ),
+            fingerprint=_fingerprint(train, evaluation),
+            facts={
+                "sources": rows.description,
+                "num_train": len(train),
+                "num_eval": 0 if evaluation is None else len(evaluation),
+                "num_choices": rows.num_choices,
+                "max_length": max_length,
+                "mean_length": round(self.mean_length, 1),
+                "notes": [*rows.notes, *tokenizer_notes, *([cut] if num_cut else [])],
+            },
+            reading_is_free=True,
+            source=Source(rows, tokenizer, config),
+            lengths=lengths,
+            lengths_vary=True,
+        )
+
+    def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
+        """Build the recipe's model and add notes about new weights in a pretrained model to the facts of `data`.
+
+        Raises:
+            ValueError: the weights cannot be loaded, or are not in the safetensors format.
+        """
+        source: Source = data.source
+        model, notes = models.build_model(recipe, source.config, vocab_size_of(source.tokenizer), models.CHOICES)
+        data.add_notes(notes)
+        return model
+
+    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the fp32 cross-entropy of the right ending, summed over texts. Training applies label smoothing."""
+        return self.loss(_logits(model, batch), batch["labels"], training=model.training)
+
+    def flops_per_target(self, recipe: Recipe, model: nn.Module) -> float | None:
+        """Return 3 x the FLOPs of the forward pass of a mean-length text with all its endings, without padding."""
+        assert isinstance(model, PreTrainedModel)
+        shape = (1, self.num_choices, max(1, round(self.mean_length)))
+        return classification.training_flops(models.CHOICES.factory, model.config, input_ids=shape)
+
+    def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the summed loss without smoothing, and the confusion matrix of positions."""
+        logits, labels = _logits(model, batch), batch["labels"]
+        confusion = tally.confusion_counts(labels, logits.argmax(-1), self.num_choices)
+        return {"loss_sum": self.loss(logits, labels, training=False), "confusion": confusion}
+
+    def score(self, loss: float, totals: Mapping[str, NDArray[Any]], data: TaskData) -> Scores:
+        """Return the accuracy. Positions carry no meaning, so they have no separate scores."""
+        confusion = totals["confusion"]
+        return Scores({"accuracy": float(np.trace(confusion) / confusion.sum()) if confusion.any() else float("nan")})
+
+    def predict_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the position of the likeliest ending, from 0, and the probability of each ending."""
+        scores = _logits(model, batch).float().softmax(dim=-1)
+        score, label = scores.max(dim=-1)
+        return {"label": label, "score": score, "scores": scores}
+
+    def prediction_columns(self, rows: Mapping[str, NDArray[Any]], data: TaskData) -> dict[str, list[Any]]:
+        """Return the likeliest ending, its position, all probabilities, and the right position if known."""
+        evaluated: list[choices.ChoiceRow] = data.source.choices.eval
+        asked, places = [evaluated[index] for index in rows["index"].tolist()], rows["label"].tolist()
+        columns: dict[str, list[Any]] = {
+            "label": [str(place) for place in places],
+            "ending": [row.endings[place] for row, place in zip(asked, places)],
+            "score": _decimals(rows["score"]),
+        }
+        if asked and asked[0].label != IGNORED_LABEL:
+            columns["true_label"] = [str(row.label) for row in asked]
+        # Left out if a text has many endings.
+        scores = rows.get("scores", np.empty((0, 0)))
+        return columns | {f"score_{place}": _decimals(scores[:, place]) for place in range(scores.shape[1])}
+
+    def baselines(self, data: TaskData) -> dict[str, float]:
+        """Return the accuracy of the most frequent position and of the largest word overlap with the text."""
+        rows: choices.Choices = data.source.choices
+        if rows.eval is None:
+            return {}
+        truth = np.array([row.label for row in rows.eval])
+        frequent = int(np.bincount([row.label for row in rows.train]).argmax())
+        overlap = np.array([_likest(row) for row in rows.eval])
+        return {
+            "majority_accuracy": float((truth == frequent).mean()),
+            "word_overlap_accuracy": float((truth == overlap).mean()),
+        }
+
+    def save_description(self, model: nn.Module, data: TaskData, folder: Path) -> None:
+        """Write the configuration, the tokenizer, and a model card."""
+        assert isinstance(model, PreTrainedModel)
+        super().save_description(model, data, folder)
+        facts = data.facts
+        text = models.card(
+            facts,
+            model.config.model_type,
+            title="A model for multiple choice",
+            pipeline_tag="multiple-choice",
+            lines=[
+                f"Gives: a score for each of {self.num_choices} endings of a text",
+                f"Reads: up to {facts['max_length']} tokens, text and ending together; longer ones are cut",
+            ],
+            imported="AutoModelForMultipleChoice, AutoTokenizer",
+            example=_EXAMPLE,
+        )
+        models.save_tokenizer_and_card(data.source.tokenizer, facts["max_length"], text, folder)
+
+
+def _decimals(values: NDArray[Any]) -> list[float]:
+    """Return the shortest decimals that round to the same values."""
+    return [float(str(value)) for value in values]
+
+
+def _logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    logits: Tensor = model(**inputs).logits
+    return logits
+
+
+def _likest(row: choices.ChoiceRow) -> int:
+    """Return the position of the ending with the largest share of words found in the text. The first wins a tie."""
+    known = {*_WORD.findall(row.text.lower())}
+    endings = [_WORD.findall(ending.lower()) for ending in row.endings]
+    shares = [sum(word in known for word in words) / max(1, len(words)) for words in endings]
+    return shares.index(max(shares))
+
+
+def _fingerprint(train: list[choices.Sample], evaluation: list[choices.Sample] | None) -> str:
+    arrays: list[NDArray[Any]] = []
+    for side in (train, evaluation):
+        if side is not None:
+            ids = [each for sample in side for each in sample.ids]
+            arrays += [*joined_arrays(ids), np.array([sample.second_from for sample in side], dtype=np.int32)]
+            arrays.append(np.array([sample.label for sample in side]))
+    return samples_digest(("multiple-choice",), arrays)

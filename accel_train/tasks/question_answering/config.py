@@ -1,0 +1,26 @@
+"""The settings of `data` for extractive question answering."""
+
+from typing import ClassVar
+
+from accel_train.recipe.data import TextData
+from accel_train.recipe.values import PositiveInt
+
+
+class QuestionAnsweringData(TextData):
+    """Settings of `data` for extractive question answering."""
+
+    label_setting: ClassVar[str | None] = "answers_column"
+    question_column: str = "question"
+    """Column with the question."""
+    context_column: str = "context"
+    """Column with the text that answers the question."""
+    answers_column: str | None = "answers"
+    """Column with {text: [...], answer_start: [...]}, with empty lists for unanswerable questions.
+    null: questions to predict.
+    """
+    doc_stride: PositiveInt | None = None
+    """Overlap between neighboring windows of a long context, in tokens. Default: a quarter of
+    max_length.
+    """
+    max_answer_length: PositiveInt = 30
+    """Maximum length of an answer, in tokens."""

@@ -1,0 +1,284 @@
+"""Question answering: read rows with a context and answers in it, tokenize them in windows and batch them."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from accel_train.data.encoding import BOM, decode
+from accel_train.data.sources import Source, describe, file_kind, resolve_both
+from accel_train.data.tables import read_rows, show_cell, text_cell
+from accel_train.data.text.padding import padded, padded_inputs
+from accel_train.data.text.tokenizers import use_rust_threads
+from accel_train.recipe.schema import Recipe
+from accel_train.tasks.common.texts import hold_out, repeated_texts
+from accel_train.tasks.question_answering.config import QuestionAnsweringData
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_QUESTIONS_PER_CALL = 200
+
+
+class Answer(NamedTuple):
+    """A part of the context."""
+
+    text: str
+    start: int
+    """Position of its first character in the context."""
+
+
+class Question(NamedTuple):
+    """One question about a context."""
+
+    question: str
+    context: str
+    answers: tuple[Answer, ...]
+    """Accepted answers; training uses the first. Empty if the context has no answer, or if the answer is unknown."""
+    where: str
+    """File and line or row."""
+    id: str
+    """Name of the question in predictions."""
+
+    @property
+    def key(self) -> str:
+        """Return the context. Questions about one context are on the same side of a split."""
+        return self.context
+
+
+@dataclass(frozen=True)
+class Questions:
+    """Questions in memory."""
+
+    train: list[Question]
+    eval: list[Question] | None
+    description: str
+    notes: list[str]
+    """Notes for the user, as sentences."""
+
+
+def load_questions(recipe: Recipe) -> Questions:
+    """Return the questions of `data.train` and `data.eval`. Without `data.eval`, a part is held out by context.
+
+    Raises:
+        ValueError: a question cannot be read, or its answer is not in its context; the message names file and row.
+    """
+    data = QuestionAnsweringData.of(recipe.data)
+    sources, eval_sources, notes = resolve_both(data)
+    rows = read_questions(sources, data, key=data.train_key)
+    train, evaluation, split_notes = hold_out(rows, 0.0 if eval_sources else data.eval_fraction)
+    notes += split_notes
+    if eval_sources:
+        evaluation = read_questions(eval_sources, data, key="data.eval")
+        notes += repeated_texts(train, evaluation, data) if data.answers_column is not None else []
+    return Questions(train, evaluation, describe(sources, eval_sources), notes)
+
+
+def read_questions(sources: Sequence[Source], data: QuestionAnsweringData, *, key: str) -> list[Question]:
+    """Return all questions of sources, in memory.
+
+    Raises:
+        ValueError: no questions exist, or a question cannot be read; the message names file, row and column.
+    """
+    questions: list[Question] = []
+    for source in sources:
+        for part in [replace(source, files=(file,)) for file in source.files] or [source]:
+            is_json = bool(part.files) and file_kind(part.files[0]) == "json"
+            questions += _squad_questions(part.files[0], data) if is_json else _table_questions(part, data)
+    if not questions:
+        raise ValueError(f"{key} holds no questions: {describe(sources)}; name a file that has some")
+    return questions
+
+
+def _table_questions(source: Source, data: QuestionAnsweringData) -> Iterator[Question]:
+    columns = [data.question_column, data.context_column]
+    further = [column for column in (data.answers_column, data.id_column) if column is not None]
+    for row in read_rows(source, (*columns, *further), data):
+        question, context = (text_cell(cell, name, row.where, data) for cell, name in zip(row.cells, columns))
+        answers = () if data.answers_column is None else _answers(row.cells[2], context, row.where)
+        name = row.where if data.id_column is None else str(row.cells[-1])
+        yield Question(question.strip(), context, answers, row.where, name)
+
+
+def _squad_questions(path: Path, data: QuestionAnsweringData) -> Iterator[Question]:
+    """Yield the questions of a file in SQuAD format: articles with paragraphs with `qas`."""
+    try:
+        articles = json.loads(decode(path.read_bytes().removeprefix(BOM), data, path))["data"]
+        paragraphs = [paragraph for article in articles for paragraph in article["paragraphs"]]
+        found = [(paragraph["context"], question) for paragraph in paragraphs for question in paragraph["qas"]]
+        rows = [(context, each["question"], str(each["id"]), each.get("answers")) for context, each in found]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"{path}: not in SQuAD's form ({type(error).__name__}: {error}); write data -> paragraphs -> context and "
+            "qas, or a jsonl file with a question a line"
+        ) from None
+    for context, question, name, answers in rows:
+        where = f"{path}, question {name}"
+        context, question = (text_cell(cell, "", where, data) for cell in (context, question))
+        known = () if data.answers_column is None else _answers(answers, context, where)
+        yield Question(question.strip(), context, known, where, name)
+
+
+def _answers(cell: Any, context: str, where: str) -> tuple[Answer, ...]:
+    """Return the answers of a cell.
+
+    Accepts {text: [...], answer_start: [...]}, a list of {text, answer_start}, or either as JSON text (csv).
+    """
+    if cell is None:
+        raise ValueError(
+            f"{where}: there are no answers; fill them in (an empty list: the context has none), or drop the row"
+        )
+    fault = (
+        f"{where}: the answers {show_cell(cell)} are not {{text: [...], answer_start: [...]}} (empty lists: no answer)"
+    )
+    try:
+        found = json.loads(cell) if isinstance(cell, str) else cell
+        if isinstance(found, dict):
+            found = [
+                {"text": text, "answer_start": start}
+                for text, start in zip(found["text"], found["answer_start"], strict=True)
+            ]
+        answers = tuple(Answer(each["text"], int(each["answer_start"])) for each in found)
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{fault}; repair or drop the row") from None
+    for answer in answers:
+        there = context[answer.start : answer.start + len(answer.text)]
+        if not answer.text or answer.start < 0 or there != answer.text:
+            raise ValueError(
+                f"{where}: the answer {show_cell(answer.text)} is not at character {answer.start} of its context, "
+                f"where {show_cell(there)} stands; correct answer_start, or drop the row"
+            )
+    return answers
+
+
+class Window(NamedTuple):
+    """A question with a part of its context as token ids."""
+
+    ids: NDArray[np.int32]
+    second_from: int
+    """Position of the first token after the question."""
+    context: tuple[int, int]
+    """Positions of the first context token and of the token after the last."""
+    answer: tuple[int, int]
+    """Positions of the first and last answer token. (0, 0) if the answer is not in this part."""
+    offsets: NDArray[np.int32]
+    """Character spans of the context tokens, (tokens, 2): start and end in the context."""
+
+
+def tokenize_questions(
+    rows: Sequence[Question], tokenizer: "PreTrainedTokenizerBase", max_length: int, doc_stride: int, *, progress: bool
+) -> tuple[list[tuple[Window, ...]], int]:
+    """Return the windows of each question, and the number of questions truncated to half a window.
+
+    A context that is too long for one window is split into several. Neighboring windows share `doc_stride` tokens.
+    """
+    use_rust_threads()
+    found: list[tuple[Window, ...]] = []
+    num_cut = 0
+    with tqdm(
+        total=len(rows), desc="tokenising", unit=" questions", disable=not progress or None, leave=False, delay=1
+    ) as bar:
+        for start in range(0, len(rows), _QUESTIONS_PER_CALL):
+            part = rows[start : start + _QUESTIONS_PER_CALL]
+            questions = [_cut(row.question, tokenizer, max_length // 2) for row in part]
+            num_cut += sum(question != row.question for question, row in zip(questions, part))
+            encoded = tokenizer(
+                questions,
+                [row.context for row in part],
+                truncation="only_second",
+                max_length=max_length,
+                stride=doc_stride,
+                split_special_tokens=True,
+                return_overflowing_tokens=True,
+                return_offsets_mapping=True,
+                return_token_type_ids=True,
+                return_attention_mask=False,
+                verbose=False,
+            )
+            windows: list[list[Window]] = [[] for _ in part]
+            for number, row in enumerate(encoded["overflow_to_sample_mapping"]):
+                windows[row].append(_window(encoded, number, part[row]))
+            found += map(tuple, windows)
+            bar.update(len(part))
+    return found, num_cut
+
+
+def _cut(question: str, tokenizer: "PreTrainedTokenizerBase", most_tokens: int) -> str:
+    """Return a question, truncated if its tokens would leave no room for a context."""
+    # A token almost always has at least one character, so short questions need no tokenizing.
+    if len(question) <= most_tokens:
+        return question
+    settings = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+    offsets = tokenizer(question, return_offsets_mapping=True, **settings)["offset_mapping"]
+    most = most_tokens - tokenizer.num_special_tokens_to_add(pair=True)
+    return question if len(offsets) <= most else question[: offsets[most - 1][1]]
+
+
+def _window(encoded: Any, number: int, row: Question) -> Window:
+    ids = np.array(encoded["input_ids"][number], dtype=np.int32)
+    parts = np.array([-1 if part is None else part for part in encoded.sequence_ids(number)])
+    types = encoded["token_type_ids"][number]
+    places = np.flatnonzero(parts == 1)
+    first, after = (int(places[0]), int(places[-1]) + 1) if len(places) else (0, 0)
+    offsets = np.array(encoded["offset_mapping"][number], dtype=np.int32).reshape(-1, 2)[first:after]
+    answer = (0, 0)
+    if row.answers and len(offsets):
+        start, end = row.answers[0].start, row.answers[0].start + len(row.answers[0].text)
+        inside = np.flatnonzero((offsets[:, 1] > start) & (offsets[:, 0] < end) & (offsets[:, 1] > offsets[:, 0]))
+        if len(inside) and offsets[0, 0] <= start and end <= offsets[-1, 1]:
+            answer = (first + int(inside[0]), first + int(inside[-1]))
+    return Window(ids, types.index(1) if 1 in types else len(ids), (first, after), answer, offsets)
+
+
+def without_offsets(questions: Sequence[tuple[Window, ...]]) -> list[Window]:
+    """Return the windows of questions as a flat list for training, without character offsets."""
+    nothing = np.zeros((0, 2), dtype=np.int32)
+    return [window._replace(offsets=nothing) for windows in questions for window in windows]
+
+
+def collate_windows(
+    samples: Sequence[Window] | Sequence[tuple[Window, ...]],
+    *,
+    pad_id: int,
+    multiple: int,
+    max_length: int,
+    with_types: bool,
+) -> dict[str, Any]:
+    """Return a batch of windows padded on the right.
+
+    Samples are windows (training) or whole questions. The batch has:
+
+    - `input_ids`, `attention_mask` and optionally `token_type_ids`, (W, T) int64
+    - `start_positions`, `end_positions`, (W,): first and last answer token, or 0 if the window has no answer
+    - `num_targets`: W
+
+    For whole questions, also:
+
+    - `context` (W, T): 1 for tokens of the context
+    - `offsets` (W, T, 2): character spans of the context tokens
+    - `windows` (N, most windows of a question): window numbers of each question, padded with -1
+    """
+    questions = [(sample,) if isinstance(sample, Window) else sample for sample in samples]
+    every = [window for question in questions for window in question]
+    batch = padded_inputs([window.ids for window in every], pad_id=pad_id, multiple=multiple, max_length=max_length)
+    width = batch["input_ids"].shape[1]
+    if with_types:
+        types = [np.arange(len(window.ids)) >= window.second_from for window in every]
+        batch["token_type_ids"] = padded(types, width, 0)
+    answers = torch.tensor([window.answer for window in every])
+    batch |= {"start_positions": answers[:, 0].contiguous(), "end_positions": answers[:, 1].contiguous()}
+    if not isinstance(samples[0], Window):
+        context, offsets = np.zeros((len(every), width), np.int64), np.zeros((len(every), width, 2), np.int64)
+        for row, window in enumerate(every):
+            place = slice(*window.context)
+            context[row, place], offsets[row, place] = window.offsets[:, 1] > window.offsets[:, 0], window.offsets
+        numbers = np.split(np.arange(len(every)), np.cumsum([*map(len, questions)])[:-1])
+        batch |= {"context": torch.from_numpy(context), "offsets": torch.from_numpy(offsets)}
+        batch["windows"] = padded(numbers, max(map(len, numbers)), -1)
+    return {**batch, "num_targets": len(every)}

@@ -1,0 +1,315 @@
+"""Extractive question answering: find the answer in a context, or that it has no answer (SQuAD 1.1 and 2.0)."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from accel_train.data.text.padding import joined_arrays, samples_digest
+from accel_train.data.text.tokenizers import vocab_size_of
+from accel_train.metrics.texts import answer_scores
+from accel_train.recipe.schema import Recipe
+from accel_train.task import Scores, Task, TaskData
+from accel_train.tasks.common import classification
+from accel_train.tasks.common import text_models as models
+from accel_train.tasks.common.texts import classifier_tokenizer
+from accel_train.tasks.question_answering import data as questions
+from accel_train.tasks.question_answering.answers import Best, best_spans, overlap_answers, position_loss_sum, ranked
+from accel_train.tasks.question_answering.config import QuestionAnsweringData
+
+NUM_BEST = 20
+"""Number of likeliest answers that are kept per question."""
+_SHOWN_MISTAKES = 20
+_EXAMPLE = """
+tokenizer = AutoTokenizer.from_pretrained("path/of/this/folder")
+model = AutoModelForQuestionAnswering.from_pretrained("path/of/this/folder")
+question, context = "a question", "a text"
+tokens = tokenizer(question, context, truncation="only_second", return_offsets_mapping=True, return_tensors="pt")
+letters = tokens.pop("offset_mapping")[0]
+found = model(**tokens)
+answer = range(tokens.sequence_ids().index(1), len(letters) - 1)  # the context's tokens
+first = max(answer, key=lambda place: found.start_logits[0, place])
+last = max(answer[answer.index(first) :], key=lambda place: found.end_logits[0, place])
+print(context[letters[first, 0] : letters[last, 1]])
+""".strip()
+# Field in the configuration of a model that has learned to return no answer.
+_MAY_BE_UNANSWERED = "may_be_unanswered"
+
+
+@dataclass(frozen=True)
+class Source:
+    """The questions, tokenizer, and model configuration that the task keeps in addition to its samples."""
+
+    loaded: questions.Questions
+    tokenizer: PreTrainedTokenizerBase
+    config: PreTrainedConfig
+
+    @property
+    def asked(self) -> list[questions.Question]:
+        """Evaluation questions."""
+        assert self.loaded.eval is not None
+        return self.loaded.eval
+
+    def row_ids(self, index: int) -> str:
+        """Return the name of an evaluation question."""
+        return self.asked[index].id
+
+
+class QuestionAnswering(Task):
+    """Fine-tune any extractive reader of transformers, or train one from a configuration.
+
+    A training sample is one window of a question's context. An evaluation sample is a whole question with all its
+    windows.
+    """
+
+    Data = QuestionAnsweringData
+
+    def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
+        """Read and tokenize all questions into memory.
+
+        Raises:
+            ValueError: the model, tokenizer, or questions do not match the recipe. The message names the file and row.
+        """
+        section = QuestionAnsweringData.of(recipe.data)
+        models.check_model(recipe, models.ANSWERS)
+        models.refuse_metrics(recipe, "question-answering reports exact match and F1")
+        if recipe.loss.class_weights is not None:
+            raise ValueError("loss.class_weights is for classes, and question-answering finds places; leave it out")
+        asked = questions.load_questions(recipe)
+        pairs = (text for row in asked.train for text in (row.question, row.context))
+        tokenizer, tokenizer_notes = classifier_tokenizer(recipe, pairs)
+        models.check_offsets(recipe, tokenizer)
+        config = models.model_config(recipe, tokenizer, models.ANSWERS)
+        positions = models.num_positions(config, models.ANSWERS)
+        max_length = models.resolve_max_length(section.max_length, positions, tokenizer, is_pair=True)
+        doc_stride = _stride(section.doc_stride, max_length)
+        encode = partial(
+            questions.tokenize_questions,
+            tokenizer=tokenizer,
+            max_length=max_length,
+            doc_stride=doc_stride,
+            progress=progress,
+        )
+        by_question, num_cut = encode(asked.train)
+        train = questions.without_offsets(by_question)
+        evaluation = None if asked.eval is None else encode(asked.eval)[0]
+
+        unanswered = sum(not row.answers for row in asked.train) if section.answers_column is not None else 0
+        self.may_be_unanswered = bool(unanswered) or getattr(config, _MAY_BE_UNANSWERED, False)
+        setattr(config, _MAY_BE_UNANSWERED, self.may_be_unanswered)
+        self.threshold = recipe.evaluate.null_score_diff_threshold if self.may_be_unanswered else None
+        self.label_smoothing, self.max_answer_length = recipe.loss.label_smoothing, section.max_answer_length
+        self.is_labelled = section.answers_column is not None
+        lengths = np.array([len(window.ids) for window in train])
+        self.mean_length = float(lengths.mean())
+        return TaskData(
+            # The DataLoader reads a list as a map-style dataset.
+            train=cast("Dataset[Any]", train),
+            eval=cast("Dataset[Any] | None", evaluation),
+            collate=partial(
+                questions.collate_windows,
+                pad_id=int(tokenizer.pad_token_id),
+                multiple=section.pad_to_multiple_of,
+                max_length=max_length,
+                with_types=models.with_token_types(tokenizer, config, models.ANSWERS),
+            ),
+            fingerprint=_fingerprint(train, evaluation),
+            facts={
+                "sources": asked.description,
+                "num_train": len(train),
+                "num_eval": 0 if evaluation is None else len(evaluation),
+                "num_train_questions": len(asked.train),
+                "num_unanswered": unanswered,
+                "max_length": max_length,
+                "doc_stride": doc_stride,
+                "mean_length": round(self.mean_length, 1),
+                "notes": [
+                    *asked.notes,
+                    *tokenizer_notes,
+                    *self._notes(by_question, num_cut, section.of_training("questions"), max_length, doc_stride),
+                ],
+            },
+            reading_is_free=True,
+            source=Source(asked, tokenizer, config),
+            lengths=lengths,
+            lengths_vary=True,
+        )
+
+    def _notes(
+        self, train: list[tuple[questions.Window, ...]], num_cut: int, called: str, max_length: int, doc_stride: int
+    ) -> list[str]:
+        """Return notes about windows and about unanswered questions."""
+        num_long = sum(len(windows) > 1 for windows in train)
+        notes = [
+            f"{len(train):,} {called} are read in {sum(map(len, train)):,} windows of at most {max_length} tokens: "
+            f"{num_long:,} contexts are longer, and neighbouring windows share {doc_stride} tokens"
+        ]
+        if num_cut:
+            notes.append(f"{num_cut:,} {called} are longer than half a window, and are cut there")
+        if self.threshold is not None:
+            notes.append(
+                "some questions have no answer: the answer is empty where no answer scores higher than the best one "
+                f"by more than evaluate.null_score_diff_threshold={self.threshold:g}; "
+                "best_f1_threshold says which would have been best"
+            )
+        return notes
+
+    def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
+        """Build the recipe's reader and add notes about new weights in a pretrained model to the facts of `data`.
+
+        Raises:
+            ValueError: the weights cannot be loaded, or are not in the safetensors format.
+        """
+        source: Source = data.source
+        model, notes = models.build_model(recipe, source.config, vocab_size_of(source.tokenizer), models.ANSWERS)
+        data.add_notes(notes)
+        return model
+
+    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the mean fp32 cross-entropy of an answer's first and last token, summed over windows.
+
+        Padding is excluded from the softmax, unlike in the models' own loss, so the rest of the batch has no effect.
+        """
+        smoothing = self.label_smoothing if model.training else 0.0
+        return self._loss_sum(self._logits(model, batch), batch, smoothing)
+
+    def _loss_sum(self, logits: tuple[Tensor, Tensor], batch: Mapping[str, Tensor], smoothing: float) -> Tensor:
+        start, end = logits
+        losses = (
+            position_loss_sum(places, batch[name], batch["attention_mask"], smoothing)
+            for places, name in ((start, "start_positions"), (end, "end_positions"))
+        )
+        return sum(losses, start=start.new_zeros(())) / 2
+
+    def _logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the fp32 logits (W, T) of the first token and of the last token."""
+        names = ("input_ids", "attention_mask", "token_type_ids")
+        output = model(**{name: batch[name] for name in names if name in batch})
+        return output.start_logits.float(), output.end_logits.float()
+
+    def flops_per_target(self, recipe: Recipe, model: nn.Module) -> float | None:
+        """Return 3 x the FLOPs of the forward pass of a mean-length window, without padding. A target is a window."""
+        assert isinstance(model, PreTrainedModel)
+        length = max(1, round(self.mean_length))
+        return classification.training_flops(models.ANSWERS.factory, model.config, input_ids=(1, length))
+
+    def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the summed loss without smoothing, and the likeliest answers per question: positions and scores."""
+        logits = self._logits(model, batch)
+        found = {f"rows_{name}": value for name, value in self._best(logits, batch).items()}
+        return {"loss_sum": self._loss_sum(logits, batch, 0.0), **found}
+
+    def _best(self, logits: tuple[Tensor, Tensor], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return best_spans(*logits, batch, num_best=NUM_BEST, max_answer_length=self.max_answer_length)
+
+    def score(self, loss: float, totals: Mapping[str, NDArray[Any]], data: TaskData) -> Scores:
+        """Return SQuAD's exact match and F1, with no-answer metrics if questions may be unanswered."""
+        source: Source = data.source
+        rows = {name.removeprefix("rows_"): value for name, value in totals.items() if name.startswith("rows_")}
+        # evaluate.max_samples selects questions at even spacing, in the order in which the evaluation reads them.
+        count, total = len(rows["null"]), len(source.asked)
+        asked = [source.asked[index * total // count] for index in range(count)]
+        best = [ranked(question, rows, row)[0] for row, question in enumerate(asked)]
+        wanted = [[answer.text for answer in question.answers] for question in asked]
+        metrics = answer_scores(
+            [each.text for each in best], [each.null_score for each in best], wanted, self.threshold
+        )
+        mistakes = [
+            {"question": question.question, "answer": given, "wanted": sorted(set(texts)), "id": question.id}
+            for question, given, texts in zip(asked, map(self._given, best), wanted)
+            if given not in (texts or [""])
+        ]
+        return Scores(metrics, {"mistakes": mistakes[:_SHOWN_MISTAKES]})
+
+    def _given(self, best: Best) -> str:
+        """Return the text of `best`, or an empty string if the no-answer score exceeds the threshold."""
+        return "" if self.threshold is not None and best.null_score > self.threshold else best.text
+
+    def predict_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the likeliest answers of each question, and the score of no answer."""
+        return self._best(self._logits(model, batch), batch)
+
+    def prediction_columns(self, rows: Mapping[str, NDArray[Any]], data: TaskData) -> dict[str, list[Any]]:
+        """Return the answer, its probability, the five likeliest answers, and the right answers if known."""
+        source: Source = data.source
+        asked = [source.asked[index] for index in rows["index"].tolist()]
+        every = [ranked(question, rows, row) for row, question in enumerate(asked)]
+        columns: dict[str, list[Any]] = {
+            "question": [question.question for question in asked],
+            "answer": [self._given(best[0]) for best in every],
+            "score": [best[0].probability for best in every],
+        }
+        if self.threshold is not None:
+            columns["null_score"] = [best[0].null_score for best in every]
+        columns["best_answers"] = [[each.text for each in best[:5]] for best in every]
+        if self.is_labelled:
+            columns["true_answers"] = [sorted({answer.text for answer in question.answers}) for question in asked]
+        return columns
+
+    def baselines(self, data: TaskData) -> dict[str, float]:
+        """Return the scores of the context part with the most question words around it, and of an empty answer."""
+        source: Source = data.source
+        if source.loaded.eval is None:
+            return {}
+        wanted = [[answer.text for answer in question.answers] for question in source.asked]
+        answers = {"sliding_window": overlap_answers(source.loaded.train, source.asked)}
+        if self.threshold is not None:
+            answers["no_answer"] = [""] * len(wanted)
+        return {
+            f"{name}_{metric}": answer_scores(given, [0.0] * len(given), wanted, None)[metric]
+            for name, given in answers.items()
+            for metric in ("exact_match", "f1")
+        }
+
+    def save_description(self, model: nn.Module, data: TaskData, folder: Path) -> None:
+        """Write the configuration, the tokenizer, and a model card."""
+        assert isinstance(model, PreTrainedModel)
+        super().save_description(model, data, folder)
+        facts = data.facts
+        text = models.card(
+            facts,
+            model.config.model_type,
+            title="An extractive reader",
+            pipeline_tag="question-answering",
+            lines=[
+                "Gives: the first and the last token of the answer in the context"
+                + (", or its first token ([CLS]) for none" if self.may_be_unanswered else ""),
+                f"Reads: up to {facts['max_length']} tokens, question and context together; "
+                "longer contexts in several windows",
+            ],
+            imported="AutoModelForQuestionAnswering, AutoTokenizer",
+            example=_EXAMPLE,
+        )
+        models.save_tokenizer_and_card(data.source.tokenizer, facts["max_length"], text, folder)
+
+
+def _stride(asked: int | None, max_length: int) -> int:
+    """Return the tokens that neighboring windows share: `data.doc_stride`, or by default a quarter of a window."""
+    most = max(1, max_length // 4)
+    if asked is not None and asked > most:
+        raise ValueError(
+            f"data.doc_stride={asked} is more than a quarter of data.max_length={max_length}; beside a long question "
+            f"windows would not move on: lower it to {most}, or raise data.max_length"
+        )
+    return most if asked is None else asked
+
+
+def _fingerprint(train: list[questions.Window], evaluation: list[tuple[questions.Window, ...]] | None) -> str:
+    sides = [train, [window for windows in evaluation or () for window in windows]]
+    arrays = [
+        array
+        for side in sides
+        if side
+        for array in (
+            *joined_arrays([window.ids for window in side]),
+            np.array([(*window.context, *window.answer) for window in side]),
+        )
+    ]
+    return samples_digest(("question-answering",), [*arrays, np.array([len(windows) for windows in evaluation or ()])])

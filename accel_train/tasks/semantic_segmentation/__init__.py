@@ -1,0 +1,5 @@
+"""Semantic segmentation: one class per pixel.
+
+`config.py` has the settings of `data`, `data.py` reads samples, and `task.py` has model, loss, and scores. Other tasks
+do not import this package.
+"""

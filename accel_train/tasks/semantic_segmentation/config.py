@@ -1,0 +1,28 @@
+"""The settings of `data` for semantic segmentation."""
+
+from typing import Annotated, ClassVar
+
+from pydantic import Field
+
+from accel_train.recipe.data import ImageData
+from accel_train.recipe.values import PositiveInt
+
+
+class SemanticSegmentationData(ImageData):
+    """Settings of `data` for semantic segmentation."""
+
+    label_setting: ClassVar[str | None] = "mask_column"
+    mask_column: str | None = "mask"
+    """Column with the mask. null: images to predict, without masks."""
+    reduce_labels: bool = False
+    """Whether 0 in a mask means "no class" and is not counted. Class 0 is then stored as 1
+    (ADE20K).
+    """
+    mask_values: tuple[Annotated[int, Field(ge=0, le=255)], ...] | None = Field(default=None, examples=[[0, 128, 255]])
+    """Values in the masks, in the order of the classes ([0, 255] for black and white). Other
+    values are not counted.
+    """
+    crop_size: PositiveInt | tuple[PositiveInt, PositiveInt] | None = Field(default=None, examples=[512])
+    """Side of the training crops in pixels, or [height, width]. Default: image_size."""
+    ignore_index: Annotated[int, Field(ge=0, le=255)] = 255
+    """Value of mask pixels that are not counted."""

@@ -1,0 +1,24 @@
+"""The settings of `data` for sequence-to-sequence text generation."""
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from accel_train.recipe.data import TextData
+from accel_train.recipe.values import PositiveInt
+
+
+class Seq2SeqData(TextData):
+    """Settings of `data` for sequence-to-sequence text generation."""
+
+    label_setting: ClassVar[str | None] = "target_column"
+    source_column: str = "source"
+    """Column with the text to read."""
+    target_column: str | None = "target"
+    """Column with the text to learn. null: rows to predict, without targets."""
+    source_prefix: str = Field(default="", examples=["summarize: "])
+    """Text in front of each source, for example `summarize: `."""
+    max_target_length: PositiveInt = 128
+    """Maximum length of targets and of generated texts, in tokens. Longer targets are cut. Sources are cut to
+    max_length.
+    """

@@ -1,0 +1,150 @@
+"""Text pairs (source and target): read table rows, tokenize and batch them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from accel_train.data.labels import IGNORED_LABEL
+from accel_train.data.sources import Source, describe, resolve_both
+from accel_train.data.tables import text_cell
+from accel_train.data.text.padding import padded, padded_inputs
+from accel_train.data.text.tokenizers import use_rust_threads
+from accel_train.recipe.schema import Recipe
+from accel_train.tasks.common.texts import TextRow, hold_out, repeated_texts, text_rows, text_tokenizer
+from accel_train.tasks.seq2seq.config import Seq2SeqData
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_TEXTS_PER_CALL = 1000
+
+
+class Pair(NamedTuple):
+    """A source and its target as token ids, each with the tokenizer's special tokens."""
+
+    source: NDArray[np.int32]
+    target: NDArray[np.int32]
+    """Target tokens. Empty if unknown."""
+    row: int
+    """Index of an evaluation row that a text is generated for. -1 for all other rows."""
+
+
+@dataclass(frozen=True)
+class TextPairs:
+    """Rows in memory. `texts` holds the source, `label` the target or None."""
+
+    train: list[TextRow]
+    eval: list[TextRow] | None
+    description: str
+    notes: list[str]
+    """Notes for the user, as sentences."""
+
+
+def load_pairs(recipe: Recipe) -> TextPairs:
+    """Return the pairs of `data.train` and `data.eval`. Without `data.eval`, a part of `data.train` is held out.
+
+    The source's hash decides the side, so equal sources stay together.
+
+    Raises:
+        ValueError: a row cannot be read, or a cell is not text; the message names file, row and column.
+    """
+    data = Seq2SeqData.of(recipe.data)
+    sources, eval_sources, notes = resolve_both(data)
+    rows = _read(sources, data, key=data.train_key)
+    train, evaluation, split_notes = hold_out(rows, 0.0 if eval_sources else data.eval_fraction)
+    notes += split_notes
+    if eval_sources:
+        evaluation = _read(eval_sources, data, key="data.eval")
+        notes += repeated_texts(train, evaluation, data) if data.target_column is not None else []
+    return TextPairs(train, evaluation, describe(sources, eval_sources), notes)
+
+
+def _read(sources: Sequence[Source], data: Seq2SeqData, *, key: str) -> list[TextRow]:
+    column = data.target_column
+    rows = text_rows(sources, data, (data.source_column,), column, key=key)
+    return [
+        row if column is None else row._replace(label=text_cell(row.label, column, row.where, data)) for row in rows
+    ]
+
+
+def pair_tokenizer(recipe: Recipe, train: Sequence[TextRow]) -> tuple["PreTrainedTokenizerBase", list[str]]:
+    """Return the recipe's tokenizer with padding and end-of-text tokens, and notes on its choice.
+
+    `bytes` and a BPE trained here (on sources and targets) end each text with `<|endoftext|>`.
+
+    Raises:
+        ValueError: a pretrained tokenizer has no end-of-text token.
+    """
+    from tokenizers.processors import TemplateProcessing
+
+    texts = (text for row in train for text in (*row.texts, row.label) if text is not None)
+    tokenizer, notes, is_own = text_tokenizer(recipe, texts)
+    if is_own:
+        tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+        tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+            single=f"$A {tokenizer.eos_token}", special_tokens=[(tokenizer.eos_token, tokenizer.eos_token_id)]
+        )
+    if tokenizer.eos_token_id is None:
+        raise ValueError(
+            f"tokenizer: {tokenizer.name_or_path!r} has no eos token, by which a generated text ends; add one to it "
+            "and save it, or use another (bytes, say)"
+        )
+    return tokenizer, notes
+
+
+def tokenize_pairs(
+    rows: Sequence[TextRow],
+    tokenizer: "PreTrainedTokenizerBase",
+    max_lengths: tuple[int, int],
+    *,
+    prefix: str,
+    generated: Sequence[int],
+    progress: bool,
+) -> list[Pair]:
+    """Return rows as token ids. Sources and targets over `max_lengths` are truncated but keep their end tokens.
+
+    `prefix` precedes each source. `generated` lists the rows that texts are generated for. Special tokens in a text are
+    encoded as plain characters.
+    """
+    use_rust_threads()
+    chosen = set(generated)
+    pairs: list[Pair] = []
+    encode = partial(tokenizer, truncation=True, split_special_tokens=True, return_attention_mask=False, verbose=False)
+    with tqdm(
+        total=len(rows), desc="tokenising", unit=" pairs", disable=None if progress else True, leave=False
+    ) as bar:
+        for start in range(0, len(rows), _TEXTS_PER_CALL):
+            part = rows[start : start + _TEXTS_PER_CALL]
+            sources = encode([prefix + row.texts[0] for row in part], max_length=max_lengths[0])["input_ids"]
+            targets: list[Any] = [[]] * len(part)
+            if part[0].label is not None:
+                targets = encode(text_target=[row.label for row in part], max_length=max_lengths[1])["input_ids"]
+            for number, (source, target) in enumerate(zip(sources, targets), start=start):
+                row = number if number in chosen else -1
+                pairs.append(Pair(np.array(source, dtype=np.int32), np.array(target, dtype=np.int32), row))
+            bar.update(len(part))
+    return pairs
+
+
+def collate_pairs(
+    samples: Sequence[Pair], *, pad_id: int, multiple: int, max_lengths: tuple[int, int]
+) -> dict[str, Any]:
+    """Return a batch padded on the right: `input_ids`, `attention_mask` (N, S) and `labels` (N, T), int64.
+
+    Labels are padded with -100. S and T are multiples of `multiple`, and at most `max_lengths`. `rows` (N,) int64 holds
+    `Pair.row`. `num_targets` is the number of labels, an int.
+    """
+    sources, targets, rows = zip(*samples)
+    longest = max(1, *map(len, targets))
+    return {
+        **padded_inputs(sources, pad_id=pad_id, multiple=multiple, max_length=max_lengths[0]),
+        "labels": padded(targets, min(-(-longest // multiple) * multiple, max_lengths[1]), IGNORED_LABEL),
+        "rows": torch.tensor(rows),
+        "num_targets": sum(map(len, targets)),
+    }

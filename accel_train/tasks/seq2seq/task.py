@@ -1,0 +1,299 @@
+"""Sequence to sequence: translate, summarize, or rewrite texts with any encoder-decoder (T5, BART, Marian, ...)."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from accel_train.data.labels import IGNORED_LABEL
+from accel_train.data.text.padding import joined_arrays, samples_digest
+from accel_train.data.text.tokenizers import vocab_size_of
+from accel_train.metrics.scores import perplexity
+from accel_train.metrics.texts import TEXT_SCORES, require_packages, text_scores
+from accel_train.recipe.schema import Recipe
+from accel_train.task import Scores, Task, TaskData
+from accel_train.tasks.causal_lm.task import summed_loss
+from accel_train.tasks.common import classification
+from accel_train.tasks.common import text_models as models
+from accel_train.tasks.common.generation import TextGenerator, decoded, spaced
+from accel_train.tasks.common.texts import TextRow
+from accel_train.tasks.seq2seq.config import Seq2SeqData
+from accel_train.tasks.seq2seq.data import Pair, collate_pairs, load_pairs, pair_tokenizer, tokenize_pairs
+from accel_train.tasks.seq2seq.model import (
+    SEQ2SEQ,
+    decoder_logits,
+    encoder_decoder_config,
+    model_inputs,
+    resolve_lengths,
+)
+
+NUM_SHOWN = 10
+"""Number of generated texts in the report."""
+
+_EXAMPLE = """
+tokenizer = AutoTokenizer.from_pretrained("path/of/this/folder")
+model = AutoModelForSeq2SeqLM.from_pretrained("path/of/this/folder")
+tokens = tokenizer("{prefix}a text", truncation=True, return_tensors="pt")
+print(tokenizer.decode(model.generate(**tokens)[0], skip_special_tokens=True))
+""".strip()
+
+
+@dataclass(frozen=True)
+class Source:
+    """The evaluation rows, tokenizer, and model configuration that the task keeps in addition to its samples."""
+
+    rows: list[TextRow]
+    tokenizer: PreTrainedTokenizerBase
+    config: PreTrainedConfig
+    generated: Sequence[int]
+    """Indices of the evaluation rows for which texts are generated."""
+    most_frequent_target: str
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens in the tokenizer's vocabulary."""
+        return vocab_size_of(self.tokenizer)
+
+    def row_ids(self, index: int) -> str:
+        """Return the name of an evaluation row: its id column, or its file and row number."""
+        return self.rows[index].id
+
+
+class Seq2Seq(Task):
+    """Fine-tune any encoder-decoder of transformers on pairs of texts, or train one from a configuration."""
+
+    Data = Seq2SeqData
+
+    metric_names: tuple[str, ...]
+    """Metrics that evaluations report. Includes metrics of generated texts if `evaluate.generation` asks for texts."""
+
+    def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
+        """Read and tokenize all pairs of texts into memory.
+
+        Raises:
+            ValueError: the model, tokenizer, or rows do not match the recipe, or a package that scores texts is
+                missing.
+        """
+        data, section = Seq2SeqData.of(recipe.data), recipe.evaluate.generation
+        models.check_model(recipe, SEQ2SEQ)
+        texts = load_pairs(recipe)
+        tokenizer, tokenizer_notes = pair_tokenizer(recipe, texts.train)
+        config = encoder_decoder_config(recipe, tokenizer)
+        lengths = resolve_lengths(recipe, config, tokenizer)
+        rows = texts.eval or []
+        is_scored = data.target_column is not None and section.max_samples != 0
+        generated = _generated_rows(recipe, len(rows)) if is_scored else []
+        if generated:
+            require_packages()
+        encode = partial(
+            tokenize_pairs, tokenizer=tokenizer, max_lengths=lengths, prefix=data.source_prefix, progress=progress
+        )
+        train, evaluation = encode(texts.train, generated=()), encode(rows, generated=generated)
+        self.generator = TextGenerator(section, lengths[1], vocab_size_of(tokenizer))
+        self.source_prefix = data.source_prefix
+        self.bleu_tokenizer, self.label_smoothing = section.bleu_tokenizer, recipe.loss.label_smoothing
+        self.metric_names = ("perplexity", "token_accuracy", *(TEXT_SCORES if generated else ()))
+        sizes = np.array([(len(pair.source), len(pair.target)) for pair in train])
+        self.mean_lengths = sizes.mean(axis=0).tolist()
+        return TaskData(
+            # The DataLoader reads a list as a map-style dataset.
+            train=cast("Dataset[Any]", train),
+            eval=cast("Dataset[Any]", evaluation) if evaluation else None,
+            collate=partial(
+                collate_pairs, pad_id=int(tokenizer.pad_token_id), multiple=data.pad_to_multiple_of, max_lengths=lengths
+            ),
+            fingerprint=_fingerprint(train, evaluation),
+            facts={
+                "sources": texts.description,
+                "num_train": len(train),
+                "num_eval": len(evaluation),
+                "train_targets": int(sizes[:, 1].sum()),
+                "max_source_length": lengths[0],
+                "max_target_length": lengths[1],
+                "mean_source_length": round(self.mean_lengths[0], 1),
+                "mean_target_length": round(self.mean_lengths[1], 1),
+                "num_generated": len(generated),
+                "notes": [*texts.notes, *tokenizer_notes, *_cut(sizes, lengths, data)],
+            },
+            reading_is_free=True,
+            source=Source(rows, tokenizer, config, generated, _most_frequent(texts.train)),
+            lengths=sizes.sum(axis=1),
+            lengths_vary=True,
+        )
+
+    def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
+        """Build the recipe's encoder-decoder and add notes about its new weights to the facts of `data`.
+
+        Raises:
+            ValueError: the weights cannot be loaded, or are not in the safetensors format.
+        """
+        source: Source = data.source
+        model, notes = models.build_model(recipe, source.config, vocab_size_of(source.tokenizer), SEQ2SEQ)
+        data.add_notes(notes)
+        return model
+
+    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the fp32 cross-entropy summed over target tokens, with `loss.label_smoothing` in training."""
+        smoothing = self.label_smoothing if model.training else 0.0
+        return summed_loss(decoder_logits(model, batch), batch["labels"], smoothing)
+
+    def flops_per_target(self, recipe: Recipe, model: nn.Module) -> float | None:
+        """Return 3 x the FLOPs per target token of the forward pass of a mean-length pair, without padding."""
+        assert isinstance(model, PreTrainedModel)
+        source, target = (max(1, round(length)) for length in self.mean_lengths)
+        shapes = {"input_ids": (1, source), "decoder_input_ids": (1, target)}
+        flops = classification.training_flops(AutoModelForSeq2SeqLM, model.config, **shapes)
+        return None if flops is None else flops / target
+
+    def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the summed loss, the counts of target tokens and correct predictions, and generated texts.
+
+        Predictions are teacher-forced. Texts are generated only for the chosen rows.
+        """
+        labels, logits = batch["labels"], decoder_logits(model, batch)
+        counted = {
+            "loss_sum": summed_loss(logits, labels),
+            "num_hits": (logits.argmax(-1) == labels).sum(),
+            "num_labels": (labels != IGNORED_LABEL).sum(),
+        }
+        if len(self.metric_names) > 2:
+            rows = batch["rows"]
+            counted["rows_number"] = rows
+            counted["rows_generated"] = self.generator.generate(model, model_inputs(batch), rows >= 0)
+        return counted
+
+    def score(self, loss: float, totals: Mapping[str, NDArray[Any]], data: TaskData) -> Scores:
+        """Return perplexity and token accuracy, with BLEU, chrF, ROUGE, and exact match of generated texts."""
+        source: Source = data.source
+        accuracy = float(totals["num_hits"] / max(1, totals["num_labels"]))
+        metrics = {"perplexity": perplexity(loss), "token_accuracy": accuracy}
+        if "rows_number" not in totals:
+            return Scores(metrics)
+        chosen = totals["rows_number"] >= 0
+        rows = [source.rows[number] for number in totals["rows_number"][chosen]]
+        texts = decoded(totals["rows_generated"][chosen], source.tokenizer)
+        shown = [
+            {"id": row.id, "source": row.texts[0], "target": row.label, "generated": text}
+            for row, text in zip(rows, texts, strict=True)
+        ]
+        details = {"generation": {"num_texts": len(texts), "samples": shown[:NUM_SHOWN]}}
+        return Scores(metrics | self._text_scores(texts, rows), details)
+
+    def _text_scores(self, texts: Sequence[str], rows: Sequence[TextRow]) -> dict[str, float]:
+        return text_scores(texts, [row.label.strip() for row in rows], bleu_tokenizer=self.bleu_tokenizer)
+
+    def baselines(self, data: TaskData) -> dict[str, float]:
+        """Return the scores of two answers without a model: the source, and the most frequent training target."""
+        source: Source = data.source
+        rows = [source.rows[number] for number in source.generated]
+        answers = {
+            "copied_source": [row.texts[0] for row in rows],
+            "most_frequent_target": [source.most_frequent_target] * len(rows),
+        }
+        return {
+            f"{name}_{score}": value
+            for name, texts in answers.items()
+            if rows
+            for score, value in self._text_scores(texts, rows).items()
+        }
+
+    def predict_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Generate a text per source. Return token ids `generated` (N, `data.max_target_length`), -1 after the end."""
+        return {"generated": self.generator.generate(model, model_inputs(batch))}
+
+    def prediction_columns(self, rows: Mapping[str, NDArray[Any]], data: TaskData) -> dict[str, list[Any]]:
+        """Return the generated texts, and the targets if known."""
+        source: Source = data.source
+        targets = [source.rows[number].label for number in rows["index"]]
+        columns: dict[str, list[Any]] = {"generated": decoded(rows["generated"], source.tokenizer)}
+        return columns | ({"target": targets} if targets[0] is not None else {})
+
+    def save_description(self, model: nn.Module, data: TaskData, folder: Path) -> None:
+        """Write the configuration, tokenizer, model card, and generation config to `folder`.
+
+        With this generation config, `model.generate` decodes as the evaluations did.
+        """
+        assert isinstance(model, PreTrainedModel)
+        super().save_description(model, data, folder)
+        self.generator.config(model).save_pretrained(folder)
+        facts = data.facts
+        text = models.card(
+            facts,
+            model.config.model_type,
+            title="A model that writes one text from another",
+            pipeline_tag="text2text-generation",
+            unit="pairs of texts",
+            lines=[
+                f"Gives: up to {facts['max_target_length']} tokens",
+                f"Reads: up to {facts['max_source_length']} tokens; longer texts are cut",
+                *([f"Before each text stands: `{self.source_prefix}`"] if self.source_prefix else []),
+            ],
+            imported="AutoModelForSeq2SeqLM, AutoTokenizer",
+            example=_EXAMPLE.format(prefix=self.source_prefix),
+        )
+        models.save_tokenizer_and_card(data.source.tokenizer, facts["max_source_length"], text, folder)
+
+    def sample(self, recipe: Recipe, model: nn.Module, data: TaskData) -> dict[str, Any] | None:
+        """Generate a text for the source `evaluate.sample_prompt`. Return None without a prompt."""
+        prompt, tokenizer = recipe.evaluate.sample_prompt, data.source.tokenizer
+        if prompt is None:
+            return None
+        assert isinstance(model, PreTrainedModel)
+        ids = tokenizer(
+            Seq2SeqData.of(recipe.data).source_prefix + prompt,
+            truncation=True,
+            max_length=data.facts["max_source_length"],
+        )
+        given = torch.tensor([ids["input_ids"]], device=model.device)
+        was_training = model.training
+        with torch.no_grad():
+            rows = self.generator.generate(model.eval(), {"input_ids": given, "attention_mask": torch.ones_like(given)})
+        model.train(was_training)
+        return {"prompt": prompt, "text": decoded(rows.cpu().numpy(), tokenizer)[0]}
+
+
+def _generated_rows(recipe: Recipe, num_rows: int) -> Sequence[int]:
+    """Return the indices of rows to generate texts for, evenly spaced among the rows that evaluations read."""
+    section = recipe.evaluate
+    read = spaced(num_rows if section.max_samples is None else section.max_samples, num_rows)
+    wanted = section.generation.max_samples
+    return read if wanted is None else [read[index] for index in spaced(wanted, len(read))]
+
+
+def _most_frequent(rows: Sequence[TextRow]) -> str:
+    counts = Counter(row.label for row in rows if row.label is not None)
+    return counts.most_common(1)[0][0] if counts else ""
+
+
+def _cut(sizes: NDArray[np.int64], lengths: tuple[int, int], data: Seq2SeqData) -> list[str]:
+    """Return notes about training texts that reach a length limit. The count includes a few that fit exactly."""
+    notes = []
+    for side, name, column, most in (
+        ("sources", "max_length", 0, lengths[0]),
+        ("targets", "max_target_length", 1, lengths[1]),
+    ):
+        count = int((sizes[:, column] >= most).sum())
+        if count:
+            notes.append(
+                f"{count:,} of {len(sizes):,} {data.of_training(side)} reach data.{name}={most} tokens, and are cut "
+                "there"
+            )
+    return notes
+
+
+def _fingerprint(train: Sequence[Pair], evaluation: Sequence[Pair]) -> str:
+    parts = [
+        ids
+        for pairs in (train, evaluation)
+        for ids in ([pair.source for pair in pairs], [pair.target for pair in pairs])
+    ]
+    return samples_digest((), [array for rows in parts for array in joined_arrays(rows)])

@@ -1,3 +1,0 @@
-"""Helpers of the text tasks: models, baselines, metrics, and model cards.
-
-The tasks are in `accel_train/tasks`."""

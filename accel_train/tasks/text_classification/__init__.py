@@ -1,0 +1,5 @@
+"""Text classification and regression: labels or numbers for texts and pairs of texts.
+
+`config.py` has the settings of `data`, `data.py` reads samples, and `task.py` has model, loss, and scores. Other tasks
+do not import this package.
+"""

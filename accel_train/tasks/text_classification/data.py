@@ -1,0 +1,220 @@
+"""Labeled texts: read table rows with one text or a pair, tokenize and batch them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from accel_train.data.labels import IGNORED_LABEL, LabelScheme, is_missing, label_scheme
+from accel_train.data.sources import Source, describe, resolve_both
+from accel_train.data.tables import class_names
+from accel_train.data.text.padding import padded, padded_inputs
+from accel_train.data.text.tokenizers import use_rust_threads
+from accel_train.recipe.schema import Recipe
+from accel_train.tasks.common.texts import TextRow, hold_out, repeated_texts, text_rows
+from accel_train.tasks.text_classification.config import TextClassificationData
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_TEXTS_PER_CALL = 1000
+
+
+@dataclass(frozen=True)
+class LabelledTexts:
+    """Texts in memory, with labels encoded by `LabelScheme.encode`."""
+
+    scheme: LabelScheme
+    train: list[TextRow]
+    train_labels: NDArray[Any]
+    eval: list[TextRow] | None
+    eval_labels: NDArray[Any]
+    description: str
+    notes: list[str]
+    """Notes for the user, as sentences."""
+
+    @property
+    def num_train_of_label(self) -> dict[str, int]:
+        """Return the number of training texts per class. Empty for regression."""
+        if self.scheme.problem_type == "regression":
+            return {}
+        labels, names = self.train_labels, self.scheme.names
+        per_class = (labels > 0).sum(0) if labels.ndim > 1 else np.bincount(labels[labels >= 0], minlength=len(names))
+        return {name: int(count) for name, count in zip(names, per_class, strict=True)}
+
+
+def load_labelled_texts(recipe: Recipe, known_names: tuple[str, ...] | None) -> LabelledTexts:
+    """Return the labeled texts of `data.train` and `data.eval`.
+
+    Without `data.eval`, a part of `data.train` is held out. `known_names` is passed to `label_scheme`.
+
+    Raises:
+        ValueError: a row cannot be read, or its label is missing or unknown; the message names file, row and column.
+    """
+    data = TextClassificationData.of(recipe.data)
+    sources, eval_sources, notes = resolve_both(data)
+    rows, dropped = _with_labels(read_text_rows(sources, data, key=data.train_key), data, data.train_key)
+    notes += dropped
+    scheme = label_scheme(
+        [row.label for row in rows],
+        lambda index: rows[index].where,
+        column=data.label_column,
+        problem_type=recipe.model.problem_type,
+        label_names=data.label_names,
+        feature_names=class_names(sources[0], data.label_column),
+        known_names=known_names,
+        first_id=data.label_ids_from,
+        may_drop=True,
+    )
+    train, evaluation, split_notes = hold_out(rows, 0.0 if eval_sources else data.eval_fraction)
+    notes += [*scheme.notes, *split_notes]
+    if eval_sources:
+        evaluation, dropped = _with_labels(read_text_rows(eval_sources, data, key="data.eval"), data, "data.eval")
+        notes += dropped
+        notes += repeated_texts(train, evaluation, data) if data.label_column is not None else []
+    notes += shared_sides(train, evaluation or [], data.text_columns)
+
+    def labels_of(some: list[TextRow]) -> NDArray[Any]:
+        return scheme.encode([row.label for row in some], lambda index: some[index].where)
+
+    texts = LabelledTexts(
+        scheme=scheme,
+        train=train,
+        train_labels=labels_of(train),
+        eval=evaluation,
+        eval_labels=labels_of(evaluation or []),
+        description=describe(sources, eval_sources),
+        notes=notes,
+    )
+    empty = next((row.where for row in train if not any(map(str.strip, row.texts))), None)
+    if empty is not None and data.is_for_training:
+        count = sum(not any(map(str.strip, row.texts)) for row in train)
+        notes.append(
+            f"{count:,} of {len(train):,} training texts are empty ({empty} is the first), and trained on as they are"
+        )
+    missing = [name for name, count in texts.num_train_of_label.items() if count == 0]
+    if missing and data.label_column is not None and data.is_for_training:
+        notes.append(f"no training text has the label {', '.join(missing)}: it cannot be learned")
+    return texts
+
+
+def read_text_rows(sources: Sequence[Source], data: TextClassificationData, *, key: str) -> list[TextRow]:
+    """Return all rows of sources with the texts of `data.text_columns`, in memory.
+
+    Raises:
+        ValueError: the number of columns is not one or two, or `text_rows` fails.
+    """
+    num_texts = len(data.text_columns)
+    if num_texts not in (1, 2):
+        raise ValueError(
+            f"data.text_columns={list(data.text_columns)} has {num_texts} columns; give one text, or two as a pair"
+        )
+    return text_rows(sources, data, data.text_columns, data.label_column, key=key)
+
+
+def shared_sides(train: Sequence[TextRow], evaluation: Sequence[TextRow], columns: Sequence[str]) -> list[str]:
+    """Return a note for each pair column in which evaluation pairs share a text with a different training pair."""
+    notes = []
+    trained_pairs = {row.texts for row in train}
+    others = [row.texts for row in evaluation if row.texts not in trained_pairs]
+    for side, column in enumerate(columns if len(columns) == 2 else ()):
+        trained = {row.texts[side] for row in train}
+        count = sum(texts[side] in trained for texts in others)
+        if count:
+            notes.append(
+                f"{count:,} of {len(evaluation):,} evaluation pairs have a {column!r} that another pair in data.train "
+                "too has: their score says little of new ones"
+            )
+    return notes
+
+
+def _with_labels(rows: list[TextRow], data: TextClassificationData, key: str) -> tuple[list[TextRow], list[str]]:
+    """Return the rows that have a label, and a note on the others if `data.missing_labels` drops them."""
+    if data.missing_labels == "error" or data.label_column is None:
+        return rows, []
+    kept = [row for row in rows if not is_missing(row.label)]
+    if not kept:
+        raise ValueError(f"{key}: no row has a label in column {data.label_column!r}; name another data.label_column")
+    missing = [row.where for row in rows if is_missing(row.label)]
+    note = (
+        f"{key}: {len(missing):,} of {len(rows):,} rows have no label and are left out ({', '.join(missing[:1])} is "
+        "the first)"
+    )
+    return kept, [note] if missing else []
+
+
+class Sample(NamedTuple):
+    """One tokenized text or pair with its label."""
+
+    ids: NDArray[np.int32]
+    second_from: int
+    """Position of the first token of a pair's second text. For a single text, the number of tokens."""
+    label: Any
+    """Class id, number, or row of zeros and ones."""
+
+
+def collate_texts(
+    samples: Sequence[Sample], *, pad_id: int, multiple: int, max_length: int, with_types: bool
+) -> dict[str, Any]:
+    """Return a batch padded on the right: `input_ids`, `attention_mask` and optionally `token_type_ids`, (N, T) int64.
+
+    T is the longest length, rounded up to a multiple of `multiple`, and at most `max_length`, the model's limit. With
+    `with_types`, `token_type_ids` marks the tokens of the second text. `labels` is (N, ...). `num_targets` is the
+    number of texts with a known class.
+    """
+    ids = [sample.ids for sample in samples]
+    batch = padded_inputs(ids, pad_id=pad_id, multiple=multiple, max_length=max_length)
+    if with_types:
+        types = [np.arange(len(sample.ids)) >= sample.second_from for sample in samples]
+        batch["token_type_ids"] = padded(types, batch["input_ids"].shape[1], 0)
+    labels = np.stack([np.asarray(sample.label) for sample in samples])
+    num_targets = int((labels != IGNORED_LABEL).sum()) if labels.ndim == 1 else len(samples)
+    return {**batch, "labels": torch.from_numpy(labels), "num_targets": num_targets}
+
+
+def tokenize_rows(
+    rows: Sequence[TextRow],
+    labels: NDArray[Any],
+    tokenizer: "PreTrainedTokenizerBase",
+    max_length: int,
+    *,
+    progress: bool,
+) -> list[Sample]:
+    """Return rows as token ids with the tokenizer's special tokens.
+
+    Rows over `max_length` are truncated, in a pair the longer text first. Special tokens in a text are encoded as plain
+    characters.
+
+    Raises:
+        ValueError: a text has no tokens.
+    """
+    use_rust_threads()
+    samples: list[Sample] = []
+    hidden = None if progress else True
+    with tqdm(total=len(rows), desc="tokenising", unit=" texts", disable=hidden, leave=False, delay=1) as bar:
+        for start in range(0, len(rows), _TEXTS_PER_CALL):
+            texts = [row.texts for row in rows[start : start + _TEXTS_PER_CALL]]
+            encoded = tokenizer(
+                [text[0] for text in texts],
+                [text[1] for text in texts] if len(texts[0]) == 2 else None,
+                truncation=True,
+                max_length=max_length,
+                split_special_tokens=True,
+                return_token_type_ids=True,
+                return_attention_mask=False,
+                verbose=False,
+            )
+            for row, (ids, types) in enumerate(zip(encoded["input_ids"], encoded["token_type_ids"]), start=start):
+                if not ids:
+                    raise ValueError(
+                        f"{rows[row].where}: the text is empty, and the tokenizer adds no token of its own; drop the "
+                        "row"
+                    )
+                second_from = types.index(1) if 1 in types else len(ids)
+                samples.append(Sample(np.array(ids, dtype=np.int32), second_from, labels[row]))
+            bar.update(len(texts))
+    return samples

@@ -1,0 +1,281 @@
+"""Token classification: read sentences with a tag per word from tables and CoNLL files, tokenize and batch them."""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from accel_train.data.encoding import read_lines
+from accel_train.data.labels import IGNORED_LABEL, LabelScheme, label_scheme
+from accel_train.data.sources import Source, describe, file_kind, resolve_both
+from accel_train.data.tables import class_names, read_rows, show_cell, text_cell
+from accel_train.data.text.padding import padded, padded_inputs
+from accel_train.data.text.tokenizers import use_rust_threads
+from accel_train.recipe.schema import Recipe
+from accel_train.tasks.common.texts import hold_out, repeated_texts
+from accel_train.tasks.token_classification.config import TokenClassificationData
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_SENTENCES_PER_CALL = 1000
+
+
+class Sentence(NamedTuple):
+    """One sentence and the tags of its words."""
+
+    words: tuple[str, ...]
+    tags: tuple[Any, ...]
+    """Tag names or ids. Empty without `data.tags_column`."""
+    where: str
+    """File and line or row."""
+    id: str
+    """Name of the sentence in predictions: its id column, or `where`."""
+
+    @property
+    def key(self) -> str:
+        """Return the sentence as the model reads it."""
+        return " ".join(self.words)
+
+
+@dataclass(frozen=True)
+class TaggedSentences:
+    """Sentences in memory, with the ids of their tags (-100: unknown)."""
+
+    scheme: LabelScheme
+    train: list[Sentence]
+    train_tags: list[NDArray[np.int64]]
+    eval: list[Sentence] | None
+    eval_tags: list[NDArray[np.int64]]
+    description: str
+    notes: list[str]
+    """Notes for the user, as sentences."""
+
+    @property
+    def num_train_of_label(self) -> dict[str, int]:
+        """Return the number of training words per tag."""
+        tags = np.concatenate(self.train_tags)
+        counts = np.bincount(tags[tags >= 0], minlength=len(self.scheme.names))
+        return dict(zip(self.scheme.names, counts.tolist(), strict=True))
+
+
+def load_sentences(recipe: Recipe, known_names: tuple[str, ...] | None) -> TaggedSentences:
+    """Return the sentences of `data.train` and `data.eval`. Without `data.eval`, a part of `data.train` is held out.
+
+    `known_names` is passed to `label_scheme`.
+
+    Raises:
+        ValueError: a sentence cannot be read, or a tag is missing or unknown; the message names file, row and word.
+    """
+    data = TokenClassificationData.of(recipe.data)
+    sources, eval_sources, notes = resolve_both(data)
+    rows = read_sentences(sources, data, key=data.train_key)
+    scheme = label_scheme(
+        [tag for row in rows for tag in row.tags],
+        lambda index: _place_of_word(rows, index),
+        column=data.tags_column,
+        problem_type="single_label",
+        label_names=data.label_names,
+        feature_names=class_names(sources[0], data.tags_column),
+        known_names=known_names,
+    )
+    train, evaluation, split_notes = hold_out(rows, 0.0 if eval_sources else data.eval_fraction)
+    notes += [*scheme.notes, *split_notes]
+    if eval_sources:
+        evaluation = read_sentences(eval_sources, data, key="data.eval")
+        notes += repeated_texts(train, evaluation, data) if data.tags_column is not None else []
+    train_tags, eval_tags = encode_tags(scheme, train), encode_tags(scheme, evaluation or [])
+    description = describe(sources, eval_sources)
+    return TaggedSentences(scheme, train, train_tags, evaluation, eval_tags, description, notes)
+
+
+def read_sentences(sources: Sequence[Source], data: TokenClassificationData, *, key: str) -> list[Sentence]:
+    """Return all sentences of sources, in memory. Sentences without words are left out.
+
+    Raises:
+        ValueError: no sentences exist, or a sentence cannot be read; the message names file, row or line, and column.
+    """
+    sentences: list[Sentence] = []
+    for source in sources:
+        for part in [replace(source, files=(file,)) for file in source.files] or [source]:
+            is_conll = bool(part.files) and file_kind(part.files[0]) in ("conll", "text")
+            found = _conll_sentences(part.files[0], data) if is_conll else _table_sentences(part, data)
+            sentences += (sentence for sentence in found if sentence.words)
+    if not sentences:
+        raise ValueError(f"{key} holds no sentences: {describe(sources)}; name a file that has some")
+    return sentences
+
+
+def _table_sentences(source: Source, data: TokenClassificationData) -> Iterator[Sentence]:
+    columns = [column for column in (data.tokens_column, data.tags_column, data.id_column) if column is not None]
+    for row in read_rows(source, columns, data):
+        cells = list_cell(row.cells[0], data.tokens_column, row.where)
+        words = tuple(text_cell(cell, data.tokens_column, row.where, data) for cell in cells)
+        tags: tuple[Any, ...] = ()
+        if data.tags_column is not None:
+            tags = tuple(list_cell(row.cells[1], data.tags_column, row.where))
+            if len(tags) != len(words):
+                raise ValueError(
+                    f"{row.where}: column {data.tags_column!r} has {len(tags)} tags for the {len(words)} words of "
+                    f"column {data.tokens_column!r}; give one for each, or drop the row"
+                )
+        yield Sentence(words, tags, row.where, row.where if data.id_column is None else str(row.cells[-1]))
+
+
+def list_cell(cell: Any, column: str, where: str) -> Sequence[Any]:
+    """Return a cell that holds a list. Text (csv) is read as a JSON list or as space-separated items.
+
+    Raises:
+        ValueError: the cell is not a list; the message names file, row and column.
+    """
+    found = cell
+    if isinstance(cell, str):
+        try:
+            found = json.loads(cell) if cell.lstrip().startswith("[") else cell.split()
+        except ValueError:
+            found = None
+    if not isinstance(found, list | tuple):
+        raise ValueError(
+            f"{where}: column {column!r} holds {show_cell(cell)}, which is no list; write one entry for each word"
+        )
+    return found
+
+
+def _conll_sentences(path: Path, data: TokenClassificationData) -> Iterator[Sentence]:
+    """Yield the sentences of a file with one word per line, its tag in the last column, and blank lines in between."""
+    words: list[str] = []
+    tags: list[str] = []
+    # Line of the first word, and its number of columns.
+    first: tuple[int, int] | None = None
+    for number, (line, _) in enumerate(chain(read_lines(path, data), [("", 0)]), start=1):
+        fields = line.rstrip("\r\n").split("\t") if "\t" in line else re.split(" +", line.strip(" \r\n"))
+        if not line.strip() or fields[0] == "-DOCSTART-":
+            where = f"{path}:{number - len(words)}"
+            if len(words) > 2 and words == [str(place) for place in range(1, len(words) + 1)]:
+                raise ValueError(
+                    f"{where}: the first column numbers the words (CoNLL-U); take it out, so that words come first"
+                )
+            yield Sentence(tuple(words), tuple(tags), where, where)
+            words, tags = [], []
+            continue
+        if data.tags_column is not None and len(fields) < 2:
+            raise ValueError(
+                f"{path}:{number}: {show_cell(line.strip())} has no tag; write a word, a tab (or a blank) and its tag "
+                "on each line, and a blank line between sentences"
+            )
+        first = first or (number, len(fields))
+        if len(fields) != first[1]:
+            raise ValueError(
+                f"{path}:{number}: {show_cell(line.strip())} has {len(fields)} columns, and line {first[0]} has "
+                f"{first[1]}; write as many for each word, and no comments"
+            )
+        words.append(fields[0])
+        tags += [] if data.tags_column is None else [fields[-1]]
+
+
+def encode_tags(scheme: LabelScheme, rows: Sequence[Sentence]) -> list[NDArray[np.int64]]:
+    """Return the ids of each sentence's tags, or -100 if the scheme has no column.
+
+    Raises:
+        ValueError: a tag is unknown to the scheme; the message names file, row and word.
+    """
+    flat = [tag for row in rows for tag in (row.tags if scheme.column else row.words)]
+    encoded = scheme.encode(flat, lambda index: _place_of_word(rows, index))
+    return np.split(encoded, np.cumsum([len(row.words) for row in rows])[:-1]) if rows else []
+
+
+def _place_of_word(rows: Sequence[Sentence], index: int) -> str:
+    """Return file, row and word number of a word, by its index over all sentences."""
+    for row in rows:
+        if index < len(row.words):
+            return f"{row.where}, word {index + 1}"
+        index -= len(row.words)
+    raise AssertionError("there are not so many words")
+
+
+class Sample(NamedTuple):
+    """One sentence as token ids, with the labels of its words."""
+
+    ids: NDArray[np.int32]
+    starts: NDArray[np.int32]
+    """Position of the first token of each word. Truncated words and words without tokens are left out."""
+    words: NDArray[np.int32]
+    """Index of each of these words in the sentence."""
+    labels: NDArray[np.int64]
+    """Label of each of these words. -100: unknown."""
+
+
+def tokenize_sentences(
+    rows: Sequence[Sentence],
+    tags: Sequence[NDArray[np.int64]],
+    tokenizer: "PreTrainedTokenizerBase",
+    max_length: int,
+    *,
+    progress: bool,
+) -> list[Sample]:
+    """Return sentences as token ids with the tokenizer's special tokens. Longer sentences are truncated.
+
+    A sentence is encoded as its words joined by spaces, so that a pipeline on plain text gives the same tokens. A token
+    belongs to the word in which it ends. Special tokens in a word are encoded as plain characters.
+    """
+    use_rust_threads()
+    samples: list[Sample] = []
+    with tqdm(
+        total=len(rows), desc="tokenising", unit=" sentences", disable=not progress or None, leave=False, delay=1
+    ) as bar:
+        for start in range(0, len(rows), _SENTENCES_PER_CALL):
+            part = rows[start : start + _SENTENCES_PER_CALL]
+            encoded = tokenizer(
+                [row.key for row in part],
+                truncation=True,
+                max_length=max_length,
+                split_special_tokens=True,
+                return_offsets_mapping=True,
+                return_attention_mask=False,
+                verbose=False,
+            )
+            for number, (ids, offsets) in enumerate(zip(encoded["input_ids"], encoded["offset_mapping"]), start=start):
+                words, starts = first_tokens(rows[number].words, np.array(offsets, dtype=np.int64).reshape(-1, 2))
+                samples.append(Sample(np.array(ids, dtype=np.int32), starts, words, tags[number][words]))
+            bar.update(len(part))
+    return samples
+
+
+def first_tokens(words: Sequence[str], offsets: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Return the indices of the words that have tokens, and the position of the first token of each.
+
+    `offsets` (T, 2) are the character spans of tokens in " ".join(words). Start and end are equal for a token without
+    characters.
+    """
+    # The space after each word.
+    ends = np.cumsum([len(word) + 1 for word in words]) - 1
+    last = offsets[:, 1] - 1
+    word_of = np.searchsorted(ends, last, side="left")
+    stands = (offsets[:, 1] > offsets[:, 0]) & ~np.isin(last, ends)
+    tokens = np.flatnonzero(stands)
+    found, first = np.unique(word_of[tokens], return_index=True)
+    return found.astype(np.int32), tokens[first].astype(np.int32)
+
+
+def collate_sentences(samples: Sequence[Sample], *, pad_id: int, multiple: int, max_length: int) -> dict[str, Any]:
+    """Return a batch padded on the right: `input_ids`, `attention_mask` (N, T), `word_starts`, `labels` (N, W), int64.
+
+    `word_starts` are the positions of the words' first tokens, padded with 0. `labels` are padded with -100.
+    `num_targets` is the number of words with a label.
+    """
+    ids = [sample.ids for sample in samples]
+    width = max(1, *(len(sample.starts) for sample in samples))
+    labels = padded([sample.labels for sample in samples], width, IGNORED_LABEL)
+    return {
+        **padded_inputs(ids, pad_id=pad_id, multiple=multiple, max_length=max_length),
+        "word_starts": padded([sample.starts for sample in samples], width, 0),
+        "labels": labels,
+        "num_targets": int((labels != IGNORED_LABEL).sum()),
+    }

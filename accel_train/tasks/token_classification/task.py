@@ -1,0 +1,282 @@
+"""Token classification: tag each word of a sentence with entities (B-PER, I-PER, O) or parts of speech."""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from accel_train.data.labels import IGNORED_LABEL
+from accel_train.data.text.padding import joined_arrays, padded, samples_digest
+from accel_train.data.text.tokenizers import vocab_size_of
+from accel_train.metrics import tally
+from accel_train.metrics.entities import entity_counts, entity_tags
+from accel_train.metrics.scores import classification_scores, entity_scores
+from accel_train.recipe.schema import Recipe
+from accel_train.task import Scores, Task, TaskData
+from accel_train.tasks.common import classification
+from accel_train.tasks.common import text_models as models
+from accel_train.tasks.common.texts import classifier_tokenizer
+from accel_train.tasks.token_classification import data as words
+from accel_train.tasks.token_classification.config import TokenClassificationData
+
+
+@dataclass(frozen=True)
+class Source:
+    """The sentences, tokenizer, and model configuration that the task keeps in addition to its samples."""
+
+    sentences: words.TaggedSentences
+    samples: list[words.Sample]
+    """Evaluation sentences as token ids."""
+    tokenizer: PreTrainedTokenizerBase
+    config: PreTrainedConfig
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """Tags in the order of their ids."""
+        return self.sentences.scheme.names
+
+    def row_ids(self, index: int) -> str:
+        """Return the name of an evaluation sentence: its id column, or its file and row number."""
+        assert self.sentences.eval is not None
+        return self.sentences.eval[index].id
+
+
+class TokenClassification(Task):
+    """Fine-tune any token classifier of transformers, or train one from a configuration.
+
+    The first token of a word learns and predicts the word's label. The loss is divided by the number of labeled words.
+    """
+
+    Data = TokenClassificationData
+
+    def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
+        """Read and tokenize all tagged sentences into memory.
+
+        Raises:
+            ValueError: the model, tokenizer, sentences, or tags do not match the recipe. The message names the file,
+                row, and word.
+        """
+        section = TokenClassificationData.of(recipe.data)
+        models.check_model(recipe, models.TOKENS)
+        models.refuse_metrics(recipe, "token-classification reports those of entities (or, of other tags, of classes)")
+        sentences = words.load_sentences(recipe, models.known_names(recipe))
+        names, num_of_label = sentences.scheme.names, sentences.num_train_of_label
+        weights = classification.resolve_class_weights(
+            recipe.loss.class_weights, np.array(list(num_of_label.values())), names
+        )
+        tokenizer, tokenizer_notes = classifier_tokenizer(recipe, (row.key for row in sentences.train))
+        models.check_offsets(recipe, tokenizer)
+        config = models.classifier_config(recipe, tokenizer, sentences.scheme, models.TOKENS)
+        positions = models.num_positions(config, models.TOKENS)
+        max_length = models.resolve_max_length(section.max_length, positions, tokenizer, is_pair=False)
+        encode = partial(words.tokenize_sentences, tokenizer=tokenizer, max_length=max_length, progress=progress)
+        train = encode(sentences.train, sentences.train_tags)
+        evaluation = None if sentences.eval is None else encode(sentences.eval, sentences.eval_tags)
+
+        self.names, self.tags = names, entity_tags(names)
+        self.loss = classification.ClassLoss(recipe.loss.label_smoothing, weights)
+        self.is_labelled = section.tags_column is not None
+        self.most_words = max((len(row.words) for row in sentences.eval or []), default=1)
+        lengths = np.array([len(sample.ids) for sample in train])
+        self.mean_length = float(lengths.mean())
+        num_targets = sum(int((sample.labels != IGNORED_LABEL).sum()) for sample in train)
+        self.words_per_sentence = max(1.0, num_targets / len(train))
+        kinds = "plain tags" if self.tags is None else f"entities of {len(self.tags.types)} types, told by B-, I- and O"
+        notes = [
+            *sentences.notes,
+            *tokenizer_notes,
+            *_cut(recipe.data.of_training("sentences"), sentences.train, train, max_length),
+        ]
+        notes += _cut("evaluation sentences", sentences.eval or [], evaluation or [], max_length)
+        return TaskData(
+            # The DataLoader reads a list as a map-style dataset.
+            train=cast("Dataset[Any]", train),
+            eval=cast("Dataset[Any] | None", evaluation),
+            collate=partial(
+                words.collate_sentences,
+                pad_id=int(tokenizer.pad_token_id),
+                multiple=section.pad_to_multiple_of,
+                max_length=max_length,
+            ),
+            fingerprint=_fingerprint(names, train, evaluation),
+            facts={
+                "sources": sentences.description,
+                "num_train": len(train),
+                "num_eval": 0 if evaluation is None else len(evaluation),
+                "train_targets": num_targets,
+                "tags": kinds,
+                "label_names": list(names),
+                "num_train_of_label": num_of_label,
+                "max_length": max_length,
+                "mean_length": round(self.mean_length, 1),
+                "notes": notes,
+            },
+            reading_is_free=True,
+            source=Source(sentences, evaluation or [], tokenizer, config),
+            lengths=lengths,
+            lengths_vary=True,
+        )
+
+    def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
+        """Build the recipe's classifier and add notes about new weights in a pretrained model to the facts of `data`.
+
+        Raises:
+            ValueError: the weights cannot be loaded, or are not in the safetensors format.
+        """
+        source: Source = data.source
+        model, notes = models.build_model(recipe, source.config, vocab_size_of(source.tokenizer), models.TOKENS)
+        data.add_notes(notes)
+        return model
+
+    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the fp32 cross-entropy summed over words. Training adds label smoothing and class weights."""
+        return self.loss(word_logits(model, batch).flatten(0, 1), batch["labels"].flatten(), training=model.training)
+
+    def flops_per_target(self, recipe: Recipe, model: nn.Module) -> float | None:
+        """Return 3 x the FLOPs per word of the forward pass of a mean-length sentence, without padding."""
+        assert isinstance(model, PreTrainedModel)
+        length = max(1, round(self.mean_length))
+        flops = classification.training_flops(models.TOKENS.factory, model.config, input_ids=(1, length))
+        return None if flops is None else flops / self.words_per_sentence
+
+    def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the summed loss without smoothing, and counts of entities by type or a confusion matrix."""
+        logits, labels = word_logits(model, batch).float(), batch["labels"]
+        loss_sum = self.loss(logits.flatten(0, 1), labels.flatten(), training=False)
+        return {"loss_sum": loss_sum, **self._counts(labels, logits.argmax(-1))}
+
+    def score(self, loss: float, totals: Mapping[str, NDArray[Any]], data: TaskData) -> Scores:
+        """Return precision, recall, and F1 of entities with the word accuracy, or class scores of plain tags."""
+        if self.tags is None:
+            return classification_scores(totals["confusion"], self.names)
+        right, total = totals["words"].tolist()
+        return entity_scores(totals["entities"], self.tags.types, int(right), int(total))
+
+    def predict_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the tag of each word, -1 beyond a sentence's end, and its probability.
+
+        Both have shape (N, number of words in the longest evaluation sentence).
+        """
+        scores, tags = word_logits(model, batch).float().softmax(-1).max(-1)
+        missing = self.most_words - tags.shape[1]
+        return {
+            "tags": nn.functional.pad(tags.int(), (0, missing), value=-1),
+            "tag_scores": nn.functional.pad(scores, (0, missing)),
+        }
+
+    def prediction_columns(self, rows: Mapping[str, NDArray[Any]], data: TaskData) -> dict[str, list[Any]]:
+        """Return the words, their tags and probabilities, and the true tags if known.
+
+        Words that were cut off have the tag and probability None.
+        """
+        source: Source = data.source
+        assert source.sentences.eval is not None
+        columns: dict[str, list[Any]] = {"words": [], "tags": [], "scores": []}
+        columns |= {"true_tags": []} if self.is_labelled else {}
+        for index, tags, scores in zip(rows["index"].tolist(), rows["tags"], rows["tag_scores"]):
+            sentence, sample = source.sentences.eval[index], source.samples[index]
+            found: dict[int, tuple[str, float]] = {
+                word: (self.names[tag], float(str(score)))
+                for word, tag, score in zip(sample.words.tolist(), tags.tolist(), scores)
+            }
+            places = range(len(sentence.words))
+            columns["words"].append(list(sentence.words))
+            columns["tags"].append([found[place][0] if place in found else None for place in places])
+            columns["scores"].append([found[place][1] if place in found else None for place in places])
+            if self.is_labelled:
+                columns["true_tags"].append([self.names[tag] for tag in source.sentences.eval_tags[index].tolist()])
+        return columns
+
+    def baselines(self, data: TaskData) -> dict[str, float]:
+        """Return the scores of each word's most frequent training tag on the same split.
+
+        An unknown word gets the most frequent tag of all words.
+        """
+        sentences: words.TaggedSentences = data.source.sentences
+        if sentences.eval is None:
+            return {}
+        counts: defaultdict[str, Counter[int]] = defaultdict(Counter)
+        for sentence, tags in zip(sentences.train, sentences.train_tags):
+            for word, tag in zip(sentence.words, tags.tolist()):
+                counts[word][tag] += 1
+        best = {word: found.most_common(1)[0][0] for word, found in counts.items()}
+        every = int(np.bincount(np.concatenate(sentences.train_tags)).argmax())
+        answers = [np.array([best.get(word, every) for word in sentence.words]) for sentence in sentences.eval]
+        # Words that were cut off are not scored, as for the model.
+        kept = [sample.words for sample in data.source.samples]
+        pairs = [(tags[place], answer[place]) for tags, answer, place in zip(sentences.eval_tags, answers, kept)]
+        width = max(1, *(len(place) for place in kept))
+        labels, predictions = (padded([pair[side] for pair in pairs], width, IGNORED_LABEL) for side in (0, 1))
+        totals = {name: count.numpy() for name, count in self._counts(labels, predictions).items()}
+        found = self.score(0.0, totals, data).metrics
+        shown = ("accuracy", "f1_macro") if self.tags is None else ("f1", "accuracy")
+        return {f"most_frequent_tag_{metric}": found[metric] for metric in shown}
+
+    def save_description(self, model: nn.Module, data: TaskData, folder: Path) -> None:
+        """Write the configuration with the tag names, the tokenizer, and a model card."""
+        assert isinstance(model, PreTrainedModel)
+        super().save_description(model, data, folder)
+        facts = data.facts
+        text = models.card(
+            facts,
+            model.config.model_type,
+            title="A token classifier",
+            pipeline_tag="token-classification",
+            lines=[
+                f"Gives: {len(self.names)} tags: {classification.listed(self.names, 40, ' (config.json has all)')}",
+                f"Reads: up to {facts['max_length']} tokens; what follows is cut; "
+                "the tag of a word is that of its first token",
+            ],
+            example=(
+                'tag = pipeline("token-classification", model="path/of/this/folder", aggregation_strategy="first")\n'
+                'tag("a sentence")'
+            ),
+        )
+        models.save_tokenizer_and_card(data.source.tokenizer, facts["max_length"], text, folder)
+
+    def _counts(self, labels: Tensor, predictions: Tensor) -> dict[str, Tensor]:
+        """Return the counts that `score` needs from labels and predictions (N, W)."""
+        if self.tags is None:
+            return {"confusion": tally.confusion_counts(labels, predictions, len(self.names))}
+        known = labels >= 0
+        right = (known & (labels == predictions)).sum()
+        return {"entities": entity_counts(self.tags, labels, predictions), "words": torch.stack([right, known.sum()])}
+
+
+def word_logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the logits (N, W, C) at the first token of each word."""
+    inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "word_starts")}
+    logits: Tensor = model(**inputs).logits
+    return logits.gather(1, batch["word_starts"][..., None].expand(-1, -1, logits.shape[-1]))
+
+
+def _cut(called: str, rows: Sequence[words.Sentence], samples: Sequence[words.Sample], max_length: int) -> list[str]:
+    """Return a note about words without a token: cut off by `max_length`, or dropped by the tokenizer."""
+    cut = [len(row.words) - len(sample.words) for row, sample in zip(rows, samples)]
+    num_rows, num_words = sum(count > 0 for count in cut), sum(cut)
+    if not num_words:
+        return []
+    return [
+        f"{num_words:,} words of {num_rows:,} of {len(rows):,} {called} have no token within "
+        f"data.max_length={max_length}: they are neither learned nor scored"
+    ]
+
+
+def _fingerprint(names: Sequence[str], train: Sequence[words.Sample], evaluation: Sequence[words.Sample] | None) -> str:
+    arrays = [
+        array
+        for side in (train, evaluation)
+        if side is not None
+        for column in ("ids", "starts", "labels")
+        for array in joined_arrays([getattr(sample, column) for sample in side])
+    ]
+    return samples_digest(names, arrays)
