@@ -35,7 +35,7 @@ def measure(tokens: int, vocabulary: int, width: int, rounds: int, device: str =
     import torch
 
     from accel_train.model.kernels.chunked_loss import chunked_loss
-    from accel_train.tasks.causal_lm.task import summed_loss
+    from accel_train.tasks.common.classification import summed_loss
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

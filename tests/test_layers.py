@@ -160,10 +160,18 @@ def test_only_some_packages_know_transformers() -> None:
 def test_tasks_are_imported_by_name_alone_and_the_command_line_by_nothing() -> None:
     for found in imports():
         package = (internal(found) or "").split(".")[0]
-        if package == "tasks":
-            assert found.module.split(".")[0] == "tasks", found
+        if package == "tasks" and found.target.split(".")[3:4] != ["config"]:  # settings alone: no torch
+            assert found.module.startswith(("tasks", "experiments.finetune")), found
         if package == "cli":
             assert found.module.split(".")[0] in ("__main__", "cli"), found
+
+
+def test_tasks_do_not_know_each_other() -> None:
+    for found in imports():
+        name = internal(found) or ""
+        if name.startswith("tasks.") and found.module.startswith("tasks."):
+            ours, theirs = found.module.split(".")[1], name.split(".")[1]
+            assert theirs in (ours, "common"), found
 
 
 @pytest.mark.parametrize(

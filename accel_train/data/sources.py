@@ -105,7 +105,8 @@ def located(data: Data, started_in: str | None) -> Data:
         return place_of(names) if isinstance(names, str) else names and tuple(map(place_of, names))
 
     cache = data.cache_dir and place_of(data.cache_dir)
-    changes = {name: places_of(getattr(data, name)) for name in ("train", "eval", "chat_template")}
+    names = [name for name in ("train", "eval", "chat_template") if hasattr(data, name)]
+    changes = {name: places_of(getattr(data, name)) for name in names}
     # A missing cache can be rebuilt anywhere. Its old path may belong to another machine.
     return data.model_copy(update={**changes, "cache_dir": cache if cache and is_there(cache) else None})
 

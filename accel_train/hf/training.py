@@ -44,8 +44,7 @@ from accel_train.optim.custom import try_given
 from accel_train.optim.optimizers import build_optimizer, set_rate
 from accel_train.optim.schedule_free import always_training
 from accel_train.parallel.precision import agree_on_mixed_precision, start_accelerator
-from accel_train.recipe.reliability import Guard
-from accel_train.recipe.schema import Batch, Precision, Recipe
+from accel_train.recipe.schema import Batch, Guard, Precision, Recipe
 from accel_train.runtime.doctor import check_launcher
 from accel_train.runtime.exit import exits_are_errors
 from accel_train.runtime.launch_environment import with_launch_environment

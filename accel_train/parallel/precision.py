@@ -13,8 +13,7 @@ from accel_train.core.state import Choice
 from accel_train.data.batch_sizes import BatchSizes
 from accel_train.model.kernels.float8 import float8_config
 from accel_train.optim.update import FlooredGradScaler
-from accel_train.recipe.reliability import Guard
-from accel_train.recipe.schema import Precision
+from accel_train.recipe.schema import Guard, Precision
 from accel_train.runtime.doctor import device_name
 from accel_train.runtime.memory import keep_freed_memory
 from accel_train.runtime.private import forget_accelerator

@@ -10,7 +10,7 @@ from accel_train.core.state import Choice
 from accel_train.observe.goodput import read_launches
 from accel_train.observe.run_folder import EVENTS_FILE, read_events
 from accel_train.plan.place import Layout
-from accel_train.recipe.reliability import Checkpoint
+from accel_train.recipe.schema import Checkpoint
 
 WRITE_BYTES_PER_SECOND = 1 * GB
 """Assumed write speed of one process in bytes per second, including hashing and syncing."""

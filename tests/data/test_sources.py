@@ -12,11 +12,11 @@ from accel_train.data.builtin.stdlib import python_stdlib_files
 from accel_train.data.delimited import read_delimited
 from accel_train.data.sources import resolve_sources
 from accel_train.data.text.documents import Document, read_documents
-from accel_train.recipe.data import Data
+from accel_train.recipe.data import WindowData
 
 
 def documents(names: Any, **settings: Any) -> list[Document]:
-    data = Data(train=names, **settings)
+    data = WindowData(train=names, **settings)
     return [
         document
         for source in resolve_sources(data.train, data, key="data.train")
@@ -40,7 +40,7 @@ def test_folders_of_classes_lie_directly_in_the_folder_that_is_named(tmp_path: P
             (tmp_path / part / name).mkdir(parents=True)
             (tmp_path / part / name / "1.txt").write_text("a text")
     assert str(tmp_path / "test/neg/1.txt") in refusal(str(tmp_path), lines="folder_names")
-    data = Data(train=str(tmp_path / "train"), lines="folder_names")
+    data = WindowData(train=str(tmp_path / "train"), lines="folder_names")
     assert len(resolve_sources(data.train, data, key="data.train")[0].files) == 2
 
 
@@ -66,7 +66,7 @@ def test_a_folder_is_read_recursively_in_order_and_says_what_it_leaves_out(tmp_p
     (tmp_path / ".git").mkdir()
     for name in ("b/z.md", "a.txt", "c.py", ".git/x.txt", "b/picture.png"):
         (tmp_path / name).write_text(name)
-    data = Data(train=str(tmp_path))
+    data = WindowData(train=str(tmp_path))
     (source,) = resolve_sources(data.train, data, key="data.train")
     assert [document.text for document in read_documents(source, data)] == ["a.txt", "b/z.md", "c.py"]
     assert "left out 1 files of other kinds (1 .png)" in source.notes[0]
@@ -102,7 +102,7 @@ def test_a_saved_data_set_is_read_by_its_split(tmp_path: Path) -> None:
     datasets.DatasetDict({"train": one, "validation": other}).save_to_disk(str(tmp_path / "both"))
     assert texts(str(tmp_path / "one")) == ["a", "b"]
     assert texts(str(tmp_path / "both")) == ["a", "b"]
-    data = Data(train="unused", eval=str(tmp_path / "both"))
+    data = WindowData(train="unused", eval=str(tmp_path / "both"))
     (source,) = resolve_sources(data.eval or "", data, key="data.eval")
     assert [document.text for document in read_documents(source, data)] == ["c"]
     assert "has no split test; it has train, validation" in refusal(str(tmp_path / "both"), split="test")
@@ -227,7 +227,7 @@ def test_reading_csv_leaves_the_field_size_limit_of_the_module_alone(tmp_path: P
         (tmp_path / "a.csv").write_text("text\n" + "x" * 2000)
         assert texts(str(tmp_path / "a.csv")) == ["x" * 2000]
         assert csv.field_size_limit() == 1000
-        records = read_delimited(tmp_path / "a.csv", Data(train="a.csv"))
+        records = read_delimited(tmp_path / "a.csv", WindowData(train="a.csv"))
         next(records)
         assert csv.field_size_limit() == 1000, "of a reader that goes no further"
     finally:

@@ -14,12 +14,13 @@ from accel_train.data.builtin.stdlib import MAX_PER_PACKAGE, NUM_PACKAGES, stdli
 from accel_train.data.labels import LabelScheme, class_notes, label_scheme
 from accel_train.data.sources import resolve_sources
 from accel_train.data.tables import Row, class_names, read_rows
-from accel_train.recipe.data import Data
-from accel_train.tasks.common.texts import TextRow, hold_out, read_text_rows, repeated_texts
+from accel_train.tasks.common.texts import TextRow, hold_out, repeated_texts
+from accel_train.tasks.text_classification.config import TextClassificationData
+from accel_train.tasks.text_classification.data import read_text_rows
 
 
 def rows_of(path: Path, *columns: str, **settings: Any) -> list[Row]:
-    data = Data(train=str(path), **settings)
+    data = TextClassificationData(train=str(path), **settings)
     return [
         row
         for source in resolve_sources(data.train, data, key="data.train")
@@ -72,7 +73,7 @@ def test_a_saved_data_set_gives_rows_and_the_names_of_its_classes(tmp_path: Path
     features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["neg", "pos"])})
     datasets.Dataset.from_dict({"text": ["a", "b"], "label": [1, 0]}, features=features).save_to_disk(tmp_path / "set")
     assert [row.cells for row in rows_of(tmp_path / "set", "label", "text", "label")] == [(1, "a", 1), (0, "b", 0)]
-    data = Data(train=str(tmp_path / "set"))
+    data = TextClassificationData(train=str(tmp_path / "set"))
     (source,) = resolve_sources(data.train, data, key="data.train")
     assert class_names(source, "label") == ("neg", "pos")
     assert class_names(source, "text") is None
@@ -111,7 +112,7 @@ def test_numbers_are_ids_of_named_classes_counted_from_where_the_recipe_says() -
 def test_a_text_cell_without_text_is_refused_and_an_empty_string_is_a_text(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "", "label": "x"}\n{"text": null, "label": "x"}\n')
-    data = Data(train=str(path))
+    data = TextClassificationData(train=str(path))
     sources = resolve_sources(data.train, data, key="data.train")
     with pytest.raises(
         ValueError, match=r"a\.jsonl:2: column 'text' holds null, not a string; .* or set data\.text_column"
@@ -132,7 +133,7 @@ def test_a_text_cell_without_text_is_refused_and_an_empty_string_is_a_text(tmp_p
 
 def test_three_text_columns_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("a,b,c,label\n")
-    data = Data(train=str(tmp_path / "a.csv"), text_columns=("a", "b", "c"))
+    data = TextClassificationData(train=str(tmp_path / "a.csv"), text_columns=("a", "b", "c"))
     with pytest.raises(ValueError, match="3 columns; give one text, or two as a pair"):
         read_text_rows(resolve_sources(data.train, data, key="data.train"), data, key="data.train")
 
@@ -251,7 +252,7 @@ def test_few_texts_still_leave_one_for_evaluation_and_one_text_is_refused() -> N
 
 
 def test_evaluation_texts_that_are_trained_on_are_counted() -> None:
-    data = Data(train="texts.csv")
+    data = TextClassificationData(train="texts.csv")
     assert repeated_texts(text_rows(["a", "b"]), text_rows(["c"]), data) == []
     (note,) = repeated_texts(text_rows(["a", "b"]), text_rows(["c", "a"]), data)
     assert note.startswith("1 of 2 evaluation texts ")

@@ -18,7 +18,7 @@ from accel_train.plan.plan import resolve_plan
 from accel_train.plan.saving import SavingCost, save_interval, saving_cost
 from accel_train.recipe.loader import load_recipe
 from accel_train.recipe.parallel import Parallel
-from accel_train.recipe.reliability import Checkpoint
+from accel_train.recipe.schema import Checkpoint
 
 
 def write_launches(folder: Path, *launches: dict[str, Any], saves: tuple[float, ...] = ()) -> None:

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 
 from accel_train.core.errors import SettingError
+from accel_train.recipe.tasks import TASKS, data_section
 from tests.support.processes import run_forked
 
 TESTS = Path(__file__).parent.parent
@@ -54,6 +55,10 @@ def write_corpus(folder: Path, num_documents: int = 40) -> Path:
     return path
 
 
+_OWN = ("FaultyRegression",)
+"""Tasks of the tests that do not read windows of tokens."""
+
+
 def recipe_dict(folder: Path, **sections: Any) -> dict[str, Any]:
     """A small complete recipe; `sections` are merged into it."""
     recipe: dict[str, Any] = {
@@ -77,7 +82,13 @@ def recipe_dict(folder: Path, **sections: Any) -> dict[str, Any]:
     }
     for name, value in sections.items():
         recipe[name] = {**recipe[name], **value} if isinstance(recipe.get(name), dict) and name != "options" else value
+    if "sequence_length" not in sections.get("data", {}) and not _reads_windows(recipe["task"]):
+        del recipe["data"]["sequence_length"]
     return recipe
+
+
+def _reads_windows(task: str) -> bool:
+    return "sequence_length" in data_section(task).model_fields if task in TASKS else task.split(":")[-1] not in _OWN
 
 
 def write_recipe_file(folder: Path, **sections: Any) -> Path:

@@ -54,7 +54,6 @@ from accel_train.core.errors import CheckpointError, DataError
 from accel_train.core.redaction import redact_text
 from accel_train.core.terminal import without_controls
 from accel_train.data.delimited import read_delimited
-from accel_train.data.images.labelled import read_labelled_images
 from accel_train.data.sources import resolve_sources
 from accel_train.data.tables import read_rows
 from accel_train.data.text.tokenizers import byte_tokenizer, pretrained_tokenizer
@@ -74,7 +73,9 @@ from accel_train.task import Scores, TaskData
 from accel_train.tasks.causal_lm.data import check_row, columns_of
 from accel_train.tasks.causal_lm.encoding import Example, chat_encoder
 from accel_train.tasks.causal_lm.task import CausalLM
-from accel_train.tasks.common.texts import load_labelled_texts
+from accel_train.tasks.image_classification.config import ImageClassificationData
+from accel_train.tasks.image_classification.data import read_labelled_images
+from accel_train.tasks.text_classification.data import load_labelled_texts
 from tests.support.hf_models import Plain, arguments, bert, both, difference, plain_rows, rows
 from tests.support.runs import (
     SCENES,
@@ -1982,7 +1983,7 @@ def test_only_the_folder_train_is_trained_on(held_out: str | None, num_eval: int
     assert sets.label_names == ("a", "b")
     assert sets.eval is not None
     assert len(sets.eval) == (num_eval or 16 - len(sets.train))
-    shown = read_labelled_images(Data(train="set", eval="set"))
+    shown = read_labelled_images(ImageClassificationData(train="set", eval="set"))
     assert shown.label_names == ("a", "b")
     assert len(shown.train) == (num_eval or 16)
 

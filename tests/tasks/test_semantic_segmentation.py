@@ -20,11 +20,12 @@ from accel_train.core.errors import DataError
 from accel_train.data.builtin.digit_scenes import LABEL_NAMES, digit_scenes, digits
 from accel_train.data.images.preprocessing import Preprocessing
 from accel_train.metrics.scores import segmentation_scores
-from accel_train.recipe.data import Augment, Data
+from accel_train.recipe.data import Augment
 from accel_train.recipe.loader import Recipe
 from accel_train.task import TaskData
 from accel_train.tasks.common.classification import classification_loss_sum
 from accel_train.tasks.common.image_views import Windows, at_label_size, mean_pixel_probabilities, window_logits
+from accel_train.tasks.semantic_segmentation.config import SemanticSegmentationData
 from accel_train.tasks.semantic_segmentation.data import (
     SegmentSettings,
     augment_pair,
@@ -385,7 +386,7 @@ def test_mask_is_read_by_its_numbers_and_never_by_its_colours(pairs: Path, mode:
         mask.putpalette(np.random.default_rng(0).integers(0, 256, 768, dtype=np.uint8).tobytes())
     assert mask.mode == mode
     mask.save(path)
-    sets = read_masked_images(Data(train=str(pairs), eval_fraction=0))
+    sets = read_masked_images(SemanticSegmentationData(train=str(pairs), eval_fraction=0))
     assert np.array_equal(read_mask(sets.train, 0), values)
     assert sets.label_names == ("0", "1", "2")
 
@@ -400,9 +401,11 @@ def test_pairs_of_a_folder_a_table_and_an_array_are_the_same(pairs: Path, tmp_pa
         for kind, end in (("images", "bmp"), ("masks", "png"))
     )
     np.savez(tmp_path / "arrays.npz", images=images, masks=masks)
-    folder = read_masked_images(Data(train=str(pairs), eval_fraction=0)).train
-    table = read_masked_images(Data(train=str(pairs / "table.csv"), eval=str(pairs / "table.csv"), id_column="name"))
-    arrays = read_masked_images(Data(train=str(tmp_path / "arrays.npz"), eval_fraction=0)).train
+    folder = read_masked_images(SemanticSegmentationData(train=str(pairs), eval_fraction=0)).train
+    table = read_masked_images(
+        SemanticSegmentationData(train=str(pairs / "table.csv"), eval=str(pairs / "table.csv"), id_column="name")
+    )
+    arrays = read_masked_images(SemanticSegmentationData(train=str(tmp_path / "arrays.npz"), eval_fraction=0)).train
     assert table.eval is not None
     assert table.eval.ids == [f"no {number}" for number in range(12)]
     order = sorted(range(12), key=lambda number: f"{number}.bmp")

@@ -14,9 +14,9 @@ from transformers import AutoModelForTokenClassification, AutoTokenizer, pipelin
 from accel_train.cli.main import main
 from accel_train.data.builtin.stdlib_tags import tagged_words
 from accel_train.data.sources import resolve_sources
-from accel_train.recipe.data import Data
 from accel_train.recipe.schema import Recipe
 from accel_train.task import TaskData, load_task
+from accel_train.tasks.token_classification.config import TokenClassificationData
 from accel_train.tasks.token_classification.data import read_sentences
 from accel_train.tasks.token_classification.task import TokenClassification, word_logits
 from tests.support.runs import metrics, write_recipe_file
@@ -167,7 +167,7 @@ def test_comments_and_numbers_of_words_in_conll_are_no_words_and_a_word_ends_at_
     path.write_text("".join(f"{number}\tword\tO\n" for number in range(1, 5)))
     assert "a.conll:1: the first column numbers the words" in refusal(path)
     path.write_text("10\u00a0000 B-NUM\neuros O\n\n" * 9 + "and O\n")
-    (source,) = resolve_sources(str(path), data := Data(train=str(path)), key="data.train")
+    (source,) = resolve_sources(str(path), data := TokenClassificationData(train=str(path)), key="data.train")
     assert read_sentences([source], data, key="data.train")[0].words == ("10\u00a0000", "euros")
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -40,12 +39,14 @@ from accel_train.model.kernels.router_loss import RouterLoss, choose_router_loss
 from accel_train.model.pretrained import pretrained_config, transformers_model
 from accel_train.model.tensors import unpacked_numel
 from accel_train.observe.throughput import model_flops_per_token
-from accel_train.recipe.schema import Model, Recipe
+from accel_train.recipe.schema import Recipe
 from accel_train.task import Scores, Task, TaskData
 from accel_train.tasks.causal_lm.config import CausalLMData
 from accel_train.tasks.causal_lm.data import prepare_rows
 from accel_train.tasks.causal_lm.probe import Forward, prove
 from accel_train.tasks.causal_lm.rows import rows_as_samples, shares_windows
+from accel_train.tasks.common.classification import summed_loss
+from accel_train.tasks.common.vocabulary import fields_with_vocabulary, padded_vocab_size
 
 
 class CausalLM(Task):
@@ -285,45 +286,12 @@ def model_inputs(model: nn.Module, batch: Mapping[str, Tensor], compiled: bool) 
     return {**inputs, "use_cache": False}
 
 
-def summed_loss(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Return the fp32 cross-entropy summed over the labels that are not -100."""
-    return cross_entropy(
-        logits.flatten(0, 1).float(),
-        labels.flatten(),
-        ignore_index=IGNORED_LABEL,
-        reduction="sum",
-        label_smoothing=label_smoothing,
-    )
-
-
 def router_choice(recipe: Recipe, model: nn.Module) -> Choice[float] | None:
     """Return the coefficient of the router loss (see `choose_router_loss`)."""
     section, place = recipe.parallel, ""
     if section.strategy == "deepspeed" or section.sp_size > 1:
         place = "parallel.sp_size above 1" if section.sp_size > 1 else "parallel.strategy deepspeed"
     return choose_router_loss(recipe.loss.router_aux, model, place)
-
-
-def padded_vocab_size(vocab_size: int, multiple: int) -> int:
-    """Return `vocab_size` rounded up to a multiple of `multiple`. A multiple of 0 leaves it unchanged."""
-    return vocab_size if multiple == 0 else -(-vocab_size // multiple) * multiple
-
-
-def fields_with_vocabulary(section: Model, vocab_size: int) -> dict[str, Any]:
-    """Return `model.config` with a vocabulary size: `vocab_size` padded to the recipe's multiple, unless it is set.
-
-    Raises:
-        ValueError: the configured size is smaller than `vocab_size`.
-    """
-    assert section.config is not None
-    fields = dict(section.config)
-    rows = padded_vocab_size(vocab_size, section.pad_vocab_to_multiple_of)
-    if fields.setdefault("vocab_size", rows) < vocab_size:
-        raise ValueError(
-            f"model.config.vocab_size={fields['vocab_size']} is smaller than the tokenizer's {vocab_size} tokens; "
-            f"leave it out, or give at least {vocab_size}"
-        )
-    return fields
 
 
 def model_config(recipe: Recipe, vocab_size: int, separator_id: int) -> PreTrainedConfig:

@@ -29,8 +29,8 @@ from accel_train.data.labels import LabelScheme
 from accel_train.data.text.tokenizers import vocab_size_of
 from accel_train.model import pretrained
 from accel_train.recipe.schema import Recipe
-from accel_train.tasks.causal_lm.task import fields_with_vocabulary, padded_vocab_size
 from accel_train.tasks.common.classification import listed, with_labels
+from accel_train.tasks.common.vocabulary import fields_with_vocabulary, padded_vocab_size
 
 # Maximum tokens per sample, unless the recipe or the model sets fewer.
 DEFAULT_MAX_LENGTH = 512

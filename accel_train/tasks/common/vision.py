@@ -1,7 +1,7 @@
 """Vision models of transformers, built from a configuration or pretrained weights for the data's classes."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,43 @@ from accel_train.recipe.schema import Recipe
 from accel_train.task import Task, TaskData
 from accel_train.tasks.common.classification import forward_flops, listed, training_flops, with_labels
 from accel_train.tasks.common.image_views import Windows, image_views, window_logits
-from accel_train.tasks.image_classification.data import ImageSource
+
+
+@dataclass(frozen=True)
+class ImageSource:
+    """The images and their preprocessing, for prediction, evaluation and export."""
+
+    sets: ImageSets
+    preprocessing: Preprocessing
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """Class names in the order of their ids."""
+        return self.sets.label_names
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Facts about the images, for plans and reports."""
+        sets, preprocessing = self.sets, self.preprocessing
+        return {
+            "sources": sets.description,
+            "num_train": len(sets.train),
+            "num_eval": 0 if sets.eval is None else len(sets.eval),
+            "label_names": list(sets.label_names),
+            "image_size": preprocessing.image_size,
+            "mean": list(preprocessing.mean),
+            "std": list(preprocessing.std),
+        }
+
+    def row_ids(self, index: int) -> str:
+        """Return the name of an evaluation image: its id column, or its file, or file and row."""
+        assert self.sets.eval is not None
+        return self.sets.eval.row_id(index)
+
+    def shown(self, index: int) -> dict[str, Any]:
+        """Return an evaluation image as stored, for display in a report."""
+        assert self.sets.eval is not None
+        return {"image": self.sets.eval.image(index)}
 
 
 class VisionTask(Task):

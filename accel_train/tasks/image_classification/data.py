@@ -1,7 +1,7 @@
 """Samples of image classification: labeled images, augmented and mixed for training, and their batches."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -89,43 +89,6 @@ def collate_images(samples: Sequence[ImageSample], *, preprocessing: Preprocessi
         row[sample.partner_label] += 1 - sample.share
     batch["soft_labels"] = soft
     return batch
-
-
-@dataclass(frozen=True)
-class ImageSource:
-    """The images and their preprocessing, for prediction, evaluation and export."""
-
-    sets: ImageSets
-    preprocessing: Preprocessing
-
-    @property
-    def label_names(self) -> tuple[str, ...]:
-        """Class names in the order of their ids."""
-        return self.sets.label_names
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Facts about the images, for plans and reports."""
-        sets, preprocessing = self.sets, self.preprocessing
-        return {
-            "sources": sets.description,
-            "num_train": len(sets.train),
-            "num_eval": 0 if sets.eval is None else len(sets.eval),
-            "label_names": list(sets.label_names),
-            "image_size": preprocessing.image_size,
-            "mean": list(preprocessing.mean),
-            "std": list(preprocessing.std),
-        }
-
-    def row_ids(self, index: int) -> str:
-        """Return the name of an evaluation image: its id column, or its file, or file and row."""
-        assert self.sets.eval is not None
-        return self.sets.eval.row_id(index)
-
-    def shown(self, index: int) -> dict[str, Any]:
-        """Return an evaluation image as stored, for display in a report."""
-        assert self.sets.eval is not None
-        return {"image": self.sets.eval.image(index)}
 
 
 def read_labelled_images(data: ImageClassificationData, known_names: tuple[str, ...] | None = None) -> ImageSets:

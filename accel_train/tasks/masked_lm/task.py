@@ -26,9 +26,9 @@ from accel_train.metrics.scores import perplexity
 from accel_train.recipe.data import TrainedTokenizer
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Scores, Task, TaskData
-from accel_train.tasks.causal_lm.task import summed_loss
 from accel_train.tasks.common import classification
 from accel_train.tasks.common import text_models as models
+from accel_train.tasks.common.classification import summed_loss
 from accel_train.tasks.common.generation import NO_TOKEN, decoded
 from accel_train.tasks.common.texts import TextRow, with_frame
 from accel_train.tasks.masked_lm.config import MaskedLMData

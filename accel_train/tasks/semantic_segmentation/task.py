@@ -19,8 +19,7 @@ from accel_train.recipe.schema import Recipe
 from accel_train.task import Scores, TaskData
 from accel_train.tasks.common.classification import ClassLoss, resolve_class_weights
 from accel_train.tasks.common.image_views import at_label_size, mean_pixel_probabilities, one_at_a_time
-from accel_train.tasks.common.vision import VisionTask, image_logits
-from accel_train.tasks.image_classification.data import ImageSource
+from accel_train.tasks.common.vision import ImageSource, VisionTask, image_logits
 from accel_train.tasks.semantic_segmentation import data as segmentation
 from accel_train.tasks.semantic_segmentation.config import SemanticSegmentationData
 

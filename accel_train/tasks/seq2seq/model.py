@@ -16,8 +16,8 @@ from transformers import (
 from accel_train.data.text.tokenizers import vocab_size_of
 from accel_train.model.pretrained import pretrained_config
 from accel_train.recipe.schema import Recipe
-from accel_train.tasks.causal_lm.task import fields_with_vocabulary
 from accel_train.tasks.common.text_models import DEFAULT_MAX_LENGTH, Head
+from accel_train.tasks.common.vocabulary import fields_with_vocabulary
 from accel_train.tasks.seq2seq.config import Seq2SeqData
 
 SEQ2SEQ = Head("sequence-to-sequence", AutoModelForSeq2SeqLM, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING)

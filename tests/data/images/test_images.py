@@ -17,10 +17,11 @@ from accel_train.core.errors import DataError
 from accel_train.data.images import labelled as labelled_images
 from accel_train.data.images.decoding import open_image, to_mode
 from accel_train.data.images.images import FileImages, held_out, inspect_images
-from accel_train.data.images.labelled import ImageRows, ImageSets, read_labelled_images
+from accel_train.data.images.labelled import ImageRows, ImageSets
 from accel_train.data.images.preprocessing import Preprocessing, _from_settings, model_preprocessing, resize_and_crop
-from accel_train.recipe.data import Data
 from accel_train.recipe.schema import Recipe
+from accel_train.tasks.image_classification.config import ImageClassificationData
+from accel_train.tasks.image_classification.data import read_labelled_images
 
 
 def picture(number: int, size: tuple[int, int] = (12, 10)) -> Image.Image:
@@ -48,7 +49,7 @@ def class_folders(root: Path, *, first: int = 0, each: int = 10, names: tuple[st
 
 
 def read(train: Any, **settings: Any) -> ImageSets:
-    return read_labelled_images(Data(**{"train": str(train), "eval_fraction": 0.25, **settings}))
+    return read_labelled_images(ImageClassificationData(**{"train": str(train), "eval_fraction": 0.25, **settings}))
 
 
 def labels_by_place(images: ImageRows) -> dict[str, int]:

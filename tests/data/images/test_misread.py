@@ -11,8 +11,8 @@ from PIL import Image
 
 from accel_train.cli.main import main
 from accel_train.data.images import images, misread
-from accel_train.data.images.labelled import read_labelled_images
-from accel_train.recipe.data import Data
+from accel_train.tasks.image_classification.config import ImageClassificationData
+from accel_train.tasks.image_classification.data import read_labelled_images
 
 BOX = "<annotation><object><name>cat</name><bndbox><xmin>1</xmin></bndbox></object></annotation>"
 COCO = {"images": [], "annotations": [{"bbox": [1, 1, 4, 4], "category_id": 1}], "categories": []}
@@ -37,7 +37,7 @@ def write(*names: str, content: Any = None) -> None:
 
 def read(train: str, **settings: Any) -> dict[str, set[str]]:
     """Read a folder as classes; return the files of each class, of both sides."""
-    sets = read_labelled_images(Data(**{"train": train, "eval_fraction": 0, **settings}))
+    sets = read_labelled_images(ImageClassificationData(**{"train": train, "eval_fraction": 0, **settings}))
     found: dict[str, set[str]] = {}
     for side in (sets.train, *([sets.eval] if sets.eval is not None else [])):
         for index in range(len(side)):
@@ -141,7 +141,7 @@ def test_class_folders_of_keras_are_read_with_their_validation_part() -> None:
         )
     )
     write("pets/vectorize.py", content="import os")
-    sets = read_labelled_images(Data(train="pets", eval_fraction=0.5))
+    sets = read_labelled_images(ImageClassificationData(train="pets", eval_fraction=0.5))
     assert sets.label_names == ("cats", "dogs")
     assert sets.eval is not None
     for part, side in (("train", sets.train), ("validation", sets.eval)):

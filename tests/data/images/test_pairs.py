@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from accel_train.data.images.pools import read_pools
-from accel_train.recipe.data import Data
-from accel_train.tasks.semantic_segmentation.data import read_masked_images, read_pair
+from accel_train.tasks.semantic_segmentation.config import SemanticSegmentationData
+from accel_train.tasks.semantic_segmentation.data import masked_pool, read_masked_images, read_pair
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +25,7 @@ def write(*paths: str, values: Any = ((0, 1), (2, 255)), mode: str = "L") -> Non
 
 
 def pairs(train: str, **data: Any) -> list[tuple[str, str]]:
-    pool = read_pools(train, Data(train=train, **data), "data.train", masks=True)
+    pool = masked_pool(train, SemanticSegmentationData(train=train, **data), "data.train")
     assert pool.masks is not None
     return [(pool.images.where(index), pool.masks.where(index)) for index in range(len(pool.images))]
 
@@ -97,7 +96,7 @@ def test_a_list_of_pairs_is_read_from_where_its_files_are(folder: Path) -> None:
 )
 def test_numbers_in_masks_become_those_of_classes(values: Any, settings: dict[str, Any], classes: Any) -> None:
     write("s/images/a.png", "s/masks/a.png", "s/images/b.png", "s/masks/b.png", values=values)
-    images = read_masked_images(Data(train="s", eval_fraction=0, **settings)).train
+    images = read_masked_images(SemanticSegmentationData(train="s", eval_fraction=0, **settings)).train
     _, mask = read_pair(images, 0, "L", 3, 255)
     assert mask.tolist() == [list(row) for row in classes]
 
@@ -105,17 +104,18 @@ def test_numbers_in_masks_become_those_of_classes(values: Any, settings: dict[st
 def test_other_numbers_of_classes_are_other_data() -> None:
     write("s/images/a.png", "s/masks/a.png")
     plain, reduced = (
-        read_masked_images(Data(train="s", eval_fraction=0, reduce_labels=each)) for each in (False, True)
+        read_masked_images(SemanticSegmentationData(train="s", eval_fraction=0, reduce_labels=each))
+        for each in (False, True)
     )
     assert plain.contents != reduced.contents
 
 
 def test_palettes_and_grey_masks_saved_in_colour_are_read_and_colours_refused() -> None:
     write("s/images/a.png", "s/masks/a.png", mode="RGB")
-    assert read_masked_images(Data(train="s", eval_fraction=0)).label_names == ("0", "1", "2")
+    assert read_masked_images(SemanticSegmentationData(train="s", eval_fraction=0)).label_names == ("0", "1", "2")
     write("s/masks/a.png", values=(((9, 0, 0), (0, 9, 0)), ((0, 0, 0), (0, 0, 0))), mode="RGB")
     with pytest.raises(ValueError, match="a mask of mode RGB holds colours"):
-        read_masked_images(Data(train="s", eval_fraction=0))
+        read_masked_images(SemanticSegmentationData(train="s", eval_fraction=0))
 
 
 @pytest.mark.parametrize(
@@ -128,4 +128,4 @@ def test_palettes_and_grey_masks_saved_in_colour_are_read_and_colours_refused() 
 def test_settings_of_numbers_that_contradict_are_refused(settings: dict[str, Any], said: str) -> None:
     write("s/images/a.png", "s/masks/a.png")
     with pytest.raises(ValueError, match=said):
-        read_masked_images(Data(train="s", **settings))
+        read_masked_images(SemanticSegmentationData(train="s", **settings))
