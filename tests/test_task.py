@@ -97,7 +97,9 @@ STRANGE: dict[str, tuple[str, str, str]] = {
 def write(folder: Path, module: str, name: str, body: str) -> str:
     """A recipe beside the module of its task; returns the task."""
     (folder / f"{module}.py").write_text(OWN.format(body=f"    {body}"))
-    recipe = recipe_dict(folder, task=f"{module}:{name}", options={"num_samples": 64}, schedule={"max_steps": 3})
+    recipe = recipe_dict(
+        folder, windows=False, task=f"{module}:{name}", options={"num_samples": 64}, schedule={"max_steps": 3}
+    )
     (folder / "r.yaml").write_text(yaml.safe_dump(recipe))
     return str(recipe["task"])
 

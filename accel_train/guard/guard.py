@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from accel_train.core.state import Rollback, StepResult, TrainState
-from accel_train.recipe.schema import Guard
+from accel_train.recipe import schema
 
 WINDOW_STEPS = 1000
 LASTING_SPIKE_STEPS = 10
@@ -99,7 +99,7 @@ class Guard:
 
     def __init__(
         self,
-        section: Guard,
+        section: schema.Guard,
         state: TrainState,
         *,
         max_grad_norm: float,
@@ -258,7 +258,7 @@ class Guard:
 
 
 def plan_rollback(
-    section: Guard, state: TrainState, *, at_step: int, to_step: int, max_steps: int, steps_per_epoch: float
+    section: schema.Guard, state: TrainState, *, at_step: int, to_step: int, max_steps: int, steps_per_epoch: float
 ) -> Rollback:
     """Return the next rollback of a run: the steps to skip, and the factor of the learning rate.
 

@@ -29,7 +29,9 @@ def train(tmp_path: Path) -> Train:
             "precision": {"mixed_precision": "no"},
             **sections,
         }
-        recipe = write_recipe_file(folder, task="tests.support.tasks.unused:Unused", options=options, **sections)
+        recipe = write_recipe_file(
+            folder, task="tests.support.tasks.unused:Unused", windows=False, options=options, **sections
+        )
         forked = run_forked(["run", str(recipe)], processes, folder=folder / "processes")
         codes = forked.wait()
         assert codes[0] == code, forked.stderr(0)

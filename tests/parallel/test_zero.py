@@ -128,6 +128,7 @@ def test_a_bias_of_one_number_over_two_processes_is_saved_whatever_lay_in_its_pa
         2,
         zero(3),
         task="tests.support.tasks.number_faults:FaultyRegression",
+        windows=False,
         precision={"deterministic": True},
         schedule={"max_steps": 2},
         checkpoint={"every_steps": 1, "keep": 3},

@@ -78,7 +78,12 @@ def plan_of(
         "output_dir": str(folder / name),
         **more.pop("recipe", {}),
     }
-    return {"recipe": recipe_dict(folder, **sections), "faults": list(faults), "out": str(out), **more}
+    return {
+        "recipe": recipe_dict(folder, windows="Regression" not in sections["task"], **sections),
+        "faults": list(faults),
+        "out": str(out),
+        **more,
+    }
 
 
 def launch(plan: Mapping[str, Any], processes: int, expect: int = 0) -> list[dict[str, Any]]:

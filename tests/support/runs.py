@@ -55,12 +55,8 @@ def write_corpus(folder: Path, num_documents: int = 40) -> Path:
     return path
 
 
-_OWN = ("FaultyRegression",)
-"""Tasks of the tests that do not read windows of tokens."""
-
-
-def recipe_dict(folder: Path, **sections: Any) -> dict[str, Any]:
-    """A small complete recipe; `sections` are merged into it."""
+def recipe_dict(folder: Path, *, windows: bool = True, **sections: Any) -> dict[str, Any]:
+    """A small complete recipe; `sections` are merged into it. `windows` says whether a task of its own reads them."""
     recipe: dict[str, Any] = {
         "task": "tests.support.tasks.probe:ProbeTask",
         "output_dir": str(folder / "run"),
@@ -82,13 +78,10 @@ def recipe_dict(folder: Path, **sections: Any) -> dict[str, Any]:
     }
     for name, value in sections.items():
         recipe[name] = {**recipe[name], **value} if isinstance(recipe.get(name), dict) and name != "options" else value
-    if "sequence_length" not in sections.get("data", {}) and not _reads_windows(recipe["task"]):
+    name = recipe["task"]
+    if (name in TASKS and "sequence_length" not in data_section(name).model_fields) or not windows:
         del recipe["data"]["sequence_length"]
     return recipe
-
-
-def _reads_windows(task: str) -> bool:
-    return "sequence_length" in data_section(task).model_fields if task in TASKS else task.split(":")[-1] not in _OWN
 
 
 def write_recipe_file(folder: Path, **sections: Any) -> Path:
