@@ -1,7 +1,7 @@
 """Which families of causal language models train exactly: `python -m benchmarks.families` writes docs/models.md.
 
 Each family of transformers is built at toy size from its default configuration, and probed the way the start of a run
-probes its recipe (`accel_train/tasks/text/probe.py`).
+probes its recipe (`accel_train/tasks/causal_lm/probe.py`).
 """
 
 import argparse

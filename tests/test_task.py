@@ -173,3 +173,42 @@ def test_a_module_in_the_current_folder_is_found_by_the_installed_command_and_hi
         f"task='{task}' cannot be imported: No module named 'own_found'; it is looked up on PYTHONPATH and in the "
         "current folder" in done.stderr
     )
+
+
+OWN_DATA = """
+from accel_train.recipe.data import Data
+from tests.support.tasks.number_faults import FaultyRegression
+
+class OwnData(Data):
+    shift: float = 0.0
+
+class Shifted(FaultyRegression):
+    Data = OwnData
+
+    def load_data(self, recipe, *, progress):
+        print("shift", OwnData.of(recipe.data).shift)
+        return super().load_data(recipe, progress=progress)
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "said"),
+    [
+        ((), 0, "shift 0.0"),
+        (("--data.shift", "0.5"), 0, "shift 0.5"),
+        (("--data.shift", "much"), 2, "data.shift='much' (--data.shift)"),
+        (("--data.shfit", "0.5"), 2, "the settings shift"),
+        (("--data.doc_stride", "5"), 2, "data.doc_stride=5"),
+    ],
+)
+def test_a_custom_task_declares_its_own_settings_of_data(
+    here: Path, flags: tuple[str, ...], code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = f"own_data_{code}_{len(said)}"
+    write(here, module, "Shifted", "pass")
+    (here / f"{module}.py").write_text(OWN_DATA)
+    assert main(["run", "r.yaml", *flags]) == code
+    told = capsys.readouterr()
+    assert said in (told.err if code else told.out)
+    if code == 0:
+        assert f"shift: {said.split()[1]}" in (here / "run" / "recipe.resolved.yaml").read_text()

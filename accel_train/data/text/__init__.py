@@ -1,4 +1,4 @@
 """Text as token windows and as labeled rows: documents, tokenizers, token files.
 
-Chats and instructions are in `data.sft`.
+Rows to fine-tune on are in `tasks.causal_lm`.
 """

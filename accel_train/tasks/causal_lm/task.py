@@ -71,7 +71,7 @@ class CausalLM(Task):
     """Positions of the largest micro-batch so far whose loss used whole logits. Smaller micro-batches use them too."""
 
     def prove(self, recipe: Recipe) -> dict[str, Choice[Any]]:
-        """Probe the recipe's forward pass on a toy-size copy of its model (see `tasks/text/probe.py`).
+        """Probe the recipe's forward pass on a toy-size copy of its model (see `tasks/causal_lm/probe.py`).
 
         Raises:
             ValueError: a setting changes the model's result.
