@@ -331,7 +331,7 @@ def rewrite_recipe(run: Path, **sections: Any) -> None:
     """Change the recipe of a run folder as its sender may have written it."""
     recipe = yaml.safe_load((run / RECIPE_FILE).read_text())
     for name, fields in sections.items():
-        recipe[name] = {**recipe[name], **fields} if isinstance(fields, dict) else fields
+        recipe[name] = {**(recipe[name] or {}), **fields} if isinstance(fields, dict) else fields
     (run / RECIPE_FILE).write_text(yaml.safe_dump(recipe))
 
 
@@ -368,7 +368,9 @@ def test_a_senders_consent_to_the_models_code_is_not_the_readers(
     someones_run: Path, canary: Path, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if words == "predict":  # a language model has no label
-        rewrite_recipe(someones_run, task="text-classification", data={"label_column": "text"})
+        only = {"train": str(someones_run.parent / "corpus.jsonl"), "label_column": "text"}
+        rewrite_recipe(someones_run, task="text-classification", data=None)
+        rewrite_recipe(someones_run, data=only)
     folder = someones_run / "incidents" / "step-00000001" if words == "replay" else someones_run
     name, *flags = words.split()
     code = main([name, str(folder), *flags])
