@@ -227,7 +227,7 @@ def check(folder: Path, digests: Digests = digests_of) -> CheckpointStatus:
 
 def _problem(folder: Path, step: int | None, digests: Digests) -> str | None:
     if folder.is_symlink() or not folder.is_dir():
-        return "it is a link" if folder.is_symlink() else "there is no such folder"
+        return "it is a link" if folder.is_symlink() else "the folder does not exist"
     if not (folder / MANIFEST).exists():
         return f"{MANIFEST} is missing"
     try:

@@ -82,7 +82,9 @@ def compile_module(
             **by,
         )
     if lengths_vary:
-        choice = Choice(choice.value, f"{choice.reason}; for any length from the start: those of this data vary")
+        choice = Choice(
+            choice.value, f"{choice.reason}; for any length from the start, because lengths vary in this data"
+        )
     return {"precision.compile": choice, "compile_cache": choose_cache()}
 
 

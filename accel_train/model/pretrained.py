@@ -40,7 +40,9 @@ def check_model_config(recipe: Recipe) -> None:
     at = f"({who_set(recipe, 'model.config')})"
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         remedy = did_you_mean(str(model_type), CONFIG_MAPPING, "gpt2 and llama are two", at_most=3)
-        raise ValueError(f"model.config.model_type={show(model_type)} {at} is no model type of transformers; {remedy}")
+        raise ValueError(
+            f"model.config.model_type={show(model_type)} {at} is not a model type of transformers; {remedy}"
+        )
     config_class = CONFIG_MAPPING[model_type]
     default = config_class()
     known = {*default.to_dict(), *config_class.attribute_map} - {"model_type", "transformers_version"}
@@ -132,7 +134,7 @@ def pretrained_config(recipe: Recipe) -> "PreTrainedConfig":
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         if asks_for_own_code(error):
-            reason = "it brings code of its own; read that, and give --model.trust_remote_code true to run it"
+            reason = "it brings its own code. Read the code, and give --model.trust_remote_code true to run it"
         raise ValueError(
             f"model.pretrained={name!r} ({who_set(recipe, 'model.pretrained')}) cannot be loaded: {reason}"
         ) from error

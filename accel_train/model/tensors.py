@@ -38,7 +38,7 @@ def holders(tensor: DTensor) -> dist.ProcessGroup:
         return mesh.get_group(1)
     everybody = dist.group.WORLD
     assert everybody is not None
-    assert mesh.size() == everybody.size(), "of layers that are split over neighbours there is one copy"
+    assert mesh.size() == everybody.size(), "layers that are split over neighboring processes have one copy"
     return everybody
 
 

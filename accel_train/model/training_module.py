@@ -55,7 +55,7 @@ def checked_loss(loss: Any) -> Tensor:
     elif loss.dim() > 0:
         found = f"a tensor of shape {list(loss.shape)}"
     elif torch.is_grad_enabled() and not loss.requires_grad:
-        found = "a tensor without a gradient (detached, made anew, or of weights that are all frozen)"
+        found = "a tensor without a gradient (detached, newly made, or only of frozen weights)"
     else:
         return loss
     raise RecipeError(

@@ -43,7 +43,7 @@ def read_incident(folder: Path) -> JsonRecord:
     """
     path = folder / RECORD
     if not path.is_file():
-        problem = f"it has no {RECORD}" if folder.is_dir() else "there is no such folder"
+        problem = f"it has no {RECORD}" if folder.is_dir() else "the folder does not exist"
         raise ValueError(f"{folder} is no incident: {problem}; give a folder of RUN/{INCIDENTS}")
     try:
         record = read_json(path)
@@ -187,15 +187,13 @@ def next_actions(record: Mapping[str, Any], *, is_replayed: bool = False) -> lis
             *replay,
         ]
     hints = [
-        "Look at the samples named above: are they what they should be? They are skipped each time they are read.",
+        "Look at the samples named above: are they correct? They are skipped each time they are read.",
         *replay,
     ]
     if record["loss_scale"] is not None:
         hints.append("fp16 holds nothing above 65504: precision.mixed_precision bf16 has no such limit.")
     elif record["precision"] == "bf16":
-        hints.append(
-            "precision.mixed_precision no computes the same in fp32, which shows whether precision is the cause."
-        )
+        hints.append("precision.mixed_precision no computes the same in fp32. It shows whether precision is the cause.")
     hints.append("If other samples follow, the run diverges: lower optimizer.learning_rate, or warm up for longer.")
     return hints
 

@@ -124,7 +124,7 @@ class Notifier(Observer):
         for thread in self._threads:
             thread.join(max(0.0, until - time.monotonic()))
         if num_silent := sum(thread.is_alive() for thread in self._threads):
-            self._failures.put(f"{num_silent} of the targets took too long, and are not waited for")
+            self._failures.put(f"{num_silent} of the targets took too long. The run does not wait for them")
         self._warn_of_failures()
 
     def _send(self, event: str, message: str, exit_code: int | None = None) -> None:
@@ -145,7 +145,7 @@ class Notifier(Observer):
                 thread.start()
             # The system cannot start another thread.
             except RuntimeError as error:
-                self._failures.put(f"nobody was notified of {event} ({error})")
+                self._failures.put(f"no target was notified of {event} ({error})")
             else:
                 self._threads.append(thread)
 

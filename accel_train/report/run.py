@@ -101,7 +101,7 @@ def load_run(folder: Path, name: str | None = None, reader: MetricsReader | None
         ValueError: the folder does not hold a run; the message names the missing file or folder.
     """
     if not (folder / run_folder.METRICS_FILE).is_file():
-        missing = f"it has no {run_folder.METRICS_FILE}" if folder.is_dir() else "there is no such folder"
+        missing = f"it has no {run_folder.METRICS_FILE}" if folder.is_dir() else "the folder does not exist"
         raise ValueError(f"{folder} holds no run: {missing}; give the output_dir of a run")
     damage: list[str] = []
     lines = sorted(

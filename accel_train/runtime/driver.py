@@ -72,7 +72,7 @@ def remedy_for(driver: str, build: TorchBuild | None) -> str:
     major = re.match(r"\d+", driver)
     wheels = next((name for least, name in WHEELS.items() if major and int(major[0]) >= least), None)
     if wheels is None:
-        return f"update the driver to {min(WHEELS)} or newer, which torch needs"
+        return f"update the driver to {min(WHEELS)} or newer, as torch requires"
     if build is not None and build.cuda is not None and int(build.cuda.split(".")[0]) <= int(wheels[2:4]):
         return "the two fit, so check CUDA_VISIBLE_DEVICES, and the state of the GPUs with nvidia-smi"
     return f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{wheels}"

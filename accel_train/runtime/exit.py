@@ -119,7 +119,7 @@ def exits_are_errors() -> Iterator[None]:
         where = f"{frames[-1].filename}:{frames[-1].lineno}, in {frames[-1].name}"
         given = "" if asked.code is None else repr(asked.code)
         raise ExitedEarly(
-            f"exit({given}) was called before the run was done ({where}); raise an error there that says what is wrong"
+            f"exit({given}) was called before the run was done ({where}); raise an error there that names the problem"
         ) from asked
 
 

@@ -249,7 +249,9 @@ def lost_peer(store: HeartbeatStore, idle_seconds: float) -> Failure | None:
             # A peer that was still preparing did no step, so nothing is lost.
             return Failure(rank, text, "preempted", 75) if status.was_preparing else Failure(rank, text)
     if is_stuck and time.monotonic() - store.last_contact > PATIENCE_SECONDS:
-        return Failure(0, f"{store.describe(0)} does not answer: it may host the store of this run, which is lost")
+        return Failure(
+            0, f"{store.describe(0)} does not answer. It may host the store of this run, and the store is lost"
+        )
     return None
 
 

@@ -129,7 +129,7 @@ def test_best_weights_that_cannot_be_read_are_told_and_the_last_ones_kept(traine
         content[-1] ^= 1
         weights.write_bytes(content)
         before = {name: tensor.clone() for name, tensor in run.strategy.inner.model.state_dict().items()}
-        for step, problem in ((4, "model.safetensors differs from its digest"), (6, "there is no such folder")):
+        for step, problem in ((4, "model.safetensors differs from its digest"), (6, "the folder does not exist")):
             run.state.best_step = step
             assert not load_best(run)
             assert problem in events(trained, "best_model_lost")[-1]["message"]

@@ -90,7 +90,7 @@ def test_debugger_stops_at_the_first_module_with_its_output_at_hand(broken: Path
 @pytest.mark.parametrize(
     "case, said",
     [
-        ("no folder", "there is no such folder"),
+        ("no folder", "the folder does not exist"),
         ("no incident", "it has no incident.json"),
         ("damaged", "is damaged"),
         ("no batch", "keeps no micro-batch"),

@@ -243,7 +243,7 @@ def test_a_step_that_was_nan_is_marked_where_the_mean_of_its_line_leaves_it_out(
 def test_a_folder_without_a_run_is_an_error_that_says_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds no run: it has no metrics\.jsonl"):
         write_report([tmp_path])
-    with pytest.raises(ValueError, match=r"nowhere holds no run: there is no such folder"):
+    with pytest.raises(ValueError, match=r"nowhere holds no run: the folder does not exist"):
         write_report([tmp_path / "nowhere"])
     with pytest.raises(ValueError, match="at least one run folder"):
         write_report([])

@@ -79,7 +79,7 @@ def choose_attention(
         return Choice("library default", f"{model_class.__name__} has no exchangeable attention")
     window = attention_window(config)
     if window is not None and window < sequence_length:
-        return Choice("library default", f"{text.model_type} attends within {window} tokens, which needs a mask")
+        return Choice("library default", f"{text.model_type} attends within {window} tokens and needs a mask")
     if getattr(text, "is_encoder_decoder", False) or getattr(text, "attn_logit_softcapping", None):
         return Choice("library default", f"{text.model_type} is not plain causal attention")
     if text.model_type not in _CHECKED_MODEL_TYPES:

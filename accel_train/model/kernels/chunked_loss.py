@@ -68,10 +68,10 @@ def choose_chunking(requested: bool | str, model: nn.Module, tp_size: int) -> Ch
         return Choice(False, f"whole logits: {problem}")
     rows = rows_at_once(model.get_output_embeddings(), tp_size)  # type: ignore[operator]
     if tp_size > 1:
-        split = f"the logits of {rows:,} positions at a time, each process those of its share of the vocabulary"
+        split = f"the logits of {rows:,} positions at a time; each process computes its share of the vocabulary"
         return Choice(True, f"as set; {split}" if requested is True else split)
     if requested is True:
-        return Choice(True, f"as set; the logits of at most {rows:,} positions at a time")
+        return Choice(True, f"as set; logits of at most {rows:,} positions at a time")
     return Choice(True, f"the logits of {rows:,} positions at a time; a micro-batch with no more has its logits whole")
 
 
@@ -87,7 +87,7 @@ def why_whole(model: nn.Module, tp_size: int = 1) -> str | None:
     split = head.weight.placements if is_linear and isinstance(head.weight, DTensor) else None
     # LoRA, 8- and 4-bit layers, and a replaced forward do not qualify.
     if not is_linear or ("forward" in vars(head)) != (split is not None):
-        return f"the output layer is a {type(head).__name__} with a forward of its own"
+        return f"the output layer is a {type(head).__name__} with its own forward"
     if split not in (None, (Shard(0),)):
         return "the output layer is split over processes, and not by its rows"
     size = tp_size if split is None else num_parts(head)

@@ -67,7 +67,7 @@ def why_no_kernel(device: str, dtype: torch.dtype, head_size: int, dropout: floa
     if device == "cpu":
         return None
     if device != "cuda":
-        return f"there is no kernel for documents on {device}"
+        return f"no kernel for documents exists on {device}"
     if _varlen_attention() is None:
         return "this GPU, or this version of torch, has no flash attention over documents (varlen_attn of torch 2.13)"
     if dtype not in (torch.bfloat16, torch.float16):

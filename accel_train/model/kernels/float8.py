@@ -42,5 +42,5 @@ def convert_to_float8(model: nn.Module, *, emulate: bool = False) -> Choice[str]
     convert_model_to_fp8_ao(model, float8_config(emulate=emulate), lambda _, name: name in converted)
     others = ["the first and the last stay in bf16"]
     if len(converted) < len(inner):
-        others.append(f"{len(inner) - len(converted)} have a dimension that is no multiple of {MULTIPLE}")
+        others.append(f"{len(inner) - len(converted)} have a dimension that is not a multiple of {MULTIPLE}")
     return Choice(f"{len(converted)} of {len(linear)} linear layers", "; ".join(others))

@@ -131,7 +131,7 @@ class RouterLoss:
             can_fail_alone: if the forward fails on one process, it still sends its sums, so that the others do not
                 wait.
         """
-        assert not one_each or len(micro_batches) == 1, "as many on every process"
+        assert not one_each or len(micro_batches) == 1, "the same number on every process"
         self._totals, self._is_alone, self._counts_later = None, is_alone, True
         self._weighs = not one_each or micro_batches[0][1] > 0
         try:

@@ -229,7 +229,7 @@ def test_a_plan_counts_no_mask_where_none_is_made() -> None:
         ({"compiled": True}, DENSE, "precision.compile would compile for each of them"),
         ({"length": SHORTEST - 1}, DENSE, "windows of 255 tokens; from 256 on each document alone is quicker"),
         ({"length": SHORTEST - 1, "attention": SEQUENCE_SDPA}, PER_DOCUMENT, "CPU: one call of SDPA"),
-        ({"device": "mps"}, DENSE, "there is no kernel for documents on mps"),
+        ({"device": "mps"}, DENSE, "no kernel for documents exists on mps"),
     ],
 )
 def test_choice_says_what_is_done_and_why(changes: dict[str, Any], value: str, reason: str) -> None:

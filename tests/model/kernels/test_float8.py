@@ -55,7 +55,7 @@ def test_layers_whose_dimensions_are_no_multiples_of_16_are_left_and_counted() -
         f"model.layers.{block}.mlp.{part}_proj" for block in (0, 1) for part in ("gate", "up", "down")
     }
     assert str(choice) == (
-        "7 of 15 linear layers (the first and the last stay in bf16; 6 have a dimension that is no multiple of 16)"
+        "7 of 15 linear layers (the first and the last stay in bf16; 6 have a dimension that is not a multiple of 16)"
     )
 
 
