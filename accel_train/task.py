@@ -221,7 +221,7 @@ def load_task(name: str) -> Task:
     target = TASKS[name].path if name in TASKS else name
     if ":" not in target:
         hint = did_you_mean(name, TASKS, f"there are {', '.join(sorted(TASKS))}", show=repr)
-        raise ValueError(f"task={name!r} is no task of accel_train; {hint} A custom task is written module:Class")
+        raise ValueError(f"task={name!r} is not a task of accel_train; {hint} A custom task is written module:Class")
     found = load_class("task", target, "accel_train.task.Task")
     methods = [name for name in vars(Task) if not name.startswith("_") and name != "Data"]
     abstract = sorted(getattr(found, "__abstractmethods__", ()))
@@ -316,7 +316,7 @@ def read_data(task: Task, recipe: "Recipe", *, progress: bool) -> TaskData:
     for name, samples in (("train", data.train), ("eval", data.eval)):
         if not hasattr(samples, "__len__") and not (name == "eval" and samples is None):
             raise ValueError(
-                f"load_data of task={recipe.task!r} returned {_kind(samples)} for {name}, which has no length; "
+                f"load_data of task={recipe.task!r} returned {_kind(samples)} for {name}; it has no length. "
                 f"{wanted}, whose samples have __len__ and __getitem__"
             )
     return data
@@ -354,8 +354,8 @@ def refuse_code_of_a_run(setting: str, name: str, folder: Path) -> None:
     places, trusted = _places(package, [*path, str(here)]), _places(package, installed)
     if any(place.is_relative_to(folder.resolve()) for place in places) or places != trusted:
         raise ValueError(
-            f"{setting}={name!r} of {folder} would run {places[0]}, which is not installed. "
-            f"It may have come with the run: read it, and add --{setting} {quote(name)} if you trust it."
+            f"{setting}={name!r} of {folder} would run {places[0]}. It is not installed, and may have come with the "
+            f"run. Read it, and add --{setting} {quote(name)} if you trust it."
         )
 
 

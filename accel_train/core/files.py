@@ -200,8 +200,8 @@ def path_problem(text: str) -> str | None:
         return "is blank: give a path (is a shell variable not set?)"
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text):
         return (
-            "is no path: only folders of this machine's file systems can be written to; mount the storage, or copy "
-            "there later"
+            "is not a path: only folders of this machine's file systems can be written to. Mount the storage, or "
+            "copy there later"
         )
     return None
 

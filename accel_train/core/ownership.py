@@ -59,8 +59,8 @@ def check_claim(run_folder: Path) -> None:
         is_marker_of_ours = name == MARKER and _read(run_folder)
         if _holds_something(run_folder / name) and not is_marker_of_ours:
             raise ValueError(
-                f"output_dir={run_folder} holds {name}, which no run of this program wrote, and this run would replace "
-                "it; move it away, or give another output_dir"
+                f"output_dir={run_folder} holds {name}. No run of this program wrote it, and this run would replace "
+                f"it. Move it away, or give another output_dir"
             )
 
 
@@ -109,7 +109,7 @@ def check_file(path: Path, home: Path, what: str) -> None:
 
 def _check_parent(target: Path, what: str) -> None:
     if not target.parent.is_dir():
-        raise ValueError(f"{what}: there is no folder {target.parent}; make it first")
+        raise ValueError(f"{what}: no folder {target.parent}; make it first")
     if not os.access(target.parent, os.W_OK):
         raise ValueError(f"{what}: {target.parent} cannot be written; give another place")
 
@@ -160,12 +160,12 @@ def check_folder(target: Path, what: str) -> None:
     problem = _foreign_in(target)
     if problem is not None:
         raise ValueError(
-            f"{what} holds {problem}, which this program did not write, or which was changed since; "
-            "move it away, or give a folder that is new or empty"
+            f"{what} holds {problem}. This program did not write it, or it has changed since. Move it away, or give "
+            f"a folder that is new or empty"
         )
     staging = staging_of(target)
     if os.path.lexists(staging) and not _read(staging):
-        raise ValueError(f"{staging} was not made by this program, which needs the name; move it away")
+        raise ValueError(f"{staging} was not made by this program, and this program needs the name. Move it away")
 
 
 @contextmanager

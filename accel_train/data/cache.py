@@ -168,8 +168,8 @@ class DigestCheck:
             try:
                 if sha256(path, self._stopped) != digest and not self._stopped.is_set():
                     self._damage = (
-                        f"{path} is damaged (it differs from its digest); remove {path.parent}, and run again: it is "
-                        "made anew"
+                        f"{path} is damaged (it differs from its digest); remove {path.parent}, and run again: it "
+                        f"will be made again"
                     )
             # Removed after it was mapped. The mapped data can no longer be compared.
             except FileNotFoundError:

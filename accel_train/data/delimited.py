@@ -219,6 +219,7 @@ def read_label_lines(path: Path, data: Data) -> Iterator[Record]:
             )
         if data.lines == "fasttext" and len(labels) > 1:
             raise ValueError(
-                f"{where}: the line has {len(labels)} labels; set data.lines: fasttext_multi, which reads lists of them"
+                f"{where}: the line has {len(labels)} labels; set data.lines: fasttext_multi, to read several labels "
+                f"per line"
             )
         yield Record([labels if data.lines == "fasttext_multi" else labels[0], text.strip()], number, num_bytes)

@@ -117,7 +117,7 @@ def in_its_encoding(data: Data) -> tuple[Data, list[str]]:
     path = Path(str(data.train)).expanduser()
     if data.encoding == "auto" or not path.is_file() or guess_encoding(path, data.encoding_errors) is not None:
         return data, []
-    note = f"{path} is read as UTF-8, which it is, and not as {data.encoding}, as the run's own data"
+    note = f"{path} is read as UTF-8, because it is UTF-8, and not as {data.encoding}, as the run's own data"
     return data.model_copy(update={"encoding": "auto"}), [note]
 
 
@@ -176,7 +176,7 @@ def _decoded_lines(path: Path, data: Data, encoding: str) -> Iterator[tuple[str,
             for number, line in enumerate(file, start=1):
                 if "\0" in line and data.encoding_errors == "strict":
                     raise ValueError(
-                        f"{path}: line {number} has a NUL character, which is in no text; is it {encoding}?"
+                        f"{path}: line {number} has a NUL character, which text never has; is it {encoding}?"
                     )
                 yield line.removeprefix("\ufeff") if number == 1 else line, len(line.encode(encoding, "replace")) - mark
     # Includes UTF-16 without a byte order mark.

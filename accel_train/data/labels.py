@@ -20,7 +20,7 @@ IGNORED_LABEL = -100
 CLASSES_SHOWN = 12
 """Most classes that a message lists one by one."""
 _DECIMAL_COMMA = re.compile(r"[-+]?\d+,\d+")
-_NO_LABEL = "there is no label; fill it in, or drop the row"
+_NO_LABEL = "the row has no label; fill it in, or drop the row"
 
 ProblemType = Literal["single_label", "multi_label", "regression"]
 
@@ -93,10 +93,10 @@ class LabelScheme:
                 return self._ids[name]
             listed = ", ".join(self.names[:12]) + (" ..." if len(self.names) > 12 else "")
             remedy = did_you_mean(name, self.names, remedy, show=repr)
-            raise _fault(value, f"is none of the labels ({listed})", remedy)
+            raise _fault(value, f"is not one of the labels ({listed})", remedy)
         number, count, first = _as_number(value), len(self.id_names or self.names), self.first_id
         if number is None or not first <= number < first + count:
-            raise _fault(value, f"is no id of the {count} classes, {first} to {first + count - 1}", remedy)
+            raise _fault(value, f"is not an id of the {count} classes, {first} to {first + count - 1}", remedy)
         return self._ids[self.id_names[int(number) - first]] if self.id_names else int(number) - first
 
     @cached_property
@@ -221,8 +221,8 @@ def class_notes(counts: Mapping[str, int]) -> list[str]:
     if groups:
         shown = "; ".join(", ".join(map(repr, group)) for group in groups[:3]) + ("; ..." if len(groups) > 3 else "")
         notes.append(
-            f"class names that differ only by case or blanks: {shown}. Each is a class of its own. Write one name in "
-            "the data if they mean the same"
+            f"class names that differ only by case or blanks: {shown}. Each is a separate class. Write one name in "
+            f"the data if they mean the same"
         )
     decimals = [name for name in counts if _DECIMAL_COMMA.fullmatch(name.strip())]
     if decimals and len(decimals) > len(counts) // 2:

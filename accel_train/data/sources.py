@@ -178,7 +178,7 @@ def _resolve(name: str, data: Data, key: str) -> Source:
     if path.exists():
         return _describe_files(name, [path], data, key=key)
     if name.startswith(("/", ".", "~")) or file_kind(path) is not None or not name.strip():
-        raise ValueError(f"{key}: there is no file or folder {name!r} (seen from {Path.cwd()}){_nearest(path)}")
+        raise ValueError(f"{key}: no file or folder {name!r} (seen from {Path.cwd()}){_nearest(path)}")
     return _load_dataset(name, data, key)
 
 
@@ -218,7 +218,10 @@ def _resolve_folder(name: str, folder: Path, data: Data, key: str) -> Source:
     about = [path for path in files if is_about_data(path, folder)]
     if about and len(about) < len(files):
         files = [path for path in files if path not in about]
-        notes += (f"{name}: left out {', '.join(path.name for path in about)}, which by name describe the data",)
+        notes += (
+            f"{name}: left out {', '.join(path.name for path in about)}, because their names say that they describe "
+            f"the data",
+        )
     deeper = [path for path in files if folder not in (path.parent, path.parent.parent)]
     if data.lines == "folder_names" and deeper:
         raise ValueError(
@@ -257,8 +260,8 @@ def _refuse_held_out_tables(name: str, files: list[Path], data: Data, key: str) 
     if held_out and len(held_out) < len(tables):
         suffix = held_out[0].suffix
         raise ValueError(
-            f"{key}: the folder {name!r} holds {held_out[0].name} beside training files; name them apart, "
-            f"for example {data.train_key}: {name}/*train*{suffix} and data.eval: {name}/{held_out[0].name}"
+            f"{key}: the folder {name!r} holds {held_out[0].name} next to training files; name them apart, for "
+            f"example {data.train_key}: {name}/*train*{suffix} and data.eval: {name}/{held_out[0].name}"
         )
 
 
@@ -310,9 +313,7 @@ def _describe_files(
                 f"and more text formats; rename a plain text file to .txt"
             )
         if not file.is_file():
-            raise ValueError(
-                f"{file} is no regular file (a pipe or a device), and is not read; write its data into a file"
-            )
+            raise ValueError(f"{file} is not a regular file (it is a pipe or a device); write its data into a file")
     notes += _readings(files, data)
     total_bytes = sum(file.stat().st_size for file in files)
     described = f"{title or name}: {format_count(len(files), 'file')}, {total_bytes / 1e6:,.1f} MB"
@@ -338,7 +339,7 @@ def _readings(files: Sequence[Path], data: Data) -> tuple[str, ...]:
             check_encoding(file, data)
         if kind == "csv" and file.suffix.lower() == ".csv" and (delimiter := delimiter_of(file, data)) != ",":
             name = DELIMITERS.get(delimiter, repr(delimiter))
-            found.setdefault(f"separated by {name}, which divide its first lines alike", []).append(file)
+            found.setdefault(f"separated by {name}, because they divide its first lines equally", []).append(file)
         if kind == "csv" and data.quoting == "auto" and quoting_of(file, data) == "none":
             how = (
                 "tabs and lines alone: quotes are characters of the text, since csv quoting would swallow rows "

@@ -247,7 +247,7 @@ def check_columns(
         count = list(available).count(column)
         if count == 1:
             continue
-        listed = f"There are {', '.join(map(str, available))} ({setting_of(column, data)} says what is read)"
+        listed = f"There are {', '.join(map(str, available))} ({setting_of(column, data)} names the column)"
         if count:
             raise ValueError(f"{where}: the column {column!r} is there {count} times; name another. {listed}")
         remedy = did_you_mean(column, available, show=repr)
@@ -256,7 +256,7 @@ def check_columns(
                 "; the first line of the file must hold the names of the columns; data.header: none reads a file "
                 "without them"
             )
-        raise MissingColumn(column, f"{where}: there is no column {column!r}; {remedy or 'name another.'} {listed}")
+        raise MissingColumn(column, f"{where}: no column {column!r}; {remedy or 'name another.'} {listed}")
 
 
 def setting_of(column: str, data: Data) -> str:
@@ -325,8 +325,8 @@ def check_text(text: str, at: str, data: Data) -> str:
         if data.encoding_errors == "replace":
             return _LONE_SURROGATE.sub("\ufffd", text)
         raise ValueError(
-            f"{at}: character {error.start} is the lone surrogate {text[error.start]!r}, which is not text; "
-            "repair the row, or set data.encoding_errors: replace"
+            f"{at}: character {error.start} is the lone surrogate {text[error.start]!r}; this is not text. Repair "
+            f"the row, or set data.encoding_errors: replace"
         ) from None
     return text
 

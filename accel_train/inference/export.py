@@ -118,7 +118,7 @@ def load_exported(folder: str | Path) -> PreTrainedModel:
     """
     folder = Path(folder)
     if not (folder / EXPORT_FILE).is_file():
-        raise ValueError(f"{folder} is no export (it has no {EXPORT_FILE}); `accel-train export RUN` writes one")
+        raise ValueError(f"{folder} is not an export (it has no {EXPORT_FILE}); `accel-train export RUN` writes one")
     record = read_json(folder / EXPORT_FILE)
     check_weight_files(folder)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -135,7 +135,7 @@ def _class_of(config: Any, folder: Path) -> Any:
     name = (config.architectures or ["none"])[0]
     found = getattr(transformers, name, None)
     if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
-        raise ValueError(f"{folder}: architectures={name!r} in config.json is no model of transformers")
+        raise ValueError(f"{folder}: architectures={name!r} in config.json is not a model of transformers")
     return found
 
 
@@ -168,13 +168,13 @@ def _load_whole(folder: Path, recipe: Recipe, record: dict[str, Any], *, needed:
         lacking = new_weights(found)
         if lacking:
             raise ValueError(
-                f"{source} does not hold {lacking[0]} of {model_class.__name__}, which from_pretrained would make up"
+                f"{source} does not hold {lacking[0]} of {model_class.__name__}, and from_pretrained would invent it"
             )
     # RuntimeError: a tensor with another shape.
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().partition("\n")[0]
         if needed or recipe.task in TASKS:
-            raise ValueError(f"{reason}; copy {source} as it is, if that is what you want") from error
+            raise ValueError(f"{reason}; copy {source} as it is, if you want that") from error
         record["not_for_from_pretrained"] = reason
         return None
     if recipe.model.lora is not None and not recipe.model.lora.merge:
@@ -190,8 +190,8 @@ def _transformers_class(folder: Path) -> Any:
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         if asks_for_own_code(error):
-            reason = "it brings code of its own, which export does not run (from_pretrained asks for trust_remote_code)"
-        raise ValueError(f"{folder} is no model of transformers: {reason}") from error
+            reason = "it brings its own code, and export does not run it (from_pretrained asks for trust_remote_code)"
+        raise ValueError(f"{folder} is not a model of transformers: {reason}") from error
     return _class_of(config, folder)
 
 

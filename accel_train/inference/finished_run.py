@@ -239,7 +239,7 @@ def _load(
             section = recipe.data
             if is_other and isinstance(error, MissingColumn) and error.column == section.id_column:
                 left = section.model_copy(update={"id_column": None})
-                notes.append(f"rows are named by file and number, because there are no ids: {error}")
+                notes.append(f"rows are named by file and number, because they have no ids: {error}")
             elif is_other and labels_optional and section.label_setting is not None and section.is_labelled:
                 left = section.without_labels()
                 notes.append(f"true labels are left out, because they cannot be read: {error}")
@@ -289,8 +289,8 @@ def check_weights(model: nn.Module, folder: Path, task: str) -> None:
     if wrong or not common:
         what = f"{wrong[0]} is another" if wrong else "no weight has the same name"
         raise ValueError(
-            f"task={task}: the model that is built for this data is not the one in {folder} ({what}). Are the labels "
-            "those it was trained on? A task of your own must load model.pretrained where it is given"
+            f"task={task}: the model that is built for this data is not the one in {folder} ({what}). Are these the "
+            f"labels of its training? A custom task must load model.pretrained if it is given"
         )
 
 
@@ -311,7 +311,7 @@ def put_in_adapters(model: nn.Module, section: Model, folder: Path) -> None:
         for name, tensor in saved.items()
     }
     found = model.load_state_dict(state, strict=False)
-    problems = [f"{name} is none of its weights" for name in found.unexpected_keys]
+    problems = [f"{name} is not one of its weights" for name in found.unexpected_keys]
     problems += [f"it lacks {name}" for name in found.missing_keys if "lora_" in name]
     if problems:
         raise ValueError(f"{folder} does not fit the model: {problems[0]}; is the folder complete?")

@@ -43,8 +43,8 @@ def generate_from_run(
         reason = str(error).strip().partition("\n")[0]
         if asks_for_own_code(error):
             raise ValueError(
-                f"{folder} brings code of its own, which generate does not run; read that code, and if you trust it "
-                "load the model in Python: AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)"
+                f"{folder} brings its own code, and generate does not run it. Read the code, and if you trust it, "
+                f"load the model in Python: AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)"
             ) from error
         raise ValueError(
             f"{folder} cannot be loaded as a language model: {reason}; was the run a causal-lm?"

@@ -48,16 +48,17 @@ def open_for_prediction(
     task = recipe_of_trained(folder, data, settings).task
     table = folder / "predictions.csv" if out is None else output_path(out)
     if table.suffix.lower() not in SUFFIXES and not is_written_into(table):
-        raise ValueError(f"--out {table}: its name must end in {', '.join(SUFFIXES)}, which says how it is written")
+        raise ValueError(
+            f"--out {table}: its name must end in {', '.join(SUFFIXES)}, because the suffix sets the format"
+        )
     check_file(table, folder, f"--out {table}")
     if task == "semantic-segmentation" and is_written_into(table):
-        raise ValueError(f"--out {table} is no regular file, and masks need a folder next to it; give a file")
+        raise ValueError(f"--out {table} is not a regular file, and masks need a folder next to it; give a file")
     if task == "semantic-segmentation":
         check_folder(_masks_of(table), f"{_masks_of(table)} (for the masks of --out {table})")
     if task == "causal-lm":
         raise ValueError(
-            f"{folder} is a language model, which has no label for a sample; `accel-train generate {folder}` writes "
-            "text"
+            f"{folder} is a language model and predicts no labels; `accel-train generate {folder}` writes text"
         )
     if task == "masked-lm" and data is not None:
         # Reads rows with masks to fill, not text to mask.

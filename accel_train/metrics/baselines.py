@@ -104,9 +104,9 @@ def likely_causes(
     """
     size = f"{parameters:,} parameters from scratch on {samples:,} samples"
     data = (
-        "labels or columns that are not what they seem: look at data.columns and at a few samples"
+        "wrong labels or columns: look at data.columns and at a few samples"
         if pretrained
-        else f"labels or columns that are not what they seem, or too large a model for the data ({size}): begin with "
+        else f"wrong labels or columns, or too large a model for the data ({size}): begin with "
         "pretrained weights (model.pretrained), or take a smaller model"
     )
     causes = [

@@ -138,7 +138,7 @@ def load_metric(name: str, *, allow_hub: bool = False, **options: Any) -> "Evalu
     if not allow_hub:
         raise ValueError(
             f"metric {name!r} is none of accel_train's; {hint} "
-            "The hub's are loaded with --evaluate.allow_hub_metrics true, which runs code from there"
+            "Metrics of the hub are loaded with --evaluate.allow_hub_metrics true. This runs code from the hub"
         )
     from evaluate import loading
 

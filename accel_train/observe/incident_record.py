@@ -207,8 +207,8 @@ def can_replay(record: Mapping[str, Any]) -> bool:
 def _next_replay(record: Mapping[str, Any]) -> list[str]:
     if not can_replay(record):
         return [
-            "Neither sample nor module can be named: batches or weights were too large to be kept, and there was no "
-            "checkpoint before. Set checkpoint.every_steps lower."
+            "Neither sample nor module can be named: batches or weights were too large to keep, and no checkpoint "
+            "preceded them. Set checkpoint.every_steps lower."
         ]
     replay = [
         f"Run accel-train replay {INCIDENTS}/{record['folder']} (from the run folder): it names sample and module."

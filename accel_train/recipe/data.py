@@ -26,7 +26,9 @@ def _known_encoding(name: str) -> str:
     except LookupError:
         is_text = False
     if not is_text:
-        raise ValueError(f"data.encoding={name} is no encoding that Python knows; latin-1, cp1252 and utf-16 are some")
+        raise ValueError(
+            f"data.encoding={name} is unknown to Python. Use a codec name, for example latin-1, cp1252, or utf-16"
+        )
     return name
 
 

@@ -65,7 +65,7 @@ def load_recipe(
     path = shipped_or(path)
     tree, lines = parse_yaml(_read_text(path), str(path))
     if not isinstance(tree, Mapping):
-        problem = "is empty" if tree is None else f"holds {show(tree)}, which is not a mapping of settings"
+        problem = "is empty" if tree is None else f"holds {show(tree)}, not a mapping of settings"
         raise ValueError(
             f"{path} {problem}; a recipe begins like `{names.REQUIRED_EXAMPLES['output_dir']}`, a setting a line"
         )
@@ -145,7 +145,7 @@ def _read_bytes(path: str | Path) -> bytes:
         os.set_blocking(file.fileno(), True)
         content = file.read(_LARGEST_BYTES + 1)
     if len(content) > _LARGEST_BYTES:
-        raise ValueError(f"{path} is no recipe: it has more than {_LARGEST_BYTES:,} bytes; name a YAML file")
+        raise ValueError(f"{path} is not a recipe: it has more than {_LARGEST_BYTES:,} bytes; name a YAML file")
     return content
 
 

@@ -157,7 +157,7 @@ class Optimizer(Section):
             )
         if self.name == SCHEDULE_FREE and self.betas[0] == 0:
             raise SettingError(
-                f"{self.name} divides by the first, which is how much of the average gradients are taken at",
+                f"{self.name} divides by the first number, the share of the average at which gradients are taken",
                 "use 0.9",
                 at=f"optimizer.betas={list(self.betas)}",
                 settings=("optimizer.betas",),

@@ -84,7 +84,7 @@ REFUSED: tuple[tuple[tuple[str, ...], str, tuple[str, ...], str], ...] = (
         FALSE,
         (
             f"weights are sharded once the model is built; leave zero3_init_flag {_LEAVE_OUT}, or launch with "
-            "launch/fsdp2.yaml, which never has the whole model on every process"
+            f"launch/fsdp2.yaml: it shards the model over the processes"
         ),
     ),
     ((ZERO,), ZERO_STAGE, ("1", "2", "3"), "must be 1, 2 or 3; launch/ddp.yaml shards nothing"),
@@ -137,7 +137,7 @@ def with_launch_environment(recipe: Recipe, environment: Mapping[str, str] | Non
         elif in_recipe != value:
             raise ValueError(
                 f"{name}={show(in_recipe)} ({who}), but the launch says {variable}={value}; change one of them: the "
-                "configuration file of `accelerate launch`, or the recipe, which launch/ddp.yaml leaves as it is"
+                f"configuration file of `accelerate launch`, or the recipe. launch/ddp.yaml leaves the recipe unchanged"
             )
     if not changes:
         return recipe

@@ -15,8 +15,9 @@ PR_SET_PDEATHSIG = 1
 MAY_RESTART = "accel_train_may_restart"
 _is_for_one_run = False
 LAUNCH_REMEDY = (
-    "start with torchrun or `accelerate launch`, because they set it, or unset WORLD_SIZE and the RANKs to train on one "
-    "process"
+    "start with torchrun or `accelerate launch`, because they set it. To train on one process, unset WORLD_SIZE and "
+    "the "
+    "RANKs"
 )
 
 

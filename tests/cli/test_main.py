@@ -106,7 +106,7 @@ def test_a_value_error_while_training_is_a_fault_of_ours(monkeypatch: pytest.Mon
 
 def test_a_value_error_while_preparing_is_the_users(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "r.yaml", "--data.train", "nowhere.txt"]) == 2
-    assert "error: data.train: there is no file or folder 'nowhere.txt'" in capsys.readouterr().err
+    assert "error: data.train: no file or folder 'nowhere.txt'" in capsys.readouterr().err
 
 
 def test_debug_shows_where_a_mistake_was_found(

@@ -43,7 +43,7 @@ def test_a_delimiter_that_is_named_wins_and_one_that_was_found_is_said(tmp_path:
     path.write_text("text;label\na, b;x\n")
     assert rows_of(path, "text", "label") == [("a, b", "x")]
     (source,) = resolve_sources(str(path), Data(train=str(path)), key="data.train")
-    assert source.notes == (f"{path}: read as separated by semicolons, which divide its first lines alike",)
+    assert source.notes == (f"{path}: read as separated by semicolons, because they divide its first lines equally",)
     path.write_text("text#label\na, b#x\n")
     assert rows_of(path, "label", delimiter="#") == [("x",)]
     path.write_text("text\tlabel\na\tx\n")
@@ -54,7 +54,7 @@ def test_columns_without_a_header_are_called_by_their_numbers_from_1(tmp_path: P
     path = tmp_path / "a.csv"
     path.write_text('\n3,"title, long",body\n4,t,b\n')
     assert rows_of(path, "3", "1", header="none") == [("body", "3"), ("b", "4")]
-    with pytest.raises(ValueError, match=r"a\.csv:2: there is no column 'text'.*There are 1, 2, 3"):
+    with pytest.raises(ValueError, match=r"a\.csv:2: no column 'text'.*There are 1, 2, 3"):
         rows_of(path, "text", header="none")
 
 

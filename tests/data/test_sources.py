@@ -185,7 +185,7 @@ def test_a_lone_surrogate_is_refused_or_replaced(tmp_path: Path) -> None:
     [
         ('{"text": "cut', "a.jsonl:2: not JSON"),
         ('["text"]', 'a.jsonl:2: ["text"] is not an object'),
-        ('{"body": "b", "id": 1}', "a.jsonl:2: there is no column 'text'; name another. There are body, id"),
+        ('{"body": "b", "id": 1}', "a.jsonl:2: no column 'text'; name another. There are body, id"),
         ('{"text": null}', "a.jsonl:2: column 'text' holds null, not a string"),
         ('{"text": 5}', "a.jsonl:2: column 'text' holds 5, not a string"),
     ],
@@ -198,7 +198,7 @@ def test_a_broken_json_line_is_named(tmp_path: Path, line: str, complaint: str) 
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        ("id,body\n1,a\n", "a.csv:1: there is no column 'text'; name another. There are id, body"),
+        ("id,body\n1,a\n", "a.csv:1: no column 'text'; name another. There are id, body"),
         ("text,text\n1,a\n", "a.csv:1: the column 'text' is there 2 times"),
         ('text,id\n"two\nlines",1\nloose, comma,2\n', "a.csv:4: the row has 3 fields, the header 2 (text, id)"),
         ('text,id\n"never closed,1\n', "a.csv:2: not csv"),

@@ -82,12 +82,12 @@ def test_a_saved_data_set_gives_rows_and_the_names_of_its_classes(tmp_path: Path
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("a.csv", "txt,label\nx,y\n", "a.csv:1: there is no column 'text'; did you mean 'txt'?"),
+        ("a.csv", "txt,label\nx,y\n", "a.csv:1: no column 'text'; did you mean 'txt'?"),
         ("a.csv", "text,label,text\nx,y,z\n", "the column 'text' is there 2 times"),
         ("a.csv", "text,label\nx,y\nx,y,z\n", "a.csv:3: the row has 3 fields, the header 2"),
         ("a.csv", 'text,label\n"x,y\n', "not csv"),
         ("a.csv", b"text,label\nx,y\n\xe9,z\n", "byte 0xe9 at position 15 (line 3)"),
-        ("a.jsonl", '{"text": "x", "label": 1}\n{"text": "x"}\n', "a.jsonl:2: there is no column 'label'"),
+        ("a.jsonl", '{"text": "x", "label": 1}\n{"text": "x"}\n', "a.jsonl:2: no column 'label'"),
         ("a.jsonl", '{"text": "x", "label": 1}\n{"text": \n', "a.jsonl:2: not JSON"),
         ("a.jsonl", "[1]\n", "a.jsonl:1: [1] is not an object"),
         ("a.jsonl", b"\xff\xfe{", "is not utf-16; name another data.encoding"),
@@ -105,7 +105,7 @@ def test_a_table_that_cannot_be_read_is_named_with_its_row(
 def test_numbers_are_ids_of_named_classes_counted_from_where_the_recipe_says() -> None:
     scheme = scheme_of("1", "3", "2", label_names=("World", "Sports", "Business"), first_id=1)
     assert scheme.encode(("1", "3"), str).tolist() == [0, 2]
-    with pytest.raises(ValueError, match='"0" is no id of the 3 classes, 1 to 3'):
+    with pytest.raises(ValueError, match='"0" is not an id of the 3 classes, 1 to 3'):
         scheme.encode(("0",), str)
 
 
@@ -208,9 +208,13 @@ def test_ids_of_a_data_set_mean_what_it_calls_them_whatever_the_order_of_a_train
         (("a", ""), {}, "rows.csv:3, column 'label': there is no label"),
         (("a", "a"), {}, "every row has the same label"),
         (([], []), {}, "every row has the same label"),
-        (("god", "bad"), {"label_names": ("good", "bad")}, '"god" is none of the labels (good, bad); did you mean'),
-        ((0, 2), {"label_names": ("good", "bad")}, "rows.csv:9, column 'label': 2 is no id of the 2 classes, 0 to 1"),
-        ((0, -1), {"feature_names": ("good", "bad")}, "-1 is no id of the 2 classes"),
+        (("god", "bad"), {"label_names": ("good", "bad")}, '"god" is not one of the labels (good, bad); did you mean'),
+        (
+            (0, 2),
+            {"label_names": ("good", "bad")},
+            "rows.csv:9, column 'label': 2 is not an id of the 2 classes, 0 to 1",
+        ),
+        ((0, -1), {"feature_names": ("good", "bad")}, "-1 is not an id of the 2 classes"),
         ((0, 1), {"label_names": ("a", "a")}, "names a class twice"),
         ((1.5, 2), {"problem_type": "single_label"}, "1.5 is not a label (a name or an integer)"),
         (("a", "b"), {"problem_type": "regression"}, '"a" is not a number'),

@@ -131,7 +131,7 @@ def test_other_data_in_utf_8_is_read_as_such_whatever_the_encoding_of_the_runs_o
     path.write_text("text\ncafé\n", encoding="utf-8")
     found, (note,) = in_its_encoding(data)
     assert found.encoding == "auto"
-    assert "is read as UTF-8, which it is, and not as cp1252" in note
+    assert "is read as UTF-8, because it is UTF-8, and not as cp1252" in note
 
 
 def test_a_model_of_utf8_that_was_read_as_latin_1_is_refused(tmp_path: Path) -> None:
@@ -172,7 +172,7 @@ def test_the_end_of_the_name_says_how_the_table_is_written(suffix: str) -> None:
     [
         (["texts", "--out", "table.xls"], "its name must end in .csv, .jsonl, .parquet"),
         (["texts", "--out", "nowhere/table.csv"], "there is no folder nowhere; make it first"),
-        (["texts", "nowhere.csv"], "DATA: there is no file or folder 'nowhere.csv'"),
+        (["texts", "nowhere.csv"], "DATA: no file or folder 'nowhere.csv'"),
         (["nowhere"], "nowhere does not exist; give the output_dir of a finished run"),
         (["texts", "texts.csv", "--data.text_columns", "[words]"], "there is no column 'words'"),
     ],
@@ -276,7 +276,7 @@ def test_other_data_without_the_id_column_has_its_rows_named_by_number(capsys: p
     capsys.readouterr()
     assert main(["predict", "texts", "no-ids.csv", "--out", "numbered.csv"]) == 0
     said = capsys.readouterr().err
-    assert "rows are named by file and number, because there are no ids: no-ids.csv:1: there is no column 'id'" in said
+    assert "rows are named by file and number, because they have no ids: no-ids.csv:1: no column 'id'" in said
     named, numbered = read_csv("with-ids.csv"), read_csv("numbered.csv")
     assert [row.pop("id") for row in numbered] == [f"no-ids.csv:{number}" for number in range(2, 92)]
     assert [{name: value for name, value in row.items() if name != "id"} for row in named] == numbered

@@ -120,7 +120,7 @@ def test_weights_come_by_id_or_by_name() -> None:
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ({"bea": 1.0}, "'bea', which is no label; did you mean 'bee'?"),
+        ({"bea": 1.0}, "'bea', not a label; did you mean 'bee'?"),
         ((1.0, 2.0), "2 weights for 3 classes (ant, bee, cat)"),
         ((0.0, 0.0, 0.0), "all 0"),
     ],

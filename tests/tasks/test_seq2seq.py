@@ -264,7 +264,7 @@ def test_operations_count_for_each_target_token(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"data": {"source_column": "sorce"}}, "a.csv:1: there is no column 'sorce'; did you mean 'source'?"),
+        ({"data": {"source_column": "sorce"}}, "a.csv:1: no column 'sorce'; did you mean 'source'?"),
         ({"model": {"config": {"model_type": "bert"}}}, "has no model for sequence-to-sequence in transformers"),
         ({"model": {"config": BART}, "data": {"max_length": 65}}, "data.max_length=65 is longer than the 64 positions"),
         (

@@ -165,7 +165,7 @@ def test_further_metrics_of_several_labels_are_counted_and_are_those_of_single_r
     without = evaluated(plain_task, plain, model, 7)
     assert {**scores, **without} == scores
     assert scores.keys() - without.keys() == {"accuracy", "auroc", "f1", "precision"}
-    assert "'mcc', which does not fit a multi_label problem" in refusal(path, evaluate={"metrics": ["mcc"]})
+    assert "'mcc': it does not fit a multi_label problem" in refusal(path, evaluate={"metrics": ["mcc"]})
 
 
 def test_auroc_of_two_labels_that_may_occur_together_is_the_mean_of_both() -> None:
@@ -351,7 +351,7 @@ def test_operations_are_those_of_a_text_of_mean_length(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"data": {"text_columns": ["txt"]}}, "a.csv:1: there is no column 'txt'; did you mean 'text'?"),
+        ({"data": {"text_columns": ["txt"]}}, "a.csv:1: no column 'txt'; did you mean 'text'?"),
         ({"data": {"label_names": ["loop", "number"]}}, "a.csv:4, column 'label': \"machine\" is none of the labels"),
         ({"data": {"max_length": 200}}, "data.max_length=200 is longer than the 128 positions of the model"),
         ({"data": {"max_length": 2}}, "data.max_length=2 leaves no token for the text; give at least 3"),
@@ -363,7 +363,7 @@ def test_operations_are_those_of_a_text_of_mean_length(tmp_path: Path) -> None:
         ({"model": {"config": BERT, "problem_type": "regression"}}, '"machine" is not a number'),
         ({"loss": {"class_weights": {"lop": 2.0}}}, "did you mean 'loop'?"),
         ({"evaluate": {"metrics": ["acuracy"]}}, "did you mean 'accuracy'?"),
-        ({"evaluate": {"metrics": ["pearson"]}}, "'pearson', which does not fit a single_label problem"),
+        ({"evaluate": {"metrics": ["pearson"]}}, "'pearson': it does not fit a single_label problem"),
     ],
 )
 def test_a_mistake_is_named_with_its_remedy(tmp_path: Path, sections: dict[str, Any], said: str) -> None:
@@ -374,7 +374,7 @@ def test_an_evaluation_label_that_training_does_not_know_is_refused_unless_it_is
     train = write_texts(tmp_path / "train.csv")
     (tmp_path / "eval.csv").write_text("text,label\nsome text,planet\n")
     files = {"eval": str(tmp_path / "eval.csv")}
-    assert "eval.csv:2, column 'label': \"planet\" is none of the labels (loop, machine, number)" in refusal(
+    assert "eval.csv:2, column 'label': \"planet\" is not one of the labels (loop, machine, number)" in refusal(
         train, data=files
     )
     names = [*TOPICS, "planet"]

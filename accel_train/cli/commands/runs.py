@@ -285,7 +285,7 @@ GENERATE = Command(
     takes_settings=False,
 )
 
-OWN_CODE = {"metavar": "MODULE:CLASS", "help": "allow this code, which the run's recipe names; read it first"}
+OWN_CODE = {"metavar": "MODULE:CLASS", "help": "allow this code of the run's recipe; read it first"}
 
 EXPORT = Command(
     _export,

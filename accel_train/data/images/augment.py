@@ -33,7 +33,8 @@ def check_augment(settings: Augment, *, masks: bool = False) -> None:
         bounds = getattr(settings, name)
         if bounds is not None and not 0 < bounds[0] <= bounds[1]:
             raise ValueError(
-                f"data.augment.{name}={list(bounds)} is no range; the smaller number comes first, and both are above 0"
+                f"data.augment.{name}={list(bounds)} is not a range; the smaller number comes first, and both are "
+                f"above 0"
             )
     for name in ("rand_augment_ops", "mixup_alpha", "cutmix_alpha") if masks else ():
         if getattr(settings, name):

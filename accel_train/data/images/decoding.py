@@ -53,7 +53,9 @@ def to_mode(image: Image.Image, mode: Mode, where: str) -> Image.Image:
         image = Image.fromarray(((wide * 255 + 32767) // 65535).astype(np.uint8))
     elif image.mode in ("I", "F"):
         kind = "integers" if image.mode == "I" else "floating-point numbers"
-        raise DataError(f"{where}: its pixels are 32-bit {kind}, which have no agreed range; save it with 8 or 16 bits")
+        raise DataError(
+            f"{where}: its pixels are 32-bit {kind}; 32-bit values have no standard range. Save it with 8 or 16 bits"
+        )
     elif image.mode in ("P", "PA"):
         image = image.convert("RGBA")
     return image.convert(mode)
@@ -92,12 +94,12 @@ def inspect_image(source: Content, where: str) -> int:
 def _refuse_pipe(source: Path | bytes, where: str) -> None:
     """Raise DataError for a pipe, because opening a pipe would block until it has a writer."""
     if isinstance(source, Path) and source.exists() and not source.is_file():
-        raise DataError(f"{where}: is no regular file; repair or remove it")
+        raise DataError(f"{where}: is not a regular file; repair or remove it")
 
 
 def _fault(source: Path | bytes, error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
-        return "there is no such file"
+        return "the file does not exist"
     size = len(source) if isinstance(source, bytes) else os.path.getsize(source) if os.path.isfile(source) else -1
     if size == 0:
         return "is empty, no image"

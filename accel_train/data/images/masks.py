@@ -27,8 +27,8 @@ def mask_values(mask: Image.Image, where: str) -> Mask:
     """
     if mask.format in _LOSSY_FORMATS:
         raise DataError(
-            f"{where}: a mask must not be a JPEG, which smears class numbers at every edge; write the masks again as "
-            "PNG, from what the JPEG was made of"
+            f"{where}: a mask must not be a JPEG, because JPEG smears class numbers at every edge. Write the masks "
+            f"as PNG again, from the original"
         )
     values = np.asarray(mask)
     if mask.mode == "RGB" and (values == values[..., :1]).all():

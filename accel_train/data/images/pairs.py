@@ -184,7 +184,7 @@ def _listed_pairs(path: Path, lines: Sequence[tuple[int, str]]) -> ImagePool:
         shortened = [str(Path(*Path(name).parts[skipped:])) for name in names]
         for (number, _), name in zip(lines, shortened):
             if not (root / name).is_file():
-                raise ValueError(f"{path}:{number}: there is no file {root / name}; add it, or take the line out")
+                raise ValueError(f"{path}:{number}: no file {root / name}; add it, or take the line out")
         sides.append(FileImages(root, tuple(shortened)))
     return ImagePool(sides[0], "", masks=sides[1])
 
@@ -199,7 +199,7 @@ def _place_of(path: Path, number: int, name: str) -> tuple[Path, int]:
             if (folder / Path(*parts[skipped:])).is_file():
                 return folder, skipped
     raise ValueError(
-        f"{path}:{number}: there is no file {name!r}, seen from {path.parent} or above; check the paths in the list"
+        f"{path}:{number}: no file {name!r}, seen from {path.parent} or above; check the paths in the list"
     )
 
 

@@ -25,7 +25,7 @@ def read_pools(names: str | Iterable[str], data: ImageData, key: str, target: Ta
     pools = [pool for name in names for pool in _read_pool(name, data, key, target)]
     if not pools:
         known = f"with images/ and masks/, a table, an array, or {DIGIT_SCENES}"
-        known = known if target.is_mask else "of images, a table, an array, or digits"
+        known = known if target.is_mask else "with images, a table, an array, or digits"
         raise ValueError(f"{key} is empty; name a folder {known}")
     if len({pool.names for pool in pools}) > 1:
         raise ValueError(f"{key}: its sources do not agree on the names of the classes; say data.label_names")
@@ -58,7 +58,7 @@ def _read_pool(name: str, data: ImageData, key: str, target: Target) -> list[Ima
     if path.suffix.lower() in ARRAY_SUFFIXES:
         found = [str(path)] if path.is_file() else sorted(glob.glob(str(path), recursive=True))
         if not found:
-            raise ValueError(f"{key}: there is no file {name!r} (seen from {Path.cwd()}); check the path")
+            raise ValueError(f"{key}: no file {name!r} (seen from {Path.cwd()}); check the path")
         return [array_pool(Path(each), data, target) for each in found]
     if target.is_mask and path.suffix.lower() in LISTED_SUFFIXES and path.is_file():
         return [listed_pool(path, data, target)]
@@ -77,10 +77,10 @@ def _folder_pool(path: Path, data: ImageData, key: str, target: Target) -> Image
     folder = path if folders is None else folders[0]
     files, others = list_files(folder)
     if not files and not target.is_mask and not others and any(entry.is_dir() for entry in path.iterdir()):
-        raise ValueError(f"{key}: there is no image below the folder {str(path)!r}; expected {path}/CLASS/*.png")
+        raise ValueError(f"{key}: no image below the folder {str(path)!r}; expected {path}/CLASS/*.png")
     if not files:
         return None
-    notes = (f"{folder}: left out {len(others)} files that are no images",) if others else ()
+    notes = (f"{folder}: left out {len(others)} files that are not images",) if others else ()
     pool = ImagePool(FileImages(folder, tuple(files)), f"{folder}: {len(files):,} images", notes=notes)
     if target.label is not None:
         if data.label_names is None:

@@ -52,7 +52,7 @@ def table_pool(source: Source, data: ImageData, target: Target) -> ImagePool:
         images = [RowImages(values, folder, column, name, places) for values, column in zip(found, image_columns)]
         cells = cells[len(image_columns) :]
     if not len(images[0]):
-        raise ValueError(f"{name}: there are no rows; take the file out")
+        raise ValueError(f"{name}: the file has no rows; take it out")
     values = dict(zip(columns, map(list, cells)))
     return ImagePool(
         images[0],
@@ -141,7 +141,7 @@ def array_pool(path: Path, data: ImageData, target: Target) -> ImagePool:
         ValueError: an array is missing or has the wrong shape or type.
     """
     if path.exists() and not path.is_file():
-        raise ValueError(f"{path} is no regular file (a pipe, a device or a folder); name an array file")
+        raise ValueError(f"{path} is not a regular file (a pipe, a device or a folder); name an array file")
     array = _read(path, data.image_column, data.image_column)
     _check_images(path, array)
     images = ArrayImages(array, str(path))
@@ -174,7 +174,7 @@ def _read(path: Path, name: str, image_column: str) -> NDArray[Any]:
                     if spelling in file.files:
                         return np.asarray(file[spelling])
                 available = ", ".join(file.files)
-            raise KeyError(f"there is no array {name!r} or '{name}s'; available: {available}")
+            raise KeyError(f"no array {name!r} or '{name}s'; available: {available}")
         if name != image_column:
             path = _next_to(path, name, image_column)
         return np.load(path, mmap_mode="r", allow_pickle=False)

@@ -126,7 +126,7 @@ def _reasons_to_build(inputs: Inputs, tokenizer_contents: Any, root: Path, folde
     if before:
         reasons.append(f"the sources changed since their tokens were kept in {root / before}: tokenising anew")
     if folder.exists():
-        reasons.append(f"the kept tokens in {folder} are damaged: tokenising anew")
+        reasons.append(f"the kept tokens in {folder} are damaged: tokenizing again")
     return reasons
 
 

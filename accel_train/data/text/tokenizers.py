@@ -120,8 +120,8 @@ def load_tokenizer(name: str, *, trust_remote_code: bool) -> "PreTrainedTokenize
         reason = " ".join(str(error).split())[:300] or type(error).__name__
         if asks_for_own_code(error):
             raise ValueError(
-                f"tokenizer: {name!r} brings code of its own; read that, and give --model.trust_remote_code true to "
-                "run it, or use another tokenizer (bytes, say)"
+                f"tokenizer: {name!r} brings its own code. Read the code, and give --model.trust_remote_code true to "
+                f"run it, or use another tokenizer (for example bytes)"
             ) from error
         raise ValueError(
             f"tokenizer: {name!r} could not be loaded, neither as a folder (seen from {os.getcwd()}) nor as a "
@@ -139,7 +139,7 @@ def check_tokenizer(recipe: Recipe) -> None:
     if model.pretrained is None or model.accept_new_tokenizer or spec == model.pretrained:
         return
     remedy = (
-        "leave tokenizer out for the model's own, or set model.accept_new_tokenizer: true to train its embedding anew"
+        "leave tokenizer out for the model's own, or set model.accept_new_tokenizer: true to train its embedding again"
     )
     if isinstance(spec, TrainedTokenizer):
         raise ValueError(

@@ -63,7 +63,9 @@ def inspect_token_file(path: Path) -> TokenFile:
     magic, version, num_tokens = (int(value) for value in start)
     if magic not in _HEADERS:
         if num_bytes % 2:
-            raise ValueError(f"{path}: {num_bytes} bytes are no whole number of uint16 tokens; is the file complete?")
+            raise ValueError(
+                f"{path}: {num_bytes} bytes are not a whole number of uint16 tokens; is the file complete?"
+            )
         return TokenFile(path, np.dtype("<u2"), num_bytes // 2)
     known_version, dtype = _HEADERS[magic]
     expected_bytes = _HEADER_INTS * 4 + num_tokens * dtype.itemsize
@@ -192,8 +194,8 @@ class WindowDataset(Dataset[NDArray[np.int64]]):
             number, column = np.argwhere(rows >= self.vocab_size)[0]
             raise DataError(
                 f"{self.path}: token {rows[number, column]} at position {indices[number] * length + column} is not "
-                f"below the vocabulary size {self.vocab_size}, so the file is damaged; remove {self.path.parent}, and "
-                "run again: it is made anew"
+                f"below the vocabulary size {self.vocab_size}, so the file is damaged; remove {self.path.parent}, "
+                f"and run again: it will be made again"
             )
         return rows
 

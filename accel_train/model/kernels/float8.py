@@ -36,8 +36,8 @@ def convert_to_float8(model: nn.Module, *, emulate: bool = False) -> Choice[str]
     converted = {name for name in inner if not any(size % MULTIPLE for size in linear[name].weight.shape)}
     if not converted:
         raise ValueError(
-            f"precision.mixed_precision=fp8: no layer of {type(model).__name__} can multiply in float8, which takes an "
-            f"nn.Linear between the first and the last whose dimensions are multiples of {MULTIPLE}; use bf16"
+            f"precision.mixed_precision=fp8: no layer of {type(model).__name__} can multiply in float8. It takes an "
+            f"nn.Linear between the first and the last with dimensions that are multiples of {MULTIPLE}; use bf16"
         )
     convert_model_to_fp8_ao(model, float8_config(emulate=emulate), lambda _, name: name in converted)
     others = ["the first and the last stay in bf16"]

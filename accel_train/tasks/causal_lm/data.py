@@ -133,7 +133,9 @@ def _messages(value: Any, at: str, data: CausalLMData) -> Messages:
         if isinstance(parts, list) and parts and all(_is_text_part(part) for part in parts):
             given["content"] = "".join(part["text"] for part in parts)
         if given.pop("weight", 1) == 0:  # as in OpenAI's API
-            raise ValueError(f"{at}, message {number}: weight 0 asks not to learn it, which is not done; drop the row")
+            raise ValueError(
+                f"{at}, message {number}: weight 0 means not to learn it, and weights are not supported; drop the row"
+            )
         role, content = given.get("role"), given.get("content")
         if not isinstance(role, str):
             raise ValueError(

@@ -40,8 +40,8 @@ class Encoded(NamedTuple):
 
 JOINED = "rows: a token would reach from prompt into completion; it was cut in two, as when generating"
 SPECIAL_TOKENS = (
-    "chats spell a special token in a message ({first}), which is read as that token: take such rows out unless you "
-    "trust them"
+    "chats spell a special token in a message ({first}), and it is read as that token. Take these rows out unless "
+    "you trust them"
 )
 WITHOUT_END = "chats end without a special token; the end-of-sequence token was added as a target"
 END_NOT_LEARNED = (
@@ -151,8 +151,8 @@ def chat_template(tokenizer: "PreTrainedTokenizerBase", data: CausalLMData) -> s
     """
     if not tokenizer.is_fast:
         raise ValueError(
-            f"tokenizer: {tokenizer.name_or_path!r} is written in Python and cannot say where its tokens are in a "
-            "text, which data.format=chat needs; use one with a tokenizer.json"
+            f"tokenizer: {tokenizer.name_or_path!r} is written in Python and does not give the positions of its "
+            f"tokens in a text. data.format=chat needs them: use a tokenizer with a tokenizer.json"
         )
     given = data.chat_template
     if given is None:
@@ -262,8 +262,8 @@ def _by_prefixes(
         if before is None or not whole.startswith(after):
             raise ValueError(
                 f"{at}, message {index + 1}: the chat template renders the turns before differently once this one "
-                "follows, so what the assistant adds cannot be found; put {% generation %} around what the assistant "
-                "says in data.chat_template, or set data.completion_only_loss: false"
+                "follows, so the assistant's text cannot be found; put {% generation %} around the assistant's text "
+                "in data.chat_template, or set data.completion_only_loss: false"
             )
         is_target |= (starts >= len(before)) & (starts < len(after))
     return ids, is_target

@@ -149,7 +149,7 @@ def _problem(recipe: Recipe, config: PreTrainedConfig, proof: Proof) -> SettingE
 
     if proof.looks_ahead:
         return SettingError(
-            f"a later token changes the logits before it. {kind} sees what it predicts",
+            f"a later token changes the logits before it. {kind} sees the token that it predicts",
             "Use a causal model, or set is_decoder: true in model.config",
             at=f"model type {config.model_type}",
         )
@@ -172,7 +172,7 @@ def _problem(recipe: Recipe, config: PreTrainedConfig, proof: Proof) -> SettingE
         ROWS: (
             f"data.format={CausalLMData.of(recipe.data).format}",
             f"rows that share a window change each other in {kind}",
-            "Set model.attn_implementation to eager; then each row is a sample of its own",
+            "Set model.attn_implementation to eager; then each row is a separate sample",
         ),
         FORWARD: (
             f"model type {config.model_type}",

@@ -30,7 +30,7 @@ def rows_as_samples(recipe: Recipe, corpus: RowCorpus, config: PreTrainedConfig)
     train, held_out = windows(corpus.train), None if corpus.eval is None else windows(corpus.eval)
     multiple = None if packed.value else CausalLMData.of(recipe.data).pad_to_multiple_of
     num_positions = len(train) * length if packed.value else int(train.rows.lengths.sum())
-    note = f"each row is a sample of its own, padded: {packed.reason}"
+    note = f"each row is a separate sample, padded: {packed.reason}"
     if packed.value:
         note = (
             f"{len(train.rows):,} rows are packed into {len(train):,} windows of {length} tokens, "

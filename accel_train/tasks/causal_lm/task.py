@@ -88,7 +88,7 @@ class CausalLM(Task):
         self.chunked, self.label_smoothing = recipe.loss.chunked, recipe.loss.label_smoothing
         tokenizer_notes = []
         if recipe.tokenizer == "auto" and recipe.model.pretrained is not None:
-            tokenizer_notes = [f"tokenizer: that of {recipe.model.pretrained}, which the model was trained with"]
+            tokenizer_notes = [f"tokenizer: that of {recipe.model.pretrained}, with which the model was trained"]
         section = CausalLMData.of(recipe.data)
         if section.format == "text":
             text, masked = prepare_text(recipe, progress=progress), section.mask_documents
@@ -311,7 +311,7 @@ def model_config(recipe: Recipe, vocab_size: int, separator_id: int) -> PreTrain
         config = AutoConfig.for_model(**fields)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not section.trust_remote_code:
         raise ValueError(
-            f"model type {config.model_type!r} is no causal language model of transformers; gpt2 and llama are"
+            f"model type {config.model_type!r} is not a causal language model of transformers; gpt2 and llama are"
         )
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     length = recipe.data.window

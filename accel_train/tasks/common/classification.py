@@ -116,7 +116,7 @@ def resolve_class_weights(
         for name in setting:
             if name not in label_names:
                 remedy = did_you_mean(name, label_names, f"the labels are {listed(label_names)}", show=repr)
-                raise ValueError(f"loss.class_weights names {name!r}, which is no label; {remedy}")
+                raise ValueError(f"loss.class_weights names {name!r}, not a label; {remedy}")
         weights = tuple(float(setting.get(name, 1.0)) for name in label_names)
     else:
         weights = tuple(map(float, setting))

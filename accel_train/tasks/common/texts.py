@@ -85,7 +85,7 @@ def list_cell(cell: Any, column: str, where: str) -> Sequence[Any]:
             found = None
     if not isinstance(found, list | tuple):
         raise ValueError(
-            f"{where}: column {column!r} holds {show_cell(cell)}, which is no list; write one entry for each word"
+            f"{where}: column {column!r} holds {show_cell(cell)}, not a list; write one entry for each word"
         )
     return found
 
@@ -146,7 +146,7 @@ def text_tokenizer(recipe: Recipe, texts: Iterable[str]) -> tuple["PreTrainedTok
     if choice == "bytes":
         return byte_tokenizer(), notes, True
     if recipe.tokenizer == "auto":
-        notes.append(f"tokenizer: that of {choice}, which the model was trained with")
+        notes.append(f"tokenizer: that of {choice}, with which the model was trained")
     tokenizer = load_tokenizer(choice, trust_remote_code=recipe.model.trust_remote_code)
     if tokenizer.pad_token_id is None:
         tokenizer.add_special_tokens({"pad_token": "[PAD]"})

@@ -101,7 +101,7 @@ class VisionTask(Task):
             raise ValueError(
                 f"evaluate.window_stride={stride}: windows of data.crop_size, here {list(window)}, "
                 f"move over images of data.image_size, here {list(whole)}, by a stride of at most the window; "
-                "set data.crop_size to what the model is trained on, and data.image_size to more"
+                "set data.crop_size to the size that the model is trained on, and data.image_size to a larger one"
             )
         return Windows(window, steps)
 
@@ -178,7 +178,7 @@ class VisionTask(Task):
         if not self.predicts_pixels or not getattr(config, "use_auxiliary_head", False):
             return config, []
         config.use_auxiliary_head = False
-        return config, ["the model's auxiliary head is left out: the loss is that of its last logits"]
+        return config, ["the model's auxiliary head is left out: the loss uses its last logits only"]
 
     def train_size(self, recipe: Recipe) -> Size:
         """Return the size of the training images."""
@@ -244,7 +244,7 @@ class VisionTask(Task):
         tag, gives, code = self.card
         classes = f"{len(names)} classes: {listed(names, 20, ' (config.json)')}"
         (height, width), factory = height_width(preprocessing.image_size), self.factory.__name__
-        only = " It takes one channel: images are made grey, which `pipeline()` does not do."
+        only = " It takes one channel: images must be converted to grayscale, and `pipeline()` does not do this."
         return f"""---
 library_name: transformers
 pipeline_tag: {tag}

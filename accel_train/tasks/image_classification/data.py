@@ -146,7 +146,7 @@ def _untrained_classes(sets: ImageSets, names: tuple[str, ...], data: ImageClass
     asked = [name for number, name in enumerate(names) if number in evaluated - trained]
     if asked and data.label_names is None:
         raise ValueError(
-            f"no training image is of the class {asked[0]!r}, which the evaluation has; add some"
+            f"no training image is of the class {asked[0]!r}, and the evaluation has some; add training images"
             + (", or lower data.eval_fraction" if data.eval is None else ", or list all classes in data.label_names")
         )
     return (f"no training image is of {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}",)

@@ -111,7 +111,7 @@ class MaskedLM(Task):
 
     def _rows_with_masks(self, recipe: Recipe) -> TaskData:
         choice = recipe.tokenizer_in_use
-        assert not isinstance(choice, TrainedTokenizer), "a finished run has its tokenizer beside its weights"
+        assert not isinstance(choice, TrainedTokenizer), "a finished run has its tokenizer next to its weights"
         trusted = recipe.model.trust_remote_code
         loaded = byte_tokenizer() if choice == "bytes" else load_tokenizer(choice, trust_remote_code=trusted)
         tokenizer, _ = _with_mask(recipe, loaded)
@@ -239,8 +239,8 @@ class MaskedLM(Task):
             pipeline_tag="fill-mask",
             unit=f"windows of {self.length} tokens",
             lines=[
-                f"Gives: the tokens that stand at `{mask}`; {self.probability:.0%} of all were to be predicted in "
-                "training",
+                f"Gives: the tokens that stand at `{mask}`; {self.probability:.0%} of all tokens were predicted in "
+                f"training",
                 f"Reads: up to {self.length} tokens",
             ],
             example=f'fill = pipeline("fill-mask", model="path/of/this/folder")\nfill("a text with a {mask}")',
@@ -262,7 +262,7 @@ def _with_mask(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[PreT
     if isinstance(choice, TrainedTokenizer) or choice == "bytes":
         tokenizer = with_frame(tokenizer)
     elif recipe.tokenizer == "auto":
-        notes.append(f"tokenizer: that of {choice}, which the model was trained with")
+        notes.append(f"tokenizer: that of {choice}, with which the model was trained")
     missing = {
         role: token
         for role, token in (("mask_token", "[MASK]"), ("pad_token", "[PAD]"))
@@ -270,7 +270,7 @@ def _with_mask(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[PreT
     }
     tokenizer.add_special_tokens(missing)
     if missing and isinstance(choice, str) and choice != "bytes":
-        notes.append(f"the tokenizer {choice} got the tokens {', '.join(missing.values())}, which it lacked")
+        notes.append(f"the tokenizer {choice} got the tokens {', '.join(missing.values())}, because it had none")
     return tokenizer, notes
 
 

@@ -132,7 +132,7 @@ def _answers(cell: Any, context: str, where: str) -> tuple[Answer, ...]:
     """
     if cell is None:
         raise ValueError(
-            f"{where}: there are no answers; fill them in (an empty list: the context has none), or drop the row"
+            f"{where}: the row has no answers; fill them in (an empty list: the context has none), or drop the row"
         )
     fault = (
         f"{where}: the answers {show_cell(cell)} are not {{text: [...], answer_start: [...]}} (empty lists: no answer)"

@@ -295,8 +295,8 @@ def _stride(asked: int | None, max_length: int) -> int:
     most = max(1, max_length // 4)
     if asked is not None and asked > most:
         raise ValueError(
-            f"data.doc_stride={asked} is more than a quarter of data.max_length={max_length}; beside a long question "
-            f"windows would not move on: lower it to {most}, or raise data.max_length"
+            f"data.doc_stride={asked} is more than a quarter of data.max_length={max_length}; next to a long "
+            f"question, windows would not advance. Lower it to {most}, or raise data.max_length"
         )
     return most if asked is None else asked
 

@@ -157,7 +157,7 @@ def _label_names(
     num_classes = int(np.flatnonzero(counts)[-1]) + 1
     note = f"the masks have the numbers 0 to {num_classes - 1}"
     if known_names is not None and len(known_names) == num_classes:
-        return known_names, (f"{note}, which are taken for the pretrained model's classes",)
+        return known_names, (f"{note}, taken as the pretrained model's classes",)
     return tuple(map(str, range(num_classes))), (f"{note}; data.label_names gives them names",)
 
 

@@ -211,8 +211,7 @@ def tokenize_rows(
             for row, (ids, types) in enumerate(zip(encoded["input_ids"], encoded["token_type_ids"]), start=start):
                 if not ids:
                     raise ValueError(
-                        f"{rows[row].where}: the text is empty, and the tokenizer adds no token of its own; drop the "
-                        "row"
+                        f"{rows[row].where}: the text is empty, and the tokenizer adds no tokens; drop the row"
                     )
                 second_from = types.index(1) if 1 in types else len(ids)
                 samples.append(Sample(np.array(ids, dtype=np.int32), second_from, labels[row]))

@@ -43,7 +43,7 @@ def check_metrics(recipe: Recipe, scheme: LabelScheme) -> None:
         }[scheme.problem_type]
         if name in METRICS and not fits:
             raise ValueError(
-                f"evaluate.metrics names {name!r}, which does not fit a {scheme.problem_type} problem "
+                f"evaluate.metrics names {name!r}: it does not fit a {scheme.problem_type} problem "
                 f"({scheme.reason}); leave it out: what fits is reported anyway"
             )
         if scheme.problem_type == "multi_label" and name == "auroc" and tally.histogram_bits(len(scheme.names)) is None:

@@ -177,7 +177,7 @@ def _place_of_word(rows: Sequence[Sentence], index: int) -> str:
         if index < len(row.words):
             return f"{row.where}, word {index + 1}"
         index -= len(row.words)
-    raise AssertionError("there are not so many words")
+    raise AssertionError("the sentence has fewer words")
 
 
 class Sample(NamedTuple):

@@ -67,7 +67,9 @@ class TokenClassification(Task):
         """
         section = TokenClassificationData.of(recipe.data)
         models.check_model(recipe, models.TOKENS)
-        models.refuse_metrics(recipe, "token-classification reports those of entities (or, of other tags, of classes)")
+        models.refuse_metrics(
+            recipe, "token-classification reports the scores of entities (for other tags, of classes)"
+        )
         sentences = words.load_sentences(recipe, models.known_names(recipe))
         names, num_of_label = sentences.scheme.names, sentences.num_train_of_label
         weights = classification.resolve_class_weights(
@@ -233,8 +235,7 @@ class TokenClassification(Task):
             pipeline_tag="token-classification",
             lines=[
                 f"Gives: {len(self.names)} tags: {classification.listed(self.names, 40, ' (config.json has all)')}",
-                f"Reads: up to {facts['max_length']} tokens; what follows is cut; "
-                "the tag of a word is that of its first token",
+                f"Reads: up to {facts['max_length']} tokens; the rest is cut. A word has the tag of its first token",
             ],
             example=(
                 'tag = pipeline("token-classification", model="path/of/this/folder", aggregation_strategy="first")\n'

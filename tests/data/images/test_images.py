@@ -142,7 +142,7 @@ def test_class_folders_give_labels_in_the_order_of_their_names(tmp_path: Path) -
     assert len(found) == 21
     assert all(label == place.startswith("dog") for place, label in found.items())
     assert "cat/deeper/still.JPG" in found
-    assert sets.notes == (f"{tmp_path}/pets: left out 1 files that are no images",)
+    assert sets.notes == (f"{tmp_path}/pets: left out 1 files that are not images",)
 
 
 def test_numbered_folders_are_ordered_as_numbers(tmp_path: Path) -> None:
@@ -409,7 +409,7 @@ def test_a_missing_column_is_named_with_those_there_are(tmp_path: Path, kind: st
 def test_a_label_out_of_range_is_named(tmp_path: Path) -> None:
     images = np.random.default_rng(0).integers(0, 256, (6, 4, 4), dtype=np.uint8)
     np.savez(tmp_path / "a.npz", images=images, labels=np.array([0, 1, 2, 0, 1, 3]))
-    with pytest.raises(ValueError, match=r"a\.npz:5, column 'label': 3 is no id of the 3 classes, 0 to 2"):
+    with pytest.raises(ValueError, match=r"a\.npz:5, column 'label': 3 is not an id of the 3 classes, 0 to 2"):
         read(tmp_path / "a.npz", label_names=["red", "green", "blue"])
 
 
@@ -483,7 +483,7 @@ def test_images_without_labels_are_read_for_prediction(tmp_path: Path) -> None:
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     for name in ("nowhere/at/all.npz", "nowhere.parquet", "./nowhere"):
-        with pytest.raises(ValueError, match=r"data\.train: there is no file .*nowhere"):
+        with pytest.raises(ValueError, match=r"data\.train: no file .*nowhere"):
             read(tmp_path / name)
 
 

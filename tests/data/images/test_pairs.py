@@ -78,7 +78,7 @@ def test_a_list_of_pairs_is_read_from_where_its_files_are(folder: Path) -> None:
     assert pairs("camvid/train.txt") == [(f"{folder}/camvid/train/a.png", f"{folder}/camvid/trainannot/a.png")]
     Path("camvid/train.txt").write_text("train/a.png\ttrainannot/b.png\n")
     with pytest.raises(
-        ValueError, match=r"camvid/train\.txt:1: there is no file .*trainannot/b\.png; add it, or take the line out"
+        ValueError, match=r"camvid/train\.txt:1: no file .*trainannot/b\.png; add it, or take the line out"
     ):
         pairs("camvid/train.txt")
     Path("camvid/train.txt").write_text("train/a.png trainannot/a.png 3\n")

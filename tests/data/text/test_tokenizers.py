@@ -186,7 +186,7 @@ def test_another_tokenizer_than_that_of_pretrained_weights_is_refused_unless_the
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
     assert line.startswith(f"error: tokenizer={chosen} ")
     assert f"model.pretrained={base}" in line
-    assert line.endswith("or set model.accept_new_tokenizer: true to train its embedding anew")
+    assert line.endswith("or set model.accept_new_tokenizer: true to train its embedding again")
     check_tokenizer(load_recipe(recipe, arguments=[*asked, "--model.accept_new_tokenizer", "true"]))
 
 
