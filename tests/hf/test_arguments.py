@@ -37,6 +37,7 @@ RENAMED = {"activation_checkpointing", "activation_checkpointing_kwargs"}
 CHECKPOINTING = (
     "activation_checkpointing" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient_checkpointing"
 )
+MULTI_LABEL = bert(problem_type="multi_label_classification")
 MIN_RATE: dict[str, Any] = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}}
 BEST: dict[str, Any] = {"load_best_model_at_end": True, "eval_strategy": "epoch", "save_strategy": "epoch"}
 TRANSLATED: list[tuple[dict[str, Any], str, Any]] = [
@@ -145,9 +146,7 @@ def test_own_fields_of_a_subclass_belong_to_the_script(tmp_path: Path) -> None:
     check_arguments(More(str(tmp_path), use_cpu=True, labels_from="folder"))
 
 
-def test_a_field_of_another_transformers_is_refused_once_it_is_set(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_field_of_another_transformers_is_refused_once_it_is_set(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.delitem(FIELDS, "seed")
     check_arguments(TrainingArguments(str(tmp_path), use_cpu=True))
     error = refused(lambda: check_arguments(TrainingArguments(str(tmp_path), use_cpu=True, seed=7)), "seed")
@@ -266,6 +265,7 @@ def test_weight_decay_falls_on_the_parameters_that_transformers_decays(tmp_path:
         ({"optim": "galore_adamw", "optim_target_modules": ["layer"]}, ["optim"], "galore_torch"),
         ({"eval_strategy": "epoch"}, ["eval_strategy"], "eval_dataset"),
         ({"use_liger_kernel": True}, ["use_liger_kernel"], "GPU"),
+        ({"model": MULTI_LABEL, "label_smoothing_factor": 0.1}, ["label_smoothing_factor"], "0.1"),
         ({"save_strategy": "best"}, ["save_strategy", "metric_for_best_model"], "best"),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else None,

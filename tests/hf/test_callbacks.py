@@ -95,7 +95,7 @@ def test_early_stopping_stops_where_transformers_stops(tmp_path: Path) -> None:
 
 
 def test_a_resume_without_the_callback_that_stopped_trains_to_the_end_as_transformers_does(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: Any
 ) -> None:
     def stop_and_resume(trainer: Any) -> Any:
         assert trainer.train().global_step == 5
@@ -126,9 +126,7 @@ class LeftOut(Counts):
     """A callback with a state, which a later trainer leaves out."""
 
 
-def test_callbacks_get_their_states_back_in_order_and_a_line_names_other_numbers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_callbacks_get_their_states_back_in_order_and_a_line_names_other_numbers(tmp_path: Path, capsys: Any) -> None:
     args = {"max_steps": 4, "lr_scheduler_type": "constant", "restore_callback_states_from_checkpoint": True}
     args |= {**hf.every(2, "save", "eval"), "metric_for_best_model": "loss", "learning_rate": 0.5}
     args["eval_dataset"] = [{**row, "labels": 2} for row in hf.plain_rows(8)]  # so that each evaluation is worse

@@ -68,7 +68,7 @@ def double_precision() -> Iterator[None]:
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true:UserWarning")  # transformers' on a CPU
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_gives_the_numbers_that_it_gives_with_the_trainer_of_transformers(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     theirs, ours = run(name, "transformers"), run(name)

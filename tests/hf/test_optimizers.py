@@ -50,13 +50,6 @@ def test_an_optimizer_whose_state_no_checkpoint_holds_is_refused_when_the_traine
     assert not given.state, "it was another one that was tried"
 
 
-def test_an_optimizer_class_gets_transformers_groups_and_schedule(tmp_path: Path) -> None:
-    args = {"optimizer_cls_and_kwargs": (torch.optim.NAdam, {"lr": 2e-3}), "weight_decay": 0.1, "warmup_steps": 2}
-    theirs, ours, *_ = hf.both(tmp_path, train_dataset=hf.rows(24), **args)
-    hf.same(theirs, ours)
-    assert isinstance(ours.optimizer, torch.optim.NAdam)
-
-
 @pytest.mark.parametrize(
     "args",
     [
@@ -172,30 +165,20 @@ def test_an_optimizer_whose_rate_is_a_tensor_trains_and_resumes_as_one_with_a_nu
 # Steps
 
 
-def with_own_step(base: Any, how: str) -> Any:
-    """The Trainer with an overridden training_step: around the one of the base, or in full."""
-
+def with_own_step(base: Any) -> Any:
     class Own(base):  # type: ignore[misc]
         steps = 0
 
-        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        def training_step(self, *args: Any) -> Any:
             self.steps += 1
-            if how == "around":
-                return super().training_step(model, inputs, num_items_in_batch)
-            model.train()
-            with self.compute_loss_context_manager():
-                loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
-            self.accelerator.backward(loss)
-            return loss.detach()
+            return super().training_step(*args)
 
     return Own
 
 
-@pytest.mark.parametrize("how", ["around", "in full"])
-def test_an_overridden_training_step_is_called_for_each_micro_batch_and_trains_the_same(
-    tmp_path: Path, how: str
-) -> None:
-    kinds = tuple(with_own_step(kind, how) for kind in hf.KINDS)
+def test_an_overridden_training_step_is_called_for_each_micro_batch_and_trains_the_same(tmp_path: Path) -> None:
+    """One that is written in full: test_helpers_that_overrides_call_are_there."""
+    kinds = tuple(map(with_own_step, hf.KINDS))
     theirs, ours, *_ = hf.both(tmp_path, hf.Plain, kinds, max_steps=3, train_dataset=hf.plain_rows(24))
     assert ours.steps == theirs.steps == 3
     hf.same(theirs, ours)

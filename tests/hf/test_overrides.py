@@ -1,14 +1,88 @@
-"""What overridden methods find on the trainer: the state, the rates, helpers, and the base's loader."""
+"""Every public method, constructor argument and event of the installed transformers has a true line in
+docs/hf_trainer.md, and overridden methods find on the trainer what they find in transformers.
+"""
 
+import inspect
+import re
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
+import transformers
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel_train.hf import Trainer
 from tests.support import hf_models as hf
+from tests.support.runs import REPOSITORY
+
+DOCS = (REPOSITORY / "docs" / "hf_trainer.md").read_text()
+
+
+def lines() -> list[tuple[list[str], str]]:
+    """The names and the verdict of each line of the table of methods and events."""
+    table = DOCS.partition("## Every method and event")[2].partition("## Every argument")[0]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| `")]
+    return [
+        (re.findall(r"`(\w+)`", names)[0:], verdict) for names, verdict in rows if "transformers.Trainer" not in names
+    ]
+
+
+def named(verdict: str) -> list[str]:
+    return [name for names, said in lines() for name in names if verdict in said]
+
+
+def methods(kind: type) -> set[str]:
+    return {name for name, value in inspect.getmembers(kind, callable) if not name.startswith("_")}
+
+
+def test_every_public_method_and_event_of_transformers_has_a_line_and_no_line_is_of_another() -> None:
+    events = {name for name in methods(transformers.TrainerCallback) if name.startswith("on_")}
+    listed = [name for names, _ in lines() for name in names]
+    here = methods(transformers.Trainer) | events
+    assert here <= set(listed)
+    assert len(listed) == len(set(listed))
+    if transformers.__version__.startswith(("5.23.", "5.24.")):  # the newest that the table is of
+        assert set(listed) <= here
+
+
+def test_methods_that_are_called_here_are_here_under_the_same_arguments() -> None:
+    for name in {*named("called where"), *named("to call")} & methods(transformers.Trainer):
+        theirs, ours = (inspect.signature(getattr(kind, name)).parameters for kind in (transformers.Trainer, Trainer))
+        if not transformers.__version__.startswith(("5.23.", "5.24.")):
+            continue  # of the others some take fewer
+        takes_any = any(each.kind is each.VAR_KEYWORD for each in ours.values())
+        assert list(ours)[1:] == list(theirs)[1:] or takes_any, name
+
+
+@pytest.mark.parametrize("name", named("refused"))
+def test_methods_that_are_refused_are_an_error_that_names_them(tmp_path: Path, name: str) -> None:
+    own = type("Own", (Trainer,), {name: lambda self, *args: None})
+    hf.refused(lambda: hf.made(tmp_path, hf.Plain(), kind=own), f"Own.{name}")
+
+
+def test_no_attribute_of_the_class_is_a_function_of_another_module() -> None:
+    """Methods stand in the class, where a reader looks for them."""
+    functions = [getattr(value, "__func__", value) for value in vars(Trainer).values()]
+    assert {each.__module__ for each in functions if inspect.isfunction(each)} == {Trainer.__module__}
+
+
+def test_the_constructor_takes_every_argument_of_transformers_in_its_order() -> None:
+    theirs, ours = (list(inspect.signature(kind.__init__).parameters) for kind in (transformers.Trainer, Trainer))
+    assert ours[: len(theirs)] == theirs
+    assert ours[len(theirs) :] == ["tokenizer", "match_transformers"]
+
+
+def test_methods_are_callable_before_train(tmp_path: Path) -> None:
+    trainer = hf.made(tmp_path, hf.Plain(), hf.plain_rows(4))
+    assert trainer.get_num_trainable_parameters() == 27
+    assert trainer.get_total_train_batch_size() == 8
+    trainer.create_optimizer_and_scheduler(num_training_steps=4)
+    assert trainer.get_learning_rates() == [1e-3, 1e-3]
+    assert trainer.get_optimizer_group(trainer.model.layer.weight)["lr"] == 1e-3
+    assert trainer.num_examples(trainer.get_train_dataloader()) == 4
+    assert trainer.metrics_format({"loss": 0.123456}) == {"loss": 0.1235}
 
 
 def with_own_log(base: Any) -> Any:
@@ -104,8 +178,6 @@ def with_helpers(base: Any) -> Any:
 
 
 def test_helpers_that_overrides_call_are_there(tmp_path: Path) -> None:
-    import datasets
-
     table = datasets.Dataset.from_list([{**row, "text": "?"} for row in hf.rows(24)])
     theirs, ours, *_ = hf.both(tmp_path, hf.bert, tuple(map(with_helpers, hf.KINDS)), max_steps=4, train_dataset=table)
     assert hf.difference(theirs.model, ours.model) < hf.CLOSE

@@ -2,7 +2,6 @@
 number of processes.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from transformers import GenerationConfig
 from accel_train.hf import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
 from tests.support.hf_models import difference, every, history, refused
 from tests.support.hf_seq2seq import collate, seq2seq_arguments, seq2seq_model, seq2seq_rows
-from tests.support.runs import TESTS, run_forked_command
 
 KINDS = (transformers.Seq2SeqTrainer, Seq2SeqTrainer)
 
@@ -100,20 +98,3 @@ def test_a_trainer_that_generates_nothing_refuses_to_and_names_the_one_that_does
     error = refused(lambda: made(Trainer, tmp_path), "predict_with_generate")
     assert "accel_train.hf.Seq2SeqTrainer" in error.remedy
     made(Seq2SeqTrainer, tmp_path, sortish_sampler=True)  # which nothing reads, there as here
-
-
-@pytest.mark.slow
-def test_two_processes_generate_every_sample_once_in_order(tmp_path: Path) -> None:
-    found = []
-    for processes in (1, 2):
-        folder = tmp_path / str(processes)
-        folder.mkdir()
-        done = run_forked_command([str(folder)], processes, TESTS / "support/programs/hf_seq2seq.py")
-        assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-5000:]}"
-        found.append(json.loads((folder / "result.json").read_text()))
-    one, two = found
-    for count in ("7", "40"):
-        assert two[count]["seen"] == [int(count)] * 2
-        assert two[count]["loss"] == pytest.approx(one[count]["loss"], rel=1e-5)
-        for name in ("predictions", "labels", "first"):
-            assert two[count][name] == one[count][name], name
