@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from accel_train.checkpoint.fingerprint import Settings
+from accel_train.checkpoint.fingerprint import Change, Settings
 from accel_train.checkpoint.health import Health
 from accel_train.checkpoint.writer import Saver
 from accel_train.core.state import Requests, TrainState
@@ -82,8 +82,8 @@ class RunContext:
     requests: Requests
     stop: StopRequest
     """Flag that is set by signals that ask this process to stop."""
-    watchdog: Watchdog | None
-    """Kills this process if it hangs. None for a single process that does not own its interpreter (a notebook)."""
+    watchdog: Watchdog
+    """Kills this process if it hangs. Not open in a single process that does not own its interpreter (a notebook)."""
     batch_cache: BatchCache | None
     """Cache of the micro-batch size that fits, for the next start. None if only one size is possible."""
     observer: Observer = field(default_factory=Observer)
@@ -98,6 +98,8 @@ class RunContext:
     """Contents of summary.json if the same run has already finished. Then nothing is trained, evaluated, or written."""
     out_of_memory: str = ""
     """Allocator's error if this process ran out of memory in the last step (DDP) and the others do not know it yet."""
+    changes: Sequence[Change] = ()
+    """Settings that differ from the checkpoint's."""
 
     @property
     def accelerator(self) -> Accelerator:
@@ -127,10 +129,9 @@ class RunContext:
 
     def watch_for_hangs(self) -> None:
         """Start the watchdog's check for finished steps."""
-        if self.watchdog is not None:
-            self.watchdog.watch_steps(
-                lambda: (self.state.step, self.evaluation.num_batches), lambda: self.memory.current_phase
-            )
+        self.watchdog.watch_steps(
+            lambda: (self.state.step, self.evaluation.num_batches), lambda: self.memory.current_phase
+        )
 
 
 def make_guard(plan: RunPlan, state: TrainState) -> Guard:

@@ -20,7 +20,7 @@ from accel_train.recovery.stragglers import StragglerWatch
 from accel_train.recovery.unused_parameters import UnusedParameters
 from accel_train.runtime.memory import collect_garbage
 from accel_train.training.model_selection import evaluate_run
-from accel_train.training.profile import StepProfiler
+from accel_train.training.output import StepProfiler
 
 
 def run_steps(run: RunContext) -> None:
