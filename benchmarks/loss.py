@@ -34,8 +34,7 @@ def measure(tokens: int, vocabulary: int, width: int, rounds: int, device: str =
     """Return peak bytes, seconds of each round (of the CPU, or of a GPU in bf16), and the loss, by variant."""
     import torch
 
-    from accel_train.model.kernels.chunked_loss import chunked_loss
-    from accel_train.tasks.common.classification import summed_loss
+    from accel_train.model.kernels.chunked_loss import chunked_loss, summed_loss
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

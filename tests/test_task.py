@@ -212,3 +212,14 @@ def test_a_custom_task_declares_its_own_settings_of_data(
     assert said in (told.err if code else told.out)
     if code == 0:
         assert f"shift: {said.split()[1]}" in (here / "run" / "recipe.resolved.yaml").read_text()
+
+
+def test_a_resume_with_another_value_of_a_custom_setting_is_an_event(here: Path) -> None:
+    write(here, "own_data_resumed", "Shifted", "pass")
+    (here / "own_data_resumed.py").write_text(OWN_DATA)
+    assert main(["run", "r.yaml", "--checkpoint.every_steps", "1"]) == 0
+    assert main(["run", "r.yaml", "--accept-changes", "--schedule.max_steps", "5", "--data.shift", "0.5"]) == 0
+    (event,) = events(here / "run", "settings_changed")
+    assert event["setting"] == "data.shift"
+    assert "was 0" in event["message"]
+    assert "now 0.5 (--data.shift)" in event["message"]

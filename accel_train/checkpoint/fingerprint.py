@@ -119,6 +119,9 @@ def training_settings(
     values["optimizer.lr_scaling"] = recipe.optimizer.lr_scaling.model_dump()
     # The Trainer's arguments are settings of the recipe and are compared as such.
     values["options"] = redact({name: value for name, value in recipe.options.items() if name != "training_arguments"})
+    # Settings that only a custom task knows. The settings of built-in tasks are in the digest of the data.
+    own = {f"data.{field}": getattr(recipe.data, field) for field in type(recipe.data).model_fields}
+    values |= {name: value for name, value in own.items() if name not in recipe_names()}
     values |= {INPUTS + name: digest for name, digest in inputs.items()}
     origins = {}
     if own_groups is not None:

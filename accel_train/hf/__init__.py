@@ -5,7 +5,8 @@ depend on this package."""
 
 from transformers import Seq2SeqTrainingArguments
 
+from accel_train.hf.checkpoints import get_last_checkpoint
 from accel_train.hf.seq2seq import Seq2SeqTrainer
-from accel_train.hf.trainer import Trainer, get_last_checkpoint
+from accel_train.hf.trainer import Trainer
 
 __all__ = ["Seq2SeqTrainer", "Seq2SeqTrainingArguments", "Trainer", "get_last_checkpoint"]

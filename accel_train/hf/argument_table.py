@@ -11,16 +11,22 @@ from typing import Any, Literal
 
 from transformers import TrainingArguments
 
-from accel_train.hf.sharding import accelerator_settings
+from accel_train.core.errors import SettingError
 
 Allowed = Callable[[Any], bool]
+
+
+def argument_error(problem: str, remedy: str, **arguments: Any) -> SettingError:
+    """Return the error about `arguments`, given by name with their values."""
+    at = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
+    return SettingError(problem, remedy, at, tuple(arguments))
 
 
 @dataclass(frozen=True)
 class Rule:
     """The rule for one field."""
 
-    kind: Literal["translated", "honoured", "refused"]
+    kind: Literal["translated", "honored", "refused"]
     text: str
     """Text in the last column of the table."""
     allowed: Allowed | None = None
@@ -43,9 +49,9 @@ def computed(*names: str, note: str = "", text: str = "", **rule: Any) -> Rule:
     return Rule("translated", text or shown, leaves=names, **rule)
 
 
-def honoured(how: str, *, allowed: Allowed | None = None, remedy: str = "") -> Rule:
+def honored(how: str, *, allowed: Allowed | None = None, remedy: str = "") -> Rule:
     """Return the rule of an argument that the Trainer itself honors."""
-    return Rule("honoured", how, allowed, remedy)
+    return Rule("honored", how, allowed, remedy)
 
 
 def refused(remedy: str, *, allowed: Allowed | None = None) -> Rule:
@@ -64,6 +70,11 @@ def name_of(value: Any) -> str:
 
 def _or_auto(value: Any) -> Any:
     return "auto" if value is None else value
+
+
+def accelerator_settings(config: Any) -> dict[str, Any]:
+    """Return the fields of an `accelerator_config`, given as a dict, an object, or None."""
+    return config if isinstance(config, dict) else {} if config is None else config.to_dict()
 
 
 def _known_accelerator_config(config: Any) -> bool:
@@ -99,125 +110,115 @@ FIELDS: dict[str, Rule] = {
     # Output folder, batch sizes, and length of training
     "output_dir": leaf("output_dir", note="the run folder"),
     "per_device_train_batch_size": computed("batch.per_device_batch_size"),
-    "num_train_epochs": computed("schedule.max_steps", note="times the steps of an epoch, unless max_steps is given"),
+    "num_train_epochs": computed("schedule.max_steps", note="times the steps of an epoch, unless max_steps is set"),
     "max_steps": computed("schedule.max_steps"),
     "gradient_accumulation_steps": leaf("batch.gradient_accumulation_steps"),
-    "average_tokens_across_devices": honoured(
+    "average_tokens_across_devices": honored(
         "always: the loss is a sum divided once by the targets of the global batch",
         allowed=bool,
         remedy="leave it True: the loss is always divided by the targets of all devices",
     ),
-    "auto_find_batch_size": honoured(
-        "always: a step that runs out of memory is made again with smaller micro-batches, of the same global batch"
+    "auto_find_batch_size": honored(
+        "always: after out of memory, a step repeats with smaller micro-batches of the same global batch"
     ),
     # Optimizer and schedule
     "learning_rate": leaf("optimizer.learning_rate"),
     "lr_scheduler_type": computed(
         "schedule.type",
-        text="`schedule.type`; where the recipe has no field for the kwargs, transformers' scheduler gives all rates",
+        text="`schedule.type`; transformers' scheduler sets the rates if the recipe has no field for the kwargs",
         allowed=lambda value: name_of(value) != "greedy",
-        remedy=(
-            "its rate depends on each step's loss, for which the host would wait; use cosine, or reduce_lr_on_plateau"
-        ),
+        remedy="the rate needs the loss of every step, so the host would wait; use cosine, or reduce_lr_on_plateau",
     ),
     "lr_scheduler_kwargs": computed("schedule.min_lr_ratio", "schedule.num_cycles", "schedule.power", note="as above"),
     "warmup_steps": computed("schedule.warmup_steps", note="below 1, a fraction of all steps, rounded up"),
     "optim": leaf(
         "optimizer.name",
         lambda value: OPTIMIZERS.get(name_of(value), "adamw"),
-        note=f"{', '.join(OPTIMIZERS)}; any other is made by transformers, whose scheduler then gives the rates",
+        note=f"{', '.join(OPTIMIZERS)}; transformers makes any other, and its scheduler sets the rates",
         allowed=lambda value: not re.search("layerwise|lomo|adamw_torch_[48]bit", name_of(value)),
         remedy=(
-            "layerwise and LOMO optimizers update weights within the backward pass, before a bad step can be skipped, "
-            "and no checkpoint can hold the state of torchao's 4-bit and 8-bit ones; use another (adamw_bnb_8bit, say)"
+            "layerwise and LOMO optimizers update weights during backward, before a bad step can be skipped, and "
+            "checkpoints cannot hold the state of torchao's 4-bit and 8-bit optimizers; use another (adamw_bnb_8bit)"
         ),
     ),
     "optim_args": leaf(
         "optimizer.momentum",
         lambda value: float(value.split("=")[1]) if is_momentum(value) else 0.0,
-        text="`optimizer.momentum` for sgd; any other goes to the optimizer that transformers makes",
+        text="`optimizer.momentum` for sgd; otherwise passed to the optimizer that transformers makes",
     ),
-    "optim_target_modules": honoured("by the optimizer that transformers makes (GaLore, APOLLO)"),
+    "optim_target_modules": honored("by the optimizer that transformers makes (GaLore, APOLLO)"),
     "weight_decay": leaf("optimizer.weight_decay", note="on the parameters that transformers decays"),
     "adam_beta1": computed("optimizer.betas"),
     "adam_beta2": computed("optimizer.betas"),
     "adam_epsilon": leaf("optimizer.eps"),
     "max_grad_norm": leaf("optimizer.max_grad_norm", lambda value: value or 0.0),
-    "label_smoothing_factor": leaf(
-        "loss.label_smoothing", note="computed by transformers' LabelSmoother, in evaluation too"
-    ),
+    "label_smoothing_factor": leaf("loss.label_smoothing", note="by transformers' LabelSmoother, in evaluation too"),
     # Precision and speed
     "bf16": computed("precision.mixed_precision"),
     "fp16": computed("precision.mixed_precision", note="with a loss scale that starts at 2^14 and has a floor"),
     **dict.fromkeys(
         ("bf16_full_eval", "fp16_full_eval"),
-        honoured("evaluate and predict outside train() cast the model to it, for good, as in transformers"),
+        honored("evaluate and predict outside train() cast the model permanently, as in transformers"),
     ),
     "tf32": leaf("precision.tf32", _or_auto),
     "activation_checkpointing": computed("precision.gradient_checkpointing"),
-    "activation_checkpointing_kwargs": honoured("passed to the model's activation_checkpointing_enable"),
+    "activation_checkpointing_kwargs": honored("passed to the model's activation_checkpointing_enable"),
     "gradient_checkpointing": computed("precision.gradient_checkpointing"),
-    "gradient_checkpointing_kwargs": honoured("the old name of activation_checkpointing_kwargs"),
-    "torch_compile": leaf("precision.compile", bool, note="block by block where the model repeats blocks"),
+    "gradient_checkpointing_kwargs": honored("the old name of activation_checkpointing_kwargs"),
+    "torch_compile": leaf("precision.compile", bool, note="block by block if the model repeats blocks"),
     "torch_compile_backend": leaf("precision.compile_backend", lambda value: value or "inductor"),
     "torch_compile_mode": leaf("precision.compile_mode", lambda value: value or "default"),
     **dict.fromkeys(
         ("use_liger_kernel", "liger_kernel_config"),
-        honoured(
-            "by transformers' apply_liger_kernel, when the model is taken (package liger-kernel); refused on a CPU"
+        honored(
+            "by transformers' apply_liger_kernel when the trainer is made (package liger-kernel); refused on a CPU"
         ),
     ),
-    "use_cache": honoured("set on model.config, as transformers does"),
-    "neftune_noise_alpha": honoured("by transformers' hook on the embedding, while train() runs"),
-    "torch_empty_cache_steps": honoured("the device's cache is emptied after every so many steps"),
+    "use_cache": honored("set on model.config, as in transformers"),
+    "neftune_noise_alpha": honored("by transformers' hook on the embedding, during train()"),
+    "torch_empty_cache_steps": honored("number of steps between two clearings of the device's cache"),
     "full_determinism": leaf("precision.deterministic"),
-    "use_cpu": honoured("TrainingArguments itself chooses the device, and the run follows it"),
+    "use_cpu": honored("TrainingArguments chooses the device, and the run follows it"),
     # Logging
-    "logging_strategy": honoured("by DefaultFlowCallback: what goes into state.log_history, and when"),
-    "logging_steps": computed(
-        "log.every_steps", note="below 1, a fraction of all steps; metrics.jsonl has its lines there too"
-    ),
-    "logging_first_step": honoured("by DefaultFlowCallback"),
-    "log_on_each_node": honoured("as transformers: who sets log_level"),
-    "logging_nan_inf_filter": honoured(
-        "never: a NaN is logged as NaN, with the number of skipped steps; both values are accepted"
-    ),
-    "include_num_input_tokens_seen": honoured(
+    "logging_strategy": honored("by DefaultFlowCallback: when to log to state.log_history"),
+    "logging_steps": computed("log.every_steps", note="below 1, a fraction of all steps; also for metrics.jsonl"),
+    "logging_first_step": honored("by DefaultFlowCallback"),
+    "log_on_each_node": honored("as in transformers: which processes set log_level"),
+    "logging_nan_inf_filter": honored("both values: a NaN is logged as NaN, with the number of skipped steps"),
+    "include_num_input_tokens_seen": honored(
         "`all` and `non_padding`, in the log and in the state; the host then waits for every step"
     ),
-    **dict.fromkeys(("log_level", "log_level_replica"), honoured("sets transformers' verbosity, as there")),
+    **dict.fromkeys(("log_level", "log_level_replica"), honored("sets transformers' verbosity")),
     "disable_tqdm": leaf(
         "log.progress",
         lambda value: False,
         note="by ProgressCallback, or with True PrinterCallback, as in transformers",
     ),
-    "report_to": honoured("by transformers' own reporting callbacks, which are given what is logged"),
-    **dict.fromkeys(("run_name", "project"), honoured("by those reporting callbacks")),
+    "report_to": honored("by transformers' reporting callbacks, which receive the log"),
+    **dict.fromkeys(("run_name", "project"), honored("by transformers' reporting callbacks")),
     **dict.fromkeys(
         ("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id"),
-        honoured("by transformers' TrackioCallback"),
+        honored("by transformers' TrackioCallback"),
     ),
     # Evaluation
     "eval_strategy": computed("evaluate.every_steps", note="epoch: the steps of an epoch"),
     "eval_steps": computed("evaluate.every_steps", note="below 1, a fraction of all steps"),
-    "eval_delay": honoured("by DefaultFlowCallback; the host then waits for every step"),
+    "eval_delay": honored("by DefaultFlowCallback; the host then waits for every step"),
     "per_device_eval_batch_size": leaf("batch.per_device_eval_batch_size"),
-    "prediction_loss_only": honoured("predict and evaluate keep no predictions"),
-    "eval_on_start": honoured("evaluate() before the first step"),
-    "eval_do_concat_batches": honoured("False: predictions and labels are lists of batches"),
-    "eval_use_gather_object": honoured("always: predictions are gathered as objects, of any shape"),
-    "eval_accumulation_steps": honoured("always 1: predictions go to the host batch by batch, so the GPU holds one"),
-    "include_for_metrics": honoured("inputs and loss are passed to compute_metrics"),
-    "batch_eval_metrics": honoured("compute_metrics gets batch by batch, and compute_result=True with the last"),
+    "prediction_loss_only": honored("predict and evaluate keep no predictions"),
+    "eval_on_start": honored("evaluate() before the first step"),
+    "eval_do_concat_batches": honored("False: predictions and labels are lists of batches"),
+    "eval_use_gather_object": honored("always: predictions are gathered as objects of any shape"),
+    "eval_accumulation_steps": honored("always 1: predictions move to the host after each batch"),
+    "include_for_metrics": honored("inputs and loss are passed to compute_metrics"),
+    "batch_eval_metrics": honored("compute_metrics receives one batch at a time; compute_result=True marks the last"),
     # Checkpoints
-    "save_only_model": refused(
-        "checkpoints hold the optimizer, so that a run can resume from them; `model/` holds weights only"
-    ),
+    "save_only_model": refused("a resume needs the optimizer in each checkpoint; `model/` holds only weights"),
     "save_strategy": computed("checkpoint.every_steps", "checkpoint.keep_best", note="the last step is always saved"),
     "save_steps": computed("checkpoint.every_steps", note="below 1, a fraction of all steps"),
-    "save_on_each_node": refused("the main process writes checkpoints; give output_dir on storage that all nodes see"),
+    "save_on_each_node": refused("the main process writes checkpoints; put output_dir on storage that all nodes share"),
     "save_total_limit": leaf("checkpoint.keep", lambda value: value or KEEP_ALL, note="newest ones, and the best"),
-    "enable_jit_checkpoint": honoured("always: SIGTERM saves after the step that runs, and train() raises Preempted"),
+    "enable_jit_checkpoint": honored("always: SIGTERM saves after the current step, and train() raises Preempted"),
     "load_best_model_at_end": leaf("checkpoint.load_best_model_at_end"),
     "metric_for_best_model": leaf(
         "evaluate.metric_for_best_model",
@@ -225,51 +226,41 @@ FIELDS: dict[str, Rule] = {
         note="without its eval_ prefix",
     ),
     "greater_is_better": leaf("evaluate.greater_is_better", _or_auto),
-    "ignore_data_skip": honoured(
-        "always: a resume reads none of the samples before its step; True begins no epoch anew either"
-    ),
-    "restore_callback_states_from_checkpoint": honoured("callbacks that export a state get back the checkpoint's"),
-    "resume_from_checkpoint": honoured("not read by transformers' Trainer either: pass it to train()"),
+    "ignore_data_skip": honored("always: a resume does not read earlier samples; True does not restart the epoch"),
+    "restore_callback_states_from_checkpoint": honored("callbacks that export a state get the checkpoint's state back"),
+    "resume_from_checkpoint": honored("not read, as in transformers: pass it to train()"),
     # Hub
-    "push_to_hub": honoured("through huggingface_hub, after each save and at the end, as hub_strategy says"),
-    "hub_token": honoured("never written anywhere"),
-    "hub_private_repo": honoured("when the repository is created"),
-    "hub_model_id": honoured("the repository; none: the name of output_dir"),
-    "hub_strategy": honoured("end, every_save, checkpoint, all_checkpoints"),
-    "hub_always_push": honoured("False: a save is not pushed while the last push is under way"),
-    "hub_revision": honoured("the branch"),
+    "push_to_hub": honored("through huggingface_hub, after each save and at the end, as hub_strategy says"),
+    "hub_token": honored("never written anywhere"),
+    "hub_private_repo": honored("when the repository is created"),
+    "hub_model_id": honored("the repository; default: the name of output_dir"),
+    "hub_strategy": honored("end, every_save, checkpoint, all_checkpoints"),
+    "hub_always_push": honored("False: a save is not pushed while the previous push still runs"),
+    "hub_revision": honored("the branch"),
     # Reproducibility and data
     "seed": leaf("seed"),
-    "data_seed": honoured(
-        "the order of epoch e is torch.randperm of the seed data_seed (none: seed) + e, as in transformers"
-    ),
-    "accelerator_config": honoured(
-        "`split_batches`: a batch size is that of all processes; `dispatch_batches`, `even_batches`, `non_blocking`: "
+    "data_seed": honored("epoch e has the order of torch.randperm with seed data_seed (default: seed) + e"),
+    "accelerator_config": honored(
+        "`split_batches`: a batch size counts all processes; `dispatch_batches`, `even_batches`, `non_blocking`: "
         "both values give the same batches",
         allowed=_known_accelerator_config,
         remedy=(
-            "use_seedable_sampler=False and gradient_accumulation_kwargs leave the order and the accumulation to "
-            "Accelerate; leave them out"
+            "use_seedable_sampler=False and gradient_accumulation_kwargs let Accelerate decide order and accumulation; "
+            "remove them"
         ),
     ),
-    "parallelism_config": computed(
-        "parallel.dp_shard_size", note="and data parallelism around it; else accel-train run"
-    ),
+    "parallelism_config": computed("parallel.dp_shard_size", note="with data parallelism; otherwise accel-train run"),
     "dataloader_drop_last": leaf(
         "data.last_batch", lambda value: "drop" if value else "short", note="False: short; True: drop"
     ),
     "dataloader_num_workers": leaf("data.num_workers"),
-    "dataloader_pin_memory": leaf(
-        "data.pin_memory", lambda value: "auto" if value else False, note="True: where there is a GPU"
-    ),
-    "dataloader_persistent_workers": honoured("always in training: one set of workers reads the whole run"),
-    "dataloader_prefetch_factor": honoured("micro-batches that each worker reads ahead; none: 4"),
-    "dataloader_multiprocessing_context": honoured("fork, spawn or forkserver"),
-    "dataloader_in_order": honoured(
-        "always: False lets transformers train on whichever batch is ready; here the order stays"
-    ),
-    "remove_unused_columns": honoured("by the signature of the model's forward, as in transformers"),
-    "label_names": honoured("which inputs are labels; none: by the signature of the model's forward"),
+    "dataloader_pin_memory": leaf("data.pin_memory", lambda value: "auto" if value else False, note="True: on a GPU"),
+    "dataloader_persistent_workers": honored("always in training: the same workers read the whole run"),
+    "dataloader_prefetch_factor": honored("micro-batches that each worker reads ahead; default: 4"),
+    "dataloader_multiprocessing_context": honored("fork, spawn or forkserver"),
+    "dataloader_in_order": honored("always: the order stays, even where transformers takes any ready batch (False)"),
+    "remove_unused_columns": honored("by the signature of the model's forward, as in transformers"),
+    "label_names": honored("the inputs that are labels; default: by the signature of the model's forward"),
     "train_sampling_strategy": computed(
         "data.shuffle",
         "data.group_by_length",
@@ -277,38 +268,35 @@ FIELDS: dict[str, Rule] = {
         allowed=_is("random", "sequential", "group_by_length"),
         remedy="use random, sequential or group_by_length",
     ),
-    "length_column_name": honoured("the lengths for group_by_length"),
+    "length_column_name": honored("the lengths for group_by_length"),
     # Launching
-    "ddp_find_unused_parameters": honoured("none: as in transformers, for its own models"),
-    "ddp_bucket_cap_mb": honoured("passed to DDP"),
-    "ddp_broadcast_buffers": honoured(
-        "always where a model has running statistics: they are kept alike on all processes"
-    ),
-    "ddp_static_graph": refused("a step that is skipped or made again has another graph; leave it out"),
-    **dict.fromkeys(("ddp_backend", "ddp_timeout"), honoured("TrainingArguments itself starts the process group")),
+    "ddp_find_unused_parameters": honored("default: as transformers chooses for its own models"),
+    "ddp_bucket_cap_mb": honored("passed to DDP"),
+    "ddp_broadcast_buffers": honored("always if a model has running statistics: all processes keep the same ones"),
+    "ddp_static_graph": refused("a step that is skipped or repeated has another graph; remove it"),
+    **dict.fromkeys(("ddp_backend", "ddp_timeout"), honored("TrainingArguments starts the process group")),
     "fsdp": computed("parallel.strategy", note="fsdp2, block by block"),
     "fsdp_config": computed(
         "parallel.reshard_after_forward",
         "parallel.cpu_offload",
         "precision.gradient_checkpointing",
-        note="the other keys change no result, and nothing here; FSDP1 is refused",
+        note="other keys do not change results and are not read; FSDP1 is refused",
     ),
     "deepspeed": computed(
         "parallel.strategy",
         "parallel.zero_stage",
-        note="ZeRO 1 to 3; what else its configuration says has to be `auto`, or what the arguments say",
+        note="ZeRO 1 to 3; other keys must be `auto` or match the arguments",
     ),
-    "debug": honoured(
+    "debug": honored(
         "underflow_overflow: transformers' DebugUnderflowOverflow watches the model",
         allowed=lambda value: "tpu" not in str(value).lower(),
-        remedy="XLA is not here; leave it out",
+        remedy="XLA is not supported; remove it",
     ),
-    "skip_memory_metrics": honoured("False: transformers' TrainerMemoryTracker adds its metrics"),
+    "skip_memory_metrics": honored("False: transformers' TrainerMemoryTracker adds its metrics"),
     **dict.fromkeys(
-        ("do_train", "do_eval", "do_predict"),
-        honoured("not read by transformers' Trainer either: it is for your script"),
+        ("do_train", "do_eval", "do_predict"), honored("not read, as in transformers: your script reads it")
     ),
-    "local_rank": honoured("not read by transformers' Trainer either: the launcher says it"),
+    "local_rank": honored("not read, as in transformers: the launcher sets it"),
 }
 
 
@@ -316,6 +304,6 @@ def table() -> str:
     """Return the table of docs/hf_trainer.md, with a line per field."""
     lines = ["| TrainingArguments | here | how, or what to do instead |", "|---|---|---|"]
     for name, rule in FIELDS.items():
-        remedy = f"; refused else: {rule.remedy}" if rule.remedy else ""
+        remedy = f"; other values are refused: {rule.remedy}" if rule.remedy else ""
         lines.append(f"| `{name}` | {rule.kind} | {rule.text}{remedy} |")
     return "\n".join(lines)

@@ -15,8 +15,8 @@ from torch import nn
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
 from transformers.trainer import Trainer as StockTrainer
 
-from accel_train.hf.argument_table import FIELDS, name_of
-from accel_train.hf.sharding import parallel_leaves, recomputes_activations, train_batch_size
+from accel_train.core.errors import SettingError
+from accel_train.hf.argument_table import FIELDS, accelerator_settings, argument_error, name_of
 from accel_train.optim.optimizers import parameter_groups
 from accel_train.recipe.optimizer import ParameterGroup
 from accel_train.recipe.schema import Recipe
@@ -40,78 +40,82 @@ REMEDIES = {
     "_save": "override save_model",
 }
 """Remedies by the name of an overridden method of transformers' Trainer. The remedy for other methods is a callback."""
+OURS = "use accel-train run, whose recipe has a `parallel` section"
 
 
 def check_arguments(args: TrainingArguments) -> None:
     """Check that all fields have supported values.
 
     Raises:
-        ValueError: a field has another value. The message names each such field, its value, and the remedy.
+        SettingError: a field has another value. The message names each such field, its value, and the remedy.
     """
-    problems = []
+    problems = {}
     for field in dataclasses.fields(args):
         value = getattr(args, field.name)
         rule = FIELDS.get(field.name)
         # A field of the script's own subclass, or of another version of transformers.
         if rule is None:
             if field.name in TRANSFORMERS_FIELDS and field.default_factory is MISSING and value != field.default:
-                problems.append(f"{field.name}={value!r}: accel_train.Trainer does not know this field; leave it out")
+                problems[field.name] = (
+                    f"{field.name}={value!r}: accel_train.Trainer does not know this field; remove it"
+                )
         elif rule.allowed is not None and not rule.allowed(value):
-            problems.append(f"{field.name}={getattr(value, 'value', value)!r}: {rule.remedy or rule.text}")
+            shown = getattr(value, "value", value)
+            problems[field.name] = f"{field.name}={shown!r}: {rule.remedy or rule.text}"
     if problems:
-        raise ValueError("TrainingArguments that accel_train.Trainer cannot honour: " + "; ".join(problems))
+        at = "TrainingArguments that accel_train.Trainer cannot honor"
+        raise SettingError("; ".join(problems.values()), at=at, settings=tuple(problems))
 
 
 def check_overrides(kind: type, base: type) -> None:
     """Check that a subclass overrides only methods that accel_train calls.
 
     Raises:
-        ValueError: a method that only transformers' Trainer calls is overridden. The message names each with its
+        SettingError: a method that only transformers' Trainer calls is overridden. The message names each with its
             remedy.
     """
-    problems = []
+    problems = {}
     for cls in kind.__mro__[: kind.__mro__.index(base)]:
         for name in vars(cls):
             known = callable(getattr(StockTrainer, name, None)) and not name.startswith("__")
-            is_for_calls = name.startswith("_") and getattr(base, name, None) is getattr(StockTrainer, name, None)
-            if known and (is_for_calls or not hasattr(base, name)):
-                remedy = REMEDIES.get(name, "use a callback, or transformers.Trainer")
-                problems.append(f"{cls.__name__}.{name}: {remedy}")
+            # Overrides may call the helpers with an underscore, but nothing here calls an override of them.
+            if known and (name.startswith("_") or not hasattr(base, name)):
+                problems[f"{cls.__name__}.{name}"] = REMEDIES.get(name, "use a callback, or transformers.Trainer")
     if problems:
-        raise ValueError(f"overridden methods that accel_train.Trainer never calls: {'; '.join(problems)}")
+        problem = "; ".join(f"{name}: {remedy}" for name, remedy in problems.items())
+        at = "overridden methods that accel_train.Trainer never calls"
+        raise SettingError(problem, at=at, settings=tuple(problems))
 
 
 def check_combinations(trainer: "Trainer") -> None:
     """Check the arguments of the trainer against each other.
 
     Raises:
-        ValueError: two arguments contradict each other, or one needs another.
+        SettingError: two arguments contradict each other, or one needs another.
     """
     args, (optimizer, scheduler) = trainer.args, trainer.given_optimizers
     for name in () if trainer.generates else GENERATION_FIELDS:
         if getattr(args, name, None):
-            raise ValueError(
-                f"{name}={getattr(args, name)!r}: accel_train.Trainer generates no texts; "
-                "use accel_train.hf.Seq2SeqTrainer"
-            )
+            problem, remedy = "accel_train.Trainer does not generate text", "Use accel_train.hf.Seq2SeqTrainer."
+            raise argument_error(problem, remedy, **{name: getattr(args, name)})
     if optimizer is not None and trainer.optimizer_cls_and_kwargs is not None:
-        raise ValueError("give one of optimizers and optimizer_cls_and_kwargs")
+        names = ("optimizers", "optimizer_cls_and_kwargs")
+        raise SettingError("give only one of optimizers and optimizer_cls_and_kwargs", settings=names)
     if trainer.model_init is not None and optimizer is not None:
-        raise ValueError(
-            "model_init makes new parameters, which optimizers do not have; override create_optimizer instead"
-        )
+        problem = "optimizers do not have the new parameters that model_init makes"
+        raise SettingError(problem, "Override create_optimizer instead.", settings=("optimizers", "model_init"))
     if optimizer is None and scheduler is not None:
-        raise ValueError("optimizers=(None, scheduler): a scheduler belongs to its optimizer; give both")
+        problem = "optimizers=(None, scheduler): a scheduler belongs to its optimizer"
+        raise SettingError(problem, "Give both.", settings=("optimizers",))
     if args.eval_strategy != "no" and trainer.eval_dataset is None:
-        raise ValueError(
-            f"eval_strategy={name_of(args.eval_strategy)} needs an eval_dataset; give one, or set it to no"
-        )
+        remedy = "Give one, or set eval_strategy to no."
+        raise argument_error("evaluation needs an eval_dataset", remedy, eval_strategy=name_of(args.eval_strategy))
     if args.save_strategy == "best" and args.metric_for_best_model is None:
-        raise ValueError("save_strategy=best: `args.metric_for_best_model` must be provided")
+        problem = "save_strategy=best: `args.metric_for_best_model` must be provided"
+        raise SettingError(problem, settings=("save_strategy", "metric_for_best_model"))
     if not callable(trainer.data_collator):
-        raise ValueError(
-            f"data_collator={trainer.data_collator!r} cannot be called; give a function of a list of samples"
-        )
+        remedy = "Give a function of a list of samples."
+        raise argument_error("not callable", remedy, data_collator=trainer.data_collator)
 
 
 @dataclass(frozen=True)
@@ -139,32 +143,35 @@ def length_of(args: TrainingArguments, num_samples: int | None, num_batches: int
     """Return the steps of the run and of an epoch, from the number of samples or of batches in the user's loader.
 
     Raises:
-        ValueError: the data make no step, or have no length while max_steps is not set. Also raised if
+        SettingError: the data make no step, or have no length while max_steps is not set. Also raised if
             `dataloader_drop_last` leaves the last step of each epoch with fewer micro-batches, because a recipe cannot
             express this.
     """
     accumulation = args.gradient_accumulation_steps
     per_step = train_batch_size(args) * world_size
+    global_batch = per_step * accumulation
     if num_batches is not None:
         batches = math.ceil(num_batches / world_size)
     elif num_samples is not None:
         whole, rest = divmod(num_samples, per_step)
         batches = whole if args.dataloader_drop_last else whole + (rest > 0)
         if args.dataloader_drop_last and batches % accumulation and batches > accumulation:
-            raise ValueError(
-                f"dataloader_drop_last=True: {num_samples} samples make {batches} micro-batches for each process, no "
-                f"multiple of gradient_accumulation_steps={accumulation}; set it False, or choose sizes that divide"
+            raise SettingError(
+                f"{num_samples} samples make {batches} micro-batches per process, which is not a multiple of "
+                f"gradient_accumulation_steps={accumulation}",
+                "Set it False, or choose sizes that divide.",
+                "dataloader_drop_last=True",
+                ("dataloader_drop_last", "gradient_accumulation_steps"),
             )
     elif args.max_steps > 0:
         batches = args.max_steps * accumulation
     else:
-        raise ValueError("the train_dataset has no length, so the number of steps cannot be inferred; set max_steps")
+        problem = "the number of steps is unknown, because the dataset has no length"
+        raise SettingError(problem, "Set max_steps.", "train_dataset", ("train_dataset", "max_steps"))
     steps_per_epoch = batches // accumulation if args.dataloader_drop_last else math.ceil(batches / accumulation)
     if steps_per_epoch == 0:
-        raise ValueError(
-            f"the train_dataset has {num_samples} samples, which make no step of {per_step * accumulation}"
-        )
-    global_batch = per_step * accumulation
+        problem = f"{num_samples} samples are fewer than one step of {global_batch}"
+        raise SettingError(problem, "Lower the batch size.", "train_dataset", ("train_dataset",))
     if args.max_steps > 0:
         epochs, max_steps = math.ceil(args.max_steps / steps_per_epoch), args.max_steps
     else:
@@ -172,6 +179,21 @@ def length_of(args: TrainingArguments, num_samples: int | None, num_batches: int
     is_by_samples = num_samples is not None and args.max_steps <= 0
     planned = (num_samples or 0) * args.num_train_epochs if is_by_samples else max_steps * global_batch
     return Length(batches, steps_per_epoch, max_steps, epochs, global_batch, planned)
+
+
+def train_batch_size(args: TrainingArguments) -> int:
+    """Return the samples per micro-batch of one process.
+
+    Raises:
+        SettingError: `split_batches` is set, but the batch cannot be split.
+    """
+    size = args.per_device_train_batch_size
+    if not accelerator_settings(args.accelerator_config).get("split_batches"):
+        return size
+    if size % args.world_size:
+        problem = f"accelerator_config sets split_batches, but {args.world_size} processes do not divide the batch"
+        raise argument_error(problem, "Use a multiple.", per_device_train_batch_size=size)
+    return size // args.world_size
 
 
 def to_recipe(
@@ -192,7 +214,7 @@ def to_recipe(
         train_name: name of the training data in recipe.yaml.
 
     Raises:
-        ValueError: a value breaks a rule of the recipe. The message names the field.
+        SettingError: a value breaks a rule of the recipe. The message names the argument.
     """
     check_arguments(args)
     translated = {name: rule for name, rule in FIELDS.items() if rule.value_of and hasattr(args, name)}
@@ -228,7 +250,7 @@ def to_recipe(
     try:
         return Recipe.model_validate(tree)
     except ValidationError as error:
-        raise ValueError(_explain(error, args)) from error
+        raise _explain(error, args) from error
 
 
 def _schedule_leaves(args: TrainingArguments, length: Length) -> dict[str, Any]:
@@ -304,17 +326,93 @@ def with_decay_of(recipe: Recipe, model: nn.Module, decayed: Collection[str]) ->
     return recipe.model_copy(update={"optimizer": section.model_copy(update={"groups": by_name})})
 
 
-def _explain(error: ValidationError, args: TrainingArguments) -> str:
-    """Return a message that names each argument with an invalid recipe field."""
+def _explain(error: ValidationError, args: TrainingArguments) -> SettingError:
+    """Return an error that names each argument with an invalid recipe field."""
     names = {"schedule": "warmup_steps", "optimizer.betas.1": "adam_beta2"}
     for name, rule in FIELDS.items():
         for leaf in rule.leaves:
             names.setdefault(leaf, name)
-    messages = []
+    found, messages = [], []
     for problem in error.errors(include_url=False):
         place = ".".join(map(str, problem["loc"]))
         name = names.get(place) or names.get(place.rpartition(".")[0], place)
         value = getattr(args, name, problem.get("input"))
         broken = problem["ctx"]["error"] if problem["type"] == "value_error" else problem["msg"]
+        found.append(name)
         messages.append(f"{name}={value!r}: {broken}")
-    return "TrainingArguments: " + "; ".join(messages)
+    return SettingError("; ".join(messages), at="TrainingArguments", settings=tuple(found))
+
+
+def recomputes_activations(args: TrainingArguments) -> bool:
+    """Return whether the model checkpoints activations.
+
+    The argument's new name, its name before transformers 5.23, and `fsdp_config` can all request it.
+    """
+    names = ("activation_checkpointing", "gradient_checkpointing")
+    by_fsdp = bool(args.fsdp) and str((args.fsdp_config or {}).get(names[0], False)).lower() == "true"
+    return by_fsdp or any(getattr(args, name, False) for name in names)
+
+
+def parallel_leaves(args: TrainingArguments) -> dict[str, Any]:
+    """Return the recipe fields that the arguments `fsdp`, `deepspeed`, and `parallelism_config` set, or an empty dict.
+
+    Raises:
+        SettingError: two of them contradict each other, or one asks for an unsupported feature.
+    """
+    if args.fsdp and args.deepspeed:
+        raise SettingError("fsdp and deepspeed both shard the model", "Give only one.", settings=("fsdp", "deepspeed"))
+    leaves = _deepspeed_leaves(args) if args.deepspeed else _fsdp_leaves(args) if args.fsdp else {}
+    if args.parallelism_config is not None:
+        leaves |= _size_leaves(args.parallelism_config, is_zero=bool(args.deepspeed))
+    return {f"parallel.{name}": value for name, value in leaves.items()}
+
+
+def _fsdp_leaves(args: TrainingArguments) -> dict[str, Any]:
+    config: Any = args.fsdp_config or {}
+    if int(config.get("version", 2)) != 2:
+        problem = f"version={config['version']}: FSDP1 is not supported"
+        raise SettingError(problem, "Remove it to use FSDP2.", "fsdp_config", ("fsdp_config",))
+    if config.get("xla"):
+        raise SettingError("xla=True: XLA is not supported", "Remove it.", "fsdp_config", ("fsdp_config",))
+    return {
+        "strategy": "fsdp2",
+        "reshard_after_forward": str(config.get("reshard_after_forward", True)).lower() == "true",
+        "cpu_offload": bool(config.get("cpu_offload", False)),
+    }
+
+
+def _deepspeed_leaves(args: TrainingArguments) -> dict[str, Any]:
+    """Return the `parallel` fields of a DeepSpeed configuration.
+
+    `trainer_config_process` of transformers has filled in each `auto` and noted contradictions to the arguments.
+    """
+    config: Any = args.hf_deepspeed_config
+    found = None
+    optimizer = config.get_value("optimizer.type")
+    if config.mismatches:
+        problems = "; ".join(map(str.strip, config.mismatches))
+        found = f"the configuration contradicts the arguments ({problems})", "Write auto there."
+    elif config.is_offload():
+        found = "offloading is not supported", "Use fsdp with fsdp_config={'cpu_offload': True}."
+    elif optimizer not in (None, "AdamW"):
+        found = f"optimizer.type={optimizer}: only AdamW is supported", "Remove the section, and set optim."
+    elif config.get_value("scheduler") is not None:
+        found = "the scheduler section is not used", "Remove it, and set lr_scheduler_type."
+    if found is not None:
+        raise SettingError(*found, "deepspeed", ("deepspeed",))
+    stage = int(config.get_value("zero_optimization.stage", 0))
+    return {"strategy": "deepspeed", "zero_stage": stage} if stage else {}
+
+
+def _size_leaves(config: Any, *, is_zero: bool) -> dict[str, Any]:
+    at = "parallelism_config"
+    for name in ("tp_size", "cp_size", "sp_size"):
+        # Older versions of Accelerate have no sp_size.
+        if (size := getattr(config, name, 1)) > 1:
+            problem = f"{name}={size}: accel_train.Trainer does not split layers or sequences"
+            raise SettingError(problem, f"Leave it at 1, or {OURS}.", at, (at,))
+    if config.dp_shard_size <= 1:
+        return {}
+    if is_zero:
+        raise SettingError("dp_shard_size is for fsdp", "Remove it when you use deepspeed.", at, (at, "deepspeed"))
+    return {"strategy": "fsdp2", "dp_shard_size": config.dp_shard_size}

@@ -8,23 +8,28 @@ wait for steps. Each step is then reported while the next one runs.
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from accelerate.utils import broadcast_object_list
 from accelerate.utils.memory import clear_device_cache
-from torch.optim.lr_scheduler import ReduceLROnPlateau
-from transformers import TrainerState
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from transformers import DefaultFlowCallback, PrinterCallback, ProgressCallback, TrainerCallback, TrainerState
+from transformers.integrations import INTEGRATION_TO_CALLBACK
 from transformers.optimization import AdafactorSchedule
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK, TRAINER_STATE_NAME
 
 from accel_train.checkpoint.contents import optimizer_tensors
 from accel_train.checkpoint.store import accept_changes, files_below, folder_of
+from accel_train.core.errors import SettingError
 from accel_train.core.json_io import plain
 from accel_train.core.state import Requests, StepResult
+from accel_train.hf.argument_table import argument_error
 from accel_train.hf.arguments import Length
 from accel_train.hf.checkpoints import (
     SCHEDULER_STATE,
@@ -38,21 +43,21 @@ from accel_train.hf.checkpoints import (
 from accel_train.hf.hub import push_checkpoint
 from accel_train.hf.inputs import num_input_tokens
 from accel_train.hf.search import report_to_search
-from accel_train.hf.step import (
-    NextRates,
-    RecipeRates,
-    rate_in_use,
-    signals_of_all,
-    stop_in_last_epoch,
-    sum_of_all,
-    watch_updates,
-)
 from accel_train.observe.observer import Observer
 
 if TYPE_CHECKING:
     from accel_train.engine.run import RunContext
     from accel_train.hf import Trainer
 
+OF_AN_UPDATE = ("on_pre_optimizer_step", "on_optimizer_step")
+ASKS_NOTHING = (
+    DefaultFlowCallback,
+    PrinterCallback,
+    ProgressCallback,
+    DEFAULT_PROGRESS_CALLBACK,
+    *INTEGRATION_TO_CALLBACK.values(),
+)
+"""Callbacks that request nothing from the loop, except at the steps that the arguments set."""
 CLOCKS = ("runtime", "_per_second", "epoch")
 """Suffixes of values that `Trainer.evaluate` returns in addition to metrics."""
 
@@ -76,10 +81,8 @@ class Flow(Observer):
         # Step of the last on_epoch_end.
         self._epoch_ended_at = 0
         self._since_log: list[StepResult] = []
-        self._applied_sum, self._num_applied = 0.0, 0
-        self._num_skipped = 0
-        self._begun_step, self._flops_at_step = -1, 0.0
-        self._shown_rate = 0.0
+        self._applied_sum, self._num_applied, self._num_skipped = 0.0, 0, 0
+        self._begun_step, self._flops_at_step, self._shown_rate = -1, 0.0, 0.0
         self._num_micro_batches = 0
         """Micro-batches of the current step so far."""
         self._num_own = 0
@@ -96,7 +99,7 @@ class Flow(Observer):
 
         Raises:
             OSError: the checkpoint's state cannot be read.
-            ValueError: a callback exports a state that JSON cannot hold.
+            SettingError: a callback exports a state that JSON cannot hold.
         """
         trainer, args = self.trainer, self.trainer.args
         self.run, self.began = run, time.time()
@@ -113,7 +116,7 @@ class Flow(Observer):
         try:
             state_text(TrainerState(stateful_callbacks=exportable(trainer)), plain)
         except TypeError as error:
-            raise ValueError(f"the state() of a callback cannot be saved: {error}") from None
+            raise SettingError(f"the state() of a callback cannot be saved: {error}", at="callbacks") from None
         trainer.state = state
         self.names = CheckpointNames(run, trainer)
         # The folder may hold links of a killed or archived run.
@@ -161,7 +164,7 @@ class Flow(Observer):
         """Call on_step_end, and on_epoch_end at the end of an epoch. Log now, and request other actions of the loop.
 
         Raises:
-            ValueError: a callback asks to end an epoch early, but the epoch is not the last.
+            SettingError: a callback asks to end an epoch early, but the epoch is not the last.
         """
         trainer, state = self.trainer, self.trainer.state
         state.global_step, state.epoch = result.step, self._epoch(result.step)
@@ -190,7 +193,7 @@ class Flow(Observer):
         if trainer.control.should_log:
             self._log(result, learning_rate)
         control = trainer.control
-        stop_in_last_epoch(control, self.length, result.step)
+        self._stop_in_last_epoch(result.step)
         is_last = control.should_training_stop or result.step == self.length.max_steps
         # A requested evaluation or save comes before the end of its epoch.
         asks = is_last and (control.should_evaluate or control.should_save)
@@ -219,8 +222,12 @@ class Flow(Observer):
         """Turn the callbacks' signals into requests. A signal of one process is enough."""
         if self.requests is None:
             return
-        stop, save, evaluate = signals_of_all(self.trainer)
-        self.trainer.control.should_training_stop |= stop
+        control = self.trainer.control
+        signals = self._over_processes(
+            [control.should_training_stop, control.should_save, control.should_evaluate], dist.ReduceOp.MAX
+        )
+        stop, save, evaluate = map(bool, signals)
+        control.should_training_stop |= stop
         self.requests.stop |= stop and step < self.length.max_steps
         self.requests.save |= save
         if evaluate and self.trainer.args.eval_strategy == "no":
@@ -250,30 +257,24 @@ class Flow(Observer):
                 broadcast_object_list(found)
             self._by_step[step] = found[0]
             report_to_search(trainer, self._by_step[step])
-            self.on_metrics(self._by_step[step])
+            if self.scheduler is not None:
+                self._step_scheduler(self.scheduler, self._by_step[step])
         named = {name.removeprefix("eval_"): as_text(value) for name, value in self._by_step[step].items()}
         metrics = {
             name: v for name, v in named.items() if isinstance(v, float | int | list) and not name.endswith(CLOCKS)
         }
-        stop_in_last_epoch(trainer.control, self.length, state.global_step)
+        self._stop_in_last_epoch(state.global_step)
         # EarlyStoppingCallback requests a stop in on_evaluate.
         if self.requests is not None and trainer.control.should_training_stop:
             self.requests.stop |= state.global_step < self.length.max_steps
         return {"loss": math.nan, **metrics}
 
-    def on_metrics(self, metrics: Mapping[str, Any]) -> None:
-        """Step a schedule that follows the evaluations with the metrics of one evaluation.
-
-        Raises:
-            ValueError: the evaluation has no metric of the required name.
-        """
-        if self.scheduler is None:
-            return
-        name = self.trainer.args.metric_for_best_model or "loss"
-        name = name if name.startswith("eval_") else f"eval_{name}"
+    def _step_scheduler(self, scheduler: ReduceLROnPlateau, metrics: Mapping[str, Any]) -> None:
+        """Step a schedule that follows the evaluations with the metrics of one evaluation."""
+        name = f"eval_{(self.trainer.args.metric_for_best_model or 'loss').removeprefix('eval_')}"
         if name not in metrics:
-            raise ValueError(f"metric_for_best_model={name}: no such metric; the evaluation has {', '.join(metrics)}")
-        self.scheduler.step(metrics[name])
+            raise argument_error(f"the evaluation has only {', '.join(metrics)}", "", metric_for_best_model=name)
+        scheduler.step(metrics[name])
 
     def on_event(self, kind: str, step: int, message: str, *, rank: int | None = None, **facts: Any) -> None:
         """Call on_save after a checkpoint, note loaded best weights, and forget evaluations after a rollback."""
@@ -295,8 +296,8 @@ class Flow(Observer):
         if not self.trainer.is_world_process_zero() or not folder.is_dir():
             return
         for name in accept_changes(folder, before):
-            message = f"a callback's on_save changed {name} in {folder.name}, so a resume refuses that checkpoint"
-            self.run.observer.on_event("checkpoint_changed", step, f"{message}; write another file")
+            message = f"{folder.name}/{name}: changed by a callback's on_save, so a resume refuses this checkpoint"
+            self.run.observer.on_event("checkpoint_changed", step, f"{message}. Write another file.")
 
     def pause(self, account: str) -> AbstractContextManager[None]:
         """Copy the state for a checkpoint that may follow. The loop calls this before evaluations and saves."""
@@ -358,7 +359,7 @@ class Flow(Observer):
     def _count_tokens(self) -> None:
         """Add the step's tokens over all processes to the state."""
         if self.trainer.args.include_num_input_tokens_seen not in ("no", False):
-            self.trainer.state.num_input_tokens_seen += int(sum_of_all(self.trainer, sum(self._tokens)))
+            self.trainer.state.num_input_tokens_seen += int(self._over_processes([sum(self._tokens)])[0])
             self._tokens = []
 
     def end(self) -> None:
@@ -371,7 +372,35 @@ class Flow(Observer):
         self.names.find_best()
 
     def _sum_flops(self) -> None:
-        self.trainer.state.total_flos = self._flops_before + sum_of_all(self.trainer, self._flops)
+        self.trainer.state.total_flos = self._flops_before + self._over_processes([self._flops])[0]
+
+    def _over_processes(self, numbers: Sequence[Any], op: Any = dist.ReduceOp.SUM) -> list[float]:
+        """* Return numbers, or tensors of one element, reduced over all processes."""
+        if self.trainer.args.world_size == 1:
+            return [float(number) for number in numbers]
+        reduced = torch.tensor([float(n) for n in numbers], dtype=torch.float64, device=self.trainer.accelerator.device)
+        dist.all_reduce(reduced, op=op)
+        return reduced.tolist()
+
+    def _stop_in_last_epoch(self, step: int) -> None:
+        """Turn a callback's request to end the last epoch at this step into a request to stop.
+
+        A request at the end of an epoch changes nothing.
+
+        Raises:
+            SettingError: the request concerns an epoch before the last one.
+        """
+        epochs, step_in_epoch = divmod(step, self.length.steps_per_epoch)
+        if not self.trainer.control.should_epoch_stop or step_in_epoch == 0:
+            return
+        if epochs < self.length.num_epochs - 1:
+            raise SettingError(
+                f"a callback set control.should_epoch_stop at step {step}, but only the last epoch can end early, "
+                "because the samples of each step are fixed in advance",
+                "Set should_training_stop, or lower num_train_epochs.",
+                settings=("num_train_epochs",),
+            )
+        self.trainer.control.should_training_stop = True
 
     def training_loss(self) -> tuple[float, int]:
         """Return the mean loss of the applied steps since this process started, and the number of skipped steps."""
@@ -381,3 +410,84 @@ class Flow(Observer):
 
     def _epoch(self, step: int) -> float:
         return self.length.epoch_at(step, self.trainer.args.gradient_accumulation_steps)
+
+
+def may_ask(callbacks: list[TrainerCallback]) -> bool:
+    """Return whether a callback may request something. The host then waits for each step."""
+    return any(type(callback) not in ASKS_NOTHING for callback in callbacks)
+
+
+def looks_into_steps(callback: TrainerCallback) -> bool:
+    """Return whether a callback overrides an event of the optimizer update."""
+    own = (getattr(getattr(callback, event), "__func__", None) for event in OF_AN_UPDATE)
+    return any(method is not getattr(TrainerCallback, event) for method, event in zip(own, OF_AN_UPDATE, strict=True))
+
+
+def watch_updates(
+    optimizer: torch.optim.Optimizer,
+    callbacks: Sequence[TrainerCallback],
+    call: Callable[[str], None],
+    hooks: ExitStack,
+) -> None:
+    """Call the update events of the callbacks until `hooks` is closed.
+
+    Gradients are clipped before the first event and still exist in the second one. The events are also called for
+    updates that are skipped on the device.
+    """
+    if not any(map(looks_into_steps, callbacks)):
+        return
+
+    def before(updated: Any, *_: Any) -> None:
+        # Apply the clipping here, because the fused update would only apply it later.
+        if (scale := getattr(updated, "grad_scale", None)) is not None:
+            for parameter in (each for group in updated.param_groups for each in group["params"]):
+                if parameter.grad is not None:
+                    parameter.grad.div_(scale)
+            updated.grad_scale = None
+        call("on_pre_optimizer_step")
+
+    hooks.callback(optimizer.register_step_pre_hook(before).remove)
+    hooks.callback(optimizer.register_step_post_hook(lambda *_: call("on_optimizer_step")).remove)
+
+
+def rate_in_use(scheduler: AdafactorSchedule) -> float:
+    """Return the rate of Adafactor's last update, derived from its state. Write it to `get_last_lr` and the groups."""
+    optimizer: Any = scheduler.optimizer
+    firsts = [(group, optimizer.state.get(group["params"][0])) for group in optimizer.param_groups]
+    if all(state for _, state in firsts):
+        scheduler._last_lr = [float(optimizer._get_lr(group, state)) for group, state in firsts]
+        for (group, _), rate in zip(firsts, scheduler._last_lr, strict=True):
+            group["lr"] = rate
+    return float(scheduler.get_last_lr()[0])
+
+
+class RecipeRates(LRScheduler):
+    """A read-only scheduler that shows the recipe's rates to callbacks. The loop sets the rates."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, peak: float) -> None:
+        self.optimizer, self.base_lrs = optimizer, [peak for _ in optimizer.param_groups]
+
+    def get_last_lr(self) -> list[float | Tensor]:
+        """Return the rate of each parameter group for the next step."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+
+class NextRates:
+    """The learning rates of the next step, set before callbacks run. A change by a callback lasts one step."""
+
+    def __init__(self, run: "RunContext") -> None:
+        self._run, self._schedule, self._step = run, run.schedule, -1
+        self._given: list[float] = []
+        run.schedule = self
+
+    def __call__(self, step: int) -> float | Sequence[float]:
+        in_use = self._in_use()
+        return in_use if step == self._step and in_use != self._given else self._schedule(step)
+
+    def set(self, step: int) -> None:
+        """Set the schedule's rates of a 0-based step."""
+        self._run.set_learning_rate(step)
+        self._step, self._given = step, self._in_use()
+
+    def _in_use(self) -> list[float]:
+        return [float(group["lr"]) for group in self._run.strategy.optimizer.param_groups]

@@ -1,5 +1,6 @@
-"""Checkpoints under transformers' names: `checkpoint-N` in the run folder links to `checkpoints/step-N`."""
+"""Saved models and checkpoints under transformers' names: `checkpoint-N` links to `checkpoints/step-N`."""
 
+import copy
 import dataclasses
 import json
 import re
@@ -8,20 +9,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file, save
+from safetensors.torch import load_file, save, save_file
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import PreTrainedModel, TrainerCallback, TrainerState, TrainingArguments
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import _is_peft_model
 from transformers.trainer_utils import get_last_checkpoint as newest_of_transformers
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from accel_train.checkpoint.contents import load_model_tensors, model_tensors
 from accel_train.checkpoint.store import MANIFEST, checkpoint_folders, newest_valid, step_of
+from accel_train.core.errors import SettingError
 from accel_train.core.json_io import plain
-from accel_train.hf.sharding import is_spread
 from accel_train.optim.optimizers import set_rate
+from accel_train.parallel.zero import import_deepspeed
+from accel_train.recipe.schema import Recipe
 
 if TYPE_CHECKING:
     from accel_train.engine.run import RunContext
@@ -82,20 +87,13 @@ def load_stock_weights(model: nn.Module, folder: Path) -> None:
     """Load the weights of a transformers checkpoint into the model.
 
     Raises:
-        ValueError: the weights are not in the safetensors format, or belong to another model.
+        SettingError: the weights are not in the safetensors format, or belong to another model.
     """
     if not (folder / SAFE_WEIGHTS_NAME).is_file() and not (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
-        raise ValueError(
-            f"resume_from_checkpoint={folder}: it has no {SAFE_WEIGHTS_NAME}; "
-            "only safetensors of a whole model are read"
-        )
+        raise _resume_error(folder, f"{SAFE_WEIGHTS_NAME} not found", "Save the whole model as safetensors.")
     # Some models are saved under other weight names. `from_pretrained` handles these names.
     if isinstance(model, PreTrainedModel):
-        options: dict[str, Any] = {
-            "ignore_mismatched_sizes": True,
-            "use_safetensors": True,
-            "output_loading_info": True,
-        }
+        options = dict.fromkeys(("ignore_mismatched_sizes", "use_safetensors", "output_loading_info"), True)
         loaded, found = type(model).from_pretrained(folder, config=model.config, **options)
         wrong = sorted(map(str, [*found["missing_keys"], *found["unexpected_keys"], *found["mismatched_keys"]]))
         tensors = loaded.state_dict()
@@ -103,22 +101,22 @@ def load_stock_weights(model: nn.Module, folder: Path) -> None:
         tensors, own = load_file(folder / SAFE_WEIGHTS_NAME), model.state_dict()
         wrong = sorted(own.keys() ^ tensors.keys()) or [name for name in own if own[name].shape != tensors[name].shape]
     if wrong:
-        raise ValueError(f"resume_from_checkpoint={folder}: it is of another model, by its weight {wrong[0]}")
+        raise _resume_error(folder, f"the weight {wrong[0]} does not match", "The checkpoint is from another model.")
     model.load_state_dict(tensors)
 
 
-def load_stock_optimizer(optimizer: torch.optim.Optimizer, groups: list[list[nn.Parameter]], folder: Path) -> str:
-    """Load the optimizer state of a transformers checkpoint. Return a note if it has no such file.
+def load_stock_optimizer(optimizer: torch.optim.Optimizer, groups: list[list[nn.Parameter]], folder: Path) -> bool:
+    """Load the optimizer state of a transformers checkpoint. Return whether it has such a file.
 
     Args:
         groups: parameters in the order of transformers' groups, the group with weight decay first.
 
     Raises:
-        ValueError: the state belongs to other parameters.
+        SettingError: the state belongs to other parameters.
     """
     path = folder / OPTIMIZER_NAME
     if not path.is_file():
-        return f"it has no {OPTIMIZER_NAME}, so the optimizer begins anew; "
+        return False
     saved = torch.load(path, map_location="cpu", weights_only=True)
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     parameters = [parameter for group in groups for parameter in group]
@@ -133,33 +131,45 @@ def load_stock_optimizer(optimizer: torch.optim.Optimizer, groups: list[list[nn.
         if name.startswith("exp_avg") and "row" not in name and "col" not in name
     )
     if not fits:
-        raise ValueError(
-            f"resume_from_checkpoint={folder}: {OPTIMIZER_NAME} is of other parameters; use the same model and optim"
-        )
+        raise _resume_error(folder, f"{OPTIMIZER_NAME} is for other parameters", "Use the same model and optim.")
     state = {
         place_of[id(parameter)]: saved["state"][number]
         for number, parameter in zip(numbers, parameters, strict=True)
         if number in saved["state"]
     }
     optimizer.load_state_dict({**own, "state": state})
-    return ""
+    return True
+
+
+def resume_stock(trainer: "Trainer", run: "RunContext", folder: Path) -> None:
+    """Restore optimizer state and step from a checkpoint of transformers' Trainer. Its weights are loaded already."""
+    decayed = set(trainer.get_decay_parameter_names(trainer.model))
+    trained = [(name, each) for name, each in trainer.model.named_parameters() if each.requires_grad]
+    groups = [[each for name, each in trained if (name in decayed) is is_decayed] for is_decayed in (True, False)]
+    has_state = load_stock_optimizer(run.strategy.optimizer, groups, folder)
+    lost = "" if has_state else f"{OPTIMIZER_NAME} not found, so the optimizer starts without state; "
+    run.state.step = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME)).global_step
+    run.observer.on_event(
+        "stock_checkpoint",
+        run.state.step,
+        f"resumes {folder} from transformers' Trainer: loads weights, optimizer, step, and log; "
+        f"{lost}dropout draws other random numbers, and the schedule sets the learning rates",
+    )
 
 
 def resume_of(args: TrainingArguments, requested: str | bool | None) -> str:
     """Return `checkpoint.resume`: never, auto, or a folder. transformers' checkpoint-N means checkpoints/step-N here.
 
     Raises:
-        ValueError: the checkpoint does not exist.
+        SettingError: the checkpoint does not exist.
     """
     if requested is None or requested is False or stock_checkpoint(args, requested) is not None:
         return "never"
     root = Path(args.output_dir) / "checkpoints"
     if requested is True:
         if not checkpoint_folders(root):
-            raise ValueError(
-                f"resume_from_checkpoint=True: No valid checkpoint found in output directory ({args.output_dir}); "
-                "leave it out to start a new run"
-            )
+            problem = f"No valid checkpoint found in output directory ({args.output_dir})"
+            raise _resume_error(True, problem, "Remove the argument to start a new run.")
         return "auto"
     path = Path(requested)
     theirs = re.fullmatch(r"checkpoint-(\d+)", path.name)
@@ -169,8 +179,13 @@ def resume_of(args: TrainingArguments, requested: str | bool | None) -> str:
     if path.is_symlink():
         path = path.parent / path.readlink()
     if not path.exists():
-        raise ValueError(f"Can't find a valid checkpoint at {requested}. Checkpoints of this run are in {root}")
+        problem = f"Can't find a valid checkpoint at {requested}"
+        raise _resume_error(requested, problem, f"Checkpoints of this run are in {root}.")
     return str(path)
+
+
+def _resume_error(requested: Path | str | bool, problem: str, remedy: str) -> SettingError:
+    return SettingError(problem, remedy, f"resume_from_checkpoint={requested}", ("resume_from_checkpoint",))
 
 
 def adapter_files(trainer: "Trainer") -> dict[str, bytes]:
@@ -207,9 +222,9 @@ class CheckpointNames:
                 in_the_way = link_checkpoints(self.run.plan.output_dir)
             except OSError as error:
                 self._has_links, in_the_way = False, []
-                self.run.observer.note(f"checkpoint-N: no links to checkpoints/ can be made here ({error})")
+                self.run.observer.note(f"checkpoint-N: cannot link to checkpoints/ here ({error})")
             for path in in_the_way:
-                self.run.observer.note(f"{path} was there before and is left alone; this run's is in checkpoints/")
+                self.run.observer.note(f"{path} already exists and stays unchanged. This run's is in checkpoints/.")
 
     def note_best(self) -> None:
         """Copy the best metric so far and its step from the loop."""
@@ -293,7 +308,79 @@ def restore_callbacks(trainer: "Trainer", state: TrainerState) -> list[str]:
                 setattr(callback, name, value)
         if len(alike) != len(states):
             problems.append(
-                f"callbacks: the checkpoint has the state of {len(states)} {kind}, and there are {len(alike)}; "
-                f"{min(len(states), len(alike))} got it back"
+                f"callbacks: the checkpoint has states of {len(states)} {kind}, the trainer has {len(alike)}; "
+                f"restored {min(len(states), len(alike))}"
             )
     return problems
+
+
+def load_whole(model: nn.Module) -> None:
+    """* Give the model whole weights, and load later weights whole, too.
+
+    With ZeRO 3 arguments, `from_pretrained` loads only parts of the weights on each process.
+    """
+    unset_hf_deepspeed_config()
+    # Tied weights share one entry.
+    found: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, part in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if hasattr(part, "ds_id"):
+                if id(part) not in found:
+                    with import_deepspeed().zero.GatheredParameters([part]):
+                        found[id(part)] = nn.Parameter(part.data.cpu().clone(), requires_grad=part.requires_grad)
+                setattr(module, name, found[id(part)])
+
+
+def copy_whole(trainer: "Trainer", recipe: Recipe) -> nn.Module | None:
+    """Return a copy of a model that is about to be sharded, on the main process, or None.
+
+    Saves load the whole weights into this copy.
+    """
+    is_spread = recipe.parallel.strategy != "ddp" and trainer.args.world_size > 1
+    return copy.deepcopy(trainer.model) if is_spread and trainer.args.process_index == 0 else None
+
+
+def is_spread(trainer: "Trainer") -> bool:
+    """Return whether the model's forward waits for the other processes."""
+    return trainer.strategy is not None and trainer.strategy.meets_in_forward
+
+
+def whole_model(trainer: "Trainer") -> nn.Module:
+    """* Return the model with all its weights on the main process. All processes of a sharded model must call it."""
+    if not is_spread(trainer):
+        return trainer.model
+    tensors = trainer.strategy.full_weights()
+    whole = trainer.whole_model
+    if whole is None:
+        return trainer.model
+    load_model_tensors(whole, tensors)
+    return whole.eval()
+
+
+def save_description(trainer: "Trainer", model: Any, folder: Path) -> None:
+    """Write the files that `from_pretrained` needs in addition to the weights."""
+    if isinstance(model, PreTrainedModel):
+        model.config.architectures = [type(model).__name__]
+        model.config.save_pretrained(folder)
+        if model.can_generate():
+            model.generation_config.save_pretrained(folder)
+    if _is_peft_model(model):
+        for config in model.peft_config.values():
+            config.save_pretrained(folder)
+    processing = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+    if processing is not None:
+        processing.save_pretrained(folder)
+
+
+def save_pretrained(trainer: "Trainer", model: Any, folder: Path) -> None:
+    """Write weights, configuration, and tokenizer as transformers' Trainer.save_model does."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if isinstance(model, PreTrainedModel) or _is_peft_model(model):
+        model.save_pretrained(folder)
+    else:
+        tensors = {name: tensor.cpu() for name, tensor in model_tensors(model).items()}
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    save_description(trainer, model, folder)
+    # Access tokens are masked in this JSON.
+    arguments = trainer.args.to_json_string()
+    (folder / "training_args.json").write_text(arguments, encoding="utf-8")

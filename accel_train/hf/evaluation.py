@@ -6,7 +6,7 @@ by batch. Batches of different widths are padded with -100, as in transformers.
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -16,33 +16,30 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate.utils import convert_to_fp32, send_to_device
-from torch.utils.data import DataLoader
+from torch import Tensor, nn
 from transformers import EvalPrediction
-from transformers.trainer import Trainer as StockTrainer
-from transformers.trainer_pt_utils import find_batch_size, nested_concat, nested_numpify
-from transformers.trainer_pt_utils import save_metrics as stock_save_metrics
-from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, denumpify_detensorize, speed_metrics
+from transformers.trainer_pt_utils import find_batch_size, nested_concat, nested_detach, nested_numpify
+from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize, speed_metrics
 
-from accel_train.core.json_io import plain_metrics
+from accel_train.core.errors import SettingError
 from accel_train.data.order import evaluation_batches
 from accel_train.engine.evaluation import evaluation_mode
 from accel_train.engine.loader import Reading, read_batches
 from accel_train.engine.step import MicroBatch
+from accel_train.hf.checkpoints import is_spread
 from accel_train.hf.inputs import (
     collate_of,
     collator_of,
     counted,
-    get_eval_dataloader,
-    get_test_dataloader,
+    evaluation_loader,
     in_batches,
     is_columns,
     is_stream,
     loader_of_override,
+    num_items_in,
     readable,
     reading_of,
 )
-from accel_train.hf.sharding import is_spread
-from accel_train.hf.sharding import prediction_step as prediction_step_of
 
 if TYPE_CHECKING:
     from accel_train.hf import Trainer
@@ -50,6 +47,8 @@ if TYPE_CHECKING:
 
 ONLY_FORWARDED = -1
 """Marks a batch in place of its number of targets: forwarded only because processes of a sharded model meet."""
+CACHES = ["past_key_values", "cache"]
+"""Names of a model's generation cache among its outputs: before transformers 5.24, and since."""
 
 
 @dataclass
@@ -65,195 +64,220 @@ class BatchOutputs:
     inputs: Any
 
 
-def evaluate(
-    trainer: "Trainer", eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
-) -> dict[str, float]:
-    """Evaluate one dataset, or each of a dict of datasets. Log and return the metrics, named with the prefix."""
+def parts_of(trainer: "Trainer", eval_dataset: Any, prefix: str) -> list[tuple[Any, str]] | None:
+    """Return the datasets of a dict with their prefixes, or None for one dataset. The trainer's own go by name."""
     data = trainer.eval_dataset if eval_dataset is None else eval_dataset
-    if isinstance(data, dict) and not is_columns(data):
-        metrics: dict[str, float] = {}
-        for name, part in data.items():
-            chosen = name if eval_dataset is None else part
-            metrics |= trainer.evaluate(chosen, ignore_keys, f"{metric_key_prefix}_{name}")
-        return metrics
-    trainer._memory_tracker.start()
-    found = run_evaluation(trainer, data, ignore_keys, metric_key_prefix)
-    trainer._memory_tracker.stop_and_update_metrics(found.metrics)
-    trainer.log(found.metrics)
-    trainer.control = trainer.callback_handler.on_evaluate(trainer.args, trainer.state, trainer.control, found.metrics)
-    return found.metrics
+    if not isinstance(data, dict) or is_columns(data):
+        return None
+    return [(name if eval_dataset is None else part, f"{prefix}_{name}") for name, part in data.items()]
 
 
-def log(trainer: "Trainer", logs: dict[str, Any], start_time: float | None = None) -> None:
-    """Add numbers to `state.log_history` and call on_log. Arrays and tensors become numbers and lists.
-
-    Raises:
-        ValueError: trainer_state.json cannot hold a value. The message names the value.
-    """
-    plain_metrics(logs)
-    place = len(trainer.state.log_history)
-    # Callbacks get the values unchanged, as in transformers.
-    StockTrainer.log(trainer, logs, start_time)
-    trainer.state.log_history[place:] = map(plain_metrics, trainer.state.log_history[place:])
+def merged(parts: Iterable[dict[str, float]]) -> dict[str, float]:
+    """Return the metrics of all parts in one dict."""
+    return {name: value for metrics in parts for name, value in metrics.items()}
 
 
-def save_metrics(trainer: "Trainer", split: str, metrics: dict[str, Any], combined: bool = True) -> None:
-    """Write metrics to SPLIT_results.json, and with `combined` to all_results.json, on the main process."""
-    stock_save_metrics(trainer, split, plain_metrics(metrics), combined)
-
-
-def predict(
-    trainer: "Trainer", test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
-) -> PredictionOutput:
-    """Return predictions and labels in the order of the dataset, and metrics if there are labels."""
-    trainer._memory_tracker.start()
-    found = run_evaluation(trainer, test_dataset, ignore_keys, metric_key_prefix, predicts=True)
-    trainer._memory_tracker.stop_and_update_metrics(found.metrics)
-    trainer.control = trainer.callback_handler.on_predict(trainer.args, trainer.state, trainer.control, found.metrics)
-    return PredictionOutput(found.predictions, found.label_ids, found.metrics)
-
-
-def run_evaluation(
-    trainer: "Trainer", data: Any, ignore_keys: list[str] | None, prefix: str, *, predicts: bool = False
-) -> EvalLoopOutput:
-    """Forward all batches of a dataset, or of a dataset given by name, and pass their outputs to compute_metrics.
-
-    Raises:
-        ValueError: no dataset was given, or the override's loader was already prepared for several processes.
-    """
-    args, began = trainer.args, time.time()
-    loader_method = "get_test_dataloader" if predicts else "get_eval_dataloader"
-    has_own_loop = trainer.overrides("evaluation_loop")
-    is_own = has_own_loop or trainer.overrides(loader_method)
-    loader: Any = loader_of_override(trainer, loader_method, data) if is_own else None
-    if loader is None and data is None:
-        raise ValueError("evaluation needs an eval_dataset: give one to the Trainer or to evaluate()")
-    if loader is None:
-        make = get_test_dataloader if predicts or not isinstance(data, str) else get_eval_dataloader
-        trainer.callback_handler.eval_dataloader = make(trainer, data)
-    loss_only = None if predicts or trainer.compute_metrics is not None else True
-    if has_own_loop:
-        what = "Prediction" if predicts else "Evaluation"
-        found = trainer.evaluation_loop(loader, what, loss_only, ignore_keys, prefix)
-    else:
-        if loader is not None:
-            trainer.callback_handler.eval_dataloader = loader
-        batches = _own_batches(trainer, trainer.eval_dataset[data] if isinstance(data, str) else data, loader)
-        found = _evaluate_batches(trainer, batches, loss_only, ignore_keys, prefix, keep=predicts)
-    num_steps = math.ceil((found.num_samples or 0) / (args.per_device_eval_batch_size * args.world_size))
-    found.metrics.update(speed_metrics(prefix, began, num_samples=found.num_samples, num_steps=num_steps))
-    return found
-
-
-def evaluation_loop(
-    trainer: "Trainer",
-    dataloader: DataLoader[Any],
-    description: str,
-    prediction_loss_only: bool | None = None,
-    ignore_keys: list[str] | None = None,
-    metric_key_prefix: str = "eval",
-) -> EvalLoopOutput:
-    """Return predictions, labels, and metrics of a loader.
-
-    Every process reads the whole loader and forwards its share of the batches. evaluate and predict use an override of
-    this method.
-    """
-    trainer.callback_handler.eval_dataloader = dataloader
-    batches, keep = _own_batches(trainer, None, dataloader), description != "Evaluation"
-    return _evaluate_batches(trainer, batches, prediction_loss_only, ignore_keys, metric_key_prefix, keep=keep)
-
-
-def _evaluate_batches(
-    trainer: "Trainer",
-    batches: Iterator[MicroBatch],
-    loss_only: bool | None,
-    ignore_keys: list[str] | None,
-    prefix: str,
-    *,
-    keep: bool,
-) -> EvalLoopOutput:
-    args, accelerator = trainer.args, trainer.accelerator
-    if not is_spread(trainer):
-        trainer.model.to(accelerator.device)
-    if not trainer.is_in_train and (args.fp16_full_eval or args.bf16_full_eval):
-        # The cast is permanent, as in transformers.
-        trainer.model.to(torch.float16 if args.fp16_full_eval else torch.bfloat16)
-    loss_only = args.prediction_loss_only if loss_only is None else loss_only
-    by_batch = args.batch_eval_metrics and trainer.compute_metrics is not None and not loss_only
-    in_training = trainer.is_in_train and trainer.strategy is not None
-    averaged = trainer.strategy.averaged() if in_training else nullcontext()
-    with averaged, evaluation_mode(trainer.model), accelerator.autocast():
-        forwarded = (_forward(trainer, dict(inputs), targets, loss_only, ignore_keys) for inputs, targets in batches)
-        own = (each for each in forwarded if each.num_targets != ONLY_FORWARDED)
-        if by_batch:
-            outputs, scores = _score_by_batch(trainer, own, keep=keep)
-        else:
-            outputs, scores = in_turn(accelerator.num_processes, _read_losses(list(own))), {}
-    if not trainer.is_in_train:
-        # The mode stays, as in transformers, because inference often follows.
-        trainer.model.eval()
-    predictions, labels, inputs = (
-        joined([getattr(one, name) for one in outputs], args.eval_do_concat_batches)
-        for name in ("predictions", "labels", "inputs")
+def predict_batch(
+    trainer: "Trainer", model: nn.Module, inputs: dict[str, Any], loss_only: bool, ignore_keys: list[str] | None
+) -> tuple[Tensor | None, Any, Any]:
+    """Return the loss, outputs, and labels of one batch. The outputs omit the loss and the model's ignored keys."""
+    names = trainer.signature.label_names
+    has_labels = bool(names) and all(inputs.get(name) is not None for name in names)
+    gives_loss = not names and bool(
+        trainer.can_return_loss if inputs.get("return_loss") is None else inputs["return_loss"]
     )
-    if trainer.compute_metrics is not None and not by_batch and predictions is not None and labels is not None:
-        scores = _score(trainer, outputs, predictions, labels, inputs)
-    metrics: dict[str, Any] = {}
-    if outputs and outputs[0].loss is not None:
-        weights = [one.num_samples if trainer.match_transformers else one.num_targets for one in outputs]
-        # The loss of a batch without targets is NaN.
-        total = sum(one.loss * weight for one, weight in zip(outputs, weights, strict=True) if weight)
-        metrics["loss"] = total / max(sum(weights), 1)
-    metrics |= denumpify_detensorize(dict(scores))
-    metrics = {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": value for name, value in metrics.items()}
-    return EvalLoopOutput(predictions, labels, metrics, sum(one.num_samples for one in outputs))
+    if ignore_keys is None:
+        ignore_keys = getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", CACHES)
+    loss = labels = None
+    if has_labels or gives_loss:
+        labels = nested_detach(tuple(inputs.get(name) for name in names))
+        labels = labels[0] if len(labels) == 1 else labels
+        num_items = num_items_in(trainer, inputs)
+        with trainer.compute_loss_context_manager():
+            loss, outputs = trainer.compute_loss(model, inputs, return_outputs=True, num_items_in_batch=num_items)
+    else:
+        outputs = model(**inputs)
+    if loss_only:
+        return loss, None, None
+    if isinstance(outputs, dict):
+        drop = {*ignore_keys, "loss"} if loss is not None else set(ignore_keys)
+        logits: Any = tuple(value for name, value in outputs.items() if name not in drop)
+    else:
+        logits = outputs[1:] if loss is not None and isinstance(outputs, list | tuple) else outputs
+    logits = nested_detach(logits)
+    return loss, logits[0] if isinstance(logits, list | tuple) and len(logits) == 1 else logits, labels
 
 
-def _own_batches(trainer: "Trainer", dataset: Any, loader: Any) -> Iterator[MicroBatch]:
-    """Yield this process's batches, from the dataset or as each W-th batch of the user's loader."""
-    accelerator, args = trainer.accelerator, trainer.args
-    rank, world_size = accelerator.process_index, accelerator.num_processes
-    if loader is None:
-        dataset = readable(trainer, dataset)
-        if not is_stream(dataset):
-            size = args.per_device_eval_batch_size
-            drops = trainer.match_transformers and args.dataloader_drop_last
-            num_samples = len(dataset) // size * size if drops else len(dataset)
-            pin = args.dataloader_pin_memory and accelerator.device.type == "cuda"
-            read = partial(read_batches, dataset, collate_of(trainer), device=accelerator.device)
-            reading = Reading(args.dataloader_num_workers, pin, **reading_of(args))
-            yield from read(evaluation_batches(num_samples, size, rank, world_size), reading=reading)
-            if is_spread(trainer) and 0 < -(-num_samples // size) % world_size <= rank:
-                for inputs, _ in read(iter([[0]]), reading=Reading(0, pin)):
-                    yield inputs, ONLY_FORWARDED
-            return
-        loader = in_batches(dataset, args.per_device_eval_batch_size, collator_of(trainer))
-    number, first = -1, None
-    for number, batch in enumerate(loader):
-        inputs, num_targets = counted(batch, trainer.signature)
-        first = inputs if first is None else first
-        if number % world_size == rank:
-            yield send_to_device(inputs, accelerator.device), num_targets
-    if is_spread(trainer) and first is not None and 0 < (number + 1) % world_size <= rank:
-        yield send_to_device(first, accelerator.device), ONLY_FORWARDED
+@dataclass(frozen=True)
+class Evaluation:
+    """One call of evaluate, predict, or evaluation_loop."""
 
+    trainer: "Trainer"
+    ignore_keys: list[str] | None
+    prefix: str
+    """Prefix of the metrics' names, without the underscore."""
+    predicts: bool = False
+    """Whether the call is predict: the loader is the test loader, and predictions are kept."""
 
-def _forward(
-    trainer: "Trainer", inputs: dict[str, Any], num_targets: int, loss_only: bool, ignore_keys: list[str] | None
-) -> BatchOutputs:
-    name = getattr(trainer.model, "main_input_name", "input_ids")
-    kept = inputs.get(name) if "inputs" in trainer.args.include_for_metrics else None
-    rows = find_batch_size(inputs) or 1
-    with torch.no_grad():
-        loss, logits, labels = prediction_step_of(trainer, inputs, loss_only, ignore_keys)
-        if logits is not None and trainer.preprocess_logits_for_metrics is not None:
-            logits = trainer.preprocess_logits_for_metrics(logits, labels)
-        logits = convert_to_fp32(logits)
-    trainer.control = trainer.callback_handler.on_prediction_step(trainer.args, trainer.state, trainer.control)
-    if not trainer.args.batch_eval_metrics:
-        logits, labels, kept = (None if one is None else nested_numpify(one) for one in (logits, labels, kept))
-    mean = None if loss is None else loss.detach().float().mean()
-    return BatchOutputs(mean, num_targets, rows, logits, labels, kept)
+    def run(self, data: Any) -> EvalLoopOutput:
+        """Forward all batches of a dataset, or of a dataset given by name, and pass their outputs to compute_metrics.
+
+        Without a dataset, evaluate the trainer's.
+
+        Raises:
+            SettingError: no dataset was given, or the override's loader was already prepared for several processes.
+        """
+        trainer, args, began = self.trainer, self.trainer.args, time.time()
+        if data is None and not self.predicts:
+            data = trainer.eval_dataset
+        method = "get_test_dataloader" if self.predicts else "get_eval_dataloader"
+        has_own_loop = trainer.overrides("evaluation_loop")
+        is_own = has_own_loop or trainer.overrides(method)
+        loader: Any = loader_of_override(trainer, method, data) if is_own else None
+        trainer.callback_handler.eval_dataloader = evaluation_loader(trainer, data) if loader is None else loader
+        loss_only = None if self.predicts or trainer.compute_metrics is not None else True
+        if has_own_loop:
+            what = "Prediction" if self.predicts else "Evaluation"
+            found = trainer.evaluation_loop(loader, what, loss_only, self.ignore_keys, self.prefix)
+        else:
+            rows = trainer.eval_dataset[data] if isinstance(data, str) else data
+            found = self.of_batches(self.own_batches(rows, loader), loss_only)
+        num_steps = math.ceil((found.num_samples or 0) / (args.per_device_eval_batch_size * args.world_size))
+        found.metrics.update(speed_metrics(self.prefix, began, num_samples=found.num_samples, num_steps=num_steps))
+        return found
+
+    def of_batches(self, batches: Iterator[MicroBatch], loss_only: bool | None) -> EvalLoopOutput:
+        """Return predictions, labels, and metrics of this process's batches, gathered from all processes.
+
+        Args:
+            loss_only: whether only the loss is computed. None: as `prediction_loss_only` says.
+        """
+        trainer, args, accelerator = self.trainer, self.trainer.args, self.trainer.accelerator
+        if not is_spread(trainer):
+            trainer.model.to(accelerator.device)
+        if not trainer.is_in_train and (args.fp16_full_eval or args.bf16_full_eval):
+            # The cast is permanent, as in transformers.
+            trainer.model.to(torch.float16 if args.fp16_full_eval else torch.bfloat16)
+        loss_only = args.prediction_loss_only if loss_only is None else loss_only
+        by_batch = args.batch_eval_metrics and trainer.compute_metrics is not None and not loss_only
+        in_training = trainer.is_in_train and trainer.strategy is not None
+        averaged = trainer.strategy.averaged() if in_training else nullcontext()
+        with averaged, evaluation_mode(trainer.model), accelerator.autocast():
+            forwarded = (self._forward(dict(inputs), targets, loss_only) for inputs, targets in batches)
+            own = (each for each in forwarded if each.num_targets != ONLY_FORWARDED)
+            if by_batch:
+                outputs, scores = self._score_by_batch(own)
+            else:
+                outputs, scores = in_turn(accelerator.num_processes, _read_losses(list(own))), {}
+        if not trainer.is_in_train:
+            # The mode stays, as in transformers, because inference often follows.
+            trainer.model.eval()
+        predictions, labels, inputs = (
+            joined([getattr(one, name) for one in outputs], args.eval_do_concat_batches)
+            for name in ("predictions", "labels", "inputs")
+        )
+        if trainer.compute_metrics is not None and not by_batch and predictions is not None and labels is not None:
+            scores = self._score(outputs, predictions, labels, inputs)
+        metrics: dict[str, Any] = {}
+        if outputs and outputs[0].loss is not None:
+            weights = [one.num_samples if trainer.match_transformers else one.num_targets for one in outputs]
+            # The loss of a batch without targets is NaN.
+            total = sum(one.loss * weight for one, weight in zip(outputs, weights, strict=True) if weight)
+            metrics["loss"] = total / max(sum(weights), 1)
+        metrics |= denumpify_detensorize(dict(scores))
+        start = f"{self.prefix}_"
+        metrics = {name if name.startswith(start) else start + name: value for name, value in metrics.items()}
+        return EvalLoopOutput(predictions, labels, metrics, sum(one.num_samples for one in outputs))
+
+    def own_batches(self, dataset: Any, loader: Any) -> Iterator[MicroBatch]:
+        """Yield this process's batches, from the dataset or as each W-th batch of the user's loader."""
+        trainer, args, accelerator = self.trainer, self.trainer.args, self.trainer.accelerator
+        rank, world_size = accelerator.process_index, accelerator.num_processes
+        if loader is None:
+            dataset = readable(trainer, dataset)
+            if not is_stream(dataset):
+                size = args.per_device_eval_batch_size
+                drops = trainer.match_transformers and args.dataloader_drop_last
+                num_samples = len(dataset) // size * size if drops else len(dataset)
+                pin = args.dataloader_pin_memory and accelerator.device.type == "cuda"
+                read = partial(read_batches, dataset, collate_of(trainer), device=accelerator.device)
+                reading = Reading(args.dataloader_num_workers, pin, **reading_of(args))
+                yield from read(evaluation_batches(num_samples, size, rank, world_size), reading=reading)
+                if is_spread(trainer) and 0 < -(-num_samples // size) % world_size <= rank:
+                    for inputs, _ in read(iter([[0]]), reading=Reading(0, pin)):
+                        yield inputs, ONLY_FORWARDED
+                return
+            loader = in_batches(dataset, args.per_device_eval_batch_size, collator_of(trainer))
+        number, first = -1, None
+        for number, batch in enumerate(loader):
+            inputs, num_targets = counted(batch, trainer.signature)
+            first = inputs if first is None else first
+            if number % world_size == rank:
+                yield send_to_device(inputs, accelerator.device), num_targets
+        if is_spread(trainer) and first is not None and 0 < (number + 1) % world_size <= rank:
+            yield send_to_device(first, accelerator.device), ONLY_FORWARDED
+
+    def _forward(self, inputs: dict[str, Any], num_targets: int, loss_only: bool) -> BatchOutputs:
+        trainer = self.trainer
+        name = getattr(trainer.model, "main_input_name", "input_ids")
+        kept = inputs.get(name) if "inputs" in trainer.args.include_for_metrics else None
+        rows = find_batch_size(inputs) or 1
+        with torch.no_grad():
+            if is_spread(trainer):
+                # Its hooks gather the weights outside of the blocks, so the call is inside the outermost module.
+                loss, logits, labels = trainer.strategy.inner((inputs, loss_only, self.ignore_keys), "predictions")
+            else:
+                step = trainer.prediction_step
+                loss, logits, labels = step(trainer.model, inputs, loss_only, ignore_keys=self.ignore_keys)
+            if logits is not None and trainer.preprocess_logits_for_metrics is not None:
+                logits = trainer.preprocess_logits_for_metrics(logits, labels)
+            logits = convert_to_fp32(logits)
+        trainer.control = trainer.callback_handler.on_prediction_step(trainer.args, trainer.state, trainer.control)
+        if not trainer.args.batch_eval_metrics:
+            logits, labels, kept = (None if one is None else nested_numpify(one) for one in (logits, labels, kept))
+        mean = None if loss is None else loss.detach().float().mean()
+        return BatchOutputs(mean, num_targets, rows, logits, labels, kept)
+
+    def _score_by_batch(self, own: Iterator[BatchOutputs]) -> tuple[list[BatchOutputs], dict[str, Any]]:
+        """Call compute_metrics with one batch at a time, in order. evaluate then keeps only losses."""
+        world_size = self.trainer.accelerator.num_processes
+        everything: list[BatchOutputs] = []
+        metrics: dict[str, Any] = {}
+        following, has_more = next(own, None), True
+        while has_more:
+            this, following = following, next(own, None)
+            turn = in_turn(world_size, [] if this is None else _read_losses([this]))
+            has_more = any(in_turn(world_size, [following is not None]))
+            for one in turn:
+                is_last = not has_more and one is turn[-1]
+                metrics = self._score([one], one.predictions, one.labels, one.inputs, compute_result=is_last)
+                one.predictions = nested_numpify(one.predictions) if self.predicts else None
+                one.labels = nested_numpify(one.labels) if self.predicts else None
+                one.inputs = None
+            everything += turn
+        return everything, metrics
+
+    def _score(
+        self, outputs: list[BatchOutputs], predictions: Any, labels: Any, inputs: Any, **options: bool
+    ) -> dict[str, Any]:
+        """Call compute_metrics. A sample's loss is the mean of its batch, as in transformers.
+
+        Raises:
+            SettingError: compute_metrics did not return a dict.
+        """
+        losses = None
+        if "loss" in self.trainer.args.include_for_metrics:
+            means = np.asarray([one.loss for one in outputs], dtype=np.float32)
+            losses = np.repeat(means, [one.num_samples for one in outputs])
+        assert self.trainer.compute_metrics is not None
+        given = EvalPrediction(predictions=predictions, label_ids=labels, inputs=inputs, losses=losses)
+        metrics = self.trainer.compute_metrics(given, **options)
+        if metrics is None and options.get("compute_result") is False:
+            return {}
+        if not isinstance(metrics, Mapping):
+            problem, remedy = f"returned {metrics!r}", "Return a dict of numbers by name."
+            raise SettingError(problem, remedy, "compute_metrics", ("compute_metrics",))
+        return dict(metrics)
 
 
 def _read_losses(outputs: list[BatchOutputs]) -> list[BatchOutputs]:
@@ -263,50 +287,6 @@ def _read_losses(outputs: list[BatchOutputs]) -> list[BatchOutputs]:
         for one, loss in zip(with_loss, torch.stack([one.loss for one in with_loss]).tolist(), strict=True):
             one.loss = loss
     return outputs
-
-
-def _score_by_batch(
-    trainer: "Trainer", own: Iterator[BatchOutputs], *, keep: bool
-) -> tuple[list[BatchOutputs], dict[str, Any]]:
-    """Call compute_metrics with one batch at a time, in order. Without `keep`, return only losses."""
-    world_size = trainer.accelerator.num_processes
-    everything: list[BatchOutputs] = []
-    metrics: dict[str, Any] = {}
-    following, has_more = next(own, None), True
-    while has_more:
-        this, following = following, next(own, None)
-        turn = in_turn(world_size, [] if this is None else _read_losses([this]))
-        has_more = any(in_turn(world_size, [following is not None]))
-        for one in turn:
-            is_last = not has_more and one is turn[-1]
-            metrics = _score(trainer, [one], one.predictions, one.labels, one.inputs, compute_result=is_last)
-            one.predictions = nested_numpify(one.predictions) if keep else None
-            one.labels = nested_numpify(one.labels) if keep else None
-            one.inputs = None
-        everything += turn
-    return everything, metrics
-
-
-def _score(
-    trainer: "Trainer", outputs: list[BatchOutputs], predictions: Any, labels: Any, inputs: Any, **options: bool
-) -> dict[str, Any]:
-    """Call compute_metrics. A sample's loss is the mean of its batch, as in transformers.
-
-    Raises:
-        ValueError: compute_metrics did not return a dict.
-    """
-    losses = None
-    if "loss" in trainer.args.include_for_metrics:
-        means = np.asarray([one.loss for one in outputs], dtype=np.float32)
-        losses = np.repeat(means, [one.num_samples for one in outputs])
-    assert trainer.compute_metrics is not None
-    given = EvalPrediction(predictions=predictions, label_ids=labels, inputs=inputs, losses=losses)
-    metrics = trainer.compute_metrics(given, **options)
-    if metrics is None and options.get("compute_result") is False:
-        return {}
-    if not isinstance(metrics, Mapping):
-        raise ValueError(f"compute_metrics returned {metrics!r}; it has to return a dict of numbers by name")
-    return dict(metrics)
 
 
 def in_turn(world_size: int, own: list[Any]) -> list[Any]:

@@ -1,13 +1,15 @@
-"""The Hub, through huggingface_hub: the Trainer's methods for repository, uploads, and model card."""
+"""The Hub, through huggingface_hub: repository, uploads, and model card."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import HfApi, ModelCard
+from transformers import TrainingArguments
 from transformers.modelcard import TrainingSummary
 
 from accel_train.checkpoint.contents import OPTIMIZER, TRAINER
+from accel_train.core.errors import SettingError
 from accel_train.core.ownership import write_file
 from accel_train.hf.argument_table import name_of
 
@@ -21,29 +23,26 @@ NOT_PUSHED = [
     *("model/*", "adapter/*"),
     *("events.jsonl*", "metrics.jsonl*", "launches.jsonl", "incidents/*", "profile/*", "*.log"),
 ]
-"""Patterns of a run folder's files that only concern the person who trained. They are not uploaded."""
+"""Patterns of files in a run folder that only matter to the person who trained. They are not uploaded."""
 
 
-def init_hf_repo(trainer: "Trainer", token: str | None = None, private: bool | None = None) -> None:
-    """Create the repository on the Hub if it does not exist.
+def create_repo(args: TrainingArguments, token: str | None, private: bool | None) -> str:
+    """Create the repository on the Hub if it does not exist, and return its id.
 
     Raises:
-        ValueError: the Hub cannot be reached, or the user is not logged in.
+        SettingError: the Hub cannot be reached, or the user is not logged in.
     """
-    if not trainer.is_world_process_zero():
-        return
-    args = trainer.args
     name = args.hub_model_id or Path(args.output_dir).absolute().name
     wanted = args.hub_private_repo if private is None else private
     api = HfApi(token=token or args.hub_token)
-    trainer.hub_model_id = str(_call(lambda: api.create_repo(name, private=wanted, exist_ok=True)).repo_id)
+    return str(_call(lambda: api.create_repo(name, private=wanted, exist_ok=True)).repo_id)
 
 
 def push_checkpoint(trainer: "Trainer", folder: Path) -> None:
     """Upload a new checkpoint in the background, as `hub_strategy` says.
 
     Raises:
-        ValueError: the Hub cannot be reached, or the user is not logged in.
+        SettingError: the Hub cannot be reached, or the user is not logged in.
     """
     args = trainer.args
     strategy = name_of(args.hub_strategy)
@@ -59,27 +58,15 @@ def push_checkpoint(trainer: "Trainer", folder: Path) -> None:
         trainer.pushes.append(_upload(trainer, folder, f"{message}, checkpoint", path_in_repo=place))
 
 
-def push_to_hub(
-    trainer: "Trainer",
-    commit_message: str | None = "End of training",
-    blocking: bool = True,
-    token: str | None = None,
-    revision: str | None = None,
-    private: bool | None = None,
-    **kwargs: Any,
+def push_model(
+    trainer: "Trainer", message: str | None, blocking: bool, token: str | None, revision: str | None, card: Any
 ) -> Any:
-    """Upload the model and its card to the Hub. Return the commit, or its future if `blocking` is False."""
-    args = trainer.args
-    trainer.callback_handler.on_push_begin(args, trainer.state, trainer.control)
-    if trainer.hub_model_id is None:
-        trainer.init_hf_repo(token=token, private=private)
-    trainer.save_model(_internal_call=True)
-    if not trainer.is_world_process_zero():
-        return None
-    trainer.create_model_card(**kwargs)
+    """Upload the saved model and its card to the Hub. Return the commit, or its future if `blocking` is False."""
+    trainer.create_model_card(**card)
     finish_pushes(trainer)
-    options = {"ignore_patterns": NOT_PUSHED, "run_as_future": not blocking, "revision": revision or args.hub_revision}
-    return _upload(trainer, Path(args.output_dir), commit_message, token, **options)
+    options = {"revision": revision or trainer.args.hub_revision, "run_as_future": not blocking}
+    folder = Path(trainer.args.output_dir)
+    return _upload(trainer, folder, message, token, ignore_patterns=NOT_PUSHED, **options)
 
 
 def finish_pushes(trainer: "Trainer") -> None:
@@ -89,15 +76,9 @@ def finish_pushes(trainer: "Trainer") -> None:
     trainer.pushes.clear()
 
 
-def create_model_card(trainer: "Trainer", **facts: Any) -> None:
-    """Write `README.md` to output_dir as transformers does (language, license, tags, model_name, ...).
-
-    Tags of an existing README are kept.
-    """
-    if not trainer.is_world_process_zero():
-        return
+def write_model_card(trainer: "Trainer", tags: str | list[str] | None = None, **facts: Any) -> None:
+    """Write `README.md` to output_dir as transformers does. Tags of an existing README are kept."""
     path = Path(trainer.args.output_dir) / "README.md"
-    tags = facts.pop("tags", None)
     tags = [tags] if isinstance(tags, str) else list(tags or [])
     if path.exists():
         tags += [tag for tag in ModelCard.load(path).data.tags or [] if tag not in tags]
@@ -120,8 +101,10 @@ def _call(request: Callable[[], Any]) -> Any:
         return request()
     # A network service can raise any error.
     except Exception as error:
-        raise ValueError(
-            f"the Hugging Face Hub did not take it ({type(error).__name__}: {str(error).strip().splitlines()[0]}); "
-            "log in with `hf auth login` or hub_token, unset HF_HUB_OFFLINE, or set push_to_hub=False: "
-            "what was trained is in output_dir"
+        raise SettingError(
+            f"the request failed ({type(error).__name__}: {str(error).strip().splitlines()[0]})",
+            "Log in with `hf auth login` or hub_token, unset HF_HUB_OFFLINE, or set push_to_hub=False. "
+            "The trained model is in output_dir.",
+            "Hugging Face Hub",
+            ("push_to_hub",),
         ) from error

@@ -21,6 +21,8 @@ from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import RemoveColumnsCollator, unwrap_peft_model
 from transformers.utils import find_labels
 
+from accel_train.core.errors import SettingError
+
 if TYPE_CHECKING:
     from accel_train.hf import Trainer
 
@@ -64,7 +66,7 @@ class Columns(Dataset[dict[str, Any]]):
     def __init__(self, columns: Mapping[str, Any]) -> None:
         lengths = {name: len(column) for name, column in columns.items()}
         if len(set(lengths.values())) > 1:
-            raise ValueError(f"a data set given as a dict of columns needs columns of one length; these have {lengths}")
+            raise SettingError(f"the columns of a dict must have one length, but have {lengths}", at="dataset")
         self.columns = dict(columns)
         self._length = next(iter(lengths.values()), 0)
 
@@ -93,7 +95,7 @@ def readable(trainer: "Trainer", data: Any) -> Any:
     """Return the dataset as rows. A `datasets.Dataset` loses the columns that the model's forward does not take.
 
     Raises:
-        ValueError: the model takes none of the columns.
+        SettingError: the model takes none of the columns.
     """
     if is_columns(data):
         return Columns(data)
@@ -102,9 +104,11 @@ def readable(trainer: "Trainer", data: Any) -> Any:
     names, taken = data.column_names, trainer.signature.columns
     unused = [name for name in names if name not in taken]
     if len(unused) == len(names) and names:
-        raise ValueError(
-            f"no column of the data set ({', '.join(names)}) is an argument of the model's forward "
-            f"({', '.join(taken)}); rename them, or set remove_unused_columns=False"
+        raise SettingError(
+            f"the model's forward takes none of the columns ({', '.join(names)}), only {', '.join(taken)}",
+            "Rename the columns, or set remove_unused_columns=False.",
+            "dataset",
+            ("remove_unused_columns",),
         )
     return data.remove_columns(unused)
 
@@ -129,14 +133,12 @@ def counted(inputs: Any, signature: Signature) -> tuple[dict[str, Any], int]:
     """Return a batch's inputs and its number of targets.
 
     Raises:
-        ValueError: the collator did not return a mapping, or returned an empty one.
+        SettingError: the collator did not return a mapping, or returned an empty one.
     """
     if not isinstance(inputs, Mapping) or not inputs:
-        raise ValueError(
-            "the data collator returned "
-            f"{type(inputs).__name__ if not isinstance(inputs, Mapping) else 'an empty mapping'}; "
-            f"it has to return the model's inputs by name ({', '.join(signature.columns)})"
-        )
+        kind = "an empty mapping" if isinstance(inputs, Mapping) else type(inputs).__name__
+        remedy = f"Return the model's inputs by name ({', '.join(signature.columns)})."
+        raise SettingError(f"returned {kind}", remedy, "data_collator", ("data_collator",))
     return dict(inputs), int(targets_in(inputs, signature))
 
 
@@ -155,6 +157,15 @@ def targets_in(inputs: Mapping[str, Any], signature: Signature) -> Tensor | int:
     elif signature.shifts_labels:
         labels = labels[..., 1:]
     return labels.ne(-100).sum()
+
+
+def num_items_in(trainer: "Trainer", inputs: Mapping[str, Any]) -> Tensor | int | None:
+    """Return `num_items_in_batch` of one batch, or None if no loss divides by it, as in transformers."""
+    if "labels" not in inputs or not (trainer.signature.takes_num_items or trainer.compute_loss_func is not None):
+        return None
+    count = targets_in(inputs, trainer.signature)
+    # Without targets the sum is 0, and 0 / 0 would be NaN.
+    return count.clamp(min=1) if isinstance(count, Tensor) else count
 
 
 def reading_of(args: TrainingArguments) -> dict[str, Any]:
@@ -214,11 +225,11 @@ class EpochOrder(Sampler[int]):
         self._epoch = epoch
 
 
-def get_train_dataloader(trainer: "Trainer") -> DataLoader[Any]:
-    """Return an epoch's micro-batches for inspection. Override it to train on another loader, read in order."""
+def train_loader(trainer: "Trainer") -> TrainLoader:
+    """Return an epoch's micro-batches for inspection."""
     args, source = trainer.args, trainer.train_dataset
     if source is None:
-        raise ValueError("training needs a train_dataset")
+        raise SettingError("required for training", "Give one.", "train_dataset", ("train_dataset",))
     rows = readable(trainer, source)
     order = epoch_order(args, rows)
     return TrainLoader(
@@ -232,22 +243,12 @@ def get_train_dataloader(trainer: "Trainer") -> DataLoader[Any]:
     )
 
 
-def get_eval_dataloader(trainer: "Trainer", eval_dataset: Any = None) -> DataLoader[Any]:
-    """Return the evaluation batches for inspection. Override it to evaluate on another loader.
-
-    Every process reads the whole loader.
-    """
-    data = trainer.eval_dataset if eval_dataset is None else eval_dataset
-    data = trainer.eval_dataset[data] if isinstance(data, str) else data
+def evaluation_loader(trainer: "Trainer", data: Any) -> DataLoader[Any]:
+    """Return the batches of a dataset, or of an evaluation dataset given by name, for inspection."""
     if data is None:
-        raise ValueError("evaluation needs an eval_dataset")
-    return get_test_dataloader(trainer, data)
-
-
-def get_test_dataloader(trainer: "Trainer", test_dataset: Any) -> DataLoader[Any]:
-    """Return the batches of predict for inspection. Override it as get_eval_dataloader."""
+        raise SettingError("required for an evaluation", "Give one.", "eval_dataset", ("eval_dataset",))
     return DataLoader(
-        readable(trainer, test_dataset),
+        readable(trainer, trainer.eval_dataset[data] if isinstance(data, str) else data),
         batch_size=trainer.args.per_device_eval_batch_size,
         collate_fn=collator_of(trainer),
         num_workers=trainer.args.dataloader_num_workers,
@@ -261,7 +262,7 @@ def loader_of_override(trainer: "Trainer", method: str, *data: Any) -> Any:
     loader unchanged, because it would divide the loader a second time.
 
     Raises:
-        ValueError: another Accelerator prepared the loader for several processes.
+        SettingError: another Accelerator prepared the loader for several processes.
     """
     accelerator: Any = trainer.accelerator
     accelerator.prepare = lambda *loaders, **_: loaders[0] if len(loaders) == 1 else loaders
@@ -270,7 +271,8 @@ def loader_of_override(trainer: "Trainer", method: str, *data: Any) -> Any:
     finally:
         del accelerator.prepare
     if accelerator.num_processes > 1 and isinstance(loader, DataLoaderShard | DataLoaderDispatcher):
-        raise ValueError(f"{method} returned a prepared loader; return the DataLoader itself, every process reads it")
+        problem, remedy = "returned a prepared loader", "Return the DataLoader itself; every process reads all of it."
+        raise SettingError(problem, remedy, method, (method,))
     return loader
 
 

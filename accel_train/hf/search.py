@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,45 +12,33 @@ from torch import nn
 from transformers.integrations.integration_utils import run_hp_search_optuna
 from transformers.trainer_utils import default_compute_objective, default_hp_space_optuna
 
+from accel_train.core.errors import SettingError
+
 if TYPE_CHECKING:
     from accel_train.hf import Trainer
 
 
-def hyperparameter_search(
-    trainer: "Trainer",
-    hp_space: Callable[[Any], dict[str, Any]] | None = None,
-    compute_objective: Callable[[dict[str, float]], float] | None = None,
-    n_trials: int = 20,
-    direction: str | list[str] = "minimize",
-    backend: Any = None,
-    hp_name: Callable[[Any], str] | None = None,
-    **kwargs: Any,
-) -> Any:
-    """Train once per trial, in `output_dir/run-N`, and return the best trial as transformers' `BestRun`.
-
-    Args:
-        hp_space: function from a trial to values of TrainingArguments by name. None: transformers' default space.
-        compute_objective: function from an evaluation's metrics to the objective. None: the loss, or the sum of the
-            metrics.
-        direction: minimize or maximize, or a list for several objectives.
-        kwargs: arguments of `optuna.create_study` (sampler, pruner, ...), and timeout, n_jobs, catch.
+def check_search(trainer: "Trainer", backend: Any) -> None:
+    """Check that a search can run.
 
     Raises:
-        ValueError: `model_init` is missing, Optuna is not installed, or another backend is named.
+        SettingError: `model_init` is missing, Optuna is not installed, or another backend is named.
     """
-    name = getattr(backend, "value", backend)
+    at, name = "hyperparameter_search", getattr(backend, "value", backend)
     if name not in (None, "optuna"):
-        raise ValueError(f"hyperparameter_search(backend={name!r}): only optuna; leave it out")
+        raise SettingError(f"backend={name!r}: only optuna is supported", "Remove it.", at, ("backend",))
     if find_spec("optuna") is None:
-        raise ValueError(
-            "hyperparameter_search needs the package optuna; install it: pip install 'accel-train[optuna]'"
-        )
+        raise SettingError("package optuna not found", "Run pip install 'accel-train[optuna]'.", at, ("optuna",))
     if trainer.model_init is None:
-        raise ValueError("hyperparameter_search needs a model_init: each trial begins with a new model")
-    trainer.hp_space, trainer.hp_name = hp_space or default_hp_space_optuna, hp_name
-    trainer.compute_objective = compute_objective or default_compute_objective
+        raise SettingError("needs a model_init", "Each trial starts with a new model.", at, ("model_init",))
+
+
+def search(trainer: "Trainer", n_trials: int, direction: str | list[str], study: dict[str, Any]) -> Any:
+    """Train once per trial, in `output_dir/run-N`, and return the best trial as transformers' `BestRun`."""
+    trainer.hp_space = trainer.hp_space or default_hp_space_optuna
+    trainer.compute_objective = trainer.compute_objective or default_compute_objective
     try:
-        return run_hp_search_optuna(trainer, n_trials, direction, **kwargs)
+        return run_hp_search_optuna(trainer, n_trials, direction, **study)
     finally:
         trainer.hp_space = None
 
@@ -60,17 +48,17 @@ def trial_arguments(trainer: "Trainer", trial: Any) -> Iterator[None]:
     """Give the trainer the arguments of a trial inside the block: the trial's values and a separate run folder.
 
     Raises:
-        ValueError: a value does not belong to an argument, or no search is running.
+        SettingError: a value does not belong to an argument, or no search is running.
     """
     if trial is None:
         yield
         return
     if trainer.hp_space is None:
-        raise ValueError("train(trial=...) belongs to hyperparameter_search; call that")
+        raise SettingError("only for a search", "Call hyperparameter_search.", "train(trial=...)", ("trial",))
     kept, args = trainer.args, copy.copy(trainer.args)
     for name, value in trainer.hp_space(trial).items():
         if not hasattr(args, name):
-            raise ValueError(f"hyperparameter_search: hp_space gives {name!r}, which is no field of the arguments")
+            raise SettingError(f"{name!r} is not a field of the arguments", at="hp_space", settings=(name,))
         before = getattr(args, name)
         setattr(args, name, value if before is None else type(before)(value))
     name = f"run-{trial.number}" if trainer.hp_name is None else trainer.hp_name(trial)
@@ -102,17 +90,16 @@ def report_to_search(trainer: "Trainer", metrics: dict[str, Any]) -> None:
             raise optuna.TrialPruned
 
 
-def call_model_init(trainer: "Trainer", trial: Any = None) -> nn.Module:
+def new_model(init: Any, trial: Any) -> nn.Module:
     """Return a new model of `model_init`, called with the trial of a search if it takes one.
 
     Both `model_init(trial)` and `model_init(trial=None)` take a trial.
 
     Raises:
-        ValueError: `model_init` returned None.
+        SettingError: `model_init` returned None.
     """
-    init: Any = trainer.model_init
     takes_trial = any(each.default in (None, each.empty) for each in inspect.signature(init).parameters.values())
-    model: Any = init(trial) if takes_trial else init()
+    model: nn.Module | None = init(trial) if takes_trial else init()
     if model is None:
-        raise ValueError("model_init returned None; it has to return a model")
+        raise SettingError("returned None", "Return a model.", "model_init", ("model_init",))
     return model

@@ -7,7 +7,7 @@ from transformers import GenerationConfig
 from transformers.trainer_seq2seq import Seq2SeqTrainer as StockSeq2SeqTrainer
 from transformers.trainer_utils import PredictionOutput
 
-from accel_train.hf.inputs import is_columns
+from accel_train.hf.evaluation import merged, parts_of
 from accel_train.hf.trainer import Trainer
 
 # Default of transformers' generate without a length in the generation config.
@@ -22,14 +22,19 @@ class Seq2SeqTrainer(Trainer):
     number of processes.
 
     Raises:
-        ValueError: an argument or an overridden method is not supported. The message names it and the remedy.
+        SettingError: an argument or an overridden method is not supported. The message names it and the remedy.
     """
 
     generates = True
     _gen_kwargs: dict[str, Any]
 
-    load_generation_config = staticmethod(StockSeq2SeqTrainer.load_generation_config)
-    _pad_tensors_to_max_len = StockSeq2SeqTrainer._pad_tensors_to_max_len
+    @staticmethod
+    def load_generation_config(gen_config_arg: Any) -> GenerationConfig:
+        """Return the generation config of a file, a model, or an object, as in transformers."""
+        return StockSeq2SeqTrainer.load_generation_config(gen_config_arg)
+
+    def _pad_tensors_to_max_len(self, tensor: Tensor, max_length: int) -> Tensor:
+        return StockSeq2SeqTrainer._pad_tensors_to_max_len(self, tensor, max_length)
 
     def _adopt(self, model: nn.Module) -> None:
         """Set the model, with the generation config of the arguments if they name one."""
@@ -52,16 +57,11 @@ class Seq2SeqTrainer(Trainer):
         `gen_kwargs` go to `generate`: `max_length`, `num_beams`, ... Without them, `generation_max_length` and
         `generation_num_beams` of the arguments hold, or the model's generation config.
         """
-        data = self.eval_dataset if eval_dataset is None else eval_dataset
-        if isinstance(data, dict) and not is_columns(data):
-            metrics: dict[str, float] = {}
-            for name, part in data.items():
-                chosen = name if eval_dataset is None else part
-                metrics |= self.evaluate(chosen, ignore_keys, f"{metric_key_prefix}_{name}", **gen_kwargs)
-            return metrics
+        parts = parts_of(self, eval_dataset, metric_key_prefix)
+        if parts is not None:
+            return merged(self.evaluate(part, ignore_keys, prefix, **gen_kwargs) for part, prefix in parts)
         self._gen_kwargs = self._with_arguments(gen_kwargs)
-        found: dict[str, float] = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-        return found
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
 
     def predict(
         self,
@@ -124,5 +124,4 @@ class Seq2SeqTrainer(Trainer):
         width, most_new = config.max_length or _DEFAULT_MAX_LENGTH, config.max_new_tokens
         if tokens.shape[-1] >= width:
             width = 0 if most_new is None else most_new + 1
-        padded: Tensor = self._pad_tensors_to_max_len(tokens, width) if tokens.shape[-1] < width else tokens
-        return padded
+        return self._pad_tensors_to_max_len(tokens, width) if tokens.shape[-1] < width else tokens

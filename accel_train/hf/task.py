@@ -1,4 +1,4 @@
-"""The user's model, datasets, and collator as a task of the loop."""
+"""The user's model, datasets, and collator as a task of the loop, with the loss of a micro-batch."""
 
 import hashlib
 import json
@@ -13,16 +13,17 @@ import torch
 from accelerate.utils import send_to_device
 from datasets import Dataset as TableDataset
 from numpy.typing import NDArray
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
-from transformers import PreTrainedModel
-from transformers.trainer_utils import _is_peft_model
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.trainer_utils import unwrap_peft_model
 
-from accel_train.checkpoint.contents import model_tensors
+from accel_train.core.errors import SettingError
 from accel_train.data.digest import digest_of_code, digest_of_data
-from accel_train.hf.arguments import Length
+from accel_train.hf.argument_table import argument_error
+from accel_train.hf.arguments import Length, train_batch_size
 from accel_train.hf.callbacks import Flow
+from accel_train.hf.checkpoints import copy_whole, is_spread, save_description, save_pretrained
 from accel_train.hf.inputs import (
     Columns,
     collate_of,
@@ -31,11 +32,10 @@ from accel_train.hf.inputs import (
     in_batches,
     is_columns,
     is_stream,
+    num_items_in,
     readable,
     targets_in,
 )
-from accel_train.hf.sharding import copy_whole, is_spread, train_batch_size, whole_model
-from accel_train.hf.step import loss_of_step
 from accel_train.model.activation_checkpointing import enable_method
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Task, TaskData
@@ -72,7 +72,7 @@ class HFTask(Task):
         if not streamed and not isinstance(dataset, PLAIN) and trainer.is_world_process_zero():
             inputs["training data"], is_stable = digest_of_data(dataset)
             if not is_stable:
-                note = "training data differ from read to read: a resume compares their number, not their content"
+                note = "training data change between reads, so a resume compares only the number of samples"
                 facts["notes"] = [note]
         return TaskData(
             # For streams only the length of the Subset is read.
@@ -123,9 +123,8 @@ class HFTask(Task):
             batches = self._batches_of(epoch)
             step = list(islice(batches, per_step))
             if not step:
-                raise ValueError(
-                    f"the training data yields nothing in epoch {epoch}; it must be readable once for each epoch"
-                )
+                remedy = "The data must be readable once for each epoch."
+                raise SettingError(f"no data in epoch {epoch}", remedy, "train_dataset", ("train_dataset",))
             while step:
                 yield step
                 step = list(islice(batches, per_step))
@@ -156,10 +155,9 @@ class HFTask(Task):
         if recipe.precision.recomputed == "blocks":
             enable = enable_method(model)
             if enable is None:
-                raise ValueError(
-                    f"gradient_checkpointing=True: {type(model).__name__} has no gradient_checkpointing_enable, and no "
-                    "activation_checkpointing_enable; set it False"
-                )
+                methods = "gradient_checkpointing_enable or activation_checkpointing_enable"
+                problem = f"{type(model).__name__} does not have {methods}"
+                raise argument_error(problem, "Set it False.", gradient_checkpointing=True)
             enable(getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs)
         return model
 
@@ -214,56 +212,70 @@ def lengths_of(trainer: "Trainer", data: Any) -> NDArray[np.int64]:
     """Return the length of each training sample in tokens, from the length column or the model's main input.
 
     Raises:
-        ValueError: the samples have neither.
+        SettingError: the samples have neither.
     """
     names = getattr(trainer.processing_class, "model_input_names", None) or ["input_ids"]
     column, input_name = trainer.args.length_column_name, names[0]
     if isinstance(data, TableDataset) and column in data.column_names:
         return np.asarray(data[column], dtype=np.int64)
     if len(data) == 0 or not isinstance(data[0], Mapping) or input_name not in data[0]:
-        raise ValueError(
-            f"train_sampling_strategy=group_by_length needs samples with {input_name!r}, "
-            f"or a column {column!r} with lengths"
-        )
+        problem = f"needs samples with {input_name!r}, or a column {column!r} with lengths"
+        raise argument_error(problem, "", train_sampling_strategy="group_by_length")
     return np.asarray([len(data[index][input_name]) for index in range(len(data))], dtype=np.int64)
 
 
-def save_description(trainer: "Trainer", model: Any, folder: Path) -> None:
-    """Write the files that `from_pretrained` needs in addition to the weights."""
-    if isinstance(model, PreTrainedModel):
-        model.config.architectures = [type(model).__name__]
-        model.config.save_pretrained(folder)
-        if model.can_generate():
-            model.generation_config.save_pretrained(folder)
-    if _is_peft_model(model):
-        for config in model.peft_config.values():
-            config.save_pretrained(folder)
-    processing = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
-    if processing is not None:
-        processing.save_pretrained(folder)
+def loss_of(trainer: "Trainer", model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any) -> tuple[Any, Any]:
+    """Return the mean loss of one micro-batch, and the model's outputs.
 
-
-def save_model(trainer: "Trainer", output_dir: str | None = None, _internal_call: bool = False) -> None:
-    """Write weights, configuration, and tokenizer for `from_pretrained` on the main process.
-
-    All processes of a sharded model must call it.
+    Raises:
+        SettingError: the model returned no loss.
     """
-    model = whole_model(trainer)
-    if trainer.is_world_process_zero():
-        save_pretrained(trainer, model, Path(output_dir or trainer.args.output_dir))
-    if trainer.args.push_to_hub and not _internal_call:
-        trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
+    inputs = dict(inputs)
+    takes_labels = trainer.label_smoother is not None or trainer.compute_loss_func is not None
+    labels = inputs.pop("labels", None) if takes_labels else None
+    if trainer.signature.takes_num_items and num_items_in_batch is not None:
+        inputs["num_items_in_batch"] = num_items_in_batch
+    outputs = model(**inputs)
+    if trainer.compute_loss_func is not None:
+        return trainer.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch), outputs
+    if labels is not None and trainer.label_smoother is not None:
+        is_causal = type(unwrap_peft_model(model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        options = {"shift_labels": is_causal, "num_items_in_batch": num_items_in_batch}
+        return trainer.label_smoother(outputs, labels, **options), outputs
+    if isinstance(outputs, dict) and "loss" not in outputs:
+        raise SettingError(
+            f"the model returned no loss, only {', '.join(outputs)}, from the inputs {', '.join(inputs)}",
+            "Add labels, pass compute_loss_func, or override compute_loss.",
+        )
+    return outputs["loss"] if isinstance(outputs, dict) else outputs[0], outputs
 
 
-def save_pretrained(trainer: "Trainer", model: Any, folder: Path) -> None:
-    """Write weights, configuration, and tokenizer as transformers' Trainer.save_model does."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if isinstance(model, PreTrainedModel) or _is_peft_model(model):
-        model.save_pretrained(folder)
-    else:
-        tensors = {name: tensor.cpu() for name, tensor in model_tensors(model).items()}
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    save_description(trainer, model, folder)
-    # Access tokens are masked in this JSON.
-    arguments = trainer.args.to_json_string()
-    (folder / "training_args.json").write_text(arguments, encoding="utf-8")
+def loss_of_step(trainer: "Trainer", model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    """Return the mean loss of a micro-batch with its graph.
+
+    Raises:
+        SettingError: an overridden training_step called backward in another way, or not at all.
+    """
+    num_items = num_items_in(trainer, inputs)
+    if not trainer.overrides("training_step"):
+        with trainer.compute_loss_context_manager():
+            loss: Tensor = trainer.compute_loss(model, dict(inputs), num_items_in_batch=num_items)
+        return loss
+    handed: list[Tensor] = []
+    accelerator: Any = trainer.accelerator
+    accelerator.backward = lambda loss, **_: handed.append(loss)
+    try:
+        returned = trainer.training_step(model, dict(inputs), num_items)
+    finally:
+        del accelerator.backward
+    if not handed and isinstance(returned, Tensor) and returned.requires_grad:
+        return returned
+    if not handed:
+        method = f"{type(trainer).__name__}.training_step"
+        raise SettingError(
+            "never called self.accelerator.backward(loss)",
+            "Call it instead of loss.backward(), because the loop divides the loss before it runs backward.",
+            method,
+            (method,),
+        )
+    return torch.stack(handed).sum() if len(handed) > 1 else handed[0]

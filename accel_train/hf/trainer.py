@@ -6,138 +6,67 @@
     trainer.train()
 
 TrainingArguments become a Recipe (`hf.arguments`). Model, datasets, and collator become a Task (`hf.task`). Callbacks
-become an observer (`hf.callbacks`). evaluate and predict read every sample once (`hf.evaluation`). The loop provides
-steps, guard, data order, checkpoints, and resume. docs/hf_trainer.md lists how each argument is treated, and the
-differences from transformers.
+become an observer (`hf.callbacks`). evaluate and predict read every sample once (`hf.evaluation`). `hf.training` makes
+one call of train(). docs/hf_trainer.md lists the treatment of each argument, and the differences from transformers.
 """
 
-import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from accelerate import Accelerator
 from torch import Tensor, nn
-from transformers import (
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-    default_data_collator,
-)
-from transformers.integrations import get_reporting_integration_callbacks
-from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
+from torch.utils.data import DataLoader
+from transformers import TrainerControl, TrainerState, TrainingArguments, trainer_utils
 from transformers.trainer import Trainer as StockTrainer
-from transformers.trainer_callback import CallbackHandler
-from transformers.trainer_pt_utils import LabelSmoother
-from transformers.trainer_utils import (
-    TrainerMemoryTracker,
-    TrainOutput,
-    align_special_tokens,
-    enable_full_determinism,
-    speed_metrics,
-    unwrap_peft_model,
-    validate_quantization_for_training,
-)
 from transformers.utils import can_return_loss, logging
 
-from accel_train.hf import evaluation, hub, inputs, search, sharding, step, task, training
-from accel_train.hf.argument_table import has_recipe_optimizer
-from accel_train.hf.arguments import check_arguments, check_combinations, check_overrides
-from accel_train.hf.checkpoints import get_last_checkpoint
-from accel_train.hf.inputs import Signature
-from accel_train.hf.sharding import load_whole
-from accel_train.hf.training import (
-    check_optimizer,
-    evaluation_accelerator,
-    model_hooks,
-    run_training,
-    with_liger_kernels,
-)
+from accel_train.core.errors import SettingError
+from accel_train.core.json_io import plain_metrics
+from accel_train.hf import hub, search, training
+from accel_train.hf.arguments import check_arguments, check_combinations, check_overrides, train_batch_size
+from accel_train.hf.checkpoints import save_pretrained, whole_model
+from accel_train.hf.evaluation import Evaluation, merged, parts_of, predict_batch
+from accel_train.hf.inputs import Signature, evaluation_loader, train_loader
+from accel_train.hf.task import loss_of
+from accel_train.optim.optimizers import build_optimizer
 from accel_train.recipe.schema import Recipe
-from accel_train.runtime.private import with_plain_names
-
-__all__ = ["Trainer", "get_last_checkpoint"]
 
 
 class Trainer:
     """Trains, evaluates, and predicts with the arguments of `transformers.Trainer`.
 
     Raises:
-        ValueError: an argument or an overridden method is not supported. The message names it and the remedy.
+        SettingError: an argument or an overridden method is not supported. The message names it and the remedy.
     """
 
     generates = False
     """Whether evaluations may generate texts, as in Seq2SeqTrainer."""
     signature: Signature
-    _accepts_loss_kwargs: bool | None = None
-
-    from transformers.trainer_pt_utils import (
-        get_learning_rates,
-        get_num_trainable_parameters,
-        get_optimizer_group,
-        log_metrics,
-        metrics_format,
-        save_state,
-    )
-
-    # Methods of transformers' Trainer that read only `args`, `state`, `control`, and `callback_handler`.
-    add_callback = StockTrainer.add_callback
-    pop_callback = StockTrainer.pop_callback
-    remove_callback = StockTrainer.remove_callback
-    get_decay_parameter_names = StockTrainer.get_decay_parameter_names
-    is_local_process_zero = StockTrainer.is_local_process_zero
-    is_world_process_zero = StockTrainer.is_world_process_zero
-    num_examples = StockTrainer.num_examples
-    create_optimizer_and_scheduler = StockTrainer.create_optimizer_and_scheduler
-    create_scheduler = StockTrainer.create_scheduler
-    get_optimizer_cls_and_kwargs = staticmethod(StockTrainer.get_optimizer_cls_and_kwargs)
-
-    # Overrides may call these methods, but a subclass cannot replace them.
-    _get_collator_with_removed_columns = StockTrainer._get_collator_with_removed_columns
-    _get_output_dir = StockTrainer._get_output_dir
-    _get_eval_sampler = StockTrainer._get_eval_sampler
-    _get_learning_rate = StockTrainer._get_learning_rate
-    _get_train_sampler = StockTrainer._get_train_sampler
-    _prepare_input = StockTrainer._prepare_input
-    _prepare_inputs = StockTrainer._prepare_inputs
-    _remove_unused_columns = StockTrainer._remove_unused_columns
-    _set_signature_columns_if_needed = StockTrainer._set_signature_columns_if_needed
+    recipe: Recipe | None = None
+    """Recipe made from the arguments. None before train()."""
+    strategy: Any = None
+    """Strategy by which the last train() distributed the model. None before train()."""
+    whole_model: nn.Module | None = None
+    """Copy of a sharded model on the main process, for loading whole weights. None otherwise."""
+    is_in_train = False
+    """Whether train() is running, including its evaluations."""
+    hub_model_id: str | None = None
+    current_gradient_accumulation_steps = 1
+    """Divisor of a micro-batch's loss in a training_step copied from transformers. Always 1: the loop divides once."""
     # The loop shards the model, so plugins of Accelerate are not used.
     is_deepspeed_enabled = is_fsdp_enabled = False
     is_model_parallel, place_model_on_device = False, True
-    hp_search_backend = deepspeed = loss_is_scaled_for_ga = None
+    deepspeed = loss_is_scaled_for_ga = None
     # The loop adds its FLOPs to state.total_flos.
-    current_flos = 0
-    current_gradient_accumulation_steps = 1
-    """Divisor of a micro-batch's loss in a training_step copied from transformers. Always 1: the loop divides once."""
-
-    # Methods that other modules of this package define.
-    get_total_train_batch_size = sharding.get_total_train_batch_size
-    call_model_init = search.call_model_init
-    hyperparameter_search = search.hyperparameter_search
-    create_optimizer = training.create_optimizer
-    log = evaluation.log
-    save_metrics = evaluation.save_metrics
-    save_model = task.save_model
-    compute_loss = step.compute_loss
-    compute_loss_context_manager = step.compute_loss_context_manager
-    training_step = step.training_step
-    floating_point_ops = step.floating_point_ops
-    get_train_dataloader = inputs.get_train_dataloader
-    get_eval_dataloader = inputs.get_eval_dataloader
-    get_test_dataloader = inputs.get_test_dataloader
-    evaluate = evaluation.evaluate
-    evaluation_loop = evaluation.evaluation_loop
-    predict = evaluation.predict
-    prediction_step = step.prediction_step
-    init_hf_repo = hub.init_hf_repo
-    push_to_hub = hub.push_to_hub
-    create_model_card = hub.create_model_card
+    current_flos = _initial_num_input_tokens_seen = 0
+    # Set by a search, for transformers' run_hp_search_optuna.
+    trial = hp_space = hp_name = hp_search_backend = compute_objective = objective = None  # type: Any
+    _accepts_loss_kwargs: bool | None = None
 
     def __init__(
         self,
@@ -163,20 +92,17 @@ class Trainer:
         """Whether to weigh and drop samples as transformers does, where accel_train differs (docs/hf_trainer.md)."""
         self.args = args = TrainingArguments("tmp_trainer") if args is None else args
         check_arguments(args)
-        self._memory_tracker = TrainerMemoryTracker(args.skip_memory_metrics)
+        self._memory_tracker = trainer_utils.TrainerMemoryTracker(args.skip_memory_metrics)
         self._memory_tracker.start()
-        self.is_in_train = False
-        """Whether train() is running, including its evaluations."""
         logging.set_verbosity(args.get_process_log_level())
         if (model is None) == (model_init is None):
-            raise ValueError("give exactly one of model and model_init")
+            raise SettingError("give exactly one of model and model_init", settings=("model", "model_init"))
         if tokenizer is not None and processing_class is not None:
-            raise ValueError("tokenizer is the old name of processing_class; give one of the two")
+            names = ("tokenizer", "processing_class")
+            raise SettingError("tokenizer is the old name of processing_class", "Give only one.", settings=names)
         self.model_init = model_init
         self.processing_class = processing_class if processing_class is not None else tokenizer
-        pads = isinstance(self.processing_class, PreTrainedTokenizerBase | transformers.SequenceFeatureExtractor)
-        default = transformers.DataCollatorWithPadding(self.processing_class) if pads else default_data_collator
-        self.data_collator = data_collator or default
+        self.data_collator = data_collator or training.default_collator(self.processing_class)
         self.train_dataset, self.eval_dataset = train_dataset, eval_dataset
         self.compute_loss_func, self.compute_metrics = compute_loss_func, compute_metrics
         self.preprocess_logits_for_metrics = preprocess_logits_for_metrics
@@ -185,35 +111,14 @@ class Trainer:
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         check_combinations(self)
         self._trained_optimizer = self.optimizer
-        self.recipe: Recipe | None = None
-        """Recipe made from the arguments. None before train()."""
-        self.strategy: Any = None
-        """Strategy by which the last train() distributed the model. None before train()."""
-        self.whole_model: nn.Module | None = None
-        """Copy of a sharded model on the main process, for loading whole weights. None otherwise."""
-        self.trial: Any = None
-        self.hp_space: Any = None
-        self.hp_name: Any = None
-        self.compute_objective: Any = None
-        self.objective: float | None = None
-        self._initial_num_input_tokens_seen = 0
-        self.hub_model_id: str | None = None
         self.pushes: list[Any] = []
-        self._seed()
+        training.seed(args)
         self._adopt(self.call_model_init() if model is None else model)
-        check_optimizer(self)
-        reporting = get_reporting_integration_callbacks(args.report_to)
-        printing = [transformers.PrinterCallback if args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK]
-        self.callback_handler = CallbackHandler(
-            [transformers.DefaultFlowCallback, *reporting, *(callbacks or []), *printing],
-            self.model,
-            self.processing_class,
-            self.optimizer,
-            self.lr_scheduler,
-        )
-        self.control, self.state = TrainerControl(), TrainerState()
-        self.state.is_local_process_zero = self.is_local_process_zero()
-        self.state.is_world_process_zero = self.is_world_process_zero()
+        training.check_optimizer(self)
+        self.callback_handler = training.callback_handler(self, callbacks or [])
+        zeros = {"is_local_process_zero": self.is_local_process_zero()}
+        zeros["is_world_process_zero"] = self.is_world_process_zero()
+        self.control, self.state = TrainerControl(), TrainerState(**zeros)
         if args.push_to_hub:
             self.init_hf_repo()
         self.control = self.callback_handler.on_init_end(args, self.state, self.control)
@@ -222,11 +127,9 @@ class Trainer:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if StockTrainer in cls.__mro__:
-            raise ValueError(
-                f"class {cls.__name__}: it is derived from transformers.Trainer too, whose loop would train; "
-                "derive it from accel_train.Trainer alone (TRL, sentence-transformers and setfit need "
-                "transformers.Trainer)"
-            )
+            problem = "derives from transformers.Trainer too, whose loop would train"
+            remedy = "Derive only from accel_train.Trainer. TRL, sentence-transformers and setfit do not work with it."
+            raise SettingError(problem, remedy, f"class {cls.__name__}")
 
     @property
     def model_accepts_loss_kwargs(self) -> bool:
@@ -254,109 +157,341 @@ class Trainer:
         """Return the function that gathers tensors of all processes."""
         return self.accelerator.gather_for_metrics
 
+    @cached_property
+    def accelerator(self) -> Accelerator:
+        """Accelerator of the last train(), or a new one before train()."""
+        return training.evaluation_accelerator(self.args)
+
     def overrides(self, name: str) -> bool:
         """Return whether a subclass, or the object itself, overrides the method `name`."""
         return getattr(type(self), name) is not getattr(Trainer, name) or name in vars(self)
 
-    def _seed(self) -> None:
-        enable_full_determinism(self.args.seed) if self.args.full_determinism else transformers.set_seed(self.args.seed)
-
     def _adopt(self, model: nn.Module) -> None:
         """Set the model, and determine how it computes its loss."""
-        model = with_plain_names(model)
-        validate_quantization_for_training(model)
-        if self.args.deepspeed:
-            load_whole(model)
-        if self.args.use_liger_kernel:
-            with_liger_kernels(model, self.args)
-        self.model = self.model_wrapped = model
+        self.model = self.model_wrapped = model = training.prepared(model, self.args)
         self.strategy = None
         match = self.match_transformers and self.compute_loss_func is None
         self.signature = Signature.of(model, self.args.label_names, match=match)
         if self._accepts_loss_kwargs is not None:
             self.model_accepts_loss_kwargs = self._accepts_loss_kwargs
-        self.label_names = list(self.signature.label_names)
-        self._signature_columns: list[str] | None = None
-        self.can_return_loss = bool(can_return_loss(type(unwrap_peft_model(model))))
-        config = getattr(model, "config", None)
-        if config is not None:
-            config.use_cache = self.args.use_cache
-        epsilon = self.args.label_smoothing_factor
-        if epsilon and getattr(config, "problem_type", None) == "multi_label_classification":
-            raise ValueError(
-                f"label_smoothing_factor={epsilon}: labels that are several at once cannot be smoothed; set it to 0"
-            )
-        self.label_smoother = LabelSmoother(epsilon=epsilon) if epsilon else None
-        inner = unwrap_peft_model(model)
-        is_known = isinstance(inner, PreTrainedModel)
-        self._num_flops_parameters = inner.num_parameters(exclude_embeddings=True) if is_known else 0
+        self.label_names, self._signature_columns = list(self.signature.label_names), list(self.signature.columns)
+        self.can_return_loss = bool(can_return_loss(type(trainer_utils.unwrap_peft_model(model))))
+        self.label_smoother = training.label_smoother(model, self.args.label_smoothing_factor)
+        self._num_flops_parameters = training.num_flops_parameters(model)
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """Return a new model of `model_init`, called with the trial of a search if it takes one."""
+        return search.new_model(self.model_init, trial)
 
     def train(
         self,
         resume_from_checkpoint: str | bool | None = None,
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
-    ) -> TrainOutput:
+    ) -> trainer_utils.TrainOutput:
         """Train as the arguments say. Resume an earlier run in output_dir if requested, or archive it otherwise.
 
         Args:
             resume_from_checkpoint: True for the newest valid checkpoint of output_dir, or the folder of a checkpoint.
 
         Raises:
-            ValueError: an argument is not supported, or the checkpoint to resume from does not exist.
+            SettingError: an argument is not supported, or the checkpoint to resume from does not exist.
             TrainingStopped: the guard's budget of skipped steps is spent. The last checkpoint is good.
             Preempted: the job was asked to stop (SIGTERM, Ctrl-C) and has saved. train(resume_from_checkpoint=True)
                 resumes.
             RestartNeeded: a process of a sharded model ran out of memory. train(resume_from_checkpoint=True) uses
                 smaller micro-batches.
         """
+        return training.train(self, resume_from_checkpoint, trial, ignore_keys_for_eval)
+
+    def hyperparameter_search(
+        self,
+        hp_space: Callable[[Any], dict[str, Any]] | None = None,
+        compute_objective: Callable[[dict[str, float]], float] | None = None,
+        n_trials: int = 20,
+        direction: str | list[str] = "minimize",
+        backend: Any = None,
+        hp_name: Callable[[Any], str] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Train once per trial, in `output_dir/run-N`, and return the best trial as transformers' `BestRun`.
+
+        Args:
+            hp_space: function from a trial to values of TrainingArguments by name. None: transformers' default space.
+            compute_objective: function from an evaluation's metrics to the objective. None: the loss, or the sum of
+                the metrics.
+            direction: minimize or maximize, or a list for several objectives.
+            kwargs: arguments of `optuna.create_study` (sampler, pruner, ...), and timeout, n_jobs, catch.
+        """
+        search.check_search(self, backend)
+        self.hp_space, self.hp_name, self.compute_objective = hp_space, hp_name, compute_objective
+        return search.search(self, n_trials, direction, kwargs)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return the mean loss of one micro-batch over its targets. `num_items_in_batch` counts only this micro-batch.
+
+        Override it for a custom loss. Return a mean, or a sum divided by `num_items_in_batch`. The loop multiplies by
+        the number of targets, adds up over micro-batches and processes, and divides once by all targets of the step.
+        """
+        loss, outputs = loss_of(self, model, inputs, num_items_in_batch)
+        return (loss, outputs) if return_outputs else loss
+
+    def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
+        """Return the context in which `compute_loss` is called, inside autocast. Override it for a custom context."""
+        return nullcontext()
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """Return the detached loss of one micro-batch, after `self.accelerator.backward(loss)`.
+
+        Override it as in transformers, with a call of this method or with a custom backward. The loop takes the loss
+        that is passed to `backward`, or the sum of several losses, and runs backward once. Gradients do not exist yet
+        when the call returns.
+        """
+        model.train()
+        with self.compute_loss_context_manager():
+            loss: Tensor = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Return 6 x tokens x parameters without embeddings (forward and backward), as in transformers."""
+        main = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+        return 6 * main.numel() * self._num_flops_parameters if isinstance(main, Tensor) else 0
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """Set and return the optimizer: the existing one, one of the given class, or the one that `optim` names.
+
+        train() uses an optimizer that was made before it.
+        """
+        if self.recipe is None or self.optimizer is not None or training.makes_optimizer(self):
+            return StockTrainer.create_optimizer(self, model)
+        own = self.model if model is None else model
+        self.optimizer = build_optimizer(own, self.recipe.optimizer, self.accelerator.device)
+        return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        """Set and return the learning rate scheduler."""
+        return StockTrainer.create_scheduler(self, num_training_steps, optimizer)
+
+    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
+        """Set the optimizer and the learning rate scheduler."""
+        self.create_optimizer()
+        self.create_scheduler(num_training_steps=num_training_steps)
+
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(args: TrainingArguments, model: Any = None) -> tuple[Any, Any]:
+        """Return the optimizer class of `optim` with its arguments, as in transformers."""
+        return StockTrainer.get_optimizer_cls_and_kwargs(args, model)
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """Return the names of the parameters with weight decay, as in transformers."""
+        return StockTrainer.get_decay_parameter_names(self, model)
+
+    def get_learning_rates(self) -> list[float]:
+        """Return the learning rate of each parameter group."""
+        return StockTrainer.get_learning_rates(self)
+
+    def get_optimizer_group(self, param: Any = None) -> Any:
+        """Return the optimizer group of a parameter, or the parameters of all groups."""
+        return StockTrainer.get_optimizer_group(self, param)
+
+    def get_num_trainable_parameters(self) -> int:
+        """Return the number of trainable parameters."""
+        return sum(each.numel() for each in self.model.parameters() if each.requires_grad)
+
+    def get_total_train_batch_size(self, args: TrainingArguments | None = None) -> int:
+        """Return the samples per step over all processes."""
+        args = args or self.args
+        return train_batch_size(args) * args.world_size * args.gradient_accumulation_steps
+
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Return an epoch's micro-batches for inspection. Override it to train on another loader, read in order."""
+        return train_loader(self)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
+        """Return the evaluation batches for inspection. Override it; every process reads the whole loader."""
+        return evaluation_loader(self, self.eval_dataset if eval_dataset is None else eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> DataLoader[Any]:
+        """Return the batches of predict for inspection. Override it as get_eval_dataloader."""
+        return evaluation_loader(self, test_dataset)
+
+    def num_examples(self, dataloader: DataLoader[Any]) -> int:
+        """Return the number of samples in a loader, estimated from its length if its dataset has none."""
+        return StockTrainer.num_examples(self, dataloader)
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Evaluate one dataset, or each of a dict of datasets. Log and return the metrics, named with the prefix."""
+        parts = parts_of(self, eval_dataset, metric_key_prefix)
+        if parts is not None:
+            return merged(self.evaluate(part, ignore_keys, prefix) for part, prefix in parts)
         self._memory_tracker.start()
-        if self.model_init is not None:
-            self._seed()
-            self._adopt(self.call_model_init(trial))
-        knows_tokens = isinstance(self.processing_class, PreTrainedTokenizerBase | transformers.ProcessorMixin)
-        if knows_tokens and isinstance(self.model, PreTrainedModel):
-            align_special_tokens(self.model, self.processing_class)
-        # Since the last train(), create_optimizer() was called or the attribute was set.
-        if self.optimizer is not self._trained_optimizer:
-            # A scheduler from create_scheduler, or the recipe's stand-in, is made again for the new run.
-            is_made_anew = getattr(self, "_created_lr_scheduler", False) or isinstance(
-                self.lr_scheduler, step.RecipeRates
-            )
-            self.given_optimizers = (self.optimizer, None if is_made_anew else self.lr_scheduler)
-        self.optimizer, self.lr_scheduler = self.given_optimizers
-        self.is_in_train = True
-        try:
-            with search.trial_arguments(self, trial), model_hooks(self):
-                flow, num_steps = run_training(self, resume_from_checkpoint or None, ignore_keys_for_eval)
-        finally:
-            self.is_in_train, self._trained_optimizer = False, self.optimizer
-        loss, num_skipped = flow.training_loss()
-        share = num_steps / max(self.state.max_steps, 1)
-        began = time.time() - (flow.ended - flow.began)
-        metrics = speed_metrics(
-            "train", began, num_samples=flow.length.num_samples_planned * share, num_steps=num_steps
-        )
-        metrics |= {"total_flos": self.state.total_flos, "train_loss": loss}
-        if num_skipped:
-            metrics["train_skipped_steps"] = num_skipped
+        metrics = Evaluation(self, ignore_keys, metric_key_prefix).run(eval_dataset).metrics
         self._memory_tracker.stop_and_update_metrics(metrics)
         self.log(metrics)
-        self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
-        hub.finish_pushes(self)
-        return TrainOutput(self.state.global_step, loss, metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
 
-    @property
-    def makes_optimizer(self) -> bool:
-        """Return whether the optimizer's class comes from transformers or the user instead of the recipe."""
-        own = self.optimizer_cls_and_kwargs is not None or self.overrides("get_optimizer_cls_and_kwargs")
-        return own or not has_recipe_optimizer(self.args)
+    def evaluation_loop(
+        self,
+        dataloader: DataLoader[Any],
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> trainer_utils.EvalLoopOutput:
+        """Return predictions, labels, and metrics of a loader.
+
+        Every process reads the whole loader and forwards its share of the batches. evaluate and predict use an override
+        of this method.
+        """
+        self.callback_handler.eval_dataloader = dataloader
+        loop = Evaluation(self, ignore_keys, metric_key_prefix, predicts=description != "Evaluation")
+        return loop.of_batches(loop.own_batches(None, dataloader), prediction_loss_only)
+
+    def predict(
+        self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test"
+    ) -> trainer_utils.PredictionOutput:
+        """Return predictions and labels in the order of the dataset, and metrics if there are labels."""
+        self._memory_tracker.start()
+        found = Evaluation(self, ignore_keys, metric_key_prefix, predicts=True).run(test_dataset)
+        self._memory_tracker.stop_and_update_metrics(found.metrics)
+        self.control = self.callback_handler.on_predict(self.args, self.state, self.control, found.metrics)
+        return trainer_utils.PredictionOutput(found.predictions, found.label_ids, found.metrics)
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, Any, Any]:
+        """Return the loss, outputs, and labels of one batch. The outputs omit the loss and the model's ignored keys.
+
+        evaluate and predict use an override of this method.
+        """
+        return predict_batch(self, model, inputs, prediction_loss_only, ignore_keys)
+
+    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+        """Add numbers to `state.log_history` and call on_log. Arrays and tensors become numbers and lists.
+
+        Raises:
+            ValueError: trainer_state.json cannot hold a value. The message names the value.
+        """
+        plain_metrics(logs)
+        place = len(self.state.log_history)
+        # Callbacks get the values unchanged, as in transformers.
+        StockTrainer.log(self, logs, start_time)
+        self.state.log_history[place:] = map(plain_metrics, self.state.log_history[place:])
+
+    def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
+        """Print metrics on the main process."""
+        StockTrainer.log_metrics(self, split, metrics)
+
+    @staticmethod
+    def metrics_format(metrics: dict[str, Any]) -> dict[str, Any]:
+        """Return metrics with readable numbers."""
+        return StockTrainer.metrics_format(metrics)
+
+    def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
+        """Write metrics to SPLIT_results.json, and with `combined` to all_results.json, on the main process."""
+        StockTrainer.save_metrics(self, split, plain_metrics(metrics), combined)
+
+    def save_state(self) -> None:
+        """Write trainer_state.json to output_dir on the main process."""
+        StockTrainer.save_state(self)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write weights, configuration, and tokenizer for `from_pretrained` on the main process.
+
+        All processes of a sharded model must call it.
+        """
+        model = whole_model(self)
+        if self.is_world_process_zero():
+            save_pretrained(self, model, Path(output_dir or self.args.output_dir))
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+        """Create the repository on the Hub if it does not exist."""
+        if self.is_world_process_zero():
+            self.hub_model_id = hub.create_repo(self.args, token, private)
+
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Upload the model and its card to the Hub. Return the commit, or its future if `blocking` is False."""
+        self.callback_handler.on_push_begin(self.args, self.state, self.control)
+        if self.hub_model_id is None:
+            self.init_hf_repo(token=token, private=private)
+        self.save_model(_internal_call=True)
+        is_main = self.is_world_process_zero()
+        return hub.push_model(self, commit_message, blocking, token, revision, kwargs) if is_main else None
+
+    def create_model_card(self, **facts: Any) -> None:
+        """Write `README.md` to output_dir as transformers does (language, license, tags, model_name, ...)."""
+        if self.is_world_process_zero():
+            hub.write_model_card(self, **facts)
+
+    def add_callback(self, callback: Any) -> None:
+        """Add a callback, given as an object or a class."""
+        self.callback_handler.add_callback(callback)
+
+    def pop_callback(self, callback: Any) -> Any:
+        """Remove a callback and return it, or None."""
+        return self.callback_handler.pop_callback(callback)
+
+    def remove_callback(self, callback: Any) -> None:
+        """Remove a callback."""
+        self.callback_handler.remove_callback(callback)
+
+    def is_local_process_zero(self) -> bool:
+        """Return whether this is the main process of its machine."""
+        return self.args.local_process_index == 0
+
+    def is_world_process_zero(self) -> bool:
+        """Return whether this is the main process of all machines."""
+        return self.args.process_index == 0
 
     def end(self) -> None:
         """Finish the trackers and leave the process group. Call it last."""
         self.accelerator.end_training()
 
-    @cached_property
-    def accelerator(self) -> Accelerator:
-        """Accelerator of the last train(), or a new one before train()."""
-        return evaluation_accelerator(self.args)
+    # Helpers of transformers for overrides. Subclasses may call these methods, but cannot replace them.
+
+    def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any:
+        return StockTrainer._get_collator_with_removed_columns(self, data_collator, description)
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self.args.output_dir
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> Any:
+        return StockTrainer._get_eval_sampler(self, eval_dataset)
+
+    def _get_learning_rate(self) -> float:
+        return StockTrainer._get_learning_rate(self)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return StockTrainer._get_train_sampler(self, train_dataset)
+
+    def _prepare_input(self, data: Any) -> Any:
+        return StockTrainer._prepare_input(self, data)
+
+    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        return StockTrainer._prepare_inputs(self, inputs)
+
+    def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
+        return StockTrainer._remove_unused_columns(self, dataset, description)
+
+    def _set_signature_columns_if_needed(self) -> None:
+        """Do nothing, because the columns are set with the model. Transformers' helpers call it."""

@@ -1,59 +1,159 @@
 """A call of Trainer.train(): translate the arguments, prepare, run the loop, and set the state that users expect."""
 
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from operator import length_hint
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import transformers
 from accelerate import Accelerator
 from numpy.typing import NDArray
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
-from transformers import PreTrainedModel, TrainerState, TrainingArguments
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 from transformers.debug_utils import DebugOption, DebugUnderflowOverflow
-from transformers.integrations import activate_neftune, deactivate_neftune
+from transformers.integrations import activate_neftune, deactivate_neftune, get_reporting_integration_callbacks
 from transformers.integrations.liger import apply_liger_kernel
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer import Trainer as StockTrainer
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
+from transformers.trainer_callback import CallbackHandler
+from transformers.trainer_pt_utils import LabelSmoother
+from transformers.trainer_utils import (
+    TrainOutput,
+    align_special_tokens,
+    enable_full_determinism,
+    speed_metrics,
+    unwrap_peft_model,
+    validate_quantization_for_training,
+)
 from transformers.utils import logging
 
+from accel_train.core.errors import SettingError
 from accel_train.core.state import Requests
 from accel_train.data.batch_sizes import resolve_batch
-from accel_train.engine.run import RunContext
 from accel_train.engine.run_plan import Extensions
-from accel_train.hf.argument_table import has_recipe_optimizer, name_of
-from accel_train.hf.arguments import Length, length_of, schedule_of, to_recipe, with_decay_of
-from accel_train.hf.callbacks import Flow
-from accel_train.hf.checkpoints import load_stock_optimizer, load_stock_weights, resume_of, stock_checkpoint
+from accel_train.hf.argument_table import argument_error, has_recipe_optimizer, name_of
+from accel_train.hf.arguments import OURS, Length, length_of, schedule_of, to_recipe, with_decay_of
+from accel_train.hf.callbacks import Flow, RecipeRates, may_ask
+from accel_train.hf.checkpoints import load_stock_weights, load_whole, resume_of, resume_stock, stock_checkpoint
+from accel_train.hf.hub import finish_pushes
 from accel_train.hf.inputs import (
     TrainLoader,
     epoch_order,
-    get_train_dataloader,
     loader_of_override,
     readable,
     reading_of,
+    train_loader,
 )
-from accel_train.hf.sharding import check_sharded
-from accel_train.hf.step import may_ask
+from accel_train.hf.search import trial_arguments
 from accel_train.hf.task import HFTask
 from accel_train.optim.custom import try_given
-from accel_train.optim.optimizers import build_optimizer, set_rate
+from accel_train.optim.optimizers import set_rate
 from accel_train.optim.schedule_free import always_training
 from accel_train.parallel.precision import agree_on_mixed_precision, start_accelerator
 from accel_train.recipe.schema import Batch, Guard, Precision, Recipe
 from accel_train.runtime.doctor import check_launcher
 from accel_train.runtime.exit import exits_are_errors
 from accel_train.runtime.launch_environment import with_launch_environment
+from accel_train.runtime.private import with_plain_names
 from accel_train.runtime.process_group import start_processes
 from accel_train.training.setup import prepare_run
 from accel_train.training.train import train_run
 
 if TYPE_CHECKING:
     from accel_train.hf import Trainer
+
+
+def seed(args: TrainingArguments) -> None:
+    """Seed all random generators."""
+    (enable_full_determinism if args.full_determinism else transformers.set_seed)(args.seed)
+
+
+def default_collator(processing_class: Any) -> Callable[[list[Any]], Any]:
+    """Return the collator of a Trainer without one. It pads if the tokenizer or feature extractor can."""
+    pads = isinstance(processing_class, PreTrainedTokenizerBase | transformers.SequenceFeatureExtractor)
+    return transformers.DataCollatorWithPadding(processing_class) if pads else transformers.default_data_collator
+
+
+def makes_optimizer(trainer: "Trainer") -> bool:
+    """Return whether the optimizer's class comes from transformers or the user instead of the recipe."""
+    own = trainer.optimizer_cls_and_kwargs is not None or trainer.overrides("get_optimizer_cls_and_kwargs")
+    return own or not has_recipe_optimizer(trainer.args)
+
+
+def prepared(model: nn.Module, args: TrainingArguments) -> nn.Module:
+    """Return the user's model, set up as the arguments say."""
+    model = with_plain_names(model)
+    validate_quantization_for_training(model)
+    if args.deepspeed:
+        load_whole(model)
+    if args.use_liger_kernel:
+        _use_liger_kernels(model, args)
+    if (config := getattr(model, "config", None)) is not None:
+        config.use_cache = args.use_cache
+    return model
+
+
+def label_smoother(model: nn.Module, epsilon: float) -> LabelSmoother | None:
+    """Return transformers' label smoother, or None for an `epsilon` of 0."""
+    if epsilon and getattr(getattr(model, "config", None), "problem_type", None) == "multi_label_classification":
+        problem = "several labels per sample cannot be smoothed"
+        raise argument_error(problem, "Set it to 0.", label_smoothing_factor=epsilon)
+    return LabelSmoother(epsilon=epsilon) if epsilon else None
+
+
+def num_flops_parameters(model: nn.Module) -> int:
+    """Return the number of parameters without embeddings, or 0 for models that are not from transformers."""
+    inner = unwrap_peft_model(model)
+    return inner.num_parameters(exclude_embeddings=True) if isinstance(inner, PreTrainedModel) else 0
+
+
+def callback_handler(trainer: "Trainer", callbacks: list[Any]) -> CallbackHandler:
+    """Return the handler of the user's callbacks and the default ones."""
+    reporting = get_reporting_integration_callbacks(trainer.args.report_to)
+    printing = transformers.PrinterCallback if trainer.args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK
+    every = [transformers.DefaultFlowCallback, *reporting, *callbacks, printing]
+    optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
+    return CallbackHandler(every, trainer.model, trainer.processing_class, optimizer, scheduler)
+
+
+def train(trainer: "Trainer", resume: str | bool | None, trial: Any, ignore_keys: list[str] | None) -> TrainOutput:
+    """Train, report the result, and return it."""
+    trainer._memory_tracker.start()
+    if trainer.model_init is not None:
+        seed(trainer.args)
+        trainer._adopt(trainer.call_model_init(trial))
+    knows_tokens = isinstance(trainer.processing_class, PreTrainedTokenizerBase | transformers.ProcessorMixin)
+    if knows_tokens and isinstance(trainer.model, PreTrainedModel):
+        align_special_tokens(trainer.model, trainer.processing_class)
+    # Since the last train(), create_optimizer() was called or the attribute was set.
+    if trainer.optimizer is not trainer._trained_optimizer:
+        # A scheduler from create_scheduler, or the recipe's stand-in, is made again for the new run.
+        is_renewed = getattr(trainer, "_created_lr_scheduler", False) or isinstance(trainer.lr_scheduler, RecipeRates)
+        trainer.given_optimizers = (trainer.optimizer, None if is_renewed else trainer.lr_scheduler)
+    trainer.optimizer, trainer.lr_scheduler = trainer.given_optimizers
+    trainer.is_in_train = True
+    try:
+        with trial_arguments(trainer, trial), model_hooks(trainer):
+            flow, num_steps = run_training(trainer, resume or None, ignore_keys)
+    finally:
+        trainer.is_in_train, trainer._trained_optimizer = False, trainer.optimizer
+    loss, num_skipped = flow.training_loss()
+    num_samples = flow.length.num_samples_planned * num_steps / max(trainer.state.max_steps, 1)
+    began = time.time() - (flow.ended - flow.began)
+    metrics = speed_metrics("train", began, num_samples=num_samples, num_steps=num_steps)
+    metrics |= {"total_flos": trainer.state.total_flos, "train_loss": loss}
+    if num_skipped:
+        metrics["train_skipped_steps"] = num_skipped
+    trainer._memory_tracker.stop_and_update_metrics(metrics)
+    trainer.log(metrics)
+    trainer.control = trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
+    finish_pushes(trainer)
+    return TrainOutput(trainer.state.global_step, loss, metrics)
 
 
 @exits_are_errors()
@@ -63,7 +163,7 @@ def run_training(
     """Train, and return the observer with its numbers and the number of steps of this call.
 
     Raises:
-        ValueError: an argument is not supported.
+        SettingError: an argument is not supported.
     """
     args = trainer.args
     method = "get_train_dataloader"
@@ -72,7 +172,7 @@ def run_training(
     if isinstance(loader, TrainLoader) and loader.is_as_made:
         source, loader = loader.source, None
     if loader is None and source is None:
-        raise ValueError("training needs a train_dataset")
+        raise SettingError("required for training", "Give one.", "train_dataset", ("train_dataset",))
     rows = readable(trainer, source) if loader is None else None
     num_samples = len(rows) if isinstance(rows, Sized) else None
     # length_hint is 0 without a loader, and for a loader over a dataset without a length.
@@ -107,7 +207,7 @@ def run_training(
             resume_stock(trainer, run, stock)
         first_step = run.state.step
         log_plan(trainer, length, num_samples, first_step)
-        shown = loader if loader is not None else get_train_dataloader(trainer)
+        shown = loader if loader is not None else train_loader(trainer)
         if isinstance(shown, TrainLoader):
             shown.num_batches = length.batches_per_epoch
         trainer.callback_handler.train_dataloader = shown
@@ -128,6 +228,40 @@ def run_training(
                     parameter.copy_(averages[name])
     flow.end()
     return flow, run.state.step - first_step
+
+
+def check_sharded(trainer: "Trainer", recipe: Recipe, stock: Path | None) -> None:
+    """Check that the trainer's settings work with a sharded model.
+
+    Raises:
+        SettingError: a setting does not. The message names it and the remedy.
+    """
+    args, strategy = trainer.args, recipe.parallel.strategy
+    if recipe.parallel.num_sharing > 1:
+        raise SettingError(
+            f"{recipe.parallel.shared_by}={recipe.parallel.num_sharing} (the launch): "
+            "accel_train.Trainer does not split layers or sequences",
+            f"Launch with launch/fsdp2.yaml, or {OURS}.",
+        )
+    if strategy == "ddp" or args.world_size == 1:
+        return
+    found = None
+    if trainer.strategy is not None:
+        found = "this trainer's model is already sharded", "Make a new Trainer with the model that this one saved."
+    elif stock is not None:
+        found = f"{stock} is a checkpoint of transformers' Trainer", "Resume it unsharded for a step and save, first."
+    elif trainer.given_optimizers[0] is not None:
+        found = (
+            "the given optimizer holds whole weights",
+            "Override create_optimizer, which is called after the weights are sharded.",
+        )
+    elif makes_optimizer(trainer):
+        found = f"optim={args.optim} is not tested with sharding", "Use adamw_torch or sgd."
+    elif args.bf16_full_eval or args.fp16_full_eval:
+        found = "a sharded model cannot be cast later", "Remove bf16_full_eval and fp16_full_eval."
+    if found is not None:
+        at = f"parallel.strategy {strategy} (fsdp, deepspeed or the launch)"
+        raise SettingError(*found, at, ("fsdp", "deepspeed"))
 
 
 def log_plan(trainer: "Trainer", length: Length, num_samples: int | None, first_step: int) -> None:
@@ -170,38 +304,11 @@ def extensions_of(
     )
 
 
-def resume_stock(trainer: "Trainer", run: RunContext, folder: Path) -> None:
-    """Restore optimizer state and step from a checkpoint of transformers' Trainer. Its weights are loaded already."""
-    decayed = set(trainer.get_decay_parameter_names(trainer.model))
-    trained = [(name, each) for name, each in trainer.model.named_parameters() if each.requires_grad]
-    groups = [[each for name, each in trained if (name in decayed) is is_decayed] for is_decayed in (True, False)]
-    lost = load_stock_optimizer(run.strategy.optimizer, groups, folder)
-    run.state.step = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME)).global_step
-    run.observer.on_event(
-        "stock_checkpoint",
-        run.state.step,
-        f"goes on from {folder}, which transformers' Trainer wrote: weights, optimizer, step and log are taken; "
-        f"{lost}dropout has other random numbers, and the rates are those of the schedule",
-    )
-
-
-def create_optimizer(trainer: "Trainer", model: nn.Module | None = None) -> torch.optim.Optimizer:
-    """Set and return the optimizer: the existing one, one of `optimizer_cls_and_kwargs`, or the one that `optim` names.
-
-    train() uses an optimizer that was made before it.
-    """
-    if trainer.recipe is None or trainer.optimizer is not None or trainer.makes_optimizer:
-        return StockTrainer.create_optimizer(trainer, model)
-    own, device = trainer.model if model is None else model, trainer.accelerator.device
-    trainer.optimizer = build_optimizer(own, trainer.recipe.optimizer, device)
-    return trainer.optimizer
-
-
 def check_optimizer(trainer: "Trainer") -> None:
     """Check that `optim` can be built here, and that checkpoints can hold the state of a given optimizer.
 
     Raises:
-        ValueError: the package of `optim` is missing, `optim_args` are wrong, or the state cannot be saved.
+        SettingError: the package of `optim` is missing, `optim_args` are wrong, or the state cannot be saved.
     """
     args, given = trainer.args, trainer.given_optimizers[0]
     if given is not None:
@@ -212,23 +319,21 @@ def check_optimizer(trainer: "Trainer") -> None:
             trainer.get_optimizer_cls_and_kwargs(args, trainer.model)
         # Each handler of transformers raises another type of error.
         except Exception as error:
-            raise ValueError(f"optim={name_of(args.optim)}: {error}") from error
+            raise argument_error(str(error), "", optim=name_of(args.optim)) from error
 
 
-def with_liger_kernels(model: nn.Module, args: TrainingArguments) -> None:
+def _use_liger_kernels(model: nn.Module, args: TrainingArguments) -> None:
     """Replace layers of the model with layers of liger-kernel.
 
     Raises:
-        ValueError: the device is a CPU, or liger-kernel is not installed.
+        SettingError: the device is a CPU, or liger-kernel is not installed.
     """
     if args.device.type == "cpu":
-        raise ValueError(
-            "use_liger_kernel=True: its kernels are compiled for a GPU, and this trains on the CPU; leave it out"
-        )
+        raise argument_error("the kernels need a GPU, but the device is the CPU", "Remove it.", use_liger_kernel=True)
     try:
         apply_liger_kernel(model, args.liger_kernel_config)
     except ImportError as error:
-        raise ValueError(f"use_liger_kernel=True: {error}") from error
+        raise argument_error(str(error), "", use_liger_kernel=True) from error
 
 
 @contextmanager
@@ -236,15 +341,15 @@ def model_hooks(trainer: "Trainer") -> Iterator[None]:
     """Attach the hooks that the arguments request to the model, inside the block.
 
     Raises:
-        ValueError: neftune_noise_alpha is set, but the model has no input embeddings.
+        SettingError: neftune_noise_alpha is set, but the model has no input embeddings.
     """
     args, handle = trainer.args, None
     if DebugOption.UNDERFLOW_OVERFLOW in args.debug:
         DebugUnderflowOverflow(trainer.model)
     if args.neftune_noise_alpha is not None:
         if not hasattr(trainer.model, "get_input_embeddings"):
-            kind = type(trainer.model).__name__
-            raise ValueError(f"neftune_noise_alpha={args.neftune_noise_alpha}: {kind} has no get_input_embeddings")
+            problem = f"{type(trainer.model).__name__} has no get_input_embeddings"
+            raise argument_error(problem, "", neftune_noise_alpha=args.neftune_noise_alpha)
         handle = activate_neftune(trainer.model, args.neftune_noise_alpha)
     try:
         yield
@@ -269,7 +374,7 @@ class ScheduledRates:
         self._trainer, self._flow, self._max_steps = trainer, flow, max_steps
         self.are_used = (
             trainer.given_optimizers[0] is not None
-            or trainer.makes_optimizer
+            or makes_optimizer(trainer)
             or any(map(trainer.overrides, MAKERS))
             or schedule_of(trainer.args) is None
         )
@@ -279,22 +384,21 @@ class ScheduledRates:
         """Return the optimizer, and start its rates.
 
         Raises:
-            ValueError: the scheduler is not from torch.optim.lr_scheduler.
+            SettingError: the scheduler is not from torch.optim.lr_scheduler.
         """
         trainer = self._trainer
         if self.are_used:
             trainer.create_optimizer_and_scheduler(self._max_steps)
             scheduler = trainer.lr_scheduler
             if trainer.optimizer is None:
-                raise ValueError("create_optimizer_and_scheduler has set no optimizer: it has to set self.optimizer")
+                name = "create_optimizer_and_scheduler"
+                raise SettingError("did not set self.optimizer", "Set it.", name, (name,))
             self._optimizer = trainer.optimizer = always_training(trainer.optimizer)
             if isinstance(scheduler, ReduceLROnPlateau):
                 self._flow.scheduler = scheduler
             elif not isinstance(scheduler, LRScheduler):
-                raise ValueError(
-                    f"the scheduler is a {type(scheduler).__name__}, which is none of torch.optim.lr_scheduler; "
-                    "use one of those"
-                )
+                problem = f"{type(scheduler).__name__} is not a scheduler of torch.optim.lr_scheduler"
+                raise SettingError(problem, "Use one of them.", "lr_scheduler", ("lr_scheduler",))
             self._scheduler, self._rates = scheduler, [self._current()]
             return self._optimizer
         return trainer.create_optimizer()
@@ -327,7 +431,7 @@ def evaluation_accelerator(args: TrainingArguments) -> Accelerator:
     """Return an Accelerator for evaluate() and predict() before any train().
 
     Raises:
-        ValueError: the launcher started more processes than the process group has, or the device lacks the precision.
+        SettingError: the launcher started more processes than the process group has, or the device lacks the precision.
     """
     processes = start_processes()
     check_launcher(processes.num_processes)

@@ -144,14 +144,14 @@ def recipe_of_trained(folder: Path, data: str | None = None, settings: Sequence[
     if data is not None:
         check_own_encoding(folder, section)
         # Each row of other data needs a prediction.
-        changes = {"train": data, "eval": data, "group_by_length": False}
+        shown: dict[str, Any] = {"train": data, "eval": data, "group_by_length": False}
         if isinstance(section, TextClassificationData) and recipe.origin("data.missing_labels").kind != "command line":
-            changes["missing_labels"] = "error"
+            shown["missing_labels"] = "error"
         by_index = config.get("id2label") if changes["problem_type"] != "regression" else None
         names = tuple(by_index[index] for index in sorted(by_index, key=int)) if by_index else None
         if isinstance(section, NamedClassesData) and names is not None:
-            changes["label_names"] = names
-        section = section.model_copy(update=changes)
+            shown["label_names"] = names
+        section = section.model_copy(update=shown)
     # A trained or loaded tokenizer is saved with the weights. `bytes` is code, and is faster than the saved one.
     has_own = (weights / "tokenizer_config.json").is_file()
     tokenizer = str(weights) if has_own and recipe.tokenizer_in_use != "bytes" else recipe.tokenizer_in_use

@@ -20,7 +20,7 @@ from pydantic import (
 
 from accel_train.core.errors import SettingError
 from accel_train.core.files import path_problem
-from accel_train.core.format import LARGEST_COUNT
+from accel_train.core.format import LARGEST_COUNT, did_you_mean
 from accel_train.recipe.data import Data, TrainedTokenizer
 from accel_train.recipe.evaluate import Evaluate
 from accel_train.recipe.optimizer import SCHEDULE_FREE, Optimizer
@@ -408,9 +408,12 @@ class Recipe(Section):
         for name in given:
             tasks = tasks_with(str(name))
             if name not in section.model_fields and tasks and section.model_config["extra"] == "forbid":
+                is_label = name in {data_section(other).label_setting for other in tasks}
+                own = section.label_setting if is_label else None
+                meant = f"did you mean {own}?" if own else did_you_mean(str(name), section.model_fields)
                 raise SettingError(
-                    f"data.{name} is a setting of {', '.join(tasks)}",
-                    f"task {task} does not read it; leave it out, or set another task",
+                    f"data.{name} is for {', '.join(tasks)}, not for {task}",
+                    meant or "leave it out",
                     settings=(f"data.{name}", "task"),
                 )
         return section.model_validate(given) if type(value) is not section else value

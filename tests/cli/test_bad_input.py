@@ -288,7 +288,11 @@ RECIPES: dict[str, tuple[Edit, tuple[str, ...]]] = {
         ("precision.mixed_precision=fp61", "did you mean fp16?"),
     ),
     "nothing to learn from": (
-        both(setting("task", "text-classification"), setting("data.label_column", None)),
+        both(
+            setting("task", "text-classification"),
+            without("data", "sequence_length"),
+            setting("data.label_column", None),
+        ),
         ("data.label_column", "predict"),
     ),
     "unknown encoding": (
@@ -544,7 +548,8 @@ def test_a_bad_table_is_one_line(name: str, no_model: list[str], capsys: pytest.
     file, content, settings, said = TABLES[name]
     Path(file).write_bytes(content if isinstance(content, bytes) else content.encode())
     recipe = copy.deepcopy(GOOD)
-    columns = {"text_column": "text", "label_column": "label", "eval_fraction": 0.2}
+    columns = {"label_column": "label", "eval_fraction": 0.2}
+    del recipe["data"]["sequence_length"]
     recipe |= {"task": "text-classification", "model": {"config": BERT}}
     recipe["data"] |= {"train": file, **columns, **settings}
     Path("r.yaml").write_text(yaml.safe_dump(recipe))

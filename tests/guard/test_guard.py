@@ -21,7 +21,7 @@ from accel_train.guard.guard import (
     learning_rate_factor,
     plan_rollback,
 )
-from accel_train.recipe import reliability
+from accel_train.recipe import schema
 
 
 def result(
@@ -34,16 +34,16 @@ def broken(step: int, *, loss: float = 1.0, loss_scale: float | None = None) -> 
     return result(step, loss=loss, norm=math.nan, skipped=True, loss_scale=loss_scale)
 
 
-def new_guard(section: reliability.Guard | None = None, *, max_grad_norm: float = 1.0, warmup_steps: int = 0) -> Guard:
-    return Guard(section or reliability.Guard(), TrainState(), max_grad_norm=max_grad_norm, warmup_steps=warmup_steps)
+def new_guard(section: schema.Guard | None = None, *, max_grad_norm: float = 1.0, warmup_steps: int = 0) -> Guard:
+    return Guard(section or schema.Guard(), TrainState(), max_grad_norm=max_grad_norm, warmup_steps=warmup_steps)
 
 
-def decide_all(results: list[StepResult], section: reliability.Guard) -> tuple[list[str], TrainState]:
+def decide_all(results: list[StepResult], section: schema.Guard) -> tuple[list[str], TrainState]:
     guard = new_guard(section)
     return [guard.decide(each).action for each in results], guard.state
 
 
-def settled(section: reliability.Guard | None = None, *, steps: int = 200, max_grad_norm: float = 1.0) -> Guard:
+def settled(section: schema.Guard | None = None, *, steps: int = 200, max_grad_norm: float = 1.0) -> Guard:
     """A guard that has seen ordinary steps: losses of 2 +- 0.1, norms of about 1.0, a fifth up and down."""
     guard = new_guard(section, max_grad_norm=max_grad_norm)
     draw = random.Random(0)
@@ -57,20 +57,20 @@ def settled(section: reliability.Guard | None = None, *, steps: int = 200, max_g
 
 
 def test_finite_steps_go_on_and_leave_no_mark_but_in_the_window() -> None:
-    actions, state = decide_all([result(step) for step in range(1, 6)], reliability.Guard())
+    actions, state = decide_all([result(step) for step in range(1, 6)], schema.Guard())
     assert actions == ["continue"] * 5
     assert state == TrainState(losses=[1.0] * 5, grad_norms=[0.0] * 5, num_unmeasured=5)
 
 
 def test_skips_in_a_row_within_the_budget_are_noted_and_one_more_goes_back() -> None:
     steps = [broken(step, loss=math.nan) for step in range(1, 5)]
-    assert decide_all(steps, reliability.Guard(max_consecutive_skips=3))[0] == ["skip", "skip", "skip", "roll_back"]
+    assert decide_all(steps, schema.Guard(max_consecutive_skips=3))[0] == ["skip", "skip", "skip", "roll_back"]
 
 
 def test_where_rollbacks_are_spent_or_not_allowed_it_stops() -> None:
     steps = [broken(step, loss=math.nan) for step in range(1, 5)]
-    assert decide_all(steps, reliability.Guard(max_consecutive_skips=3, max_rollbacks=0))[0][-1] == "stop"
-    guard = new_guard(reliability.Guard(max_consecutive_skips=0, max_rollbacks=2))
+    assert decide_all(steps, schema.Guard(max_consecutive_skips=3, max_rollbacks=0))[0][-1] == "stop"
+    guard = new_guard(schema.Guard(max_consecutive_skips=0, max_rollbacks=2))
     guard.state.rollbacks = [Rollback(number, 9, 5, 6, 9) for number in (1, 2)]
     decision = guard.decide(broken(20))
     assert decision.action == "stop"
@@ -79,7 +79,7 @@ def test_where_rollbacks_are_spent_or_not_allowed_it_stops() -> None:
 
 def test_a_good_step_ends_a_row_of_skips() -> None:
     steps = [broken(step, loss=math.nan) if step % 4 else result(step) for step in range(1, 13)]
-    actions, state = decide_all(steps, reliability.Guard(max_consecutive_skips=3))
+    actions, state = decide_all(steps, schema.Guard(max_consecutive_skips=3))
     assert set(actions) == {"skip", "continue"}
     assert state.num_skipped_steps == 9
 
@@ -87,13 +87,13 @@ def test_a_good_step_ends_a_row_of_skips() -> None:
 @pytest.mark.parametrize("gap, stops", [(40, True), (60, False)])
 def test_skips_spread_over_1000_steps_have_a_budget_of_their_own(gap: int, stops: bool) -> None:
     steps = [broken(step) if step % gap == 0 else result(step) for step in range(1, 3001)]
-    actions, state = decide_all(steps, reliability.Guard(max_skips_per_1000_steps=20))
+    actions, state = decide_all(steps, schema.Guard(max_skips_per_1000_steps=20))
     assert ("stop" in actions) == stops
     assert len(state.recent_skips) <= 26
 
 
 def test_first_skip_stops_where_the_recipe_says_so() -> None:
-    decision = new_guard(reliability.Guard(on_nonfinite="stop")).decide(broken(7, loss=math.inf))
+    decision = new_guard(schema.Guard(on_nonfinite="stop")).decide(broken(7, loss=math.inf))
     assert decision.action == "stop"
     assert "step 7" in decision.reason
     assert "loss=inf" in decision.reason
@@ -101,16 +101,16 @@ def test_first_skip_stops_where_the_recipe_says_so() -> None:
 
 def test_fp16_overflow_above_the_floor_is_the_scales_search_and_not_counted() -> None:
     steps = [broken(step, loss_scale=2.0 ** (20 - step)) for step in range(1, 20)]
-    actions, state = decide_all(steps, reliability.Guard(max_consecutive_skips=1))
+    actions, state = decide_all(steps, schema.Guard(max_consecutive_skips=1))
     assert actions == ["overflow"] * 19
     assert state.consecutive_skips == 0
 
 
 def test_fp16_overflow_at_the_floor_and_a_nan_loss_at_any_scale_are_counted() -> None:
     at_floor = [broken(step, loss_scale=1.0) for step in range(1, 4)]
-    assert decide_all(at_floor, reliability.Guard(max_consecutive_skips=2))[0] == ["skip", "skip", "roll_back"]
+    assert decide_all(at_floor, schema.Guard(max_consecutive_skips=2))[0] == ["skip", "skip", "roll_back"]
     nan_loss = [broken(step, loss=math.nan, loss_scale=1024.0) for step in range(1, 4)]
-    assert decide_all(nan_loss, reliability.Guard(max_consecutive_skips=2))[0] == ["skip", "skip", "roll_back"]
+    assert decide_all(nan_loss, schema.Guard(max_consecutive_skips=2))[0] == ["skip", "skip", "roll_back"]
 
 
 def test_processes_that_disagree_go_back_at_once() -> None:
@@ -120,7 +120,7 @@ def test_processes_that_disagree_go_back_at_once() -> None:
 
 
 def test_an_incident_is_looked_into_once() -> None:
-    guard = new_guard(reliability.Guard(max_consecutive_skips=50))
+    guard = new_guard(schema.Guard(max_consecutive_skips=50))
     bad = (3, 4, 9, 9 + INCIDENT_GAP_STEPS, 60)
     looked_into = [
         step for step in range(1, 70) if guard.decide(broken(step) if step in bad else result(step)).needs_diagnosis
@@ -163,7 +163,7 @@ def test_limits_stay_for_an_eighth_of_a_window() -> None:
 
 
 def test_limits_are_the_recipes_alone_until_half_a_window_has_been_accepted_after_the_warmup() -> None:
-    guard = new_guard(reliability.Guard(spike_window_steps=20), max_grad_norm=5.0, warmup_steps=30)
+    guard = new_guard(schema.Guard(spike_window_steps=20), max_grad_norm=5.0, warmup_steps=30)
     limits = []
     for step in range(1, 45):
         guard.decide(result(step))
@@ -176,7 +176,7 @@ def test_limits_are_the_recipes_alone_until_half_a_window_has_been_accepted_afte
     ("on_spike", "clips_at", "skips_above"), [("off", 10.0, LARGEST), ("clip", 3.3, LARGEST), ("skip", 10.0, 3.3)]
 )
 def test_policy_decides_what_the_device_does_with_a_spike(on_spike: str, clips_at: float, skips_above: float) -> None:
-    limits = settled(reliability.Guard.model_validate({"on_spike": on_spike}), max_grad_norm=10.0).limits
+    limits = settled(schema.Guard.model_validate({"on_spike": on_spike}), max_grad_norm=10.0).limits
     assert limits.clip == pytest.approx(clips_at, rel=0.25)
     assert limits.skip == pytest.approx(skips_above, rel=0.25)
 
@@ -201,7 +201,7 @@ def test_a_low_loss_or_a_small_gradient_is_no_spike() -> None:
 
 
 def test_spikes_that_were_skipped_leave_no_mark_in_the_window_and_go_back_when_the_loss_is_up_too() -> None:
-    guard = settled(reliability.Guard(on_spike="skip", max_consecutive_skips=3))
+    guard = settled(schema.Guard(on_spike="skip", max_consecutive_skips=3))
     windows = (list(guard.state.losses), list(guard.state.grad_norms))
     actions = [guard.decide(result(201 + n, loss=9.0, norm=50.0, skipped=True)).action for n in range(4)]
     assert actions == ["skip", "skip", "skip", "roll_back"]
@@ -210,7 +210,7 @@ def test_spikes_that_were_skipped_leave_no_mark_in_the_window_and_go_back_when_t
 
 
 def test_gradients_that_have_grown_with_the_loss_as_before_are_measured_anew() -> None:
-    guard = settled(reliability.Guard(on_spike="skip", max_consecutive_skips=3))
+    guard = settled(schema.Guard(on_spike="skip", max_consecutive_skips=3))
     actions = [guard.decide(result(201 + n, loss=2.0, norm=50.0, skipped=True)).action for n in range(4)]
     assert actions == ["skip", "skip", "skip", "spike"]
     assert guard.limits == Limits(1.0)
@@ -231,14 +231,11 @@ def test_a_loss_that_comes_down_again_in_time_does_not() -> None:
 
 
 def test_policy_rollback_goes_back_at_the_first_spike() -> None:
-    assert (
-        settled(reliability.Guard(on_spike="rollback")).decide(result(201, norm=50.0, skipped=True)).action
-        == "roll_back"
-    )
+    assert settled(schema.Guard(on_spike="rollback")).decide(result(201, norm=50.0, skipped=True)).action == "roll_back"
 
 
 def test_a_policy_that_watches_nothing_sees_no_spike() -> None:
-    guard = settled(reliability.Guard(on_spike="off"))
+    guard = settled(schema.Guard(on_spike="off"))
     assert {guard.decide(result(201 + n, loss=90.0, norm=900.0)).action for n in range(30)} == {"continue"}
 
 
@@ -246,7 +243,7 @@ def test_a_policy_that_watches_nothing_sees_no_spike() -> None:
 def test_a_guard_made_from_saved_counters_judges_as_the_one_that_was_saved(steps: int) -> None:
     before = settled(max_grad_norm=0.0, steps=steps)
     saved = asdict(before.state)
-    after = Guard(reliability.Guard(), TrainState(**saved), max_grad_norm=0.0, warmup_steps=0)
+    after = Guard(schema.Guard(), TrainState(**saved), max_grad_norm=0.0, warmup_steps=0)
     assert after.limits == before.limits
     draw = random.Random(3)
     for step in range(steps + 1, steps + 40):
@@ -259,9 +256,9 @@ def test_a_guard_made_from_saved_counters_judges_as_the_one_that_was_saved(steps
 # --- rollbacks ---------------------------------------------------------------------------------------------------
 
 
-def planned(guard: reliability.Guard | None = None, *, rollbacks: Sequence[Rollback] = (), **where: int) -> Rollback:
+def planned(guard: schema.Guard | None = None, *, rollbacks: Sequence[Rollback] = (), **where: int) -> Rollback:
     state = TrainState(first_bad_step=where.pop("onset"), rollbacks=list(rollbacks))
-    return plan_rollback(guard or reliability.Guard(), state, max_steps=5000, steps_per_epoch=1000.0, **where)
+    return plan_rollback(guard or schema.Guard(), state, max_steps=5000, steps_per_epoch=1000.0, **where)
 
 
 def test_window_that_is_passed_over_covers_all_bad_steps_and_half_a_window_on_both_sides() -> None:
@@ -269,7 +266,7 @@ def test_window_that_is_passed_over_covers_all_bad_steps_and_half_a_window_on_bo
     assert (rollback.skip_first, rollback.skip_last) == (950, 1055)  # a tenth of an epoch of 1000 steps
     near = planned(onset=1000, at_step=1005, to_step=980)
     assert (near.skip_first, near.skip_last) == (981, 1055)
-    long = planned(reliability.Guard(rollback_skip_steps=4), onset=1000, at_step=1009, to_step=800)
+    long = planned(schema.Guard(rollback_skip_steps=4), onset=1000, at_step=1009, to_step=800)
     assert (long.skip_first, long.skip_last) == (998, 1011)
 
 
@@ -281,7 +278,7 @@ def test_window_of_auto_is_a_small_part_of_the_epoch_and_of_the_run(
 ) -> None:
     state = TrainState(first_bad_step=500)
     where = {"at_step": 505, "to_step": 300, "max_steps": max_steps, "steps_per_epoch": steps_per_epoch}
-    rollback = plan_rollback(reliability.Guard(), state, **where)  # type: ignore[arg-type]
+    rollback = plan_rollback(schema.Guard(), state, **where)  # type: ignore[arg-type]
     assert rollback.skip_last - rollback.skip_first + 1 == 6 + width
 
 

@@ -1,16 +1,168 @@
-"""What callbacks see of a step: the gradients of an update, micro-batches, tokens."""
+"""Callbacks are told what transformers tells them, see the same step, and steer the run as there."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
-from transformers import TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers.trainer_callback import ExportableState
 
-from accel_train.hf import Trainer
-from tests.support.hf_models import Plain, arguments, bert, both, history, pad, plain_rows, rows, token_bert, token_rows
+from accel_train.hf.callbacks import may_ask
+from tests.support import hf_models as hf
 
-CLOSE = 1e-5
+
+class Listener(TrainerCallback):
+    """Writes down what it is told, and at which step."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[str, int]] = []
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("on_"):
+            return lambda args, state, control, **kwargs: self.heard.append((name, state.global_step))
+        return super().__getattribute__(name)
+
+
+class Sets(TrainerCallback):
+    """Sets flags of the control after steps."""
+
+    def __init__(self, **steps_by_flag: int) -> None:
+        self.steps_by_flag = steps_by_flag
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for flag, step in self.steps_by_flag.items():
+            if state.global_step == step:
+                setattr(control, flag, True)
+
+
+@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+@pytest.mark.parametrize(
+    ("flag", "step", "last"),
+    [
+        ("should_log", 99, 12),
+        ("should_training_stop", 4, 4),
+        ("should_epoch_stop", 8, 8),
+        ("should_epoch_stop", 6, 12),
+    ],
+)
+def test_callbacks_are_told_what_transformers_tells_them_in_its_order(
+    tmp_path: Path, strategy: str, flag: str, step: int, last: int
+) -> None:
+    """Two epochs of six steps, whole or stopped: the last epoch can end early; the first one is over at its end."""
+    listeners: list[Listener] = []
+
+    def callbacks() -> list[TrainerCallback]:
+        listeners.append(Listener())
+        return [Sets(**{flag: step}), listeners[-1]]
+
+    args = {f"{what}_strategy": strategy for what in ("eval", "save", "logging")} | {"eval_steps": 4, "save_steps": 4}
+    args |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "eval_dataset": hf.plain_rows(8)}
+    hf.both(tmp_path, hf.Plain, make_callbacks=callbacks, train_dataset=hf.plain_rows(24), **args)
+    theirs, ours = (each.heard for each in listeners)
+    assert ours[-1] == ("on_train_end", last)
+    assert ours == theirs
+
+
+def test_callbacks_stop_save_evaluate_and_log_at_the_very_step(tmp_path: Path) -> None:
+    class StepSignals(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_log = state.global_step in (1, 3)
+            control.should_evaluate = state.global_step == 2
+            control.should_save = state.global_step == 3
+            control.should_training_stop = state.global_step == 5
+
+    trainer = hf.trained(
+        tmp_path, hf.Plain(), hf.plain_rows(80), eval_dataset=hf.plain_rows(8), callbacks=[StepSignals()]
+    )
+    assert trainer.state.global_step == 5
+    lines = [(line["step"], "loss" in line) for line in hf.history(trainer)]
+    assert lines == [(1, True), (2, False), (3, True), (5, False)]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000003", "step-00000005"]
+
+
+def test_early_stopping_stops_where_transformers_stops(tmp_path: Path) -> None:
+    args = {"learning_rate": 0.5, "num_train_epochs": 10, "load_best_model_at_end": True, "save_total_limit": 1}
+    data = {
+        "train_dataset": hf.plain_rows(24, seed=4),
+        "eval_dataset": [{**row, "labels": 2} for row in hf.plain_rows(16)],
+    }
+    stop = {"make_callbacks": lambda: [EarlyStoppingCallback(2)], **hf.every(2, "eval", "save")}
+    theirs, ours, expected, found = hf.both(tmp_path, hf.Plain, **stop, **args, **data)
+    assert found.global_step == expected.global_step < 30
+    hf.same(theirs, ours)
+
+
+def test_a_resume_without_the_callback_that_stopped_trains_to_the_end_as_transformers_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop_and_resume(trainer: Any) -> Any:
+        assert trainer.train().global_step == 5
+        again = type(trainer)(hf.Plain(), trainer.args, train_dataset=trainer.train_dataset)
+        return again, again.train(resume_from_checkpoint=True)
+
+    args = {"max_steps": 9, "learning_rate": 1e-2, **hf.every(5, "save")}
+    data = {"train_dataset": hf.plain_rows(24), "make_callbacks": lambda: [Sets(should_training_stop=5)]}
+    *_, (theirs, expected), (ours, found) = hf.both(tmp_path, hf.Plain, act=stop_and_resume, **args, **data)
+    assert found.global_step == expected.global_step == 9
+    assert hf.difference(theirs.model, ours.model) < hf.CLOSE
+    assert json.loads((tmp_path / "ours" / "summary.json").read_text())["status"] == "finished"
+    assert "step 5 of 9" in capsys.readouterr().out
+
+
+class Counts(TrainerCallback, ExportableState):
+    def __init__(self, by: int = 1) -> None:
+        self.by, self.count = by, 0
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.count += self.by
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {"by": self.by}, "attributes": {"count": self.count}}
+
+
+class LeftOut(Counts):
+    """A callback with a state, which a later trainer leaves out."""
+
+
+def test_callbacks_get_their_states_back_in_order_and_a_line_names_other_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = {"max_steps": 4, "lr_scheduler_type": "constant", "restore_callback_states_from_checkpoint": True}
+    args |= {**hf.every(2, "save", "eval"), "metric_for_best_model": "loss", "learning_rate": 0.5}
+    args["eval_dataset"] = [{**row, "labels": 2} for row in hf.plain_rows(8)]  # so that each evaluation is worse
+    stops = [EarlyStoppingCallback(9), EarlyStoppingCallback(9)]
+    again = [Counts(), Counts(), Counts(7)]
+    hf.trained(tmp_path, hf.Plain(), hf.plain_rows(16), callbacks=[stops[0], Counts(1), Counts(10), LeftOut()], **args)
+    capsys.readouterr()
+    hf.trained(
+        tmp_path, hf.Plain(), hf.plain_rows(16), str(tmp_path / "checkpoint-2"), callbacks=[stops[1], *again], **args
+    )
+    assert [(callback.by, callback.count) for callback in again] == [(1, 4), (10, 40), (7, 14)]
+    assert stops[1].early_stopping_patience_counter == stops[0].early_stopping_patience_counter == 1
+    said = capsys.readouterr().out
+    assert "states of 1 LeftOut, the trainer has 0" in said
+    assert "states of 2 Counts, the trainer has 3" in said
+
+
+def test_an_end_of_an_epoch_before_the_last_is_refused_by_name(tmp_path: Path) -> None:
+    ends = [Sets(should_epoch_stop=1)]
+    error = hf.refused(lambda: hf.trained(tmp_path, hf.Plain(), hf.plain_rows(16), callbacks=ends), "num_train_epochs")
+    assert "should_epoch_stop at step 1" in error.problem
+
+
+def test_without_callbacks_of_the_user_the_host_waits_for_no_step(tmp_path: Path) -> None:
+    trainer = hf.made(tmp_path, hf.Plain(), hf.plain_rows(16))
+    assert not may_ask(trainer.callback_handler.callbacks)
+    trainer.add_callback(Listener)
+    assert may_ask(trainer.callback_handler.callbacks)
+    assert isinstance(trainer.pop_callback(Listener), Listener)
+    trainer.remove_callback(transformers.PrinterCallback)
+    assert [type(callback).__name__ for callback in trainer.callback_handler.callbacks] == ["DefaultFlowCallback"]
+
+
+# The update
 
 
 class Gradients(TrainerCallback):
@@ -19,55 +171,65 @@ class Gradients(TrainerCallback):
     def __init__(self) -> None:
         self.seen: list[tuple[float, float]] = []
 
-    def note(self, model: Any) -> None:
-        weight = model.layer.weight
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        weight = kwargs["model"].layer.weight
         self.seen.append((float(weight.detach().double().sum()), float(weight.grad.double().norm())))
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.note(kwargs["model"])
-
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.note(kwargs["model"])
+    on_optimizer_step = on_pre_optimizer_step
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adagrad"])
 def test_a_callback_sees_the_clipped_gradients_before_and_after_the_update_as_in_transformers(
     tmp_path: Path, optim: str
 ) -> None:
+    callbacks: list[Gradients] = []
+
+    def make_callbacks() -> list[Gradients]:
+        callbacks.append(Gradients())
+        return callbacks[-1:]
+
     args = {"max_grad_norm": 0.05, "learning_rate": 0.1, "optim": optim, "max_steps": 3}
-    seen = []
-    for kind, name in ((transformers.Trainer, "theirs"), (Trainer, "ours")):
-        callback = Gradients()
-        kind(Plain(), arguments(tmp_path / name, **args), callbacks=[callback], train_dataset=plain_rows(24)).train()
-        seen.append(callback.seen)
-    assert len(seen[1]) == 6
-    for one, other in zip(*seen, strict=True):
-        assert other == pytest.approx(one, abs=CLOSE)
-    assert all(norm < 0.051 for _, norm in seen[1])
+    _, ours, *_ = hf.both(tmp_path, hf.Plain, make_callbacks=make_callbacks, train_dataset=hf.plain_rows(24), **args)
+    theirs, seen = (each.seen for each in callbacks)
+    assert len(seen) == 6
+    for one, other in zip(theirs, seen, strict=True):
+        assert other == pytest.approx(one, abs=hf.CLOSE)
+    assert all(norm < 0.051 for _, norm in seen)
+    ours.optimizer.step()
+    assert len(seen) == 6, "the hooks end with train()"
 
 
-def test_hooks_of_a_callback_end_with_train(tmp_path: Path) -> None:
-    callback = Gradients()
-    trainer = Trainer(Plain(), arguments(tmp_path, max_steps=1), callbacks=[callback], train_dataset=plain_rows(8))
-    trainer.train()
-    assert len(callback.seen) == 2
-    trainer.optimizer.step()
-    assert len(callback.seen) == 2
+class ChangesRates(TrainerCallback):
+    def __init__(self, event: str) -> None:
+        setattr(self, event, self.change)
+
+    def change(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for group in kwargs["optimizer"].param_groups:
+            group["lr"] *= 0.1
+
+
+@pytest.mark.parametrize("event", ["on_train_begin", "on_step_begin", "on_step_end"])
+def test_rates_that_a_callback_changes_hold_for_a_step_as_in_transformers(tmp_path: Path, event: str) -> None:
+    setup = {"max_steps": 4, "learning_rate": 0.1, "train_dataset": hf.plain_rows(24)}
+    theirs, ours, *_ = hf.both(tmp_path, hf.Plain, make_callbacks=lambda: [ChangesRates(event)], **setup)
+    assert hf.difference(theirs.model, ours.model) < hf.CLOSE
+    assert theirs.lr_scheduler.get_last_lr()[0] == ours.lr_scheduler.get_last_lr()[0] == 0.0
 
 
 @pytest.mark.parametrize("which", ["all", "non_padding"])
 def test_input_tokens_are_counted_as_in_transformers(tmp_path: Path, which: str) -> None:
     args = {"include_num_input_tokens_seen": which, "gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
-    data = {"data_collator": pad, "train_dataset": token_rows(20)}
-    theirs, ours, *_ = both(tmp_path, token_bert, args=args, **data)
-    assert ours.state.num_input_tokens_seen == theirs.state.num_input_tokens_seen > 0
-    counts = [[line["num_input_tokens_seen"] for line in history(each)] for each in (theirs, ours)]
+    theirs, ours, *_ = hf.both(tmp_path, hf.token_bert, data_collator=hf.pad, train_dataset=hf.token_rows(20), **args)
+    counts = [[line["num_input_tokens_seen"] for line in hf.history(each)] for each in (theirs, ours)]
     assert counts[1] == counts[0]
+    assert ours.state.num_input_tokens_seen == theirs.state.num_input_tokens_seen > 0
 
 
 def test_a_freed_cache_and_further_readers_change_nothing(tmp_path: Path) -> None:
-    plain = Trainer(bert(), arguments(tmp_path / "a", max_steps=2), train_dataset=rows(16)).train()
     args = {"torch_empty_cache_steps": 1, "dataloader_num_workers": 1, "dataloader_prefetch_factor": 2}
-    args |= {"dataloader_multiprocessing_context": "fork", "max_steps": 2}
-    other = Trainer(bert(), arguments(tmp_path / "b", **args), train_dataset=rows(16)).train()
-    assert other.training_loss == plain.training_loss
+    args |= {"dataloader_multiprocessing_context": "fork"}
+    plain, other = (
+        hf.made(tmp_path / name, hf.bert(), hf.rows(16), max_steps=2, **given).train().training_loss
+        for name, given in (("plain", {}), ("other", args))
+    )
+    assert other == plain

@@ -16,15 +16,15 @@ OLDEST = REPOSITORY / ".venv" / "oldest"
 """What `make .venv/oldest` installs, to be laid over the environment."""
 
 SELECTED = [
-    "test_trainer.py::test_weights_and_log_are_those_of_transformers",
-    "test_trainer.py::test_evaluations_and_best_model_are_those_of_transformers",
-    "test_trainer.py::test_a_resume_goes_on_as_if_it_had_not_stopped",
-    "test_trainer.py::test_checkpoints_are_where_transformers_looks_for_them",
-    "test_trainer.py::test_the_evaluation_loop_is_called_as_in_run_qa_and_an_override_is_used",
-    "test_trainer.py::test_predictions_come_in_order_and_padded_as_in_transformers",
-    "test_trainer.py::test_callbacks_are_told_what_transformers_tells_them_in_its_order",
-    "test_trainer.py::test_callbacks_that_export_a_state_get_it_back",
-    "test_trainer.py::test_everything_that_is_saved_can_be_loaded",
+    "test_training.py::test_weights_and_log_are_those_of_transformers",
+    "test_training.py::test_evaluations_and_best_model_are_those_of_transformers",
+    "test_training.py::test_a_resume_goes_on_as_if_it_had_not_stopped",
+    "test_training.py::test_checkpoints_are_where_transformers_looks_for_them",
+    "test_evaluation.py::test_the_evaluation_loop_is_called_as_in_run_qa_and_an_override_is_used",
+    "test_evaluation.py::test_predictions_come_in_order_and_padded_as_in_transformers",
+    "test_callbacks.py::test_callbacks_are_told_what_transformers_tells_them_in_its_order",
+    "test_callbacks.py::test_callbacks_get_their_states_back_in_order_and_a_line_names_other_numbers",
+    "test_training.py::test_everything_that_is_saved_can_be_loaded",
     "test_checkpoints.py::test_a_checkpoint_that_transformers_wrote_is_resumed_to_the_same_weights",
     "test_seq2seq.py::test_training_with_evaluations_that_generate_is_that_of_transformers",
     "test_surface.py",
@@ -52,18 +52,7 @@ def test_the_trainer_holds_its_promises_with_the_oldest_versions_that_are_declar
     )
     for version, package in zip(found.stdout.split(), ("accelerate", "transformers"), strict=True):
         assert version.split(".")[:2] == floor(package).split(".")[:2], f"{OLDEST} has {package} {version}"
-    words = [
-        "-m",
-        "pytest",
-        "-q",
-        "-n",
-        "0",
-        "-p",
-        "no:cacheprovider",
-        "-m",
-        "not slow",
-        f"--basetemp={tmp_path / 'inner'}",
-    ]
+    words = ["-m", "pytest", "-q", "-n0", "-pno:cacheprovider", "-mnot slow", f"--basetemp={tmp_path / 'inner'}"]
     names = [f"tests/hf/{name}" for name in SELECTED]
     done = subprocess.run(
         [sys.executable, *words, *names], env=environment, cwd=REPOSITORY, capture_output=True, text=True

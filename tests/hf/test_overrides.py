@@ -1,33 +1,20 @@
-"""What overridden methods and callbacks find on the trainer: the state, the rates, the mode of the model, helpers, and
-the base's loader.
-"""
+"""What overridden methods find on the trainer: the state, the rates, helpers, and the base's loader."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import TrainerCallback
 
 from accel_train.hf import Trainer
-from tests.support.hf_models import Plain, arguments, bert, both, difference, history, llama, plain_rows, rows
-
-CLOSE = 1e-5
-KINDS = (transformers.Trainer, Trainer)
+from tests.support import hf_models as hf
 
 
-@pytest.fixture(autouse=True)
-def no_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drawing the report takes longer than everything else here together."""
-    monkeypatch.setattr("accel_train.training.finish.write_report", lambda runs: runs[0] / "report.html")
-
-
-def with_sums(base: Any) -> Any:
+def with_own_log(base: Any) -> Any:
     """The Trainer of a script whose loss depends on the step, and which logs a mean that it keeps by itself."""
 
-    class Sums(base):  # type: ignore[misc]
+    class Own(base):  # type: ignore[misc]
         seen, kept = (), ()
 
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
@@ -36,11 +23,6 @@ def with_sums(base: Any) -> Any:
             self.kept = (*self.kept, float(loss.detach()))
             return loss
 
-    return Sums
-
-
-def with_own_log(base: Any) -> Any:
-    class Own(with_sums(base)):  # type: ignore[misc]
         def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
             own = {"mean": sum(self.kept) / len(self.kept), "rate": self._get_learning_rate()} if self.kept else {}
             self.kept = ()
@@ -49,52 +31,13 @@ def with_own_log(base: Any) -> Any:
     return Own
 
 
-def test_a_loss_that_depends_on_the_step_sees_the_step_of_transformers(tmp_path: Path) -> None:
-    kinds = tuple(map(with_sums, KINDS))
-    theirs, ours, *_ = both(tmp_path, Plain, kinds, args={"max_steps": 5}, train_dataset=plain_rows(24))
+def test_overrides_of_loss_and_log_see_the_steps_and_rates_of_transformers(tmp_path: Path) -> None:
+    kinds = tuple(map(with_own_log, hf.KINDS))
+    theirs, ours, *_ = hf.both(tmp_path, hf.Plain, kinds, max_steps=5, train_dataset=hf.plain_rows(24))
     assert ours.seen == theirs.seen
     assert [step for step, _ in ours.seen] == [0, 1, 2, 3, 4]
-
-
-def test_an_overridden_log_sums_up_the_steps_that_transformers_does_and_reads_its_rate(tmp_path: Path) -> None:
-    kinds = tuple(map(with_own_log, KINDS))
-    theirs, ours, *_ = both(tmp_path, Plain, kinds, args={"max_steps": 5}, train_dataset=plain_rows(24))
-    assert len(history(ours)) == 3
-    for one, other in zip(history(theirs), history(ours), strict=True):
-        assert other == pytest.approx(one, abs=CLOSE)
-
-
-class ChangesRates(TrainerCallback):
-    def __init__(self, event: str) -> None:
-        setattr(self, event, self.change)
-
-    def change(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        for group in kwargs["optimizer"].param_groups:
-            group["lr"] *= 0.1
-
-
-@pytest.mark.parametrize("event", ["on_train_begin", "on_step_begin", "on_step_end"])
-def test_rates_that_a_callback_changes_hold_for_a_step_as_in_transformers(tmp_path: Path, event: str) -> None:
-    setup = {"args": {"max_steps": 4, "learning_rate": 0.1}, "train_dataset": plain_rows(24)}
-    theirs, ours, *_ = both(tmp_path, Plain, make_callbacks=lambda: [ChangesRates(event)], **setup)
-    assert difference(theirs.model, ours.model) < CLOSE
-    assert theirs.lr_scheduler.get_last_lr()[0] == ours.lr_scheduler.get_last_lr()[0] == 0.0
-
-
-def test_after_an_evaluation_the_model_is_ready_for_inference_as_in_transformers(tmp_path: Path) -> None:
-    modes = []
-
-    def act(trainer: Any) -> None:
-        trainer.train()
-        modes.append(trainer.model.training)
-        trainer.model.train()
-        trainer.predict(plain_rows(8))
-        modes.append(trainer.model.training)
-
-    for strategy in ("no", "epoch"):
-        args = {"max_steps": 3, "eval_strategy": strategy}
-        both(tmp_path / strategy, Plain, act=act, args=args, train_dataset=plain_rows(24), eval_dataset=plain_rows(8))
-    assert modes == [True, False, True, False, False, False, False, False]
+    assert len(hf.history(ours)) == 3
+    hf.same_log(theirs, ours)
 
 
 def with_base_loader(base: Any) -> Any:
@@ -111,30 +54,28 @@ def with_base_loader(base: Any) -> Any:
 def test_an_override_that_returns_the_loader_of_the_base_trains_on_its_data_in_a_new_order_each_epoch(
     tmp_path: Path,
 ) -> None:
-    kinds = tuple(map(with_base_loader, KINDS))
-    theirs, ours, *_ = both(tmp_path, Plain, kinds, args={"num_train_epochs": 3}, train_dataset=plain_rows(24))
+    kinds = tuple(map(with_base_loader, hf.KINDS))
+    theirs, ours, *_ = hf.both(tmp_path, hf.Plain, kinds, num_train_epochs=3, train_dataset=hf.plain_rows(24))
     assert ours.state.global_step == theirs.state.global_step == 9
-    assert difference(theirs.model, ours.model) < CLOSE
-
-
-class Collated(Trainer):
-    def get_train_dataloader(self) -> Any:
-        loader = super().get_train_dataloader()
-        own = loader.collate_fn
-        loader.collate_fn = lambda samples: own(samples[:1] * len(samples))
-        return loader
+    assert hf.difference(theirs.model, ours.model) < hf.CLOSE
 
 
 def test_a_loader_of_the_base_with_another_collator_is_read_as_it_is_and_shuffled_anew(tmp_path: Path) -> None:
     firsts: list[Any] = []
 
-    class Looks(Collated):
+    class Collated(Trainer):
+        def get_train_dataloader(self) -> Any:
+            loader = super().get_train_dataloader()
+            own = loader.collate_fn
+            loader.collate_fn = lambda samples: own(samples[:1] * len(samples))
+            return loader
+
         def compute_loss(self, model: Any, inputs: Any, **kwargs: Any) -> Any:
             assert inputs["features"].std(0).max() == 0.0
             firsts.append(inputs["features"][0].tolist())
             return super().compute_loss(model, inputs, **kwargs)
 
-    Looks(Plain(), arguments(tmp_path), train_dataset=plain_rows(16)).train()
+    hf.trained(tmp_path, hf.Plain(), hf.plain_rows(16), kind=Collated)
     assert len(firsts) == 4
     assert firsts[:2] != firsts[2:]
 
@@ -145,9 +86,11 @@ def with_helpers(base: Any) -> Any:
     class Own(base):  # type: ignore[misc]
         def get_train_dataloader(self) -> Any:
             data = self._remove_unused_columns(self.train_dataset, description="training")
-            sampler = self._get_train_sampler()
-            assert len(sampler) == len(data)
-            return DataLoader(data, batch_size=8, collate_fn=self.data_collator)
+            assert len(self._get_train_sampler()) == len(data)
+            assert len(self._get_eval_sampler(data)) == len(data)
+            assert self._get_output_dir(None) == self.args.output_dir
+            collate = self._get_collator_with_removed_columns(self.data_collator)
+            return DataLoader(data, batch_size=8, collate_fn=collate)
 
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
             model.train()
@@ -163,19 +106,22 @@ def with_helpers(base: Any) -> Any:
 def test_helpers_that_overrides_call_are_there(tmp_path: Path) -> None:
     import datasets
 
-    table = datasets.Dataset.from_list([{**row, "text": "?"} for row in rows(24)])
-    kinds = tuple(map(with_helpers, KINDS))
-    theirs, ours, *_ = both(tmp_path, bert, kinds, args={"max_steps": 4}, train_dataset=table)
-    assert difference(theirs.model, ours.model) < CLOSE
+    table = datasets.Dataset.from_list([{**row, "text": "?"} for row in hf.rows(24)])
+    theirs, ours, *_ = hf.both(tmp_path, hf.bert, tuple(map(with_helpers, hf.KINDS)), max_steps=4, train_dataset=table)
+    assert hf.difference(theirs.model, ours.model) < hf.CLOSE
 
 
-def test_a_helper_that_is_overridden_is_still_refused(tmp_path: Path) -> None:
-    class Own(Trainer):
-        def _prepare_inputs(self, inputs: Any) -> Any:
-            return inputs
-
-    with pytest.raises(ValueError, match=r"Own\._prepare_inputs: override training_step"):
-        Own(Plain(), arguments(tmp_path))
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("_prepare_inputs", "training_step"),
+        ("_get_train_sampler", "get_train_dataloader"),
+        ("_set_signature_columns_if_needed", "callback"),
+    ],
+)
+def test_a_method_that_is_never_called_is_refused_as_an_override(tmp_path: Path, name: str, remedy: str) -> None:
+    own = type("Own", (Trainer,), {name: lambda self, *args: None})
+    assert remedy in hf.refused(lambda: own(hf.Plain()), f"Own.{name}").problem
 
 
 class Counted(IterableDataset[Any]):
@@ -183,25 +129,18 @@ class Counted(IterableDataset[Any]):
         return 20
 
     def __iter__(self) -> Any:
-        return iter(plain_rows(20))
+        return iter(hf.plain_rows(20))
 
 
 def test_a_stream_that_knows_its_length_needs_no_max_steps(tmp_path: Path) -> None:
-    theirs, ours, *_ = both(tmp_path, Plain, make_train_dataset=Counted)
+    theirs, ours, *_ = hf.both(tmp_path, hf.Plain, make_train_dataset=Counted)
     assert ours.state.global_step == theirs.state.global_step == 6
     assert ours.state.epoch == theirs.state.epoch == 2.0
-    assert difference(theirs.model, ours.model) < CLOSE
+    assert hf.difference(theirs.model, ours.model) < hf.CLOSE
 
 
 def test_weights_in_bf16_are_trained(tmp_path: Path) -> None:
-    data = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in rows(24)]
-    make_model = lambda: llama().to(torch.bfloat16)  # noqa: E731
-    theirs, ours, *_ = both(tmp_path, make_model, args={"max_steps": 4}, train_dataset=data)
-    assert difference(theirs.model, ours.model) < 1e-2
-    assert history(ours)[0]["loss"] == pytest.approx(history(theirs)[0]["loss"], abs=0.02)
-
-
-def test_metrics_that_are_no_dict_are_an_error_that_says_so(tmp_path: Path) -> None:
-    trainer = Trainer(bert(), arguments(tmp_path), eval_dataset=rows(8), compute_metrics=lambda found: None)  # type: ignore[arg-type, return-value]
-    with pytest.raises(ValueError, match="compute_metrics returned None"):
-        trainer.evaluate()
+    data = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in hf.rows(24)]
+    theirs, ours, *_ = hf.both(tmp_path, lambda: hf.llama().to(torch.bfloat16), max_steps=4, train_dataset=data)
+    assert hf.difference(theirs.model, ours.model) < 1e-2
+    assert hf.history(ours)[0]["loss"] == pytest.approx(hf.history(theirs)[0]["loss"], abs=0.02)

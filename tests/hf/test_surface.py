@@ -1,6 +1,6 @@
 """Every public method, constructor argument and callback event of the installed transformers has its line in
-docs/hf_trainer.md,
-and the line is true. Arguments of TrainingArguments: test_arguments.py."""
+docs/hf_trainer.md, and the line is true. Arguments of TrainingArguments: test_arguments.py.
+"""
 
 import inspect
 import re
@@ -11,7 +11,7 @@ import pytest
 import transformers
 
 from accel_train.hf import Trainer
-from tests.support.hf_models import Plain, arguments
+from tests.support.hf_models import Plain, arguments, refused
 from tests.support.runs import REPOSITORY
 
 DOCS = (REPOSITORY / "docs" / "hf_trainer.md").read_text()
@@ -56,8 +56,13 @@ def test_methods_that_are_called_here_are_here_under_the_same_arguments() -> Non
 @pytest.mark.parametrize("name", named("refused"))
 def test_methods_that_are_refused_are_an_error_that_names_them(tmp_path: Path, name: str) -> None:
     own = type("Own", (Trainer,), {name: lambda self, *args: None})
-    with pytest.raises(ValueError, match=rf"Own\.{name}: "):
-        own(Plain(), arguments(tmp_path))
+    refused(lambda: own(Plain(), arguments(tmp_path)), f"Own.{name}")
+
+
+def test_no_attribute_of_the_class_is_a_function_of_another_module() -> None:
+    """Methods stand in the class, where a reader looks for them."""
+    functions = [getattr(value, "__func__", value) for value in vars(Trainer).values()]
+    assert {each.__module__ for each in functions if inspect.isfunction(each)} == {Trainer.__module__}
 
 
 def test_the_constructor_takes_every_argument_of_transformers_in_its_order() -> None:

@@ -1,8 +1,11 @@
 """What the tests of the Trainer face share: tiny models, data, arguments, and both trainers on them."""
 
+import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor, nn
@@ -11,15 +14,19 @@ from transformers import (
     BertConfig,
     BertForSequenceClassification,
     BertForTokenClassification,
+    EvalPrediction,
     LlamaConfig,
     LlamaForCausalLM,
     TrainingArguments,
 )
 
+from accel_train.core.errors import SettingError
 from accel_train.hf import Trainer
 
 Row = dict[str, Any]
 CLOCKS = ("_runtime", "_per_second", "_preparation_time")
+CLOSE = 1e-5
+KINDS = (transformers.Trainer, Trainer)
 
 
 def bert(kind: Any = BertForSequenceClassification, *, num_labels: int = 3, seed: int = 0, **config: Any) -> Any:
@@ -120,28 +127,57 @@ def arguments(folder: Path, **changes: Any) -> TrainingArguments:
     return TrainingArguments(str(folder), **usual | changes)
 
 
+def made(folder: Path, model: Any, data: Any = None, *, kind: Any = Trainer, **given: Any) -> Any:
+    """A trainer: `given` are fields of TrainingArguments and parameters of the trainer, mixed."""
+    names = {field.name for field in dataclasses.fields(TrainingArguments)}
+    args = {name: value for name, value in given.items() if name in names}
+    others = {name: value for name, value in given.items() if name not in names}
+    return kind(model, arguments(folder, **args), train_dataset=data, **others)
+
+
+def trained(folder: Path, model: Any, data: Any, resume: Any = None, **given: Any) -> Any:
+    """A trainer as `made`, after train()."""
+    trainer = made(folder, model, data, **given)
+    trainer.train(resume)
+    return trainer
+
+
+def every(steps: int, *events: str) -> dict[str, Any]:
+    """Arguments for an `eval`, a `save`, or `logging` after so many steps."""
+    given: dict[str, Any] = {f"{event}_strategy": "steps" for event in events}
+    return given | {f"{event}_steps": steps for event in events}
+
+
 def both(
     folder: Path,
     make_model: Any = bert,
-    kinds: tuple[Any, Any] = (transformers.Trainer, Trainer),
+    kinds: tuple[Any, Any] = KINDS,
     act: Any = lambda trainer: trainer.train(),
+    args: dict[str, Any] | None = None,
     **setup: Any,
 ) -> Any:
     """The same trainer twice, transformers' and ours, and what each gives: (theirs, ours, expected, found).
 
-    One after the other, because TrainingArguments take down what an earlier trainer computes on. `arguments` are given
-    as
-    `args={...}`, and what has to be made anew for each as `make_NAME=function`.
+    One after the other, because TrainingArguments take down what an earlier trainer computes on. Arguments are given
+    as `args` or among the others, and what each trainer needs anew as `make_NAME=function`.
     """
-    args = setup.pop("args", {})
-    made, given = [], []
+    trainers, given = [], []
     for kind, name in zip(kinds, ("theirs", "ours"), strict=True):
         chosen = {
             key.removeprefix("make_"): value() if key.startswith("make_") else value for key, value in setup.items()
         }
-        made.append(kind(make_model(), arguments(folder / name, **args), **chosen))
-        given.append(act(made[-1]))
-    return *made, *given
+        data = chosen.pop("train_dataset", None)
+        trainers.append(made(folder / name, make_model(), data, kind=kind, **(args or {}), **chosen))
+        given.append(act(trainers[-1]))
+    return *trainers, *given
+
+
+def refused(act: Callable[[], Any], *settings: str) -> SettingError:
+    """The error of an action, which has to be about these settings."""
+    with pytest.raises(SettingError) as caught:
+        act()
+    assert set(settings) <= set(caught.value.settings)
+    return caught.value
 
 
 def difference(one: nn.Module, other: nn.Module) -> float:
@@ -155,6 +191,27 @@ def history(trainer: Any) -> list[dict[str, float]]:
     return [
         {name: value for name, value in line.items() if not name.endswith(CLOCKS)} for line in trainer.state.log_history
     ]
+
+
+def accuracy(found: EvalPrediction) -> dict[str, float]:
+    return {"accuracy": float((found.predictions.argmax(-1) == found.label_ids).mean()), "count": len(found.label_ids)}
+
+
+def rates(trainer: Any) -> list[float]:
+    """The learning rates of the log."""
+    return [line["learning_rate"] for line in trainer.state.log_history if "learning_rate" in line]
+
+
+def same_log(theirs: Any, ours: Any) -> None:
+    assert [sorted(line) for line in history(theirs)] == [sorted(line) for line in history(ours)]
+    for one, other in zip(history(theirs), history(ours), strict=True):
+        assert other == pytest.approx(one, abs=CLOSE)
+
+
+def same(theirs: Any, ours: Any) -> None:
+    """Both trainers have the same weights and the same log."""
+    assert difference(theirs.model, ours.model) < CLOSE
+    same_log(theirs, ours)
 
 
 def flat(value: Any) -> list[float]:

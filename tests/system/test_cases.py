@@ -70,6 +70,7 @@ from accel_train.recipe.schema import Recipe
 from accel_train.report.report import load_runs
 from accel_train.runtime.heartbeat import HeartbeatStore
 from accel_train.task import Scores, TaskData
+from accel_train.tasks.causal_lm.config import CausalLMData
 from accel_train.tasks.causal_lm.data import check_row, columns_of
 from accel_train.tasks.causal_lm.encoding import Example, chat_encoder
 from accel_train.tasks.causal_lm.task import CausalLM
@@ -1432,7 +1433,7 @@ def test_field_03_what_the_generation_prompt_supplies_is_not_a_target(
     template = THINKING.replace("OPEN", marks[0]).replace("CLOSE", marks[1])
     tokenizer = pretrained_tokenizer("bytes", trust_remote_code=False)
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes", "thoughts": thoughts}]
-    data = Data.model_validate({"train": "chats.jsonl", "format": "chat", "chat_template": template})
+    data = CausalLMData.model_validate({"train": "chats.jsonl", "format": "chat", "chat_template": template})
     [encoded] = chat_encoder(tokenizer, data, defaultdict(list))([Example(chat, "row 1")])
     text = tokenizer.tokenizer.decode(encoded.ids[encoded.is_target])
     assert text.removesuffix("<|endoftext|>").rstrip("\n") == learned

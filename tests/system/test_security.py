@@ -32,6 +32,7 @@ from accel_train.metrics.registry import load_metric
 from accel_train.model.pretrained import pretrained_config
 from accel_train.observe.goodput import read_launches
 from accel_train.observe.run_folder import RECIPE_FILE, read_events, read_metrics, read_summary
+from accel_train.recipe.data import Data
 from accel_train.training.setup import prepare_run
 from tests.support.pickle_gadgets import FORMS, gadgets
 from tests.support.runs import command, environment, recipe_dict, write_corpus, write_recipe_file
@@ -331,7 +332,7 @@ def rewrite_recipe(run: Path, **sections: Any) -> None:
     """Change the recipe of a run folder as its sender may have written it."""
     recipe = yaml.safe_load((run / RECIPE_FILE).read_text())
     for name, fields in sections.items():
-        recipe[name] = {**recipe[name], **fields} if isinstance(fields, dict) else fields
+        recipe[name] = {**(recipe[name] or {}), **fields} if isinstance(fields, dict) else fields
     (run / RECIPE_FILE).write_text(yaml.safe_dump(recipe))
 
 
@@ -368,7 +369,10 @@ def test_a_senders_consent_to_the_models_code_is_not_the_readers(
     someones_run: Path, canary: Path, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if words == "predict":  # a language model has no label
-        rewrite_recipe(someones_run, task="text-classification", data={"label_column": "text"})
+        written = yaml.safe_load((someones_run / RECIPE_FILE).read_text())["data"]
+        shared = {name: value for name, value in written.items() if name in Data.model_fields}
+        rewrite_recipe(someones_run, task="text-classification", data=None)
+        rewrite_recipe(someones_run, data={**shared, "label_column": "text"})
     folder = someones_run / "incidents" / "step-00000001" if words == "replay" else someones_run
     name, *flags = words.split()
     code = main([name, str(folder), *flags])

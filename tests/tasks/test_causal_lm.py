@@ -12,13 +12,13 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from accel_train.engine.resolve import check_recipe
 from accel_train.model.kernels.attention import _CHECKED_MODEL_TYPES, CAUSAL_SDPA, causal_sdpa, choose_attention
+from accel_train.model.kernels.chunked_loss import summed_loss
 from accel_train.model.kernels.documents import same_document_mask
 from accel_train.model.training_module import TrainingModule
 from accel_train.recipe.schema import Recipe
 from accel_train.task import TaskData
 from accel_train.tasks.causal_lm import task as causal_lm
 from accel_train.tasks.causal_lm.task import CausalLM, matmul_parameters
-from accel_train.tasks.common.classification import summed_loss
 from tests.support.hf_models import SIZES, small_config
 from tests.support.runs import TINY_MODEL, recipe_dict, write_corpus
 

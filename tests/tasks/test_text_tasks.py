@@ -68,7 +68,7 @@ def recipe(folder: Path, task: str, **sections: Any) -> Path:
         "checkpoint": {"every_steps": 3},
         "options": {},
     }
-    return write_recipe_file(folder, **{**settings, **sections})
+    return write_recipe_file(folder, **{"windows": task == "MaskedLM", **settings, **sections})
 
 
 def last_evaluation(folder: Path) -> dict[str, float]:

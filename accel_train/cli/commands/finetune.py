@@ -13,7 +13,7 @@ from accel_train.cli.results import training as results
 from accel_train.core.redaction import redact_text
 
 if TYPE_CHECKING:
-    from accel_train.experiments.finetune.found import Found
+    from accel_train.experiments.finetune.recipe import Found
     from accel_train.recipe.loader import Recipe
 
 

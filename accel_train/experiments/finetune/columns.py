@@ -1,4 +1,4 @@
-"""A table's format (delimiter, header, encoding) and its columns: texts, labels, numbers, chats, or images."""
+"""A table's format (delimiter, header, encoding), its columns (texts, numbers, chats, images), and its labels."""
 
 import csv
 from collections import Counter
@@ -10,12 +10,18 @@ from typing import Any, NamedTuple
 
 from accel_train.core.state import Choice
 from accel_train.data.delimited import read_delimited
-from accel_train.data.encoding import check_western, guess_encoding
+from accel_train.data.encoding import check_western, guess_encoding, read_lines
 from accel_train.data.images.images import IMAGE_SUFFIXES
-from accel_train.data.labels import is_missing, label_name
+from accel_train.data.labels import is_missing, label_name, label_scheme, several_in_one
 from accel_train.data.sources import Source, file_kind, resolve_sources
 from accel_train.data.tables import class_names, column_names, read_rows, shared_keys
+from accel_train.experiments.finetune.recipe import Asked, Choices
 from accel_train.recipe.data import Data
+
+_USUAL = "label labels class category target sentiment intent topic genre stars rating tag y"
+_LABEL_NAMES = frozenset(_USUAL.split())
+NAME_FILES = ("classes.txt", "labels.txt", "label_names.txt")
+
 
 _MOST_CLASSES = 1000
 _MOST_MISSING = 0.2
@@ -111,7 +117,7 @@ class Table:
     columns: Mapping[str, Column]
     wheres: Sequence[str]
     """File and line or row of each row."""
-    settings: Mapping[str, Choice[Any]]
+    settings: Choices
     """Settings that are needed to read the table."""
     notes: Sequence[str]
     partial: Mapping[str, str]
@@ -131,9 +137,9 @@ class Table:
         return ", ".join(self.columns)
 
 
-def readings(path: Path, data: Data, given: frozenset[str]) -> dict[str, Choice[Any]]:
+def readings(path: Path, data: Data, given: frozenset[str]) -> Choices:
     """Return the settings that are needed to read a file, if they are not the defaults: encoding and header."""
-    settings: dict[str, Choice[Any]] = {}
+    settings: Choices = {}
     if "data.encoding" not in given and file_kind(path) != "parquet":
         guess = guess_encoding(path, data.encoding_errors)
         if guess is not None:
@@ -146,7 +152,7 @@ def readings(path: Path, data: Data, given: frozenset[str]) -> dict[str, Choice[
     return settings
 
 
-def with_settings(data: Data, settings: Mapping[str, Choice[Any]]) -> Data:
+def with_settings(data: Data, settings: Choices) -> Data:
     """Return `data` with these settings of its section."""
     return data.model_copy(update={name.removeprefix("data."): choice.value for name, choice in settings.items()})
 
@@ -166,12 +172,12 @@ def read_table(path: Path, data: Data, given: frozenset[str]) -> Table:
     # Spreadsheets end rows with unnamed columns.
     names = [name for name in names if name]
     if not names:
-        raise ValueError(f"{path}: no column is in every row; write the same keys on each line")
+        raise ValueError(f"{path}: no column is in every row. Write the same keys on each line")
     rows = list(read_rows(source, names, data))
     if not rows:
-        raise ValueError(f"{path} holds no rows; name a table that has some")
+        raise ValueError(f"{path} has no rows. Name a table with rows")
     columns = {name: Column(name, cells) for name, cells in zip(names, zip(*(row.cells for row in rows)))}
-    notes = [f"column {name!r} is left out: {where} has none" for name, where in partial.items()]
+    notes = [f"column {name!r} is left out: {where} does not have it" for name, where in partial.items()]
     known = {name: found for name in names if (found := class_names(source, name)) is not None}
     return Table(path, columns, [row.where for row in rows], settings, [*source.notes, *notes], partial, known)
 
@@ -194,11 +200,11 @@ def _missing_header(path: Path, data: Data) -> str | None:
         return None
     for number, cell in enumerate(rows[0]):
         if cell and _is_number(cell):
-            return f"the first row holds the number {cell}, which is no name of a column"
+            return f"the first row holds the number {cell}, not the name of a column"
         if len(cell.split()) > _WORDS_OF_A_NAME:
-            return f"the first row holds a text of {len(cell.split())} words, which is no name of a column"
+            return f"the first row holds a text of {len(cell.split())} words, not the name of a column"
         if cell and any(row[number] == cell for row in rows[1:]) and len(rows[0]) > 1:
-            return f"{cell!r} of the first row comes again in later rows, so it is no name of a column"
+            return f"{cell!r} in the first row appears again in later rows, so it is not a column name"
     return None
 
 
@@ -208,3 +214,178 @@ def _is_number(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+class Label(NamedTuple):
+    """The column of labels."""
+
+    name: str
+    settings: Choices
+    counts: Mapping[str, int]
+    """Rows of each class. Empty for a regression."""
+    is_one: bool = False
+    """Whether each row has exactly one label instead of a list."""
+    num_dropped: int = 0
+    """Number of left-out rows without a label."""
+
+
+def recognise_label(asked: Asked, table: Table, *used: str, may_drop: bool = True) -> Label:
+    """Return the label column among columns that are not `used`. `may_drop`: the task supports `data.missing_labels`.
+
+    Raises:
+        ValueError: no column or several columns may be the label, or a row has a missing or wrong label. The message
+            names the row or shows the flag.
+    """
+    column, why = _label_of(asked, table, *used)
+    drops = asked.data.missing_labels == "drop"
+    if (
+        asked.label is None
+        and column.name not in table.class_names
+        and (names := _names_beside(table, column, used)) is not None
+    ):
+        column, why = names, f"it has one name for each number in column {column.name!r}"
+    settings: Choices = {"data.label_column": Choice(column.name, why)}
+    kept = [row for row, cell in enumerate(column.cells) if not (may_drop and drops and is_missing(cell))]
+    dropped = len(column.cells) - len(kept)
+    column = Column(column.name, tuple(column.cells[row] for row in kept))
+    wheres = [table.wheres[row] for row in kept]
+    first = _with_names(asked, table, column, settings)
+    scheme = label_scheme(
+        column.cells,
+        lambda index: wheres[index],
+        column=column.name,
+        problem_type=asked.problem_type,
+        label_names=settings["data.label_names"].value if "data.label_names" in settings else asked.data.label_names,
+        feature_names=table.class_names.get(column.name),
+        first_id=first,
+        may_drop=may_drop,
+    )
+    encoded = scheme.encode(column.cells, lambda index: wheres[index])
+    if scheme.problem_type == "regression":
+        if asked.problem_type == "auto":
+            settings["model.problem_type"] = Choice("regression", scheme.reason)
+        return Label(column.name, settings, {}, num_dropped=dropped)
+    several = (
+        several_in_one(scheme.names) if scheme.problem_type == "single_label" and asked.problem_type == "auto" else None
+    )
+    if several is not None and not scheme.are_ids:
+        raise ValueError(
+            f"{table.path}: column {column.name!r} holds several labels in one cell, "
+            f"with {several[1]} ({several[0]!r}), so each combination would become a class. Write lists of names "
+            "in a .jsonl or .parquet file; or keep the combinations: --model.problem_type single_label"
+        )
+    if scheme.problem_type == "multi_label":
+        counts = dict(zip(scheme.names, map(int, encoded.sum(0))))
+    else:
+        counts = {scheme.names[number]: count for number, count in sorted(Counter(encoded.tolist()).items())}
+    _check_classes(asked, table, column, counts)
+    return Label(column.name, settings, counts, scheme.problem_type == "single_label", dropped)
+
+
+def _label_of(asked: Asked, table: Table, *used: str) -> tuple[Column, str]:
+    others = [column for column in table.columns.values() if column.name not in used]
+    if asked.label is not None:
+        return table[asked.label], "from --label"
+    for name, where in table.partial.items():
+        if name.lower() in _LABEL_NAMES:
+            raise ValueError(
+                f"{where} does not have {name!r}, but other rows do. Fill it in, drop the row, or name another column: "
+                "--label COLUMN"
+            )
+    for names in (("label",), _LABEL_NAMES):
+        named = [column for column in others if column.name.lower() in names]
+        if len(named) == 1:
+            return named[0], "its name"
+        if named:
+            break
+    likely = named or [column for column in others if column.may_be_labels]
+    if len(likely) == 2 and _are_the_same(*likely):
+        likely = [column for column in likely if _are_integers(column)] or likely[:1]
+    if len(likely) == 1:
+        return likely[0], f"the only column with few values: {len(likely[0].classes)} in {len(likely[0].cells):,} rows"
+    if likely:
+        some = [f"--label {column.name}" for column in likely]
+        is_several = all({*column.classes} <= {"0", "1"} for column in likely)
+        also = (
+            "; to predict all of them, list the columns that are 1 in one column of a .jsonl file" if is_several else ""
+        )
+        raise ValueError(f"{table.path}: {len(likely)} columns may be the label. Choose one: {' or '.join(some)}{also}")
+    decimal = [column for column in others if column.is_decimal]
+    if len(decimal) == 1:
+        return decimal[0], "the only column of decimal numbers"
+    there = f"other columns: {', '.join(column.name for column in others)}" if others else "the only column in all rows"
+    there += f"; only in some rows: {', '.join(table.partial)}" if table.partial else ""
+    raise ValueError(
+        f"{table.path}: no column next to {', '.join(used)} looks like a label ({there}). Name it: --label COLUMN; "
+        f"or train a language model of the texts: --task causal-lm --text {used[0]}"
+    )
+
+
+def _names_beside(table: Table, label: Column, used: tuple[str, ...]) -> Column | None:
+    """Return the column with a name for each number of the label, or None."""
+    if not _are_integers(label):
+        return None
+    others = [column for column in table.columns.values() if column.name not in (label.name, *used)]
+    named = [
+        column
+        for column in others
+        if column.is_strings and "" not in column.cells and not _are_integers(column) and _are_the_same(label, column)
+    ]
+    return named[0] if len(named) == 1 and len(set(label.cells)) < len(label.cells) else None
+
+
+def _are_the_same(one: Column, other: Column) -> bool:
+    """Return whether the values of two columns correspond one to one."""
+    try:
+        pairs = set(zip(one.cells, other.cells))
+        return len(pairs) == len(set(one.cells)) == len(set(other.cells))
+    # Lists cannot be hashed.
+    except TypeError:
+        return False
+
+
+def _are_integers(column: Column) -> bool:
+    return bool(column.classes) and all(name.removeprefix("-").isdecimal() for name in column.classes)
+
+
+def _with_names(asked: Asked, table: Table, label: Column, settings: Choices) -> int:
+    """Add label names from a file next to the table if the labels are numbers. Return the first class's number."""
+    if (
+        not _are_integers(label)
+        or label.name in table.class_names
+        or {"data.label_names", "data.label_ids_from"} & asked.given
+    ):
+        return asked.data.label_ids_from
+    for name in NAME_FILES:
+        path = table.path.with_name(name)
+        if not path.is_file():
+            continue
+        names = names_in(path, asked.data)
+        numbers = {int(number) for number in label.classes}
+        for first in (0, 1):
+            if (
+                len(set(names)) == len(names) > 1
+                and numbers <= set(range(first, first + len(names)))
+                and max(numbers) >= len(names) - 1
+            ):
+                settings["data.label_names"] = Choice(names, f"the lines of {path}")
+                if first:
+                    settings["data.label_ids_from"] = Choice(first, f"column {label.name!r} counts from {first}")
+                return first
+    return 0
+
+
+def names_in(path: Path, data: Data) -> list[str]:
+    """Return the names of classes in a file, one a line."""
+    return [line.strip() for line, _ in read_lines(path, data) if line.strip()]
+
+
+def _check_classes(asked: Asked, table: Table, label: Column, counts: Mapping[str, int]) -> None:
+    """Raise ValueError if the label differs in nearly every row."""
+    num_rows = len(label.cells)
+    if len(counts) > max(2, num_rows // 2) and "data.label_names" not in asked.given:
+        raise ValueError(
+            f"{table.path}: column {label.name!r} has {len(counts):,} different values in {num_rows:,} rows, "
+            "too many for labels. Name another column: --label COLUMN; or predict numbers: "
+            "--model.problem_type regression"
+        )

@@ -1,6 +1,7 @@
-"""Folders of images by class or with masks, and the sizes and colors of their images."""
+"""Images: folders by class or with masks, tables that name images, and the sizes and colors of the images."""
 
 import io
+import os
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -15,13 +16,24 @@ from PIL import Image
 from accel_train.core.errors import DataError
 from accel_train.core.format import format_count
 from accel_train.core.state import Choice
-from accel_train.data.images.images import ImagePool, Images, Target, evenly_spaced, in_threads, list_files
+from accel_train.data.images.images import (
+    ImagePool,
+    Images,
+    RowImages,
+    Target,
+    evenly_spaced,
+    in_threads,
+    list_files,
+    list_images,
+)
 from accel_train.data.images.labelled import eval_beside_train
 from accel_train.data.images.masks import mask_values
 from accel_train.data.images.misread import are_parts, refuse_annotations
 from accel_train.data.images.pairs import BESIDE, pair_of_folders, pairs_below
 from accel_train.data.images.pools import read_pools
-from accel_train.experiments.finetune.found import Asked, Found
+from accel_train.data.images.tables import find_images
+from accel_train.experiments.finetune.columns import Column, Table, read_table, recognise_label
+from accel_train.experiments.finetune.recipe import Asked, Found
 from accel_train.tasks.semantic_segmentation.data import masked_pool
 
 _NUM_LOOKED_AT = 200
@@ -49,7 +61,7 @@ def recognise_classes(asked: Asked, folder: Path, tables: Sequence[Path] = ()) -
     Raises:
         ValueError: images lie outside of class folders, or there is one class. The message shows the right layout.
     """
-    _refuse_columns(asked, folder, "images")
+    refuse_columns(asked, folder, "images")
     root = folder / "train" if (folder / "train").is_dir() else folder
     images, others = list_files(folder)
     if asked.data.label_names is None:
@@ -60,15 +72,15 @@ def recognise_classes(asked: Asked, folder: Path, tables: Sequence[Path] = ()) -
     loose = [name for name in names if "/" not in name]
     if loose:
         raise ValueError(
-            f"{folder}: {root / loose[0]} lies in no class folder; for classes put each image into {root}/CLASS/; for "
-            f"segmentation put images into {root}/images/ and masks of the same names into "
+            f"{folder}: {root / loose[0]} is not in a class folder. For classes, put each image into {root}/CLASS/. "
+            f"For segmentation, put images into {root}/images/ and masks with the same names into "
             f"{root}/masks/{_tables_there(tables)}"
         )
     classes = sorted({name.split("/", 1)[0] for name in names})
     if are_parts(classes):
         raise ValueError(
-            f"{root}: {', '.join(classes)} are no classes, but parts of the data, by their names; "
-            "say which is trained on: " + _command_for_parts(root, classes)
+            f"{root}: {', '.join(classes)} are parts of the data by their names, not classes. Train on one: "
+            + _command_for_parts(root, classes)
         )
     # This raises for empty class folders, and names them.
     pool = read_pools(
@@ -80,7 +92,7 @@ def recognise_classes(asked: Asked, folder: Path, tables: Sequence[Path] = ()) -
     counts = Counter(map(str, pool.labels))
     if len(counts) < 2:
         raise ValueError(
-            f"{root} has the one class folder {next(iter(counts), 'none')!r}, "
+            f"{root} has only the class folder {next(iter(counts), 'none')!r}, "
             f"and a classifier needs two{_tables_there(tables)}"
         )
     _, held, notes = eval_beside_train(asked.data)
@@ -102,7 +114,7 @@ def _tables_there(tables: Sequence[Path]) -> str:
     if not tables:
         return ""
     names = ", ".join(map(str, tables[:3]))
-    return f". No column of {names} names these images; a table needs a column with their file names, relative to it"
+    return f". No column of {names} names these images. A table needs a column of file names relative to the table"
 
 
 def _command_for_parts(root: Path, parts: Sequence[str]) -> str:
@@ -154,11 +166,11 @@ def find_pairs(name: str) -> Pairs | None:
         if len(train_pair) != 1 or len(held_pair) > 1:
             listed = ", ".join(str(images) for images, _ in below)
             raise ValueError(
-                f"{folder} holds several folders of images with masks ({listed}); name one: "
+                f"{folder} holds several folders of images with masks ({listed}). Name one: "
                 f"accel-train finetune {below[0][0]}"
             )
         ((images, masks),) = train_pair
-        why = f"{images.name}/ and {masks.name}/ hold images and masks of the same names"
+        why = f"{images.name}/ and {masks.name}/ hold images and masks with the same names"
         return Pairs(str(images), str(held_pair[0][0]) if held_pair else None, why)
     whole = pair_of_folders(folder)
     train = _side(whole[0] if whole else folder, _TRAIN)
@@ -169,11 +181,11 @@ def find_pairs(name: str) -> Pairs | None:
         return Pairs(
             str(train),
             str(held_out) if is_pair else None,
-            f"{pair[0]} and {pair[1]} hold images and masks of the same names",
+            f"{pair[0]} and {pair[1]} hold images and masks with the same names",
         )
     if whole is None:
         return None
-    return Pairs(name, None, f"{whole[0].name}/ and {whole[1].name}/ hold images and masks of the same names")
+    return Pairs(name, None, f"{whole[0].name}/ and {whole[1].name}/ hold images and masks with the same names")
 
 
 def _side(folder: Path, pattern: re.Pattern[str]) -> Path | None:
@@ -190,15 +202,13 @@ def recognise_masks(asked: Asked, pairs: Pairs) -> Found:
     Raises:
         ValueError: an image has no mask, or the numbers in masks are not classes in order. The message names both.
     """
-    _refuse_columns(asked, asked.path, "images and masks")
+    refuse_columns(asked, asked.path, "images and masks")
     if asked.task not in (None, "semantic-segmentation"):
-        raise ValueError(
-            f"--task {asked.task}: {asked.path} holds images and masks, which are for semantic-segmentation"
-        )
+        raise ValueError(f"--task {asked.task}: {asked.path} holds images and masks. Use --task semantic-segmentation")
     pool = masked_pool(pairs.train, asked.data, asked.path)
     settings = {"data.train": Choice(pairs.train, "")}
     if pairs.eval is not None and "data.eval" not in asked.given:
-        settings["data.eval"] = Choice(pairs.eval, "its name says that it is for evaluation")
+        settings["data.eval"] = Choice(pairs.eval, "evaluation data by its name")
     classes, notes = _classes_of(asked, pool)
     root = Path(asked.path).expanduser()
     names = [name for name in (pairs.train, pairs.eval) if name is not None]
@@ -228,7 +238,7 @@ def _classes_of(asked: Asked, pool: ImagePool) -> tuple[dict[str, Choice[Any]], 
     )
     numbers = sorted(set().union(*found))
     if len(numbers) == 2 and numbers[1] > 1 and (numbers[1] == asked.data.ignore_index or numbers[0] == 0):
-        why = f"masks hold {numbers[0]} and {numbers[1]} alone, so they are black and white"
+        why = f"masks hold only {numbers[0]} and {numbers[1]}, so they are black and white"
         return {
             "data.mask_values": Choice(numbers, why),
             "data.label_names": Choice(["background", "object"], f"{numbers[0]} and {numbers[1]}"),
@@ -243,19 +253,17 @@ def _classes_of(asked: Asked, pool: ImagePool) -> tuple[dict[str, Choice[Any]], 
     if len(classes) > 1 and classes[-1] >= 4 * len(classes):
         raise ValueError(
             f"{asked.path}: masks hold the numbers {', '.join(map(str, numbers))}, "
-            f"too far apart to be classes in order; say which are, in order: --data.mask_values '{numbers}'"
+            f"too far apart for consecutive classes. List the classes in order: --data.mask_values '{numbers}'"
         )
     if classes[:1] == [0] and len(classes) > 2:
-        return {}, (
-            "0 in a mask is a class like the others; where it means no class (ADE20K): --data.reduce_labels true",
-        )
+        return {}, ("0 in a mask is a class like the others; if 0 means no class (ADE20K): --data.reduce_labels true",)
     return {}, ()
 
 
-def _refuse_columns(asked: Asked, folder: str | Path, what: str) -> None:
+def refuse_columns(asked: Asked, folder: str | Path, what: str) -> None:
     for flag, given in (("--text", asked.text), ("--label", asked.label)):
         if given:
-            raise ValueError(f"{flag}: {folder} holds {what} and no columns; leave it out, or name a table")
+            raise ValueError(f"{flag}: {folder} holds {what}, not columns. Leave the flag out, or name a table")
 
 
 def sizes_of(images: Images) -> dict[str, Any]:
@@ -279,8 +287,140 @@ def sizes_of(images: Images) -> dict[str, Any]:
             fault = fault or (str(error) if isinstance(error, DataError) else f"{images.where(index)}: {error}")
     if not edges:
         raise ValueError(f"{fault}. None of the images can be opened; check the files")
-    return {"edge": int(median(edges)), "aspect": median(aspects), "is_grey": bool(modes) and modes <= {*_GREY_MODES}}
+    return {"edge": int(median(edges)), "aspect": median(aspects), "is_gray": bool(modes) and modes <= {*_GREY_MODES}}
 
 
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+
+
+_BOXES = ({"xmin", "ymin"}, {"x_min", "y_min"}, {"bbox"}, {"x1", "y1", "x2", "y2"})
+_HELD_OUT = ("val", "valid", "validation", "dev", "eval")
+_NOT_FOR_TRAINING = ("test", "submission")
+
+
+def image_column(table: Table) -> tuple[Column, Sequence[Any]] | None:
+    """Return the column of images, with its cells as paths relative to the table, or None without such a column.
+
+    Raises:
+        ValueError: several columns name images, or the named files do not exist.
+    """
+    columns = [column for column in table.columns.values() if column.is_image]
+    if len(columns) > 1:
+        raise ValueError(
+            f"{table.path}: {' and '.join(column.name for column in columns)} both name images. To train with masks: "
+            f"accel-train run segmentation --data.train {table.path} --data.image_column {columns[0].name} "
+            f"--data.mask_column {columns[1].name}"
+        )
+    for column in columns or (column for column in table.columns.values() if column.is_ids):
+        found = find_images(table.path.parent, str(table.path), column.cells)
+        if columns or found is not None:
+            return column, column.cells if found is None else found
+    return None
+
+
+def recognise_images(asked: Asked, table: Table) -> dict[str, Any] | None:
+    """Return the facts of a table with a column of images and a column of labels, or None without images."""
+    if asked.text or asked.task not in (None, "image-classification"):
+        return None
+    found = image_column(table)
+    if found is None:
+        return None
+    column, cells = found
+    names = {name.lower() for name in table.columns}
+    if any(box <= names for box in _BOXES):
+        raise ValueError(
+            f"{table.path} holds boxes (columns {table.names}), and finetune does not detect objects. "
+            "For classes of whole images, remove the box columns and keep one row per image."
+        )
+    folder = table.path.parent
+    missing = [index for index, cell in enumerate(cells) if isinstance(cell, str) and not os.path.isfile(folder / cell)]
+    if missing:
+        raise ValueError(
+            f"{table.wheres[missing[0]]}, column {column.name!r}: file not found: {folder / cells[missing[0]]} "
+            f"({len(missing)} of {len(cells)} are missing). Write paths relative to the table, "
+            "or put the files into one folder next to it"
+        )
+    label = recognise_label(asked, table, column.name, may_drop=False)
+    where = "its cells name image files"
+    if list(cells) != list(column.cells):
+        where = f"its cells name images in {folder / os.path.dirname(cells[0])}/"
+    return {
+        "task": "image-classification",
+        "why": f"column {column.name!r} names images, column {label.name!r} their classes",
+        "settings": {"data.image_column": Choice(column.name, where), **label.settings},
+        "counts": label.counts,
+        "notes": (_not_used(table, cells, column.name, label.name),),
+        **sizes_of(RowImages(cells, folder, column.name, str(table.path), tuple(table.wheres))),
+    }
+
+
+def _not_used(table: Table, cells: Sequence[Any], *used: str) -> str:
+    left = [name for name in table.columns if name not in used]
+    said = [f"columns {', '.join(left)}"] if left else []
+    files = {os.path.normpath(table.path.parent / cell) for cell in cells if isinstance(cell, str)}
+    places = {os.path.dirname(file) for file in files}
+    images = {os.path.normpath(Path(place, name)) for place in places for name in list_images(Path(place))[0]}
+    if others := images - files:
+        said.append(f"{format_count(len(others), 'image')} not named in the table")
+    left = [
+        entry.name + "/" * entry.is_dir()
+        for entry in sorted(table.path.parent.iterdir())
+        if not _words(entry.name).isdisjoint(_NOT_FOR_TRAINING) and os.path.normpath(entry) not in places
+    ]
+    said += left[:6]
+    return f"not used: {'; '.join(said) or 'nothing'}"
+
+
+def _words(name: str) -> set[str]:
+    return set(re.split(r"[^a-z0-9]+", name.lower()))
+
+
+def table_of_images(asked: Asked, folder: Path, tables: Sequence[Path]) -> tuple[Path, Path | None] | None:
+    """Return the table that names the images of a folder, and the table to evaluate on if a name shows one.
+
+    Raises:
+        ValueError: several tables name images. The message shows the command.
+    """
+    named = []
+    for path in tables:
+        words = _words(path.relative_to(folder).as_posix())
+        if words.isdisjoint(_NOT_FOR_TRAINING) and image_column(read_table(path, asked.data, asked.given)) is not None:
+            named.append((path, not words.isdisjoint(_HELD_OUT)))
+    train, held = ([path for path, is_held in named if is_held is wanted] for wanted in (False, True))
+    if not train:
+        return None
+    if len(train) > 1 or len(held) > 1:
+        listed = ", ".join(str(path) for path, _ in named[:5])
+        raise ValueError(f"{folder}: several tables name images ({listed}). Name one: accel-train finetune {train[0]}")
+    return train[0], held[0] if held else None
+
+
+def refuse_other_classes(asked: Asked, folder: Path, images: Sequence[str], tables: Sequence[Path]) -> None:
+    """Check that a table of most images has a column with the folders as classes.
+
+    Raises:
+        ValueError: a table does not. The message names the table and two of the folders.
+    """
+    images = [name.removeprefix("train/") for name in images if name.startswith("train/")] or images
+    class_of = {Path(name).stem: name.split("/", 1)[0] for name in images}
+    for path in tables if len(class_of) == len(images) else ():
+        try:
+            table = read_table(path, asked.data, asked.given)
+        except ValueError:
+            # The table holds other data.
+            continue
+        for column in table.columns.values():
+            names = [Path(str(cell)) for cell in column.cells]
+            found = [(row, class_of[name.stem]) for row, name in enumerate(names) if name.stem in class_of]
+            if 2 * len(found) <= len(images) or all(each in names[row].parts[:-1] for row, each in found):
+                continue
+            classes = sorted({each for _, each in found})
+            pairs = [{(each, str(other.cells[row])) for row, each in found} for other in table.columns.values()]
+            if not any(len(pair) == len(classes) == len({value for _, value in pair}) for pair in pairs):
+                raise ValueError(
+                    f"{path}: column {column.name!r} names images in {folder / classes[0]}/ and "
+                    f"{folder / classes[-1]}/, but no column has these folders as classes. "
+                    "Put all images into one folder next to the table. If the folders are the classes: "
+                    "--task image-classification"
+                )

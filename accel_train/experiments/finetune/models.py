@@ -1,27 +1,115 @@
-"""Choice of model and training settings: small models from scratch, or settings by the size of a pretrained model."""
+"""Choice of model and training settings: small models from scratch, or settings by the size of a pretrained model.
+
+Models from scratch come from the package's recipes. Learning rates for pretrained weights are the usual ones: BERT 2e-5
+to 5e-5 (Devlin et al. 2019), small encoders above that, LoRA 2e-4 (Hu et al. 2021).
+"""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from accel_train.core.errors import SettingError
 from accel_train.core.format import format_count
 from accel_train.core.state import Choice
 from accel_train.data.images.preprocessing import pretrained_image_size
 from accel_train.data.text.tokenizers import load_tokenizer
-from accel_train.experiments.finetune.found import Found
-from accel_train.experiments.finetune.image_models import image_classifier, segmenter
-from accel_train.experiments.finetune.text_models import language_model, text_classifier
-from accel_train.experiments.finetune.training import (
-    LONGEST,
-    LORA_FROM_PARAMETERS,
-    Choices,
-    Pretrained,
-    eval_fraction_for,
-    num_parameters_in_words,
-)
+from accel_train.experiments.finetune.recipe import Choices, Found
 from accel_train.model.pretrained import num_pretrained_parameters, pretrained_config
 from accel_train.recipe.loader import make_recipe
 from accel_train.task import load_task, prove_forward
+
+LORA_FROM_PARAMETERS = 1_000_000_000
+"""Parameters from which adapters are trained. AdamW on all weights would take 16 bytes per parameter."""
+
+LONGEST = 1024
+"""Maximum length of a pretrained language model's windows, in tokens."""
+
+
+class Pretrained(NamedTuple):
+    """The facts about pretrained weights that decide how they are trained."""
+
+    name: str
+    num_parameters: int
+    num_positions: int | None
+    """Length of the longest text that the model can read, in tokens. None without a limit."""
+    image_size: int | None
+    has_chat_template: bool
+    masks_documents: Choice[bool] = Choice(True, "attention stays within a document")
+    """Value of `data.mask_documents` for text, with its reason."""
+
+
+def num_parameters_in_words(number: int) -> str:
+    """Return a number of parameters as text, such as 22.7M or 1.1B."""
+    return f"{number / 1e9:.1f}B" if number >= 1e9 else f"{number / 1e6:.3g}M"
+
+
+def learning_rate_of(pretrained: Pretrained) -> Choice[float]:
+    size = pretrained.num_parameters
+    if size >= LORA_FROM_PARAMETERS:
+        return Choice(2e-4, "usual for LoRA")
+    steps = ((10e6, 5e-4), (50e6, 2e-4), (200e6, 5e-5), (500e6, 3e-5), (float("inf"), 2e-5))
+    rate = next(rate for limit, rate in steps if size < limit)
+    return Choice(
+        rate, f"usual for {num_parameters_in_words(size)} pretrained parameters; larger models need lower rates"
+    )
+
+
+def batch_for(found: Found) -> int:
+    return 16 if found.num_samples < 2_000 else 32 if found.num_samples < 50_000 else 64
+
+
+def epochs_for(found: Found, batch: int, steps: int, least: int, most: int) -> Choice[int]:
+    """Return the passes over the data, between `least` and `most`, that make about `steps` steps."""
+    per_epoch = max(1, round(found.num_samples * (1 - eval_fraction_for(found)) / batch))
+    epochs = min(most, max(least, round(steps / per_epoch)))
+    return Choice(epochs, f"about {epochs * per_epoch:,} steps of {batch}")
+
+
+def eval_fraction_for(found: Found) -> float:
+    """Return the share of samples held out for evaluation. Larger datasets have smaller shares."""
+    if found.eval_fraction is not None:
+        return found.eval_fraction
+    if found.task == "causal-lm" and found.num_chars > 20_000_000:
+        return 0.02
+    return 0.2 if found.num_samples < 2_000 else 0.1 if found.num_samples < 20_000 else 0.05
+
+
+def metric_for(found: Found) -> Choice[str]:
+    counts = found.counts
+    if not counts:
+        return Choice("pearson", "the correlation of predicted and true numbers")
+    if found.task == "text-classification" and not found.has_one_label:
+        return Choice("f1_macro", "a text may have several labels")
+    total = sum(counts.values())
+    most, count = max(counts.items(), key=lambda item: item[1])
+    if count > 1.5 * total / len(counts):
+        return Choice("f1_macro", f"{count / total:.0%} are {most!r}: accuracy would favor this class")
+    least, count = min(counts.items(), key=lambda item: item[1])
+    if count < total / len(counts) / 3:
+        return Choice("f1_macro", f"{count:,} of {total:,} are {least!r}: accuracy would hardly notice this class")
+    return Choice("accuracy", "the classes have similar sizes")
+
+
+def training_of(
+    found: Found,
+    batch: int,
+    rate: Choice[float],
+    epochs: tuple[int, int, int],
+    weight_decay: float,
+    metric: Choice[str] | None = None,
+) -> Choices:
+    """Return batch, optimizer, schedule, and evaluation settings. `epochs` are the last arguments of `epochs_for`."""
+    num_epochs = epochs_for(found, batch, *epochs)
+    return {
+        "batch.global_batch_size": Choice(batch, format_count(found.num_samples, "sample")),
+        "optimizer.learning_rate": rate,
+        "optimizer.weight_decay": Choice(weight_decay, ""),
+        "schedule.type": Choice("warmup_cosine", ""),
+        "schedule.num_epochs": num_epochs,
+        "schedule.warmup_ratio": Choice(0.1, ""),
+        "evaluate.every_epochs": Choice(max(1, num_epochs.value // 8), ""),
+        "evaluate.metric_for_best_model": metric or metric_for(found),
+        "checkpoint.every_steps": Choice(0, "saves after each best evaluation, and when the run is stopped"),
+    }
 
 
 def choose(found: Found, pretrained: Pretrained | None) -> Choices:
@@ -36,7 +124,7 @@ def choose(found: Found, pretrained: Pretrained | None) -> Choices:
     if pretrained is not None:
         chosen = {
             "model.pretrained": Choice(
-                pretrained.name, f"as --model says; {num_parameters_in_words(pretrained.num_parameters)} parameters"
+                pretrained.name, f"from --model; {num_parameters_in_words(pretrained.num_parameters)} parameters"
             ),
             **chosen,
             **_adapters(pretrained),
@@ -44,14 +132,14 @@ def choose(found: Found, pretrained: Pretrained | None) -> Choices:
     return {
         **chosen,
         **({"data.eval_fraction": _held_out(found)} if found.eval_fraction is None else {}),
-        "checkpoint.load_best_model_at_end": Choice(True, "model/ holds the weights that evaluated best"),
+        "checkpoint.load_best_model_at_end": Choice(True, "model/ holds the weights with the best evaluation"),
     }
 
 
 def _adapters(pretrained: Pretrained) -> Choices:
     if pretrained.num_parameters < LORA_FROM_PARAMETERS:
         return {}
-    why = f"{num_parameters_in_words(pretrained.num_parameters)} parameters: adapters take a fraction of the memory"
+    why = f"{num_parameters_in_words(pretrained.num_parameters)} parameters: adapters need a fraction of the memory"
     return {"model.lora": Choice({"rank": 16, "alpha": 32.0}, why)}
 
 
@@ -60,7 +148,7 @@ def _held_out(found: Found) -> Choice[float]:
     fraction = eval_fraction_for(found)
     if number == 1:
         return Choice(fraction, "the end of the one document")
-    return Choice(fraction, f"of {format_count(number, 'sample')}, by a hash of each: the same in every run")
+    return Choice(fraction, f"of {format_count(number, 'sample')}, chosen by hash: the same samples in every run")
 
 
 def look_at(name: str, task: str, *, trust_remote_code: bool) -> Pretrained:
@@ -71,7 +159,7 @@ def look_at(name: str, task: str, *, trust_remote_code: bool) -> Pretrained:
     """
     if name.startswith(("/", ".", "~")) and not Path(name).expanduser().is_dir():
         raise ValueError(
-            f"--model {name}: there is no such folder (seen from {Path.cwd()}); name one, or a model on the hub"
+            f"--model {name}: folder not found (relative to {Path.cwd()}). Name a folder, or a model on the hub"
         )
     model = {"pretrained": name, "trust_remote_code": trust_remote_code}
     tree = {"output_dir": "runs", "model": model, "data": {"train": "."}, "schedule": {"max_steps": 1}}
@@ -100,3 +188,235 @@ def _document_masks(tree: dict[str, Any], config: Any) -> Choice[bool]:
             reason = error.problem
         return Choice(False, f"documents in a window see each other: {reason}")
     return Choice(True, "attention stays within a document")
+
+
+_CHARS_PER_TOKEN = 3.5
+_MANY_TEXTS = 50_000
+"""Labeled texts from which a small network from scratch learns better features than n-grams (approximate)."""
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}{{ '<assistant>\\n' }}"
+    "{% generation %}{{ message['content'] + eos_token }}{% endgeneration %}{{ '\\n' }}{% else %}"
+    "{{ '<' + message['role'] + '>\\n' + message['content'] + '\\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>\\n' }}{% endif %}"
+)
+"""Chat template for tokenizers without one: `<role>`, the message, and the end of text after each answer."""
+
+
+def text_classifier(found: Found, pretrained: Pretrained | None) -> Choices:
+    batch = batch_for(found)
+    common: Choices = {"data.group_by_length": Choice(True, "less padding")}
+    betas = Choice([0.9, 0.98], "")
+    if pretrained is not None:
+        training = training_of(found, batch, learning_rate_of(pretrained), (1_000, 2, 5), 0.01)
+        return common | training | {"optimizer.betas": Choice([0.9, 0.999], "")}
+    if found.num_samples < _MANY_TEXTS:
+        return {
+            "model.config": Choice(
+                {"model_type": "ngrams"},
+                "no --model, and few texts: n-grams learn more from them than a network from scratch; "
+                "pretrained weights know more of the language",
+            ),
+            "tokenizer": Choice("bytes", "the n-grams are made of bytes"),
+            "data.max_length": Choice(2048, "bytes"),
+            **common,
+            **training_of(found, batch, Choice(1e-2, "as in the recipe text_ngrams"), (500, 4, 30), 0.0),
+            "schedule.type": Choice("linear", ""),
+            "optimizer.betas": betas,
+        }
+    config = {
+        "model_type": "modernbert",
+        "hidden_size": 256,
+        "intermediate_size": 384,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 512,
+        "local_attention": 8,
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "classifier_pooling": "mean",
+        "embedding_dropout": 0.1,
+        "mlp_dropout": 0.1,
+        "classifier_dropout": 0.1,
+    }
+    why = "no --model: a small model from scratch; pretrained weights learn more from few texts"
+    return {
+        "model.config": Choice(config, why),
+        "tokenizer.train_bpe.vocab_size": Choice(16_000, "a tokenizer trained on these texts"),
+        "data.max_length": Choice(256, ""),
+        **common,
+        **training_of(found, batch, Choice(3e-3, "as in the recipe text_classification"), (1_200, 3, 30), 0.1),
+        "optimizer.betas": betas,
+        "optimizer.ema_decay": Choice(0.99, ""),
+        **({"loss.label_smoothing": Choice(0.1, "")} if found.has_one_label else {}),
+    }
+
+
+def language_model(found: Found, pretrained: Pretrained | None) -> Choices:
+    has_rows = "data.format" in found.settings
+    chosen: Choices = {}
+    if found.is_chat and (pretrained is None or not pretrained.has_chat_template):
+        whose = "the tokenizer" if pretrained else "a model from scratch"
+        chosen["data.chat_template"] = Choice(
+            CHAT_TEMPLATE, f"{whose} has no template; this one writes <role> and the message on separate lines"
+        )
+    if pretrained is not None:
+        return chosen | _trained_on(found, pretrained, has_rows)
+    num_tokens = found.num_chars / 3 if found.num_chars > 100_000 else found.num_chars
+    is_large = found.num_chars > 20_000_000
+    layers, width, length = (6, 256, 256) if is_large else (4, 128, 128)
+    if has_rows:
+        length = _row_length(found, 512)
+    elif num_tokens < 20 * length:
+        length = max(8, int(num_tokens / 20))
+    batch, size = 16, f"{found.num_chars:,} characters"
+    steps = max(100, min(3_000 if is_large else 600, round(10 * num_tokens / (batch * length))))
+    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = {
+        "model_type": "gpt2",
+        "n_layer": layers,
+        "n_head": 4,
+        "n_embd": width,
+        "n_positions": max(length, 16),
+        **dropout,
+    }
+    tokenizer: Choices = {"tokenizer": Choice("bytes", f"{size} are too few to train a tokenizer")}
+    if found.num_chars > 100_000:
+        vocabulary = 8192 if is_large else 2048
+        tokenizer = {"tokenizer.train_bpe.vocab_size": Choice(vocabulary, f"a tokenizer trained on {size}")}
+    return {
+        "model.config": Choice(config, "no --model: a small model from scratch"),
+        **tokenizer,
+        **chosen,
+        "data.sequence_length": Choice(length, "tokens per sample"),
+        "batch.global_batch_size": Choice(batch, f"{batch * length:,} tokens per step"),
+        "optimizer.name": Choice("muon", "as in the recipe gpt_tiny"),
+        "optimizer.learning_rate": Choice(1.6e-2, "as in the recipe gpt_tiny"),
+        "schedule.max_steps": Choice(steps, f"for {size}: at most 10 passes, or 100 steps"),
+        "schedule.warmup_ratio": Choice(0.05, ""),
+        "schedule.min_lr_ratio": Choice(0.1, ""),
+        "evaluate.every_steps": Choice(max(10, steps // 5), ""),
+        "evaluate.max_samples": Choice(256, ""),
+        "checkpoint.every_steps": Choice(max(10, steps // 5), ""),
+    }
+
+
+def _trained_on(found: Found, pretrained: Pretrained, has_rows: bool) -> Choices:
+    """Return the settings for a pretrained language model on text, prompts, or chats."""
+    room = min(LONGEST, pretrained.num_positions or LONGEST)
+    length = _row_length(found, room) if has_rows else room
+    if not has_rows and found.num_chars < 20 * length * _CHARS_PER_TOKEN:
+        length = max(8, min(room, int(found.num_chars / _CHARS_PER_TOKEN / 20)))
+    why = "19 of 20 rows fit" if has_rows else "as long as the model can read, at most 1,024, with at least 20 samples"
+    batch = batch_for(found) if has_rows else 16
+    epochs = Choice(3 if has_rows else 1, "usual for prompts and chats" if has_rows else "the text is read once")
+    return {
+        "data.sequence_length": Choice(length, why),
+        **({} if has_rows else {"data.mask_documents": pretrained.masks_documents}),
+        "batch.global_batch_size": Choice(batch, f"samples of at most {length} tokens"),
+        "optimizer.learning_rate": learning_rate_of(pretrained),
+        "optimizer.weight_decay": Choice(0.0 if has_rows else 0.1, ""),
+        "schedule.num_epochs": epochs,
+        "schedule.warmup_ratio": Choice(0.05, ""),
+        "schedule.min_lr_ratio": Choice(0.1, ""),
+        "evaluate.every_epochs": Choice(0.5, ""),
+        "evaluate.max_samples": Choice(512, ""),
+        "checkpoint.every_steps": Choice(200, ""),
+    }
+
+
+def _row_length(found: Found, room: int) -> int:
+    """Return the tokens that hold 19 of 20 rows, up to `room`, as a multiple of 64 if `room` allows."""
+    wanted = found.longest / (1 if found.num_chars <= 100_000 else 2.5) + 32
+    return min(room, max(64, -(-int(wanted) // 64) * 64))
+
+
+def image_classifier(found: Found, pretrained: Pretrained | None) -> Choices:
+    batch = batch_for(found)
+    flip = Choice(0.0, "gray images may be characters, which a mirror changes") if found.is_gray else Choice(0.5, "")
+    chosen: Choices = {"data.augment.horizontal_flip": flip, "loss.label_smoothing": Choice(0.1, "")}
+    if pretrained is not None:
+        training = training_of(found, batch, learning_rate_of(pretrained), (1_000, 3, 10), 0.05)
+        return chosen | {"data.image_size": Choice(*_own_size(pretrained, 224)), **training}
+    size = Choice(_from_scratch_size(found), f"the median image has a short edge of {found.edge} pixels")
+    is_large = size.value > 64
+    config = {
+        "model_type": "resnet",
+        "num_channels": 3,
+        "embedding_size": 32,
+        "hidden_sizes": [32, 64, 128, 256] if is_large else [32, 64, 128],
+        "depths": [2, 2, 2, 2] if is_large else [1, 1, 1],
+        "layer_type": "basic",
+    }
+    gray = "; all images are gray, and pipeline() reads them in color" if found.is_gray else ""
+    return {
+        "model.config": Choice(config, f"no --model: a small ResNet from scratch{gray}"),
+        "data.image_size": size,
+        "data.augment.random_resized_crop": Choice([0.7, 1.0] if found.is_gray else [0.35, 1.0], ""),
+        **chosen,
+        **training_of(found, batch, Choice(3e-3, "as in the recipe image_classification"), (600, 5, 40), 0.05),
+        "optimizer.ema_decay": Choice(0.99, ""),
+    }
+
+
+def _own_size(pretrained: Pretrained, usual: int) -> tuple[int, str]:
+    size = pretrained.image_size
+    return (size, "the size that the model was trained with") if size else (usual, "the usual size")
+
+
+def _from_scratch_size(found: Found) -> int:
+    return next((size for size in (32, 64, 128) if found.edge <= size * 1.25), 128)
+
+
+def _size_of_aspect(found: Found, edge: int) -> tuple[int | list[int], str]:
+    """Return the image size for this short edge: a square, or (height, width) with the median image's aspect.
+
+    The longer edge is a multiple of 32.
+    """
+    why = f"the median image has a short edge of {found.edge} pixels"
+    longer = round(edge * min(2.0, max(found.aspect, 1 / found.aspect)) / 32) * 32
+    if longer == edge:
+        return edge, why
+    shape = [edge, longer] if found.aspect > 1 else [longer, edge]
+    return shape, f"height and width: {why} and is {found.aspect:.2g} times as wide as high"
+
+
+def _pretrained_sizes(found: Found, pretrained: Pretrained) -> Choices:
+    """Return the image size of a pretrained segmenter. Larger images are seen in windows, to keep their details."""
+    own, why = _own_size(pretrained, 512)
+    edge = min(2 * own, found.edge // 32 * 32)
+    if edge <= 1.25 * own:
+        return {"data.image_size": Choice(own, why)}
+    return {
+        "data.image_size": Choice(*_size_of_aspect(found, edge)),
+        "data.crop_size": Choice(own, f"{why}; training sees crops"),
+        "evaluate.window_stride": Choice(
+            own * 2 // 3, "evaluation and prediction use windows of data.crop_size that overlap by a third"
+        ),
+    }
+
+
+def segmenter(found: Found, pretrained: Pretrained | None) -> Choices:
+    batch = 8 if found.num_samples < 200 else 16
+    metric = Choice("mean_iou", "every class counts equally, even with few pixels")
+    if pretrained is not None:
+        training = training_of(found, batch, learning_rate_of(pretrained), (1_500, 10, 60), 0.01, metric)
+        return {**_pretrained_sizes(found, pretrained), **training}
+    config = {
+        "model_type": "upernet",
+        "hidden_size": 32,
+        "pool_scales": [1, 2],
+        "use_auxiliary_head": False,
+        "backbone_config": {
+            "model_type": "resnet",
+            "layer_type": "basic",
+            "embedding_size": 16,
+            "hidden_sizes": [16, 32, 64, 96],
+            "depths": [1, 1, 1, 1],
+            "out_features": ["stage1", "stage2", "stage3", "stage4"],
+        },
+    }
+    rate = Choice(1e-2, "as in the recipe segmentation")
+    return {
+        "model.config": Choice(config, "no --model: a small UPerNet from scratch, as in the recipe segmentation"),
+        "data.image_size": Choice(*_size_of_aspect(found, _from_scratch_size(found))),
+        **training_of(found, batch, rate, (800, 5, 100), 0.01, metric),
+    }

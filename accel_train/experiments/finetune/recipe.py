@@ -1,8 +1,9 @@
-"""The recipe file for the recognized data: each value with its reason, and commands for the trained model."""
+"""The user's request, the recognized data, and the recipe file: each value with its reason."""
 
 import os
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -14,11 +15,84 @@ from accel_train.core.terminal import printable
 from accel_train.data.builtin.digit_scenes import EMBEDDED_IMAGES
 from accel_train.data.labels import class_counts
 from accel_train.data.sources import EMBEDDED_CORPORA
-from accel_train.experiments.finetune.found import Asked, Found
-from accel_train.experiments.finetune.training import Choices
 from accel_train.recipe.loader import Recipe, load_recipe, make_recipe
 from accel_train.recipe.tasks import ANY_TASK
 from accel_train.recipe.yaml_core import one_line
+
+TASKS = ("text-classification", "causal-lm", "image-classification", "semantic-segmentation")
+"""Tasks for which `accel-train finetune` writes a recipe."""
+
+Choices = dict[str, Choice[Any]]
+"""Settings by dotted name, with reasons. Self-explanatory settings have an empty reason."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The user's request: the path, and flags."""
+
+    path: str
+    data: Any
+    """Section `data` of `ANY_TASK`, with the settings of the command line. The path is `data.train`."""
+    task: str | None = None
+    text: tuple[str, ...] = ()
+    """Name of the text column, or of two columns that are read as a pair."""
+    label: str | None = None
+    problem_type: str = "auto"
+    """Setting `model.problem_type`. Default: auto."""
+    given: frozenset[str] = frozenset()
+    """Dotted names of the settings on the command line. finetune does not choose these settings."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """The recognized data: task, sizes, and columns."""
+
+    task: str
+    why: str
+    """Reason for the task."""
+    description: str
+    """Path, sizes, and columns, in words."""
+    num_samples: int
+    """Number of rows, texts, or images. For plain text, the number of files."""
+    settings: Choices = field(default_factory=dict)
+    """Settings of the section `data`, and other settings that depend only on the data."""
+    num_chars: int = 0
+    """Characters of all texts."""
+    longest: int = 0
+    """Length of a long text in characters. One of 20 texts is longer."""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """Samples by class. Empty without classes."""
+    edge: int = 0
+    """Short edge of the median image, in pixels."""
+    aspect: float = 1.0
+    """Width of the median image divided by its height."""
+    has_one_label: bool = False
+    """Whether each text has exactly one label, as opposed to a number or a list of labels."""
+    is_gray: bool = False
+    is_chat: bool = False
+    eval_fraction: float | None = None
+    """Held-out share from the command line, or 0 with named evaluation data. None: finetune chooses it."""
+    unused: tuple[str, ...] | None = None
+    """Columns and files that are not read. None if unknown."""
+    test: str | None = None
+    """File or folder of test data. Training does not use it."""
+    notes: tuple[str, ...] = ()
+    """Sentences about how the data are read."""
+
+
+MOST_LISTED = 5
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names separated by commas. Long lists show only the first names."""
+    more = f" and {len(names) - MOST_LISTED:,} more" if len(names) > MOST_LISTED else ""
+    return ", ".join(names[:MOST_LISTED]) + more
+
+
+def lengths(sizes: Sequence[int]) -> dict[str, Any]:
+    """Return the length fields of `Found` from the sizes of texts in characters."""
+    return {"num_chars": sum(sizes), "longest": sorted(sizes)[len(sizes) * 19 // 20]}
+
 
 _WAIT_SECONDS = 60.0
 """Seconds that a process of a launch waits for the recipe of the first process."""
@@ -39,11 +113,11 @@ def tree_of(found: Found, chosen: Choices, output_dir: str) -> dict[str, Any]:
     """Return the recognized and chosen settings as nested mappings for `make_recipe`."""
     tree: dict[str, Any] = {"task": found.task, "output_dir": output_dir}
     for name, choice in {**found.settings, **chosen}.items():
-        *sections, field = name.split(".")
+        *sections, key = name.split(".")
         place = tree
         for section in sections:
             place = place.setdefault(section, {})
-        place[field] = choice.value
+        place[key] = choice.value
     return tree
 
 
@@ -60,29 +134,29 @@ def format_recipe_file(recipe: Recipe, found: Found, chosen: Choices, path: Path
         "#",
         f"#   accel-train run {quote(str(path))}",
         "#",
-        f"# Written by `accel-train finetune {printable(str(found.settings['data.train'].value))}`; behind each value: "
-        "why. It is yours to",
-        "# edit. A run does not resume with other settings, so give an edited recipe another output_dir.",
+        f"# Written by `accel-train finetune {printable(str(found.settings['data.train'].value))}`; the reason follows "
+        "each value.",
+        "# Edit it freely. A run does not resume with other settings, so give an edited recipe another output_dir.",
     ]
     for depth, name, value in _lines(recipe.model_dump(exclude_unset=True), recipe):
-        field = name.rpartition(".")[2]
-        if redact(value, field) != value:
+        key = name.rpartition(".")[2]
+        if redact(value, key) != value:
             raise ValueError(
-                f"--{name} holds a secret, which finetune does not write into {path}; write the recipe with --dry-run, "
-                "and give it to `accel-train run`"
+                f"--{name} holds a secret, and finetune does not write secrets to {path}. Write the "
+                "recipe with --dry-run, and give the secret to `accel-train run`"
             )
-        reason = "as the command line says" if name in flags else reasons.get(name, "")
+        reason = "from the command line" if name in flags else reasons.get(name, "")
         shown = "" if value is None else f" {one_line(value)}"
-        lines.append("  " * depth + f"{field}:{shown}" + (f"  # {printable(reason)}" if reason else ""))
+        lines.append("  " * depth + f"{key}:{shown}" + (f"  # {printable(reason)}" if reason else ""))
     return "\n".join(lines) + "\n"
 
 
 def _lines(tree: Mapping[str, Any], recipe: Recipe, prefix: str = "") -> list[tuple[int, str, Any]]:
     """Return depth, name, and value of each set field. A top-level section has its own line without a value."""
     lines: list[tuple[int, str, Any]] = []
-    for field, value in tree.items():
-        name = prefix + field
-        is_section = prefix == "" and isinstance(value, dict) and field not in ("tokenizer", "options")
+    for key, value in tree.items():
+        name = prefix + key
+        is_section = prefix == "" and isinstance(value, dict) and key not in ("tokenizer", "options")
         if value is None or (is_section and not any(each is not None for each in value.values())):
             continue
         lines.append((name.count("."), name, None if is_section else value))
@@ -105,8 +179,8 @@ def keep(path: Path, recipe: Recipe, text: str, *, is_first: bool) -> bool:
     if path.exists():
         if load_recipe(path) != recipe:
             raise ValueError(
-                f"{path} is there already, and not what finetune would write now (edited, other data or flags); "
-                f"train it as it is: accel-train run {quote(str(path))}; or write another: --output_dir DIR, "
+                f"{path} exists, and finetune would now write another recipe (edited file, other data or flags). "
+                f"Train the file: accel-train run {quote(str(path))}; or write another: --output_dir DIR, "
                 "or --recipe FILE"
             )
         return False
@@ -115,7 +189,7 @@ def keep(path: Path, recipe: Recipe, text: str, *, is_first: bool) -> bool:
         write_atomically(path, text.encode())
     except (PermissionError, NotADirectoryError, FileExistsError, FileNotFoundError) as error:
         raise ValueError(
-            f"{path} cannot be written ({error.strerror}); name another place: --output_dir DIR, or --recipe FILE"
+            f"{path} cannot be written ({error.strerror}). Name another place: --output_dir DIR, or --recipe FILE"
         ) from error
     return True
 
@@ -134,7 +208,7 @@ def format_choices(found: Found, chosen: Choices, recipe: Recipe) -> list[str]:
     tests = []
     if found.test is not None:
         command = f"accel-train evaluate {quote(recipe.output_dir)} {quote(found.test)}"
-        tests = [f"{found.test}, which is test data by its name (afterwards: {command})"]
+        tests = [f"{found.test}, test data by its name (after training: {command})"]
     return [*lines, f"  not used: {'; '.join((*found.unused, *tests)) or 'nothing'}"]
 
 
@@ -157,18 +231,15 @@ def how_to_use(found: Found, recipe: Recipe) -> list[str]:
     prompt = "Hello" if found.is_chat else "Once upon a time"
     given = '[{"role": "user", "content": "Hello"}]' if found.is_chat else f'"{prompt}"'
     text = '{"text": "a text", "text_pair": "another text"}' if is_pair else '"a text"'
-    code = {
-        "text-classification": (
-            f'pipeline("text-classification", model="{model}"{consent})({text}, truncation=True)',
-            "NEW.csv",
-        ),
-        "causal-lm": (f'pipeline("text-generation", model="{model}")({given})', ""),
-        "image-classification": (f'pipeline("image-classification", model="{model}")("an_image.jpg")', "FOLDER"),
-        "semantic-segmentation": (f'pipeline("image-segmentation", model="{model}")("an_image.jpg")', "FOLDER"),
-    }
-    call, data = code[found.task]
+    kind, arguments, data = {
+        "text-classification": ("text-classification", f"{text}, truncation=True", "NEW.csv"),
+        "causal-lm": ("text-generation", given, ""),
+        "image-classification": ("image-classification", '"an_image.jpg"', "FOLDER"),
+        "semantic-segmentation": ("image-segmentation", '"an_image.jpg"', "FOLDER"),
+    }[found.task]
+    call = f'pipeline("{kind}", model="{model}"{consent})({arguments})'
     command = f"accel-train predict {quote(output_dir)} {data} --out predictions.csv"
-    if found.task == "causal-lm":
+    if not data:
         command = f"accel-train generate {quote(output_dir)} --prompt '{prompt}'"
     return ["Use it:", f"  {command}", "  from transformers import pipeline", f"  {call}"]
 
@@ -197,5 +268,5 @@ def asked_of(path: str, recipe: Recipe, **flags: Any) -> Asked:
     """
     given = frozenset(name for name, origin in recipe.origins().items() if origin.kind == "command line")
     if "data.train" in given:
-        raise ValueError("--data.train: PATH is the training data; give one of the two")
+        raise ValueError("--data.train: PATH already names the training data. Leave one of them out")
     return Asked(path, recipe.data, given=given, problem_type=recipe.model.problem_type, **flags)

@@ -11,11 +11,9 @@ from accel_train.core.format import did_you_mean, format_count
 from accel_train.core.state import Choice
 from accel_train.data.encoding import check_encoding
 from accel_train.data.tables import Row
-from accel_train.experiments.finetune.columns import Column, Table, read_table, with_settings
-from accel_train.experiments.finetune.found import Asked, Found, Settings, lengths
-from accel_train.experiments.finetune.image_tables import recognise_images
-from accel_train.experiments.finetune.labels import recognise_label
-from accel_train.experiments.finetune.unused import listed
+from accel_train.experiments.finetune.columns import Column, Table, read_table, recognise_label, with_settings
+from accel_train.experiments.finetune.images import recognise_images
+from accel_train.experiments.finetune.recipe import Asked, Choices, Found, lengths, listed
 from accel_train.tasks.causal_lm.data import check_row, columns_of
 
 _USUAL = "text sentence review content comment message tweet body question document abstract description"
@@ -49,7 +47,7 @@ def recognise_table(asked: Asked, path: Path, held_out: Path | None = None) -> F
     if held_out is not None and "data.eval" not in asked.given:
         if held_out.is_file():
             check_encoding(held_out, with_settings(asked.data, table.settings))
-        settings["data.eval"] = Choice(str(held_out), "its name says that it is for evaluation")
+        settings["data.eval"] = Choice(str(held_out), "evaluation data by its name")
     found = _chats(asked, table) or _pairs(asked, table) or recognise_images(asked, table)
     found = found or _plain_text(asked, table) or _labelled(asked, table)
     found["settings"] = {**settings, **found["settings"]}
@@ -62,7 +60,7 @@ def recognise_table(asked: Asked, path: Path, held_out: Path | None = None) -> F
     return Found(description=about, num_samples=len(table.wheres) - dropped, notes=notes, **found)
 
 
-def _unused_columns(settings: Settings, table: Table) -> tuple[str, ...]:
+def _unused_columns(settings: Choices, table: Table) -> tuple[str, ...]:
     values = [each.value for name, each in settings.items() if "_column" in name]
     read = {name for value in values for name in ([value] if isinstance(value, str) else value)}
     names = [repr(name) for name in (*table.columns, *table.partial) if name not in read]
@@ -74,11 +72,13 @@ def _check_flags(asked: Asked, table: Table) -> None:
         for name in names:
             if name in table.partial:
                 raise ValueError(
-                    f"{flag} {name}: {table.partial[name]} has no such column; fill it in, or drop the row"
+                    f"{flag} {name}: {table.partial[name]} does not have this column. Fill it in, or drop the row"
                 )
             if name not in table:
                 meant = did_you_mean(name, table.columns, show=repr)
-                raise ValueError(f"{flag} {name}: {table.path} has no such column; {meant} There are {table.names}")
+                raise ValueError(
+                    f"{flag} {name}: {table.path} does not have this column; {meant} Its columns: {table.names}"
+                )
 
 
 def _chats(asked: Asked, table: Table) -> dict[str, Any] | None:
@@ -90,19 +90,19 @@ def _chats(asked: Asked, table: Table) -> dict[str, Any] | None:
     named = [column for column in chats if column.name == asked.data.messages_column] or chats
     if len(named) > 1:
         names = [column.name for column in named]
-        raise ValueError(f"{' and '.join(names)} hold messages; choose one: --data.messages_column {names[0]}")
+        raise ValueError(f"{' and '.join(names)} hold messages. Choose one: --data.messages_column {names[0]}")
     (column,) = named
     keys = set(next(filter(None, column.cells))[0])
     if not {"role", "content"} <= keys and not {"from", "value"} <= keys:
         raise ValueError(
-            f"column {column.name!r} holds messages with the keys {', '.join(sorted(keys))}; write each as "
+            f"column {column.name!r} holds messages with the keys {', '.join(sorted(keys))}. Write each message as "
             "{role: user or assistant, content: ...}"
         )
     others = [name for name in (*table.columns, *table.partial) if name in _FURTHER_OF_CHATS]
     if others and "data.messages_column" not in asked.given:
         raise ValueError(
-            f"{table.path}: column {column.name!r} holds chats, and the model would not be shown {', '.join(others)}. "
-            "Put the text into the chats, as a message of the role system; or leave it out: "
+            f"{table.path}: column {column.name!r} holds chats, and the model would not see {', '.join(others)}. "
+            "Put the text into the chats as a message with the role system; or leave it out: "
             f"--data.messages_column {column.name}"
         )
     data = asked.data.model_copy(update={"format": "chat", "messages_column": column.name})
@@ -112,7 +112,7 @@ def _chats(asked: Asked, table: Table) -> dict[str, Any] | None:
     sizes = [sum(len(str(message.get(text, ""))) for message in chat or ()) for chat in column.cells]
     why = (
         f"each is a list of {{{', '.join(('role', text) if text == 'content' else ('from', text))}}}; "
-        "the loss counts what the assistant says"
+        "the loss counts the assistant's messages"
     )
     return {
         "task": "causal-lm",
@@ -137,16 +137,16 @@ def _refuse_preferences(asked: Asked, table: Table, chats: Sequence[str]) -> Non
             else f"--data.prompt_column {_prompt_of(table)} --data.completion_column chosen"
         )
         raise ValueError(
-            f"{table.path}: chosen and rejected are preferences (DPO), for which accel_train has no task. "
-            f"To learn the chosen answers alone: {columns}"
+            f"{table.path}: chosen and rejected are preferences (DPO), and accel_train has no task for them. "
+            f"To learn only the chosen answers: {columns}"
         )
     answers = chats[0] if chats else "completion" if {"prompt", "completion"} <= {*table.columns} else None
     bad = sum(cell is False for cell in table["label"].cells) if "label" in table else 0
     if answers is not None and bad:
         raise ValueError(
             f"{table.path}: column 'label' is false in {bad:,} of {format_count(len(table.wheres), 'row')}, "
-            "examples of bad answers (KTO), for which accel_train has no task. "
-            "Drop the rows with false and the column, and finetune learns the others"
+            "examples of bad answers (KTO), and accel_train has no task for them. "
+            "Drop the rows with false and the column to learn the other rows"
         )
 
 
@@ -175,8 +175,8 @@ def _pairs(asked: Asked, table: Table) -> dict[str, Any] | None:
     if others and not is_given:
         raise ValueError(
             f"{table.path}: {' and '.join(pair)} look like prompt and completion, "
-            f"and {', '.join(others)} would not be read; join them in your data; "
-            f"--data.input_column {others[0]} puts it behind the prompt; or leave it out: "
+            f"and {', '.join(others)} would not be read. Join them in your data; put one after the prompt: "
+            f"--data.input_column {others[0]}; or leave them out: "
             f"--data.prompt_column {pair[0]} --data.completion_column {pair[1]}"
         )
     data = asked.data.model_copy(
@@ -194,7 +194,7 @@ def _pairs(asked: Asked, table: Table) -> dict[str, Any] | None:
         "task": "causal-lm",
         "why": f"columns {pair[0]!r} and {pair[1]!r} are prompt and completion",
         "settings": {
-            "data.format": Choice("prompt_completion", "the loss counts completions"),
+            "data.format": Choice("prompt_completion", "the loss counts the completions"),
             **_column("prompt_column", pair[0], "its name"),
             **_column("completion_column", pair[1], "its name"),
             **(_column("input_column", inputs, "it follows the prompt, after a blank line") if inputs else {}),
@@ -211,11 +211,11 @@ def _plain_text(asked: Asked, table: Table) -> dict[str, Any] | None:
         return None
     column, why = _text_of(asked, table, None)
     if len(column) > 1:
-        raise ValueError(f"--text {','.join(asked.text)}: a language model reads one column; name one")
+        raise ValueError(f"--text {','.join(asked.text)}: a language model reads one column. Name one")
     text = column[0]
     return {
         "task": "causal-lm",
-        "why": "as --task says"
+        "why": "from --task"
         if asked.task
         else "one column of text and no label: a language model learns to continue it",
         "settings": _column("text_column", text.name, why),
@@ -227,13 +227,13 @@ def _labelled(asked: Asked, table: Table) -> dict[str, Any]:
     """Return the facts of a table with one or two text columns and a label column."""
     if asked.task not in (None, "text-classification"):
         raise ValueError(
-            f"--task {asked.task}: {table.path} is a table without a column of images; name a folder of images"
+            f"--task {asked.task}: {table.path} is a table without a column of images. Name a folder of images"
         )
     choices = [name for name in _CHOICES if name in table and isinstance(table[name].cells[0], list | dict)]
     if choices and not (asked.text and asked.label):
         raise ValueError(
             f"{table.path}: column {choices[0]!r} holds the choices of a question, "
-            "which a text classifier is not shown. Write columns text, endings and label for accel-train run "
+            "and a text classifier does not see them. Write columns text, endings and label for accel-train run "
             "multiple_choice; or leave them out with --text and --label"
         )
     texts, why = _text_of(asked, table, asked.label or ("label" if "label" in table else None))
@@ -264,25 +264,25 @@ def _text_of(asked: Asked, table: Table, label: str | None) -> tuple[list[Column
             f"{table.path}: {'the columns of --text' if asked.text else 'all columns'} hold numbers, and {_NO_TABLES}"
         )
     if asked.text:
-        return [table[name] for name in asked.text], "as --text says"
+        return [table[name] for name in asked.text], "from --text"
     others = [column for column in table.columns.values() if column.name != label]
     if "text" in table and table["text"].is_strings:
         ignored = [column.name for column in others if column.is_text and column.name != "text"]
-        also = f"; {', '.join(ignored)} is not read (both: --text text,{ignored[0]})" if ignored else ""
+        also = f"; {', '.join(ignored)} is not read (for both: --text text,{ignored[0]})" if ignored else ""
         return [table["text"]], f"its name{also}"
     texts = [column for column in others if column.is_text]
     texts = texts or [column for column in others if column.is_strings and column.name.lower() in _TEXT_NAMES]
     if len(texts) == 1:
-        return texts, f"the only column of texts: {texts[0].mean_words:.0f} words on average"
+        return texts, f"the only text column: {texts[0].mean_words:.0f} words on average"
     if texts:
         names = [column.name for column in texts]
         pair = f", or --text {names[0]},{names[1]} for both as a pair" if asked.task != "causal-lm" else ""
-        raise ValueError(f"{table.path}: columns {', '.join(names)} are all text; choose one: --text {names[0]}{pair}")
+        raise ValueError(f"{table.path}: columns {', '.join(names)} are all text. Choose one: --text {names[0]}{pair}")
     strings = [column for column in others if column.is_strings]
     if len(strings) == 1 and strings[0].is_ids:
         name = strings[0].name
         raise ValueError(
-            f"{table.path}: column {name!r} holds one word in each row, all different: names of things, not texts. "
+            f"{table.path}: column {name!r} holds one word in each row, all different: names, not texts. "
             f"If they name images, put the files into one folder next to the table (images/{strings[0].cells[0]}.jpg); "
             f"if they are texts: --text {name}"
         )
@@ -294,8 +294,8 @@ def _text_of(asked: Asked, table: Table, label: str | None) -> tuple[list[Column
             f"{table.path}: {num_numbers} of {len(table.columns)} columns hold numbers, and {_NO_TABLES}. "
             "For a column of text: --text COLUMN"
         )
-    raise ValueError(f"{table.path}: no column is clearly text (there are {table.names}); name it: --text COLUMN")
+    raise ValueError(f"{table.path}: no column is clearly text (columns: {table.names}). Name it: --text COLUMN")
 
 
-def _column(setting: str, name: str, why: str) -> dict[str, Choice[Any]]:
+def _column(setting: str, name: str, why: str) -> Choices:
     return {f"data.{setting}": Choice(name, why)}

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.functional import cross_entropy
 
 from accel_train.core.errors import DataError
 from accel_train.core.state import Choice
@@ -39,6 +40,17 @@ _CHECKED_CLASSES = frozenset(
 """transformers classes whose logits are exactly the output layer of the base model's hidden states. A test compares
 them.
 """
+
+
+def summed_loss(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """Return the fp32 cross-entropy summed over the labels that are not -100."""
+    return cross_entropy(
+        logits.flatten(0, 1).float(),
+        labels.flatten(),
+        ignore_index=IGNORED_LABEL,
+        reduction="sum",
+        label_smoothing=label_smoothing,
+    )
 
 
 def choose_chunking(requested: bool | str, model: nn.Module, tp_size: int) -> Choice[bool]:

@@ -34,6 +34,7 @@ from accel_train.model.kernels.chunked_loss import (
     chunked_loss,
     has_plain_head,
     head_for_chunks,
+    summed_loss,
 )
 from accel_train.model.kernels.router_loss import RouterLoss, choose_router_loss
 from accel_train.model.pretrained import pretrained_config, transformers_model
@@ -45,7 +46,6 @@ from accel_train.tasks.causal_lm.config import CausalLMData
 from accel_train.tasks.causal_lm.data import prepare_rows
 from accel_train.tasks.causal_lm.probe import Forward, prove
 from accel_train.tasks.causal_lm.rows import rows_as_samples, shares_windows
-from accel_train.tasks.common.classification import summed_loss
 from accel_train.tasks.common.vocabulary import fields_with_vocabulary, padded_vocab_size
 
 

@@ -51,17 +51,6 @@ def classification_loss_sum(
     return (losses_of(reduction="none") * weights).sum()
 
 
-def summed_loss(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Return the fp32 cross-entropy summed over the labels that are not -100."""
-    return cross_entropy(
-        logits.flatten(0, 1).float(),
-        labels.flatten(),
-        ignore_index=IGNORED_LABEL,
-        reduction="sum",
-        label_smoothing=label_smoothing,
-    )
-
-
 class ClassLoss:
     """A summed cross-entropy over classes. Training applies `loss.label_smoothing` and the class weights, if any."""
 

@@ -1,10 +1,11 @@
 """Rows with texts, their split into training and evaluation, and the tokenizers of encoders."""
 
+import json
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from accel_train.data.sources import Source, describe
-from accel_train.data.tables import read_rows, text_cell
+from accel_train.data.tables import read_rows, show_cell, text_cell
 from accel_train.data.text.documents import divide_rows
 from accel_train.data.text.tokenizers import byte_tokenizer, load_tokenizer, train_bpe
 from accel_train.recipe.data import Data, TrainedTokenizer
@@ -13,7 +14,6 @@ from accel_train.recipe.schema import Recipe
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_TEXTS_PER_CALL = 1000
 # Joins a pair into one text for hashing. ASCII's record separator does not occur in written text.
 _BETWEEN_TEXTS = "\x1e"
 
@@ -69,6 +69,25 @@ def text_rows(
     if not rows:
         raise ValueError(f"{key} holds no rows: {describe(sources)}; name a table that has some")
     return rows
+
+
+def list_cell(cell: Any, column: str, where: str) -> Sequence[Any]:
+    """Return a cell that holds a list. Text (csv) is read as a JSON list or as space-separated items.
+
+    Raises:
+        ValueError: the cell is not a list; the message names file, row and column.
+    """
+    found = cell
+    if isinstance(cell, str):
+        try:
+            found = json.loads(cell) if cell.lstrip().startswith("[") else cell.split()
+        except ValueError:
+            found = None
+    if not isinstance(found, list | tuple):
+        raise ValueError(
+            f"{where}: column {column!r} holds {show_cell(cell)}, which is no list; write one entry for each word"
+        )
+    return found
 
 
 def hold_out(rows: list[KeyedRow], eval_fraction: float) -> tuple[list[KeyedRow], list[KeyedRow] | None, list[str]]:

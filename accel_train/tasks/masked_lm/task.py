@@ -23,12 +23,12 @@ from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.text.corpus import TextCorpus, prepare_text
 from accel_train.data.text.tokenizers import byte_tokenizer, load_tokenizer, vocab_size_of
 from accel_train.metrics.scores import perplexity
+from accel_train.model.kernels.chunked_loss import summed_loss
 from accel_train.recipe.data import TrainedTokenizer
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Scores, Task, TaskData
 from accel_train.tasks.common import classification
 from accel_train.tasks.common import text_models as models
-from accel_train.tasks.common.classification import summed_loss
 from accel_train.tasks.common.generation import NO_TOKEN, decoded
 from accel_train.tasks.common.texts import TextRow, with_frame
 from accel_train.tasks.masked_lm.config import MaskedLMData

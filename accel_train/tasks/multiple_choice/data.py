@@ -15,9 +15,8 @@ from accel_train.data.tables import read_rows, show_cell, text_cell
 from accel_train.data.text.padding import padded, padded_inputs
 from accel_train.data.text.tokenizers import use_rust_threads
 from accel_train.recipe.schema import Recipe
-from accel_train.tasks.common.texts import hold_out, repeated_texts
+from accel_train.tasks.common.texts import hold_out, list_cell, repeated_texts
 from accel_train.tasks.multiple_choice.config import MultipleChoiceData
-from accel_train.tasks.token_classification.data import list_cell
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -19,11 +19,11 @@ from accel_train.data.text.padding import joined_arrays, samples_digest
 from accel_train.data.text.tokenizers import vocab_size_of
 from accel_train.metrics.scores import perplexity
 from accel_train.metrics.texts import TEXT_SCORES, require_packages, text_scores
+from accel_train.model.kernels.chunked_loss import summed_loss
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Scores, Task, TaskData
 from accel_train.tasks.common import classification
 from accel_train.tasks.common import text_models as models
-from accel_train.tasks.common.classification import summed_loss
 from accel_train.tasks.common.generation import TextGenerator, decoded, spaced
 from accel_train.tasks.common.texts import TextRow
 from accel_train.tasks.seq2seq.config import Seq2SeqData

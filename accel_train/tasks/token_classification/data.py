@@ -1,6 +1,5 @@
 """Token classification: read sentences with a tag per word from tables and CoNLL files, tokenize and batch them."""
 
-import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from accel_train.data.tables import class_names, read_rows, show_cell, text_cell
 from accel_train.data.text.padding import padded, padded_inputs
 from accel_train.data.text.tokenizers import use_rust_threads
 from accel_train.recipe.schema import Recipe
-from accel_train.tasks.common.texts import hold_out, repeated_texts
+from accel_train.tasks.common.texts import hold_out, list_cell, repeated_texts
 from accel_train.tasks.token_classification.config import TokenClassificationData
 
 if TYPE_CHECKING:
@@ -127,25 +126,6 @@ def _table_sentences(source: Source, data: TokenClassificationData) -> Iterator[
                     f"column {data.tokens_column!r}; give one for each, or drop the row"
                 )
         yield Sentence(words, tags, row.where, row.where if data.id_column is None else str(row.cells[-1]))
-
-
-def list_cell(cell: Any, column: str, where: str) -> Sequence[Any]:
-    """Return a cell that holds a list. Text (csv) is read as a JSON list or as space-separated items.
-
-    Raises:
-        ValueError: the cell is not a list; the message names file, row and column.
-    """
-    found = cell
-    if isinstance(cell, str):
-        try:
-            found = json.loads(cell) if cell.lstrip().startswith("[") else cell.split()
-        except ValueError:
-            found = None
-    if not isinstance(found, list | tuple):
-        raise ValueError(
-            f"{where}: column {column!r} holds {show_cell(cell)}, which is no list; write one entry for each word"
-        )
-    return found
 
 
 def _conll_sentences(path: Path, data: TokenClassificationData) -> Iterator[Sentence]:

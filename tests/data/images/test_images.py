@@ -527,6 +527,7 @@ def test_the_settings_of_a_pretrained_model_are_taken_over(
 def test_images_are_normalised_by_the_recipes_own_figures_one_for_each_colour() -> None:
     def preprocessing(**data: Any) -> Preprocessing:
         fields = {"output_dir": "x", "model": {"config": {"model_type": "resnet"}}, "schedule": {"max_steps": 1}}
+        fields |= {"task": "image-classification"}
         recipe = Recipe.model_validate({**fields, "data": {"train": "x", **data}})
         return model_preprocessing(recipe, ResNetConfig())[0]
 

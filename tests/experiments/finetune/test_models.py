@@ -5,10 +5,8 @@ from typing import Any
 import pytest
 
 from accel_train.core.state import Choice
-from accel_train.experiments.finetune.found import TASKS, Found
-from accel_train.experiments.finetune.models import choose
-from accel_train.experiments.finetune.recipe import tree_of
-from accel_train.experiments.finetune.training import Pretrained
+from accel_train.experiments.finetune.models import Pretrained, choose
+from accel_train.experiments.finetune.recipe import TASKS, Found, tree_of
 from accel_train.recipe.loader import make_recipe
 
 

@@ -21,6 +21,7 @@ from accel_train.model.kernels.chunked_loss import (
     chunked_loss,
     head_for_chunks,
     rows_at_once,
+    summed_loss,
     why_whole,
 )
 from accel_train.model.kernels.held_rows import HeldRows
@@ -30,7 +31,6 @@ from accel_train.recipe.schema import LoRA
 from accel_train.recovery.module_watch import ModuleWatch
 from accel_train.runtime.private import watch_operators
 from accel_train.tasks.causal_lm.task import CausalLM, hidden_states, next_token_logits
-from accel_train.tasks.common.classification import summed_loss
 from tests.support.hf_models import small_config
 
 NUM_POSITIONS, WIDTH, VOCABULARY = 60, 48, 211
