@@ -22,9 +22,8 @@ from accel_train.data.cache import DigestCheck
 from accel_train.engine.batch_search import BatchCache, Trials, fit_micro_batch
 from accel_train.engine.loader import Reading, read_batches
 from accel_train.engine.resolve import change_model
-from accel_train.engine.run import ModelFacts, RunContext, make_guard
-from accel_train.engine.run_plan import Calendar, RunPlan
-from accel_train.engine.run_plan import Extensions as Extensions
+from accel_train.engine.run import Calendar, ModelFacts, RunContext, RunPlan, make_guard
+from accel_train.engine.run import Extensions as Extensions
 from accel_train.engine.save import restore
 from accel_train.model.batch_norm import RunningStatistics, sync_batch_norms, trained_batch_norms
 from accel_train.model.compile import GraphCount, compile_module

@@ -2,11 +2,10 @@
 
 from accel_train.core.errors import Preempted
 from accel_train.core.state import StepResult
-from accel_train.engine.agreement import Agreement, StepOutcome
-from accel_train.engine.batches import training_batches
+from accel_train.engine.loader import training_batches
 from accel_train.engine.run import RunContext
 from accel_train.engine.save import raise_save_error, report_saves, save_run, saves_finished
-from accel_train.engine.step import MicroBatch, forward_backward, seed_step
+from accel_train.engine.step import Agreement, MicroBatch, StepOutcome, forward_backward, seed_step
 from accel_train.recovery.divergence import check_divergence
 from accel_train.recovery.out_of_memory import (
     MemoryCare,

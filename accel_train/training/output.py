@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -22,9 +22,9 @@ from accel_train.core.ownership import write_file
 from accel_train.core.redaction import redact
 from accel_train.core.state import Choice, StepResult
 from accel_train.data.labels import class_notes
+from accel_train.engine.loader import Steps
 from accel_train.engine.run import RunContext
 from accel_train.engine.save import ALIKE
-from accel_train.engine.step import MicroBatch
 from accel_train.model.batch_norm import SyncedBatchNorm, trained_batch_norms
 from accel_train.observe.goodput import LaunchClock
 from accel_train.observe.notify import Notifier
@@ -354,8 +354,6 @@ def _graphs(count: int) -> str:
 
 
 NUM_OPERATIONS = 10
-Steps = Iterator[tuple[int, list[MicroBatch]]]
-"""Iterator of 0-based steps with their micro-batches."""
 
 
 class StepProfiler(AbstractContextManager["StepProfiler"]):
