@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from accel_train.core.json_io import json_text
 from accel_train.core.ownership import check_file, write_file
 from accel_train.core.state import StepResult
-from accel_train.engine.run import RunContext
-from accel_train.engine.run_plan import Extensions
+from accel_train.engine.run import Extensions, RunContext
 from accel_train.observe.observer import Observer
 from accel_train.optim.schedule import scale_learning_rate
 from accel_train.recipe.schema import Recipe

@@ -24,7 +24,7 @@ from accel_train.checkpoint.contents import load_model_tensors, model_tensors
 from accel_train.checkpoint.store import MANIFEST, checkpoint_folders, newest_valid, step_of
 from accel_train.core.errors import SettingError
 from accel_train.core.json_io import plain
-from accel_train.optim.optimizers import set_rate
+from accel_train.optim.schedule import set_rate
 from accel_train.parallel.zero import import_deepspeed
 from accel_train.recipe.schema import Recipe
 

@@ -35,7 +35,7 @@ from transformers.utils import logging
 from accel_train.core.errors import SettingError
 from accel_train.core.state import Requests
 from accel_train.data.batch_sizes import resolve_batch
-from accel_train.engine.run_plan import Extensions
+from accel_train.engine.run import Extensions
 from accel_train.hf.argument_table import argument_error, has_recipe_optimizer, name_of
 from accel_train.hf.arguments import OURS, Length, length_of, schedule_of, to_recipe, with_decay_of
 from accel_train.hf.callbacks import Flow, RecipeRates, may_ask
@@ -52,7 +52,7 @@ from accel_train.hf.inputs import (
 from accel_train.hf.search import trial_arguments
 from accel_train.hf.task import HFTask
 from accel_train.optim.custom import try_given
-from accel_train.optim.optimizers import set_rate
+from accel_train.optim.schedule import set_rate
 from accel_train.optim.schedule_free import always_training
 from accel_train.parallel.precision import agree_on_mixed_precision, start_accelerator
 from accel_train.recipe.schema import Batch, Guard, Precision, Recipe

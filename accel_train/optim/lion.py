@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel_train.optim.skippable import SkippableOptimizer, decay_and_add, replace
+from accel_train.optim.update import SkippableOptimizer, decay_and_add, replace
 from accel_train.recipe.optimizer import Optimizer
 
 

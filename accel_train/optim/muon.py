@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from accel_train.model.tensors import holders, parts_in
 from accel_train.model.weights import hidden_matrices, in_rounds
 from accel_train.optim.adam import FusedAdam
-from accel_train.optim.skippable import SkippableOptimizer, decay_and_add, replace
+from accel_train.optim.update import SkippableOptimizer, decay_and_add, replace
 from accel_train.recipe.optimizer import Optimizer
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

@@ -1,6 +1,6 @@
 """Parameter groups and optimizers, fused if torch has a fused kernel, that can skip a step on the device."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -122,22 +122,3 @@ def name_parameters(optimizer: torch.optim.Optimizer, model: nn.Module) -> torch
         group.setdefault("param_names", [names[id(parameter)] for parameter in group["params"]])
         group.setdefault("lr_scale", 1.0)
     return optimizer
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float | Sequence[float]) -> float:
-    """Set one learning rate on all groups, times each group's factor, or one per group; return the (first) rate."""
-    if isinstance(rate, float | int):
-        for group in optimizer.param_groups:
-            set_rate(group, rate * group["lr_scale"])
-        return rate
-    for group, own in zip(optimizer.param_groups, rate, strict=True):
-        set_rate(group, own)
-    return rate[0]
-
-
-def set_rate(group: dict[str, Any], rate: float) -> None:
-    """Set the learning rate of one group. A tensor stays a tensor, because some optimizers (torchao's) require one."""
-    if isinstance(group["lr"], torch.Tensor):
-        group["lr"].fill_(rate)
-    else:
-        group["lr"] = rate

@@ -9,9 +9,12 @@ that first step. But then no curve would agree with transformers at any step of 
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any
+
+import torch
 
 from accel_train.core.state import Choice
 from accel_train.data.batch_sizes import BatchSizes
@@ -136,3 +139,22 @@ def scale_learning_rate(learning_rate: float, scaling: LRScaling, sizes: BatchSi
         value = learning_rate * math.sqrt(sizes.global_batch_size / base)
         return Choice(value, f"sqrt: {learning_rate:g} x sqrt(({sizes.factors}) / {base}) = {value:g}")
     return Choice(learning_rate, "as written, not scaled with the batch")
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float | Sequence[float]) -> float:
+    """Set one learning rate on all groups, times each group's factor, or one per group; return the (first) rate."""
+    if isinstance(rate, float | int):
+        for group in optimizer.param_groups:
+            set_rate(group, rate * group["lr_scale"])
+        return rate
+    for group, own in zip(optimizer.param_groups, rate, strict=True):
+        set_rate(group, own)
+    return rate[0]
+
+
+def set_rate(group: dict[str, Any], rate: float) -> None:
+    """Set the learning rate of one group. A tensor stays a tensor, because some optimizers (torchao's) require one."""
+    if isinstance(group["lr"], torch.Tensor):
+        group["lr"].fill_(rate)
+    else:
+        group["lr"] = rate

@@ -21,10 +21,9 @@ from accel_train.core.format import format_count
 from accel_train.core.state import StepResult
 from accel_train.data.batch_sizes import BatchSizes
 from accel_train.data.order import DataOrder
-from accel_train.engine.agreement import Agreement
 from accel_train.engine.run import RunContext
 from accel_train.engine.save import LAST_WAIT_SECONDS
-from accel_train.engine.step import MicroBatch
+from accel_train.engine.step import Agreement, MicroBatch
 from accel_train.recovery.memory_snapshot import write_memory_snapshot
 from accel_train.recovery.unused_parameters import UnusedParameters, check_first_step, check_later_step
 from accel_train.runtime.memory import is_out_of_memory

@@ -112,7 +112,7 @@ class StragglerWatch:
         self._slow_rank = -1 if rank is None else rank
         if rank is None or self._num_windows != self.section.straggler_windows:  # report once, until it catches up
             return
-        heartbeats = self.run.watchdog.heartbeats if self.run.watchdog is not None else None
+        heartbeats = self.run.watchdog.heartbeats
         who = heartbeats.describe(rank) if heartbeats is not None else f"rank {rank}"
         part, here, elsewhere = slow_part(works, rank)
         window = self.section.straggler_window_steps

@@ -24,8 +24,7 @@ from accel_train.core.ownership import replacing, write_file
 from accel_train.core.redaction import redact, redact_text
 from accel_train.engine.evaluation import evaluation_mode
 from accel_train.engine.resolve import change_model
-from accel_train.engine.run import RunContext
-from accel_train.engine.run_plan import RunPlan
+from accel_train.engine.run import RunContext, RunPlan
 from accel_train.engine.save import refuse_nonfinite_model
 from accel_train.inference.evaluate import format_augmentation
 from accel_train.metrics.baselines import format_scores, likely_causes, unbeaten_baseline

@@ -2,11 +2,10 @@
 
 from accel_train.core.errors import Preempted
 from accel_train.core.state import StepResult
-from accel_train.engine.agreement import Agreement, StepOutcome
-from accel_train.engine.batches import training_batches
+from accel_train.engine.loader import training_batches
 from accel_train.engine.run import RunContext
 from accel_train.engine.save import raise_save_error, report_saves, save_run, saves_finished
-from accel_train.engine.step import MicroBatch, forward_backward, seed_step
+from accel_train.engine.step import Agreement, MicroBatch, StepOutcome, forward_backward, seed_step
 from accel_train.recovery.divergence import check_divergence
 from accel_train.recovery.out_of_memory import (
     MemoryCare,
@@ -20,7 +19,7 @@ from accel_train.recovery.stragglers import StragglerWatch
 from accel_train.recovery.unused_parameters import UnusedParameters
 from accel_train.runtime.memory import collect_garbage
 from accel_train.training.model_selection import evaluate_run
-from accel_train.training.profile import StepProfiler
+from accel_train.training.output import StepProfiler
 
 
 def run_steps(run: RunContext) -> None:

@@ -1,65 +1,47 @@
-"""Turn a recipe into a run that is ready to train: resolve everything, check everything, then build."""
+"""Turn a recipe into a run that is ready to train: resolve and check everything, then build."""
 
-import math
-from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
-from torch import nn
 
-from accel_train.checkpoint.base import base_problem, digests_of_base, left_out
-from accel_train.checkpoint.contents import describe_model
-from accel_train.checkpoint.fingerprint import OF_BEST, Change, Settings, setting_changes, training_settings
-from accel_train.checkpoint.health import Health
-from accel_train.checkpoint.resume import agree_on_checkpoint
-from accel_train.checkpoint.rollback_log import apply_rollbacks
-from accel_train.checkpoint.store import read_trainer
-from accel_train.checkpoint.writer import Saver
+from accel_train.checkpoint.fingerprint import run_identity
+from accel_train.checkpoint.resume import ResumePoint, agree_on_checkpoint
+from accel_train.core.ownership import refuse_inputs_in
 from accel_train.core.redaction import remember_secrets
-from accel_train.core.state import Choice, Requests, TrainState
-from accel_train.data.cache import DigestCheck
-from accel_train.engine.batch_search import BatchCache, Trials, fit_micro_batch
-from accel_train.engine.loader import Reading, read_batches
-from accel_train.engine.resolve import change_model, check_recipe
-from accel_train.engine.run import ModelFacts, RunContext, make_guard
-from accel_train.engine.run_plan import Calendar, RunPlan
-from accel_train.engine.run_plan import Extensions as Extensions
-from accel_train.engine.save import restore
-from accel_train.model.batch_norm import RunningStatistics, sync_batch_norms, trained_batch_norms
-from accel_train.model.compile import GraphCount, compile_module
-from accel_train.model.isolation import Buffers
-from accel_train.model.kernels.float8 import convert_to_float8
-from accel_train.model.kernels.frozen import keep_frozen
-from accel_train.model.memory_estimate import build_without_weights
-from accel_train.model.training_module import TrainingModule
+from accel_train.core.state import Choice
+from accel_train.data.batch_sizes import BatchSizes, resolve_batch
+from accel_train.data.digest import digest_of_code
+from accel_train.engine.loader import choose_reading
+from accel_train.engine.resolve import check_recipe, resolve_run
+from accel_train.engine.run import Extensions as Extensions
+from accel_train.engine.run import RunContext, RunPlan
+from accel_train.model.kernels.frozen import choose_frozen_dtype
 from accel_train.observe.goodput import LaunchClock
-from accel_train.observe.observer import Observers
-from accel_train.observe.run_folder import RunFolder
-from accel_train.optim.optimizers import build_optimizer, describe_optimizer, name_parameters
-from accel_train.optim.schedule import make_schedule, scale_learning_rate
-from accel_train.parallel.sequence_parallel import attend_over_slices
+from accel_train.optim.custom import try_custom
+from accel_train.parallel.compatibility import check_compatibility
+from accel_train.parallel.dims import across_machines, choose_sequences, processes_on_machine
+from accel_train.parallel.fsdp2 import allow_sharding
+from accel_train.parallel.precision import agree_on_mixed_precision, set_backends, start_accelerator
+from accel_train.parallel.sequence_parallel import in_slices, tell_accelerator
+from accel_train.parallel.strategies import open_strategy
 from accel_train.parallel.strategy import Strategy
 from accel_train.recipe.schema import Recipe
-from accel_train.runtime.consistency import check_choices, check_shared
+from accel_train.runtime.consistency import check_agreement, check_shared
+from accel_train.runtime.doctor import check_launcher, idle_gpus
 from accel_train.runtime.exit import exits_are_errors
 from accel_train.runtime.heartbeat import open_heartbeats
 from accel_train.runtime.launch_environment import with_launch_environment
 from accel_train.runtime.launcher import take_age_seconds
-from accel_train.runtime.memory import PeakMemory
-from accel_train.runtime.process_group import on_main
+from accel_train.runtime.process_group import on_main, start_processes
 from accel_train.runtime.signals import StopRequest
 from accel_train.runtime.watchdog import Watchdog
-from accel_train.task import Task, with_data_of
-from accel_train.training.announce import announce, device_peak, open_notifier, open_observer
-from accel_train.training.compile_watch import watch_compiler
+from accel_train.task import Task, prove_forward, read_data, with_data_of
+from accel_train.training.build import Choices, build_run, check_lone_samples, settings_of
 from accel_train.training.finish import finished_before
 from accel_train.training.model_selection import check_metric_name
-from accel_train.training.plan_run import Choices, open_processes, plan_run, refuse_inputs_in_output
+from accel_train.training.output import open_output
 
 
 def prepare_run(
@@ -88,283 +70,147 @@ def _prepare(recipe: Recipe, task: Task | None, extensions: Extensions, stop: St
     recipe, task = check_recipe(recipe) if task is None else (with_data_of(task, recipe), task)
     refuse_inputs_in_output(recipe)
     strategy, sizes, choices = open_processes(recipe, task)
-    accelerator = strategy.accelerator
-
-    def lock() -> None:
-        assert folder is not None, "the main process has it"
-        resources.enter_context(folder)
-
     with ExitStack() as resources, exits_are_errors():
-        watchdog = open_watchdog(recipe, accelerator, extensions, stop)
-        if watchdog is not None:
-            resources.enter_context(watchdog)
-        folder = RunFolder(Path(recipe.output_dir)) if accelerator.is_main_process else None
-        if folder is not None:
-            folder.check()
+        watchdog = open_watchdog(recipe, strategy.accelerator, extensions, stop, resources)
+        output = resources.enter_context(open_output(recipe, strategy.accelerator, clock))
         with clock.inside("data_preparation"):
             plan = plan_run(recipe, task, strategy, sizes, choices, extensions)
         # Lock after the data is read, so that unreadable data leaves no folder behind. Read the folder after the lock.
-        on_main(lock)
-        notifier = None if folder is None else open_notifier(recipe, resources)
-        check_shared(plan.output_dir, accelerator.num_processes)
-        plan = replace(plan, resume_point=agree_on_checkpoint(recipe, accelerator, plan.identity, settings_of(plan)))
+        on_main(output.open)
+        plan = plan_resume(plan, strategy.accelerator)
         finished = on_main(lambda: finished_before(plan))
-
-        def record() -> None:
-            if folder is not None:
-                resources.enter_context(clock.recorded(plan.output_dir, world_size=accelerator.num_processes))
-
         if finished is None:
-            record()
-        run, changes = build_run(plan, strategy, stop, watchdog)
-        if finished is not None and not changes:
-            if notifier is not None:
-                notifier.be_silent()
+            output.record_launch()
+        run = build_run(plan, strategy, stop, watchdog)
+        if finished is not None and not run.changes:
+            output.be_silent()
             run.finished, run.resources = finished, resources.pop_all()
             return run
-        if finished is not None:
-            record()
+        output.record_launch()
         check_metric_name(run)
         check_lone_samples(run)
-        own = run.observer if folder is None else open_observer(run, folder, clock)
-        others = (*watch_compiler(run, own, clock), *extensions.observers)
-        if notifier is not None:
-            notifier.warn = lambda message, step: own.on_event("notify_failed", step, message)
-            others = (*others, notifier)
-        run.observer = resources.enter_context(Observers((own, *others)) if others else own)
-        if folder is not None:
-            announce(run, folder, changes)
+        output.start(run)
         if run.digest_check is not None:
             resources.callback(run.digest_check.stop)
-        if watchdog is not None:
-            watchdog.record = None if folder is None else folder.append_event
-            resources.push(watchdog.note_end)  # pushed last, so called first: later closes may be slow
+        watchdog.record = output.append_event
+        resources.push(watchdog.note_end)  # pushed last, so called first: later closes may be slow
         stop.raise_if_requested()  # inside `resources`, so the watchdog closes and informs the other processes
         run.resources = resources.pop_all()
         return run
 
 
 def open_watchdog(
-    recipe: Recipe, accelerator: Accelerator, extensions: Extensions, stop: StopRequest
-) -> Watchdog | None:
-    """Return the watchdog of this process, or None if a run must not kill it (a notebook)."""
-    if accelerator.num_processes == 1 and not extensions.owns_process:
-        return None
-    heartbeats = open_heartbeats(accelerator.process_index, accelerator.num_processes)
-    return Watchdog(stop, Path(recipe.output_dir), recipe.guard.hang_timeout_seconds, heartbeats)
+    recipe: Recipe, accelerator: Accelerator, extensions: Extensions, stop: StopRequest, resources: ExitStack
+) -> Watchdog:
+    """Return the watchdog of this process. It stays closed and does nothing if a run must not kill it (a notebook)."""
+    is_alone = accelerator.num_processes == 1
+    heartbeats = None if is_alone else open_heartbeats(accelerator.process_index, accelerator.num_processes)
+    watchdog = Watchdog(stop, Path(recipe.output_dir), recipe.guard.hang_timeout_seconds, heartbeats)
+    return watchdog if is_alone and not extensions.owns_process else resources.enter_context(watchdog)
 
 
-def build_run(
-    plan: RunPlan, strategy: Strategy, stop: StopRequest, watchdog: Watchdog | None
-) -> tuple[RunContext, list[Change]]:
-    """Build and wrap the model, restore the checkpoint, and make the run; return the run and the changed settings.
+def refuse_inputs_in_output(recipe: Recipe) -> None:
+    """Refuse a run whose output folder holds what it reads.
 
-    The changed settings are those that differ from the checkpoint's.
+    Raises:
+        ValueError: names the setting and the folder.
     """
-    recipe, accelerator = plan.recipe, strategy.accelerator
-    inner, plan, batch_cache, digests = build_model(plan, strategy)
-    base, graphs = check_base(plan, strategy.accelerator, inner, digests), GraphCount()
-    plan = wrap_model(plan, strategy, inner, graphs)
-    check_choices(plan.choices, accelerator.num_processes)
-    own_rates = plan.extensions.group_learning_rates
-    settings = settings_of(plan, strategy.optimizer.param_groups if own_rates else None)
-    peak_flops, mfu = device_peak(accelerator.device, plan.choices)
-    plan = plan.with_choices({"mfu": mfu})
-    # No library can load a checkpoint without its base weights, so such a checkpoint needs no model files.
-    describes = accelerator.is_main_process and not inner.base
-    description = describe_model(plan.task, inner.model, plan.data) if describes else {}
-    facts = ModelFacts(description, plan.task.flops_per_target(recipe, inner.model), peak_flops, settings, base)
-    state, changes = restore_state(plan, strategy, settings)
-    checkpoints, large_files = plan.output_dir / "checkpoints", plan.data.large_files
-    run = RunContext(
-        plan=plan,
-        facts=facts,
-        strategy=strategy,
-        schedule=schedule_of(plan),
-        statistics=RunningStatistics(inner, shared=not strategy.syncs_buffers and accelerator.num_processes > 1),
-        state=state,
-        sizes=plan.sizes,
-        guard=make_guard(plan, state),
-        calendar=Calendar(plan, compares_weights=strategy.num_copies > 1),
-        saver=Saver(checkpoints, in_background=recipe.checkpoint.in_background),
-        health=Health(
-            checkpoints if accelerator.is_main_process else None, recipe.guard.healthy_after_steps, state.last_incident
-        ),
-        memory=PeakMemory(accelerator.device),
-        requests=plan.extensions.requests or Requests(),
-        stop=stop,
-        watchdog=watchdog,
-        batch_cache=batch_cache,
-        digest_check=DigestCheck(large_files) if large_files and accelerator.is_local_main_process else None,
-        graphs=graphs,
-    )
-    return run, changes
-
-
-def settings_of(plan: RunPlan, own_groups: Sequence[Mapping[str, Any]] | None = None) -> Settings:
-    """Return the settings that training depends on. It also works before the model is built."""
-    section = plan.recipe.optimizer
-    rate = scale_learning_rate(section.learning_rate, section.lr_scaling, plan.sizes)
-    choices = {"optimizer.learning_rate": rate, **plan.choices}
-    return training_settings(plan.recipe, choices, plan.data.inputs, own_groups)
-
-
-def schedule_of(plan: RunPlan) -> Callable[[int], float | Sequence[float]]:
-    """Return the program's own learning rates, or the recipe's schedule times its peak."""
-    if plan.extensions.group_learning_rates is not None:
-        return plan.extensions.group_learning_rates
-    peak = plan.choices["optimizer.learning_rate"].value
-    multiplier = make_schedule(plan.recipe.schedule, plan.max_steps, plan.steps.warmup_steps)
-    return lambda step: peak * multiplier(step)
-
-
-def build_model(plan: RunPlan, strategy: Strategy) -> tuple[TrainingModule, RunPlan, BatchCache | None, dict[str, str]]:
-    """Build the model on its device, not yet wrapped, and fit the micro-batch to the remaining memory.
-
-    Also return the digests of the frozen base weights that `model.pretrained` has and checkpoints leave out. On a
-    resume, all processes that load these weights have the digests. At a start, only the main process has them.
-    """
-    recipe, task, data = plan.recipe, plan.task, plan.data
-    choices: Choices = {}
-    frozen: set[str] = set()
-    base: dict[str, str] = {}
-
-    def build() -> nn.Module:
-        model, changes, names = change_model(recipe, task, task.build_model(recipe, data))
-        choices.update(changes)
-        frozen.update(names)
-        if recipe.model.pretrained is not None and (resumes or strategy.accelerator.is_main_process):
-            base.update(digests_of_base(model, names))
-        choices.update(keep_frozen(model, names, kept, precision))
-        return model
-
-    def build_empty() -> nn.Module:
-        with torch.device("meta"):
-            model, _, names = change_model(recipe, task, build_without_weights(recipe, task, data))
-        frozen.update(names)
-        keep_frozen(model, names, kept, precision)
-        return model
-
-    kept, precision = plan.choices.get("model.frozen_dtype"), strategy.accelerator.mixed_precision
-    resumes = plan.resume_point.path is not None
-    torch.manual_seed(recipe.seed)  # equal initial weights on every process
-    model = strategy.build(build, build_empty)
-    inner = TrainingModule(model, task, frozenset(frozen if recipe.model.pretrained is not None else ()))
-    if strategy.accelerator.mixed_precision == "fp8":
-        choices["precision.float8"] = convert_to_float8(inner.model)
-    trials = Trials(recipe, data, inner, strategy.accelerator)
-    sizes, fitted, batch_cache = fit_micro_batch(trials, plan.sizes, is_empty=strategy.builds_empty)
-    attend_over_slices(strategy.accelerator, inner.model)
-    section = recipe.optimizer
-    choices |= {
-        **fitted,
-        "batch": Choice(sizes.global_batch_size, sizes.reason),
-        "optimizer.learning_rate": scale_learning_rate(section.learning_rate, section.lr_scaling, sizes),
+    tokenizer = recipe.tokenizer_in_use
+    inputs = {
+        "model.pretrained": recipe.model.pretrained,
+        "tokenizer": tokenizer if isinstance(tokenizer, str) else None,
     }
-    return inner, replace(plan, sizes=sizes).with_choices(choices), batch_cache, base
+    for name, value in (("data.train", recipe.data.train), ("data.eval", recipe.data.eval)):
+        values = (value,) if isinstance(value, str) else value or ()
+        inputs |= {name if len(values) == 1 else f"{name}[{index}]": each for index, each in enumerate(values)}
+    refuse_inputs_in(Path(recipe.output_dir), {name: value for name, value in inputs.items() if value})
 
 
-def check_base(
-    plan: RunPlan, accelerator: Accelerator, inner: TrainingModule, digests: dict[str, str]
-) -> Mapping[str, str]:
-    """Return the digests of the weights that the run's checkpoints leave out, after checking the base of a resume.
-
-    If the run resumes from a checkpoint of all weights, nothing is left out: weights that are frozen now were trained
-    before.
-
-    Raises:
-        ValueError: on all processes, if some process loaded another base than the checkpoint was trained on.
-    """
-    path = plan.resume_point.path
-    if path is None:
-        return digests
-    has_loaded = bool(digests) or not inner.base
-    problem = base_problem(path, digests) if has_loaded else ""
-    for found in [problem] if accelerator.num_processes == 1 else gather_object([problem]):
-        if found:
-            raise ValueError(found)
-    if not left_out(path):
-        inner.base = frozenset()
-        return {}
-    return digests
-
-
-def wrap_model(plan: RunPlan, strategy: Strategy, inner: TrainingModule, graphs: GraphCount) -> RunPlan:
-    """Compile and wrap the training module, and make its optimizer and its averaged weights."""
-    recipe, extensions, device = plan.recipe, plan.extensions, strategy.accelerator.device
-    choices: Choices = compile_module(inner, recipe.precision, graphs, lengths_vary=plan.data.lengths_vary)
-    if recipe.parallel.sync_batch_norm and strategy.accelerator.num_processes > 1:
-        reason = f"the statistics of {sync_batch_norms(inner.model)} batch norms are over all processes"
-        choices["parallel.sync_batch_norm"] = Choice(True, reason)
-    for name, value in extensions.ddp.items():
-        setattr(strategy.accelerator.ddp_handler, name, value)
-    make_optimizer = extensions.build_optimizer or (lambda model: build_optimizer(model, recipe.optimizer, device))
-    wrapped = strategy.wrap(
-        inner,
-        lambda model: name_parameters(make_optimizer(model), model),
-        find_unused=recipe.parallel.find_unused_parameters is True or extensions.find_unused_parameters,
-    )
-    if wrapped is not None:
-        choices["parallel.wrapped"] = wrapped
-    if (
-        extensions.build_optimizer is None
-        and (chosen := describe_optimizer(strategy.optimizer, recipe.optimizer.name)) is not None
-    ):
-        choices["optimizer"] = chosen
-    strategy.make_average(recipe.optimizer.ema_decay)
-    return plan.with_choices(choices)
-
-
-def restore_state(plan: RunPlan, strategy: Strategy, settings: Settings) -> tuple[TrainState, list[Change]]:
-    """Restore the checkpoint of the resume point, if any; return its counters and the settings changed since."""
-    point, state, changes = plan.resume_point, TrainState(), list[Change]()
-    if point.path is not None:
-        state = restore(strategy, point.path, plan.recipe.optimizer.name)
-        path = point.path
-        # All processes use the main process's changes. They decide whether the run has finished and what is best.
-        changes = on_main(lambda: setting_changes(read_trainer(path), settings))
-        if state.step < plan.max_steps and any(change.name in OF_BEST for change in changes):
-            state.best_metric = state.best_step = state.best_loss = None
-            state.evaluations_without_improvement = 0
-    apply_rollbacks(state, point.rollbacks)
-    return state, changes
-
-
-def check_lone_samples(run: RunContext) -> None:
-    """Refuse a run in which a process forwards a single sample and a batch norm cannot train on it.
+def open_processes(recipe: Recipe, task: Task) -> tuple[Strategy, BatchSizes, Choices]:
+    """Join the processes of the run; return its strategy with an Accelerator, its batch sizes, and what was chosen for
+    the user.
 
     Raises:
-        ValueError: before the first step. Otherwise torch would fail in the middle of the run.
+        ValueError: the recipe does not fit the number of processes, or the device.
     """
-    plan, sizes, strategy = run.plan, run.sizes, run.strategy
-    data, order = plan.data, plan.order
-    is_known = strategy.is_replicated and not strategy.meets_in_forward and data.step_batches is None
-    if not (is_known and trained_batch_norms(strategy.inner)):
-        return
-    world_size, size = strategy.dims.size, sizes.per_device_batch_size
-    step = math.ceil(order.steps_per_epoch) - 1  # last step of an epoch: with `short` it may have fewer samples
-    is_short = plan.recipe.data.last_batch == "short" and step < plan.max_steps
-    shares = [order.rank_micro_batches(step, rank, world_size, size) for rank in range(world_size)] if is_short else []
-    # A process without a share forwards one sample, because the others wait for it.
-    if size > 1 and not any(not share or any(len(part) == 1 for part in share) for share in shares):
-        return
+    section = recipe.parallel
+    processes = start_processes(offloads=section.cpu_offload)
+    num_processes, device = processes.num_processes, processes.device
+    check_launcher(num_processes)
+    strategy = open_strategy(section, num_processes, device)
+    sequences = choose_sequences(section, num_processes)
+    sizes = resolve_batch(recipe.batch, num_processes, section.num_sharing, section.shared_by)
+    precision = agree_on_mixed_precision(recipe.precision, device, num_processes)
+    check_compatibility(recipe, task, precision.value)
+    try_custom(recipe.optimizer, device, is_sharded=section.strategy == "fsdp2" and num_processes > 1)
+    choices: Choices = {
+        "precision.mixed_precision": strategy.precision(precision),
+        **set_backends(recipe.precision, precision.value, device),
+    }
+    if (idle := idle_gpus(device, num_processes)) is not None:
+        choices["gpus"] = idle
+    if (kept := choose_frozen_dtype(recipe, precision.value, device.type)) is not None:
+        choices["model.frozen_dtype"] = kept
+    if section.strategy != "ddp":
+        machines = across_machines(section, processes_on_machine(num_processes))
+        reason = strategy.choice.reason if machines is None else f"{strategy.choice.reason}; {machines}"
+        choices["parallel"] = replace(strategy.choice, reason=reason)
+    if sequences.value > 1:
+        choices["parallel.sp_size"] = sequences
+    plugins = strategy.accelerator_arguments(num_processes, precision.value)
+    if plugins:
+        allow_sharding(device)
+    accelerator = start_accelerator(precision.value, recipe.precision, recipe.guard, sizes, device, plugins)
+    tell_accelerator(accelerator, sequences.value)
+    strategy.attach(accelerator)
+    return strategy, sizes, choices
 
-    def forward_one() -> str:
-        kept = Buffers(strategy.inner)
-        try:
-            batch, _ = next(read_batches(data.train, data.collate, iter([[0]]), run.accelerator.device, Reading()))
-            with torch.no_grad():
-                strategy.inner(batch)
-        except Exception as error:  # the step itself reports any other error
-            return str(error)
-        finally:
-            kept.put_back()
-        return ""
 
-    if "Expected more than 1 value per channel" in on_main(forward_one):
-        where = f"step {step + 1}, the last of an epoch," if size > 1 else "each step"
-        remedy = "data.last_batch to drop or carry" if size > 1 else "batch.per_device_batch_size to 2 or more"
-        raise ValueError(
-            f"in {where} a process forwards one sample alone, and this model's batch norm cannot train on one. "
-            f"Set {remedy}"
+def plan_run(
+    recipe: Recipe, task: Task, strategy: Strategy, sizes: BatchSizes, choices: Choices, extensions: Extensions
+) -> RunPlan:
+    """Read the data, and decide how long the run is, in which order it reads, and what makes it the same run on a
+    resume.
+
+    Raises:
+        ValueError: the data is wrong, does not fit the recipe, or is not the same on all processes.
+    """
+    accelerator = strategy.accelerator
+    # Measured on one process, so that all of them go on, or none does.
+    proved = on_main(lambda: prove_forward(task, recipe))
+    data = read_data(task, recipe, progress=accelerator.is_main_process)
+    if ":" in recipe.task and not type(task).__module__.startswith("accel_train."):
+        data = replace(data, inputs={**data.inputs, "task": digest_of_code(type(task))})
+    # Code may hold a process's own rank: the main process's digests count.
+    inputs = data.inputs
+    data = replace(data, inputs=on_main(lambda: inputs))
+    check_agreement(recipe, data, accelerator.num_processes)
+    data = in_slices(data, strategy.dims)
+    steps, order = resolve_run(recipe, data, sizes, extensions.epoch_order)
+    reading, reading_choices = choose_reading(recipe.data, data, accelerator)
+    # A little less time than a step may take, so that what hangs is named.
+    reading = replace(reading, timeout_seconds=0.8 * recipe.guard.hang_timeout_seconds, **extensions.reading)
+    choices |= {
+        "schedule.max_steps": Choice(steps.max_steps, steps.max_steps_reason),
+        "schedule.warmup_steps": Choice(steps.warmup_steps, steps.warmup_reason),
+        **reading_choices,
+        **proved,
+    }
+    if recipe.loads_best_model and recipe.checkpoint.load_best_model_at_end == "auto":
+        choices["checkpoint.load_best_model_at_end"] = Choice(
+            True, "early stopping is on: its last weights are never the best"
         )
+    identity = run_identity(recipe, data, sizes, steps)
+    return RunPlan(recipe, task, data, order, steps, sizes, reading, identity, choices, extensions, ResumePoint(None))
+
+
+def plan_resume(plan: RunPlan, accelerator: Accelerator) -> RunPlan:
+    """Return the plan with the checkpoint that the run resumes from.
+
+    Raises:
+        ValueError: the checkpoint belongs to another run, or a process does not see the run folder.
+        CheckpointError: no checkpoint is valid.
+    """
+    check_shared(plan.output_dir, accelerator.num_processes)
+    point = agree_on_checkpoint(plan.recipe, accelerator, plan.identity, settings_of(plan))
+    return replace(plan, resume_point=point)

@@ -9,8 +9,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train.core.state import Choice
-from accel_train.engine.agreement import Agreement, Wire
-from accel_train.engine.step import MicroBatch, forward_backward, seed_step
+from accel_train.engine.step import Agreement, MicroBatch, Wire, forward_backward, seed_step
 from accel_train.guard.guard import Limits
 from accel_train.model.training_module import TrainingModule
 from accel_train.optim import update

@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForSe
 from accel_train.model.freeze import freeze
 from accel_train.model.lora import add_adapters, save_adapters, without_adapters
 from accel_train.optim.ema import WeightAverage
-from accel_train.optim.optimizers import build_optimizer, layer_scales, parameter_groups, set_learning_rate
+from accel_train.optim.optimizers import build_optimizer, layer_scales, parameter_groups
+from accel_train.optim.schedule import set_learning_rate
 from accel_train.recipe.optimizer import Optimizer
 from accel_train.recipe.schema import LoRA, Model
 

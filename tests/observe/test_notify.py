@@ -19,7 +19,7 @@ from accel_train.cli.main import main
 from accel_train.core.errors import CheckpointError, Preempted, RestartNeeded, TrainingStopped
 from accel_train.observe import notify
 from accel_train.observe.notify import Notifier
-from accel_train.training.announce import how_it_ended
+from accel_train.training.output import how_it_ended
 from tests.support.runs import environment, events, losses, metrics, run_forked_command, write_corpus, write_recipe_file
 
 SECRET = "T0001-B0002-very-secret"

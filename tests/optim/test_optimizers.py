@@ -18,7 +18,8 @@ from accel_train.model.memory_estimate import state_bytes
 from accel_train.model.weights import hidden_matrices
 from accel_train.optim.custom import try_custom
 from accel_train.optim.muon import orthogonalise
-from accel_train.optim.optimizers import build_optimizer, describe_optimizer, name_parameters, set_learning_rate
+from accel_train.optim.optimizers import build_optimizer, describe_optimizer, name_parameters
+from accel_train.optim.schedule import set_learning_rate
 from accel_train.optim.schedule_free import ScheduleFreeAdamW, ScheduleFreeAverage
 from accel_train.optim.update import FlooredGradScaler, update_within
 from accel_train.recipe.optimizer import OPTIMIZERS, Optimizer, ParameterGroup

@@ -1739,7 +1739,7 @@ import os
 import sys
 
 import accel_train.parallel.precision as precision
-import accel_train.training.setup as setup
+import accel_train.training.build as build
 from accel_train.cli.main import main
 from accel_train.core.state import Choice
 
@@ -1748,8 +1748,8 @@ if kind == "precision":
     value = ("bf16", "no")[rank]
     precision.choose_mixed_precision = lambda section, device: Choice(value, f"as a GPU of kind {rank}")
 else:
-    wrap = setup.wrap_model
-    setup.wrap_model = lambda plan, *rest: wrap(plan, *rest).with_choices({"document mask": Choice(rank, "")})
+    wrap = build.wrap_model
+    build.wrap_model = lambda plan, *rest: wrap(plan, *rest).with_choices({"document mask": Choice(rank, "")})
 sys.exit(main(["run", sys.argv[2]]))
 """
 """Two processes as on machines of two kinds."""

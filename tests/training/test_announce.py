@@ -1,6 +1,6 @@
 """The first lines of a run: warnings that apply to it, with a remedy that applies as well."""
 
-from accel_train.training.announce import few_held_out
+from accel_train.training.output import few_held_out
 
 
 def test_few_held_out_samples_are_warned_of_with_what_can_be_done_about_them() -> None:

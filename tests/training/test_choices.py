@@ -19,7 +19,7 @@ from torch import nn
 from accel_train import Recipe, train
 from accel_train.core.errors import RecipeError
 from accel_train.core.state import Requests
-from accel_train.engine.run_plan import Extensions
+from accel_train.engine.run import Extensions
 from accel_train.recipe.evaluate import Evaluate
 from accel_train.task import Scores, TaskData
 from accel_train.training.setup import prepare_run

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from accel_train import Recipe, train
 from accel_train.plan.plan import resolve_plan
 from accel_train.training.loop import run_steps
-from accel_train.training.profile import NUM_OPERATIONS, StepProfiler
+from accel_train.training.output import NUM_OPERATIONS, StepProfiler
 from accel_train.training.setup import prepare_run
 from tests.support.runs import checkpoint, events, recipe_dict, run, write_corpus, write_recipe_file
 

@@ -56,7 +56,7 @@ def run_recipe(path: str, settings: Sequence[str]) -> results.RunResult:
         if os.environ.get("RANK", "0") == "0":
             print(redact_text(f"{path}: to be trained in {recipe.output_dir}"), flush=True)
         with importing(path, recipe.task):
-            from accel_train.engine.run_plan import Extensions
+            from accel_train.engine.run import Extensions
             from accel_train.training.setup import prepare_run
         run = prepare_run(recipe, extensions=Extensions(owns_process=True), stop=stop)
     from accel_train.training.train import train_run

@@ -19,7 +19,7 @@ from accel_train.inference.finished_run import open_run
 from accel_train.model.kernels.float8 import convert_to_float8
 from accel_train.parallel import precision
 from accel_train.parallel.precision import has_float8
-from accel_train.training import setup
+from accel_train.training import build
 from tests.support.runs import LLAMA, events, losses, recipe_dict, run, write_corpus, write_recipe_file
 
 
@@ -123,7 +123,7 @@ def test_a_run_in_float8_trains_like_bf16_resumes_and_leaves_an_ordinary_model(
     tmp_path: Path, without_cuda: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(precision, "has_float8", lambda device: True)
-    monkeypatch.setattr(setup, "convert_to_float8", partial(convert_to_float8, emulate=True))
+    monkeypatch.setattr(build, "convert_to_float8", partial(convert_to_float8, emulate=True))
     write_corpus(tmp_path)
     for name in ("bf16", "fp8"):
         train(Recipe.model_validate(recipe_dict(tmp_path, **settings_of(tmp_path, name))))

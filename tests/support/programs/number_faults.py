@@ -19,8 +19,7 @@ from torch import Tensor
 
 from accel_train.checkpoint.contents import model_tensors, optimizer_tensors
 from accel_train.core.state import Rollback, StepResult
-from accel_train.engine.run import RunContext
-from accel_train.engine.run_plan import Extensions
+from accel_train.engine.run import Extensions, RunContext
 from accel_train.observe.observer import Observer
 from accel_train.optim.update import FlooredGradScaler
 from accel_train.recipe.schema import Recipe

@@ -1,28 +1,36 @@
-"""The startup log: what was decided and why, and the start or the resume; and the observer that it is written to."""
+"""Output of a run: its folder and observers, the startup log, the cost of compiling, and profiles."""
 
+import os
+import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from time import perf_counter
+from typing import Any, Self
 
 import torch
+from accelerate import Accelerator
+from torch.profiler import profile, record_function
 
-from accel_train.checkpoint.fingerprint import OF_BEST, Change
+from accel_train.checkpoint.fingerprint import OF_BEST
 from accel_train.checkpoint.rollback_log import describe
 from accel_train.checkpoint.zero import whole_numel
+from accel_train.core.files import make_folders
 from accel_train.core.hardware import peak_flops
+from accel_train.core.ownership import write_file
 from accel_train.core.redaction import redact
-from accel_train.core.state import Choice
+from accel_train.core.state import Choice, StepResult
 from accel_train.data.labels import class_notes
+from accel_train.engine.loader import Steps
 from accel_train.engine.run import RunContext
 from accel_train.engine.save import ALIKE
 from accel_train.model.batch_norm import SyncedBatchNorm, trained_batch_norms
 from accel_train.observe.goodput import LaunchClock
 from accel_train.observe.notify import Notifier
-from accel_train.observe.observer import LogPlan, RunObserver
+from accel_train.observe.observer import LogPlan, Observer, Observers, RunObserver
 from accel_train.observe.progress import Progress
-from accel_train.observe.run_folder import RECIPE_FILE, RunFolder, read_events
+from accel_train.observe.run_folder import PROFILE_FOLDER, RECIPE_FILE, RunFolder, read_events
 from accel_train.observe.system_metrics import SystemMetrics
 from accel_train.observe.throughput import Meter
 from accel_train.observe.trackers import Trackers
@@ -31,12 +39,87 @@ from accel_train.recipe.tasks import targets_of
 from accel_train.recipe.writer import format_recipe
 from accel_train.runtime.doctor import device_name, launch_facts
 from accel_train.runtime.exit import exit_code, message_of
+from accel_train.runtime.private import watch_compiling
 from accel_train.runtime.watchdog import Watchdog
 from accel_train.task import TaskData
 from accel_train.training.model_selection import short_name
 
 FEW_HELD_OUT = 100
 """Fewer held-out samples of a classifier than this are warned of."""
+
+
+class Output(ExitStack):
+    """Output of a run on this process, closed on exit. Only the main process has any: a `FolderOutput`."""
+
+    def open(self) -> None:
+        """Lock the run folder. From now on, the end of the run is posted to the URLs of `log.notify`."""
+
+    def record_launch(self) -> None:
+        """Record this launch and its time in launches.jsonl, unless it is recorded already."""
+
+    def be_silent(self) -> None:
+        """Suppress the notification of the end: the run had already finished."""
+
+    def append_event(self, record: Mapping[str, Any]) -> None:
+        """Append an event of the watchdog to events.jsonl."""
+
+    def start(self, run: RunContext) -> None:
+        """Open the observers of a run."""
+        self.observe(run, run.plan.extensions.observers)
+
+    def observe(self, run: RunContext, others: Sequence[Observer]) -> None:
+        """Open the run's observer, followed by `others`."""
+        run.observer = self.enter_context(Observers((run.observer, *others)) if others else run.observer)
+
+
+class FolderOutput(Output):
+    """Output of the main process: run folder, launch clock, observers, startup log, and notifications."""
+
+    def __init__(self, recipe: Recipe, clock: LaunchClock, world_size: int) -> None:
+        super().__init__()
+        self._recipe, self._clock, self._world_size = recipe, clock, world_size
+        self._folder, self._notifiers, self._is_recorded = RunFolder(Path(recipe.output_dir)), list[Notifier](), False
+        self._folder.check()
+
+    def open(self) -> None:
+        self.enter_context(self._folder)
+        if self._recipe.log.notify:
+            notifier = Notifier(self._recipe.log.notify, self._folder.path, how_it_ended)
+            self._notifiers.append(notifier)
+            self.push(notifier.note_end)
+            Watchdog.at_end.append(notifier.end)
+            self.callback(Watchdog.at_end.remove, notifier.end)
+
+    def record_launch(self) -> None:
+        if not self._is_recorded:
+            self._is_recorded = True
+            self.enter_context(self._clock.recorded(self._folder.path, world_size=self._world_size))
+
+    def be_silent(self) -> None:
+        for notifier in self._notifiers:
+            notifier.be_silent()
+
+    def append_event(self, record: Mapping[str, Any]) -> None:
+        self._folder.append_event(record)
+
+    def start(self, run: RunContext) -> None:
+        own = run.observer = open_observer(run, self._folder, self._clock)
+        for notifier in self._notifiers:
+            notifier.warn = lambda message, step: own.on_event("notify_failed", step, message)
+        watches = [CompileWatch(run, own, self._clock)] if "compile_cache" in run.plan.choices else []
+        self.observe(run, (*watches, *run.plan.extensions.observers, *self._notifiers))
+        announce(run, self._folder)
+
+
+def open_output(recipe: Recipe, accelerator: Accelerator, clock: LaunchClock) -> Output:
+    """Return the output of a run on this process.
+
+    Raises:
+        ValueError: the run folder cannot be used.
+    """
+    if accelerator.is_main_process:
+        return FolderOutput(recipe, clock, accelerator.num_processes)
+    return Output()
 
 
 def open_observer(run: RunContext, folder: RunFolder, clock: LaunchClock) -> RunObserver:
@@ -78,20 +161,6 @@ def open_observer(run: RunContext, folder: RunFolder, clock: LaunchClock) -> Run
         clock,
         SystemMetrics(accelerator.device),
     )
-
-
-def open_notifier(recipe: Recipe, resources: ExitStack) -> Notifier | None:
-    """Return the observer that posts to the URLs of `log.notify`, or None if there are no URLs.
-
-    It posts the end when `resources` close, or when the watchdog ends the process.
-    """
-    if not recipe.log.notify:
-        return None
-    notifier = Notifier(recipe.log.notify, Path(recipe.output_dir), how_it_ended)
-    resources.push(notifier.note_end)
-    Watchdog.at_end.append(notifier.end)
-    resources.callback(Watchdog.at_end.remove, notifier.end)
-    return notifier
 
 
 def how_it_ended(error: BaseException, has_begun: bool) -> tuple[str, int]:
@@ -159,10 +228,10 @@ def describe_batch_norm(run: RunContext) -> str | None:
     )
 
 
-def announce(run: RunContext, folder: RunFolder, setting_changes: Sequence[Change]) -> None:
+def announce(run: RunContext, folder: RunFolder) -> None:
     """Print every decision with its reason, write the resolved recipe, and record the start or the resume."""
     plan, point, step, observer = run.plan, run.plan.resume_point, run.state.step, run.observer
-    has_finished = step >= plan.max_steps
+    setting_changes, has_finished = run.changes, step >= plan.max_steps
     if not (has_finished and setting_changes):  # it would say what no step was trained with
         folder.write_text(RECIPE_FILE, format_recipe(plan.recipe, plan.choices))
     width = max(map(len, plan.choices))
@@ -223,3 +292,133 @@ def announce(run: RunContext, folder: RunFolder, setting_changes: Sequence[Chang
         message = f"changed since, and accepted: {'; '.join(changes)}{anew}"
         settings = [change.name for change in point.changes]
         observer.on_event("changes_accepted", step, message, changes=changes, settings=settings)
+
+
+class CompileWatch(Observer):
+    """Observer that emits one event after the first step of a start, and one for each later step that recompiled.
+
+    A step is seen after the forward of the next step, so the first event counts the graphs of two steps. Graphs of
+    evaluations are not counted: an evaluation computes without gradients and so compiles separate graphs.
+    """
+
+    def __init__(self, run: RunContext, observer: Observer, clock: LaunchClock) -> None:
+        self._clock, self._unwatch = clock, ExitStack()
+        self._graphs, self._observer = run.graphs, observer
+        self._folder = Path(run.plan.choices["compile_cache"].value)
+        self._begin, self._num_files, self._num_graphs = perf_counter(), count_files(self._folder), 0
+        self._is_first = True
+
+    def __enter__(self) -> Self:
+        self._unwatch.enter_context(watch_compiling(lambda: self._clock.enter("compile"), self._clock.leave))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._unwatch.close()
+
+    def on_event(self, kind: str, step: int, message: str, *, rank: int | None = None, **facts: Any) -> None:
+        """Record the time of the start."""
+        if kind in ("start", "resume"):
+            self._begin = perf_counter()
+
+    def on_evaluation(self, step: int, metrics: Mapping[str, Any], split: str = "eval") -> None:
+        """Exclude the time and the graphs of an evaluation."""
+        self._begin, self._num_graphs = perf_counter(), self._graphs.num_graphs
+
+    def on_step(self, result: StepResult, learning_rate: float) -> None:
+        """Emit the event of the first step, or of a step that recompiled."""
+        num_new, self._num_graphs = self._graphs.num_graphs - self._num_graphs, self._graphs.num_graphs
+        if self._is_first:
+            self._is_first = False
+            seconds = (result.ended or perf_counter()) - self._begin
+            num_files = max(0, count_files(self._folder) - self._num_files)
+            found = f"cold: {num_files} new files of compiled code" if num_files else "warm: compiled code was there"
+            message = f"the first step took {seconds:.1f} s ({found}); {_graphs(num_new)}"
+            facts: dict[str, Any] = {
+                "first_step_seconds": round(seconds, 3),
+                "warm": not num_files,
+                "num_graphs": num_new,
+            }
+            self._observer.on_event("compiled", result.step, message, **facts)
+        elif num_new:
+            message = f"{_graphs(num_new)} compiled again: the inputs are of another shape or type than before"
+            self._observer.on_event("recompiled", result.step, message, num_graphs=num_new)
+
+
+def count_files(folder: Path) -> int:
+    """Return the number of files below a folder; 0 if it does not exist."""
+    return sum(len(files) for _, _, files in os.walk(folder))
+
+
+def _graphs(count: int) -> str:
+    return f"{count} graph{'s' * (count != 1)}"
+
+
+NUM_OPERATIONS = 10
+
+
+class StepProfiler(AbstractContextManager["StepProfiler"]):
+    """Profiler of the steps of `log.profile_steps` that this launch runs. Without the setting it does nothing.
+
+    Each process writes `profile/rank-R-steps-A-B.json.gz`, a trace for Perfetto, and a table of the same name in
+    `.txt`. A to B are the steps of one uninterrupted sequence. They are fewer than the recipe's if the run ends or is
+    set back among them. A user's file in that place is moved to `previous-N/`.
+    """
+
+    def __init__(self, run: RunContext) -> None:
+        self._run, self._asked = run, run.plan.recipe.log.profile_steps
+        self._is_cuda = run.accelerator.device.type == "cuda"
+        self._profile: profile | None = None
+        self._first = self._last = 0
+
+    def reading(self, batches: Steps) -> Steps:
+        """Return the same batches. If steps are to be profiled, reading them starts and stops the profile."""
+        self._end()  # the run was set back and starts reading again
+        return batches if self._asked is None else self._profiled(batches, *self._asked)
+
+    def _profiled(self, batches: Steps, first: int, last: int) -> Steps:
+        for step, micro_batches in batches:
+            number = step + 1
+            if not first <= number <= last:
+                yield step, micro_batches
+                continue
+            if self._profile is None:
+                self._first, self._profile = number, profile(profile_memory=self._is_cuda)
+                self._profile.start()
+            self._last = number
+            with record_function(f"step {number}"):
+                yield step, micro_batches
+            if number == last:
+                self._end()
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        """Stop and write the current profile, if any."""
+        found, self._profile = self._profile, None
+        if found is None:
+            return
+        run, steps = self._run, f"{self._first}-{self._last}"
+        with run.observer.pause("profiling"):
+            if self._is_cuda:
+                torch.cuda.synchronize()  # the last step's kernels belong to the trace
+            found.stop()
+            name = f"{PROFILE_FOLDER}/rank-{run.accelerator.process_index}-steps-{steps}"
+            try:
+                _write(found, run.plan.output_dir, name, f"self_{'device' if self._is_cuda else 'cpu'}_time_total")
+            except OSError as error:  # a full disk should not end the training
+                run.observer.note(f"the profile of steps {steps} could not be written ({error})")
+                return
+        message = f"profiled steps {self._first} to {self._last}: {name}.json.gz (for ui.perfetto.dev) and {name}.txt"
+        run.observer.on_event("profile", self._last, message)
+
+
+def _write(found: profile, home: Path, name: str, sort_by: str) -> None:
+    table = found.key_averages().table(sort_by=sort_by, row_limit=NUM_OPERATIONS)
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace.json.gz"
+        found.export_chrome_trace(str(trace))
+        content = trace.read_bytes()
+    make_folders(home / PROFILE_FOLDER)
+    write_file(home / f"{name}.json.gz", content, home)
+    write_file(home / f"{name}.txt", table.encode(), home)

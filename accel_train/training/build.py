@@ -1,0 +1,257 @@
+"""Build the run of a plan: its model, wrapped and restored, and everything else that a step needs."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import nn
+
+from accel_train.checkpoint.base import base_problem, digests_of_base, left_out
+from accel_train.checkpoint.contents import describe_model
+from accel_train.checkpoint.fingerprint import OF_BEST, Change, Settings, setting_changes, training_settings
+from accel_train.checkpoint.health import Health
+from accel_train.checkpoint.rollback_log import apply_rollbacks
+from accel_train.checkpoint.store import read_trainer
+from accel_train.checkpoint.writer import Saver
+from accel_train.core.state import Choice, Requests, TrainState
+from accel_train.data.cache import DigestCheck
+from accel_train.engine.batch_search import BatchCache, Trials, fit_micro_batch
+from accel_train.engine.loader import Reading, read_batches
+from accel_train.engine.resolve import change_model
+from accel_train.engine.run import Calendar, ModelFacts, RunContext, RunPlan, make_guard
+from accel_train.engine.run import Extensions as Extensions
+from accel_train.engine.save import restore
+from accel_train.model.batch_norm import RunningStatistics, sync_batch_norms, trained_batch_norms
+from accel_train.model.compile import GraphCount, compile_module
+from accel_train.model.isolation import Buffers
+from accel_train.model.kernels.float8 import convert_to_float8
+from accel_train.model.kernels.frozen import keep_frozen
+from accel_train.model.memory_estimate import build_without_weights
+from accel_train.model.training_module import TrainingModule
+from accel_train.optim.optimizers import build_optimizer, describe_optimizer, name_parameters
+from accel_train.optim.schedule import make_schedule, scale_learning_rate
+from accel_train.parallel.sequence_parallel import attend_over_slices
+from accel_train.parallel.strategy import Strategy
+from accel_train.runtime.consistency import check_choices
+from accel_train.runtime.memory import PeakMemory
+from accel_train.runtime.process_group import on_main
+from accel_train.runtime.signals import StopRequest
+from accel_train.runtime.watchdog import Watchdog
+from accel_train.training.output import device_peak
+
+Choices = dict[str, Choice[Any]]
+
+
+def build_run(plan: RunPlan, strategy: Strategy, stop: StopRequest, watchdog: Watchdog) -> RunContext:
+    """Build and wrap the model, restore the checkpoint, and return the run."""
+    recipe, accelerator = plan.recipe, strategy.accelerator
+    inner, plan, batch_cache, digests = build_model(plan, strategy)
+    base, graphs = check_base(plan, strategy.accelerator, inner, digests), GraphCount()
+    plan = wrap_model(plan, strategy, inner, graphs)
+    check_choices(plan.choices, accelerator.num_processes)
+    own_rates = plan.extensions.group_learning_rates
+    settings = settings_of(plan, strategy.optimizer.param_groups if own_rates else None)
+    peak_flops, mfu = device_peak(accelerator.device, plan.choices)
+    plan = plan.with_choices({"mfu": mfu})
+    # No library can load a checkpoint without its base weights, so such a checkpoint needs no model files.
+    describes = accelerator.is_main_process and not inner.base
+    description = describe_model(plan.task, inner.model, plan.data) if describes else {}
+    facts = ModelFacts(description, plan.task.flops_per_target(recipe, inner.model), peak_flops, settings, base)
+    state, changes = restore_state(plan, strategy, settings)
+    checkpoints, large_files = plan.output_dir / "checkpoints", plan.data.large_files
+    return RunContext(
+        plan=plan,
+        facts=facts,
+        strategy=strategy,
+        schedule=schedule_of(plan),
+        statistics=RunningStatistics(inner, shared=not strategy.syncs_buffers and accelerator.num_processes > 1),
+        state=state,
+        sizes=plan.sizes,
+        guard=make_guard(plan, state),
+        calendar=Calendar(plan, compares_weights=strategy.num_copies > 1),
+        saver=Saver(checkpoints, in_background=recipe.checkpoint.in_background),
+        health=Health(
+            checkpoints if accelerator.is_main_process else None, recipe.guard.healthy_after_steps, state.last_incident
+        ),
+        memory=PeakMemory(accelerator.device),
+        requests=plan.extensions.requests or Requests(),
+        stop=stop,
+        watchdog=watchdog,
+        batch_cache=batch_cache,
+        digest_check=DigestCheck(large_files) if large_files and accelerator.is_local_main_process else None,
+        graphs=graphs,
+        changes=changes,
+    )
+
+
+def settings_of(plan: RunPlan, own_groups: Sequence[Mapping[str, Any]] | None = None) -> Settings:
+    """Return the settings that training depends on. It also works before the model is built."""
+    section = plan.recipe.optimizer
+    rate = scale_learning_rate(section.learning_rate, section.lr_scaling, plan.sizes)
+    choices = {"optimizer.learning_rate": rate, **plan.choices}
+    return training_settings(plan.recipe, choices, plan.data.inputs, own_groups)
+
+
+def schedule_of(plan: RunPlan) -> Callable[[int], float | Sequence[float]]:
+    """Return the program's own learning rates, or the recipe's schedule times its peak."""
+    if plan.extensions.group_learning_rates is not None:
+        return plan.extensions.group_learning_rates
+    peak = plan.choices["optimizer.learning_rate"].value
+    multiplier = make_schedule(plan.recipe.schedule, plan.max_steps, plan.steps.warmup_steps)
+    return lambda step: peak * multiplier(step)
+
+
+def build_model(plan: RunPlan, strategy: Strategy) -> tuple[TrainingModule, RunPlan, BatchCache | None, dict[str, str]]:
+    """Build the model on its device, not yet wrapped, and fit the micro-batch to the remaining memory.
+
+    Also return the digests of the frozen base weights that `model.pretrained` has and checkpoints leave out. On a
+    resume, all processes that load these weights have the digests. At a start, only the main process has them.
+    """
+    recipe, task, data = plan.recipe, plan.task, plan.data
+    choices: Choices = {}
+    frozen: set[str] = set()
+    base: dict[str, str] = {}
+
+    def build() -> nn.Module:
+        model, changes, names = change_model(recipe, task, task.build_model(recipe, data))
+        choices.update(changes)
+        frozen.update(names)
+        if recipe.model.pretrained is not None and (resumes or strategy.accelerator.is_main_process):
+            base.update(digests_of_base(model, names))
+        choices.update(keep_frozen(model, names, kept, precision))
+        return model
+
+    def build_empty() -> nn.Module:
+        with torch.device("meta"):
+            model, _, names = change_model(recipe, task, build_without_weights(recipe, task, data))
+        frozen.update(names)
+        keep_frozen(model, names, kept, precision)
+        return model
+
+    kept, precision = plan.choices.get("model.frozen_dtype"), strategy.accelerator.mixed_precision
+    resumes = plan.resume_point.path is not None
+    torch.manual_seed(recipe.seed)  # equal initial weights on every process
+    model = strategy.build(build, build_empty)
+    inner = TrainingModule(model, task, frozenset(frozen if recipe.model.pretrained is not None else ()))
+    if strategy.accelerator.mixed_precision == "fp8":
+        choices["precision.float8"] = convert_to_float8(inner.model)
+    trials = Trials(recipe, data, inner, strategy.accelerator)
+    sizes, fitted, batch_cache = fit_micro_batch(trials, plan.sizes, is_empty=strategy.builds_empty)
+    attend_over_slices(strategy.accelerator, inner.model)
+    section = recipe.optimizer
+    choices |= {
+        **fitted,
+        "batch": Choice(sizes.global_batch_size, sizes.reason),
+        "optimizer.learning_rate": scale_learning_rate(section.learning_rate, section.lr_scaling, sizes),
+    }
+    return inner, replace(plan, sizes=sizes).with_choices(choices), batch_cache, base
+
+
+def check_base(
+    plan: RunPlan, accelerator: Accelerator, inner: TrainingModule, digests: dict[str, str]
+) -> Mapping[str, str]:
+    """Return the digests of the weights that the run's checkpoints leave out, after checking the base of a resume.
+
+    If the run resumes from a checkpoint of all weights, nothing is left out: weights that are frozen now were trained
+    before.
+
+    Raises:
+        ValueError: on all processes, if some process loaded another base than the checkpoint was trained on.
+    """
+    path = plan.resume_point.path
+    if path is None:
+        return digests
+    has_loaded = bool(digests) or not inner.base
+    problem = base_problem(path, digests) if has_loaded else ""
+    for found in [problem] if accelerator.num_processes == 1 else gather_object([problem]):
+        if found:
+            raise ValueError(found)
+    if not left_out(path):
+        inner.base = frozenset()
+        return {}
+    return digests
+
+
+def wrap_model(plan: RunPlan, strategy: Strategy, inner: TrainingModule, graphs: GraphCount) -> RunPlan:
+    """Compile and wrap the training module, and make its optimizer and its averaged weights."""
+    recipe, extensions, device = plan.recipe, plan.extensions, strategy.accelerator.device
+    choices: Choices = compile_module(inner, recipe.precision, graphs, lengths_vary=plan.data.lengths_vary)
+    if recipe.parallel.sync_batch_norm and strategy.accelerator.num_processes > 1:
+        reason = f"the statistics of {sync_batch_norms(inner.model)} batch norms are over all processes"
+        choices["parallel.sync_batch_norm"] = Choice(True, reason)
+    for name, value in extensions.ddp.items():
+        setattr(strategy.accelerator.ddp_handler, name, value)
+    make_optimizer = extensions.build_optimizer or (lambda model: build_optimizer(model, recipe.optimizer, device))
+    wrapped = strategy.wrap(
+        inner,
+        lambda model: name_parameters(make_optimizer(model), model),
+        find_unused=recipe.parallel.find_unused_parameters is True or extensions.find_unused_parameters,
+    )
+    if wrapped is not None:
+        choices["parallel.wrapped"] = wrapped
+    if (
+        extensions.build_optimizer is None
+        and (chosen := describe_optimizer(strategy.optimizer, recipe.optimizer.name)) is not None
+    ):
+        choices["optimizer"] = chosen
+    strategy.make_average(recipe.optimizer.ema_decay)
+    return plan.with_choices(choices)
+
+
+def restore_state(plan: RunPlan, strategy: Strategy, settings: Settings) -> tuple[TrainState, list[Change]]:
+    """Restore the checkpoint of the resume point, if any; return its counters and the settings changed since."""
+    point, state, changes = plan.resume_point, TrainState(), list[Change]()
+    if point.path is not None:
+        state = restore(strategy, point.path, plan.recipe.optimizer.name)
+        path = point.path
+        # All processes use the main process's changes. They decide whether the run has finished and what is best.
+        changes = on_main(lambda: setting_changes(read_trainer(path), settings))
+        if state.step < plan.max_steps and any(change.name in OF_BEST for change in changes):
+            state.best_metric = state.best_step = state.best_loss = None
+            state.evaluations_without_improvement = 0
+    apply_rollbacks(state, point.rollbacks)
+    return state, changes
+
+
+def check_lone_samples(run: RunContext) -> None:
+    """Refuse a run in which a process forwards a single sample and a batch norm cannot train on it.
+
+    Raises:
+        ValueError: before the first step. Otherwise torch would fail in the middle of the run.
+    """
+    plan, sizes, strategy = run.plan, run.sizes, run.strategy
+    data, order = plan.data, plan.order
+    is_known = strategy.is_replicated and not strategy.meets_in_forward and data.step_batches is None
+    if not (is_known and trained_batch_norms(strategy.inner)):
+        return
+    world_size, size = strategy.dims.size, sizes.per_device_batch_size
+    step = math.ceil(order.steps_per_epoch) - 1  # last step of an epoch: with `short` it may have fewer samples
+    is_short = plan.recipe.data.last_batch == "short" and step < plan.max_steps
+    shares = [order.rank_micro_batches(step, rank, world_size, size) for rank in range(world_size)] if is_short else []
+    # A process without a share forwards one sample, because the others wait for it.
+    if size > 1 and not any(not share or any(len(part) == 1 for part in share) for share in shares):
+        return
+
+    def forward_one() -> str:
+        kept = Buffers(strategy.inner)
+        try:
+            batch, _ = next(read_batches(data.train, data.collate, iter([[0]]), run.accelerator.device, Reading()))
+            with torch.no_grad():
+                strategy.inner(batch)
+        except Exception as error:  # the step itself reports any other error
+            return str(error)
+        finally:
+            kept.put_back()
+        return ""
+
+    if "Expected more than 1 value per channel" in on_main(forward_one):
+        where = f"step {step + 1}, the last of an epoch," if size > 1 else "each step"
+        remedy = "data.last_batch to drop or carry" if size > 1 else "batch.per_device_batch_size to 2 or more"
+        raise ValueError(
+            f"in {where} a process forwards one sample alone, and this model's batch norm cannot train on one. "
+            f"Set {remedy}"
+        )
