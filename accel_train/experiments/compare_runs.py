@@ -78,7 +78,7 @@ def _compare_rows(
 def _gap(left: Any, right: Any) -> str:
     both = f"{left!r} and {right!r}"
     if isinstance(left, float) and isinstance(right, float) and left and math.isfinite(left - right):
-        return f"{both}, {abs(left - right) / abs(left):.1e} of it apart"
+        return f"{both}, a relative difference of {abs(left - right) / abs(left):.1e}"
     return both
 
 
@@ -99,7 +99,9 @@ def _compare_tensors(name: str, left: CheckpointReader, right: CheckpointReader)
     if not gaps:
         return Comparison(name, extent, None)
     most = max(gaps, key=gaps.__getitem__)
-    difference = f"{len(gaps):,} of {len(names):,} tensors differ, most of all {most}, by {gaps[most]:.2g}"
+    difference = (
+        f"{len(gaps):,} of {len(names):,} tensors differ; the largest difference is {gaps[most]:.2g}, in {most}"
+    )
     return Comparison(name, extent, difference)
 
 

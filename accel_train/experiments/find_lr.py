@@ -91,9 +91,9 @@ def rates_of_test(low: float, high: float, num_steps: int) -> Array:
         ValueError: the rates do not rise, or there are too few steps.
     """
     if not (0 < low < high < math.inf):
-        raise ValueError(f"--min {low:g} --max {high:g}: the rates must be positive, and --min below --max")
+        raise ValueError(f"--min {low:g} --max {high:g}: rates must be positive, with --min below --max")
     if num_steps < MIN_STEPS:
-        raise ValueError(f"--steps {num_steps}: a slope needs at least {MIN_STEPS} steps; 100 is a good number")
+        raise ValueError(f"--steps {num_steps}: a slope needs at least {MIN_STEPS} steps. 100 is a good number")
     return np.geomspace(low, high, num_steps)
 
 
@@ -107,8 +107,8 @@ def suggest(rates: Array, losses: Array, diverged: bool) -> Suggestion:
     """
     finite = losses[np.isfinite(losses)]
     if len(finite) < MIN_STEPS:
-        what = f"the loss diverged after {len(finite)} steps" if diverged else f"there are {len(finite)} steps"
-        return Suggestion(None, f"too few steps: {what}; lower --min, or raise --steps", finite)
+        what = f"the loss diverged after {len(finite)} steps" if diverged else f"only {len(finite)} steps"
+        return Suggestion(None, f"too few steps: {what}. Lower --min, or raise --steps", finite)
     width = max(2.0, _WIDTH * len(finite))
     first = max(FIRST_STEPS, round(2 * width))
     start = float(np.median(finite[:first]))
@@ -120,15 +120,15 @@ def suggest(rates: Array, losses: Array, diverged: bool) -> Suggestion:
     scatter = 1.4826 * float(np.median(np.abs(np.diff(finite[: lowest + 1])))) / math.sqrt(2)
     fall = float(level[first : lowest + 1].max() - level[lowest])
     if fall <= _CLEAR_FALL * scatter:
-        reason = f"cannot tell: the smoothed loss falls by {fall:.3g}, and single steps scatter by {scatter:.3g}"
-        return Suggestion(None, f"{reason}; raise --steps, or the batch size, or --max", level)
+        reason = f"unclear: the smoothed loss falls by {fall:.3g}, but single steps scatter by {scatter:.3g}"
+        return Suggestion(None, f"{reason}. Raise --steps, the batch size, or --max", level)
     is_low = level[first:] <= level[lowest] + _AT_THE_LOWEST * fall
     before = slope[first : first + int(is_low.argmax()) + 1]
     steepest = float(before.min())
     index = first + int(np.flatnonzero(before <= max(_STEEP * steepest, steepest))[-1])
-    reason = "the smoothed loss falls steeply up to here"
+    reason = "the smoothed loss falls steeply up to this rate"
     if lowest == len(level) - 1 and not diverged:
-        reason += "; it still falls at --max, so a higher --max may find a higher rate"
+        reason += ". It still falls at --max, so a higher --max may find a higher rate"
     return Suggestion(index, reason, level)
 
 
@@ -140,9 +140,9 @@ def check_place(folder: Path) -> None:
     """
     above = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not above.is_dir():
-        raise ValueError(f"--out {folder}: {above} is a file; give a folder")
+        raise ValueError(f"--out {folder}: {above} is a file. Name a folder")
     if not os.access(above, os.W_OK):
-        raise ValueError(f"--out {folder}: {above} cannot be written; give another place")
+        raise ValueError(f"--out {folder}: {above} cannot be written. Name another folder")
     for name in _FILES if folder.is_dir() else ():
         check_file(folder / name, folder, str(folder / name))
 
@@ -183,16 +183,16 @@ def format_test(test: RangeTest) -> str:
     rows = {*np.linspace(0, len(test.losses) - 1, min(12, len(test.losses))).round().astype(int).tolist()}
     lines = [f"{'learning rate':>14}{'loss':>12}{'smoothed':>12}"]
     for row in sorted(rows if index is None else rows | {index}):
-        mark = "   <- the last steep fall" if row == index else ""
+        mark = "   <- last steep fall" if row == index else ""
         value = "-" if smoothed[row] is None else f"{smoothed[row]:.4f}"
         lines.append(f"{test.rates[row]:>14.3g}{test.losses[row]:>12.4f}{value:>12}{mark}")
-    how = "the loss diverged there" if test.diverged else "all steps were made"
+    how = "the loss diverged" if test.diverged else "all steps done"
     lines.append(f"\n{len(test.losses)} steps; {how}")
     lines.append(test.suggestion.reason)
     if (rate := test.learning_rate) is not None:
         lines.append(f"\noptimizer.learning_rate: {rate:g}")
         if test.scale != 1:
-            lines.append(f"(before lr_scaling, which makes {rate * test.scale:.3g} of it: {rate:g} x {test.scale:g})")
+            lines.append(f"(lr_scaling turns this into {rate * test.scale:.3g}: {rate:g} x {test.scale:g})")
     return "\n".join(lines)
 
 

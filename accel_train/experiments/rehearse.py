@@ -1,4 +1,4 @@
-"""A rehearsal: a short run of a recipe is killed and resumed, and compared with the same run without a break.
+"""A rehearsal: a short run of a recipe is killed and resumed, and compared with the same run uninterrupted.
 
 All runs are separate processes, started as a user starts them, in a temporary folder next to `output_dir`.
 """
@@ -77,7 +77,7 @@ def prove_resume(
     _check(steps, processes)
     path = run / RECIPE_FILE
     if not path.is_file():
-        raise ValueError(f"{run} holds no {RECIPE_FILE}; give the output_dir of a run")
+        raise ValueError(f"{run}: {RECIPE_FILE} not found. Name the output_dir of a run")
     check_settings(settings)
     recipe, settings = read_recipe(run, settings), reader_settings(settings)
     newest = verify(run).newest
@@ -85,20 +85,20 @@ def prove_resume(
         raise CheckpointError(f"{run} has no checkpoint to resume from")
     trainer = read_trainer(newest)
     if trainer["state"]["stopped_early"]:
-        raise ValueError(f"{newest} is from a run that was stopped early: a resume trains no further")
+        raise ValueError(f"{newest} is from a run that was stopped early. A resume would not train further")
     plan = resolve_plan(recipe, processes or trainer["world_size"], progress=sys.stderr.isatty())
     return _rehearse(str(path), settings, plan, run, newest, steps // 2, say)
 
 
 def _check(steps: int, processes: int | None) -> None:
     if steps < LEAST_STEPS:
-        raise ValueError(f"--steps={steps}: must be at least {LEAST_STEPS}, so that there are steps after the kill")
+        raise ValueError(f"--steps={steps}: must be at least {LEAST_STEPS}, to leave steps after the kill")
     if processes is not None and processes < 1:
         raise ValueError(f"--processes={processes}: must be at least 1")
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ValueError(
-            f"WORLD_SIZE={os.environ['WORLD_SIZE']}: this starts its own processes; run it without a launcher, "
-            "and say --processes N"
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']}: rehearse starts its own processes. Run it without a launcher, "
+            "with --processes N"
         )
 
 
@@ -111,7 +111,7 @@ def _rehearse(
     every_steps: int,
     say: Callable[[str], None],
 ) -> Rehearsal:
-    """Run once without a break, and once killed after its first save and resumed. Compare the two runs."""
+    """Run once uninterrupted, and once killed after the first save and resumed. Compare the two runs."""
     start = 0 if newest is None else step_of(newest) or 0
     first, last = _saved_steps(output_dir, start, every_steps)
     changed = _changed_settings(plan, settings, last, every_steps)
@@ -133,17 +133,17 @@ def _rehearse(
         folder = Path(temporary)
         free_bytes = _free_bytes(folder, plan)
         on = format_count(plan.world_size, "process", "processes")
-        say(f"rehearsing {name} on {on}, in {folder}, which is removed afterwards")
+        say(f"rehearsing {name} on {on}, in {folder} (removed afterwards)")
         whole, killed = folder / "whole", folder / "killed"
         _begin_with(newest, whole)
-        with launch("without a break", whole) as training:
+        with launch("uninterrupted", whole) as training:
             startup_seconds.append(training.wait_for_first_step())
             _refuse_changes(training.events(), name)
             training.wait_for_checkpoint(last)
             stop_seconds = training.stop(STOP_SECONDS)
             num_bytes = sum(file.stat().st_size for file in (whole / "checkpoints" / f"step-{last:08d}").iterdir())
             records = read_metrics(whole), training.events()
-        note("without a break", f"steps {start + 1} to {last}, evaluated and saved at {first} and {last}")
+        note("uninterrupted", f"steps {start + 1} to {last}, evaluated and saved at {first} and {last}")
         _keep_only(whole, last)
         _begin_with(newest, killed)
         with launch("to be killed", killed) as training:
@@ -158,7 +158,7 @@ def _rehearse(
             startup_seconds.append(training.wait_for_first_step())
             training.wait_for_checkpoint(last)
             resumed = next(event["step"] for event in training.events() if event["event"] == "resume")
-        assert resumed == first, f"it resumed from step {resumed}, and step {first} was there"
+        assert resumed == first, f"resumed from step {resumed}, not from step {first}"
         note("resumed", f"from step {resumed} to step {last}")
         compared = compare_runs(whole, killed, start + 1, last)
     return Rehearsal(
@@ -170,8 +170,8 @@ def _free_bytes(folder: Path, plan: Plan) -> int:
     free_bytes, needed = shutil.disk_usage(folder).free, CHECKPOINTS_AT_ONCE * plan.checkpoint_bytes
     if free_bytes < needed:
         raise CheckpointError(
-            f"{folder.parent} has {format_bytes(free_bytes)} free, and a rehearsal needs {format_bytes(needed)}; "
-            "make room, or set output_dir on another disk"
+            f"{folder.parent} has {format_bytes(free_bytes)} free, but a rehearsal needs {format_bytes(needed)}. "
+            "Free space, or set output_dir on another disk"
         )
     return free_bytes
 
@@ -256,4 +256,4 @@ def _temporary_folder_next_to(output_dir: Path) -> TemporaryDirectory[str]:
     try:
         return TemporaryDirectory(prefix=f".rehearsal-{output_dir.name}-", dir=above, ignore_cleanup_errors=True)
     except OSError as error:
-        raise ValueError(f"{above} cannot be written: {error.strerror}; set another output_dir") from error
+        raise ValueError(f"{above} cannot be written: {error.strerror}. Set another output_dir") from error

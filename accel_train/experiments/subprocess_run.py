@@ -1,5 +1,6 @@
 """A training run in child processes, started as a user starts it, watched through its files, and killed or stopped."""
 
+import json
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import psutil
 
@@ -16,6 +18,7 @@ from accel_train.observe.run_folder import EVENTS_FILE, METRICS_FILE, read_event
 from accel_train.runtime.launcher import stop_with_parent
 
 POLL_SECONDS = 0.02
+_LARGEST_RESULT = 2**24
 LAUNCHER_VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
@@ -24,7 +27,7 @@ LAUNCHER_VARIABLES = (
 class TrainingProcess:
     """A process of `accel-train run` that writes to `run_folder`: `with TrainingProcess(...) as training:`.
 
-    Several processes are started through torchrun. All of them are killed at the end of the block. The output is
+    Several processes are started through torchrun. All of them are killed at the end of the block. The text output is
     appended to NAME.txt in `log_folder`, by default the parent of the run folder.
     """
 
@@ -47,12 +50,13 @@ class TrainingProcess:
         command = [sys.executable, "-m", *(launcher if num_processes > 1 else ()), "accel_train", "run", str(recipe)]
         self._started = time.monotonic()
         self._log_begins = self._log.stat().st_size if self._log.exists() else 0
+        self._result = TemporaryFile()  # noqa: SIM115, closed by __exit__
         with self._log.open("ab") as log:
             self._process = psutil.Popen(
-                [*command, *settings, "--output_dir", str(run_folder)],
+                [*command, *settings, "--output_dir", str(run_folder), "--json"],
                 stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
+                stdout=self._result,
+                stderr=log,
                 env={name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES},
                 start_new_session=True,
                 # Ends the training if this process is killed.
@@ -64,6 +68,7 @@ class TrainingProcess:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+        self._result.close()
 
     def events(self) -> list[JsonRecord]:
         """Return the lines of events.jsonl since this start."""
@@ -81,13 +86,23 @@ class TrainingProcess:
         code: int | None = self._process.poll()
         return code if code is None or code >= 0 else 128 - code
 
-    def errors(self) -> str:
-        """Return the errors that the run has printed, or its last lines without errors."""
+    def error(self) -> str:
+        """Return the error of the ended run, from its JSON result. Empty if the run failed without a result."""
+        code = self._process.poll()
+        lines = os.pread(self._result.fileno(), _LARGEST_RESULT, 0).splitlines()
+        for line in lines if code else ():
+            with suppress(ValueError):
+                result = json.loads(line)
+                # torchrun ends the main process if another process fails. Its result is then about torchrun's signal.
+                if result["exit_code"] == code and result["error"]:
+                    return str(result["error"]["message"])
+        return ""
+
+    def _why(self) -> str:
+        """Return the run's error, or the last lines of its log."""
         with self._log.open(errors="replace") as log:
             log.seek(self._log_begins)
-            lines = log.read().splitlines()
-        errors = [line.partition("error: ")[2].strip() for line in lines if line.startswith("error: ")]
-        return "\n".join(errors or lines[-15:])
+            return self.error() or "\n".join(log.read().splitlines()[-15:])
 
     def wait_until(self, reached: Callable[[], object]) -> None:
         """Wait until `reached` returns a true value.
@@ -98,7 +113,7 @@ class TrainingProcess:
         while not reached():
             if self._process.poll() is not None and not reached():
                 code = self.exit_code() or 1
-                raise ProcessFailed(f"{self.name}: it ended with exit code {code}:\n{self.errors()}", code)
+                raise ProcessFailed(f"{self.name}: exit code {code}:\n{self._why()}", code)
             time.sleep(POLL_SECONDS)
 
     def wait_for_first_step(self) -> float:

@@ -54,7 +54,7 @@ def _verdict(plan: Plan, colour: bool) -> Iterator[Row]:
         yield "time", _time(plan)
     else:
         seconds = steps.max_steps * step.seconds
-        yield "time", f"{format_seconds(seconds)} by a model (below), {seconds * plan.world_size / 3600:,.1f} GPU-hours"
+        yield "time", f"{format_seconds(seconds)} (modeled, below), {seconds * plan.world_size / 3600:,.1f} GPU-hours"
     each = f"{plan.num_checkpoints} checkpoints of {size(plan.checkpoint_bytes)} (weights and optimizer, fp32)"
     yield "disk", f"{size(plan.disk_bytes)} at most: {each}, and the final weights"
 
@@ -84,22 +84,22 @@ def _length_rows(plan: Plan) -> Iterator[Row]:
     steps, per_step = plan.steps, format_count(plan.num_targets / plan.steps.max_steps)
     if not plan.has_length:
         epochs = f"schedule.num_epochs is {plan.recipe.schedule.num_epochs:g}"
-        yield "steps", f"unknown: {epochs}, and the data is not read; schedule.max_steps says them"
-        yield plan.targets, f"{per_step} a step at most, where every sample is full"
+        yield "steps", f"unknown: {epochs}, and the plan reads no data. Set schedule.max_steps"
+        yield plan.targets, f"at most {per_step} per step, if every sample is full"
         return
-    samples = f"{format_count(steps.max_steps * plan.sizes.global_batch_size)} samples, "
-    epochs = f"of {format_count(plan.num_samples)} in an epoch"
-    full = "" if plan.reads_data else " at most, where every sample is full"
+    samples = f"{format_count(steps.max_steps * plan.sizes.global_batch_size)} samples"
+    epochs = f", {format_count(plan.num_samples)} in an epoch"
+    full = "" if plan.reads_data else " at most, if every sample is full"
     yield "steps", f"{format_count(steps.max_steps)} ({steps.max_steps_reason})"
-    yield "in all", samples + (epochs if plan.reads_data else "of an unknown number in an epoch")
-    yield plan.targets, f"{format_count(plan.num_targets)} with a label, {per_step} a step{full}"
+    yield "in total", samples + (epochs if plan.reads_data else "; the size of an epoch is unknown")
+    yield plan.targets, f"{format_count(plan.num_targets)} with a label, {per_step} per step{full}"
 
 
 def _warmup(plan: Plan) -> str:
     steps, schedule = plan.steps, plan.recipe.schedule
     if plan.has_length or schedule.warmup_steps is not None:
         return f"{format_count(steps.warmup_steps)} steps of warmup ({steps.warmup_reason})"
-    return "warmup unknown: it is a part of all steps"
+    return "warmup unknown: a share of all steps"
 
 
 def _scale_blocks(plan: Plan) -> Iterator[tuple[str, list[Row]]]:
@@ -110,11 +110,14 @@ def _scale_blocks(plan: Plan) -> Iterator[tuple[str, list[Row]]]:
     if step is None or plan.peak_flops is None:
         return
     yield "Time of a step", list(_step_rows(scale, step, plan.peak_flops, plan.device))
-    training, num_steps = "unknown: the number of steps is", plan.steps.max_steps if plan.has_length else None
+    training, num_steps = (
+        "unknown, because the number of steps is unknown",
+        plan.steps.max_steps if plan.has_length else None,
+    )
     if num_steps is not None:
         seconds = num_steps * step.seconds
         took = f"{format_seconds(seconds)}, {seconds * plan.world_size / 3600:,.1f} GPU-hours"
-        training = f"{took}: {num_steps:,} steps of that model; evaluation, saves and failures left out"
+        training = f"{took}: {num_steps:,} modeled steps, without evaluation, saves, and failures"
     in_a_day = 86_400 / step.seconds * plan.num_targets / plan.steps.max_steps
     yield (
         "Time",
@@ -139,13 +142,13 @@ def _model_rows(plan: Plan) -> Iterator[Row]:
         value = {True: "yes", False: "no"}.get(choice.value, choice.value)
         yield MODEL_ROWS.get(name, name.removeprefix("model.")), f"{value} ({choice.reason})"
     if plan.flops_per_target is None or plan.total_flops is None:
-        yield "FLOPs", "not known for this task"
+        yield "FLOPs", "unknown for this task"
         return
-    formula = f"6 N {'- 2 for each frozen one ' * bool(frozen)}+ 12 L D T a token; " * (plan.targets == "tokens")
+    formula = f"6 N {'- 2 for each frozen one ' * bool(frozen)}+ 12 L D T per token; " * (plan.targets == "tokens")
     in_all = f"{plan.total_flops:.4g}" if plan.has_length else "an unknown number"
     rates = f"{plan.flops_per_target:.4g} for each of the {plan.targets}"
-    rates += f", {plan.total_flops / plan.steps.max_steps:.4g} a step, {in_all} in all"
-    yield "FLOPs", f"{rates} ({formula}evaluation and recomputation left out)"
+    rates += f", {plan.total_flops / plan.steps.max_steps:.4g} per step, {in_all} in total"
+    yield "FLOPs", f"{rates} ({formula}without evaluation and recomputation)"
 
 
 def _precision(plan: Plan) -> str:
@@ -155,17 +158,17 @@ def _precision(plan: Plan) -> str:
 def _time(plan: Plan) -> str:
     seconds, mfu = plan.train_seconds, plan.scale.mfu
     if plan.peak_flops is None:
-        return f"unknown: no peak is known for {plan.device} in {_precision(plan)}; plan --gpu NAME names one"
+        return f"unknown: the peak of {plan.device} in {_precision(plan)} is unknown. Name a GPU: plan --gpu NAME"
     if plan.recipe.parallel.cpu_offload:
-        return "unknown: the copies to host memory and the update there (parallel.cpu_offload) are not modelled"
+        return "unknown: copies to host memory and the update there (parallel.cpu_offload) are not modeled"
     if not plan.has_length:
-        return "unknown: the number of steps is"
+        return "unknown, because the number of steps is unknown"
     if seconds is None:
-        return "unknown: the FLOPs of this task are not known"
+        return "unknown, because the FLOPs of this task are unknown"
     peak = f"{plan.world_size} x {plan.peak_flops / 1e12:g} TFLOP/s"
     return (
-        f"{format_seconds(seconds)}, an estimate: at an MFU of {mfu.value:.3g} ({mfu.reason}) of {peak} "
-        f"({plan.device}), whose memory and links are not known: communication and evaluation left out"
+        f"{format_seconds(seconds)}, an estimate at an MFU of {mfu.value:.3g} ({mfu.reason}) of {peak} "
+        f"({plan.device}), without evaluation, and without communication, because this GPU's links are unknown"
     )
 
 
@@ -197,7 +200,7 @@ def _ways_to_less(plan: Plan) -> Iterator[str]:
         yield "set parallel.reshard_after_forward"
     if spread > 1 and not parallel.cpu_offload:
         yield "set parallel.cpu_offload"
-    yield "take GPUs with more memory"
+    yield "use GPUs with more memory"
 
 
 def _layout_rows(scale: Scale) -> Iterator[Row]:
@@ -205,9 +208,9 @@ def _layout_rows(scale: Scale) -> Iterator[Row]:
     yield "processes", f"{layout.world_size:,} on {format_count(layout.num_nodes, 'node')} of {layout.gpus_per_node}"
     yield "model", layout.reason
     if gpu is not None and layout.gpus_per_node > 1:
-        yield "in a node", f"{gpu.link}, {gpu.link_gb_per_second:g} GB/s of a GPU, one direction, by its data sheet"
+        yield "in a node", f"{gpu.link}, {gpu.link_gb_per_second:g} GB/s per GPU, one direction (data sheet)"
     if layout.num_nodes > 1:
-        rate = f"{network.value.gb_per_second:g} GB/s of a {network.value.per}, one direction"
+        rate = f"{network.value.gb_per_second:g} GB/s per {network.value.per}, one direction"
         yield "between nodes", f"{network.value.name}, {rate} ({network.reason})"
 
 
@@ -218,10 +221,12 @@ def _traffic_rows(scale: Scale) -> Iterator[Row]:
         how = f"arithmetic: {each.purpose}; {format_count(each.times, 'collective')} {payload}, x {factor}"
         yield row(each.kind, size(each.sent_bytes), how)
     sent = sum(each.sent_bytes for each in scale.traffic)
-    yield row("in all", size(sent), "sent by each process in a step, and as much received")
+    yield row("in total", size(sent), "sent by each process per step; it receives as much")
     shards = scale.layout.shard_size
     if (padding := scale.weights.padding(shards)) > MUCH_PADDING:
-        how = f"of weights held and gathered: parts are whole rows, {shards} of them; a smaller dp_shard_size has less"
+        how = (
+            f"of held and gathered weights, because {shards} parts have whole rows. A smaller dp_shard_size needs less"
+        )
         yield row("padding", f"{padding:.1%}", how)
 
 
@@ -229,17 +234,17 @@ def _step_rows(scale: Scale, step: StepTime, peak_flops: float, device: str) -> 
     layout, mfu = scale.layout, scale.mfu
     peak = f"{layout.world_size:,} x {peak_flops / 1e12:g} TFLOP/s ({device}; MFU {mfu.reason})"
     yield row("computing", duration(step.compute_seconds), f"model: at an MFU of {mfu.value:.3g} of {peak}")
-    how = "model: its passes over weights, gradients and moments, at the memory's rate"
+    how = "model: passes over weights, gradients, and moments at the memory's rate"
     yield row("optimizer", duration(step.optimizer_seconds), how)
     if layout.world_size > 1:
-        how = "of communication, which else overlaps with forward and backward"
-        how = f"model: of {duration(step.communication_seconds)} {how}; links at {LINK_EFFICIENCY:.0%} of their rate"
+        how = f"communication without overlap, of {duration(step.communication_seconds)} in total"
+        how = f"model: {how}; links at {LINK_EFFICIENCY:.0%} of their rate"
         yield row("waiting", duration(step.exposed_seconds), how)
     reached = mfu.value * step.compute_seconds / step.seconds
-    how = f"model: MFU {reached:.1%}, {step.efficiency:.1%} of processes that never wait"
+    how = f"model: MFU {reached:.1%}, {step.efficiency:.1%} of the speed without waiting"
     yield row("a step", duration(step.seconds), how)
     if layout.num_nodes > 1:
-        how = "published runs on 64 and 128 GPUs took up to 10 % longer than this model says: stragglers are not in it"
+        how = "published runs on 64 and 128 GPUs took up to 10 % longer, because the model leaves out stragglers"
         yield row("", "", how)
 
 

@@ -1,13 +1,18 @@
-"""Memory of a process and traffic of a step, by the formulas of each strategy."""
+"""Memory of a process and traffic of a step, by the formulas of each strategy: DDP, FSDP2, and DeepSpeed's ZeRO.
+
+FSDP2's formulas hold with and without tensor parallelism. ZeRO's were counted in real runs, with fp32 weights and
+autocast. Stages 1 and 2 reduce whole gradients; DeepSpeed 0.19 then keeps a part of them. They gather the weights that
+each process has updated. Stage 3 gathers weights for each micro-batch, and reduce-scatters their gradients.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from accel_train.model.memory_estimate import MemoryPart
-from accel_train.model.weights import FP32_BYTES, ModelWeights
-from accel_train.plan import fsdp2, zero
+from accel_train.model.weights import FP32_BYTES, ModelWeights, WeightGroup, in_rounds
+from accel_train.parallel.zero import BUCKET_ELEMENTS
 from accel_train.plan.place import Layout
-from accel_train.plan.traffic import Collective, Ring, backward_order
+from accel_train.plan.traffic import Collective, Kind, Phase, Ring, backward_order
 
 BUCKET_BYTES = 25 * 2**20
 """DDP's buckets (bucket_cap_mb): one is full with the weight that makes it as large, or larger."""
@@ -23,6 +28,11 @@ processes took 432 MiB. Versions: Python 3.11, torch 2.13 (CPU), transformers 5.
 """
 COMES_AND_GOES = frozenset({"activations", "logits", "exchange", "gathered weights", "whole gradients", "collectives"})
 UNCHANGED = ("activations", "logits", "exchange", "CUDA context")
+MAX_LIVE_ELEMENTS = 1_000_000_000
+"""DeepSpeed's stage3_max_live_parameters: maximum number of elements that stay gathered from forward to backward."""
+PERSISTENT_ELEMENTS = 100_000
+"""DeepSpeed's stage3_param_persistence_threshold: weights up to this size are whole on every process between steps."""
+GRADIENTS, UPDATED, WEIGHTS = "gradients, fp32", "updated weights, fp32", "weights, fp32"
 
 
 def _ddp_memory(
@@ -31,7 +41,7 @@ def _ddp_memory(
     """Yield the parts of a process under DDP, which holds the `whole` model."""
     yield from (whole[name] for name in ("parameters", "gradients", "optimizer", "averaged weights") if name in whole)
     if layout.world_size > 1:
-        how = "the gradients lie in DDP's buckets (gradient_as_bucket_view): no others"
+        how = "the gradients themselves lie in the buckets (gradient_as_bucket_view)"
         yield MemoryPart("DDP buckets", 0, "arithmetic", how)
 
 
@@ -50,9 +60,194 @@ def _ddp_collectives(
             yield Collective("all-reduce", size, ring, "backward", True, number < len(sizes) - 1, "gradients, fp32")
 
 
-MEMORY = {"ddp": _ddp_memory, "fsdp2": fsdp2.memory, "deepspeed": zero.memory}
+def _fsdp2_memory(
+    whole: Mapping[str, MemoryPart], layout: Layout, weights: ModelWeights, compute_bytes: int
+) -> Iterator[MemoryPart]:
+    """Yield the memory parts of the first process.
+
+    It holds the most, because fsdp2 deals out whole rows and starts there.
+    """
+    size, split = layout.shard_size, layout.tp_size
+    dealt = f"1/{size} of the rows" if split == 1 else f"1/{split} of split layers"
+    dealt += f", and 1/{size} of their rows" if split > 1 and size > 1 else ""
+    trained = weights.part_numel(size, trainable_only=True)
+    trainable = (whole["gradients"].num_bytes or 0) // 4
+    sizes = {"parameters": weights.part_bytes(size), "gradients": 4 * trained}
+    for name in ("optimizer", "averaged weights"):
+        if name in whole:
+            sizes[name] = (whole[name].num_bytes or 0) * trained // trainable if trainable else 0
+    for name, num_bytes in sizes.items():
+        share = dealt if split > 1 or name in ("parameters", "gradients") else f"1/{size}"
+        part = MemoryPart(name, num_bytes, "arithmetic", f"{whole[name].how}, {share}")
+        if layout.strategy.section.cpu_offload:
+            how = f"in host memory (cpu_offload): {num_bytes / 2**20:,.1f} MiB of a process"
+            part = replace(part, num_bytes=0, how=how)
+        yield part
+    if size > 1:
+        yield from _gathered(layout, weights, weights.gathered_bytes(compute_bytes))
+
+
+def matrix_collectives(layout: Layout, weights: ModelWeights) -> Iterator[Collective]:
+    """Yield Muon's collectives. In each round, every process orthogonalizes one matrix.
+
+    For sharded matrices, one all-to-all sends the parts to that process and another one returns the results. For whole
+    matrices (DDP on one machine), an all-gather shares the results. None of these collectives overlaps with computing.
+    """
+    parts = layout.shard_size * layout.tp_size
+    sharing = layout.world_size if layout.strategy.name == "ddp" and layout.num_nodes == 1 else parts
+    matrices = [each for block in weights.blocks for each in block.weights if each.trainable and each.row_numel > 1]
+    costs = [each.numel * min(each.num_rows, each.row_numel) for each in matrices]
+    ring = Ring(sharing, 1, layout.gpus_per_node)
+    for some in in_rounds(matrices, costs, sharing) if sharing > 1 else ():
+        numels = [each.numel for each in some]
+        kind: Kind = "all-to-all" if parts > 1 else "all-gather"
+        num_bytes = FP32_BYTES * (sum(numels) // layout.shard_size if parts > 1 else sharing * max(numels))
+        for _ in range(2 if parts > 1 else 1):
+            yield Collective(kind, num_bytes, ring, "backward", True, False, "updates of matrices, fp32")
+
+
+def _gathered(layout: Layout, weights: ModelWeights, compute_bytes: int) -> Iterator[MemoryPart]:
+    size, reshards = layout.shard_size, layout.strategy.section.reshard_after_forward
+    blocks = sorted((size * block.part_numel(size) for block in weights.blocks), reverse=True)
+    root = size * weights.root.part_numel(size)
+    trained = max((size * block.part_numel(size, trainable_only=True) for block in weights.blocks), default=0)
+    trained_root = size * weights.root.part_numel(size, trainable_only=True)
+    at_once = blocks[:2] if reshards else blocks
+    one, of_weights = (
+        "a block",
+        f"{len(at_once)} blocks{'' if reshards else ' (reshard_after_forward off)'} and the rest of the model",
+    )
+    of_gradients = "of 1 block and the rest of the model"
+    if not blocks:
+        one = "the model"
+        of_weights = of_gradients = "all of them, because the model has no repeated blocks"
+    each = f"{compute_bytes} bytes each"
+    yield MemoryPart("gathered weights", compute_bytes * (root + sum(at_once)), "arithmetic", f"{of_weights}, {each}")
+    until = f"{of_gradients}, {each}, until they are reduced"
+    yield MemoryPart("whole gradients", compute_bytes * (trained + trained_root), "arithmetic", until)
+    reduced = 4 * (trained or trained_root) + 4 * (trained or trained_root) // size
+    moving = f"{one}'s incoming weights, {one}'s outgoing gradients (fp32)"
+    largest = blocks[0] if blocks else root
+    yield MemoryPart("collectives", compute_bytes * largest + reduced, "estimate", moving)
+
+
+def _fsdp2_collectives(
+    layout: Layout, weights: ModelWeights, compute_bytes: int, reduce_bytes: int
+) -> Iterator[Collective]:
+    """Yield the gathers and reductions of all blocks and the rest of the model, in the order of a step.
+
+    The first gather and the last reduction of a backward pass do not overlap with computing.
+    """
+    size, reshards = layout.shard_size, layout.strategy.section.reshard_after_forward
+    if size == 1:
+        return
+    shard = Ring(size, layout.tp_size, layout.gpus_per_node)
+    copies = Ring(layout.num_copies, size, layout.gpus_per_node)
+    compute_bytes = weights.gathered_bytes(compute_bytes)
+    dtype = "fp32" if compute_bytes == FP32_BYTES else f"{8 * compute_bytes} bits"
+
+    def gather(group: WeightGroup, phase: Phase, hidden: bool) -> Collective:
+        num_bytes = compute_bytes * size * group.part_numel(size)
+        return Collective("all-gather", num_bytes, shard, phase, False, hidden, f"weights, {dtype}")
+
+    def reduce(group: WeightGroup, hidden: bool) -> Iterator[Collective]:
+        part = reduce_bytes * group.part_numel(size, trainable_only=True)
+        if part:
+            yield Collective("reduce-scatter", part * size, shard, "backward", False, hidden, "gradients, fp32")
+        if part and layout.num_copies > 1:
+            purpose = "gradients of the parts, fp32"
+            yield Collective("all-reduce", part, copies, "backward", False, hidden, purpose)
+
+    yield gather(weights.root, "forward", False)
+    for number, block in enumerate(weights.blocks):
+        yield gather(block, "forward", number > 0)
+    for number, block in reversed(list(enumerate(weights.blocks))):
+        if reshards and number < len(weights.blocks) - 1:
+            yield gather(block, "backward", True)
+        yield from reduce(block, number > 0)
+    if reshards and weights.blocks:
+        yield gather(weights.blocks[-1], "backward", False)
+    yield from reduce(weights.root, False)
+
+
+def _zero_memory(
+    whole: Mapping[str, MemoryPart], layout: Layout, weights: ModelWeights, compute_bytes: int
+) -> Iterator[MemoryPart]:
+    """Yield the memory parts of a process as DeepSpeed 0.19 holds them between its calls.
+
+    They are weights, gradients, optimizer state, and the buffers of collectives.
+    """
+    stage, world_size = layout.strategy.section.zero_stage, layout.world_size
+    numel, trainable, share = weights.numel, weights.trainable_numel, f"1/{world_size}"
+    part, fp32 = -(-trainable // world_size), whole["parameters"].how
+    held = (4 * -(-numel // world_size), share) if stage == 3 else (4 * numel, f"whole in ZeRO stage {stage}")
+    yield MemoryPart("parameters", held[0], "arithmetic", f"{fp32}, {held[1]}")
+    how = f"{fp32}, {share}: DeepSpeed's copy of the weights updated here"
+    yield MemoryPart("updated weights", 4 * part, "arithmetic", how)
+    summed = 4 * trainable if stage == 1 else 0
+    how = f"{share}, and the whole until they are reduced" if summed else share
+    yield MemoryPart("gradients", summed + 4 * part, "arithmetic", f"{whole['gradients'].how}, {how}")
+    moments = (whole["optimizer"].num_bytes or 0) // trainable if trainable else 0
+    yield MemoryPart("optimizer", moments * part, "arithmetic", f"{whole['optimizer'].how}, {share}")
+    if stage == 3:
+        live = min(numel, MAX_LIVE_ELEMENTS)
+        why = f"{live:,} elements, 4 bytes each: DeepSpeed keeps up to {MAX_LIVE_ELEMENTS:,} from forward to backward"
+        yield MemoryPart("gathered weights", 4 * live, "estimate", why)
+    bucket = min(BUCKET_ELEMENTS, trainable)
+    yield MemoryPart("collectives", 4 * bucket, "estimate", f"outgoing gradients, {bucket:,} elements at once")
+
+
+def _zero_collectives(
+    layout: Layout, weights: ModelWeights, compute_bytes: int, reduce_bytes: int
+) -> Iterator[Collective]:
+    """Yield all large collectives of a step. All elements are fp32, independent of the compute dtype."""
+    ring, stage = Ring(layout.world_size, 1, layout.gpus_per_node), layout.strategy.section.zero_stage
+    if stage == 3:
+        yield from _stage_3(ring, weights)
+        return
+    # These do not overlap with computing, because overlap_comm is off. A backward pass waits for each bucket.
+    for size in _buckets([each.numel for each in backward_order(weights)]):
+        yield Collective("all-reduce", 4 * size, ring, "backward", stage == 1, False, GRADIENTS)
+    updated = _padded(weights.trainable_numel, ring.size)
+    yield Collective("all-gather", 4 * updated, ring, "backward", True, False, UPDATED)
+
+
+def _stage_3(ring: Ring, weights: ModelWeights) -> Iterator[Collective]:
+    """Yield the collectives of stage 3.
+
+    A model of more than `MAX_LIVE_ELEMENTS` elements is released between forward and backward, and gathered again.
+    """
+    phases: tuple[Phase, ...] = ("forward",) if weights.numel <= MAX_LIVE_ELEMENTS else ("forward", "backward")
+    for phase in phases:
+        for number, group in enumerate(weights.groups):
+            large = sum(_padded(each.numel, ring.size) for each in group.weights if each.numel > PERSISTENT_ELEMENTS)
+            if large:
+                yield Collective("all-gather", 4 * large, ring, phase, False, number > 0, WEIGHTS)
+    small = sum(_padded(each.numel, ring.size) for each in weights.weights if each.numel <= PERSISTENT_ELEMENTS)
+    yield Collective("all-gather", 4 * small, ring, "backward", True, False, UPDATED)
+    sizes = _buckets([_padded(each.numel, ring.size) for each in backward_order(weights)])
+    for number, size in enumerate(sizes):
+        last = number == len(sizes) - 1
+        yield Collective("reduce-scatter", 4 * size, ring, "backward", False, not last, GRADIENTS)
+
+
+def _buckets(sizes: Sequence[int]) -> list[int]:
+    """Return the number of elements in each bucket. A bucket is sent when the next weight does not fit."""
+    found = [0]
+    for size in sizes:
+        if found[-1] and found[-1] + size > BUCKET_ELEMENTS:
+            found.append(0)
+        found[-1] += size
+    return [size for size in found if size]
+
+
+def _padded(numel: int, parts: int) -> int:
+    return -(-numel // parts) * parts
+
+
+MEMORY = {"ddp": _ddp_memory, "fsdp2": _fsdp2_memory, "deepspeed": _zero_memory}
 """By the name of the strategy (`parallel.strategies`): parts of a process, from those of one that holds all."""
-COLLECTIVES = {"ddp": _ddp_collectives, "fsdp2": fsdp2.collectives, "deepspeed": zero.collectives}
+COLLECTIVES = {"ddp": _ddp_collectives, "fsdp2": _fsdp2_collectives, "deepspeed": _zero_collectives}
 
 
 def collectives(
@@ -60,10 +255,10 @@ def collectives(
 ) -> tuple[Collective, ...]:
     """Return all large collectives of a step, without the exchanges of split layers and sequences.
 
-    `traffic_model_parallel.py` returns those exchanges. `compute_bytes` is the element size of gathered weights: 2 in
-    mixed precision, otherwise 4. `reduce_bytes` is the element size of reduced gradients: always 4 here, while other
-    trainers reduce in 16 bits. Step sync, gradient norm, and checks of replica drift are left out: a few bytes per
-    step.
+    `traffic.neighbour_collectives` returns those exchanges. `compute_bytes` is the element size of gathered weights:
+    2 in mixed precision, otherwise 4. `reduce_bytes` is the element size of reduced gradients: always 4 here, while
+    other trainers reduce in 16 bits. Step sync, gradient norm, and checks of replica drift are left out: a few bytes
+    per step.
     """
     return tuple(COLLECTIVES[layout.strategy.name](layout, weights, compute_bytes, reduce_bytes))
 
@@ -78,7 +273,7 @@ def spread_memory(
         if name in whole:
             part = whole[name]
             if layout.tp_size > 1 and name == "activations":
-                how = "of whole layers: an upper bound, for what splitting them saves is not modelled"
+                how = "for whole layers: an upper bound, because the savings of splitting are not modeled"
                 part = replace(part, how=f"{part.how}, {how}")
             found.append(part)
     if device_type == "cuda":
@@ -96,4 +291,4 @@ def _of_cuda(found: Sequence[MemoryPart], layout: Layout) -> Iterator[MemoryPart
         groups += layout.sp_size > 1
         yield MemoryPart("NCCL buffers", groups * NCCL_BUFFER_BYTES, "estimate", f"{groups} x 24 channels x 2 x 4 MiB")
     lost = None if None in moving else round(FRAGMENTATION * sum(size for size in moving if size is not None))
-    yield MemoryPart("fragmentation", lost, "estimate", f"assumed {FRAGMENTATION:.0%} of what comes and goes in a step")
+    yield MemoryPart("fragmentation", lost, "estimate", f"assumed {FRAGMENTATION:.0%} of temporary memory in a step")

@@ -71,7 +71,9 @@ def choose_layout(section: Parallel, world_size: int, device_type: str, gpus_per
         raise ValueError(f"--gpus-per-node={size}: must be at least 1")
     if world_size % size:
         fitting = ", ".join(map(str, filled))
-        raise ValueError(f"--gpus-per-node={size}: {world_size} processes do not fill such nodes; use {fitting}")
+        raise ValueError(
+            f"--gpus-per-node={size}: {world_size} processes do not fill nodes of this size. Use {fitting}"
+        )
     strategy = open_strategy(section, world_size, torch.device(device_type))
     sequences = choose_sequences(section, world_size, size)
     reason = strategy.choice.reason + (f"; {sequences.reason}" if sequences.value > 1 else "")
@@ -146,8 +148,8 @@ def _device(gpu: str | None) -> tuple[str, int | None]:
     if gpu is not None:
         known = find_gpu(gpu)
         if known is None:
-            meant = did_you_mean(gpu, GPUS, "H100 and A100 are two", at_most=3, least=0.4)
-            raise ValueError(f"--gpu {gpu} is not among the GPUs whose peak is known; {meant}")
+            meant = did_you_mean(gpu, GPUS, "known GPUs include H100 and A100", at_most=3, least=0.4)
+            raise ValueError(f"--gpu {gpu}: the peak of this GPU is unknown; {meant}")
         return gpu, round(known.memory_gib * 2**30) or None
     if not torch.cuda.is_available():
         return "cpu", None
@@ -160,9 +162,9 @@ def _precision_on(section: Precision, gpu: str) -> Choice[str]:
     asked = section.mixed_precision
     has_bf16 = peak_flops(gpu, "bf16") is not None
     if asked == "bf16" and not has_bf16:
-        raise ValueError(f"precision.mixed_precision=bf16 is only emulated, slowly, by {gpu}; use fp16 or auto")
+        raise ValueError(f"precision.mixed_precision=bf16: {gpu} only emulates bf16, slowly. Use fp16 or auto")
     if asked == "fp8" and not has_float8(gpu):
         raise ValueError(f"precision.mixed_precision=fp8 {float8_is_missing(gpu)}")
     if asked != "auto":
         return Choice(asked, "as set")
-    return Choice("bf16", f"{gpu} computes bf16") if has_bf16 else Choice("fp16", f"{gpu} has no bf16")
+    return Choice("bf16", f"{gpu} supports bf16") if has_bf16 else Choice("fp16", f"{gpu} does not support bf16")

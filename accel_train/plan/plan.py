@@ -35,8 +35,7 @@ from accel_train.parallel.tensor_parallel import part_shapes
 from accel_train.plan.formulas import spread_memory
 from accel_train.plan.place import Hardware, Place, choose_place, count_processes
 from accel_train.plan.step_time import Scale, estimate_scale
-from accel_train.plan.traffic import Collective
-from accel_train.plan.traffic_model_parallel import neighbour_collectives, with_exchange
+from accel_train.plan.traffic import Collective, neighbour_collectives, with_exchange
 from accel_train.recipe.optimizer import optimizer_kind
 from accel_train.recipe.schema import Recipe, TrainedTokenizer
 from accel_train.recipe.tasks import targets_of
@@ -277,25 +276,23 @@ def _notes(recipe: Recipe, data: TaskData, gpu: str | None, sizes: BatchSizes, p
     if optimizer_kind(recipe.optimizer.name).of_class:
         yield f"optimizer {recipe.optimizer.name}: {BY_HOST}"
     if recipe.optimizer.name == "muon":
-        yield "the time of a step leaves out what muon takes to make matrices orthogonal"
+        yield "the time of a step leaves out muon's orthogonalization of matrices"
     if is_open(recipe.batch) and place.device_type == "cuda" and sizes.per_device_batch_size > 1:
         is_searched = place.layout.shard_size * place.layout.tp_size == 1
-        of = f"the largest of {', '.join(map(str, divisors(sizes.per_device_batch_size)))}"
-        free = (
-            f"before its first step a run measures {of} that leaves {recipe.batch.memory_headroom:.0%} of each GPU free"
-        )
+        largest = f"the largest of {', '.join(map(str, divisors(sizes.per_device_batch_size)))}"
         taken = (
-            free
+            f"before its first step a run measures {largest} that leaves {recipe.batch.memory_headroom:.0%} of each "
+            "GPU free"
             if is_searched
-            else f"a run whose model is sharded begins with {of}, and takes half where memory runs out"
+            else f"a run with a sharded model starts with {largest}, and halves it if memory runs out"
         )
         yield (
-            f"per_device_batch_size and gradient_accumulation_steps are auto: {taken}; the memory above is that of "
-            "the largest"
+            f"per_device_batch_size and gradient_accumulation_steps are auto: {taken}. The memory above is for the "
+            "largest"
         )
     found = checkpoint_folders(Path(recipe.output_dir) / "checkpoints")
     if found and recipe.checkpoint.resume in ("auto", "unchanged"):
-        yield f"{recipe.output_dir} holds {found[-1].name}: if it is valid and of this run, the run resumes there"
+        yield f"{recipe.output_dir} holds {found[-1].name}: the run resumes there if it is valid and from this run"
 
 
 def without_data(recipe: Recipe, global_batch_size: int) -> tuple[Recipe, TaskData]:
@@ -309,8 +306,8 @@ def without_data(recipe: Recipe, global_batch_size: int) -> tuple[Recipe, TaskDa
     """
     if recipe.task != "causal-lm":
         raise ValueError(
-            f"--no-data: only causal-lm can be planned without data; task={recipe.task} takes its labels or sizes "
-            "from them"
+            f"--no-data: only causal-lm can be planned without data. task={recipe.task} needs the data for labels or "
+            "sizes"
         )
     section = CausalLMData.of(recipe.data)
     choice, schedule, length = recipe.tokenizer_in_use, recipe.schedule, section.sequence_length

@@ -77,9 +77,9 @@ def save_interval(cost: SavingCost, world_size: int, mtbf_hours: float | None) -
     if mtbf_hours is None:
         mtbf = Choice(3600 * GPU_HOURS_BETWEEN_FAILURES / world_size, RATE_SOURCE)
     elif mtbf_hours > 0:
-        mtbf = Choice(3600 * mtbf_hours, "as --mtbf says")
+        mtbf = Choice(3600 * mtbf_hours, "from --mtbf")
     else:
-        raise ValueError(f"--mtbf={mtbf_hours:g}: must be above 0, in hours between two failures of the run")
+        raise ValueError(f"--mtbf={mtbf_hours:g}: must be above 0, the hours between two failures of the run")
     young = math.sqrt(2 * cost.stall_seconds.value * mtbf.value)
     return SaveInterval(max(young, cost.total_seconds), cost.stall_seconds, mtbf)
 

@@ -12,8 +12,7 @@ from accel_train.core.hardware import GB, MEMORY_EFFICIENCY, Gpu, Interconnect, 
 from accel_train.core.state import Choice
 from accel_train.model.memory_estimate import num_moments
 from accel_train.model.weights import ModelWeights
-from accel_train.plan.formulas import collectives
-from accel_train.plan.fsdp2 import matrix_collectives
+from accel_train.plan.formulas import collectives, matrix_collectives
 from accel_train.plan.place import Layout, Place
 from accel_train.plan.saving import SaveInterval, save_interval, saving_cost
 from accel_train.plan.traffic import Collective, Traffic, traffic_of
@@ -128,15 +127,15 @@ def choose_mfu(recipe: Recipe, asked: float | None) -> Choice[float]:
     """
     if asked is not None:
         if not 0 < asked <= 1:
-            raise ValueError(f"--mfu={asked:g}: a share of the peak is above 0 and at most 1, as 0.35")
-        return Choice(asked, "as --mfu says")
+            raise ValueError(f"--mfu={asked:g}: must be above 0 and at most 1, for example 0.35")
+        return Choice(asked, "from --mfu")
     if again := RECOMPUTED_FORWARDS[recipe.precision.recomputed]:
         most = "at most " if recipe.precision.recomputed == "budget" else ""
         share = again / (3 + again)
         return Choice(
             ASSUMED_MFU * (1 - share), f"assumed: {ASSUMED_MFU:.0%}, of which recomputation takes {most}{share:.0%}"
         )
-    return Choice(ASSUMED_MFU, "assumed; --mfu says what a short run reached")
+    return Choice(ASSUMED_MFU, "assumed; set --mfu to the MFU of a short run")
 
 
 def estimate_scale(

@@ -70,7 +70,7 @@ def _describe_examples(found: Mapping[str, Any], num_eval: Any) -> Block:
     captions = [
         f"{each['wrong']:.1%} of the pixels wrong"
         if of_pixels
-        else f"{each['truth']}, taken for {each['prediction']} ({each['score']:.0%})"
+        else f"{each['truth']}, predicted as {each['prediction']} ({each['score']:.0%})"
         for each in examples
     ]
     items = [
@@ -191,7 +191,7 @@ def _table_of_pairs(matrix: NDArray[np.int64], names: Sequence[str], unit: str) 
         count = int(wrong[truth, answer])
         if count:
             rows.append(_row(names[truth], [names[answer], f"{count:,}", f"{100 * count / totals[truth]:.1f} %"]))
-    head = ["truth", "taken for", unit, "of the class"]
+    head = ["truth", "predicted as", unit, "of the class"]
     return _table("Most frequent mistakes", head, rows) | {"text_columns": 1} if rows else {}
 
 

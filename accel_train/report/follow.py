@@ -47,7 +47,9 @@ class ReportServer(ThreadingHTTPServer):
         try:
             super().__init__((HOST, port), _Handler)
         except OSError as error:
-            raise ValueError(f"--port={port} cannot be had: {error.strerror}; give another, or none") from error
+            raise ValueError(
+                f"--port={port} cannot be used: {error.strerror}. Choose another port, or leave the flag out"
+            ) from error
 
     @property
     def address(self) -> str:

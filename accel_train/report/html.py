@@ -92,7 +92,7 @@ HEADLINES = (
         "Productive time", lambda run: run.goodput.get("productive_share"), lambda share: f"{100 * share:.1f}", "%", max
     ),
     Headline("Throughput", partial(_logged, "throughput", "throughput"), large_number, "{targets}/s", max),
-    Headline("Model FLOP utilisation", lambda run: run.summary.get("mfu"), lambda mfu: f"{100 * mfu:.1f}", "%", max),
+    Headline("Model FLOP utilization", lambda run: run.summary.get("mfu"), lambda mfu: f"{100 * mfu:.1f}", "%", max),
     Headline("Peak memory", _peak_memory, lambda value: f"{value / 2**30:.1f}", "GiB per device", min),
     Headline("Skipped steps", lambda run: run.summary.get("skipped_steps"), large_number, better=min),
 )
@@ -256,11 +256,11 @@ def _tables(summary: JsonRecord) -> list[dict[str, Any]]:
     best = {"best evaluation": summary.get("best_metric"), "best at step": summary.get("best_step")}
     evaluation = summary.get("eval") or {}
     sections: list[tuple[str, str, Any, Callable[[str], str]]] = [
-        ("Choices", "what was decided for you, and why", summary.get("choices"), str),
-        ("Evaluation", "all its numbers", evaluation and evaluation | best, label),
-        ("Memory", "the most that one device held, by phase", memory, str),
-        ("Data", "what it was trained and evaluated on", summary.get("data"), words),
-        ("Environment", "what it ran on", summary.get("environment"), lambda name: LABELS.get(name, name)),
+        ("Choices", "settings chosen automatically, with reasons", summary.get("choices"), str),
+        ("Evaluation", "all numbers", evaluation and evaluation | best, label),
+        ("Memory", "peak of one device, by phase", memory, str),
+        ("Data", "training and evaluation data", summary.get("data"), words),
+        ("Environment", "hardware and software", summary.get("environment"), lambda name: LABELS.get(name, name)),
     ]
     return [
         {"title": title, "hint": hint, "rows": [(name_of(name), text) for name, text in _texts(values)]}

@@ -53,7 +53,7 @@ def write_report(
         OSError: the report cannot be written.
     """
     if not run_folders:
-        raise ValueError("give at least one run folder to report on")
+        raise ValueError("no run folder is named. Name at least one run folder")
     runs = load_runs(run_folders)
     home = home or Path(run_folders[0])
     out = _output_file([Path(folder) for folder in run_folders], out)
@@ -126,6 +126,6 @@ def _output_file(folders: Sequence[Path], out: Path | None) -> Path:
         return out / name
     above = next(path for path in out.absolute().parents if path.exists())
     if not above.is_dir():
-        raise ValueError(f"--out {out}: {above} is a file; give another place")
+        raise ValueError(f"--out {out}: {above} is a file. Name another place")
     out.parent.mkdir(parents=True, exist_ok=True)
     return out

@@ -101,8 +101,8 @@ def load_run(folder: Path, name: str | None = None, reader: MetricsReader | None
         ValueError: the folder does not hold a run; the message names the missing file or folder.
     """
     if not (folder / run_folder.METRICS_FILE).is_file():
-        missing = f"it has no {run_folder.METRICS_FILE}" if folder.is_dir() else "the folder does not exist"
-        raise ValueError(f"{folder} holds no run: {missing}; give the output_dir of a run")
+        missing = run_folder.METRICS_FILE if folder.is_dir() else "folder"
+        raise ValueError(f"{folder} is not a run folder: {missing} not found. Name the output_dir of a run")
     damage: list[str] = []
     lines = sorted(
         (reader or MetricsReader(folder / run_folder.METRICS_FILE)).read(damage), key=lambda line: line["step"]
@@ -146,7 +146,7 @@ def _usable_incidents(folder: Path, damage: list[str]) -> list[JsonRecord]:
             reason = (
                 f"{path / RECORD}: {type(error).__name__}: {error}" if type(error) is not ValueError else str(error)
             )
-            run_folder.note_damage(f"{reason}; it is not used", damage)
+            run_folder.note_damage(f"{reason}; it is ignored", damage)
         else:
             link = f"{INCIDENTS}/{path.name}/{TEXT}"
             found.append({**record, "facts": facts, "next": advice, "link": link})
@@ -172,6 +172,6 @@ def _usable_summary(path: Path, damage: list[str]) -> JsonRecord:
         if summary.get(name) is not None and not isinstance(summary[name], kinds)
     ]
     if odd:
-        damage.append(f"{path} is damaged ({', '.join(odd)}): what cannot be read is not used")
+        damage.append(f"{path} is damaged ({', '.join(odd)}): unreadable parts are ignored")
         print(damage[-1], file=sys.stderr)
     return {name: value for name, value in summary.items() if name not in odd and value is not None}

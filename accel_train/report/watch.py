@@ -76,10 +76,13 @@ def state_of(run: Run, silent: float = 0.0) -> State:
         if silent > SILENT_SECONDS:
             return State(f"no news for {format_seconds(silent)}: killed, or stuck", False)
         return State("running" if run.train else "starting", False)
-    for kind, text in (("preempted", "asked to stop: the same command resumes it"), ("stop", "stopped by the guard")):
+    for kind, text in (
+        ("preempted", "asked to stop; run the same command to resume"),
+        ("stop", "stopped by the guard"),
+    ):
         if any(event["event"] == kind for event in since):
             return State(text, True)
-    return State(str(status or "ended before it was done: the same command resumes it"), True)
+    return State(str(status or "ended early; run the same command to resume"), True)
 
 
 def total_steps(run: Run) -> int | None:
@@ -124,7 +127,7 @@ def format_view(run: Run, state: State, *, width: int = 80) -> str:
 def _numbers(run: Run, state: State) -> list[tuple[str, str]]:
     rows: list[tuple[str, str]] = []
     if not run.train:
-        return [("step", "none is logged yet")]
+        return [("step", "not logged yet")]
     last, total = run.train[-1], total_steps(run)
     done = f" of {total:,} ({100 * last['step'] / total:.1f} %)" if total else ""
     rows.append(("step", f"{last['step']:,}{done}"))

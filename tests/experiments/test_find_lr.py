@@ -94,7 +94,7 @@ def test_seeds_agree_within_a_factor_of_3_or_it_cannot_be_told(name: str, noise:
         if suggestion.index is not None:
             found.append(RATES[suggestion.index])
         else:
-            assert "cannot tell: the smoothed loss falls by" in suggestion.reason
+            assert suggestion.reason.startswith("unclear: ")
             assert noise == 0.3
     assert max(found, default=1) <= 3 * min(found, default=1)
 
@@ -120,19 +120,19 @@ def test_losses_that_only_scatter_or_rise_give_no_suggestion(rise: float) -> Non
         losses = np.linspace(3, 3 + rise, 100) + 0.1 * np.random.default_rng(seed).standard_normal(100)
         suggestion = suggest(RATES, losses, diverged=False)
         assert suggestion.index is None
-        assert "cannot tell" in suggestion.reason
+        assert "unclear" in suggestion.reason
 
 
 def test_a_loss_that_diverges_at_once_gives_no_suggestion() -> None:
     suggestion = suggest(RATES[:4], np.array([2.0, 2.1, 9.0, math.nan]), diverged=True)
     assert suggestion.index is None
-    assert "too few steps: the loss diverged after 3 steps; lower --min" in suggestion.reason
+    assert "diverged after 3 steps. Lower --min" in suggestion.reason
 
 
 def test_a_loss_that_never_rises_asks_for_a_higher_end() -> None:
     suggestion = suggest(RATES[:50], 3 - np.linspace(0, 1, 50) ** 4, diverged=False)
     assert suggestion.index is not None
-    assert "a higher --max may find a higher rate" in suggestion.reason
+    assert "a higher --max" in suggestion.reason
 
 
 def test_a_local_line_is_exact_on_a_line() -> None:
@@ -174,10 +174,10 @@ def test_rates_rise_by_one_factor() -> None:
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (["--min", "1", "--max", "0.1"], "--min 1 --max 0.1: the rates must be positive, and --min below --max"),
-        (["--min", "0"], "the rates must be positive"),
+        (["--min", "1", "--max", "0.1"], "--min 1 --max 0.1:"),
+        (["--min", "0"], "rates must be positive"),
         (["--max", "nan"], "--max: nan is not a number"),
-        (["--steps", "5"], "--steps 5: a slope needs at least 20 steps"),
+        (["--steps", "5"], "--steps 5: a slope needs at least 20"),
         (["--stepps", "50"], "unknown flag --stepps; did you mean --steps?"),
         (["--data.train", "nowhere.txt"], "nowhere.txt"),
     ],
@@ -204,8 +204,8 @@ def test_a_recipe_gets_a_rate_for_its_learning_rate_line(
     assert found["learning_rate"] / 4 == pytest.approx(found["learning_rate_after_scaling"], rel=0.06)
     assert 1e-4 < found["learning_rate_after_scaling"] < 0.3
     assert f"optimizer.learning_rate: {found['learning_rate']:g}\n" in printed
-    assert "(before lr_scaling, which makes" in printed
-    assert "<- the last steep fall" in printed
+    assert "(lr_scaling turns" in printed
+    assert "<- last steep" in printed
     assert found["steps"][0]["learning_rate"] == pytest.approx(1e-5)
     assert len(found["steps"]) <= 100
     with Image.open("run/find-lr.png") as picture:
@@ -260,7 +260,7 @@ def test_seeds_agree_on_texts_that_are_grouped_by_length_under_dropout(tmp_path:
         )
         found.append(find_learning_rate(recipe))
     rates = [test.learning_rate for test in found if test.learning_rate is not None]
-    assert all("cannot tell" in test.suggestion.reason for test in found if test.learning_rate is None)
+    assert all("unclear" in test.suggestion.reason for test in found if test.learning_rate is None)
     assert rates
     assert max(rates) <= 3 * min(rates)
     assert all(3e-4 < rate < 1e-2 for rate in rates)  # the loss falls until 4e-3

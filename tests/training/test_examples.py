@@ -58,7 +58,7 @@ def test_texts_that_are_taken_for_another_class_are_those_of_predict_the_most_co
         texts
     )
     page = Path("run/report.html").read_text()
-    assert f"{shown[0]['truth']}, taken for {shown[0]['prediction']} ({shown[0]['score']:.0%})" in page
+    assert f"{shown[0]['truth']}, predicted as {shown[0]['prediction']} ({shown[0]['score']:.0%})" in page
 
 
 def test_pictures_of_masks_are_image_truth_and_prediction() -> None:

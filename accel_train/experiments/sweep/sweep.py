@@ -4,12 +4,15 @@ The folder of a run lies in the recipe's `output_dir`. Its values are its name: 
 """
 
 import glob
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 from filelock import FileLock, Timeout
@@ -23,13 +26,14 @@ from accel_train.core.state import JsonRecord
 from accel_train.data.digest import digest_of_code
 from accel_train.experiments.subprocess_run import TrainingProcess
 from accel_train.experiments.sweep import values as sweep_values
-from accel_train.experiments.sweep.table import describe_rows, format_rows, is_greater_better, row_of
-from accel_train.experiments.sweep.tpe import check_optuna, outcome_of, propose
-from accel_train.experiments.sweep.values import SEED, Combination, Space
-from accel_train.observe.run_folder import SUMMARY_FILE, read_record
+from accel_train.experiments.sweep.values import SEED, Combination, Outcome, Space
+from accel_train.metrics.baselines import is_lower_better
+from accel_train.observe.run_folder import METRICS_FILE, SUMMARY_FILE, read_record
 from accel_train.plan.place import count_processes
 from accel_train.recipe.schema import Recipe
+from accel_train.report.metric_names import MISSING, is_number
 from accel_train.report.report import write_report
+from accel_train.report.run import load_run
 from accel_train.runtime.signals import StopRequest
 from accel_train.task import load_task
 
@@ -65,6 +69,16 @@ class Selection(NamedTuple):
 EVERY = Selection()
 
 
+class Row(NamedTuple):
+    """A run in the table: its combination without the seed, and its metric. A missing value is None."""
+
+    name: str
+    metric: str
+    value: float | None
+    loss: float | None = None
+    """Held-out loss, for the order of equal values. None without an evaluation."""
+
+
 def sweep(
     path: str,
     settings: Sequence[str],
@@ -91,15 +105,11 @@ def sweep(
     try:
         make_folders(root)
     except OSError as error:
-        raise ValueError(
-            f"output_dir={root} cannot be written: {error.strerror}; give a folder you can write"
-        ) from error
+        raise ValueError(f"output_dir={root} cannot be written: {error.strerror}. Name another folder") from error
     for name in (SWEEP_FILE, REPORT_FILE):
         check_file(root / name, root, str(root / name))
     with _alone(root), StopRequest() as stop:
-        inputs = inputs_digest(first[0].recipe)
-        running = _Sweep(path, space, selection, root, count_processes(processes, None), stop, say, inputs)
-        return running.run(first)
+        return _Sweep(path, space, selection, root, count_processes(processes, None), stop, say).run(first)
 
 
 def combine(path: str, space: Space, selection: Selection) -> list[Combination]:
@@ -110,9 +120,9 @@ def combine(path: str, space: Space, selection: Selection) -> list[Combination]:
     """
     random, optuna, draw_seed = selection
     if random is not None and optuna is not None:
-        raise ValueError(f"--random={random} and --optuna={optuna} exclude each other; give one")
+        raise ValueError(f"--random={random} and --optuna={optuna} exclude each other. Give one")
     if optuna is not None:
-        check_optuna()
+        sweep_values.check_optuna()
         sweep_values.check_number(space, optuna, "--optuna")
         return sweep_values.with_recipes(path, space, sweep_values.extremes(space))
     if random is not None:
@@ -121,34 +131,39 @@ def combine(path: str, space: Space, selection: Selection) -> list[Combination]:
     return sweep_values.with_recipes(path, space, sweep_values.grid(space))
 
 
+@dataclass
 class _Sweep:
     """A running sweep: its runs so far, each with its line in sweep.json."""
 
-    def __init__(
-        self,
-        path: str,
-        space: Space,
-        selection: Selection,
-        root: Path,
-        world_size: int,
-        stop: StopRequest,
-        say: Callable[[str], None],
-        inputs: str,
-    ) -> None:
-        self.path, self.space, self.selection, self.root, self.say = path, space, selection, root, say
-        self.world_size, self.stop = world_size, stop
-        self.runs: list[Combination] = []
-        self.records: list[JsonRecord] = []
-        ranges = {name: str(values) for name, values in space.swept.items()}
-        self.chosen_by: JsonRecord = {"optuna": selection.num_optuna is not None, "seed": selection.draw_seed}
-        self.chosen_by |= {"values": ranges, "inputs": inputs}
-        self.earlier = read_record(root / SWEEP_FILE)
-        is_same = selection.num_optuna is not None and self.earlier.get("chosen_by") == self.chosen_by
-        self.chosen_before: list[JsonRecord] = self.earlier.get("runs", []) if is_same else []
+    path: str
+    space: Space
+    selection: Selection
+    root: Path
+    world_size: int
+    stop: StopRequest
+    say: Callable[[str], None]
+    runs: list[Combination] = field(default_factory=list)
+    records: list[JsonRecord] = field(default_factory=list)
+    chosen_by: JsonRecord = field(default_factory=dict)
+    earlier: JsonRecord = field(default_factory=dict)
+    """Content of sweep.json before this start."""
+    chosen_before: list[JsonRecord] = field(default_factory=list)
+    """Runs in sweep.json that Optuna has chosen in the same way. They are kept."""
+    digests: dict[str, str] = field(default_factory=dict)
+    """Digests of inputs by their names. Data is read once, not once per run."""
 
     def run(self, first: Sequence[Combination]) -> Swept:
         """Train all runs. `first` are the runs of a grid or of random draws."""
         number = self.selection.num_optuna
+        self.chosen_by = {
+            "optuna": number is not None,
+            "seed": self.selection.draw_seed,
+            "values": {name: str(values) for name, values in self.space.swept.items()},
+            "inputs": self._inputs_digest(first[0].recipe),
+        }
+        self.earlier = read_record(self.root / SWEEP_FILE)
+        if number is not None and self.earlier.get("chosen_by") == self.chosen_by:
+            self.chosen_before = self.earlier.get("runs", [])
         num_runs = len(first) if number is None else number * len(self.space.seeds or [SEED])
         on = format_count(self.world_size, "process", "processes")
         self.say(f"{format_count(num_runs, 'run')} on {on}, one after the other, in {self.root}")
@@ -160,7 +175,7 @@ class _Sweep:
                 self._train(place, num_runs)
                 if self.stop.requested and (place + 1 < num_runs or self.records[place]["status"] != FINISHED):
                     raise Preempted(
-                        f"{self.runs[place].name} was asked to stop; run the same command again to resume the sweep"
+                        f"{self.runs[place].name} was asked to stop. Run the same command again to resume the sweep"
                     )
         return self._conclude()
 
@@ -169,19 +184,20 @@ class _Sweep:
         before = [_without_seed(run["settings"]) for run in self.chosen_before]
         before = [values for place, values in enumerate(before) if values not in before[:place]]
         for done in range(number):
-            yield sweep_values.with_recipes(
-                self.path, self.space, [before[done] if done < len(before) else self._propose()]
-            )
+            chosen = before[done] if done < len(before) else self._propose()
+            yield sweep_values.with_recipes(self.path, self.space, [chosen])
 
     def _propose(self) -> dict[str, str]:
-        size = len(self.space.seeds or [SEED])
-        outcomes = [
-            outcome_of(_without_seed(self.runs[at].values), self.records[at : at + size])
-            for at in range(0, len(self.runs), size)
-        ]
+        outcomes, size = [], len(self.space.seeds or [SEED])
+        for at in range(0, len(self.runs), size):
+            seeds = self.records[at : at + size]
+            found = [run["value"] for run in seeds if run["status"] == FINISHED and run["value"] is not None]
+            mean = sum(found) / size if len(found) == size else None
+            has_diverged = any(run["exit_code"] == 3 for run in seeds)
+            outcomes.append(Outcome(_without_seed(self.runs[at].values), mean, has_diverged))
         metric = next((record["metric"] for record in self.records if record.get("value") is not None), "loss")
         greater = bool(self.runs) and is_greater_better(self.runs[0].recipe, metric)
-        return propose(self.space, outcomes, greater_is_better=greater, draw_seed=self.selection.draw_seed)
+        return sweep_values.propose(self.space, outcomes, greater_is_better=greater, draw_seed=self.selection.draw_seed)
 
     def _train(self, place: int, num_runs: int) -> None:
         """Train one run, unless it has finished before, and write its result to sweep.json."""
@@ -193,9 +209,10 @@ class _Sweep:
         self.say(f"{where}: training; its output is in {self.root / LOG_FOLDER / each.name}.txt")
         self._write()
         code, reason = self._launch(each, record)
-        row = row_of(self.root / each.name, each.recipe, each.values)
-        record.update(exit_code=code, metric=row.metric, value=row.value)
+        record["exit_code"] = code
         record["status"] = FINISHED if code == 0 else STOPPED if self.stop.requested else FAILED
+        row = row_of(self.root / each.name, each, FINISHED)
+        record.update(metric=row.metric, value=row.value)
         self._write()
         if code == 0 and row.value is not None:
             reason = f"{row.metric} {row.value:.4g}"
@@ -219,51 +236,60 @@ class _Sweep:
                         code = training.exit_code()
                         break
                     time.sleep(POLL_SECONDS)
-                reason = "" if code == 0 else training.errors().partition("\n")[0]
+                reason = training.error().partition("\n")[0] or f"exit code {code}"
             record["seconds"] = round(before + time.monotonic() - begin, 3)
             if code != 75 or self.stop.requested:
                 break
-        return (1 if code is None else code), reason or ("" if code == 0 else f"exit code {code}")
+        return (1 if code is None else code), "" if code == 0 else reason
 
     def _conclude(self) -> Swept:
         """Write the table of means and the comparison of the trained runs."""
         rows = [
-            row_of(self.root / each.name, each.recipe, each.values, str(record["status"]))
-            for each, record in zip(self.runs, self.records, strict=True)
+            row_of(self.root / each.name, each, str(record["status"])) for each, record in zip(self.runs, self.records)
         ]
-        table = describe_rows(rows, self.runs[0].recipe)
-        self._write(table.facts)
-        order = sorted(range(len(rows)), key=lambda place: table.order.index(rows[place].name))
-        folders = [self.root / self.runs[place].name for place in order]
-        trained = [folder for folder in folders if (folder / "metrics.jsonl").is_file()]
-        if len(trained) > MOST_COMPARED:
-            table.block["title"] += f"; below: the best {MOST_COMPARED} of {len(trained)} runs"
-        report = (
-            write_report(trained[:MOST_COMPARED], self.root / REPORT_FILE, home=self.root, tables=[table.block])
-            if trained
-            else None
-        )
-        failed = [(str(each["name"]), int(each["exit_code"])) for each in self.records if each["status"] != FINISHED]
-        others = [code for _, code in failed if code != 3]
+        facts = describe_rows(rows, self.runs[0].recipe)
+        self._write(facts)
+        order = [fact["combination"] for fact in facts]
+        best_first = sorted(zip(rows, self.runs), key=lambda pair: order.index(pair[0].name))
+        trained = [folder for _, each in best_first if ((folder := self.root / each.name) / METRICS_FILE).is_file()]
+        head = ["combination", f"{facts[0]['metric']}, mean", "spread", "finished", "values"]
+        lines = [_cells(fact) for fact in facts]
+        report = None
+        if trained:
+            title = "Combinations, best first"
+            if len(trained) > MOST_COMPARED:
+                title += f"; below: the best {MOST_COMPARED} of {len(trained)} runs"
+            block = {"title": title, "head": head, "rows": [{"name": name, "cells": cells} for name, *cells in lines]}
+            report = write_report(trained[:MOST_COMPARED], self.root / REPORT_FILE, home=self.root, tables=[block])
+        widths = [max(map(len, column)) for column in zip(head, *lines)]
+        text = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in (head, *lines)]
+        failed = [record for record in self.records if record["status"] != FINISHED]
+        text += [f"not finished: {record['name']} (exit code {record['exit_code']})" for record in failed]
+        others = [int(record["exit_code"]) for record in failed if record["exit_code"] != 3]
         exit_code = others[0] if others else 3 if len(failed) == len(self.records) else 0
-        return Swept(format_rows(table, failed=failed), report, exit_code, self.root)
+        return Swept("\n".join(text), report, exit_code, self.root)
 
     def _begun(self, each: Combination) -> JsonRecord:
         """Return the line of a run in sweep.json, or its old line if it finished with equal recipe and inputs."""
-        lines: dict[str, Mapping[str, Any]] = {run["name"]: run for run in self.earlier.get("runs", [])}
-        earlier = lines.get(each.name, {})
+        earlier: JsonRecord = next((run for run in self.earlier.get("runs", []) if run["name"] == each.name), {})
         # Defaults are left out, because a newer version with more settings must recognize its runs.
         digest = json_digest(each.recipe.model_dump(mode="json", exclude={"output_dir"}, exclude_defaults=True))
-        inputs = inputs_digest(each.recipe)
+        inputs = self._inputs_digest(each.recipe)
         is_same = earlier.get("recipe_digest") == digest and earlier.get("inputs") == inputs
         if earlier.get("inputs", inputs) != inputs:
-            self.say(f"{each.name}: its data or code has changed since it was trained; it is trained again")
+            self.say(f"{each.name}: data or code has changed since it was trained; training it again")
         if is_same and earlier.get("status") == FINISHED and (self.root / each.name / SUMMARY_FILE).is_file():
             return dict(earlier)
         return {
             "name": each.name, "settings": each.values, "status": WAITING, "exit_code": None,
             "seconds": earlier.get("seconds", 0.0) if is_same else 0.0, "recipe_digest": digest, "inputs": inputs,
         }  # fmt: skip
+
+    def _inputs_digest(self, recipe: Recipe) -> str:
+        names = json_digest([recipe.task, *input_names(recipe)])
+        if names not in self.digests:
+            self.digests[names] = inputs_digest(recipe)
+        return self.digests[names]
 
     def _write(self, combinations: Sequence[JsonRecord] = ()) -> None:
         names = {record["name"] for record in self.records}
@@ -273,17 +299,71 @@ class _Sweep:
         write_file(self.root / SWEEP_FILE, json_text(content).encode(), self.root)
 
 
+def row_of(folder: Path, each: Combination, status: str) -> Row:
+    """Return the row of a run: the last evaluation's `evaluate.metric_for_best_model`, or the last training loss.
+
+    The training loss is used only for a run without evaluations.
+    """
+    name = ", ".join(f"{name} {value}" for name, value in _without_seed(each.values).items()) or "all seeds"
+    metric = each.recipe.evaluate.metric_for_best_model.removeprefix("eval_")
+    if status != FINISHED or not (folder / METRICS_FILE).is_file():
+        return Row(name, metric, None)
+    run = load_run(folder)
+    if found := run.final_metrics():
+        return Row(name, metric, _number(found.get(metric)), _number(found.get("loss")))
+    return Row(name, "training loss", _number(run.train[-1].get("loss") if run.train else None))
+
+
+def is_greater_better(recipe: Recipe, metric: str) -> bool:
+    """Return whether a greater value of a metric is better, by `evaluate.greater_is_better` or the metric's name."""
+    greater = recipe.evaluate.greater_is_better
+    return not is_lower_better(metric) if greater == "auto" or metric == "training loss" else bool(greater)
+
+
+def describe_rows(rows: Sequence[Row], recipe: Recipe) -> list[JsonRecord]:
+    """Return mean, sample standard deviation, and number of runs per combination, best first.
+
+    Of equal means, the lower loss comes first.
+    """
+    metric = next((row.metric for row in rows if row.value is not None), rows[0].metric)
+    sign = -1 if is_greater_better(recipe, metric) else 1
+    facts = []
+    for name in dict.fromkeys(row.name for row in rows):
+        runs = [row for row in rows if row.name == name]
+        values = [row.value for row in runs if row.value is not None]
+        losses = [row.loss for row in runs if row.value is not None and row.loss is not None]
+        mean, spread = fmean(values) if values else None, stdev(values) if len(values) > 1 else None
+        fact = {"combination": name, "metric": metric, "mean": mean, "spread": spread, "values": values}
+        place = (mean is None, sign * (mean or 0.0), fmean(losses) if losses else math.inf)
+        facts.append((place, {**fact, "runs": len(runs)}))
+    return [fact for _, fact in sorted(facts, key=lambda pair: pair[0])]
+
+
+def _cells(fact: JsonRecord) -> list[str]:
+    numbers = [MISSING if fact[key] is None else f"{fact[key]:.4g}" for key in ("mean", "spread")]
+    values = ", ".join(f"{value:.4g}" for value in fact["values"])
+    return [fact["combination"], *numbers, f"{len(fact['values'])} of {fact['runs']}", values or MISSING]
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if is_number(value) else None
+
+
+def input_names(recipe: Recipe) -> list[str]:
+    """Return the names of a run's inputs: model, tokenizer, and data."""
+    tokenizer = recipe.tokenizer_in_use
+    names = [recipe.model.pretrained, tokenizer if isinstance(tokenizer, str) else None]
+    for value in (recipe.data.train, recipe.data.eval):
+        names += [value] if isinstance(value, str) else value or []
+    return [os.path.expanduser(name) for name in names if name]
+
+
 def inputs_digest(recipe: Recipe) -> str:
     """Return a digest of a run's inputs: data, model, tokenizer, and code of a custom task.
 
     Files count by content. Folders count by the names, sizes, and times of their files.
     """
-    tokenizer = recipe.tokenizer_in_use
-    names = [recipe.model.pretrained, tokenizer if isinstance(tokenizer, str) else None]
-    for value in (recipe.data.train, recipe.data.eval):
-        names += [value] if isinstance(value, str) else value or []
-    paths = [os.path.expanduser(name) for name in names if name]
-    contents = [_content(Path(each)) for path in paths for each in sorted(glob.glob(path)) or [path]]
+    contents = [_content(Path(each)) for path in input_names(recipe) for each in sorted(glob.glob(path)) or [path]]
     return json_digest(contents + ([digest_of_code(type(load_task(recipe.task)))] if ":" in recipe.task else []))
 
 
@@ -311,7 +391,7 @@ def _alone(root: Path) -> Iterator[None]:
         lock.acquire(timeout=0)
     except Timeout:
         raise ValueError(
-            f"output_dir={root} is in use by another sweep; wait for it, stop it, or give this one another --output_dir"
+            f"output_dir={root} is in use by another sweep. Wait for it, stop it, or set another --output_dir"
         ) from None
     except OSError:
         # The run folder cannot be written either, or the file system has no locks.

@@ -7,13 +7,14 @@ import math
 import random
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from itertools import count, product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from accel_train.core.errors import RecipeProblems
 from accel_train.core.json_io import json_digest
-from accel_train.recipe.loader import load_recipe
+from accel_train.recipe.loader import load_recipe, split_flags
 from accel_train.recipe.names import numbers_of, recipe_names
 from accel_train.recipe.schema import Recipe
 
@@ -23,6 +24,8 @@ LONGEST_NAME = 120
 MOST_RUNS = 1000
 LOG_FROM = 10.0
 """Ratio of a range's ends above which draws are uniform in the logarithm."""
+STARTUP_DRAWS = 5
+"""Number of random draws before TPE chooses. Optuna's default of 10 would leave no choice in a sweep of ten."""
 SEED = "seed"
 _NUMBER = r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?"
 _RANGE = re.compile(rf"({_NUMBER})\.\.({_NUMBER})")
@@ -39,6 +42,11 @@ class Range(NamedTuple):
     def is_log(self) -> bool:
         """Return whether draws are uniform in the logarithm."""
         return self.low > 0 and self.high > LOG_FROM * self.low
+
+    @property
+    def size(self) -> float:
+        """Return the number of values. Infinite for fractions."""
+        return self.high - self.low + 1 if self.is_integer else math.inf
 
     def at(self, share: float) -> str:
         """Return the quantile `share` (0 to 1) of all draws, as text for a recipe."""
@@ -63,14 +71,9 @@ class Space(NamedTuple):
     seeds: list[str] | None
 
     @property
-    def names(self) -> list[str]:
-        """Return the names of the swept settings, the seed last."""
-        return [*self.swept, *([SEED] if self.seeds else [])]
-
-    @property
     def size(self) -> float:
         """Return the number of combinations without seeds. Infinite if a range has fractions."""
-        return math.prod(map(_size, self.swept.values()))
+        return math.prod(each.size if isinstance(each, Range) else len(each) for each in self.swept.values())
 
 
 class Combination(NamedTuple):
@@ -79,6 +82,14 @@ class Combination(NamedTuple):
     name: str
     values: dict[str, str]
     recipe: Recipe
+
+
+class Outcome(NamedTuple):
+    """The result of a combination: the metric's mean over seeds, and whether the guard stopped a run. No mean: None."""
+
+    values: dict[str, str]
+    mean: float | None
+    has_diverged: bool = False
 
 
 def split_values(text: str) -> list[str]:
@@ -107,28 +118,50 @@ def read_space(settings: Sequence[str]) -> Space:
     """
     fixed: list[str] = []
     swept: dict[str, list[str] | Range] = {}
-    rest = list(settings)
-    while rest:
-        flag, equals, text = rest.pop(0).partition("=")
-        words = [f"{flag}{equals}{text}"]
-        if not equals and rest and not rest[0].startswith("--"):
-            words.append(text := rest.pop(0))
-        values, name = _domain(flag, text), flag.removeprefix("--")
+    for flag, name, text in split_flags(settings):
+        values = _domain(flag, name, text)
         if values is None:
-            fixed += words
-            continue
-        if name == "output_dir" or name in swept:
-            problem = "takes one value: the folder of all runs" if name == "output_dir" else "is given twice"
-            raise ValueError(f"{flag} {problem}")
-        swept[name] = values
+            fixed += [flag, text]
+        elif name == "output_dir":
+            raise ValueError(f"{flag} takes one value: the folder of all runs")
+        elif name in swept:
+            raise ValueError(f"{flag} is given twice. Give it once")
+        else:
+            swept[name] = values
     if not swept:
-        raise ValueError("there is nothing to sweep; give a setting several values, with commas: --seed 0,1,2")
+        raise ValueError("nothing to sweep. Give a setting several values with commas: --seed 0,1,2")
     seeds = swept.pop(SEED, None)
     if isinstance(seeds, Range):
-        raise ValueError(
-            f"--seed {seeds.write(seeds.low)}..{seeds.write(seeds.high)}: write seeds one by one: --seed 0,1,2"
-        )
+        raise ValueError(f"--seed {seeds.low:g}..{seeds.high:g}: seeds cannot be a range. List them: --seed 0,1,2")
     return Space(fixed, swept, seeds)
+
+
+def _domain(flag: str, name: str, text: str) -> list[str] | Range | None:
+    """Return the values of a flag, or None if it has one value."""
+    values = split_values(text)
+    if len(values) == 1:
+        found = _RANGE.fullmatch(values[0])
+        return _range(flag, name, *found.groups()) if found else None
+    if "" in values:
+        raise ValueError(f"{flag} {text}: a value is empty. Write one comma between two values")
+    if twice := [value for value, times in Counter(values).items() if times > 1]:
+        raise ValueError(f"{flag} {text}: {twice[0]} is repeated. Give each value once")
+    if within := [value for value in values if _RANGE.fullmatch(value)]:
+        raise ValueError(f"{flag} {text}: {within[0]} is a range in a list. Give one range, or a list of values")
+    return values
+
+
+def _range(flag: str, name: str, low: str, high: str) -> Range | None:
+    """Return a range, or None if the setting does not take numbers. The text is then its value."""
+    numbers = numbers_of(name) if name in recipe_names() else {"number", "integer"}
+    if not numbers:
+        return None
+    if not float(low) < float(high) < math.inf:
+        raise ValueError(f"{flag} {low}..{high}: a range must go from a smaller number to a greater one")
+    are_whole = all(re.fullmatch(r"[+-]?\d+", end) for end in (low, high))
+    if not are_whole and "number" not in numbers:
+        raise ValueError(f"{flag} {low}..{high}: this setting takes whole numbers. Give whole ends: 1..8")
+    return Range(float(low), float(high), are_whole and "integer" in numbers)
 
 
 def grid(space: Space) -> list[dict[str, str]]:
@@ -139,15 +172,17 @@ def grid(space: Space) -> list[dict[str, str]]:
     """
     lists = {name: values for name, values in space.swept.items() if not isinstance(values, Range)}
     if ranges := [name for name in space.swept if name not in lists]:
-        raise ValueError(f"--{ranges[0]} is a range; say how many values to take from it: --random 20, or --optuna 20")
+        raise ValueError(f"--{ranges[0]} is a range. Say how many values to try: --random 20, or --optuna 20")
     check_number(space, int(space.size), "")
     return [dict(zip(lists, values, strict=True)) for values in product(*lists.values())]
 
 
 def draws(space: Space, draw_seed: int) -> Iterator[dict[str, str]]:
-    """Yield distinct combinations without seeds. Take at most `space.size`, because the iterator never ends."""
-    seen = set()
+    """Yield distinct combinations without seeds, until all `space.size` combinations are drawn."""
+    seen: set[tuple[str, ...]] = set()
     for number in count():
+        if len(seen) >= space.size:
+            return
         values = {}
         for name, domain in space.swept.items():
             share = random.Random(f"{draw_seed} {number} {name}").random()
@@ -159,15 +194,58 @@ def draws(space: Space, draw_seed: int) -> Iterator[dict[str, str]]:
 
 def check_number(space: Space, number: int, flag: str) -> None:
     """Raise ValueError for a wrong number of combinations, or for too many runs. An empty `flag` means a grid."""
-    num_seeds = len(space.seeds or [SEED])
     if flag and not space.swept:
-        raise ValueError(f"{flag}={number}: there is nothing to draw; every seed is trained: leave {flag} out")
+        raise ValueError(f"{flag}={number}: nothing to draw, because every seed is trained. Leave {flag} out")
     if flag and not 1 <= number <= space.size:
         upto = f"between 1 and {space.size:,.0f}, the number of combinations" if space.size < math.inf else "at least 1"
         raise ValueError(f"{flag}={number}: must be {upto}")
-    if (num_runs := number * num_seeds) > MOST_RUNS:
-        remedy = f"lower {flag}" if flag else "leave out values, or draw some: --random 20"
-        raise ValueError(f"these are {num_runs:,} runs, more than {MOST_RUNS:,}; {remedy}")
+    if (num_runs := number * len(space.seeds or [SEED])) > MOST_RUNS:
+        remedy = f"Lower {flag}" if flag else "Leave out values, or draw some: --random 20"
+        raise ValueError(f"{num_runs:,} runs are more than {MOST_RUNS:,}. {remedy}")
+
+
+def propose(space: Space, outcomes: Sequence[Outcome], *, greater_is_better: bool, draw_seed: int) -> dict[str, str]:
+    """Return the next combination to train, without seeds: Optuna's TPE, as a function of outcomes and draw seed.
+
+    A combination that diverged counts as worse than all others. Other failures are ignored. Each choice rebuilds the
+    study, because sweep.json holds the values and results.
+    """
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    # Similar seeds would draw similar values, so the seed is hashed.
+    seed = random.Random(f"{draw_seed} {len(outcomes)}").getrandbits(32)
+    sampler = optuna.samplers.TPESampler(n_startup_trials=STARTUP_DRAWS, seed=seed)
+    study = optuna.create_study(direction="maximize" if greater_is_better else "minimize", sampler=sampler)
+    kinds: dict[str, Any] = {}
+    readers: dict[str, Callable[[str], Any]] = {}
+    for name, values in space.swept.items():
+        if isinstance(values, Range):
+            kind: Any = (
+                optuna.distributions.IntDistribution if values.is_integer else optuna.distributions.FloatDistribution
+            )
+            read = int if values.is_integer else float
+            kinds[name], readers[name] = kind(read(values.low), read(values.high), log=values.is_log), read
+        else:
+            kinds[name], readers[name] = optuna.distributions.CategoricalDistribution(values), str
+    states = optuna.trial.TrialState
+    for each in outcomes:
+        state = states.COMPLETE if each.mean is not None else states.PRUNED if each.has_diverged else states.FAIL
+        params = {name: readers[name](text) for name, text in each.values.items()}
+        study.add_trial(optuna.create_trial(state=state, value=each.mean, params=params, distributions=kinds))
+    params = study.ask(kinds).params
+    chosen = {
+        name: values.write(params[name]) if isinstance(values, Range) else str(params[name])
+        for name, values in space.swept.items()
+    }
+    before = [each.values for each in outcomes]
+    return chosen if chosen not in before else next(each for each in draws(space, draw_seed) if each not in before)
+
+
+def check_optuna() -> None:
+    """Raise ValueError if Optuna is not installed."""
+    if find_spec("optuna") is None:
+        raise ValueError("--optuna needs the package optuna. Install it: pip install 'accel-train[optuna]'")
 
 
 def with_recipes(path: str, space: Space, chosen: Iterable[Mapping[str, str]]) -> list[Combination]:
@@ -176,7 +254,10 @@ def with_recipes(path: str, space: Space, chosen: Iterable[Mapping[str, str]]) -
     Raises:
         ValueError: a recipe is wrong. The message has a line per problem.
     """
-    keys = _short_keys(space.names)
+    names = [*space.swept, *([SEED] if space.seeds else [])]
+    last = {name: SHORT_NAMES.get(part := name.rpartition(".")[2], part) for name in names}
+    times = Counter(last.values())
+    keys = {name: part if times[part] == 1 else name for name, part in last.items()}
     problems: dict[str, None] = {}
     found = []
     for each, seed in product(chosen, space.seeds or [""]):
@@ -185,8 +266,8 @@ def with_recipes(path: str, space: Space, chosen: Iterable[Mapping[str, str]]) -
             recipe = load_recipe(path, arguments=[*space.fixed, *flags_of(values)])
         except ValueError as error:
             problems.update(dict.fromkeys(error.args if isinstance(error, RecipeProblems) else [str(error)]))
-            continue
-        found.append(Combination(_folder_name(keys, values), values, recipe))
+        else:
+            found.append(Combination(_folder_name(keys, values), values, recipe))
     if problems:
         raise RecipeProblems(*problems)
     return found
@@ -205,50 +286,6 @@ def extremes(space: Space) -> list[dict[str, str]]:
 def flags_of(values: Mapping[str, str]) -> list[str]:
     """Return values by setting as words of a command line."""
     return [word for name, value in values.items() for word in (f"--{name}", value)]
-
-
-def _domain(flag: str, text: str) -> list[str] | Range | None:
-    """Return the values of a flag, or None if it has one value."""
-    values = split_values(text)
-    if found := _RANGE.fullmatch(values[0]) if len(values) == 1 else None:
-        return _range(flag, *found.groups())
-    if len(values) == 1:
-        return None
-    if "" in values:
-        raise ValueError(f"{flag} {text}: a value is empty; write the values with one comma between two")
-    if twice := [value for value, times in Counter(values).items() if times > 1]:
-        raise ValueError(f"{flag} {text}: {twice[0]} is there twice; give each value once")
-    if within := [value for value in values if _RANGE.fullmatch(value)]:
-        raise ValueError(f"{flag} {text}: {within[0]} is a range among values; give one range, or a list of values")
-    return values
-
-
-def _range(flag: str, low: str, high: str) -> Range | None:
-    """Return a range, or None if the setting does not take numbers. The text is then its value."""
-    name, ends = flag.removeprefix("--"), (float(low), float(high))
-    numbers = numbers_of(name) if name in recipe_names() else {"number", "integer"}
-    if not numbers:
-        return None
-    are_whole = all(re.fullmatch(r"[+-]?\d+", end) for end in (low, high))
-    if not ends[0] < ends[1] < math.inf:
-        raise ValueError(f"{flag} {low}..{high}: must go from a smaller number to a greater one")
-    if not are_whole and "number" not in numbers:
-        raise ValueError(f"{flag} {low}..{high}: this setting takes whole numbers; give whole ends: 1..8")
-    return Range(*ends, are_whole and "integer" in numbers)
-
-
-def _size(values: list[str] | Range) -> float:
-    if not isinstance(values, Range):
-        return len(values)
-    return values.high - values.low + 1 if values.is_integer else math.inf
-
-
-def _short_keys(names: Iterable[str]) -> dict[str, str]:
-    """Return a short name per setting: its last part, or the full name if two settings share it."""
-    last = {name: name.rpartition(".")[2] for name in names}
-    short = {name: SHORT_NAMES.get(part, part) for name, part in last.items()}
-    times = Counter(short.values())
-    return {name: part if times[part] == 1 else name for name, part in short.items()}
 
 
 def _folder_name(keys: Mapping[str, str], values: Mapping[str, str]) -> str:
