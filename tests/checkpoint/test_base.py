@@ -82,9 +82,8 @@ def test_a_base_with_one_flipped_bit_is_refused_by_name(based: Path, capsys: pyt
     path = write_recipe_file(based, **sections_in(based))
     assert main(["run", str(path)]) == 2
     said = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "step-00000004 was trained on another base" in said
-    assert "transformer.h.1.mlp.c_fc.base_layer.weight has SHA-256" in said
-    assert "(1 of 28 frozen weights differ)" in said
+    for fact in ("step-00000004", "transformer.h.1.mlp.c_fc.base_layer.weight had SHA-256", "(1 of 28 frozen"):
+        assert fact in said
 
 
 @pytest.mark.slow
@@ -118,8 +117,9 @@ def test_other_frozen_weights_are_refused_even_where_changes_are_accepted(based:
     forget(folder, 8)
     sections = sections_in(based, freeze=["*.h.*"])
     sections["checkpoint"] = {**sections["checkpoint"], "accept_changes": True}
-    with pytest.raises(ValueError, match=r"now others are frozen: transformer\.h\.1\..* \(of 12\)"):
+    with pytest.raises(ValueError, match=r"model\.freeze.*") as refused:
         prepare_run(Recipe.model_validate(recipe_dict(based, **sections)))
+    assert "transformer.h.1.attn.c_attn.bias (of 12)" in str(refused.value)
 
 
 def test_random_weights_stay_in_the_checkpoint_though_frozen(corpus: Path) -> None:
@@ -190,7 +190,7 @@ def test_every_process_refuses_the_other_base(based: Path, strategy: str) -> Non
     run(path, processes=2)
     forget(based / "run", 8)
     flip_one_bit(based / "base", "transformer.wte.weight")
-    assert "transformer.wte.weight has SHA-256" in run(path, processes=2, expect=2).stderr
+    assert "transformer.wte.weight had SHA-256" in run(path, processes=2, expect=2).stderr
 
 
 def test_digests_tell_types_and_shapes_apart() -> None:

@@ -98,7 +98,8 @@ def test_one_failure_is_told_and_two_in_a_row_are_too_many(tmp_path: Path, in_ba
         (saved,) = saver.take_ended()
         assert (saved.step, saved.error is not None) == (step, writer is fail)
         assert (saver.last_error is not None) == (writer is fail)
-    assert "checkpoint of step 4 could not be written" in str(saver.last_error)
+    assert "step 4" in str(saver.last_error)
+    assert "No space left" in str(saver.last_error)
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000002"]
 
 
@@ -285,7 +286,7 @@ def test_weights_that_are_not_finite_are_never_saved(corpus: Path) -> None:
             next(run.strategy.inner.model.parameters()).view(-1)[0] = float("nan")
         run.state.step = 4
         save_run(run)
-        with pytest.raises(CheckpointError, match=r"step 4 is not saved: transformer.wte.weight is not finite"):
+        with pytest.raises(CheckpointError, match=r"step 4 .*transformer\.wte\.weight"):
             save_run(run, wait=True)
     assert saved_steps(run.saver.root) == [0]
     assert [event["step"] for event in events(run.plan.output_dir, "checkpoint_refused")] == [4, 4]
@@ -331,7 +332,7 @@ def test_interrupted_twice_the_command_ends_at_once_and_leaves_nothing_half(corp
     )
     done = subprocess.run(command(recipe), env=environment(), capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 130, done.stderr
-    assert "interrupted; run the same command again to resume from the last checkpoint" in done.stderr
+    assert "the same command" in done.stderr
     root = corpus / "run" / "checkpoints"
     assert saved_steps(root) == [step_of(folder) for folder in checkpoint_folders(root)]
     publish(root, 99, {"model": write})
