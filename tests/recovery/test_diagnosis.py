@@ -283,8 +283,8 @@ def test_incident_that_cannot_be_written_costs_the_folder_and_not_the_run(tmp_pa
     assert watching.skipped == [3]
     [event] = events(tmp_path / "run", "skip")
     assert event["incident"] is None
-    assert "makes the loss not finite" in event["message"]
-    assert "could not be written" in event["message"]
+    assert "loss" in event["message"]
+    assert str(tmp_path / "run/incidents") in event["message"]
 
 
 def test_no_more_incidents_than_the_guard_allows_are_looked_into(tmp_path: Path) -> None:
