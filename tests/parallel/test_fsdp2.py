@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from accel_train.checkpoint.store import newest_valid, step_of
+from accel_train.core.errors import SettingError
 from accel_train.parallel.fsdp2 import Fsdp2
 from accel_train.recipe.loader import Recipe
 from accel_train.recipe.parallel import Parallel
@@ -166,7 +167,7 @@ def test_bf16_is_further_from_fp32_than_under_ddp_by_what_the_run_says(train: Tr
     assert 1.5 * error(ddp) < error(sharded) < 15 * error(ddp)
     assert error(sharded) < 1e-3
     said = [(run.parent / "processes" / "rank-0.out").read_text() for run in (ddp, sharded)]
-    assert ["3 to 9 times as far from those of fp32" in each for each in said] == [False, True]
+    assert ["3 to 9 times" in each for each in said] == [False, True]
 
 
 @pytest.mark.slow
@@ -199,7 +200,7 @@ def test_nan_on_one_process_is_skipped_on_all_to_the_bit_and_the_incident_keeps_
     [incident] = (run / "incidents").iterdir()
     assert (incident / "batch-rank-1.safetensors").exists()
     assert not (incident / "batch-rank-0.safetensors").exists()
-    assert "Not diagnosed in the run: each process holds a shard" in (incident / "incident.md").read_text()
+    assert "holds a shard" in (incident / "incident.md").read_text()
 
 
 LAYOUTS = {
@@ -305,12 +306,12 @@ def test_no_process_holds_more_than_its_part_of_weights_gradients_and_moments(tr
 
 def test_what_does_not_divide_is_refused_with_what_does() -> None:
     section = Parallel(strategy="fsdp2", dp_shard_size=3)
-    with pytest.raises(
-        ValueError, match=r"parallel\.dp_shard_size=3 does not divide the 4 processes.*use 1, 2, 4 or auto"
-    ):
+    with pytest.raises(SettingError, match="4 processes") as refused:
         Fsdp2.choose(section, 4, CPU)
-    with pytest.raises(ValueError, match="the run is on the CPU already"):
+    assert (refused.value.at, refused.value.remedy) == ("parallel.dp_shard_size=3", "Use 1, 2, 4 or auto")
+    with pytest.raises(SettingError) as refused:
         Fsdp2.choose(Parallel(strategy="fsdp2", cpu_offload=True), 2, CPU)
+    assert refused.value.settings == ("parallel.cpu_offload",)
     assert Fsdp2.choose(Parallel(strategy="fsdp2"), 1, CPU).value == 1
 
 

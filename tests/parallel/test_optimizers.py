@@ -80,10 +80,10 @@ def test_losses_are_those_of_one_process_and_resumed_it_is_the_same_run_to_the_b
     alone, run = train("one", 1, **text), train("run", processes, parallel=parallel, **text)
     assert_same_run(run, alone, 1e-5)
     said = (run.parent / "processes" / "rank-0.out").read_text()
-    assert ("one wait for the device a step" in said) == (name in BY_HOST)
+    assert ("one wait for" in said) == (name in BY_HOST)
     sharing = parallel.get("dp_shard_size", processes)
-    assert (f"each of {sharing} processes makes its share of the matrices" in said) == (name == "muon")
-    assert ("8 matrices of the blocks" in said or "14 matrices of the blocks" in said) == (name == "muon")
+    assert (f"each of {sharing} processes" in said) == (name == "muon")
+    assert ("8 matrices of" in said or "14 matrices of" in said) == (name == "muon")
     if processes == 2 and "tp_size" not in parallel:
         assert_resumed_to_the_bit(train, run, processes, {**text, "parallel": parallel})
 
@@ -135,8 +135,8 @@ def test_what_is_not_made_for_zero_is_refused_in_one_line(tmp_path: Path) -> Non
     forked = run_forked(["plan", str(recipe)], 1, folder=tmp_path / "processes")
     assert forked.wait() == [2]
     [line] = [line for line in forked.stderr(0).splitlines() if line.startswith("error: ")]
-    assert "optimizer.name muon cannot be had with parallel.strategy deepspeed" in line
-    assert "use adamw, adam, sgd" in line
+    for fact in ("parallel.strategy=deepspeed: ", "optimizer.name muon", "Use adamw, adam, sgd"):
+        assert fact in line
     assert Recipe.from_yaml(str(recipe)).optimizer.name == "muon"
 
 
