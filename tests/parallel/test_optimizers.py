@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from accel_train.recipe.loader import Recipe
+from tests.parallel.conftest import assert_skipped_to_the_bit, nan_at
 from tests.support.comparisons import Train, assert_same_bits, assert_same_run, tensors
 from tests.support.processes import run_forked
 from tests.support.programs import sharded_muon
@@ -101,17 +102,8 @@ def test_resumed_in_one_process_it_is_the_same_run_to_the_bit(train: Train, name
     [*((name, {}) for name in NAMES), *((name, FSDP2) for name in NAMES if name not in NOT_SHARDED)],
 )
 def test_nan_on_one_process_changes_no_bit_on_any(train: Train, name: str, parallel: dict[str, Any]) -> None:
-    run = train(
-        "run",
-        2,
-        parallel=parallel,
-        **{**sections(name), "schedule": {"max_steps": 6, "type": "constant"}},
-        checkpoint={"every_steps": 1, "keep": 10},
-        options={"nan_at": {"step": 4, "rank": 1}},
-    )
-    for kind in ("model", "optimizer", "average"):
-        assert_same_bits(tensors(run, 3, kind), tensors(run, 4, kind))
-    assert [event["step"] for event in events(run, "skip")] == [4]
+    constant = {"schedule": {"max_steps": 6, "type": "constant"}}
+    assert_skipped_to_the_bit(train("run", 2, parallel, **{**sections(name), **nan_at(4), **constant}), 4)
 
 
 @pytest.mark.slow

@@ -24,9 +24,10 @@ from accel_train.recipe.parallel import Parallel
 from accel_train.recipe.schema import Batch, Recipe
 from accel_train.task import load_task
 from accel_train.tasks.causal_lm import CausalLM
+from tests.parallel.conftest import SHORT_STEPS, assert_same_norms, assert_skipped_to_the_bit, nan_at, train_in
 from tests.support.comparisons import assert_same_bits, assert_same_run, tensors
 from tests.support.processes import run_forked
-from tests.support.runs import LLAMA, TINY_MODEL, events, metrics, recipe_dict, write_corpus, write_recipe_file
+from tests.support.runs import LLAMA, TINY_MODEL, events, recipe_dict, write_corpus, write_recipe_file
 
 SP = {"sp_size": 2}
 FSDP2 = {"strategy": "fsdp2"}
@@ -41,16 +42,8 @@ ULYSSES = "deepspeed.runtime.sequence_parallel.ulysses_sp"
 
 
 def sit(folder: Path, processes: int, parallel: dict[str, Any], code: int = 0, **sections: Any) -> Path:
-    """Train in this folder until all processes end with this code; returns the run folder."""
-    folder.mkdir(exist_ok=True)
-    write_corpus(folder)
     options = {"ragged": True, "record": str(folder), **sections.pop("options", {})}
-    recipe = write_recipe_file(folder, **{**TEXT, "options": options, "parallel": parallel, **sections})
-    preload = [ULYSSES] if "sp_size" in parallel else []
-    forked = run_forked(["run", str(recipe)], processes, folder=folder / "processes", preload=preload)
-    assert forked.wait() == [code] * processes, forked.stderr(0)
-    assert not preload or "Warning" not in forked.stderr(0)
-    return folder / "run"
+    return train_in(folder, processes, parallel, code=code, **{**TEXT, "options": options, **sections})
 
 
 def reads(run: Path, rank: int) -> list[int]:
@@ -60,9 +53,7 @@ def reads(run: Path, rank: int) -> list[int]:
 
 def assert_trained_alike(run: Path, other: Path) -> None:
     """Losses, gradient norms, evaluations and counts of two layouts of one run."""
-    assert_same_run(run, other)
-    ours, theirs = ([each["grad_norm"] for each in metrics(folder)] for folder in (run, other))
-    assert ours == pytest.approx(theirs, rel=1e-5)
+    assert_same_norms(run, other)
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in (run, other)]
     for name in ("num_targets", "parameters", "sample"):
         assert summaries[0][name] == summaries[1][name]
@@ -236,19 +227,9 @@ def test_processes_of_a_group_read_alike_and_draw_and_count_each_for_itself() ->
 
 
 def test_nan_on_one_process_is_skipped_on_all_to_the_bit_and_the_incident_keeps_whole_sequences(tmp_path: Path) -> None:
-    sections = {
-        "schedule": {"max_steps": 4, "warmup_steps": 0, "type": "constant"},
-        "checkpoint": {"every_steps": 1, "keep": 10},
-        "batch": {"global_batch_size": 2, "per_device_batch_size": 2},
-        "evaluate": {"every_steps": 0},
-        "options": {"nan_at": {"step": 3, "rank": 1}},
-    }
-    run = sit(tmp_path / "run", 2, SP, **sections)
-    for kind in ("model", "optimizer", "average"):
-        assert_same_bits(tensors(run, 2, kind), tensors(run, 3, kind))
-    name = "transformer.wte.weight"
-    assert not torch.equal(tensors(run, 3, "model")[name], tensors(run, 4, "model")[name])
-    assert [event["step"] for event in events(run, "skip")] == [3]
+    batch = {"global_batch_size": 2, "per_device_batch_size": 2}
+    run = sit(tmp_path / "run", 2, SP, batch=batch, evaluate={"every_steps": 0}, **nan_at(3, last=4))
+    assert_skipped_to_the_bit(run, 3)
     [incident] = (run / "incidents").iterdir()
     assert "(parallel.sp_size)" in (incident / "incident.md").read_text()
     kept = load_file(incident / "batch-rank-1.safetensors")
@@ -310,13 +291,7 @@ def test_a_process_that_dies_ends_those_with_the_other_slices_and_the_rest(tmp_p
 
 @pytest.mark.slow
 def test_short_steps_that_leave_groups_with_unequal_shares_hang_nobody(tmp_path: Path) -> None:
-    sections = {
-        "data": {"last_batch": "short", "sequence_length": 64},
-        "batch": {"global_batch_size": 12, "per_device_batch_size": 1},
-        "schedule": {"max_steps": None, "num_epochs": 1},
-        "optimizer": {"learning_rate": 1e-2},
-        "evaluate": {"every_steps": 0},
-    }
+    sections = {**SHORT_STEPS, "evaluate": {"every_steps": 0}}
     assert_same_run(*(sit(tmp_path / str(n), n, p, **sections) for n, p in ((4, {**FSDP2, **SP}), (1, {}))))
 
 

@@ -25,10 +25,11 @@ from accel_train.plan.plan import resolve_plan
 from accel_train.recipe.parallel import Parallel
 from accel_train.recipe.schema import Batch, Recipe
 from accel_train.task import load_task
+from tests.parallel.conftest import assert_same_norms, assert_skipped_to_the_bit, nan_at, train_in
 from tests.support.comparisons import assert_loaded_to_the_bit, assert_same_bits, assert_same_run, tensors
 from tests.support.processes import run_forked
 from tests.support.runs import LLAMA as TINY_LLAMA
-from tests.support.runs import events, metrics, recipe_dict, write_corpus, write_recipe_file
+from tests.support.runs import events, recipe_dict, write_corpus, write_recipe_file
 
 TP = {"strategy": "fsdp2", "tp_size": 2}
 LLAMA = {**TINY_LLAMA, "vocab_size": 259}  # which two processes cannot divide, and four cannot
@@ -44,14 +45,9 @@ Train = Callable[..., Path]
 CPU = torch.device("cpu")
 
 
-def train_in(folder: Path, processes: int, **sections: Any) -> Path:
-    folder.mkdir()
-    write_corpus(folder)
+def sit(folder: Path, processes: int, parallel: dict[str, Any] | None = None, **sections: Any) -> Path:
     options = {"ragged": True, "record": str(folder)}
-    recipe = write_recipe_file(folder, **{**TEXT, "options": options, **sections})
-    forked = run_forked(["run", str(recipe)], processes, folder=folder / "processes")
-    assert forked.wait() == [0] * processes, forked.stderr(0)
-    return folder / "run"
+    return train_in(folder, processes, parallel, **{**TEXT, "options": options, **sections})
 
 
 def reads(run: Path, rank: int) -> list[int]:
@@ -62,17 +58,15 @@ def reads(run: Path, rank: int) -> list[int]:
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same run on one process."""
-    return train_in(tmp_path_factory.mktemp("one") / "one", 1)
+    return sit(tmp_path_factory.mktemp("one") / "one", 1)
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_losses_are_those_of_one_process_and_neighbours_read_the_same_samples_once(
     tmp_path: Path, undisturbed: Path, processes: int
 ) -> None:
-    run = train_in(tmp_path / "split", processes, parallel=TP)
-    assert_same_run(run, undisturbed)
-    ours, theirs = ([each["grad_norm"] for each in metrics(folder)] for folder in (run, undisturbed))
-    assert ours == pytest.approx(theirs, rel=1e-5)
+    run = sit(tmp_path / "split", processes, TP)
+    assert_same_norms(run, undisturbed)
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in (run, undisturbed)]
     assert summaries[0]["num_targets"] == summaries[1]["num_targets"]
     assert summaries[0]["eval"]["num_targets"] == summaries[1]["eval"]["num_targets"]
@@ -99,35 +93,22 @@ def test_every_kind_of_plan_gives_the_losses_of_one_process(
 ) -> None:
     config = {name: value for name, value in {**LLAMA, **changed}.items() if value is not None}
     sections = {"model": {"config": config}, "schedule": {"max_steps": 5}}
-    runs = [train_in(tmp_path / str(n), n, parallel=parallel, **sections) for n, parallel in ((processes, TP), (1, {}))]
+    runs = [sit(tmp_path / str(n), n, parallel, **sections) for n, parallel in ((processes, TP), (1, {}))]
     assert_same_run(*runs)
 
 
 @pytest.mark.slow
 def test_with_checkpointing_and_16_bits_losses_are_near_those_of_one_process(tmp_path: Path) -> None:
     precision = {"mixed_precision": "bf16", "gradient_checkpointing": True}
-    runs = [
-        train_in(tmp_path / str(n), n, parallel=parallel, precision=precision) for n, parallel in ((4, TP), (1, {}))
-    ]
+    runs = [sit(tmp_path / str(n), n, parallel, precision=precision) for n, parallel in ((4, TP), (1, {}))]
     assert_same_run(*runs, tolerance=2e-3)
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_nan_on_one_process_is_skipped_on_all_to_the_bit(train: Train, processes: int) -> None:
-    sections = {
-        **TEXT,
-        "schedule": {"max_steps": 5, "warmup_steps": 0, "type": "constant"},
-        "checkpoint": {"every_steps": 1, "keep": 10},
-        "batch": {"global_batch_size": 4},
-        "evaluate": {"every_steps": 0},
-        "options": {"nan_at": {"step": 4, "rank": 1}},
-    }
-    run = train("run", processes, parallel=TP, **sections)
-    for kind in ("model", "optimizer", "average"):
-        assert_same_bits(tensors(run, 3, kind), tensors(run, 4, kind))
-    name = "model.layers.0.self_attn.q_proj.weight"
-    assert not torch.equal(tensors(run, 4, "model")[name], tensors(run, 5, "model")[name])
-    assert [event["step"] for event in events(run, "skip")] == [4]
+    sections = {**TEXT, "batch": {"global_batch_size": 4}, "evaluate": {"every_steps": 0}, **nan_at(4, last=5)}
+    run = train("run", processes, TP, **sections)
+    assert_skipped_to_the_bit(run, 4)
     [incident] = (run / "incidents").iterdir()
     assert "(parallel.tp_size)" in (incident / "incident.md").read_text()
     kept = load_file(incident / "weights.safetensors")  # whole, so that one process can compute it again
@@ -146,9 +127,7 @@ LAYOUTS = {"one": (1, {}), "ddp": (2, {}), "fsdp2": (2, {"strategy": "fsdp2"}), 
     ],
 )  # fmt: skip
 def test_what_is_saved_under_one_layout_is_loaded_under_another_to_the_bit(
-    train: Train,
-    saved: str,
-    loaded: str,
+    train: Train, saved: str, loaded: str
 ) -> None:
     text = {**TEXT, "optimizer": {"learning_rate": 3e-3}, "schedule": {"max_steps": 3}, "evaluate": {"every_steps": 0}}
     assert_loaded_to_the_bit(train, LAYOUTS[saved], LAYOUTS[loaded], 3, text)
@@ -159,17 +138,12 @@ def test_stopped_and_gone_on_under_other_layouts_it_is_the_run_that_never_stoppe
     tmp_path: Path, undisturbed: Path
 ) -> None:
     folder, done = tmp_path / "chain", 0
-    folder.mkdir()
-    write_corpus(folder)
     for name, stop in (("tp", 1), ("fsdp2-tp", 4), ("fsdp2", None)):
         processes, parallel = LAYOUTS[name]
         options: dict[str, Any] = {"ragged": True, "first_step": done}
-        if stop is not None:
-            options["term_at"] = {"step": stop, "rank": processes - 1}
-        sections = {**TEXT, "batch": {"global_batch_size": 12}, "parallel": parallel, "options": options}
-        recipe = write_recipe_file(folder, **sections)
-        forked = run_forked(["run", str(recipe)], processes, folder=folder / name)
-        assert forked.wait() == [0 if stop is None else 75] * processes, (name, forked.stderr(0))
+        options |= {} if stop is None else {"term_at": {"step": stop, "rank": processes - 1}}
+        sections = {**TEXT, "batch": {"global_batch_size": 12}, "options": options}
+        train_in(folder, processes, parallel, code=0 if stop is None else 75, **sections)
         done = 8 if stop is None else events(folder / "run", "preempted")[-1]["step"]
     assert len(events(folder / "run", "resume")) == 2
     assert_same_run(folder / "run", undisturbed)
