@@ -10,13 +10,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from accel_train.checkpoint.fingerprint import (
-    Change,
-    Settings,
-    identity_changes,
-    identity_origins,
-    setting_changes,
-)
+from accel_train.checkpoint.fingerprint import Change, Settings, identity_changes, identity_origins, setting_changes
 from accel_train.checkpoint.rollback_log import ROLLBACKS, read_rollbacks, remove_abandoned, rollbacks_of
 from accel_train.checkpoint.store import (
     MANIFEST,

@@ -178,11 +178,7 @@ class ShardWriter:
             # A known plan is written without communication.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             save(
-                self._spread,
-                storage_writer=writer,
-                planner=planner,
-                process_group=self._group,
-                no_dist=bool(is_known),
+                self._spread, storage_writer=writer, planner=planner, process_group=self._group, no_dist=bool(is_known)
             )
         known.layout, known.plan = layout, planner.agreed
 

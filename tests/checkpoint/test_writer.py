@@ -1,6 +1,4 @@
-"""Saving beside the training: one at a time, failures told and counted, given up or finished,
-nothing kept in memory.
-"""
+"""Saves in the background: one at a time, failures counted, given up or finished, nothing kept in memory."""
 
 import gc
 import subprocess

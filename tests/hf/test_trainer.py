@@ -618,7 +618,7 @@ def test_state_that_a_checkpoint_cannot_hold_is_said_at_the_first_step(tmp_path:
 
     given = (Odd(model.parameters(), own=None), None)
     trainer = Trainer(model, arguments(tmp_path), train_dataset=plain_rows(45), optimizers=given, callbacks=[Count()])
-    with pytest.raises(accel_train.core.errors.CheckpointError, match="keeps notes for layer"):
+    with pytest.raises(accel_train.core.errors.CheckpointError, match="notes of layer"):
         trainer.train()
     assert steps == []
 

@@ -1,6 +1,4 @@
-"""A model spread over processes by FSDP2 trains as one that is not: the same losses, the same guard, checkpoints for
-any layout.
-"""
+"""FSDP2 trains as one process: the same losses, the same guard, checkpoints for any layout."""
 
 import signal
 from pathlib import Path
@@ -165,13 +163,7 @@ LAYOUTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("saved", "loaded"),
-    [
-        ("sharded", "one"),
-        ("one", "sharded"),
-        ("sharded", "sharded-4"),
-        ("copies", "ddp"),
-        ("sharded-4", "copies"),
-    ],
+    [("sharded", "one"), ("one", "sharded"), ("sharded", "sharded-4"), ("copies", "ddp"), ("sharded-4", "copies")],
 )
 def test_what_is_saved_under_one_layout_is_loaded_under_another_to_the_bit(
     train: Train, tmp_path: Path, saved: str, loaded: str

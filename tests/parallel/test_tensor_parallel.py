@@ -1,9 +1,6 @@
-"""Layers split over neighbouring processes train as on one: the same losses, samples counted once, checkpoints for any
-layout.
-"""
+"""Split layers train as one process: the same losses, samples counted once, checkpoints for any layout."""
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,25 +8,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import GPTNeoXConfig
 
-from accel_train.cli.main import main
-from accel_train.core.errors import SettingError
-from accel_train.data.batch_sizes import resolve_batch
-from accel_train.parallel.compatibility import check_compatibility
-from accel_train.parallel.dims import across_machines
-from accel_train.parallel.fsdp2 import Fsdp2
-from accel_train.plan.format import format_plan
-from accel_train.plan.place import choose_layout
-from accel_train.plan.plan import resolve_plan
-from accel_train.recipe.parallel import Parallel
-from accel_train.recipe.schema import Batch, Recipe
-from accel_train.task import load_task
 from tests.parallel.conftest import assert_same_norms, assert_skipped_to_the_bit, nan_at, train_in
 from tests.support.comparisons import assert_loaded_to_the_bit, assert_same_bits, assert_same_run, tensors
-from tests.support.processes import run_forked
 from tests.support.runs import LLAMA as TINY_LLAMA
-from tests.support.runs import events, recipe_dict, write_corpus, write_recipe_file
+from tests.support.runs import events
 
 TP = {"strategy": "fsdp2", "tp_size": 2}
 LLAMA = {**TINY_LLAMA, "vocab_size": 259}  # which two processes cannot divide, and four cannot
@@ -147,113 +130,3 @@ def test_stopped_and_gone_on_under_other_layouts_it_is_the_run_that_never_stoppe
         done = 8 if stop is None else events(folder / "run", "preempted")[-1]["step"]
     assert len(events(folder / "run", "resume")) == 2
     assert_same_run(folder / "run", undisturbed)
-
-
-# --- what is refused, and told, before a model is built
-# ----------------------------------------------------------------
-
-CONFIGS = {
-    "gpt2": {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 64},
-    "mixtral": {**LLAMA, "model_type": "mixtral"},
-    "three heads": {**LLAMA, "num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48},
-    "one pair": {**LLAMA, "num_key_value_heads": 1},
-}
-
-
-@pytest.mark.parametrize(
-    ("sections", "other", "fault", "remedy"),
-    [
-        ({"model": {"config": CONFIGS["gpt2"]}}, None, "plan to split gpt2", "llama, mistral"),
-        ({"model": {"config": CONFIGS["mixtral"]}}, None, "plan of mixtral", "tp_size to 1"),
-        ({"model": {"config": CONFIGS["three heads"]}}, None, "3 num_attention_heads of llama", "1, 3"),
-        ({"model": {"config": CONFIGS["one pair"]}}, None, "1 num_key_value_heads", "Use 1"),
-        ({"precision": {"compile": True}}, "precision.compile", "split layers", "one of them"),
-        ({"model": {"config": LLAMA, "lora": {"rank": 2}}}, "model.lora", "adapters", "one of them"),
-        ({"parallel": {**TP, "cpu_offload": True}}, "parallel.cpu_offload", "not tested", "one of them"),
-        ({"task": "image-classification"}, "task", "image-classification", "tp_size to 1"),
-    ],
-)
-def test_what_cannot_be_split_is_refused_with_the_reason_and_a_remedy(
-    sections: dict[str, Any], other: str | None, fault: str, remedy: str
-) -> None:
-    recipe = recipe_dict(
-        Path("somewhere"), **{"task": "causal-lm", "model": {"config": LLAMA}, "parallel": TP, **sections}
-    )
-    with pytest.raises(SettingError) as caught:
-        check_compatibility(Recipe.model_validate(recipe), load_task(recipe["task"]))
-    error = caught.value
-    assert (error.at, error.settings) == ("parallel.tp_size=2", ("parallel.tp_size", *([other] if other else [])))
-    assert fault in error.problem
-    assert remedy in error.remedy
-
-
-@pytest.mark.parametrize(
-    ("parallel", "model_type", "fault"),
-    [
-        ({"tp_size": 2}, "llama", "parallel.tp_size=2"),
-        ({**TP, "tp_size": 4}, "llama", "the 2 processes"),
-        ({**TP, "dp_shard_size": 2}, "llama", "parallel.dp_shard_size=2 x parallel.tp_size=2: "),
-        (TP, "gpt2", "plan to split gpt2"),
-    ],
-)
-def test_run_and_plan_end_with_code_2_and_say_the_same(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], parallel: dict[str, Any], model_type: str, fault: str
-) -> None:
-    write_corpus(tmp_path)
-    config = CONFIGS["gpt2"] if model_type == "gpt2" else {**LLAMA, "num_key_value_heads": 4}
-    recipe = write_recipe_file(tmp_path, task="causal-lm", parallel=parallel, model={"config": config})
-    assert main(["plan", str(recipe), "--world-size", "2"]) == 2
-    assert fault in capsys.readouterr().err
-    if model_type == "llama":
-        return  # by the same functions
-    forked = run_forked(["run", str(recipe)], 2, folder=tmp_path / "processes")
-    assert forked.wait() == [2, 2]
-    assert fault in forked.stderr(0)
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_model_of_ones_own_task_without_a_plan_is_refused_before_it_has_weights(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
-    recipe = Recipe.model_validate(recipe_dict(tmp_path, parallel=TP))  # the probe task, with a GPT-2
-    with pytest.raises(SettingError, match="split gpt2"):
-        resolve_plan(recipe, 2)
-
-
-def test_one_weight_that_is_split_under_one_name_alone_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delitem(GPTNeoXConfig.base_model_tp_plan, "embed_in", raising=False)  # as before transformers 5.24
-    write_corpus(tmp_path)
-    config = {**LLAMA, "model_type": "gpt_neox", "tie_word_embeddings": True}
-    del config["num_key_value_heads"]
-    recipe = recipe_dict(tmp_path, task="causal-lm", parallel=TP, model={"config": config})
-    with pytest.raises(SettingError, match="plan of gpt_neox"):
-        resolve_plan(Recipe.model_validate(recipe), 2)
-
-
-def test_neighbours_share_samples_so_fewer_processes_divide_the_global_batch() -> None:
-    sizes = resolve_batch(Batch(global_batch_size=12, per_device_batch_size=2), 6, 2)
-    assert (sizes.world_size, sizes.gradient_accumulation_steps) == (3, 2)
-    assert re.findall(r"\d+", sizes.reason) == ["12", "2", "2", "3", "1"]
-    assert sizes.reason.endswith("(parallel.tp_size)")
-    assert resolve_batch(Batch(global_batch_size=12), 6) == resolve_batch(Batch(global_batch_size=12), 6, 1)
-
-
-def test_layout_counts_groups_of_neighbours() -> None:
-    layout = choose_layout(Parallel(**TP), 16, "cuda")
-    assert (layout.shard_size, layout.tp_size, layout.num_copies) == (8, 2, 1)
-    choice = Fsdp2.choose(Parallel(**TP), 2, CPU)
-    assert choice.value == 1
-    assert "fsdp2" not in choice.reason
-
-
-def test_neighbours_on_several_machines_are_told_of(tmp_path: Path) -> None:
-    assert across_machines(Parallel(strategy="fsdp2", tp_size=8), 8) is None
-    told = across_machines(Parallel(strategy="fsdp2", tp_size=8), 4)
-    assert told is not None
-    assert "machines of 4 processes" in told
-    write_corpus(tmp_path)
-    config = {**LLAMA, "num_attention_heads": 16, "num_key_value_heads": 16}
-    sections = {"parallel": {"strategy": "fsdp2", "tp_size": 16}, "model": {"config": config}, "task": "causal-lm"}
-    plan = resolve_plan(Recipe.model_validate(recipe_dict(tmp_path, **sections)), 16, "H100")
-    assert "machines of 8 processes" in format_plan(plan)

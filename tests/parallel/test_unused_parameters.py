@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from accel_train.checkpoint.sharded import CheckpointReader
+from tests.support.comparisons import tensors
 from tests.support.processes import run_forked
 from tests.support.runs import events, losses, write_recipe_file
 
@@ -22,27 +22,19 @@ def train(tmp_path: Path) -> Train:
     def to_the_end(name: str, processes: int, options: dict[str, Any], code: int = 0, **sections: Any) -> Path:
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
-        options = {"num_samples": 64, **options}
-        sections = {
-            "batch": BATCH,
-            "optimizer": LR,
-            "schedule": {"max_steps": 5},
-            "precision": {"mixed_precision": "no"},
-            **sections,
-        }
-        recipe = write_recipe_file(folder, task="tests.support.tasks.unused:Unused", options=options, **sections)
+        common = {"batch": BATCH, "optimizer": LR, "schedule": {"max_steps": 5}, "precision": {"mixed_precision": "no"}}
+        common |= {"task": "tests.support.tasks.unused:Unused", "options": {"num_samples": 64, **options}}
+        recipe = write_recipe_file(folder, **{**common, **sections})
         forked = run_forked(["run", str(recipe)], processes, folder=folder / "processes")
-        codes = forked.wait()
-        assert codes[0] == code, forked.stderr(0)
-        (folder / "stderr").write_text(forked.stderr(0) + (forked.stderr(1) if processes > 1 else ""))
+        assert forked.wait()[0] == code, forked.stderr(0)
+        (folder / "stderr").write_text("".join(forked.stderr(rank) for rank in range(processes)))
         return folder / "run"
 
     return to_the_end
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
-    stored = CheckpointReader(run / "checkpoints" / "step-00000005", "model")
-    return {name: stored.read(name) for name in stored.shapes}
+    return tensors(run, 5, "model")
 
 
 def assert_same(run: Path, other: Path) -> None:

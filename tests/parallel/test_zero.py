@@ -1,6 +1,4 @@
-"""A run under DeepSpeed's ZeRO is the run that it is without: the same losses, the same guard, checkpoints for any
-layout.
-"""
+"""ZeRO trains as DDP: the same losses, the same guard, checkpoints for any layout."""
 
 import shutil
 from collections.abc import Callable

@@ -1,6 +1,4 @@
-"""A bad step of a sharded run is skipped on all processes, its batches and whole weights are kept, and `replay` names
-sample and module.
-"""
+"""A bad step of a sharded run is skipped on all processes, and `replay` names sample and module."""
 
 import json
 import math

@@ -1,6 +1,4 @@
-"""Out of memory: every process goes on with smaller micro-batches, and the run is the one it would have been with
-those.
-"""
+"""Out of memory: every process continues with smaller micro-batches, and the run stays the same."""
 
 import re
 from pathlib import Path
@@ -83,10 +81,7 @@ def test_the_router_loss_of_a_mixture_is_the_same_after_one_process_ran_out_of_m
 @pytest.mark.parametrize(("where", "rank"), [pytest.param("forward", 0, marks=pytest.mark.slow), ("backward", 1)])
 @pytest.mark.parametrize(
     "sections",
-    [
-        {},
-        pytest.param({"checkpoint": {"every_steps": 4}, "evaluate": {"every_steps": 4}}, marks=pytest.mark.slow),
-    ],
+    [{}, pytest.param({"checkpoint": {"every_steps": 4}, "evaluate": {"every_steps": 4}}, marks=pytest.mark.slow)],
     ids=["plain", "due after that step"],
 )
 def test_memory_that_runs_out_late_on_one_of_several_processes_costs_no_step(

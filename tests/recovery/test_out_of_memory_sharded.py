@@ -1,6 +1,4 @@
-"""Out of memory where a forward waits for other processes: the run ends with 75, and starts again with smaller
-micro-batches.
-"""
+"""Out of memory where a forward waits for others: exit code 75, then smaller micro-batches."""
 
 import json
 import re

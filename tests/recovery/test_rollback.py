@@ -1,6 +1,4 @@
-"""Going back with real processes: once, to the right checkpoint, past the bad steps; and the same after a kill at any
-point.
-"""
+"""Rollbacks: once, to the right checkpoint, past the bad steps, and the same after a kill at any point."""
 
 import json
 import re

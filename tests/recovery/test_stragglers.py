@@ -1,6 +1,4 @@
-"""A process that keeps the others waiting is named, with what it loses its time on; and no
-collective waits for ever.
-"""
+"""A slow process is named with what is slow, and no collective waits forever."""
 
 import itertools
 import socket
