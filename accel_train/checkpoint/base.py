@@ -67,14 +67,14 @@ def base_problem(folder: Path, digests: Mapping[str, str]) -> str:
     if wrong := sorted(name for name in was.keys() & digests.keys() if was[name] != digests[name]):
         name, pretrained = wrong[0], read_trainer(folder)[BASE].get("pretrained")
         return (
-            f"{folder} was trained on another base, model.pretrained={pretrained} as it was: {name} has SHA-256 "
-            f"{digests[name][:12]} now, and had {was[name][:12]} ({len(wrong)} of {len(was)} frozen weights differ); "
-            "put those weights back, or start anew: --checkpoint.resume never"
+            f"{folder} was trained on other frozen weights, from model.pretrained={pretrained}: {name} had SHA-256 "
+            f"{was[name][:12]}, now {digests[name][:12]} ({len(wrong)} of {len(was)} frozen weights differ). Restore "
+            "the old weights, or set --checkpoint.resume never to start a new run"
         )
     if other := sorted(was.keys() ^ digests.keys()):
         return (
-            f"{folder} leaves out the frozen weights, and now others are frozen: {other[0]} (of {len(other)}). Set "
-            "model.freeze, model.freeze_batch_norm and model.lora as they were, or start anew: --checkpoint.resume "
-            "never"
+            f"{folder} leaves out frozen weights, but other weights are frozen now: {other[0]} (of {len(other)}). Set "
+            "model.freeze, model.freeze_batch_norm and model.lora as before, or set --checkpoint.resume never to start "
+            "a new run"
         )
     return ""

@@ -121,8 +121,8 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
                 if not isinstance(value, Tensor):
                     kind = type(value).__name__
                     raise CheckpointError(
-                        f"this optimizer keeps {key} for {name} as a {kind}, and a checkpoint holds tensors and "
-                        "numbers only; use another one"
+                        f"this optimizer stores {key} of {name} as {kind}, but a checkpoint only holds tensors and "
+                        "numbers. Use another optimizer"
                     )
                 tensors[f"{key}.{name}"] = value.detach().contiguous()
     return tensors
@@ -236,13 +236,13 @@ def check_tensors(folder: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     for name, tensor in model_tensors(model).items():
         found = stored.dtypes.get(name, tensor.dtype)
         if found != tensor.dtype and not (name in frozen and found.is_floating_point and tensor.is_floating_point()):
-            raise CheckpointError(f"{folder}: {name} is stored as {found}, and the model's is {tensor.dtype}")
+            raise CheckpointError(f"{folder}: {name} is stored as {found}, but the model uses {tensor.dtype}")
     for key, shape in moments.shapes.items():
         entry, _, name = key.partition(".")
         if entry in MOMENTS and name in parameters and shape != parameters[name].shape:
             expected = tuple(parameters[name].shape)
             raise CheckpointError(
-                f"{folder}: {entry} of {name} is stored as {tuple(shape)}, and the weight is {expected}"
+                f"{folder}: {entry} of {name} has shape {tuple(shape)}, but the weight has shape {expected}"
             )
 
 

@@ -42,7 +42,7 @@ class Health:
         ripe = [step for step in self._counting if step <= self._ripe_to]
         if not ripe:
             return
-        assert self._root is not None, "elsewhere nothing is counted"
+        assert self._root is not None, "only the writing process counts"
         published = [step for step in ripe if folder_of(self._root, step).exists()]
         if published and add_tags(self._root, published):
             # An older checkpoint that does not exist was never written, or was rotated away.

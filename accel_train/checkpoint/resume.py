@@ -10,13 +10,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from accel_train.checkpoint.fingerprint import (
-    Change,
-    Settings,
-    identity_changes,
-    identity_origins,
-    setting_changes,
-)
+from accel_train.checkpoint.fingerprint import Change, Settings, identity_changes, identity_origins, setting_changes
 from accel_train.checkpoint.rollback_log import ROLLBACKS, read_rollbacks, remove_abandoned, rollbacks_of
 from accel_train.checkpoint.store import (
     MANIFEST,
@@ -32,7 +26,7 @@ from accel_train.checkpoint.store import (
     step_of,
 )
 from accel_train.checkpoint.trainer_state import read_state
-from accel_train.core.errors import CheckpointError
+from accel_train.core.errors import CheckpointError, SettingError
 from accel_train.core.files import digests_of, move_to_previous, write_atomically
 from accel_train.core.ownership import RUN_NAMES
 from accel_train.core.state import Rollback
@@ -92,9 +86,9 @@ def agree_on_checkpoint(
         return result
     path, resume = _path_here(recipe, result.path), recipe.checkpoint.resume
     if resume not in BY_ITSELF and (lacking := who_lacks(path / MANIFEST)):
-        raise ValueError(
-            f"checkpoint.resume={resume}: {lacking} does not see it; all processes read it: put it where they all can"
-        )
+        problem = f"{lacking} does not see this checkpoint"
+        remedy = "Put it on storage that all processes can read"
+        raise SettingError(problem, remedy, f"checkpoint.resume={resume}", ("checkpoint.resume",))
     return replace(result, path=path)
 
 
@@ -166,7 +160,7 @@ def find_checkpoint(
         status = check(path, digests)
         if status.problem is not None:
             raise CheckpointError(
-                f"checkpoint.resume={resume}: {status.problem}; `accel-train verify RUN` lists what is valid"
+                f"checkpoint.resume={resume}: {status.problem}. Run `accel-train verify RUN` to list valid checkpoints"
             )
     trainer = read_trainer(path)
     # Checked before anything is built.
@@ -179,7 +173,7 @@ def find_checkpoint(
         if changes and all(change.name != "task" for change in changes):
             return ResumePoint(None, changes=tuple(changes), previous=set_aside(folder))
     if changes and not recipe.checkpoint.accept_changes:
-        raise ValueError(refusal(path, changes))
+        raise SettingError(refusal(path, changes), settings=tuple(change.name for change in changes))
     previous = None
     if resume not in BY_ITSELF and path.parent == root.resolve():
         newer = [found for found in checkpoint_folders(root) if (step_of(found) or 0) > (step_of(path) or 0)]
@@ -198,21 +192,25 @@ def _prove_writable(root: Path) -> None:
     Otherwise, the error would appear only at the first checkpoint.
     """
     if root.exists() and not root.is_dir():
-        raise ValueError(f"{root} is no folder, and checkpoints are to be written there; move it away")
+        raise SettingError("checkpoints are written here, but it is not a folder", "Move it away", at=str(root))
     try:
         if root.exists():
             write_atomically(root / f".probe-{secrets.token_hex(4)}", b"", durable=False).unlink()
     except OSError as error:
-        raise ValueError(f"{root} cannot be written: {error.strerror}; give another output_dir") from error
+        problem = f"{root} cannot be written: {error.strerror}"
+        raise SettingError(problem, "Use another output_dir", settings=("output_dir",)) from error
 
 
 def _refuse_finished(folder: Path) -> None:
     """Refuse the folder of a finished run without checkpoints, because a new run would replace its model."""
     left = [name for name in _FINISHED if (folder / name).exists()]
     if left:
-        raise ValueError(
-            f"output_dir={folder} holds {left[0]} of an earlier run, and its checkpoints are gone; give another "
-            "output_dir; or --checkpoint.resume never, to start anew and keep the old run in previous-N"
+        raise SettingError(
+            f"the folder contains {left[0]} of an earlier run, but its checkpoints are gone",
+            "Use another output_dir, or set --checkpoint.resume never to start a new run and keep the old one in "
+            "previous-N",
+            f"output_dir={folder}",
+            ("output_dir", "checkpoint.resume"),
         )
 
 
@@ -220,10 +218,10 @@ def refusal(path: Path, changes: Sequence[Change]) -> str:
     """Return why a run cannot resume from a checkpoint: changes with their origins, one per line, and the fix."""
     return "\n".join(
         (
-            f"{path} is of another run; since it was written, this has changed:",
+            f"{path} belongs to another run. Changes since it was written:",
             *(f"  {change}" for change in changes),
-            "give another output_dir; or --checkpoint.resume never, to start anew and keep the old run next to it; or "
-            "--accept-changes, to resume all the same",
+            "Use another output_dir, set --checkpoint.resume never to start a new run and keep the old one next to it, "
+            "or set --accept-changes to resume anyway",
         )
     )
 

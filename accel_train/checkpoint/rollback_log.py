@@ -33,7 +33,7 @@ def read_rollbacks(run_folder: Path) -> list[Rollback]:
         return [Rollback(**record) for record in read_plain_json(path)]
     except (OSError, ValueError, TypeError) as error:
         raise CheckpointError(
-            f"{path} cannot be read ({error}); it says which steps are skipped. Move it away to resume without it"
+            f"{path} cannot be read ({error}). It lists the skipped steps. Move it away to resume without it"
         ) from error
 
 
@@ -88,9 +88,9 @@ def describe(rollback: Rollback, max_rollbacks: int) -> str:
     if rollback.learning_rate_factor != 1:
         lowered = (
             f"; the learning rate is x{rollback.learning_rate_factor:g} up to step {rollback.lowered_until}, "
-            "because it is the second time here"
+            "because this is the second rollback in this region"
         )
     return (
-        f"rollback {rollback.number} of {max_rollbacks} allowed: resuming from step {rollback.to_step}, and skipping "
+        f"rollback {rollback.number} of at most {max_rollbacks}: resuming from step {rollback.to_step} and skipping "
         f"steps {rollback.skip_first} to {rollback.skip_last}{lowered}"
     )

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from accel_train.core.errors import SettingError
 from accel_train.observe.run_folder import RECIPE_FILE
 from accel_train.recipe.loader import load_recipe, split_flags
 from accel_train.recipe.schema import Recipe
@@ -34,9 +35,9 @@ def read_recipe(folder: Path, settings: Sequence[str] = ()) -> Recipe:
         if setting not in consent:
             refuse_code_of_a_run(setting, name, folder)
         elif consent[setting] != name:
-            raise ValueError(
-                f"--{setting} {consent[setting]}: {folder} has {setting}={name!r}; name that, or leave it out"
-            )
+            problem = f"{folder} was trained with {setting}={name!r}"
+            remedy = "Give that value, or leave the flag out"
+            raise SettingError(problem, remedy, f"--{setting} {consent[setting]}", (setting,))
     return recipe
 
 
@@ -61,10 +62,12 @@ def check_run_folder(folder: Path) -> Path:
         ValueError: the folder is not a run folder.
     """
     if not folder.is_dir():
-        raise ValueError(f"{folder} does not exist; give the output_dir of a finished run")
+        raise ValueError(f"{folder} does not exist. Give the output_dir of a finished run")
     recipe = folder / RECIPE_FILE
     if not recipe.is_file():
-        raise ValueError(f"{folder} is no run folder (it has no {RECIPE_FILE}); give the output_dir of a finished run")
+        raise ValueError(
+            f"{folder} is not a run folder (it does not contain {RECIPE_FILE}). Give the output_dir of a finished run"
+        )
     return recipe
 
 
@@ -84,10 +87,8 @@ def check_settings(settings: Sequence[str]) -> None:
         if not word.startswith("--"):
             continue
         if name in _DATA_IS_NAMED_ELSEWHERE:
-            raise ValueError(
-                f"--{name}: other data is named by the command's own argument (evaluate RUN DATA, predict RUN DATA)"
-            )
+            problem = "data is an argument of the command, not a setting"
+            raise SettingError(problem, "Use evaluate RUN DATA or predict RUN DATA", f"--{name}", (name,))
         if name.split(".")[0] not in SETTINGS and name not in (*_SETTINGS_OF_MODEL, *CONSENT):
-            raise ValueError(
-                f"--{name} changes nothing of a model that is trained; settings of {', '.join(SETTINGS)} do"
-            )
+            problem = "this setting does not affect a trained model"
+            raise SettingError(problem, f"Use settings of {', '.join(SETTINGS)}", f"--{name}", (name,))

@@ -178,11 +178,7 @@ class ShardWriter:
             # A known plan is written without communication.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             save(
-                self._spread,
-                storage_writer=writer,
-                planner=planner,
-                process_group=self._group,
-                no_dist=bool(is_known),
+                self._spread, storage_writer=writer, planner=planner, process_group=self._group, no_dist=bool(is_known)
             )
         known.layout, known.plan = layout, planner.agreed
 
@@ -231,7 +227,7 @@ class CheckpointReader:
         """
         wrong = [name for name, target in targets.items() if self.shapes.get(name) != target.shape]
         if wrong:
-            raise ValueError(f"{wrong[0]} (of {len(wrong)}) is not in the checkpoint, or is of another shape")
+            raise ValueError(f"{wrong[0]} (of {len(wrong)}) is missing in the checkpoint or has another shape")
         named = {self._prefix + name: target.detach() for name, target in targets.items()}
         rest = {name: target for name, target in named.items() if name not in self._in_file}
         with _readable(self._folder), torch.no_grad():

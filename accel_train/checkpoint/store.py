@@ -134,8 +134,8 @@ def _check_written(folder: Path, files: Mapping[str, FileFacts]) -> None:
     for name, facts in files.items():
         if not is_seen(folder / name, facts["bytes"]):
             raise CheckpointError(
-                f"{name} of {facts['bytes']} bytes, which was written, is not seen there by process 0; output_dir must "
-                "be one folder for all machines"
+                f"{name} was written ({facts['bytes']} bytes), but process 0 does not see it. Use an output_dir that "
+                "all machines share"
             )
 
 
@@ -227,20 +227,20 @@ def check(folder: Path, digests: Digests = digests_of) -> CheckpointStatus:
 
 def _problem(folder: Path, step: int | None, digests: Digests) -> str | None:
     if folder.is_symlink() or not folder.is_dir():
-        return "it is a link" if folder.is_symlink() else "the folder does not exist"
+        return "it is a symbolic link" if folder.is_symlink() else "the folder does not exist"
     if not (folder / MANIFEST).exists():
         return f"{MANIFEST} is missing"
     try:
         manifest = read_plain_json(folder / MANIFEST)
         if manifest["format"] != FORMAT:
-            return f"{MANIFEST} has format {manifest['format']}, and this version reads {FORMAT}"
+            return f"{MANIFEST} has format {manifest['format']}, but this version reads {FORMAT}"
         files = {str(name): (int(entry["bytes"]), str(entry["sha256"])) for name, entry in manifest["files"].items()}
         manifest_step = int(manifest["step"])
         added = set(map(str, manifest.get("added", [])))
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         return f"{MANIFEST} cannot be read ({type(error).__name__})"
     if step is not None and manifest_step != step:
-        return f"{MANIFEST} is of step {manifest_step}"
+        return f"{MANIFEST} belongs to step {manifest_step}"
     present = {entry.name for entry in folder.iterdir()} - {MANIFEST}
     strict = [name for name in files if not describes(name)]
     for name in files:
@@ -346,7 +346,7 @@ def newest_valid(root: Path, digests: Digests = digests_of) -> tuple[Path | None
     if broken:
         listed = "; ".join(f"{status.path.name}: {status.problem}" for status in broken)
         raise CheckpointError(
-            f"no checkpoint in {root} is valid ({listed}); to start anew, give --checkpoint.resume never "
+            f"{root}: all checkpoints are invalid ({listed}). Set --checkpoint.resume never to start a new run "
             "(in a program: train() without resume_from_checkpoint)"
         )
     return None, []

@@ -36,9 +36,9 @@ def read_state(folder: Path) -> TrainState:
             if not math.isfinite(value) or (value < 0 and name not in signed):
                 problems.append(f"{name}={value} is out of range")
         if state.step != saved_step:
-            problems.append(f"step={state.step}, and the checkpoint is of step {saved_step}")
+            problems.append(f"step={state.step}, but the checkpoint belongs to step {saved_step}")
         if state.step > last:
-            problems.append(f"step={state.step}, and the run has {last} steps")
+            problems.append(f"step={state.step}, but the run has {last} steps")
         scaler = trainer["scaler"] or {}
         for name, value in scaler.items():
             if not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
@@ -49,7 +49,7 @@ def read_state(folder: Path) -> TrainState:
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         problems = [f"{type(error).__name__}: {error}"]
     if problems:
-        raise CheckpointError(f"{folder / TRAINER} holds no state of a run: {problems[0]} (of {len(problems)})")
+        raise CheckpointError(f"{folder / TRAINER}: invalid run state: {problems[0]} (of {len(problems)})")
     return state
 
 

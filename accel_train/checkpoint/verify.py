@@ -38,7 +38,7 @@ def verify(run_folder: Path) -> Verified:
     """
     root = run_folder / "checkpoints"
     if not root.is_dir():
-        raise ValueError(f"{run_folder} holds no checkpoints folder; give the output_dir of a run")
+        raise ValueError(f"{run_folder} does not contain a checkpoints folder. Give the output_dir of a run")
     statuses = [check(folder) for folder in checkpoint_folders(root)]
     changed = {each.path: changed_descriptions(each.path) for each in statuses if each.problem is None}
     return Verified(statuses, healthy_steps(root), changed, abandoned(root, read_rollbacks(run_folder)))
@@ -53,7 +53,7 @@ def format_verified(verified: Verified) -> str:
         if found := verified.changed.get(status.path):
             state += f" (changed since the save: {', '.join(found)})"
         if status.path in verified.abandoned:
-            state += ", abandoned: a rollback went back behind it"
+            state += ", abandoned by a rollback"
         lines.append(f"{status.path.name.ljust(width)}  {status.step:>10}  {state}")
     if verified.newest is not None:
         lines.append(f"a resume would use {verified.newest.name}")

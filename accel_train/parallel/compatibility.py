@@ -4,6 +4,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
+from accel_train.core.errors import SettingError
 from accel_train.model.pretrained import pretrained_config
 from accel_train.recipe.schema import Recipe
 from accel_train.task import TASKS, Task
@@ -13,12 +14,10 @@ BY_POSITION = "loss_is_by_position"
 
 Each summand depends on the logits and label of one position.
 """
-UNTESTED = "it is not tested to train as one process does"
-SP_OFF = "or set parallel.sp_size to 1"
-UNDER_ZERO = "cannot be had with parallel.strategy deepspeed"
-ELSEWHERE = "parallel.strategy fsdp2 or ddp"
-UNDER_DEEPSPEED = ("adamw", "adam", "sgd")
-INSTALL = "install it: pip install 'accel-train[deepspeed]'"
+SP_OFF = ", or set parallel.sp_size to 1"
+UNTESTED = "training is not tested to match one process"
+ZERO_ALTERNATIVE = "parallel.strategy fsdp2 or ddp"
+ZERO_OPTIMIZERS = ("adamw", "adam", "sgd")
 OF_CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
 """transformers model types whose blocks multiply by its Conv1D."""
 
@@ -36,210 +35,233 @@ class Asked(NamedTuple):
         return self.recipe.task in TASKS and self.recipe.task != "causal-lm"
 
 
-# Entries: the setting, a test for the conflict, and a message with the reason and the fix. The settings are
-# `parallel.tp_size` or `parallel.sp_size` above 1, `cpu_offload`, `strategy: deepspeed`, `model.frozen_dtype` (bf16,
-# nf4, or either), and `mixed_precision: fp8`.
-CONFLICTS: tuple[tuple[str, Callable[[Asked], bool], str], ...] = (
-    (
+class Conflict(NamedTuple):
+    """A setting that cannot be combined with another one, or lacks a requirement."""
+
+    part: str
+    """Last part of the setting's name, or the strategy or precision that it sets."""
+    other: str
+    """Name of the other setting; empty if a package is missing."""
+    refuses: Callable[[Asked], bool]
+    problem: str
+    """Reason, formatted with `recipe`, `precision`, `lengths`, and `model_type`."""
+    remedy: str = "Leave one of them out"
+
+
+def _package(part: str, name: str, extra: str) -> Conflict:
+    remedy = f"Install it: pip install 'accel-train[{extra}]'"
+    return Conflict(part, "", lambda _: not _is_installed(name), f"needs the package {name}", remedy)
+
+
+CONFLICTS = (
+    Conflict(
+        "sync_batch_norm",
+        "precision.compile",
+        lambda asked: asked.recipe.precision.compile is not False,
+        f"cannot be combined with precision.compile: {UNTESTED}",
+    ),
+    Conflict(
         "tp_size",
+        "model.lora",
         lambda asked: asked.recipe.model.lora is not None,
-        (
-            "does not go with model.lora: adapters are plain tensors, which cannot be multiplied with layers that "
-            "are split; leave one of them out"
-        ),
+        "cannot be combined with model.lora: adapters are plain tensors, which cannot be multiplied with split layers",
     ),
-    (
+    Conflict(
         "tp_size",
+        "precision.compile",
         lambda asked: asked.recipe.precision.compile is not False,
-        (
-            f"does not go with precision.compile: split layers swap their weights in each forward, and {UNTESTED}; "
-            "leave one of them out"
-        ),
+        f"cannot be combined with precision.compile: split layers swap their weights in each forward, and {UNTESTED}",
     ),
-    (
+    Conflict(
         "tp_size",
+        "parallel.cpu_offload",
         lambda asked: asked.recipe.parallel.cpu_offload,
-        f"does not go with parallel.cpu_offload: {UNTESTED}; leave one of them out",
+        f"cannot be combined with parallel.cpu_offload: {UNTESTED}",
     ),
-    (
+    Conflict(
         "tp_size",
+        "",
         lambda _: not _is_installed("transformers.distributed.tensor_parallel"),
-        "needs a newer transformers; it is known to work with 5.23",
+        "needs a newer transformers",
+        "Install transformers 5.23, which is known to work",
     ),
-    ("tp_size", lambda asked: asked.is_other_task, "is for causal-lm, and task is {recipe.task}; set it to 1"),
-    (
+    Conflict(
+        "tp_size",
+        "task",
+        lambda asked: asked.is_other_task,
+        "only causal-lm can split layers, but task is {recipe.task}",
+        "Set parallel.tp_size to 1",
+    ),
+    Conflict(
         "cpu_offload",
+        "optimizer.name",
         lambda asked: asked.recipe.optimizer.name == "muon",
-        (
-            "does not go with optimizer.name muon: the CPU would make the matrices orthogonal, many times the "
-            "arithmetic of all else it does in a step; use adamw, or set parallel.cpu_offload to false"
-        ),
+        "cannot be combined with optimizer.name muon: the CPU would orthogonalize the matrices, many times the "
+        "arithmetic of the rest of its step",
+        "Use optimizer.name adamw, or set parallel.cpu_offload to false",
     ),
-    ("sp_size", lambda asked: asked.is_other_task, "is for causal-lm, and task is {recipe.task}; set it to 1"),
-    (
+    Conflict(
         "sp_size",
+        "task",
+        lambda asked: asked.is_other_task,
+        "only causal-lm can split sequences, but task is {recipe.task}",
+        "Set parallel.sp_size to 1",
+    ),
+    Conflict(
+        "sp_size",
+        "task",
         lambda asked: not is_by_position(asked.task),
-        (
-            f"needs a loss that is a sum over positions, which {{recipe.task}} does not say of its own; set "
-            f"{BY_POSITION} = True in the class that defines it where that is so, {SP_OFF}"
-        ),
+        "needs a loss that is a sum over positions, but {recipe.task} does not declare its own loss as such a sum",
+        f"If it is one, set {BY_POSITION} = True in the class that defines it{SP_OFF}",
     ),
-    (
+    Conflict(
         "sp_size",
+        "data.sequence_length",
         lambda asked: (asked.recipe.data.window or 0) % asked.recipe.parallel.sp_size != 0,
-        f"does not divide data.sequence_length={{recipe.data.window}}; use {{lengths}} tokens, {SP_OFF}",
+        "does not divide data.sequence_length={recipe.data.window}",
+        f"Use {{lengths}} tokens{SP_OFF}",
     ),
-    (
+    Conflict(
         "sp_size",
+        "model.attn_implementation",
         lambda asked: asked.recipe.model.attn_implementation != "auto",
-        (
-            f"attends by causal SDPA, and model.attn_implementation is {{recipe.model.attn_implementation}}; set "
-            f"that to auto, {SP_OFF}"
-        ),
+        "uses causal SDPA, but model.attn_implementation is {recipe.model.attn_implementation}",
+        f"Set model.attn_implementation to auto{SP_OFF}",
     ),
-    (
+    Conflict(
         "sp_size",
+        "precision.compile",
         lambda asked: asked.recipe.precision.compile is not False,
-        (
-            "does not go with precision.compile: DeepSpeed's exchange of heads between processes cannot be "
-            f"compiled; leave that out, {SP_OFF}"
-        ),
+        "cannot be combined with precision.compile: DeepSpeed's exchange of heads between processes cannot be compiled",
+        f"Set precision.compile to false{SP_OFF}",
     ),
-    ("sp_size", lambda _: not _is_installed("deepspeed"), f"needs the package deepspeed; {INSTALL}"),
-    (
+    _package("sp_size", "deepspeed", "deepspeed"),
+    Conflict(
         "frozen_dtype",
+        "model.freeze",
         lambda asked: not asked.recipe.model.freezes,
-        "is for weights that are not trained, and all are; set model.lora or model.freeze, or leave it at auto",
+        "only affects frozen weights, but all weights are trained",
+        "Set model.lora or model.freeze, or leave model.frozen_dtype at auto",
     ),
-    (
+    Conflict(
         "frozen_dtype",
+        "parallel.strategy",
         lambda asked: asked.recipe.parallel.strategy == "deepspeed" or asked.recipe.parallel.tp_size > 1,
-        f"does not go with parallel.strategy deepspeed and parallel.tp_size above 1: {UNTESTED}; set it to auto",
+        f"cannot be combined with parallel.strategy deepspeed or parallel.tp_size above 1: {UNTESTED}",
+        "Set model.frozen_dtype to auto",
     ),
-    (
+    Conflict(
         "bf16",
+        "precision.mixed_precision",
         lambda asked: asked.precision not in ("bf16", "auto"),
-        (
-            "is for precision.mixed_precision bf16, and that is {precision}: products with fp32 would copy each "
-            "matrix; set it to auto"
-        ),
+        "needs precision.mixed_precision bf16, not {precision}: products with fp32 would copy each matrix",
+        "Set model.frozen_dtype to auto",
     ),
-    (
+    Conflict(
         "nf4",
+        "parallel.strategy",
         lambda asked: asked.recipe.parallel.strategy == "fsdp2",
-        (
-            "does not go with parallel.strategy fsdp2, which would leave the packed weights whole on every process; "
-            "use ddp, or set it to auto"
-        ),
+        "cannot be combined with parallel.strategy fsdp2, which would keep all packed weights on every process",
+        "Use parallel.strategy ddp, or set model.frozen_dtype to auto",
     ),
-    (
+    Conflict(
         "nf4",
+        "precision.compile",
         lambda asked: asked.recipe.precision.compile is not False,
-        f"does not go with precision.compile: {UNTESTED}; leave one of them out",
+        f"cannot be combined with precision.compile: {UNTESTED}",
     ),
-    (
+    Conflict(
         "nf4",
+        "model.pretrained",
         lambda asked: asked.recipe.model.pretrained is None,
-        (
-            "needs model.pretrained: checkpoints leave out what it holds, and 4 bits of random weights are in no "
-            "file; set it to auto"
-        ),
+        "needs model.pretrained: checkpoints leave out the frozen weights, and no file stores random 4-bit weights",
+        "Set model.frozen_dtype to auto",
     ),
-    (
-        "nf4",
-        lambda _: not _is_installed("bitsandbytes"),
-        "needs the package bitsandbytes; install it: pip install 'accel-train[bitsandbytes]'",
-    ),
-    (
+    _package("nf4", "bitsandbytes", "bitsandbytes"),
+    _package("deepspeed", "deepspeed", "deepspeed"),
+    Conflict(
         "deepspeed",
-        lambda _: not _is_installed("deepspeed"),
-        f"parallel.strategy deepspeed needs the package deepspeed; {INSTALL}",
-    ),
-    (
-        "deepspeed",
+        "precision.mixed_precision",
         lambda asked: asked.precision == "fp16",
-        (
-            f"precision.mixed_precision fp16 {UNDER_ZERO}: its loss scale is not the guarded one of this program; "
-            f"use bf16 or no, or {ELSEWHERE}"
-        ),
+        "cannot be combined with precision.mixed_precision fp16: this program does not guard DeepSpeed's loss scale",
+        f"Use bf16 or no, or {ZERO_ALTERNATIVE}",
     ),
-    (
+    Conflict(
         "deepspeed",
+        "precision.compile",
         lambda asked: asked.recipe.precision.compile is not False,
-        f"precision.compile {UNDER_ZERO}: its hooks on weights and gradients break the compiled graph; use {ELSEWHERE}",
+        "cannot be combined with precision.compile: DeepSpeed's hooks on weights and gradients break the compiled "
+        "graph",
+        f"Use {ZERO_ALTERNATIVE}",
     ),
-    (
+    Conflict(
         "deepspeed",
-        lambda asked: asked.recipe.optimizer.name not in UNDER_DEEPSPEED,
-        (
-            f"optimizer.name {{recipe.optimizer.name}} {UNDER_ZERO}: each process holds parts of flattened weights "
-            f"there, and {UNTESTED}; use {', '.join(UNDER_DEEPSPEED)}, or {ELSEWHERE}"
-        ),
+        "optimizer.name",
+        lambda asked: asked.recipe.optimizer.name not in ZERO_OPTIMIZERS,
+        "cannot be combined with optimizer.name {recipe.optimizer.name}: each process holds parts of flattened "
+        f"weights, and {UNTESTED}",
+        f"Use {', '.join(ZERO_OPTIMIZERS)}, or {ZERO_ALTERNATIVE}",
     ),
-    (
+    Conflict(
         "deepspeed",
+        "optimizer.ema_decay",
         lambda asked: asked.recipe.optimizer.ema_decay is not None and asked.recipe.parallel.zero_stage == 3,
-        (
-            f"optimizer.ema_decay {UNDER_ZERO}: the average is of full weights, and in zero_stage 3 no process holds "
-            f"them; set parallel.zero_stage to 2, or use {ELSEWHERE}"
-        ),
+        "cannot be combined with optimizer.ema_decay at zero_stage 3: the average needs whole weights, and each "
+        "process holds a share",
+        f"Set parallel.zero_stage to 2, or use {ZERO_ALTERNATIVE}",
     ),
-    (
+    Conflict(
         "deepspeed",
+        "evaluate.generation.max_samples",
         lambda asked: (
             asked.recipe.parallel.zero_stage == 3
             and asked.recipe.task == "seq2seq"
             and asked.recipe.evaluate.generation.max_samples != 0
         ),
-        (
-            f"evaluate.generation.max_samples {UNDER_ZERO} and zero_stage 3: processes gather weights together, and "
-            "texts end at different lengths; set it to 0 (accel-train evaluate generates afterwards), "
-            f"parallel.zero_stage to 2, or use {ELSEWHERE}"
-        ),
+        "cannot be combined with evaluate.generation.max_samples at zero_stage 3: processes gather weights together, "
+        "but texts end at different lengths",
+        "Set it to 0 (accel-train evaluate generates afterwards), set parallel.zero_stage to 2, or use "
+        f"{ZERO_ALTERNATIVE}",
     ),
-    (
+    _package("fp8", "torchao", "quantize"),
+    Conflict(
         "fp8",
-        lambda _: not _is_installed("torchao"),
-        "needs the package torchao; install it: pip install 'accel-train[quantize]'",
-    ),
-    (
-        "fp8",
+        "model.lora",
         lambda asked: asked.recipe.model.lora is not None,
-        (
-            "does not go with model.lora: the layers that it speeds up are frozen there, and adapters are too "
-            "narrow; use bf16"
-        ),
+        "cannot be combined with model.lora: the layers that fp8 accelerates are frozen, and adapters are too narrow",
+        "Use bf16",
     ),
-    (
+    Conflict(
         "fp8",
+        "parallel.tp_size",
         lambda asked: asked.recipe.parallel.tp_size > 1,
-        (
-            f"does not go with parallel.tp_size: layers that are split are scaled part by part, and {UNTESTED}; "
-            "leave one of them out"
-        ),
+        f"cannot be combined with parallel.tp_size: split layers are scaled part by part, and {UNTESTED}",
     ),
-    (
+    Conflict(
         "fp8",
+        "parallel.sp_size",
         lambda asked: asked.recipe.parallel.sp_size > 1,
-        f"does not go with parallel.sp_size: slices are scaled one by one, and {UNTESTED}; leave one of them out",
+        f"cannot be combined with parallel.sp_size: slices are scaled one by one, and {UNTESTED}",
     ),
-    (
+    Conflict(
         "fp8",
+        "parallel.strategy",
         lambda asked: asked.recipe.parallel.strategy == "deepspeed",
-        f"does not go with parallel.strategy deepspeed, which casts weights by itself; use bf16, or {ELSEWHERE}",
+        "cannot be combined with parallel.strategy deepspeed, which casts weights itself",
+        f"Use bf16, or {ZERO_ALTERNATIVE}",
     ),
-    (
+    Conflict(
         "fp8",
+        "parallel.cpu_offload",
         lambda asked: asked.recipe.parallel.cpu_offload,
-        f"does not go with parallel.cpu_offload: {UNTESTED}; leave one of them out",
+        f"cannot be combined with parallel.cpu_offload: {UNTESTED}",
     ),
-    (
+    Conflict(
         "fp8",
+        "model.config",
         lambda asked: asked.recipe.task in TASKS and model_type(asked.recipe) in OF_CONV1D,
-        (
-            "is for nn.Linear, and the blocks of {model_type} multiply by Conv1D, which torchao leaves alone; use "
-            "bf16, or another architecture (llama, qwen2)"
-        ),
+        "only accelerates nn.Linear, but the blocks of {model_type} use Conv1D, which torchao does not convert",
+        "Use bf16, or another architecture (llama, qwen2)",
     ),
 )
 
@@ -250,37 +272,29 @@ def check_compatibility(recipe: Recipe, task: Task, mixed_precision: str | None 
     Raises:
         ValueError: two settings conflict. The message names the setting, the reason, and the fix.
     """
-    if recipe.parallel.sync_batch_norm and recipe.precision.compile is not False:
-        raise ValueError(
-            f"parallel.sync_batch_norm does not go with precision.compile: {UNTESTED}; leave one of them out"
-        )
     section, length, kept = recipe.parallel, recipe.data.window or 0, recipe.model.frozen_dtype
-    is_on = {
-        "tp_size": section.tp_size > 1,
-        "cpu_offload": section.cpu_offload,
-        "sp_size": section.sp_size > 1,
-        "deepspeed": section.strategy == "deepspeed",
-        "frozen_dtype": kept in ("bf16", "nf4"),
-        "bf16": kept == "bf16",
-        "nf4": kept == "nf4",
-        "fp8": recipe.precision.mixed_precision == "fp8",
-    }
-    settings = {
-        "tp_size": f"parallel.tp_size={section.tp_size} ",
-        "cpu_offload": f"parallel.cpu_offload={section.cpu_offload} ",
-        "sp_size": f"parallel.sp_size={section.sp_size} ",
-        "deepspeed": "",
-        **dict.fromkeys(("frozen_dtype", "bf16", "nf4"), f"model.frozen_dtype={kept} "),
-        "fp8": "precision.mixed_precision=fp8 ",
+    frozen = ("model.frozen_dtype", kept)
+    parts = {
+        "sync_batch_norm": (section.sync_batch_norm, "parallel.sync_batch_norm", section.sync_batch_norm),
+        "tp_size": (section.tp_size > 1, "parallel.tp_size", section.tp_size),
+        "cpu_offload": (section.cpu_offload, "parallel.cpu_offload", section.cpu_offload),
+        "sp_size": (section.sp_size > 1, "parallel.sp_size", section.sp_size),
+        "deepspeed": (section.strategy == "deepspeed", "parallel.strategy", section.strategy),
+        "frozen_dtype": (kept in ("bf16", "nf4"), *frozen),
+        "bf16": (kept == "bf16", *frozen),
+        "nf4": (kept == "nf4", *frozen),
+        "fp8": (recipe.precision.mixed_precision == "fp8", "precision.mixed_precision", "fp8"),
     }
     asked = Asked(recipe, task, mixed_precision or recipe.precision.mixed_precision)
     shorter = length - length % section.sp_size
     lengths = " or ".join(str(each) for each in (shorter, shorter + section.sp_size) if each)
-    for part, refuses, text in CONFLICTS:
-        if is_on[part] and refuses(asked):
-            named = {"model_type": model_type(recipe)} if "{model_type}" in text else {}
-            named |= {"precision": asked.precision}
-            raise ValueError(settings[part] + text.format(recipe=recipe, lengths=lengths, **named))
+    for part, other, refuses, problem, remedy in CONFLICTS:
+        is_on, setting, value = parts[part]
+        if is_on and refuses(asked):
+            facts = {"recipe": recipe, "precision": asked.precision, "lengths": lengths}
+            facts |= {"model_type": model_type(recipe)} if "{model_type}" in problem else {}
+            settings = (setting, other) if other else (setting,)
+            raise SettingError(problem.format(**facts), remedy.format(**facts), f"{setting}={value}", settings)
     if recipe.task == "causal-lm" and section.num_sharing > 1:
         _check_language_model(recipe)
 

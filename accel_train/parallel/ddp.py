@@ -121,9 +121,7 @@ class Ddp(Strategy):
     def undo_step(self) -> None:
         """* Wrap the training module again. The new DDP wrapper has seen no step, and lays its buckets out again."""
         wrapped = self.module
-        assert isinstance(wrapped, DistributedDataParallel), (
-            "a process that is alone has nobody who waits for a gradient"
-        )
+        assert isinstance(wrapped, DistributedDataParallel), "a single process does not reduce"
         self.optimizer.zero_grad(set_to_none=True)
         # It holds references to the old buckets.
         self.reduction = None
@@ -198,8 +196,8 @@ class Ddp(Strategy):
         parameters, DDP runs one more collective to find them.
         """
         module = self.module
-        assert isinstance(module, DistributedDataParallel), "a process that is alone has no others"
-        assert self.reduction is not None, "so it notes what it reduces"
+        assert isinstance(module, DistributedDataParallel), "a single process does not reduce"
+        assert self.reduction is not None, "DDP records its reductions"
         if self.looks_for_unused or not self.reduction.fill_rest_with_nan(self.accelerator.device):
             return False
         end_failed_backward(module)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from accelerate import Accelerator
 from torch import nn
 
+from accel_train.core.errors import SettingError
+from accel_train.core.format import format_count
 from accel_train.core.state import Choice
 from accel_train.data.batch_sizes import divisors
 from accel_train.recipe.parallel import Parallel
@@ -70,11 +72,10 @@ def check_divides(setting: str, size: int, world_size: int, alternative: str = "
         ValueError: it does not. The message names both numbers and the sizes that fit.
     """
     if world_size % size:
+        problem = f"does not divide the {format_count(world_size, 'process', 'processes')} of this run"
         fitting = ", ".join(map(str, divisors(world_size)))
-        raise ValueError(
-            f"parallel.{setting}={size} does not divide the {world_size} process{'es' * (world_size > 1)} of this run; "
-            f"use {fitting}{alternative or f', or run on {size} or {2 * size} processes'}"
-        )
+        remedy = f"Use {fitting}{alternative or f', or run on {size} or {2 * size} processes'}"
+        raise SettingError(problem, remedy, f"parallel.{setting}={size}", (f"parallel.{setting}",))
 
 
 def check_dimensions(model: nn.Module, strategy: str) -> None:
@@ -85,10 +86,9 @@ def check_dimensions(model: nn.Module, strategy: str) -> None:
     """
     for name, parameter in model.named_parameters():
         if parameter.dim() == 0:
-            raise ValueError(
-                f"{name} is a weight without dimensions, and parallel.strategy {strategy} cannot shard it; make it a "
-                "tensor of one number (torch.ones(1)), or use parallel.strategy ddp"
-            )
+            problem = f"parallel.strategy {strategy} cannot shard {name}, a weight without dimensions"
+            remedy = "Give it one dimension (torch.ones(1)), or use parallel.strategy ddp"
+            raise SettingError(problem, remedy, settings=("parallel.strategy",))
 
 
 def processes_on_machine(world_size: int) -> int:
@@ -101,7 +101,7 @@ def across_machines(section: Parallel, processes_on_machine: int) -> str | None:
     """Return a warning if processes that split layers are on several machines; None if they are on one."""
     if processes_on_machine % section.tp_size == 0:
         return None
-    return f"parallel.tp_size={section.tp_size} reaches {_over_machines(processes_on_machine)}"
+    return f"parallel.tp_size={section.tp_size}: a group {_spans_machines(processes_on_machine)}"
 
 
 def choose_sequences(section: Parallel, world_size: int, on_machine: int | None = None) -> Choice[int]:
@@ -115,13 +115,13 @@ def choose_sequences(section: Parallel, world_size: int, on_machine: int | None 
     size = section.sp_size
     check_divides("sp_size", size, world_size)
     reason = (
-        f"groups of {size} processes read the same samples, each process has a slice of every sequence, and "
-        "DeepSpeed's attention joins them"
+        f"groups of {size} processes read the same samples, each process computes a slice of every sequence, and "
+        "DeepSpeed's attention joins the slices"
     )
     on_machine = on_machine or processes_on_machine(world_size)
-    return Choice(size, f"{reason}; they reach {_over_machines(on_machine)}" if on_machine % size else reason)
+    return Choice(size, f"{reason}; a group {_spans_machines(on_machine)}" if on_machine % size else reason)
 
 
-def _over_machines(size: int) -> str:
+def _spans_machines(size: int) -> str:
     use = ", ".join(map(str, divisors(size)))
-    return f"over machines of {size} processes, and each layer waits for the network several times; use {use}"
+    return f"spans machines of {size} processes, so each layer waits for the network several times. Use {use}"

@@ -19,17 +19,17 @@ from torch.distributed.tensor import DTensor
 
 from accel_train.checkpoint.contents import model_tensors, optimizer_tensors
 from accel_train.checkpoint.sharded import KnownPlan, ShardWriter
+from accel_train.core.errors import RecipeError, SettingError
 from accel_train.core.state import Choice
 from accel_train.model.batch_norm import has_batch_norm
 from accel_train.model.compile import repeated_blocks
 from accel_train.model.training_module import TrainingModule
 from accel_train.model.weights import separate_blocks
 from accel_train.parallel.dims import check_dimensions, check_divides, parallel_dims
-from accel_train.parallel.gradient_watch import Fsdp2Gradients
 from accel_train.parallel.strategy import ALONE, MakeOptimizer, Snapshot, Strategy
 from accel_train.parallel.tensor_parallel import keep_gradients_in_parts, split_layers, tie, tied_names
 from accel_train.recipe.parallel import Parallel
-from accel_train.runtime.private import flatten_mesh
+from accel_train.runtime.private import before_reduction, flatten_mesh
 from accel_train.runtime.process_group import on_main
 
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
@@ -48,7 +48,7 @@ class Fsdp2(Strategy):
     _saving_group: dist.ProcessGroup
     """Process group of the threads that save. Their collectives must not mix with the training's."""
     _known_plan: KnownPlan
-    _gradients: Fsdp2Gradients | None = None
+    _gradients: "GradientWatch | None" = None
     """Recorder of missing gradients. None if layers are split but nothing is sharded.
 
     All processes then lack the same gradients.
@@ -65,7 +65,8 @@ class Fsdp2(Strategy):
                 CPU.
         """
         if section.cpu_offload and device.type == "cpu":
-            raise ValueError("parallel.cpu_offload=True: the run is on the CPU already; leave it out")
+            problem = "the run is already on the CPU"
+            raise SettingError(problem, "Leave it out", "parallel.cpu_offload=True", ("parallel.cpu_offload",))
         if section.tp_size > 1:
             return _choose_groups(section, world_size)
         size = world_size if section.dp_shard_size == "auto" else section.dp_shard_size
@@ -81,9 +82,9 @@ class Fsdp2(Strategy):
         if self.choice.value == 1 or precision.value == "no":
             return precision
         cost = (
-            f"fsdp2 gathers weights in {'bf16' if precision.value == 'fp8' else precision.value}, half of what fp32 "
-            "would send; embeddings and norms compute with them, which ddp keeps in fp32: losses are 3 to 9 times as "
-            "far from those of fp32 (small GPT-2; a model with batch norm is gathered in fp32)"
+            f"fsdp2 gathers weights in {'bf16' if precision.value == 'fp8' else precision.value}, half the traffic of "
+            "fp32. Embeddings and norms then also compute in 16 bits (ddp: fp32), so losses deviate 3 to 9 times as "
+            "much from fp32 (small GPT-2). A model with batch norm is gathered in fp32"
         )
         return replace(precision, reason=f"{precision.reason}; {cost}")
 
@@ -136,7 +137,7 @@ class Fsdp2(Strategy):
             expected = {**dict(model.named_buffers()), **model.state_dict()}
             shapes, other = ({name: each.shape for name, each in found.items()} for found in (self._weights, expected))
             if shapes != other:
-                problem = "it has other weights without values than with them"
+                problem = "its weights differ between an empty build and a full build"
         if on_main(lambda: problem) or model is None:
             self._weights = None
             return make()
@@ -152,7 +153,7 @@ class Fsdp2(Strategy):
         self._saving_group = dist.new_group(backend="gloo")
         self._known_plan = KnownPlan()
         if self.accelerator.is_fsdp2:
-            self._gradients = Fsdp2Gradients(inner, self._take_fault)
+            self._gradients = GradientWatch(inner, self._take_fault)
             self.waits_for_all_parameters, self.looks_for_unused = True, find_unused
         return wrapped
 
@@ -209,15 +210,83 @@ class Fsdp2(Strategy):
         return Snapshot({}, ShardWriter(tensors, self._saving_group, self._known_plan))
 
 
+class GradientWatch:
+    """Sets a gradient of 0 for each weight that took no part in a micro-batch, before FSDP2 reduces its group.
+
+    FSDP2 concatenates the gradients that a process has, without their names. If processes lacked different gradients,
+    it would add gradients of different weights. A group without any gradient is not reduced.
+    """
+
+    def __init__(self, inner: TrainingModule, take_fault: Callable[[], Tensor | None]) -> None:
+        self._take_fault = take_fault
+        self._parameters = {name: each for name, each in inner.model.named_parameters() if each.requires_grad}
+        self._names = {id(each): name for name, each in self._parameters.items()}
+        for part in inner.modules():
+            if isinstance(part, FSDPModule):
+                before_reduction(part, self._complete)
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Clear the records of the step before."""
+        self.lacking: set[str] = set()
+        """Names of weights that had no gradient in some micro-batch of this process."""
+        self._used: set[str] = set()
+        self._idle: dict[str, int] = {}
+
+    def _complete(self, weights: Sequence[tuple[nn.Parameter, nn.Parameter | None]]) -> None:
+        """Fill in the missing gradients of a group. `weights` are its trained weights as (sharded, gathered) pairs."""
+        named = [(self._names[id(sharded)], gathered) for sharded, gathered in weights]
+        grads = [gathered.grad for _, gathered in named if gathered is not None and gathered.grad is not None]
+        if grads and (fault := self._take_fault()) is not None:
+            smallest = min(grads, key=torch.numel)
+            (smallest.to_local() if isinstance(smallest, DTensor) else smallest).add_(fault)
+        lacking = {name for name, gathered in named if gathered is None or gathered.grad is None}
+        self.lacking |= lacking
+        self._used.update(name for name, _ in named if name not in lacking)
+        if len(lacking) < len(named):
+            for name, gathered in named:
+                if name in lacking and gathered is not None:
+                    gathered.grad = torch.zeros_like(gathered)
+        elif named:
+            first = named[0][0]
+            self._idle[first] = self._idle.get(first, 0) + 1
+
+    def settle(self, device: torch.device) -> None:
+        """* Remove the gradients of weights that took part on no process, so that these get no update.
+
+        With one process they get none either.
+
+        Raises:
+            RecipeError: on all processes: a group took part on some of them only, but FSDP2 gathers it on all.
+        """
+        names = list(self._parameters)
+        used, idle = ([int(name in self._used) for name in names], [self._idle.get(name, 0) for name in names])
+        # Send the largest and the (negated) smallest counts in one collective.
+        packed: Tensor = torch.tensor([used, idle, [-count for count in idle]], dtype=torch.int32, device=device)
+        dist.all_reduce(packed, op=dist.ReduceOp.MAX)
+        taking_part, most, fewest = packed.tolist()
+        for name, largest, smallest in zip(names, most, fewest, strict=True):
+            if largest != -smallest:
+                raise RecipeError(
+                    f"the loss uses the module with {name} on some processes only, but fsdp2 gathers it on all at "
+                    "once. Compute the module on all processes in each micro-batch, or use parallel.strategy ddp"
+                )
+        for name, is_used in zip(names, taking_part, strict=True):
+            if not is_used:
+                self._parameters[name].grad = None
+
+
 def _choose_groups(section: Parallel, world_size: int) -> Choice[int]:
     size = section.tp_size
     check_divides("tp_size", size, world_size)
     groups = world_size // size
     if section.dp_shard_size not in ("auto", groups):
-        raise ValueError(
-            f"parallel.dp_shard_size={section.dp_shard_size} x parallel.tp_size={size} is not the number of processes, "
-            f"{world_size}; several copies of a model whose layers are split are not supported: leave dp_shard_size "
-            "at auto"
+        raise SettingError(
+            f"{section.dp_shard_size} x {size} is not the number of processes, {world_size}. Several copies of a model "
+            "with split layers are not supported",
+            "Leave parallel.dp_shard_size at auto",
+            f"parallel.dp_shard_size={section.dp_shard_size} x parallel.tp_size={size}",
+            ("parallel.dp_shard_size", "parallel.tp_size"),
         )
     reason = f"tensor parallelism: layers are split over groups of {size} processes, which read the same samples"
     return Choice(groups, reason if groups == 1 else f"{reason}; fsdp2 over {groups} such groups")
@@ -270,7 +339,7 @@ def shard_model(accelerator: Accelerator, inner: TrainingModule, weights: Mappin
         keep_gradients_in_parts(inner)
     if accelerator.mixed_precision != "no":
         inner.forward = accelerator.autocast()(inner.forward)  # type: ignore[method-assign]
-    begun = "" if is_empty else "every process began with the whole model, which cannot be built without its weights"
+    begun = "" if is_empty else "every process started with the whole model, because it cannot be built empty"
     said = [wrapped.reason, "" if split is None else split.reason, begun]
     return Choice(wrapped.value, "; ".join(each for each in said if each))
 
@@ -284,7 +353,7 @@ def _wrap_blocks(accelerator: Accelerator, inner: TrainingModule) -> Choice[str]
     if accelerator.mixed_precision != "no" and has_batch_norm(inner):
         # Autocast casts the weights, as under DDP.
         plugin.mixed_precision_policy = MixedPrecisionPolicy()
-        in_fp32 = "; weights are gathered in fp32, for batch norm takes none of 16 bits"
+        in_fp32 = "; weights are gathered in fp32, because batch norm does not take 16-bit weights"
     with warnings.catch_warnings():
         # Ignore this warning for the mesh that Accelerate flattens, as Accelerate does.
         warnings.filterwarnings("ignore", message="Slicing a flattened dim from root mesh")
@@ -297,9 +366,9 @@ def _wrap_blocks(accelerator: Accelerator, inner: TrainingModule) -> Choice[str]
         # Gathering a whole weight at the end takes two collectives on purpose. Hide the warning about it.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     if not blocks:
-        why = "blocks share weights with other modules" if repeated_blocks(inner) else "the model repeats no block"
+        why = "blocks share weights with other modules" if repeated_blocks(inner) else "no block is repeated"
         return Choice("as a whole", f"{why}, so all its weights are gathered at once{in_fp32}")
-    said = f"{len(blocks)} blocks are gathered one at a time, the rest with the model as a whole{in_fp32}"
+    said = f"{len(blocks)} blocks are gathered one at a time, the other weights together{in_fp32}"
     return Choice(", ".join(kinds), said)
 
 

@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.utils import AORecipeKwargs, GradientAccumulationPlugin, TorchDynamoPlugin, gather_object
 
+from accel_train.core.errors import SettingError
 from accel_train.core.state import Choice
 from accel_train.data.batch_sizes import BatchSizes
 from accel_train.model.kernels.float8 import float8_config
@@ -32,21 +33,23 @@ def choose_mixed_precision(section: Precision, device: torch.device) -> Choice[s
     name = device_name(device)
     has_bf16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
     if asked == "fp16" and not cuda:
-        raise ValueError(
-            f"precision.mixed_precision=fp16 needs a CUDA device, and this process runs on {device.type}; use "
-            "auto, bf16 or no"
-        )
+        problem = f"this process runs on {device.type}, but fp16 needs a CUDA device"
+        raise _unsupported(asked, problem, "Use auto, bf16 or no")
     if asked == "bf16" and cuda and not has_bf16:
-        raise ValueError(f"precision.mixed_precision=bf16 is only emulated, slowly, by {name}; use fp16 or auto")
+        raise _unsupported(asked, f"{name} only emulates bf16, slowly", "Use fp16 or auto")
     if asked == "fp8" and not has_float8(device):
         raise ValueError(f"precision.mixed_precision=fp8 {float8_is_missing(name)}")
     if asked != "auto":
         return Choice(asked, "as set")
     if has_bf16:
-        return Choice("bf16", f"{name} computes bf16, which needs no loss scale")
+        return Choice("bf16", f"{name} supports bf16, which needs no loss scale")
     if cuda:
-        return Choice("fp16", f"{name} has no bf16")
-    return Choice("no", f"{device.type}: fp32 is exact, and 16 bits gain little here")
+        return Choice("fp16", f"{name} does not support bf16")
+    return Choice("no", f"{device.type}: fp32 is exact, and 16-bit precision gains little")
+
+
+def _unsupported(asked: str, problem: str, remedy: str) -> SettingError:
+    return SettingError(problem, remedy, f"precision.mixed_precision={asked}", ("precision.mixed_precision",))
 
 
 def agree_on_mixed_precision(section: Precision, device: torch.device, num_processes: int) -> Choice[str]:
@@ -73,7 +76,7 @@ def weakest_precision(choices: Sequence[Choice[str] | str]) -> Choice[str]:
         return chosen[0]
     weakest = min(chosen, key=lambda each: ("no", "fp16", "bf16").index(each.value))
     ranks = [rank for rank, each in enumerate(chosen) if each.value == weakest.value]
-    return Choice(weakest.value, f"the weakest of all processes, for rank {ranks[0]}: {weakest.reason}")
+    return Choice(weakest.value, f"the weakest of all processes, from rank {ranks[0]}: {weakest.reason}")
 
 
 def has_float8(device: torch.device) -> bool:
@@ -85,8 +88,8 @@ def has_float8(device: torch.device) -> bool:
 def float8_is_missing(name: str) -> str:
     """Return the rest of an error message that refuses fp8 on the device with this name."""
     return (
-        f"needs an NVIDIA GPU that multiplies float8 (L4, RTX 40, H100 and later), and {name} does not; use bf16 or "
-        "auto"
+        f"needs an NVIDIA GPU with float8 units (L4, RTX 40, H100 and later), but {name} does not have them. Use bf16 "
+        "or auto"
     )
 
 
@@ -97,7 +100,7 @@ def set_backends(section: Precision, mixed_precision: str, device: torch.device)
         # cuBLAS reads it when CUDA's first handle is created.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        why = "precision.deterministic: the same bits each time, at some cost in speed"
+        why = "precision.deterministic: bit-identical results, at some cost in speed"
         choices["precision.deterministic"] = Choice(True, why)
     if device.type == "cuda":
         tf32 = Choice(mixed_precision != "no", f"mixed_precision is {mixed_precision}")
@@ -113,10 +116,10 @@ def set_backends(section: Precision, mixed_precision: str, device: torch.device)
         choices |= {"precision.tf32": tf32, "precision.cudnn_benchmark": benchmark}
     if device.type == "cpu":
         if keep_freed_memory():
-            why = "handing it back costs thousands of page faults a step on a CPU"
+            why = "returning memory to the system costs thousands of page faults per step on a CPU"
             choices["malloc"] = Choice("keeps freed memory", why)
-        spins = os.environ.get("GOMP_SPINCOUNT", "its default number of")
-        why = f"OMP_NUM_THREADS sets it; a thread that waits spins {spins} times, then sleeps"
+        spins = os.environ.get("GOMP_SPINCOUNT", "the default number of")
+        why = f"set by OMP_NUM_THREADS; a waiting thread spins {spins} times, then sleeps"
         choices["threads"] = Choice(torch.get_num_threads(), why)
     return choices
 

@@ -21,6 +21,7 @@ from accelerate import Accelerator
 from accelerate.utils import ParallelismConfig
 from torch import Tensor, nn
 
+from accel_train.core.errors import SettingError
 from accel_train.data.batch_sizes import divisors
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.parallel.dims import ParallelDims, parallel_dims
@@ -28,6 +29,7 @@ from accel_train.parallel.zero import import_deepspeed
 from accel_train.runtime.process_group import COLLECTIVE_TIMEOUT_SECONDS
 from accel_train.task import TaskData
 
+SP_OFF = "Set parallel.sp_size to 1"
 SPLIT = ("input_ids", "labels")
 OF_DOCUMENTS = ("position_ids", "document_ids", "document_lengths")
 """Additional batch entries if several documents share a sequence."""
@@ -60,7 +62,7 @@ def in_slices(data: TaskData, group: ParallelDims) -> TaskData:
     if num_parts == 1:
         return data
     if data.step_batches is not None:
-        raise ValueError(f"parallel.sp_size={num_parts}: this data comes in batches of its own; set it to 1")
+        raise _refusal(num_parts, "this data defines its own batches", SP_OFF)
     return replace(data, collate=Slices(data.collate, group.slice_index, num_parts))
 
 
@@ -80,13 +82,11 @@ def slice_of(batch: Mapping[str, Any], part: int, num_parts: int) -> dict[str, A
     known = {*SPLIT, "num_targets", *(OF_DOCUMENTS if "document_lengths" in batch else ())}
     others = sorted(name for name in batch if name not in known)
     if others or any(name not in batch for name in SPLIT):
-        raise ValueError(
-            f"parallel.sp_size={num_parts} splits batches of input_ids and labels, and these have "
-            f"{', '.join(sorted(batch))}; set it to 1"
-        )
+        problem = f"splits batches of input_ids and labels, but these batches have {', '.join(sorted(batch))}"
+        raise _refusal(num_parts, problem, SP_OFF)
     num_samples, length = batch["input_ids"].shape
     if length % num_parts:
-        raise ValueError(f"parallel.sp_size={num_parts} does not divide a batch of {length} tokens; set it to 1")
+        raise _refusal(num_parts, f"does not divide a batch of {length} tokens", SP_OFF)
     begin, end = part * length // num_parts, (part + 1) * length // num_parts
     own: dict[str, Any] = {name: batch[name][:, begin:end].contiguous() for name in SPLIT}
     if "document_lengths" not in batch:
@@ -105,26 +105,24 @@ def check_attention(config: Any, attention: str, reason: str, size: int) -> None
 
     text = config.get_text_config()
     if attention != CAUSAL_SDPA:
-        raise ValueError(
-            f"parallel.sp_size={size} needs plain causal attention over the whole sequence: {reason}. Set it to 1, or "
-            "take another model: gpt2, llama, mistral and qwen3 are some that can"
-        )
+        problem = f"needs plain causal attention over the whole sequence: {reason}"
+        raise _refusal(size, problem, f"{SP_OFF}, or use another model, for example gpt2, llama, mistral or qwen3")
     for kind in _rope_types(getattr(text, "rope_parameters", None) or {}):
         if kind not in ROPES_OF_EACH_POSITION:
-            raise ValueError(
-                f"parallel.sp_size={size}: rope_type {kind} turns a position by the longest that it sees, and each "
-                f"slice sees others; use {', '.join(ROPES_OF_EACH_POSITION)}, or set it to 1"
-            )
+            problem = f"rope_type {kind} rotates by the longest position in the batch, which differs between slices"
+            raise _refusal(size, problem, f"{SP_OFF}, or use rope_type {', '.join(ROPES_OF_EACH_POSITION)}")
     heads = text.num_attention_heads
     key_heads = getattr(text, "num_key_value_heads", None) or heads
     if heads % size or (key_heads % size and size % key_heads):
         fitting = [n for n in divisors(heads) if key_heads % n == 0 or n % key_heads == 0]
         pairs = f" and {key_heads} num_key_value_heads" if key_heads != heads else ""
-        raise ValueError(
-            f"parallel.sp_size={size} does not divide the {heads} "
-            f"{text.attribute_map.get('num_attention_heads', 'num_attention_heads')}{pairs} of {text.model_type}, and "
-            f"each process attends with whole heads; use {', '.join(map(str, fitting))}"
-        )
+        name = text.attribute_map.get("num_attention_heads", "num_attention_heads")
+        problem = f"does not divide the {heads} {name}{pairs} of {text.model_type} into whole heads"
+        raise _refusal(size, problem, f"Use {', '.join(map(str, fitting))}")
+
+
+def _refusal(size: int, problem: str, remedy: str) -> SettingError:
+    return SettingError(problem, remedy, f"parallel.sp_size={size}", ("parallel.sp_size",))
 
 
 def _rope_types(parameters: Mapping[str, Any]) -> Iterator[str]:
@@ -144,12 +142,10 @@ def check_model(model: nn.Module, size: int) -> None:
     """
     config = getattr(model, "config", None)
     if config is None or not callable(getattr(model, "set_attn_implementation", None)):
-        raise ValueError(
-            f"parallel.sp_size={size}: {type(model).__name__} is no model of transformers, whose attention could be "
-            "exchanged; set it to 1"
-        )
+        problem = f"{type(model).__name__} is not a transformers model, so its attention cannot be replaced"
+        raise _refusal(size, problem, SP_OFF)
     attention = config._attn_implementation
-    check_attention(config, attention, f"that of {type(model).__name__} is {attention}", size)
+    check_attention(config, attention, f"{type(model).__name__} uses {attention}", size)
 
 
 def tell_accelerator(accelerator: Accelerator, size: int) -> None:

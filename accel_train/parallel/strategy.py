@@ -35,7 +35,7 @@ from accel_train.optim.update import Update, update_within
 from accel_train.parallel.dims import ParallelDims, parallel_dims
 from accel_train.recipe.parallel import Parallel
 
-ALONE = "one process: there is nobody to share the model with"
+ALONE = "single process: nothing to shard"
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 

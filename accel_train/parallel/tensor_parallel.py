@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from accel_train.core.errors import SettingError
 from accel_train.core.state import Choice
 from accel_train.data.batch_sizes import divisors
 
@@ -28,7 +29,7 @@ STYLES: dict[str, int | None] = {
 """transformers styles that are known to train as one process does, and the dimension of a weight that each splits."""
 SUMMED = "replicated_with_grad_allreduce"
 """Style of a replicated weight that each process applies to its own heads. Its gradient is the sum over processes."""
-MODELS = "llama, mistral, qwen2, qwen3, gemma and gpt_neox are some that can"
+MODELS = "Use for example llama, mistral, qwen2, qwen3, gemma or gpt_neox, or set parallel.tp_size to 1"
 
 
 def check_plan(config: Any, plan: Mapping[str, str], size: int) -> None:
@@ -39,23 +40,21 @@ def check_plan(config: Any, plan: Mapping[str, str], size: int) -> None:
     """
     text = config.get_text_config()
     if not plan:
-        raise ValueError(
-            f"parallel.tp_size={size}: transformers has no plan of how to split {text.model_type} "
-            f"(base_model_tp_plan); {MODELS}. Set parallel.tp_size to 1, which leaves the model to fsdp2"
-        )
+        problem = f"transformers does not have a plan to split {text.model_type} (base_model_tp_plan)"
+        raise _refusal(size, problem, f"{MODELS}, which leaves the model to fsdp2")
     unknown = sorted({style for style in plan.values() if style not in STYLES})
     if unknown:
-        raise ValueError(
-            f"parallel.tp_size={size}: the plan of {text.model_type} splits layers by {', '.join(unknown)}, which is "
-            f"not supported; {MODELS}. Set parallel.tp_size to 1"
-        )
+        problem = f"the plan of {text.model_type} uses unsupported styles: {', '.join(unknown)}"
+        raise _refusal(size, problem, MODELS)
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(text, name, None)
         if isinstance(heads, int) and heads % size:
-            raise ValueError(
-                f"parallel.tp_size={size} does not divide the {heads} {text.attribute_map.get(name, name)} of "
-                f"{text.model_type}, and heads are not cut; use {', '.join(map(str, divisors(heads)))}"
-            )
+            problem = f"does not divide the {heads} {text.attribute_map.get(name, name)} of {text.model_type}"
+            raise _refusal(size, problem, f"Use {', '.join(map(str, divisors(heads)))}, so that heads stay whole")
+
+
+def _refusal(size: int, problem: str, remedy: str) -> SettingError:
+    return SettingError(problem, remedy, f"parallel.tp_size={size}", ("parallel.tp_size",))
 
 
 def styles_of(model: nn.Module, size: int) -> dict[str, str]:
@@ -68,20 +67,17 @@ def styles_of(model: nn.Module, size: int) -> dict[str, str]:
     config = getattr(model, "config", None)
     expand = getattr(model, "_expand_parallel_plan", None)
     if config is None or not callable(expand):
-        raise ValueError(
-            f"parallel.tp_size={size}: {type(model).__name__} is no model of transformers, which say how they are "
-            "split; set it to 1"
-        )
+        problem = f"{type(model).__name__} is not a transformers model, so it does not define how to split it"
+        raise _refusal(size, problem, "Set parallel.tp_size to 1")
     check_plan(config, plan or {}, size)
     parameters, modules = dict(model.named_parameters()), dict(model.named_modules())
     found: dict[str, str] = expand(plan)
     for first, *others in tied_names(model):
         split = {name: STYLES.get(found.get(name.rpartition(".")[0], SUMMED)) for name in (first, *others)}
         if len(set(split.values())) > 1:
-            raise ValueError(
-                f"parallel.tp_size={size}: {first} and {others[0]} are one weight, and the plan of {config.model_type} "
-                "splits only one of them; set model.config.tie_word_embeddings to false, or parallel.tp_size to 1"
-            )
+            problem = f"{first} and {others[0]} are tied, but the plan of {config.model_type} splits only one of them"
+            remedy = "Set model.config.tie_word_embeddings to false, or parallel.tp_size to 1"
+            raise _refusal(size, problem, remedy)
     return {name: style for name, style in found.items() if name in parameters or name in modules}
 
 
@@ -121,7 +117,7 @@ def split_layers(model: nn.Module, mesh: DeviceMesh) -> Choice[str]:
     count = sum(not all(each.is_replicate() for each in parameter.placements) for parameter in held)
     return Choice(
         str(mesh.size()),
-        f"{count} weights are split over groups of {mesh.size()} processes, each process holds the rest",
+        f"{count} weights are split over groups of {mesh.size()} processes, and each process holds the others",
     )
 
 

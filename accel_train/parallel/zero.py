@@ -25,7 +25,6 @@ from accel_train.guard.guard import Limits
 from accel_train.model.training_module import TrainingModule
 from accel_train.optim.update import Update, nan_without_targets
 from accel_train.parallel.dims import check_dimensions
-from accel_train.parallel.gradient_watch import ZeroGradients
 from accel_train.parallel.strategy import ALONE, MakeOptimizer, Strategy
 from accel_train.recipe.parallel import Parallel
 from accel_train.runtime.private import norms_of, set_gradient_norm
@@ -53,7 +52,7 @@ class Zero(Strategy):
     waits_for_all_parameters = True
     notes_forward_order = True
     parts: ZeroShards
-    _gradients: ZeroGradients
+    _gradients: "GradientWatch"
     _engine: Any
 
     @classmethod
@@ -100,7 +99,7 @@ class Zero(Strategy):
         self._engine.set_gradient_accumulation_boundary(True)
         self.module, zero = self._engine, self._engine.optimizer
         self.parts = ZeroShards(zero, inner.model, self.optimizer, self._stage, self.accelerator.device)
-        self._gradients = ZeroGradients(inner.model)
+        self._gradients = GradientWatch(inner.model)
         return None
 
     def begin_step(self) -> None:
@@ -195,7 +194,34 @@ class Zero(Strategy):
         optimizer.clip_grad = clip
         set_gradient_norm(optimizer, known)
         self._engine.step()
-        assert optimizer.overflow == (not math.isfinite(norm)), "DeepSpeed used another norm than ours"
+        assert optimizer.overflow == (not math.isfinite(norm)), "DeepSpeed used our norm"
+
+
+class GradientWatch:
+    """Records the trained weights that get no gradient in a backward pass.
+
+    DeepSpeed does not keep gradients where torch does, so hooks record them.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._names = [name for name, each in module.named_parameters() if each.requires_grad]
+        self._seen: set[str] = set()
+        self.lacking: set[str] = set()
+        """Names of weights that had no gradient in some micro-batch of the step on this process."""
+        for name, each in module.named_parameters():
+            if each.requires_grad:
+                each.register_post_accumulate_grad_hook(lambda _, name=name: self._seen.add(name))
+
+    def begin_step(self) -> None:
+        """Clear the records of the step before."""
+        self.lacking.clear()
+        self._seen.clear()
+
+    def end_backward(self) -> None:
+        """Record the weights that had no gradient in the last backward pass."""
+        if len(self._seen) < len(self._names):
+            self.lacking.update(name for name in self._names if name not in self._seen)
+        self._seen.clear()
 
 
 def import_deepspeed() -> Any:

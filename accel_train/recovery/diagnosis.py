@@ -214,7 +214,7 @@ def origins_of(finding: Finding, data: TaskData) -> list[str]:
     try:
         return [f"{index}: {data.where(index)}" for index in named[:MAX_ORIGINS]]
     except Exception as error:  # `where` is code of the data set and may raise anything
-        return [f"not known: {error}"]
+        return [f"unknown: {error}"]
 
 
 def describe_device(device: torch.device) -> str:

@@ -14,7 +14,7 @@ from accel_train.core.errors import TrainingStopped
 from accel_train.engine.run import RunContext
 from accel_train.engine.save import kept_checkpoints
 from accel_train.model.tensors import local_part
-from accel_train.recovery.rollback import RollBack
+from accel_train.recovery.rollback import RollbackRequested
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NONNEGATIVE = 2**62 - 1
@@ -26,7 +26,7 @@ def check_divergence(run: RunContext) -> None:
     With several copies of a sharded model (HSDP), each shard is compared with its copies.
 
     Raises:
-        RollBack: to a known-good checkpoint from before the last comparison.
+        RollbackRequested: to a known-good checkpoint from before the last comparison.
         TrainingStopped: the guard allows no further rollback.
     """
     run.strategy.release_gathered()
@@ -46,13 +46,13 @@ def check_divergence(run: RunContext) -> None:
     names = [name for name, is_other in zip(weights, differ.tolist(), strict=True) if is_other]
     step, more = run.state.step, f" and {len(names) - 1} more" if len(names) > 1 else ""
     odd = _odd_ranks(run, sums[differ], copies)
-    message = f"step {step}: the weights differ between processes{odd}: {names[0]}{more}"
+    message = f"step {step}: weights differ between processes{odd}: {names[0]}{more}"
     run.observer.on_event("drift", step, message, names_step=True, parameters=names)
     decision = run.guard.roll_back_or_stop(message)
     if decision.action == "stop":
         run.observer.on_event("stop", step, decision.reason, names_step=True)
         raise TrainingStopped(f"{decision.reason}. {kept_checkpoints(run)}")
-    raise RollBack(decision.reason, step)
+    raise RollbackRequested(decision.reason, step)
 
 
 def checksums(tensors: list[Tensor]) -> Tensor:
@@ -75,4 +75,4 @@ def _odd_ranks(run: RunContext, here: Tensor, copies: dist.ProcessGroup | None) 
         usual, count = Counter(everywhere[other][0] for other in others).most_common(1)[0]
         if sums != usual and 2 * count > len(others):
             odd.append(f"rank {rank}")
-    return f", and {' and '.join(odd)} {'is' if len(odd) == 1 else 'are'} not as the others" if odd else ""
+    return f" ({' and '.join(odd)} {'differs' if len(odd) == 1 else 'differ'} from the majority)" if odd else ""

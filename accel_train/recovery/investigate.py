@@ -88,7 +88,7 @@ def diagnose(
         except Exception as error:  # for example a full disk: the run continues without the folder
             return None, f"{sentence}. The incident could not be written: {error}"
         if why_not is not None and can_replay(record):
-            sentence += f"; accel-train replay {shlex.quote(str(folder))} names sample and module"
+            sentence += f"; run accel-train replay {shlex.quote(str(folder))} to name the sample and the module"
         return folder.name, f"{sentence}; see {INCIDENTS}/{folder.name}/{TEXT}"
 
 
@@ -228,7 +228,7 @@ def _write(run: RunContext, record: JsonRecord, batches: dict[str, bytes], weigh
     record["weights"] = {
         "file": None if weights is None else WEIGHTS,
         "checkpoint": f"step-{before[-1]:08d}" if weights is None and before else None,
-        "of": "those that it was computed with" if record["skipped"] else "after its update, which was clipped",
+        "of": "the weights before the step" if record["skipped"] else "the weights after the clipped update",
     }
     record["last_losses"] = last_losses(run.plan.output_dir) or list(enumerate(run.state.losses[-50:]))
     record["environment"] = environment(run.accelerator.device)

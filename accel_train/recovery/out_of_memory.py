@@ -6,9 +6,12 @@ the smaller micro-batches. Nothing here recovers inside an `except` block, where
 activations alive.
 """
 
-from collections.abc import Sequence
+import gzip
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -17,17 +20,21 @@ from torch import Tensor
 
 from accel_train.checkpoint.store import steps_of
 from accel_train.core.errors import OUT_OF_MEMORY_REMEDY, OutOfMemory, RestartNeeded, StepAgain
-from accel_train.core.format import format_count
+from accel_train.core.files import make_folders
+from accel_train.core.format import format_bytes, format_count
+from accel_train.core.ownership import write_file
 from accel_train.core.state import StepResult
 from accel_train.data.batch_sizes import BatchSizes
 from accel_train.data.order import DataOrder
 from accel_train.engine.run import RunContext
 from accel_train.engine.save import LAST_WAIT_SECONDS
 from accel_train.engine.step import Agreement, MicroBatch
-from accel_train.recovery.memory_snapshot import write_memory_snapshot
+from accel_train.observe.run_folder import PROFILE_FOLDER
 from accel_train.recovery.unused_parameters import UnusedParameters, check_first_step, check_later_step
 from accel_train.runtime.memory import is_out_of_memory
 
+NUM_SIZES = 20
+"""Number of block sizes in the table of a memory snapshot."""
 CAREFUL_STEPS = 2
 """Number of first steps that may need more memory than earlier steps.
 
@@ -143,6 +150,48 @@ def shortage_in(run: RunContext, error: Exception) -> str:
     return str(error).partition("\n")[0] or type(error).__name__
 
 
+def write_memory_snapshot(run: RunContext) -> None:
+    """Write `profile/rank-R-memory-step-N.json.gz` and a table of the same name in `.txt`; on a CPU do nothing.
+
+    Call it while the error is alive: the error keeps the step's activations, and these did not fit. The JSON is the
+    result of `torch.cuda.memory_snapshot()`. Nothing is recorded before memory runs out, so a normal run has no cost.
+    """
+    if run.accelerator.device.type != "cuda":
+        return
+    home, rank = run.plan.output_dir, run.accelerator.process_index
+    name = f"{PROFILE_FOLDER}/rank-{rank}-memory-step-{run.state.step + 1}"
+    segments = torch.cuda.memory_snapshot()
+    text = f"{block_table(segments)}\n\n{torch.cuda.memory_summary(run.accelerator.device)}\n"
+    try:
+        make_folders(home / PROFILE_FOLDER)
+        write_file(home / f"{name}.json.gz", gzip.compress(json.dumps(segments).encode()), home)
+        write_file(home / f"{name}.txt", text.encode(), home)
+    except OSError as error:
+        run.observer.note(f"the memory snapshot could not be written ({error})")
+        return
+    run.observer.note(f"memory contents of process {rank} when it ran out of memory: {name}.txt")
+
+
+def block_table(segments: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table of the allocated blocks by size, the sizes that take the most memory first.
+
+    Args:
+        segments: result of `torch.cuda.memory_snapshot()`; sizes are in bytes.
+    """
+    sizes: Counter[int] = Counter()
+    for segment in segments:
+        sizes.update(block["size"] for block in segment["blocks"] if block["state"] == "active_allocated")
+    allocated = sum(size * count for size, count in sizes.items())
+    reserved = sum(segment["total_size"] for segment in segments)
+    largest = sorted(sizes.items(), key=lambda item: item[0] * item[1], reverse=True)[:NUM_SIZES]
+    lines = [f"{format_bytes(allocated)} allocated of {format_bytes(reserved)} reserved, largest first:", ""]
+    lines.append(f"{'block':>12} {'blocks':>8} {'together':>12} {'share':>7}")
+    for size, count in largest:
+        together = size * count
+        lines.append(f"{format_bytes(size):>12} {count:>8} {format_bytes(together):>12} {together / allocated:>7.1%}")
+    return "\n".join(lines)
+
+
 def _failed_ranks(accelerator: Accelerator, has_failed: bool) -> list[int]:
     """Return the processes that have failed. All processes must call it."""
     failed = torch.zeros(accelerator.num_processes, device=accelerator.device)
@@ -207,18 +256,18 @@ def end_for_smaller_micro_batches(run: RunContext, message: str) -> NoReturn:
     rank, step = run.accelerator.process_index, run.state.step + 1
     reason, smaller = _shrink(run, [rank], message)
     size = smaller.per_device_batch_size
-    assert run.batch_cache is not None, "there are several samples per process"
+    assert run.batch_cache is not None, "a smaller micro-batch exists, so processes have several samples"
     written = run.batch_cache.write(size, f"because {reason}")
     if (run.batch_cache.read() or (0, ""))[0] != size:  # the next start would run out of memory again
-        raise OutOfMemory(f"{reason}; smaller ones are {written}; {OUT_OF_MEMORY_REMEDY}")
+        raise OutOfMemory(f"{reason}; smaller micro-batches are {written}; {OUT_OF_MEMORY_REMEDY}")
     run.saver.wait(LAST_WAIT_SECONDS)
     saved = max(steps_of(run.saver.root), default=0)
     steps = f"Step {step} is" if step == saved + 1 else f"Steps {saved + 1} to {step} are"
     origin = f"checkpoint {saved}" if saved else "the beginning"
     text = (
         f"out of memory at step {step} with micro-batches of "
-        f"{format_count(run.sizes.per_device_batch_size, 'sample')}; {size} {'is' if size == 1 else 'are'} remembered "
-        f"for this machine. {steps} computed again from {origin}: {run.plan.how_to_resume}"
+        f"{format_count(run.sizes.per_device_batch_size, 'sample')}. The next start on this machine uses "
+        f"{format_count(size, 'sample')}. {steps} recomputed from {origin}: {run.plan.how_to_resume}"
     )
     run.observer.on_event("out_of_memory", step, text, ranks=[rank])
     raise RestartNeeded(text)
@@ -250,5 +299,5 @@ def smaller_micro_batches(sizes: BatchSizes) -> BatchSizes | None:
         per_device_batch_size=size,
         gradient_accumulation_steps=share // size,
         reason=f"{sizes.global_batch_size} = {size} per device x {share // size} accumulation x {sizes.world_size}, "
-        "because memory ran out with more",
+        "because larger micro-batches ran out of memory",
     )

@@ -17,7 +17,7 @@ from accel_train.checkpoint.base import base_problem, digests_of_base
 from accel_train.checkpoint.contents import load_model_tensors, restore_weights
 from accel_train.checkpoint.run_recipe import check_settings, read_recipe
 from accel_train.checkpoint.store import check
-from accel_train.core.errors import CheckpointError
+from accel_train.core.errors import CheckpointError, SettingError
 from accel_train.core.state import Choice, JsonRecord
 from accel_train.data.batch_sizes import resolve_batch
 from accel_train.engine.resolve import change_model
@@ -92,7 +92,7 @@ class Replay:
         record = self._judged
         if record["kind"] == "spike":
             heaviest = f"{describe_heaviest(record)}; " if self.findings else ""
-            return [f"a spike: {heaviest}compare loss and gradients with the incident's"]
+            return [f"a spike: {heaviest}compare loss and gradients with the incident"]
         if not self.findings:
             again = any(each.happens_again for each in self.micro_batches)
             return ["happens again" if again else "does not happen again"]
@@ -101,7 +101,7 @@ class Replay:
         if record["classification"] == "transient" and record["weights"]["file"] is None:
             return [
                 *lines,
-                "The weights are those of an earlier step: with those of the step it might happen again.",
+                "The weights are from an earlier step. With the weights of this step, it might happen again.",
             ]
         return [*lines, *(f"- {action}" for action in next_actions(record, is_replayed=True))]
 
@@ -125,11 +125,11 @@ def replay_incident(
     """
     record = read_incident(folder)
     if not record["batches"]:
-        raise ValueError(f"{folder} keeps no micro-batch ({record['sentence']}), so there is nothing to recompute")
+        raise ValueError(f"{folder} does not contain a micro-batch to recompute ({record['sentence']})")
     run_folder = folder.resolve().parent.parent
     if not (run_folder / RECIPE_FILE).is_file():
         raise ValueError(
-            f"{run_folder} has no {RECIPE_FILE}: an incident is recomputed in its place, in RUN/{INCIDENTS}/STEP"
+            f"{run_folder} does not contain {RECIPE_FILE}. Keep an incident in its run folder: RUN/{INCIDENTS}/STEP"
         )
     use_device(device)
     check_settings(settings)
@@ -199,7 +199,7 @@ def use_device(device: str | None) -> None:
     if device == "cpu":
         os.environ["ACCELERATE_USE_CPU"] = "true"
     elif device is not None and (here is None or here.type != device):
-        raise ValueError(f"--device {device}: torch sees no such device here; give cpu")
+        raise SettingError("torch does not see this device here", "Use cpu", at=f"--device {device}")
 
 
 def load_weights(model: nn.Module, folder: Path, run_folder: Path, record: JsonRecord, base: Mapping[str, str]) -> str:
@@ -213,13 +213,13 @@ def load_weights(model: nn.Module, folder: Path, run_folder: Path, record: JsonR
     """
     kept, checkpoint = record["weights"]["file"], record["weights"]["checkpoint"]
     if kept is None and checkpoint is None:
-        raise ValueError(f"{folder} keeps no weights, and there was no checkpoint before it")
+        raise ValueError(f"{folder} does not contain weights, and the run had no checkpoint before it")
     path, origin = folder / WEIGHTS, f"{WEIGHTS}, {record['weights']['of']}"
     if kept is None:
         path = run_folder / "checkpoints" / Path(checkpoint).name
         origin = f"{path.name}, the last checkpoint before the step"
         if (problem := check(path).problem) is not None:
-            raise ValueError(f"{path} holds the incident's weights, and cannot be used: {problem}")
+            raise ValueError(f"{path} holds the incident's weights, but cannot be used: {problem}")
     try:
         if kept is not None:
             load_model_tensors(model, load_file(path), base)
@@ -238,7 +238,7 @@ def stop_in_debugger(name: str, module: nn.Module, args: Any, kwargs: Any, outpu
     The debugger shows `name`, `module`, `args`, `kwargs`, and `output`.
     """
     who = f"{name or 'the model'} ({type(module).__name__})"
-    print(f"\n{who} got finite numbers, and returned others: see args, kwargs, output")
+    print(f"\n{who} received finite numbers but returned NaN or Inf: see args, kwargs, output")
     pdb.Pdb(nosigint=True).set_trace()
 
 

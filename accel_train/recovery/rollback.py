@@ -18,7 +18,7 @@ from accel_train.recovery.investigate import diagnose
 from accel_train.runtime.process_group import on_main
 
 
-class RollBack(Exception):
+class RollbackRequested(Exception):
     """Raised by the loop and caught by the loop when the guard rolls back, on all processes at the same step."""
 
     def __init__(self, reason: str, at_step: int) -> None:
@@ -30,7 +30,7 @@ def carry_out(run: RunContext, result: StepResult, decision: Decision, micro_bat
     """Report a bad step with its cause, and raise the guard's decision. A skipped step needs nothing else.
 
     Raises:
-        RollBack: the run continues from an earlier checkpoint.
+        RollbackRequested: the run continues from an earlier checkpoint.
         TrainingStopped: the guard's budget is spent.
         DataError: the step has no targets, so there is nothing to learn from.
     """
@@ -41,14 +41,14 @@ def carry_out(run: RunContext, result: StepResult, decision: Decision, micro_bat
     kind = action if action != "roll_back" else "skip" if result.skipped else "spike"
     run.observer.on_event(kind, result.step, reason, names_step=True, loss_scale=result.loss_scale, incident=incident)
     if action == "roll_back":
-        raise RollBack(decision.reason, result.step)
+        raise RollbackRequested(decision.reason, result.step)
     if action == "stop" and result.num_targets == 0:
         raise DataError(decision.reason)
     if action == "stop":
         raise TrainingStopped(f"{decision.reason}. {kept_checkpoints(run)}")
 
 
-def roll_back(run: RunContext, request: RollBack) -> None:
+def roll_back(run: RunContext, request: RollbackRequested) -> None:
     """Restore the newest known-good checkpoint on all processes, and skip the steps that led to the rollback.
 
     The record is on disk before the abandoned checkpoints are removed. So after a kill at any point, the run resumes on
@@ -76,7 +76,7 @@ def roll_back(run: RunContext, request: RollBack) -> None:
     run.observer.on_event("rollback", request.at_step, message, **asdict(rollback))
 
 
-def _choose(run: RunContext, request: RollBack) -> tuple[str, Rollback]:
+def _choose(run: RunContext, request: RollbackRequested) -> tuple[str, Rollback]:
     """Return the checkpoint's name and the rollback, after recording the rollback."""
     run.saver.wait()
     report_saves(run)
@@ -84,10 +84,10 @@ def _choose(run: RunContext, request: RollBack) -> tuple[str, Rollback]:
     try:
         return _record(run, request)
     except OSError as error:
-        raise CheckpointError(f"{request.reason}; the rollback could not be made: {error}") from error
+        raise CheckpointError(f"{request.reason}; the rollback failed: {error}") from error
 
 
-def _record(run: RunContext, request: RollBack) -> tuple[str, Rollback]:
+def _record(run: RunContext, request: RollbackRequested) -> tuple[str, Rollback]:
     root = run.plan.output_dir / "checkpoints"
     onset = run.state.first_bad_step or request.at_step
     broken = []
@@ -113,4 +113,4 @@ def _record(run: RunContext, request: RollBack) -> tuple[str, Rollback]:
         return status.path.name, rollback
     after = run.plan.recipe.guard.healthy_after_steps
     why = "; ".join(broken) or f"no checkpoint before step {onset} was followed by {after} clean steps"
-    raise TrainingStopped(f"{request.reason}; there is no checkpoint to roll back to: {why}. {kept_checkpoints(run)}")
+    raise TrainingStopped(f"{request.reason}; cannot roll back: {why}. {kept_checkpoints(run)}")

@@ -1,4 +1,4 @@
-"""Find the process that keeps the others waiting, and its slow part of a step.
+"""Find the process that slows down the others, and its slow part of a step.
 
 A step takes equally long on every process, so the step time does not reveal the slow process. The watch compares the
 time in which a process does not wait for others, by the host's clock: waiting for data and, on a CPU, the forward. On a
@@ -117,8 +117,8 @@ class StragglerWatch:
         part, here, elsewhere = slow_part(works, rank)
         window = self.section.straggler_window_steps
         message = (
-            f"{who} keeps the others waiting: {part} takes it {1000 * here:.3g} ms a step, and {1000 * elsewhere:.3g} "
-            f"ms elsewhere (median), in {self._num_windows * window} steps up to {step - window}"
+            f"{who} slows down the other processes: {part} takes {1000 * here:.3g} ms per step (median of all "
+            f"processes: {1000 * elsewhere:.3g} ms), in {self._num_windows * window} steps up to {step - window}"
         )
         slow = "data" if part == DATA else "compute"
         self.run.observer.on_event(

@@ -3,8 +3,6 @@
 They get no update.
 """
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 
@@ -35,25 +33,24 @@ def check_first_step(run: RunContext) -> bool:
         if strategy.is_replicated:
             return True
         strategy.look_for_unused()
-    no_part = f"{_take(names)} no part in the loss of the first step"
+    unused = f"the loss of the first step does not use {named(names)}"
     remedy = f"model.freeze: [{', '.join(repr(name) for name in names[:3])}{', ...' if len(names) > 3 else ''}]"
     if setting is False:
         raise RecipeError(
-            f"{no_part}, and parallel.find_unused_parameters is false; freeze what never takes part ({remedy}), or "
-            "set it to auto"
+            f"{unused}, and parallel.find_unused_parameters is false. Freeze unused parameters ({remedy}), or set "
+            "parallel.find_unused_parameters to auto"
         )
     if not strategy.keeps_gradients:
         raise RecipeError(
-            f"{no_part}, and DeepSpeed would apply weight decay to what has no gradient, unlike one process: freeze "
-            f"it ({remedy}), or use parallel.strategy ddp or fsdp2"
+            f"{unused}. DeepSpeed would apply weight decay to parameters without a gradient, unlike one process. "
+            f"Freeze them ({remedy}), or use parallel.strategy ddp or fsdp2"
         )
-    cost = "DDP looks for such parameters in each step, which costs a walk through the graph and one more collective"
-    gets, costs = ("it gets", "it costs") if len(names) == 1 else ("they get", "they cost")
+    cost = "DDP looks for unused parameters in each step, at the cost of a graph traversal and one more collective"
     if has_to_look and not strategy.is_replicated:
-        cost = "fsdp2 looks for such parameters in each step, which costs one more collective"
+        cost = "fsdp2 looks for unused parameters in each step, at the cost of one more collective"
     elif not has_to_look:
-        cost = f"{gets} no update and no weight decay, on one process as on several (where {cost})"
-    message = f"{no_part}: {cost}. Frozen, {costs} nothing: {remedy}"
+        cost = f"unused parameters get no update and no weight decay. With several processes, {cost}"
+    message = f"{unused}: {cost}. Frozen parameters cost nothing: {remedy}"
     run.observer.on_event("unused_parameters", run.state.step, message, parameters=names)
     return False
 
@@ -66,13 +63,11 @@ def check_later_step(run: RunContext) -> None:
     """
     if (names := run.strategy.end_incomplete_reduction()) is None:
         return
-    remedy = "set parallel.find_unused_parameters to true, and each step looks for those that do not"
+    remedy = "Set parallel.find_unused_parameters to true, so that each step looks for unused parameters"
     if not run.strategy.keeps_gradients:
-        remedy = "DeepSpeed would apply weight decay all the same, or mix gradients; use parallel.strategy ddp or fsdp2"
-    raise RecipeError(
-        f"step {run.state.step + 1}: {_take(names or ['a parameter (in the last micro-batch)'])} no part in the loss, "
-        f"as in other steps; {remedy}"
-    )
+        remedy = "DeepSpeed would still apply weight decay, or mix gradients. Use parallel.strategy ddp or fsdp2"
+    unused = named(names or ["a parameter (in the last micro-batch)"])
+    raise RecipeError(f"step {run.state.step + 1}: the loss does not use {unused}, unlike other steps. {remedy}")
 
 
 def _without_gradient(strategy: Strategy) -> list[str]:
@@ -88,8 +83,3 @@ def _without_gradient(strategy: Strategy) -> list[str]:
         has_none = has_none.to(strategy.accelerator.device)
         dist.all_reduce(has_none, op=dist.ReduceOp.MAX)
     return [name for name, is_unused in zip(names, has_none.tolist(), strict=True) if is_unused]
-
-
-def _take(names: Sequence[str]) -> str:
-    """Return `a takes`, `a, b take`, or `a, b, c and 2 more take`."""
-    return f"{named(names)} take{'s' * (len(names) == 1)}"

@@ -14,7 +14,7 @@ from accel_train.recovery.out_of_memory import (
     undo_step,
     use_smaller_micro_batches,
 )
-from accel_train.recovery.rollback import RollBack, carry_out, roll_back
+from accel_train.recovery.rollback import RollbackRequested, carry_out, roll_back
 from accel_train.recovery.stragglers import StragglerWatch
 from accel_train.recovery.unused_parameters import UnusedParameters
 from accel_train.runtime.memory import collect_garbage
@@ -30,7 +30,7 @@ def run_steps(run: RunContext) -> None:
                 if run.state.evaluation_owed:
                     between_steps(run, stopping=False)
                 return steps_in_order(run, profiler)
-            except RollBack as request:
+            except RollbackRequested as request:
                 roll_back(run, request)
             except UnusedParameters:
                 run.undo_forward()

@@ -1,6 +1,4 @@
-"""A run whose weights are frozen keeps in its checkpoints what it trains, and resumes on the same frozen weights or not
-at all.
-"""
+"""Frozen base weights stay out of checkpoints, and a resume needs the same ones."""
 
 import json
 import shutil
@@ -25,13 +23,13 @@ LORA: dict[str, Any] = {"rank": 2}
 SAVES: dict[str, Any] = {"task": "causal-lm", "checkpoint": {"every_steps": 4, "keep": 9}}
 
 
-def sections_in(folder: Path, name: str = "run", **model: Any) -> dict[str, Any]:
+def sections_in(folder: Path, **model: Any) -> dict[str, Any]:
     changes = {"config": None, "pretrained": str(folder / "base"), **(model or {"lora": LORA})}
-    return {**SAVES, "output_dir": str(folder / name), "model": changes}
+    return {**SAVES, "output_dir": str(folder / "run"), "model": changes}
 
 
-def recipe_of(folder: Path, name: str = "run", **model: Any) -> Recipe:
-    return Recipe.model_validate(recipe_dict(folder, **sections_in(folder, name, **model)))
+def train_with(folder: Path, **sections: Any) -> Path:
+    return train(Recipe.model_validate(recipe_dict(folder, **sections))).output_dir
 
 
 def forget(trained: Path, first: int) -> None:
@@ -60,15 +58,14 @@ def based(corpus: Path) -> Path:
     "model", [{"lora": LORA}, {"freeze": ["*.wte.*", "*.h.0.*"]}], ids=["adapters", "frozen parts"]
 )
 def test_a_checkpoint_holds_what_is_trained_and_resumes_to_the_bit(based: Path, model: dict[str, Any]) -> None:
-    recipe = recipe_of(based, **model)
-    folder = train(recipe).output_dir
+    folder = train_with(based, **sections_in(based, **model))
     stored = load_file(folder / "checkpoints" / "step-00000012" / "model.safetensors")
     moments = tensors(folder, 12, "optimizer")
     assert {name.partition(".")[2] for name in moments} == stored.keys()
     assert not (folder / "checkpoints" / "step-00000012" / "config.json").exists()
     before, ended = checkpoint(folder, 12), load_file(folder / "model" / "model.safetensors")
     forget(folder, 8)
-    assert train(recipe).output_dir == folder
+    train_with(based, **sections_in(based, **model))
     assert [event["step"] for event in events(folder, "resume")] == [4]
     assert_same_bits(checkpoint(folder, 12), before)
     assert_same_bits(load_file(folder / "model" / "model.safetensors"), ended)
@@ -76,36 +73,35 @@ def test_a_checkpoint_holds_what_is_trained_and_resumes_to_the_bit(based: Path, 
 
 
 def test_a_base_with_one_flipped_bit_is_refused_by_name(based: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = train(recipe_of(based)).output_dir
+    folder = train_with(based, **sections_in(based))
     forget(folder, 8)
     flip_one_bit(based / "base", "transformer.h.1.mlp.c_fc.weight")
     path = write_recipe_file(based, **sections_in(based))
     assert main(["run", str(path)]) == 2
     said = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "step-00000004 was trained on another base" in said
-    assert "transformer.h.1.mlp.c_fc.base_layer.weight has SHA-256" in said
-    assert "(1 of 28 frozen weights differ)" in said
+    for fact in ("step-00000004", "transformer.h.1.mlp.c_fc.base_layer.weight had SHA-256", "(1 of 28 frozen"):
+        assert fact in said
 
 
 @pytest.mark.slow
 def test_a_flipped_bit_in_a_trained_weight_of_the_base_costs_nothing(based: Path) -> None:
     model = {"freeze": ["*.h.0.*"]}
-    folder = train(recipe_of(based, **model)).output_dir
+    folder = train_with(based, **sections_in(based, **model))
     before = checkpoint(folder, 12)
     forget(folder, 8)
     flip_one_bit(based / "base", "transformer.h.1.mlp.c_fc.weight")
-    train(recipe_of(based, **model))
+    train_with(based, **sections_in(based, **model))
     assert_same_bits(checkpoint(folder, 12), before)
 
 
 def test_weights_that_are_frozen_after_they_were_trained_stay_in_the_checkpoints(based: Path) -> None:
     # Without moments, which would be of other parameters.
     sections = {**sections_in(based, freeze=[]), "optimizer": {"name": "sgd", "momentum": 0, "learning_rate": 0.1}}
-    folder = train(Recipe.model_validate(recipe_dict(based, **sections))).output_dir
+    folder = train_with(based, **sections)
     forget(folder, 8)
     sections["model"]["freeze"] = ["*.h.0.*"]
     sections["checkpoint"] = {**sections["checkpoint"], "accept_changes": True}
-    train(Recipe.model_validate(recipe_dict(based, **sections)))
+    train_with(based, **sections)
     before, after = tensors(folder, 4, "model"), tensors(folder, 12, "model")
     assert before.keys() == after.keys()
     assert {name for name in after if torch.equal(before[name], after[name])} == {
@@ -114,17 +110,18 @@ def test_weights_that_are_frozen_after_they_were_trained_stay_in_the_checkpoints
 
 
 def test_other_frozen_weights_are_refused_even_where_changes_are_accepted(based: Path) -> None:
-    folder = train(recipe_of(based, freeze=["*.h.0.*"])).output_dir
+    folder = train_with(based, **sections_in(based, freeze=["*.h.0.*"]))
     forget(folder, 8)
     sections = sections_in(based, freeze=["*.h.*"])
     sections["checkpoint"] = {**sections["checkpoint"], "accept_changes": True}
-    with pytest.raises(ValueError, match=r"now others are frozen: transformer\.h\.1\..* \(of 12\)"):
+    with pytest.raises(ValueError, match=r"model\.freeze.*") as refused:
         prepare_run(Recipe.model_validate(recipe_dict(based, **sections)))
+    assert "transformer.h.1.attn.c_attn.bias (of 12)" in str(refused.value)
 
 
 def test_random_weights_stay_in_the_checkpoint_though_frozen(corpus: Path) -> None:
     sections = {**SAVES, "model": {"lora": LORA}}
-    folder = train(Recipe.model_validate(recipe_dict(corpus, **sections))).output_dir
+    folder = train_with(corpus, **sections)
     path = folder / "checkpoints" / "step-00000012"
     assert "transformer.wte.weight" in load_file(path / "model.safetensors")
     assert "base" not in json.loads((path / "trainer.json").read_text())
@@ -132,17 +129,17 @@ def test_random_weights_stay_in_the_checkpoint_though_frozen(corpus: Path) -> No
 
 def test_weights_that_the_task_freezes_itself_stay_in_the_checkpoint(based: Path) -> None:
     sections = {**sections_in(based), "task": "tests.support.tasks.frozen:TeacherTask"}
-    folder = train(Recipe.model_validate(recipe_dict(based, **sections))).output_dir
+    folder = train_with(based, **sections)
     stored = load_file(folder / "checkpoints" / "step-00000012" / "model.safetensors")
     assert [name for name in stored if "lora_" not in name] == ["teacher.weight"]
 
 
 @pytest.mark.parametrize("merge", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_resumed_run_is_exported_and_evaluated(based: Path, merge: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe = recipe_of(based, lora={**LORA, "merge": merge})
-    folder = train(recipe).output_dir
+    sections = sections_in(based, lora={**LORA, "merge": merge})
+    folder = train_with(based, **sections)
     forget(folder, 8)
-    train(recipe)
+    train_with(based, **sections)
     loss = json.loads((folder / "evaluation.json").read_text())["metrics"]["loss"]
     assert main(["evaluate", str(folder)]) == 0
     assert f"{loss:.4f}" in capsys.readouterr().out
@@ -159,7 +156,7 @@ def test_a_rollback_keeps_the_base(based: Path) -> None:
         "guard": {"healthy_after_steps": 3, "max_consecutive_skips": 2, "rollback_skip_steps": 4, "lowered_steps": 2},
         "options": {"poisoned": [14, 15, 16]},
     }
-    folder = train(Recipe.model_validate(recipe_dict(based, **sections))).output_dir
+    folder = train_with(based, **sections)
     assert [event["to_step"] for event in events(folder, "rollback")] == [8]
     before, after = (load_file(path / "model.safetensors") for path in (based / "base", folder / "model"))
     assert torch.equal(before["transformer.wte.weight"], after["transformer.wte.weight"])
@@ -190,7 +187,7 @@ def test_every_process_refuses_the_other_base(based: Path, strategy: str) -> Non
     run(path, processes=2)
     forget(based / "run", 8)
     flip_one_bit(based / "base", "transformer.wte.weight")
-    assert "transformer.wte.weight has SHA-256" in run(path, processes=2, expect=2).stderr
+    assert "transformer.wte.weight had SHA-256" in run(path, processes=2, expect=2).stderr
 
 
 def test_digests_tell_types_and_shapes_apart() -> None:

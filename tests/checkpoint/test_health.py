@@ -1,6 +1,4 @@
-"""Which checkpoints can be gone back to: tags that come after enough clean steps, survive kills, and fit one checkpoint
-only.
-"""
+"""Known-good checkpoints: tags come after enough clean steps, survive kills, and fit one checkpoint only."""
 
 import json
 import os
@@ -23,10 +21,17 @@ def note(health: Health, steps: range, bad: tuple[int, ...] = ()) -> None:
         health.note(step, clean=step not in bad)
 
 
+def counting(root: Path, *saved: int) -> Health:
+    """Of checkpoints that are healthy after five clean steps."""
+    health = Health(root, 5, None)
+    save(root, *saved)
+    for step in saved:
+        health.begun(step)
+    return health
+
+
 def test_a_checkpoint_is_healthy_after_so_many_clean_steps_in_a_row(tmp_path: Path) -> None:
-    health = Health(tmp_path, 5, None)
-    save(tmp_path, 10)
-    health.begun(10)
+    health = counting(tmp_path, 10)
     note(health, range(11, 15))
     assert healthy_steps(tmp_path) == set()
     note(health, range(15, 16))
@@ -35,10 +40,7 @@ def test_a_checkpoint_is_healthy_after_so_many_clean_steps_in_a_row(tmp_path: Pa
 
 
 def test_a_bad_step_makes_the_count_begin_anew_for_all_that_wait(tmp_path: Path) -> None:
-    health = Health(tmp_path, 5, None)
-    save(tmp_path, 10, 12)
-    health.begun(10)
-    health.begun(12)
+    health = counting(tmp_path, 10, 12)
     note(health, range(11, 18), bad=(13,))
     assert healthy_steps(tmp_path) == set()
     note(health, range(18, 19))
@@ -94,29 +96,20 @@ def test_resumed_right_after_a_bad_step_the_row_of_clean_ones_goes_on_where_it_w
     assert healthy_steps(tmp_path) == {8, 12}
 
 
-def test_another_checkpoint_of_the_same_step_does_not_inherit_the_tag(tmp_path: Path) -> None:
-    save(tmp_path, 10)
-    add_tags(tmp_path, [10])
-    assert healthy_steps(tmp_path) == {10}
-    remove(folder_of(tmp_path, 10))
-    assert healthy_steps(tmp_path) == set()
-    save(tmp_path, 10, mark="of another branch")
-    assert healthy_steps(tmp_path) == set()
-
-
-def test_tags_of_checkpoints_that_are_gone_are_dropped_and_others_kept(tmp_path: Path) -> None:
+def test_a_tag_goes_with_its_checkpoint_and_another_one_of_the_step_does_not_inherit_it(tmp_path: Path) -> None:
     save(tmp_path, 10, 20, 30)
     add_tags(tmp_path, [10, 20])
+    assert healthy_steps(tmp_path) == {10, 20}
     remove(folder_of(tmp_path, 10))
+    assert healthy_steps(tmp_path) == {20}
+    save(tmp_path, 10, mark="of another branch")
+    assert healthy_steps(tmp_path) == {20}
     add_tags(tmp_path, [30, 40])
     assert json.loads((tmp_path / TAGS).read_text())["steps"].keys() == {"20", "30"}
 
 
 def test_after_going_back_what_came_later_counts_no_more(tmp_path: Path) -> None:
-    health = Health(tmp_path, 5, None)
-    save(tmp_path, 10, 20)
-    health.begun(10)
-    health.begun(20)
+    health = counting(tmp_path, 10, 20)
     note(health, range(11, 25), bad=(24,))
     health.go_back(10)
     remove(folder_of(tmp_path, 20))

@@ -1,10 +1,9 @@
-"""Going on from a checkpoint that is named, starting anew, and what `verify` says: nothing is lost,
-nothing mixed up.
-"""
+"""Resume from a named checkpoint, start a new run, and verify: nothing is lost or mixed up."""
 
 import json
 import os
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,14 +88,8 @@ def test_starting_anew_takes_rollbacks_and_incidents_along_and_counts_on_after_r
         for name in ("report.html", "examples.json", "trackers.json"):
             (tmp_path / name).touch()
         assert set_aside(tmp_path) == tmp_path / f"previous-{number}"
-        assert sorted(path.name for path in (tmp_path / f"previous-{number}").iterdir()) == [
-            "checkpoints",
-            "examples.json",
-            "incidents",
-            "report.html",
-            ROLLBACKS,
-            "trackers.json",
-        ]
+        moved = {path.name for path in (tmp_path / f"previous-{number}").iterdir()}
+        assert moved == {"checkpoints", "examples.json", "incidents", "report.html", ROLLBACKS, "trackers.json"}
         assert read_rollbacks(tmp_path) == []
     (tmp_path / "previous-1").rename(tmp_path / "kept elsewhere")
     publish(tmp_path / "checkpoints", 3, files(3))
@@ -147,8 +140,8 @@ def test_verify_tells_healthy_abandoned_and_broken_checkpoints_and_what_a_resume
     table = [re.sub(" +", " ", line) for line in capsys.readouterr().out.splitlines()]
     assert table[1] == "step-00000004 4 ok, healthy"
     assert re.fullmatch(r"step-00000008 8 model.safetensors has 7 bytes, not \d+", table[2])
-    assert table[3] == "step-00000012 12 ok, abandoned: a rollback went back behind it"
-    assert table[4] == "a resume would use step-00000004"
+    assert table[3].startswith("step-00000012 12 ok, abandoned")
+    assert table[4].endswith(" step-00000004")
 
 
 @pytest.mark.parametrize(
@@ -162,20 +155,16 @@ def test_a_checkpoint_that_proves_itself_and_is_no_run_s_is_refused_with_exit_co
     write_corpus(tmp_path)
     writers = {**files(4), "trainer.json": lambda path: path.write_bytes(content)}
     publish(tmp_path / "run" / "checkpoints", 4, writers)
-    (tmp_path / "recipe.json").write_text(json.dumps(recipe_dict(tmp_path, **RUN)))
-    (tmp_path / "recipe.json").rename(tmp_path / "recipe.yaml")
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe_dict(tmp_path, **RUN)))
     assert main(["run", str(tmp_path / "recipe.yaml")]) == 4
-    assert "trainer.json cannot be read" in capsys.readouterr().err
+    assert str(tmp_path / "run/checkpoints/step-00000004/trainer.json") in capsys.readouterr().err
 
 
 def test_weights_of_the_right_digest_that_are_no_safetensors_are_a_checkpoint_error(trained: Path) -> None:
     (trained / "checkpoints" / "step-00000012").rename(trained / "real")
-    writers = {path.name: path.read_bytes() for path in (trained / "real").iterdir() if path.name != "manifest.json"}
-    writers["optimizer.safetensors"] = b"\xff" * 100
-    publish(
-        trained / "checkpoints",
-        12,
-        {name: lambda path, content=content: path.write_bytes(content) for name, content in writers.items()},
-    )
-    with pytest.raises(CheckpointError, match=r"optimizer.safetensors cannot be read"):
+    contents = {path.name: path.read_bytes() for path in (trained / "real").iterdir() if path.name != "manifest.json"}
+    contents["optimizer.safetensors"] = b"\xff" * 100
+    writers = {name: partial(Path.write_bytes, data=content) for name, content in contents.items()}
+    publish(trained / "checkpoints", 12, writers)
+    with pytest.raises(CheckpointError, match=r"step-00000012/optimizer\.safetensors"):
         prepare_run(recipe_of(trained.parent))

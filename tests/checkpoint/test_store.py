@@ -6,6 +6,7 @@ import random
 import shutil
 import stat
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,11 @@ CONTENT = {"model.safetensors": b"weights" * 1000, "optimizer.safetensors": b"mo
 
 
 def save(root: Path, step: int) -> Path:
-    return publish(
-        root, step, {name: lambda path, content=content: path.write_bytes(content) for name, content in CONTENT.items()}
-    )
+    return publish(root, step, {name: partial(Path.write_bytes, data=content) for name, content in CONTENT.items()})
+
+
+def names(root: Path) -> list[str]:
+    return sorted(entry.name for entry in root.iterdir())
 
 
 @pytest.mark.parametrize("mask", [0o022, 0o077])
@@ -43,7 +46,7 @@ def test_published_checkpoint_is_valid_alone_and_follows_the_umask(
     folder = save(root, 7)
     assert folder.name == "step-00000007"
     assert check(folder) == CheckpointStatus(folder, 7, None)
-    assert [entry.name for entry in root.iterdir()] == [folder.name]
+    assert names(root) == [folder.name]
     assert stat.S_IMODE(folder.stat().st_mode) == 0o777 & ~mask
     assert {stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()} == {0o666 & ~mask}
 
@@ -52,11 +55,7 @@ def test_newest_is_by_step_number_not_by_text_or_time(tmp_path: Path) -> None:
     for step in (999_999_999, 1_000_000_000, 5):
         folder = save(tmp_path, step)
         os.utime(folder, (step % 7, step % 7))
-    assert [int(folder.name.split("-")[1]) for folder in checkpoint_folders(tmp_path)] == [
-        5,
-        999_999_999,
-        1_000_000_000,
-    ]
+    assert list(map(step_of, checkpoint_folders(tmp_path))) == [5, 999_999_999, 1_000_000_000]
     newest, broken = newest_valid(tmp_path)
     assert newest is not None
     assert (newest.name, broken) == ("step-1000000000", [])
@@ -83,8 +82,7 @@ def test_every_kind_of_damage_is_named_and_the_older_checkpoint_used(tmp_path: P
         elif damage == "extra":
             (bad / "more.safetensors").write_bytes(b"x")
         else:
-            shutil.rmtree(bad)
-            shutil.copytree(good, bad)
+            shutil.copytree(good, bad, dirs_exist_ok=True)
         newest, broken = newest_valid(tmp_path)
         assert newest == good, f"trial {trial}: {damage} of {path.name} went unnoticed"
         assert broken[0].path == bad
@@ -108,12 +106,13 @@ def test_manifest_cannot_point_outside_the_folder(tmp_path: Path, name: str) -> 
     assert "plain file name" in str(check(folder).problem)
 
 
-def test_link_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
-    folder = save(tmp_path, 1)
-    elsewhere = tmp_path / "elsewhere"
-    (folder / "trainer.json").rename(elsewhere)
-    (folder / "trainer.json").symlink_to(elsewhere)
-    assert "trainer.json" in str(check(folder).problem)
+@pytest.mark.parametrize("name", ["trainer.json", "manifest.json"])
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_link_or_pipe_in_place_of_a_file_is_refused(tmp_path: Path, name: str, kind: str) -> None:
+    path = save(tmp_path, 1) / name
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere") if kind == "link" else os.mkfifo(path)
+    assert name in str(check(path.parent).problem)
 
 
 def test_failed_write_leaves_older_checkpoints_and_nothing_else(tmp_path: Path) -> None:
@@ -125,7 +124,7 @@ def test_failed_write_leaves_older_checkpoints_and_nothing_else(tmp_path: Path) 
 
     with pytest.raises(CheckpointError, match=r"step 2 .*No space left"):
         publish(tmp_path, 2, {"model.safetensors": fail})
-    assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000001"]
+    assert names(tmp_path) == ["step-00000001"]
     assert check(tmp_path / "step-00000001").problem is None
 
 
@@ -134,11 +133,7 @@ def test_rotation_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
         save(tmp_path, step)
     removed = rotate(tmp_path, keep=2, spared_steps={20})
     assert [folder.name for folder in removed] == ["step-00000010", "step-00000030"]
-    assert [folder.name for folder in checkpoint_folders(tmp_path)] == [
-        "step-00000020",
-        "step-00000040",
-        "step-00000050",
-    ]
+    assert list(map(step_of, checkpoint_folders(tmp_path))) == [20, 40, 50]
     assert rotate(tmp_path, keep=5, spared_steps={None}) == []
 
 
@@ -151,12 +146,13 @@ def test_broken_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
 
 def test_leftovers_of_a_killed_save_are_never_read_and_can_be_removed(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    (tmp_path / ".tmp-step-00000002-99").mkdir()
-    (tmp_path / ".trash-step-00000000-99").mkdir()
-    (tmp_path / "step-12").mkdir()
-    assert [folder.name for folder in checkpoint_folders(tmp_path)] == ["step-00000001"]
+    for folder in (".tmp-step-00000002-99", ".trash-step-00000000-99", "step-12"):
+        (tmp_path / folder).mkdir()
+    for file in (".healthy.json.abc123.tmp", "notes.tmp"):
+        (tmp_path / file).touch()
+    assert list(map(step_of, checkpoint_folders(tmp_path))) == [1]
     remove_leftovers(tmp_path)
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-00000001", "step-12"]
+    assert names(tmp_path) == ["notes.tmp", "step-00000001", "step-12"]
 
 
 def test_files_are_synced_before_the_rename_and_the_folder_after_it(
@@ -185,11 +181,9 @@ def test_files_are_synced_before_the_rename_and_the_folder_after_it(
 def test_verify_lists_every_checkpoint_and_refuses_a_folder_without_a_run(tmp_path: Path) -> None:
     save(tmp_path / "checkpoints", 1)
     (save(tmp_path / "checkpoints", 2) / "trainer.json").unlink()
-    assert [(status.step, status.problem) for status in verify(tmp_path).statuses] == [
-        (1, None),
-        (2, "trainer.json is missing"),
-    ]
-    with pytest.raises(ValueError, match="holds no checkpoints folder"):
+    found = [(status.step, status.problem) for status in verify(tmp_path).statuses]
+    assert found == [(1, None), (2, "trainer.json is missing")]
+    with pytest.raises(ValueError, match="elsewhere"):
         verify(tmp_path / "elsewhere")
 
 
@@ -211,24 +205,13 @@ def test_verify_lists_every_checkpoint_and_refuses_a_folder_without_a_run(tmp_pa
 def test_absurd_manifest_is_a_problem_and_no_crash(tmp_path: Path, manifest: bytes) -> None:
     folder = save(tmp_path, 1)
     (folder / "manifest.json").write_bytes(manifest)
-    assert "manifest.json cannot be read" in str(check(folder).problem)
+    assert str(check(folder).problem).startswith("manifest.json ")
 
 
 def test_huge_manifest_is_not_even_read(tmp_path: Path) -> None:
     folder = save(tmp_path, 1)
     os.truncate(folder / "manifest.json", 2**40)  # a terabyte of nothing, which takes no room
-    assert "manifest.json cannot be read" in str(check(folder).problem)
-
-
-def test_manifest_that_is_a_pipe_or_a_link_is_refused(tmp_path: Path) -> None:
-    folder = save(tmp_path, 1)
-    manifest = folder / "manifest.json"
-    manifest.rename(tmp_path / "elsewhere")
-    manifest.symlink_to(tmp_path / "elsewhere")
-    assert "manifest.json cannot be read" in str(check(folder).problem)
-    manifest.unlink()
-    os.mkfifo(manifest)
-    assert "manifest.json cannot be read" in str(check(folder).problem)
+    assert str(check(folder).problem).startswith("manifest.json ")
 
 
 def test_checkpoint_that_is_a_link_is_passed_over(tmp_path: Path) -> None:
@@ -236,7 +219,7 @@ def test_checkpoint_that_is_a_link_is_passed_over(tmp_path: Path) -> None:
     good = save(root, 1)
     (root / "step-00000002").symlink_to(save(tmp_path / "elsewhere", 2))
     newest, broken = newest_valid(root)
-    assert (newest, [status.problem for status in broken]) == (good, ["it is a link"])
+    assert (newest, [status.problem for status in broken]) == (good, ["it is a symbolic link"])
 
 
 def test_file_that_cannot_be_read_is_a_problem_and_no_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,7 +234,8 @@ def test_file_that_cannot_be_read_is_a_problem_and_no_crash(tmp_path: Path, monk
     monkeypatch.setattr(Path, "open", failing)
     newest, broken = newest_valid(tmp_path)
     assert newest == good
-    assert broken[0].problem == "model.safetensors cannot be read (Input/output error)"
+    assert str(broken[0].problem).startswith("model.safetensors ")
+    assert "(Input/output error)" in str(broken[0].problem)
 
 
 def test_valid_checkpoint_of_the_same_step_is_there_until_the_new_one_is(
@@ -270,7 +254,7 @@ def test_valid_checkpoint_of_the_same_step_is_there_until_the_new_one_is(
     publish(tmp_path, 2, {"trainer.json": lambda path: path.write_bytes(b'{"new": 1}')})
     assert [folder and step_of(folder) for folder in newest] == [2, 2, 2]
     assert json.loads((tmp_path / "step-00000002" / "trainer.json").read_text()) == {"new": 1}
-    assert [entry.name for entry in sorted(tmp_path.iterdir())] == ["step-00000001", "step-00000002"]
+    assert names(tmp_path) == ["step-00000001", "step-00000002"]
 
 
 def test_checkpoint_that_a_killed_replacement_left_under_its_long_name_is_used_and_later_replaced(
@@ -304,21 +288,8 @@ def test_rotation_that_fails_at_one_removes_the_others_and_says_so(
 def test_save_that_is_given_up_leaves_nothing(tmp_path: Path) -> None:
     answers = iter([False, False, True])
     with pytest.raises(GivenUp):
-        publish(
-            tmp_path,
-            1,
-            {"a": lambda path: path.touch(), "b": lambda path: path.touch()},
-            given_up=lambda: next(answers),
-        )
+        publish(tmp_path, 1, dict.fromkeys("ab", Path.touch), given_up=lambda: next(answers))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_leftovers_of_files_that_were_being_replaced_are_removed_too(tmp_path: Path) -> None:
-    save(tmp_path, 1)
-    (tmp_path / ".healthy.json.abc123.tmp").touch()
-    (tmp_path / "notes.tmp").touch()
-    remove_leftovers(tmp_path)
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["notes.tmp", "step-00000001"]
 
 
 @pytest.mark.parametrize("is_cut", [True, False])
@@ -333,7 +304,7 @@ def test_a_part_that_is_not_whole_in_the_folder_ends_the_save_and_the_older_chec
             (folder / "shard-00002.safetensors").write_bytes(b"half")
         return {"shard-00002.safetensors": {"bytes": 8, "sha256": "0" * 64}}
 
-    with pytest.raises(CheckpointError, match=r"step 2.*shard-00002\.safetensors.*output_dir must be one folder"):
+    with pytest.raises(CheckpointError, match=r"step 2.*shard-00002\.safetensors.*process 0.*output_dir"):
         publish(tmp_path, 2, {}, others=written_elsewhere)
     assert list(tmp_path.iterdir()) == [old]
     assert check(old).problem is None

@@ -1,11 +1,8 @@
-"""Saving beside the training: one at a time, failures told and counted, given up or finished,
-nothing kept in memory.
-"""
+"""Saves in the background: one at a time, failures counted, given up or finished, nothing kept in memory."""
 
 import gc
 import subprocess
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +22,7 @@ from accel_train.engine.save import save_run, saves_finished
 from accel_train.training.loop import run_steps
 from accel_train.training.setup import prepare_run
 from accel_train.training.train import train_run
-from tests.support.runs import command, environment, events, recipe_dict, write_corpus, write_recipe_file
+from tests.support.runs import command, environment, events, recipe_dict, write_recipe_file
 
 
 class Gate:
@@ -49,8 +46,8 @@ def fail(path: Path) -> None:
     raise OSError(28, "No space left on device")
 
 
-def nothing() -> None:
-    return
+def nothing() -> list[Path]:
+    return []
 
 
 def is_saving() -> bool:
@@ -61,27 +58,34 @@ def saved_steps(root: Path) -> list[int | None]:
     return [step_of(folder) for folder in checkpoint_folders(root) if check(folder).problem is None]
 
 
-def test_the_caller_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
-    saver, gate, then = Saver(tmp_path, in_background=True), Gate(), threading.Event()
-    saver.save(1, {"model": gate}, then.set)
+@pytest.fixture
+def saver(tmp_path: Path) -> Saver:
+    return Saver(tmp_path, in_background=True)
+
+
+@pytest.fixture
+def gate(saver: Saver) -> Gate:
+    """Where the save of step 1 waits."""
+    gate = Gate()
+    saver.save(1, {"model": gate}, nothing)
     assert gate.reached.wait(60)
+    return gate
+
+
+def test_the_caller_goes_on_while_a_checkpoint_is_written(tmp_path: Path, saver: Saver, gate: Gate) -> None:
     assert is_saving()
     assert saver.take_ended() == []
     assert saved_steps(tmp_path) == []
     gate.opened.set()
     assert saver.wait() > 0
     assert not is_saving()
-    assert then.is_set()
     assert [(saved.step, saved.error) for saved in saver.take_ended()] == [(1, None)]
     assert saver.take_ended() == []
     assert saved_steps(tmp_path) == [1]
 
 
-def test_a_save_that_comes_due_while_one_is_written_waits_for_it(tmp_path: Path) -> None:
-    saver, gate = Saver(tmp_path, in_background=True), Gate()
-    saver.save(1, {"model": gate}, nothing)
-    assert gate.reached.wait(60)
-    threading.Timer(0.3, gate.opened.set).start()
+def test_a_save_that_comes_due_while_one_is_written_waits_for_it(tmp_path: Path, saver: Saver, gate: Gate) -> None:
+    threading.Timer(0.1, gate.opened.set).start()
     saver.save(2, {"model": write}, nothing)
     assert saved_steps(tmp_path)[0] == 1, "the second one began before the first was there"
     saver.wait()
@@ -98,12 +102,15 @@ def test_one_failure_is_told_and_two_in_a_row_are_too_many(tmp_path: Path, in_ba
         (saved,) = saver.take_ended()
         assert (saved.step, saved.error is not None) == (step, writer is fail)
         assert (saver.last_error is not None) == (writer is fail)
-    assert "checkpoint of step 4 could not be written" in str(saver.last_error)
+    assert "step 4" in str(saver.last_error)
+    assert "No space left" in str(saver.last_error)
     assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000002"]
 
 
-def test_two_failures_end_it_though_the_next_save_is_due_before_anybody_has_heard_of_the_second(tmp_path: Path) -> None:
-    saver, gate = Saver(tmp_path, in_background=True), Gate()
+def test_two_failures_end_it_though_the_next_save_is_due_before_the_second_is_known(
+    tmp_path: Path, saver: Saver
+) -> None:
+    gate = Gate()
 
     def fail_late(path: Path) -> None:
         gate(path)
@@ -122,11 +129,10 @@ def test_two_failures_end_it_though_the_next_save_is_due_before_anybody_has_hear
 
 
 @pytest.mark.parametrize("error", [ValueError("shape"), RuntimeError(""), MemoryError(), KeyError("x")])
-def test_whatever_is_raised_in_the_thread_is_a_failed_save(tmp_path: Path, error: Exception) -> None:
+def test_whatever_is_raised_in_the_thread_is_a_failed_save(saver: Saver, error: Exception) -> None:
     def broken(path: Path) -> None:
         raise error
 
-    saver = Saver(tmp_path, in_background=True)
     saver.save(1, {"model": broken}, nothing)
     saver.wait()
     (saved,) = saver.take_ended()
@@ -134,11 +140,10 @@ def test_whatever_is_raised_in_the_thread_is_a_failed_save(tmp_path: Path, error
     assert str(saved.error)
 
 
-def test_a_rotation_that_fails_leaves_a_good_save_and_is_told(tmp_path: Path) -> None:
-    def cannot() -> None:
+def test_a_rotation_that_fails_leaves_a_good_save_and_is_told(tmp_path: Path, saver: Saver) -> None:
+    def cannot() -> list[Path]:
         raise PermissionError(1, "Operation not permitted")
 
-    saver = Saver(tmp_path, in_background=True)
     saver.save(1, {"model": write}, cannot)
     saver.wait()
     (saved,) = saver.take_ended()
@@ -148,11 +153,8 @@ def test_a_rotation_that_fails_leaves_a_good_save_and_is_told(tmp_path: Path) ->
     assert saved_steps(tmp_path) == [1]
 
 
-def test_a_save_that_is_given_up_is_not_published_and_leaves_nothing(tmp_path: Path) -> None:
-    saver, gate = Saver(tmp_path, in_background=True), Gate()
-    saver.save(1, {"model": gate}, nothing)
-    assert gate.reached.wait(60)
-    threading.Timer(0.3, gate.opened.set).start()
+def test_a_save_that_is_given_up_is_not_published_and_leaves_nothing(tmp_path: Path, saver: Saver, gate: Gate) -> None:
+    threading.Timer(0.1, gate.opened.set).start()
     saver.abandon()
     assert not is_saving()
     assert saver.take_ended() == []
@@ -160,27 +162,23 @@ def test_a_save_that_is_given_up_is_not_published_and_leaves_nothing(tmp_path: P
 
 
 def test_a_write_that_hangs_does_not_hold_up_whoever_gives_it_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saver: Saver, gate: Gate
 ) -> None:
-    monkeypatch.setattr("accel_train.checkpoint.writer.GIVE_UP_SECONDS", 0.2)
-    saver, gate = Saver(tmp_path, in_background=True), Gate()
-    saver.save(1, {"model": gate}, nothing)
-    assert gate.reached.wait(60)
-    began = time.monotonic()
-    saver.abandon()
-    assert time.monotonic() - began < 2
+    monkeypatch.setattr("accel_train.checkpoint.writer.GIVE_UP_SECONDS", 0.1)
+    saver.abandon()  # returns, though the gate is closed
+    assert is_saving()
     gate.opened.set()
     saver.wait()
     assert saved_steps(tmp_path) == [], "given up, and published all the same"
 
 
 @pytest.mark.parametrize("writer", [write, fail])
-def test_what_was_written_is_let_go_of_however_it_ended(tmp_path: Path, writer: Callable[[Path], None]) -> None:
+def test_what_was_written_is_let_go_of_however_it_ended(saver: Saver, writer: Callable[[Path], None]) -> None:
     class Copies:
         def __call__(self, path: Path) -> None:
             writer(path)
 
-    saver, copies = Saver(tmp_path, in_background=True), Copies()
+    copies = Copies()
     alive = weakref.ref(copies)
     saver.save(1, {"model": copies}, nothing)
     del copies
@@ -190,12 +188,6 @@ def test_what_was_written_is_let_go_of_however_it_ended(tmp_path: Path, writer: 
 
 
 # In a run
-
-
-@pytest.fixture
-def corpus(tmp_path: Path) -> Path:
-    write_corpus(tmp_path)
-    return tmp_path
 
 
 def prepared(folder: Path, **sections: Any) -> RunContext:
@@ -254,7 +246,7 @@ def test_a_run_that_ends_finishes_its_checkpoint_unless_it_is_interrupted(
         with pytest.raises(type(error)), saves_finished(run):  # noqa: PT012
             save_run(run)
             assert gate.reached.wait(60)
-            threading.Timer(0.3, gate.opened.set).start()
+            threading.Timer(0.1, gate.opened.set).start()
             raise error
         assert not is_saving()
         assert saved_steps(run.saver.root) == ([0] if published else [])
@@ -262,16 +254,14 @@ def test_a_run_that_ends_finishes_its_checkpoint_unless_it_is_interrupted(
 
 
 def test_a_run_that_fails_waits_only_so_long(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accel_train.engine.save.LAST_WAIT_SECONDS", 0.2)
-    monkeypatch.setattr("accel_train.checkpoint.writer.GIVE_UP_SECONDS", 0.2)
+    monkeypatch.setattr("accel_train.engine.save.LAST_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr("accel_train.checkpoint.writer.GIVE_UP_SECONDS", 0.1)
     run = prepared(corpus)
     gate = slowed(run)
-    began = time.monotonic()
     with run.resources, pytest.raises(RuntimeError), saves_finished(run):  # noqa: PT012
         save_run(run)
-        began = time.monotonic()
         raise RuntimeError
-    assert time.monotonic() - began < 3
+    assert is_saving()  # it was not waited for
     gate.opened.set()
     run.saver.wait()
     assert saved_steps(run.saver.root) == []
@@ -285,7 +275,7 @@ def test_weights_that_are_not_finite_are_never_saved(corpus: Path) -> None:
             next(run.strategy.inner.model.parameters()).view(-1)[0] = float("nan")
         run.state.step = 4
         save_run(run)
-        with pytest.raises(CheckpointError, match=r"step 4 is not saved: transformer.wte.weight is not finite"):
+        with pytest.raises(CheckpointError, match=r"step 4 .*transformer\.wte\.weight"):
             save_run(run, wait=True)
     assert saved_steps(run.saver.root) == [0]
     assert [event["step"] for event in events(run.plan.output_dir, "checkpoint_refused")] == [4, 4]
@@ -293,12 +283,8 @@ def test_weights_that_are_not_finite_are_never_saved(corpus: Path) -> None:
 
 
 def test_rotation_keeps_the_newest_the_best_the_healthy_and_the_next_to_be_healthy(corpus: Path) -> None:
-    run = prepared(
-        corpus,
-        schedule={"max_steps": 40},
-        checkpoint={"every_steps": 2, "keep": 1},
-        guard={"healthy_after_steps": 8},
-    )
+    checkpoint, guard = {"every_steps": 2, "keep": 1}, {"healthy_after_steps": 8}
+    run = prepared(corpus, schedule={"max_steps": 26}, checkpoint=checkpoint, guard=guard)
     kept: dict[int, list[int | None]] = {}
     newest_healthy: dict[int, int] = {}
     on_event = run.observer.on_event
@@ -331,17 +317,17 @@ def test_interrupted_twice_the_command_ends_at_once_and_leaves_nothing_half(corp
     )
     done = subprocess.run(command(recipe), env=environment(), capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 130, done.stderr
-    assert "interrupted; run the same command again to resume from the last checkpoint" in done.stderr
+    assert "the same command" in done.stderr
     root = corpus / "run" / "checkpoints"
     assert saved_steps(root) == [step_of(folder) for folder in checkpoint_folders(root)]
     publish(root, 99, {"model": write})
 
 
 def test_save_whose_start_was_broken_off_by_a_signal_handler_is_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    saver: Saver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch raises in the main thread, wherever that is, when a worker that reads data dies."""
-    saver, start = Saver(tmp_path, in_background=True), threading.Thread.start
+    start = threading.Thread.start
 
     def break_off(thread: threading.Thread) -> None:
         monkeypatch.setattr(threading.Thread, "start", start)

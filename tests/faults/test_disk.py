@@ -261,7 +261,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path: Path) 
         publish(tmp_path, step, files(step))
     for left, right in ((1, 9), (2, 1), (3, 2), (9, 3)):
         folder_of(tmp_path, left).rename(folder_of(tmp_path, right))
-    with pytest.raises(CheckpointError, match=r"step-00000003: manifest.json is of step 1.*of step 3.*of step 2"):
+    with pytest.raises(CheckpointError, match=r"step-00000003: .*step 1.*step 3.*step 2"):
         newest_valid(tmp_path)
 
 

@@ -205,7 +205,7 @@ def test_an_earlier_export_is_replaced_and_nothing_else(capsys: pytest.CaptureFi
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (["nowhere"], "nowhere does not exist; give the output_dir of a finished run"),
+        (["nowhere"], "nowhere does not exist"),
         (["run", "--out", "recipe.yaml"], "--out recipe.yaml is a file; give a folder"),
         (["run", "--out", "no/where"], "there is no folder no; make it first"),
         (["run", "--quantize", "int4"], "invalid choice: 'int4'"),

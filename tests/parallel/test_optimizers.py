@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from accel_train.recipe.loader import Recipe
+from tests.parallel.conftest import assert_skipped_to_the_bit, nan_at
 from tests.support.comparisons import Train, assert_same_bits, assert_same_run, tensors
 from tests.support.processes import run_forked
 from tests.support.programs import sharded_muon
@@ -80,10 +81,10 @@ def test_losses_are_those_of_one_process_and_resumed_it_is_the_same_run_to_the_b
     alone, run = train("one", 1, **text), train("run", processes, parallel=parallel, **text)
     assert_same_run(run, alone, 1e-5)
     said = (run.parent / "processes" / "rank-0.out").read_text()
-    assert ("one wait for the device a step" in said) == (name in BY_HOST)
+    assert ("one wait for" in said) == (name in BY_HOST)
     sharing = parallel.get("dp_shard_size", processes)
-    assert (f"each of {sharing} processes makes its share of the matrices" in said) == (name == "muon")
-    assert ("8 matrices of the blocks" in said or "14 matrices of the blocks" in said) == (name == "muon")
+    assert (f"each of {sharing} processes" in said) == (name == "muon")
+    assert ("8 matrices of" in said or "14 matrices of" in said) == (name == "muon")
     if processes == 2 and "tp_size" not in parallel:
         assert_resumed_to_the_bit(train, run, processes, {**text, "parallel": parallel})
 
@@ -101,17 +102,8 @@ def test_resumed_in_one_process_it_is_the_same_run_to_the_bit(train: Train, name
     [*((name, {}) for name in NAMES), *((name, FSDP2) for name in NAMES if name not in NOT_SHARDED)],
 )
 def test_nan_on_one_process_changes_no_bit_on_any(train: Train, name: str, parallel: dict[str, Any]) -> None:
-    run = train(
-        "run",
-        2,
-        parallel=parallel,
-        **{**sections(name), "schedule": {"max_steps": 6, "type": "constant"}},
-        checkpoint={"every_steps": 1, "keep": 10},
-        options={"nan_at": {"step": 4, "rank": 1}},
-    )
-    for kind in ("model", "optimizer", "average"):
-        assert_same_bits(tensors(run, 3, kind), tensors(run, 4, kind))
-    assert [event["step"] for event in events(run, "skip")] == [4]
+    constant = {"schedule": {"max_steps": 6, "type": "constant"}}
+    assert_skipped_to_the_bit(train("run", 2, parallel, **{**sections(name), **nan_at(4), **constant}), 4)
 
 
 @pytest.mark.slow
@@ -135,8 +127,8 @@ def test_what_is_not_made_for_zero_is_refused_in_one_line(tmp_path: Path) -> Non
     forked = run_forked(["plan", str(recipe)], 1, folder=tmp_path / "processes")
     assert forked.wait() == [2]
     [line] = [line for line in forked.stderr(0).splitlines() if line.startswith("error: ")]
-    assert "optimizer.name muon cannot be had with parallel.strategy deepspeed" in line
-    assert "use adamw, adam, sgd" in line
+    for fact in ("parallel.strategy=deepspeed: ", "optimizer.name muon", "Use adamw, adam, sgd"):
+        assert fact in line
     assert Recipe.from_yaml(str(recipe)).optimizer.name == "muon"
 
 

@@ -1,5 +1,6 @@
 """Parameters that take no part in the loss: named in the first step, and trained alike on any number of processes."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from accel_train.checkpoint.sharded import CheckpointReader
+from tests.support.comparisons import tensors
 from tests.support.processes import run_forked
 from tests.support.runs import events, losses, write_recipe_file
 
@@ -21,29 +22,26 @@ def train(tmp_path: Path) -> Train:
     def to_the_end(name: str, processes: int, options: dict[str, Any], code: int = 0, **sections: Any) -> Path:
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
-        options = {"num_samples": 64, **options}
-        sections = {
+        common = {
             "batch": BATCH,
             "optimizer": LR,
             "schedule": {"max_steps": 5},
             "precision": {"mixed_precision": "no"},
-            **sections,
+            "task": "tests.support.tasks.unused:Unused",
+            "windows": False,
+            "options": {"num_samples": 64, **options},
         }
-        recipe = write_recipe_file(
-            folder, task="tests.support.tasks.unused:Unused", windows=False, options=options, **sections
-        )
+        recipe = write_recipe_file(folder, **{**common, **sections})
         forked = run_forked(["run", str(recipe)], processes, folder=folder / "processes")
-        codes = forked.wait()
-        assert codes[0] == code, forked.stderr(0)
-        (folder / "stderr").write_text(forked.stderr(0) + (forked.stderr(1) if processes > 1 else ""))
+        assert forked.wait()[0] == code, forked.stderr(0)
+        (folder / "stderr").write_text("".join(forked.stderr(rank) for rank in range(processes)))
         return folder / "run"
 
     return to_the_end
 
 
 def weights(run: Path) -> dict[str, torch.Tensor]:
-    stored = CheckpointReader(run / "checkpoints" / "step-00000005", "model")
-    return {name: stored.read(name) for name in stored.shapes}
+    return tensors(run, 5, "model")
 
 
 def assert_same(run: Path, other: Path) -> None:
@@ -74,15 +72,16 @@ def test_a_model_with_unused_parameters_trains_on_several_processes_as_on_one(
     for run in (one, several):
         [told] = events(run, "unused_parameters")
         assert told["parameters"][0] == "spare"
-        looks = "one more collective" if parallel.get("strategy") else "a walk through the graph"
+        looks = "fsdp2 looks" if parallel.get("strategy") else "DDP looks"
         assert run is one or looks in told["message"]
-        assert told["message"].endswith("Frozen, it costs nothing: model.freeze: ['spare']") or branch
+        assert "model.freeze: ['spare'" in told["message"]
 
 
 def test_fsdp2_refuses_a_module_that_only_some_processes_compute(train: Train, tmp_path: Path) -> None:
     train("drops", 2, {"layers": 3, "drops": True}, 2, parallel={"strategy": "fsdp2"})
     said = (tmp_path / "drops" / "stderr").read_text()
-    assert "the module with layers.0.weight takes part in the loss on some processes and not on others" in said
+    assert "some processes only" in said
+    assert "layers.0.weight" in said
     assert "Traceback" not in said
 
 
@@ -97,7 +96,7 @@ def test_a_weight_without_dimensions_is_refused_where_it_would_be_sharded(
 ) -> None:
     train("scalar", 2, {"scalar": True}, 2, parallel={"strategy": strategy})
     said = (tmp_path / "scalar" / "stderr").read_text()
-    assert f"scale is a weight without dimensions, and parallel.strategy {strategy} cannot shard it" in said
+    assert f"parallel.strategy {strategy} cannot shard scale" in said
     assert "Traceback" not in said
 
 
@@ -106,10 +105,7 @@ def test_zero_refuses_a_parameter_that_takes_no_part_in_a_later_step(train: Trai
     parallel = {"strategy": "deepspeed", "zero_stage": stage}
     train("later", 2, {"leaves": {"call": 6, "rank": -1}}, 2, parallel=parallel)
     said = (tmp_path / "later" / "stderr").read_text()
-    assert (
-        "step 3: head.bias takes no part in the loss, as in other steps; DeepSpeed would apply weight decay all the "
-        "same" in said
-    )
+    assert re.search(r"step 3: .* head\.bias.* DeepSpeed .* weight decay", said)
     assert "Traceback" not in said
 
 
@@ -119,7 +115,7 @@ def test_zero_refuses_unused_parameters_that_it_would_decay(train: Train, tmp_pa
     parallel = {"strategy": "deepspeed", "zero_stage": stage}
     train("zero", 2, {"never": True}, 2, parallel=parallel)
     said = (tmp_path / "zero" / "stderr").read_text()
-    assert "spare takes no part in the loss of the first step, and DeepSpeed would apply weight decay" in said
+    assert re.search(r"first step .* spare\. DeepSpeed .* weight decay", said)
     one, two = (
         train(str(count), count, {"never": True}, model={"freeze": ["spare"]}, parallel=parallel if count > 1 else {})
         for count in (1, 2)
@@ -143,7 +139,7 @@ def test_frozen_parameters_need_no_look(train: Train) -> None:
 def test_unused_parameters_are_an_error_where_the_recipe_says_so(train: Train, tmp_path: Path, processes: int) -> None:
     train("none", processes, {"never": True}, 2, parallel={"find_unused_parameters": False})
     [line] = [line for line in (tmp_path / "none" / "stderr").read_text().splitlines() if "error: " in line]
-    assert "spare takes no part in the loss of the first step, and parallel.find_unused_parameters is false" in line
+    assert "spare, and parallel.find_unused_parameters is false" in line
     assert "model.freeze: ['spare']" in line
 
 
@@ -153,7 +149,7 @@ def test_a_parameter_that_takes_no_part_in_a_later_step_is_one_line(train: Train
     leaves = {"call": 10, "rank": 0} if rank == 0 else {"call": 10, "rank": -1}
     codes = train("later", 2, {"leaves": leaves}, 2)
     said = (tmp_path / "later" / "stderr").read_text()
-    assert "head.bias takes no part in the loss, as in other steps; set parallel.find_unused_parameters to true" in said
+    assert re.search(r"head\.bias, .* parallel\.find_unused_parameters to true", said)
     assert "Traceback" not in said
     assert max(losses(codes), default=0) < 5
     assert train("found", 2, {"leaves": leaves}, parallel={"find_unused_parameters": True}).exists()

@@ -84,15 +84,15 @@ def test_parts_of_frozen_weights_have_no_gradients() -> None:
             8,
             "H100",
             {},
-            "dp_shard_size=3 does not divide the 8 processes of this run; use 1, 2, 4, 8 or auto",
+            "dp_shard_size=3.* 8 processes.* 1, 2, 4, 8 or auto",
         ),
-        ((*FSDP2, "--parallel.cpu_offload", "true"), 2, None, {}, "cpu_offload=True: the run is on the CPU already"),
+        ((*FSDP2, "--parallel.cpu_offload", "true"), 2, None, {}, "cpu_offload=True: "),
         (
             (*FSDP2, "--parallel.cpu_offload", "true", "--optimizer.name", "muon"),
             2,
             "H100",
             {},
-            "parallel.cpu_offload=True does not go with optimizer.name muon: ",
+            "parallel.cpu_offload=True.* optimizer.name muon: ",
         ),
         (
             (),

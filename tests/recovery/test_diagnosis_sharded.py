@@ -1,6 +1,4 @@
-"""A bad step of a sharded run is skipped on all processes, its batches and whole weights are kept, and `replay` names
-sample and module.
-"""
+"""A bad step of a sharded run is skipped on all processes, and `replay` names sample and module."""
 
 import json
 import math
@@ -102,9 +100,8 @@ STEPS = 26
 def assert_kept_and_named(run: Path, samples: Sequence[int]) -> None:
     """Batches and whole weights of each of FAULTS are kept, and a replay names process, sample and module."""
     folder = run / "incidents" / "step-00000003"
-    command = f"accel-train replay {folder} names sample and module"
-    assert command in events(run, "skip")[0]["message"]
-    assert "Not diagnosed in the run: each process holds a shard of the weights" in events(run, "skip")[0]["message"]
+    assert f"accel-train replay {folder} " in events(run, "skip")[0]["message"]
+    assert "shard of the weights" in read_incident(folder)["not_diagnosed"]
     assert "accel-train replay incidents/step-00000003" in (folder / "incident.md").read_text()
     # Only the process whose loss was not finite; both where gradients were summed before anything looked at them.
     assert [each["rank"] for each in read_incident(folder)["batches"]] == [1]
@@ -118,7 +115,7 @@ def assert_kept_and_named(run: Path, samples: Sequence[int]) -> None:
     assert found["processes"][1]["module_kind"] == "GELU"
     text = format_replay(replay)
     assert f"row {samples[0]} of nowhere" in text
-    assert text.endswith("the run diverges: lower optimizer.learning_rate, or warm up for longer.")
+    assert "lower optimizer.learning_rate" in text.splitlines()[-1]
     [again] = replay.micro_batches
     first = again.watch.first_not_finite()
     assert first is not None
@@ -180,7 +177,7 @@ def test_a_replay_reads_a_checkpoint_where_weights_were_too_large_to_keep(folder
     assert record["weights"]["checkpoint"] is None
     write_json(kept / "incident.json", {**record, "weights": {"file": None, "checkpoint": "step-00000002", "of": "x"}})
     replay, found = replayed(run, 3)
-    assert replay.weights == "step-00000002, the last checkpoint before the step"
+    assert replay.weights.startswith("step-00000002, ")
     assert_named(found, FAULTS[0], samples_of(folder / "kept")[0])
 
 
@@ -219,7 +216,7 @@ def test_faults_of_every_kind_are_named_on_either_process(tmp_path: Path) -> Non
         _, found = replayed(tmp_path / "run", fault["step"], "--options.faults", "[]")
         assert found["classification"] == "transient", found["sentence"]
         if fault["place"] in ("forward", "loss"):
-            assert f"its loss was not finite on process {fault['rank']} (cpu" in found["sentence"]
+            assert f"process {fault['rank']} (cpu" in found["sentence"]
 
 
 LANGUAGE_FAULTS = [
@@ -270,7 +267,7 @@ def test_a_replay_names_the_sample_of_a_spike_that_contributes_most(tmp_path: Pa
     samples = train(tmp_path, "run", [fault], 72, guard=guard, **FSDP2)
     assert (incident(tmp_path / "run", 70)["kind"], incident(tmp_path / "run", 70)["skipped"]) == ("spike", True)
     _, found = replayed(tmp_path / "run", 70)
-    assert f"the most comes from sample {samples[0]} on process 1" in found["sentence"]
+    assert f"sample {samples[0]} on process 1" in found["sentence"]
     assert found["processes"][1]["heaviest"][0]["sample"] == samples[0]
 
 

@@ -45,7 +45,7 @@ def test_a_weight_that_changes_on_one_process_is_found_within_the_check_interval
     [drift] = events(tmp_path / "run", "drift")
     assert drift["step"] == 18  # a checkpoint was due there, and is not made of what differs
     assert "transformer.ln_f.weight" in drift["parameters"]
-    assert (f"rank {rank} is not as the others" in drift["message"]) == (processes == 3)
+    assert (f"rank {rank}" in drift["message"]) == (processes == 3)  # no majority of two
     [rollback] = events(tmp_path / "run", "rollback")
     assert (rollback["at_step"], rollback["to_step"]) == (18, 12)
     assert max(losses(tmp_path / "run")) == 30
@@ -84,5 +84,5 @@ def test_a_run_that_may_not_go_back_stops_where_its_weights_differ(tmp_path: Pat
     )
     forked = run_forked(["run", str(recipe)], 2, folder=tmp_path / "processes")
     assert forked.wait() == [3, 3]
-    assert "step 5: the weights differ between processes: transformer." in forked.stderr(0)
-    assert "guard.max_rollbacks is 0" in forked.stderr(0)
+    for fact in ("step 5: ", ": transformer.", "guard.max_rollbacks is 0"):
+        assert fact in forked.stderr(0)

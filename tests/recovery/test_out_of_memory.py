@@ -1,7 +1,6 @@
-"""Out of memory: every process goes on with smaller micro-batches, and the run is the one it would have been with
-those.
-"""
+"""Out of memory: every process continues with smaller micro-batches, and the run stays the same."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from accel_train.data.batch_sizes import resolve_batch
 from accel_train.data.order import DataOrder
 from accel_train.recipe.schema import Batch
-from accel_train.recovery.out_of_memory import CAREFUL_STEPS, NewSizes, smaller_micro_batches
+from accel_train.recovery.out_of_memory import CAREFUL_STEPS, NewSizes, block_table, smaller_micro_batches
 from tests.support.number_faults import launch
 from tests.support.processes import run_forked
 from tests.support.runs import checkpoint, events, losses, metrics, recipe_dict, write_corpus, write_recipe_file
@@ -57,10 +56,8 @@ def test_all_processes_halve_the_micro_batch_until_it_fits_and_the_curve_is_the_
     assert len(told) == (2 if processes == 1 else 1)
     assert told[0]["step"] == 1
     assert told[0]["ranks"] == [rank]
-    assert (
-        f"process {rank} ran out of memory in step 1 with {8 // processes} samples per micro-batch"
-        in told[0]["message"]
-    )
+    assert f"process {rank} " in told[0]["message"]
+    assert f"{8 // processes} samples per micro-batch" in told[0]["message"]
     assert "8 = 2 per device" in told[-1]["message"]
 
 
@@ -84,10 +81,7 @@ def test_the_router_loss_of_a_mixture_is_the_same_after_one_process_ran_out_of_m
 @pytest.mark.parametrize(("where", "rank"), [pytest.param("forward", 0, marks=pytest.mark.slow), ("backward", 1)])
 @pytest.mark.parametrize(
     "sections",
-    [
-        {},
-        pytest.param({"checkpoint": {"every_steps": 4}, "evaluate": {"every_steps": 4}}, marks=pytest.mark.slow),
-    ],
+    [{}, pytest.param({"checkpoint": {"every_steps": 4}, "evaluate": {"every_steps": 4}}, marks=pytest.mark.slow)],
     ids=["plain", "due after that step"],
 )
 def test_memory_that_runs_out_late_on_one_of_several_processes_costs_no_step(
@@ -142,8 +136,8 @@ def test_one_sample_that_does_not_fit_ends_the_run_with_exit_code_6_and_advice(t
         tmp_path / "full", processes=2, expect=6, options={"no_room": {"rank": 1, "rows": 0, "where": "forward"}}
     )
     assert [said.count(f"error: rank {rank}: ") for rank in (0, 1)] == [1, 1]
-    assert "process 1 ran out of memory in step 1 with 1 sample per micro-batch" in said
-    assert "precision.gradient_checkpointing" in said
+    for fact in ("process 1 ran", "1 sample per micro-batch", "precision.gradient_checkpointing"):
+        assert fact in said
 
 
 def test_evaluation_that_does_not_fit_is_done_in_smaller_pieces_with_the_same_result(tmp_path: Path) -> None:
@@ -210,8 +204,31 @@ def test_a_micro_batch_that_the_recipe_fixes_is_remembered_for_the_next_start(tm
     run_in(tmp_path, processes=1, output_dir=str(tmp_path / "next"), **sections)
     assert len(events(tmp_path / "run", "out_of_memory")) == 2
     assert not events(tmp_path / "next", "out_of_memory")
-    assert (
-        "because process 0 ran out of memory in step 1 with 4 samples per micro-batch; remembered in"
-        in (tmp_path / "processes/rank-0.out").read_text()
-    )
+    said = (tmp_path / "processes/rank-0.out").read_text()
+    assert re.search(r"because process 0 .* 4 samples per micro-batch; remembered in", said)
     assert losses(tmp_path / "next") == losses(tmp_path / "run")
+
+
+MIB = 2**20
+
+
+def block(size: int, state: str = "active_allocated") -> dict[str, object]:
+    return {"size": size, "requested_size": size, "address": 0, "state": state}
+
+
+def test_the_blocks_that_take_most_memory_together_come_first_and_free_ones_do_not_count() -> None:
+    segments = [
+        {"total_size": 20 * MIB, "blocks": [block(6 * MIB), block(4 * MIB, "inactive"), block(4 * MIB)]},
+        {"total_size": 12 * MIB, "blocks": [block(4 * MIB), block(2 * MIB), block(6 * MIB, "active_pending_free")]},
+    ]
+    heading, _, _, *rows = block_table(segments).splitlines()
+    assert re.findall(r"[\d.]+ MiB", heading) == ["16.0 MiB", "32.0 MiB"]
+    assert [row.split() for row in rows] == [
+        ["4.0", "MiB", "2", "8.0", "MiB", "50.0%"],
+        ["6.0", "MiB", "1", "6.0", "MiB", "37.5%"],
+        ["2.0", "MiB", "1", "2.0", "MiB", "12.5%"],
+    ]
+
+
+def test_no_block_at_all_is_a_table_without_rows() -> None:
+    assert len(block_table([]).splitlines()) == 3

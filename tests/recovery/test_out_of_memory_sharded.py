@@ -1,8 +1,7 @@
-"""Out of memory where a forward waits for other processes: the run ends with 75, and starts again with smaller
-micro-batches.
-"""
+"""Out of memory where a forward waits for others: exit code 75, then smaller micro-batches."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -77,13 +76,10 @@ def test_all_processes_end_with_75_and_the_next_start_trains_with_what_fits(
         (tmp_path / str(rank)).mkdir()
     started = start(recipe, 2, [75, 75], preload=PRELOAD, cwd=str(tmp_path / "{rank}"))
     lines = error_lines(started)
-    message = (
-        "out of memory at step 6 with micro-batches of 4 samples; 2 are remembered for this machine. "
-        "Steps 5 to 6 are computed again from checkpoint 4: run the same command again"
-    )
-    assert [line.endswith(message) for line in lines] == [True, True]
     [event] = events(tmp_path / "tight/run", "out_of_memory")
-    assert event["message"].endswith(message)
+    for line in (*lines, event["message"]):
+        for fact in ("step 6 ", "of 4 samples", "uses 2 samples", "Steps 5 to 6", "checkpoint 4: run the same"):
+            assert fact in line
     [record] = tmp_path.glob("*/cache/micro_batches/*.json")
     assert record.is_relative_to(tmp_path / "1")
     assert json.loads(record.read_text())["per_device_batch_size"] == 2
@@ -113,10 +109,8 @@ def test_torchrun_restarts_such_a_run_by_itself_and_reports_75_when_no_restart_i
     )
     assert done.returncode == 75, done.stderr[-3000:]
     messages = [event["message"] for event in events(tmp_path / "tight/run", "out_of_memory")]
-    assert [message.partition(". ")[0] for message in messages] == [
-        "out of memory at step 3 with micro-batches of 4 samples; 2 are remembered for this machine",
-        "out of memory at step 2 with micro-batches of 2 samples; 1 is remembered for this machine",
-    ]
+    for message, facts in zip(messages, (("3", "4", "2 samples"), ("2", "2", "1 sample")), strict=True):
+        assert re.findall(r"at step (\d+).* of (\d+) samples.* uses (\d+ samples?)\.", message) == [facts]
     start(recipe, 2, [0, 0])
     assert losses(tmp_path / "tight/run") == pytest.approx(clean, rel=1e-6)
 
@@ -127,5 +121,5 @@ def test_one_sample_that_does_not_fit_ends_all_processes_with_exit_code_6_and_ad
     recipe = write_recipe(tmp_path / "full", no_room, parallel={"strategy": "fsdp2"}, batch=batch)
     started = start(recipe, 2, [6, 6])
     for line in error_lines(started):
-        assert "process 1 ran out of memory in step 3 with 1 sample per micro-batch (CUDA out of memory" in line
+        assert re.search(r"process 1 .* step 3 with 1 sample .*\(CUDA out of memory", line)
         assert line.count("precision.gradient_checkpointing") == 1

@@ -1,8 +1,7 @@
-"""Going back with real processes: once, to the right checkpoint, past the bad steps; and the same after a kill at any
-point.
-"""
+"""Rollbacks: once, to the right checkpoint, past the bad steps, and the same after a kill at any point."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,7 +63,7 @@ def went_back_once(folder: Path) -> None:
     assert (event["step"], event["to_step"]) == (16, 8)
     first, last = event["skip_first"], event["skip_last"]
     assert 8 < first <= 14 < 16 <= last < 20
-    assert f"rollback 1 of 3 allowed: resuming from step 8, and skipping steps {first} to {last}" in event["message"]
+    assert re.findall(r"\d+", event["message"]) == ["1", "3", "8", str(first), str(last)]
     (record,) = json.loads((folder / ROLLBACKS).read_text())
     assert record == {name: event[name] for name in record}
     assert list(losses(folder)) == [*range(1, first), *range(last + 1, 31)]
@@ -164,7 +163,6 @@ def test_killed_after_the_second_rollback_in_one_region_the_lowered_learning_rat
     whole = tmp_path / "whole" / "run"
     second = events(whole, "rollback")[1]
     assert (second["to_step"], second["learning_rate_factor"]) == (8, 0.5)
-    assert "the second time here" in second["message"]
     faulty = {**lowered, "options": {"poisoned": poisoned, "kill_in_rollback": "removal", "number": 2}}
     assert run(write_recipe_file(tmp_path / "killed", **faulty), expect=None).returncode != 0
     run(write_recipe_file(tmp_path / "killed", **lowered))
@@ -180,9 +178,7 @@ def test_killed_after_the_second_rollback_in_one_region_the_lowered_learning_rat
 def test_without_a_healthy_checkpoint_the_run_stops_and_says_why(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     recipe = {**RUN, "guard": {**RUN["guard"], "healthy_after_steps": 20}}
-    with pytest.raises(
-        TrainingStopped, match="there is no checkpoint to roll back to: no checkpoint before step 14 was followed by 20"
-    ):
+    with pytest.raises(TrainingStopped, match=r"cannot roll back: .* step 14 .* 20 clean steps"):
         train(Recipe.model_validate(recipe_dict(tmp_path, **recipe)))
     assert not (tmp_path / "run" / ROLLBACKS).exists()
     assert [step_of(folder) for folder in checkpoint_folders(tmp_path / "run" / "checkpoints")] == [4, 8, 12]
@@ -226,7 +222,7 @@ def test_record_is_read_as_it_was_written_and_a_damaged_one_is_an_error(tmp_path
     assert read_rollbacks(tmp_path) == [FIRST, SECOND]
     for damage in (b"[{", b"{}\0", b'[{"number": 1}]', b'{"a": 1}', b"[" * 100_000):
         (tmp_path / ROLLBACKS).write_bytes(damage)
-        with pytest.raises(CheckpointError, match="says which steps are skipped"):
+        with pytest.raises(CheckpointError, match=f"{ROLLBACKS}.*Move it away"):
             read_rollbacks(tmp_path)
 
 

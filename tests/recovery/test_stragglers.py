@@ -1,6 +1,4 @@
-"""A process that keeps the others waiting is named, with what it loses its time on; and no
-collective waits for ever.
-"""
+"""A slow process is named with what is slow, and no collective waits forever."""
 
 import itertools
 import socket
@@ -69,10 +67,9 @@ def test_slow_process_is_named_once_with_what_is_slow(
     assert told["usual_seconds"] < told["seconds"] / 2
     part = {"data": "reading data", "compute": "the forward"}[slow]
     who = f"rank {rank} (process {forked.pids[rank]} on {socket.gethostname()})"
-    assert told["message"].startswith(
-        f"{who} keeps the others waiting: {part} takes it {1000 * told['seconds']:.0f} ms"
-    )
-    assert told["message"].endswith(" elsewhere (median), in 8 steps up to 8")
+    assert told["message"].startswith(f"{who} ")
+    assert f"{part} takes {1000 * told['seconds']:.0f} ms" in told["message"]
+    assert told["message"].endswith(" 8 steps up to 8")
     assert who in (corpus / "processes" / "rank-0.out").read_text()  # a line on the screen as well
 
 

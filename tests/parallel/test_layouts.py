@@ -1,0 +1,241 @@
+"""Layouts of processes: what is refused before a model is built, and what a plan says."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import GPTNeoXConfig
+
+from accel_train.cli.main import main
+from accel_train.core.errors import SettingError
+from accel_train.data.batch_sizes import resolve_batch
+from accel_train.parallel.compatibility import check_compatibility
+from accel_train.parallel.dims import across_machines, choose_sequences
+from accel_train.parallel.fsdp2 import Fsdp2
+from accel_train.plan.format import format_plan
+from accel_train.plan.place import choose_layout
+from accel_train.plan.plan import resolve_plan
+from accel_train.recipe.parallel import Parallel
+from accel_train.recipe.schema import Batch, Recipe
+from accel_train.task import load_task
+from accel_train.tasks.causal_lm.task import CausalLM
+from tests.support.processes import run_forked
+from tests.support.runs import LLAMA as TINY_LLAMA
+from tests.support.runs import TINY_MODEL, recipe_dict, write_corpus, write_recipe_file
+
+SP, TP = {"sp_size": 2}, {"strategy": "fsdp2", "tp_size": 2}
+LLAMA = {**TINY_LLAMA, "vocab_size": 259}
+CPU = torch.device("cpu")
+
+
+def of(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    return {"model": {"config": {**config, **changes}}}
+
+
+SIX_HEADS = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}
+THREE_HEADS = {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3}
+DYNAMIC = {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}
+EAGER = {"model": {"config": TINY_MODEL, "attn_implementation": "eager"}}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "sections", "other", "fault", "remedy"),
+    [
+        (TP, of(TINY_MODEL), None, "plan to split gpt2", "llama, mistral"),
+        (TP, of(LLAMA, model_type="mixtral"), None, "plan of mixtral", "tp_size to 1"),
+        (TP, of(LLAMA, **THREE_HEADS), None, "3 num_attention_heads of llama", "1, 3"),
+        (TP, of(LLAMA, num_key_value_heads=1), None, "1 num_key_value_heads", "Use 1"),
+        (TP, {"precision": {"compile": True}}, "precision.compile", "split layers", "one of them"),
+        (TP, {"model": {"config": LLAMA, "lora": {"rank": 2}}}, "model.lora", "adapters", "one of them"),
+        ({**TP, "cpu_offload": True}, {}, "parallel.cpu_offload", "not tested", "one of them"),
+        (TP, {"task": "image-classification"}, "task", "image-classification", "tp_size to 1"),
+        (SP, {"task": "image-classification"}, "task", "image-classification", "sp_size to 1"),
+        (SP, {"data": {"sequence_length": 31}}, "data.sequence_length", "31", "30 or 32 tokens"),
+        (SP, EAGER, "model.attn_implementation", "eager", "to auto"),
+        (SP, {"precision": {"compile": True}}, "precision.compile", "exchange of heads", "to false"),
+        (SP, of(TINY_MODEL, n_head=1), None, "1 n_head of gpt2", "Use 1"),
+        (SP, of(LLAMA, **SIX_HEADS), None, "6 num_attention_heads and 3 num_key_value_heads of llama", "Use 1, 3"),
+        (SP, of(LLAMA, model_type="mistral", sliding_window=16), None, "16 tokens", "gpt2, llama"),
+        (SP, of(LLAMA, **DYNAMIC), None, "rope_type dynamic", "default, linear, yarn, llama3"),
+        (SP, of(LLAMA, model_type="mixtral"), None, "mixtral", "sp_size to 1"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_with_the_reason_and_a_remedy(
+    parallel: dict[str, Any], sections: dict[str, Any], other: str | None, fault: str, remedy: str
+) -> None:
+    sections = {"task": "causal-lm", "model": {"config": LLAMA}, "parallel": parallel, **sections}
+    recipe = Recipe.model_validate(recipe_dict(Path("somewhere"), **sections))
+    with pytest.raises(SettingError) as caught:
+        check_compatibility(recipe, load_task(recipe.task))
+    error, setting = caught.value, "parallel.sp_size" if parallel is SP else "parallel.tp_size"
+    assert (error.at, error.settings) == (f"{setting}=2", (setting, *([other] if other else [])))
+    assert fault in error.problem
+    assert remedy in error.remedy
+
+
+class LooksAhead(CausalLM):
+    """A task whose loss is its own, and that says nothing of it."""
+
+    def loss_sum(self, model: Any, batch: Any) -> Any:
+        return super().loss_sum(model, batch)
+
+
+class LooksAheadNot(LooksAhead):
+    loss_is_by_position = True
+
+
+class SaysItTooEarly(LooksAheadNot):
+    def evaluate_batch(self, model: Any, batch: Any) -> Any:
+        return super().evaluate_batch(model, batch)
+
+
+class TakesItBack(LooksAheadNot):
+    loss_is_by_position = False
+
+
+@pytest.mark.parametrize(
+    ("name", "is_refused"),
+    [("LooksAhead", True), ("LooksAheadNot", False), ("SaysItTooEarly", True), ("TakesItBack", True)],
+)
+def test_a_task_with_a_loss_of_its_own_has_to_say_that_it_is_a_sum_over_positions(name: str, is_refused: bool) -> None:
+    task = f"{__name__}:{name}"
+    recipe = Recipe.model_validate(recipe_dict(Path("somewhere"), task=task, parallel=SP))
+    if not is_refused:
+        return check_compatibility(recipe, load_task(task))
+    with pytest.raises(SettingError, match="loss_is_by_position"):
+        check_compatibility(recipe, load_task(task))
+
+
+def test_without_the_package_the_error_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("accel_train.parallel.compatibility.find_spec", lambda name: None)
+    recipe = Recipe.model_validate(recipe_dict(Path("somewhere"), task="causal-lm", parallel=SP))
+    with pytest.raises(SettingError, match=r"pip install 'accel-train\[deepspeed\]'"):
+        check_compatibility(recipe, load_task("causal-lm"))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "fault"),
+    [
+        ({"sp_size": 4}, "Use 1, 2, or run on 4 or 8 processes"),
+        ({"sp_size": 2, "strategy": "deepspeed"}, "parallel.strategy deepspeed"),
+        ({**TP, "sp_size": 2}, "parallel.tp_size=2"),
+        ({"cp_size": 2}, "unknown setting parallel.cp_size"),
+        ({"tp_size": 2}, "parallel.tp_size=2"),
+        ({**TP, "tp_size": 4}, "the 2 processes"),
+        ({**TP, "dp_shard_size": 2}, "parallel.dp_shard_size=2 x parallel.tp_size=2: "),
+        (TP, "plan to split gpt2"),
+    ],
+)
+def test_plan_and_run_end_with_code_2_and_say_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], parallel: dict[str, Any], fault: str
+) -> None:
+    write_corpus(tmp_path)
+    model = of(TINY_MODEL, n_head=4)["model"]
+    recipe = write_recipe_file(tmp_path, task="causal-lm", parallel=parallel, model=model)
+    assert main(["plan", str(recipe), "--world-size", "2"]) == 2
+    assert fault in capsys.readouterr().err
+    if parallel not in ({"sp_size": 4}, TP):
+        return  # by the same functions
+    forked = run_forked(["run", str(recipe)], 2, folder=tmp_path / "processes")
+    assert forked.wait() == [2, 2]
+    assert fault in forked.stderr(0)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_model_of_ones_own_task_without_a_plan_is_refused_before_it_has_weights(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    recipe = Recipe.model_validate(recipe_dict(tmp_path, parallel=TP))  # the probe task, with a GPT-2
+    with pytest.raises(SettingError, match="split gpt2"):
+        resolve_plan(recipe, 2)
+
+
+def test_one_weight_that_is_split_under_one_name_alone_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(GPTNeoXConfig.base_model_tp_plan, "embed_in", raising=False)  # as before transformers 5.24
+    write_corpus(tmp_path)
+    config = {**LLAMA, "model_type": "gpt_neox", "tie_word_embeddings": True}
+    del config["num_key_value_heads"]
+    recipe = recipe_dict(tmp_path, task="causal-lm", parallel=TP, model={"config": config})
+    with pytest.raises(SettingError, match="plan of gpt_neox"):
+        resolve_plan(Recipe.model_validate(recipe), 2)
+
+
+@pytest.mark.parametrize("parallel", [SP, TP])
+def test_neighbours_share_samples_so_fewer_processes_divide_the_global_batch(parallel: dict[str, Any]) -> None:
+    section, batch = Parallel(**parallel), Batch(global_batch_size=12, per_device_batch_size=2)
+    sizes = resolve_batch(batch, 6, section.num_sharing, section.shared_by)
+    assert (sizes.world_size, sizes.gradient_accumulation_steps) == (3, 2)
+    assert re.findall(r"\d+", sizes.reason) == ["12", "2", "2", "3", "1"]
+    assert sizes.reason.endswith(f"(parallel.{'sp_size' if parallel is SP else 'tp_size'})")
+    assert resolve_batch(Batch(global_batch_size=12), 6) == resolve_batch(Batch(global_batch_size=12), 6, 1)
+
+
+def test_layout_counts_groups_of_neighbours() -> None:
+    layout = choose_layout(Parallel(**TP), 16, "cuda")
+    assert (layout.shard_size, layout.tp_size, layout.num_copies) == (8, 2, 1)
+    choice = Fsdp2.choose(Parallel(**TP), 2, CPU)
+    assert choice.value == 1
+    assert "fsdp2" not in choice.reason
+
+
+def test_neighbours_on_several_machines_are_told_of(tmp_path: Path) -> None:
+    assert "machines" not in choose_sequences(Parallel(sp_size=8), 16, 8).reason
+    assert "machines of 4 processes" in choose_sequences(Parallel(sp_size=8), 16, 4).reason
+    assert across_machines(Parallel(strategy="fsdp2", tp_size=8), 8) is None
+    assert "machines of 4 processes" in str(across_machines(Parallel(strategy="fsdp2", tp_size=8), 4))
+    write_corpus(tmp_path)
+    model = of(LLAMA, num_attention_heads=16, num_key_value_heads=16)["model"]
+    sections = {"parallel": {"strategy": "fsdp2", "tp_size": 16}, "model": model, "task": "causal-lm"}
+    plan = resolve_plan(Recipe.model_validate(recipe_dict(tmp_path, **sections)), 16, "H100")
+    assert "machines of 8 processes" in format_plan(plan)
+
+
+def test_plan_counts_what_slices_save_and_what_their_attention_sends(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    model = {"config": {**LLAMA, "max_position_embeddings": 512}}
+    sections = {
+        "task": "causal-lm",
+        "model": model,
+        "data": {"sequence_length": 256},
+        "batch": {"global_batch_size": 2, "per_device_batch_size": 1},
+    }
+    plans = [
+        resolve_plan(Recipe.model_validate(recipe_dict(tmp_path, parallel=parallel, **sections)), processes, "H100")
+        for processes, parallel in ((2, {}), (4, SP))
+    ]
+    whole, split = ({part.name: part.num_bytes or 0 for part in plan.memory} for plan in plans)
+    for name in ("activations", "logits"):
+        assert split[name] == pytest.approx(whole[name] / 2, rel=0.1)  # beside slices: weights in 16 bits
+    positions, width, of_keys = 128, 32, 16
+    assert split["exchange"] == 2 * 2 * positions * (width + 2 * of_keys)  # bf16; as it leaves and as it arrives
+    [exchanged] = [each for each in plans[1].scale.traffic if each.kind == "all-to-all"]
+    assert exchanged.times == 2 * 4 * 2  # layers, all-to-alls, passes
+    assert exchanged.payload_bytes == 2 * 2 * positions * 2 * (2 * width + 2 * of_keys)
+    assert exchanged.sent_bytes == exchanged.payload_bytes / 2
+    assert plans[0].num_targets == plans[1].num_targets
+    text = format_plan(plans[1])
+    assert "groups of 2 processes" in text
+    assert "(parallel.sp_size); 16 collectives" in text
+    assert not any(each.kind == "all-to-all" for each in plans[0].scale.traffic)
+
+
+@pytest.mark.parametrize("length", [64, 512])
+def test_plan_counts_no_mask_for_documents_over_slices(tmp_path: Path, length: int) -> None:
+    write_corpus(tmp_path)
+    model = {"config": {**LLAMA, "max_position_embeddings": 512}}
+    sections = {
+        "task": "causal-lm",
+        "model": model,
+        "parallel": SP,
+        "batch": {"global_batch_size": 2, "per_device_batch_size": 1},
+    }
+    found = []
+    for masked in (False, True):
+        data = {"sequence_length": length, "mask_documents": masked}
+        plan = resolve_plan(Recipe.model_validate(recipe_dict(tmp_path, data=data, **sections)), 4)
+        found.append({part.name: part.num_bytes for part in plan.memory})
+    assert found[1]["activations"] == pytest.approx(found[0]["activations"], rel=0.1)
+    assert "per-document causal attention" in format_plan(plan)
