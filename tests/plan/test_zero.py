@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from accel_train.cli.main import main
 from accel_train.core.errors import SettingError
 from accel_train.parallel.compatibility import check_compatibility
 from accel_train.parallel.zero import Zero
