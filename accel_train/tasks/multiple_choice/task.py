@@ -4,24 +4,21 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils.data import Dataset
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.text.padding import joined_arrays, samples_digest
-from accel_train.data.text.tokenizers import vocab_size_of
 from accel_train.metrics import tally
 from accel_train.recipe.schema import Recipe
-from accel_train.task import Scores, Task, TaskData
+from accel_train.task import Scores, TaskData
 from accel_train.tasks.common import classification
 from accel_train.tasks.common import text_models as models
-from accel_train.tasks.common.texts import classifier_tokenizer
+from accel_train.tasks.common.encoder import EncoderTask, cut_note
 from accel_train.tasks.multiple_choice import data as choices
 from accel_train.tasks.multiple_choice.config import MultipleChoiceData
 
@@ -55,10 +52,11 @@ class Source:
         return self.choices.eval[index].id
 
 
-class MultipleChoice(Task):
+class MultipleChoice(EncoderTask):
     """Fine-tune any multiple-choice model of transformers, or train one from a configuration."""
 
     Data = MultipleChoiceData
+    head = models.CHOICES
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
         """Read and tokenize all texts and endings into memory.
@@ -68,76 +66,42 @@ class MultipleChoice(Task):
                 column.
         """
         section = MultipleChoiceData.of(recipe.data)
-        models.check_model(recipe, models.CHOICES)
+        models.check_model(recipe, self.head)
         models.refuse_metrics(recipe, "multiple-choice reports the accuracy")
         if recipe.loss.class_weights is not None:
             raise ValueError("loss.class_weights is for classes, and multiple-choice finds places; leave it out")
         rows = choices.load_choices(recipe)
         texts = (text for row in rows.train for text in (row.text, *row.endings))
-        tokenizer, tokenizer_notes = classifier_tokenizer(recipe, texts)
-        config = models.model_config(recipe, tokenizer, models.CHOICES)
-        positions = models.num_positions(config, models.CHOICES)
-        max_length = models.resolve_max_length(section.max_length, positions, tokenizer, is_pair=True)
-        encode = partial(choices.tokenize_choices, tokenizer=tokenizer, max_length=max_length, progress=progress)
+        reader = self.reader(recipe, texts, is_pair=True)
+        tokenizer, length = reader.tokenizer, reader.max_length
+        encode = partial(choices.tokenize_choices, tokenizer=tokenizer, max_length=length, progress=progress)
         train, evaluation = encode(rows.train), None if rows.eval is None else encode(rows.eval)
 
         self.num_choices = rows.num_choices
         self.loss = classification.ClassLoss(recipe.loss.label_smoothing, None)
         lengths = np.array([max(map(len, sample.ids)) for sample in train])
-        self.mean_length = float(lengths.mean())
-        # This includes a few rows that fit exactly.
-        num_cut = int((lengths >= max_length).sum())
-        cut = (
-            f"{num_cut:,} of {len(lengths):,} {recipe.data.of_training('rows')} reach data.max_length={max_length} "
-            "tokens, and are cut there"
-        )
-        return TaskData(
-            # The DataLoader reads a list as a map-style dataset.
-            train=cast("Dataset[Any]", train),
-            eval=cast("Dataset[Any] | None", evaluation),
-            collate=partial(
-                choices.collate_choices,
-                pad_id=int(tokenizer.pad_token_id),
-                multiple=section.pad_to_multiple_of,
-                max_length=max_length,
-                with_types=models.with_token_types(tokenizer, config, models.CHOICES),
-            ),
-            fingerprint=_fingerprint(train, evaluation),
-            facts={
-                "sources": rows.description,
-                "num_train": len(train),
-                "num_eval": 0 if evaluation is None else len(evaluation),
-                "num_choices": rows.num_choices,
-                "max_length": max_length,
-                "mean_length": round(self.mean_length, 1),
-                "notes": [*rows.notes, *tokenizer_notes, *([cut] if num_cut else [])],
-            },
-            reading_is_free=True,
-            source=Source(rows, tokenizer, config),
+        with_types = models.with_token_types(tokenizer, reader.config, self.head)
+        return self.task_data(
+            recipe,
+            reader,
+            train=train,
+            evaluation=evaluation,
             lengths=lengths,
-            lengths_vary=True,
+            collate=partial(choices.collate_choices, with_types=with_types),
+            fingerprint=_fingerprint(train, evaluation),
+            sources=rows.description,
+            source=Source(rows, tokenizer, reader.config),
+            facts={"num_choices": rows.num_choices},
+            notes=[*rows.notes, *reader.notes, *cut_note(lengths, length, section.of_training("rows"))],
         )
 
-    def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
-        """Build the recipe's model and add notes about new weights in a pretrained model to the facts of `data`.
-
-        Raises:
-            ValueError: the weights cannot be loaded, or are not in the safetensors format.
-        """
-        source: Source = data.source
-        model, notes = models.build_model(recipe, source.config, vocab_size_of(source.tokenizer), models.CHOICES)
-        data.add_notes(notes)
-        return model
+    def input_shape(self, length: int) -> tuple[int, ...]:
+        """Return the shape of a text with all its endings."""
+        return (1, self.num_choices, length)
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the fp32 cross-entropy of the right ending, summed over texts. Training applies label smoothing."""
         return self.loss(_logits(model, batch), batch["labels"], training=model.training)
-
-    def flops_per_target(self, recipe: Recipe, model: nn.Module) -> float | None:
-        """Return 3 x the FLOPs of the forward pass of a mean-length text with all its endings, without padding."""
-        assert isinstance(model, PreTrainedModel)
-        shape = (1, self.num_choices, max(1, round(self.mean_length)))
-        return classification.training_flops(models.CHOICES.factory, model.config, input_ids=shape)
 
     def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the summed loss without smoothing, and the confusion matrix of positions."""
@@ -184,14 +148,12 @@ class MultipleChoice(Task):
             "word_overlap_accuracy": float((truth == overlap).mean()),
         }
 
-    def save_description(self, model: nn.Module, data: TaskData, folder: Path) -> None:
-        """Write the configuration, the tokenizer, and a model card."""
-        assert isinstance(model, PreTrainedModel)
-        super().save_description(model, data, folder)
+    def card(self, model_type: str, data: TaskData) -> str:
+        """Return the model card in Markdown."""
         facts = data.facts
-        text = models.card(
+        return models.card(
             facts,
-            model.config.model_type,
+            model_type,
             title="A model for multiple choice",
             pipeline_tag="multiple-choice",
             lines=[
@@ -201,7 +163,6 @@ class MultipleChoice(Task):
             imported="AutoModelForMultipleChoice, AutoTokenizer",
             example=_EXAMPLE,
         )
-        models.save_tokenizer_and_card(data.source.tokenizer, facts["max_length"], text, folder)
 
 
 def _decimals(values: NDArray[Any]) -> list[float]:

@@ -3,23 +3,19 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils.data import Dataset
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from accel_train.data.text.padding import joined_arrays, samples_digest
-from accel_train.data.text.tokenizers import vocab_size_of
 from accel_train.metrics.texts import answer_scores
 from accel_train.recipe.schema import Recipe
-from accel_train.task import Scores, Task, TaskData
-from accel_train.tasks.common import classification
+from accel_train.task import Scores, TaskData
 from accel_train.tasks.common import text_models as models
-from accel_train.tasks.common.texts import classifier_tokenizer
+from accel_train.tasks.common.encoder import EncoderTask
 from accel_train.tasks.question_answering import data as questions
 from accel_train.tasks.question_answering.answers import Best, best_spans, overlap_answers, position_loss_sum, ranked
 from accel_train.tasks.question_answering.config import QuestionAnsweringData
@@ -62,7 +58,7 @@ class Source:
         return self.asked[index].id
 
 
-class QuestionAnswering(Task):
+class QuestionAnswering(EncoderTask):
     """Fine-tune any extractive reader of transformers, or train one from a configuration.
 
     A training sample is one window of a question's context. An evaluation sample is a whole question with all its
@@ -70,6 +66,7 @@ class QuestionAnswering(Task):
     """
 
     Data = QuestionAnsweringData
+    head = models.ANSWERS
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
         """Read and tokenize all questions into memory.
@@ -78,17 +75,15 @@ class QuestionAnswering(Task):
             ValueError: the model, tokenizer, or questions do not match the recipe. The message names the file and row.
         """
         section = QuestionAnsweringData.of(recipe.data)
-        models.check_model(recipe, models.ANSWERS)
+        models.check_model(recipe, self.head)
         models.refuse_metrics(recipe, "question-answering reports exact match and F1")
         if recipe.loss.class_weights is not None:
             raise ValueError("loss.class_weights is for classes, and question-answering finds places; leave it out")
         asked = questions.load_questions(recipe)
         pairs = (text for row in asked.train for text in (row.question, row.context))
-        tokenizer, tokenizer_notes = classifier_tokenizer(recipe, pairs)
+        reader = self.reader(recipe, pairs, is_pair=True)
+        tokenizer, config, max_length = reader.tokenizer, reader.config, reader.max_length
         models.check_offsets(recipe, tokenizer)
-        config = models.model_config(recipe, tokenizer, models.ANSWERS)
-        positions = models.num_positions(config, models.ANSWERS)
-        max_length = models.resolve_max_length(section.max_length, positions, tokenizer, is_pair=True)
         doc_stride = _stride(section.doc_stride, max_length)
         encode = partial(
             questions.tokenize_questions,
@@ -107,39 +102,29 @@ class QuestionAnswering(Task):
         self.threshold = recipe.evaluate.null_score_diff_threshold if self.may_be_unanswered else None
         self.label_smoothing, self.max_answer_length = recipe.loss.label_smoothing, section.max_answer_length
         self.is_labelled = section.answers_column is not None
-        lengths = np.array([len(window.ids) for window in train])
-        self.mean_length = float(lengths.mean())
-        return TaskData(
-            # The DataLoader reads a list as a map-style dataset.
-            train=cast("Dataset[Any]", train),
-            eval=cast("Dataset[Any] | None", evaluation),
+        called = section.of_training("questions")
+        return self.task_data(
+            recipe,
+            reader,
+            train=train,
+            evaluation=evaluation,
+            lengths=np.array([len(window.ids) for window in train]),
             collate=partial(
-                questions.collate_windows,
-                pad_id=int(tokenizer.pad_token_id),
-                multiple=section.pad_to_multiple_of,
-                max_length=max_length,
-                with_types=models.with_token_types(tokenizer, config, models.ANSWERS),
+                questions.collate_windows, with_types=models.with_token_types(tokenizer, config, self.head)
             ),
             fingerprint=_fingerprint(train, evaluation),
+            sources=asked.description,
+            source=Source(asked, tokenizer, config),
             facts={
-                "sources": asked.description,
-                "num_train": len(train),
-                "num_eval": 0 if evaluation is None else len(evaluation),
                 "num_train_questions": len(asked.train),
                 "num_unanswered": unanswered,
-                "max_length": max_length,
                 "doc_stride": doc_stride,
-                "mean_length": round(self.mean_length, 1),
-                "notes": [
-                    *asked.notes,
-                    *tokenizer_notes,
-                    *self._notes(by_question, num_cut, section.of_training("questions"), max_length, doc_stride),
-                ],
             },
-            reading_is_free=True,
-            source=Source(asked, tokenizer, config),
-            lengths=lengths,
-            lengths_vary=True,
+            notes=[
+                *asked.notes,
+                *reader.notes,
+                *self._notes(by_question, num_cut, called, max_length, doc_stride),
+            ],
         )
 
     def _notes(
@@ -160,17 +145,6 @@ class QuestionAnswering(Task):
                 "best_f1_threshold says which would have been best"
             )
         return notes
-
-    def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
-        """Build the recipe's reader and add notes about new weights in a pretrained model to the facts of `data`.
-
-        Raises:
-            ValueError: the weights cannot be loaded, or are not in the safetensors format.
-        """
-        source: Source = data.source
-        model, notes = models.build_model(recipe, source.config, vocab_size_of(source.tokenizer), models.ANSWERS)
-        data.add_notes(notes)
-        return model
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the mean fp32 cross-entropy of an answer's first and last token, summed over windows.
@@ -193,12 +167,6 @@ class QuestionAnswering(Task):
         names = ("input_ids", "attention_mask", "token_type_ids")
         output = model(**{name: batch[name] for name in names if name in batch})
         return output.start_logits.float(), output.end_logits.float()
-
-    def flops_per_target(self, recipe: Recipe, model: nn.Module) -> float | None:
-        """Return 3 x the FLOPs of the forward pass of a mean-length window, without padding. A target is a window."""
-        assert isinstance(model, PreTrainedModel)
-        length = max(1, round(self.mean_length))
-        return classification.training_flops(models.ANSWERS.factory, model.config, input_ids=(1, length))
 
     def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the summed loss without smoothing, and the likeliest answers per question: positions and scores."""
@@ -268,14 +236,12 @@ class QuestionAnswering(Task):
             for metric in ("exact_match", "f1")
         }
 
-    def save_description(self, model: nn.Module, data: TaskData, folder: Path) -> None:
-        """Write the configuration, the tokenizer, and a model card."""
-        assert isinstance(model, PreTrainedModel)
-        super().save_description(model, data, folder)
+    def card(self, model_type: str, data: TaskData) -> str:
+        """Return the model card in Markdown."""
         facts = data.facts
-        text = models.card(
+        return models.card(
             facts,
-            model.config.model_type,
+            model_type,
             title="An extractive reader",
             pipeline_tag="question-answering",
             lines=[
@@ -287,7 +253,6 @@ class QuestionAnswering(Task):
             imported="AutoModelForQuestionAnswering, AutoTokenizer",
             example=_EXAMPLE,
         )
-        models.save_tokenizer_and_card(data.source.tokenizer, facts["max_length"], text, folder)
 
 
 def _stride(asked: int | None, max_length: int) -> int:

@@ -3,27 +3,25 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from itertools import chain
 from typing import Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils.data import Dataset
-from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from accel_train.data.labels import LabelScheme
 from accel_train.data.text.padding import joined_arrays, samples_digest
-from accel_train.data.text.tokenizers import vocab_size_of
 from accel_train.metrics import METRICS, tally
 from accel_train.metrics.scores import auroc_from_histogram, classification_scores, multilabel_scores, regression_scores
 from accel_train.model.ngrams import NgramsForSequenceClassification
 from accel_train.recipe.schema import Recipe
-from accel_train.task import Scores, Task, TaskData
+from accel_train.task import Scores, TaskData
 from accel_train.tasks.common import classification
 from accel_train.tasks.common import text_models as models
-from accel_train.tasks.common.texts import classifier_tokenizer
+from accel_train.tasks.common.encoder import EncoderTask, cut_note
 from accel_train.tasks.text_classification import data as labelled
 from accel_train.tasks.text_classification.config import TextClassificationData
 from accel_train.tasks.text_classification.metrics import (
@@ -58,10 +56,11 @@ class Source:
         return {"text": "\n".join(self.texts.eval[index].texts)}
 
 
-class TextClassification(Task):
+class TextClassification(EncoderTask):
     """Fine-tune any sequence classifier of transformers, or train one from a configuration."""
 
     Data = TextClassificationData
+    head = models.SEQUENCES
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
         """Read and tokenize all labeled texts into memory.
@@ -78,13 +77,12 @@ class TextClassification(Task):
         _check_loss(recipe, scheme)
         counts = np.array(list(texts.num_train_of_label.values()))
         weights = classification.resolve_class_weights(recipe.loss.class_weights, counts, scheme.names)
-        tokenizer, tokenizer_notes = classifier_tokenizer(recipe, (text for row in texts.train for text in row.texts))
-        config = models.classifier_config(recipe, tokenizer, scheme)
         is_pair = len(section.text_columns) == 2
-        max_length = models.resolve_max_length(
-            section.max_length, models.num_positions(config), tokenizer, is_pair=is_pair
+        reader = self.reader(
+            recipe, chain.from_iterable(row.texts for row in texts.train), is_pair=is_pair, scheme=scheme
         )
-        encode = partial(labelled.tokenize_rows, tokenizer=tokenizer, max_length=max_length, progress=progress)
+        tokenizer, length = reader.tokenizer, reader.max_length
+        encode = partial(labelled.tokenize_rows, tokenizer=tokenizer, max_length=length, progress=progress)
         train = encode(texts.train, texts.train_labels)
         evaluation = None if texts.eval is None else encode(texts.eval, texts.eval_labels)
 
@@ -95,51 +93,32 @@ class TextClassification(Task):
         self.row_metrics = [name for name in names if name not in self.counted_metrics]
         self.allow_hub_metrics = recipe.evaluate.allow_hub_metrics
         lengths = np.array([len(sample.ids) for sample in train])
-        self.mean_length = float(lengths.mean())
-        # This includes a few texts that fit exactly.
-        num_cut = int((lengths >= max_length).sum())
-        cut = (
-            f"{num_cut:,} of {len(lengths):,} {recipe.data.of_training('texts')} reach data.max_length={max_length} "
-            "tokens, and are cut there"
-        )
-        return TaskData(
-            # The DataLoader reads a list as a map-style dataset.
-            train=cast("Dataset[Any]", train),
-            eval=cast("Dataset[Any] | None", evaluation),
-            collate=partial(
-                labelled.collate_texts,
-                pad_id=int(tokenizer.pad_token_id),
-                multiple=section.pad_to_multiple_of,
-                max_length=max_length,
-                with_types=is_pair and models.with_token_types(tokenizer, config),
-            ),
+        with_types = is_pair and models.with_token_types(tokenizer, reader.config)
+        return self.task_data(
+            recipe,
+            reader,
+            train=train,
+            evaluation=evaluation,
+            lengths=lengths,
+            collate=partial(labelled.collate_texts, with_types=with_types),
             fingerprint=_fingerprint(scheme, train, evaluation),
+            sources=texts.description,
+            source=Source(texts, tokenizer, reader.config),
             facts={
-                "sources": texts.description,
-                "num_train": len(train),
-                "num_eval": 0 if evaluation is None else len(evaluation),
                 "problem_type": f"{scheme.problem_type} ({scheme.reason})",
                 "label_names": list(scheme.names),
                 "num_train_of_label": texts.num_train_of_label,
-                "max_length": max_length,
-                "mean_length": round(self.mean_length, 1),
-                "notes": [*texts.notes, *tokenizer_notes, *([cut] if num_cut else [])],
             },
-            reading_is_free=True,
-            source=Source(texts, tokenizer, config),
-            lengths=lengths,
-            lengths_vary=True,
+            notes=[*texts.notes, *reader.notes, *cut_note(lengths, length, section.of_training("texts"))],
         )
 
     def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
-        """Build the recipe's classifier and add notes about new weights in a pretrained model to the facts of `data`.
+        """Build the recipe's classifier. New n-grams measure the rarity of the training texts.
 
         Raises:
             ValueError: the weights cannot be loaded, or are not in the safetensors format.
         """
-        source: Source = data.source
-        model, notes = models.build_model(recipe, source.config, vocab_size_of(source.tokenizer))
-        data.add_notes(notes)
+        model = super().build_model(recipe, data)
         if isinstance(model, NgramsForSequenceClassification) and recipe.model.config and not model.rarity.is_meta:
             model.measure_rarity(
                 torch.as_tensor(sample.ids, dtype=torch.long) for sample in cast("list[labelled.Sample]", data.train)
@@ -152,12 +131,6 @@ class TextClassification(Task):
         Training adds label smoothing and class weights.
         """
         return self._loss_sum(_logits(model, batch), batch["labels"], training=model.training)
-
-    def flops_per_target(self, recipe: Recipe, model: nn.Module) -> float | None:
-        """Return 3 x the FLOPs of the forward pass of a mean-length text, without padding. A target is a text."""
-        assert isinstance(model, PreTrainedModel)
-        length = max(1, round(self.mean_length))
-        return classification.training_flops(AutoModelForSequenceClassification, model.config, input_ids=(1, length))
 
     def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the summed loss without smoothing, and counts for the scores, or rows if a metric needs them."""
@@ -210,12 +183,9 @@ class TextClassification(Task):
         """Return the scores of a constant answer and of bags of words on the same split."""
         return {} if data.eval is None else baseline_scores(data.source.texts)
 
-    def save_description(self, model: nn.Module, data: TaskData, folder: Path) -> None:
-        """Write the configuration with the label names, the tokenizer, and a model card."""
-        assert isinstance(model, PreTrainedModel)
-        super().save_description(model, data, folder)
-        text = models.model_card(data.facts, model.config.model_type)
-        models.save_tokenizer_and_card(data.source.tokenizer, data.facts["max_length"], text, folder)
+    def card(self, model_type: str, data: TaskData) -> str:
+        """Return the model card in Markdown."""
+        return models.model_card(data.facts, model_type)
 
     def _loss_sum(self, logits: Tensor, labels: Tensor, *, training: bool) -> Tensor:
         if self.scheme.problem_type == "regression":

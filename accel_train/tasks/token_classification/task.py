@@ -4,27 +4,24 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils.data import Dataset
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.text.padding import joined_arrays, padded, samples_digest
-from accel_train.data.text.tokenizers import vocab_size_of
 from accel_train.metrics import tally
 from accel_train.metrics.entities import entity_counts, entity_tags
 from accel_train.metrics.scores import classification_scores, entity_scores
 from accel_train.recipe.schema import Recipe
-from accel_train.task import Scores, Task, TaskData
+from accel_train.task import Scores, TaskData
 from accel_train.tasks.common import classification
 from accel_train.tasks.common import text_models as models
-from accel_train.tasks.common.texts import classifier_tokenizer
+from accel_train.tasks.common.encoder import EncoderTask
 from accel_train.tasks.token_classification import data as words
 from accel_train.tasks.token_classification.config import TokenClassificationData
 
@@ -50,13 +47,14 @@ class Source:
         return self.sentences.eval[index].id
 
 
-class TokenClassification(Task):
+class TokenClassification(EncoderTask):
     """Fine-tune any token classifier of transformers, or train one from a configuration.
 
     The first token of a word learns and predicts the word's label. The loss is divided by the number of labeled words.
     """
 
     Data = TokenClassificationData
+    head = models.TOKENS
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
         """Read and tokenize all tagged sentences into memory.
@@ -66,7 +64,7 @@ class TokenClassification(Task):
                 row, and word.
         """
         section = TokenClassificationData.of(recipe.data)
-        models.check_model(recipe, models.TOKENS)
+        models.check_model(recipe, self.head)
         models.refuse_metrics(
             recipe, "token-classification reports the scores of entities (for other tags, of classes)"
         )
@@ -75,12 +73,10 @@ class TokenClassification(Task):
         weights = classification.resolve_class_weights(
             recipe.loss.class_weights, np.array(list(num_of_label.values())), names
         )
-        tokenizer, tokenizer_notes = classifier_tokenizer(recipe, (row.key for row in sentences.train))
+        reader = self.reader(recipe, (row.key for row in sentences.train), is_pair=False, scheme=sentences.scheme)
+        tokenizer, length = reader.tokenizer, reader.max_length
         models.check_offsets(recipe, tokenizer)
-        config = models.classifier_config(recipe, tokenizer, sentences.scheme, models.TOKENS)
-        positions = models.num_positions(config, models.TOKENS)
-        max_length = models.resolve_max_length(section.max_length, positions, tokenizer, is_pair=False)
-        encode = partial(words.tokenize_sentences, tokenizer=tokenizer, max_length=max_length, progress=progress)
+        encode = partial(words.tokenize_sentences, tokenizer=tokenizer, max_length=length, progress=progress)
         train = encode(sentences.train, sentences.train_tags)
         evaluation = None if sentences.eval is None else encode(sentences.eval, sentences.eval_tags)
 
@@ -88,56 +84,32 @@ class TokenClassification(Task):
         self.loss = classification.ClassLoss(recipe.loss.label_smoothing, weights)
         self.is_labelled = section.tags_column is not None
         self.most_words = max((len(row.words) for row in sentences.eval or []), default=1)
-        lengths = np.array([len(sample.ids) for sample in train])
-        self.mean_length = float(lengths.mean())
         num_targets = sum(int((sample.labels != IGNORED_LABEL).sum()) for sample in train)
         self.words_per_sentence = max(1.0, num_targets / len(train))
         kinds = "plain tags" if self.tags is None else f"entities of {len(self.tags.types)} types, told by B-, I- and O"
-        notes = [
-            *sentences.notes,
-            *tokenizer_notes,
-            *_cut(recipe.data.of_training("sentences"), sentences.train, train, max_length),
-        ]
-        notes += _cut("evaluation sentences", sentences.eval or [], evaluation or [], max_length)
-        return TaskData(
-            # The DataLoader reads a list as a map-style dataset.
-            train=cast("Dataset[Any]", train),
-            eval=cast("Dataset[Any] | None", evaluation),
-            collate=partial(
-                words.collate_sentences,
-                pad_id=int(tokenizer.pad_token_id),
-                multiple=section.pad_to_multiple_of,
-                max_length=max_length,
-            ),
+        return self.task_data(
+            recipe,
+            reader,
+            train=train,
+            evaluation=evaluation,
+            lengths=np.array([len(sample.ids) for sample in train]),
+            collate=words.collate_sentences,
             fingerprint=_fingerprint(names, train, evaluation),
+            sources=sentences.description,
+            source=Source(sentences, evaluation or [], tokenizer, reader.config),
             facts={
-                "sources": sentences.description,
-                "num_train": len(train),
-                "num_eval": 0 if evaluation is None else len(evaluation),
                 "train_targets": num_targets,
                 "tags": kinds,
                 "label_names": list(names),
                 "num_train_of_label": num_of_label,
-                "max_length": max_length,
-                "mean_length": round(self.mean_length, 1),
-                "notes": notes,
             },
-            reading_is_free=True,
-            source=Source(sentences, evaluation or [], tokenizer, config),
-            lengths=lengths,
-            lengths_vary=True,
+            notes=[
+                *sentences.notes,
+                *reader.notes,
+                *_cut(section.of_training("sentences"), sentences.train, train, length),
+                *_cut("evaluation sentences", sentences.eval or [], evaluation or [], length),
+            ],
         )
-
-    def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
-        """Build the recipe's classifier and add notes about new weights in a pretrained model to the facts of `data`.
-
-        Raises:
-            ValueError: the weights cannot be loaded, or are not in the safetensors format.
-        """
-        source: Source = data.source
-        model, notes = models.build_model(recipe, source.config, vocab_size_of(source.tokenizer), models.TOKENS)
-        data.add_notes(notes)
-        return model
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the fp32 cross-entropy summed over words. Training adds label smoothing and class weights."""
@@ -145,9 +117,7 @@ class TokenClassification(Task):
 
     def flops_per_target(self, recipe: Recipe, model: nn.Module) -> float | None:
         """Return 3 x the FLOPs per word of the forward pass of a mean-length sentence, without padding."""
-        assert isinstance(model, PreTrainedModel)
-        length = max(1, round(self.mean_length))
-        flops = classification.training_flops(models.TOKENS.factory, model.config, input_ids=(1, length))
+        flops = super().flops_per_target(recipe, model)
         return None if flops is None else flops / self.words_per_sentence
 
     def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -223,14 +193,12 @@ class TokenClassification(Task):
         shown = ("accuracy", "f1_macro") if self.tags is None else ("f1", "accuracy")
         return {f"most_frequent_tag_{metric}": found[metric] for metric in shown}
 
-    def save_description(self, model: nn.Module, data: TaskData, folder: Path) -> None:
-        """Write the configuration with the tag names, the tokenizer, and a model card."""
-        assert isinstance(model, PreTrainedModel)
-        super().save_description(model, data, folder)
+    def card(self, model_type: str, data: TaskData) -> str:
+        """Return the model card in Markdown."""
         facts = data.facts
-        text = models.card(
+        return models.card(
             facts,
-            model.config.model_type,
+            model_type,
             title="A token classifier",
             pipeline_tag="token-classification",
             lines=[
@@ -242,7 +210,6 @@ class TokenClassification(Task):
                 'tag("a sentence")'
             ),
         )
-        models.save_tokenizer_and_card(data.source.tokenizer, facts["max_length"], text, folder)
 
     def _counts(self, labels: Tensor, predictions: Tensor) -> dict[str, Tensor]:
         """Return the counts that `score` needs from labels and predictions (N, W)."""
