@@ -1,4 +1,4 @@
-"""The Trainer face on two processes, also sharded: the same run as on one, and every sample evaluated once, in order."""
+"""The Trainer on two processes, also sharded: the same run as on one, and every sample evaluated once, in order."""
 
 import json
 from pathlib import Path
