@@ -11,7 +11,7 @@ from transformers import TrainingArguments
 
 from accel_train.hf import Trainer
 from accel_train.hf.argument_table import FIELDS, table
-from accel_train.hf.arguments import Length, check_arguments, length_of, to_recipe, with_decay_of
+from accel_train.hf.arguments import check_arguments, length_of, to_recipe, with_decay_of
 from accel_train.optim.optimizers import parameter_groups
 from accel_train.recipe.names import recipe_names
 from accel_train.recipe.schema import Recipe
@@ -120,7 +120,8 @@ def test_every_refused_field_is_refused_by_name_with_its_value_and_a_remedy(tmp_
     assert never <= REFUSED.keys()
     assert len(never) <= 8
     assert REFUSED.keys() <= partly
-    for name, value in REFUSED.items():
+    early_or_unsaved = [("optim", optim) for optim in ("adamw_torch_8bit", "adamw_torch_4bit", "lomo")]
+    for name, value in (*REFUSED.items(), *early_or_unsaved):
         args = set_field(arguments(tmp_path), name, value)
         error = refused(lambda args=args: check_arguments(args), name)
         shown = FIELDS[name].remedy or FIELDS[name].text
@@ -133,20 +134,11 @@ def test_a_refused_field_stops_the_trainer_at_once_and_all_are_named(tmp_path: P
     assert "optim='galore_adamw_layerwise'" in error.problem
 
 
-@pytest.mark.parametrize("optim", ["adamw_torch_8bit", "adamw_torch_4bit", "lomo"])
-def test_an_optimizer_that_steps_early_or_whose_state_cannot_be_saved_is_refused(tmp_path: Path, optim: str) -> None:
-    refused(lambda: check_arguments(arguments(tmp_path, optim=optim)), "optim")
-
-
-def test_own_fields_of_a_subclass_belong_to_the_script(tmp_path: Path) -> None:
-    @dataclasses.dataclass
-    class More(TrainingArguments):
-        labels_from: str = "file"
-
-    check_arguments(More(str(tmp_path), use_cpu=True, labels_from="folder"))
-
-
-def test_a_field_of_another_transformers_is_refused_once_it_is_set(tmp_path: Path, monkeypatch: Any) -> None:
+def test_own_fields_of_a_subclass_belong_to_the_script_and_new_ones_of_transformers_are_refused_once_set(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    more = dataclasses.make_dataclass("More", [("labels_from", str, "file")], bases=(TrainingArguments,))
+    check_arguments(more(str(tmp_path), use_cpu=True, labels_from="folder"))
     monkeypatch.delitem(FIELDS, "seed")
     check_arguments(TrainingArguments(str(tmp_path), use_cpu=True))
     error = refused(lambda: check_arguments(TrainingArguments(str(tmp_path), use_cpu=True, seed=7)), "seed")
@@ -164,7 +156,7 @@ def test_fields_become_leaves_of_the_recipe(tmp_path: Path, given: dict[str, Any
 def test_every_translated_field_is_in_the_test_above_and_names_leaves_that_exist() -> None:
     tested = {name for given, _, _ in TRANSLATED for name in given}
     elsewhere = {"output_dir", "fp16", "gradient_checkpointing", "greater_is_better", "dataloader_pin_memory"}
-    sharded = {"fsdp", "fsdp_config", "deepspeed", "parallelism_config"}  # test_sharding.py
+    sharded = {"fsdp", "fsdp_config", "deepspeed", "parallelism_config"}  # test_processes.py
     fields = {field.name for field in dataclasses.fields(TrainingArguments)}
     translated = {name for name, rule in FIELDS.items() if rule.kind == "translated" and name in fields}
     assert translated <= tested | elsewhere | sharded
@@ -204,28 +196,14 @@ def test_a_value_that_breaks_a_rule_is_named_as_the_user_wrote_it(tmp_path: Path
     assert f"{name}={value}: " in refused(lambda: recipe_of(arguments(tmp_path, **given)), name).problem
 
 
-@pytest.mark.parametrize(
-    ("given", "num_samples", "world_size", "expected"),
-    [
-        ({}, 45, 1, (6, 6, 12, 2)),
-        ({"gradient_accumulation_steps": 4}, 45, 1, (6, 2, 4, 2)),
-        ({"num_train_epochs": 2.5}, 45, 1, (6, 6, 15, 3)),
-        ({"max_steps": 7}, 45, 1, (6, 6, 7, 2)),
+def test_steps_and_epochs_are_counted_over_processes_and_without_a_length(tmp_path: Path) -> None:
+    """On one process: the cases of test_training.py."""
+    for given, num_samples, world_size, expected in (
         ({}, 45, 4, (2, 2, 4, 2)),
-        ({"dataloader_drop_last": True}, 45, 1, (5, 5, 10, 2)),
         ({"max_steps": 9}, None, 1, (9, 9, 9, 1)),
-    ],
-)
-def test_steps_and_epochs_are_counted_as_in_transformers(
-    tmp_path: Path, given: dict[str, Any], num_samples: int | None, world_size: int, expected: tuple[int, ...]
-) -> None:
-    length = length_of(arguments(tmp_path, **given), num_samples, None, world_size)
-    assert (length.batches_per_epoch, length.steps_per_epoch, length.max_steps, length.num_epochs) == expected
-
-
-def test_epochs_count_micro_batches() -> None:
-    length = Length(7, 4, 8, 2, 16, 100)
-    assert [length.epoch_at(step, 2) for step in (1, 3, 4, 5)] == pytest.approx([2 / 7, 6 / 7, 1.0, 1 + 2 / 7])
+    ):
+        found = length_of(arguments(tmp_path, **given), num_samples, None, world_size)
+        assert (found.batches_per_epoch, found.steps_per_epoch, found.max_steps, found.num_epochs) == expected
 
 
 def test_a_last_step_that_the_recipe_cannot_say_is_refused(tmp_path: Path) -> None:
@@ -236,9 +214,7 @@ def test_a_last_step_that_the_recipe_cannot_say_is_refused(tmp_path: Path) -> No
 
 
 def test_weight_decay_falls_on_the_parameters_that_transformers_decays(tmp_path: Path) -> None:
-    """Ours spares every class called norm, theirs LayerNorm and what is called norm: a BatchNorm in a list is decayed
-    there.
-    """
+    """Ours spares every class called norm; theirs decays a BatchNorm in a list."""
 
     class Mixed(Plain):
         def __init__(self) -> None:
@@ -291,7 +267,5 @@ def test_models_are_set_up_as_transformers_does(tmp_path: Path) -> None:
     assert model.config.use_cache is False
     assert trainer.label_names == ["labels"]
     assert trainer.signature.takes_num_items
-    assert trainer.num_examples(trainer.get_train_dataloader()) == 16
     assert next(iter(trainer.get_train_dataloader()))["input_ids"].shape == (8, 12)
-    assert trainer.is_world_process_zero()
-    assert trainer.is_local_process_zero()
+    assert trainer.is_world_process_zero() is trainer.is_local_process_zero() is True

@@ -1,6 +1,5 @@
 """Checkpoints that transformers' own Trainer wrote are resumed, and a resume says what has changed."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from torch.utils.data import Dataset
 from accel_train.hf import Trainer
 from accel_train.hf.checkpoints import load_stock_weights
 from tests.support import hf_models as hf
+from tests.support.runs import events
 
 SAVING = {**hf.every(3, "save"), "max_steps": 6, "weight_decay": 0.1, "logging_steps": 1}
 
@@ -115,8 +115,6 @@ def doubled(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.
 
 
 class Doubled(Trainer):
-    """A trainer of a script, with a loss of its own."""
-
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         return 2 * super().compute_loss(*args, **kwargs)
 
@@ -133,8 +131,7 @@ def test_a_resume_says_which_data_and_code_of_the_program_have_changed(tmp_path:
     ):
         hf.trained(tmp_path, hf.Plain(), data, str(tmp_path / "checkpoint-2"), **args, **further)
         changed += [expected] if expected else []
-        lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-        assert [line["setting"] for line in lines if line["event"] == "settings_changed"] == changed
+        assert [event["setting"] for event in events(tmp_path, "settings_changed")] == changed
 
 
 def test_data_that_differ_from_read_to_read_are_resumed_without_an_event(tmp_path: Path) -> None:

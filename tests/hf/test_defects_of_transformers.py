@@ -1,8 +1,5 @@
-"""What was found wrong in transformers' Trainer by running it (5.23), each run on both: theirs still does it, ours does
-not.
-"""
+"""Defects of transformers' Trainer (5.23), each run on both: theirs still has it, ours does not."""
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ from transformers.trainer_utils import get_last_checkpoint as their_last_checkpo
 
 from accel_train.hf import get_last_checkpoint
 from tests.support import hf_models as hf
+from tests.support.runs import events
 
 
 def test_a_nan_batch_leaves_the_weights_alone_and_is_seen_in_the_log(tmp_path: Path) -> None:
@@ -33,8 +31,7 @@ def test_a_nan_batch_leaves_the_weights_alone_and_is_seen_in_the_log(tmp_path: P
     assert hf.history(ours)[2]["skipped_steps"] == 1
     assert found.metrics["train_skipped_steps"] == 1
     assert math.isfinite(found.training_loss)
-    events = [json.loads(line) for line in (tmp_path / "ours" / "events.jsonl").read_text().splitlines()]
-    assert [event["step"] for event in events if event["event"] == "skip"] == [3]
+    assert [event["step"] for event in events(tmp_path / "ours", "skip")] == [3]
 
 
 def test_the_evaluation_loss_does_not_depend_on_the_batch_size(tmp_path: Path) -> None:

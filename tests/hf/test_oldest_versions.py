@@ -15,9 +15,10 @@ from tests.support.runs import REPOSITORY
 OLDEST = REPOSITORY / ".venv" / "oldest"
 """What `make .venv/oldest` installs, to be laid over the environment."""
 
-FILES = ("training", "overrides", "evaluation", "callbacks", "checkpoints", "seq2seq")
+NAMES = ("training", "overrides", "evaluation", "callbacks", "checkpoints", "seq2seq")
+FILES = [f"tests/hf/test_{name}.py" for name in NAMES]
 SELECTED = (
-    "weights_and_log or best_model or resume_goes_on or checkpoints_are_where or called_as_in_run_qa or come_in_order "
+    "weights_and_log or best_weights or resume_goes_on or checkpoints_are_where or as_in_run_qa or come_in_order "
     "or callbacks_are_told or get_their_states_back or saved_can_be_loaded or transformers_wrote_is_resumed "
     "or evaluations_that_generate or test_overrides"
 )
@@ -55,8 +56,7 @@ def test_the_trainer_holds_its_promises_with_the_oldest_versions_that_are_declar
         SELECTED,
         f"--basetemp={tmp_path / 'inner'}",
     ]
-    names = [f"tests/hf/test_{name}.py" for name in FILES]
     done = subprocess.run(
-        [sys.executable, *words, *names], env=environment, cwd=REPOSITORY, capture_output=True, text=True
+        [sys.executable, *words, *FILES], env=environment, cwd=REPOSITORY, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]

@@ -165,25 +165,6 @@ def test_an_optimizer_whose_rate_is_a_tensor_trains_and_resumes_as_one_with_a_nu
 # Steps
 
 
-def with_own_step(base: Any) -> Any:
-    class Own(base):  # type: ignore[misc]
-        steps = 0
-
-        def training_step(self, *args: Any) -> Any:
-            self.steps += 1
-            return super().training_step(*args)
-
-    return Own
-
-
-def test_an_overridden_training_step_is_called_for_each_micro_batch_and_trains_the_same(tmp_path: Path) -> None:
-    """One that is written in full: test_helpers_that_overrides_call_are_there."""
-    kinds = tuple(map(with_own_step, hf.KINDS))
-    theirs, ours, *_ = hf.both(tmp_path, hf.Plain, kinds, max_steps=3, train_dataset=hf.plain_rows(24))
-    assert ours.steps == theirs.steps == 3
-    hf.same(theirs, ours)
-
-
 def test_losses_handed_to_backward_one_after_the_other_are_added(tmp_path: Path) -> None:
     class Twice(Trainer):
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:

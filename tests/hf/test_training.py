@@ -13,14 +13,17 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import AutoModelForSequenceClassification as Classifier
-from transformers import BertForQuestionAnswering, TrainerCallback, ViTConfig, ViTForImageClassification
+from transformers import BertForQuestionAnswering, EarlyStoppingCallback, TrainerCallback, ViTConfig
+from transformers import ViTForImageClassification as ImageClassifier
 
 from accel_train.core.errors import TrainingStopped
 from accel_train.hf import get_last_checkpoint
 from accel_train.hf.callbacks import Flow
 from tests.support import hf_models as hf
+from tests.support.runs import events
 
 
 class Stream(IterableDataset[Any]):
@@ -31,23 +34,78 @@ class Stream(IterableDataset[Any]):
         return iter(self.samples)
 
 
-def with_own_loader(base: Any) -> Any:
-    class Own(base):  # type: ignore[misc]
-        def get_train_dataloader(self) -> DataLoader[Any]:
-            return DataLoader(self.train_dataset, batch_size=5, shuffle=False, collate_fn=self.data_collator)
-
-    return Own
+class OwnLoader:
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.train_dataset, batch_size=5, shuffle=False, collate_fn=self.data_collator)
 
 
-def with_own_loss(base: Any) -> Any:
-    class Own(base):  # type: ignore[misc]
-        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
-            labels = inputs.pop("labels")
-            outputs = model(**inputs)
-            loss = torch.nn.functional.cross_entropy(outputs[0], labels, label_smoothing=0.3)
-            return (loss, outputs) if return_outputs else loss
+class OwnLoss:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = torch.nn.functional.cross_entropy(outputs[0], labels, label_smoothing=0.3)
+        return (loss, outputs) if return_outputs else loss
 
-    return Own
+
+class OwnStep:
+    seen = 0
+
+    def training_step(self, *args: Any) -> Any:
+        self.seen += 1
+        return super().training_step(*args)
+
+
+class OwnLog:
+    """The Trainer of a script whose loss depends on the step, and which logs a mean that it keeps by itself."""
+
+    seen, kept = (), ()
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        self.seen = (*self.seen, (self.state.global_step, self.state.epoch))
+        loss = super().compute_loss(*args, **kwargs)
+        self.kept = (*self.kept, float(loss.detach()))
+        return loss
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        own = {"mean": sum(self.kept) / len(self.kept), "rate": self._get_learning_rate()} if self.kept else {}
+        self.kept = ()
+        super().log({**logs, **own}, start_time)
+
+
+class BaseLoader:
+    def get_train_dataloader(self) -> Any:
+        everything, self.train_dataset = self.train_dataset, self.train_dataset[:20]
+        loader = super().get_train_dataloader()
+        self.train_dataset = everything
+        return loader
+
+
+class Helpers:
+    """The Trainer of a script that was written after transformers' own methods."""
+
+    def get_train_dataloader(self) -> Any:
+        data = self._remove_unused_columns(self.train_dataset, description="training")
+        assert len(self._get_train_sampler()) == len(data)
+        assert len(self._get_eval_sampler(data)) == len(data)
+        assert self._get_output_dir(None) == self.args.output_dir
+        collate = self._get_collator_with_removed_columns(self.data_collator)
+        return DataLoader(data, batch_size=8, collate_fn=collate)
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+        model.train()
+        inputs = self._prepare_inputs(inputs)
+        loss = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
+        assert not self.is_deepspeed_enabled
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+
+class Counted(IterableDataset[Any]):
+    def __len__(self) -> int:
+        return 20
+
+    def __iter__(self) -> Any:
+        return iter(hf.plain_rows(20))
 
 
 def summed(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
@@ -59,17 +117,20 @@ def vit() -> Any:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_labels": 3}
     sizes |= {"intermediate_size": 32, "image_size": 16, "patch_size": 8, "hidden_dropout_prob": 0.0}
-    return ViTForImageClassification(ViTConfig(**sizes))
+    return ImageClassifier(ViTConfig(**sizes))
 
 
 PLAIN, TEXTS, TOKENS = hf.plain_rows(45), hf.rows(24), hf.token_rows(42)
 SHIFTED = [{"input_ids": row["input_ids"], "labels": [-100, *row["input_ids"][1:]]} for row in TOKENS]
 PIXELS = torch.randn(24, 3, 16, 16, generator=torch.Generator().manual_seed(1))
 SPANS = [{"input_ids": row["input_ids"], "start_positions": row["labels"], "end_positions": 5} for row in TEXTS]
+WORSE = [{**row, "labels": 2} for row in hf.plain_rows(16)]
+TABLE = datasets.Dataset.from_list([{**row, "text": "?"} for row in TEXTS])
+BEST: dict[str, Any] = {"load_best_model_at_end": True}
 FAST: dict[str, Any] = {"learning_rate": 1e-2}
 RAGGED: dict[str, Any] = {"gradient_accumulation_steps": 2, "data_collator": hf.pad}
 # The clip rounds otherwise, which Adam makes visible in biases of attention keys, whose gradient is 0.
-LABELS: dict[str, Any] = {"eval_on_start": True, "eval_delay": 2, "dataloader_num_workers": 1, "max_grad_norm": 100.0}
+LABELS: dict[str, Any] = {"eval_on_start": True, "eval_delay": 2, "max_grad_norm": 100.0}
 LABELS |= {"logging_first_step": True, "max_steps": 4, **hf.every(3, "eval"), "eval_dataset": "of training"}
 CASES: dict[str, tuple[Any, list[Any], dict[str, Any]]] = {
     "defaults": (hf.Plain, PLAIN, FAST),
@@ -100,12 +161,12 @@ CASES: dict[str, tuple[Any, list[Any], dict[str, Any]]] = {
     "compute_loss": (
         hf.Plain,
         PLAIN,
-        {"kinds": tuple(map(with_own_loss, hf.KINDS)), "eval_strategy": "epoch", "eval_dataset": PLAIN[:16]},
+        {"overrides": OwnLoss, "eval_strategy": "epoch", "eval_dataset": PLAIN[:16]},
     ),
     "get_train_dataloader": (
         hf.Plain,
         PLAIN[:30],
-        {"kinds": tuple(map(with_own_loader, hf.KINDS)), "gradient_accumulation_steps": 2},
+        {"overrides": OwnLoader, "gradient_accumulation_steps": 2},
     ),
     "regression": (
         lambda: hf.bert(num_labels=1),
@@ -118,7 +179,36 @@ CASES: dict[str, tuple[Any, list[Any], dict[str, Any]]] = {
         LABELS,
     ),
     "question answering": (lambda: hf.bert(BertForQuestionAnswering, num_labels=2), SPANS, LABELS),
-    "images": (vit, [{"pixel_values": one, "label": i % 3} for i, one in enumerate(PIXELS)], LABELS),
+    "early stopping": (
+        hf.Plain,
+        hf.plain_rows(24, seed=4),
+        {"make_callbacks": lambda: [EarlyStoppingCallback(2)], **hf.every(2, "eval", "save"), **BEST}
+        | {"eval_dataset": WORSE, "learning_rate": 0.5, "num_train_epochs": 10, "save_total_limit": 1},
+    ),
+    "best": (
+        hf.bert,
+        hf.rows(45),
+        {"metric_for_best_model": "accuracy", "compute_metrics": hf.accuracy, "weight_decay": 0.1, **BEST}
+        | {"eval_dataset": hf.rows(24, seed=2), "learning_rate": 5e-3, **hf.every(4, "eval", "save")},
+    ),
+    "step": (hf.Plain, PLAIN[:24], {"overrides": OwnStep, "max_steps": 3}),
+    "loss and log": (hf.Plain, PLAIN[:24], {"overrides": OwnLog, "max_steps": 5}),
+    "loader of the base": (hf.Plain, PLAIN[:24], {"overrides": BaseLoader, "num_train_epochs": 3}),
+    "helpers": (hf.bert, TABLE, {"overrides": Helpers, "max_steps": 4}),
+    "stream with a length": (hf.Plain, Counted(), {}),
+    **{
+        which: (
+            hf.token_bert,
+            TOKENS[:20],
+            {"include_num_input_tokens_seen": which, "label_smoothing_factor": 0.2, **RAGGED},
+        )
+        for which in ("all", "non_padding")
+    },
+    "images": (
+        vit,
+        [{"pixel_values": one, "label": i % 3} for i, one in enumerate(PIXELS)],
+        {"dataloader_num_workers": 1, **LABELS},
+    ),
 }
 
 
@@ -128,7 +218,9 @@ def test_weights_and_log_are_those_of_transformers(tmp_path: Path, case: str) ->
     given = {**given, "eval_dataset": data[:16]} if given.get("eval_dataset") == "of training" else given
     theirs, ours, expected, found = hf.both(tmp_path, make_model, train_dataset=data, **given)
     hf.same(theirs, ours)
+    assert getattr(ours, "seen", None) == getattr(theirs, "seen", None)
     assert found.global_step == expected.global_step
+    assert ours.state.best_global_step == theirs.state.best_global_step
     assert found.training_loss == pytest.approx(expected.training_loss, abs=hf.CLOSE)
     assert found.metrics.keys() == expected.metrics.keys()
 
@@ -150,21 +242,6 @@ def test_learning_rates_are_those_of_transformers(tmp_path: Path, kind: str, kwa
     assert hf.rates(ours) == pytest.approx(hf.rates(theirs), rel=1e-9)
 
 
-def test_evaluations_and_best_model_are_those_of_transformers(tmp_path: Path) -> None:
-    args = {"load_best_model_at_end": True, "metric_for_best_model": "accuracy", "learning_rate": 5e-3}
-    data = {"train_dataset": hf.rows(45), "eval_dataset": hf.rows(24, seed=2), "compute_metrics": hf.accuracy}
-    theirs, ours, *_ = hf.both(
-        tmp_path, **args, **data, **hf.every(4, "eval", "save"), num_train_epochs=3, weight_decay=0.1
-    )
-    hf.same(theirs, ours)  # both went back to the best
-    assert ours.state.best_metric == theirs.state.best_metric
-    assert ours.state.best_global_step == theirs.state.best_global_step
-    best = ours.state.best_model_checkpoint
-    assert Path(best) == tmp_path / "ours" / f"checkpoint-{ours.state.best_global_step}"
-    assert hf.difference(Classifier.from_pretrained(best), ours.model) == 0
-    assert ours.evaluate()["eval_accuracy"] == ours.state.best_metric
-
-
 def getting_worse(folder: Path, resume: Any = None, **more: Any) -> Any:
     """A trainer whose evaluations are best at step 2 of 4, after train()."""
     args = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "learning_rate": 0.5, **more}
@@ -179,6 +256,12 @@ def evaluations(trainer: Any) -> list[tuple[int, float]]:
 
 def test_best_weights_are_evaluated_once_also_where_another_sitting_ends_the_run(tmp_path: Path) -> None:
     whole = getting_worse(tmp_path)
+    folder = Path(whole.state.best_model_checkpoint)
+    assert folder == tmp_path / "checkpoint-2"
+    weights = load_file(folder / "model.safetensors")
+    torch.testing.assert_close(weights, dict(whole.model.state_dict()), rtol=0, atol=0)  # it went back to the best
+    assert whole.evaluate()["eval_loss"] == whole.state.best_metric
+    whole.state.log_history.pop()
     (first_step, best), (last_step, _) = evaluations(whole)
     assert (first_step, last_step) == (2, 4)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -438,7 +521,6 @@ def test_a_changed_learning_rate_is_an_event_of_a_resume_and_nothing_else_is(tmp
         given = {"optimizers": (torch.optim.SGD(model.parameters(), lr=rate), None)} if own else {}
         args = {"max_steps": 3, "learning_rate": rate, **hf.every(2, "save"), **given}
         hf.trained(tmp_path, model, hf.plain_rows(16), resume and str(resume), **args)
-    lines = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    [found] = [line for line in lines if line["event"] == "settings_changed"]
+    [found] = events(tmp_path, "settings_changed")
     assert (found["setting"], found["was"], found["now"]) == ("optimizer.learning_rate", 0.01, 0.02)
     assert ("the program's own optimizer" in found["message"]) == own

@@ -152,6 +152,8 @@ def both(
     folder: Path,
     make_model: Any = bert,
     kinds: tuple[Any, Any] = KINDS,
+    *,
+    overrides: type = object,
     act: Any = lambda trainer: trainer.train(),
     args: dict[str, Any] | None = None,
     **setup: Any,
@@ -159,7 +161,8 @@ def both(
     """The same trainer twice, transformers' and ours, and what each gives: (theirs, ours, expected, found).
 
     One after the other, because TrainingArguments take down what an earlier trainer computes on. Arguments are given
-    as `args` or among the others, and what each trainer needs anew as `make_NAME=function`.
+    as `args` or among the others, and what each trainer needs anew as `make_NAME=function`. Both trainers get the
+    methods of `overrides`.
     """
     trainers, given = [], []
     for kind, name in zip(kinds, ("theirs", "ours"), strict=True):
@@ -167,7 +170,8 @@ def both(
             key.removeprefix("make_"): value() if key.startswith("make_") else value for key, value in setup.items()
         }
         data = chosen.pop("train_dataset", None)
-        trainers.append(made(folder / name, make_model(), data, kind=kind, **(args or {}), **chosen))
+        own = kind if overrides is object else type(overrides.__name__, (overrides, kind), {})
+        trainers.append(made(folder / name, make_model(), data, kind=own, **(args or {}), **chosen))
         given.append(act(trainers[-1]))
     return *trainers, *given
 
