@@ -40,7 +40,7 @@ def weights_after(recipe: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("targets", [-3, 2.5, "many"])
 def test_a_batch_whose_num_targets_is_no_count_stops_before_a_step(tmp_path: Path, targets: Any) -> None:
-    with pytest.raises(DataError, match=rf"num_targets of a batch is .*{targets}.*at least 0; let `collate`") as caught:
+    with pytest.raises(DataError, match=rf"num_targets .*{targets}.*`collate`") as caught:
         weights_after(recipe_for(tmp_path, targets=targets))
     assert exit_code(caught.value) == 2
     assert not losses(tmp_path / "run")
@@ -55,7 +55,8 @@ def test_a_step_without_a_target_changes_no_weight_and_is_named(tmp_path: Path, 
     after = weights_after(recipe_for(tmp_path / "after", max_steps=3, ignored=list(range(16, 24)), classes=classes))
     assert all(before[name].equal(after[name]) for name in before)
     [skipped] = events(tmp_path / "after" / "run", "skip")
-    assert skipped["message"] == "step 3: no sample of the global batch has a target, so the update was not applied"
+    assert skipped["step"] == 3
+    assert "has a target" in skipped["message"]
 
 
 def assert_third_step_left_no_trace(run: Path, kinds: tuple[str, ...]) -> None:
@@ -157,7 +158,7 @@ def test_a_run_that_was_killed_between_steps_without_targets_is_stopped_at_its_e
     for _ in range(2):
         run = prepare_run(Recipe.model_validate(recipe), Uncounted())
         run.guard._most_without_targets = 9  # as of a guard that has forgotten the steps before a kill
-        with pytest.raises(DataError, match="none of the 3 steps had a target") as caught:
+        with pytest.raises(DataError, match="3 steps had") as caught:
             train_run(run)
         assert exit_code(caught.value) == 2
     assert not (tmp_path / "run" / "model").exists()
@@ -187,7 +188,7 @@ def test_evaluation_data_without_any_target_has_no_loss(tmp_path: Path) -> None:
     task.ignored = set(range(64))
     from accel_train.training.model_selection import evaluate_run
 
-    with run.resources, pytest.raises(DataError, match="none of the 64 evaluation samples has a target"):
+    with run.resources, pytest.raises(DataError, match="64 evaluation samples"):
         evaluate_run(run)
 
 
