@@ -220,8 +220,7 @@ def test_ddp_adds_nothing_to_what_is_to_come_for_its_buckets_are_the_gradients(t
 
 
 @pytest.mark.parametrize(
-    "changed",
-    ["optimizer", "precision", "model", "sample", "device_bytes", "world_size", "mixed_precision", "frozen"],
+    "changed", ["optimizer", "precision", "model", "sample", "device_bytes", "world_size", "mixed_precision", "frozen"]
 )
 def test_answer_is_that_of_its_model_input_and_device_alone(recipe: Recipe, changed: str) -> None:
     sample = {"rows": torch.zeros(1, 128)}

@@ -218,12 +218,10 @@ def test_a_metric_that_no_evaluation_reports_is_found_before_the_first_step(corp
     recipe = write_recipe_file(corpus, evaluate={"every_steps": 2, "metric_for_best_model": "eval_perplexty"})
     forked = run_forked(["run", str(recipe)], processes, folder=corpus / "processes")
     assert forked.wait() == [2] * processes
-    said = (
-        "evaluate.metric_for_best_model=eval_perplexty: evaluations do not report this metric; did you mean perplexity?"
-    )
     lines = [line for rank in range(processes) for line in forked.stderr(rank).splitlines()]
     [line] = [line for line in lines if line.startswith("error: ")]
-    assert line in ([f"error: {said}"] if processes == 1 else [f"error: rank {rank}: {said}" for rank in (0, 1)])
+    who = r"error: " if processes == 1 else r"error: rank [01]: "
+    assert re.fullmatch(who + r"evaluate\.metric_for_best_model=eval_perplexty: .* mean perplexity\?", line)
     assert not (corpus / "run" / "metrics.jsonl").read_text()
 
 
