@@ -24,7 +24,7 @@ def work(ready: Event) -> None:
     time.sleep(60)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow), "forkserver"])
 def test_worker_ends_when_its_training_process_asks_and_at_no_other_signal(method: str) -> None:
     context = multiprocessing.get_context(method)
     ready = context.Event()
