@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from accel_train.hf import Trainer as Trainer
     from accel_train.inference.export import load_exported as load_exported
     from accel_train.tasks.module import ModuleTask as ModuleTask
-    from accel_train.training.fit import fit as fit
     from accel_train.training.train import RunResult as RunResult
+    from accel_train.training.train import fit as fit
     from accel_train.training.train import train as train
 
 __all__ = ["ModuleTask", "Recipe", "RunResult", "Seq2SeqTrainer", "Trainer", "fit", "load_exported", "train"]
@@ -22,14 +22,10 @@ def __getattr__(name: str) -> Any:
 
     `--help` needs neither.
     """
-    if name in ("train", "RunResult"):
+    if name in ("train", "fit", "RunResult"):
         from accel_train.training import train as door
 
         return getattr(door, name)
-    if name == "fit":
-        from accel_train.training import fit as of_modules
-
-        return of_modules.fit
     if name == "ModuleTask":
         from accel_train.task import load_class
 

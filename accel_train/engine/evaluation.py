@@ -147,7 +147,7 @@ def evaluate(
     targets = int(totals.pop("num_targets"))
     if targets == 0:
         raise DataError(
-            f"none of the {reader.num_samples} evaluation samples has a target, so there is no loss to report; check "
+            f"none of the {reader.num_samples} evaluation samples has a target, so the evaluation has no loss; check "
             "the labels (or masks) of the evaluation data, and which label is ignored"
         )
     loss = float(totals["loss_sum"]) / targets

@@ -231,7 +231,7 @@ def checked_count(num_targets: Any) -> int:
     if count < 0:
         shown = "nothing" if num_targets is None else f"{type(num_targets).__name__} {num_targets!r}"
         raise DataError(
-            f"num_targets of a batch is {shown}, and must be a whole number of at least 0; let `collate` of the "
+            f"num_targets of a batch is {shown}, but must be a whole number of at least 0. Let `collate` of the "
             "task's data count the targets of its batch"
         )
     return count

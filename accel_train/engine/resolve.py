@@ -47,9 +47,9 @@ def check_recipe(recipe: Recipe) -> tuple[Recipe, Task]:
             f"data.{recipe.data.label_setting}=null leaves nothing to learn from. It is for `accel-train predict` only"
         )
     if recipe.loss.chunked is True and recipe.task in TASKS and recipe.task != "causal-lm":
-        raise ValueError(f"loss.chunked=True is for causal-lm, and task is {recipe.task}; set it to auto")
+        raise ValueError(f"loss.chunked=True works only for causal-lm, not for {recipe.task}. Set it to auto")
     if recipe.loss.router_aux is True and recipe.task in TASKS and recipe.task != "causal-lm":
-        raise ValueError(f"loss.router_aux=True is for causal-lm, and task is {recipe.task}; set it to auto")
+        raise ValueError(f"loss.router_aux=True works only for causal-lm, not for {recipe.task}. Set it to auto")
     if recipe.loss.class_weights is not None and recipe.task in ("causal-lm", "seq2seq", "masked-lm"):
         raise ValueError(f"loss.class_weights is for classes, and {recipe.task} predicts tokens; leave it out")
     check_compatibility(recipe, task)
@@ -83,7 +83,7 @@ def resolve_run(
         )
     steps = resolve_steps(recipe.schedule, num_samples, sizes.global_batch_size, section.last_batch)
     if section.group_by_length and data.lengths is None:
-        raise ValueError(f"data.group_by_length: the samples of {recipe.task} are all of one length; leave it out")
+        raise ValueError(f"data.group_by_length: all samples of {recipe.task} have the same length. Leave it out")
     profiled = recipe.log.profile_steps
     if profiled is not None and profiled[1] > steps.max_steps:
         raise ValueError(

@@ -58,11 +58,11 @@ def _start_save(run: RunContext, wait: bool) -> CheckpointError | None:
     if problem := weights_problem(run):
         message = f"step {state.step} is not saved: {problem}"
         run.observer.on_event("checkpoint_refused", state.step, message)
-        return CheckpointError(f"{message}; the checkpoints before it are good")
+        return CheckpointError(f"{message}; the earlier checkpoints are good")
     seconds = saver.wait()  # before the snapshot, so that memory never holds two copies
     report_saves(run)
     if seconds > SLOW_SECONDS:
-        message = f"training waited {seconds:.1f} s for the checkpoint before, which was still being written"
+        message = f"training waited {seconds:.1f} s for the previous checkpoint to be written"
         run.observer.on_event("checkpoint_slow", state.step, message, seconds=round(seconds, 3))
     snapshot = run.strategy.snapshot()
     run.health.begun(state.step)
@@ -146,7 +146,7 @@ def refuse_nonfinite_model(run: RunContext) -> None:
     problem = on_main(lambda: found)
     loss = run.evaluation.scores.get("loss", 0.0)
     if problem is None and run.plan.extensions.evaluate is None and not math.isfinite(loss):
-        problem = f"the loss of the last evaluation is {loss}, of finite weights"
+        problem = f"the weights are finite, but the loss of the last evaluation is {loss}"
     if problem is not None:
         message = f"{problem}: model/ is not written. {kept_checkpoints(run)}"
         run.observer.on_event("stop", run.state.step, message)
@@ -158,20 +158,20 @@ def kept_checkpoints(run: RunContext) -> str:
     run.saver.wait()
     kept = checkpoint_folders(run.saver.root)
     if not kept:
-        return f"There is no checkpoint in {run.plan.output_dir} yet"
-    return f"The checkpoints in {run.plan.output_dir} are from before, {kept[-1].name} is the newest"
+        return f"{run.plan.output_dir} has no checkpoint yet"
+    return f"The earlier checkpoints in {run.plan.output_dir} are good; {kept[-1].name} is the newest"
 
 
 def report_saves(run: RunContext) -> None:
     """Report to the observer the results of saves that ended since the last call."""
     for step, error, left_undone, kept, seconds in run.saver.take_ended():
         if error is not None:
-            again = "" if run.saver.failed else "; the next one is tried all the same"
+            again = "" if run.saver.failed else "; training continues until the next save"
             run.observer.on_event("checkpoint_failed", step, f"{error}{again}")
             continue
         run.observer.on_event("checkpoint", step, f"saved step-{step:08d}", seconds=round(seconds, 6))
         for folder in kept:
-            message = f"{folder} keeps files that were added to a checkpoint that is removed; move or remove them"
+            message = f"{folder} is kept: it has files that do not belong to the checkpoint; move or remove them"
             run.observer.on_event("kept_files", step, message)
         if left_undone is not None:
             message = f"step-{step:08d} is saved, but older checkpoints could not be removed ({left_undone})"

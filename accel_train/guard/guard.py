@@ -179,10 +179,10 @@ class Guard:
         if not result.skipped and result.step > self._learns_after:
             # The windows see a spike only up to the limits.
             self._learn(min(result.loss, loss_limit), min(result.grad_norm, norm_limit))
-        found = [f"loss={result.loss:.4g}, and {loss_limit:.4g} was expected at most"] if is_loss_spike else []
+        found = [f"loss={result.loss:.4g} instead of at most {loss_limit:.4g}"] if is_loss_spike else []
         if is_norm_spike or result.skipped:
             most = min(limits.skip, norm_limit)
-            found.append(f"grad_norm={result.grad_norm:.4g}, and {most:.4g} was expected at most")
+            found.append(f"grad_norm={result.grad_norm:.4g} instead of at most {most:.4g}")
         reason = f"step {result.step}: a spike ({'; '.join(found)})"
         state.consecutive_spikes += 1
         is_lasting = state.consecutive_spikes >= LASTING_SPIKE_STEPS and is_loss_spike
@@ -201,7 +201,7 @@ class Guard:
             state.grad_norms.clear()
             self._measure()
             state.consecutive_skips = 0
-            return Decision("spike", f"{reason}; the loss is as before, so gradient norms are measured anew")
+            return Decision("spike", f"{reason}; the loss is unchanged, so the guard measures gradient norms again")
         return self._count_skip(result, reason, stop_at_once=False)
 
     def _count_skip(self, result: StepResult, reason: str, *, stop_at_once: bool) -> Decision:
@@ -226,7 +226,7 @@ class Guard:
         if done < self.section.max_rollbacks:
             return Decision("roll_back", reason, needs_diagnosis)
         why = (
-            f"after {done} rollbacks, which is what guard.max_rollbacks allows" if done else "guard.max_rollbacks is 0"
+            f"after {done} rollbacks, the most that guard.max_rollbacks allows" if done else "guard.max_rollbacks is 0"
         )
         return Decision("stop", f"{reason}; {why}", needs_diagnosis)
 

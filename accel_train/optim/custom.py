@@ -126,7 +126,7 @@ def try_custom(section: OptimizerSection, device: torch.device, *, is_sharded: b
     # A custom class may raise any exception.
     except Exception as error:
         raise ValueError(
-            f"{setting} cannot make a step alone: {_in_one_line(error)}; an optimizer is stepped by step(), with "
+            f"{setting} cannot step alone: {_in_one_line(error)}; an optimizer is stepped by step(), with "
             "dense gradients"
         ) from error
     if not problem and _bytes_of(optimizer, weights) != held:
@@ -185,7 +185,7 @@ def _unsaved(optimizer: torch.optim.Optimizer, before: list[dict[str, str]], *, 
     """Return why a checkpoint cannot hold an optimizer's state; empty if it can."""
     for was, now in zip(before, _settings_of(optimizer), strict=True):
         if changed := [key for key in now if was.get(key) != now[key]]:
-            return f"keeps {changed[0]} in its parameter groups, which no checkpoint holds; use another optimizer"
+            return f"keeps {changed[0]} in its parameter groups, which checkpoints cannot hold; use another optimizer"
     return _unsaved_state(optimizer, is_sharded=is_sharded)
 
 
@@ -197,11 +197,11 @@ def _unsaved_state(optimizer: torch.optim.Optimizer, *, is_sharded: bool) -> str
             if type(value) is not Tensor:
                 kind = type(value).__name__
                 return (
-                    f"keeps {key} as a {kind}, and a checkpoint holds tensors and numbers only; use another optimizer"
+                    f"keeps {key} as a {kind}, but a checkpoint holds tensors and numbers only; use another optimizer"
                 )
             if is_sharded and value.dim() and value.shape != parameter.shape:
                 shapes = f"{key} of shape {tuple(value.shape)} for a weight of shape {tuple(parameter.shape)}"
-                return f"keeps {shapes}, which cannot be sharded as the weight is; use parallel.strategy ddp"
+                return f"keeps {shapes}, which cannot be sharded like the weight; use parallel.strategy ddp"
     return ""
 
 

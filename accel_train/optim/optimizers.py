@@ -91,7 +91,7 @@ def build_optimizer(model: nn.Module, section: OptimizerSection, device: torch.d
     """
     groups = parameter_groups(model, section)
     if not groups:
-        raise ValueError("every parameter of the model is frozen, so there is nothing to train; unfreeze some")
+        raise ValueError("all parameters of the model are frozen. Unfreeze some")
     module, _, function = optimizer_kind(section.name).build.partition(":")
     build: Builder = getattr(import_module(f"accel_train.optim.{module}"), function)
     return build(groups, section, model, device)

@@ -50,14 +50,12 @@ def resolve_steps(
         ValueError: the data has no sample or too few for one step, or the warmup is longer than the run.
     """
     if num_samples < 1:
-        raise ValueError(
-            f"the training data has {num_samples} samples, so there is nothing to train on; check data.train"
-        )
+        raise ValueError(f"data.train: the training data has {num_samples} samples. Give data with at least one sample")
     per_epoch = steps_per_epoch(num_samples, global_batch_size, last_batch)
     if per_epoch == 0:
         raise ValueError(
-            f"data.last_batch=drop leaves nothing of {num_samples} samples, which make no step of {global_batch_size}; "
-            "lower batch.global_batch_size, or use short or carry"
+            f"data.last_batch=drop: {num_samples} samples are fewer than one step of {global_batch_size}. "
+            "Lower batch.global_batch_size, or use short or carry"
         )
     max_steps, max_steps_reason = _max_steps(schedule, num_samples, global_batch_size, last_batch)
     warmup_steps, warmup_reason = _warmup_steps(schedule, max_steps)
@@ -91,7 +89,7 @@ def _warmup_steps(schedule: Schedule, max_steps: int) -> tuple[int, str]:
         steps = math.ceil(_decimal(schedule.warmup_ratio) * max_steps)
         return steps, f"warmup_ratio {schedule.warmup_ratio:g} x {max_steps} steps, rounded up"
     if not schedule.type.startswith("warmup_"):
-        return 0, f"not set, and {schedule.type} has none of its own"
+        return 0, f"not set, and {schedule.type} has no default warmup"
     if max_steps == 1:
         return 0, "a run of one step has no warmup: its only step would have rate 0"
     return math.ceil(DEFAULT_WARMUP_RATIO * max_steps), f"default: 1 % of {max_steps} steps, rounded up"

@@ -15,7 +15,6 @@ from PIL import Image
 from torch import Tensor, nn
 
 from accel_train.checkpoint.contents import load_model_tensors
-from accel_train.checkpoint.store import check, folder_of
 from accel_train.checkpoint.trainer_state import read_state
 from accel_train.checkpoint.zero import whole_numel
 from accel_train.core.errors import DataError, Preempted
@@ -36,9 +35,9 @@ from accel_train.recipe.schema import Recipe
 from accel_train.recipe.tasks import targets_of
 from accel_train.report.report import write_report
 from accel_train.runtime.doctor import environment, launch_facts
-from accel_train.runtime.process_group import COLLECTIVE_TIMEOUT_SECONDS, limit_collectives, on_main
+from accel_train.runtime.process_group import COLLECTIVE_TIMEOUT_SECONDS, limit_collectives
 from accel_train.task import rate_name
-from accel_train.training.model_selection import evaluate_run, short_name
+from accel_train.training.model_selection import evaluate_at_end, load_best, short_name
 
 MAX_TRIED = 256
 """Samples that are predicted once more, evenly spaced: seconds, whatever the size of the evaluation data."""
@@ -65,16 +64,16 @@ def finish_run(run: RunContext) -> tuple[dict[str, Any], nn.Module]:
     if run.state.num_targets_seen == 0 < run.state.step:
         raise DataError(
             f"none of the {run.state.step} steps had a target, so nothing was trained. Check the labels (or masks) of "
-            "the training data, and which label is ignored"
+            "the training data, and which label the task ignores"
         )
     if accelerator.num_processes > 1:
         limit_collectives(COLLECTIVE_TIMEOUT_SECONDS)  # the others wait while the main process writes the model
     if run.plan.can_evaluate:
         evaluate_at_end(run)
     if run.state.evaluation_owed:
-        message = f"asked to stop: all {run.state.step} steps are done and saved, and the last evaluation is not"
+        message = f"asked to stop: all {run.state.step} steps are saved, but the last evaluation is not done"
         run.observer.on_event("preempted", run.state.step, message)
-        raise Preempted(f"{message}; run the same command again for it")
+        raise Preempted(f"{message}; run the same command again to evaluate")
     summary: dict[str, Any] = {}
     with run.strategy.averaged():
         refuse_nonfinite_model(run)
@@ -170,38 +169,6 @@ def warned(run: RunContext, what: str) -> Iterator[None]:
     except Exception as error:
         reason = redact_text(str(error)).strip().partition("\n")[0]
         run.observer.note(f"warning: {what} ({type(error).__name__}: {reason})")
-
-
-def evaluate_at_end(run: RunContext) -> None:
-    """Let the last step compete for the best on the samples of all evaluations, and evaluate what is kept on all
-    samples.
-    """
-    state, plan = run.state, run.plan
-    is_evaluated = state.stopped_early or run.evaluation.details.get("step") == state.step
-    if not plan.evaluates_part or (state.best_step is not None and not is_evaluated):
-        evaluate_run(run, at_end=True)
-    is_wanted = plan.recipe.loads_best_model and state.best_step not in (None, state.step)
-    is_other = is_wanted and not state.evaluation_owed and load_best(run)
-    if (is_other or plan.evaluates_part) and not state.evaluation_owed:
-        evaluate_run(run, at_end=True, final=True)
-        if is_other and not state.evaluation_owed:  # the numbers are of those weights
-            run.evaluation.details["step"] = state.best_step
-
-
-def load_best(run: RunContext) -> bool:
-    """Restore the weights that evaluated best, on every process; return False where their checkpoint is damaged."""
-    step = run.state.best_step
-    assert step is not None
-    path = folder_of(run.plan.output_dir / "checkpoints", step)
-    problem = on_main(lambda: check(path).problem)
-    best = f"the weights of step {step} evaluated best"
-    if problem is not None:
-        message = f"{best}, and cannot be used ({problem}): those of the last step are kept"
-        run.observer.on_event("best_model_lost", run.state.step, message)
-        return False
-    run.strategy.restore_weights(path)
-    run.observer.on_event("best_model", run.state.step, f"{best}, and are kept")
-    return True
 
 
 def full_model(run: RunContext) -> nn.Module:
@@ -313,7 +280,7 @@ def _note_end(run: RunContext, summary: dict[str, Any], report: Path | str) -> N
     if summary["sample"]:
         note(f"\nA sample (prompt {summary['sample']['prompt']!r}):\n\n{summary['sample']['text']}\n")
     if summary["eval"]:
-        note(f"Evaluation on all held-out data{', beside baselines' if summary['baselines'] else ''}:")
+        note(f"Evaluation on all held-out data{', next to baselines' if summary['baselines'] else ''}:")
         main = short_name(run.plan.recipe.evaluate.metric_for_best_model)
         note(format_scores(without_averages(summary["eval"], main), summary["baselines"]))
     if augmented := format_augmentation(run.evaluation.details.get("details", {})):
@@ -327,8 +294,9 @@ def _note_end(run: RunContext, summary: dict[str, Any], report: Path | str) -> N
     is_best = state.best_step in (None, state.step) or summary["eval"].get(short_name(metric)) == state.best_metric
     if not is_best and not plan.recipe.loads_best_model:
         note(
-            f"model/ holds the weights of the last step. Those of step {state.best_step} evaluated better ({metric} "
-            f"{state.best_metric:.4g}): checkpoint.load_best_model_at_end true, and the same command again, writes them"
+            f"model/ holds the weights of the last step, but step {state.best_step} evaluated better ({metric} "
+            f"{state.best_metric:.4g}). To write its weights, set checkpoint.load_best_model_at_end to true and run "
+            "the same command again"
         )
     note(f"weights: {run.plan.output_dir / 'model'}\nreport:  {report}")
 

@@ -1,4 +1,4 @@
-"""Evaluate a run, keep its best weights, and end it early where evaluations do not get better."""
+"""Evaluate a run, keep its best weights, and end it early if evaluations do not improve."""
 
 import math
 import time
@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from itertools import count
 from typing import Any
 
+from accel_train.checkpoint.store import check, folder_of
 from accel_train.core.errors import RecipeError
 from accel_train.core.format import did_you_mean
 from accel_train.core.json_io import plain_metrics
@@ -15,6 +16,7 @@ from accel_train.engine.run import RunContext
 from accel_train.metrics.baselines import is_lower_better
 from accel_train.parallel.dims import parallel_dims
 from accel_train.recipe.evaluate import Evaluate
+from accel_train.runtime.process_group import on_main
 
 NUM_SAMPLES = 8
 """Evaluated before the first step, to learn which metrics there are."""
@@ -67,9 +69,41 @@ def evaluate_run(run: RunContext, *, at_end: bool = False, final: bool = False) 
     if not at_end and is_patience_spent(run):
         state.stopped_early = True
         best = f"{section.metric_for_best_model} was best at step {state.best_step}: {state.best_metric}"
-        since = f"the last {section.early_stopping_patience} evaluations have not been better"
+        since = f"the last {section.early_stopping_patience} evaluations did not improve it"
         run.observer.on_event("early_stop", state.step, f"stopped early: {best}, and {since}")
     return is_best and run.plan.recipe.checkpoint.keep_best
+
+
+def evaluate_at_end(run: RunContext) -> None:
+    """Let the last step compete for the best on the samples of all evaluations, and evaluate what is kept on all
+    samples.
+    """
+    state, plan = run.state, run.plan
+    is_evaluated = state.stopped_early or run.evaluation.details.get("step") == state.step
+    if not plan.evaluates_part or (state.best_step is not None and not is_evaluated):
+        evaluate_run(run, at_end=True)
+    is_wanted = plan.recipe.loads_best_model and state.best_step not in (None, state.step)
+    is_other = is_wanted and not state.evaluation_owed and load_best(run)
+    if (is_other or plan.evaluates_part) and not state.evaluation_owed:
+        evaluate_run(run, at_end=True, final=True)
+        if is_other and not state.evaluation_owed:  # the numbers are of those weights
+            run.evaluation.details["step"] = state.best_step
+
+
+def load_best(run: RunContext) -> bool:
+    """Restore the weights that evaluated best, on every process; return False where their checkpoint is damaged."""
+    step = run.state.best_step
+    assert step is not None
+    path = folder_of(run.plan.output_dir / "checkpoints", step)
+    problem = on_main(lambda: check(path).problem)
+    best = f"the weights of step {step} evaluated best"
+    if problem is not None:
+        message = f"{best}, but their checkpoint is damaged ({problem}); the run keeps the weights of the last step"
+        run.observer.on_event("best_model_lost", run.state.step, message)
+        return False
+    run.strategy.restore_weights(path)
+    run.observer.on_event("best_model", run.state.step, f"{best}; the run keeps them")
+    return True
 
 
 def _task_scores(run: RunContext, whole: bool) -> tuple[dict[str, float], dict[str, Any]]:
@@ -130,8 +164,8 @@ def continue_unless_stopped(run: RunContext) -> None:
         return
     state.stopped_early = False
     now = f"evaluate.early_stopping_patience {'is not set' if patience is None else f'is {patience}'}"
-    past = f"the run had stopped early at step {state.step} of {run.plan.max_steps}"
-    run.observer.on_event("early_stop_lifted", state.step, f"{past}; nothing stops it now ({now}): it trains on")
+    past = f"the run stopped early at step {state.step} of {run.plan.max_steps}"
+    run.observer.on_event("early_stop_lifted", state.step, f"{past} and continues, because {now}")
 
 
 def check_metric_name(run: RunContext) -> None:
@@ -181,7 +215,7 @@ def check_reported(name: str, reported: Collection[str]) -> None:
     """
     if short_name(name) not in reported:
         meant = did_you_mean(short_name(name), reported, f"there are {', '.join(reported)}")
-        raise RecipeError(f"evaluate.metric_for_best_model={name}: no such metric is reported; {meant}")
+        raise RecipeError(f"evaluate.metric_for_best_model={name}: evaluations do not report this metric; {meant}")
 
 
 def number_of(name: str, metrics: Mapping[str, Any]) -> float:

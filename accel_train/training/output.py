@@ -222,9 +222,8 @@ def describe_batch_norm(run: RunContext) -> str | None:
     can_sync = processes > 1 and not is_synced and run.plan.recipe.parallel.strategy == "ddp"
     remedy = ". Set parallel.sync_batch_norm true for statistics over all processes" if can_sync else ""
     return (
-        f"{len(norms)} batch norms take statistics of {samples} samples, not of the {run.sizes.global_batch_size} of "
-        "a step: another "
-        f"number of processes or micro-batches trains differently{remedy}"
+        f"{len(norms)} batch norms take statistics of {samples} samples, not of the {run.sizes.global_batch_size} of a "
+        f"step. Another number of processes or micro-batches changes the training{remedy}"
     )
 
 
@@ -249,16 +248,16 @@ def announce(run: RunContext, folder: RunFolder) -> None:
         observer.note(f"output_dir is not locked: {folder.lock.reason}")
     for status in point.broken:
         name = status.path.name
-        message = f"{name} is not used: {status.problem}; it is now broken-{name}, to be looked at or removed"
+        message = f"{name} is not used: {status.problem}. It was renamed to broken-{name}; inspect or remove it"
         observer.on_event("checkpoint_invalid", status.step, message)
     if point.path is not None and point.changed:
         changed = ", ".join(point.changed)
         message = (
-            f"{point.path.name}: {changed} changed since the save; weights and state are whole, so the run resumes"
+            f"{point.path.name}: {changed} changed after the save. Weights and state are intact, so the run resumes"
         )
         observer.on_event("checkpoint_changed", step, message)
     if point.previous is not None:
-        observer.note(f"what is not resumed is now in {point.previous}")
+        observer.note(f"files that this launch does not resume from are now in {point.previous}")
     recorded = {event.get("number") for event in read_events(folder.path)} if point.rollbacks else set()
     for rollback in point.rollbacks:
         if rollback.number not in recorded and step <= rollback.to_step:  # killed before it was an event
@@ -272,24 +271,24 @@ def announce(run: RunContext, folder: RunFolder) -> None:
     else:
         message = f"resuming from {point.path.name}, at step {step} of {plan.max_steps}"
         if has_finished:
-            message = f"the run has finished with step {step}: nothing is trained, and its model is loaded"
+            message = f"the run finished at step {step}: its model is loaded and not trained"
         observer.on_event("resume", step, message, **facts)
     if has_finished and setting_changes:
         kept = "; ".join(map(str, setting_changes))
         observer.note(
-            f"the run has finished, and is not trained again: it keeps what was ({kept}); give another output_dir to "
-            "train anew"
+            f"the run has finished and does not train again, so it ignores the changes ({kept}). Give another "
+            "output_dir to train a new run"
         )
     for change in () if has_finished else setting_changes:
-        forgotten = "; what was best until then no longer counts" if change.name in OF_BEST else ""
+        forgotten = "; the best evaluation before the change no longer counts" if change.name in OF_BEST else ""
         facts = {"setting": change.name, "was": change.was, "now": change.now}
         observer.on_event("settings_changed", step, f"{change}, from step {step + 1} on{forgotten}", **redact(facts))
     if point.changes and point.path is not None:
         changes = [str(change) for change in point.changes]
         names = [{change.was, change.now} for change in point.changes if change.name == "optimizer.name"]
         is_other = any(not each <= ALIKE for each in names)
-        anew = "; the optimizer begins anew" if is_other else ""
-        message = f"changed since, and accepted: {'; '.join(changes)}{anew}"
+        anew = "; the optimizer state starts at zero" if is_other else ""
+        message = f"accepted changes since the checkpoint: {'; '.join(changes)}{anew}"
         settings = [change.name for change in point.changes]
         observer.on_event("changes_accepted", step, message, changes=changes, settings=settings)
 
@@ -331,7 +330,7 @@ class CompileWatch(Observer):
             self._is_first = False
             seconds = (result.ended or perf_counter()) - self._begin
             num_files = max(0, count_files(self._folder) - self._num_files)
-            found = f"cold: {num_files} new files of compiled code" if num_files else "warm: compiled code was there"
+            found = f"cold: {num_files} new files of compiled code" if num_files else "warm: compiled code was cached"
             message = f"the first step took {seconds:.1f} s ({found}); {_graphs(num_new)}"
             facts: dict[str, Any] = {
                 "first_step_seconds": round(seconds, 3),
@@ -340,7 +339,7 @@ class CompileWatch(Observer):
             }
             self._observer.on_event("compiled", result.step, message, **facts)
         elif num_new:
-            message = f"{_graphs(num_new)} compiled again: the inputs are of another shape or type than before"
+            message = f"{_graphs(num_new)} compiled again, because the inputs have a new shape or type"
             self._observer.on_event("recompiled", result.step, message, num_graphs=num_new)
 
 

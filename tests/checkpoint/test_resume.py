@@ -18,7 +18,7 @@ from accel_train.checkpoint.store import checkpoint_folders, folder_of, publish,
 from accel_train.cli.main import main
 from accel_train.core.errors import CheckpointError
 from accel_train.core.state import Rollback
-from accel_train.training.finish import load_best
+from accel_train.training.model_selection import load_best
 from accel_train.training.setup import prepare_run
 from tests.support.programs.disk_driver import files
 from tests.support.runs import checkpoint, events, losses, recipe_dict, write_corpus

@@ -59,12 +59,14 @@ def test_ranks_agree_on_what_the_smallest_holds_and_remember_it_and_a_wrong_memo
     sections: dict[str, Any] = {"batch": {"global_batch_size": 32}}
 
     said = start(corpus, started, "without", 2, **sections, options=options)
-    assert "16  (all of a process's samples at once; not searched, for cpu has no limit on its address space" in said
+    assert "16  (all of" in said
+    assert "not searched, for cpu" in said
     for rank in (0, 1):
         assert set(forwards(corpus, rank)) == {16}
 
     said = start(corpus, started, "searched", 2, **sections, options=limited)
-    assert "4  (process 1 holds no more; here 8: measured on cpu: 16 would leave less than 10% of 8.0 GiB free" in said
+    assert "4  (process 1 holds no more; here 8: measured on cpu: 16 would" in said
+    assert "10% of 8.0 GiB" in said
     assert "(32 = 4 per device x 4 accumulation x 2 processes)" in said
     first, second = forwards(corpus, 0), forwards(corpus, 1)
     assert (first[:2], set(first[2:])) == ([16, 8], {4})
@@ -84,7 +86,7 @@ def test_ranks_agree_on_what_the_smallest_holds_and_remember_it_and_a_wrong_memo
     start(corpus, started, "wrong", 2, **sections, options=limited)
     [told] = events(corpus / "wrong/run", "out_of_memory")
     assert told["ranks"] == [1]
-    assert "ran out of memory in step 1 with 8 samples per micro-batch" in told["message"]
+    assert "step 1 with 8" in told["message"]
     assert losses(corpus / "wrong/run") == pytest.approx(losses(corpus / "without/run"), rel=1e-6)
     assert {json.loads(path.read_text())["per_device_batch_size"] for path in records} == {4}
 
@@ -95,7 +97,7 @@ def test_sharded_model_is_not_tried_and_begins_with_all_samples_at_once(corpus: 
     options = {"mebibytes_a_row": 1, "forwards": str(corpus / "forwards"), "address_space_gibibytes": [8, 8]}
     batch = {"global_batch_size": 32}
     said = start(corpus, started, "sharded", 2, batch=batch, parallel={"strategy": "fsdp2"}, options=options)
-    assert "16  (all of a process's samples at once; not searched, for processes of a sharded model wait" in said
+    assert "not searched, for processes" in said
     assert set(forwards(corpus, 0)) == {16}
 
 
@@ -218,8 +220,7 @@ def test_ddp_adds_nothing_to_what_is_to_come_for_its_buckets_are_the_gradients(t
 
 
 @pytest.mark.parametrize(
-    "changed",
-    ["optimizer", "precision", "model", "sample", "device_bytes", "world_size", "mixed_precision", "frozen"],
+    "changed", ["optimizer", "precision", "model", "sample", "device_bytes", "world_size", "mixed_precision", "frozen"]
 )
 def test_answer_is_that_of_its_model_input_and_device_alone(recipe: Recipe, changed: str) -> None:
     sample = {"rows": torch.zeros(1, 128)}
@@ -264,7 +265,7 @@ def test_a_cache_that_cannot_be_written_to_is_said_and_no_error(recipe: Recipe, 
     (tmp_path / "cache").write_text("a file, where the folder should be")
     facts: dict[str, Any] = {"mixed_precision": "no", "device": torch.device("cpu"), "device_bytes": 2**33}
     one = open_batch_cache(recipe, nn.Linear(4, 4), resolve_batch(recipe.batch, 1), {}, **facts)
-    assert one.write(4, "measured").startswith(f"not remembered: {tmp_path}/cache/micro_batches cannot be written to (")
+    assert one.write(4, "measured").startswith(f"not remembered: {tmp_path}/cache/micro_batches ")
 
 
 def test_plan_for_a_gpu_says_that_a_run_will_look(corpus: Path, not_launched: None) -> None:

@@ -388,7 +388,7 @@ def test_a_class_that_cannot_be_used_is_refused_before_it_is_used(case: str) -> 
 def test_state_of_another_shape_than_its_weight_is_refused_where_weights_are_sharded() -> None:
     for name in ("adafactor", "tests.support.optimizers:KeepsRows"):
         try_custom(Optimizer.model_validate({"name": name}), CPU, is_sharded=False)
-        with pytest.raises(ValueError, match=r"cannot be sharded as the weight is; use parallel\.strategy ddp"):
+        with pytest.raises(ValueError, match=r"cannot be sharded .*parallel\.strategy ddp"):
             try_custom(Optimizer.model_validate({"name": name}), CPU, is_sharded=True)
     try_custom(Optimizer.model_validate({"name": "tests.support.optimizers:Momentum"}), CPU, is_sharded=True)
 
@@ -398,9 +398,7 @@ def test_options_reach_the_class_and_are_refused_for_others() -> None:
         Optimizer.model_validate({"name": "tests.support.optimizers:Momentum", "options": {"memory": 0.3}})
     )
     assert trained.optimizer.defaults["memory"] == 0.3
-    with pytest.raises(
-        ValueError, match=r"optimizer\.options are for adafactor, .* and module:Class.* is muon; leave them out"
-    ):
+    with pytest.raises(ValueError, match=r"optimizer\.options .*adafactor, .* module:Class.* is muon"):
         Optimizer.model_validate({"name": "muon", "options": {"ns_steps": 3}})
 
 
@@ -464,7 +462,8 @@ def test_muon_is_for_the_matrices_of_the_blocks_and_adamw_for_embeddings_norms_b
     assert not of_muon & of_adamw
     choice = describe_optimizer(trained.optimizer, "muon")
     assert choice is not None
-    assert "8 matrices of the blocks, adamw for the other 20 tensors" in choice.reason
+    assert "8 matrices" in choice.reason
+    assert "20 tensors" in choice.reason
     reference = Trained(Optimizer(name="adamw"))
     reference.step(0)
     for name in of_adamw:

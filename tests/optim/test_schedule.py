@@ -255,7 +255,7 @@ def test_other_types_warm_up_only_when_asked() -> None:
 
 
 def test_a_warmup_longer_than_the_run_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"warmup_steps=50 is longer than the run of 32 steps .*at most 32"):
+    with pytest.raises(ValueError, match=r"warmup_steps=50 .* 32 steps .*at most 32"):
         resolve_steps(Schedule(num_epochs=1, warmup_steps=50), num_samples=1000, global_batch_size=32)
 
 
@@ -283,7 +283,7 @@ def test_sqrt_scaling_multiplies_by_the_root_of_that() -> None:
 def test_without_scaling_the_learning_rate_is_the_one_written() -> None:
     choice = scale_learning_rate(3e-4, LRScaling(), batch_of(2, 16, 1))
     assert choice.value == 3e-4
-    assert choice.reason == "as written, not scaled with the batch"
+    assert "not scaled" in choice.reason
 
 
 @pytest.mark.parametrize("rule", ["linear", "sqrt"])

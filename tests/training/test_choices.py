@@ -4,6 +4,7 @@ augmentation.
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -145,7 +146,7 @@ def test_a_run_that_stopped_early_trains_on_where_its_patience_was_raised_or_rem
     lifted = [event["message"] for event in events(corpus / "run", "early_stop_lifted")]
     assert len(lifted) == (last_step > 6)
     now = "is not set" if patience is None else f"is {patience}"
-    assert all(f"at step 6 of 12; nothing stops it now (evaluate.early_stopping_patience {now}" in x for x in lifted)
+    assert all("step 6 of 12" in each and f"early_stopping_patience {now}" in each for each in lifted)
 
 
 def test_the_weights_that_evaluated_best_are_the_ones_at_the_end(corpus: Path) -> None:
@@ -173,10 +174,8 @@ def test_early_stopping_keeps_the_best_weights_unless_the_recipe_says_otherwise_
     kept = checkpoint(folder, 4 if choice == "auto" else 8)
     assert all(torch.equal(final[name], kept[f"model.safetensors:{name}"]) for name in final)
     said = capsys.readouterr().out
-    assert ("model/ holds the weights of the last step. Those of step 4 evaluated better (quality 0.9)" in said) == (
-        not choice
-    )
-    assert ("checkpoint.load_best_model_at_end  True  (early stopping is on" in said) == (choice == "auto")
+    assert bool(re.search(r"^model/ .* step 4 .*quality 0\.9", said, re.M)) == (not choice)
+    assert ("checkpoint.load_best_model_at_end  True" in said) == (choice == "auto")
 
 
 def test_last_weights_that_evaluate_as_well_as_the_best_are_not_called_worse(
@@ -219,16 +218,16 @@ def test_a_metric_that_no_evaluation_reports_is_found_before_the_first_step(corp
     recipe = write_recipe_file(corpus, evaluate={"every_steps": 2, "metric_for_best_model": "eval_perplexty"})
     forked = run_forked(["run", str(recipe)], processes, folder=corpus / "processes")
     assert forked.wait() == [2] * processes
-    said = "evaluate.metric_for_best_model=eval_perplexty: no such metric is reported; did you mean perplexity?"
     lines = [line for rank in range(processes) for line in forked.stderr(rank).splitlines()]
     [line] = [line for line in lines if line.startswith("error: ")]
-    assert line in ([f"error: {said}"] if processes == 1 else [f"error: rank {rank}: {said}" for rank in (0, 1)])
+    who = r"error: " if processes == 1 else r"error: rank [01]: "
+    assert re.fullmatch(who + r"evaluate\.metric_for_best_model=eval_perplexty: .* mean perplexity\?", line)
     assert not (corpus / "run" / "metrics.jsonl").read_text()
 
 
 def test_a_metric_that_is_not_reported_is_a_mistake_that_names_those_that_are(corpus: Path) -> None:
     recipe = scripted(corpus, [1.0], evaluate={"every_steps": 2, "metric_for_best_model": "qualty"})
-    with pytest.raises(RecipeError, match="did you mean quality"):
+    with pytest.raises(RecipeError, match="mean quality"):
         run_with(recipe, ScriptedScores())
 
 

@@ -13,6 +13,8 @@ from PIL import Image
 
 from accel_train.cli.main import main
 
+TEXTS = "--data.train texts.csv --model.config.num_buckets 4096 --schedule.num_epochs {} --output_dir run"
+
 
 @pytest.fixture(autouse=True)
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, not_launched: None) -> None:
@@ -34,16 +36,7 @@ def test_texts_that_are_taken_for_another_class_are_those_of_predict_the_most_co
     ]
     texts += [(f"wave and road {number}", "land" if number % 3 else "sea") for number in range(60)]
     Path("texts.csv").write_text("text,label\n" + "".join(f"{text},{label}\n" for text, label in texts))
-    settings = [
-        "--data.train",
-        "texts.csv",
-        "--model.config.num_buckets",
-        "4096",
-        "--schedule.num_epochs",
-        "1",
-        "--output_dir",
-        "run",
-    ]
+    settings = TEXTS.format(1).split()
     assert main(["run", "text_ngrams", *settings]) == 0
     found = json.loads(Path("run/examples.json").read_text())
     assert main(["predict", "run"]) == 0
@@ -62,17 +55,8 @@ def test_texts_that_are_taken_for_another_class_are_those_of_predict_the_most_co
 
 
 def test_pictures_of_masks_are_image_truth_and_prediction() -> None:
-    settings = [
-        "--schedule.max_steps",
-        "2",
-        "--schedule.num_epochs",
-        "null",
-        "--output_dir",
-        "run",
-        "--evaluate.max_samples",
-        "8",
-    ]
-    assert main(["run", "segmentation", *settings]) == 0
+    settings = "--schedule.max_steps 2 --schedule.num_epochs null --output_dir run --evaluate.max_samples 8"
+    assert main(["run", "segmentation", *settings.split()]) == 0
     found = json.loads(Path("run/examples.json").read_text())
     assert found["kind"] == "mask"
     assert [each["wrong"] for each in found["examples"]] == sorted(
@@ -95,16 +79,7 @@ def test_pictures_of_masks_are_image_truth_and_prediction() -> None:
 def test_without_a_mistake_there_is_nothing_to_show_and_at_0_nothing_is_copied() -> None:
     lines = "".join(f"{word} {number},{word}\n" for number in range(60) for word in ("sea", "land"))
     Path("texts.csv").write_text("text,label\n" + lines)
-    settings = [
-        "--data.train",
-        "texts.csv",
-        "--model.config.num_buckets",
-        "4096",
-        "--schedule.num_epochs",
-        "3",
-        "--output_dir",
-        "run",
-    ]
+    settings = TEXTS.format(3).split()
     assert main(["run", "text_ngrams", *settings]) == 0
     found = json.loads(Path("run/examples.json").read_text())
     assert (found["wrong"], found["examples"]) == (0, [])

@@ -54,7 +54,7 @@ def corpus(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("poison", "processes", "strategy", "said"),
     [
-        ("loss", 1, "ddp", "the loss of the last evaluation is nan, of finite weights: model/ is not written"),
+        ("loss", 1, "ddp", "the last evaluation is nan: model/ is not written"),
         ("weight", 1, "ddp", "transformer.h.0.ln_1.weight is not finite: model/ is not written"),
         ("weight", 2, "fsdp2", "transformer.h.0.ln_1.weight is not finite: model/ is not written"),
     ],
@@ -84,15 +84,15 @@ def test_a_model_that_is_not_finite_is_not_published(
 def test_a_run_that_is_stopped_before_its_first_checkpoint_says_that_there_is_none(corpus: Path) -> None:
     sections: dict[str, Any] = {"options": {"nan_from": 1}, "guard": {"on_nonfinite": "stop"}}
     done = run(write_recipe_file(corpus, **sections), expect=3)
-    assert f"There is no checkpoint in {corpus / 'run'} yet" in done.stderr
-    assert "from before" not in done.stderr
+    assert f"{corpus / 'run'} has no checkpoint" in done.stderr
+    assert "is the newest" not in done.stderr
 
 
 def test_a_model_that_loses_to_its_baseline_says_so_with_what_to_try(corpus: Path) -> None:
     done = run(write_recipe_file(corpus, schedule={"max_steps": 2}))
     lines = done.stdout.splitlines()
     place = next(number for number, line in enumerate(lines) if line.startswith("The model does not beat a baseline"))
-    assert " by xz. Likely causes, and what to try:" in lines[place]
+    assert " by xz. Likely causes" in lines[place]
     assert [line.split()[1:4] for line in lines[place + 1 : place + 4]] == [
         ["too", "few", "steps"],  # the last evaluation was the best one
         ["a", "learning", "rate"],
@@ -224,5 +224,5 @@ def test_a_finished_run_whose_best_checkpoint_is_damaged_says_where_the_best_wei
     (corpus / "run" / "checkpoints" / "step-00000002" / "model.safetensors").write_bytes(b"damaged")
     capsys.readouterr()
     train(recipe)
-    assert "take the best weights from model/" in capsys.readouterr().out
+    assert "best weights from model/" in capsys.readouterr().out
     assert model.read_bytes() == best

@@ -104,7 +104,7 @@ def test_range_that_is_none_is_refused(corpus: Path, steps: Any) -> None:
 def test_range_beyond_the_run_is_refused_before_a_model_is_built_and_by_the_plan(corpus: Path) -> None:
     recipe = recipe_of(corpus, [3, 13])
     for refuse in (resolve_plan, train):
-        with pytest.raises(ValueError, match=r"log.profile_steps=\[3, 13\] .* after step 12, the last of the run"):
+        with pytest.raises(ValueError, match=r"log.profile_steps=\[3, 13\] .* step 12"):
             refuse(recipe)
     assert not (corpus / "run").exists()
 

@@ -29,7 +29,7 @@ def recipe_for(folder: Path, num_samples: int = 64, max_steps: int = 12, **optio
         "data": {"shuffle": False},
         "options": {"num_samples": num_samples, **options},
     }
-    return recipe_dict(folder, **sections)
+    return recipe_dict(folder, windows=False, **sections)
 
 
 def weights_after(recipe: dict[str, Any]) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def weights_after(recipe: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("targets", [-3, 2.5, "many"])
 def test_a_batch_whose_num_targets_is_no_count_stops_before_a_step(tmp_path: Path, targets: Any) -> None:
-    with pytest.raises(DataError, match=rf"num_targets of a batch is .*{targets}.*at least 0; let `collate`") as caught:
+    with pytest.raises(DataError, match=rf"num_targets .*{targets}.*`collate`") as caught:
         weights_after(recipe_for(tmp_path, targets=targets))
     assert exit_code(caught.value) == 2
     assert not losses(tmp_path / "run")
@@ -55,13 +55,21 @@ def test_a_step_without_a_target_changes_no_weight_and_is_named(tmp_path: Path, 
     after = weights_after(recipe_for(tmp_path / "after", max_steps=3, ignored=list(range(16, 24)), classes=classes))
     assert all(before[name].equal(after[name]) for name in before)
     [skipped] = events(tmp_path / "after" / "run", "skip")
-    assert skipped["message"] == "step 3: no sample of the global batch has a target, so the update was not applied"
+    assert skipped["step"] == 3
+    assert "has a target" in skipped["message"]
 
 
-def assert_third_step_left_no_trace(run: Path, kinds: tuple[str, ...]) -> None:
-    """Weights, running statistics, moments, step counts and averages of the steps 2 and 3 are the same bits; those of 4
+def assert_third_step_leaves_no_trace(folder: Path, processes: int, recipe: dict[str, Any], num_targets: int) -> None:
+    """Weights, running statistics, moments, step counts, and averages of steps 2 and 3 are the same bits; step 4's
     are not.
     """
+    run = Path(recipe.pop("output_dir"))
+    recipe["checkpoint"] = {"every_steps": 1, "keep": 9}
+    preload = ["deepspeed"] if recipe.get("parallel", {}).get("strategy") == "deepspeed" else []
+    words = ["run", str(write_recipe_file(folder, windows=False, **recipe))]
+    forked = run_forked(words, processes, folder=folder / "processes", preload=preload)
+    assert forked.wait() == [0] * processes, forked.stderr(0)
+    kinds = ("model", "optimizer", *(("average",) if recipe["optimizer"].get("ema_decay") else ()))
     second, third, fourth = (
         {
             f"{kind}:{name}": stored.read(name).numpy().tobytes()
@@ -74,6 +82,15 @@ def assert_third_step_left_no_trace(run: Path, kinds: tuple[str, ...]) -> None:
     assert second == third
     assert second.keys() == fourth.keys()
     assert second != fourth
+    assert [each["step"] for each in events(run, "skip")] == [3]
+    assert json.loads((run / "summary.json").read_text())["skipped_steps"] == 1
+    found = {line["step"]: line for line in metrics(run)}
+    assert (found[3]["skipped"], found[3]["loss"], found[3]["num_targets"]) == (True, "NaN", num_targets)
+    assert all(0.1 < found[step]["loss"] < 5 for step in (1, 2, 4))
+
+
+def with_sections(recipe: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]:
+    return {**recipe, **{name: {**recipe.get(name, {}), **section} for name, section in sections.items()}}
 
 
 @pytest.mark.parametrize(
@@ -92,20 +109,7 @@ def test_ignored_labels_of_a_cross_entropy_leave_no_trace_in_any_layout(
     tmp_path: Path, processes: int, sections: dict[str, Any]
 ) -> None:
     recipe = recipe_for(tmp_path, max_steps=4, ignored=list(range(16, 24)), classes=True)
-    recipe["checkpoint"] = {"every_steps": 1, "keep": 9}
-    for name, section in sections.items():
-        recipe[name] = {**recipe.get(name, {}), **section}
-    del recipe["output_dir"]
-    preload = ["deepspeed"] if recipe.get("parallel", {}).get("strategy") == "deepspeed" else []
-    words = ["run", str(write_recipe_file(tmp_path, **recipe))]
-    forked = run_forked(words, processes, folder=tmp_path / "processes", preload=preload)
-    assert forked.wait() == [0] * processes, forked.stderr(0)
-    averaged = ("average",) if recipe["optimizer"].get("ema_decay") else ()
-    assert_third_step_left_no_trace(tmp_path / "run", ("model", "optimizer", *averaged))
-    assert [each["step"] for each in events(tmp_path / "run", "skip")] == [3]
-    found = {line["step"]: line for line in metrics(tmp_path / "run")}
-    assert (found[3]["skipped"], found[3]["loss"], found[3]["num_targets"]) == (True, "NaN", 0)
-    assert all(0.1 < found[step]["loss"] < 5 for step in (1, 2, 4))
+    assert_third_step_leaves_no_trace(tmp_path, processes, with_sections(recipe, sections), num_targets=0)
 
 
 @pytest.mark.parametrize(
@@ -125,20 +129,7 @@ def test_a_loss_that_is_not_finite_on_one_process_and_has_gradients_of_zero_leav
     ignored, parts = list(range(16 + 8 * (processes - 1) // 2, 24)), 1 + ("batch" in sections)
     options = {"ignored": ignored, "classes": True, "of_mean": True, "targets": 8 // processes // parts}
     recipe = recipe_for(tmp_path, max_steps=4, **options)
-    recipe["checkpoint"] = {"every_steps": 1, "keep": 9}
-    for name, section in sections.items():
-        recipe[name] = {**recipe.get(name, {}), **section}
-    del recipe["output_dir"]
-    preload = ["deepspeed"] if recipe.get("parallel", {}).get("strategy") == "deepspeed" else []
-    words = ["run", str(write_recipe_file(tmp_path, **recipe))]
-    forked = run_forked(words, processes, folder=tmp_path / "processes", preload=preload)
-    assert forked.wait() == [0] * processes, forked.stderr(0)
-    averaged = ("average",) if recipe["optimizer"].get("ema_decay") else ()
-    assert_third_step_left_no_trace(tmp_path / "run", ("model", "optimizer", *averaged))
-    assert [each["step"] for each in events(tmp_path / "run", "skip")] == [3]
-    assert json.loads((tmp_path / "run" / "summary.json").read_text())["skipped_steps"] == 1
-    found = {line["step"]: line for line in metrics(tmp_path / "run")}
-    assert (found[3]["skipped"], found[3]["loss"], found[3]["num_targets"]) == (True, "NaN", 8)
+    assert_third_step_leaves_no_trace(tmp_path, processes, with_sections(recipe, sections), num_targets=8)
 
 
 def test_a_line_over_several_steps_averages_those_with_targets(tmp_path: Path) -> None:
@@ -157,7 +148,7 @@ def test_a_run_that_was_killed_between_steps_without_targets_is_stopped_at_its_e
     for _ in range(2):
         run = prepare_run(Recipe.model_validate(recipe), Uncounted())
         run.guard._most_without_targets = 9  # as of a guard that has forgotten the steps before a kill
-        with pytest.raises(DataError, match="none of the 3 steps had a target") as caught:
+        with pytest.raises(DataError, match="3 steps had") as caught:
             train_run(run)
         assert exit_code(caught.value) == 2
     assert not (tmp_path / "run" / "model").exists()
@@ -187,7 +178,7 @@ def test_evaluation_data_without_any_target_has_no_loss(tmp_path: Path) -> None:
     task.ignored = set(range(64))
     from accel_train.training.model_selection import evaluate_run
 
-    with run.resources, pytest.raises(DataError, match="none of the 64 evaluation samples has a target"):
+    with run.resources, pytest.raises(DataError, match="64 evaluation samples"):
         evaluate_run(run)
 
 
@@ -199,9 +190,8 @@ def test_targets_on_one_process_are_enough_for_a_step_and_none_on_any_stops_all(
     ):
         folder = tmp_path / name
         folder.mkdir()
-        recipe = write_recipe_file(
-            folder, **{key: value for key, value in recipe_for(folder, ignored=ignored).items() if key != "output_dir"}
-        )
+        sections = {key: value for key, value in recipe_for(folder, ignored=ignored).items() if key != "output_dir"}
+        recipe = write_recipe_file(folder, windows=False, **sections)
         forked = run_forked(["run", str(recipe)], 2, folder=folder / "processes")
         assert forked.wait() == codes, forked.stderr(0)
         assert bool(events(folder / "run", "skip")) == (name == "all")
