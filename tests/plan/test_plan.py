@@ -95,26 +95,19 @@ def test_fp8_is_planned_as_bf16(gpu: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--parallel.strategy", "fsdp2"], True),
-        (["--parallel.strategy", "ddp"], False),
-        (["--parallel.strategy", "fsdp2", "--precision.mixed_precision", "no"], False),
-    ],
+    "strategy, precision, said", [("fsdp2", "auto", True), ("ddp", "auto", False), ("fsdp2", "no", False)]
 )
-def test_16_bits_under_fsdp2_are_said_to_be_further_from_fp32_than_under_ddp(flags: list[str], said: bool) -> None:
-    reason = plan(*flags, world_size=2, gpu="H100").precision.reason
-    assert ("fsdp2 gathers weights in bf16" in reason) == said
+def test_16_bits_under_fsdp2_are_said_to_be_further_from_fp32_than_under_ddp(
+    strategy: str, precision: str, said: bool
+) -> None:
+    flags = ("--parallel.strategy", strategy, "--precision.mixed_precision", precision)
+    assert ("gathers weights in bf16" in plan(*flags, world_size=2, gpu="H100").precision.reason) == said
 
 
-def test_bf16_on_a_gpu_without_it_is_refused() -> None:
-    with pytest.raises(ValueError, match="mixed_precision=bf16: V100"):
-        plan("--precision.mixed_precision", "bf16", gpu="V100")
-
-
-def test_an_unknown_gpu_is_refused_with_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"--gpu H20O: .* mean H20"):
-        plan(gpu="H20O")
+@pytest.mark.parametrize("gpu, message", [("V100", "mixed_precision=bf16: V100"), ("H20O", "--gpu H20O: .* mean H20")])
+def test_bf16_on_a_gpu_without_it_and_an_unknown_gpu_are_refused(gpu: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan("--precision.mixed_precision", "bf16", gpu=gpu)
 
 
 @pytest.mark.parametrize(
