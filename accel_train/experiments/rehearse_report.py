@@ -60,10 +60,7 @@ def format_rehearsal(
     plan, changed, same = rehearsal.plan, rehearsal.changed, rehearsal.same
     settings = [(name, f"{changed[name]} ({reason})") for name, reason in REASONS.items() if name in changed]
     compared = [
-        (
-            each.name,
-            (f"DIFFERENT {each.difference}" if each.difference else "bitwise identical") + f" ({each.extent})",
-        )
+        (each.name, (f"DIFFERENT {each.difference}" if each.difference else "bitwise identical") + f" ({each.extent})")
         for each in rehearsal.compared
     ]
     blocks = [

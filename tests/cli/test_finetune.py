@@ -112,9 +112,7 @@ def test_a_folder_of_images_becomes_an_image_classifier(dry_run: DryRun) -> None
     assert recipe["data"]["image_size"] == 32
 
 
-def test_a_table_of_image_files_and_labels_becomes_an_image_classifier(
-    dry_run: DryRun,
-) -> None:
+def test_a_table_of_image_files_and_labels_becomes_an_image_classifier(dry_run: DryRun) -> None:
     write_digits("t")
     rows = [f"{path.relative_to('t')},{path.parent.name}" for path in sorted(Path("t").rglob("*.png"))]
     write_lines("t/labels.csv", ["file,kind", *rows])
@@ -218,9 +216,7 @@ def test_lines_with_labels_are_read_as_such(
     assert recipe["data"]["lines"] == lines
 
 
-def test_names_of_numeric_labels_are_found_in_the_table_or_in_a_file_beside_it(
-    dry_run: DryRun,
-) -> None:
+def test_names_of_numeric_labels_are_found_in_the_table_or_in_a_file_beside_it(dry_run: DryRun) -> None:
     names = ["World", "Sports", "Business"]
     rows = [f"{n % 3 + 1},{WORDS[n % 4]} {n},{names[n % 3]}" for n in range(30)]
     write_lines("news.csv", ["label,text,label_name", *rows])
@@ -320,140 +316,58 @@ def boxes_beside_images() -> None:
 TEXTS = table("text,label", lambda n: f"{WORDS[n % 4]},{n % 2}")
 NO_LABEL = ("--label COLUMN", "--task causal-lm --text text")
 WRONG: dict[str, tuple[Callable[[], None], str, tuple[str, ...], tuple[str, ...]]] = {
-    "two columns of text": (
-        table("title,body,label", lambda n: f"{WORDS[n % 4]},{WORDS[n % 3]},{n % 2}"),
-        "t.csv",
-        (),
-        ("t.csv:", "title, body", "--text title, or --text title,body"),
-    ),
-    "two columns of labels": (
-        table("text,colour,size", lambda n: f"{WORDS[n % 4]} {n},{'rg'[n % 2]},{'SML'[n % 3]}"),
-        "t.csv",
-        (),
-        ("t.csv: 2 columns", "--label colour or --label size"),
-    ),
-    "no column of labels": (
-        table("id,text", lambda n: f"{n},{WORDS[n % 4]} {n}"),
-        "t.csv",
-        (),
-        ("t.csv:", "columns: id)", *NO_LABEL),
-    ),
-    "a label that is another one in each row": (
-        table("text,label", lambda n: f"{WORDS[n % 4]},{n}"),
-        "t.csv",
-        (),
-        ("t.csv: column 'label'", "40 different values", "--label COLUMN", "--model.problem_type regression"),
-    ),
-    "a column that is not there": (
-        TEXTS,
-        "t.csv",
-        ("--label", "lable"),
-        ("--label lable: t.csv", "'label'?", "text, label"),
-    ),
+    "two columns of text": (table("title,body,label", lambda n: f"{WORDS[n % 4]},{WORDS[n % 3]},{n % 2}"), "t.csv",
+        (), ("t.csv:", "title, body", "--text title, or --text title,body")),
+    "two columns of labels": (table("text,colour,size", lambda n: f"{WORDS[n % 4]} {n},{'rg'[n % 2]},{'SML'[n % 3]}"),
+        "t.csv", (), ("t.csv: 2 columns", "--label colour or --label size")),
+    "no column of labels": (table("id,text", lambda n: f"{n},{WORDS[n % 4]} {n}"), "t.csv", (),
+        ("t.csv:", "columns: id)", *NO_LABEL)),
+    "a label that is another one in each row": (table("text,label", lambda n: f"{WORDS[n % 4]},{n}"), "t.csv", (),
+        ("t.csv: column 'label'", "40 different values", "--label COLUMN", "--model.problem_type regression")),
+    "a column that is not there": (TEXTS, "t.csv", ("--label", "lable"),
+        ("--label lable: t.csv", "'label'?", "text, label")),
     "a folder of weights that is not there": (TEXTS, "t.csv", ("--model", "/no/such"), ("--model /no/such:", "{here}")),
-    "images outside of class folders": (
-        image_outside_a_class,
-        "t",
-        (),
-        ("t: t/loose.png", "t/CLASS/", "t/images/", "t/masks/"),
-    ),
+    "images outside of class folders": (image_outside_a_class, "t", (),
+        ("t: t/loose.png", "t/CLASS/", "t/images/", "t/masks/")),
     "an image without a mask": (mask_missing, "t", (), ("t/images/3.png", "t/masks/3.png")),
-    "masks with numbers far apart": (
-        lambda: write_scenes("t", lambda mask: mask % 3 * 100),
-        "t",
-        (),
-        ("t: masks", "numbers 0, 100, 200,", "--data.mask_values '[0, 100, 200]'"),
-    ),
-    "chats with other keys": (
-        lambda: write_chats("t.jsonl", "speaker", "value"),
-        "t.jsonl",
-        (),
-        ("column 'messages'", "speaker, value", "{role: user or assistant, content: ...}"),
-    ),
+    "masks with numbers far apart": (lambda: write_scenes("t", lambda mask: mask % 3 * 100), "t", (),
+        ("t: masks", "numbers 0, 100, 200,", "--data.mask_values '[0, 100, 200]'")),
+    "chats with other keys": (lambda: write_chats("t.jsonl", "speaker", "value"), "t.jsonl", (),
+        ("column 'messages'", "speaker, value", "{role: user or assistant, content: ...}")),
     "prompts with a third column": (
         jsonl(lambda n: {"instruction": "translate", "context": "a word", "output": "ein Wort"}),
-        "t.jsonl",
-        (),
-        (
-            "t.jsonl: instruction and output",
-            "--data.input_column context",
-            "--data.prompt_column instruction --data.completion_column output",
-        ),
-    ),
-    "lines that may begin with labels": (
-        text(*(f"{'ab'[n % 2]} {WORDS[n % 4]}" for n in range(20))),
-        "t.txt",
-        (),
-        ("t.txt:", "2 words (a, b", "--task text-classification", "--task causal-lm"),
-    ),
-    "a table that is called a text": (
-        text("text|label", *(f"{WORDS[n % 4]} {n}|{n % 2}" for n in range(20))),
-        "t.txt",
-        (),
-        ("t.txt: vertical bars", "t.csv", "--task causal-lm"),
-    ),
-    "a row without a label": (
-        table("text,label", lambda n: f"{WORDS[n % 4]},{'xy'[n % 2] if n != 7 else ''}"),
-        "t.csv",
-        (),
-        ("t.csv:9, column 'label'", "1 of 40", "data.missing_labels: drop"),
-    ),
+        "t.jsonl", (),
+        ("t.jsonl: instruction and output", "--data.input_column context",
+        "--data.prompt_column instruction --data.completion_column output")),
+    "lines that may begin with labels": (text(*(f"{'ab'[n % 2]} {WORDS[n % 4]}" for n in range(20))), "t.txt", (),
+        ("t.txt:", "2 words (a, b", "--task text-classification", "--task causal-lm")),
+    "a table that is called a text": (text("text|label", *(f"{WORDS[n % 4]} {n}|{n % 2}" for n in range(20))),
+        "t.txt", (), ("t.txt: vertical bars", "t.csv", "--task causal-lm")),
+    "a row without a label": (table("text,label", lambda n: f"{WORDS[n % 4]},{'xy'[n % 2] if n != 7 else ''}"),
+        "t.csv", (), ("t.csv:9, column 'label'", "1 of 40", "data.missing_labels: drop")),
     "a row of jsonl without a label": (
         jsonl(lambda n: {"text": f"{WORDS[n % 4]} {n}"} | ({"label": "xy"[n % 2]} if n != 4 else {})),
-        "t.jsonl",
-        (),
-        ("t.jsonl:5", "'label'", "--label COLUMN"),
-    ),
+        "t.jsonl", (), ("t.jsonl:5", "'label'", "--label COLUMN")),
     "a first row of jsonl without a label": (
         jsonl(lambda n: {"text": f"{WORDS[n % 4]} {n}"} | ({"mood": "xy"[n % 2]} if n else {})),
-        "t.jsonl",
-        (),
-        ("t.jsonl:", "some rows: mood", *NO_LABEL),
-    ),
-    "labels as rows of zeros and ones": (
-        jsonl(lambda n: {"text": f"{WORDS[n % 4]} {n}", "labels": [n % 2, 1, 0]}),
-        "t.jsonl",
-        (),
-        ("t.jsonl:1, column 'labels'", "[0, 1, 0]", "zeros and ones"),
-    ),
-    "folders of training and test images in place of classes": (
-        parts_in_place_of_classes,
-        "t",
-        (),
-        ("t: Testing, Training", "accel-train finetune t/Training;", "accel-train evaluate RUN t/Testing"),
-    ),
+        "t.jsonl", (), ("t.jsonl:", "some rows: mood", *NO_LABEL)),
+    "labels as rows of zeros and ones": (jsonl(lambda n: {"text": f"{WORDS[n % 4]} {n}", "labels": [n % 2, 1, 0]}),
+        "t.jsonl", (), ("t.jsonl:1, column 'labels'", "[0, 1, 0]", "zeros and ones")),
+    "folders of training and test images in place of classes": (parts_in_place_of_classes, "t", (),
+        ("t: Testing, Training", "accel-train finetune t/Training;", "accel-train evaluate RUN t/Testing")),
     "an empty text file": (lambda: Path("t.txt").touch(), "t.txt", (), ("t.txt is empty",)),
-    "one JSON document": (
-        lambda: write_lines("t.json", ["{}"]),
-        "t.json",
-        (),
-        ("t.json", ".jsonl", "accel-train run question_answering --data.train t.json"),
-    ),
-    "a task of another kind": (
-        text("text"),
-        "t.txt",
-        ("--task", "text-classification"),
-        ("--task text-classification: t.txt", "causal-lm", ".csv, .tsv, .jsonl, .parquet"),
-    ),
+    "one JSON document": (lambda: write_lines("t.json", ["{}"]), "t.json", (),
+        ("t.json", ".jsonl", "accel-train run question_answering --data.train t.json")),
+    "a task of another kind": (text("text"), "t.txt", ("--task", "text-classification"),
+        ("--task text-classification: t.txt", "causal-lm", ".csv, .tsv, .jsonl, .parquet")),
     "a table of numbers with classes by name": (
         table("", lambda n: ",".join([*(f"{(n * k) % 7 / 3:.3f}" for k in (1, 2, 3, 4)), "RM"[n % 2]])),
-        "t.csv",
-        (),
-        ("t.csv:", "tables of numbers", "XGBoost"),
-    ),
-    "boxes next to the training images": (
-        boxes_beside_images,
-        "t",
-        (),
-        ("t/annotations/instances.json", "boxes", "COCO"),
-    ),
-    "a recipe that cannot be written": (
-        TEXTS,
-        "t.csv",
-        ("--output_dir", "t.csv/run"),
-        ("t.csv/run.yaml", "(Not a directory)", "--output_dir DIR", "--recipe FILE"),
-    ),
-}
+        "t.csv", (), ("t.csv:", "tables of numbers", "XGBoost")),
+    "boxes next to the training images": (boxes_beside_images, "t", (),
+        ("t/annotations/instances.json", "boxes", "COCO")),
+    "a recipe that cannot be written": (TEXTS, "t.csv", ("--output_dir", "t.csv/run"),
+        ("t.csv/run.yaml", "(Not a directory)", "--output_dir DIR", "--recipe FILE")),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("what", WRONG)
@@ -468,9 +382,7 @@ def test_wrong_data_are_one_line_that_shows_the_flag(what: str, capsys: pytest.C
     assert not Path("runs").exists()
 
 
-def test_a_table_as_spreadsheets_write_it_has_its_own_header_and_every_class_is_listed(
-    dry_run: DryRun,
-) -> None:
+def test_a_table_as_spreadsheets_write_it_has_its_own_header_and_every_class_is_listed(dry_run: DryRun) -> None:
     rows = [f"{WORDS[n % 4]} {n};{'good' if n % 2 else 'bad'}{' ' * (n == 7)};;" for n in range(60)]
     write_lines("t.csv", ["sep=;", "text;label;;", *rows])
     printed, recipe = dry_run("t.csv")

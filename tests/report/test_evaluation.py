@@ -19,11 +19,7 @@ from tests.support.report import Page
 
 CATS = np.array([[30, 4, 0], [1, 50, 9], [0, 0, 6]])
 NAMES = ["cat", "<b>dog</b>", "$emu$"]
-BASELINES = {
-    "majority_accuracy": 0.6,
-    "bag_of_words_f1_macro": 0.71,
-    "elsewhere_rouge": 1.0,
-}
+BASELINES = {"majority_accuracy": 0.6, "bag_of_words_f1_macro": 0.71, "elsewhere_rouge": 1.0}
 
 
 def make_run(

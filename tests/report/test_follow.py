@@ -74,11 +74,11 @@ def test_what_cannot_be_followed_is_one_line(
     server: ReportServer, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for words, said in (
-        ([str(run), "--follow", "--port", str(server.server_port)], "cannot be had"),
+        ([str(run), "--follow", "--port", str(server.server_port)], "cannot be used"),
         ([str(run), "--follow", "--port", "70000"], "must be between 0 and 65535"),
         ([str(run), "--follow", "--out", "a.html"], "give one of them"),
         ([str(run), "--port", "8000"], "--port 8000 is for --follow"),
-        ([str(tmp_path), "--follow"], "holds no run"),
+        ([str(tmp_path), "--follow"], "not a run"),
     ):
         assert main(["report", *words]) == 2
         assert said in capsys.readouterr().err

@@ -141,10 +141,7 @@ def test_the_same_run_gives_the_same_charts(html: str, tmp_path: Path) -> None:
 
 def test_two_runs_are_compared_number_by_number_and_recipe_by_recipe(tmp_path: Path) -> None:
     worse = {**SUMMARY, "eval": {"loss": 2.5}, "mfu": None}
-    runs = [
-        make_run(tmp_path / "first"),
-        make_run(tmp_path / "second", summary=worse, learning_rate="0.004"),
-    ]
+    runs = [make_run(tmp_path / "first"), make_run(tmp_path / "second", summary=worse, learning_rate="0.004")]
     out = write_report(runs)
     html = out.read_text()
     text = Page(html).text

@@ -72,7 +72,7 @@ def test_watch_shows_a_view_once_a_change_and_ends_with_the_run(tmp_path: Path) 
 
 def test_what_is_no_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["watch", str(tmp_path)]) == 2
-    assert "not a run folder" in capsys.readouterr().err
+    assert "not a run" in capsys.readouterr().err
     assert load_run(make_run(tmp_path / "a")).train
     assert main(["watch", str(tmp_path / "a"), "--every", "0"]) == 2
     assert "--every=0: must be above 0" in capsys.readouterr().err
