@@ -11,7 +11,7 @@ from accelerate import Accelerator
 
 from accel_train.checkpoint.fingerprint import Settings
 from accel_train.checkpoint.health import Health
-from accel_train.checkpoint.writer import Saver
+from accel_train.checkpoint.saver import Saver
 from accel_train.core.state import Requests, TrainState
 from accel_train.data.batch_sizes import BatchSizes
 from accel_train.data.cache import DigestCheck

@@ -10,7 +10,7 @@ import torch
 
 from accel_train.checkpoint.fingerprint import OF_BEST, Change
 from accel_train.checkpoint.rollback_log import describe
-from accel_train.checkpoint.zero import whole_numel
+from accel_train.checkpoint.zero_shards import whole_numel
 from accel_train.core.hardware import peak_flops
 from accel_train.core.redaction import redact
 from accel_train.core.state import Choice

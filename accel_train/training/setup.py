@@ -18,8 +18,8 @@ from accel_train.checkpoint.fingerprint import OF_BEST, Change, Settings, settin
 from accel_train.checkpoint.health import Health
 from accel_train.checkpoint.resume import agree_on_checkpoint
 from accel_train.checkpoint.rollback_log import apply_rollbacks
+from accel_train.checkpoint.saver import Saver
 from accel_train.checkpoint.store import read_trainer
-from accel_train.checkpoint.writer import Saver
 from accel_train.core.redaction import remember_secrets
 from accel_train.core.state import Choice, Requests, TrainState
 from accel_train.data.cache import DigestCheck
