@@ -16,7 +16,7 @@ from torch import nn
 from accel_train.checkpoint.fingerprint import Change, Settings
 from accel_train.checkpoint.health import Health
 from accel_train.checkpoint.resume import BY_ITSELF, ResumePoint
-from accel_train.checkpoint.writer import Saver
+from accel_train.checkpoint.saver import Saver
 from accel_train.core.state import Choice, Requests, TrainState
 from accel_train.data.batch_sizes import BatchSizes
 from accel_train.data.cache import DigestCheck

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from accel_train.checkpoint.base import left_out
 from accel_train.checkpoint.contents import check_fit, restore_average
 from accel_train.checkpoint.sharded import CheckpointReader
-from accel_train.checkpoint.zero import ZeroShards
+from accel_train.checkpoint.zero_shards import ZeroShards
 from accel_train.core.state import Choice
 from accel_train.guard.guard import Limits
 from accel_train.model.training_module import TrainingModule

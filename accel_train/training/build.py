@@ -15,8 +15,8 @@ from accel_train.checkpoint.contents import describe_model
 from accel_train.checkpoint.fingerprint import OF_BEST, Change, Settings, setting_changes, training_settings
 from accel_train.checkpoint.health import Health
 from accel_train.checkpoint.rollback_log import apply_rollbacks
+from accel_train.checkpoint.saver import Saver
 from accel_train.checkpoint.store import read_trainer
-from accel_train.checkpoint.writer import Saver
 from accel_train.core.state import Choice, Requests, TrainState
 from accel_train.data.cache import DigestCheck
 from accel_train.engine.batch_search import BatchCache, Trials, fit_micro_batch

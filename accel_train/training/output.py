@@ -15,7 +15,7 @@ from torch.profiler import profile, record_function
 
 from accel_train.checkpoint.fingerprint import OF_BEST
 from accel_train.checkpoint.rollback_log import describe
-from accel_train.checkpoint.zero import whole_numel
+from accel_train.checkpoint.zero_shards import whole_numel
 from accel_train.core.files import make_folders
 from accel_train.core.hardware import peak_flops
 from accel_train.core.ownership import write_file

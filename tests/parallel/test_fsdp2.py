@@ -12,8 +12,8 @@ from accel_train.core.errors import SettingError
 from accel_train.parallel.fsdp2 import Fsdp2
 from accel_train.recipe.loader import Recipe
 from accel_train.recipe.parallel import Parallel
-from tests.parallel.conftest import IMAGES, SHORT_STEPS, assert_skipped_to_the_bit, nan_at
-from tests.support.comparisons import Train, assert_loaded_to_the_bit, assert_same_run
+from tests.parallel.conftest import IMAGES, SHORT_STEPS, assert_skipped_to_the_bit, nan_at, train_in
+from tests.support.comparisons import Train, assert_same_run
 from tests.support.processes import run_forked
 from tests.support.runs import TINY_MODEL, events, losses, write_corpus, write_recipe_file
 
@@ -151,27 +151,6 @@ def test_nan_on_one_process_is_skipped_on_all_to_the_bit_and_the_incident_keeps_
     assert "holds a shard" in (incident / "incident.md").read_text()
 
 
-LAYOUTS = {
-    "one": (1, {}),
-    "ddp": (2, {}),
-    "sharded": (2, FSDP2),
-    "sharded-4": (4, FSDP2),
-    "copies": (4, {**FSDP2, "dp_shard_size": 2}),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("saved", "loaded"),
-    [("sharded", "one"), ("one", "sharded"), ("sharded", "sharded-4"), ("copies", "ddp"), ("sharded-4", "copies")],
-)
-def test_what_is_saved_under_one_layout_is_loaded_under_another_to_the_bit(
-    train: Train, tmp_path: Path, saved: str, loaded: str
-) -> None:
-    text = {**TEXT, "optimizer": {"learning_rate": 3e-3}}  # no average: `model/` holds the weights themselves
-    assert_loaded_to_the_bit(train, LAYOUTS[saved], LAYOUTS[loaded], 8, text)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("damage", ["flipped", "missing"])
 def test_a_damaged_part_is_named_and_the_checkpoint_before_used(train: Train, damage: str) -> None:
@@ -193,13 +172,9 @@ def test_a_damaged_part_is_named_and_the_checkpoint_before_used(train: Train, da
 
 @pytest.mark.slow
 def test_a_part_that_cannot_be_written_costs_the_checkpoint_and_two_in_a_row_end_all_processes(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
     sections = {**TEXT, "options": {"file_limit": {"bytes": 50_000, "rank": 1}}, "checkpoint": {"every_steps": 2}}
-    recipe = write_recipe_file(
-        tmp_path, task="tests.support.tasks.process_faults:FaultTask", parallel=FSDP2, **sections
-    )
-    forked = run_forked(["run", str(recipe)], 2, folder=tmp_path / "processes")
-    assert forked.wait() == [4, 4]
+    task = "tests.support.tasks.process_faults:FaultTask"
+    train_in(tmp_path, 2, FSDP2, code=4, task=task, **sections)
     failed = [event["message"] for event in events(tmp_path / "run", "checkpoint_failed")]
     assert len(failed) == 2
     assert all("process 1: " in said and "File too large" in said for said in failed)

@@ -21,6 +21,7 @@ from accel_train.recipe.parallel import Parallel
 from accel_train.recipe.schema import Batch, Recipe
 from accel_train.task import load_task
 from accel_train.tasks.causal_lm.task import CausalLM
+from tests.support.comparisons import Train, assert_loaded_to_the_bit
 from tests.support.processes import run_forked
 from tests.support.runs import LLAMA as TINY_LLAMA
 from tests.support.runs import TINY_MODEL, recipe_dict, write_corpus, write_recipe_file
@@ -28,6 +29,38 @@ from tests.support.runs import TINY_MODEL, recipe_dict, write_corpus, write_reci
 SP, TP = {"sp_size": 2}, {"strategy": "fsdp2", "tp_size": 2}
 LLAMA = {**TINY_LLAMA, "vocab_size": 259}
 CPU = torch.device("cpu")
+
+
+FSDP2 = {"strategy": "fsdp2"}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "ddp": (2, {}),
+    "fsdp2": (2, FSDP2),
+    "fsdp2-4": (4, FSDP2),
+    "copies": (4, {**FSDP2, "dp_shard_size": 2}),
+    "tp": (2, TP),
+    "fsdp2-tp": (4, TP),
+    **{f"zero-{stage}": (2, {"strategy": "deepspeed", "zero_stage": stage}) for stage in (1, 2, 3)},
+}
+PAIRS = [
+    "zero-3>ddp",
+    *("fsdp2>one", "one>fsdp2", "fsdp2>fsdp2-4", "copies>ddp", "fsdp2-4>copies"),
+    *("tp>one", "one>tp", "tp>fsdp2", "fsdp2>tp", "fsdp2-tp>ddp"),
+    *("ddp>fsdp2-tp", "fsdp2-tp>tp", "tp>fsdp2-tp", "fsdp2-tp>fsdp2", "fsdp2>fsdp2-tp"),
+    *("ddp>zero-3", "zero-1>zero-3", "fsdp2>zero-2", "zero-2>fsdp2", "fsdp2>zero-3"),
+]
+
+
+@pytest.mark.parametrize("pair", [PAIRS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in PAIRS[1:])])
+def test_what_is_saved_under_one_layout_is_loaded_under_another_to_the_bit(train: Train, pair: str) -> None:
+    text = {
+        **of(LLAMA),
+        "batch": {"global_batch_size": 12, "per_device_batch_size": 3},
+        "schedule": {"max_steps": 3},
+        "optimizer": {"learning_rate": 3e-3, "max_grad_norm": 0.5},
+    }
+    saved, loaded = (LAYOUTS[name] for name in pair.split(">"))
+    assert_loaded_to_the_bit(train, saved, loaded, 3, text)
 
 
 def of(config: dict[str, Any], **changes: Any) -> dict[str, Any]:

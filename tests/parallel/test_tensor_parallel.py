@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.parallel.conftest import assert_same_norms, assert_skipped_to_the_bit, nan_at, train_in
-from tests.support.comparisons import assert_loaded_to_the_bit, assert_same_bits, assert_same_run, tensors
+from tests.support.comparisons import assert_same_bits, assert_same_run, tensors
 from tests.support.runs import LLAMA as TINY_LLAMA
 from tests.support.runs import events
 
@@ -98,31 +98,12 @@ def test_nan_on_one_process_is_skipped_on_all_to_the_bit(train: Train, processes
     assert_same_bits({key: tensors(run, 4, "model")[key] for key in kept}, kept)
 
 
-LAYOUTS = {"one": (1, {}), "ddp": (2, {}), "fsdp2": (2, {"strategy": "fsdp2"}), "tp": (2, TP), "fsdp2-tp": (4, TP)}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("saved", "loaded"),
-    [
-        ("tp", "one"), ("one", "tp"), ("tp", "fsdp2"), ("fsdp2", "tp"), ("fsdp2-tp", "ddp"), ("ddp", "fsdp2-tp"),
-        ("fsdp2-tp", "tp"), ("tp", "fsdp2-tp"), ("fsdp2-tp", "fsdp2"), ("fsdp2", "fsdp2-tp"),
-    ],
-)  # fmt: skip
-def test_what_is_saved_under_one_layout_is_loaded_under_another_to_the_bit(
-    train: Train, saved: str, loaded: str
-) -> None:
-    text = {**TEXT, "optimizer": {"learning_rate": 3e-3}, "schedule": {"max_steps": 3}, "evaluate": {"every_steps": 0}}
-    assert_loaded_to_the_bit(train, LAYOUTS[saved], LAYOUTS[loaded], 3, text)
-
-
 @pytest.mark.slow
 def test_stopped_and_gone_on_under_other_layouts_it_is_the_run_that_never_stopped(
     tmp_path: Path, undisturbed: Path
 ) -> None:
     folder, done = tmp_path / "chain", 0
-    for name, stop in (("tp", 1), ("fsdp2-tp", 4), ("fsdp2", None)):
-        processes, parallel = LAYOUTS[name]
+    for processes, parallel, stop in ((2, TP, 1), (4, TP, 4), (2, {"strategy": "fsdp2"}, None)):
         options: dict[str, Any] = {"ragged": True, "first_step": done}
         options |= {} if stop is None else {"term_at": {"step": stop, "rank": processes - 1}}
         sections = {**TEXT, "batch": {"global_batch_size": 12}, "options": options}

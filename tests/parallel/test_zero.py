@@ -1,6 +1,5 @@
 """ZeRO trains as DDP: the same losses, the same guard, checkpoints for any layout."""
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -99,37 +98,6 @@ def test_stopped_and_gone_on_under_other_layouts_the_losses_are_those_of_one_pro
         train_in(tmp_path, 2, parallel, code=0 if stop is None else 75, **sections)
     assert len(events(run, "resume")) == 2
     assert_same_run(run, undisturbed)
-
-
-@pytest.mark.parametrize(
-    ("saved", "loaded"),
-    [
-        (zero(3), DDP),
-        pytest.param(DDP, zero(3), marks=pytest.mark.slow),
-        pytest.param(zero(1), zero(3), marks=pytest.mark.slow),
-        pytest.param(FSDP2, zero(2), marks=pytest.mark.slow),
-        pytest.param(zero(2), FSDP2, marks=pytest.mark.slow),
-        pytest.param(FSDP2, zero(3), marks=pytest.mark.slow),
-    ],
-)
-def test_what_is_saved_under_one_layout_is_loaded_under_another_to_the_bit(
-    tmp_path: Path, finished: Callable[[int], Path], saved: dict[str, Any], loaded: dict[str, Any]
-) -> None:
-    """A finished run, started again: it loads its last checkpoint, trains no step, and writes `model/` of what it
-    loaded.
-    """
-    if saved.get("zero_stage") == 3:
-        shutil.copytree(finished(3).parent, tmp_path, dirs_exist_ok=True)
-        run = tmp_path / "run"
-    else:
-        run = train_in(tmp_path, 2, saved, **TEXT)
-    wrote = load_file(run / "model" / "model.safetensors")
-    weights = tensors(run, 8, "model")
-    assert_same_bits({name: weights[name] for name in wrote}, wrote)
-    shutil.rmtree(run / "model")
-    assert train_in(tmp_path, 2, loaded, **TEXT) == run
-    assert [event["step"] for event in events(run, "resume")] == [8]
-    assert_same_bits(load_file(run / "model" / "model.safetensors"), wrote)
 
 
 @pytest.mark.slow

@@ -2,8 +2,6 @@
 
 import itertools
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +20,8 @@ from accel_train.recipe.parallel import Parallel
 from accel_train.recovery.stragglers import StragglerWatch, Work, slow_part, slowest
 from accel_train.runtime.watchdog import COLLECTIVE_ALLOWANCE, FIRST_STEPS_ALLOWANCE
 from tests.support.processes import Forked, run_forked
-from tests.support.runs import TESTS, environment, events, recipe_dict, write_recipe_file
+from tests.support.programs import collective
+from tests.support.runs import events, recipe_dict, write_recipe_file
 
 GUARD = {"straggler_window_steps": 4, "straggler_windows": 2, "hang_timeout_seconds": 50}
 
@@ -58,11 +57,8 @@ def test_slow_process_is_named_once_with_what_is_slow(
     parallel = {"strategy": "fsdp2" if what == "block" else "ddp"}
     forked = start(corpus, started, processes, {"rank": rank, what: 0.1}, batch=batch, parallel=parallel)
     [told] = events(corpus / "run", "straggler")
-    assert (told["rank"], told["slow"], told["step"]) == (
-        rank,
-        slow,
-        12,
-    )  # two windows, and one for the figures to arrive
+    # Two windows, and one for the figures to arrive.
+    assert (told["rank"], told["slow"], told["step"]) == (rank, slow, 12)
     assert 0.1 <= told["seconds"] < 1  # a sleep is never shorter than asked, and on a busy machine longer
     assert told["usual_seconds"] < told["seconds"] / 2
     part = {"data": "reading data", "compute": "the forward"}[slow]
@@ -85,29 +81,15 @@ def test_processes_that_are_all_slow_are_no_stragglers_and_collectives_are_limit
         assert [value for value, _ in itertools.groupby(seconds)] == [FIRST_STEPS_ALLOWANCE * limit, limit]
 
 
-def test_collective_that_a_peer_never_comes_to_ends_at_the_new_limit(tmp_path: Path) -> None:
-    command = [sys.executable, str(TESTS / "support/programs/collective.py")]
-    folder = environment(PYTHONPATH=f"{TESTS.parent}:{TESTS}")
-    begun = [
-        subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "store"), "2"],
-            env=folder,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        said, errors = begun[0].communicate(timeout=60)
-    finally:
-        for process in begun:
-            process.kill()
-            process.communicate()
-    assert said, errors
-    seconds, is_of_a_peer, _ = said.split()
-    assert 1.5 < float(seconds) < 10
+def test_collective_that_a_peer_never_comes_to_ends_at_the_new_limit(tmp_path: Path, started: list[Forked]) -> None:
+    arguments = ["{rank}", str(tmp_path / "store"), "1"]
+    forked = run_forked(arguments, 2, folder=tmp_path / "processes", program=Path(collective.__file__))
+    started.append(forked)
+    deadline = time.monotonic() + 60
+    while forked.exit_codes()[0] is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    seconds, is_of_a_peer, _ = (tmp_path / "processes" / "rank-0.out").read_text().split()
+    assert 0.75 < float(seconds) < 10
     assert is_of_a_peer == "True"
 
 

@@ -1,8 +1,9 @@
-"""`python collective_program.py RANK STORE SECONDS`: a collective that the other one of two processes never comes to.
+"""`collective.py RANK STORE SECONDS`: a collective that the other one of two processes never comes to.
 
 Prints how many seconds it took to fail, and whether the error is taken for that of a peer.
 """
 
+import signal
 import sys
 import time
 from datetime import timedelta
@@ -23,8 +24,7 @@ def main() -> None:
     limit_collectives(seconds)
     dist.all_reduce(numbers)  # with the new limit, and everybody here
     if rank == 1:
-        sys.stdin.read()  # until the other one is done
-        return
+        signal.pause()  # until it is killed
     begin = time.monotonic()
     try:
         dist.all_reduce(numbers)

@@ -23,8 +23,8 @@ if __name__ == "__main__":  # without the package's __init__, whose recipe takes
 
 from accel_train.checkpoint.health import add_tags
 from accel_train.checkpoint.rollback_log import remove_abandoned, write_rollbacks
+from accel_train.checkpoint.saver import Saver
 from accel_train.checkpoint.store import folder_of, publish, rotate
-from accel_train.checkpoint.writer import Saver
 from accel_train.core.state import Rollback
 
 RECORD = Rollback(number=1, at_step=14, to_step=4, skip_first=9, skip_last=16)

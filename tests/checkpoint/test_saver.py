@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 
 from accel_train import Recipe
 from accel_train.checkpoint.health import healthy_steps
+from accel_train.checkpoint.saver import Saver
 from accel_train.checkpoint.store import check, checkpoint_folders, publish, step_of
-from accel_train.checkpoint.writer import Saver
 from accel_train.core.errors import CheckpointError, TrainingStopped
 from accel_train.engine.run import RunContext
 from accel_train.engine.save import save_run, saves_finished
@@ -164,7 +164,7 @@ def test_a_save_that_is_given_up_is_not_published_and_leaves_nothing(tmp_path: P
 def test_a_write_that_hangs_does_not_hold_up_whoever_gives_it_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saver: Saver, gate: Gate
 ) -> None:
-    monkeypatch.setattr("accel_train.checkpoint.writer.GIVE_UP_SECONDS", 0.1)
+    monkeypatch.setattr("accel_train.checkpoint.saver.GIVE_UP_SECONDS", 0.1)
     saver.abandon()  # returns, though the gate is closed
     assert is_saving()
     gate.opened.set()
@@ -255,7 +255,7 @@ def test_a_run_that_ends_finishes_its_checkpoint_unless_it_is_interrupted(
 
 def test_a_run_that_fails_waits_only_so_long(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("accel_train.engine.save.LAST_WAIT_SECONDS", 0.1)
-    monkeypatch.setattr("accel_train.checkpoint.writer.GIVE_UP_SECONDS", 0.1)
+    monkeypatch.setattr("accel_train.checkpoint.saver.GIVE_UP_SECONDS", 0.1)
     run = prepared(corpus)
     gate = slowed(run)
     with run.resources, pytest.raises(RuntimeError), saves_finished(run):  # noqa: PT012
