@@ -188,6 +188,19 @@ def test_every_python_block_runs_in_a_test_or_says_what_it_needs(page: str) -> N
     assert len(left) == EXCERPTS.get(page, 0), left
 
 
+def test_every_guarantee_has_an_id_of_its_own_and_names_the_test_that_holds_it() -> None:
+    """Rows of the tables whose first column is `id`, which every table but that of the three trainers has."""
+    tables = re.findall(r"^\| (.+) \|\n\|[-|]+\|\n((?:\|.*\n)+)", text_of("docs/guarantees.md"), flags=re.MULTILINE)
+    assert [head.split(" | ")[0] for head, _ in tables if not head.startswith("fault | accel_train")] == ["id"] * 5
+    rows = [row.strip("| ").split(" | ") for head, rows in tables if head.startswith("id") for row in rows.splitlines()]
+    ids = [row[0] for row in rows]
+    assert [name for name in ids if not re.fullmatch(r"[a-z]+-\d\d", name)] == []
+    assert sorted(set(ids)) == sorted(ids)
+    named = {row[0]: re.findall(r"`(tests/[\w/]+/test_\w+\.py|tests/test_\w+\.py)`", row[-1]) for row in rows}
+    assert [name for name, files in named.items() if not files] == []
+    assert [file for files in named.values() for file in files if not (REPOSITORY / file).is_file()] == []
+
+
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument")  # transformers' own, without a GPU
 def test_both_trainers_of_the_page_for_newcomers_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.support.hf_models import bert, rows
