@@ -435,8 +435,8 @@ def test_without_the_package_the_error_names_what_to_install(monkeypatch: pytest
             {"sp_size": 4},
             "parallel.sp_size=4 does not divide the 2 processes of this run; use 1, 2, or run on 4 or 8 processes",
         ),
-        ({"sp_size": 2, "strategy": "deepspeed"}, "parallel.sp_size=2 does not go with parallel.strategy deepspeed"),
-        ({"sp_size": 2, "strategy": "fsdp2", "tp_size": 2}, "parallel.sp_size=2 does not go with parallel.tp_size=2"),
+        ({"sp_size": 2, "strategy": "deepspeed"}, "parallel.sp_size=2 does not work with parallel.strategy deepspeed"),
+        ({"sp_size": 2, "strategy": "fsdp2", "tp_size": 2}, "parallel.sp_size=2 does not work with parallel.tp_size=2"),
         ({"cp_size": 2}, "unknown setting parallel.cp_size"),
     ],
 )

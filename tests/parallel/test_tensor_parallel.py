@@ -224,7 +224,7 @@ def test_what_cannot_be_split_is_refused_with_the_reason_and_a_remedy(
 @pytest.mark.parametrize(
     ("parallel", "model_type", "fault"),
     [
-        ({"tp_size": 2}, "llama", "parallel.tp_size=2 is for parallel.strategy fsdp2, and it is ddp"),
+        ({"tp_size": 2}, "llama", "parallel.tp_size=2 needs parallel.strategy fsdp2, not ddp"),
         ({**TP, "tp_size": 4}, "llama", "parallel.tp_size=4 does not divide the 2 processes of this run"),
         (
             {**TP, "dp_shard_size": 2},

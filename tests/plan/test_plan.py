@@ -387,13 +387,13 @@ def test_the_text_says_who_set_each_value_and_fills_in_the_formulas(capsys: pyte
     assert "seed 3 <- --seed" in lines
     line = 1 + Path("r.yaml").read_text().splitlines().index("  learning_rate: 0.001")
     assert f"learning_rate 0.001 <- line {line}" in lines
-    assert "Settings, and who set them: lines are those of r.yaml" in lines
+    assert "Settings, and who set them: line numbers refer to r.yaml" in lines
     assert not any(line.endswith("<- default") for line in lines), "defaults are shown when they are asked for"
     assert any("16 = 2 per device x 4 accumulation x 2 processes" in line for line in lines)
     assert any("linear: 0.001 x (2 per device x 4 accumulation x 2 processes) / 4 = 0.004" in line for line in lines)
     assert any(line.startswith("vocabulary 257 tokens in 320 rows, 63 never used") for line in lines)
     assert "\x1b" not in captured.out
-    assert "text is tokenised once" in captured.err
+    assert "--no-data" in captured.err
     assert not Path("out").exists()
 
 
