@@ -221,21 +221,21 @@ def load_task(name: str) -> Task:
     target = TASKS[name].path if name in TASKS else name
     if ":" not in target:
         hint = did_you_mean(name, TASKS, f"there are {', '.join(sorted(TASKS))}", show=repr)
-        raise ValueError(f"task={name!r} is not a task of accel_train; {hint} A custom task is written module:Class")
+        raise ValueError(f"unknown task={name!r}; {hint} Write a custom task as module:Class.")
     found = load_class("task", target, "accel_train.task.Task")
     methods = [name for name in vars(Task) if not name.startswith("_") and name != "Data"]
     abstract = sorted(getattr(found, "__abstractmethods__", ()))
     missing = abstract or [method for method in methods if not callable(getattr(found, method, None))]
     if missing:
         raise ValueError(
-            f"task={name!r} lacks {', '.join(missing)}; see accel_train.task.Task, the base class with defaults "
-            "for most methods"
+            f"task={name!r} lacks {', '.join(missing)}. Derive it from accel_train.task.Task, which has defaults "
+            "for most methods."
         )
     try:
         task: Task = found()
     except TypeError as error:
         raise ValueError(
-            f"task={name!r} cannot be made without arguments: {error}; a task is made by {found.__name__}()"
+            f"task={name!r} cannot be created without arguments: {error}. accel_train calls {found.__name__}()."
         ) from error
     return task
 
@@ -283,12 +283,12 @@ def load_class(setting: str, name: str, base: str) -> type[Any]:
     # An empty name raises ValueError.
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(
-            f"{setting}={name!r} cannot be imported: {error}; it is looked up on PYTHONPATH and in the current "
-            "folder as module:Class"
+            f"{setting}={name!r} cannot be imported: {error}. Put its module on PYTHONPATH or in the current "
+            "folder, and name it as module:Class."
         ) from error
     if not isinstance(found, type):
         raise ValueError(
-            f"{setting}={name!r} is {_kind(found)} and no class; name a class derived from {base}, as module:Class"
+            f"{setting}={name!r} is {_kind(found)}, not a class. Name a class derived from {base}, as module:Class."
         )
     return found
 

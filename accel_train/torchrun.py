@@ -133,7 +133,7 @@ def run(arguments: Sequence[str]) -> int:
         # reliable.
         if (code := exit_code_of(ended)) not in (0, PEER):
             return code
-        print(f"error: the machines of this run do not meet: {error}", file=sys.stderr)
+        print(f"error: the machines of this run cannot connect: {error}", file=sys.stderr)
         return PEER
     return 0
 

@@ -81,15 +81,15 @@ STRANGE: dict[str, tuple[str, str, str]] = {
         "def build_model(self, recipe, data): pass",
         "build_model of task='TASK' returned None; return a torch.nn.Module",
     ),
-    "function": ("make", "pass", "task='TASK' is a function and no class; name a class"),
-    "instance": ("made", "pass", "task='TASK' is an object of Own and no class"),
-    "module": ("torch", "pass", "task='TASK' is a module and no class"),
+    "function": ("make", "pass", "task='TASK' is a function, not a class"),
+    "instance": ("made", "pass", "task='TASK' is an object of Own, not a class"),
+    "module": ("torch", "pass", "task='TASK' is a module, not a class"),
     "arguments": ("NeedsMore", "pass", "task='TASK' cannot be made without arguments: .*'folder'"),
     "no method": ("Own", "score = predict_batch = None", "task='TASK' lacks score, predict_batch"),
     "no loss of a derived class": (
         "Half",
         "pass",
-        "task='TASK' lacks build_model, loss_sum; see accel_train.task.Task",
+        "task='TASK' lacks build_model, loss_sum. Derive it from accel_train.task.Task",
     ),
 }
 
@@ -140,7 +140,7 @@ def test_plan_refuses_a_loss_that_cannot_be_trained_on(
     _, body, _ = STRANGE[loss]
     write(here, f"own_plan_{loss[0]}", "Own", body.replace(".item()", ".sum"))
     assert main(["plan", "r.yaml"]) == 2
-    assert "error: loss_sum of the task returned a " in capsys.readouterr().err
+    assert "error: loss_sum of" in capsys.readouterr().err
 
 
 def test_a_loss_that_is_nan_is_for_the_guard(here: Path) -> None:
@@ -169,10 +169,8 @@ def test_a_module_in_the_current_folder_is_found_by_the_installed_command_and_hi
     (here / "own_found.py").unlink()
     done = subprocess.run(command, cwd=here, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 2
-    assert (
-        f"task='{task}' cannot be imported: No module named 'own_found'; it is looked up on PYTHONPATH and in the "
-        "current folder" in done.stderr
-    )
+    for part in (f"task='{task}'", "No module named 'own_found'", "PYTHONPATH", "current folder"):
+        assert part in done.stderr
 
 
 OWN_DATA = """

@@ -58,7 +58,7 @@ def whole_number(text: str) -> int:
     """Return an integer argument; raise ArgumentTypeError if it is larger than any count of this program."""
     number = int(text)
     if abs(number) > LARGEST_COUNT:
-        raise argparse.ArgumentTypeError(f"{text:.30} is too large; give at most {LARGEST_COUNT:,}")
+        raise argparse.ArgumentTypeError(f"{text:.30} is too large. Give at most {LARGEST_COUNT:,}")
     return number
 
 
@@ -66,7 +66,7 @@ def seed_number(text: str) -> int:
     """Return a seed argument; raise ArgumentTypeError outside of the range of torch.manual_seed."""
     number = int(text)
     if not 0 <= number < 2**64:
-        raise argparse.ArgumentTypeError(f"{text:.30} is not a seed; give a number from 0 to 2**64 - 1")
+        raise argparse.ArgumentTypeError(f"{text:.30} is not a seed. Give a number from 0 to 2**64 - 1")
     return number
 
 
@@ -110,7 +110,7 @@ def data_of(arguments: argparse.Namespace) -> str | None:
     """
     data, named = arguments.data, arguments.named_data
     if None not in (data, named) and data != named:
-        raise UserError(f"two sets of data, {data} and --data {named}; name one")
+        raise UserError(f"DATA {data} and --data {named} differ. Give one of them.")
     return named if data is None else data
 
 

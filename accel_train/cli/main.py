@@ -126,7 +126,7 @@ def _dispatch(words: list[str]) -> Outcome:
     name = next((word for word in words if not word.startswith("-")), None)
     if name is None and not set(words) & {"-h", "--help", "--version"}:
         if words:
-            raise UserError(f"{words[0]} stands alone; name a command: {', '.join(COMMANDS)}")
+            raise UserError(f"{words[0]} needs a command. Give one of {', '.join(COMMANDS)}.")
         build_parser().print_help()
         return Outcome()
     if name is not None and name not in COMMANDS:
@@ -140,7 +140,7 @@ def _dispatch(words: list[str]) -> Outcome:
     if command.processes != "all" and os.environ.get("RANK", "0") != "0":
         return Outcome()
     if command.processes == "one" and (size := os.environ.get("WORLD_SIZE", "1")) != "1":
-        raise UserError(f"WORLD_SIZE={size}: {arguments.command} takes one process; start it without a launcher")
+        raise UserError(f"WORLD_SIZE={size}: {arguments.command} runs in one process. Start it without a launcher.")
     if settings:
         from accel_train.recipe.loader import split_flags
 
@@ -201,7 +201,7 @@ def parse_arguments(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]
         is_setting = word.startswith("--") and word in unknown
         name, equals, value = word.partition("=")
         if not is_setting and re.fullmatch(r"[a-z_]\w*(\.\w+)*", name) and equals and not os.path.exists(word):
-            raise UserError(f"{word}: a setting begins with two hyphens; write --{name} {shlex.quote(value)}")
+            raise UserError(f"{word}: settings begin with two hyphens. Write --{name} {shlex.quote(value)}")
         if is_setting and "." not in name and (meant := did_you_mean(name, command.arguments, least=0.8)):
             raise UserError(f"unknown flag {name}; {meant}")
         (settings if is_setting else own).append(word)

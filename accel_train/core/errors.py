@@ -14,7 +14,7 @@ class OutOfMemory(Exception):
 
 
 OUT_OF_MEMORY_REMEDY = (
-    "lower batch.per_device_batch_size where it is above 1, set precision.gradient_checkpointing, or shard the model "
+    "lower batch.per_device_batch_size if it is above 1, set precision.gradient_checkpointing, or shard the model "
     "over more GPUs (parallel.strategy: fsdp2)"
 )
 
@@ -33,9 +33,8 @@ class StepAgain(Exception):
 class SettingError(ValueError):
     """A mistake that its user can correct. Code reads the fields; `str` renders the sentence from them.
 
-    The fields are what `problem` there is, its `remedy`, the setting or file that it is `at`, and the dotted names of
-    all
-    `settings` that the broken rule is about.
+    Fields: the `problem`, its `remedy`, the setting or file that it is `at`, and the dotted names of all `settings`
+    that the broken rule is about.
     """
 
     def __init__(self, problem: str, remedy: str = "", at: str = "", settings: tuple[str, ...] = ()) -> None:
@@ -50,7 +49,7 @@ class SettingError(ValueError):
 
 
 class RecipeProblems(ValueError):
-    """All that is wrong with a recipe: `args` are the problems, and `str` shows one a line."""
+    """All problems of a recipe, in `args`. `str` shows one problem per line."""
 
     def __str__(self) -> str:
         return "\n".join(self.args)
@@ -61,7 +60,7 @@ class DataError(ValueError):
 
 
 class DataWorkerGone(RuntimeError):
-    """A process that reads the data ahead has died. The command exits with 5."""
+    """Raised when a process that reads data ahead has died. The command exits with 5."""
 
 
 class RecipeError(ValueError):

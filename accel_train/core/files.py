@@ -145,7 +145,7 @@ def refuse_link_loops(folder: Path) -> None:
     for root, folders, _ in os.walk(folder, followlinks=True):
         for path in (Path(root, name).absolute() for name in folders):
             if path.is_symlink() and path.resolve() in (parent.resolve() for parent in path.parents):
-                raise ValueError(f"{path} is a link to {path.resolve()}, in which it lies itself; remove the link")
+                raise ValueError(f"{path} links to {path.resolve()}, a folder that contains the link. Remove the link.")
 
 
 def sha256(path: Path, given_up: threading.Event | None = None) -> str:
@@ -199,10 +199,7 @@ def path_problem(text: str) -> str | None:
     if not text.strip():
         return "is blank: give a path (is a shell variable not set?)"
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text):
-        return (
-            "is not a path: only folders of this machine's file systems can be written to. Mount the storage, or "
-            "copy there later"
-        )
+        return "is a URL, not a path on this machine. Mount the storage, or write to a local folder and copy it later."
     return None
 
 

@@ -136,7 +136,7 @@ def peak_flops(name: str, dtype: str) -> float | None:
         ValueError: `dtype` is not one of bf16, fp16, tf32, fp32.
     """
     if dtype not in PEAK_DTYPES:
-        raise ValueError(f"dtype={dtype!r} has no peak in the table; give one of {', '.join(PEAK_DTYPES)}")
+        raise ValueError(f"dtype={dtype!r} has no known peak. Give one of {', '.join(PEAK_DTYPES)}")
     gpu = find_gpu(name)
     tflops = None if gpu is None else gpu.peak_tflops[PEAK_DTYPES.index(dtype)]
     return None if tflops is None else tflops * 1e12

@@ -55,9 +55,9 @@ def read_plain_json(path: Path) -> Any:
         ValueError: the file is not regular, too large, nested too deep, or not JSON.
     """
     if not stat.S_ISREG(path.lstat().st_mode):
-        raise ValueError("no plain file")
+        raise ValueError("not a plain file")
     if path.stat().st_size > LARGEST_PLAIN_BYTES:
-        raise ValueError(f"{path.stat().st_size} bytes, and {LARGEST_PLAIN_BYTES} are allowed")
+        raise ValueError(f"{path.stat().st_size} bytes exceed the limit of {LARGEST_PLAIN_BYTES}")
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except RecursionError as error:
@@ -122,7 +122,7 @@ def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
         try:
             found[str(name)] = plain(value)
         except TypeError as error:
-            raise ValueError(f"the metric {name!r} cannot be saved: {error}; return float(...) or a list") from None
+            raise ValueError(f"the metric {name!r} cannot be saved: {error}. Return float(...) or a list.") from None
     return found
 
 

@@ -59,8 +59,8 @@ def check_claim(run_folder: Path) -> None:
         is_marker_of_ours = name == MARKER and _read(run_folder)
         if _holds_something(run_folder / name) and not is_marker_of_ours:
             raise ValueError(
-                f"output_dir={run_folder} holds {name}. No run of this program wrote it, and this run would replace "
-                f"it. Move it away, or give another output_dir"
+                f"output_dir={run_folder} holds {name}, which accel_train did not write. This run would replace it. "
+                "Move it away, or give another output_dir."
             )
 
 
@@ -84,8 +84,8 @@ def refuse_inputs_in(output_dir: Path, inputs: Mapping[str, str]) -> None:
         path = path.resolve()
         if path.is_relative_to(root) and path != root and path.relative_to(root).parts[0] in RUN_NAMES:
             raise ValueError(
-                f"{setting}={value} lies in output_dir={output_dir}, where this run would replace it; give another "
-                "output_dir"
+                f"{setting}={value} lies in output_dir={output_dir}, where this run would replace it. Give another "
+                "output_dir."
             )
 
 
@@ -100,18 +100,18 @@ def check_file(path: Path, home: Path, what: str) -> None:
     target = path.resolve() if path.is_symlink() else path
     _check_parent(target, what)
     if target.is_dir():
-        raise ValueError(f"{what} is a folder; give a file")
+        raise ValueError(f"{what} is a folder. Give a file.")
     if not _is_ours(target, home):
         raise ValueError(
-            f"{what} was not written by this run, or was changed since; move it away, or give another name"
+            f"{what} was not written by this run, or has changed since. Move it away, or give another name."
         )
 
 
 def _check_parent(target: Path, what: str) -> None:
     if not target.parent.is_dir():
-        raise ValueError(f"{what}: no folder {target.parent}; make it first")
+        raise ValueError(f"{what}: folder {target.parent} does not exist. Create it first.")
     if not os.access(target.parent, os.W_OK):
-        raise ValueError(f"{what}: {target.parent} cannot be written; give another place")
+        raise ValueError(f"{what}: folder {target.parent} is not writable. Give another folder.")
 
 
 def write_file(path: Path, content: bytes, home: Path) -> Path:
@@ -156,16 +156,16 @@ def check_folder(target: Path, what: str) -> None:
     """
     _check_parent(target, what)
     if os.path.lexists(target) and not target.is_dir():
-        raise ValueError(f"{what} is a file; give a folder")
+        raise ValueError(f"{what} is a file. Give a folder.")
     problem = _foreign_in(target)
     if problem is not None:
         raise ValueError(
-            f"{what} holds {problem}. This program did not write it, or it has changed since. Move it away, or give "
-            f"a folder that is new or empty"
+            f"{what} holds {problem}, which accel_train did not write, or which has changed since. "
+            "Move it away, or give a new or empty folder."
         )
     staging = staging_of(target)
     if os.path.lexists(staging) and not _read(staging):
-        raise ValueError(f"{staging} was not made by this program, and this program needs the name. Move it away")
+        raise ValueError(f"{staging} was not created by accel_train, which needs this name. Move it away.")
 
 
 @contextmanager
@@ -244,7 +244,7 @@ def _read(folder: Path) -> dict[str, Any]:
 
 def _save(folder: Path, record: Mapping[str, Any]) -> None:
     if (folder / MARKER).exists() and not _read(folder):
-        raise OSError(f"{folder / MARKER} is not of this program")
+        raise OSError(f"{folder / MARKER} was not written by accel_train")
     head = {"format": FORMAT, "program": "accel_train", "version": __version__}
     write_plain_json(folder / MARKER, {**record, **head})
 

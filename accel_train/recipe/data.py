@@ -27,7 +27,7 @@ def _known_encoding(name: str) -> str:
         is_text = False
     if not is_text:
         raise ValueError(
-            f"data.encoding={name} is unknown to Python. Use a codec name, for example latin-1, cp1252, or utf-16"
+            f"data.encoding={name} is an unknown encoding. Use a Python codec name, for example latin-1 or cp1252."
         )
     return name
 
@@ -35,7 +35,7 @@ def _known_encoding(name: str) -> str:
 def _one_character(delimiter: str) -> str:
     delimiter = {"tab": "\t", "\\t": "\t"}.get(delimiter, delimiter)
     if delimiter != "auto" and (len(delimiter) != 1 or delimiter in '\r\n"'):
-        raise ValueError(f"data.delimiter={delimiter!r} is not one character; give ';', tab or '|', say")
+        raise ValueError(f"data.delimiter={delimiter!r} is not one character. Give one, for example ';', tab or '|'.")
     return delimiter
 
 
@@ -159,9 +159,7 @@ class Data(Section):
         return self._train_key == "data.train"
 
     def of_training(self, rows: str) -> str:
-        """Return what notes call the rows of `train`: `training texts`, or `texts` where a trained
-        model is shown them.
-        """
+        """Return the name of the rows of `train` in notes: `training texts`, or `texts` for a trained model."""
         return f"training {rows}" if self.is_for_training else rows
 
     @classmethod
@@ -173,7 +171,7 @@ class Data(Section):
         """
         if not isinstance(data, cls):
             raise TypeError(
-                f"data is a {type(data).__name__}, and this task reads a {cls.__name__}; set `Data` of the task"
+                f"data is a {type(data).__name__}, but this task reads a {cls.__name__}. Set `Data` of the task."
             )
         return data
 

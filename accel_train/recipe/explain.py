@@ -134,7 +134,7 @@ def _lines_of_setting(name: str, info: FieldInfo, width: int) -> list[str]:
 
 
 def written_example(name: str) -> tuple[str, str]:
-    """Return a setting's example as a line of YAML and as a flag; empty where there is none, or items of a list have no
+    """Return a setting's example as a line of YAML and as a flag. Empty without an example, or if list items have no
     flags.
     """
     value = example_of(name)
@@ -159,7 +159,7 @@ def _quoted(text: str) -> str:
 
 def _default(name: str) -> str:
     info = recipe_names()[name]
-    return "none: it must be given" if isinstance(info, type) or info.is_required() else show(info.default)
+    return "required" if isinstance(info, type) or info.is_required() else show(info.default)
 
 
 def _summary(name: str, width: int) -> list[str]:

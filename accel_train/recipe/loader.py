@@ -67,7 +67,7 @@ def load_recipe(
     if not isinstance(tree, Mapping):
         problem = "is empty" if tree is None else f"holds {show(tree)}, not a mapping of settings"
         raise ValueError(
-            f"{path} {problem}; a recipe begins like `{names.REQUIRED_EXAMPLES['output_dir']}`, a setting a line"
+            f"{path} {problem}. Write one setting per line, for example `{names.REQUIRED_EXAMPLES['output_dir']}`."
         )
     return _load(tree, lambda key: Origin("file", f"{path}:{lines[key]}"), str(path), overrides, arguments)
 
@@ -130,10 +130,10 @@ def _read_text(path: str | Path) -> str:
         )
         raise ValueError(f"{path}: no such recipe file; {remedy}") from error
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}; check the path and its permissions") from error
+        raise ValueError(f"{path} cannot be read: {error.strerror}. Check the path and its permissions.") from error
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{path} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}; save it as UTF-8"
+            f"{path} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}. Save it as UTF-8."
         ) from error
 
 
@@ -141,11 +141,11 @@ def _read_bytes(path: str | Path) -> bytes:
     """Return the bytes of a file, or of a pipe that delivers some within seconds."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         if not select.select([file], [], [], _WAIT_SECONDS)[0]:
-            raise ValueError(f"{path} is a pipe without content for {_WAIT_SECONDS:g} seconds; name a YAML file")
+            raise ValueError(f"{path} is a pipe that sent nothing for {_WAIT_SECONDS:g} seconds. Name a YAML file.")
         os.set_blocking(file.fileno(), True)
         content = file.read(_LARGEST_BYTES + 1)
     if len(content) > _LARGEST_BYTES:
-        raise ValueError(f"{path} is not a recipe: it has more than {_LARGEST_BYTES:,} bytes; name a YAML file")
+        raise ValueError(f"{path} is not a recipe: it has more than {_LARGEST_BYTES:,} bytes. Name a YAML file.")
     return content
 
 
@@ -200,9 +200,7 @@ def split_flags(arguments: Sequence[str], *, own_data: bool = True) -> list[tupl
         flag, equals, text = rest.pop(0).partition("=")
         name = flag.removeprefix("--")
         if name == flag:
-            raise ValueError(
-                f"{flag!r} is neither a flag nor a flag's value; settings are written --section.field VALUE"
-            )
+            raise ValueError(f"{flag!r} is neither a flag nor a flag's value. Write settings as --section.field VALUE.")
         is_known = name in names.recipe_names() or names.is_free(name)
         if not is_known and not (own_data and name.startswith("data.")):
             raise ValueError(f"unknown flag {flag}; {names.remedy_for_unknown(name, '--')}")

@@ -140,8 +140,8 @@ class Optimizer(Section):
         if self.options and not optimizer_kind(self.name).reads_options:
             taking = ", ".join(name for name, kind in OPTIMIZERS.items() if kind.reads_options)
             raise SettingError(
-                f"optimizer.options are for {taking} and module:Class, and optimizer.name is {self.name}",
-                "leave them out",
+                f"optimizer.name={self.name} takes no optimizer.options, unlike {taking} and module:Class",
+                "Leave them out.",
                 settings=("optimizer.options", "optimizer.name"),
             )
         return self
@@ -150,15 +150,15 @@ class Optimizer(Section):
     def schedule_free_averages_by_itself(self) -> "Optimizer":
         if self.name == SCHEDULE_FREE and self.ema_decay is not None:
             raise SettingError(
-                f"{self.name} keeps an average of the weights already",
-                "leave it out",
+                f"{self.name} already averages the weights",
+                "Leave it out.",
                 at=f"optimizer.ema_decay={self.ema_decay:g}",
                 settings=("optimizer.ema_decay",),
             )
         if self.name == SCHEDULE_FREE and self.betas[0] == 0:
             raise SettingError(
-                f"{self.name} divides by the first number, the share of the average at which gradients are taken",
-                "use 0.9",
+                f"{self.name} divides by the first beta, the weight of the average in the point of the gradients",
+                "Use 0.9.",
                 at=f"optimizer.betas={list(self.betas)}",
                 settings=("optimizer.betas",),
             )

@@ -55,8 +55,8 @@ class Parallel(Section):
             is_tp = self.tp_size > 1
             other = f"tp_size={self.tp_size}" if is_tp else "strategy deepspeed"
             raise SettingError(
-                f"parallel.sp_size={self.sp_size} does not go with parallel.{other}",
-                "leave one of them out: sequences are split under parallel.strategy ddp and fsdp2",
+                f"parallel.sp_size={self.sp_size} does not work with parallel.{other}",
+                "Leave one of them out: parallel.strategy ddp and fsdp2 split sequences.",
                 settings=("parallel.sp_size", *(("parallel.tp_size",) if is_tp else ()), "parallel.strategy"),
             )
         of_fsdp2 = ("dp_shard_size", "reshard_after_forward", "cpu_offload", "tp_size")
@@ -69,7 +69,7 @@ class Parallel(Section):
             for name in names if self.strategy != strategy else ():
                 if getattr(self, name) != type(self).model_fields[name].default:
                     raise SettingError(
-                        f"parallel.{name}={getattr(self, name)} is for parallel.strategy {strategy}, and it is "
+                        f"parallel.{name}={getattr(self, name)} needs parallel.strategy {strategy}, not "
                         f"{self.strategy}",
                         settings=(f"parallel.{name}", "parallel.strategy"),
                     )

@@ -228,8 +228,8 @@ class Schedule(Section):
             )
         if self.max_steps is not None and self.warmup_steps is not None and self.warmup_steps > self.max_steps:
             raise SettingError(
-                f"schedule.warmup_steps={self.warmup_steps} is longer than max_steps={self.max_steps}",
-                "lower warmup_steps",
+                f"schedule.warmup_steps={self.warmup_steps} exceeds schedule.max_steps={self.max_steps}",
+                "Lower warmup_steps.",
                 settings=("schedule.warmup_steps",),
             )
         return self

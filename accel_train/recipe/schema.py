@@ -208,13 +208,13 @@ class Precision(Section):
 
             if self.compile_backend not in (known := list_backends(exclude_tags=())):
                 raise SettingError(
-                    f"torch knows {', '.join(known)}",
+                    f"unknown backend; torch has {', '.join(known)}",
                     at=f"precision.compile_backend={self.compile_backend}",
                     settings=("precision.compile_backend",),
                 )
         if self.compile_mode != "default" and self.compile_backend != "inductor":
             raise SettingError(
-                f"precision.compile_mode={self.compile_mode} is for precision.compile_backend inductor, and that is "
+                f"precision.compile_mode={self.compile_mode} needs precision.compile_backend inductor, not "
                 f"{self.compile_backend}",
                 settings=("precision.compile_mode", "precision.compile_backend"),
             )
@@ -225,8 +225,8 @@ class Precision(Section):
         if isinstance(self.gradient_checkpointing, MemoryBudget) and self.compile is False:
             raise SettingError(
                 f"precision.gradient_checkpointing={{memory_budget: {self.gradient_checkpointing.memory_budget:g}}} "
-                "is for compiled models: "
-                "set precision.compile to true, or this to selective or blocks",
+                "needs a compiled model",
+                "Set precision.compile to true, or this to selective or blocks.",
                 settings=("precision.gradient_checkpointing", "precision.compile"),
             )
         return self
@@ -437,7 +437,7 @@ class Recipe(Section):
             if section.type != "constant" or warmup:
                 name = warmup[0] if section.type == "constant" else "type"
                 raise SettingError(
-                    f"{SCHEDULE_FREE} has its own warm-up and no other schedule",
+                    f"{SCHEDULE_FREE} has its own warm-up and takes no schedule",
                     remedy,
                     at=f"schedule.{name}={getattr(section, name)}",
                     settings=(f"schedule.{name}", other),

@@ -65,7 +65,7 @@ def format_settings(recipe: Recipe, *, colour: bool, show_all: bool) -> Iterator
     files = Counter(who.rpartition(":")[0] for *_, who in shown if who.rpartition(":")[2].isdigit())
     file = files.most_common(1)[0][0] if files else ""
     title = "Settings, and who set them"
-    yield paint(f"{title}: lines refer to {file}" if file else title, "bold", on=colour)
+    yield paint(f"{title}: line numbers refer to {file}" if file else title, "bold", on=colour)
     for depth, name, value, who in shown:
         by = who.replace(f"{file}:", "line ") if file else who
         left = f"{'  ' * (depth + 1)}{name}".ljust(width + 2)

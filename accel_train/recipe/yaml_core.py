@@ -96,8 +96,8 @@ class _Document:
         self.values_left -= 1
         if self.values_left < 0:
             raise ValueError(
-                f"{self.name}: its aliases make more than {_MOST_VALUES:,} values, too many for a recipe; write "
-                "them out"
+                f"{self.name}: aliases expand to more than {_MOST_VALUES:,} values, too many for a recipe. Write "
+                "them out."
             )
         if node in parents:
             raise ValueError(f"{here}: this alias contains itself; write the value out")
@@ -108,7 +108,7 @@ class _Document:
             try:
                 return node.value if kind == "str" else _SCALARS[kind][2](node.value)
             except ValueError as error:
-                raise ValueError(f"{here}: {node.value[:80]!r} is not a number that can be read") from error
+                raise ValueError(f"{here}: {node.value[:80]!r} is not a readable number") from error
         if isinstance(node, yaml.SequenceNode):
             return [self.value(item, (*key, i), (*parents, node)) for i, item in enumerate(node.value)]
         return self._mapping(node, key, (*parents, node))

@@ -123,11 +123,11 @@ RECIPES: dict[str, tuple[Edit, tuple[str, ...]]] = {
     ),
     "warmup longer than training": (
         setting("schedule.warmup_steps", 9),
-        ("schedule.warmup_steps=9", "lower warmup_steps"),
+        ("schedule.warmup_steps=9", "Lower warmup_steps"),
     ),
     "warmup longer than the epochs": (
         setting("schedule", {"num_epochs": 1e-9, "warmup_steps": 9}),
-        ("schedule.warmup_steps=9", "lower warmup_steps"),
+        ("schedule.warmup_steps=9", "Lower warmup_steps"),
     ),
     "both sources of weights": (
         setting("model.pretrained", "gpt2"),
@@ -180,7 +180,7 @@ RECIPES: dict[str, tuple[Edit, tuple[str, ...]]] = {
     ),
     "options for an optimizer without": (
         setting("optimizer", {"name": "lion", "options": {"beta": 1}}),
-        ("optimizer.options are for", "leave them out"),
+        ("optimizer.name=lion", "optimizer.options", "Leave them out"),
     ),
     "optimizer that needs a closure": (
         setting("optimizer", {"name": "torch.optim:LBFGS", "weight_decay": 0}),
@@ -243,7 +243,7 @@ RECIPES: dict[str, tuple[Edit, tuple[str, ...]]] = {
     ),
     "options of 8 bits": (
         setting("optimizer", {"name": "adamw_8bit", "options": {"is_paged": True}}),
-        ("optimizer.options are for", "is adamw_8bit; leave them out"),
+        ("optimizer.name=adamw_8bit", "optimizer.options", "Leave them out"),
     ),
     "typo in 8 bits": (
         setting("optimizer.name", "adam_8bit"),
@@ -263,11 +263,11 @@ RECIPES: dict[str, tuple[Edit, tuple[str, ...]]] = {
     ),
     "two averages": (
         both(free(), setting("optimizer.ema_decay", 0.9)),
-        ("optimizer.ema_decay=0.9: schedule_free_adamw keeps an average", "leave it out"),
+        ("optimizer.ema_decay=0.9: schedule_free_adamw", "Leave it out"),
     ),
     "schedule-free without a first beta": (
         both(free(), setting("optimizer.betas", [0, 0.9])),
-        ("optimizer.betas=[0.0, 0.9]", "use 0.9"),
+        ("optimizer.betas=[0.0, 0.9]", "Use 0.9"),
     ),
     "warm-up that is no number of steps": (
         both(free(), setting("optimizer.options", {"warmup_steps": -1})),
@@ -297,7 +297,7 @@ RECIPES: dict[str, tuple[Edit, tuple[str, ...]]] = {
     ),
     "unknown encoding": (
         setting("data.encoding", "latin-11"),
-        ("data.encoding=latin-11", "no encoding that Python knows", "cp1252"),
+        ("data.encoding=latin-11", "unknown encoding", "cp1252"),
     ),
     "delimiter of two characters": (setting("data.delimiter", "::"), ("data.delimiter='::'", "not one character")),
     "unknown tracker": (setting("log.trackers", ["tensorbord"]), ("tensorbord", "tensorboard")),
@@ -346,16 +346,16 @@ TEXTS: dict[str, tuple[str, tuple[str, ...]]] = {
 FLAGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "no hyphens": (
         ("run", "r.yaml", "optimizer.learning_rate=1e-3"),
-        ("optimizer.learning_rate=1e-3: a setting begins with two hyphens; write --optimizer.learning_rate 1e-3",),
+        ("optimizer.learning_rate=1e-3: settings begin with two hyphens. Write --optimizer.learning_rate 1e-3",),
     ),
-    "no hyphens before the recipe": (("plan", "log.every_steps=a b", "r.yaml"), ("write --log.every_steps 'a b'",)),
+    "no hyphens before the recipe": (("plan", "log.every_steps=a b", "r.yaml"), ("Write --log.every_steps 'a b'",)),
     "no hyphens in place of data": (
         ("evaluate", "run", "seed=1"),
-        ("seed=1: a setting begins with two hyphens; write --seed 1",),
+        ("seed=1: settings begin with two hyphens. Write --seed 1",),
     ),
     "two sets of data": (
         ("evaluate", "run", "a.csv", "--data", "b.csv"),
-        ("two sets of data, a.csv and --data b.csv; name one",),
+        ("DATA a.csv and --data b.csv differ",),
     ),
     "unknown": (("run", "r.yaml", "--zzz", "1"), ("unknown flag --zzz", "a recipe has task")),
     "typo": (("run", "r.yaml", "--optimizer.learning_rat", "1"), ("did you mean --optimizer.learning_rate?",)),
@@ -385,7 +385,7 @@ FLAGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "folder for a recipe": (("run", "."), (". is a folder", "it holds r.yaml")),
     "unknown command": (("rnu", "r.yaml"), ("unknown command 'rnu'", "did you mean run?")),
     "command of another trainer": (("train", "r.yaml"), ("unknown command 'train'", "did you mean run?")),
-    "flag without a command": (("--seed",), ("--seed", "name a command")),
+    "flag without a command": (("--seed",), ("--seed", "needs a command")),
     "verify without a run": (("verify", "nowhere"), ("nowhere", "output_dir")),
     "report without a run": (("report", "nowhere"), ("nowhere", "output_dir")),
     "generate without a run": (("generate", "nowhere"), ("nowhere does not exist", "output_dir")),
@@ -569,7 +569,7 @@ def test_a_csv_file_of_tabs_is_read_and_it_is_said(capsys: pytest.CaptureFixture
     recipe = {**GOOD, "task": "text-classification", "model": {"config": BERT}, "data": {"train": "t.csv"}}
     Path("r.yaml").write_text(yaml.safe_dump(recipe))
     assert main(["plan", "r.yaml"]) == 0
-    assert "t.csv: read as separated by tabs" in capsys.readouterr().out
+    assert "separated by tabs" in capsys.readouterr().out
 
 
 def test_at_least_60_mistakes_are_tried() -> None:
@@ -612,14 +612,14 @@ ENDLESS: dict[str, tuple[Callable[[], object], str, str, str]] = {
     "pipe as tokens": (lambda: os.mkfifo("p.bin"), "r.yaml", "p.bin", "p.bin is no regular file"),
     "link to a device": (lambda: os.symlink("/dev/zero", "z.txt"), "r.yaml", "z.txt", "z.txt is no regular file"),
     "folders in a circle": (lambda: loop(Path("texts")), "r.yaml", "texts/**/*.txt", "inner/x is a link to"),
-    "pipe as recipe": (lambda: os.mkfifo("p.yaml"), "p.yaml", "text.txt", "p.yaml is a pipe without content"),
+    "pipe as recipe": (lambda: os.mkfifo("p.yaml"), "p.yaml", "text.txt", "p.yaml is a pipe"),
     "device as recipe": (
         lambda: None,
         "/dev/zero",
         "text.txt",
         "/dev/zero is not a recipe: it has more than 1,048,576 bytes",
     ),
-    "aliases of aliases": (lambda: Path("b.yaml").write_text(bomb()), "b.yaml", "text.txt", "b.yaml: its aliases make"),
+    "aliases of aliases": (lambda: Path("b.yaml").write_text(bomb()), "b.yaml", "text.txt", "b.yaml: aliases"),
 }
 
 
@@ -739,7 +739,7 @@ def test_several_problems_are_a_line_each(capsys: pytest.CaptureFixture[str]) ->
 def test_the_good_recipe_is_good(no_model: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "r.yaml"]) == 0
     assert no_model == ["from_config"]
-    assert "Memory of each process" in capsys.readouterr().out
+    assert "Memory of each" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -193,12 +193,12 @@ def test_an_earlier_export_is_replaced_and_nothing_else(capsys: pytest.CaptureFi
     assert main(["export", "run", "--out", "again"]) == 0
     Path("again/note.txt").write_text("mine, too")
     assert main(["export", "run", "--out", "again"]) == 2
-    assert "again holds note.txt, which this program did not write" in capsys.readouterr().err
+    assert "again holds note.txt" in capsys.readouterr().err
     assert Path("again/note.txt").read_text() == "mine, too"
     Path("mine").mkdir()
     Path("mine/thesis.txt").write_text("mine")
     assert main(["export", "run", "--out", "mine"]) == 2
-    assert "mine holds thesis.txt, which this program did not write" in capsys.readouterr().err
+    assert "mine holds thesis.txt" in capsys.readouterr().err
     assert Path("mine/thesis.txt").read_text() == "mine"
 
 
@@ -206,8 +206,8 @@ def test_an_earlier_export_is_replaced_and_nothing_else(capsys: pytest.CaptureFi
     "arguments, said",
     [
         (["nowhere"], "nowhere does not exist"),
-        (["run", "--out", "recipe.yaml"], "--out recipe.yaml is a file; give a folder"),
-        (["run", "--out", "no/where"], "there is no folder no; make it first"),
+        (["run", "--out", "recipe.yaml"], "--out recipe.yaml is a file"),
+        (["run", "--out", "no/where"], "folder no does not exist"),
         (["run", "--quantize", "int4"], "invalid choice: 'int4'"),
     ],
 )
@@ -354,7 +354,7 @@ def test_a_launch_of_several_processes_is_refused(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["export", "run"]) == 2
-    assert "export takes one process" in capsys.readouterr().err
+    assert "export runs in one process" in capsys.readouterr().err
 
 
 @pytest.mark.slow

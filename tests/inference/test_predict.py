@@ -171,7 +171,7 @@ def test_the_end_of_the_name_says_how_the_table_is_written(suffix: str) -> None:
     "arguments, said",
     [
         (["texts", "--out", "table.xls"], "its name must end in .csv, .jsonl, .parquet"),
-        (["texts", "--out", "nowhere/table.csv"], "there is no folder nowhere; make it first"),
+        (["texts", "--out", "nowhere/table.csv"], "folder nowhere does not exist"),
         (["texts", "nowhere.csv"], "DATA: no file or folder 'nowhere.csv'"),
         (["nowhere"], "nowhere does not exist; give the output_dir of a finished run"),
         (["texts", "texts.csv", "--data.text_columns", "[words]"], "there is no column 'words'"),

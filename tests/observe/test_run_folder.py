@@ -247,7 +247,7 @@ def test_a_file_system_without_locks_is_said_and_does_not_stop_the_run(
 
 def test_a_path_that_cannot_be_a_run_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"output_dir=.*/file is a file; give a folder"):
+    with pytest.raises(ValueError, match=r"output_dir=.*/file is a file"):
         RunFolder(tmp_path / "file").open()
     with pytest.raises(ValueError, match=r"output_dir=.*/file/below cannot be written: Not a directory"):
         RunFolder(tmp_path / "file" / "below").open()

@@ -330,11 +330,11 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no such module": ({"name": "no_such:Class"}, "'no_such:Class' cannot be imported: No module named"),
     "no such class": (
         {"name": "torch.optim:Adagrat"},
-        "cannot be imported: .*Adagrat.*; it is looked up on PYTHONPATH",
+        "cannot be imported: .*Adagrat.*PYTHONPATH",
     ),
     "function": (
         {"name": "tests.support.optimizers:function"},
-        "is a function and no class; name a class derived from",
+        "is a function, not a class.*derived from",
     ),
     "no optimizer": (
         {"name": "torch.nn:Linear"},
@@ -398,7 +398,7 @@ def test_options_reach_the_class_and_are_refused_for_others() -> None:
         Optimizer.model_validate({"name": "tests.support.optimizers:Momentum", "options": {"memory": 0.3}})
     )
     assert trained.optimizer.defaults["memory"] == 0.3
-    with pytest.raises(ValueError, match=r"optimizer\.options .*adafactor, .* module:Class.* is muon"):
+    with pytest.raises(ValueError, match=r"optimizer\.name=muon .*optimizer\.options.*adafactor, .* and module:Class"):
         Optimizer.model_validate({"name": "muon", "options": {"ns_steps": 3}})
 
 

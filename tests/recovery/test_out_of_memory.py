@@ -14,7 +14,7 @@ from accel_train.recovery.out_of_memory import CAREFUL_STEPS, NewSizes, block_ta
 from tests.support.number_faults import launch
 from tests.support.processes import run_forked
 from tests.support.runs import checkpoint, events, losses, metrics, recipe_dict, write_corpus, write_recipe_file
-from tests.system.test_cases import MIXTURE
+from tests.system.test_models import MIXTURE
 
 
 def run_in(folder: Path, *, processes: int, expect: int = 0, **sections: Any) -> str:

@@ -203,7 +203,7 @@ def test_a_task_that_lacks_a_method_is_refused_by_its_name(
     monkeypatch.syspath_prepend(".")
     Path("half.yaml").write_text("{task: my_task:Half, output_dir: run, schedule: {max_steps: 1}}")
     assert main(["plan", "half.yaml"]) == 2
-    assert "task='my_task:Half' lacks loss, model; see accel_train.task.Task" in capsys.readouterr().err
+    assert "task='my_task:Half' lacks loss, model. Derive it from accel_train.task.Task" in capsys.readouterr().err
 
 
 class Unread(Dataset[Any]):

@@ -42,14 +42,14 @@ def _init(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
     name = Path(arguments.name).stem
     if name not in shipped_recipes():
         meant = did_you_mean(name, shipped_recipes(), f"there are {', '.join(shipped_recipes())}")
-        raise UserError(f"no recipe {arguments.name!r} comes with accel_train; {meant}")
+        raise UserError(f"unknown recipe {arguments.name!r}; {meant}")
     target = output_path(arguments.file or f"{name}.yaml")
     text = copy_text(name, target)
     try:
         with target.open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError as error:
-        raise UserError(f"{target} is there already; name another file: accel-train init {name} FILE") from error
+        raise UserError(f"{target} already exists. Give another file: accel-train init {name} FILE") from error
     print(f"{target}: edit it, then run `accel-train plan {target}` and `accel-train run {target}`")
     result: results.InitResult = {"recipe": name, "file": str(target)}
     return Outcome(result)

@@ -46,7 +46,9 @@ def _verify(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
         from accel_train.checkpoint.verify import format_verified, verify
 
         if settings and not arguments.resume_proof:
-            raise ValueError(f"{settings[0]} has no effect on the check; it is for --resume-proof")
+            raise ValueError(
+                f"{settings[0]} has no effect without --resume-proof. Add --resume-proof, or leave it out."
+            )
         with busy(f"{arguments.run}: reading every checkpoint"):
             verified = verify(Path(arguments.run))
     print(format_verified(verified))
@@ -67,7 +69,7 @@ def _verify(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
         "resume_proof": None,
     }
     if verified.newest is None:
-        error = f"{arguments.run} has no valid checkpoint; --checkpoint.resume never starts from the beginning"
+        error = f"{arguments.run} has no valid checkpoint; --checkpoint.resume never starts a new run"
         return Outcome(result, error=CheckpointError(error))
     if not arguments.resume_proof:
         return Outcome(result)

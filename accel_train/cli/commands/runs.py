@@ -123,10 +123,12 @@ def _report(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
 
     if arguments.follow:
         if arguments.json:
-            raise ValueError("--follow serves until it is ended, and --json prints once, at the end; give one of them")
+            raise ValueError(
+                "--follow and --json exclude each other: --follow never ends on its own, and --json prints at the end"
+            )
         return _follow(arguments)
     if arguments.port is not None:
-        raise ValueError(f"--port {arguments.port} is for --follow")
+        raise ValueError(f"--port {arguments.port} needs --follow")
     out = out_of(arguments)
     written = write_report([Path(run) for run in arguments.runs], out, refuse=True)
     if out is None or not is_written_into(out):
@@ -139,12 +141,12 @@ def _follow(arguments: argparse.Namespace) -> Outcome:
     from accel_train.report.follow import ReportServer
 
     if arguments.out is not None:
-        raise ValueError("--out writes a file, and --follow writes none; give one of them")
+        raise ValueError("--out and --follow exclude each other: --follow writes no file")
     with (
         ReportServer([Path(run) for run in arguments.runs], arguments.port or 0) as server,
         suppress(KeyboardInterrupt),
     ):
-        print(f"{server.address} (Ctrl-C ends it)", flush=True)
+        print(f"{server.address} (press Ctrl-C to stop)", flush=True)
         server.serve_forever()
     return Outcome()
 
@@ -193,7 +195,7 @@ def _replay(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
         from accel_train.recovery.replay import format_replay, replay_incident
 
     if arguments.debug and arguments.json:
-        raise ValueError("--debug is for people, who type into the debugger, and --json for programs; give one of them")
+        raise ValueError("--debug and --json exclude each other: the debugger is interactive")
     try:
         replay = replay_incident(Path(arguments.incident), arguments.device, debug=arguments.debug, settings=settings)
     # Leaving the debugger is not an error.

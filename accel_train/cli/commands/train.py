@@ -82,7 +82,7 @@ def _plan(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
         from accel_train.plan.place import Hardware
         from accel_train.plan.plan import resolve_plan
     if not no_data:
-        about = "reading the data (text is tokenised once, and then reused by runs; --no-data reads none) ..."
+        about = "reading the data (text is tokenized once and cached for runs; --no-data skips this) ..."
         say(about)
     hardware = Hardware(arguments.gpus_per_node, arguments.interconnect, arguments.mfu, arguments.mtbf)
     plan = resolve_plan(recipe, world_size, arguments.gpu, hardware, progress=sys.stderr.isatty(), no_data=no_data)
