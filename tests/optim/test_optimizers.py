@@ -26,9 +26,10 @@ from accel_train.recipe.optimizer import OPTIMIZERS, Optimizer, ParameterGroup
 from tests.support.runs import REPOSITORY
 
 CPU = torch.device("cpu")
+OURS = "tests.support.optimizers"
 OWN = ("muon", "lion")
 PACKAGED = ("adamw_8bit", "schedule_free_adamw")
-NAMES = (*OPTIMIZERS, "tests.support.optimizers:Momentum")
+NAMES = (*OPTIMIZERS, f"{OURS}:Momentum")
 TOKENS = torch.randint(64, (40, 4, 16), generator=torch.Generator().manual_seed(0))
 
 
@@ -327,53 +328,23 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(name: str, mon
 
 # What is wrong with a class, and what the error says of it.
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "no such module": ({"name": "no_such:Class"}, "'no_such:Class' cannot be imported: No module named"),
-    "no such class": (
-        {"name": "torch.optim:Adagrat"},
-        "cannot be imported: .*Adagrat.*PYTHONPATH",
-    ),
-    "function": (
-        {"name": "tests.support.optimizers:function"},
-        "is a function, not a class.*derived from",
-    ),
-    "no optimizer": (
-        {"name": "torch.nn:Linear"},
-        "Linear is not derived from torch.optim.Optimizer; name a class that is",
-    ),
+    "no such module": ({"name": "no_such:Class"}, "'no_such:Class' cannot be imported"),
+    "no such class": ({"name": "torch.optim:Adagrat"}, "cannot be imported: .*Adagrat.*PYTHONPATH"),
+    "function": ({"name": f"{OURS}:function"}, "is a function, not a class"),
+    "no optimizer": ({"name": "torch.nn:Linear"}, "Linear is not derived from torch.optim.Optimizer; name a class"),
     "unknown option": (
         {"name": "adafactor", "options": {"beta": 1}},
         "Adafactor.*raised TypeError: .*'beta'; correct optimizer.options, which are {'beta': 1}",
     ),
-    "option out of range": (
-        {"name": "adafactor", "options": {"d": -1}},
-        "raised ValueError: .*; correct optimizer.options",
-    ),
-    "learning rate as an option": (
-        {"name": "adafactor", "options": {"lr": 1}},
-        "multiple values for keyword argument 'lr'; correct optimizer.options",
-    ),
-    "no weight decay": (
-        {"name": "tests.support.optimizers:NoDecay"},
-        "knows no weight_decay; set optimizer.weight_decay to 0",
-    ),
-    "no learning rate": ({"name": "tests.support.optimizers:NoRate"}, "knows no lr; the schedule could not set it"),
-    "closure": ({"name": "tests.support.optimizers:NeedsClosure"}, "cannot make a step alone: .*is stepped by step()"),
-    "sparse gradients": (
-        {"name": "torch.optim:SparseAdam", "weight_decay": 0},
-        "cannot make a step alone: .*dense gradients",
-    ),
-    "state in groups": (
-        {"name": "tests.support.optimizers:KeepsInGroups"},
-        "keeps k in its parameter groups, which no checkpoint",
-    ),
-    "state that is a list": (
-        {"name": "tests.support.optimizers:KeepsLists"},
-        "keeps history as a list, and a checkpoint holds tensors and numbers only",
-    ),
-    "false promise": (
-        {"name": "tests.support.optimizers:SaysFused"},
-        "says that it is fused, and a step with NaN changes",
-    ),
+    "option out of range": ({"name": "adafactor", "options": {"d": -1}}, "ValueError: .*; correct optimizer.options"),
+    "learning rate as an option": ({"name": "adafactor", "options": {"lr": 1}}, "'lr'; correct optimizer.options"),
+    "no weight decay": ({"name": f"{OURS}:NoDecay"}, "weight_decay; set optimizer.weight_decay to 0"),
+    "no learning rate": ({"name": f"{OURS}:NoRate"}, "knows no lr; .*schedule"),
+    "closure": ({"name": f"{OURS}:NeedsClosure"}, "cannot step alone: .*step()"),
+    "sparse gradients": ({"name": "torch.optim:SparseAdam", "weight_decay": 0}, "step alone: .*dense gradients"),
+    "state in groups": ({"name": f"{OURS}:KeepsInGroups"}, "keeps k in its parameter groups"),
+    "state that is a list": ({"name": f"{OURS}:KeepsLists"}, "history as a list, .*tensors and numbers"),
+    "false promise": ({"name": f"{OURS}:SaysFused"}, "is fused, and a step with NaN"),
 }
 
 
@@ -386,24 +357,22 @@ def test_a_class_that_cannot_be_used_is_refused_before_it_is_used(case: str) -> 
 
 
 def test_state_of_another_shape_than_its_weight_is_refused_where_weights_are_sharded() -> None:
-    for name in ("adafactor", "tests.support.optimizers:KeepsRows"):
+    for name in ("adafactor", f"{OURS}:KeepsRows"):
         try_custom(Optimizer.model_validate({"name": name}), CPU, is_sharded=False)
         with pytest.raises(ValueError, match=r"cannot be sharded .*parallel\.strategy ddp"):
             try_custom(Optimizer.model_validate({"name": name}), CPU, is_sharded=True)
-    try_custom(Optimizer.model_validate({"name": "tests.support.optimizers:Momentum"}), CPU, is_sharded=True)
+    try_custom(Optimizer.model_validate({"name": f"{OURS}:Momentum"}), CPU, is_sharded=True)
 
 
 def test_options_reach_the_class_and_are_refused_for_others() -> None:
-    trained = Trained(
-        Optimizer.model_validate({"name": "tests.support.optimizers:Momentum", "options": {"memory": 0.3}})
-    )
+    trained = Trained(Optimizer.model_validate({"name": f"{OURS}:Momentum", "options": {"memory": 0.3}}))
     assert trained.optimizer.defaults["memory"] == 0.3
     with pytest.raises(ValueError, match=r"optimizer\.name=muon .*optimizer\.options.*adafactor, .* and module:Class"):
         Optimizer.model_validate({"name": "muon", "options": {"ns_steps": 3}})
 
 
 def test_numbers_of_python_are_kept_in_a_checkpoint_as_what_they_are(tmp_path: Path) -> None:
-    section = Optimizer.model_validate({"name": "tests.support.optimizers:Momentum"})
+    section = Optimizer.model_validate({"name": f"{OURS}:Momentum"})
     trained, other = Trained(section), Trained(section)
     for number in range(3):
         trained.step(number)

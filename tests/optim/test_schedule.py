@@ -3,6 +3,7 @@ scaled learning rates their formula."""
 
 import math
 import warnings
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -52,60 +53,44 @@ LENGTHS = [(max_steps, warmup) for max_steps in MAX_STEPS for warmup in warmups_
 lengths = pytest.mark.parametrize(("max_steps", "warmup_steps"), LENGTHS)
 
 
-@lengths
-def test_constant_is_that_of_transformers(max_steps: int, warmup_steps: int) -> None:
-    build = optimization.get_constant_schedule_with_warmup
-    assert ours(max_steps, warmup_steps, type="constant") == theirs(build, max_steps, num_warmup_steps=warmup_steps)
+# Our keys, the schedule of transformers, and its keys.
+OF_TRANSFORMERS: list[tuple[dict[str, Any], Any, dict[str, Any]]] = [
+    ({"type": "constant"}, optimization.get_constant_schedule_with_warmup, {}),
+    ({"type": "linear"}, optimization.get_linear_schedule_with_warmup, {}),
+    ({"type": "cosine"}, optimization.get_cosine_schedule_with_warmup, {}),
+    ({"type": "warmup_cosine"}, optimization.get_cosine_schedule_with_warmup, {}),
+    (
+        {"type": "cosine", "min_lr_ratio": 0.1},
+        optimization.get_cosine_with_min_lr_schedule_with_warmup,
+        {"min_lr_rate": 0.1},
+    ),
+    *(
+        ({"type": "cosine_restarts", **keys}, optimization.get_cosine_with_hard_restarts_schedule_with_warmup, keys)
+        for keys in ({"num_cycles": 1}, {"num_cycles": 3})
+    ),
+    *(
+        (
+            {"type": "polynomial", "power": power, "min_lr_ratio": minimum},
+            optimization.get_polynomial_decay_schedule_with_warmup,
+            {"lr_end": minimum, "power": power},
+        )
+        for power in (0.5, 1.0, 2.0)
+        for minimum in (0.0, 0.25)
+    ),
+    ({"type": "inverse_sqrt"}, optimization.get_inverse_sqrt_schedule, {}),
+]
 
 
 @lengths
-def test_linear_is_that_of_transformers(max_steps: int, warmup_steps: int) -> None:
-    build = optimization.get_linear_schedule_with_warmup
-    expected = theirs(build, max_steps, num_warmup_steps=warmup_steps, num_training_steps=max_steps)
-    assert ours(max_steps, warmup_steps, type="linear") == expected
-
-
-@lengths
-@pytest.mark.parametrize("name", ["cosine", "warmup_cosine"])
-def test_cosine_is_that_of_transformers(max_steps: int, warmup_steps: int, name: str) -> None:
-    build = optimization.get_cosine_schedule_with_warmup
-    expected = theirs(build, max_steps, num_warmup_steps=warmup_steps, num_training_steps=max_steps)
-    assert ours(max_steps, warmup_steps, type=name) == expected
-
-
-@lengths
-def test_cosine_with_a_minimum_is_that_of_transformers(max_steps: int, warmup_steps: int) -> None:
-    build = optimization.get_cosine_with_min_lr_schedule_with_warmup
-    expected = theirs(build, max_steps, num_warmup_steps=warmup_steps, num_training_steps=max_steps, min_lr_rate=0.1)
-    assert ours(max_steps, warmup_steps, type="cosine", min_lr_ratio=0.1) == expected
-
-
-@lengths
-@pytest.mark.parametrize("num_cycles", [1, 3])
-def test_cosine_restarts_is_that_of_transformers(max_steps: int, warmup_steps: int, num_cycles: int) -> None:
-    build = optimization.get_cosine_with_hard_restarts_schedule_with_warmup
-    expected = theirs(
-        build, max_steps, num_warmup_steps=warmup_steps, num_training_steps=max_steps, num_cycles=num_cycles
-    )
-    assert ours(max_steps, warmup_steps, type="cosine_restarts", num_cycles=num_cycles) == expected
-
-
-@lengths
-@pytest.mark.parametrize("power", [0.5, 1.0, 2.0])
-@pytest.mark.parametrize("minimum", [0.0, 0.25])
-def test_polynomial_is_that_of_transformers(max_steps: int, warmup_steps: int, power: float, minimum: float) -> None:
-    build = optimization.get_polynomial_decay_schedule_with_warmup
-    expected = theirs(
-        build, max_steps, num_warmup_steps=warmup_steps, num_training_steps=max_steps, lr_end=minimum, power=power
-    )
-    assert ours(max_steps, warmup_steps, type="polynomial", power=power, min_lr_ratio=minimum) == close(expected)
-
-
-@lengths
-def test_inverse_sqrt_is_that_of_transformers(max_steps: int, warmup_steps: int) -> None:
-    build = optimization.get_inverse_sqrt_schedule
-    expected = theirs(build, max_steps, num_warmup_steps=warmup_steps)
-    assert ours(max_steps, warmup_steps, type="inverse_sqrt") == expected
+@pytest.mark.parametrize(("keys", "build", "their_keys"), OF_TRANSFORMERS)
+def test_schedule_is_that_of_transformers(
+    max_steps: int, warmup_steps: int, keys: dict[str, Any], build: Any, their_keys: dict[str, Any]
+) -> None:
+    if "num_training_steps" in signature(build).parameters:
+        their_keys = {**their_keys, "num_training_steps": max_steps}
+    expected = theirs(build, max_steps, num_warmup_steps=warmup_steps, **their_keys)
+    rates = ours(max_steps, warmup_steps, **keys)
+    assert rates == (close(expected) if keys["type"] == "polynomial" else expected)
 
 
 @lengths
@@ -205,21 +190,7 @@ def test_every_schedule_stays_between_zero_and_the_peak(name: str, max_steps: in
         assert rates[max_steps:] == [rates[max_steps]] * 3  # past the end, the end
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "linear",
-        "cosine",
-        "warmup_cosine",
-        "warmup_stable_decay",
-        "one_cycle",
-        "step",
-        "exponential",
-        "polynomial",
-        "inverse_sqrt",
-        "cosine_restarts",
-    ],
-)
+@pytest.mark.parametrize("name", sorted(CURVES.keys() - {"constant", "cyclic"}))
 def test_no_decay_falls_below_the_minimum(name: str) -> None:
     keys = {"gamma": 0.001} if name in ("step", "exponential") else {}
     rates = ours(50_000, 100, type=name, min_lr_ratio=0.3, **keys)[100:]
