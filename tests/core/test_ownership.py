@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import threading
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import yaml
 from accel_train import Recipe, train
 from accel_train.checkpoint.rollback_log import ROLLBACKS
 from accel_train.cli.main import main
-from accel_train.core.ownership import MARKER, RUN_NAMES, check_file, claim, write_file
+from accel_train.core.ownership import MARKER, RUN_NAMES, check_claim, check_file, claim, write_file
 from accel_train.observe.run_folder import EXAMPLES_FILE, RECIPE_FILE, SUMMARY_FILE, RunFolder, read_events
 from accel_train.observe.trackers import RUN_IDS
 from tests.support.runs import SCENES, recipe_dict, write_corpus
@@ -178,10 +179,14 @@ def test_a_run_is_refused_where_it_would_replace_what_no_run_wrote(
     for name in RUN_NAMES:
         for kind in ("file", "folder", "link"):
             plant(corpus / "run" / name, kind)
-            before = digests(corpus)
-            assert main(["run", str(path)]) == 2
-            assert f"run holds {name}," in error_of(capsys)
-            assert digests(corpus) == before
+            with pytest.raises(ValueError, match=f"run holds {re.escape(name)},"):
+                check_claim(corpus / "run")
+            # The command checks before it writes: one name stands for all.
+            if name == SUMMARY_FILE:
+                before = digests(corpus)
+                assert main(["run", str(path)]) == 2
+                assert f"run holds {name}," in error_of(capsys)
+                assert digests(corpus) == before
             shutil.rmtree(corpus / "run")
 
 
