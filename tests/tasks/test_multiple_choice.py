@@ -122,7 +122,7 @@ def test_the_loss_is_the_models_own_whatever_the_batch_and_so_is_its_gradient(
 
 def test_each_ending_is_read_with_its_text_and_knows_where_it_begins(tmp_path: Path) -> None:
     _, data, _ = load(recipe_for(write_jsonl(tmp_path / "a.jsonl", rows())))
-    own, row, sample = data.source.tokenizer, data.source.choices.eval[0], data.eval[0]  # type: ignore[index]
+    own, row, sample = data.source.tokenizer, data.source.rows.eval[0], data.eval[0]  # type: ignore[index]
     assert len(sample.ids) == 3
     for ids, begin, ending in zip(sample.ids, sample.second_from, row.endings, strict=True):
         assert own.decode(ids[begin:-1]) == ending
@@ -147,7 +147,7 @@ def test_baselines_are_a_place_and_the_words_that_the_text_has(tmp_path: Path) -
         for number in range(60)
     ]
     task, data, _ = load(recipe_for(write_jsonl(tmp_path / "a.jsonl", samples)))
-    share = np.mean([row.label for row in data.source.choices.eval])
+    share = np.mean([row.label for row in data.source.rows.eval])
     assert task.baselines(data) == {
         "majority_accuracy": pytest.approx(share),
         "word_overlap_accuracy": pytest.approx(share),

@@ -299,3 +299,13 @@ def refuse_metrics(recipe: Recipe, instead: str) -> None:
     """
     if recipe.evaluate.metrics:
         raise ValueError(f"evaluate.metrics names {recipe.evaluate.metrics[0]!r}, but {instead} anyway; leave it out")
+
+
+def refuse_class_weights(recipe: Recipe) -> None:
+    """Check that a task that finds places was not asked for class weights.
+
+    Raises:
+        ValueError: `loss.class_weights` is set.
+    """
+    if recipe.loss.class_weights is not None:
+        raise ValueError(f"loss.class_weights is for classes, and {recipe.task} finds places; leave it out")

@@ -1,27 +1,22 @@
 """Multiple choice: find which of several endings belongs to a text (SWAG, RACE, ARC)."""
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import Any, cast
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils.data import Dataset
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig
 
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.text.padding import joined_arrays, samples_digest
-from accel_train.data.text.tokenizers import vocab_size_of
 from accel_train.metrics import tally
 from accel_train.recipe.schema import Recipe
-from accel_train.task import Scores, Task, TaskData
+from accel_train.task import Scores, TaskData
 from accel_train.tasks.common import classification
 from accel_train.tasks.common import text_models as models
-from accel_train.tasks.common.texts import classifier_tokenizer
+from accel_train.tasks.common.encoder import Encoded, EncoderTask, cut_notes, model_logits
 from accel_train.tasks.multiple_choice import data as choices
 from accel_train.tasks.multiple_choice.config import MultipleChoiceData
 
@@ -36,112 +31,42 @@ print(endings[scores.argmax()])
 _WORD = re.compile(r"\w+")
 
 
-@dataclass(frozen=True)
-class Source:
-    """The texts with endings, tokenizer, and model configuration that the task keeps in addition to its samples."""
-
-    choices: choices.Choices
-    tokenizer: PreTrainedTokenizerBase
-    config: PreTrainedConfig
-
-    @property
-    def label_names(self) -> tuple[str, ...]:
-        """Positions of the endings, from 0, as text."""
-        return tuple(map(str, range(self.choices.num_choices)))
-
-    def row_ids(self, index: int) -> str:
-        """Return the name of an evaluation row: its id column, or its file and row number."""
-        assert self.choices.eval is not None
-        return self.choices.eval[index].id
-
-
-class MultipleChoice(Task):
+class MultipleChoice(EncoderTask[choices.Choices]):
     """Fine-tune any multiple-choice model of transformers, or train one from a configuration."""
 
     Data = MultipleChoiceData
+    head = models.CHOICES
+    collate = staticmethod(choices.collate_choices)
 
-    def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
-        """Read and tokenize all texts and endings into memory.
-
-        Raises:
-            ValueError: the model, tokenizer, or rows do not match the recipe. The message names the file, row, and
-                column.
-        """
-        section = MultipleChoiceData.of(recipe.data)
-        models.check_model(recipe, models.CHOICES)
+    def read(self, recipe: Recipe) -> choices.Choices:
+        """Read the texts with their endings."""
         models.refuse_metrics(recipe, "multiple-choice reports the accuracy")
-        if recipe.loss.class_weights is not None:
-            raise ValueError("loss.class_weights is for classes, and multiple-choice finds places; leave it out")
+        models.refuse_class_weights(recipe)
         rows = choices.load_choices(recipe)
-        texts = (text for row in rows.train for text in (row.text, *row.endings))
-        tokenizer, tokenizer_notes = classifier_tokenizer(recipe, texts)
-        config = models.model_config(recipe, tokenizer, models.CHOICES)
-        positions = models.num_positions(config, models.CHOICES)
-        max_length = models.resolve_max_length(section.max_length, positions, tokenizer, is_pair=True)
-        encode = partial(choices.tokenize_choices, tokenizer=tokenizer, max_length=max_length, progress=progress)
-        train, evaluation = encode(rows.train), None if rows.eval is None else encode(rows.eval)
-
-        self.num_choices = rows.num_choices
+        self.num_choices, self.choices_shape = rows.num_choices, (rows.num_choices,)
+        self.label_names = tuple(map(str, range(rows.num_choices)))
         self.loss = classification.ClassLoss(recipe.loss.label_smoothing, None)
-        lengths = np.array([max(map(len, sample.ids)) for sample in train])
-        self.mean_length = float(lengths.mean())
-        # This includes a few rows that fit exactly.
-        num_cut = int((lengths >= max_length).sum())
-        cut = (
-            f"{num_cut:,} of {len(lengths):,} {recipe.data.of_training('rows')} reach data.max_length={max_length} "
-            "tokens, and are cut there"
-        )
-        return TaskData(
-            # The DataLoader reads a list as a map-style dataset.
-            train=cast("Dataset[Any]", train),
-            eval=cast("Dataset[Any] | None", evaluation),
-            collate=partial(
-                choices.collate_choices,
-                pad_id=int(tokenizer.pad_token_id),
-                multiple=section.pad_to_multiple_of,
-                max_length=max_length,
-                with_types=models.with_token_types(tokenizer, config, models.CHOICES),
-            ),
-            fingerprint=_fingerprint(train, evaluation),
-            facts={
-                "sources": rows.description,
-                "num_train": len(train),
-                "num_eval": 0 if evaluation is None else len(evaluation),
-                "num_choices": rows.num_choices,
-                "max_length": max_length,
-                "mean_length": round(self.mean_length, 1),
-                "notes": [*rows.notes, *tokenizer_notes, *([cut] if num_cut else [])],
-            },
-            reading_is_free=True,
-            source=Source(rows, tokenizer, config),
-            lengths=lengths,
-            lengths_vary=True,
-        )
+        return rows
 
-    def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
-        """Build the recipe's model and add notes about new weights in a pretrained model to the facts of `data`.
+    def texts(self, rows: choices.Choices) -> Iterable[str]:
+        """Return the training texts and their endings."""
+        return (text for row in rows.train for text in (row.text, *row.endings))
 
-        Raises:
-            ValueError: the weights cannot be loaded, or are not in the safetensors format.
-        """
-        source: Source = data.source
-        model, notes = models.build_model(recipe, source.config, vocab_size_of(source.tokenizer), models.CHOICES)
-        data.add_notes(notes)
-        return model
+    def encode(self, recipe: Recipe, rows: choices.Choices, config: PreTrainedConfig, **settings: Any) -> Encoded:
+        """Tokenize each text with each of its endings, and count the rows that are cut."""
+        train = choices.tokenize_choices(rows.train, **settings)
+        evaluation = None if rows.eval is None else choices.tokenize_choices(rows.eval, **settings)
+        notes = cut_notes(train, settings["max_length"], recipe.data.of_training("rows"))
+        facts = {"num_choices": rows.num_choices}
+        return Encoded(train, evaluation, _fingerprint(train, evaluation), facts, notes)
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the fp32 cross-entropy of the right ending, summed over texts. Training applies label smoothing."""
-        return self.loss(_logits(model, batch), batch["labels"], training=model.training)
-
-    def flops_per_target(self, recipe: Recipe, model: nn.Module) -> float | None:
-        """Return 3 x the FLOPs of the forward pass of a mean-length text with all its endings, without padding."""
-        assert isinstance(model, PreTrainedModel)
-        shape = (1, self.num_choices, max(1, round(self.mean_length)))
-        return classification.training_flops(models.CHOICES.factory, model.config, input_ids=shape)
+        return self.loss(model_logits(model, batch), batch["labels"], training=model.training)
 
     def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the summed loss without smoothing, and the confusion matrix of positions."""
-        logits, labels = _logits(model, batch), batch["labels"]
+        logits, labels = model_logits(model, batch), batch["labels"]
         confusion = tally.confusion_counts(labels, logits.argmax(-1), self.num_choices)
         return {"loss_sum": self.loss(logits, labels, training=False), "confusion": confusion}
 
@@ -152,13 +77,13 @@ class MultipleChoice(Task):
 
     def predict_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the position of the likeliest ending, from 0, and the probability of each ending."""
-        scores = _logits(model, batch).float().softmax(dim=-1)
+        scores = model_logits(model, batch).float().softmax(dim=-1)
         score, label = scores.max(dim=-1)
         return {"label": label, "score": score, "scores": scores}
 
     def prediction_columns(self, rows: Mapping[str, NDArray[Any]], data: TaskData) -> dict[str, list[Any]]:
         """Return the likeliest ending, its position, all probabilities, and the right position if known."""
-        evaluated: list[choices.ChoiceRow] = data.source.choices.eval
+        evaluated: list[choices.ChoiceRow] = data.source.rows.eval
         asked, places = [evaluated[index] for index in rows["index"].tolist()], rows["label"].tolist()
         columns: dict[str, list[Any]] = {
             "label": [str(place) for place in places],
@@ -173,7 +98,7 @@ class MultipleChoice(Task):
 
     def baselines(self, data: TaskData) -> dict[str, float]:
         """Return the accuracy of the most frequent position and of the largest word overlap with the text."""
-        rows: choices.Choices = data.source.choices
+        rows: choices.Choices = data.source.rows
         if rows.eval is None:
             return {}
         truth = np.array([row.label for row in rows.eval])
@@ -184,14 +109,11 @@ class MultipleChoice(Task):
             "word_overlap_accuracy": float((truth == overlap).mean()),
         }
 
-    def save_description(self, model: nn.Module, data: TaskData, folder: Path) -> None:
-        """Write the configuration, the tokenizer, and a model card."""
-        assert isinstance(model, PreTrainedModel)
-        super().save_description(model, data, folder)
-        facts = data.facts
-        text = models.card(
+    def card(self, facts: Mapping[str, Any], model_type: str) -> str:
+        """Return the model card."""
+        return models.card(
             facts,
-            model.config.model_type,
+            model_type,
             title="A model for multiple choice",
             pipeline_tag="multiple-choice",
             lines=[
@@ -201,18 +123,11 @@ class MultipleChoice(Task):
             imported="AutoModelForMultipleChoice, AutoTokenizer",
             example=_EXAMPLE,
         )
-        models.save_tokenizer_and_card(data.source.tokenizer, facts["max_length"], text, folder)
 
 
 def _decimals(values: NDArray[Any]) -> list[float]:
     """Return the shortest decimals that round to the same values."""
     return [float(str(value)) for value in values]
-
-
-def _logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-    logits: Tensor = model(**inputs).logits
-    return logits
 
 
 def _likest(row: choices.ChoiceRow) -> int:

@@ -1,25 +1,19 @@
 """Extractive question answering: find the answer in a context, or that it has no answer (SQuAD 1.1 and 2.0)."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import Any, cast
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils.data import Dataset
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig
 
 from accel_train.data.text.padding import joined_arrays, samples_digest
-from accel_train.data.text.tokenizers import vocab_size_of
 from accel_train.metrics.texts import answer_scores
 from accel_train.recipe.schema import Recipe
-from accel_train.task import Scores, Task, TaskData
-from accel_train.tasks.common import classification
+from accel_train.task import Scores, TaskData
 from accel_train.tasks.common import text_models as models
-from accel_train.tasks.common.texts import classifier_tokenizer
+from accel_train.tasks.common.encoder import Encoded, EncoderTask
 from accel_train.tasks.question_answering import data as questions
 from accel_train.tasks.question_answering.answers import Best, best_spans, overlap_answers, position_loss_sum, ranked
 from accel_train.tasks.question_answering.config import QuestionAnsweringData
@@ -43,26 +37,7 @@ print(context[letters[first, 0] : letters[last, 1]])
 _MAY_BE_UNANSWERED = "may_be_unanswered"
 
 
-@dataclass(frozen=True)
-class Source:
-    """The questions, tokenizer, and model configuration that the task keeps in addition to its samples."""
-
-    loaded: questions.Questions
-    tokenizer: PreTrainedTokenizerBase
-    config: PreTrainedConfig
-
-    @property
-    def asked(self) -> list[questions.Question]:
-        """Evaluation questions."""
-        assert self.loaded.eval is not None
-        return self.loaded.eval
-
-    def row_ids(self, index: int) -> str:
-        """Return the name of an evaluation question."""
-        return self.asked[index].id
-
-
-class QuestionAnswering(Task):
+class QuestionAnswering(EncoderTask[questions.Questions]):
     """Fine-tune any extractive reader of transformers, or train one from a configuration.
 
     A training sample is one window of a question's context. An evaluation sample is a whole question with all its
@@ -70,77 +45,43 @@ class QuestionAnswering(Task):
     """
 
     Data = QuestionAnsweringData
+    head = models.ANSWERS
+    collate = staticmethod(questions.collate_windows)
+    needs_offsets = True
 
-    def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
-        """Read and tokenize all questions into memory.
-
-        Raises:
-            ValueError: the model, tokenizer, or questions do not match the recipe. The message names the file and row.
-        """
-        section = QuestionAnsweringData.of(recipe.data)
-        models.check_model(recipe, models.ANSWERS)
+    def read(self, recipe: Recipe) -> questions.Questions:
+        """Read the questions."""
         models.refuse_metrics(recipe, "question-answering reports exact match and F1")
-        if recipe.loss.class_weights is not None:
-            raise ValueError("loss.class_weights is for classes, and question-answering finds places; leave it out")
-        asked = questions.load_questions(recipe)
-        pairs = (text for row in asked.train for text in (row.question, row.context))
-        tokenizer, tokenizer_notes = classifier_tokenizer(recipe, pairs)
-        models.check_offsets(recipe, tokenizer)
-        config = models.model_config(recipe, tokenizer, models.ANSWERS)
-        positions = models.num_positions(config, models.ANSWERS)
-        max_length = models.resolve_max_length(section.max_length, positions, tokenizer, is_pair=True)
-        doc_stride = _stride(section.doc_stride, max_length)
-        encode = partial(
-            questions.tokenize_questions,
-            tokenizer=tokenizer,
-            max_length=max_length,
-            doc_stride=doc_stride,
-            progress=progress,
-        )
-        by_question, num_cut = encode(asked.train)
-        train = questions.without_offsets(by_question)
-        evaluation = None if asked.eval is None else encode(asked.eval)[0]
+        models.refuse_class_weights(recipe)
+        section = QuestionAnsweringData.of(recipe.data)
+        self.label_smoothing, self.max_answer_length = recipe.loss.label_smoothing, section.max_answer_length
+        self.is_labelled = section.answers_column is not None
+        return questions.load_questions(recipe)
 
-        unanswered = sum(not row.answers for row in asked.train) if section.answers_column is not None else 0
+    def texts(self, rows: questions.Questions) -> Iterable[str]:
+        """Return the training questions and their contexts."""
+        return (text for row in rows.train for text in (row.question, row.context))
+
+    def encode(self, recipe: Recipe, rows: questions.Questions, config: PreTrainedConfig, **settings: Any) -> Encoded:
+        """Tokenize the questions in windows. `config` records whether questions may be unanswered."""
+        section, max_length = QuestionAnsweringData.of(recipe.data), settings["max_length"]
+        doc_stride = _stride(section.doc_stride, max_length)
+        by_question, num_cut = questions.tokenize_questions(rows.train, doc_stride=doc_stride, **settings)
+        train, evaluation = questions.without_offsets(by_question), None
+        if rows.eval is not None:
+            evaluation, _ = questions.tokenize_questions(rows.eval, doc_stride=doc_stride, **settings)
+        unanswered = sum(not row.answers for row in rows.train) if self.is_labelled else 0
         self.may_be_unanswered = bool(unanswered) or getattr(config, _MAY_BE_UNANSWERED, False)
         setattr(config, _MAY_BE_UNANSWERED, self.may_be_unanswered)
         self.threshold = recipe.evaluate.null_score_diff_threshold if self.may_be_unanswered else None
-        self.label_smoothing, self.max_answer_length = recipe.loss.label_smoothing, section.max_answer_length
-        self.is_labelled = section.answers_column is not None
-        lengths = np.array([len(window.ids) for window in train])
-        self.mean_length = float(lengths.mean())
-        return TaskData(
-            # The DataLoader reads a list as a map-style dataset.
-            train=cast("Dataset[Any]", train),
-            eval=cast("Dataset[Any] | None", evaluation),
-            collate=partial(
-                questions.collate_windows,
-                pad_id=int(tokenizer.pad_token_id),
-                multiple=section.pad_to_multiple_of,
-                max_length=max_length,
-                with_types=models.with_token_types(tokenizer, config, models.ANSWERS),
-            ),
-            fingerprint=_fingerprint(train, evaluation),
-            facts={
-                "sources": asked.description,
-                "num_train": len(train),
-                "num_eval": 0 if evaluation is None else len(evaluation),
-                "num_train_questions": len(asked.train),
-                "num_unanswered": unanswered,
-                "max_length": max_length,
-                "doc_stride": doc_stride,
-                "mean_length": round(self.mean_length, 1),
-                "notes": [
-                    *asked.notes,
-                    *tokenizer_notes,
-                    *self._notes(by_question, num_cut, section.of_training("questions"), max_length, doc_stride),
-                ],
-            },
-            reading_is_free=True,
-            source=Source(asked, tokenizer, config),
-            lengths=lengths,
-            lengths_vary=True,
-        )
+        facts = {
+            "num_train_questions": len(rows.train),
+            "num_unanswered": unanswered,
+            "max_length": max_length,
+            "doc_stride": doc_stride,
+        }
+        notes = self._notes(by_question, num_cut, section.of_training("questions"), max_length, doc_stride)
+        return Encoded(train, evaluation, _fingerprint(train, evaluation), facts, notes)
 
     def _notes(
         self, train: list[tuple[questions.Window, ...]], num_cut: int, called: str, max_length: int, doc_stride: int
@@ -160,17 +101,6 @@ class QuestionAnswering(Task):
                 "best_f1_threshold says which would have been best"
             )
         return notes
-
-    def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
-        """Build the recipe's reader and add notes about new weights in a pretrained model to the facts of `data`.
-
-        Raises:
-            ValueError: the weights cannot be loaded, or are not in the safetensors format.
-        """
-        source: Source = data.source
-        model, notes = models.build_model(recipe, source.config, vocab_size_of(source.tokenizer), models.ANSWERS)
-        data.add_notes(notes)
-        return model
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the mean fp32 cross-entropy of an answer's first and last token, summed over windows.
@@ -194,12 +124,6 @@ class QuestionAnswering(Task):
         output = model(**{name: batch[name] for name in names if name in batch})
         return output.start_logits.float(), output.end_logits.float()
 
-    def flops_per_target(self, recipe: Recipe, model: nn.Module) -> float | None:
-        """Return 3 x the FLOPs of the forward pass of a mean-length window, without padding. A target is a window."""
-        assert isinstance(model, PreTrainedModel)
-        length = max(1, round(self.mean_length))
-        return classification.training_flops(models.ANSWERS.factory, model.config, input_ids=(1, length))
-
     def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the summed loss without smoothing, and the likeliest answers per question: positions and scores."""
         logits = self._logits(model, batch)
@@ -211,11 +135,11 @@ class QuestionAnswering(Task):
 
     def score(self, loss: float, totals: Mapping[str, NDArray[Any]], data: TaskData) -> Scores:
         """Return SQuAD's exact match and F1, with no-answer metrics if questions may be unanswered."""
-        source: Source = data.source
+        every_question: list[questions.Question] = data.source.rows.eval
         rows = {name.removeprefix("rows_"): value for name, value in totals.items() if name.startswith("rows_")}
         # evaluate.max_samples selects questions at even spacing, in the order in which the evaluation reads them.
-        count, total = len(rows["null"]), len(source.asked)
-        asked = [source.asked[index * total // count] for index in range(count)]
+        count, total = len(rows["null"]), len(every_question)
+        asked = [every_question[index * total // count] for index in range(count)]
         best = [ranked(question, rows, row)[0] for row, question in enumerate(asked)]
         wanted = [[answer.text for answer in question.answers] for question in asked]
         metrics = answer_scores(
@@ -238,8 +162,8 @@ class QuestionAnswering(Task):
 
     def prediction_columns(self, rows: Mapping[str, NDArray[Any]], data: TaskData) -> dict[str, list[Any]]:
         """Return the answer, its probability, the five likeliest answers, and the right answers if known."""
-        source: Source = data.source
-        asked = [source.asked[index] for index in rows["index"].tolist()]
+        every_question: list[questions.Question] = data.source.rows.eval
+        asked = [every_question[index] for index in rows["index"].tolist()]
         every = [ranked(question, rows, row) for row, question in enumerate(asked)]
         columns: dict[str, list[Any]] = {
             "question": [question.question for question in asked],
@@ -255,11 +179,11 @@ class QuestionAnswering(Task):
 
     def baselines(self, data: TaskData) -> dict[str, float]:
         """Return the scores of the context part with the most question words around it, and of an empty answer."""
-        source: Source = data.source
-        if source.loaded.eval is None:
+        rows: questions.Questions = data.source.rows
+        if rows.eval is None:
             return {}
-        wanted = [[answer.text for answer in question.answers] for question in source.asked]
-        answers = {"sliding_window": overlap_answers(source.loaded.train, source.asked)}
+        wanted = [[answer.text for answer in question.answers] for question in rows.eval]
+        answers = {"sliding_window": overlap_answers(rows.train, rows.eval)}
         if self.threshold is not None:
             answers["no_answer"] = [""] * len(wanted)
         return {
@@ -268,14 +192,11 @@ class QuestionAnswering(Task):
             for metric in ("exact_match", "f1")
         }
 
-    def save_description(self, model: nn.Module, data: TaskData, folder: Path) -> None:
-        """Write the configuration, the tokenizer, and a model card."""
-        assert isinstance(model, PreTrainedModel)
-        super().save_description(model, data, folder)
-        facts = data.facts
-        text = models.card(
+    def card(self, facts: Mapping[str, Any], model_type: str) -> str:
+        """Return the model card."""
+        return models.card(
             facts,
-            model.config.model_type,
+            model_type,
             title="An extractive reader",
             pipeline_tag="question-answering",
             lines=[
@@ -287,7 +208,6 @@ class QuestionAnswering(Task):
             imported="AutoModelForQuestionAnswering, AutoTokenizer",
             example=_EXAMPLE,
         )
-        models.save_tokenizer_and_card(data.source.tokenizer, facts["max_length"], text, folder)
 
 
 def _stride(asked: int | None, max_length: int) -> int:

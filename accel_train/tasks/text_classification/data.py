@@ -158,7 +158,7 @@ class Sample(NamedTuple):
 
 
 def collate_texts(
-    samples: Sequence[Sample], *, pad_id: int, multiple: int, max_length: int, with_types: bool
+    samples: Sequence[Sample], *, pad_id: int, multiple: int, max_length: int, with_types: bool = False
 ) -> dict[str, Any]:
     """Return a batch padded on the right: `input_ids`, `attention_mask` and optionally `token_type_ids`, (N, T) int64.
 

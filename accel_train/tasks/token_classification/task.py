@@ -1,152 +1,79 @@
 """Token classification: tag each word of a sentence with entities (B-PER, I-PER, O) or parts of speech."""
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import Any, cast
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils.data import Dataset
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig
 
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.text.padding import joined_arrays, padded, samples_digest
-from accel_train.data.text.tokenizers import vocab_size_of
 from accel_train.metrics import tally
 from accel_train.metrics.entities import entity_counts, entity_tags
 from accel_train.metrics.scores import classification_scores, entity_scores
 from accel_train.recipe.schema import Recipe
-from accel_train.task import Scores, Task, TaskData
+from accel_train.task import Scores, TaskData
 from accel_train.tasks.common import classification
 from accel_train.tasks.common import text_models as models
-from accel_train.tasks.common.texts import classifier_tokenizer
+from accel_train.tasks.common.encoder import Encoded, EncoderTask, Source, model_logits
 from accel_train.tasks.token_classification import data as words
 from accel_train.tasks.token_classification.config import TokenClassificationData
 
 
-@dataclass(frozen=True)
-class Source:
-    """The sentences, tokenizer, and model configuration that the task keeps in addition to its samples."""
-
-    sentences: words.TaggedSentences
-    samples: list[words.Sample]
-    """Evaluation sentences as token ids."""
-    tokenizer: PreTrainedTokenizerBase
-    config: PreTrainedConfig
-
-    @property
-    def label_names(self) -> tuple[str, ...]:
-        """Tags in the order of their ids."""
-        return self.sentences.scheme.names
-
-    def row_ids(self, index: int) -> str:
-        """Return the name of an evaluation sentence: its id column, or its file and row number."""
-        assert self.sentences.eval is not None
-        return self.sentences.eval[index].id
-
-
-class TokenClassification(Task):
+class TokenClassification(EncoderTask[words.TaggedSentences]):
     """Fine-tune any token classifier of transformers, or train one from a configuration.
 
     The first token of a word learns and predicts the word's label. The loss is divided by the number of labeled words.
     """
 
     Data = TokenClassificationData
+    head = models.TOKENS
+    collate = staticmethod(words.collate_sentences)
+    needs_offsets = True
+    is_pair = False
 
-    def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
-        """Read and tokenize all tagged sentences into memory.
-
-        Raises:
-            ValueError: the model, tokenizer, sentences, or tags do not match the recipe. The message names the file,
-                row, and word.
-        """
-        section = TokenClassificationData.of(recipe.data)
-        models.check_model(recipe, models.TOKENS)
+    def read(self, recipe: Recipe) -> words.TaggedSentences:
+        """Read the tagged sentences and resolve the class weights."""
         models.refuse_metrics(recipe, "token-classification reports those of entities (or, of other tags, of classes)")
         sentences = words.load_sentences(recipe, models.known_names(recipe))
-        names, num_of_label = sentences.scheme.names, sentences.num_train_of_label
-        weights = classification.resolve_class_weights(
-            recipe.loss.class_weights, np.array(list(num_of_label.values())), names
-        )
-        tokenizer, tokenizer_notes = classifier_tokenizer(recipe, (row.key for row in sentences.train))
-        models.check_offsets(recipe, tokenizer)
-        config = models.classifier_config(recipe, tokenizer, sentences.scheme, models.TOKENS)
-        positions = models.num_positions(config, models.TOKENS)
-        max_length = models.resolve_max_length(section.max_length, positions, tokenizer, is_pair=False)
-        encode = partial(words.tokenize_sentences, tokenizer=tokenizer, max_length=max_length, progress=progress)
-        train = encode(sentences.train, sentences.train_tags)
-        evaluation = None if sentences.eval is None else encode(sentences.eval, sentences.eval_tags)
-
-        self.names, self.tags = names, entity_tags(names)
+        self.scheme, self.label_names = sentences.scheme, sentences.scheme.names
+        self.names, self.tags = self.label_names, entity_tags(self.label_names)
+        counts = np.array(list(sentences.num_train_of_label.values()))
+        weights = classification.resolve_class_weights(recipe.loss.class_weights, counts, self.names)
         self.loss = classification.ClassLoss(recipe.loss.label_smoothing, weights)
-        self.is_labelled = section.tags_column is not None
+        self.is_labelled = TokenClassificationData.of(recipe.data).tags_column is not None
         self.most_words = max((len(row.words) for row in sentences.eval or []), default=1)
-        lengths = np.array([len(sample.ids) for sample in train])
-        self.mean_length = float(lengths.mean())
+        return sentences
+
+    def texts(self, rows: words.TaggedSentences) -> Iterable[str]:
+        """Return the training sentences."""
+        return (row.key for row in rows.train)
+
+    def encode(self, recipe: Recipe, rows: words.TaggedSentences, config: PreTrainedConfig, **settings: Any) -> Encoded:
+        """Tokenize the sentences, and count labeled words and words without a token."""
+        train = words.tokenize_sentences(rows.train, rows.train_tags, **settings)
+        evaluation = None if rows.eval is None else words.tokenize_sentences(rows.eval, rows.eval_tags, **settings)
         num_targets = sum(int((sample.labels != IGNORED_LABEL).sum()) for sample in train)
-        self.words_per_sentence = max(1.0, num_targets / len(train))
+        self.targets_per_sample = max(1.0, num_targets / len(train))
         kinds = "plain tags" if self.tags is None else f"entities of {len(self.tags.types)} types, told by B-, I- and O"
-        notes = [
-            *sentences.notes,
-            *tokenizer_notes,
-            *_cut(recipe.data.of_training("sentences"), sentences.train, train, max_length),
-        ]
-        notes += _cut("evaluation sentences", sentences.eval or [], evaluation or [], max_length)
-        return TaskData(
-            # The DataLoader reads a list as a map-style dataset.
-            train=cast("Dataset[Any]", train),
-            eval=cast("Dataset[Any] | None", evaluation),
-            collate=partial(
-                words.collate_sentences,
-                pad_id=int(tokenizer.pad_token_id),
-                multiple=section.pad_to_multiple_of,
-                max_length=max_length,
-            ),
-            fingerprint=_fingerprint(names, train, evaluation),
-            facts={
-                "sources": sentences.description,
-                "num_train": len(train),
-                "num_eval": 0 if evaluation is None else len(evaluation),
-                "train_targets": num_targets,
-                "tags": kinds,
-                "label_names": list(names),
-                "num_train_of_label": num_of_label,
-                "max_length": max_length,
-                "mean_length": round(self.mean_length, 1),
-                "notes": notes,
-            },
-            reading_is_free=True,
-            source=Source(sentences, evaluation or [], tokenizer, config),
-            lengths=lengths,
-            lengths_vary=True,
-        )
-
-    def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
-        """Build the recipe's classifier and add notes about new weights in a pretrained model to the facts of `data`.
-
-        Raises:
-            ValueError: the weights cannot be loaded, or are not in the safetensors format.
-        """
-        source: Source = data.source
-        model, notes = models.build_model(recipe, source.config, vocab_size_of(source.tokenizer), models.TOKENS)
-        data.add_notes(notes)
-        return model
+        facts = {
+            "train_targets": num_targets,
+            "tags": kinds,
+            "label_names": list(self.names),
+            "num_train_of_label": rows.num_train_of_label,
+        }
+        max_length = settings["max_length"]
+        notes = _cut(recipe.data.of_training("sentences"), rows.train, train, max_length)
+        notes += _cut("evaluation sentences", rows.eval or [], evaluation or [], max_length)
+        return Encoded(train, evaluation, _fingerprint(self.names, train, evaluation), facts, notes)
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the fp32 cross-entropy summed over words. Training adds label smoothing and class weights."""
         return self.loss(word_logits(model, batch).flatten(0, 1), batch["labels"].flatten(), training=model.training)
-
-    def flops_per_target(self, recipe: Recipe, model: nn.Module) -> float | None:
-        """Return 3 x the FLOPs per word of the forward pass of a mean-length sentence, without padding."""
-        assert isinstance(model, PreTrainedModel)
-        length = max(1, round(self.mean_length))
-        flops = classification.training_flops(models.TOKENS.factory, model.config, input_ids=(1, length))
-        return None if flops is None else flops / self.words_per_sentence
 
     def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the summed loss without smoothing, and counts of entities by type or a confusion matrix."""
@@ -178,12 +105,12 @@ class TokenClassification(Task):
 
         Words that were cut off have the tag and probability None.
         """
-        source: Source = data.source
-        assert source.sentences.eval is not None
+        source: Source[words.TaggedSentences] = data.source
+        assert source.rows.eval is not None
         columns: dict[str, list[Any]] = {"words": [], "tags": [], "scores": []}
         columns |= {"true_tags": []} if self.is_labelled else {}
         for index, tags, scores in zip(rows["index"].tolist(), rows["tags"], rows["tag_scores"]):
-            sentence, sample = source.sentences.eval[index], source.samples[index]
+            sentence, sample = source.rows.eval[index], source.samples[index]
             found: dict[int, tuple[str, float]] = {
                 word: (self.names[tag], float(str(score)))
                 for word, tag, score in zip(sample.words.tolist(), tags.tolist(), scores)
@@ -193,7 +120,7 @@ class TokenClassification(Task):
             columns["tags"].append([found[place][0] if place in found else None for place in places])
             columns["scores"].append([found[place][1] if place in found else None for place in places])
             if self.is_labelled:
-                columns["true_tags"].append([self.names[tag] for tag in source.sentences.eval_tags[index].tolist()])
+                columns["true_tags"].append([self.names[tag] for tag in source.rows.eval_tags[index].tolist()])
         return columns
 
     def baselines(self, data: TaskData) -> dict[str, float]:
@@ -201,7 +128,7 @@ class TokenClassification(Task):
 
         An unknown word gets the most frequent tag of all words.
         """
-        sentences: words.TaggedSentences = data.source.sentences
+        sentences: words.TaggedSentences = data.source.rows
         if sentences.eval is None:
             return {}
         counts: defaultdict[str, Counter[int]] = defaultdict(Counter)
@@ -221,14 +148,11 @@ class TokenClassification(Task):
         shown = ("accuracy", "f1_macro") if self.tags is None else ("f1", "accuracy")
         return {f"most_frequent_tag_{metric}": found[metric] for metric in shown}
 
-    def save_description(self, model: nn.Module, data: TaskData, folder: Path) -> None:
-        """Write the configuration with the tag names, the tokenizer, and a model card."""
-        assert isinstance(model, PreTrainedModel)
-        super().save_description(model, data, folder)
-        facts = data.facts
-        text = models.card(
+    def card(self, facts: Mapping[str, Any], model_type: str) -> str:
+        """Return the model card."""
+        return models.card(
             facts,
-            model.config.model_type,
+            model_type,
             title="A token classifier",
             pipeline_tag="token-classification",
             lines=[
@@ -241,7 +165,6 @@ class TokenClassification(Task):
                 'tag("a sentence")'
             ),
         )
-        models.save_tokenizer_and_card(data.source.tokenizer, facts["max_length"], text, folder)
 
     def _counts(self, labels: Tensor, predictions: Tensor) -> dict[str, Tensor]:
         """Return the counts that `score` needs from labels and predictions (N, W)."""
@@ -254,8 +177,7 @@ class TokenClassification(Task):
 
 def word_logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Return the logits (N, W, C) at the first token of each word."""
-    inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "word_starts")}
-    logits: Tensor = model(**inputs).logits
+    logits = model_logits(model, batch)
     return logits.gather(1, batch["word_starts"][..., None].expand(-1, -1, logits.shape[-1]))
 
 
