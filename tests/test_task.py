@@ -74,7 +74,7 @@ STRANGE: dict[str, tuple[str, str, str]] = {
         "Own",
         "def load_data(self, recipe, *, progress):\n        from dataclasses import replace\n        return "
         "replace(super().load_data(recipe, progress=progress), train=None)",
-        "load_data of task='TASK' returned None for train, which has no length",
+        "load_data of task='TASK' returned None for train; it has no length",
     ),
     "no model": (
         "Own",

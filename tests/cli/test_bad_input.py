@@ -608,9 +608,9 @@ def bomb() -> str:
 
 # What a program waits for, or reads, without end: how it comes about, the recipe's file, its data, what the line says.
 ENDLESS: dict[str, tuple[Callable[[], object], str, str, str]] = {
-    "pipe as text": (lambda: os.mkfifo("p.txt"), "r.yaml", "p.txt", "p.txt is no regular file"),
-    "pipe as tokens": (lambda: os.mkfifo("p.bin"), "r.yaml", "p.bin", "p.bin is no regular file"),
-    "link to a device": (lambda: os.symlink("/dev/zero", "z.txt"), "r.yaml", "z.txt", "z.txt is no regular file"),
+    "pipe as text": (lambda: os.mkfifo("p.txt"), "r.yaml", "p.txt", "p.txt is not a regular file"),
+    "pipe as tokens": (lambda: os.mkfifo("p.bin"), "r.yaml", "p.bin", "p.bin is not a regular file"),
+    "link to a device": (lambda: os.symlink("/dev/zero", "z.txt"), "r.yaml", "z.txt", "z.txt is not a regular file"),
     "folders in a circle": (lambda: loop(Path("texts")), "r.yaml", "texts/**/*.txt", "inner/x links to"),
     "pipe as recipe": (lambda: os.mkfifo("p.yaml"), "p.yaml", "text.txt", "p.yaml is a pipe"),
     "device as recipe": (
@@ -656,7 +656,7 @@ def test_images_that_have_no_end_are_refused(place: str, has_an_end: None, capsy
     recipe = {**GOOD, "task": "image-classification", "model": {"config": {"model_type": "resnet"}}}
     recipe["data"] = {"train": "images/p.npz" if place == "array" else "images"}
     Path("r.yaml").write_text(yaml.safe_dump(recipe))
-    said = "links to" if place == "folders in a circle" else "is no regular file"
+    said = "links to" if place == "folders in a circle" else "is not a regular file"
     assert_one_line(["plan", "r.yaml"], (said,), capsys)
 
 

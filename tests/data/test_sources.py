@@ -120,7 +120,7 @@ def test_a_data_set_column_must_hold_strings(tmp_path: Path) -> None:
 def test_what_does_not_exist_is_refused_with_the_nearest_that_does(tmp_path: Path) -> None:
     (tmp_path / "corpus.txt").write_text("x")
     message = refusal(str(tmp_path / "corpsu.txt"))
-    assert "there is no file or folder" in message
+    assert "no file or folder" in message
     assert f"did you mean {tmp_path / 'corpus.txt'}?" in message
     assert "no file matches" in refusal(str(tmp_path / "*.md"))
     message = refusal("python-stdlb")
@@ -212,7 +212,7 @@ def test_a_broken_csv_row_is_named(tmp_path: Path, content: str, complaint: str)
 def test_broken_parquet_and_wrong_columns_are_named(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"n": [1], "maybe": pyarrow.array([None], pyarrow.string())}), path)
-    assert "there is no column 'text'; name another. There are n, maybe" in refusal(str(path))
+    assert "no column 'text'; name another. There are n, maybe" in refusal(str(path))
     assert "row 1: column 'n' holds 1, not a string" in refusal(str(path), text_column="n")
     assert "row 1: column 'maybe' holds null" in refusal(str(path), text_column="maybe")
     path.write_bytes(path.read_bytes()[:-20])

@@ -183,7 +183,7 @@ def test_with_given_names_a_column_holds_either_names_or_ids() -> None:
 
 
 def test_numbers_are_no_ids_where_classes_are_called_by_other_numbers() -> None:
-    with pytest.raises(ValueError, match=r'"1" is none of the labels \(0, 2, 5\)'):
+    with pytest.raises(ValueError, match=r'"1" is not one of the labels \(0, 2, 5\)'):
         scheme_of("0", "1", "2", label_names=("0", "2", "5")).encode(["1"], lambda _: "rows.csv:9")
 
 
@@ -204,8 +204,8 @@ def test_ids_of_a_data_set_mean_what_it_calls_them_whatever_the_order_of_a_train
 @pytest.mark.parametrize(
     ("values", "settings", "said"),
     [
-        (("a", None), {}, "rows.csv:3, column 'label': there is no label"),
-        (("a", ""), {}, "rows.csv:3, column 'label': there is no label"),
+        (("a", None), {}, "rows.csv:3, column 'label': has no label"),
+        (("a", ""), {}, "rows.csv:3, column 'label': has no label"),
         (("a", "a"), {}, "every row has the same label"),
         (([], []), {}, "every row has the same label"),
         (("god", "bad"), {"label_names": ("good", "bad")}, '"god" is not one of the labels (good, bad); did you mean'),

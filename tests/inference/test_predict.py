@@ -174,7 +174,7 @@ def test_the_end_of_the_name_says_how_the_table_is_written(suffix: str) -> None:
         (["texts", "--out", "nowhere/table.csv"], "folder nowhere does not exist"),
         (["texts", "nowhere.csv"], "DATA: no file or folder 'nowhere.csv'"),
         (["nowhere"], "nowhere does not exist; give the output_dir of a finished run"),
-        (["texts", "texts.csv", "--data.text_columns", "[words]"], "there is no column 'words'"),
+        (["texts", "texts.csv", "--data.text_columns", "[words]"], "no column 'words'"),
     ],
 )
 def test_a_mistake_is_one_line_and_exits_with_2(
@@ -286,7 +286,7 @@ def test_other_data_without_the_id_column_has_its_rows_named_by_number(capsys: p
     assert main(["predict", "texts", "bare-texts.csv", "--out", "bare-numbered.csv"]) == 0
     assert [row["id"] for row in read_csv("bare-numbered.csv")] == ["bare-texts.csv:2", "bare-texts.csv:3"]
     assert main(["evaluate", "texts", "--data", "bare-texts.csv"]) == 2
-    assert "there is no column 'label'" in capsys.readouterr().err
+    assert "no column 'label'" in capsys.readouterr().err
 
 
 def test_labels_by_name_and_none_where_the_truth_is_not_known() -> None:

@@ -604,7 +604,7 @@ def test_no_planted_secret_reaches_the_written_recipe(recipe_file: Path) -> None
     [
         ("{model_type: gpt22}", "model.config.model_type=gpt22"),
         ("{model_type: gpt22}", "did you mean gpt2"),
-        ("{model_type: [gpt2]}", "is no model type"),
+        ("{model_type: [gpt2]}", "is not a model type"),
         ("{model_type: gpt2, n_layr: 2}", "model.config.n_layr (r.yaml:3): gpt2 has no such field"),
         ("{model_type: gpt2, n_layr: 2}", "did you mean n_layer?"),
         ("{model_type: gpt2, n_layer: two}", "expected int, got str"),

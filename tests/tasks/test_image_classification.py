@@ -403,7 +403,10 @@ def test_only_arrays_that_are_seen_as_they_are_cost_nothing_to_read(colours: Pat
         ({"evaluate": {"metrics": ["perplexity"]}}, r"'perplexity' is not for classes"),
         ({"evaluate": {"metrics": ["acuracy"]}}, r"did you mean 'accuracy'"),
         ({"loss": {"class_weights": [1.0, 2.0]}}, r"class_weights has 2 weights for 3 classes"),
-        ({"data": {"augment": {"random_resized_crop": [1.0, 0.5]}}}, r"random_resized_crop=\[1.0, 0.5\] is no range"),
+        (
+            {"data": {"augment": {"random_resized_crop": [1.0, 0.5]}}},
+            r"random_resized_crop=\[1.0, 0.5\] is not a range",
+        ),
         (
             {"model": {"config": VIT}, "evaluate": {"test_time_augmentation": {"scales": [0.75]}}},
             r"scales: 0.75 is below 1, and the model takes images of one size only",

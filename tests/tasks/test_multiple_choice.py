@@ -165,8 +165,8 @@ def test_a_mistake_is_named_with_its_remedy(tmp_path: Path) -> None:
         ([good, {**good, "label": None}], {}, "a.jsonl:2, column 'label': null is the place of no ending"),
         ([good, {**good, "endings": ["b", "c", "d"]}], {}, "a.jsonl:2: 3 endings, and"),
         ([{**good, "endings": ["b"]}], {}, "a.jsonl:1: column 'endings' has 1 endings; at least two"),
-        ([{**good, "endings": 3}], {}, "a.jsonl:1: column 'endings' holds 3, which is no list"),
-        ([good], {"data": {"choices_columns": ["ending"]}}, "there is no column 'ending'; did you mean 'endings'?"),
+        ([{**good, "endings": 3}], {}, "a.jsonl:1: column 'endings' holds 3, not a list"),
+        ([good], {"data": {"choices_columns": ["ending"]}}, "no column 'ending'; did you mean 'endings'?"),
         ([good], {"loss": {"class_weights": "balanced"}}, "loss.class_weights is for classes"),
         ([good], {"model": {"config": {"model_type": "gpt2"}}}, "has no model for multiple choice"),
     ):

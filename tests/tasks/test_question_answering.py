@@ -245,7 +245,7 @@ def test_the_baselines_are_the_words_near_those_of_the_question_and_no_answer(tm
     ("sections", "said"),
     [
         ({"data": {"doc_stride": 40}}, "data.doc_stride=40 is more than a quarter of data.max_length=128"),
-        ({"data": {"answers_column": "answer"}}, "there is no column 'answer'; did you mean 'answers'?"),
+        ({"data": {"answers_column": "answer"}}, "no column 'answer'; did you mean 'answers'?"),
         ({"model": {"config": {"model_type": "vit"}}}, "has no model for question answering"),
         ({"loss": {"class_weights": "balanced"}}, "loss.class_weights is for classes"),
         ({"evaluate": {"metrics": ["f1"]}}, "reports exact match and F1"),

@@ -352,10 +352,13 @@ def test_operations_are_those_of_a_text_of_mean_length(tmp_path: Path) -> None:
     ("sections", "said"),
     [
         ({"data": {"text_columns": ["txt"]}}, "a.csv:1: no column 'txt'; did you mean 'text'?"),
-        ({"data": {"label_names": ["loop", "number"]}}, "a.csv:4, column 'label': \"machine\" is none of the labels"),
+        (
+            {"data": {"label_names": ["loop", "number"]}},
+            "a.csv:4, column 'label': \"machine\" is not one of the labels",
+        ),
         ({"data": {"max_length": 200}}, "data.max_length=200 is longer than the 128 positions of the model"),
         ({"data": {"max_length": 2}}, "data.max_length=2 leaves no token for the text; give at least 3"),
-        ({"model": {"config": {"model_type": "gpt_bigcode2"}}}, "is no model type of transformers"),
+        ({"model": {"config": {"model_type": "gpt_bigcode2"}}}, "is not a model type of transformers"),
         ({"model": {"config": {"model_type": "vit"}}}, "has no model for sequence classification"),
         ({"model": {"config": {**BERT, "hiden_size": 3}}}, "did you mean hidden_size?"),
         ({"model": {"config": {**BERT, "vocab_size": 100}}}, "is smaller than the tokenizer's 260 tokens"),

@@ -186,11 +186,14 @@ def test_plain_tags_are_scored_as_classes_and_the_baseline_knows_each_words_tag(
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"data": {"label_names": ["O", "B-PER", "I-PER"]}}, "word 2, column 'tags': \"B-LOC\" is none of the labels"),
+        (
+            {"data": {"label_names": ["O", "B-PER", "I-PER"]}},
+            "word 2, column 'tags': \"B-LOC\" is not one of the labels",
+        ),
         ({"data": {"max_length": 300}}, "data.max_length=300 is longer than the 128 positions of the model"),
         ({"model": {"config": {"model_type": "vit"}}}, "has no model for token classification"),
         ({"loss": {"class_weights": {"B-PRE": 2.0}}}, "did you mean 'B-PER'?"),
-        ({"evaluate": {"metrics": ["f1"]}}, "reports those of entities"),
+        ({"evaluate": {"metrics": ["f1"]}}, "reports the scores of entities"),
     ],
 )
 def test_a_mistake_is_named_with_its_remedy(tmp_path: Path, sections: dict[str, Any], said: str) -> None:
@@ -204,8 +207,8 @@ def test_rows_that_are_no_tagged_sentences_are_named(tmp_path: Path) -> None:
             {"tokens": ["a", "b"], "tags": ["O"]},
             "a.jsonl:1: column 'tags' has 1 tags for the 2 words of column 'tokens'",
         ),
-        ({"tokens": 3, "tags": ["O"]}, "a.jsonl:1: column 'tokens' holds 3, which is no list"),
-        ({"tokens": ["a"], "ner_tags": ["O"]}, "there is no column 'tags'; did you mean 'ner_tags'?"),
+        ({"tokens": 3, "tags": ["O"]}, "a.jsonl:1: column 'tokens' holds 3, not a list"),
+        ({"tokens": ["a"], "ner_tags": ["O"]}, "no column 'tags'; did you mean 'ner_tags'?"),
         ({"tokens": ["a", 3], "tags": ["O", "O"]}, "column 'tokens' holds 3, not a string"),
     ):
         path.write_text(json.dumps(row) + "\n")

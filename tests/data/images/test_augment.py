@@ -301,7 +301,7 @@ def test_evaluation_images_are_not_touched_by_augmentation() -> None:
     [("random_resized_crop", (0.8, 0.2)), ("random_resized_crop", (0.0, 1.0)), ("scale_range", (2.0, 1.0))],
 )
 def test_a_range_that_ends_before_it_begins_is_refused(field: str, bounds: tuple[float, float]) -> None:
-    with pytest.raises(ValueError, match=rf"data.augment.{field}=.* is no range"):
+    with pytest.raises(ValueError, match=rf"data.augment.{field}=.* is not a range"):
         check_augment(Augment.model_validate({field: bounds}))
 
 

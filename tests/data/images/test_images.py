@@ -280,7 +280,7 @@ def test_a_header_deep_in_a_file_is_found(tmp_path: Path) -> None:
     [
         (lambda root: save(picture(1), root / "stray.png"), r"stray\.png lies in no class folder; expected .*/CLASS/"),
         (lambda root: (root / "bird").mkdir(), r"the class folder .*/bird holds no image"),
-        (lambda root: [file.unlink() for file in root.rglob("*.png")], r"there is no image below the folder"),
+        (lambda root: [file.unlink() for file in root.rglob("*.png")], r"no image below the folder"),
         (lambda root: [file.unlink() for file in (root / "dog").iterdir()] + [(root / "dog").rmdir()], r"needs two"),
     ],
 )
@@ -297,7 +297,7 @@ def test_a_class_that_only_the_evaluation_has_is_named(tmp_path: Path) -> None:
     class_folders(tmp_path / "train")
     class_folders(tmp_path / "val", first=50, names=("cat", "doge"))
     with pytest.raises(
-        ValueError, match=r"val/doge/00\.png.*\"doge\" is none of the labels \(cat, dog\); did you mean 'dog'"
+        ValueError, match=r"val/doge/00\.png.*\"doge\" is not one of the labels \(cat, dog\); did you mean 'dog'"
     ):
         read(tmp_path)
     class_folders(tmp_path / "val2", first=50, names=("cat", "bird"))
@@ -380,7 +380,7 @@ def test_bytes_and_the_images_of_datasets_are_read_from_parquet(tmp_path: Path) 
 @pytest.mark.parametrize(
     "kind, change, message",
     [
-        ("csv", {"label": ""}, r"table\.csv:5, column 'label': there is no label"),
+        ("csv", {"label": ""}, r"table\.csv:5, column 'label': has no label"),
         ("jsonl", {"label": [1]}, r"table\.jsonl:4, column 'label': \[1\] is not a label"),
         ("jsonl", {"image": None}, r"table\.jsonl:4, column 'image': it is empty, no image"),
         ("jsonl", {"image": 7}, r"table\.jsonl:4, column 'image': it is a int, no image"),
