@@ -130,7 +130,7 @@ BEST: dict[str, Any] = {"load_best_model_at_end": True}
 FAST: dict[str, Any] = {"learning_rate": 1e-2}
 RAGGED: dict[str, Any] = {"gradient_accumulation_steps": 2, "data_collator": hf.pad}
 # The clip rounds otherwise, which Adam makes visible in biases of attention keys, whose gradient is 0.
-LABELS: dict[str, Any] = {"eval_on_start": True, "eval_delay": 2, "max_grad_norm": 100.0}
+LABELS: dict[str, Any] = {"eval_on_start": True, "eval_delay": 2, "dataloader_num_workers": 1, "max_grad_norm": 100.0}
 LABELS |= {"logging_first_step": True, "max_steps": 4, **hf.every(3, "eval"), "eval_dataset": "of training"}
 CASES: dict[str, tuple[Any, list[Any], dict[str, Any]]] = {
     "defaults": (hf.Plain, PLAIN, FAST),
@@ -204,11 +204,7 @@ CASES: dict[str, tuple[Any, list[Any], dict[str, Any]]] = {
         )
         for which in ("all", "non_padding")
     },
-    "images": (
-        vit,
-        [{"pixel_values": one, "label": i % 3} for i, one in enumerate(PIXELS)],
-        {"dataloader_num_workers": 1, **LABELS},
-    ),
+    "images": (vit, [{"pixel_values": one, "label": i % 3} for i, one in enumerate(PIXELS)], LABELS),
 }
 
 
