@@ -271,7 +271,7 @@ def announce(run: RunContext, folder: RunFolder) -> None:
     else:
         message = f"resuming from {point.path.name}, at step {step} of {plan.max_steps}"
         if has_finished:
-            message = f"the run finished at step {step}: its model is loaded and not trained"
+            message = f"the run finished before, with step {step}: its model is loaded and not trained"
         observer.on_event("resume", step, message, **facts)
     if has_finished and setting_changes:
         kept = "; ".join(map(str, setting_changes))

@@ -106,7 +106,7 @@ def test_a_broken_checkpoint_is_set_aside_so_that_it_does_not_count_among_those_
         assert run.state.step == 8
         (event,) = events(trained, "checkpoint_invalid")
         assert "step-00000012 is not used: optimizer.safetensors is missing" in event["message"]
-        assert "it is now broken-step-00000012" in event["message"]
+        assert "renamed to broken-step-00000012" in event["message"]
     assert steps_in(trained) == [4, 8]
     assert (trained / "checkpoints" / "broken-step-00000012" / "model.safetensors").exists()
 

@@ -118,39 +118,6 @@ def test_a_global_batch_without_targets_has_a_gradient_that_is_not_applied(accel
     assert all(parameter.grad is not None and parameter.grad.isnan().all() for parameter in nothing.parameters())
 
 
-@pytest.mark.parametrize("name", ["adamw", "adam", "sgd"])
-@pytest.mark.parametrize("poison", [math.nan, math.inf])
-@pytest.mark.parametrize("first", [True, False], ids=["first step", "later step"])
-def test_nonfinite_step_leaves_weights_moments_and_counters_untouched(
-    accelerator: Accelerator, name: str, poison: float, first: bool
-) -> None:
-    module = TrainingModule(a_model(), SumOfSquares())  # type: ignore[arg-type]
-    optimizer = build_optimizer(module.model, Optimizer(name=name, learning_rate=0.1), CPU)  # type: ignore[arg-type]
-    parameters = list(module.parameters())
-    if not first:
-        one_step(accelerator, module, cut(rows(8), 1))
-        update_within(Limits(1.0), optimizer, parameters, None)
-    before = snapshot(module.model, optimizer)
-    bad = rows(8)
-    bad["x"][3, 2] = poison
-    one_step(accelerator, module, cut(bad, 2))
-    _, skipped, _ = update_within(Limits(1.0), optimizer, parameters, None)
-    assert skipped.item() == 1.0
-    if first:  # Adam makes its state at the first step; what it made must be as if untouched
-        assert all(not tensor.any() for tensor in snapshot(module.model, optimizer)[len(parameters) :])
-        before = before[: len(parameters)]
-    assert_same_bits(before, snapshot(module.model, optimizer)[: len(before)])
-
-    clean = TrainingModule(a_model(), SumOfSquares())  # type: ignore[arg-type]
-    clean_optimizer = build_optimizer(clean.model, Optimizer(name=name, learning_rate=0.1), CPU)  # type: ignore[arg-type]
-    for _ in range(1 if first else 2):
-        one_step(accelerator, clean, cut(rows(8), 1))
-        update_within(Limits(1.0), clean_optimizer, list(clean.parameters()), None)
-    one_step(accelerator, module, cut(rows(8), 1))
-    update_within(Limits(1.0), optimizer, parameters, None)
-    assert_same_bits(snapshot(clean.model, clean_optimizer), snapshot(module.model, optimizer))
-
-
 def test_infinite_loss_with_finite_gradients_is_refused_too(accelerator: Accelerator) -> None:
     class Infinite(SumOfSquares):
         def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
@@ -200,19 +167,6 @@ def test_a_model_of_64_or_16_bits_is_clipped_and_its_bad_step_skipped(
             assert torch.equal(before[0], model[0].weight) == bool(is_skipped)
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-def test_flag_that_says_finite_changes_no_bit_of_the_update(accelerator: Accelerator) -> None:
-    weights = []
-    for flag in (None, torch.tensor(0.0)):
-        model = a_model()
-        optimizer = build_optimizer(model, Optimizer(learning_rate=0.01), CPU)
-        for _ in range(3):
-            one_step(accelerator, TrainingModule(model, SumOfSquares()), cut(rows(16), 1))  # type: ignore[arg-type]
-            optimizer.found_inf = flag  # type: ignore[attr-defined]
-            optimizer.step()
-        weights.append(snapshot(model, optimizer))
-    assert_same_bits(*weights)
 
 
 def test_optimizer_without_a_fused_kernel_skips_as_exactly(accelerator: Accelerator) -> None:

@@ -113,7 +113,7 @@ def test_a_bad_step_changes_no_byte_and_the_next_one_is_as_if_it_had_not_been(
     assert len(differing(before, trained.tensors())) >= len(moving)
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", (*OWN, "adamw"))
 def test_a_flag_that_says_finite_changes_no_bit(name: str) -> None:
     plain, flagged = (Trained(Optimizer.model_validate({"name": name})) for _ in range(2))
     for number in range(3):
