@@ -84,7 +84,7 @@ STRANGE: dict[str, tuple[str, str, str]] = {
     "function": ("make", "pass", "task='TASK' is a function, not a class"),
     "instance": ("made", "pass", "task='TASK' is an object of Own, not a class"),
     "module": ("torch", "pass", "task='TASK' is a module, not a class"),
-    "arguments": ("NeedsMore", "pass", "task='TASK' cannot be made without arguments: .*'folder'"),
+    "arguments": ("NeedsMore", "pass", "task='TASK' cannot be created without arguments: .*'folder'"),
     "no method": ("Own", "score = predict_batch = None", "task='TASK' lacks score, predict_batch"),
     "no loss of a derived class": (
         "Half",

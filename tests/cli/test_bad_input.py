@@ -127,7 +127,7 @@ RECIPES: dict[str, tuple[Edit, tuple[str, ...]]] = {
     ),
     "warmup longer than the epochs": (
         setting("schedule", {"num_epochs": 1e-9, "warmup_steps": 9}),
-        ("schedule.warmup_steps=9", "Lower warmup_steps"),
+        ("schedule.warmup_steps=9", "lower warmup_steps"),
     ),
     "both sources of weights": (
         setting("model.pretrained", "gpt2"),
@@ -638,7 +638,10 @@ def has_an_end() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", ENDLESS)
-def test_what_has_no_end_is_refused(name: str, has_an_end: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_has_no_end_is_refused(
+    name: str, has_an_end: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("accel_train.recipe.loader._WAIT_SECONDS", 0.1)
     make, recipe, data, said = ENDLESS[name]
     make()
     assert_one_line(["plan", recipe, "--data.train", data], (said,), capsys)
