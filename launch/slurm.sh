@@ -32,6 +32,11 @@ log="$(readlink -f "/proc/$$/fd/2")"  # where sbatch has the output of the job w
 [ -f "$log" ] || log=/dev/null
 log_begin=$(($(stat -c %s "$log") + 1))  # earlier starts of the job wrote what is before
 
+# The processes write here, one a line, the machines whose process was lost or hung. All nodes reach the folder.
+export ACCEL_TRAIN_LOST_HOSTS="${SLURM_SUBMIT_DIR:-$PWD}/.lost-hosts-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
+rm -f "$ACCEL_TRAIN_LOST_HOSTS"
+trap 'rm -f "$ACCEL_TRAIN_LOST_HOSTS"' EXIT
+
 asked=yes step=
 forward() { asked=yes; [ -z "$step" ] || kill -USR1 "$step"; }
 trap forward USR1 TERM
@@ -54,10 +59,9 @@ done
 own_code="$(tail -c "+$log_begin" "$log" | sed -nE 's/^srun: error: .*: Exited with exit code ([0-9]+)$/\1/p' | grep -vxE '5|75' | head -n 1)"
 [ -z "$own_code" ] || code="$own_code"
 
-# The node on which a process was lost or hung, where the run named one and no other: `error: ... rank 3 (process 71 on NODE) ...`.
+# The node whose process was lost or hung, if the run has written exactly one.
 bad_node() {
-    tail -c "+$log_begin" "$log" | grep '^error: ' | grep -v ') failed first: ' |
-        sed -nE 's/.*rank [0-9]+ \(process [0-9]+ on ([^).]+)[^)]*\).*/\1/p' | sort -u | awk '{ node = $0 } END { if (NR == 1) print node }' |
+    sed 's/[.].*//' "$ACCEL_TRAIN_LOST_HOSTS" 2>/dev/null | sort -u | awk '{ node = $0 } END { if (NR == 1) print node }' |
         grep -xFf <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 }
 

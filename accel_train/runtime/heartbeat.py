@@ -24,7 +24,7 @@ import threading
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
@@ -79,6 +79,8 @@ class Failure:
     """Exit code of the other processes. After out of memory, it is the first failed process's code (6 or 75)."""
     problem: str = ""
     """Error of that process in one line, without its rank; empty if the failure is not a Python error."""
+    hosts: Sequence[str] = field(default_factory=list)
+    """Machines of the processes that were lost or hang."""
 
 
 def is_peer_error(error: BaseException | None) -> bool:
@@ -222,9 +224,13 @@ class HeartbeatStore:
                 os.kill(self._known[rank].pid, signal.SIGKILL)
 
     def describe(self, rank: int) -> str:
-        """Return a rank with its process and machine. `launch/slurm.sh` parses the machine's name from this text."""
+        """Return a rank with its process and machine."""
         status = self._known.get(rank)
         return f"rank {rank}" if status is None else f"rank {rank} (process {status.pid} on {status.host})"
+
+    def hosts(self, ranks: Collection[int]) -> list[str]:
+        """Return the machines of these ranks, without ranks that have published nothing."""
+        return sorted({self._known[rank].host for rank in ranks if rank in self._known})
 
     def stay_for_last_reads(self) -> None:
         """Wait until the other processes have read the store once more or have ended, if this process hosts it."""
@@ -243,15 +249,17 @@ def lost_peer(store: HeartbeatStore, idle_seconds: float) -> Failure | None:
         status, who = within(1.0, lambda rank=rank: store.status(rank)), store.describe(rank)  # type: ignore[misc]
         if status is None or status.ended is None:
             cause = "killed (has the host run out of memory?), or it ended itself"
-            return Failure(rank, f"{who} is gone without an error: {cause}{last_seen(status)}")
+            text = f"{who} is gone without an error: {cause}{last_seen(status)}"
+            return Failure(rank, text, hosts=store.hosts([rank]))
         if is_stuck:
             text = f"{who} has ended, and this process waits for it: {status.ended or 'no error'}"
             # A peer that was still preparing did no step, so nothing is lost.
-            return Failure(rank, text, "preempted", 75) if status.was_preparing else Failure(rank, text)
+            if status.was_preparing:
+                return Failure(rank, text, "preempted", 75)
+            return Failure(rank, text, hosts=store.hosts([rank]))
     if is_stuck and time.monotonic() - store.last_contact > PATIENCE_SECONDS:
-        return Failure(
-            0, f"{store.describe(0)} does not answer. It may host the store of this run, and the store is lost"
-        )
+        text = f"{store.describe(0)} does not answer. It may host the store of this run, and the store is lost"
+        return Failure(0, text, hosts=store.hosts([0]))
     return None
 
 

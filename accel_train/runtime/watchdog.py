@@ -45,6 +45,8 @@ COLLECTIVE_ALLOWANCE = 2
 """Timeout of a collective, as a multiple of the timeout of a step."""
 FIRST_STEPS_ALLOWANCE = 3
 """Multiple of the timeout for the first step, because it may compile, and after the last step, because it writes."""
+LOST_HOSTS = "ACCEL_TRAIN_LOST_HOSTS"
+"""Environment variable with the path of a file for the names of machines whose process was lost or hung."""
 AGREED = (TrainingStopped, CheckpointError, Preempted)
 """Errors that all processes raise at the same point. They are not failures of one process."""
 FOR_ALL: dict[type[BaseException], tuple[str, int]] = {
@@ -233,7 +235,7 @@ class Watchdog:
         timeout = self.timeout_seconds * (FIRST_STEPS_ALLOWANCE if progress.is_first_step else 1)
         if progress.idle_seconds <= timeout:
             return None
-        culprit, hung = self.rank, f"rank {self.rank} {progress.describe()}"
+        culprit, hung, hosts = self.rank, f"rank {self.rank} {progress.describe()}", list[str]()
         if heartbeats is not None:
             before, after = self._halfway or {}, within(3.0, heartbeats.statuses) or {}
             if any(after[rank].progress != before[rank].progress for rank in before.keys() & after.keys()):
@@ -241,9 +243,10 @@ class Watchdog:
                 return None
             hung_ranks = find_hung(heartbeats, before, after)
             hung = "; ".join(f"{heartbeats.describe(rank)} {what}" for rank, what in hung_ranks.items()) or hung
-            culprit = next(iter(hung_ranks), culprit)
+            culprit, hosts = next(iter(hung_ranks), culprit), heartbeats.hosts(hung_ranks)
         stacks = f"stacks are in {self.output_dir}/stacks-rank-*.txt"
-        return Failure(culprit, f"no step for {timeout:g} s (guard.hang_timeout_seconds): {hung}; {stacks}", "hang")
+        message = f"no step for {timeout:g} s (guard.hang_timeout_seconds): {hung}; {stacks}"
+        return Failure(culprit, message, "hang", hosts=hosts)
 
     def _end(self, failure: Failure) -> None:
         """Print the first failure of the run (possibly another one), and end this process."""
@@ -271,6 +274,10 @@ class Watchdog:
         os._exit(failure.exit_code)
 
     def _record(self, failure: Failure) -> None:
+        """Append the failure to the run folder, and its machines to the file that $ACCEL_TRAIN_LOST_HOSTS names."""
+        if failure.hosts and (path := os.environ.get(LOST_HOSTS)):
+            with suppress(OSError), open(path, "a") as file:
+                file.write("".join(f"{host}\n" for host in failure.hosts))
         if (record := self.record) is not None:
             event = utc_event(failure.event, self._progress.done()[0], failure.message, None, {})
             within(2.0, lambda: record(event))
