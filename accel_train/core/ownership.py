@@ -29,10 +29,10 @@ from accel_train.core.version import __version__
 MARKER = ".accel_train.json"
 FORMAT = 1
 DIGESTED_BYTES = 2**20
-RESOLVED_RECIPE = "recipe.resolved.yaml"
+RECIPE_FILE = "recipe.resolved.yaml"
 RUN_NAMES = (
     *("model", "adapter", "summary.json", "evaluation.json", "examples.json", "report.html", "incidents"),
-    *(RESOLVED_RECIPE, "metrics.jsonl", "events.jsonl", "launches.jsonl", "trackers.json", "rollbacks.json"),
+    *(RECIPE_FILE, "metrics.jsonl", "events.jsonl", "launches.jsonl", "trackers.json", "rollbacks.json"),
     *("checkpoints", ".lock", ".lock.holder", MARKER),
 )
 """Names that a run writes in its folder."""

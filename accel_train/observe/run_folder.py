@@ -17,14 +17,14 @@ from filelock import FileLock, Timeout
 
 from accel_train.core.files import make_folders, read_regular, sync, write_atomically
 from accel_train.core.json_io import from_json, json_text, read_json, to_json, utc_now
-from accel_train.core.ownership import RESOLVED_RECIPE, check_claim, claim, write_file
+from accel_train.core.ownership import RECIPE_FILE as RECIPE_FILE
+from accel_train.core.ownership import check_claim, claim, write_file
 from accel_train.core.state import Choice, JsonRecord
 
 EXAMPLES_FILE = "examples.json"
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
 SUMMARY_FILE = "summary.json"
-RECIPE_FILE = RESOLVED_RECIPE
 PROFILE_FOLDER = "profile"
 """Folder of step traces and of memory snapshots from GPUs that ran out of memory."""
 

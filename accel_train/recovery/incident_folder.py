@@ -21,8 +21,7 @@ from accel_train.core.files import follow_umask, publish_folder, sync, write_ato
 from accel_train.core.json_io import NONFINITE_NAMES, write_json
 from accel_train.engine.step import MicroBatch
 from accel_train.model.isolation import RandomState
-from accel_train.observe.incident_record import INCIDENTS, RECORD, TEXT, WEIGHTS
-from accel_train.observe.incident_text import format_incident
+from accel_train.observe.incident_record import INCIDENTS, RECORD, TEXT, WEIGHTS, format_incident
 from accel_train.observe.run_folder import METRICS_FILE
 
 MAX_BATCH_BYTES = 2**28

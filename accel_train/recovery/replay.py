@@ -27,13 +27,13 @@ from accel_train.observe.incident_record import (
     INCIDENTS,
     WEIGHTS,
     classify,
+    describe_finding,
     describe_heaviest,
     named,
     next_actions,
     read_incident,
     summarise_incident,
 )
-from accel_train.observe.incident_text import describe_finding
 from accel_train.observe.run_folder import RECIPE_FILE
 from accel_train.parallel.precision import set_backends, start_accelerator
 from accel_train.recovery.diagnosis import (

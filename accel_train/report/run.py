@@ -10,8 +10,7 @@ from typing import Any
 from accel_train.core.state import JsonRecord
 from accel_train.observe import run_folder
 from accel_train.observe.goodput import goodput_of, read_launches
-from accel_train.observe.incident_record import INCIDENTS, RECORD, TEXT, incident_folders, read_incident
-from accel_train.observe.incident_text import main_facts
+from accel_train.observe.incident_record import INCIDENTS, RECORD, TEXT, incident_folders, main_facts, read_incident
 from accel_train.observe.metrics_reader import MetricsReader
 from accel_train.recipe.tasks import targets_of
 from accel_train.recipe.yaml_core import parse_yaml
