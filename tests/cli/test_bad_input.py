@@ -561,7 +561,7 @@ def test_a_missing_column_of_images_names_the_setting_that_says_which(capsys: py
     Path("t.csv").write_text("file,label\na.png,x\n")
     recipe = {**GOOD, "task": "image-classification", "model": {"config": {"model_type": "resnet"}}}
     Path("r.yaml").write_text(yaml.safe_dump({**recipe, "data": {"train": "t.csv"}}))
-    assert_one_line(["plan", "r.yaml"], ("t.csv:1: no column 'image'", "(data.image_column says"), capsys)
+    assert_one_line(["plan", "r.yaml"], ("t.csv:1: no column 'image'", "(data.image_column names"), capsys)
 
 
 def test_a_csv_file_of_tabs_is_read_and_it_is_said(capsys: pytest.CaptureFixture[str]) -> None:

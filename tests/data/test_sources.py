@@ -145,7 +145,7 @@ def test_token_shards_do_not_mix_with_text(tmp_path: Path) -> None:
 def test_a_folder_with_training_and_held_out_tables_is_not_read_as_one(tmp_path: Path, names: tuple[str, str]) -> None:
     for name in names:
         (tmp_path / name).write_bytes(b'{"text": "evaluation of a valve"}\n')
-    assert f"holds {names[1]} beside training files" in refusal(str(tmp_path))
+    assert f"holds {names[1]} next to training files" in refusal(str(tmp_path))
 
 
 def test_bytes_that_are_not_utf8_are_named_by_file_position_and_line(tmp_path: Path) -> None:

@@ -204,8 +204,8 @@ def test_ids_of_a_data_set_mean_what_it_calls_them_whatever_the_order_of_a_train
 @pytest.mark.parametrize(
     ("values", "settings", "said"),
     [
-        (("a", None), {}, "rows.csv:3, column 'label': has no label"),
-        (("a", ""), {}, "rows.csv:3, column 'label': has no label"),
+        (("a", None), {}, "rows.csv:3, column 'label': the row has no label"),
+        (("a", ""), {}, "rows.csv:3, column 'label': the row has no label"),
         (("a", "a"), {}, "every row has the same label"),
         (([], []), {}, "every row has the same label"),
         (("god", "bad"), {"label_names": ("good", "bad")}, '"god" is not one of the labels (good, bad); did you mean'),

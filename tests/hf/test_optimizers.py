@@ -116,7 +116,7 @@ def test_state_that_a_checkpoint_cannot_hold_is_said_at_the_first_step(tmp_path:
             steps.append(state.global_step)
 
     given = (Odd(model.parameters(), own=None), None)
-    with pytest.raises(CheckpointError, match=r"notes for layer"):
+    with pytest.raises(CheckpointError, match=r"notes of layer"):
         hf.trained(tmp_path, model, hf.plain_rows(45), optimizers=given, callbacks=[Count()])
     assert steps == []
 

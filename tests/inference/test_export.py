@@ -254,7 +254,7 @@ BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a shard is missing": (lose_a_shard, "which model.safetensors.index.json names"),
     "a tensor is missing": (
         lambda model: save_file({"x": torch.ones(1)}, model / "model.safetensors", {"format": "pt"}),
-        "which from_pretrained would make up",
+        "from_pretrained would invent",
     ),
 }
 
@@ -323,7 +323,7 @@ def test_what_a_task_of_somebodys_own_saved_is_not_promised_to_from_pretrained(
     assert main(["export", str(copied)]) == 0
     assert "as its task saved them; not for from_pretrained (" in capsys.readouterr().out
     assert main(["export", str(copied), "--quantize", "int8"]) == 2
-    assert "is no model of transformers" in capsys.readouterr().err
+    assert "is not a model of transformers" in capsys.readouterr().err
 
 
 def test_a_moved_run_is_exported_without_its_data_from_another_folder(

@@ -173,7 +173,7 @@ def test_the_end_of_the_name_says_how_the_table_is_written(suffix: str) -> None:
         (["texts", "--out", "table.xls"], "its name must end in .csv, .jsonl, .parquet"),
         (["texts", "--out", "nowhere/table.csv"], "folder nowhere does not exist"),
         (["texts", "nowhere.csv"], "DATA: no file or folder 'nowhere.csv'"),
-        (["nowhere"], "nowhere does not exist; give the output_dir of a finished run"),
+        (["nowhere"], "nowhere does not exist"),
         (["texts", "texts.csv", "--data.text_columns", "[words]"], "no column 'words'"),
     ],
 )

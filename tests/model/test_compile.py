@@ -117,7 +117,7 @@ def test_a_step_that_compiles_again_is_an_event(traced_only: None, own_cache: Pa
     sections: dict[str, Any] = {"data": {"last_batch": "short"}, "schedule": {"max_steps": None, "num_epochs": 1}}
     compiled, recompiled = compiled_run(tmp_path, **sections)
     assert (compiled["num_graphs"], recompiled["num_graphs"]) == (1, 1)
-    assert "1 graph compiled again: the inputs are of another shape" in recompiled["message"]
+    assert "1 graph compiled again, because the inputs have a new shape" in recompiled["message"]
 
 
 def test_nothing_is_chosen_or_told_where_nothing_is_compiled(own_cache: Path, tmp_path: Path) -> None:

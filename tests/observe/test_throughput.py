@@ -78,7 +78,7 @@ def test_the_peak_is_unknown_for_another_chip_or_a_part_of_one(device_name: str,
 
 
 def test_a_dtype_without_a_column_is_an_error() -> None:
-    with pytest.raises(ValueError, match="dtype='fp8' has no peak"):
+    with pytest.raises(ValueError, match="dtype='fp8' has no known peak"):
         peak_flops("NVIDIA H100 80GB HBM3", "fp8")
 
 

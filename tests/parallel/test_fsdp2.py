@@ -233,5 +233,5 @@ def test_what_does_not_divide_is_refused_with_what_does() -> None:
 
 
 def test_settings_of_fsdp2_without_it_are_a_mistake(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"parallel\.dp_shard_size=2 is for parallel\.strategy fsdp2"):
+    with pytest.raises(ValueError, match=r"parallel\.dp_shard_size=2 needs parallel\.strategy fsdp2"):
         Recipe.from_yaml(str(write_recipe_file(tmp_path, parallel={"dp_shard_size": 2})))

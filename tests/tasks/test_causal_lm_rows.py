@@ -125,7 +125,7 @@ def test_model_that_cannot_keep_rows_apart_gets_each_alone(sft_recipe: Make, set
     recipe = sft_recipe(ragged_rows(10), model={"config": fields, **rest})
     task, data = load(recipe)
     assert len(data.train) == len(data.source.train) == 10
-    assert any("a sample of its own" in note for note in data.facts["notes"])
+    assert any("a separate sample" in note for note in data.facts["notes"])
     model = task.build_model(recipe, data).eval()
     batch = data.collate([data.train[index] for index in range(10)])
     assert batch.pop("num_targets") == len(data.source.train.targets)

@@ -259,7 +259,7 @@ def test_a_mistake_is_named_with_its_remedy(tmp_path: Path, sections: dict[str, 
 
 def test_an_answer_that_is_not_in_its_context_is_named(tmp_path: Path) -> None:
     for answers, said in (
-        (None, "there are no answers; fill them in (an empty list: the context has none)"),
+        (None, "the row has no answers; fill them in (an empty list: the context has none)"),
         (
             {"text": ["red"], "answer_start": [3]},
             'the answer "red" is not at character 3 of its context, where " ho" stands',

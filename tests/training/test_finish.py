@@ -96,7 +96,7 @@ def test_a_model_that_loses_to_its_baseline_says_so_with_what_to_try(corpus: Pat
     assert [line.split()[1:4] for line in lines[place + 1 : place + 4]] == [
         ["too", "few", "steps"],  # the last evaluation was the best one
         ["a", "learning", "rate"],
-        ["labels", "or", "columns"],
+        ["wrong", "labels", "or"],
     ]
     assert f"accel-train find-lr {corpus / 'run'}/recipe.resolved.yaml" in lines[place + 2]
     page = Page((corpus / "run" / "report.html").read_text()).text

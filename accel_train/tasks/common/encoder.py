@@ -23,7 +23,7 @@ from accel_train.tasks.common.texts import classifier_tokenizer
 
 
 class Reader(NamedTuple):
-    """How texts become tokens for the model."""
+    """Tokenizer, model configuration, and length with which a task reads its texts."""
 
     tokenizer: PreTrainedTokenizerBase
     config: PreTrainedConfig

@@ -380,7 +380,7 @@ def test_bytes_and_the_images_of_datasets_are_read_from_parquet(tmp_path: Path) 
 @pytest.mark.parametrize(
     "kind, change, message",
     [
-        ("csv", {"label": ""}, r"table\.csv:5, column 'label': has no label"),
+        ("csv", {"label": ""}, r"table\.csv:5, column 'label': the row has no label"),
         ("jsonl", {"label": [1]}, r"table\.jsonl:4, column 'label': \[1\] is not a label"),
         ("jsonl", {"image": None}, r"table\.jsonl:4, column 'image': it is empty, no image"),
         ("jsonl", {"image": 7}, r"table\.jsonl:4, column 'image': it is a int, no image"),

@@ -263,7 +263,7 @@ def test_a_flipped_bit_in_shards_is_found_and_they_are_built_again(
     whole = stream(first, "train"), stream(first, "eval")
     flip_a_byte(Path(first.facts["cache_folder"], damage))
     second = prepare_text(recipe, progress=False)
-    assert "damaged: tokenising anew" in second.facts["notes"][-1]
+    assert "damaged: tokenizing again" in second.facts["notes"][-1]
     assert (stream(second, "train"), stream(second, "eval")) == whole
     assert prepare_text(recipe, progress=False).facts["reused"]
 

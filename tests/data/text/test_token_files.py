@@ -79,7 +79,7 @@ def test_tokens_beyond_the_vocabulary_are_named_by_file_and_position(tmp_path: P
 
 def test_incomplete_token_shards_are_refused(tmp_path: Path, text_recipe: MakeRecipe) -> None:
     (tmp_path / "odd.bin").write_bytes(b"\0" * 33)
-    with pytest.raises(ValueError, match=r"odd\.bin: 33 bytes are no whole number of uint16 tokens"):
+    with pytest.raises(ValueError, match=r"odd\.bin: 33 bytes are not a whole number of uint16 tokens"):
         prepare_text(text_recipe(str(tmp_path / "odd.bin")), progress=False)
     path = Path(write_tokens(tmp_path / "cut.bin", [1] * 50, header=(20240520, 1)))
     path.write_bytes(path.read_bytes()[:-2])

@@ -134,7 +134,7 @@ def test_a_run_says_its_kernels_and_its_model_folder_is_plain_transformers(
 
 def test_a_model_that_a_program_built_keeps_its_activations(tmp_path: Path) -> None:
     own = AutoModelForCausalLM.from_config(small_config("gpt2"))
-    model, choices, _ = change_model(Recipe.model_validate(recipe_dict(tmp_path)), CausalLM(), own)
+    model, choices, _ = change_model(Recipe.model_validate(recipe_dict(tmp_path, task="causal-lm")), CausalLM(), own)
     assert type(model.transformer.h[0].mlp.act) is NewGELUActivation
     assert choices["model.fused_kernels"].value == "none"
     assert choices["model.attn_implementation"].value == "sdpa"

@@ -333,7 +333,7 @@ def test_a_head_that_is_no_plain_layer_has_its_logits_whole_and_the_choice_says_
 def test_a_split_output_layer_stays_in_chunks_unless_a_process_would_hold_no_row() -> None:
     model = model_of("llama")
     split = choose_chunking("auto", model, 2)
-    assert (split.value, "each process those of its share of the vocabulary" in split.reason) == (True, True)
+    assert (split.value, "each process computes its share of the vocabulary" in split.reason) == (True, True)
     assert choose_chunking(True, model, 2).reason == f"as set; {split.reason}"
     assert rows_at_once(model.lm_head, 2) > 1.9 * rows_at_once(model.lm_head)
     model.lm_head = nn.Linear(32, 5, bias=False)  # 2, 2, 1 and 0 rows

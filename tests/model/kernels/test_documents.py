@@ -359,7 +359,9 @@ def test_a_run_says_how_it_keeps_documents_apart_and_one_setting_turns_it_off(
         assert (PER_DOCUMENT if attention == "auto" else "model.attn_implementation is sdpa") in said
         losses.append([line["loss"] for line in metrics(tmp_path / name)])
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-    packed = Recipe.model_validate(recipe_dict(tmp_path, data={"format": "chat", "sequence_length": LENGTH}))
+    packed = Recipe.model_validate(
+        recipe_dict(tmp_path, task="causal-lm", data={"format": "chat", "sequence_length": LENGTH})
+    )
     config = small_config("gpt2")
     config._attn_implementation = CAUSAL_SDPA
     config.attn_pdrop = 0.0
