@@ -100,7 +100,7 @@ def test_pretrained_weights_and_adapters_go_through_the_kernel_and_give_the_same
     for settings in ({}, STOCK):
         section = {"config": None, "pretrained": str(tmp_path / "first"), "lora": {"rank": 2}, **settings}
         model = build(tmp_path, **section)
-        recipe = Recipe.model_validate(recipe_dict(tmp_path, model=section))
+        recipe = Recipe.model_validate(recipe_dict(tmp_path, task="causal-lm", model=section))
         torch.manual_seed(0)
         models.append(change_model(recipe, CausalLM(), model)[0])
     assert [num_fused(model) for model in models] == [2, 0]
