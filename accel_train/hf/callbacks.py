@@ -199,7 +199,8 @@ class Flow(Observer):
         asks = is_last and (control.should_evaluate or control.should_save)
         if not asks and (is_last or result.step % self.length.steps_per_epoch == 0):
             self._end_epoch()
-        if trainer.control.should_log:
+        # At most one log per step, as in transformers.
+        if trainer.control.should_log and self._since_log:
             self._log(result, learning_rate)
         self._request(result.step)
         if self.requests is None:

@@ -42,6 +42,7 @@ class Sets(TrainerCallback):
     ("flag", "step", "last"),
     [
         ("should_log", 99, 12),
+        ("should_log", 6, 12),
         ("should_training_stop", 4, 4),
         ("should_epoch_stop", 8, 8),
         ("should_epoch_stop", 6, 12),
