@@ -16,6 +16,7 @@ from accel_train.data.order import DataOrder
 from accel_train.observe.incident_record import read_incident
 from accel_train.recipe.schema import Recipe
 from accel_train.recovery.replay import Replay, format_replay, replay_incident
+from accel_train.task import with_data_of
 from tests.support.comparisons import assert_same_bits, tensors
 from tests.support.number_faults import GAP_STEPS, ONCE, PLACES, assert_named, incident, plan_of, spread
 from tests.support.processes import run_forked
@@ -231,11 +232,12 @@ def language(folder: Path, **changes: Any) -> dict[str, Any]:
     """The sections of a recipe of language modelling on a corpus that is written there."""
     write_corpus(folder, num_documents=changes.pop("num_documents", 120))
     data = {"train": str(folder / "corpus.jsonl"), **changes.pop("data", {})}
-    recipe = Recipe.model_validate(plan_of(folder, "count", processes=1, steps=1, recipe={"data": data})["recipe"])
-    count = len(ShardedLanguageModel().load_data(recipe, progress=False).train)  # type: ignore[arg-type]
+    named = {"task": "tests.support.tasks.number_faults_sharded:ShardedLanguageModel", "data": data}
+    recipe = Recipe.model_validate(plan_of(folder, "count", processes=1, steps=1, recipe=named)["recipe"])
+    task = ShardedLanguageModel()
+    count = len(task.load_data(with_data_of(task, recipe), progress=False).train)  # type: ignore[arg-type]
     sections = {
-        "task": "tests.support.tasks.number_faults_sharded:ShardedLanguageModel",
-        "data": data,
+        **named,
         "options": {"num_samples": count},
     }
     return {**FSDP2, **sections, "model": {"config": {**TINY_MODEL, "resid_pdrop": 0.1}}, **changes}
