@@ -253,7 +253,8 @@ def test_a_process_takes_the_memory_that_was_planned(tmp_path: Path, processes: 
     plan = resolve_plan(Recipe.model_validate(recipe_dict(tmp_path, **sections)), processes)
     not_allocated_by_torch = ("CUDA context", "NCCL buffers", "fragmentation")
     planned = sum(part.num_bytes or 0 for part in plan.memory if part.name not in not_allocated_by_torch)
-    assert peaks["train"] == pytest.approx(planned, rel=0.1)
+    # torch also allocates cuBLAS's workspace, 32 MiB on Hopper, which a plan counts as CUDA context.
+    assert peaks["train"] == pytest.approx(planned, rel=0.05)
 
 
 def test_search_takes_what_leaves_headroom_and_the_losses_stay(tmp_path: Path) -> None:
@@ -289,6 +290,8 @@ def test_search_takes_what_leaves_headroom_and_the_losses_stay(tmp_path: Path) -
 
 def test_memory_that_ran_out_is_written_into_the_run_folder(tmp_path: Path) -> None:
     write_corpus(tmp_path, 400)
+    # The limit is only asked when memory is taken from the device, not when freed memory of other tests is used again.
+    torch.cuda.empty_cache()
     torch.cuda.set_per_process_memory_fraction(0.02)
     try:
         config = {**TINY_MODEL, "n_layer": 8, "n_embd": 512, "n_positions": 512}

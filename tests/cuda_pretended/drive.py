@@ -1,0 +1,108 @@
+"""Run steps of recipes on pretended GPUs, and print what they did as JSON: python drive.py CASES (a JSON file)."""
+
+import gc
+import json
+import sys
+import traceback
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import peft  # noqa: F401 (it asks for streams of a CUDA build if there are GPUs)
+import torch
+from accelerate.state import AcceleratorState
+
+from accel_train import Recipe
+from accel_train.engine.run import Extensions
+from accel_train.engine.step import StepOutcome
+from accel_train.observe.observer import Observer
+from accel_train.recovery import unused_parameters
+from accel_train.runtime.signals import StopRequest
+from accel_train.runtime.watchdog import Watchdog
+from accel_train.training.loop import run_steps
+from accel_train.training.setup import prepare_run
+from tests.cuda_pretended.pretend import Pretend, pretended_gpus
+
+WARM_STEPS, STEPS = 2, 4
+"""Steps before the steady state, in which lazy state is made, and all steps."""
+
+
+SMALL_BYTES = 4096
+"""Most bytes of a collective that a plan leaves out: step sync, the gradient norm."""
+
+
+class Done(Exception):
+    """All steps are done, and a run would go on."""
+
+
+class Watch(Observer):
+    """Counts the steps after the warm ones, and ends the run."""
+
+    def __init__(self, pretend: Pretend) -> None:
+        self.pretend = pretend
+
+    def on_step_begin(self, step: int) -> None:
+        if step == WARM_STEPS:
+            self.pretend.counts, self.pretend.peak_bytes = True, self.pretend.live_bytes
+        if step == STEPS:
+            self.pretend.counts = False
+            raise Done
+
+
+def drive(sections: dict[str, Any], world_size: int) -> dict[str, Any]:
+    """Return what a recipe's steps in the steady state did: waits, collectives and peak memory."""
+    AcceleratorState._reset_state(True)
+    recipe = Recipe.model_validate(sections)
+
+    def everywhere(number: int, _: torch.device) -> list[int]:
+        return [number] * world_size
+
+    def with_targets(outcome: StepOutcome) -> Any:
+        return tuple(each._replace(num_targets=each.num_targets or world_size) for each in unpack(outcome))
+
+    unpack = StepOutcome.unpack
+    with ExitStack() as stack:
+        # All values read from the device are 0, and a step without labels would end the run.
+        stack.enter_context(mock.patch.object(StepOutcome, "unpack", with_targets))
+        pretend = stack.enter_context(pretended_gpus(world_size))
+        # The other processes use the weights that this one uses.
+        here = mock.patch.object(unused_parameters, "_without_gradient", lambda strategy: strategy.without_gradient())
+        stack.enter_context(here)
+        for module in [each for each in sys.modules.values() if "gather_number" in vars(each)]:
+            stack.enter_context(mock.patch.object(module, "gather_number", everywhere))
+        watchdog = Watchdog(StopRequest(), Path(recipe.output_dir), 600.0, None)
+        extensions = Extensions((Watch(pretend),), watchdog=watchdog, materialize=False)
+        run = prepare_run(recipe, extensions=extensions)
+        try:
+            with run.resources:
+                run_steps(run)
+        except Done:
+            pass  # raised by `Watch` at the end of the last step
+    steps = STEPS - WARM_STEPS
+    traffic: dict[str, list[float]] = {}
+    for kind, num_bytes in pretend.collectives:
+        if num_bytes <= SMALL_BYTES:
+            continue
+        of_kind = traffic.setdefault(kind, [0, 0])
+        of_kind[0] += 1 / steps
+        of_kind[1] += num_bytes / steps
+    return {
+        "waits": pretend.waits, "traffic": traffic, "on_host": pretend.on_host, "peak_bytes": pretend.peak_bytes,
+        "between_hosts": {kind: count / steps for kind, count in pretend.between_hosts.items()},
+    }  # fmt: skip
+
+
+def main(cases: Path) -> None:
+    """Run each case, {name: [world size, recipe]}, and print a line with its name and findings."""
+    for name, (world_size, sections) in json.loads(cases.read_text()).items():
+        try:
+            found = drive(sections, world_size)
+        except Exception as problem:
+            found = {"error": "".join(traceback.format_exception(problem))}
+        print(json.dumps({"case": name, **found}), flush=True)
+        gc.collect()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
