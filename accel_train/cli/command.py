@@ -1,7 +1,9 @@
 """The type of a command, and helpers that several commands share."""
 
 import argparse
+import math
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -54,28 +56,35 @@ class Command(NamedTuple):
     """Processes of a launch that run the command; `one` refuses a launch of several processes."""
 
 
-def whole_number(text: str) -> int:
-    """Return an integer argument; raise ArgumentTypeError if it is larger than any count of this program."""
-    number = int(text)
-    if abs(number) > LARGEST_COUNT:
-        raise argparse.ArgumentTypeError(f"{text:.30} is too large. Give at most {LARGEST_COUNT:,}")
-    return number
+def whole_number(least: int = 0, most: int = LARGEST_COUNT) -> Callable[[str], int]:
+    """Return the parser of an integer argument; it raises ArgumentTypeError outside of the range."""
+
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"[+-]?\d{1,30}", text) or not least <= int(text) <= most:
+            top = f" and at most {most:,}" if most < LARGEST_COUNT or len(text) > 9 else ""
+            raise argparse.ArgumentTypeError(f"{text:.30} is not a whole number of at least {least:,}{top}")
+        return int(text)
+
+    return parse
 
 
-def seed_number(text: str) -> int:
-    """Return a seed argument; raise ArgumentTypeError outside of the range of torch.manual_seed."""
-    number = int(text)
-    if not 0 <= number < 2**64:
-        raise argparse.ArgumentTypeError(f"{text:.30} is not a seed. Give a number from 0 to 2**64 - 1")
-    return number
+def finite_number(*, least: float | None = None, most: float = LARGEST_COUNT) -> Callable[[str], float]:
+    """Return the parser of a number argument; it raises ArgumentTypeError for NaN, and outside of the range.
 
+    Without `least`, the number must be above 0.
+    """
 
-def finite_number(text: str) -> float:
-    """Return a number argument; raise ArgumentTypeError for NaN, infinity, and numbers of more than 10 digits."""
-    number = float(text)
-    if not abs(number) <= LARGEST_COUNT:
-        raise argparse.ArgumentTypeError(f"{text:.30} is not a number up to {LARGEST_COUNT:,}")
-    return number
+    def parse(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not (number > 0 if least is None else number >= least) or not number <= most:
+            bottom = "above 0" if least is None else f"of at least {least:g}"
+            raise argparse.ArgumentTypeError(f"{text:.30} is not a number {bottom} and at most {most:,}")
+        return number
+
+    return parse
 
 
 @contextmanager

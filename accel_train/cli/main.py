@@ -153,7 +153,7 @@ def _dispatch(words: list[str]) -> Outcome:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see {self.prog} --help")
+        raise UserError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
 
 
 def build_parser(extend: Callable[[argparse.ArgumentParser, Command], None] | None = None) -> argparse.ArgumentParser:

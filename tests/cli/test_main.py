@@ -168,7 +168,7 @@ cli.COMMANDS["doctor"] = cli.COMMANDS["doctor"]._replace(run=crash)
 sys.argv = ["accel-train", "doctor"]
 cli.program()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == -signal.SIGSEGV
     assert "Segmentation fault" in done.stderr
     assert "in crash" in done.stderr
@@ -228,7 +228,8 @@ def test_each_command_says_what_it_does_before_it_imports_torch(folder: Path) ->
     names = dict.fromkeys(of_recipes, "r.yaml") | dict.fromkeys(of_runs, "run")
     started = {
         command: subprocess.Popen(
-            [sys.executable, "-m", "accel_train", command, name], env=env, text=True,
+            [sys.executable, "-m", "accel_train", command, name, *(("--seed", "0,1") if command == "sweep" else ())],
+            env=env, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )
         for command, name in names.items()
@@ -381,7 +382,7 @@ def test_output_that_nobody_reads_any_more_ends_a_command_quietly() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     words = [sys.executable, "-m", "accel_train", "doctor"]
-    done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
+    done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=300)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "looking at this machine: packages, GPUs, disks ...\n")
 

@@ -26,9 +26,9 @@ from accel_train.core.terminal import busy, use_colour
 if TYPE_CHECKING:
     from accel_train.experiments.rehearse_report import Rehearsal
 
-PROCESSES = {"metavar": "N", "type": whole_number}
+PROCESSES = {"metavar": "N", "type": whole_number(1)}
 ALL = {"action": "store_true"}
-STEPS = {"metavar": "K", "type": whole_number, "default": 8}
+STEPS = {"metavar": "K", "type": whole_number(4), "default": 8}
 
 
 def _rehearse(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
@@ -38,7 +38,8 @@ def _rehearse(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome
             from accel_train.experiments.rehearse import rehearse_recipe
 
     result = _rehearsed(partial(rehearse_recipe, arguments.recipe), arguments, settings, with_plan=True)
-    return Outcome(result, 0 if result["same"] else 4)
+    is_different = result["equality"] is not None and result["equality"]["first"] is not None
+    return Outcome(result, 0 if result["same"] and not is_different else 4)
 
 
 def _verify(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
@@ -95,6 +96,15 @@ def _rehearsed(
         "compared": [
             {"name": each.name, "extent": each.extent, "difference": each.difference} for each in rehearsal.compared
         ],
+        "equality": None
+        if (equality := rehearsal.equality) is None
+        else {
+            "processes": equality.processes,
+            "steps": equality.steps,
+            "difference": equality.difference,
+            "first": equality.first,
+            "reason": equality.reason,
+        },
         "changed_settings": rehearsal.changed,
         "startup_seconds": rehearsal.startup_seconds,
         "stop_seconds": rehearsal.stop_seconds,
@@ -104,11 +114,11 @@ def _rehearsed(
 
 REHEARSE = Command(
     _rehearse,
-    "test your real recipe in minutes: train, evaluate, save, kill, resume, and compare the results",
+    "test your real recipe in minutes: train, evaluate, save, kill, resume, and compare, also with one process",
     {
         "recipe": RECIPE,
         "--processes": {**PROCESSES, "help": "processes to train with; default: one per GPU"},
-        "--steps": {**STEPS, "help": "steps to train; default: 8"},
+        "--steps": {**STEPS, "help": "steps to train, at least 4; default: 8"},
         "--all": {**ALL, "help": "show each step of the rehearsal, every comparison, and the plan"},
     },
 )

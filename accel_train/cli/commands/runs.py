@@ -20,7 +20,6 @@ from accel_train.cli.command import (
     importing_for,
     out_of,
     say,
-    seed_number,
     users_mistakes,
     whole_number,
 )
@@ -91,8 +90,7 @@ def _generate(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
     folder = Path(arguments.run)
     check_generation(folder, max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature)
     with importing(arguments.run, "causal-lm"):
-        # `importing` imports the task at its end.
-        pass
+        pass  # `importing` imports the task when its block ends.
     names = ("max_new_tokens", "temperature", "seed")
     sampling = {name: getattr(arguments, name) for name in names}
     text = generate_from_run(folder, arguments.prompt, **sampling)
@@ -155,8 +153,6 @@ def _follow(arguments: argparse.Namespace) -> Outcome:
 def _watch(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
     from accel_train.report.watch import show_in_terminal, watch_run
 
-    if not arguments.every > 0:
-        raise ValueError(f"--every={arguments.every:g}: must be above 0")
     if arguments.json:
         return Outcome(_watched(Path(arguments.run)))
     in_place = sys.stdout.isatty() and not arguments.once
@@ -272,17 +268,22 @@ GENERATE = Command(
         "--prompt": {"metavar": "TEXT", "default": "", "help": "beginning of the text"},
         "--max-new-tokens": {
             "metavar": "N",
-            "type": whole_number,
+            "type": whole_number(1),
             "default": 200,
             "help": "tokens to write; default: 200",
         },
         "--temperature": {
             "metavar": "T",
-            "type": finite_number,
+            "type": finite_number(least=0),
             "default": 0.8,
             "help": "sampling temperature; 0 takes the likeliest token; default: 0.8",
         },
-        "--seed": {"metavar": "S", "type": seed_number, "default": 0, "help": "seed of the sampling; default: 0"},
+        "--seed": {
+            "metavar": "S",
+            "type": whole_number(0, 2**64 - 1),
+            "default": 0,
+            "help": "seed of the sampling; default: 0",
+        },
     },
     takes_settings=False,
 )
@@ -316,7 +317,7 @@ REPORT = Command(
             "action": "store_true",
             "help": "serve the page on localhost and reload it while the run trains; writes no file",
         },
-        "--port": {"metavar": "N", "type": whole_number, "help": "port of --follow; default: a free port"},
+        "--port": {"metavar": "N", "type": whole_number(0, 65_535), "help": "port of --follow; default: a free port"},
     },
     takes_settings=False,
 )
@@ -329,7 +330,7 @@ WATCH = Command(
         "--once": {"action": "store_true", "help": "print the state once and exit"},
         "--every": {
             "metavar": "SECONDS",
-            "type": finite_number,
+            "type": finite_number(),
             "default": 2.0,
             "help": "seconds between updates; default: 2",
         },

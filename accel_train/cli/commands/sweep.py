@@ -4,12 +4,15 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from accel_train.cli.command import Command, Outcome, importing, say, seed_number, users_mistakes, whole_number
+from accel_train.cli.command import Command, Outcome, importing, say, users_mistakes, whole_number
 from accel_train.cli.results import training as results
 
 
 def _sweep(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
     with users_mistakes():
+        from accel_train.experiments.sweep.values import read_space
+
+        read_space(settings)
         with importing(arguments.recipe):
             from accel_train.experiments.sweep.sweep import SWEEP_FILE, Selection, sweep
 
@@ -46,21 +49,21 @@ SWEEP = Command(
         },
         "--random": {
             "metavar": "N",
-            "type": whole_number,
+            "type": whole_number(1),
             "help": "train N combinations drawn from the lists and ranges, each with every seed",
         },
         "--optuna": {
             "metavar": "N",
-            "type": whole_number,
+            "type": whole_number(1),
             "help": "train N combinations chosen by Optuna's TPE from the results so far, each with every seed",
         },
         "--draw-seed": {
             "metavar": "S",
-            "type": seed_number,
+            "type": whole_number(0, 2**64 - 1),
             "default": 0,
             "help": "seed of --random and --optuna; default: 0",
         },
-        "--processes": {"metavar": "N", "type": whole_number, "help": "processes of each run; default: one per GPU"},
+        "--processes": {"metavar": "N", "type": whole_number(1), "help": "processes of each run; default: one per GPU"},
     },
     processes="one",
 )

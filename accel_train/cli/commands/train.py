@@ -24,6 +24,7 @@ from accel_train.cli.command import (
 )
 from accel_train.cli.results import training as results
 from accel_train.core.errors import Preempted, TrainingStopped
+from accel_train.core.hardware import known_gpu
 from accel_train.core.redaction import redact_text
 from accel_train.core.terminal import use_colour
 from accel_train.runtime.driver import installed_torch, unused_driver
@@ -74,8 +75,8 @@ def run_recipe(path: str, settings: Sequence[str]) -> results.RunResult:
 @users_mistakes()
 def _plan(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
     world_size, no_data = arguments.world_size, arguments.no_data
-    if world_size is not None and world_size < 1:
-        raise ValueError(f"--world-size={world_size}: must be at least 1")
+    if arguments.gpu is not None:
+        known_gpu(arguments.gpu)
     recipe = recipe_of(arguments, settings)
     with importing(arguments.recipe, recipe.task):
         from accel_train.plan.format import format_plan
@@ -167,13 +168,13 @@ PLAN = Command(
         "recipe": RECIPE,
         "--world-size": {
             "metavar": "N",
-            "type": whole_number,
+            "type": whole_number(1),
             "help": "processes (GPUs) to plan for; default: the GPUs of this machine",
         },
         "--gpu": {"metavar": "NAME", "help": "GPU to plan for: H200, A100, ...; default: the GPU of this machine"},
         "--gpus-per-node": {
             "metavar": "N",
-            "type": whole_number,
+            "type": whole_number(1),
             "help": "GPUs of each machine; default: 8, or all if there are fewer",
         },
         "--interconnect": {
@@ -182,12 +183,12 @@ PLAN = Command(
         },
         "--mfu": {
             "metavar": "X",
-            "type": finite_number,
+            "type": finite_number(most=1),
             "help": "share of peak FLOPS that the model reaches; default: 0.35",
         },
         "--mtbf": {
             "metavar": "HOURS",
-            "type": finite_number,
+            "type": finite_number(),
             "help": "mean hours between two failures of the run; default: a published rate",
         },
         "--all": {"action": "store_true", "help": "show all settings; default: only those that are set"},
@@ -202,12 +203,17 @@ FIND_LR = Command(
         "recipe": RECIPE,
         "--min": {
             "metavar": "LR",
-            "type": finite_number,
+            "type": finite_number(),
             "default": 1e-6,
             "help": "first learning rate; default: 1e-6",
         },
-        "--max": {"metavar": "LR", "type": finite_number, "default": 1.0, "help": "last learning rate; default: 1"},
-        "--steps": {"metavar": "N", "type": whole_number, "default": 100, "help": "steps to train; default: 100"},
+        "--max": {"metavar": "LR", "type": finite_number(), "default": 1.0, "help": "last learning rate; default: 1"},
+        "--steps": {
+            "metavar": "N",
+            "type": whole_number(20),
+            "default": 100,
+            "help": "steps to train, at least 20; default: 100",
+        },
         "--out": {
             "metavar": "FOLDER",
             "help": "folder for find-lr.json and find-lr.png; default: the recipe's output_dir",

@@ -119,13 +119,32 @@ class ComparisonOfRuns(TypedDict):
     """First difference. Null if the numbers are bit-identical."""
 
 
+class EqualityResult(TypedDict):
+    """The recipe's layout at toy size, in fp32 on a CPU, compared with one plain process."""
+
+    processes: int
+    """Processes of the layout. 0 if nothing was compared."""
+    steps: int
+    difference: Number | None
+    """Largest relative difference of a loss, a gradient norm, or a weight. Null if nothing was compared."""
+    first: str | None
+    """First step and number that differ. Null if the layout is equal."""
+    reason: str | None
+    """Reason why nothing was compared. Null if it was."""
+
+
 class RehearseResult(TypedDict):
-    """`rehearse`: whether a run that is killed and resumed equals an uninterrupted run. Exit code 4: it differs."""
+    """`rehearse`: whether a run that is killed and resumed equals an uninterrupted run, and a layout one process.
+
+    Exit code 4: something differs.
+    """
 
     same: bool
     processes: int
     killed_after_step: int
     compared: Sequence[ComparisonOfRuns]
+    equality: EqualityResult | None
+    """Comparison of the layout with one process. Null for `verify --resume-proof`."""
     changed_settings: Mapping[str, Any]
     """Settings that differ from the recipe."""
     startup_seconds: Sequence[Number]
