@@ -45,6 +45,8 @@ def generate_text(
     """
     import torch
 
+    from accel_train.model.isolation import RandomState
+
     check_sampling(max_new_tokens, temperature)
     separator = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     start = [] if separator is None else [separator]
@@ -58,10 +60,10 @@ def generate_text(
     sampling: dict[str, Any] = (
         {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
     )
-    was_training = model.training
+    was_training, state = model.training, RandomState(device)
     model.eval()
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
+        with torch.no_grad():
             torch.manual_seed(seed)
             left = max_new_tokens
             while left > 0:
@@ -82,4 +84,5 @@ def generate_text(
                     break
     finally:
         model.train(was_training)
+        state.put_back()
     return str(tokenizer.decode(tokens, skip_special_tokens=True))

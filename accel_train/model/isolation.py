@@ -17,15 +17,18 @@ class RandomState:
     """State of torch's random generators on the host and on this process's device."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
         self.host = torch.get_rng_state()
-        self.cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self.on_device: Any = None
+        # A process computes on its current device, and MPS has one.
+        self._module = None if device.type == "cpu" else torch.get_device_module(device)
+        if self._module is not None:
+            self.on_device = self._module.get_rng_state()
 
     def put_back(self) -> None:
         """Restore the saved state of the generators."""
         torch.set_rng_state(self.host)
-        if self.cuda is not None:
-            torch.cuda.set_rng_state(self.cuda, self.device)
+        if self._module is not None:
+            self._module.set_rng_state(self.on_device)
 
 
 class Buffers:

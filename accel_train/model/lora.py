@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from peft import LoraConfig
 
 ADAPTER = "default"
+MAMBA = {"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"}
+"""Model types whose kernels read the weight of `out_proj` past its adapter, which peft therefore refuses."""
 
 
 def add_adapters(model: nn.Module, section: LoRA) -> Choice[int]:
@@ -49,7 +51,8 @@ def add_adapters(model: nn.Module, section: LoRA) -> Choice[int]:
 def adapter_config(model: nn.Module, section: LoRA) -> "LoraConfig":
     """Return peft's configuration for a model.
 
-    `all-linear` becomes a list of layers, without the output embedding and the layers that `train_also` trains whole.
+    `all-linear` becomes a list of layers, without the output embedding, layers with a forward of their own (routers),
+    `out_proj` of Mamba, and the layers that `train_also` trains whole.
     """
     from peft import LoraConfig
 
@@ -57,10 +60,13 @@ def adapter_config(model: nn.Module, section: LoRA) -> "LoraConfig":
     targets = list(section.target_modules)
     if section.target_modules == "all-linear":
         head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+        left_out = [*section.train_also]
+        if isinstance(model, PreTrainedModel) and model.config.model_type in MAMBA:
+            left_out.append("*.out_proj.weight")
         targets = [
             name
             for name, module in layers.items()
-            if module is not head and not _matches(f"{name}.weight", section.train_also)
+            if module is not head and is_linear(module) and not _matches(f"{name}.weight", left_out)
         ]
     # GPT-2 keeps its matrices as (inputs, outputs), in the class Conv1D.
     chosen = [module for name, module in layers.items() if any(name == t or name.endswith(f".{t}") for t in targets)]
@@ -73,10 +79,23 @@ def adapter_config(model: nn.Module, section: LoRA) -> "LoraConfig":
     )
 
 
+def is_linear(module: nn.Module) -> bool:
+    """Return whether a module computes the product with its matrix. Some subclasses route tokens, or split heads."""
+    own = type(module).forward
+    return own in (nn.Linear.forward, Conv1D.forward) or type(module).__name__ == "FalconLinear"
+
+
 def without_adapters(model: nn.Module, *, merge: bool = False) -> nn.Module:
-    """Return a copy of the model without adapters; `merge` first adds them to its weights: W + alpha / rank * B A."""
-    bare = copy.deepcopy(model)
-    for name in _adapted(bare):
+    """Return the model without adapters; `merge` first adds them to its weights: W + alpha / rank * B A.
+
+    The result shares all weights that do not change with the model.
+    """
+    names = _adapted(model)
+    layers: list[Any] = [model.get_submodule(name) for name in names] if merge else []
+    changing = {id(each) for layer in layers for each in layer.get_base_layer().parameters()}
+    tensors = [*model.parameters(), *model.buffers()]
+    bare = copy.deepcopy(model, {id(each): each for each in tensors if id(each) not in changing})
+    for name in names:
         layer: Any = bare.get_submodule(name)
         if merge:
             layer.merge()

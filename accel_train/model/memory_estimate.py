@@ -2,27 +2,36 @@
 
 Weights, gradients, and optimizer state follow from counts. Activations and the loss are measured. One micro-batch of
 the task runs on `FakeTensorMode` tensors in eager mode, and the peak of the live storages is recorded. This works for
-any model and loss, with and without gradient checkpointing.
+any model and loss, with and without gradient checkpointing. FSDP2's buffers come and go in the same step.
 """
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._pytree import tree_map_only
 
 from accel_train.data.samples import Drawn, fetch
 from accel_train.model.kernels import chunked_loss
 from accel_train.model.pretrained import pretrained_config
-from accel_train.model.tensors import tensors_in
+from accel_train.model.tensors import tensors_in, without_values
 from accel_train.model.training_module import checked_loss
-from accel_train.model.weights import embeddings, hidden_matrices
+from accel_train.model.weights import (
+    FP32_BYTES,
+    embeddings,
+    group_weights,
+    hidden_matrices,
+    parameter_groups,
+    separate_ends,
+)
 from accel_train.recipe.optimizer import Optimizer, optimizer_kind
 from accel_train.recipe.schema import Recipe
 from accel_train.runtime.private import fake_tensors, watch_operators
@@ -33,6 +42,17 @@ CUDA_CONTEXT_BYTES = 600 * 2**20
 GiB.
 """
 
+IN_FP32: dict[Any, tuple[str, ...]] = {
+    functional: ("layer_norm", "group_norm", "softmax", "log_softmax", "softplus", "cosine_similarity"),
+    torch: ("pow", "rsqrt", "exp", "log", "softmax", "log_softmax", "cumsum", "layer_norm", "group_norm"),
+}
+"""Functions that autocast computes in fp32 on CUDA, but not on a CPU."""
+OF_FSDP2 = {
+    "gathered weights": "at the peak of the step, in the type of the forward",
+    "whole gradients": "at the peak of the step, in the type of the forward, until they are reduced",
+    "collectives": "incoming weights, and outgoing gradients (fp32), at the peak of the step",
+}
+"""Kinds of FSDP2's buffers, and how they are counted."""
 LEAST_IN_8_BITS = 4096
 """Number of elements from which on bitsandbytes keeps a tensor's moments in 8 bits."""
 BLOCK_OF_8_BITS = 256
@@ -47,6 +67,26 @@ class MemoryPart:
     num_bytes: int | None
     kind: Literal["arithmetic", "estimate"]
     how: str
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Describes what a process holds of a model in a step. By default that is the whole model."""
+
+    keeps_gradients: bool = False
+    """Whether gradients exist before the last backward pass: with accumulation, and in DDP's buckets."""
+    shard_size: int = 1
+    """Number of processes over which FSDP2 shards the model. It gathers weights in the type of the forward."""
+    reshards: bool = True
+    """Whether FSDP2 frees a block's gathered weights after its forward."""
+    offloads: bool = False
+    """Whether shards and their gradients are in host memory."""
+    split_size: int = 1
+    """Number of processes that split layers (tensor parallelism)."""
+    shapes: Mapping[int, torch.Size] = field(default_factory=dict)
+    """Shapes of split weights, by the parameter's id."""
+    gathers_output: Sequence[str] = ()
+    """Names of split layers whose output is gathered."""
 
 
 def num_moments(section: Optimizer) -> int:
@@ -110,7 +150,7 @@ def build_without_weights(recipe: Recipe, task: Task, data: TaskData) -> nn.Modu
             fields["vocab_size"] = max(fields["vocab_size"], rows)
         model = recipe.model.model_copy(update={"pretrained": None, "config": fields})
         recipe = recipe.model_copy(update={"model": model})
-    with torch.device("meta"):
+    with without_values():
         return task.build_model(recipe, data)
 
 
@@ -122,15 +162,17 @@ def estimate_memory(
     *,
     mixed_precision: str,
     device_type: str,
-    gathered: bool = False,
+    holding: Holding = Holding(),
 ) -> list[MemoryPart]:
-    """Return the memory parts of one process that holds the whole model and trains on micro-batches like `batch`.
+    """Return the memory parts of one process that trains on micro-batches like `batch`.
+
+    Parameters, optimizer and averaged weights belong to the whole model. The other parts follow `holding`, and add
+    up at the peak of a step.
 
     Args:
         model: on the meta device. It is moved to fake CPU tensors.
         batch: the result of the task's collate, without `num_targets`.
         device_type: device type that the run computes on.
-        gathered: the forward gets 16-bit weights (FSDP2 in mixed precision), so autocast keeps no copies of them.
     """
     held_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     is_fp32 = all(parameter.element_size() == 4 for parameter in model.parameters())
@@ -159,7 +201,6 @@ def estimate_memory(
             "parameters", held_bytes, "arithmetic",
             "4 bytes each (fp32)" if is_fp32 else "2 bytes each (bf16) of frozen matrices, 4 of the others",
         ),
-        MemoryPart("gradients", 4 * trainable, "arithmetic", "4 bytes each (fp32)"),
         MemoryPart("optimizer", state, "estimate" if ":" in section.name else "arithmetic", kept),
     ]  # fmt: skip
     if section.averages:
@@ -167,12 +208,19 @@ def estimate_memory(
         parts.append(MemoryPart("averaged weights", 4 * trainable, "arithmetic", f"{why}: 4 bytes each (fp32)"))
     try:
         like_cuda = device_type == "cuda"
-        peak = simulate_step(task, model, batch, mixed_precision, like_cuda=like_cuda, gathered=gathered)
+        peak = simulate_step(task, model, batch, mixed_precision, like_cuda=like_cuda, holding=holding)
+        how = "4 bytes each (fp32)"
+        if not holding.keeps_gradients:
+            how += ", at the peak of the step" if peak["gradients"] else " after the peak of the step, none at it"
+        parts.append(MemoryPart("gradients", peak["gradients"], "arithmetic", how))
         parts.append(MemoryPart("activations", peak["activations"], "estimate", eager))
         parts.append(MemoryPart("logits", peak["logits"], "estimate", "all that is as wide as the vocabulary"))
+        if holding.shard_size > 1:
+            parts += (MemoryPart(name, peak[name], "estimate", how) for name, how in OF_FSDP2.items())
     # An operator needs values, or has no fake implementation.
     except (RuntimeError, TypeError) as error:
         reason = str(error).strip().partition("\n")[0][:80] or type(error).__name__
+        parts.append(MemoryPart("gradients", 4 * trainable, "arithmetic", "4 bytes each (fp32)"))
         parts.append(MemoryPart("activations", None, "estimate", f"this model does not run without values: {reason}"))
     if device_type == "cuda":
         parts.append(MemoryPart("CUDA context", CUDA_CONTEXT_BYTES, "estimate", "with recent drivers"))
@@ -186,28 +234,40 @@ def simulate_step(
     mixed_precision: str = "no",
     *,
     like_cuda: bool = False,
-    gathered: bool = False,
+    holding: Holding = Holding(),
 ) -> Counter[str]:
-    """Return the bytes beyond parameters and gradients at the peak of a forward and backward: `activations`, `logits`.
+    """Return the bytes beyond parameters at the peak of a forward and backward, by kind.
+
+    The kinds are `activations`, `logits`, `gradients`, and the keys of `OF_FSDP2`.
 
     Raises:
         RuntimeError: the forward depends on values (`.item()`). Fake tensors do not have values.
     """
     # fp8 counts as bf16. The float8 copies take slightly more memory than float8 saves.
     dtype = {"no": torch.float32, "fp16": torch.float16}.get(mixed_precision, torch.bfloat16)
+    sharded = holding.shard_size > 1
     with fake_tensors() as fake:
-        _take_shapes_only(model, dtype if gathered else None)
+        is_cast = sharded and not group_weights(model).in_fp32
+        _take_shapes_only(model, dtype if is_cast else None, holding)
         inputs = {name: fake.from_tensor(each) if isinstance(each, Tensor) else each for name, each in batch.items()}
         tracker = PeakTracker(vocabulary_rows(model))
-        with watch_operators(tracker.see), _like_cuda() if like_cuda else nullcontext():
+        buffers = _Buffers(model, holding, tracker) if sharded else None
+        with watch_operators(tracker.see), _replaced(_like_a_run(like_cuda, holding.split_size)):
             with torch.autocast("cpu", dtype=dtype, enabled=mixed_precision != "no"):
                 loss = checked_loss(task.loss_sum(model.train(), inputs))
+            if buffers is not None:
+                buffers.begin_backward()
             loss.backward()
+            if buffers is not None:
+                buffers.end_backward()
+        if holding.keeps_gradients and not (sharded and holding.offloads):
+            held = group_weights(model).part_numel(holding.shard_size, trainable_only=True)
+            tracker.peak["gradients"] += FP32_BYTES * held
     return tracker.peak
 
 
-def _take_shapes_only(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Move a model from the meta device to fake CPU tensors of the active mode, with gradients and ties.
+def _take_shapes_only(model: nn.Module, dtype: torch.dtype | None, holding: Holding) -> None:
+    """Move a model from the meta device to fake CPU tensors of the active mode, with its ties.
 
     `dtype` is the new element type; None keeps the types.
     """
@@ -215,16 +275,22 @@ def _take_shapes_only(model: nn.Module, dtype: torch.dtype | None) -> None:
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) not in moved:
-                new = nn.Parameter(
-                    torch.empty_like(parameter, device="cpu", dtype=dtype), requires_grad=parameter.requires_grad
-                )
-                # Gradients exist from the start with DDP's buckets and with accumulation. Otherwise this is an upper
-                # bound.
-                new.grad = torch.empty_like(new) if parameter.requires_grad else None
+                shape = holding.shapes.get(id(parameter), parameter.shape)
+                cast = dtype if parameter.is_floating_point() else None
+                values = torch.empty(shape, device="cpu", dtype=cast or parameter.dtype)
+                new = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                if parameter.requires_grad and holding.keeps_gradients and holding.shard_size == 1:
+                    new.grad = torch.empty_like(new)
                 moved[id(parameter)] = new
             setattr(module, name, moved[id(parameter)])
         for name, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, name, torch.empty_like(buffer, device="cpu"))
+    for name in holding.gathers_output:
+        model.get_submodule(name).register_forward_hook(partial(_repeat_output, holding.split_size))
+
+
+def _repeat_output(size: int, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return torch.cat([output] * size, dim=-1)
 
 
 def vocabulary_rows(model: nn.Module) -> int | None:
@@ -239,49 +305,234 @@ class PeakTracker:
         self.vocabulary_rows = vocabulary_rows
         self.now: Counter[str] = Counter()
         self.peak: Counter[str] = Counter()
-        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._kinds: weakref.WeakKeyDictionary[torch.UntypedStorage, list[str]] = weakref.WeakKeyDictionary()
 
     def see(self, arguments: Any, result: Any) -> None:
         """Add the storages that an operator has allocated for its result."""
         given = [tensor.untyped_storage() for tensor in tensors_in(arguments)]
         for tensor in tensors_in(result):
             storage = tensor.untyped_storage()
-            if storage in self._known or any(storage is each for each in given):
+            if storage in self._kinds or any(storage is each for each in given):
                 continue
-            self._known.add(storage)
-            kind = "logits" if tensor.dim() and tensor.shape[-1] == self.vocabulary_rows else "activations"
-            held = {kind: storage.nbytes()}
-            self.now.update(held)
-            weakref.finalize(storage, self.now.subtract, held)
-            if self.now.total() > self.peak.total():
-                self.peak = self.now.copy()
+            is_wide = tensor.dim() and tensor.shape[-1] == self.vocabulary_rows
+            kind = self._kinds[storage] = ["logits" if is_wide else "activations"]
+            weakref.finalize(storage, self._free, kind, storage.nbytes())
+            self.add(kind[0], storage.nbytes())
+
+    def add(self, kind: str, num_bytes: int) -> None:
+        """Add live bytes; negative: free them."""
+        self.now[kind] += num_bytes
+        if self.now.total() > self.peak.total():
+            self.peak = self.now.copy()
+
+    def rename(self, tensor: Tensor, kind: str) -> None:
+        """Count a live tensor as `kind` from now on."""
+        storage = tensor.untyped_storage()
+        if (cell := self._kinds.get(storage)) is not None:
+            self.now[cell[0]] -= storage.nbytes()
+            self.now[kind] += storage.nbytes()
+            cell[0] = kind
+
+    def _free(self, kind: list[str], num_bytes: int) -> None:
+        self.now[kind[0]] -= num_bytes
 
 
-@contextmanager
-def _like_cuda() -> Iterator[None]:
-    """Make operators allocate as on a GPU while the context is active.
+@dataclass(eq=False)
+class _Group:
+    """Parameters that FSDP2 gathers together, and the bytes of its buffers for them."""
 
-    Autocast computes powers in fp32, attention keeps no scores for dropout, and a chunked loss does not copy 16-bit
-    factors to fp32. The functions are patched, because torch's modes do not reach the recomputation of a checkpointed
-    block.
+    parameters: list[nn.Parameter]
+    gathered_bytes: int
+    reduced_bytes: int
+    """Bytes of whole gradients as they are sent, in fp32."""
+    part_bytes: int
+    reshards: bool
+    """Whether the gathered weights are freed after the forward."""
+    gathers_again: bool
+    """Whether the backward needs the weights."""
+    is_gathered: bool = False
+    is_in_backward: bool = False
+    is_reduced: bool = False
+
+
+class _Buffers:
+    """Adds FSDP2's buffers to a step on fake tensors, in the order in which torch 2.13 allocates and frees them."""
+
+    def __init__(self, model: nn.Module, holding: Holding, tracker: PeakTracker) -> None:
+        self.holding, self.tracker, size = holding, tracker, holding.shard_size
+        weights, found, ends = group_weights(model), parameter_groups(model), separate_ends(model)
+        (embedding, head), blocks = weights.ends, weights.blocks
+        in_order = (*blocks, weights.rest) if ends is None else (embedding, *blocks, head, weights.rest)
+        self.groups = [
+            _Group(
+                parameters,
+                size * sum(each.num_bytes * each.part_numel(size) for each in held.weights),
+                size * FP32_BYTES * held.part_numel(size, trainable_only=True),
+                FP32_BYTES * held.part_numel(size, trainable_only=True),
+                reshards=holding.reshards and held is not head,
+                gathers_again=held is not embedding,
+            )
+            for (_, parameters), held in zip(found, in_order, strict=True)
+        ]
+        self.root = self.groups[-1]
+        self.incoming: _Group | None = None
+        """Group whose gather has a buffer: the last one of the forward pass, or the next one of the backward pass."""
+        self.sent_bytes = 0
+        for (modules, _), group in zip(found[:-1], self.groups):
+            modules[0].register_forward_pre_hook(partial(self._before, group), with_kwargs=True)
+            modules[-1].register_forward_hook(partial(self._after, group))
+        self._gather(self.root)
+        self.is_forward = True
+
+    def _gather(self, group: _Group) -> None:
+        """Gather a group in the forward pass. Its incoming buffer stays until the next group has arrived."""
+        self.tracker.add("collectives", group.gathered_bytes)
+        self._drop_incoming()
+        self.incoming, group.is_gathered = group, True
+        self.tracker.add("gathered weights", group.gathered_bytes)
+
+    def _drop_incoming(self) -> None:
+        if self.incoming is not None:
+            self.tracker.add("collectives", -self.incoming.gathered_bytes)
+        self.incoming = None
+
+    def _release(self, group: _Group) -> None:
+        if group.is_gathered:
+            self.tracker.add("gathered weights", -group.gathered_bytes)
+        group.is_gathered = False
+
+    def _before(self, group: _Group, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self.is_forward and not group.is_gathered:
+            self._gather(group)
+        inputs = [each for each in tensors_in((args, kwargs)) if each.requires_grad]
+        if not torch.is_grad_enabled() or not inputs:
+            return None
+        marked = dict(zip(map(id, inputs), _Mark.apply(partial(self._reduce, group), *inputs)))
+        swap = partial(tree_map_only, Tensor, lambda each: marked.get(id(each), each))
+        return swap(args), swap(kwargs)
+
+    def _after(self, group: _Group, module: nn.Module, args: Any, output: Any) -> None:
+        if not self.is_forward:
+            return
+        if group.reshards:
+            self._release(group)
+        for each in tensors_in(output):
+            if each.requires_grad:
+                each.register_hook(partial(self._regather, group))
+
+    def begin_backward(self) -> None:
+        """Free the last gather of the forward pass, and gather the last block again."""
+        self._drop_incoming()
+        self.is_forward = False
+        for group in self.groups:
+            kept = partial(self._keep, group)
+            for parameter in group.parameters:
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(kept)
+        # The root is the last group of the forward. It prefetches the group before, if it has weights itself.
+        if self.root.parameters:
+            self._prefetch(len(self.groups) - 1)
+
+    def _keep(self, group: _Group, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self.tracker.rename(parameter.grad, "whole gradients")
+
+    def _prefetch(self, number: int) -> None:
+        if number and (group := self.groups[number - 1]).gathers_again and not group.is_gathered:
+            self.tracker.add("collectives", group.gathered_bytes)
+            self.incoming = group
+
+    def _regather(self, group: _Group, gradient: Tensor) -> None:
+        """Gather a group if it is not, before its backward, and prefetch the next one."""
+        if group.is_in_backward:
+            return
+        group.is_in_backward = True
+        if group.gathers_again and not group.is_gathered:
+            if self.incoming is not group:
+                self.tracker.add("collectives", group.gathered_bytes)
+                self.incoming = group
+            group.is_gathered = True
+            self.tracker.add("gathered weights", group.gathered_bytes)
+            self._drop_incoming()
+        self._prefetch(self.groups.index(group))
+
+    def _reduce(self, group: _Group) -> None:
+        """Send a group's gradients. The buffer stays until the next group's gradients are complete."""
+        if group.is_reduced:
+            return
+        group.is_reduced = True
+        self._release(group)
+        self.tracker.add("collectives", -self.sent_bytes)
+        self.sent_bytes = group.reduced_bytes
+        self.tracker.add("collectives", group.reduced_bytes)
+        for parameter in group.parameters:
+            parameter.grad = None
+        self.tracker.add("gradients", group.part_bytes)
+        if self.holding.keeps_gradients or self.holding.offloads:
+            self.tracker.add("gradients", -group.part_bytes)
+
+    def end_backward(self) -> None:
+        """Send the gradients of the root, and of the groups whose inputs get none."""
+        for group in (self.root, *self.groups):
+            self._reduce(group)
+
+
+class _Mark(torch.autograd.Function):
+    """Calls a function when all inputs of a block have their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.call = call
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        ctx.call()
+        return (None, *gradients)
+
+
+def _like_a_run(like_cuda: bool, split_size: int) -> dict[tuple[Any, str], Callable[..., Any]]:
+    """Return replacements of functions, by owner and name, that make operators allocate as in a run.
+
+    On a GPU, autocast computes `IN_FP32` in fp32, attention keeps no scores for dropout, and a chunked loss does not
+    copy 16-bit factors to fp32. Fake CPU tensors need replaced functions, because torch's modes do not reach the
+    recomputation of a checkpointed block.
     """
-    attention, power, product = functional.scaled_dot_product_attention, torch.pow, chunked_loss.product
+    # The parts of a split output layer are plain tensors here.
+    found: dict[tuple[Any, str], Callable[..., Any]] = {(chunked_loss, "num_parts"): lambda head: split_size}
+    if not like_cuda:
+        return found
+    attention = functional.scaled_dot_product_attention
 
     def attend(*args: Any, **kwargs: Any) -> Tensor:
         return attention(*args, **{**kwargs, "dropout_p": 0.0})
 
-    def raise_to(base: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return power(base.float() if torch.is_autocast_enabled("cpu") else base, *args, **kwargs)
-
     def multiply(a: Tensor, b: Tensor) -> Tensor:
         return torch.empty(a.shape[0], b.shape[1], dtype=torch.promote_types(a.dtype, torch.float32))
 
-    setattr(chunked_loss, "product", multiply)  # noqa: B010
-    setattr(functional, "scaled_dot_product_attention", attend)  # noqa: B010 (mypy refuses the assignment)
-    setattr(torch, "pow", raise_to)  # noqa: B010
+    found |= {(chunked_loss, "product"): multiply, (functional, "scaled_dot_product_attention"): attend}
+    return found | {(owner, name): _widened(getattr(owner, name)) for owner, names in IN_FP32.items() for name in names}
+
+
+def _widened(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def widen(tensor: Tensor) -> Tensor:
+        return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+    def compute(*args: Any, **kwargs: Any) -> Tensor:
+        if torch.is_autocast_enabled("cpu"):
+            args, kwargs = tree_map_only(Tensor, widen, (args, kwargs))
+        return function(*args, **kwargs)
+
+    return compute
+
+
+@contextmanager
+def _replaced(functions: Mapping[tuple[Any, str], Callable[..., Any]]) -> Iterator[None]:
+    originals = {place: getattr(*place) for place in functions}
     try:
+        for place, function in functions.items():
+            setattr(*place, function)
         yield
     finally:
-        setattr(functional, "scaled_dot_product_attention", attention)  # noqa: B010
-        setattr(torch, "pow", power)  # noqa: B010
-        setattr(chunked_loss, "product", product)  # noqa: B010
+        for place, function in originals.items():
+            setattr(*place, function)

@@ -4,8 +4,9 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from accel_train.core.errors import asks_for_own_code
 from accel_train.core.format import LARGEST_COUNT, did_you_mean
@@ -16,8 +17,14 @@ from accel_train.recipe.writer import who_set
 from accel_train.recipe.yaml_core import show
 
 if TYPE_CHECKING:
-    from torch import nn
+    import torch
+    from torch import Tensor, nn
     from transformers import PreTrainedConfig, PreTrainedModel
+
+    from accel_train.model.tensors import FileTensor
+
+FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""Names in torch of the safetensors types that a model can be trained from."""
 
 
 def check_model_config(recipe: Recipe) -> None:
@@ -59,12 +66,15 @@ def check_model_config(recipe: Recipe) -> None:
     # A run takes these ids from the tokenizer.
     unset = {name: None for name in ("bos_token_id", "eos_token_id") if name in known}
     try:
-        config = config_class(**unset | fields)
+        try:
+            config = config_class(**unset | fields)
+        except StrictDataclassError:  # it may want whole numbers for these ids
+            config = config_class(**fields)
     except (StrictDataclassError, ValueError, TypeError) as error:
         reason = " ".join(str(error).split())
         raise ValueError(f"model.config {at} is not accepted by {model_type}: {reason}") from error
     has_head_size = any(name in field for field in known for name in ("head_dim", "d_kv", "kv_channels"))
-    if not has_head_size:
+    if not has_head_size and _heads_divide(default):
         _check_heads(config, at)
     _check_positions(recipe, config)
 
@@ -77,9 +87,18 @@ def _unknown_fields(recipe: Recipe, fields: Iterable[str], known: set[str]) -> I
         yield f"{name} ({recipe.origin(name)}): {model_type} has no such field, and would ignore it; {remedy}"
 
 
+def value_of(config: Any, field: str) -> Any:
+    """Return a field of a transformers configuration; None if it does not have it, or if layers differ in it."""
+    try:
+        return getattr(config, field, None)
+    # transformers raises it for a field that each layer has.
+    except RuntimeError:
+        return None
+
+
 def _negative_counts(recipe: Recipe, fields: Mapping[str, Any], default: Any) -> Iterator[str]:
     for field, value in fields.items():
-        usual, name = getattr(default, field, None), f"model.config.{field}"
+        usual, name = value_of(default, field), f"model.config.{field}"
         counts = (value, usual) if isinstance(value, list) and isinstance(usual, list | tuple) else ([value], [usual])
         is_count = not field.endswith(("_id", "_index")) and all(type(each) is int and each >= 0 for each in counts[1])
         if is_count and any(type(each) is int and each < 0 for each in counts[0]):
@@ -94,9 +113,14 @@ def _large_numbers(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name}={show(value)} ({recipe.origin(name)}): no size is above {LARGEST_COUNT:,}; lower it"
 
 
+def _heads_divide(config: Any) -> bool:
+    hidden, heads = value_of(config, "hidden_size"), value_of(config, "num_attention_heads")
+    return not (isinstance(hidden, int) and isinstance(heads, int)) or (heads > 0 and hidden % heads == 0)
+
+
 def _check_heads(config: Any, at: str) -> None:
-    hidden, heads = getattr(config, "hidden_size", None), getattr(config, "num_attention_heads", None)
-    if isinstance(hidden, int) and isinstance(heads, int) and (heads < 1 or hidden % heads):
+    if not _heads_divide(config):
+        hidden, heads = config.hidden_size, config.num_attention_heads
         names = [config.attribute_map.get(name, name) for name in ("hidden_size", "num_attention_heads")]
         raise ValueError(
             f"model.config {at}: {names[0]}={hidden} is not divisible by {names[1]}={heads}; change one of them"
@@ -142,9 +166,10 @@ def pretrained_config(recipe: Recipe) -> "PreTrainedConfig":
 
 def num_pretrained_parameters(config: "PreTrainedConfig", folder: Path) -> int:
     """Return the number of pretrained parameters: from the files of a local folder, or else from the configuration."""
-    import torch
     from safetensors import SafetensorError, safe_open
     from transformers import AutoModel, AutoModelForSemanticSegmentation
+
+    from accel_train.model.tensors import without_values
 
     num_parameters = 0
     # The run itself reports a damaged file.
@@ -155,7 +180,7 @@ def num_pretrained_parameters(config: "PreTrainedConfig", folder: Path) -> int:
             num_parameters += sum(map(math.prod, shapes))
     if num_parameters:
         return num_parameters
-    with torch.device("meta"):
+    with without_values():
         for factory in (AutoModel, AutoModelForSemanticSegmentation):
             if type(config) in factory._model_mapping:
                 return sum(each.numel() for each in factory.from_config(config).parameters())
@@ -182,6 +207,7 @@ def transformers_model(
         ValueError: the weights cannot be loaded or are not safetensors, or `loss.router_aux` cannot be computed.
     """
     import torch
+    from transformers import GenerationConfig
 
     from accel_train.model.kernels.activations import fuse_activations
     from accel_train.model.kernels.router_loss import choose_router_loss
@@ -191,9 +217,13 @@ def transformers_model(
     loaded: Mapping[str, Any] = {"missing_keys": (), "mismatched_keys": ()}
     if section.pretrained is None or torch.get_default_device().type == "meta":
         model = factory.from_config(config, **kwargs)
+        if section.pretrained is not None and model.can_generate():
+            # `from_pretrained` reads this file, too.
+            with suppress(OSError):
+                model.generation_config = GenerationConfig.from_pretrained(section.pretrained)
     else:
         try:
-            with quiet_bars(reports=not takes_new_head):
+            with quiet_bars(reports=not takes_new_head), StandIns.loading():
                 model, loaded = factory.from_pretrained(
                     section.pretrained,
                     config=config,
@@ -206,10 +236,190 @@ def transformers_model(
         except (OSError, ValueError) as error:
             reason = str(error).strip().partition("\n")[0]
             raise ValueError(f"model.pretrained={section.pretrained!r} cannot be loaded: {reason}") from error
+        StandIns.read(model.buffers())
     fuse_activations(model, section.fused_kernels)
     # Check that the router loss is known if the configuration asks for it.
     choose_router_loss(recipe.loss.router_aux, model)
     return model, loaded
+
+
+class StandIns:
+    """Tensors without values that transformers loads in place of the weights in safetensors files.
+
+    `from_pretrained` itself finds the files and the weight of each name, makes new heads, and ties weights. A stand-in
+    takes a few kilobytes, cannot be written to, and is all NaN. A value computed from it is therefore noticed.
+    """
+
+    _active: ClassVar["StandIns | None"] = None
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Tensor, FileTensor]] = {}
+        self.integers: set[tuple[str, torch.Size]] = set()
+        """Last part of the name, and shape, of the tensors in files that are not floating-point."""
+
+    @classmethod
+    @contextmanager
+    def active(cls) -> Iterator["StandIns"]:
+        """Let `transformers_model` load stand-ins inside the context."""
+        cls._active = stand_ins = cls()
+        try:
+            yield stand_ins
+        finally:
+            cls._active = None
+
+    @classmethod
+    @contextmanager
+    def loading(cls) -> Iterator[None]:
+        """Let `from_pretrained` load stand-ins inside the context, if they are active.
+
+        Uses `modeling_utils.safe_open`, transformers 5.17 to 5.23. Without it, the weights have values.
+        """
+        from transformers import modeling_utils
+
+        stand_ins, opened = cls._active, getattr(modeling_utils, "safe_open", None)
+        if stand_ins is None or opened is None:
+            yield
+            return
+        modeling_utils.safe_open = partial(_StandInFile, stand_ins, opened)
+        try:
+            yield
+        finally:
+            modeling_utils.safe_open = opened
+
+    def make(self, source: "FileTensor") -> "Tensor":
+        """Return a stand-in for a weight of more than one element."""
+        import torch
+
+        # A stride of 0 makes writing an error. The others differ, so that a transposed stand-in is not recognized.
+        strides = list(range(1, len(source.shape) + 1))
+        strides[max(number for number, size in enumerate(source.shape) if size > 1)] = 0
+        length = 1 + sum((size - 1) * stride for size, stride in zip(source.shape, strides, strict=True))
+        made = torch.full((length,), math.nan).as_strided(source.shape, strides)
+        self._known[made.data_ptr()] = made, source
+        return made
+
+    def source_of(self, tensor: "Tensor") -> "FileTensor | None":
+        """Return the tensor in a file that a stand-in stands for; None for any other tensor."""
+        if (known := self._known.get(tensor.data_ptr())) is None:
+            return None
+        made, source = known
+        layouts = [(each.shape, each.stride(), each.dtype) for each in (made, tensor)]
+        return source if layouts[0] == layouts[1] else None
+
+    @classmethod
+    def read(cls, tensors: Iterable["Tensor"]) -> None:
+        """Give the stand-ins among these tensors their values, in place."""
+        import torch
+
+        from accel_train.model.tensors import replace_values
+
+        if (stand_ins := cls._active) is None:
+            return
+        for each in tensors:
+            if (source := stand_ins.source_of(each)) is not None:
+                source.copy_to(values := torch.empty(source.shape))
+                replace_values(each, values)
+
+    def take_out(self, model: Any, ties: Mapping[str, str]) -> dict[str, "FileTensor"]:
+        """Move the parameters that are stand-ins to the meta device; return their tensors in files, by name.
+
+        `ties` are the names of weights that this kind of model ties.
+
+        Raises:
+            ValueError: another tensor of the model may have been computed from a stand-in.
+        """
+        import torch
+
+        from accel_train.model.tensors import replace_values
+
+        # If a file holds tied weights twice, their values decide whether they are tied.
+        if ties.keys() != model.all_tied_weights_keys.keys():
+            raise ValueError("its files hold tied weights twice")
+        found: dict[str, FileTensor] = {}
+        others: dict[str, Any] = dict(model.named_buffers())
+        for name, parameter in model.named_parameters():
+            if (source := self.source_of(parameter)) is None:
+                others[name] = parameter
+            else:
+                found[name] = source
+                replace_values(parameter, torch.empty(parameter.shape, device="meta"))
+        for path, module in model.named_modules():
+            others |= {f"{path}.{name}": each for name, each in vars(module).items() if isinstance(each, torch.Tensor)}
+        stored = model.state_dict()
+        for name, each in others.items():
+            if each.is_floating_point() or each.is_complex():
+                is_computed = bool(each.isnan().any())
+            else:
+                # NaN has become some integer, unless the integers come from a file.
+                is_computed = name in stored and (name.rpartition(".")[2], each.shape) not in self.integers
+            if is_computed:
+                raise ValueError(f"{name} may depend on the values of other weights")
+        if not found:
+            raise ValueError("transformers did not read safetensors files")
+        return found
+
+
+class _StandInFile:
+    """An open safetensors file that gives stand-ins for its floating-point matrices."""
+
+    def __init__(self, stand_ins: StandIns, opener: Any, path: Any, *arguments: Any, **named: Any) -> None:
+        self._stand_ins, self._path, self._opened = stand_ins, Path(path), opener(path, *arguments, **named)
+        with self._path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            self._header, self._begin = json.loads(file.read(length)), 8 + length
+
+    def __enter__(self) -> Any:
+        return self._opened.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._opened.__exit__(*error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._opened, name)
+
+    def get_slice(self, name: str) -> Any:
+        """Return a stand-in for a matrix, or a slice of the file for integers and for vectors: these are small."""
+        import torch
+
+        from accel_train.model.tensors import FileTensor, version_of
+
+        dtype, shape = self._header[name]["dtype"], torch.Size(self._header[name]["shape"])
+        if dtype not in FLOATS or len(shape) < 2 or shape.numel() < 2:
+            if dtype not in FLOATS:
+                self._stand_ins.integers.add((name.rpartition(".")[2], shape))
+            return self._opened.get_slice(name)
+        start = self._begin + self._header[name]["data_offsets"][0]
+        source = FileTensor(self._path, version_of(self._path), getattr(torch, FLOATS[dtype]), shape, start)
+        return self._stand_ins.make(source)
+
+
+def check_plain_weights(model: Any) -> None:
+    """Check that transformers loads the weights of a model as they are in its files. `model` may be empty.
+
+    Raises:
+        ValueError: it converts or dequantizes them, or this is unknown.
+    """
+    kind = type(model).__name__
+    if not type(model).__module__.startswith(("transformers.models.", "accel_train.")):
+        raise ValueError(f"{kind} brings its own code")
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise ValueError("they are quantized")
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter
+
+        mapping = get_model_conversion_mapping(model, add_legacy=False)
+    except (ImportError, TypeError, AttributeError) as error:
+        raise ValueError("this version of transformers does not tell which weights it converts") from error
+    if any(isinstance(each, WeightConverter) for each in mapping):
+        raise ValueError(f"transformers converts weights of {kind}")
+
+
+def grow_embedding(model: "PreTrainedModel", rows: int) -> None:
+    """Give the embedding of a model more rows, and a tied output layer too."""
+    num_rows = model.get_input_embeddings().num_embeddings
+    StandIns.read(each for each in model.parameters() if num_rows in each.shape)
+    model.resize_token_embeddings(rows, mean_resizing=False)
 
 
 def describe_kernels(recipe: Recipe, model: "nn.Module") -> dict[str, Choice[Any]]:

@@ -1,8 +1,11 @@
-"""Tensors that are sharded over processes (DTensors), and the part of a tensor that this process holds."""
+"""Tensors that are sharded over processes (DTensors) or lie in files, and the part that this process holds."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +14,18 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from accel_train.runtime.private import norms_of
+
+BLOCK_BYTES = 8 * 2**20
+"""Bytes of a file that one thread reads at once."""
+Cut = Sequence[slice]
+"""Part of a tensor: one slice per dimension, with start and stop."""
+
+
+@contextmanager
+def without_values() -> Iterator[None]:
+    """Create tensors on the meta device inside the context. The random numbers that they take are drawn again later."""
+    with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        yield
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -60,15 +75,71 @@ def _chunks(tensor: Tensor, size: int, dim: int) -> list[Tensor]:
     return [tensor.narrow(dim, start, end - start) for start, end in pairwise(bounds)]
 
 
-def is_quantised(parameter: Tensor) -> bool:
-    """Return whether a parameter has 4-bit weights, packed two to a byte (bitsandbytes)."""
-    return getattr(parameter, "quant_state", None) is not None
+@dataclass(frozen=True)
+class FileTensor:
+    """A floating-point tensor (not 0-dim) in a safetensors file. It is read as fp32, by blocks of rows."""
+
+    path: Path
+    version: tuple[int, int, int]
+    """Size, time of the last change, and number of the file. Equal on all machines that see the same file."""
+    dtype: torch.dtype
+    shape: torch.Size
+    start: int
+    """Position in the file, in bytes."""
+
+    def blocks(self, rows: slice = slice(0, None)) -> Iterator[tuple[int, Tensor]]:
+        """Yield fp32 blocks of these rows, each with the number of its first row. The next block uses the same memory.
+
+        Raises:
+            ValueError: the file has changed since its header was read, or it ends too early.
+        """
+        first, last, _ = rows.indices(self.shape[0])
+        row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        step = max(1, min(last - first, BLOCK_BYTES // row_bytes))
+        memory = torch.empty(step * row_bytes, dtype=torch.uint8)
+        with self.path.open("rb", buffering=0) as file:
+            # Some file systems give a file another number each time.
+            if version_of(self.path)[:2] != self.version[:2]:
+                raise ValueError(f"{self.path} changed while it was read; start again")
+            file.seek(self.start + first * row_bytes)
+            for row in range(first, last, step):
+                block = memory[: min(step, last - row) * row_bytes]
+                content: Any = block.numpy()
+                left = memoryview(content)
+                while left:
+                    if not (count := file.readinto(left)):
+                        raise ValueError(f"{self.path} is truncated; copy it again")
+                    left = left[count:]
+                yield row, block.view(self.dtype).view(-1, *self.shape[1:]).float()
+
+    @torch.no_grad()
+    def copy_to(self, target: Tensor, cut: Cut | None = None) -> None:
+        """Copy the tensor, or a part of it, into a tensor of the same shape on any device."""
+        rows, *others = cut or [slice(0, size) for size in self.shape]
+        for row, block in self.blocks(rows):
+            at = row - rows.start
+            target[at : at + len(block)].copy_(block[(slice(None), *others)])
+
+
+def version_of(path: Path) -> tuple[int, int, int]:
+    """Return the size, the time of the last change, and the number of a file."""
+    facts = path.stat()
+    return facts.st_size, facts.st_mtime_ns, facts.st_ino
+
+
+def replace_values(tensor: Tensor, values: Tensor) -> None:
+    """Give a parameter or buffer other values, of any device, in place: it stays the same object."""
+    is_parameter = isinstance(tensor, torch.nn.Parameter)
+    new = torch.nn.Parameter(values, tensor.requires_grad) if is_parameter else values
+    vars(new).update(vars(tensor))
+    torch.utils.swap_tensors(tensor, new)
 
 
 def unpacked_numel(parameter: Tensor) -> int:
-    """Return the number of weights in a parameter. A quantized parameter has more weights than elements."""
-    state: Any = getattr(parameter, "quant_state", None)
-    return parameter.numel() if state is None else int(state.shape.numel())
+    """Return the number of weights in a parameter. Bytes are 4-bit weights (a matrix), or their scales (a vector)."""
+    if parameter.dtype != torch.uint8:
+        return parameter.numel()
+    return 2 * parameter.numel() if parameter.dim() == 2 else 0
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:

@@ -1,14 +1,19 @@
 """The groups into which FSDP2 cuts a model: weights that are gathered together, each divided by its rows."""
 
+import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import nn
 
 from accel_train.model.batch_norm import has_batch_norm
 from accel_train.model.compile import repeated_blocks
+from accel_train.model.kernels.chunked_loss import has_plain_head
+from accel_train.model.tensors import unpacked_numel
 
 FP32_BYTES = 4
 Each = TypeVar("Each")
@@ -22,12 +27,18 @@ class Weight:
     row_numel: int
     trainable: bool
     num_bytes: int = FP32_BYTES
-    """Bytes per element; 2 for a frozen matrix that is kept in bf16."""
+    """Bytes per element; 2 for a frozen matrix that is kept in bf16, 1 for nf4."""
+    weights_per_element: int = 1
+    """Weights that an element stands for; 2 for nf4, 0 for the scales of nf4."""
 
     @property
     def numel(self) -> int:
-        """Number of elements of the whole parameter."""
-        return self.num_rows * self.row_numel
+        """Number of weights in the whole parameter."""
+        return self.num_rows * self.row_numel * self.weights_per_element
+
+    def gathered_bytes(self, compute_bytes: int) -> int:
+        """Return the bytes per gathered element, given the bytes of the compute type. nf4 stays bytes."""
+        return 1 if self.num_bytes == 1 else compute_bytes
 
     def part_numel(self, shard_size: int) -> int:
         """Return the elements of the largest part: whole rows, with padding. Every process reserves memory for this
@@ -60,23 +71,42 @@ class WeightGroup:
         """Return the bytes of one process's parts, with padding."""
         return sum(each.num_bytes * each.part_numel(shard_size) for each in self.weights)
 
+    def gathered_part_bytes(self, shard_size: int, compute_bytes: int) -> int:
+        """Return the bytes that one process sends when the weights are gathered in the compute type, with padding."""
+        return sum(each.gathered_bytes(compute_bytes) * each.part_numel(shard_size) for each in self.weights)
+
 
 @dataclass(frozen=True)
 class ModelWeights(WeightGroup):
     """All weights of a model, and the groups in which `fsdp2.shard_model` shards them."""
 
     root: WeightGroup
-    """Weights outside the repeated blocks (embeddings, the last norm, the head). They stay gathered for a whole step.
-    """
+    """Weights outside the repeated blocks (embeddings, the last norm, the head)."""
     blocks: tuple[WeightGroup, ...]
     """Groups of the repeated blocks, in the order of the forward pass; empty for a model without repeated blocks."""
     in_fp32: bool = False
     """Whether the weights are gathered in fp32 in any precision, because the model has batch norm."""
+    num_last: int = 0
+    """Number of the root's weights that follow the blocks. Their gradients come first."""
+    num_ends: tuple[int, int] = (0, 0)
+    """Numbers of the root's first and last weights that FSDP2 gathers as groups of their own (`separate_ends`)."""
 
     @property
     def groups(self) -> tuple[WeightGroup, ...]:
         """The root and the blocks."""
         return (self.root, *self.blocks)
+
+    @property
+    def ends(self) -> tuple[WeightGroup, WeightGroup]:
+        """FSDP2's groups of the input embedding, and of the last norm with the head; empty if the root has them."""
+        first, last = self.num_ends
+        return WeightGroup(self.root.weights[:first]), WeightGroup(self.root.weights[len(self.root.weights) - last :])
+
+    @property
+    def rest(self) -> WeightGroup:
+        """FSDP2's root group: the root without the ends. It stays gathered for a whole step."""
+        first, last = self.num_ends
+        return WeightGroup(self.root.weights[first : len(self.root.weights) - last])
 
     def gathered_bytes(self, compute_bytes: int) -> int:
         """Return the bytes per element of gathered weights, given the bytes per element of the compute type."""
@@ -87,7 +117,8 @@ class ModelWeights(WeightGroup):
         divided.
         """
         held = shard_size * self.part_numel(shard_size)
-        return 1 - self.numel / held if held else 0.0
+        elements = sum(each.num_rows * each.row_numel for each in self.weights)
+        return 1 - elements / held if held else 0.0
 
 
 def separate_blocks(module: nn.Module) -> list[nn.Module]:
@@ -110,29 +141,85 @@ def separate_blocks(module: nn.Module) -> list[nn.Module]:
     return [] if any(len(each) > 1 for each in owners.values()) else blocks
 
 
+class Ends(NamedTuple):
+    """The modules at both ends of a language model that FSDP2 gathers apart from the root."""
+
+    embedding: nn.Embedding
+    norm: nn.Module
+    head: nn.Linear
+
+
+def separate_ends(model: nn.Module) -> Ends | None:
+    """Return the ends of a model whose weights no other module has or uses; None if the root keeps them.
+
+    Only models with a plain head qualify: they use these weights in these modules only, and call the norm right before
+    the head. The blocks must be gathered one at a time. Before torch 2.13, FSDP2 does not finish a group if a forward
+    called only some of its modules.
+    """
+    if torch.__version__ < "2.13.0a0" or not has_plain_head(model) or not separate_blocks(model):
+        return None
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
+    norms = [each for each in model.base_model.children() if "Norm" in type(each).__name__]  # type: ignore[union-attr]
+    # Adapters replace a layer. Renormalizing would write to the gathered copy of the weights.
+    if not norms or type(head) is not nn.Linear or type(embedding) is not nn.Embedding or embedding.max_norm:
+        return None
+    ends = Ends(embedding, norms[-1], head)
+    names: dict[int, int] = {}
+    for parameter in (each for _, each in model.named_parameters(remove_duplicate=False)):
+        names[id(parameter)] = names.get(id(parameter), 0) + 1
+    return None if any(names[id(each)] > 1 for module in ends for each in module.parameters()) else ends
+
+
+def parameter_groups(model: nn.Module) -> list[tuple[Sequence[nn.Module], list[nn.Parameter]]]:
+    """Return the modules that fsdp2 gathers together, with their parameters, in the order of the forward pass.
+
+    These are the embedding, the blocks, and the last norm with the head. The model itself comes last, with the other
+    parameters. Tied parameters count once.
+    """
+    kinds, ends = tuple({type(block) for block in separate_blocks(model)}), separate_ends(model)
+    modules: list[Sequence[nn.Module]] = [[each] for each in model.modules() if isinstance(each, kinds)]
+    if ends is not None:
+        modules = [[ends.embedding], *modules, [ends.norm, ends.head]]
+    seen: set[int] = set()
+    found = []
+    for together in (*modules, [model]):
+        new = [each for module in together for each in module.parameters() if id(each) not in seen]
+        seen.update(map(id, new))
+        if new or together == [model]:
+            found.append((together, new))
+    return found
+
+
 def group_weights(model: nn.Module, shapes: Mapping[int, Sequence[int]] | None = None) -> ModelWeights:
-    """Return the groups of `fsdp2.shard_model`: each repeated block, and the rest. Tied weights count once.
+    """Return the weights of `parameter_groups`.
 
     `shapes` gives, by a parameter's id, the shape that tensor parallelism leaves for FSDP2 to shard.
     """
-    kinds = tuple({type(block) for block in separate_blocks(model)})
-    seen: set[int] = set()
     parts = shapes or {}
 
-    def group(module: nn.Module) -> WeightGroup:
-        new = [parameter for parameter in module.parameters() if id(parameter) not in seen]
-        seen.update(map(id, new))
-        held = [(tuple(parts.get(id(each), each.shape)) or (1,), each) for each in new]
+    def group(parameters: Sequence[nn.Parameter]) -> WeightGroup:
+        held = [(tuple(parts.get(id(each), each.shape)) or (1,), each) for each in parameters]
         return WeightGroup(
             tuple(
-                Weight(rows, math.prod(rest), each.requires_grad, each.element_size()) for (rows, *rest), each in held
+                Weight(rows, math.prod(rest), each.requires_grad, each.element_size(), _per_element(each))
+                for (rows, *rest), each in held
             )
         )
 
-    blocks = [block for module in model.modules() if isinstance(module, kinds) and (block := group(module)).weights]
-    root = group(model)
+    found, ends = [parameters for _, parameters in parameter_groups(model)], separate_ends(model)
+    first, last = ([], []) if ends is None else (found[0], found[-2])
+    in_blocks = found[:-1] if ends is None else found[1:-2]
+    *blocks, root = map(group, (*in_blocks, [*first, *found[-1], *last]))
+    place = {id(parameter): number for number, parameter in enumerate(model.parameters())}
+    last_of_blocks = max((place[id(each)] for parameters in in_blocks for each in parameters), default=-1)
+    num_last = sum(place[id(each)] > last_of_blocks for each in (*found[-1], *last))
     every = root.weights + tuple(weight for block in blocks for weight in block.weights)
-    return ModelWeights(every, root, tuple(blocks), in_fp32=has_batch_norm(model))
+    num_ends = (len(first), len(last))
+    return ModelWeights(every, root, tuple(blocks), has_batch_norm(model), num_last if blocks else 0, num_ends)
+
+
+def _per_element(parameter: nn.Parameter) -> int:
+    return 1 if parameter.numel() == 0 else unpacked_numel(parameter) // parameter.numel()
 
 
 def in_rounds(weights: Sequence[Each], numels: Sequence[int], size: int) -> list[list[Each]]:
@@ -141,6 +228,27 @@ def in_rounds(weights: Sequence[Each], numels: Sequence[int], size: int) -> list
     """
     order = sorted(range(len(weights)), key=lambda number: -numels[number])
     return [[weights[number] for number in order[first : first + size]] for first in range(0, len(order), size)]
+
+
+def narrow_names(model: nn.Module) -> set[str]:
+    """Return the names of the parameters that become bf16 in `model/`: fp32 ones that transformers may convert."""
+    kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    parameters = {name: each for name, each in model.named_parameters() if each.dtype == torch.float32}
+    return {name for name in parameters if not any(fnmatchcase(name, f"*{pattern}*") for pattern in kept)}
+
+
+def in_bf16(model: nn.Module) -> nn.Module:
+    """Return a copy in host memory whose parameters are bf16, except those that transformers keeps in fp32.
+
+    Values that are bf16 already are shared with the model.
+    """
+    narrow = narrow_names(model)
+    # `deepcopy` takes objects that are already copied from its memo.
+    memo: dict[int, Any] = {id(each): each.detach().cpu() for each in model.buffers()}
+    for name, each in model.named_parameters():
+        values = each.detach().to("cpu", torch.bfloat16 if name in narrow else each.dtype)
+        memo[id(each)] = nn.Parameter(values, each.requires_grad)
+    return copy.deepcopy(model, memo)
 
 
 def embeddings(model: nn.Module) -> list[nn.Parameter]:

@@ -117,7 +117,8 @@ def test_blocks_take_less_memory_than_selective_and_that_less_than_off(fields: d
 def test_attention_of_every_backend_is_kept_unless_it_draws_random_numbers(op: Any, before_dropout: Any) -> None:
     tensors = [torch.zeros(1)] * 3
     for dropout, policy in ((0.0, CheckpointPolicy.MUST_SAVE), (0.1, CheckpointPolicy.PREFER_RECOMPUTE)):
-        assert keep_or_recompute(None, op.default, *tensors, *before_dropout, dropout, True) == policy  # type: ignore[arg-type]
+        found = keep_or_recompute(None, op.default, *tensors, *before_dropout, dropout, True)  # type: ignore[arg-type]
+        assert found == policy
         assert op.default._schema.arguments[3 + len(before_dropout)].name == "dropout_p"
     assert keep_or_recompute(None, op.default, *tensors) == CheckpointPolicy.MUST_SAVE  # type: ignore[arg-type]
 
@@ -153,7 +154,8 @@ def test_model_that_checkpoints_already_is_left_as_it_is() -> None:
     model = model_of(LLAMA, "blocks")
     before = copy.copy(model.model.layers[0]._gradient_checkpointing_func)  # type: ignore[union-attr, index]
     checkpoint_activations(model, Precision(gradient_checkpointing="selective"))
-    assert model.model.layers[0]._gradient_checkpointing_func.keywords == before.keywords  # type: ignore[union-attr, index]
+    after = model.model.layers[0]._gradient_checkpointing_func  # type: ignore[union-attr, index]
+    assert after.keywords == before.keywords
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForSequenceClassification
 
 from accel_train.model.freeze import freeze
-from accel_train.model.lora import add_adapters, save_adapters, without_adapters
+from accel_train.model.lora import adapter_config, add_adapters, save_adapters, without_adapters
 from accel_train.optim.ema import WeightAverage
 from accel_train.optim.optimizers import build_optimizer, layer_scales, parameter_groups
 from accel_train.optim.schedule import set_learning_rate
@@ -198,6 +198,28 @@ def test_saved_adapters_load_with_peft_onto_the_base_model(tmp_path: Path) -> No
     loaded = PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()
     inputs = {"input_ids": torch.arange(24).reshape(2, 12)}
     torch.testing.assert_close(loaded(**inputs).logits, model.eval()(**inputs).logits)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"), [("llama4_text", 0), ("falcon", 4)]
+)  # routers compute more than a product, and Falcon's layers only that
+def test_adapters_are_added_to_linear_layers_but_not_to_routers(kind: str, expected: int) -> None:
+    config = AutoConfig.for_model(kind, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    own = [name for name, module in model.named_modules() if type(module).forward is not nn.Linear.forward]
+    own = [name for name in own if isinstance(model.get_submodule(name), nn.Linear)]
+    assert own
+    targets = adapter_config(model, LoRA()).target_modules
+    assert len({*own} & {*targets}) == expected  # type: ignore[misc]
+
+
+def test_adapters_leave_out_what_mamba_reads_past_them() -> None:
+    config = AutoConfig.for_model("mamba", hidden_size=32, num_hidden_layers=1, state_size=4, vocab_size=64)
+    model = AutoModelForCausalLM.from_config(config)
+    add_adapters(model, LoRA(rank=2))
+    trained = {name.partition("mixer.")[2] for name, each in model.named_parameters() if each.requires_grad}
+    assert {name.partition(".")[0] for name in trained} == {"in_proj", "x_proj", "dt_proj"}
 
 
 def test_an_adapter_target_that_does_not_exist_is_refused() -> None:

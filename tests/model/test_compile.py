@@ -16,13 +16,23 @@ from filelock import FileLock
 from torch._inductor import codecache
 
 from accel_train import Recipe, train
+from accel_train.core.errors import OutOfMemory, SettingError
+from accel_train.data.batch_sizes import resolve_batch
 from accel_train.model import compile as compiling
 from accel_train.model.compile import GraphCount, choose_cache, compile_module, machine_kind
-from accel_train.recipe.schema import Precision
+from accel_train.recipe.schema import Batch, Precision
 from accel_train.runtime.exit import exit_code, message_of
 from benchmarks.model_path import FAMILIES, SIZES, build, step_of
 from tests.support.processes import run_forked
-from tests.support.runs import TINY_MODEL, events, recipe_dict, settings_refused, write_corpus, write_recipe_file
+from tests.support.runs import (
+    TINY_MODEL,
+    events,
+    losses,
+    recipe_dict,
+    settings_refused,
+    write_corpus,
+    write_recipe_file,
+)
 
 
 @pytest.fixture
@@ -326,3 +336,59 @@ def test_the_backend_and_the_mode_reach_torch(own_cache: Path, monkeypatch: pyte
     assert asked[1]["mode"] == "max-autotune"
     assert "backend" not in asked[2]
     assert "mode" not in asked[2]
+
+
+GRAPHS: dict[str, Any] = {"compile": "model", "compile_mode": "reduce-overhead"}
+
+
+@pytest.mark.parametrize(
+    ("precision", "batch", "is_refused"),
+    [
+        (GRAPHS, {"gradient_accumulation_steps": 2}, True),
+        ({"compile": True, "compile_mode": "max-autotune"}, {"per_device_batch_size": 4}, True),
+        (GRAPHS, {"gradient_accumulation_steps": 1}, False),
+        ({"compile": True, "compile_mode": "max-autotune-no-cudagraphs"}, {"per_device_batch_size": 4}, False),
+        ({"compile": False, "compile_mode": "max-autotune"}, {"per_device_batch_size": 4}, False),
+    ],
+)
+def test_cuda_graphs_with_accumulation_are_refused_before_a_model_is_built(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    precision: dict[str, Any],
+    batch: dict[str, Any],
+    is_refused: bool,
+) -> None:
+    write_corpus(tmp_path)
+    built: list[bool] = []
+    monkeypatch.setattr("accel_train.training.setup.build_run", lambda *_: built.append(True))
+    recipe = Recipe.model_validate(recipe_dict(tmp_path, precision=precision, batch=batch))
+    with pytest.raises(SettingError if is_refused else AttributeError) as caught:
+        train(recipe)
+    assert built == [] if is_refused else [True]
+    if isinstance(caught.value, SettingError):
+        assert caught.value.settings == ("precision.compile_mode", "batch.gradient_accumulation_steps")
+        assert "max-autotune-no-cudagraphs" in caught.value.remedy
+
+
+def test_cuda_graphs_are_refused_if_a_search_finds_that_the_run_accumulates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_corpus(tmp_path)
+    found = resolve_batch(Batch(global_batch_size=8, per_device_batch_size=4), 1)
+    monkeypatch.setattr("accel_train.training.build.fit_micro_batch", lambda *_, is_empty: (found, {}, None))
+    with pytest.raises(SettingError, match="2 micro-batches"):
+        train(Recipe.model_validate(recipe_dict(tmp_path, precision=GRAPHS)))
+
+
+def test_cuda_graphs_get_a_mark_at_each_step_and_no_smaller_micro_batch_after_out_of_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_corpus(tmp_path)
+    marks: list[bool] = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marks.append(True))
+    monkeypatch.setattr("accel_train.training.build.compile_module", lambda *_, **__: {})
+    options = {"no_room": {"rank": 0, "rows": 4, "where": "forward", "from_step": 3}}
+    with pytest.raises(OutOfMemory, match="compile_mode=reduce-overhead"):
+        train(Recipe.model_validate(recipe_dict(tmp_path, precision=GRAPHS, options=options)))
+    assert len(marks) == 3
+    assert list(losses(tmp_path / "run")) == [1, 2]

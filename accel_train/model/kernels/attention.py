@@ -8,6 +8,7 @@ windows, and wrong for left padding and for decoding with a cache. It is therefo
 `use_for_generation` restores SDPA.
 """
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,6 +25,7 @@ from accel_train.model.kernels.documents import (
     why_no_kernel,
 )
 from accel_train.recipe.schema import Recipe
+from accel_train.runtime.driver import uses_cpu
 
 CAUSAL_SDPA = "accel_train_causal_sdpa"
 SEQUENCE_SDPA = "accel_train_sequence_sdpa"
@@ -145,7 +147,8 @@ def choose_document_attention(
 
 def describe_document_attention(recipe: Recipe, config: PreTrainedConfig) -> Choice[str]:
     """Return how a run of this recipe keeps documents apart on this machine. `config` belongs to the built model."""
-    section, device = recipe.precision, "cuda" if torch.cuda.is_available() else "cpu"
+    section, has_gpu = recipe.precision, torch.cuda.is_available() and not uses_cpu(os.environ)
+    device = "cuda" if has_gpu else "cpu"
     attention = SEQUENCE_SDPA if recipe.parallel.sp_size > 1 else config._attn_implementation
     # fp16 gives the same choice as bf16.
     dtype = torch.float32 if section.mixed_precision == "no" else torch.bfloat16

@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import Shard
 from torch.nn.functional import cross_entropy
 
 from accel_train.core.errors import DataError
 from accel_train.core.state import Choice
 from accel_train.data.labels import IGNORED_LABEL
-from accel_train.model.kernels.held_rows import HeldRows, held_rows, num_parts
+from accel_train.model.kernels.held_rows import HeldRows, held_rows, num_parts, split_of
 
 LOGITS_AT_ONCE = 2**26
 """Largest number of logits in a chunk: 256 MiB in fp32."""
@@ -83,12 +84,13 @@ def why_whole(model: nn.Module, tp_size: int = 1) -> str | None:
     if not has_plain_head(model):
         return f"{type(model).__name__} is not among the models checked for a loss in chunks"
     head = model.get_output_embeddings()  # type: ignore[operator]
-    is_linear = type(head) is nn.Linear
-    split = head.weight.placements if is_linear and isinstance(head.weight, DTensor) else None
+    # FSDP2 makes a subclass of each class whose weights it shards.
+    kind = type(head).__mro__[2] if isinstance(head, FSDPModule) else type(head)
+    split = split_of(head) if kind is nn.Linear else None
     # LoRA, 8- and 4-bit layers, and a replaced forward do not qualify.
-    if not is_linear or ("forward" in vars(head)) != (split is not None):
-        return f"the output layer is a {type(head).__name__} with its own forward"
-    if split not in (None, (Shard(0),)):
+    if kind is not nn.Linear or ("forward" in vars(head)) != (split is not None):
+        return f"the output layer is a {kind.__name__} with its own forward"
+    if split is not None and split[1] != Shard(0):
         return "the output layer is split over processes, and not by its rows"
     size = tp_size if split is None else num_parts(head)
     if (size - 1) * -(-head.out_features // size) >= head.out_features:

@@ -5,6 +5,7 @@ from typing import Any
 from torch import nn
 
 from accel_train.core.state import Choice
+from accel_train.model.lora import is_linear
 
 MULTIPLE = 16
 """Number that must divide both dimensions of a layer that float8 units multiply."""
@@ -31,7 +32,9 @@ def convert_to_float8(model: nn.Module, *, emulate: bool = False) -> Choice[str]
     """
     from accelerate.utils import convert_model_to_fp8_ao
 
-    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    linear = {
+        name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and is_linear(module)
+    }
     inner = list(linear)[1:-1]
     converted = {name for name in inner if not any(size % MULTIPLE for size in linear[name].weight.shape)}
     if not converted:

@@ -1,24 +1,20 @@
-"""Frozen matrices in fewer bits: bf16, or 4 bits by bitsandbytes (nf4, Dettmers et al. 2023,
-https://arxiv.org/abs/2305.14314).
-"""
+"""Frozen matrices in fewer bits: bf16, or 4 bits by bitsandbytes (nf4)."""
 
 import copy
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from accel_train.core.hardware import cpu_flags
 from accel_train.core.state import Choice
-from accel_train.model.tensors import is_quantised
+from accel_train.model.kernels.nf4 import NF4_BYTES, Nf4Linear, Packed, pack, packed_layers
 from accel_train.recipe.schema import Recipe
 
 FLAGS = ("avx512_bf16", "amx_bf16")
 """CPU flags that show native bf16 support; one is enough. Other CPUs emulate bf16 a hundred times slower."""
-NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
-"""Bytes per nf4 weight: 4 bits, an 8-bit scale per 64 weights, and a 32-bit scale per 256 of those scales."""
 COMPUTED = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -39,14 +35,21 @@ def choose_frozen_dtype(recipe: Recipe, mixed_precision: str, device_type: str) 
 
 
 def keep_frozen(
-    model: nn.Module, frozen: Collection[str], choice: Choice[str] | None, mixed_precision: str
+    model: nn.Module,
+    frozen: Collection[str],
+    choice: Choice[str] | None,
+    mixed_precision: str,
+    device: torch.device | None = None,
+    read: Callable[[nn.Linear], None] | None = None,
+    *,
+    stays: bool = False,
 ) -> dict[str, Choice[str]]:
     """Convert the frozen matrices of a model to the chosen type, in place; return the choice with the number of
     weights.
 
     Embeddings (and an output layer that is tied to one), norms, and biases stay in fp32, because autocast uses them in
-    fp32. With nf4, the output layer also stays in fp32. bitsandbytes quantizes when the model is moved to its device. A
-    model on the meta device does not change.
+    fp32. With nf4, the output layer also stays in fp32. Layers are quantized one at a time on `device` (default: where
+    they are), and go back to where they were, unless each `stays`. `read` first gives a layer its values.
 
     Raises:
         ValueError: nf4 is chosen, and the model has no linear layer to quantize.
@@ -57,8 +60,12 @@ def keep_frozen(
     if choice.value == "nf4":
         layers = _quantised(model, frozen)
         for name, layer in layers.items():
-            if not layer.weight.is_meta:
-                model.set_submodule(name, _in_4_bits(layer, COMPUTED[mixed_precision]))
+            if read is not None:
+                read(layer)
+            there = layer.weight.device if not stays or device is None or layer.weight.is_meta else device
+            packed = pack(layer.weight if device is None or layer.weight.is_meta else layer.weight.to(device))
+            packed = Packed(*(each.to(there) for each in packed))
+            model.set_submodule(name, Nf4Linear(packed, layer.bias, COMPUTED[mixed_precision]).train(layer.training))
         numel = sum(layer.weight.numel() for layer in layers.values())
         said = f": {len(layers)} linear layers of {numel:,} weights, {NF4_BYTES:.2f} bytes each"
     elif choice.value == "bf16":
@@ -86,7 +93,9 @@ def _matrices(model: nn.Module, frozen: Collection[str]) -> list[nn.Parameter]:
 
 
 def _quantised(model: nn.Module, frozen: Collection[str]) -> dict[str, nn.Linear]:
-    """Return the linear layers that nf4 quantizes, by name: those with all weights frozen, without the output layer.
+    """Return the linear layers that nf4 quantizes, by name, without the output layer.
+
+    All their weights are frozen, and their matrices have an even number of columns.
 
     Raises:
         ValueError: the model has no such layer.
@@ -102,6 +111,7 @@ def _quantised(model: nn.Module, frozen: Collection[str]) -> dict[str, nn.Linear
         if type(module) is nn.Linear
         and module is not head
         and id(module.weight) in matrices
+        and module.in_features % 2 == 0
         and all(names[id(parameter)] in frozen for parameter in module.parameters(recurse=False))
     }
     if not found:
@@ -112,28 +122,6 @@ def _quantised(model: nn.Module, frozen: Collection[str]) -> dict[str, nn.Linear
     return found
 
 
-def _in_4_bits(layer: nn.Linear, compute_dtype: torch.dtype) -> nn.Module:
-    from bitsandbytes.nn import Linear4bit, Params4bit
-
-    # Create the layer on the meta device. Random initial weights would take numbers from torch's generator.
-    new: Any = Linear4bit(
-        layer.in_features,
-        layer.out_features,
-        bias=layer.bias is not None,
-        compute_dtype=compute_dtype,
-        quant_type="nf4",
-        device="meta",
-    )
-    new.weight = Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4", module=new)
-    new.bias = layer.bias
-    # With this flag, bitsandbytes would repack the weights in the first evaluation, and training would continue with
-    # them.
-    new.support_avx512bf16_for_cpu = False
-    new.train(layer.training)
-    quantised: nn.Module = new
-    return quantised
-
-
 def in_fp32(model: nn.Module) -> nn.Module:
     """Return a copy in host memory whose weights are all fp32, dequantized as in the forward.
 
@@ -141,26 +129,15 @@ def in_fp32(model: nn.Module) -> nn.Module:
     """
     # `deepcopy` takes objects that are already copied from its memo.
     memo: dict[int, Any] = {id(each): each.detach().to("cpu", copy=True) for each in model.buffers()}
-    memo |= {id(each): nn.Parameter(_widened(each), each.requires_grad) for each in model.parameters()}
+    for each in model.parameters():
+        is_packed = not each.is_floating_point()
+        memo[id(each)] = (
+            each if is_packed else nn.Parameter(each.detach().to("cpu", torch.float32, copy=True), each.requires_grad)
+        )
     copied: nn.Module = copy.deepcopy(model, memo)
-    for name, module in list(copied.named_modules()):
-        if type(module).__name__ == "Linear4bit":
-            rows, columns = module.weight.shape
-            layer = nn.Linear(columns, rows, bias=module.bias is not None, device="meta")
-            layer.weight, layer.bias = module.weight, module.bias
-            copied.set_submodule(name, layer.train(module.training))
+    for name, module in packed_layers(model).items():
+        layer = nn.Linear(module.in_features, module.out_features, bias=module.bias is not None, device="meta")
+        layer.weight = nn.Parameter(module.packed().unpacked().cpu(), requires_grad=False)
+        layer.register_parameter("bias", copied.get_submodule(name).bias)  # type: ignore[arg-type]
+        copied.set_submodule(name, layer.train(module.training))
     return copied
-
-
-def _widened(parameter: Any) -> Tensor:
-    if is_quantised(parameter):
-        from bitsandbytes.functional import dequantize_4bit
-
-        return dequantize_4bit(parameter.data, parameter.quant_state).to("cpu", torch.float32)
-    values = parameter.detach().to("cpu", copy=True)
-    return values.float() if values.is_floating_point() else values
-
-
-def bytes_saved_by_nf4(model: nn.Module, frozen: Collection[str]) -> int:
-    """Return the bytes that the weights of an fp32 model save once `keep_frozen` has quantized them."""
-    return sum(round((4 - NF4_BYTES) * layer.weight.numel()) for layer in _quantised(model, frozen).values())

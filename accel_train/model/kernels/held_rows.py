@@ -9,7 +9,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement
+
+TENSOR_PARALLEL = "tp"
+"""Name of the mesh dimension of the processes that split layers, in Accelerate's meshes."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +55,14 @@ class HeldRows:
 
 
 def held_rows(head: nn.Linear) -> tuple[Tensor, Tensor | None, HeldRows]:
-    """Return this process's weight and bias of an output layer, and the rows that they are."""
+    """Return this process's weight and bias of an output layer, and the rows that they are.
+
+    Call it in the layer's forward, where FSDP2 has gathered the weights.
+    """
     weight, bias = head.weight, head.bias
-    if not isinstance(weight, DTensor):
+    if split_of(head) is None:
         return weight, bias, HeldRows(len(weight), len(weight))
+    assert isinstance(weight, DTensor), "the weight is split"
     mesh, own = weight.device_mesh, weight.to_local()
     first = mesh.get_local_rank() * -(-len(weight) // mesh.size())
     own_bias = bias.to_local() if isinstance(bias, DTensor) else bias
@@ -64,4 +71,18 @@ def held_rows(head: nn.Linear) -> tuple[Tensor, Tensor | None, HeldRows]:
 
 def num_parts(head: nn.Linear) -> int:
     """Return the number of processes that split the rows of an output layer; 1 if each one holds the whole layer."""
-    return head.weight.device_mesh.size() if isinstance(head.weight, DTensor) else 1
+    split = split_of(head)
+    return 1 if split is None else split[0]
+
+
+def split_of(head: nn.Linear) -> tuple[int, Placement] | None:
+    """Return how many processes split an output layer, and how; None if tensor parallelism does not split it.
+
+    The other dimensions of the weight's mesh are FSDP2's. They are there while the weight is not gathered.
+    """
+    weight = head.weight
+    names = weight.device_mesh.mesh_dim_names or () if isinstance(weight, DTensor) else ()
+    if not isinstance(weight, DTensor) or TENSOR_PARALLEL not in names:
+        return None
+    number = names.index(TENSOR_PARALLEL)
+    return weight.device_mesh.size(number), weight.placements[number]

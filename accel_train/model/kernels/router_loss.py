@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from accel_train.core.state import Choice
 from accel_train.data.labels import IGNORED_LABEL
+from accel_train.model.isolation import RandomState
 
 AS_IN_MIXTRAL = ("gate_logits", "num_experts", "top_k", "attention_mask")
 """Arguments of `load_balancing_loss_func` in the model files that share Mixtral's definition."""
@@ -153,9 +154,10 @@ class RouterLoss:
         device: torch.device,
     ) -> Tensor:
         # The training forwards must draw the same random numbers again.
-        devices = [device] if device.type == "cuda" else []
-        with torch.no_grad(), torch.random.fork_rng(devices):
+        state = RandomState(device)
+        with torch.no_grad():
             sums = [count(batch) * (num_targets > 0) for batch, num_targets in micro_batches]
+        state.put_back()
         return self._sum_up(torch.stack(sums).sum(0))
 
     @torch.compiler.disable

@@ -2,6 +2,7 @@
 the length.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -205,7 +206,8 @@ def test_memory_grows_with_the_length_and_under_a_dense_mask_with_its_square() -
             batch = collate_windows(row, separator_id=SEPARATOR, mask_documents=True)
             for parameter in model.parameters():
                 parameter.grad = torch.zeros_like(parameter)
-            sizes.append(peak_bytes(lambda model=model, batch=batch: CausalLM().loss_sum(model, batch).backward()))  # type: ignore[misc]
+            forward = partial(CausalLM().loss_sum, model, batch)
+            sizes.append(peak_bytes(lambda forward=forward: forward().backward()))  # type: ignore[misc]
     ours, dense = (sizes[1] / sizes[0] for sizes in (peaks[CAUSAL_SDPA], peaks["sdpa"]))
     assert ours < 4.2
     assert dense > 7
@@ -239,7 +241,7 @@ def test_choice_says_what_is_done_and_why(changes: dict[str, Any], value: str, r
     assert reason in choice.reason
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has the kernel that these cases lack")
 @pytest.mark.parametrize(
     ("facts", "reason"),
     [
@@ -366,3 +368,15 @@ def test_a_run_says_how_it_keeps_documents_apart_and_one_setting_turns_it_off(
     config._attn_implementation = CAUSAL_SDPA
     config.attn_pdrop = 0.0
     assert "memory linear" in describe_document_attention(packed, config).reason
+
+
+def test_a_run_that_is_set_to_the_cpu_describes_attention_on_the_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = {"format": "chat", "sequence_length": 4096}
+    packed = Recipe.model_validate(recipe_dict(tmp_path, task="causal-lm", data=data))
+    config = small_config("gpt2")
+    config._attn_implementation, config.attn_pdrop = CAUSAL_SDPA, 0.0
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    assert describe_document_attention(packed, config).reason.startswith("CPU:")

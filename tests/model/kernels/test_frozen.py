@@ -19,10 +19,11 @@ from accel_train.inference.evaluate import measure
 from accel_train.inference.export import export_run, load_exported
 from accel_train.inference.finished_run import open_run
 from accel_train.model.kernels import frozen
-from accel_train.model.kernels.frozen import NF4_BYTES, choose_frozen_dtype, in_fp32, keep_frozen
+from accel_train.model.kernels.frozen import choose_frozen_dtype, in_fp32, keep_frozen
+from accel_train.model.kernels.nf4 import NF4_BYTES, packed_layers
 from accel_train.model.lora import add_adapters, without_adapters
-from accel_train.model.tensors import is_quantised, unpacked_numel
-from accel_train.plan.plan import resolve_plan
+from accel_train.model.tensors import unpacked_numel
+from accel_train.plan.plan import Plan, resolve_plan
 from accel_train.recipe.schema import LoRA
 from tests.support.comparisons import assert_same_bits, tensors
 from tests.support.runs import LLAMA, TINY_MODEL, events, losses, recipe_dict, run, write_base, write_recipe_file
@@ -130,8 +131,7 @@ def test_nf4_outputs_are_those_of_the_weights_that_it_stands_for_and_near_those_
     said = keep_frozen(packed, names, NF4, "no")["model.frozen_dtype"]
     assert torch.equal(torch.get_rng_state(), generator)
     assert "14 linear layers" in said.reason
-    packed.to("cpu")
-    assert sum(map(is_quantised, packed.parameters())) == 14
+    assert len(packed_layers(packed)) == 14
     assert sum(map(unpacked_numel, packed.parameters())) == sum(each.numel() for each in model.parameters())
     wide = in_fp32(packed)
     assert [name for name, _ in wide.named_parameters()] == [name for name, _ in model.named_parameters()]
@@ -212,6 +212,31 @@ def test_layers_that_are_trained_in_part_are_not_quantised() -> None:
     assert "13 linear layers" in keep_frozen(model, names, NF4, "no")["model.frozen_dtype"].reason
 
 
+def packed_bytes(numels: list[int], processes: int = 1) -> int:
+    """Bytes of matrices in 4 bits on the first process: weights, scales, scales of scales, and their mean."""
+    scales = [-(-n // 64) for n in numels]
+    parts = [[n // 2 for n in numels], scales, [4 * (-(-n // 256) + 1) for n in scales]]
+    return sum(-(-size // processes) for each in parts for size in each)
+
+
+def test_a_plan_shards_packed_weights_and_gathers_them_as_bytes(based: Path) -> None:
+    def plan(**model: Any) -> Plan:
+        recipe = recipe_with(based, BF16, lora={"rank": 4}, **model)
+        parallel = recipe.parallel.model_copy(update={"strategy": "fsdp2"})
+        return resolve_plan(recipe.model_copy(update={"parallel": parallel}), 2)
+
+    def held(of: Plan) -> int:
+        return next(part.num_bytes or 0 for part in of.memory if part.name == "parameters")
+
+    numels = 2 * [1024, 512, 512, 1024, *3 * [1536]]
+    whole, packed = plan(frozen_dtype="fp32"), plan(frozen_dtype="nf4")
+    assert held(whole) - held(packed) == 4 * sum(numels) // 2 - packed_bytes(numels, 2)
+    assert (whole.num_parameters, whole.num_trainable) == (packed.num_parameters, packed.num_trainable)
+    gathered = [each.scale.traffic[0].payload_bytes for each in (whole, packed)]
+    # Blocks are gathered before the forward and before the backward, in bf16 or as bytes.
+    assert gathered[0] - gathered[1] == 2 * (2 * sum(numels) - 2 * packed_bytes(numels, 2))
+
+
 def test_a_plan_counts_the_bytes_of_narrow_weights(based: Path) -> None:
     def parameters(**settings: Any) -> int:
         memory = resolve_plan(recipe_with(based, **settings)).memory
@@ -221,7 +246,8 @@ def test_a_plan_counts_the_bytes_of_narrow_weights(based: Path) -> None:
     whole, half = parameters(lora=lora), parameters(lora=lora, frozen_dtype="bf16", precision=BF16)
     packed, blocks = parameters(lora=lora, frozen_dtype="nf4"), 2 * (32 * 32 * 2 + 32 * 16 * 2 + 3 * 32 * 48)
     assert whole - half == 2 * (blocks + 320 * 32)
-    assert whole - packed == pytest.approx((4 - NF4_BYTES) * blocks, abs=14)
+    assert whole - packed == 4 * blocks - packed_bytes(2 * [1024, 512, 512, 1024, *3 * [1536]])
+    assert whole - packed == pytest.approx((4 - NF4_BYTES) * blocks, abs=14 * 8)
 
 
 def test_a_plan_counts_checkpoints_without_their_base(based: Path) -> None:
