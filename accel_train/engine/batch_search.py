@@ -35,6 +35,7 @@ from accel_train.model.training_module import TrainingModule
 from accel_train.recipe.schema import Recipe
 from accel_train.runtime.doctor import device_name
 from accel_train.runtime.memory import is_out_of_memory
+from accel_train.runtime.process_group import gather_number
 from accel_train.task import TaskData
 
 SETTING = "batch.per_device_batch_size"
@@ -129,10 +130,16 @@ class Trials:
         batch.pop("num_targets")
         return batch
 
-    def fits(self, count: int) -> bool:
-        """Return whether a forward and backward of `count` samples fits in memory."""
-        device = self.accelerator.device
+    def fits(self, count: int, *, accumulates: bool = False) -> bool:
+        """Return whether a forward and backward of `count` samples fits in memory.
+
+        If a step `accumulates` gradients, the gradients of earlier micro-batches are not in DDP's buckets. Both then
+        take memory.
+        """
+        device, buckets = self.accelerator.device, []
         try:
+            if accumulates and self.recipe.parallel.strategy == "ddp" and self.accelerator.num_processes > 1:
+                buckets = [torch.empty_like(each) for each in self.inner.parameters() if each.requires_grad]
             batch = {name: v.to(device) if isinstance(v, Tensor) else v for name, v in self.collated(count).items()}
             with self.accelerator.autocast():
                 loss_sum = self.inner(batch)
@@ -142,6 +149,7 @@ class Trials:
             if not (is_out_of_memory(error) or should_reduce_batch_size(error)):
                 raise
         finally:
+            buckets.clear()
             clear_device_cache(garbage_collection=True)
         return False
 
@@ -149,8 +157,8 @@ class Trials:
     def as_in_a_step(self, headroom_bytes: int) -> Iterator[None]:
         """Hold the memory of a real step, except its activations, plus the headroom; then restore the module.
 
-        A step holds gradients, the optimizer's moments, and averaged weights. DDP's buckets are the gradients
-        (gradient_as_bucket_view). Gradients, buffers, and random numbers are restored on exit.
+        A step holds gradients, the optimizer's moments, and averaged weights. Without accumulation, DDP's buckets are
+        the gradients (gradient_as_bucket_view). Gradients, buffers, and random numbers are restored on exit.
         """
         trained, section = [p for p in self.inner.parameters() if p.requires_grad], self.recipe.optimizer
         gradients, weight_bytes = [p.grad for p in trained], sum(p.numel() * p.element_size() for p in trained)
@@ -195,7 +203,7 @@ def fit_micro_batch(
         device_bytes=device_bytes,
     )
     own = known_size(trials, sizes, cache, device_bytes, is_empty=is_empty)
-    everywhere = gather(0 if own is None else own.value, accelerator)
+    everywhere = gather_number(0 if own is None else own.value, accelerator.device)
     if 0 in everywhere:  # if one process has to search, all do, even if they remember a size
         own, everywhere = searched_size(trials, device_bytes, cache, None if can_search else own)
     assert own is not None, "known or searched"
@@ -236,7 +244,7 @@ def searched_size(
     A search also remembers the smallest size.
     """
     own = known or search(trials, cache.share, device_bytes)
-    everywhere = gather(own.value, trials.accelerator)
+    everywhere = gather_number(own.value, trials.accelerator.device)
     if known is None:
         own = Choice(own.value, f"{own.reason}; {cache.write(min(everywhere), own.reason)}")
     return own, everywhere
@@ -248,12 +256,6 @@ def agree(own: Choice[int], everywhere: Sequence[int]) -> Choice[int]:
     if size == own.value:
         return own
     return Choice(size, f"process {everywhere.index(size)} holds no more; here {own.value}: {own.reason}")
-
-
-def gather(number: int, accelerator: Accelerator) -> list[int]:
-    """Return `number` of every process, on every process. It takes one small collective."""
-    numbers: list[int] = accelerator.gather(torch.tensor([number], device=accelerator.device)).tolist()
-    return numbers
 
 
 def memory_limit(device: torch.device) -> int:
@@ -276,7 +278,7 @@ def search(trials: Trials, share: int, device_bytes: int) -> Choice[int]:
     headroom, sizes, size = trials.recipe.batch.memory_headroom, divisors(share), 1
     try:
         with trials.as_in_a_step(math.ceil(headroom * device_bytes)):
-            size = next((count for count in reversed(sizes[1:]) if trials.fits(count)), 1)
+            size = next((n for n in reversed(sizes[1:]) if trials.fits(n, accumulates=n < share)), 1)
     except (RuntimeError, MemoryError) as error:  # even gradients, optimizer, and headroom do not fit
         if not is_out_of_memory(error):
             raise

@@ -18,6 +18,7 @@ from accel_train.engine.loader import Reading, read_batches
 from accel_train.engine.step import MicroBatch
 from accel_train.parallel.dims import parallel_dims
 from accel_train.runtime.memory import is_out_of_memory
+from accel_train.runtime.process_group import gather_number
 from accel_train.task import TaskData
 
 ROWS = "rows_"
@@ -67,7 +68,8 @@ class EvaluationReader:
 
     def batches(self, chunk_size: int | None = None) -> Iterator[MicroBatch]:
         """Yield the batches on the device, each in chunks of `chunk_size` samples (None: whole)."""
-        total, count, chunk = len(self.data.eval), self.num_samples, chunk_size or self.batch_size  # type: ignore[arg-type]
+        total = len(self.data.eval)  # type: ignore[arg-type]
+        count, chunk = self.num_samples, chunk_size or self.batch_size
         dims = parallel_dims(self.accelerator)
         batches = self._read(
             [int(index) * total // count for index in batch[start : start + chunk]]
@@ -165,13 +167,13 @@ class _Counts(NamedTuple):
 def _count(reader: EvaluationReader, module: nn.Module, chunk_size: int, is_over: Callable[[], bool] | None) -> _Counts:
     sums: dict[str, Tensor] = {}
     rows: dict[str, list[Tensor]] = {}
-    targets, left, alike = 0, False, reader.forwards_alike
+    targets, left, alike, vote = 0, False, reader.forwards_alike, _Vote(reader.accelerator)
     batches = reader.batches_for_all() if alike else ((batch, True) for batch in reader.batches(chunk_size))
     for (batch, num_targets), is_counted in batches:
         left = is_over is not None and is_over()
-        if alike and is_over is not None:
-            left = _on_any(reader, left)
-        if left:
+        ends = vote.cast(left) if alike and is_over is not None else left
+        if ends:
+            left = True
             break
         found = module(batch, "counts")
         if not is_counted:
@@ -187,9 +189,33 @@ def _count(reader: EvaluationReader, module: nn.Module, chunk_size: int, is_over
     return _Counts(sums, rows, left)
 
 
+class _Vote:
+    """A question that all processes answer before each batch. The host reads the result one batch later.
+
+    So the host does not wait for the device, and all processes end the evaluation before the same batch.
+    """
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+        self._last: tuple[Tensor, torch.cuda.Event | None] | None = None
+
+    def cast(self, here: bool) -> bool:
+        """* Send `here`; return whether any process sent True in the previous call."""
+        last, device = self._last, self._accelerator.device
+        # `here` is passed as a kernel argument, so the host does not wait for a copy.
+        votes = self._accelerator.reduce(torch.full((), float(here), device=device))
+        event = torch.cuda.Event() if device.type == "cuda" else None
+        self._last = votes.to("cpu", non_blocking=event is not None), event
+        if event is not None:
+            event.record()
+        if last is not None and last[1] is not None:
+            last[1].synchronize()
+        return last is not None and bool(last[0])
+
+
 def _on_any(reader: EvaluationReader, here: bool) -> bool:
     """Return whether `here` is true on any process. All processes must call it."""
-    return bool(reader.accelerator.reduce(torch.tensor(int(here), device=reader.accelerator.device)))
+    return any(gather_number(here, reader.accelerator.device))
 
 
 def _sum_dtype(value: Tensor) -> torch.dtype:

@@ -78,8 +78,8 @@ def resolve_run(
     if sizes.global_batch_size > MOST_READS_PER_STEP * num_samples > 0:
         raise ValueError(
             f"batch.global_batch_size={sizes.global_batch_size} is more than {MOST_READS_PER_STEP} times the "
-            f"{num_samples} training samples, and a step would read each of them so often; lower it to at most "
-            f"{num_samples}"
+            f"{num_samples} training samples, so a step would read the same samples again and again; lower it to at "
+            f"most {num_samples}"
         )
     steps = resolve_steps(recipe.schedule, num_samples, sizes.global_batch_size, section.last_batch)
     if section.group_by_length and data.lengths is None:

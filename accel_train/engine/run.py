@@ -67,6 +67,10 @@ class Extensions:
     """Fields of `Reading` that a recipe cannot set."""
     ddp: Mapping[str, Any] = field(default_factory=dict)
     """Additional arguments of DistributedDataParallel, by Accelerate's names."""
+    watchdog: Watchdog | None = None
+    """Watchdog that replaces the run's own. The program opens and closes it."""
+    materialize: bool = True
+    """Whether the main process makes weights with values. Without them, a run shows only shapes and traffic."""
 
 
 @dataclass(frozen=True)

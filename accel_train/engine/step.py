@@ -316,3 +316,5 @@ def seed_step(seed: int, step: int, rank: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(mixed)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(mixed)
+    elif device.type != "cpu":
+        torch.get_device_module(device).manual_seed(mixed)

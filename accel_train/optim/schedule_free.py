@@ -72,7 +72,7 @@ class ScheduleFreeAdamW(ScheduleFree):
 
         warmup = options.get("warmup_steps", 0)
         if not isinstance(warmup, int) or isinstance(warmup, bool) or warmup < 0:
-            raise ValueError(f"warmup_steps={warmup!r} is no number of steps")
+            raise ValueError(f"warmup_steps={warmup!r} is not a number of steps")
         super().__init__(AdamWScheduleFree(groups, lr=lr, betas=betas, eps=eps, **options))
 
 

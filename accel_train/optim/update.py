@@ -7,11 +7,12 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from accel_train.guard.guard import Limits
-from accel_train.model.tensors import local_part
+from accel_train.model.tensors import holders, local_part
 from accel_train.runtime.private import norms_of
 
 
@@ -76,10 +77,7 @@ def update_within(
         scale = scaler.scale_tensor.clone()
         scaler.unscale_(optimizer)
     grads = [grad for parameter in parameters if (grad := parameter.grad) is not None]
-    grad_norm = torch.linalg.vector_norm(torch.stack(norms_of(grads)))
-    # Sharded gradients need one more collective.
-    if isinstance(grad_norm, DTensor):
-        grad_norm = grad_norm.full_tensor()
+    grad_norm = norm_of_all(grads)
     if share is not None:
         grad_norm = nan_without_targets(grad_norm, share)
     if fault is not None:
@@ -100,6 +98,28 @@ def update_within(
     for parameter in parameters:
         parameter.grad = None
     return Update(grad_norm, skipped, scale)
+
+
+@torch.no_grad()
+def norm_of_all(gradients: Sequence[Tensor]) -> Tensor:
+    """* Return the norm of all gradients, 0-dim. Parts of sharded gradients are added in one small collective.
+
+    The norms are computed from this process's parts. As DTensors, they would take 10 us of the host per gradient.
+    """
+    norms, first = norms_of([local_part(each) for each in gradients]), gradients[0]
+    if not isinstance(first, DTensor):
+        return torch.linalg.vector_norm(torch.stack(norms))
+    group, sizes = holders(first), first.device_mesh.shape
+    num_processes = group.size()
+    for index, each in enumerate(gradients):
+        assert isinstance(each, DTensor), "all weights of a sharded model are DTensors"
+        layout = zip(sizes, each.placements, strict=True)
+        num_copies = num_processes // math.prod(size for size, placement in layout if not placement.is_replicate())
+        if num_copies > 1:
+            norms[index] = norms[index] / math.sqrt(num_copies)
+    squares = torch.stack(norms).square()
+    dist.all_reduce(squares, group=group)
+    return torch.linalg.vector_norm(squares.sqrt())
 
 
 def nan_without_targets(grad_norm: Tensor, share: Tensor) -> Tensor:

@@ -23,11 +23,12 @@ OF_CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
 
 
 class Asked(NamedTuple):
-    """A recipe, its task, and its mixed precision (possibly auto)."""
+    """A recipe, its task, its mixed precision (possibly auto), and its accumulation steps (1 if not known yet)."""
 
     recipe: Recipe
     task: Task
     precision: str
+    accumulation: int
 
     @property
     def is_other_task(self) -> bool:
@@ -44,7 +45,7 @@ class Conflict(NamedTuple):
     """Name of the other setting; empty if a package is missing."""
     refuses: Callable[[Asked], bool]
     problem: str
-    """Reason, formatted with `recipe`, `precision`, `lengths`, and `model_type`."""
+    """Reason, formatted with `recipe`, `precision`, `accumulation`, `lengths`, and `model_type`."""
     remedy: str = "Leave one of them out"
 
 
@@ -54,6 +55,14 @@ def _package(part: str, name: str, extra: str) -> Conflict:
 
 
 CONFLICTS = (
+    Conflict(
+        "cuda_graphs",
+        "batch.gradient_accumulation_steps",
+        lambda asked: asked.accumulation > 1,
+        "records CUDA graphs, and each replay overwrites the micro-batch before, but this run accumulates "
+        "{accumulation} micro-batches per step",
+        "Use max-autotune-no-cudagraphs or default, or a batch that one micro-batch per process holds",
+    ),
     Conflict(
         "sync_batch_norm",
         "precision.compile",
@@ -159,10 +168,16 @@ CONFLICTS = (
     ),
     Conflict(
         "nf4",
-        "parallel.strategy",
-        lambda asked: asked.recipe.parallel.strategy == "fsdp2",
-        "cannot be combined with parallel.strategy fsdp2, which would keep all packed weights on every process",
-        "Use parallel.strategy ddp, or set model.frozen_dtype to auto",
+        "parallel.cpu_offload",
+        lambda asked: asked.recipe.parallel.cpu_offload,
+        f"cannot be combined with parallel.cpu_offload: {UNTESTED}",
+    ),
+    Conflict(
+        "nf4",
+        "parallel.sp_size",
+        lambda asked: asked.recipe.parallel.strategy == "fsdp2" and asked.recipe.parallel.sp_size > 1,
+        f"cannot be combined with parallel.strategy fsdp2 and parallel.sp_size above 1: {UNTESTED}",
+        "Set parallel.sp_size to 1, or use parallel.strategy ddp",
     ),
     Conflict(
         "nf4",
@@ -266,15 +281,23 @@ CONFLICTS = (
 )
 
 
-def check_compatibility(recipe: Recipe, task: Task, mixed_precision: str | None = None) -> None:
-    """Check that the settings of a recipe can be combined; `mixed_precision` is the resolved precision, if known.
+def check_compatibility(
+    recipe: Recipe, task: Task, mixed_precision: str | None = None, accumulation: int | None = None
+) -> None:
+    """Check that the settings of a recipe can be combined.
+
+    `mixed_precision` and `accumulation` (steps) are the resolved values, if known.
 
     Raises:
         ValueError: two settings conflict. The message names the setting, the reason, and the fix.
     """
     section, length, kept = recipe.parallel, recipe.data.window or 0, recipe.model.frozen_dtype
+    given = recipe.batch.gradient_accumulation_steps
+    accumulation = accumulation or (1 if given == "auto" else given)
+    mode = recipe.precision.compile_mode
     frozen = ("model.frozen_dtype", kept)
     parts = {
+        "cuda_graphs": (recipe.precision.has_cuda_graphs, "precision.compile_mode", mode),
         "sync_batch_norm": (section.sync_batch_norm, "parallel.sync_batch_norm", section.sync_batch_norm),
         "tp_size": (section.tp_size > 1, "parallel.tp_size", section.tp_size),
         "cpu_offload": (section.cpu_offload, "parallel.cpu_offload", section.cpu_offload),
@@ -285,13 +308,13 @@ def check_compatibility(recipe: Recipe, task: Task, mixed_precision: str | None 
         "nf4": (kept == "nf4", *frozen),
         "fp8": (recipe.precision.mixed_precision == "fp8", "precision.mixed_precision", "fp8"),
     }
-    asked = Asked(recipe, task, mixed_precision or recipe.precision.mixed_precision)
+    asked = Asked(recipe, task, mixed_precision or recipe.precision.mixed_precision, accumulation)
     shorter = length - length % section.sp_size
     lengths = " or ".join(str(each) for each in (shorter, shorter + section.sp_size) if each)
     for part, other, refuses, problem, remedy in CONFLICTS:
         is_on, setting, value = parts[part]
         if is_on and refuses(asked):
-            facts = {"recipe": recipe, "precision": asked.precision, "lengths": lengths}
+            facts = {"recipe": recipe, "precision": asked.precision, "accumulation": accumulation, "lengths": lengths}
             facts |= {"model_type": model_type(recipe)} if "{model_type}" in problem else {}
             settings = (setting, other) if other else (setting,)
             raise SettingError(problem.format(**facts), remedy.format(**facts), f"{setting}={value}", settings)

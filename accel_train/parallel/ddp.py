@@ -1,6 +1,7 @@
 """Data parallelism: every process holds the whole model (DDP). A single process uses this strategy too."""
 
 import math
+import os
 import warnings
 from collections.abc import Mapping
 
@@ -102,6 +103,9 @@ class Ddp(Strategy):
         self.accelerator.ddp_handler.find_unused_parameters = find_unused
         # Accelerate passes `broadcast_buffers` to DDP, and torch is about to rename it.
         warnings.filterwarnings("ignore", message=".*broadcast_buffers.* is deprecated", category=FutureWarning)
+        # One GPU per process is visible. Accelerate would give DDP the number of the process on its machine instead.
+        if self.accelerator.device.index not in (None, self.accelerator.local_process_index):
+            os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] = "true"
         self.take(inner, make_optimizer)
         self.module, prepared = self.accelerator.prepare(inner, self.optimizer)
         # The wrapper costs 70 us per step, and hides a skipped step from the kernel.

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
-from accelerate.utils import DistributedType, ParallelismConfig, fsdp2_prepare_model
+from accelerate.utils import DistributedType, ParallelismConfig, fsdp2_prepare_model, gather_object
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
@@ -21,17 +21,24 @@ from accel_train.checkpoint.contents import model_tensors, optimizer_tensors
 from accel_train.checkpoint.sharded import KnownPlan, ShardWriter
 from accel_train.core.errors import RecipeError, SettingError
 from accel_train.core.state import Choice
+from accel_train.guard.guard import Limits
 from accel_train.model.batch_norm import has_batch_norm
 from accel_train.model.compile import repeated_blocks
+from accel_train.model.kernels.nf4 import packed_layers
+from accel_train.model.tensors import replace_values
 from accel_train.model.training_module import TrainingModule
-from accel_train.model.weights import separate_blocks
+from accel_train.model.weights import separate_blocks, separate_ends
+from accel_train.optim.update import Update
+from accel_train.parallel.building import Builders, Unread, fill, fill_from_main
 from accel_train.parallel.dims import check_dimensions, check_divides, parallel_dims
 from accel_train.parallel.strategy import ALONE, MakeOptimizer, Snapshot, Strategy
 from accel_train.parallel.tensor_parallel import keep_gradients_in_parts, split_layers, tie, tied_names
 from accel_train.recipe.parallel import Parallel
-from accel_train.runtime.private import before_reduction, flatten_mesh
-from accel_train.runtime.process_group import on_main
+from accel_train.runtime.private import before_reduction, drop_partial_sums, end_open_forward, flatten_mesh
+from accel_train.runtime.process_group import SAVING, on_main
 
+LOOKING = "looking for unused weights"
+"""Description of the process group in which the hosts exchange which weights took part in a step."""
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp8": torch.bfloat16}
 """Type of gathered weights by mixed precision."""
 
@@ -47,6 +54,10 @@ class Fsdp2(Strategy):
     builds_empty = True
     _saving_group: dist.ProcessGroup
     """Process group of the threads that save. Their collectives must not mix with the training's."""
+    _sharded_modules: Sequence[FSDPModule] = ()
+    """Modules whose weights FSDP2 gathers. Empty if nothing is sharded."""
+    _looking_group: dist.ProcessGroup | None = None
+    """Process group of the hosts that look for unused weights. None until the first step that looks for them."""
     _known_plan: KnownPlan
     _gradients: "GradientWatch | None" = None
     """Recorder of missing gradients. None if layers are split but nothing is sharded.
@@ -54,7 +65,12 @@ class Fsdp2(Strategy):
     All processes then lack the same gradients.
     """
     _weights: Mapping[str, Tensor] | None = None
-    """Full weights of a model that was built empty, on the main process."""
+    """Full weights and buffers of a model that was built empty, on the main process; None if a checkpoint has them.
+
+    Weights of `_unread` are not among them.
+    """
+    _unread: Unread | None = None
+    """Model whose pretrained weights are still in files."""
 
     @classmethod
     def choose(cls, section: Parallel, world_size: int, device: torch.device) -> Choice[int]:
@@ -119,41 +135,61 @@ class Fsdp2(Strategy):
         blocks: list[nn.Module] = [each for each in list(self.inner.modules())[1:] if isinstance(each, FSDPModule)]
         return blocks if blocks and self.dims.num_sharing == 1 else super().independent_modules()
 
-    def build(self, make: Callable[[], nn.Module], make_empty: Callable[[], nn.Module]) -> nn.Module:
-        """* Build an empty model, with its weights on the main process only.
+    def build(self, builders: Builders) -> nn.Module:
+        """* Build an empty model. The main process holds its weights; on a resume, the checkpoint has them.
 
-        Only the main process ever holds all weights. If the task cannot build without values (a custom task that
-        computes while it builds), every process builds the whole model.
+        If the task cannot build without values (a custom task that computes while it builds), every process builds the
+        whole model.
         """
+        restored = builders.restored()
+        if all(gather_object([restored is not None])):
+            assert restored is not None
+            return restored
+        if (unread := builders.unread()) is not None:
+            return self._without_values(unread)
         problem, model = "", None
         try:
-            model = make_empty()
+            model = builders.empty()
         # A custom task may fail in any way on tensors without values.
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
         if self.accelerator.is_main_process and model is not None:
-            whole = make()
+            whole = builders.whole()
             self._weights = {**dict(whole.named_buffers()), **whole.state_dict()}
             expected = {**dict(model.named_buffers()), **model.state_dict()}
             shapes, other = ({name: each.shape for name, each in found.items()} for found in (self._weights, expected))
             if shapes != other:
                 problem = "its weights differ between an empty build and a full build"
-        if on_main(lambda: problem) or model is None:
-            self._weights = None
-            return make()
+        problem = next((each for each in gather_object([problem]) if each), "")
+        if problem or model is None:
+            self._weights, self.whole_because = None, problem
+            return builders.whole()
         return model
+
+    def _without_values(self, unread: Unread) -> nn.Module:
+        """Return the model with all parameters on the meta device. The main process keeps the values that it made."""
+        named = dict(unread.model.named_parameters(remove_duplicate=False))
+        made = {name: each for name, each in named.items() if not each.is_meta}
+        self._unread = unread
+        if self.accelerator.is_main_process:
+            values = {name: each.detach() for name, each in made.items()}
+            self._weights = {**dict(unread.model.named_buffers()), **values}
+        for each in made.values():
+            replace_values(each, torch.empty_like(each, device="meta"))
+        return unread.model
 
     def wrap(self, inner: TrainingModule, make_optimizer: MakeOptimizer, *, find_unused: bool) -> Choice[str] | None:
         """* Split and shard the training module in place, and build the optimizer over its shards."""
         check_dimensions(inner.model, self.name)
-        wrapped = shard_model(self.accelerator, inner, self._weights)
-        self._weights = None
+        wrapped = shard_model(self.accelerator, inner, self._weights, self._unread)
+        self._weights = self._unread = None
         self.module = inner
         self.take(inner, make_optimizer)
-        self._saving_group = dist.new_group(backend="gloo")
+        self._saving_group = dist.new_group(backend="gloo", group_desc=SAVING)
         self._known_plan = KnownPlan()
+        self._sharded_modules = [each for each in inner.modules() if isinstance(each, FSDPModule)]
         if self.accelerator.is_fsdp2:
-            self._gradients = GradientWatch(inner, self._take_fault)
+            self._gradients = GradientWatch(inner, self._take_fault, sums_over_copies=self.num_copies > 1)
             self.waits_for_all_parameters, self.looks_for_unused = True, find_unused
         return wrapped
 
@@ -177,27 +213,44 @@ class Fsdp2(Strategy):
         """
         if self._gradients is None or not self.looks_for_unused:
             return self.without_gradient() or None
-        self._gradients.settle(self.accelerator.device)
+        if self._looking_group is None:
+            self._looking_group = dist.new_group(backend="gloo", group_desc=LOOKING)
+        self._gradients.settle(self._looking_group)
         return None
 
     def accumulating(self, is_last: bool) -> AbstractContextManager[None]:
-        """Reduce the gradients of each micro-batch, because whole gradients would not fit into memory."""
+        """Reduce the gradients of each micro-batch to shards, because whole gradients would not fit into memory.
+
+        Copies of the shards (HSDP) are summed once, with the last micro-batch.
+        """
+        if self.num_copies > 1 and isinstance(self.inner, FSDPModule):
+            self.inner.set_requires_all_reduce(is_last)
         return nullcontext()
+
+    def update_within(self, limits: Limits, share: Tensor) -> Update:
+        """* Clip and update. Weights that a callback has gathered since the backward are freed before."""
+        self.release_gathered()
+        return super().update_within(limits, share)
 
     def release_gathered(self) -> None:
         """Free gathered weights. The next forward would otherwise use them after the shards have changed."""
-        for each in self.inner.modules():
-            if isinstance(each, FSDPModule):
-                each.reshard()
+        end_open_forward(self.inner)
+        for each in self._sharded_modules:
+            each.reshard()
 
-    def full_weights(self, without: Collection[str] = ()) -> dict[str, Tensor]:
+    def full_weights(self, without: Collection[str] = (), narrow: Collection[str] = ()) -> dict[str, Tensor]:
         """* Gather the weights one tensor at a time, and keep them on the main process."""
         self.release_gathered()
-        found = {}
+        found, packed = {}, packed_layers(self.inner.model)
         for name, tensor in model_tensors(self.inner.model, without).items():
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            layer = packed.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
+            parts = None if layer is None else layer.packed(_gathered)
+            whole = _gathered(tensor) if parts is None else tensor
             if self.accelerator.is_main_process:
-                found[name] = whole.cpu()
+                whole = whole if parts is None else parts.unpacked()
+                dtype = torch.bfloat16 if name in narrow else whole.dtype
+                # On a CPU, a tensor that is not sharded would stay the run's own.
+                found[name] = whole.to("cpu", dtype, copy=True)
         return found
 
     def snapshot(self) -> Snapshot:
@@ -210,6 +263,11 @@ class Fsdp2(Strategy):
         return Snapshot({}, ShardWriter(tensors, self._saving_group, self._known_plan))
 
 
+def _gathered(tensor: Tensor) -> Tensor:
+    """* Return the whole of a tensor that may be sharded."""
+    return tensor.full_tensor().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
 class GradientWatch:
     """Sets a gradient of 0 for each weight that took no part in a micro-batch, before FSDP2 reduces its group.
 
@@ -217,17 +275,19 @@ class GradientWatch:
     it would add gradients of different weights. A group without any gradient is not reduced.
     """
 
-    def __init__(self, inner: TrainingModule, take_fault: Callable[[], Tensor | None]) -> None:
-        self._take_fault = take_fault
+    def __init__(
+        self, inner: TrainingModule, take_fault: Callable[[], Tensor | None], *, sums_over_copies: bool
+    ) -> None:
+        self._take_fault, self._inner, self._sums_over_copies = take_fault, inner, sums_over_copies
         self._parameters = {name: each for name, each in inner.model.named_parameters() if each.requires_grad}
         self._names = {id(each): name for name, each in self._parameters.items()}
-        for part in inner.modules():
-            if isinstance(part, FSDPModule):
-                before_reduction(part, self._complete)
+        before_reduction(inner, self._complete)
         self.begin_step()
 
     def begin_step(self) -> None:
-        """Clear the records of the step before."""
+        """Clear the records of the step before, and the sums that a failed step has not sent to the copies."""
+        if self._sums_over_copies:
+            drop_partial_sums(self._inner)
         self.lacking: set[str] = set()
         """Names of weights that had no gradient in some micro-batch of this process."""
         self._used: set[str] = set()
@@ -242,8 +302,10 @@ class GradientWatch:
             (smallest.to_local() if isinstance(smallest, DTensor) else smallest).add_(fault)
         lacking = {name for name, gathered in named if gathered is None or gathered.grad is None}
         self.lacking |= lacking
+        # The last micro-batch also sends what earlier ones have summed.
+        is_used = len(lacking) < len(named) or (self._sums_over_copies and not lacking.isdisjoint(self._used))
         self._used.update(name for name, _ in named if name not in lacking)
-        if len(lacking) < len(named):
+        if is_used:
             for name, gathered in named:
                 if name in lacking and gathered is not None:
                     gathered.grad = torch.zeros_like(gathered)
@@ -251,10 +313,11 @@ class GradientWatch:
             first = named[0][0]
             self._idle[first] = self._idle.get(first, 0) + 1
 
-    def settle(self, device: torch.device) -> None:
+    def settle(self, hosts: dist.ProcessGroup) -> None:
         """* Remove the gradients of weights that took part on no process, so that these get no update.
 
-        With one process they get none either.
+        With one process they get none either. A host knows which gradients exist before the device has computed them,
+        so the `hosts` exchange this among themselves, and none of them waits for its device.
 
         Raises:
             RecipeError: on all processes: a group took part on some of them only, but FSDP2 gathers it on all.
@@ -262,8 +325,8 @@ class GradientWatch:
         names = list(self._parameters)
         used, idle = ([int(name in self._used) for name in names], [self._idle.get(name, 0) for name in names])
         # Send the largest and the (negated) smallest counts in one collective.
-        packed: Tensor = torch.tensor([used, idle, [-count for count in idle]], dtype=torch.int32, device=device)
-        dist.all_reduce(packed, op=dist.ReduceOp.MAX)
+        packed = torch.tensor([used, idle, [-count for count in idle]], dtype=torch.int32)
+        dist.all_reduce(packed, op=dist.ReduceOp.MAX, group=hosts)
         taking_part, most, fewest = packed.tolist()
         for name, largest, smallest in zip(names, most, fewest, strict=True):
             if largest != -smallest:
@@ -321,10 +384,13 @@ def allow_sharding(device: torch.device) -> None:
         PartialState().distributed_type = DistributedType.MULTI_GPU
 
 
-def shard_model(accelerator: Accelerator, inner: TrainingModule, weights: Mapping[str, Tensor] | None) -> Choice[str]:
+def shard_model(
+    accelerator: Accelerator, inner: TrainingModule, weights: Mapping[str, Tensor] | None, unread: Unread | None = None
+) -> Choice[str]:
     """Split the model's layers if the recipe asks for it, wrap it in place block by block, and distribute its weights.
 
-    `weights` are the weights of `inner.model` on the main process. They are used if the model is empty.
+    `weights` are the weights of `inner.model` on the main process. They are used if the model is empty, and so are the
+    files of `unread`.
     """
     tied, is_empty = tied_names(inner), any(parameter.is_meta for parameter in inner.parameters())
     split = None
@@ -335,6 +401,12 @@ def shard_model(accelerator: Accelerator, inner: TrainingModule, weights: Mappin
     wrapped = _wrap_blocks(accelerator, inner) if accelerator.is_fsdp2 else Choice("not", "")
     if is_empty:
         _fill(accelerator, inner, weights, tied)
+        if unread is not None:
+            parameters = {name.removeprefix("model."): each for name, each in inner.named_parameters()}
+            if unread.is_shared:
+                fill(parameters, unread.sources)
+            else:
+                fill_from_main(parameters, unread.sources, accelerator.device)
     if not accelerator.is_fsdp2:
         keep_gradients_in_parts(inner)
     if accelerator.mixed_precision != "no":
@@ -357,8 +429,14 @@ def _wrap_blocks(accelerator: Accelerator, inner: TrainingModule) -> Choice[str]
     with warnings.catch_warnings():
         # Ignore this warning for the mesh that Accelerate flattens, as Accelerate does.
         warnings.filterwarnings("ignore", message="Slicing a flattened dim from root mesh")
+        ends = _wrap_ends(accelerator, inner.model)
         # `prepare` maps the optimizer's weights by address, and empty weights have no address.
         fsdp2_prepare_model(accelerator, inner)
+    if ends:
+        # An operation in place on such an output would only drop a prefetch: the head's weights stay gathered, and the
+        # embedding's are not needed.
+        views = r"FSDP2-wrapped module \((FSDPEmbedding|\w+, FSDPLinear)\) returned a view"
+        warnings.filterwarnings("ignore", message=views, category=UserWarning)
     first = next(inner.parameters())
     if isinstance(first, DTensor) and parallel_dims(accelerator).tp_size > 1:
         # With a flat mesh, the gradient norm takes one collective instead of two.
@@ -368,17 +446,46 @@ def _wrap_blocks(accelerator: Accelerator, inner: TrainingModule) -> Choice[str]
     if not blocks:
         why = "blocks share weights with other modules" if repeated_blocks(inner) else "no block is repeated"
         return Choice("as a whole", f"{why}, so all its weights are gathered at once{in_fp32}")
-    said = f"{len(blocks)} blocks are gathered one at a time, the other weights together{in_fp32}"
-    return Choice(", ".join(kinds), said)
+    rest = "the embedding and the head for their own use" if ends else "the other weights together"
+    return Choice(", ".join(kinds), f"{len(blocks)} blocks are gathered one at a time, {rest}{in_fp32}")
+
+
+def _wrap_ends(accelerator: Accelerator, model: nn.Module) -> bool:
+    """Make the input embedding, and the last norm with the head, groups of their own; return whether it is possible.
+
+    The embedding's weights are not needed in the backward, and the head's are needed from the end of the forward to the
+    beginning of the backward. (Accelerate 1.15 does this for models that it gets without their loss.)
+    """
+    if (ends := separate_ends(model)) is None:
+        return False
+    plugin, mesh = accelerator.state.fsdp_plugin, accelerator.torch_device_mesh
+    shared = {
+        "mesh": None if mesh is None else mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)],
+        "offload_policy": plugin.cpu_offload,
+        # Inputs stay as they are in the root group.
+        "mp_policy": replace(plugin.mixed_precision_policy, cast_forward_inputs=False),
+    }
+    embedding = fully_shard(ends.embedding, reshard_after_forward=plugin.reshard_after_forward, **shared)
+    embedding.set_unshard_in_backward(False)
+    fully_shard([ends.norm, ends.head], reshard_after_forward=False, **shared)
+    return True
 
 
 def _fill(
     accelerator: Accelerator, inner: TrainingModule, weights: Mapping[str, Tensor] | None, tied: Sequence[Sequence[str]]
 ) -> None:
-    """Allocate the tensors on the meta device, and broadcast the main process's values, one parameter at a time."""
+    """Allocate the tensors on the meta device, and broadcast the main process's values, one parameter at a time.
+
+    If a checkpoint will fill the weights, only the buffers have values, on every process.
+    """
     offloads = accelerator.is_fsdp2 and isinstance(accelerator.state.fsdp_plugin.cpu_offload, CPUOffloadPolicy)
+    buffers = dict(inner.named_buffers(remove_duplicate=False))
     inner.to_empty(device=torch.device("cpu") if offloads else accelerator.device)
     tie(inner, tied)
+    if not on_main(lambda: weights is not None):
+        for name, buffer in inner.named_buffers(remove_duplicate=False):
+            buffer.copy_(buffers[name])
+        return
     named = {f"model.{name}": tensor for name, tensor in (weights or {}).items()}
     with torch.no_grad():
         for name, buffer in inner.named_buffers():
@@ -388,7 +495,6 @@ def _fill(
             # Send bytes, because backends support few types.
             dist.broadcast(values.view(-1).view(torch.uint8), 0)
             buffer.copy_(values)
-    buffers = {name for name, _ in inner.named_buffers()}
     set_model_state_dict(
         inner,
         {name: tensor for name, tensor in named.items() if name not in buffers},

@@ -1,7 +1,9 @@
 """The precision of a run and its reason: autocast, loss scale, TF32, determinism. The Accelerator applies them."""
 
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -16,9 +18,14 @@ from accel_train.model.kernels.float8 import float8_config
 from accel_train.optim.update import FlooredGradScaler
 from accel_train.recipe.schema import Guard, Precision
 from accel_train.runtime.doctor import device_name
+from accel_train.runtime.launch_environment import launched_with
+from accel_train.runtime.launcher import ALLOCATOR_VARIABLES
 from accel_train.runtime.memory import keep_freed_memory
 from accel_train.runtime.private import forget_accelerator
-from accel_train.runtime.process_group import COLLECTIVE_TIMEOUT_SECONDS
+from accel_train.runtime.process_group import COLLECTIVE_TIMEOUT_SECONDS, limit_collectives
+
+_of_earlier_run: dict[str, bool] = {}
+"""Switches of torch that the last run of this process turned on. A program's own switches stay."""
 
 
 def choose_mixed_precision(section: Precision, device: torch.device) -> Choice[str]:
@@ -55,6 +62,8 @@ def _unsupported(asked: str, problem: str, remedy: str) -> SettingError:
 def agree_on_mixed_precision(section: Precision, device: torch.device, num_processes: int) -> Choice[str]:
     """* Return one precision for all processes: the weakest of the precisions resolved on their devices.
 
+    The reason also names the devices if they differ.
+
     Raises:
         ValueError: on all processes: some device does not support the recipe's precision.
     """
@@ -62,8 +71,22 @@ def agree_on_mixed_precision(section: Precision, device: torch.device, num_proce
         own: Choice[str] | str = choose_mixed_precision(section, device)
     except ValueError as error:
         own = str(error)
-    choices = [own] if num_processes == 1 else gather_object([own])
-    return weakest_precision(choices)
+    if num_processes == 1:
+        return weakest_precision([own])
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else ()
+    described = " ".join([device_name(device), ".".join(map(str, capability))]).strip()
+    everywhere: list[tuple[Choice[str] | str, str]] = gather_object([(own, described)])
+    choice = weakest_precision([each for each, _ in everywhere])
+    return replace(choice, reason=choice.reason + different_devices([name for _, name in everywhere]))
+
+
+def different_devices(names: Sequence[str]) -> str:
+    """Return an addition to a reason that names the kinds of devices with their ranks; empty if all are equal."""
+    kinds = Counter(names)
+    if len(kinds) == 1:
+        return ""
+    more = {name: f" and {number - 1} more" if number > 1 else "" for name, number in kinds.items()}
+    return "; the devices differ: " + ", ".join(f"{name} (rank {names.index(name)}{more[name]})" for name in kinds)
 
 
 def weakest_precision(choices: Sequence[Choice[str] | str]) -> Choice[str]:
@@ -96,7 +119,10 @@ def float8_is_missing(name: str) -> str:
 def set_backends(section: Precision, mixed_precision: str, device: torch.device) -> dict[str, Choice[Any]]:
     """Set torch's global switches for this run; return each setting with its reason."""
     choices: dict[str, Choice[Any]] = {}
+    if _of_earlier_run.pop("deterministic", False):
+        torch.use_deterministic_algorithms(False)
     if section.deterministic:
+        _of_earlier_run["deterministic"] = not torch.are_deterministic_algorithms_enabled()
         # cuBLAS reads it when CUDA's first handle is created.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -113,6 +139,10 @@ def set_backends(section: Precision, mixed_precision: str, device: torch.device)
         torch.backends.cudnn.allow_tf32 = tf32.value
         torch.backends.cudnn.benchmark = benchmark.value
         torch.backends.cudnn.deterministic = section.deterministic
+        for name in ALLOCATOR_VARIABLES:
+            if name in os.environ:
+                why = f"as {name} says" if name in launched_with() else "less fragmentation; PYTORCH_ALLOC_CONF sets it"
+                choices["allocator"] = Choice(os.environ[name], why)
         choices |= {"precision.tf32": tf32, "precision.cudnn_benchmark": benchmark}
     if device.type == "cpu":
         if keep_freed_memory():
@@ -139,7 +169,7 @@ def start_accelerator(
     # recipe.
     os.environ["ACCELERATE_USE_FSDP"] = os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "false"
     # If DeepSpeed is installed, saving a model imports it. On a CPU, it then warns that it had to detect the device.
-    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    os.environ["DS_ACCELERATOR"] = launched_with().get("DS_ACCELERATOR", device.type)
     handlers = [
         DistributedDataParallelKwargs(gradient_as_bucket_view=True, broadcast_buffers=False),
         InitProcessGroupKwargs(timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS)),
@@ -160,6 +190,8 @@ def start_accelerator(
         kwargs_handlers=handlers,
         **(plugins or {}),
     )
+    if accelerator.num_processes > 1:
+        limit_collectives(COLLECTIVE_TIMEOUT_SECONDS)  # the groups of a mesh begin with torch's default
     if mixed_precision == "fp16":
         accelerator.scaler = FlooredGradScaler(
             device.type,

@@ -16,14 +16,13 @@ from torch import Tensor, nn
 
 from accel_train.checkpoint.contents import (
     check_tensors,
-    copy_to_host,
     model_tensors,
     optimizer_tensors,
     restore_optimizer,
     restore_weights,
     tensor_writers,
 )
-from accel_train.checkpoint.sharded import ShardWriter
+from accel_train.checkpoint.sharded import ShardWriter, copy_to_host
 from accel_train.checkpoint.store import Writer
 from accel_train.core.state import Choice
 from accel_train.guard.guard import Limits
@@ -32,6 +31,7 @@ from accel_train.model.training_module import TrainingModule
 from accel_train.optim.ema import Average, WeightAverage
 from accel_train.optim.schedule_free import ScheduleFree, ScheduleFreeAverage
 from accel_train.optim.update import Update, update_within
+from accel_train.parallel.building import Builders, allocate
 from accel_train.parallel.dims import ParallelDims, parallel_dims
 from accel_train.recipe.parallel import Parallel
 
@@ -65,6 +65,8 @@ class Strategy(ABC):
     """Whether the parameters hold the step's gradients after its backward passes."""
     builds_empty = False
     """Whether `build` returns a model without weights. It cannot run a forward before `wrap` fills it."""
+    whole_because = ""
+    """Reason why `build` had to return a model with weights although it `builds_empty`."""
     waits_for_all_parameters = False
     """Whether processes that lack gradients of different parameters must detect it.
 
@@ -144,9 +146,14 @@ class Strategy(ABC):
         """Return the modules whose forward, once started, waits for no other process."""
         return [self.inner] if self.dims.num_sharing == 1 else []
 
-    def build(self, make: Callable[[], nn.Module], make_empty: Callable[[], nn.Module]) -> nn.Module:
+    def build(self, builders: Builders) -> nn.Module:
         """* Return the model with its weights on this device, or empty for `wrap` to fill."""
-        return make().to(self.accelerator.device)
+        device = self.accelerator.device
+        if (model := builders.restored()) is not None:
+            return allocate(model, device)
+        if (unread := builders.unread()) is not None:
+            return allocate(unread.model, device, unread.sources)
+        return builders.whole().to(device)
 
     @abstractmethod
     def wrap(self, inner: TrainingModule, make_optimizer: MakeOptimizer, *, find_unused: bool) -> Choice[str] | None:
@@ -237,12 +244,13 @@ class Strategy(ABC):
         """Return the shapes of the whole weights by name. Nothing is gathered."""
         return {name: tensor.shape for name, tensor in model_tensors(self.inner.model).items()}
 
-    def full_weights(self, without: Collection[str] = ()) -> dict[str, Tensor]:
+    def full_weights(self, without: Collection[str] = (), narrow: Collection[str] = ()) -> dict[str, Tensor]:
         """* Return all weights by name, without those in `without`, in the main process's host memory.
 
-        The result is empty on the other processes.
+        Weights in `narrow` become bf16, one at a time. The result is empty on the other processes.
         """
-        return copy_to_host(model_tensors(self.inner.model, without)) if self.accelerator.is_main_process else {}
+        found = copy_to_host(model_tensors(self.inner.model, without)) if self.accelerator.is_main_process else {}
+        return {name: each.bfloat16() if name in narrow else each for name, each in found.items()}
 
     def full_moments(self) -> dict[str, Tensor]:
         """* Return the optimizer's whole state by name, in the main process's host memory.

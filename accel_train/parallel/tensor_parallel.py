@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from accel_train.core.errors import SettingError
 from accel_train.core.state import Choice
 from accel_train.data.batch_sizes import divisors
+from accel_train.model.pretrained import value_of
 
 ROWS, COLUMNS, WHOLE = 0, -1, None
 STYLES: dict[str, int | None] = {
@@ -47,7 +48,7 @@ def check_plan(config: Any, plan: Mapping[str, str], size: int) -> None:
         problem = f"the plan of {text.model_type} uses unsupported styles: {', '.join(unknown)}"
         raise _refusal(size, problem, MODELS)
     for name in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(text, name, None)
+        heads = value_of(text, name)
         if isinstance(heads, int) and heads % size:
             problem = f"does not divide the {heads} {text.attribute_map.get(name, name)} of {text.model_type}"
             raise _refusal(size, problem, f"Use {', '.join(map(str, divisors(heads)))}, so that heads stay whole")
@@ -61,7 +62,8 @@ def styles_of(model: nn.Module, size: int) -> dict[str, str]:
     """Return the style of each module and parameter that the model's plan names, by its full name.
 
     Raises:
-        ValueError: no plan, styles or heads that do not fit, or a split weight that is tied to a whole weight.
+        ValueError: no plan, styles or heads that do not fit, a split weight that is tied to a whole weight, or a
+            weight between split layers that the plan leaves out.
     """
     plan = getattr(model, "tp_plan", None)
     config = getattr(model, "config", None)
@@ -78,7 +80,33 @@ def styles_of(model: nn.Module, size: int) -> dict[str, str]:
             problem = f"{first} and {others[0]} are tied, but the plan of {config.model_type} splits only one of them"
             remedy = "Set model.config.tie_word_embeddings to false, or parallel.tp_size to 1"
             raise _refusal(size, problem, remedy)
-    return {name: style for name, style in found.items() if name in parameters or name in modules}
+    found = {name: style for name, style in found.items() if name in parameters or name in modules}
+    return found | dict.fromkeys(_activations_between(model, found, size), SUMMED)
+
+
+def _activations_between(model: nn.Module, styles: Mapping[str, str], size: int) -> list[str]:
+    """Return the trained activations between split layers. Each process applies them to its own columns.
+
+    Raises:
+        ValueError: other weights lie between split layers, and the plan leaves them out. Whether their gradients are
+            sums over the processes is then unknown.
+    """
+    siblings: dict[str, set[str]] = {}
+    for name, style in styles.items():
+        siblings.setdefault(name.rpartition(".")[0], set()).add(style)
+    found = []
+    for name, module in model.named_modules():
+        parents = [name[:at] for at, letter in enumerate(name) if letter == "."] + [name]
+        is_between = any({"colwise", "rowwise"} <= siblings.get(parent, set()) for parent in parents)
+        own = [each for each, _ in module.named_parameters(prefix=name, recurse=False) if each not in styles]
+        if name in styles or not is_between or not own:
+            continue
+        if type(module).__module__ != "transformers.activations":
+            kind = type(model).__name__
+            problem = f"transformers' plan for {kind} leaves out {own[0]}, which lies between split layers"
+            raise _refusal(size, problem, MODELS)
+        found.append(name)
+    return found
 
 
 def tied_names(module: nn.Module) -> list[list[str]]:

@@ -139,9 +139,9 @@ class Zero(Strategy):
         """Return the shapes of the whole weights by name."""
         return self.parts.shapes()
 
-    def full_weights(self, without: Collection[str] = ()) -> dict[str, Tensor]:
+    def full_weights(self, without: Collection[str] = (), narrow: Collection[str] = ()) -> dict[str, Tensor]:
         """* Gather the weights on the main process."""
-        return self.parts.weights(without)
+        return self.parts.weights(without, narrow)
 
     def full_moments(self) -> dict[str, Tensor]:
         """* Gather the optimizer's state on the main process."""

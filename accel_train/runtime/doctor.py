@@ -26,8 +26,10 @@ from accel_train.runtime.driver import (
     hides_gpus,
     installed_torch,
     remedy_for,
+    unsupported_gpu,
     unused_driver,
 )
+from accel_train.runtime.launcher import loopback_problem, spans_machines
 
 GIT_SECONDS = 2.0
 LEAST_FREE_DISK_BYTES = 5 * 2**30
@@ -44,6 +46,9 @@ SHOWN_VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "OMP_NUM_THREADS",
     "NCCL_DEBUG",
+    "GLOO_SOCKET_IFNAME",
+    "PYTORCH_ALLOC_CONF",
+    "PYTORCH_CUDA_ALLOC_CONF",
 )
 OVERRIDING_VARIABLES = {
     "ACCELERATE_MIXED_PRECISION": "precision.mixed_precision",
@@ -112,6 +117,7 @@ def examine() -> list[Finding]:
         *check_host(),
         *check_environment(os.environ),
         *_launcher_finding(),
+        *_check_hostname(),
         *check_folder("cache", Path(os.environ.get("ACCEL_TRAIN_CACHE") or "~/.cache/accel_train")),
         *check_folder("run folder", Path("runs")),
     ]
@@ -188,6 +194,16 @@ def _launcher_finding() -> Iterator[Finding]:
         yield Finding("bad", "launcher", error.problem, error.remedy)
 
 
+def _check_hostname() -> Iterator[Finding]:
+    """Examine whether other machines reach this one by its name, as gloo does."""
+    problem = loopback_problem(os.environ)
+    if problem is not None and spans_machines(os.environ):
+        yield Finding("bad", "host name", *problem.split(". ", 1))
+    elif problem is not None:
+        text = f"{socket.gethostname()} resolves to this machine alone: on several, GLOO_SOCKET_IFNAME must be set"
+        yield Finding("ok", "host name", text)
+
+
 def check_versions(requirements: Sequence[str] | None = None) -> Iterator[Finding]:
     """Compare Python and every required package with the ranges that this package declares (`torch>=2.9`, ...)."""
     from packaging.requirements import Requirement
@@ -233,6 +249,10 @@ def _check_gpus() -> Iterator[Finding]:
         text = f"{gpu.name}, {format_bytes(total)}, {format_bytes(free)} free; computes {', '.join(precisions)}"
         remedy = "another process holds most of its memory: nvidia-smi shows which"
         yield _finding(free < total / 2, f"gpu {index}", text, remedy)
+        if torch.version.hip is None and (
+            found := unsupported_gpu(gpu.name, (gpu.major, gpu.minor), torch.cuda.get_arch_list())
+        ):
+            yield Finding("bad", f"gpu {index}", *found)
     if nccl == "none" and torch.cuda.device_count() > 1:
         text = "this torch has no NCCL, so several GPUs cannot work together"
         yield Finding("bad", "nccl", text, "install torch for CUDA")

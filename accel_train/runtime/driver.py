@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 WHEELS = {580: "cu130", 525: "cu126"}
 """torch wheels by the oldest driver that runs them, newest first (NVIDIA, CUDA Compatibility, table 1)."""
+OLDEST_CAPABILITY = 50
+"""Compute capability, times 10, of the oldest GPUs that the oldest of these wheels have kernels for (Maxwell)."""
 ROOT = Path("/")
 """Root of the file system in which the kernel shows the driver and its devices."""
 SMI_SECONDS = 20.0
@@ -76,6 +78,26 @@ def remedy_for(driver: str, build: TorchBuild | None) -> str:
     if build is not None and build.cuda is not None and int(build.cuda.split(".")[0]) <= int(wheels[2:4]):
         return "the two fit, so check CUDA_VISIBLE_DEVICES, and the state of the GPUs with nvidia-smi"
     return f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{wheels}"
+
+
+def unsupported_gpu(name: str, capability: tuple[int, int], architectures: Sequence[str]) -> tuple[str, str] | None:
+    """Return why the installed torch has no kernels for a GPU, with the remedy; None if it has some.
+
+    Args:
+        architectures: result of `torch.cuda.get_arch_list()`. `sm_90` also runs on later minor versions, and the
+            portable `compute_90` on all later GPUs.
+    """
+    known = [(kind, int(number)) for each in architectures for kind, number in re.findall(r"(sm|compute)_(\d+)", each)]
+    own = 10 * capability[0] + capability[1]
+    if not known or any(number <= own and (kind == "compute" or number // 10 == own // 10) for kind, number in known):
+        return None
+    problem = f"{name} has compute capability {own / 10:.1f}, but {installed_torch() or 'torch'} has kernels for "
+    problem += ", ".join(f"{number / 10:.1f}" for number in sorted({number for _, number in known}))
+    if own < OLDEST_CAPABILITY:
+        return f"{problem} only", "use a newer GPU, because current torch wheels lack kernels for this one"
+    least = min(WHEELS) if own < min(number for _, number in known) else max(WHEELS)
+    command = f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{WHEELS[least]}"
+    return f"{problem} only", f"{command} (driver {least} or newer)"
 
 
 def unused_driver(environment: Mapping[str, str]) -> str | None:

@@ -4,14 +4,16 @@ import ctypes
 import json
 import os
 import signal
+import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
+ALLOCATOR_VARIABLES, EXPANDABLE = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True"
 MAY_RESTART = "accel_train_may_restart"
 _is_for_one_run = False
 LAUNCH_REMEDY = (
@@ -102,6 +104,60 @@ def launch_mistake(environment: Mapping[str, str]) -> str | None:
         if not environment.get(name):
             return f"WORLD_SIZE={world_size}, but {name} is not set, so that the processes cannot meet; {LAUNCH_REMEDY}"
     return None
+
+
+def expand_segments(environment: MutableMapping[str, str]) -> None:
+    """Let torch's CUDA allocator grow its segments, unless the user has set it. Call before CUDA is used.
+
+    Fixed segments fragment where sizes vary: lengths, FSDP2's gathered weights, a search for the micro-batch. torch 2.9
+    to 2.13 read both variables.
+    """
+    if environment.keys().isdisjoint(ALLOCATOR_VARIABLES):
+        environment[ALLOCATOR_VARIABLES[0]] = EXPANDABLE
+
+
+def loopback_problem(environment: Mapping[str, str]) -> str | None:
+    """Return why gloo on this machine cannot be reached by other machines, with the fix; None if it can.
+
+    gloo listens on the address of the machine's name, unless GLOO_SOCKET_IFNAME names an interface. NCCL finds the
+    interface by itself.
+    """
+    import psutil
+
+    name = socket.gethostname()
+    address = _address_of(name) or "no address"
+    is_reached = address != "no address" and not _is_loopback(address)
+    if environment.get("GLOO_SOCKET_IFNAME") or is_reached:
+        return None
+    interfaces = [
+        f"{interface} ({each.address})"
+        for interface, addresses in psutil.net_if_addrs().items()
+        for each in addresses
+        if each.family == socket.AF_INET and not _is_loopback(each.address)
+    ]
+    return (
+        f"GLOO_SOCKET_IFNAME is not set, and the name of this machine, {name}, resolves to {address}, "
+        "which other machines cannot reach. Set GLOO_SOCKET_IFNAME on each machine to the interface that the others "
+        f"reach; {name} has {', '.join(interfaces) or 'none with an IPv4 address'}"
+    )
+
+
+def spans_machines(environment: Mapping[str, str]) -> bool:
+    """Return whether the launcher's variables describe processes on other machines than this one."""
+    on_machine, master = environment.get("LOCAL_WORLD_SIZE", ""), environment.get("MASTER_ADDR", "")
+    several = on_machine.isdigit() and environment.get("WORLD_SIZE", on_machine) != on_machine
+    return several and not _is_loopback(_address_of(master) or master)
+
+
+def _address_of(name: str) -> str | None:
+    try:
+        return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        return None
+
+
+def _is_loopback(address: str) -> bool:
+    return address == "::1" or address.startswith("127.")
 
 
 def store_of_this_start(timeout: timedelta) -> dict[str, Any]:

@@ -82,14 +82,15 @@ class PeakMemory:
             self._phases.pop()
 
     def _note_peak(self) -> None:
-        is_cuda = self.device.type == "cuda"
+        # MPS does not count its peak.
+        of_gpu = torch.get_device_module(self.device) if self.device.type in ("cuda", "xpu") else None
         if name := self.current_phase:
             resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-            peak = torch.cuda.max_memory_allocated(self.device) if is_cuda else resident
+            peak = of_gpu.max_memory_allocated(self.device) if of_gpu else resident
             self.peaks[name] = max(self.peaks.get(name, 0), peak)
-        if not is_cuda:
+        if of_gpu is None:
             return
-        idle = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        if idle > EMPTY_CACHE_ABOVE * torch.cuda.get_device_properties(self.device).total_memory:
-            torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(self.device)
+        idle = of_gpu.memory_reserved(self.device) - of_gpu.memory_allocated(self.device)
+        if idle > EMPTY_CACHE_ABOVE * of_gpu.get_device_properties(self.device).total_memory:
+            of_gpu.empty_cache()
+        of_gpu.reset_peak_memory_stats(self.device)

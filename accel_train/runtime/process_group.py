@@ -2,42 +2,59 @@
 
 import atexit
 import os
+import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from accelerate.utils import DistributedType, broadcast_object_list
+from accelerate.utils import DistributedType, broadcast_object_list, gather
 
-from accel_train.runtime.driver import unused_driver, uses_cpu
+from accel_train.runtime.driver import unsupported_gpu, unused_driver, uses_cpu
 from accel_train.runtime.launch_environment import launched_with
-from accel_train.runtime.launcher import stop_with_launcher, store_of_this_start
-from accel_train.runtime.private import is_set_to_cpu
+from accel_train.runtime.launcher import (
+    expand_segments,
+    loopback_problem,
+    spans_machines,
+    stop_with_launcher,
+    store_of_this_start,
+)
+from accel_train.runtime.private import is_set_to_cpu, process_groups
 from accel_train.runtime.signals import stopped_while_joining
 
 T = TypeVar("T")
 COLLECTIVE_TIMEOUT_SECONDS = 1800
 """Timeout of a collective in seconds while a run starts or ends. One process may tokenize or write for all of them."""
+SAVING = "saving"
+"""Description of the process group of the threads that save. Their disk may be slower than a step."""
 THREADS_OF_GLOO_SECONDS = 0.2
 """Seconds to wait for gloo's threads. This is much longer than a thread waits for its turn, even on a busy machine."""
 
 
-def start_processes(*, offloads: bool = False) -> PartialState:
+def start_processes(*, offloads: bool = False, uses_gloo: bool = False) -> PartialState:
     """Join the other processes of the launcher, if any. The world size is known only after this call.
 
-    A run that `offloads` its weights to the host runs collectives on the host and on the GPUs.
+    A run that `offloads` its weights to the host runs collectives on the host and on the GPUs. Such a run, one on CPUs,
+    and one that saves in shards (`uses_gloo`) connects the machines by gloo.
 
     Raises:
-        ValueError: torch cannot use the NVIDIA driver of this machine, and would silently compute on the CPU.
+        ValueError: torch cannot use the NVIDIA driver of this machine, and would silently compute on the CPU. Also
+            raised if gloo cannot connect the machines, torch lacks kernels for the GPU, or two processes share it.
     """
     if not (has_accelerator() or is_set_to_cpu()) and (problem := unused_driver(os.environ)) is not None:
+        raise ValueError(problem)
+    problem = loopback_problem(os.environ) if spans_machines(os.environ) else None
+    if problem is not None and (offloads or uses_gloo or not has_accelerator()):
         raise ValueError(problem)
     stop_with_launcher()
     # Read the variables before any code here changes one.
     launched_with()
+    if has_accelerator() and torch.version.cuda is not None and not torch.cuda.is_initialized():
+        expand_segments(os.environ)
     # Accelerate reads the offload from these variables. `start_accelerator` removes them.
     if offloads:
         os.environ.update(ACCELERATE_USE_FSDP="true", FSDP_OFFLOAD_PARAMS="true")
@@ -48,6 +65,8 @@ def start_processes(*, offloads: bool = False) -> PartialState:
     with stopped_while_joining():
         timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS)
         processes = PartialState(cpu=not has_accelerator(), timeout=timeout, **store_of_this_start(timeout))
+    if processes.device.type == "cuda":
+        _check_gpu(processes)
     # An earlier run in this process (a notebook) has left this type.
     if processes.distributed_type == DistributedType.FSDP:
         kind = DistributedType.MULTI_CPU if processes.device.type == "cpu" else DistributedType.MULTI_GPU
@@ -58,6 +77,31 @@ def start_processes(*, offloads: bool = False) -> PartialState:
         atexit.unregister(_let_threads_of_gloo_finish)
         atexit.register(_let_threads_of_gloo_finish)
     return processes
+
+
+def _check_gpu(processes: PartialState) -> None:
+    """Check that torch has kernels for this process's GPU and that no other process uses it. NCCL has not started yet.
+
+    Raises:
+        ValueError: names the GPU and the fix.
+    """
+    gpu = torch.cuda.get_device_properties(processes.device)
+    if torch.version.hip is None and (
+        found := unsupported_gpu(gpu.name, (gpu.major, gpu.minor), torch.cuda.get_arch_list())
+    ):
+        raise ValueError("; ".join(found))
+    if processes.num_processes == 1:
+        return
+    group: Any = dist.group.WORLD
+    rank, key = str(processes.process_index), f"accel_train/gpu/{gpu.uuid}"
+    owner = group.get_group_store().compare_set(key, "", rank).decode()
+    if owner != rank:
+        visible = torch.cuda.device_count()
+        raise ValueError(
+            f"ranks {owner} and {rank} share one GPU ({gpu.name}, {processes.device}, of {visible} visible on "
+            f"{socket.gethostname()}), and NCCL needs one per process. Start at most {visible} processes on this "
+            "machine (torchrun --nproc_per_node), or give each process another GPU in CUDA_VISIBLE_DEVICES"
+        )
 
 
 def on_main(function: Callable[[], T]) -> T:
@@ -77,6 +121,24 @@ def on_main(function: Callable[[], T]) -> T:
     return result
 
 
+def wait_for_all() -> None:
+    """* Wait until all processes call this function.
+
+    A barrier by Accelerate names the GPU with the number of LOCAL_RANK. A process that sees one GPU does not have it.
+    """
+    processes = PartialState()
+    if processes.num_processes > 1:
+        arrived = torch.ones((), device=processes.device)
+        dist.all_reduce(arrived)
+        arrived.item()
+
+
+def gather_number(number: int, device: torch.device) -> list[int]:
+    """Return the number of each process, by rank. All must call it. The host waits for one small collective."""
+    numbers: list[int] = gather(torch.tensor([number], device=device)).tolist()
+    return numbers
+
+
 def _let_threads_of_gloo_finish() -> None:
     """Wait before the interpreter ends, after the last line of the program that called `train`.
 
@@ -87,9 +149,15 @@ def _let_threads_of_gloo_finish() -> None:
 
 
 def limit_collectives(seconds: float) -> None:
-    """Set the timeout of collectives on all processes. Exceeding it raises (gloo) or ends the process (NCCL)."""
-    group: Any = dist.group.WORLD
-    group.set_timeout(timedelta(seconds=seconds))
+    """Set the timeout of collectives in all process groups, also in a mesh's. The saving group waits at least 30 min.
+
+    Exceeding it raises (gloo) or ends the process (NCCL).
+    """
+    for group in process_groups():
+        longest = max(seconds, COLLECTIVE_TIMEOUT_SECONDS) if group.group_desc == SAVING else seconds
+        # Some backends (fake, XCCL) have no timeout to set.
+        with suppress(RuntimeError):
+            group.set_timeout(timedelta(seconds=longest))
 
 
 def has_accelerator() -> bool:

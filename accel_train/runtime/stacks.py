@@ -16,7 +16,7 @@ from accel_train.core.errors import CheckpointError, OutOfMemory, Preempted, Res
 T = TypeVar("T")
 
 LIBRARY = os.path.dirname(os.__file__)
-WAITING_FUNCTIONS = ("_engine_run_backward", "_receive", "read_last", "settle", "synchronize", "wait_for_everyone")
+WAITING_FUNCTIONS = ("_engine_run_backward", "_receive", "read_last", "settle", "synchronize", "wait_for_all")
 """Functions in which a process waits for others, in addition to torch.distributed. The backward reduces gradients."""
 
 

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,9 +32,13 @@ from accel_train.model.isolation import Buffers
 from accel_train.model.kernels.float8 import convert_to_float8
 from accel_train.model.kernels.frozen import keep_frozen
 from accel_train.model.memory_estimate import build_without_weights
+from accel_train.model.pretrained import StandIns, check_plain_weights
+from accel_train.model.tensors import FileTensor, without_values
 from accel_train.model.training_module import TrainingModule
 from accel_train.optim.optimizers import build_optimizer, describe_optimizer, name_parameters
 from accel_train.optim.schedule import make_schedule, scale_learning_rate
+from accel_train.parallel.building import Builders, Unread, empty_until_restored, read_layer
+from accel_train.parallel.compatibility import check_compatibility
 from accel_train.parallel.sequence_parallel import attend_over_slices
 from accel_train.parallel.strategy import Strategy
 from accel_train.runtime.consistency import check_choices
@@ -41,9 +46,12 @@ from accel_train.runtime.memory import PeakMemory
 from accel_train.runtime.process_group import on_main
 from accel_train.runtime.signals import StopRequest
 from accel_train.runtime.watchdog import Watchdog
+from accel_train.task import Task
 from accel_train.training.output import device_peak
 
 Choices = dict[str, Choice[Any]]
+LOADED = "pretrained weights"
+"""Choice of how the weights of `model.pretrained` are loaded."""
 
 
 def build_run(plan: RunPlan, strategy: Strategy, stop: StopRequest, watchdog: Watchdog) -> RunContext:
@@ -116,31 +124,90 @@ def build_model(plan: RunPlan, strategy: Strategy) -> tuple[TrainingModule, RunP
     frozen: set[str] = set()
     base: dict[str, str] = {}
 
-    def build() -> nn.Module:
-        model, changes, names = change_model(recipe, task, task.build_model(recipe, data))
+    def build(*, has_values: bool = True) -> nn.Module:
+        torch.manual_seed(recipe.seed)  # equal initial weights on every process, however often it builds
+        make = task.build_model if plan.extensions.materialize else partial(build_without_weights, task=task)
+        model, changes, names = change_model(recipe, task, make(recipe, data=data))
         choices.update(changes)
         frozen.update(names)
-        if recipe.model.pretrained is not None and (resumes or strategy.accelerator.is_main_process):
-            base.update(digests_of_base(model, names))
-        choices.update(keep_frozen(model, names, kept, precision))
+        if has_values and takes_digests:
+            base.update(digests_of_base(model, frozen))
+        choices.update(keep_frozen(model, frozen, kept, precision, accelerator.device))
         return model
 
     def build_empty() -> nn.Module:
-        with torch.device("meta"):
+        with without_values():
             model, _, names = change_model(recipe, task, build_without_weights(recipe, task, data))
         frozen.update(names)
-        keep_frozen(model, names, kept, precision)
+        choices.update(keep_frozen(model, names, kept, precision))
         return model
 
-    kept, precision = plan.choices.get("model.frozen_dtype"), strategy.accelerator.mixed_precision
-    resumes = plan.resume_point.path is not None
-    torch.manual_seed(recipe.seed)  # equal initial weights on every process
-    model = strategy.build(build, build_empty)
+    def build_restored() -> nn.Module | None:
+        if resumed is None or not makes_new_models(task):
+            return None
+        # A checkpoint that leaves out the base does not fill it. bitsandbytes quantizes values only.
+        if left_out(resumed) or is_nf4:
+            return None
+        with StandIns.active():
+            return empty_until_restored(partial(build, has_values=False), resumed)
+
+    def build_unread() -> Unread | None:
+        if recipe.model.pretrained is None or not plan.extensions.materialize or (resumed and not left_out(resumed)):
+            return None
+        generator, found, sources, problem = torch.get_rng_state(), None, dict[str, FileTensor](), ""
+        if not makes_new_models(task):
+            problem = "the task builds its own model"
+        else:
+            try:
+                empty: Any = build_without_weights(recipe, task, data)
+                check_plain_weights(empty)
+                with StandIns.active() as stand_ins:
+                    found = change_model(recipe, task, task.build_model(recipe, data))
+                    sources = stand_ins.take_out(found.model, empty.all_tied_weights_keys)
+            # A full build reports the errors of the recipe.
+            except Exception as error:
+                problem = str(error).partition("\n")[0] or type(error).__name__
+        versions = sorted({each.version for each in sources.values()})
+        own = problem, versions, {name: each.shape for name, each in sources.items()}
+        everywhere: list[Any] = gather_object([own]) if accelerator.num_processes > 1 else [own]
+        problem = next((each for each, *_ in everywhere if each), "")
+        if found is None or problem or any(weights != everywhere[0][2] for *_, weights in everywhere):
+            torch.set_rng_state(generator)
+            who = "the main process loads" if strategy.builds_empty else "each process loads"
+            problem = problem or "the processes see other files"
+            choices[LOADED] = Choice("whole", f"{who} all weights in fp32 first, because {problem}")
+            return None
+        choices.update(found.choices)
+        frozen.update(found.frozen)
+        unread = Unread(found.model, sources, all(files == everywhere[0][1] for _, files, _ in everywhere))
+        if accelerator.is_main_process or (resumed and not strategy.builds_empty):
+            base.update(digests_of_base(found.model, frozen, sources))
+        # The main process sends packed layers to the others.
+        has_values = not strategy.builds_empty or accelerator.is_main_process
+        read = partial(read_layer, unread, has_values=has_values) if is_nf4 else None
+        device, stays = accelerator.device, not strategy.builds_empty
+        count = len(sources)
+        choices.update(keep_frozen(found.model, frozen, kept, precision, device, read, stays=stays))
+        choices[LOADED] = describe(unread, count, is_sharded=strategy.builds_empty)
+        return unread
+
+    accelerator = strategy.accelerator
+    kept, precision = plan.choices.get("model.frozen_dtype"), accelerator.mixed_precision
+    is_nf4 = kept is not None and kept.value == "nf4"
+    resumed = plan.resume_point.path
+    takes_digests = recipe.model.pretrained is not None and (resumed or strategy.accelerator.is_main_process)
+    torch.manual_seed(recipe.seed)
+    model = strategy.build(Builders(build, build_empty, build_restored, build_unread))
+    if strategy.whole_because:
+        choices["initial weights"] = Choice(
+            "whole", f"each process makes all of them, because {strategy.whole_because}"
+        )
     inner = TrainingModule(model, task, frozenset(frozen if recipe.model.pretrained is not None else ()))
     if strategy.accelerator.mixed_precision == "fp8":
         choices["precision.float8"] = convert_to_float8(inner.model)
     trials = Trials(recipe, data, inner, strategy.accelerator)
     sizes, fitted, batch_cache = fit_micro_batch(trials, plan.sizes, is_empty=strategy.builds_empty)
+    check_compatibility(recipe, task, precision, sizes.gradient_accumulation_steps)
     attend_over_slices(strategy.accelerator, inner.model)
     section = recipe.optimizer
     choices |= {
@@ -149,6 +216,24 @@ def build_model(plan: RunPlan, strategy: Strategy) -> tuple[TrainingModule, RunP
         "optimizer.learning_rate": scale_learning_rate(section.learning_rate, section.lr_scaling, sizes),
     }
     return inner, replace(plan, sizes=sizes).with_choices(choices), batch_cache, base
+
+
+def describe(unread: Unread, count: int, *, is_sharded: bool) -> Choice[str]:
+    """Return how the processes read the `count` weights of a model. `unread` lacks those that are quantized."""
+    if not is_sharded:
+        return Choice("one at a time", f"{count} weights are read from their files onto the device")
+    if not unread.is_shared:
+        why = "the others see other files"
+        return Choice("sent", f"the main process reads {count} weights and sends them one at a time; {why}")
+    left = len(unread.sources)
+    packed = f"; the main process reads the {count - left} to quantize" if left < count else ""
+    return Choice("in parts", f"each process reads only its part of {left} weights{packed}")
+
+
+def makes_new_models(task: Task) -> bool:
+    """Return whether this package makes the task's model. A program may hold the model that it returns."""
+    module = type(task).build_model.__module__
+    return module.startswith("accel_train.tasks.") and module != "accel_train.tasks.module"
 
 
 def check_base(

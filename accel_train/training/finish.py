@@ -5,11 +5,12 @@ import copy
 import io
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
@@ -28,15 +29,20 @@ from accel_train.engine.save import refuse_nonfinite_model
 from accel_train.inference.evaluate import format_augmentation
 from accel_train.metrics.baselines import format_scores, likely_causes, unbeaten_baseline
 from accel_train.model.kernels.frozen import in_fp32
+from accel_train.model.kernels.nf4 import packed_layers
 from accel_train.model.pretrained import quiet_bars
+from accel_train.model.tensors import without_values
+from accel_train.model.weights import in_bf16, narrow_names
 from accel_train.observe.progress import without_averages
 from accel_train.observe.run_folder import EXAMPLES_FILE, SUMMARY_FILE
+from accel_train.parallel.building import filled
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.tasks import targets_of
 from accel_train.report.report import write_report
 from accel_train.runtime.doctor import environment, launch_facts
-from accel_train.runtime.process_group import COLLECTIVE_TIMEOUT_SECONDS, limit_collectives
+from accel_train.runtime.process_group import COLLECTIVE_TIMEOUT_SECONDS, limit_collectives, wait_for_all
 from accel_train.task import rate_name
+from accel_train.training.build import makes_new_models
 from accel_train.training.model_selection import evaluate_at_end, load_best, short_name
 
 MAX_TRIED = 256
@@ -94,7 +100,7 @@ def finish_run(run: RunContext) -> tuple[dict[str, Any], nn.Module]:
             report = write_report([output_dir])
         with warned(run, "the results are not printed"):
             _note_end(run, summary, report)
-    accelerator.wait_for_everyone()
+    wait_for_all()
     return summary, model
 
 
@@ -144,7 +150,7 @@ def report_finished(run: RunContext, summary: Mapping[str, Any]) -> nn.Module:
             with warned(run, "report.html is not written"):
                 write_report([run.plan.output_dir])
         print(f"{run.plan.output_dir}: finished at step {step}{score}; {result}", flush=True)
-    run.accelerator.wait_for_everyone()  # one that ends early would count as lost
+    wait_for_all()  # one that ends early would count as lost
     return model
 
 
@@ -174,16 +180,29 @@ def warned(run: RunContext, what: str) -> Iterator[None]:
 def full_model(run: RunContext) -> nn.Module:
     """Return the trained model with all its weights on the main process; all processes call it.
 
-    Sharded weights are gathered in the host memory of the main process, a tensor at a time.
+    Sharded weights are gathered in the host memory of the main process, a tensor at a time, and held once. They are
+    fp32. With `checkpoint.model_dtype` bf16 they are bf16, but weights to merge adapters into keep their types.
     """
     plan, strategy = run.plan, run.strategy
+    own = strategy.inner.model
     if strategy.is_replicated:
-        return in_fp32(strategy.inner.model) if is_narrowed(run) else strategy.inner.model
-    tensors = strategy.full_weights()
+        return in_fp32(own) if is_narrowed(run) else own
+    is_narrow = plan.recipe.checkpoint.model_dtype == "bf16"
+    narrow = narrow_names(own) | {f"{name}.weight" for name in packed_layers(own)}
+    tensors = strategy.full_weights(narrow=narrow if is_narrow and plan.recipe.model.lora is None else ())
     if not run.accelerator.is_main_process:
-        return strategy.inner.model
-    model, *_ = change_model(plan.recipe, plan.task, plan.task.build_model(plan.recipe, plan.data))
-    load_model_tensors(model, tensors)
+        return own
+    model = None
+    if strategy.builds_empty and makes_new_models(plan.task):
+        # Some tasks compute with weights while they build.
+        with suppress(Exception), without_values():
+            model = change_model(plan.recipe, plan.task, plan.task.build_model(plan.recipe, plan.data)).model
+    if model is not None:
+        buffers = dict(own.named_buffers(remove_duplicate=False))
+        model = filled(model, tensors, buffers, keeps_types=is_narrow)
+    if model is None:
+        model = change_model(plan.recipe, plan.task, plan.task.build_model(plan.recipe, plan.data)).model
+        load_model_tensors(model, tensors)
     return model.eval()
 
 
@@ -198,10 +217,13 @@ def is_narrowed(run: RunContext) -> bool:
 def sample_of(run: RunContext, model: nn.Module) -> dict[str, Any] | None:
     """Return the task's sample, made on the device where the model is there."""
     plan, strategy = run.plan, run.strategy
-    if not (strategy.is_replicated and is_narrowed(run)):
+    if strategy.is_replicated and is_narrowed(run):
+        with run.accelerator.autocast():
+            return plan.task.sample(plan.recipe, strategy.inner.model, plan.data)
+    # Adapters may be fp32 where the weights are bf16.
+    is_mixed = not strategy.is_replicated and plan.recipe.checkpoint.model_dtype == "bf16"
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
         return plan.task.sample(plan.recipe, model, plan.data)
-    with run.accelerator.autocast():
-        return plan.task.sample(plan.recipe, strategy.inner.model, plan.data)
 
 
 def save_model(run: RunContext, model: nn.Module) -> None:
@@ -215,6 +237,8 @@ def save_model(run: RunContext, model: nn.Module) -> None:
         with replacing(plan.output_dir / "adapter") as staging:
             save_adapters(model, plan.recipe.model, staging)
         model = without_adapters(model, merge=section.merge)
+    if plan.recipe.checkpoint.model_dtype == "bf16":
+        model = in_bf16(model)
     with replacing(plan.output_dir / "model") as staging, quiet_bars():
         plan.task.save(model, plan.data, staging)
 

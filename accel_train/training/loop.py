@@ -1,5 +1,7 @@
 """The training loop: the order of events in a step and between steps. Read this file first."""
 
+import torch
+
 from accel_train.core.errors import Preempted
 from accel_train.core.state import StepResult
 from accel_train.engine.loader import training_batches
@@ -47,7 +49,7 @@ def steps_in_order(run: RunContext, profiler: StepProfiler) -> None:
     """
     state, seed, dims, device = run.state, run.plan.recipe.seed, run.strategy.dims, run.accelerator.device
     agreement = Agreement(run.accelerator, getattr(run.plan.task, "router_loss", None))
-    care, stragglers = MemoryCare(run), StragglerWatch(run)
+    care, stragglers, has_graphs = MemoryCare(run), StragglerWatch(run), run.plan.recipe.precision.has_cuda_graphs
     last: StepOutcome | None = None  # outcome of the previous step, on its way to the host
     last_batches: list[MicroBatch] = []
     for step, micro_batches in stragglers.reading(profiler.reading(training_batches(run, state.step))):
@@ -57,8 +59,11 @@ def steps_in_order(run: RunContext, profiler: StepProfiler) -> None:
         run.statistics.keep()
         agreement.begin(run.signals(micro_batches), last)  # the step's one collective, runs during the first forward
         loss_sum, shortage, reduces = None, "", care.reduces_at_once(step)
+        if has_graphs:
+            torch.compiler.cudagraph_mark_step_begin()
         try:
             loss_sum = forward_backward(run.strategy, micro_batches, agreement, reduce=reduces)
+            loss_sum = loss_sum.clone() if has_graphs else loss_sum  # the next replay overwrites it
         except (RuntimeError, MemoryError) as error:
             shortage = shortage_in(run, error)  # only the text, because the error would keep activations alive
         loss_sum, failure = care.after_backward(micro_batches, agreement, loss_sum, shortage)

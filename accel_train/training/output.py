@@ -271,13 +271,12 @@ def announce(run: RunContext, folder: RunFolder) -> None:
     else:
         message = f"resuming from {point.path.name}, at step {step} of {plan.max_steps}"
         if has_finished:
-            message = f"the run finished before, with step {step}: its model is loaded and not trained"
+            message = f"the run already finished, at step {step}; its model is loaded, not trained"
         observer.on_event("resume", step, message, **facts)
     if has_finished and setting_changes:
         kept = "; ".join(map(str, setting_changes))
         observer.note(
-            f"the run has finished and does not train again, so it ignores the changes ({kept}). Give another "
-            "output_dir to train a new run"
+            f"the run has finished, so it ignores the changes ({kept}). Give another output_dir to train a new run"
         )
     for change in () if has_finished else setting_changes:
         forgotten = "; the best evaluation before the change no longer counts" if change.name in OF_BEST else ""

@@ -71,7 +71,7 @@ def _prepare(recipe: Recipe, task: Task | None, extensions: Extensions, stop: St
     refuse_inputs_in_output(recipe)
     strategy, sizes, choices = open_processes(recipe, task)
     with ExitStack() as resources, exits_are_errors():
-        watchdog = open_watchdog(recipe, strategy.accelerator, extensions, stop, resources)
+        watchdog = extensions.watchdog or open_watchdog(recipe, strategy.accelerator, extensions, stop, resources)
         output = resources.enter_context(open_output(recipe, strategy.accelerator, clock))
         with clock.inside("data_preparation"):
             plan = plan_run(recipe, task, strategy, sizes, choices, extensions)
@@ -134,14 +134,14 @@ def open_processes(recipe: Recipe, task: Task) -> tuple[Strategy, BatchSizes, Ch
         ValueError: the recipe does not fit the number of processes, or the device.
     """
     section = recipe.parallel
-    processes = start_processes(offloads=section.cpu_offload)
+    processes = start_processes(offloads=section.cpu_offload, uses_gloo=section.strategy == "fsdp2")
     num_processes, device = processes.num_processes, processes.device
     check_launcher(num_processes)
     strategy = open_strategy(section, num_processes, device)
     sequences = choose_sequences(section, num_processes)
     sizes = resolve_batch(recipe.batch, num_processes, section.num_sharing, section.shared_by)
     precision = agree_on_mixed_precision(recipe.precision, device, num_processes)
-    check_compatibility(recipe, task, precision.value)
+    check_compatibility(recipe, task, precision.value, sizes.gradient_accumulation_steps)
     try_custom(recipe.optimizer, device, is_sharded=section.strategy == "fsdp2" and num_processes > 1)
     choices: Choices = {
         "precision.mixed_precision": strategy.precision(precision),

@@ -7,6 +7,7 @@ The limit is real: on the address space of each process (RLIMIT_AS), where an al
 import json
 import random
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,25 @@ def test_trial_holds_what_a_step_holds_beside_activations(recipe: Recipe) -> Non
     assert held(1000) - whole == 1000
     trials.inner.requires_grad_(False)
     assert whole - held() == 4 * weights  # gradients, two moments of AdamW, and the averaged weights
+
+
+@pytest.mark.parametrize(("strategy", "processes", "copies"), [("ddp", 2, 1), ("ddp", 1, 0), ("deepspeed", 2, 0)])
+def test_a_trial_of_a_step_that_accumulates_holds_ddp_s_buckets_beside_the_gradients(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, strategy: str, processes: int, copies: int
+) -> None:
+    section = recipe.parallel.model_copy(update={"strategy": strategy})
+    trials = replace(trials_of(recipe, Sums()), recipe=recipe.model_copy(update={"parallel": section}))
+    monkeypatch.setattr(Accelerator, "num_processes", processes)
+    weights = sum(4 * parameter.numel() for parameter in trials.inner.parameters())
+
+    def peak(*, accumulates: bool) -> int:
+        tracker = PeakTracker(None)
+        with trials.as_in_a_step(0), watch_operators(tracker.see):
+            assert trials.fits(4, accumulates=accumulates)
+        assert tracker.now.total() == 0
+        return tracker.peak.total()
+
+    assert peak(accumulates=True) - peak(accumulates=False) == copies * weights
 
 
 def test_ddp_adds_nothing_to_what_is_to_come_for_its_buckets_are_the_gradients(tmp_path: Path) -> None:

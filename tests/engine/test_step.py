@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from accel_train.core.state import Choice
 from accel_train.engine.step import Agreement, MicroBatch, Wire, forward_backward, seed_step
 from accel_train.guard.guard import Limits
+from accel_train.model.isolation import RandomState
 from accel_train.model.training_module import TrainingModule
 from accel_train.optim import update
 from accel_train.optim.optimizers import build_optimizer
@@ -18,8 +20,54 @@ from accel_train.optim.update import FlooredGradScaler, Update, update_within
 from accel_train.parallel.ddp import Ddp
 from accel_train.recipe.optimizer import Optimizer
 from accel_train.recipe.parallel import Parallel
+from accel_train.runtime.memory import PeakMemory
 
 CPU = torch.device("cpu")
+
+
+class OtherDevice:
+    """The module of a device that this machine lacks, as torch.xpu and torch.mps have it."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator()
+        self.manual_seed, self.set_rng_state = self.generator.manual_seed, self.generator.set_state
+
+    def get_rng_state(self) -> Tensor:
+        return self.generator.get_state()
+
+
+@pytest.mark.parametrize("kind", ["xpu", "mps"])
+def test_dropout_on_any_device_is_seeded_by_the_step_and_restored(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    module, device = OtherDevice(), torch.device(kind)
+    monkeypatch.setattr(torch, "get_device_module", lambda asked: module)
+
+    def draw(step: int) -> float:
+        seed_step(1, step, 0, device)
+        return torch.rand((), generator=module.generator).item()
+
+    assert draw(3) == draw(3) != draw(4)
+    kept = RandomState(device)
+    following = torch.rand((), generator=module.generator)
+    kept.put_back()
+    assert torch.rand((), generator=module.generator) == following
+
+
+def test_peak_memory_of_another_gpu_is_read_from_its_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
+    emptied: list[bool] = []
+    module = SimpleNamespace(
+        max_memory_allocated=lambda device: 7,
+        memory_allocated=lambda device: 1,
+        memory_reserved=lambda device: 90,
+        get_device_properties=lambda device: SimpleNamespace(total_memory=100),
+        empty_cache=lambda: emptied.append(True),
+        reset_peak_memory_stats=lambda device: None,
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    memory = PeakMemory(torch.device("xpu"))
+    with memory.phase("train"):
+        pass  # the peak is read at the end of a phase
+    assert memory.peaks == {"train": 7}
+    assert emptied
 
 
 class SumOfSquares:

@@ -12,7 +12,8 @@ from schedulefree import AdamWScheduleFree
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from accel_train.checkpoint.contents import copy_to_host, optimizer_tensors, restore_optimizer
+from accel_train.checkpoint.contents import optimizer_tensors, restore_optimizer
+from accel_train.checkpoint.sharded import copy_to_host
 from accel_train.guard.guard import Limits
 from accel_train.model.memory_estimate import state_bytes
 from accel_train.model.weights import hidden_matrices
@@ -57,7 +58,8 @@ class Trained:
         """Return whether the step was skipped; `factor` is the loss's."""
         loss = self.model(input_ids=TOKENS[number], labels=TOKENS[number]).loss * factor
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-        update = update_within(self.limits, self.optimizer, list(self.model.parameters()), self.scaler)  # type: ignore[arg-type]
+        weights = list(self.model.parameters())
+        update = update_within(self.limits, self.optimizer, weights, self.scaler)  # type: ignore[arg-type]
         return bool(update.skipped)
 
     def clipped_gradient(self, number: int, weight: nn.Parameter) -> Tensor:
@@ -121,7 +123,8 @@ def test_a_flag_that_says_finite_changes_no_bit(name: str) -> None:
         flagged.model(input_ids=TOKENS[number], labels=TOKENS[number]).loss.backward()
         norm = nn.utils.clip_grad_norm_(flagged.model.parameters(), math.inf)
         flagged.optimizer.found_inf = torch.zeros(())  # type: ignore[attr-defined]
-        flagged.optimizer.grad_scale = torch.full((), max((float(norm) + 1e-6) / 1.0, 1.0))  # type: ignore[attr-defined]
+        scale = torch.full((), max((float(norm) + 1e-6) / 1.0, 1.0))
+        flagged.optimizer.grad_scale = scale  # type: ignore[attr-defined]
         flagged.optimizer.step()
         flagged.optimizer.zero_grad()
     assert differing(plain.tensors(), flagged.tensors()) == []
@@ -224,7 +227,8 @@ def test_moments_are_kept_in_8_bits_but_for_embeddings_and_small_tensors() -> No
     optimizer = build_optimizer(embedding, Optimizer(name="adamw_8bit"), CPU)
     embedding(torch.arange(9)).sum().backward()
     update_within(Limits(1.0), optimizer, list(embedding.parameters()), None)
-    assert [optimizer.state[layer.weight]["state1"].dtype for layer in embedding] == [torch.float32, torch.uint8]  # type: ignore[index]
+    moments = [optimizer.state[layer.weight]["state1"] for layer in embedding]  # type: ignore[index]
+    assert [each.dtype for each in moments] == [torch.float32, torch.uint8]
 
 
 def test_8_bits_train_as_fp32_does_but_for_the_rounding_of_moments() -> None:

@@ -12,7 +12,7 @@ from accel_train.core.errors import SettingError
 from accel_train.parallel.fsdp2 import Fsdp2
 from accel_train.recipe.loader import Recipe
 from accel_train.recipe.parallel import Parallel
-from tests.parallel.conftest import IMAGES, SHORT_STEPS, assert_skipped_to_the_bit, nan_at, train_in
+from tests.parallel.conftest import IMAGES, SHORT_STEPS, assert_same_norms, assert_skipped_to_the_bit, nan_at, train_in
 from tests.support.comparisons import Train, assert_same_run
 from tests.support.processes import run_forked
 from tests.support.runs import TINY_MODEL, events, losses, write_corpus, write_recipe_file
@@ -41,7 +41,7 @@ TEXT = {
 def test_losses_are_those_of_one_process_with_clipping_accumulation_and_averaged_weights(
     train: Train, undisturbed: Path, processes: int, parallel: dict[str, Any]
 ) -> None:
-    assert_same_run(train("run", processes, parallel={**FSDP2, **parallel}, **TEXT), undisturbed)
+    assert_same_norms(train("run", processes, parallel={**FSDP2, **parallel}, **TEXT), undisturbed)
 
 
 @pytest.mark.slow
@@ -57,6 +57,17 @@ def test_losses_are_those_of_one_process_with_clipping_accumulation_and_averaged
 def test_losses_are_those_of_ddp_however_the_model_is_changed(train: Train, sections: dict[str, Any]) -> None:
     text = {name: section for name, section in TEXT.items() if name != "optimizer"}
     assert_same_run(train("sharded", 2, parallel=FSDP2, **text, **sections), train("ddp", 2, **text, **sections))
+
+
+@pytest.mark.slow
+def test_copies_are_summed_once_a_step_also_after_a_skipped_one_and_after_unused_groups(
+    train: Train, undisturbed: Path
+) -> None:
+    copies = {**FSDP2, "dp_shard_size": 2}
+    one_each = {**TEXT, "batch": {"global_batch_size": 12, "per_device_batch_size": 1}}
+    assert_same_run(train("run", 4, parallel=copies, **one_each), undisturbed)
+    run = train("skipped", 4, copies, batch={"global_batch_size": 8, "per_device_batch_size": 1}, **nan_at(7))
+    assert_skipped_to_the_bit(run, 4)
 
 
 @pytest.mark.slow

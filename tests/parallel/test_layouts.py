@@ -1,7 +1,9 @@
 """Layouts of processes: what is refused before a model is built, and what a plan says."""
 
+import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,8 +12,11 @@ from transformers import GPTNeoXConfig
 
 from accel_train.cli.main import main
 from accel_train.core.errors import SettingError
+from accel_train.core.state import Choice
 from accel_train.data.batch_sizes import resolve_batch
+from accel_train.model.training_module import TrainingModule
 from accel_train.parallel.compatibility import check_compatibility
+from accel_train.parallel.ddp import Ddp
 from accel_train.parallel.dims import across_machines, choose_sequences
 from accel_train.parallel.fsdp2 import Fsdp2
 from accel_train.plan.format import format_plan
@@ -106,6 +111,22 @@ def test_what_cannot_be_split_is_refused_with_the_reason_and_a_remedy(
     assert (error.at, error.settings) == (f"{setting}=2", (setting, *([other] if other else [])))
     assert fault in error.problem
     assert remedy in error.remedy
+
+
+@pytest.mark.parametrize(("index", "expected"), [(0, "true"), (3, "false")])
+def test_ddp_does_not_name_a_gpu_that_its_process_does_not_see(
+    monkeypatch: pytest.MonkeyPatch, index: int, expected: str
+) -> None:
+    monkeypatch.setenv("ACCELERATE_BYPASS_DEVICE_MAP", "false")
+    fake: Any = SimpleNamespace(
+        device=torch.device("cuda", index), local_process_index=3, ddp_handler=SimpleNamespace()
+    )
+    fake.prepare = lambda *_: (None, SimpleNamespace(optimizer=None))
+    fake.num_processes = 1
+    ddp, inner = Ddp(Parallel(), Choice(1, "")), TrainingModule(torch.nn.Linear(1, 1), load_task("causal-lm"))
+    ddp.accelerator = fake
+    ddp.wrap(inner, lambda model: torch.optim.SGD(model.parameters(), 0.1), find_unused=False)
+    assert os.environ["ACCELERATE_BYPASS_DEVICE_MAP"] == expected
 
 
 class LooksAhead(CausalLM):

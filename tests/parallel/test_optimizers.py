@@ -13,14 +13,14 @@ from accel_train.recipe.loader import Recipe
 from tests.parallel.conftest import assert_skipped_to_the_bit, nan_at
 from tests.support.comparisons import Train, assert_same_bits, assert_same_run, tensors
 from tests.support.processes import run_forked
-from tests.support.programs import sharded_muon
+from tests.support.programs import sharded_muon, sharded_update
 from tests.support.runs import LLAMA, events, losses, write_corpus, write_recipe_file
 
 FSDP2 = {"strategy": "fsdp2"}
-BY_HOST = ("adafactor", "adamw_8bit", "schedule_free_adamw", "tests.support.optimizers:Momentum")
+BY_HOST = ("adamw_8bit", "schedule_free_adamw", "tests.support.optimizers:Momentum")
 NOT_SHARDED = ("adafactor", "adamw_8bit")
 """Refused where weights are: state of another shape than its weight."""
-NAMES = ("muon", "lion", *BY_HOST)
+NAMES = ("muon", "lion", "adafactor", *BY_HOST)
 TEXT: dict[str, Any] = {
     "batch": {"global_batch_size": 8, "per_device_batch_size": 2},
     "schedule": {"max_steps": 8},
@@ -151,3 +151,15 @@ def test_each_sharded_matrix_is_made_orthogonal_by_one_process_alone_as_a_whole_
     assert sorted(shape for each in made for shape in each) == sorted(map(list, sharded_muon.SHAPES * copies))
     fewest, most = (pick(map(len, made)) for pick in (min, max))
     assert most - fewest <= 1
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_an_update_of_sharded_weights_has_torchs_bits_without_an_operator_on_dtensors(
+    tmp_path: Path, processes: int
+) -> None:
+    forked = run_forked([], processes, folder=tmp_path, program=Path(sharded_update.__file__))
+    assert forked.wait() == [0] * processes, forked.stderr(0)
+    for rank in range(processes):
+        layouts = json.loads((tmp_path / f"rank-{rank}.out").read_text())
+        # torch's own step creates the state.
+        assert all(first > 0 and not any(later) for first, *later in layouts), layouts

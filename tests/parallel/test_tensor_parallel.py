@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from accel_train.core.errors import SettingError
+from accel_train.parallel.tensor_parallel import SUMMED, styles_of
 from tests.parallel.conftest import assert_same_norms, assert_skipped_to_the_bit, nan_at, train_in
 from tests.support.comparisons import assert_same_bits, assert_same_run, tensors
 from tests.support.runs import LLAMA as TINY_LLAMA
@@ -68,8 +71,9 @@ def test_losses_are_those_of_one_process_and_neighbours_read_the_same_samples_on
         ({"model_type": "qwen3", "head_dim": 8}, 2),  # norms of the heads, held by all, each seeing its own
         ({"model_type": "olmo2"}, 2),
         ({"model_type": "gpt_neox", "num_key_value_heads": None}, 2),
+        ({"model_type": "apertus", "hidden_act": "xielu"}, 2),  # trained activations of each process's own columns
     ],
-    ids=["tied", "qwen3", "olmo2", "gpt_neox"],
+    ids=["tied", "qwen3", "olmo2", "gpt_neox", "apertus"],
 )
 def test_every_kind_of_plan_gives_the_losses_of_one_process(
     tmp_path: Path, changed: dict[str, Any], processes: int
@@ -78,6 +82,21 @@ def test_every_kind_of_plan_gives_the_losses_of_one_process(
     sections = {"model": {"config": config}, "schedule": {"max_steps": 5}}
     runs = [sit(tmp_path / str(n), n, parallel, **sections) for n, parallel in ((processes, TP), (1, {}))]
     assert_same_run(*runs)
+
+
+def test_weights_between_split_layers_are_summed_if_activations_and_refused_if_unknown() -> None:
+    def styles(model_type: str) -> dict[str, str]:
+        config = AutoConfig.for_model(**{**LLAMA, "model_type": model_type})
+        with torch.device("meta"):
+            return styles_of(AutoModelForCausalLM.from_config(config), 2)
+
+    summed = {name.rpartition(".")[2] for name, style in styles("apertus").items() if style == SUMMED}
+    assert summed == {"q_norm", "k_norm", "weight", "act_fn"}  # `weight` of the norms
+    assert {name for name, style in styles("olmo2").items() if style == SUMMED} == set()  # its norms see whole rows
+    with pytest.raises(SettingError) as refused:
+        styles("doge")  # its plan leaves out the norms of the heads
+    assert refused.value.settings == ("parallel.tp_size",)
+    assert "self_attn.A" in str(refused.value)
 
 
 @pytest.mark.slow

@@ -74,6 +74,7 @@ def test_a_model_with_unused_parameters_trains_on_several_processes_as_on_one(
         assert told["parameters"][0] == "spare"
         looks = "fsdp2 looks" if parallel.get("strategy") else "DDP looks"
         assert run is one or looks in told["message"]
+        assert run is one or ("between the hosts" in told["message"]) == (looks == "fsdp2 looks")
         assert "model.freeze: ['spare'" in told["message"]
 
 
@@ -88,6 +89,13 @@ def test_fsdp2_refuses_a_module_that_only_some_processes_compute(train: Train, t
 def test_blocks_that_share_a_weight_train_under_fsdp2_as_on_one_process(train: Train) -> None:
     options = {"layers": 3, "shared": True}
     assert_same(train("two", 2, options, parallel={"strategy": "fsdp2"}), train("one", 1, options))
+
+
+@pytest.mark.slow
+def test_copies_are_summed_when_a_layer_takes_no_part_in_the_last_micro_batch(train: Train) -> None:
+    options, batch = {"layers": 2, "skips": True}, {"global_batch_size": 32, "per_device_batch_size": 4}
+    copies = {"strategy": "fsdp2", "dp_shard_size": 2}
+    assert_same(train("several", 4, options, batch=batch, parallel=copies), train("one", 1, options, batch=batch))
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "deepspeed"])

@@ -15,7 +15,8 @@ from tests.support.runs import events, losses, recipe_dict, write_corpus, write_
 
 
 def facts(folder: Path, fingerprint: str = "f", **sections: Any) -> dict[str, Any]:
-    data = TaskData([1, 2, 3], None, lambda rows: {}, fingerprint, {"vocab_size": 256}, True, None)  # type: ignore[arg-type]
+    samples: Any = [1, 2, 3]
+    data = TaskData(samples, None, lambda rows: {}, fingerprint, {"vocab_size": 256}, True, None)
     return facts_of(Recipe.model_validate(recipe_dict(folder, **sections)), data)
 
 

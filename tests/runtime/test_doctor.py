@@ -52,7 +52,7 @@ def launch(tmp_path: Path, *launcher: str) -> str:
         env={**keep, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HOME": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=True,
     )
     return done.stdout

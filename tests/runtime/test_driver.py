@@ -2,8 +2,11 @@
 the wheels that fit.
 """
 
+import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +15,17 @@ from accelerate import PartialState
 
 from accel_train import fit
 from accel_train.cli.main import main
-from accel_train.runtime import doctor, driver
-from accel_train.runtime.driver import TorchBuild, driver_version, hides_gpus, installed_torch, unused_driver
+from accel_train.parallel import precision
+from accel_train.recipe.schema import Precision
+from accel_train.runtime import doctor, driver, process_group
+from accel_train.runtime.driver import (
+    TorchBuild,
+    driver_version,
+    hides_gpus,
+    installed_torch,
+    unsupported_gpu,
+    unused_driver,
+)
 from accel_train.runtime.process_group import start_processes
 from tests.support.runs import write_corpus, write_recipe_file
 
@@ -72,6 +84,116 @@ def test_the_refusal_names_driver_build_and_the_wheels_that_fit(
     assert problem is not None
     assert [part for part in [*said, "ACCELERATE_USE_CPU=true"] if part not in problem] == []
     assert not_said not in problem
+
+
+CU126 = ["sm_50", "sm_60", "sm_70", "sm_75", "sm_80", "sm_86", "sm_90"]
+CU130 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
+
+
+@pytest.mark.parametrize(
+    ("capability", "architectures", "remedy"),
+    [
+        ((7, 0), CU130, "/whl/cu126"),
+        ((6, 0), CU130, "/whl/cu126"),
+        ((12, 0), CU126, "/whl/cu130"),
+        ((3, 7), CU130, "newer GPU"),
+        ((7, 0), CU126, None),
+        ((8, 9), CU130, None),
+        ((12, 1), CU130, None),
+        ((13, 0), CU130, None),
+        ((10, 3), ["sm_100a"], None),
+        ((9, 0), [], None),
+    ],
+)
+def test_a_gpu_without_kernels_is_named_with_the_wheels_that_have_some(
+    gpu_machine: Path, capability: tuple[int, int], architectures: list[str], remedy: str | None
+) -> None:
+    found = unsupported_gpu("Tesla V100", capability, architectures)
+    if remedy is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert remedy in found[1]
+        name, number = "Tesla V100", ".".join(map(str, capability))
+        assert [part for part in (name, f" {number},", "CUDA 13.0") if part not in found[0]] == []
+
+
+def test_a_start_and_doctor_refuse_a_gpu_without_kernels(gpu_machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(name="Tesla V100", major=7, minor=0, uuid="a")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: CU130)
+    processes: Any = SimpleNamespace(device=torch.device("cuda", 0), num_processes=1)
+    monkeypatch.setattr(process_group, "PartialState", lambda **given: processes)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    with pytest.raises(ValueError, match=r"Tesla V100.*/whl/cu126"):
+        start_processes()
+    for name, value in {"is_available": True, "device_count": 1, "mem_get_info": (2, 2)}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    [finding] = [each for each in doctor._check_gpus() if each.status == "bad"]
+    assert finding.subject == "gpu 0"
+    assert "/whl/cu126" in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("given", "is_initialized", "expected"),
+    [
+        ({}, False, {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}),
+        (
+            {"PYTORCH_ALLOC_CONF": "expandable_segments:False"},
+            False,
+            {"PYTORCH_ALLOC_CONF": "expandable_segments:False"},
+        ),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}, False, {"PYTORCH_CUDA_ALLOC_CONF": "backend:native"}),
+        ({}, True, {}),
+    ],
+)
+def test_segments_of_the_allocator_grow_unless_the_user_has_set_it_and_the_run_says_so(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], is_initialized: bool, expected: dict[str, str]
+) -> None:
+    kept = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")}
+    monkeypatch.setattr(os, "environ", {**kept, **given})
+    monkeypatch.setattr(precision, "launched_with", lambda: given)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_initialized)
+
+    def join(**given: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(process_group, "PartialState", join)
+    with pytest.raises(KeyboardInterrupt):
+        start_processes()
+    assert {name: value for name, value in os.environ.items() if name.endswith("ALLOC_CONF")} == expected
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", lambda value: None)
+    for name in ("allow_tf32", "benchmark", "deterministic"):  # restored at the end
+        monkeypatch.setattr(torch.backends.cudnn, name, getattr(torch.backends.cudnn, name))
+    said = precision.set_backends(Precision(tf32=False, cudnn_benchmark=False), "no", torch.device("cuda")).get(
+        "allocator"
+    )
+    assert (said and said.value) == next(iter(expected.values()), None)
+    assert said is None or ("as PYTORCH" in said.reason) == bool(given)
+
+
+def test_two_processes_on_one_gpu_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = torch.distributed.TCPStore("127.0.0.1", 0, 1, is_master=True)
+    group = SimpleNamespace(WORLD=SimpleNamespace(get_group_store=lambda: store))
+    monkeypatch.setattr(process_group, "dist", SimpleNamespace(group=group))
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: CU130)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+    def check(rank: int, uuid: str) -> None:
+        gpu = SimpleNamespace(name="H100", major=9, minor=0, uuid=uuid)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+        processes: Any = SimpleNamespace(device=torch.device("cuda", 0), num_processes=3, process_index=rank)
+        process_group._check_gpu(processes)
+
+    check(0, "a")
+    check(1, "b")
+    check(0, "a")  # another run of the same processes
+    with pytest.raises(ValueError, match=r"ranks 0 and 2 .*H100.* 2 visible"):
+        check(2, "a")
 
 
 def test_the_open_kernel_module_has_its_version_elsewhere_in_the_line(gpu_machine: Path) -> None:
@@ -179,3 +301,15 @@ def test_doctor_names_driver_build_and_wheels(gpu_machine: Path, monkeypatch: py
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     [hidden] = [each for each in doctor._check_gpus() if each.subject == "gpu"]
     assert (hidden.status, "CUDA_VISIBLE_DEVICES" in hidden.text) == ("warn", True)
+
+
+@pytest.mark.parametrize("is_on", [False, True])
+def test_a_deterministic_run_leaves_the_switch_of_the_program_to_the_next_run(is_on: bool) -> None:
+    before = torch.are_deterministic_algorithms_enabled()
+    try:
+        torch.use_deterministic_algorithms(is_on)
+        for deterministic, expected in ((True, True), (True, True), (False, is_on), (False, is_on)):
+            precision.set_backends(Precision(deterministic=deterministic), "no", torch.device("cpu"))
+            assert torch.are_deterministic_algorithms_enabled() == expected
+    finally:
+        torch.use_deterministic_algorithms(before)

@@ -41,6 +41,15 @@ def test_norms_are_those_of_each_tensor():
         assert private.norms_of(tensors, math.inf)[0] == 4
 
 
+@pytest.mark.parametrize("shape", [(2**16 + 1,), (3000, 3000)])
+def test_norms_of_large_tensors_are_those_of_their_parts(shape: tuple[int, ...]) -> None:
+    whole = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    [norm] = private.norms_of([whole])
+    assert float(norm) == pytest.approx(float(whole.double().norm()), rel=3e-7)
+    halves = private.norms_of(list(whole.flatten().chunk(2)))
+    assert float(torch.stack(halves).norm()) == pytest.approx(float(norm), rel=3e-7)
+
+
 def test_each_source_is_copied_into_its_target():
     targets = [torch.zeros(2), torch.zeros(1)]
     with otherwise("torch._foreach_copy_ is gone: call Tensor.copy_ for each tensor"):
@@ -78,6 +87,10 @@ def test_gradients_of_a_group_are_seen_and_completed_before_fsdp2_reduces_them(a
         layer(torch.ones(1, 2)).sum().mul(0).backward()
         assert seen == [(each, False) for each in expected]
         assert layer.weight.grad.to_local().eq(1).all()
+    with otherwise("FSDPParamGroup._partial_reduce_output is gone: see where HSDP keeps sums that it has not reduced"):
+        [group] = private._fsdp_groups(layer)
+        assert group._partial_reduce_output is None
+        private.drop_partial_sums(layer)
 
 
 def test_fake_tensors_have_a_shape_and_no_storage():
@@ -122,6 +135,12 @@ def test_a_mesh_of_two_dimensions_is_made_one(alone):
     tensor = DTensor.from_local(torch.ones(2), mesh, [Shard(0), Replicate()])
     with otherwise("DeviceMesh._flatten is gone: leave it out, the gradient norm is then two collectives"):
         private.flatten_mesh(tensor)
+
+
+def test_groups_of_a_mesh_are_among_the_process_groups(alone):
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
+    with otherwise("_world.pg_map is gone: give each mesh and new_group the timeout of guard.hang_timeout_seconds"):
+        assert {mesh.get_group("a"), mesh.get_group("b"), dist.group.WORLD} <= set(private.process_groups())
 
 
 def test_a_budget_is_where_the_compiler_reads_it():

@@ -257,10 +257,17 @@ def test_evaluations_by_epochs_come_at_the_ends_of_epochs(corpus: Path) -> None:
 
 
 def test_averaged_weights_are_evaluated_saved_and_resumed(corpus: Path) -> None:
-    sections: dict[str, Any] = {"optimizer": {"ema_decay": 0.8}, "checkpoint": {"every_steps": 6, "keep": 5}}
+    sections: dict[str, Any] = {"optimizer": {"ema_decay": 0.8}, "checkpoint": {"every_steps": 1, "keep": 12}}
     whole = Recipe.model_validate(recipe_dict(corpus, **sections))
     folder = train(whole).output_dir
-    averages = load_file(folder / "checkpoints" / "step-00000012" / "average.safetensors")
+    averages = load_file(folder / "checkpoints" / "step-00000001" / "average.safetensors")
+    for step in range(1, 12):
+        of_step = load_file(folder / "checkpoints" / f"step-{step + 1:08d}" / "model.safetensors")
+        decay = min(0.8, (1 + step) / (10 + step))
+        averages = {name: decay * average + (1 - decay) * of_step[name] for name, average in averages.items()}
+    stored = load_file(folder / "checkpoints" / "step-00000012" / "average.safetensors")
+    torch.testing.assert_close(stored, averages)
+    averages = stored
     final = load_file(folder / "model" / "model.safetensors")
     assert all(torch.equal(final[name], averages[name]) for name in final)
     live = load_file(folder / "checkpoints" / "step-00000012" / "model.safetensors")

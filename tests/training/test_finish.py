@@ -13,15 +13,21 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import TensorDataset
+from transformers import AutoModelForCausalLM
 
 from accel_train import fit, train
+from accel_train.inference.evaluate import measure
+from accel_train.inference.export import export_run
+from accel_train.inference.finished_run import open_run
+from accel_train.model.weights import in_bf16
 from accel_train.recipe.loader import load_recipe
 from accel_train.recipe.schema import Recipe
 from accel_train.task import TaskData
 from accel_train.training.train import RunResult
+from tests.support.comparisons import assert_same_bits, tensors
 from tests.support.processes import run_forked
 from tests.support.report import Page
-from tests.support.runs import events, run, write_corpus, write_recipe_file
+from tests.support.runs import LLAMA, events, run, write_base, write_corpus, write_recipe_file
 from tests.support.tasks.probe import RANK, ProbeTask
 
 
@@ -78,6 +84,100 @@ def test_a_model_that_is_not_finite_is_not_published(
     assert not (corpus / "run" / "model").exists()
     assert not (corpus / "run" / "summary.json").exists()
     assert events(corpus / "run", "stop")[0]["step"] == 2
+
+
+@pytest.mark.parametrize(("processes", "strategy"), [(1, "ddp"), pytest.param(2, "fsdp2", marks=pytest.mark.slow)])
+def test_a_model_in_bf16_is_the_rounded_last_checkpoint_and_is_evaluated_and_exported(
+    corpus: Path, processes: int, strategy: str
+) -> None:
+    sections = {"checkpoint": {"model_dtype": "bf16"}, "parallel": {"strategy": strategy}}
+    recipe = write_recipe_file(corpus, task="causal-lm", model={"config": {**LLAMA, "vocab_size": 320}}, **sections)
+    run(recipe, processes=processes)
+    folder = corpus / "run"
+    found, trained = load_file(folder / "model" / "model.safetensors"), tensors(folder, 12, "model")
+    assert_same_bits(found, {name: each.bfloat16() for name, each in trained.items()})
+    assert {each.dtype for each in found.values()} == {torch.bfloat16}
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "model")
+    assert json.loads((folder / "model" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert {each.dtype for each in loaded.parameters()} == {torch.bfloat16}
+    loss = json.loads((folder / "evaluation.json").read_text())["metrics"]["loss"]
+    assert measure(open_run(folder)).metrics["loss"] == pytest.approx(loss, rel=1e-3)
+    assert_same_bits(load_file(export_run(folder).folder / "model.safetensors"), found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_adapters_are_merged_in_fp32_before_the_model_is_rounded(corpus: Path, precision: str) -> None:
+    base = write_base(corpus, {**LLAMA, "tie_word_embeddings": False})
+    model = {"config": None, "pretrained": str(base), "lora": {"rank": 4}, "frozen_dtype": "auto"}
+    if precision == "bf16":
+        model["frozen_dtype"] = "bf16"
+    recipe = write_recipe_file(
+        corpus,
+        task="causal-lm",
+        model=model,
+        precision={"mixed_precision": precision},
+        parallel={"strategy": "fsdp2"},
+        optimizer={"learning_rate": 0.02},
+        checkpoint={"model_dtype": "bf16"},
+        evaluate={"sample_prompt": "step", "sample_tokens": 4},
+    )
+    run(recipe, processes=2)
+    assert json.loads((corpus / "run" / "summary.json").read_text())["sample"]["text"].startswith("step")
+    adapters = load_file(corpus / "run" / "adapter" / "adapter_model.safetensors")
+    expected = load_file(base / "model.safetensors")
+    for name, down in adapters.items():
+        if "lora_A" in name:
+            where = name.removeprefix("base_model.model.").replace("lora_A.", "")
+            kept = expected[where].bfloat16().float() if precision == "bf16" else expected[where]
+            # `alpha` / `rank` = 16 / 4.
+            expected[where] = kept + 4 * adapters[name.replace("lora_A", "lora_B")] @ down
+    found = load_file(corpus / "run" / "model" / "model.safetensors")
+    assert_same_bits(found, {name: each.bfloat16() for name, each in expected.items()})
+
+
+def test_a_model_in_bf16_is_the_rounded_best_checkpoint(corpus: Path) -> None:
+    recipe = write_recipe_file(
+        corpus,
+        schedule={"max_steps": 4},
+        evaluate={"every_steps": 2},
+        optimizer={"learning_rate": 100.0},
+        checkpoint={"load_best_model_at_end": True, "model_dtype": "bf16"},
+    )
+    assert train(load_recipe(recipe)).summary["best_step"] == 2
+    found, best, last = (
+        load_file(corpus / "run" / "model" / "model.safetensors"),
+        *(tensors(corpus / "run", step, "model") for step in (2, 4)),
+    )
+    assert_same_bits(found, {name: each.bfloat16() for name, each in best.items()})
+    assert any(not torch.equal(found[name], each.bfloat16()) for name, each in last.items())
+
+
+@pytest.mark.slow
+def test_unmerged_adapters_leave_the_rounded_base_and_are_exported_in_bf16(corpus: Path) -> None:
+    base = write_base(corpus, {**LLAMA, "tie_word_embeddings": False})
+    recipe = write_recipe_file(
+        corpus,
+        task="causal-lm",
+        model={"config": None, "pretrained": str(base), "lora": {"rank": 4, "merge": False}},
+        checkpoint={"model_dtype": "bf16"},
+    )
+    run(recipe)
+    before = load_file(base / "model.safetensors")
+    rounded = {name: each.bfloat16() for name, each in before.items()}
+    assert_same_bits(load_file(corpus / "run" / "model" / "model.safetensors"), rounded)
+    exported = load_file(export_run(corpus / "run").folder / "model.safetensors")
+    assert {each.dtype for each in exported.values()} == {torch.bfloat16}
+    assert not torch.equal(exported["model.layers.0.mlp.up_proj.weight"], rounded["model.layers.0.mlp.up_proj.weight"])
+
+
+def test_a_model_in_bf16_keeps_running_statistics_and_what_transformers_keeps_in_fp32() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4))
+    model._keep_in_fp32_modules_strict = {"1.bias"}  # type: ignore[assignment]
+    found = {name: each.dtype for name, each in in_bf16(model).state_dict().items()}
+    assert {name for name, dtype in found.items() if dtype == torch.bfloat16} == {"0.weight", "0.bias", "1.weight"}
+    assert found["1.running_mean"] == found["1.bias"] == torch.float32
+    assert {each.dtype for each in model.parameters()} == {torch.float32}
 
 
 @pytest.mark.slow

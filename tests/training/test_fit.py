@@ -120,7 +120,8 @@ def test_a_batch_has_the_form_in_which_the_data_loader_of_torch_makes_it(form: s
         return (model(inputs)[:, 0] - target).square().mean()
 
     collate = list if form == "rows of a list" else None
-    fit(module(), samples[form], loss=loss, collate=collate, output_dir=form, max_steps=4, **SETTINGS)  # type: ignore[arg-type]
+    rows: Any = samples[form]
+    fit(module(), rows, loss=loss, collate=collate, output_dir=form, max_steps=4, **SETTINGS)
     fit(module(), TRAIN_OF_96, loss=squared_error, output_dir="reference", max_steps=4, **SETTINGS)
     reference = losses(Path("reference"))
     assert losses(Path(form)) == pytest.approx(reference, rel=1e-6)

@@ -1,0 +1,58 @@
+"""Adafactor: second moments as a row and a column of each matrix (Shazeer & Stern 2018)."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from accel_train.optim.update import replace
+
+
+class Adafactor(torch.optim.Adafactor):
+    """torch's Adafactor without two waits for the device per weight. It skips a step as torch's fused kernels do."""
+
+    found_inf: Tensor | None = None
+    grad_scale: Tensor | None = None
+
+    def __init__(self, groups: Any, **options: Any) -> None:
+        super().__init__(groups, **options)
+        self.defaults["fused"] = True
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update all weights that have a gradient, or none if the step is skipped."""
+        assert closure is None, "gradients are there before the step"
+        skip = None if self.found_inf is None else self.found_inf.bool()
+        for group in self.param_groups:
+            for weight in group["params"]:
+                if weight.grad is not None:
+                    gradient = weight.grad if self.grad_scale is None else weight.grad / self.grad_scale
+                    self._update(weight, -gradient if group["maximize"] else gradient, group, skip)
+
+    def _update(self, weight: nn.Parameter, gradient: Tensor, group: dict[str, Any], skip: Tensor | None) -> None:
+        state, rate, (eps, least) = self.state[weight], group["lr"], group["eps"]
+        eps = torch.finfo(weight.dtype).eps if eps is None else eps
+        if not state:
+            state["step"] = torch.zeros((), device=weight.device)
+            if weight.dim() > 1:
+                state["row_var"] = torch.zeros_like(gradient[..., :1])
+                state["col_var"] = torch.zeros_like(gradient[..., :1, :])
+            else:
+                state["variance"] = torch.zeros_like(gradient)
+        new = {"step": state["step"] + 1}
+        share = new["step"].pow(group["beta2_decay"]).to(gradient.dtype)
+        size = (weight.norm() / math.sqrt(weight.numel())).clamp(min=least) * new["step"].rsqrt().clamp(max=rate)
+        if weight.dim() > 1:
+            for name, dim in (("row_var", -1), ("col_var", -2)):
+                mean = gradient.norm(dim=dim, keepdim=True).square() / gradient.shape[dim]
+                new[name] = torch.lerp(state[name], mean, share)
+            variance = new["row_var"] @ new["col_var"]
+            variance = variance / new["row_var"].mean(dim=-2, keepdim=True).clamp(min=eps)
+        else:
+            variance = new["variance"] = torch.lerp(state["variance"], gradient.square(), share)
+        update = variance.clamp(min=eps * eps).rsqrt() * gradient
+        size = size / (update.norm() / (math.sqrt(update.numel()) * group["d"])).clamp(min=1.0)
+        replace(weight, weight * (1 - rate * group["weight_decay"]) - size.to(update.dtype) * update, skip)
+        for name, value in new.items():
+            replace(state[name], value, skip)

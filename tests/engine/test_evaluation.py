@@ -1,0 +1,28 @@
+"""An evaluation in which all processes forward alike ends on all of them at once, and no batch waits for a vote."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import run_forked
+
+BATCHES = 4
+PROGRAM = Path(__file__).parent.parent / "support" / "programs" / "evaluation_stop.py"
+
+
+@pytest.mark.parametrize(
+    ("stops", "forwards"), [(-1, BATCHES), (1, 2), (BATCHES - 1, BATCHES)], ids=["never", "second", "last"]
+)
+def test_a_vote_to_stop_is_read_after_the_next_batch_is_queued_and_ends_all_processes_alike(
+    tmp_path: Path, stops: int, forwards: int
+) -> None:
+    forked = run_forked(["{rank}", str(stops)], 2, folder=tmp_path, program=PROGRAM)
+    assert forked.wait() == [0, 0], forked.stderr(0)
+    for rank in range(2):
+        done, left = json.loads((tmp_path / f"rank-{rank}.out").read_text())
+        assert (done.count("forward"), left) == (forwards, stops >= 0)
+        # Each vote is read one batch later, so a forward is always queued in between.
+        last = ["sent", "read"] if forwards < BATCHES else []
+        batches = ["sent", "forward", *["sent", "read", "forward"] * (forwards - 1), *last]
+        assert done[: len(batches)] == batches
