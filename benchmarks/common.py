@@ -72,15 +72,35 @@ def run_child(
     """
     command = [sys.executable, "-m", module, *arguments]
     busy_before, own_before, start = busy_seconds(), own_seconds(), time.perf_counter()
-    try:
-        done = subprocess.run(
-            command, cwd=REPOSITORY, env=dict(environment), capture_output=True, text=True, timeout=timeout_seconds
-        )
-    except subprocess.TimeoutExpired as error:
-        raise RuntimeError(f"{' '.join(command)} ran past {timeout_seconds:.0f} s") from error
+    code, printed = run_to_end(command, environment=environment, timeout_seconds=timeout_seconds)
+    if code is None:
+        tail = "\n".join(printed.splitlines()[-25:])
+        raise RuntimeError(f"{tail}\n{' '.join(command)} ran past {timeout_seconds:.0f} s")
     wall = time.perf_counter() - start
     others = (busy_seconds() - busy_before) - (own_seconds() - own_before)
-    return ChildRun(_result_of(command, done.returncode, done.stderr + done.stdout), wall, max(others / wall, 0.0))
+    return ChildRun(_result_of(command, code, printed), wall, max(others / wall, 0.0))
+
+
+def run_to_end(
+    command: Sequence[str], *, environment: Mapping[str, str], timeout_seconds: float
+) -> tuple[int | None, str]:
+    """Return the exit code of a command, None if it ran past the time, and what it printed.
+
+    Processes that it has left behind end with it, also at an interruption: none keeps the GPU.
+    """
+    with tempfile.TemporaryFile("w+") as error, tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            command, cwd=REPOSITORY, env=dict(environment), stdout=output, stderr=error, start_new_session=True
+        )
+        try:
+            code = process.wait(timeout_seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        return code, _text(error) + _text(output)
 
 
 def run_children_in_turns(
@@ -329,8 +349,15 @@ def write(
     """Write the record to NAME.json, and the text to NAME.md; the newest run replaces the one before."""
     facts = facts or facts_of_now()
     save.mkdir(parents=True, exist_ok=True)
-    (save / f"{name}.json").write_text(json.dumps({**facts, **record}, indent=1, allow_nan=False) + "\n")
-    (save / f"{name}.md").write_text(_signed(lines, facts).rstrip() + "\n")
+    texts = {
+        "json": json.dumps({**facts, **record}, indent=1, allow_nan=False) + "\n",
+        "md": _signed(lines, facts).rstrip() + "\n",
+    }
+    for kind, text in texts.items():
+        # An interruption leaves the text before.
+        new = save / f"{name}.{kind}.new"
+        new.write_text(text)
+        new.replace(save / f"{name}.{kind}")
 
 
 def facts_of_now() -> dict[str, Any]:

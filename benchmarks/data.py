@@ -86,7 +86,8 @@ def tokenising(sizes: Sizes, folder: Path) -> list[Figure]:
     def prepare(tokenizer: Any, cache: str) -> TextCorpus:
         data = {"train": sizes.corpus, "cache_dir": str(folder / cache), "sequence_length": sizes.sequence_length}
         model = {"config": {"model_type": "gpt2"}}
-        recipe = Recipe(output_dir="unused", model=model, data=data, tokenizer=tokenizer, schedule={"max_steps": 1})  # type: ignore[arg-type]
+        sections = {"model": model, "data": data, "tokenizer": tokenizer, "schedule": {"max_steps": 1}}
+        recipe = Recipe.model_validate({"output_dir": "unused", **sections})
         return prepare_text(recipe, progress=False)
 
     def measure(what: str, tokenizer: Any, cache: str, rounds: int) -> tuple[Figure, TextCorpus]:

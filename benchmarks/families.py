@@ -5,6 +5,7 @@ probes its recipe (`accel_train/tasks/causal_lm/probe.py`).
 """
 
 import argparse
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
@@ -24,6 +25,8 @@ OTHER_LAYERS: Mapping[str, Mapping[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"], "num_hidden_layers": 4},
 }
 """Configurations with more kinds of layers than the default."""
+LAYOUTS = "\n## Layouts\n"
+"""Heading of the section that `benchmarks.equality` writes."""
 HEAD = """# Models
 
 Which causal language models train exactly, family by family. To measure the table again:
@@ -46,9 +49,9 @@ with exit code 2, and the message names the layer.
 A family that *sees later tokens* is built for another task. The start refuses it, unless `model.config` has
 `is_decoder: true`.
 
-Cells have the largest difference, as a share of the largest logit or gradient. Up to 1e-5 is rounding. Where
-transformers' own forward rounds more (against fp64, or with longer rows), up to 30 times that is rounding, and 1e-4 at
-most. A difference must show with two sets of random weights.
+Cells have the largest difference in the families of the row, as a share of the largest logit or gradient. Up to 1e-5
+is rounding. Where transformers' own forward rounds more (against fp64, or with longer rows), up to 30 times that is
+rounding, and 1e-4 at most. A difference must show with two sets of random weights.
 """
 
 
@@ -111,14 +114,40 @@ def families() -> list[str]:
     )
 
 
+def verdict(cell: str) -> str:
+    """Return a cell without its difference and its layer."""
+    return re.sub(r":.*| \(.*", "", cell) if "sees later" not in cell else cell
+
+
 def page_of(rows: Sequence[str], left_out: Sequence[str]) -> str:
-    """Return the page with these rows, and the names of the families that have none."""
-    head = "| family | packed documents | packed rows | chunked loss | checkpointing |\n|---|---|---|---|---|"
+    """Return the page: families with the same verdicts share a row. `left_out` are families without verdicts."""
+    groups: dict[tuple[str, ...], list[list[str]]] = {}
+    for row in rows:
+        name, *cells = row.strip("| ").split(" | ")
+        groups.setdefault(tuple(map(verdict, cells)), []).append([name, *cells])
+    lines = []
+    for verdicts, members in sorted(groups.items(), key=lambda group: -len(group[1])):
+        shown = [_worst(each, [cells[number] for cells in members]) for number, each in enumerate(verdicts, start=1)]
+        layers = (re.search(r"refused: ([A-Za-z]\w+),", cells[1]) for cells in members)
+        named = [name if layer is None else f"{name} ({layer[1]})" for (name, *_), layer in zip(members, layers)]
+        lines.append(f"| {' | '.join([*shown, ', '.join(named)])} |")
+    head = "| packed documents | packed rows | chunked loss | checkpointing | families |\n|---|---|---|---|---|"
     equal = sum("refused" not in row.split("|")[2] for row in rows)
     counts = f"{len(rows)} families, transformers {transformers.__version__}: {equal} keep packed documents apart."
-    names = fill(", ".join(f"`{name}`" for name in left_out), 118)
-    without = f"Not in the table, because the default configuration does not run or does not shrink:\n{names}."
-    return "\n".join([HEAD, counts, "", head, *rows, "", without]) + "\n"
+    others = fill(", ".join(f"`{name}`" for name in left_out), 118)
+    without = f"Not in the table, because the default configuration does not run or does not shrink:\n{others}."
+    return "\n".join([HEAD, counts, "", head, *lines, "", without]) + "\n"
+
+
+def write_layouts(section: str) -> None:
+    """Replace the section of docs/models.md that `benchmarks.equality` measures."""
+    PAGE.write_text(PAGE.read_text().partition(LAYOUTS)[0] + section)
+
+
+def _worst(shown: str, cells: Sequence[str]) -> str:
+    """Return a verdict with the largest difference of its families, if they are equal."""
+    found = [float(found[1]) for cell in cells if (found := re.search(r"\((.*)\)", cell))]
+    return f"{shown} ({max(found):.0e})" if found else shown
 
 
 def main() -> None:
@@ -131,7 +160,8 @@ def main() -> None:
     kept = [row for row in rows.values() if row is not None]
     print("\n".join(kept))
     if not named:
-        PAGE.write_text(page_of(kept, [name for name, row in rows.items() if row is None]))
+        _, mark, section = PAGE.read_text().partition(LAYOUTS)
+        PAGE.write_text(page_of(kept, [name for name, row in rows.items() if row is None]) + mark + section)
 
 
 if __name__ == "__main__":

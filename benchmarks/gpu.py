@@ -2,7 +2,8 @@
 flags.
 
     python -m benchmarks.gpu --minutes 9 --save           # all rows in order of value, as far as the time goes
-    python -m benchmarks.gpu --only LoRA loss --save      # rows whose name holds one of these words
+    python -m benchmarks.gpu --minutes 9 --save           # again: goes on with the rows that are missing
+    python -m benchmarks.gpu --only LoRA loss --save      # rows whose name holds one of these words, measured again
 
 GPT-2 of 124M, 350M and 1.5B, compiled; then accel_train alone: float8, LoRA on 8B, document masks, checkpoints. bf16,
 fused
@@ -21,10 +22,13 @@ ends with 0.
 
 import argparse
 import json
-import subprocess
+import math
+import re
+import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -35,12 +39,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from accel_train.core.hardware import peak_flops
 from benchmarks.common import (
-    REPOSITORY,
     arguments_of,
     child_environment,
+    facts_of_now,
     markdown_table,
     print_result,
     run_child,
+    run_to_end,
     show,
     write,
     write_tokenizer,
@@ -149,16 +154,25 @@ def measure(row: dict[str, Any], arguments: argparse.Namespace, folder: Path, se
     Raises:
         RuntimeError: it failed or ran past the time.
     """
-    environment = child_environment(arguments.threads)
     if row["row"] == "loss":
-        sizes = zip(("tokens", "vocabulary", "width", "rounds"), LOSS_SIZES[arguments.device], strict=True)
-        flags = [word for name, value in sizes for word in (f"--{name}", str(value))]
-        flags = ["--measure", *flags, "--device", arguments.device]
-        return {"losses": run_child("benchmarks.loss", flags, environment=environment, timeout_seconds=seconds).result}
+        return measure_loss(arguments, seconds)
     if row["row"] == "tests":
-        return run_tests(arguments.device, seconds)
-    job = prepare_job(row, arguments.device, folder)
-    flags = ["--job", json.dumps(asdict(job), default=str)]
+        return run_tests(arguments, seconds)
+    return measure_training(prepare_job(row, arguments.device, folder), arguments, seconds)
+
+
+def measure_loss(arguments: argparse.Namespace, seconds: float) -> dict[str, Any]:
+    """Return memory and time of the loss alone."""
+    sizes = zip(("tokens", "vocabulary", "width", "rounds"), LOSS_SIZES[arguments.device], strict=True)
+    flags = [word for name, value in sizes for word in (f"--{name}", str(value))]
+    flags = ["--measure", *flags, "--device", arguments.device]
+    environment = child_environment(arguments.threads)
+    return {"losses": run_child("benchmarks.loss", flags, environment=environment, timeout_seconds=seconds).result}
+
+
+def measure_training(job: Job, arguments: argparse.Namespace, seconds: float) -> dict[str, Any]:
+    """Return the figures of a job, which runs in its own process."""
+    flags, environment = ["--job", json.dumps(asdict(job), default=str)], child_environment(arguments.threads)
     figures = run_child("benchmarks.gpu", flags, environment=environment, timeout_seconds=seconds).result
     figures["tokens_per_second"] = job.setup.batch_size * job.setup.shape.block_size / (figures["step_ms_mean"] / 1e3)
     return figures
@@ -181,16 +195,25 @@ def prepare_job(row: Mapping[str, Any], device: str, folder: Path) -> Job:
     return Job(model, row["compile"], row["variant"], setting, device, tokens, tokenizer, place, base, phases)
 
 
-def run_tests(device: str, seconds: float) -> dict[str, Any]:
-    """Return the last line of the tests that need a GPU; on a CPU they are only collected."""
-    words = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu", "-p", "no:cacheprovider"]
-    words += ["--collect-only"] if device == "cpu" else []
-    try:
-        done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True, timeout=seconds)
-    except subprocess.TimeoutExpired as error:
-        raise RuntimeError(f"the tests ran past {seconds:.0f} s") from error
-    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return {"tests": done.stdout.strip().splitlines()[-1], "failed": failed}
+def run_tests(arguments: argparse.Namespace, seconds: float) -> dict[str, Any]:
+    """Return how the tests that need a GPU ended, also if they run past the time; on a CPU they are skipped."""
+    # The project's own options hide the outcome of each test.
+    words = ["-m", "pytest", "-v", "--tb=line", "-o", "addopts=", "-m", "gpu", "tests/gpu", "-p", "no:cacheprovider"]
+    environment = child_environment(arguments.threads)
+    code, printed = run_to_end([sys.executable, *words], environment=environment, timeout_seconds=seconds)
+    outcomes, failed = outcomes_of(printed)
+    if not outcomes:
+        raise RuntimeError(f"the tests ended with exit code {code}:\n{printed[-2000:]}")
+    said = ", ".join(f"{number} {outcome.lower()}" for outcome, number in sorted(outcomes.items()))
+    return {"tests": said if code is not None else f"{said}, then no time left", "failed": failed}
+
+
+def outcomes_of(printed: str) -> tuple[Counter[str], list[str]]:
+    """Return how often each outcome stands in what `pytest -v` has printed, and the tests that failed."""
+    lines = [words for line in printed.splitlines() if len(words := line.split()) > 1 and "::" in words[0]]
+    ended = {name: outcome for name, outcome, *_ in lines if outcome in ("PASSED", "FAILED", "ERROR", "SKIPPED")}
+    failed = [f"{outcome} {name}" for name, outcome in ended.items() if outcome in ("FAILED", "ERROR")]
+    return Counter(ended.values()), failed
 
 
 def add_mfu(row: dict[str, Any], *, table_peak: float | None, matmul_peak: float | None) -> None:
@@ -286,6 +309,8 @@ def report(arguments: argparse.Namespace, rows: Sequence[Mapping[str, Any]], mat
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = arguments_of(__doc__)
     parser.add_argument("--minutes", type=float, default=9.0, help="what does not fit is left out, and said")
+    parser.add_argument("--row-minutes", type=float, default=4.0, help="a row that takes longer has failed")
+    parser.add_argument("--again", action="store_true", help="also measure rows that the saved file has")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="only rows whose name holds one of these words")
     parser.add_argument("--list", action="store_true", help="print the names of all rows")
     parser.add_argument("--threads", type=int, default=8)
@@ -301,37 +326,107 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def run_rows(arguments: argparse.Namespace, folder: Path, deadline: float) -> bool:
-    """Measure the rows, and print and save after each; return whether one has failed."""
-    matmul, table_peak = None, None
-    if arguments.device == "cuda":
-        environment = child_environment(arguments.threads)
+def saved_record(file: Path) -> dict[str, Any]:
+    """Return what an earlier call measured on the same GPU with the same versions, without the rows that failed."""
+    if not file.exists():
+        return {"rows": []}
+    found, now = json.loads(file.read_text()), facts_of_now()
+    for facts in (found, now):
+        # Saved results make a clean working tree dirty.
+        facts["versions"]["commit"] = facts["versions"]["commit"].removesuffix("-dirty")
+    if found["machine"].get("gpus") != now["machine"].get("gpus") or found["versions"] != now["versions"]:
+        return {"rows": []}
+    return {**found, "rows": [row for row in found["rows"] if "problem" not in row]}
+
+
+def finite(value: Any) -> Any:
+    """Return the value with None for each number that JSON cannot hold."""
+    if isinstance(value, Mapping):
+        return {name: finite(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def matmul_of_this_gpu(arguments: argparse.Namespace) -> float | None:
+    """Return TFLOP/s of a matrix product here; None on a CPU, or if it fails."""
+    if arguments.device == "cpu":
+        return None
+    environment = child_environment(arguments.threads)
+    try:
         child = run_child("benchmarks.gpu", ["--job", "matmul"], environment=environment, timeout_seconds=120)
-        matmul, table_peak = child.result["tflops"], peak_flops(torch.cuda.get_device_name(), "bf16")
-    rows: list[dict[str, Any]] = []
-    wanted = [row for row in planned_rows() if not arguments.only or any(word in row["row"] for word in arguments.only)]
-    for row in wanted:
-        rows.append(row)
-        began = time.monotonic()
-        if deadline - began < SHORTEST_JOB_SECONDS:
-            row["problem"] = NO_TIME
-        else:
-            try:
-                row |= measure(row, arguments, folder, deadline - began)
-            except RuntimeError as error:
-                row["problem"] = str(error).strip().splitlines()[-1][:160]
-                print(f"{row['row']} failed: {error}", flush=True)
-        if "step_ms_mean" in row:
-            add_mfu(row, table_peak=table_peak, matmul_peak=None if matmul is None else matmul * 1e12)
-        row["seconds"] = round(time.monotonic() - began, 1)
-        print(f"{row['row']}: {row['seconds']:.0f} s {row.get('problem', '')}", flush=True)
-        record = {"matmul_tflops": matmul, "table_peak_flops": table_peak, "rows": rows}
-        name = "gpu" if arguments.device == "cuda" else "gpu-check"
-        if row is wanted[-1]:
-            show(report(arguments, rows, matmul), record, save=arguments.save, name=name)
-        elif arguments.save is not None:
-            write(report(arguments, rows, matmul), record, save=arguments.save, name=name)
-    return any(row.get("problem", NO_TIME) != NO_TIME or row.get("failed") for row in rows)
+    except RuntimeError as error:
+        print(f"the matrix product failed: {error}", flush=True)
+        return None
+    return float(child.result["tflops"])
+
+
+def run_rows(arguments: argparse.Namespace, folder: Path, deadline: float) -> bool:
+    """Measure the rows and save after each; print all at the end, also of an interruption. Return whether one failed.
+
+    Rows of an earlier call stay in the saved file. They are measured again if `--only` or `--again` asks for it.
+    """
+    name = "gpu" if arguments.device == "cuda" else "gpu-check"
+    record = {"rows": []} if arguments.save is None else saved_record(arguments.save / f"{name}.json")
+    earlier: dict[str, dict[str, Any]] = {row["row"]: row for row in record["rows"]}
+    planned = list(planned_rows())
+    wanted = [row for row in planned if not arguments.only or any(word in row["row"] for word in arguments.only)]
+    if not (arguments.again or arguments.only):
+        wanted = [row for row in wanted if row["row"] not in earlier]
+    matmul = (matmul_of_this_gpu(arguments) if wanted else None) or record.get("matmul_tflops")
+    table_peak = peak_flops(torch.cuda.get_device_name(), "bf16") if arguments.device == "cuda" else None
+    done: dict[str, dict[str, Any]] = {}
+
+    def results() -> tuple[list[str], dict[str, Any]]:
+        rows = [(earlier | done)[row["row"]] for row in planned if row["row"] in earlier | done]
+        return report(arguments, rows, matmul), {"matmul_tflops": matmul, "table_peak_flops": table_peak, "rows": rows}
+
+    try:
+        for row in wanted:
+            began = time.monotonic()
+            seconds = min(deadline - began, 60 * arguments.row_minutes)
+            if deadline - began < SHORTEST_JOB_SECONDS:
+                row["problem"] = NO_TIME
+            else:
+                measure_row(row, arguments, folder, seconds)
+            if "step_ms_mean" in row:
+                add_mfu(row, table_peak=table_peak, matmul_peak=None if matmul is None else matmul * 1e12)
+            row["seconds"] = round(time.monotonic() - began, 1)
+            # A row that failed now leaves what was measured before.
+            if "problem" not in row or row["row"] not in earlier:
+                done[row["row"]] = finite(row)
+            print(f"{row['row']}: {row['seconds']:.0f} s {row.get('problem', '')}", flush=True)
+            if arguments.save is not None:
+                write(*results(), save=arguments.save, name=name)
+    finally:
+        show(*results(), save=arguments.save, name=name)
+    return any(row.get("problem", NO_TIME) != NO_TIME or row.get("failed") for row in wanted)
+
+
+def measure_row(row: dict[str, Any], arguments: argparse.Namespace, folder: Path, seconds: float) -> None:
+    """Add the figures of a row to it, or its problem: no row ends the others."""
+    try:
+        row |= measure(row, arguments, folder, seconds)
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}"
+        row["problem"] = problem_in(text)
+        print(f"{row['row']} failed: {text}", flush=True)
+
+
+def problem_in(text: str) -> str:
+    """Return the line that names the last error of a text, or the timeout. Hints may follow it, as CUDA prints them."""
+    lines = text.strip().splitlines()
+    named = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Needed|Stopped): |.* ran past \d+ s$", line)]
+    return (named or lines)[-1][:160]
+
+
+def run_child_job(text: str) -> dict[str, Any]:
+    """Return what a child process measures: the matrix product, or a job as JSON."""
+    if text == "matmul":
+        return {"tflops": matmul_tflops()}
+    fields = json.loads(text)
+    paths = {name: Path(fields[name]) for name in ("tokens", "tokenizer", "folder", "base")}
+    return run_job(Job(**{**fields, **paths, "phases": Phases(**fields["phases"])}))
 
 
 def main() -> None:
@@ -339,17 +434,14 @@ def main() -> None:
     if arguments.list:
         print("\n".join(row["row"] for row in planned_rows()))
         return
-    if arguments.job == "matmul":
-        print_result({"tflops": matmul_tflops()})
-        return
     if arguments.job:
-        fields = json.loads(arguments.job)
-        paths = {name: Path(fields[name]) for name in ("tokens", "tokenizer", "folder", "base")}
-        print_result(run_job(Job(**{**fields, **paths, "phases": Phases(**fields["phases"])})))
+        print_result(run_child_job(arguments.job))
         return
     if arguments.device == "cuda" and not torch.cuda.is_available():
         print("benchmarks.gpu is skipped: torch sees no CUDA device on this machine.")
         return
+    # `timeout` and schedulers send it: the child ends too, and the rows so far are printed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     deadline = time.monotonic() + 60 * arguments.minutes
     with tempfile.TemporaryDirectory() as folder:
         has_failed = run_rows(arguments, Path(folder), deadline)

@@ -1,5 +1,6 @@
 """The training loops that gpu.py compares, the models they train, and the settings that only accel_train has."""
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,7 +115,11 @@ def write_base(job: Job) -> None:
     with torch.device(job.device):
         config = AutoConfig.for_model(fields.pop("model_type"), **fields)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(job.base)
+    # A row that is ended here leaves none to the next one.
+    half = job.base.with_name(f"{job.base.name}-half")
+    shutil.rmtree(half, ignore_errors=True)
+    model.save_pretrained(half)
+    half.rename(job.base)
     del model
     if job.device == "cuda":
         torch.cuda.empty_cache()

@@ -23,14 +23,17 @@ class Shape:
     tied: bool
 
     def weights(self) -> ModelWeights:
-        """Its weights, grouped as FSDP does: a block each, and the rest."""
+        """Its weights, grouped as FSDP does: a block each, the ends unless they are tied, and the rest."""
         d, inner = self.width, self.mlp[0]
         norm = [(d, 1)] * (2 if self.biases else 1)
         matrices = [(d + 2 * self.kv_width, d), (d, d), *((m, d) for m in self.mlp), (d, inner)]
         biases = [(rows, 1) for rows, _ in matrices] if self.biases else []
-        embeddings = [(self.vocab, d)] * (1 if self.tied else 2) + ([(self.positions, d)] if self.positions else [])
-        root, block = _group([*embeddings, *norm]), _group([*matrices, *biases, *norm, *norm])
-        return ModelWeights(root.weights + block.weights * self.layers, root, (block,) * self.layers)
+        embedding, positions = [(self.vocab, d)], [(self.positions, d)] if self.positions else []
+        root = _group([*embedding, *positions, *norm, *([] if self.tied else embedding)])
+        block = _group([*matrices, *biases, *norm, *norm])
+        ends = (0, 0) if self.tied else (1, len(norm) + 1)
+        every = root.weights + block.weights * self.layers
+        return ModelWeights(every, root, (block,) * self.layers, num_ends=ends)
 
 
 def _group(shapes: list[tuple[int, int]]) -> WeightGroup:

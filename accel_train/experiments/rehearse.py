@@ -1,6 +1,7 @@
 """A rehearsal: a short run of a recipe is killed and resumed, and compared with the same run uninterrupted.
 
-All runs are separate processes, started as a user starts them, in a temporary folder next to `output_dir`.
+All runs are separate processes, started as a user starts them, in a temporary folder next to `output_dir`. A rehearsal
+of a recipe also compares its layout with one process, at toy size.
 """
 
 import os
@@ -22,6 +23,7 @@ from accel_train.core.format import format_bytes, format_count
 from accel_train.core.state import JsonRecord
 from accel_train.core.terminal import busy
 from accel_train.experiments.compare_runs import compare_runs
+from accel_train.experiments.equality import compare_layout
 from accel_train.experiments.rehearse_report import Rehearsal
 from accel_train.experiments.subprocess_run import TrainingProcess
 from accel_train.guard.guard import is_skipped_by_rollback
@@ -161,8 +163,23 @@ def _rehearse(
         assert resumed == first, f"resumed from step {resumed}, not from step {first}"
         note("resumed", f"from step {resumed} to step {last}")
         compared = compare_runs(whole, killed, start + 1, last)
+        equality = None
+        if newest is None:
+            with busy("  the layout at toy size, and one process"):
+                equality = compare_layout(plan.recipe, plan.world_size, folder / "toy")
+            note("one process", f"the layout at toy size on a CPU: {equality}")
     return Rehearsal(
-        plan, first, changed, launches, startup_seconds, *records, stop_seconds, num_bytes, free_bytes, compared
+        plan,
+        first,
+        changed,
+        launches,
+        startup_seconds,
+        *records,
+        stop_seconds,
+        num_bytes,
+        free_bytes,
+        compared,
+        equality,
     )
 
 

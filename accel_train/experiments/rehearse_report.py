@@ -8,6 +8,7 @@ from accel_train.core.format import format_blocks, format_bytes, format_count, f
 from accel_train.core.state import JsonRecord
 from accel_train.core.terminal import paint
 from accel_train.experiments.compare_runs import Comparison
+from accel_train.experiments.equality import Equality
 from accel_train.plan.format import duration, format_plan
 from accel_train.plan.plan import Plan
 
@@ -43,6 +44,8 @@ class Rehearsal:
     free_bytes: int
     """Free bytes on the disk before the rehearsal."""
     compared: Sequence[Comparison]
+    equality: Equality | None = None
+    """Comparison of the layout with one process. None for the resume proof of a run."""
 
     @property
     def same(self) -> bool:
@@ -72,8 +75,11 @@ def format_rehearsal(
     if show_all:
         processes = format_count(plan.world_size, "process", "processes")
         blocks.append((f"Launches, on {processes}", list(rehearsal.launches)))
-    verdict = paint(_conclusion(rehearsal), "bold", "green" if same else "red", on=colour)
-    lines = [verdict, *format_blocks(blocks, colour=colour), ""]
+    lines = [paint(_conclusion(rehearsal), "bold", "green" if same else "red", on=colour)]
+    if (equality := rehearsal.equality) is not None:
+        wrong = equality.is_different
+        lines.append(paint(_layout_conclusion(equality), "bold", "red" if wrong else "green", on=colour))
+    lines += [*format_blocks(blocks, colour=colour), ""]
     if not show_all:
         more = f"--all shows {'the plan, ' * with_plan}the launches{', and each comparison' * same}"
         return "\n".join([*lines, paint(more, "dim", on=colour)])
@@ -110,7 +116,7 @@ def _measurements(rehearsal: Rehearsal) -> Iterator[tuple[str, str]]:
     peaks = ", ".join(f"{phase} {format_bytes(peak)}" for phase, peak in by_phase.items())
     kind = "resident in process 0, including Python and torch" if plan.device == "cpu" else "allocated on GPU 0"
     yield "peak memory", f"{peaks} ({kind}); {planned}" if peaks else planned
-    needed = plan.num_checkpoints * num_bytes + 4 * plan.num_parameters
+    needed = plan.num_checkpoints * num_bytes + plan.model_bytes
     room = "" if needed <= rehearsal.free_bytes else ": NOT ENOUGH"
     what = f"{plan.num_checkpoints} checkpoints and the final weights"
     yield "disk", f"{format_bytes(needed)} for {what}; {format_bytes(rehearsal.free_bytes)} free{room}"
@@ -144,3 +150,15 @@ def _conclusion(rehearsal: Rehearsal) -> str:
         "The checkpoint does not hold everything that the run depends on (custom code that keeps a state?), "
         "or the GPU adds in varying order (precision.deterministic false)."
     )
+
+
+def _layout_conclusion(equality: Equality) -> str:
+    """Return the verdict about the layout."""
+    if equality.reason is not None:
+        return f"NOT COMPARED: the layout with one process: {equality.reason}"
+    on = format_count(equality.processes, "process", "processes")
+    what = f"the recipe's layout on {on}, at toy size in fp32"
+    if equality.first is None:
+        steps = f"losses, gradient norms, and weights of {equality.steps} steps"
+        return f"EQUAL: {what}, is equal to one plain process to {equality.difference:.1e}: {steps}."
+    return f"DIFFERENT: {what}, does not compute what one plain process computes: {equality.first}."

@@ -3,10 +3,12 @@ here.
 """
 
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
+import time
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -14,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from benchmarks import golden, step_path
+from benchmarks import golden, gpu, step_path
 from benchmarks.common import (
     FetchClock,
     child_environment,
@@ -26,6 +29,7 @@ from benchmarks.common import (
     markdown_table,
     run_child,
     run_children_in_turns,
+    run_to_end,
     step_times,
     write_tokens,
 )
@@ -162,6 +166,83 @@ def test_gpu_names_its_rows_and_refuses_a_word_that_is_in_none() -> None:
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2
     assert "no row's name holds 'fairseq'" in done.stderr
+
+
+def test_gpu_keeps_what_it_measured_over_failures_interruptions_and_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[str] = []
+
+    def measure(row: dict[str, Any], *_: Any) -> dict[str, Any]:
+        measured.append(row["row"])
+        if row["row"] == "124M nanogpt":
+            raise ZeroDivisionError("broken")
+        if row["row"] == "350M accel_train" and len(measured) < 5:
+            raise KeyboardInterrupt
+        return {"step_ms": 1.0, "stall_ms": math.nan}
+
+    def saved() -> dict[str, dict[str, Any]]:
+        return {row["row"]: row for row in json.loads((tmp_path / "gpu-check.json").read_text())["rows"]}
+
+    monkeypatch.setattr(gpu, "measure", measure)
+    planned = [row["row"] for row in gpu.planned_rows()]
+    arguments = gpu.parse_arguments(["--device", "cpu", "--save", str(tmp_path)])
+    with pytest.raises(KeyboardInterrupt):
+        gpu.run_rows(arguments, tmp_path, math.inf)
+    assert list(saved()) == planned[:3]
+    assert saved()["124M nanogpt"]["problem"] == "ZeroDivisionError: broken"
+    assert (saved()["124M accel_train"]["step_ms"], saved()["124M accel_train"]["stall_ms"]) == (1.0, None)
+    measured.clear()
+    assert not gpu.run_rows(gpu.parse_arguments(["--device", "cpu", "--save", str(tmp_path), "--only", "loss"]),
+                            tmp_path, math.inf)  # fmt: skip
+    assert (measured, len(saved())) == (["loss"], 3)
+    measured += ["other"] * 5
+    assert gpu.run_rows(arguments, tmp_path, math.inf)
+    assert [name for name in planned if name not in measured] == ["124M accel_train", "124M hf_trainer"]
+    assert list(saved()) == planned
+    of_other_torch = json.loads((tmp_path / "gpu-check.json").read_text())
+    of_other_torch["versions"]["torch"] = "1.0"
+    (tmp_path / "gpu-check.json").write_text(json.dumps(of_other_torch))
+    assert gpu.saved_record(tmp_path / "gpu-check.json") == {"rows": []}
+
+
+def test_gpu_leaves_out_what_does_not_fit_into_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+    monkeypatch.setattr(gpu, "measure", lambda *words: given.append(words[-1]) or {})
+    arguments = gpu.parse_arguments(["--device", "cpu", "--row-minutes", "2", "--only", "loss", "tests"])
+    assert not gpu.run_rows(arguments, tmp_path, time.monotonic() + 3600)
+    assert given == [120.0, 120.0]
+    assert not gpu.run_rows(arguments, tmp_path, time.monotonic() + 30)
+    assert len(given) == 2
+
+
+def test_gpu_names_the_error_of_a_child_and_not_the_hint_after_it() -> None:
+    child = "RuntimeError: python ended with exit code 1:\nTraceback\ntorch.AcceleratorError: no kernel\nCompile with X"
+    assert gpu.problem_in(child) == "torch.AcceleratorError: no kernel"
+    assert gpu.problem_in("RuntimeError: python\nValueError: old\npython -m a ran past 240 s").endswith("past 240 s")
+    assert gpu.problem_in("KeyboardLost: x") == "KeyboardLost: x"
+
+
+def test_gpu_counts_outcomes_of_tests_also_of_those_that_ran_out_of_time() -> None:
+    printed = """collecting ... collected 4 items
+
+tests/gpu/test_gpu.py::test_a[1-no] PASSED                     [ 25%]
+tests/gpu/test_gpu.py::test_b FAILED                           [ 50%]
+tests/gpu/test_gpu.py::test_c SKIPPED (needs 2 GPUs)           [ 75%]
+tests/gpu/test_gpu.py::test_d """
+    outcomes, failed = gpu.outcomes_of(printed)
+    assert outcomes == {"PASSED": 1, "FAILED": 1, "SKIPPED": 1}
+    assert failed == ["FAILED tests/gpu/test_gpu.py::test_b"]
+
+
+def test_what_a_measured_process_leaves_behind_ends_with_it() -> None:
+    code, printed = run_to_end(["sh", "-c", "sleep 600 & echo $!"], environment=os.environ, timeout_seconds=600)
+    assert code == 0
+    deadline = time.monotonic() + 300
+    while psutil.pid_exists(int(printed)) and psutil.Process(int(printed)).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline, "it still runs"
+        time.sleep(0.05)
+    assert run_to_end(["sleep", "600"], environment=os.environ, timeout_seconds=0.1)[0] is None
 
 
 def test_data_prints_every_part(tmp_path: Path) -> None:

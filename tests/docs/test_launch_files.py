@@ -173,7 +173,7 @@ def test_accelerate_launch_starts_the_processes_and_changes_no_training(
     if num_processes > 1:
         command += ["--num_processes", str(num_processes), "--main_process_port", "0"]
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
-    subprocess.run([*command, str(script)], env={**clean, "SEEN": str(seen)}, check=True, timeout=120)
+    subprocess.run([*command, str(script)], env={**clean, "SEEN": str(seen)}, check=True, timeout=300)
 
     environments = [json.loads((seen / str(rank)).read_text()) for rank in range(num_processes)]
     assert len(list(seen.iterdir())) == num_processes
@@ -203,7 +203,7 @@ def test_the_cpu_script_starts_the_program_in_two_processes(tmp_path: Path) -> N
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
     script = LAUNCH / "cpu_two_processes.sh"
-    subprocess.run([str(script), "run", "x.yaml"], env=variables, cwd=tmp_path, check=True, timeout=120)
+    subprocess.run([str(script), "run", "x.yaml"], env=variables, cwd=tmp_path, check=True, timeout=300)
     started = [json.loads(path.read_text()) for path in sorted(seen.iterdir())]
     assert [process["LOCAL_RANK"] for process in started] == ["0", "1"]
     assert all(process["ACCELERATE_USE_CPU"] == "true" for process in started)

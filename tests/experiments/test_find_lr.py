@@ -175,9 +175,9 @@ def test_rates_rise_by_one_factor() -> None:
     "arguments, said",
     [
         (["--min", "1", "--max", "0.1"], "--min 1 --max 0.1:"),
-        (["--min", "0"], "rates must be positive"),
+        (["--min", "0"], "--min: 0 is not a number above 0"),
         (["--max", "nan"], "--max: nan is not a number"),
-        (["--steps", "5"], "--steps 5: a slope needs at least 20"),
+        (["--steps", "5"], "--steps: 5 is not a whole number of at least 20"),
         (["--stepps", "50"], "unknown flag --stepps; did you mean --steps?"),
         (["--data.train", "nowhere.txt"], "nowhere.txt"),
     ],

@@ -394,8 +394,7 @@ def _alone(root: Path) -> Iterator[None]:
             f"output_dir={root} is in use by another sweep. Wait for it, stop it, or set another --output_dir"
         ) from None
     except OSError:
-        # The run folder cannot be written either, or the file system has no locks.
-        pass
+        pass  # The folder cannot be written, which the first run reports, or the file system has no locks.
     try:
         yield
     finally:
