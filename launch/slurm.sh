@@ -7,6 +7,7 @@
 #   --cpus-per-task     cores: 64, 8 a GPU, for processes and their data workers
 #   --mem               memory: 0, which is all of it
 # Other variables of the job, by sbatch --export=ALL,NAME=VALUE:
+#   GLOO_SOCKET_IFNAME  the nodes' interface to each other, where their names resolve to 127.0.x.x
 #   PROCESSES_PER_NODE  processes on each node: its GPUs, unless said
 #   MAX_RESTARTS        how often a process that failed is started again in place: 3, unless said
 #   MAX_REQUEUES        after a lost process (exit code 5) the job is requeued while it was requeued less often, for whatever

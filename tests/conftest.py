@@ -1,7 +1,7 @@
 """What several test files share."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from accelerate import PartialState
 
 from accel_train.recipe.schema import Recipe
+from tests.support.leftovers import nothing_left
 from tests.support.processes import Forked
 from tests.support.runs import write_corpus
 
@@ -22,6 +23,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     """Tests marked gpu need one; `make test` leaves them out, and `make test-gpu` runs them."""
     if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
         pytest.skip("torch sees no CUDA device on this machine")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Generator[None, Any, Any]:
+    """Restore the process after each test and its fixtures, also those of its module."""
+    with nothing_left():
+        return (yield)
 
 
 @pytest.fixture

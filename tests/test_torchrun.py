@@ -117,7 +117,7 @@ def test_restarts_are_for_what_they_can_mend_and_the_exit_code_is_the_runs_own(t
         env=environment(PYTHONPATH=repository, BOTH_END="1"),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -300,5 +300,5 @@ def test_scripts_whose_last_act_is_a_collective_end_in_good_order() -> None:
             variables = environment(**job, RANK=rank, LOCAL_RANK=rank, ACCELERATE_USE_CPU="true")
             program = [sys.executable, str(TESTS / "support/programs/exit.py")]
             begun.append(subprocess.Popen(program, env=variables, stderr=subprocess.PIPE, text=True))
-    ended = [(process.communicate(timeout=120)[1], process.returncode) for process in begun]
+    ended = [(process.communicate(timeout=300)[1], process.returncode) for process in begun]
     assert [code for _, code in ended] == [0] * 8, "\n".join(said for said, _ in ended)

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -15,25 +16,31 @@ from torch import Tensor, nn
 from accel_train.checkpoint.store import read_trainer
 from accel_train.core.errors import CheckpointError
 from accel_train.core.files import HASHING_THREADS
+from accel_train.model.tensors import FileTensor
 
 BASE = "base"
 """Entry of trainer.json that names the weights left out. Missing in a checkpoint with all weights."""
 
 
-def digests_of_base(model: nn.Module, names: Collection[str]) -> dict[str, str]:
+def digests_of_base(
+    model: nn.Module, names: Collection[str], sources: Mapping[str, FileTensor] = MappingProxyType({})
+) -> dict[str, str]:
     """Return the SHA-256 of these weights by name, as loaded: type, shape and bytes.
 
-    Four threads hash 0.5 to 2 GB/s each.
+    Weights in `sources` are read from there, by blocks. Four threads hash 0.5 to 2 GB/s each.
     """
-    weights = {name: parameter.detach() for name, parameter in model.named_parameters() if name in names}
+    weights = {name: sources.get(name, each.detach()) for name, each in model.named_parameters() if name in names}
     with ThreadPoolExecutor(HASHING_THREADS, thread_name_prefix="hashing") as pool:
         return dict(zip(weights, pool.map(_digest, weights.values()), strict=True))
 
 
-def _digest(tensor: Tensor) -> str:
-    digest = hashlib.sha256(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-    content: Any = tensor.contiguous().flatten().view(torch.uint8).numpy()
-    digest.update(content)
+def _digest(tensor: Tensor | FileTensor) -> str:
+    blocks = [tensor] if isinstance(tensor, Tensor) else (block for _, block in tensor.blocks())
+    dtype = tensor.dtype if isinstance(tensor, Tensor) else torch.float32
+    digest = hashlib.sha256(f"{dtype} {tuple(tensor.shape)}".encode())
+    for block in blocks:
+        content: Any = block.contiguous().flatten().view(torch.uint8).numpy()
+        digest.update(content)
     return digest.hexdigest()
 
 

@@ -16,10 +16,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from accel_train.checkpoint.base import left_out
-from accel_train.checkpoint.sharded import CheckpointReader
+from accel_train.checkpoint.sharded import CheckpointReader, copy_to_host
 from accel_train.checkpoint.store import TRAINER, Writer
 from accel_train.core.errors import CheckpointError
-from accel_train.model.tensors import is_quantised, local_part
+from accel_train.model.kernels.nf4 import packed_layers
+from accel_train.model.tensors import local_part
 from accel_train.optim.ema import Average
 from accel_train.task import Task, TaskData
 
@@ -51,18 +52,6 @@ def trainer_writers(trainer: Mapping[str, Any], description: Mapping[str, bytes]
     return {name: partial(Path.write_bytes, data=content) for name, content in files.items()}
 
 
-def copy_to_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return copies in host memory. The copies are complete on return."""
-    copies = {
-        name: torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda) for name, tensor in tensors.items()
-    }
-    for name, tensor in tensors.items():
-        copies[name].copy_(tensor, non_blocking=True)
-    if any(tensor.is_cuda for tensor in tensors.values()):
-        torch.cuda.current_stream().synchronize()
-    return copies
-
-
 def model_tensors(model: nn.Module, without: Collection[str] = ()) -> dict[str, Tensor]:
     """Return the model's contiguous state by name, except the weights `without`.
 
@@ -75,8 +64,8 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
     state = model.state_dict(keep_vars=True)
     first_name: dict[int, str] = {}
     # Next to a 4-bit weight, the state has its scales. The base in `model.pretrained` provides them too.
-    packed = tuple(f"{name}." for name, each in model.named_parameters() if is_quantised(each))
-    state = {name: tensor for name, tensor in state.items() if not name.startswith(packed)}
+    scales = {f"{name}.{part}" for name in packed_layers(model) for part in ("scales", "scales_of_scales")}
+    state = {name: tensor for name, tensor in state.items() if name not in scales}
     for name, tensor in state.items():
         first_name.setdefault(id(tensor), name)
     return {name: tensor.detach() for name, tensor in state.items() if first_name[id(tensor)] == name}

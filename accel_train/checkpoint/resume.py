@@ -221,7 +221,7 @@ def refusal(path: Path, changes: Sequence[Change]) -> str:
             f"{path} belongs to another run. Changes since it was written:",
             *(f"  {change}" for change in changes),
             "Use another output_dir, set --checkpoint.resume never to start a new run and keep the old one next to it, "
-            "or set --accept-changes to resume anyway",
+            "or add --accept-changes to resume anyway",
         )
     )
 

@@ -8,7 +8,7 @@ the checkpoint. An unsharded checkpoint can be read into parts. Each process rea
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,11 +28,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.tensor import DTensor
 
 from accel_train.checkpoint.store import FileFacts, GivenUp, Writer, facts_of, publish
 from accel_train.core.errors import CheckpointError
+from accel_train.model.tensors import local_part
 
 T = TypeVar("T")
 WHOLE = "whole.safetensors"
@@ -57,6 +57,35 @@ class KnownPlan:
 
     layout: object = None
     plan: SavePlan | None = None
+    copies: dict[str, Tensor] = field(default_factory=dict)
+    """Host memory of the last save."""
+
+
+@torch.no_grad()
+def copy_to_host(tensors: Mapping[str, Tensor], kept: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Return copies in host memory, sharded like the tensors. The copies are complete on return.
+
+    Each tensor is copied once, and the 0-dim tensors of one type (step counters) are copied together. `kept` holds the
+    page-locked memory of the previous call, which is used again.
+    """
+    kept = {} if kept is None else kept
+    numbers: dict[str, list[str]] = {}
+    for name, tensor in tensors.items():
+        if not tensor.dim() and not isinstance(tensor, DTensor):
+            numbers.setdefault(f"{tensor.dtype} {tensor.device}", []).append(name)
+    sources = {key: torch.stack([tensors[name] for name in names]) for key, names in numbers.items()}
+    sources |= {name: tensor for name, tensor in tensors.items() if tensor.dim() or isinstance(tensor, DTensor)}
+    for key, source in sources.items():
+        if key not in kept or (kept[key].shape, kept[key].dtype) != (source.shape, source.dtype):
+            pin = source.is_cuda and local_part(source).numel() > 0
+            kept[key] = torch.empty_like(source, device="cpu", pin_memory=pin, memory_format=torch.contiguous_format)
+        local_part(kept[key]).copy_(local_part(source), non_blocking=source.is_cuda)
+    if any(source.is_cuda for source in sources.values()):
+        torch.cuda.current_stream().synchronize()
+    copies = {name: kept[name] for name in tensors if name in sources}
+    for key, names in numbers.items():
+        copies.update(zip(names, kept[key].unbind(), strict=True))
+    return copies
 
 
 class _Planner(DefaultSavePlanner):
@@ -86,17 +115,16 @@ class _KnownPlanWriter(HuggingFaceStorageWriter):
 
 
 class ShardWriter:
-    """Copies in host memory of this process's parts of tensors.
+    """Copies in host memory of this process's parts of tensors, until the next writer with the same `known`.
 
     All processes create and write it at the same time.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], group: dist.ProcessGroup, known: KnownPlan) -> None:
         self._group, self._known = group, known
-        spread = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
-        whole = {name: tensor for name, tensor in tensors.items() if name not in spread}
-        self._spread: dict[str, Any] = BlockingAsyncStager().stage(spread)
-        self.whole = {name: tensor.to("cpu", copy=True).contiguous() for name, tensor in whole.items()}
+        copies = copy_to_host(tensors, known.copies)
+        self._spread: dict[str, Any] = {name: each for name, each in copies.items() if isinstance(each, DTensor)}
+        self.whole = {name: each for name, each in copies.items() if name not in self._spread}
         """Tensors that every process holds alike."""
         self._knows_where = False
 
@@ -267,11 +295,17 @@ def _read(file: Path, targets: Mapping[str, Tensor]) -> None:
             if not isinstance(target, DTensor):
                 target.copy_(opened.get_tensor(name))
                 continue
-            whole = ChunkStorageMetadata(torch.Size([0] * target.dim()), target.shape)
-            stored = TensorStorageMetadata(TensorProperties(target.dtype), target.shape, [whole])
-            for item in create_default_local_load_plan({name: target}, Metadata({name: stored})).items:
-                there, here = (
-                    tuple(slice(start, start + length) for start, length in zip(offsets, item.lengths, strict=True))
-                    for offsets in (item.storage_offsets, item.dest_offsets)
-                )
+            for there, here in cuts_of(target):
                 target.to_local()[here].copy_(opened.get_slice(name)[there])
+
+
+def cuts_of(tensor: DTensor) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
+    """Yield the parts of a sharded tensor on this process: where they lie in the whole tensor, and in `to_local()`."""
+    whole = ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.shape)
+    stored = TensorStorageMetadata(TensorProperties(tensor.dtype), tensor.shape, [whole])
+    for item in create_default_local_load_plan({"": tensor}, Metadata({"": stored})).items:
+        there, here = (
+            tuple(slice(start, start + length) for start, length in zip(offsets, item.lengths, strict=True))
+            for offsets in (item.storage_offsets, item.dest_offsets)
+        )
+        yield there, here

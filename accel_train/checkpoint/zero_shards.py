@@ -110,8 +110,11 @@ class ZeroShards:
                 seen.add(id(tensor))
                 yield name, tensor, parts.get(id(tensor))
 
-    def weights(self, without: Collection[str] = ()) -> dict[str, Tensor]:
-        """Return `contents.model_tensors` in host memory on the main process, and an empty dict on the others."""
+    def weights(self, without: Collection[str] = (), narrow: Collection[str] = ()) -> dict[str, Tensor]:
+        """Return `contents.model_tensors` in host memory on the main process, and an empty dict on the others.
+
+        Weights in `narrow` become bf16.
+        """
         found = {}
         for name, tensor, part in self._state():
             if name in without:
@@ -120,6 +123,8 @@ class ZeroShards:
                 found[name] = self._gather(part, part.flat)
             else:
                 found[name] = tensor.detach().to("cpu", copy=True).contiguous()
+            if name in narrow:
+                found[name] = found[name].bfloat16()
         return found if dist.get_rank() == 0 else {}
 
     def moments(self) -> dict[str, Tensor]:

@@ -123,6 +123,15 @@ def find_gpu(name: str) -> Gpu | None:
     return GPUS[max(matching, key=len)] if matching else None
 
 
+def known_gpu(name: str) -> Gpu:
+    """Return the GPU of a name that a user gave; raise ValueError if the table has no match."""
+    known = find_gpu(name)
+    if known is None:
+        meant = did_you_mean(name, GPUS, "known GPUs include H100 and A100", at_most=3, least=0.4)
+        raise ValueError(f"--gpu {name}: the peak of this GPU is unknown; {meant}")
+    return known
+
+
 def has_float8(name: str) -> bool:
     """Return whether the GPU with this name multiplies float8. False if unknown."""
     gpu = find_gpu(name)

@@ -87,7 +87,7 @@ def read_delimited(path: Path, data: Data) -> Iterator[Record]:
 def _remedy(path: Path, data: Data, num_fields: int, num_columns: int) -> str:
     if num_fields < num_columns:
         name = DELIMITERS.get(delimiter_of(path, data), "separators")
-        return f"{name} are missing in it, or it ends early: repair or drop it"
+        return f"{name} are missing, or the row ends early; repair or drop it"
     return 'put quotes around a text that holds a separator or line end: "a, b"'
 
 

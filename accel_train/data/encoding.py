@@ -138,8 +138,8 @@ def decode(raw: bytes, data: Data, where: object, *, offset: int = 0, line: int 
         line += text.count("\n", 0, nul) + 1
         position = offset + len(text[:nul].encode(encoding))
         raise ValueError(
-            f"{where}: byte 0x00 at position {position} (line {line}) is in no text; is it a binary file? set "
-            "data.encoding_errors: replace to read it all the same"
+            f"{where}: byte 0x00 at position {position} (line {line}) does not occur in text; is this a binary file? "
+            "data.encoding_errors: replace reads it anyway"
         )
     return text
 
@@ -181,7 +181,7 @@ def _decoded_lines(path: Path, data: Data, encoding: str) -> Iterator[tuple[str,
                 yield line.removeprefix("\ufeff") if number == 1 else line, len(line.encode(encoding, "replace")) - mark
     # Includes UTF-16 without a byte order mark.
     except UnicodeError as error:
-        raise ValueError(_fault(f"{path}: what follows line {number} ({error})", encoding)) from None
+        raise ValueError(_fault(f"{path}: the text after line {number} ({error})", encoding)) from None
 
 
 def _fault(at: str, encoding: str) -> str:

@@ -135,7 +135,7 @@ def label_scheme(
     if missing is not None:
         count = sum(map(is_missing, values))
         drop = (
-            f" ({count:,} of {len(values):,} have none: data.missing_labels: drop leaves them out)" if may_drop else ""
+            f" ({count:,} of {len(values):,} lack one; data.missing_labels: drop leaves them out)" if may_drop else ""
         )
         raise ValueError(f"{where(missing)}, column {column!r}: {_NO_LABEL}{drop}")
     given = label_names if label_names is not None else feature_names

@@ -278,8 +278,8 @@ def _load_dataset(name: str, data: Data, key: str) -> Source:
     except Exception as error:
         reason = str(error).strip() or type(error).__name__
         raise ValueError(
-            f"{key}: {name!r} is neither an existing file or folder (seen from {Path.cwd()}) nor a data set that "
-            f"`datasets` can load: {reason.splitlines()[0]}{_nearest(Path(name).expanduser())}"
+            f"{key}: {name!r} is not a file or folder (seen from {Path.cwd()}), and `datasets` "
+            f"cannot load it: {reason.splitlines()[0]}{_nearest(Path(name).expanduser())}"
         ) from error
     shown = f"{name}/{data.subset}" if data.subset else name
     return _describe_dataset(f"{shown} [{split}]", dataset)

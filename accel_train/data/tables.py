@@ -82,7 +82,7 @@ def column_names(source: Source, data: Data) -> list[str]:
     else:
         names = list(next((row for row, _, _ in _json_objects(path, data, "text")), ()))
     if not names:
-        raise ValueError(f"{path} holds no rows; name a table that has some")
+        raise ValueError(f"{path} holds no rows; name a table with rows")
     return names
 
 
@@ -247,16 +247,13 @@ def check_columns(
         count = list(available).count(column)
         if count == 1:
             continue
-        listed = f"There are {', '.join(map(str, available))} ({setting_of(column, data)} names the column)"
+        listed = f"The columns are {', '.join(map(str, available))} ({setting_of(column, data)} names the column)"
         if count:
-            raise ValueError(f"{where}: the column {column!r} is there {count} times; name another. {listed}")
+            raise ValueError(f"{where}: column {column!r} occurs {count} times; choose another. {listed}")
         remedy = did_you_mean(column, available, show=repr)
         if is_csv and not remedy:
-            listed += (
-                "; the first line of the file must hold the names of the columns; data.header: none reads a file "
-                "without them"
-            )
-        raise MissingColumn(column, f"{where}: no column {column!r}; {remedy or 'name another.'} {listed}")
+            listed += "; the first line must hold the column names; data.header: none reads a file without them"
+        raise MissingColumn(column, f"{where}: no column {column!r}; {remedy or 'choose another.'} {listed}")
 
 
 def setting_of(column: str, data: Data) -> str:

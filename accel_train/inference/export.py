@@ -32,6 +32,7 @@ from accel_train.inference.finished_run import (
 from accel_train.inference.int8 import int8_tensors, left_alone, put_int8_tensors, quantize_int8, require_torchao
 from accel_train.inference.int8_cost import compare
 from accel_train.model.pretrained import check_weight_files, new_weights
+from accel_train.model.weights import in_bf16
 from accel_train.recipe.schema import Recipe
 from accel_train.task import TASKS
 
@@ -100,6 +101,7 @@ def export_run(
         if is_unmerged:
             _remove_weights(staging)
             logging.disable_progress_bar()
+            model = in_bf16(model) if recipe.checkpoint.model_dtype == "bf16" else model
             model.save_pretrained(staging)
         before = _bytes_of_weights(staging)
         record["weights_bytes"] = {"before": before, "after": before}

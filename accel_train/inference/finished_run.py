@@ -134,7 +134,7 @@ def recipe_of_trained(folder: Path, data: str | None = None, settings: Sequence[
     weights = folder / "model"
     config = json.loads((weights / "config.json").read_text(encoding="utf-8"))
     changes: dict[str, Any] = {"pretrained": str(weights), "config": None, "freeze": (), "freeze_batch_norm": False}
-    # The saved weights are fp32, as used in the computation.
+    # The saved weights are loaded as fp32.
     changes["frozen_dtype"] = "auto"
     changes["problem_type"] = _PROBLEM_TYPES.get(config.get("problem_type"), recipe.model.problem_type)
     model = recipe.model.model_copy(update=changes)

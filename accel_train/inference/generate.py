@@ -1,9 +1,11 @@
 """Generate text with a trained language model."""
 
+import os
 from pathlib import Path
 
 from accel_train.core.errors import asks_for_own_code
 from accel_train.model.generation import chat_prompt, check_sampling, generate_text
+from accel_train.runtime.driver import uses_cpu
 
 
 def check_generation(run_folder: Path, *, max_new_tokens: int, temperature: float) -> None:
@@ -49,7 +51,7 @@ def generate_from_run(
         raise ValueError(
             f"{folder} cannot be loaded as a language model: {reason}; was the run a causal-lm?"
         ) from error
-    model.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    model.to(torch.device("cuda" if torch.cuda.is_available() and not uses_cpu(os.environ) else "cpu"))
     is_chat = _is_chat(Path(run_folder))
     start = chat_prompt(tokenizer, prompt) if is_chat else prompt
     text = generate_text(model, tokenizer, start, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)

@@ -25,6 +25,7 @@ from accel_train.data.order import evaluation_batches
 from accel_train.engine.evaluation import EvaluationReader, evaluation_mode, rows_in_order
 from accel_train.inference.finished_run import TrainedRun, counted, open_run, recipe_of_trained
 from accel_train.recipe.yaml_core import is_number
+from accel_train.runtime.process_group import wait_for_all
 
 SUFFIXES = (".csv", ".jsonl", ".parquet")
 MAX_SCORE_COLUMNS = 20
@@ -79,7 +80,7 @@ def predict(run: TrainedRun, out: Path) -> Path | None:
     masks = _masks_of(out)
     main = run.accelerator.is_main_process
     with replacing(masks) if main and not is_written_into(out) else nullcontext(staging_of(masks)) as staging:
-        run.accelerator.wait_for_everyone()
+        wait_for_all()
         gathered = _predict_all(run, staging)
         has_masks = main and any(staging.glob("*.png"))
     if not gathered:
@@ -110,7 +111,8 @@ def _predict_all(run: TrainedRun, masks: Path) -> dict[str, NDArray[Any]]:
     assert run.data.eval is not None
     rows: dict[str, list[Tensor]] = {}
     size, processes = run.sizes.per_device_eval_batch_size, run.accelerator.num_processes
-    indices = evaluation_batches(len(run.data.eval), size, run.accelerator.process_index, processes)  # type: ignore[arg-type]
+    total = len(run.data.eval)  # type: ignore[arg-type]
+    indices = evaluation_batches(total, size, run.accelerator.process_index, processes)
     shown = partial(counted, text="predicting")
     batches = EvaluationReader(run.accelerator, run.data, size, run.reading, counted=shown).batches()
     with evaluation_mode(run.inner):

@@ -43,8 +43,8 @@ def read_incident(folder: Path) -> JsonRecord:
     """
     path = folder / RECORD
     if not path.is_file():
-        problem = f"it has no {RECORD}" if folder.is_dir() else "the folder does not exist"
-        raise ValueError(f"{folder} is no incident: {problem}; give a folder of RUN/{INCIDENTS}")
+        problem = f"it does not contain {RECORD}" if folder.is_dir() else "the folder does not exist"
+        raise ValueError(f"{folder} is not an incident: {problem}; give a folder of RUN/{INCIDENTS}")
     try:
         record = read_json(path)
         if record["format"] != FORMAT:

@@ -55,7 +55,7 @@ def check_tracker_names(names: Sequence[str]) -> None:
         if name not in known:
             hint = did_you_mean(name, known, f"known are {', '.join(sorted(known))}")
             raise ValueError(
-                f"log.trackers: {name!r} is not a tracker; {hint}; import your own where your task is defined"
+                f"log.trackers: {name!r} is not a tracker (import your own where your task is defined); {hint}"
             )
         if name in PACKAGES and name not in installed:
             raise ValueError(

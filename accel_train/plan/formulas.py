@@ -8,7 +8,7 @@ each process has updated. Stage 3 gathers weights for each micro-batch, and redu
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from accel_train.model.memory_estimate import MemoryPart
+from accel_train.model.memory_estimate import OF_FSDP2, MemoryPart
 from accel_train.model.weights import FP32_BYTES, ModelWeights, WeightGroup, in_rounds
 from accel_train.parallel.zero import BUCKET_ELEMENTS
 from accel_train.plan.place import Layout
@@ -16,6 +16,8 @@ from accel_train.plan.traffic import Collective, Kind, Phase, Ring, backward_ord
 
 BUCKET_BYTES = 25 * 2**20
 """DDP's buckets (bucket_cap_mb): one is full with the weight that makes it as large, or larger."""
+FIRST_BUCKET_BYTES = 2**20
+"""Size of DDP's first bucket, so that reducing starts early."""
 FRAGMENTATION = 0.05
 """Assumed fraction of temporary memory in a step that is lost between the allocator's blocks."""
 NCCL_BUFFER_BYTES = 24 * 2 * 4 * 2**20
@@ -36,13 +38,16 @@ GRADIENTS, UPDATED, WEIGHTS = "gradients, fp32", "updated weights, fp32", "weigh
 
 
 def _ddp_memory(
-    whole: Mapping[str, MemoryPart], layout: Layout, weights: ModelWeights, compute_bytes: int
+    whole: Mapping[str, MemoryPart], layout: Layout, weights: ModelWeights, num_trainable: int, *, accumulates: bool
 ) -> Iterator[MemoryPart]:
     """Yield the parts of a process under DDP, which holds the `whole` model."""
     yield from (whole[name] for name in ("parameters", "gradients", "optimizer", "averaged weights") if name in whole)
     if layout.world_size > 1:
         how = "the gradients themselves lie in the buckets (gradient_as_bucket_view)"
-        yield MemoryPart("DDP buckets", 0, "arithmetic", how)
+        if accumulates:
+            how = "4 bytes each (fp32): gradients of earlier micro-batches do not lie in the buckets"
+        num_bytes = FP32_BYTES * weights.trainable_numel if accumulates else 0
+        yield MemoryPart("DDP buckets", num_bytes, "arithmetic", how)
 
 
 def _ddp_collectives(
@@ -52,7 +57,7 @@ def _ddp_collectives(
     ring = Ring(layout.world_size, 1, layout.gpus_per_node)
     sizes = [0]
     for weight in backward_order(weights):
-        if sizes[-1] >= BUCKET_BYTES:
+        if sizes[-1] >= (FIRST_BUCKET_BYTES if len(sizes) == 1 else BUCKET_BYTES):
             sizes.append(0)
         sizes[-1] += reduce_bytes * weight.numel
     for number, size in enumerate(sizes):
@@ -61,7 +66,7 @@ def _ddp_collectives(
 
 
 def _fsdp2_memory(
-    whole: Mapping[str, MemoryPart], layout: Layout, weights: ModelWeights, compute_bytes: int
+    whole: Mapping[str, MemoryPart], layout: Layout, weights: ModelWeights, num_trainable: int, *, accumulates: bool
 ) -> Iterator[MemoryPart]:
     """Yield the memory parts of the first process.
 
@@ -71,20 +76,19 @@ def _fsdp2_memory(
     dealt = f"1/{size} of the rows" if split == 1 else f"1/{split} of split layers"
     dealt += f", and 1/{size} of their rows" if split > 1 and size > 1 else ""
     trained = weights.part_numel(size, trainable_only=True)
-    trainable = (whole["gradients"].num_bytes or 0) // 4
-    sizes = {"parameters": weights.part_bytes(size), "gradients": 4 * trained}
+    sizes = {"parameters": weights.part_bytes(size), "gradients": whole["gradients"].num_bytes}
     for name in ("optimizer", "averaged weights"):
         if name in whole:
-            sizes[name] = (whole[name].num_bytes or 0) * trained // trainable if trainable else 0
+            sizes[name] = (whole[name].num_bytes or 0) * trained // num_trainable if num_trainable else 0
     for name, num_bytes in sizes.items():
         share = dealt if split > 1 or name in ("parameters", "gradients") else f"1/{size}"
         part = MemoryPart(name, num_bytes, "arithmetic", f"{whole[name].how}, {share}")
         if layout.strategy.section.cpu_offload:
-            how = f"in host memory (cpu_offload): {num_bytes / 2**20:,.1f} MiB of a process"
+            on_host = 4 * trained if name == "gradients" else num_bytes or 0
+            how = f"in host memory (cpu_offload): {on_host / 2**20:,.1f} MiB of a process"
             part = replace(part, num_bytes=0, how=how)
         yield part
-    if size > 1:
-        yield from _gathered(layout, weights, weights.gathered_bytes(compute_bytes))
+    yield from (whole[name] for name in OF_FSDP2 if name in whole)
 
 
 def matrix_collectives(layout: Layout, weights: ModelWeights) -> Iterator[Collective]:
@@ -106,37 +110,13 @@ def matrix_collectives(layout: Layout, weights: ModelWeights) -> Iterator[Collec
             yield Collective(kind, num_bytes, ring, "backward", True, False, "updates of matrices, fp32")
 
 
-def _gathered(layout: Layout, weights: ModelWeights, compute_bytes: int) -> Iterator[MemoryPart]:
-    size, reshards = layout.shard_size, layout.strategy.section.reshard_after_forward
-    blocks = sorted((size * block.part_numel(size) for block in weights.blocks), reverse=True)
-    root = size * weights.root.part_numel(size)
-    trained = max((size * block.part_numel(size, trainable_only=True) for block in weights.blocks), default=0)
-    trained_root = size * weights.root.part_numel(size, trainable_only=True)
-    at_once = blocks[:2] if reshards else blocks
-    one, of_weights = (
-        "a block",
-        f"{len(at_once)} blocks{'' if reshards else ' (reshard_after_forward off)'} and the rest of the model",
-    )
-    of_gradients = "of 1 block and the rest of the model"
-    if not blocks:
-        one = "the model"
-        of_weights = of_gradients = "all of them, because the model has no repeated blocks"
-    each = f"{compute_bytes} bytes each"
-    yield MemoryPart("gathered weights", compute_bytes * (root + sum(at_once)), "arithmetic", f"{of_weights}, {each}")
-    until = f"{of_gradients}, {each}, until they are reduced"
-    yield MemoryPart("whole gradients", compute_bytes * (trained + trained_root), "arithmetic", until)
-    reduced = 4 * (trained or trained_root) + 4 * (trained or trained_root) // size
-    moving = f"{one}'s incoming weights, {one}'s outgoing gradients (fp32)"
-    largest = blocks[0] if blocks else root
-    yield MemoryPart("collectives", compute_bytes * largest + reduced, "estimate", moving)
-
-
 def _fsdp2_collectives(
     layout: Layout, weights: ModelWeights, compute_bytes: int, reduce_bytes: int
 ) -> Iterator[Collective]:
-    """Yield the gathers and reductions of all blocks and the rest of the model, in the order of a step.
+    """Yield the gathers and reductions of all groups, in the order of a step.
 
-    The first gather and the last reduction of a backward pass do not overlap with computing.
+    The first gathers and the last reductions of a backward pass do not overlap with computing. The embedding's weights
+    are not gathered for the backward.
     """
     size, reshards = layout.shard_size, layout.strategy.section.reshard_after_forward
     if size == 1:
@@ -146,9 +126,9 @@ def _fsdp2_collectives(
     compute_bytes = weights.gathered_bytes(compute_bytes)
     dtype = "fp32" if compute_bytes == FP32_BYTES else f"{8 * compute_bytes} bits"
 
-    def gather(group: WeightGroup, phase: Phase, hidden: bool) -> Collective:
-        num_bytes = compute_bytes * size * group.part_numel(size)
-        return Collective("all-gather", num_bytes, shard, phase, False, hidden, f"weights, {dtype}")
+    def gather(group: WeightGroup, phase: Phase, hidden: bool) -> Iterator[Collective]:
+        if num_bytes := size * group.gathered_part_bytes(size, compute_bytes):
+            yield Collective("all-gather", num_bytes, shard, phase, False, hidden, f"weights, {dtype}")
 
     def reduce(group: WeightGroup, hidden: bool) -> Iterator[Collective]:
         part = reduce_bytes * group.part_numel(size, trainable_only=True)
@@ -156,22 +136,27 @@ def _fsdp2_collectives(
             yield Collective("reduce-scatter", part * size, shard, "backward", False, hidden, "gradients, fp32")
         if part and layout.num_copies > 1:
             purpose = "gradients of the parts, fp32"
-            yield Collective("all-reduce", part, copies, "backward", False, hidden, purpose)
+            yield Collective("all-reduce", part, copies, "backward", True, hidden, purpose)
 
-    yield gather(weights.root, "forward", False)
+    embedding, head = weights.ends
+    for group in (weights.rest, embedding):
+        yield from gather(group, "forward", False)
     for number, block in enumerate(weights.blocks):
-        yield gather(block, "forward", number > 0)
+        yield from gather(block, "forward", number > 0)
+    yield from gather(head, "forward", True)
+    yield from reduce(head, True)
     for number, block in reversed(list(enumerate(weights.blocks))):
         if reshards and number < len(weights.blocks) - 1:
-            yield gather(block, "backward", True)
+            yield from gather(block, "backward", True)
         yield from reduce(block, number > 0)
     if reshards and weights.blocks:
-        yield gather(weights.blocks[-1], "backward", False)
-    yield from reduce(weights.root, False)
+        yield from gather(weights.blocks[-1], "backward", False)
+    for group in (weights.rest, embedding):
+        yield from reduce(group, False)
 
 
 def _zero_memory(
-    whole: Mapping[str, MemoryPart], layout: Layout, weights: ModelWeights, compute_bytes: int
+    whole: Mapping[str, MemoryPart], layout: Layout, weights: ModelWeights, num_trainable: int, *, accumulates: bool
 ) -> Iterator[MemoryPart]:
     """Yield the memory parts of a process as DeepSpeed 0.19 holds them between its calls.
 
@@ -264,18 +249,18 @@ def collectives(
 
 
 def spread_memory(
-    parts: Sequence[MemoryPart], layout: Layout, weights: ModelWeights, compute_bytes: int, device_type: str
+    parts: Sequence[MemoryPart],
+    layout: Layout,
+    weights: ModelWeights,
+    num_trainable: int,
+    device_type: str,
+    *,
+    accumulates: bool,
 ) -> tuple[MemoryPart, ...]:
-    """Return the memory parts of one process in this layout. `parts` describe a process that holds the whole model."""
+    """Return the memory parts of one process in this layout. `parts` are the results of `estimate_memory`."""
     whole = {part.name: part for part in parts}
-    found = [*MEMORY[layout.strategy.name](whole, layout, weights, compute_bytes)]
-    for name in UNCHANGED:
-        if name in whole:
-            part = whole[name]
-            if layout.tp_size > 1 and name == "activations":
-                how = "for whole layers: an upper bound, because the savings of splitting are not modeled"
-                part = replace(part, how=f"{part.how}, {how}")
-            found.append(part)
+    found = [*MEMORY[layout.strategy.name](whole, layout, weights, num_trainable, accumulates=accumulates)]
+    found += (whole[name] for name in UNCHANGED if name in whole)
     if device_type == "cuda":
         found += _of_cuda(found, layout)
     if device_type == "cpu":

@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from accel_train.core.format import did_you_mean
-from accel_train.core.hardware import GPUS, find_gpu, has_float8, peak_flops
+from accel_train.core.hardware import has_float8, known_gpu, peak_flops
 from accel_train.core.state import Choice
 from accel_train.parallel.dims import choose_sequences
 from accel_train.parallel.precision import choose_mixed_precision, float8_is_missing
@@ -117,12 +116,12 @@ class Place:
 
 
 def count_processes(world_size: int | None, gpu: str | None) -> int:
-    """Return the number of processes: from the flag, the launcher, or the GPUs of this machine, in this order.
+    """Return the number of processes: from the flag, the launcher, or the accelerators of this machine, in this order.
 
     Without a flag and a launcher, a GPU that is only named counts as one process.
     """
     launched = int(os.environ.get("WORLD_SIZE") or 0)
-    return world_size or launched or (1 if gpu or not has_accelerator() else max(1, torch.cuda.device_count()))
+    return world_size or launched or (1 if gpu or not has_accelerator() else max(1, torch.accelerator.device_count()))
 
 
 def choose_place(recipe: Recipe, world_size: int, gpu: str | None, hardware: Hardware) -> Place:
@@ -146,11 +145,7 @@ def choose_place(recipe: Recipe, world_size: int, gpu: str | None, hardware: Har
 
 def _device(gpu: str | None) -> tuple[str, int | None]:
     if gpu is not None:
-        known = find_gpu(gpu)
-        if known is None:
-            meant = did_you_mean(gpu, GPUS, "known GPUs include H100 and A100", at_most=3, least=0.4)
-            raise ValueError(f"--gpu {gpu}: the peak of this GPU is unknown; {meant}")
-        return gpu, round(known.memory_gib * 2**30) or None
+        return gpu, round(known_gpu(gpu).memory_gib * 2**30) or None
     if not torch.cuda.is_available():
         return "cpu", None
     properties = torch.cuda.get_device_properties(0)

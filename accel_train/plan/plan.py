@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from accel_train.checkpoint.store import checkpoint_folders
 from accel_train.core.state import Choice
@@ -16,8 +17,10 @@ from accel_train.data.batch_sizes import BatchSizes, divisors, is_open, resolve_
 from accel_train.data.text.tokenizers import pretrained_tokenizer
 from accel_train.data.text.tokens import collate_windows
 from accel_train.engine.resolve import change_model, check_recipe, resolve_run
-from accel_train.model.kernels.frozen import NF4_BYTES, bytes_saved_by_nf4, choose_frozen_dtype, keep_frozen
+from accel_train.model.kernels.frozen import choose_frozen_dtype, keep_frozen
+from accel_train.model.kernels.nf4 import NF4_BYTES
 from accel_train.model.memory_estimate import (
+    Holding,
     MemoryPart,
     build_without_weights,
     estimate_memory,
@@ -31,9 +34,9 @@ from accel_train.optim.schedule import StepPlan, scale_learning_rate
 from accel_train.parallel.compatibility import check_compatibility
 from accel_train.parallel.dims import across_machines
 from accel_train.parallel.sequence_parallel import check_model, slice_of
-from accel_train.parallel.tensor_parallel import part_shapes
+from accel_train.parallel.tensor_parallel import part_shapes, styles_of
 from accel_train.plan.formulas import spread_memory
-from accel_train.plan.place import Hardware, Place, choose_place, count_processes
+from accel_train.plan.place import Hardware, Layout, Place, choose_place, count_processes
 from accel_train.plan.step_time import Scale, estimate_scale
 from accel_train.plan.traffic import Collective, neighbour_collectives, with_exchange
 from accel_train.recipe.optimizer import optimizer_kind
@@ -108,9 +111,14 @@ class Plan:
         return None if None in sizes else sum(size for size in sizes if size is not None)
 
     @property
+    def model_bytes(self) -> int:
+        """Bytes of the final weights in `model/`."""
+        return self.recipe.checkpoint.bytes_per_weight * self.num_parameters
+
+    @property
     def disk_bytes(self) -> int:
         """Maximum bytes of all checkpoints plus the final weights."""
-        return self.num_checkpoints * self.checkpoint_bytes + 4 * self.num_parameters
+        return self.num_checkpoints * self.checkpoint_bytes + self.model_bytes
 
     @property
     def train_seconds(self) -> float | None:
@@ -184,7 +192,14 @@ def resolve_plan(
         vocabulary=model.vocabulary,
         model_choices={**model.choices, **proved},
         flops_per_target=flops,
-        memory=spread_memory(model.memory, place.layout, model.held, place.compute_bytes, place.device_type),
+        memory=spread_memory(
+            model.memory,
+            place.layout,
+            model.held,
+            model.weights.trainable_numel,
+            place.device_type,
+            accumulates=sizes.gradient_accumulation_steps > 1,
+        ),
         checkpoint_bytes=model.checkpoint_bytes,
         num_checkpoints=most_checkpoints(recipe, data.eval is not None),
         peak_flops=place.peak_flops,
@@ -219,9 +234,9 @@ def _look_at_model(recipe: Recipe, task: Task, data: TaskData, sizes: BatchSizes
     model, choices, frozen = change_model(recipe, task, build_without_weights(recipe, task, data))
     kept = choose_frozen_dtype(recipe, place.precision.value, place.device_type)
     choices |= keep_frozen(model, frozen, kept, place.precision.value)
-    saved = bytes_saved_by_nf4(model, frozen) if kept is not None and kept.value == "nf4" else 0
     base = frozen if recipe.model.pretrained is not None else ()
-    stored = sum(each.numel() * each.element_size() for name, each in model.named_parameters() if name not in base)
+    floats = {name: each for name, each in model.named_parameters() if each.is_floating_point()}
+    stored = sum(each.numel() * each.element_size() for name, each in floats.items() if name not in base)
     weights, flops = group_weights(model), task.flops_per_target(recipe, model)
     tokens, rows = getattr(data.source, "vocab_size", None), vocabulary_rows(model)
     vocabulary = None if tokens is None or rows is None else (tokens, rows)
@@ -240,21 +255,39 @@ def _look_at_model(recipe: Recipe, task: Task, data: TaskData, sizes: BatchSizes
         or max(data.facts.get("train_tokens", 0) - 1, 0)
         or round(num_targets_per_sample * len(data.train))  # type: ignore[arg-type]
     )
+    chunked = "loss.chunked" in choices and choices["loss.chunked"].value
+    averaged = weights.trainable_numel if recipe.optimizer.averages else 0
+    checkpoint_bytes = stored + 4 * averaged + state_bytes(model, recipe.optimizer)
     memory = estimate_memory(
         recipe, task, model, micro_batch,
-        mixed_precision=place.precision.value, device_type=place.device_type, gathered=place.layout.shard_size > 1,
+        mixed_precision=place.precision.value, device_type=place.device_type,
+        holding=_holding(model, place.layout, accumulates=sizes.gradient_accumulation_steps > 1, chunked=chunked),
     )  # fmt: skip
-    if saved:
+    if kept is not None and kept.value == "nf4":
         how = f"{NF4_BYTES:.2f} bytes each (nf4) of the frozen linear layers, 4 of the others"
-        memory[0] = replace(memory[0], num_bytes=(memory[0].num_bytes or 0) - saved, how=how)
+        memory[0] = replace(memory[0], how=how)
     memory = with_exchange(memory, model, place.layout, num_positions, place.compute_bytes)
-    chunked = "loss.chunked" in choices and choices["loss.chunked"].value
     of_neighbours = neighbour_collectives(
         model, place.layout, num_positions, place.compute_bytes, checkpointed=checkpointed, chunked=chunked
     )
-    averaged = weights.trainable_numel if recipe.optimizer.averages else 0
-    checkpoint_bytes = stored + 4 * averaged + state_bytes(model, recipe.optimizer)
     return _Model(weights, choices, held, vocabulary, flops, num_targets, checkpoint_bytes, memory, of_neighbours)
+
+
+def _holding(model: nn.Module, layout: Layout, *, accumulates: bool, chunked: bool) -> Holding:
+    section, split = layout.strategy.section, layout.tp_size
+    # A loss in chunks takes the head's parts as they are.
+    styles = styles_of(model, split) if split > 1 and not chunked else {}
+    layers = {name: style for name, style in styles.items() if name in dict(model.named_modules())}
+    return Holding(
+        # DDP's buckets hold gradients, and ZeRO's formulas count them.
+        keeps_gradients=accumulates or (layout.world_size > 1 and layout.strategy.name != "fsdp2"),
+        shard_size=layout.shard_size,
+        reshards=section.reshard_after_forward,
+        offloads=section.cpu_offload,
+        split_size=split,
+        shapes=part_shapes(model, split) if split > 1 else {},
+        gathers_output=[name for name, style in layers.items() if style == "colwise_gather_output"],
+    )
 
 
 def most_checkpoints(recipe: Recipe, evaluates: bool) -> int:
@@ -273,7 +306,7 @@ def _notes(recipe: Recipe, data: TaskData, gpu: str | None, sizes: BatchSizes, p
     yield from data.facts.get("notes", ())
     if (note := across_machines(recipe.parallel, place.layout.gpus_per_node)) is not None:
         yield note
-    if optimizer_kind(recipe.optimizer.name).of_class:
+    if (kind := optimizer_kind(recipe.optimizer.name)).of_class and not kind.skips_alone:
         yield f"optimizer {recipe.optimizer.name}: {BY_HOST}"
     if recipe.optimizer.name == "muon":
         yield "the time of a step leaves out muon's orthogonalization of matrices"

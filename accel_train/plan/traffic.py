@@ -23,6 +23,7 @@ from torch import nn
 from accel_train.core.hardware import GB, LINK_EFFICIENCY, Gpu, Interconnect
 from accel_train.model.compile import repeated_blocks
 from accel_train.model.memory_estimate import MemoryPart
+from accel_train.model.pretrained import value_of
 from accel_train.model.weights import ModelWeights, Weight
 from accel_train.parallel.tensor_parallel import styles_of
 from accel_train.plan.place import Layout
@@ -168,8 +169,10 @@ def traffic_of(found: Sequence[Collective], num_micro_batches: int) -> tuple[Tra
 
 def backward_order(weights: ModelWeights) -> list[Weight]:
     """Return the trainable weights in the order in which a backward pass makes their gradients."""
-    groups = (*reversed(weights.blocks), weights.root)
-    return [each for group in groups for each in reversed(group.weights) if each.trainable]
+    root, num_first = weights.root.weights, len(weights.root.weights) - weights.num_last
+    blocks = (block.weights for block in reversed(weights.blocks))
+    groups = (root[num_first:], *blocks, root[:num_first])
+    return [each for group in groups for each in reversed(group) if each.trainable]
 
 
 def neighbour_collectives(
@@ -255,7 +258,7 @@ def _head_widths(model: Any, size: int) -> tuple[int, int, int, int]:
     """
     text = model.config.get_text_config()
     heads = int(text.num_attention_heads)
-    key_heads = int(getattr(text, "num_key_value_heads", None) or heads)
-    head_size = int(getattr(text, "head_dim", None) or text.hidden_size // heads)
+    key_heads = int(value_of(text, "num_key_value_heads") or heads)
+    head_size = int(value_of(text, "head_dim") or text.hidden_size // heads)
     of_keys = max(key_heads, size) * head_size
     return heads * head_size, of_keys, of_keys, heads * head_size

@@ -183,7 +183,8 @@ def _read_arguments(arguments: Sequence[str], problems: list[str], own: bool) ->
     for flag, name, text in split_flags(arguments, own_data=own):
         *section, field = name.split(".")
         tree, origin = {field: _flag_value(name, text)}, Origin("command line", flag)
-        layer = _apply(layer, dict(_flatten(tree, tuple(section), lambda _, o=origin: o, problems, own)))  # type: ignore[misc]
+        found = _flatten(tree, tuple(section), lambda _, o=origin: o, problems, own)  # type: ignore[misc]
+        layer = _apply(layer, dict(found))
     return layer
 
 

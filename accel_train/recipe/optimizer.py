@@ -28,7 +28,9 @@ class OptimizerKind:
     state: Literal["moments", "muon", "rows_and_columns", "8_bits"] = "moments"
     """Form of the state, for the memory estimate (`model/memory_estimate.py`)."""
     of_class: str = ""
-    """`module:Class` of another package. The host reads the gradient norm before each of its steps."""
+    """`module:Class` to build, usually of another package."""
+    skips_alone: bool = False
+    """Whether the class skips a bad step by itself. Otherwise the host reads the gradient norm before each step."""
     package: str = ""
     """Package that the class needs; an extra of the same name installs it."""
     note: str = ""
@@ -48,7 +50,12 @@ OPTIMIZERS = {
     "muon": OptimizerKind("muon:build_muon", ("betas", "eps", "momentum"), moments=1, state="muon"),
     "lion": OptimizerKind("lion:build_lion", ("betas",), moments=1),
     "adafactor": OptimizerKind(
-        "custom:build_custom", ("options",), moments=0, state="rows_and_columns", of_class="torch.optim:Adafactor"
+        "custom:build_custom",
+        ("options",),
+        moments=0,
+        state="rows_and_columns",
+        of_class="accel_train.optim.adafactor:Adafactor",
+        skips_alone=True,
     ),
     "adamw_8bit": OptimizerKind(
         "custom:build_adamw_8bit",
@@ -101,8 +108,9 @@ class Optimizer(Section):
     AdamW's learning rates. lion: half of AdamW's state; use a learning rate 3 to 10 times lower, and a weight decay
     higher by the same factor. adamw_8bit (bitsandbytes): a quarter of AdamW's state; embeddings and tensors of fewer
     than 4,096 elements keep theirs in fp32. schedule_free_adamw (schedulefree): requires schedule.type constant; an
-    average of the weights is evaluated and written to `model/`. adafactor: torch's Adafactor. `module:Class`: any other
-    optimizer class. With the last four, the host reads the gradient norm before each update.
+    average of the weights is evaluated and written to `model/`. adafactor: the numbers of torch's Adafactor.
+    `module:Class`: any other optimizer class. With it, adamw_8bit, and schedule_free_adamw, the host reads the gradient
+    norm before each update.
     """
     learning_rate: PositiveFloat = 3e-4
     """Peak learning rate, before `lr_scaling`."""

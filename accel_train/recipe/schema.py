@@ -49,7 +49,7 @@ class LoRA(Section):
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Dropout probability of the adapters' input."""
     target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
-    """Names (or ends of names) of the modules to adapt. all-linear: every linear layer except the head."""
+    """Names (or ends of names) of the modules to adapt. all-linear: every linear layer except the head and routers."""
     train_also: tuple[str, ...] = ("*classifier*", "*score*", "*qa_outputs*")
     """Patterns of parameters that are trained whole, in addition to the adapters. A new head has no pretrained weights
     to adapt.
@@ -179,7 +179,8 @@ class Precision(Section):
     """
     compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
     """Mode of torch.compile. It sets the time that the compiler spends on faster kernels, and whether it records CUDA
-    graphs. Recompilations are only counted in the default mode.
+    graphs (reduce-overhead and max-autotune, only without gradient accumulation). Recompilations are only counted in
+    the default mode.
     """
     compile_backend: str = "inductor"
     """Backend of torch.compile. compile_mode requires inductor."""
@@ -230,6 +231,11 @@ class Precision(Section):
                 settings=("precision.gradient_checkpointing", "precision.compile"),
             )
         return self
+
+    @property
+    def has_cuda_graphs(self) -> bool:
+        """Return whether compiled code is recorded as CUDA graphs. A replay overwrites the results of the last one."""
+        return self.compile is not False and self.compile_mode in ("reduce-overhead", "max-autotune")
 
     @property
     def recomputed(self) -> Literal["nothing", "blocks", "selective", "budget"]:
@@ -287,8 +293,8 @@ class Guard(Section):
     """
     straggler_factor: Annotated[float, Field(gt=1)] | None = 1.5
     """Ratio to the median process's time above which a process counts as a straggler. The time is the process's own
-    work in a step: reading data, and on a CPU the forward. A straggler is named in an event if the work takes at least
-    a tenth of a step. null: no comparison.
+    work in a step: reading data, and the forward. A straggler is named in an event if the work takes at least a tenth
+    of a step. null: no comparison.
     """
     straggler_window_steps: Annotated[int, Field(ge=2, le=LARGEST_COUNT)] = 50
     """Number of steps that are averaged for each straggler comparison."""
@@ -313,6 +319,10 @@ class Checkpoint(Section):
     """Whether to evaluate the best weights at the end and write them to `model/`, instead of the last ones. auto: with
     early stopping (`evaluate.early_stopping_patience`), because the last weights are then never the best.
     """
+    model_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type of the weights in `model/`. bf16: half the size. `from_pretrained` then loads bf16. Checkpoints and adapters
+    stay fp32.
+    """
     in_background: bool = True
     """Whether to copy the state and write it in the background. false: training waits until it is on disk."""
     resume: str = "auto"
@@ -322,6 +332,11 @@ class Checkpoint(Section):
     """
     accept_changes: bool = False
     """Whether to resume although the recipe differs from the checkpoint in data, model, batch size, or length."""
+
+    @property
+    def bytes_per_weight(self) -> int:
+        """Bytes of each weight in `model/`."""
+        return 2 if self.model_dtype == "bf16" else 4
 
 
 class Log(Section):

@@ -87,8 +87,8 @@ def pack_micro_batches(
             tensors |= {f"{number}/{name}": each.detach().cpu().contiguous().clone() for name, each in kept.items()}
             if number < len(states):
                 tensors[f"{number}/{HOST}"] = states[number].host
-                if (cuda := states[number].cuda) is not None:
-                    tensors[f"{number}/{CUDA}"] = cuda
+                if (on_device := states[number].on_device) is not None:
+                    tensors[f"{number}/{CUDA}"] = on_device
         if sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()) > MAX_BATCH_BYTES:
             return None
         facts = {"num_targets": json.dumps(num_targets), "samples": json.dumps(samples)}
@@ -116,8 +116,10 @@ def read_micro_batches(path: Path, device: torch.device) -> list[KeptMicroBatch]
     for key, targets in num_targets.items():
         named = {name.partition("/")[2]: tensor for name, tensor in tensors.items() if name.partition("/")[0] == key}
         number, state = int(key), RandomState(device)
-        state.host, cuda = named.pop(HOST, state.host), named.pop(CUDA, state.cuda)
-        state.cuda = None if state.cuda is None else cuda
+        state.host, on_device = named.pop(HOST, state.host), named.pop(CUDA, state.on_device)
+        # Another kind of device has another state, and a CPU has none.
+        if state.on_device is not None and on_device.shape == state.on_device.shape:
+            state.on_device = on_device
         batch = {name: tensor.to(device) for name, tensor in named.items()}
         kept.append(KeptMicroBatch(number, (batch, int(targets)), state, samples and samples[number]))
     return kept

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor
 
@@ -32,6 +31,7 @@ from accel_train.engine.step import Agreement, MicroBatch
 from accel_train.observe.run_folder import PROFILE_FOLDER
 from accel_train.recovery.unused_parameters import UnusedParameters, check_first_step, check_later_step
 from accel_train.runtime.memory import is_out_of_memory
+from accel_train.runtime.process_group import gather_number
 
 NUM_SIZES = 20
 """Number of block sizes in the table of a memory snapshot."""
@@ -194,11 +194,7 @@ def block_table(segments: Sequence[Mapping[str, Any]]) -> str:
 
 def _failed_ranks(accelerator: Accelerator, has_failed: bool) -> list[int]:
     """Return the processes that have failed. All processes must call it."""
-    failed = torch.zeros(accelerator.num_processes, device=accelerator.device)
-    failed[accelerator.process_index] = has_failed
-    dist.all_reduce(failed)
-    ranks: list[int] = failed.nonzero().flatten().tolist()
-    return ranks
+    return [rank for rank, failed in enumerate(gather_number(has_failed, accelerator.device)) if failed]
 
 
 def _contribute_nan(run: RunContext, shortage: str) -> Tensor:
@@ -282,9 +278,13 @@ def _shrink(run: RunContext, ranks: Sequence[int], message: str) -> tuple[str, B
     who = " and ".join(f"process {rank}" for rank in ranks)
     size = format_count(run.sizes.per_device_batch_size, "sample")
     reason = f"{who} ran out of memory in step {run.state.step + 1} with {size} per micro-batch"
-    smaller = smaller_micro_batches(run.sizes) if run.plan.data.step_batches is None else None
+    precision = run.plan.recipe.precision
+    is_fixed = run.plan.data.step_batches is not None or precision.has_cuda_graphs
+    smaller = None if is_fixed else smaller_micro_batches(run.sizes)
     if smaller is None:
-        raise OutOfMemory(f"{reason}{f' ({message})' if message else ''}; {OUT_OF_MEMORY_REMEDY}")
+        graphs = f"; precision.compile_mode={precision.compile_mode} cannot accumulate smaller micro-batches"
+        reason += f" ({message})" if message else ""
+        raise OutOfMemory(f"{reason}{graphs if precision.has_cuda_graphs else ''}; {OUT_OF_MEMORY_REMEDY}")
     return reason, smaller
 
 

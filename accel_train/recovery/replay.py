@@ -1,14 +1,15 @@
 """Recompute an incident on this machine: its weights, its micro-batches, and the output of every module."""
 
-import os
 import pdb  # noqa: T100 (--debug is for people)
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import patch_environment
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
@@ -36,6 +37,7 @@ from accel_train.observe.incident_record import (
 )
 from accel_train.observe.run_folder import RECIPE_FILE
 from accel_train.parallel.precision import set_backends, start_accelerator
+from accel_train.recipe.schema import Recipe
 from accel_train.recovery.diagnosis import (
     DiagnosisRequest,
     Outcome,
@@ -46,6 +48,7 @@ from accel_train.recovery.diagnosis import (
 )
 from accel_train.recovery.incident_folder import KeptMicroBatch, read_micro_batches
 from accel_train.recovery.module_watch import ModuleWatch
+from accel_train.runtime.private import separate_accelerate_state
 from accel_train.runtime.process_group import start_processes
 from accel_train.task import TaskData, load_task, read_data, with_data_of
 
@@ -131,9 +134,12 @@ def replay_incident(
         raise ValueError(
             f"{run_folder} does not contain {RECIPE_FILE}. Keep an incident in its run folder: RUN/{INCIDENTS}/STEP"
         )
-    use_device(device)
     check_settings(settings)
-    recipe = read_recipe(run_folder, settings)
+    with device_of_replay(device):
+        return _recompute(folder, run_folder, record, read_recipe(run_folder, settings), debug=debug)
+
+
+def _recompute(folder: Path, run_folder: Path, record: JsonRecord, recipe: Recipe, *, debug: bool) -> Replay:
     device_here = start_processes().device
     precision = "bf16" if record["precision"] == "fp8" else record["precision"]
     precision = "no" if precision == "fp16" and device_here.type != "cuda" else precision
@@ -149,7 +155,7 @@ def replay_incident(
     base = digests_of_base(model, frozen) if recipe.model.pretrained is not None else {}
     weights = load_weights(model, folder, run_folder, record, base)
     if recipe.model.frozen_dtype == "nf4":  # not needed for bf16, because autocast rounds to bf16
-        keep_frozen(model, frozen, Choice("nf4", "as set"), precision)
+        keep_frozen(model, frozen, Choice("nf4", "as set"), precision, accelerator.device)
     inner = TrainingModule(model, task).to(accelerator.device)
     accelerator.prepare_model(inner, evaluation_mode=True)  # wraps the forward in autocast, without DDP
     recomputation = Recomputation(inner, _request(record, readers), accelerator.device)
@@ -189,17 +195,21 @@ def _diagnose(
     return merged, [] if number is None else [replace(kept[number], state=states[number])]
 
 
-def use_device(device: str | None) -> None:
-    """Select this device for Accelerate.
+@contextmanager
+def device_of_replay(device: str | None) -> Iterator[None]:
+    """Select this device for Accelerate inside the block. Later runs of this process choose their own.
 
     Raises:
         ValueError: the machine does not have this device.
     """
     here = torch.accelerator.current_accelerator(check_available=True)
-    if device == "cpu":
-        os.environ["ACCELERATE_USE_CPU"] = "true"
-    elif device is not None and (here is None or here.type != device):
+    if device is None:
+        yield
+        return
+    if device != "cpu" and (here is None or here.type != device):
         raise SettingError("torch does not see this device here", "Use cpu", at=f"--device {device}")
+    with patch_environment(accelerate_use_cpu=str(device == "cpu").lower()), separate_accelerate_state():
+        yield
 
 
 def load_weights(model: nn.Module, folder: Path, run_folder: Path, record: JsonRecord, base: Mapping[str, str]) -> str:

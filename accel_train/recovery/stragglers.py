@@ -1,12 +1,13 @@
 """Find the process that slows down the others, and its slow part of a step.
 
 A step takes equally long on every process, so the step time does not reveal the slow process. The watch compares the
-time in which a process does not wait for others, by the host's clock: waiting for data and, on a CPU, the forward. On a
-GPU the device computes while the host continues, so only data is compared. A backward is not timed: it waits for the
-gradients of the others, and it is slow if the forward is slow. The averages of a window of steps travel in one small
-collective. They are read one window later, so the host does not wait for the device.
+time in which a process does not wait for others: waiting for data, by the host's clock, and the forward. On a GPU, the
+device's events around the forward are read once they have passed. A backward is not timed: it waits for the gradients
+of the others, and it is slow if the forward is slow. The averages of a window of steps travel in one small collective.
+They are read one window later, so the host does not wait for the device.
 """
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from statistics import median_low
 from time import perf_counter
@@ -38,13 +39,35 @@ class Work(NamedTuple):
         return self.data + self.forward
 
 
+class HostEvent:
+    """A point in time by the host's clock, with the methods of a device's event."""
+
+    def __init__(self, *, enable_timing: bool) -> None:
+        self._seconds = 0.0
+
+    def record(self) -> None:
+        """Set the time to now."""
+        self._seconds = perf_counter()
+
+    def query(self) -> bool:
+        """Return True: the host has passed the event."""
+        return True
+
+    def elapsed_time(self, end: "HostEvent") -> float:
+        """Return the milliseconds from this event to `end`."""
+        return 1000 * (end._seconds - self._seconds)
+
+
 class StragglerWatch:
     """Comparison of the processes of a run. Off with one process, and with `guard.straggler_factor: none`."""
 
     def __init__(self, run: RunContext) -> None:
         self.run, self.section = run, run.plan.recipe.guard
         self.is_on = self.section.straggler_factor is not None and run.accelerator.num_processes > 1
-        self._since, self._begin = perf_counter(), 0.0
+        self._since, device = perf_counter(), run.accelerator.device.type
+        self._event: Any = HostEvent if device == "cpu" else torch.get_device_module(device).Event
+        self._begin: Any = None
+        self._forwards: deque[tuple[Any, Any]] = deque()
         self._data = self._forward = 0.0
         self._num_steps = 0
         self._sent: Tensor | None = None
@@ -67,6 +90,7 @@ class StragglerWatch:
 
     def take(self) -> Work:
         """Return the averages since the last call."""
+        self._read_events()
         now, steps = perf_counter(), max(self._num_steps, 1)
         work = Work(self._data / steps, self._forward / steps, (now - self._since) / steps)
         self._since, self._data, self._forward, self._num_steps = now, 0.0, 0.0, 0
@@ -82,6 +106,7 @@ class StragglerWatch:
             for batch in batches:
                 self._data += perf_counter() - begin
                 self._num_steps += 1
+                self._read_events()
                 yield batch
                 begin = perf_counter()
         finally:
@@ -89,11 +114,20 @@ class StragglerWatch:
                 hook.remove()
 
     def _before(self, module: nn.Module, inputs: Any) -> None:
-        self._begin = perf_counter()
+        self._begin = self._event(enable_timing=True)
+        self._begin.record()
 
     def _after(self, module: nn.Module, inputs: Any, output: Any) -> None:
         if module.training:
-            self._forward += perf_counter() - self._begin
+            end = self._event(enable_timing=True)
+            end.record()
+            self._forwards.append((self._begin, end))
+
+    def _read_events(self) -> None:
+        """Add the forwards that the device has computed. Those of the last step are usually left for the next call."""
+        while self._forwards and self._forwards[0][1].query():
+            begin, end = self._forwards.popleft()
+            self._forward += begin.elapsed_time(end) / 1000
 
     def _send(self, work: Work) -> Tensor:
         accelerator = self.run.accelerator
@@ -129,11 +163,11 @@ class StragglerWatch:
 def timed_modules(run: RunContext) -> Sequence[nn.Module]:
     """Return the modules whose forward is timed.
 
-    The result is empty on a GPU. It is also empty for compiled code, because the compiled code would contain the hooks.
+    The result is empty for compiled code, because the compiled code would contain the hooks.
     """
     modules, compiled = run.strategy.independent_modules(), run.plan.choices["precision.compile"].value
     is_compiled = compiled == "model" or (compiled == "blocks" and modules != [run.strategy.inner])
-    return modules if run.accelerator.device.type == "cpu" and not is_compiled else []
+    return [] if is_compiled else modules
 
 
 def slowest(works: Sequence[Work], factor: float) -> int | None:

@@ -47,7 +47,7 @@ def check_first_step(run: RunContext) -> bool:
         )
     cost = "DDP looks for unused parameters in each step, at the cost of a graph traversal and one more collective"
     if has_to_look and not strategy.is_replicated:
-        cost = "fsdp2 looks for unused parameters in each step, at the cost of one more collective"
+        cost = "fsdp2 looks for unused parameters in each step, with one more collective between the hosts"
     elif not has_to_look:
         cost = f"unused parameters get no update and no weight decay. With several processes, {cost}"
     message = f"{unused}: {cost}. Frozen parameters cost nothing: {remedy}"

@@ -315,7 +315,7 @@ def test_interrupted_twice_the_command_ends_at_once_and_leaves_nothing_half(corp
         checkpoint={"every_steps": 4},
         options={"slow_fsync": 0.5, "interrupt_at": 6},
     )
-    done = subprocess.run(command(recipe), env=environment(), capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(command(recipe), env=environment(), capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 130, done.stderr
     assert "the same command" in done.stderr
     root = corpus / "run" / "checkpoints"

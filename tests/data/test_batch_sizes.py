@@ -7,18 +7,13 @@ import pytest
 
 from accel_train.data.batch_sizes import resolve_batch
 from accel_train.recipe.schema import Batch
+from tests.support.runs import refused
 
 
 def sizes(world_size: int, **keys: int) -> tuple[int, int, int]:
     """(global, per device, accumulation) of a recipe with these keys."""
     resolved = resolve_batch(Batch(**keys), world_size)
     return resolved.global_batch_size, resolved.per_device_batch_size, resolved.gradient_accumulation_steps
-
-
-def refusal(world_size: int, **keys: int) -> str:
-    with pytest.raises(ValueError, match="batch_size") as error:
-        resolve_batch(Batch(**keys), world_size)
-    return str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -65,32 +60,30 @@ def test_evaluation_takes_twice_the_training_size_unless_it_is_said() -> None:
     )
 
 
-def test_three_sizes_that_disagree_are_refused_with_their_product() -> None:
-    message = refusal(4, global_batch_size=32, per_device_batch_size=8, gradient_accumulation_steps=2)
-    assert message == (
-        "global_batch_size=32 is not per_device_batch_size 8 x gradient_accumulation_steps 2 x 4 processes = 64; "
-        "set global_batch_size to 64, or leave one of the three out"
-    )
-
-
-def test_an_indivisible_global_batch_is_refused_with_the_nearest_that_divide() -> None:
-    assert refusal(2, global_batch_size=50, per_device_batch_size=8) == (
-        "global_batch_size=50 is not divisible by 2 processes x per_device_batch_size 8 = 16; "
-        "try 48 or 64, or per_device_batch_size 5 or 25"
-    )
-    assert refusal(3, global_batch_size=32) == (
-        "global_batch_size=32 is not divisible by 3 processes; try 30 or 33, or run on 1, 2, 4, 8, 16 or 32 processes"
-    )
-    assert refusal(3).startswith("global_batch_size=32 (the default) is not divisible by 3 processes; try 30 or 33")
-    assert refusal(2, global_batch_size=50, gradient_accumulation_steps=4) == (
-        "global_batch_size=50 is not divisible by 2 processes x gradient_accumulation_steps 4 = 8; "
-        "try 48 or 56, or gradient_accumulation_steps 1 or 5"
-    )
-
-
-def test_a_global_batch_smaller_than_one_micro_batch_each_is_refused() -> None:
-    assert "; try 16, or per_device_batch_size 3" in refusal(2, global_batch_size=6, per_device_batch_size=8)
-    assert "; try 8, or run on 1, 2 or 4 processes" in refusal(8, global_batch_size=4)
+@pytest.mark.parametrize(
+    ("processes", "sizes", "named"),
+    [
+        (
+            4,
+            {"global_batch_size": 32, "per_device_batch_size": 8, "gradient_accumulation_steps": 2},
+            "=32|8 x|2 x 4 processes = 64|global_batch_size to 64",
+        ),
+        (2, {"global_batch_size": 50, "per_device_batch_size": 8}, "8 = 16|48 or 64|per_device_batch_size 5 or 25"),
+        (3, {"global_batch_size": 32}, "=32|3 processes|30 or 33|1, 2, 4, 8, 16 or 32"),
+        (3, {}, "=32 (the default)|3 processes|30 or 33"),
+        (
+            2,
+            {"global_batch_size": 50, "gradient_accumulation_steps": 4},
+            "4 = 8|48 or 56|gradient_accumulation_steps 1 or 5",
+        ),
+        (2, {"global_batch_size": 6, "per_device_batch_size": 8}, "=6|try 16|per_device_batch_size 3"),
+        (8, {"global_batch_size": 4}, "=4|try 8|1, 2 or 4 processes"),
+    ],
+)
+def test_sizes_that_do_not_multiply_out_are_refused_with_numbers_that_do(
+    processes: int, sizes: dict[str, int], named: str
+) -> None:
+    refused(resolve_batch, Batch(**sizes), processes, named=f"global_batch_size|{named}")
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
@@ -99,8 +92,9 @@ def test_a_global_batch_smaller_than_one_micro_batch_each_is_refused() -> None:
 def test_the_sizes_a_refusal_suggests_are_accepted(world_size: int, total: int, per_device: int) -> None:
     if total % (world_size * per_device) == 0:
         return
-    message = refusal(world_size, global_batch_size=total, per_device_batch_size=per_device)
-    suggested = message.split("; try ")[1].split(", or per_device_batch_size ")
+    sizes_of_recipe = Batch(global_batch_size=total, per_device_batch_size=per_device)
+    message = refused(resolve_batch, sizes_of_recipe, world_size, named="; try ")
+    suggested = str(message).split("; try ")[1].split(", or per_device_batch_size ")
     for size in suggested[0].split(" or "):
         assert sizes(world_size, global_batch_size=int(size), per_device_batch_size=per_device)[0] == int(size)
     for size in suggested[1].split(" or ") if len(suggested) > 1 else []:

@@ -10,6 +10,7 @@ from accel_train.data.encoding import guess_encoding, read_lines
 from accel_train.data.sources import resolve_sources
 from accel_train.data.tables import read_rows
 from accel_train.recipe.data import Data
+from tests.support.runs import refused
 
 
 def rows_of(path: Path, *columns: str, **settings: Any) -> list[tuple[Any, ...]]:
@@ -43,7 +44,7 @@ def test_a_delimiter_that_is_named_wins_and_one_that_was_found_is_said(tmp_path:
     path.write_text("text;label\na, b;x\n")
     assert rows_of(path, "text", "label") == [("a, b", "x")]
     (source,) = resolve_sources(str(path), Data(train=str(path)), key="data.train")
-    assert source.notes == (f"{path}: read as separated by semicolons, because they divide its first lines equally",)
+    assert source.notes[0].startswith(f"{path}: read as separated by semicolons")
     path.write_text("text#label\na, b#x\n")
     assert rows_of(path, "label", delimiter="#") == [("x",)]
     path.write_text("text\tlabel\na\tx\n")
@@ -54,8 +55,7 @@ def test_columns_without_a_header_are_called_by_their_numbers_from_1(tmp_path: P
     path = tmp_path / "a.csv"
     path.write_text('\n3,"title, long",body\n4,t,b\n')
     assert rows_of(path, "3", "1", header="none") == [("body", "3"), ("b", "4")]
-    with pytest.raises(ValueError, match=r"a\.csv:2: no column 'text'.*There are 1, 2, 3"):
-        rows_of(path, "text", header="none")
+    refused(rows_of, path, "text", header="none", named="a.csv:2|'text'|1, 2, 3")
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "utf-16", "utf-8-sig"])
@@ -71,7 +71,7 @@ def test_utf16_is_read_by_its_mark_with_the_bytes_of_each_line(tmp_path: Path) -
     data = Data(train=str(path))
     assert list(read_lines(path, data)) == [("text,label\n", 22), ("\u4e16\u754c,x\n", 10)]
     (source,) = resolve_sources(str(path), data, key="data.train")
-    assert source.notes == (f"{path}: read as UTF-16, as its byte order mark says",)
+    assert source.notes[0].startswith(f"{path}: read as UTF-16")
 
 
 def test_an_encoding_is_guessed_where_utf8_fails(tmp_path: Path) -> None:
@@ -79,32 +79,23 @@ def test_an_encoding_is_guessed_where_utf8_fails(tmp_path: Path) -> None:
     path.write_bytes("caf\u00e9".encode())
     assert guess_encoding(path) is None
     path.write_bytes("caf\u00e9 \u20ac".encode("cp1252"))
-    assert guess_encoding(path) == (
-        "cp1252",
-        "byte 0xe9 at position 3 is not UTF-8; Windows' Latin-1 can read all of it",
-    )
-    path.write_bytes(b"caf\xe9 \x81")  # 0x81 is no character of cp1252
-    assert guess_encoding(path) == (
-        "latin-1",
-        "byte 0xe9 at position 3 is not UTF-8; in Latin-1 every byte is a character",
-    )
+    encoding, reason = guess_encoding(path)
+    assert (encoding, "0xe9 at position 3" in reason) == ("cp1252", True)
+    path.write_bytes(b"caf\xe9 \x81")  # 0x81 is not a character of cp1252
+    encoding, reason = guess_encoding(path)
+    assert (encoding, "0xe9 at position 3" in reason) == ("latin-1", True)
 
 
 def test_a_cut_letter_does_not_make_utf8_another_encoding(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_bytes("text\nпоез".encode()[:-1] + b"\n" + "дом\n".encode() * 5)
-    with pytest.raises(
-        ValueError, match=r"a\.csv:2: byte 0xd0 at position 11 is not UTF-8, but 18 other .*encoding_errors: replace"
-    ):
-        guess_encoding(path)
+    refused(guess_encoding, path, named="a.csv:2: byte 0xd0|position 11|18 other|encoding_errors: replace")
     assert guess_encoding(path, "replace") is None
-    with pytest.raises(
-        ValueError, match=r"is UTF-8, and data.encoding=latin-1 would read 18 of its characters as other letters"
-    ):
-        resolve_sources(str(path), Data(train=str(path), encoding="latin-1"), key="data.train")
+    data = Data(train=str(path), encoding="latin-1")
+    refused(resolve_sources, str(path), data, key="data.train", named="data.encoding=latin-1|18 of")
     path.write_bytes("text\nschön für \u00c3\u00a9\n".encode("latin-1"))  # valid UTF-8 by accident
     assert guess_encoding(path) is not None
-    resolve_sources(str(path), Data(train=str(path), encoding="latin-1"), key="data.train")
+    resolve_sources(str(path), data, key="data.train")
 
 
 @pytest.mark.parametrize(
@@ -129,5 +120,4 @@ def test_lines_of_a_label_and_a_text_are_rows(tmp_path: Path, lines: Any, conten
 def test_a_line_with_two_labels_names_the_setting_that_reads_it(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("__label__a __label__b text\n")
-    with pytest.raises(ValueError, match=r"a\.txt:1: the line has 2 labels; set data\.lines: fasttext_multi"):
-        rows_of(path, "label", lines="fasttext")
+    refused(rows_of, path, "label", lines="fasttext", named="a.txt:1|2 labels|data.lines: fasttext_multi")

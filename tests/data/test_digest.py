@@ -275,7 +275,10 @@ SETTINGS: list[Callable[[], tuple[Any, Any]]] = [
     lambda: (nn.MSELoss(), nn.MSELoss(reduction="sum")),
     lambda: (nn.Dropout(0.1), nn.Dropout(0.2)),
     lambda: (BertConfig(hidden_size=24), BertConfig(hidden_size=12)),
-    lambda: tuple(DataCollatorForLanguageModeling(Tokens(), mlm_probability=each) for each in (0.1, 0.3)),  # type: ignore[return-value]
+    lambda: (
+        DataCollatorForLanguageModeling(Tokens(), mlm_probability=0.1),
+        DataCollatorForLanguageModeling(Tokens(), mlm_probability=0.3),
+    ),
     lambda: (partial(around, 1), partial(around, 2)),
     lambda: (around(1), around(2)),
     lambda: (lambda x: x + 1, lambda x: x + 2),

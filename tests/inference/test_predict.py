@@ -20,6 +20,7 @@ from accel_train.inference.finished_run import check_own_encoding, open_run
 from accel_train.inference.predict import label_columns, write_table
 from accel_train.recipe.data import Data
 from tests.support import runs as runs
+from tests.support.programs import one_visible_gpu
 from tests.support.runs import QUIET, SCENES
 
 TOPICS = {"loop": "step batch epoch update", "number": "loss norm mean sum", "machine": "rank device memory host"}
@@ -98,6 +99,15 @@ def test_two_processes_write_the_table_of_one() -> None:
     assert done.stdout == "two.csv\n"
     assert [row["id"] for row in read_csv("one.csv")] == [f"row-{number}" for number in range(90)]
     assert Path("two.csv").read_text() == Path("one.csv").read_text()
+
+
+def test_a_run_ends_and_predicts_where_each_process_sees_one_gpu_alone() -> None:
+    run = ["run", "texts.yaml", "--output_dir", "alone"]
+    for words, printed in ((run, "report:"), (run, "finished at step"), (["predict", "alone"], "predictions.csv")):
+        done = runs.run_forked_command(words, 2, program=Path(one_visible_gpu.__file__))
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert printed in done.stdout
+    assert len(read_csv("alone/predictions.csv")) > 0
 
 
 def test_what_has_no_labels_is_predicted_as_if_it_had(capsys: pytest.CaptureFixture[str]) -> None:

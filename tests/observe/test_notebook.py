@@ -27,7 +27,7 @@ progress.evaluated(100, "evaluation", {"loss": 1.0})
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_a_notebook_shows_one_bar_and_a_table_of_evaluations_updated_in_place() -> None:
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(TRAINING)])
-    NotebookClient(notebook, timeout=120, coalesce_streams=True).execute()
+    NotebookClient(notebook, timeout=300, coalesce_streams=True).execute()
     streams = [output for output in notebook.cells[0].outputs if output.output_type == "stream"]
     assert [stream.name for stream in streams] == ["stdout"]
     assert streams[0].text == "what was chosen\nsaved\nstep 100: evaluation: loss 1.0000\n"

@@ -18,6 +18,7 @@ from accel_train.cli.main import main
 from accel_train.data.samples import fetch
 from accel_train.engine.resolve import change_model
 from accel_train.model.memory_estimate import build_without_weights, estimate_memory, largest_samples, simulate_step
+from accel_train.plan import place
 from accel_train.plan.format import format_plan
 from accel_train.plan.plan import Plan, resolve_plan
 from accel_train.plan.step_time import ASSUMED_MFU
@@ -35,6 +36,12 @@ def plan(*flags: str, world_size: int | None = 1, gpu: str | None = None) -> Pla
 
 def parts(of: Plan) -> dict[str, int | None]:
     return {part.name: part.num_bytes for part in of.memory}
+
+
+def test_the_final_weights_are_counted_in_their_type() -> None:
+    wide, narrow = plan(), plan("--checkpoint.model_dtype", "bf16")
+    assert wide.model_bytes == 2 * narrow.model_bytes == 4 * wide.num_parameters
+    assert wide.disk_bytes - narrow.disk_bytes == 2 * wide.num_parameters
 
 
 def test_the_numbers_of_a_run_are_those_of_its_parts() -> None:
@@ -137,7 +144,9 @@ def test_muon_keeps_a_number_for_each_weight_of_a_matrix_in_a_block_and_two_for_
 
 
 def test_an_optimizer_that_the_host_steps_says_what_that_costs() -> None:
-    assert any("wait for the device" in note for note in plan("--optimizer.name", "adafactor").notes)
+    for name, waits in (("schedule_free_adamw", True), ("adafactor", False)):
+        chosen = plan("--optimizer.name", name, "--schedule.type", "constant", "--schedule.warmup_steps", "0")
+        assert any("wait for the device" in note for note in chosen.notes) == waits
     unknown = next(part for part in plan("--optimizer.name", "torch.optim:NAdam").memory if part.name == "optimizer")
     assert unknown.kind == "estimate"
     assert "is not known" in unknown.how
@@ -357,6 +366,18 @@ def test_the_world_size_comes_from_the_launcher_or_the_argument(monkeypatch: pyt
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert plan(world_size=None).world_size == 2
     assert plan(world_size=8).world_size == 8
+
+
+@pytest.mark.parametrize(("is_there", "expected"), [(True, 4), (False, 1)])
+def test_without_a_launcher_the_world_size_is_the_number_of_accelerators_of_any_kind(
+    monkeypatch: pytest.MonkeyPatch, not_launched: None, is_there: bool, expected: int
+) -> None:
+    monkeypatch.setattr(place, "has_accelerator", lambda: is_there)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 4)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert place.count_processes(None, None) == expected
+    assert place.count_processes(None, "H100") == 1
+    assert place.count_processes(2, None) == 2
 
 
 def test_the_verdict_stands_first_and_all_settings_are_shown_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:

@@ -632,6 +632,10 @@ def test_a_model_config_that_transformers_would_take_in_silence_is_refused(
         "{model_type: llama, rope_theta: 5e5, max_position_embeddings: 8, num_key_value_heads: 4, dtype: float32}",
         "{model_type: bloom, n_head: 2}",
         "{model_type: mixtral, num_experts: 2}",
+        "{model_type: bart, id2label: {0: bad, 1: good}}",
+        "{model_type: gemma4_text, head_dim: 16}",
+        "{model_type: cwm, num_hidden_layers: 2}",
+        "{model_type: glm4_moe, num_hidden_layers: 2}",
     ],
 )
 def test_a_sound_model_config_passes(recipe_file: Path, config: str) -> None:

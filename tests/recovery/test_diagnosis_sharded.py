@@ -32,9 +32,8 @@ def under_zero(stage: int) -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True)
-def one_process(not_launched: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replay takes one; and what `--device cpu` sets is put back."""
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+def one_process(not_launched: None) -> None:
+    """A replay takes one."""
 
 
 def sample_at(recipe: dict[str, Any], processes: int, place: dict[str, Any]) -> int:

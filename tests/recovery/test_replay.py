@@ -2,27 +2,32 @@
 
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from accelerate import PartialState
+from accelerate.state import AcceleratorState
 
 from accel_train.cli.main import main
 from accel_train.core.json_io import write_json
-from accel_train.observe.incident_record import read_incident
+from accel_train.observe.incident_record import WEIGHTS, read_incident
 from accel_train.recovery.replay import format_replay, replay_incident
+from accel_train.runtime.process_group import has_accelerator
 from tests.support.number_faults import plan_of
 from tests.support.programs.number_faults import train_with_faults
 from tests.support.runs import environment
 
 
 @pytest.fixture(autouse=True)
-def one_process(not_launched: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A replay takes one; and what `--device cpu` sets is put back."""
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+def one_process(not_launched: None) -> None:
+    """A replay takes one."""
 
 
 def run_with(folder: Path, *faults: dict[str, Any], **more: Any) -> Path:
@@ -47,6 +52,26 @@ def test_fault_that_comes_with_the_sample_happens_again(broken: Path, capsys: py
     assert first.split()[:3] == ["blocks.1.act", "GELU", "NO"]
     assert [line.split()[2] for line in said.splitlines() if line.startswith("blocks.0.act")] == ["yes"]
     assert "18 of 18 gradients: embed.weight" in said
+
+
+@pytest.mark.parametrize("is_damaged", [False, True], ids=["replayed", "refused"])
+def test_replay_on_the_cpu_leaves_the_gpu_to_later_runs(
+    broken: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_damaged: bool
+) -> None:
+    shutil.copytree(broken.parents[1], tmp_path / "run")
+    incident = tmp_path / "run" / "incidents" / broken.name
+    if is_damaged:
+        (incident / WEIGHTS).write_bytes(b"damaged")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    # An earlier run of a notebook has chosen the GPU.
+    PartialState(cpu=True).device = torch.device("cuda", 0)
+    with pytest.raises(ValueError, match=WEIGHTS) if is_damaged else nullcontext():
+        assert replay_incident(incident, "cpu").device == "cpu"
+    assert "ACCELERATE_USE_CPU" not in os.environ
+    assert has_accelerator()
+    assert PartialState().device == torch.device("cuda", 0)
+    assert "device" not in AcceleratorState._shared_state
 
 
 def test_loss_computed_again_is_that_of_the_step_to_the_bit_dropout_included(tmp_path: Path) -> None:
@@ -79,7 +104,7 @@ def test_debugger_stops_at_the_first_module_with_its_output_at_hand(broken: Path
     program = [sys.executable, "-m", "accel_train", "replay", str(broken), "--device", "cpu", "--debug"]
     keys = "p 'at', name, module\np args[0].isfinite().all(), output.isnan().any()\nc\n"
     done = subprocess.run(
-        program, input=keys, env=environment(), capture_output=True, text=True, timeout=120, check=False
+        program, input=keys, env=environment(), capture_output=True, text=True, timeout=300, check=False
     )
     assert done.returncode == 0, done.stderr
     assert "('at', 'blocks.1.act', GELU(" in done.stdout
@@ -91,7 +116,7 @@ def test_debugger_stops_at_the_first_module_with_its_output_at_hand(broken: Path
     "case, said",
     [
         ("no folder", "the folder does not exist"),
-        ("no incident", "it has no incident.json"),
+        ("no incident", "it does not contain incident.json"),
         ("damaged", "is damaged"),
         ("no batch", "micro-batch"),
         ("no weights", "cannot be read"),

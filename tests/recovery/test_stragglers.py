@@ -1,6 +1,7 @@
 """A slow process is named with what is slow, and no collective waits forever."""
 
 import itertools
+import json
 import socket
 import time
 from collections.abc import Iterator
@@ -18,10 +19,11 @@ from accel_train.core.state import Choice
 from accel_train.parallel.ddp import Ddp
 from accel_train.recipe.parallel import Parallel
 from accel_train.recovery.stragglers import StragglerWatch, Work, slow_part, slowest
+from accel_train.runtime.process_group import COLLECTIVE_TIMEOUT_SECONDS, SAVING
 from accel_train.runtime.watchdog import COLLECTIVE_ALLOWANCE, FIRST_STEPS_ALLOWANCE
 from tests.support.processes import Forked, run_forked
 from tests.support.programs import collective
-from tests.support.runs import events, recipe_dict, write_recipe_file
+from tests.support.runs import LLAMA, events, recipe_dict, write_recipe_file
 
 GUARD = {"straggler_window_steps": 4, "straggler_windows": 2, "hang_timeout_seconds": 50}
 
@@ -69,16 +71,32 @@ def test_slow_process_is_named_once_with_what_is_slow(
     assert who in (corpus / "processes" / "rank-0.out").read_text()  # a line on the screen as well
 
 
-@pytest.mark.slow
-def test_processes_that_are_all_slow_are_no_stragglers_and_collectives_are_limited_after_the_first_step(
-    corpus: Path, started: list[Forked]
+@pytest.mark.parametrize(
+    ("processes", "parallel", "num_groups"),
+    [
+        pytest.param(2, {}, 1, id="ddp", marks=pytest.mark.slow),
+        pytest.param(4, {"strategy": "fsdp2", "dp_shard_size": 2}, 5, id="hsdp"),
+        pytest.param(4, {"strategy": "fsdp2", "tp_size": 2}, 5, id="fsdp2-tp", marks=pytest.mark.slow),
+        pytest.param(2, {"strategy": "fsdp2", "tp_size": 2}, 2, id="tp", marks=pytest.mark.slow),
+        pytest.param(2, {"strategy": "deepspeed"}, 1, id="zero", marks=pytest.mark.slow),
+    ],
+)
+def test_processes_that_are_all_slow_are_no_stragglers_and_collectives_of_all_groups_are_limited_after_the_first_step(
+    corpus: Path, started: list[Forked], processes: int, parallel: dict[str, Any], num_groups: int
 ) -> None:
-    start(corpus, started, 2, {"rank": -1, "read": 0.06, "step": 0.06})
+    slow = {"rank": -1, "read": 0.06, "step": 0.06}
+    start(corpus, started, processes, slow, parallel=parallel, model={"config": LLAMA})
     assert events(corpus / "run", "straggler") == []
-    for rank in (0, 1):
-        seconds = [float(line) for line in (corpus / "timeouts" / f"rank-{rank}.txt").read_text().split()]
-        limit = COLLECTIVE_ALLOWANCE * GUARD["hang_timeout_seconds"]
-        assert [value for value, _ in itertools.groupby(seconds)] == [FIRST_STEPS_ALLOWANCE * limit, limit]
+    limit = COLLECTIVE_ALLOWANCE * GUARD["hang_timeout_seconds"]
+    for rank in range(processes):
+        lines = (corpus / "timeouts" / f"rank-{rank}.jsonl").read_text().splitlines()
+        at_steps: list[dict[str, float]] = [json.loads(line) for line in lines]
+        assert len(at_steps[0]) >= num_groups
+        for name in at_steps[0]:
+            changes = [value for value, _ in itertools.groupby(each[name] for each in at_steps)]
+            # A disk may be slower than a step.
+            expected = [COLLECTIVE_TIMEOUT_SECONDS] if SAVING in name else [FIRST_STEPS_ALLOWANCE * limit, limit]
+            assert changes == expected, name
 
 
 def test_collective_that_a_peer_never_comes_to_ends_at_the_new_limit(tmp_path: Path, started: list[Forked]) -> None:
@@ -126,19 +144,18 @@ class Slow(nn.Module):
         return torch.zeros(())
 
 
-def test_reading_and_forwards_of_training_are_counted_and_nothing_else(tmp_path: Path) -> None:
-    module = Slow()
+def run_of(folder: Path, module: nn.Module, accelerator: Any = None) -> Any:
     strategy = Ddp(Parallel(), Choice(1, "one process"))
     strategy.attach(Accelerator(cpu=True))
     strategy.inner = module  # type: ignore[assignment]
-    run: Any = SimpleNamespace(
-        plan=SimpleNamespace(
-            recipe=Recipe.model_validate(recipe_dict(tmp_path)), choices={"precision.compile": Choice("no", "")}
-        ),
-        accelerator=Accelerator(cpu=True),
-        strategy=strategy,
-    )
-    watch = StragglerWatch(run)
+    recipe = Recipe.model_validate(recipe_dict(folder))
+    plan = SimpleNamespace(recipe=recipe, choices={"precision.compile": Choice("no", "")})
+    return SimpleNamespace(plan=plan, accelerator=accelerator or strategy.accelerator, strategy=strategy)
+
+
+def test_reading_and_forwards_of_training_are_counted_and_nothing_else(tmp_path: Path) -> None:
+    module = Slow()
+    watch = StragglerWatch(run_of(tmp_path, module))
     assert not watch.is_on  # one process is compared with nobody
 
     def batches() -> Iterator[float]:
@@ -160,3 +177,37 @@ def test_reading_and_forwards_of_training_are_counted_and_nothing_else(tmp_path:
     assert work.whole > 0.068
     module(0.01)
     assert watch.take().own == 0  # nothing is read any more, so nothing is timed
+
+
+def test_on_a_device_forwards_are_timed_by_events_that_are_read_once_they_have_passed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded: list[Any] = []
+    passed = 0
+
+    class Event:
+        """The n-th event that is recorded passes n seconds after the first."""
+
+        def __init__(self, *, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            recorded.append(self)
+
+        def query(self) -> bool:
+            return recorded.index(self) < passed
+
+        def elapsed_time(self, end: "Event") -> float:
+            assert end.query(), "the host would wait"
+            return 1000.0 * (recorded.index(end) - recorded.index(self))
+
+    monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(Event=Event))
+    module = nn.Identity()
+    watch = StragglerWatch(run_of(tmp_path, module, SimpleNamespace(device=torch.device("cuda"), num_processes=2)))
+    for _ in watch.reading(iter(range(4))):
+        module(torch.ones(()))
+        passed = max(0, len(recorded) - 2)  # the device is one forward behind
+    assert len(recorded) == 8
+    assert watch.take().forward == 3 / 4
+    passed = 8
+    assert watch.take().forward == 1

@@ -75,7 +75,7 @@ def test_what_cannot_be_followed_is_one_line(
 ) -> None:
     for words, said in (
         ([str(run), "--follow", "--port", str(server.server_port)], "cannot be used"),
-        ([str(run), "--follow", "--port", "70000"], "must be between 0 and 65535"),
+        ([str(run), "--follow", "--port", "70000"], "at most 65,535"),
         ([str(run), "--follow", "--out", "a.html"], "exclude each other"),
         ([str(run), "--port", "8000"], "--port 8000 needs --follow"),
         ([str(tmp_path), "--follow"], "not a run"),

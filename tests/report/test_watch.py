@@ -75,4 +75,4 @@ def test_what_is_no_run_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "not a run" in capsys.readouterr().err
     assert load_run(make_run(tmp_path / "a")).train
     assert main(["watch", str(tmp_path / "a"), "--every", "0"]) == 2
-    assert "--every=0: must be above 0" in capsys.readouterr().err
+    assert "--every: 0 is not a number above 0" in capsys.readouterr().err

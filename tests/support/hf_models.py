@@ -111,20 +111,21 @@ def token_bert() -> Any:
     return bert(BertForTokenClassification)
 
 
+USUAL_ARGUMENTS: dict[str, Any] = {
+    "use_cpu": True,
+    "per_device_train_batch_size": 8,
+    "per_device_eval_batch_size": 8,
+    "learning_rate": 1e-3,
+    "logging_steps": 2,
+    "save_strategy": "no",
+    "report_to": "none",
+    "disable_tqdm": True,
+}
+
+
 def arguments(folder: Path, **changes: Any) -> TrainingArguments:
     """Small complete arguments."""
-    usual: dict[str, Any] = {
-        "use_cpu": True,
-        "per_device_train_batch_size": 8,
-        "per_device_eval_batch_size": 8,
-        "num_train_epochs": 2,
-        "learning_rate": 1e-3,
-        "logging_steps": 2,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
-    return TrainingArguments(str(folder), **usual | changes)
+    return TrainingArguments(str(folder), **{**USUAL_ARGUMENTS, "num_train_epochs": 2, **changes})
 
 
 def made(folder: Path, model: Any, data: Any = None, *, kind: Any = Trainer, **given: Any) -> Any:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from transformers import Seq2SeqTrainingArguments, T5Config, T5ForConditionalGeneration
 
+from tests.support.hf_models import USUAL_ARGUMENTS
+
 Row = dict[str, list[int]]
 
 
@@ -55,15 +57,4 @@ def collate(rows: list[Row]) -> dict[str, Tensor]:
 
 def seq2seq_arguments(folder: Path, **changes: Any) -> Seq2SeqTrainingArguments:
     """Small complete arguments; evaluations generate."""
-    usual: dict[str, Any] = {
-        "use_cpu": True,
-        "per_device_train_batch_size": 8,
-        "per_device_eval_batch_size": 8,
-        "learning_rate": 1e-3,
-        "logging_steps": 2,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "predict_with_generate": True,
-    }
-    return Seq2SeqTrainingArguments(str(folder), **usual | changes)
+    return Seq2SeqTrainingArguments(str(folder), **{**USUAL_ARGUMENTS, "predict_with_generate": True, **changes})

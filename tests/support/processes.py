@@ -36,6 +36,8 @@ PRELOADED = (
     "accel_train.training.train",
     "accel_train.tasks.causal_lm.task",
 )
+PATIENCE_SECONDS = 300.0
+"""Time after which a run hangs. A model that compiles takes minutes if other tests have the cores."""
 _server: "subprocess.Popen[str] | None" = None
 
 
@@ -62,7 +64,7 @@ class Forked:
         """Of all processes."""
         return [self.exit_code(rank) for rank in range(len(self.pids))]
 
-    def wait(self, timeout_seconds: float = 120.0, *, stop_at_failure: bool = False) -> list[int]:
+    def wait(self, timeout_seconds: float = PATIENCE_SECONDS, *, stop_at_failure: bool = False) -> list[int]:
         """Until all have ended: their exit codes. Those that have not by then are killed, and it is an error.
 
         `stop_at_failure` asks the others to end (SIGTERM) when one has failed, as torchrun does.
@@ -103,7 +105,7 @@ def run_forked(
     world_size: int,
     *,
     folder: Path,
-    timeout_seconds: float = 120.0,
+    timeout_seconds: float = PATIENCE_SECONDS,
     preload: Sequence[str] = (),
     cwd: str = ".",
     program: Path | None = None,

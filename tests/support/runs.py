@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,12 @@ def write_corpus(folder: Path, num_documents: int = 40) -> Path:
             length = 5 + (number * number * 7) % 160
             text = " ".join(words[(number * 3 + i * i) % len(words)] + str(i % 7) for i in range(length))
             file.write(json.dumps({"text": text}) + "\n")
+    return path
+
+
+def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:
+    """Write a row a line; returns the path."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
@@ -127,9 +133,9 @@ def run_forked_command(
         folder = Path(name)
         forked = run_forked(words, processes, folder=folder, cwd=os.getcwd(), program=program)
         forked.wait(500.0, stop_at_failure=True)
+        # A process that is stopped early may not have opened its files yet.
         out, error = (
-            "".join((folder / f"rank-{rank}.{kind}").read_text() for rank in range(processes))
-            for kind in ("out", "err")
+            "".join(path.read_text() for path in sorted(folder.glob(f"rank-*.{kind}"))) for kind in ("out", "err")
         )
         return subprocess.CompletedProcess(list(words), forked.first_failure(), out, error)
 
@@ -215,3 +221,11 @@ def settings_refused(make: Callable[[], object]) -> tuple[str, ...]:
     error = problem["ctx"]["error"]
     assert isinstance(error, SettingError)
     return error.settings
+
+
+def refused(act: Callable[..., object], *given: Any, named: str, **further: Any) -> ValueError:
+    """Return the ValueError of a call, whose text has to have all parts of `named`, which bars divide."""
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 (its text is looked at below)
+        act(*given, **further)
+    assert [part for part in named.split("|") if part not in str(caught.value)] == [], str(caught.value)
+    return caught.value

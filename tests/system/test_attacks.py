@@ -142,7 +142,8 @@ def test_attack_01_an_interrupted_run_is_not_continued_under_another_loss(tmp_pa
         common: dict[str, Any] = {"max_steps": 12, "batch_size": 8, "checkpoint": {"every_steps": 4}, **QUIET}
         common["data"] = {"train": "custom", "num_workers": 0}
         common["checkpoint"] = {"every_steps": 4}
-        return fit(nn.Linear(4, 3), Rows(), loss=loss, output_dir=tmp_path, **{**common, **more})  # type: ignore[arg-type]
+        rows: Any = Rows()
+        return fit(nn.Linear(4, 3), rows, loss=loss, output_dir=tmp_path, **{**common, **more})
 
     Rows.left = 32 + 6 * 8
     with pytest.raises(Killed):

@@ -45,6 +45,11 @@ from tests.system.test_attacks import QUIET
 pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
+def by_graph(model: nn.Module, batch: Any) -> Tensor:
+    """Sum of a model's outputs for each graph of a batch."""
+    return torch.zeros(len(batch[1])).index_add(0, batch[2], model(batch[0])[:, 0])
+
+
 @pytest.mark.parametrize("batch", ["time first", "graphs", "nested", "weights first", "0-dim first"])
 def test_bugs_01_loss_is_divided_by_the_samples(batch: str, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -65,7 +70,7 @@ def test_bugs_01_loss_is_divided_by_the_samples(batch: str, tmp_path: Path) -> N
             torch.stack([target for _, target in samples]),
             torch.arange(len(samples)).repeat_interleave(4),
         ]
-        predict = lambda model, batch: torch.zeros(len(batch[1])).index_add(0, batch[2], model(batch[0])[:, 0])  # noqa: E731
+        predict = by_graph
     else:
         first = {"time first": (), "weights first": (torch.ones(3),), "0-dim first": (torch.tensor(2.0),)}[batch]
         collate = lambda samples: (  # noqa: E731
@@ -93,7 +98,8 @@ def test_bugs_01_loss_is_divided_by_the_samples(batch: str, tmp_path: Path) -> N
         torch.stack([each.norm() for each in torch.autograd.grad(expected, list(model.parameters()))])
     )
     common: dict[str, Any] = {"loss": loss, "collate": collate, "max_steps": 1, "batch_size": 4, **QUIET}
-    result = fit(model, samples, eval_data=samples, metrics=off, output_dir=tmp_path / "run", **common)  # type: ignore[arg-type]
+    rows: Any = samples
+    result = fit(model, rows, eval_data=rows, metrics=off, output_dir=tmp_path / "run", **common)
     line = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])
     assert line["loss"] == pytest.approx(expected.item(), rel=1e-6)
     assert line["grad_norm"] == pytest.approx(gradient.item(), rel=1e-5)

@@ -245,7 +245,7 @@ def test_launcher_that_asks_for_more_processes_than_accelerate_sees_is_refused(t
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode != 0

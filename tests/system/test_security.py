@@ -223,7 +223,7 @@ def test_a_run_that_meets_a_forged_pickle_passes_it_over_or_stops_with_exit_code
     for checkpoint in (folder / "run" / "checkpoints").glob("step-*"):
         for name in ("model.safetensors", "optimizer.safetensors", "trainer.json"):
             forge(checkpoint, name, content)
-    done = subprocess.run(command(recipe), env=environment(), capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command(recipe), env=environment(), capture_output=True, text=True, timeout=300)
     assert done.returncode == 4, done.stderr
     assert "Traceback" not in done.stderr
     assert "step-0000000" in done.stderr
@@ -290,7 +290,7 @@ def test_code_of_a_model_folder_is_refused_and_no_prompt_is_answered(
     answering.start()
     env = environment(HF_MODULES_CACHE=str(tmp_path / "modules"))
     done = subprocess.run(
-        command(recipe, "--tokenizer", tokenizer), env=env, stdin=reader, capture_output=True, text=True, timeout=120
+        command(recipe, "--tokenizer", tokenizer), env=env, stdin=reader, capture_output=True, text=True, timeout=300
     )
     stop.set()
     os.close(reader)
@@ -307,7 +307,7 @@ def test_code_of_a_model_folder_is_refused_and_no_prompt_is_answered(
 def test_code_of_a_model_folder_runs_by_consent_in_the_recipe(model_with_code: Path, tmp_path: Path) -> None:
     recipe = own_model(model_with_code, tmp_path, trust_remote_code=True)
     env = environment(HF_MODULES_CACHE=str(tmp_path / "modules"))
-    done = subprocess.run(command(recipe), env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command(recipe), env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "canary").exists()
     (tmp_path / "canary").unlink()
@@ -387,7 +387,7 @@ def test_the_reader_consents_on_the_command_line(someones_run: Path, canary: Pat
     env = environment(HF_MODULES_CACHE=str(someones_run.parent / "modules"))
     words = ["evaluate", str(someones_run), "--model.trust_remote_code", "true"]
     done = subprocess.run(
-        [sys.executable, "-m", "accel_train", *words], env=env, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "accel_train", *words], env=env, capture_output=True, text=True, timeout=300
     )
     assert canary.exists(), done.stderr
     canary.unlink()
@@ -484,7 +484,7 @@ def test_a_manifest_of_a_gigabyte_of_nesting_does_not_take_the_memory_of_a_run(t
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
     )
     assert done.returncode == 4, done.stderr
     assert recipe.is_file()

@@ -124,7 +124,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool) -> "PreTrainedTokenize
                 f"run it, or use another tokenizer (for example bytes)"
             ) from error
         raise ValueError(
-            f"tokenizer: {name!r} could not be loaded, neither as a folder (seen from {os.getcwd()}) nor as a "
+            f"tokenizer: {name!r} cannot be loaded as a folder (seen from {os.getcwd()}) or as a "
             f"tokenizer of the hub: {reason}; other choices: bytes, or {{train_bpe: {{vocab_size: 4096}}}}"
         ) from error
 

@@ -8,13 +8,12 @@ read, a probe compares it with transformers' own forward pass of each document a
 import hashlib
 import inspect
 import json
-import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +32,7 @@ from accel_train.model import activation_checkpointing
 from accel_train.model.activation_checkpointing import checkpoint_activations
 from accel_train.model.isolation import isolated
 from accel_train.model.kernels import activations, attention, chunked_loss, documents
+from accel_train.model.kernels.toy import in_words, numel, toy_model
 from accel_train.model.pretrained import quiet_bars, transformers_model
 from accel_train.recipe.schema import Recipe
 from accel_train.tasks.causal_lm.config import CausalLMData
@@ -45,11 +45,6 @@ LONGEST = 256
 """Maximum tokens of a probe's windows. From this length on, a CPU attends to each document separately."""
 MOST_ROUNDING = 1e-4
 """Upper limit for the rounding of a model whose own forward pass rounds a lot. Leaks are 1e-1 and larger."""
-SMALL = 2_000_000
-"""Parameters up to which a model is probed at its own size."""
-LARGEST = 40_000_000
-"""Maximum parameters of a toy model. Its forward pass takes about a second on one core."""
-VOCABULARY = 128
 DOCUMENTS, ROWS, FORWARD, CHUNKED, CHECKPOINTING = CHECKS = (
     "packed documents", "packed rows", "forward", "chunked loss", "checkpointing"
 )  # fmt: skip
@@ -206,7 +201,7 @@ def _examine(recipe: Recipe, config: PreTrainedConfig, forward: Forward, checks:
         stock = toy_model(config, trust_remote_code=recipe.model.trust_remote_code)
     except ValueError as error:
         return Proof(config.model_type, {}, dict.fromkeys(checks, str(error)))
-    proof = Proof(type(stock).__name__, {}, {}, num_parameters=_numel(stock))
+    proof = Proof(type(stock).__name__, {}, {}, num_parameters=numel(stock))
     section = recipe.model.model_copy(update={"pretrained": None, "lora": None})
     toy = recipe.model_copy(update={"model": section})
     try:
@@ -216,7 +211,7 @@ def _examine(recipe: Recipe, config: PreTrainedConfig, forward: Forward, checks:
         )
         trained.load_state_dict(stock.state_dict())
     except Exception as error:
-        return replace(proof, refused=dict.fromkeys(checks, _in_words(error)))
+        return replace(proof, refused=dict.fromkeys(checks, in_words(error)))
     return _Probe(toy, forward, stock.eval(), trained.eval(), seed).measure(proof, checks)
 
 
@@ -248,7 +243,7 @@ class _Probe:
             with torch.no_grad():
                 alone = [self._own_logits(self.tokens[row : row + 1, begin:end]) for row, begin, end in self.parts]
         except Exception as error:
-            return replace(proof, refused=dict.fromkeys(checks, f"transformers' own forward fails: {_in_words(error)}"))
+            return replace(proof, refused=dict.fromkeys(checks, f"transformers' own forward fails: {in_words(error)}"))
         differences, refused = dict[str, float](), dict[str, str]()
         measures: dict[str, Callable[[], float | None]] = {
             DOCUMENTS: lambda: self._documents(alone),
@@ -263,7 +258,7 @@ class _Probe:
                     differences[check] = found
                 self.is_masked = differences.get(DOCUMENTS, np.inf) <= SAME
             except Exception as error:
-                refused[check] = _in_words(error)
+                refused[check] = in_words(error)
         proof = replace(proof, differences=differences, refused=refused)
         if proof.has_passed:
             return proof
@@ -446,168 +441,6 @@ def _difference_of_losses(
     return max(_largest_difference([other_loss], [loss]), of_gradients)
 
 
-# --- the recipe's model at toy size ---------------------------------------------------------------------------------
-
-_LAYERS = re.compile(r"^(num_hidden_layers|n_layers?|num_layers|(num_)?(en|de)coder_layers|depth)$")
-_HEAD_SIZE = re.compile(r"head_?dim|d_head|dim_head|head_size|kv_channels|d_kv|rotary_dim|rope_dim")
-_HEADS = re.compile(r"heads?(_per_layer)?$")
-_WIDTH = re.compile(r"size|dim|rank|embd|ffn|inner|width|d_model|d_ff|dff|state|intermediate|channels|ssm|hidden")
-_NO_WIDTH = re.compile(
-    r"vocab|position|window|chunk|block|kernel|patch|image|expand|buckets|group|spatial|temporal|max_|type|conv|layers"
-    r"|lm_head|num_"
-)
-_TOKEN_ID = re.compile(r"token_(id|index)$")
-
-
-def toy_model(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Return the smallest model with the same kinds of modules and layers as the configuration's model.
-
-    Its weights are larger than initial weights, so that leaks from one document to the next are visible.
-
-    Raises:
-        ValueError: the model is large, and no smaller configuration has the same kinds of modules.
-    """
-
-    def build(of: PreTrainedConfig, device: str) -> PreTrainedModel:
-        of = deepcopy(of)
-        of.use_cache = False
-        with torch.device(device):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
-                of, dtype=torch.float32, trust_remote_code=trust_remote_code
-            )
-        return model
-
-    try:
-        whole = build(config, "meta")
-    except Exception as error:
-        raise ValueError(
-            f"transformers cannot build this configuration of {config.model_type}: {_in_words(error)}"
-        ) from error
-    if _numel(whole) <= SMALL:
-        return _with_large_weights(build(config, "cpu"))
-    kinds, num_layers, problem = (
-        _kinds(whole),
-        getattr(config.get_text_config(), "num_hidden_layers", 2),
-        "none is small",
-    )
-    counts = [count for count in (2, 3, 4, 6, 8, 12, 16, 24) if count < num_layers] + [num_layers]
-    # Fractions of a head and groups of heads need more than the minimum.
-    sizes = ((4, 16), (8, 16), (4, 32), (16, 16), (1024, 32), (4, 1024), (1024, 1024))
-    for layers, (heads, head_size) in product(counts, sizes):
-        try:
-            small = _shrunk(config, layers, heads, head_size)
-            model = build(small, "meta")
-            if _kinds(model) != kinds:
-                problem = "a kind of layer is missing"
-                continue
-            if _numel(model) <= LARGEST:
-                model = _with_large_weights(build(small, "cpu"))
-                model.eval()(input_ids=torch.full((1, 9), 3), use_cache=False)
-                return model
-        except Exception as error:
-            problem = _in_words(error)
-    raise ValueError(f"no smaller configuration of {config.model_type} has all its kinds of layers: {problem}")
-
-
-def _numel(model: nn.Module) -> int:
-    return sum(each.numel() for each in model.parameters())
-
-
-def _kinds(model: PreTrainedModel) -> set[str]:
-    """Return the names of all module classes, and of all types in the configuration's lists of layers."""
-    text = model.config.get_text_config()
-    listed = {
-        each for name, of in text.to_dict().items() if "layer" in name and isinstance(of, list) for each in map(str, of)
-    }
-    return {type(module).__name__ for module in model.modules()} | {each for each in listed if not each.isdigit()}
-
-
-def _shrunk(config: PreTrainedConfig, layers: int, heads: int, head_size: int) -> PreTrainedConfig:
-    """Return a copy with `layers` layers and at least `heads` heads of `head_size` elements. Ratios are kept."""
-    small = type(config).from_dict(_shrunk_fields(config.to_dict(), layers, heads, head_size))
-    small._name_or_path = config._name_or_path
-    return small
-
-
-def _shrunk_fields(fields: Mapping[str, Any], layers: int, heads: int, head_size: int) -> dict[str, Any]:
-    counts = [each for name, value in fields.items() if _is_heads(name) for each in _ints(value) if each > 0]
-    sizes = [each for name, value in fields.items() if _HEAD_SIZE.search(name) for each in _ints(value) if each > 0]
-    widths = [each for name in ("hidden_size", "n_embd", "d_model") for each in _ints(fields.get(name))]
-    if not sizes and counts and widths:
-        sizes = [widths[0] // max(counts)]
-    fewer = _common_divisor(counts, heads)
-    narrower = _common_divisor(sizes, head_size)
-    if not counts and widths:
-        narrower = _common_divisor(widths, 64)
-    depth = max((value for name, value in fields.items() if _LAYERS.match(name) and type(value) is int), default=0)
-
-    def shrink(name: str, value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return _shrunk_fields(value, layers, heads, head_size) if "model_type" in value else value
-        if type(value) is int and _LAYERS.match(name):
-            return min(value, layers)
-        if isinstance(value, list | str) and len(value) == depth > layers and name != "model_type":
-            value = value[:layers]
-        if isinstance(value, list):
-            if re.search(r"(ind(ic|ex)es|idxs|layer_ids|layers)$", name) and all(type(each) is int for each in value):
-                return [each for each in value if each < layers] if len(value) != layers else value
-            return [shrink(name, each) for each in value]
-        if type(value) is not int or isinstance(value, bool):
-            return value
-        if "vocab_size" in name:
-            return min(value, VOCABULARY)
-        if _TOKEN_ID.search(name):
-            return value % VOCABULARY
-        if _HEAD_SIZE.search(name):
-            return _divided(value, narrower)
-        if _is_heads(name):
-            return _divided(value, fewer, least=1)
-        if _WIDTH.search(name) and not _NO_WIDTH.search(name):
-            return _divided(value, fewer * narrower)
-        return value
-
-    dropped = ("dtype", "torch_dtype", "transformers_version")
-    return {name: shrink(name, value) for name, value in fields.items() if name not in dropped}
-
-
-def _is_heads(name: str) -> bool:
-    return bool(_HEADS.search(name)) and not _HEAD_SIZE.search(name) and "chunk" not in name
-
-
-def _ints(value: Any) -> list[int]:
-    return [each for each in (value if isinstance(value, list) else [value]) if type(each) is int]
-
-
-def _common_divisor(numbers: Sequence[int], least: int) -> int:
-    """Return the largest power of two that divides all numbers and leaves their maximum at `least` or above."""
-    divisor = 1
-    while numbers and max(numbers) // (2 * divisor) >= least and all(each % (2 * divisor) == 0 for each in numbers):
-        divisor *= 2
-    return divisor
-
-
-def _divided(value: int, by: int, least: int = 8) -> int:
-    return value if value < least else max(least, value // by)
-
-
-def _with_large_weights(model: PreTrainedModel) -> PreTrainedModel:
-    """Scale random matrices to a gain of about 1 and shift vectors, in place, and return the model."""
-    with torch.no_grad():
-        for each in model.parameters():
-            if each.ndim < 2:
-                each.add_(0.1 * torch.randn_like(each))
-                continue
-            deviation, mean = float(each.std()), float(each.mean())
-            if deviation > 0 and abs(mean) < 0.5 * deviation:
-                each.mul_(1 / (deviation * each.shape[-1] ** 0.5))
-    return model
-
-
-def _in_words(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return text[:160] if text else type(error).__name__
-
-
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Hide warnings of transformers and torch in the block, because they concern the toy model."""
@@ -622,7 +455,9 @@ def _remembered(recipe: Recipe, config: PreTrainedConfig, checks: Sequence[str],
     if recipe.model.trust_remote_code:
         return examine(recipe, config, forward, checks)
     data = CausalLMData.of(recipe.data)
-    own = [inspect.getmodule(each) for each in (*forward, collate_packed, collate_windows, can_keep_rows_apart)]
+    own = [
+        inspect.getmodule(each) for each in (*forward, collate_packed, collate_windows, can_keep_rows_apart, toy_model)
+    ]
     settings = {
         "config": config.to_dict(),
         "checks": list(checks),

@@ -37,7 +37,7 @@ from accel_train.model.kernels.chunked_loss import (
     summed_loss,
 )
 from accel_train.model.kernels.router_loss import RouterLoss, choose_router_loss
-from accel_train.model.pretrained import pretrained_config, transformers_model
+from accel_train.model.pretrained import grow_embedding, pretrained_config, transformers_model
 from accel_train.model.tensors import unpacked_numel
 from accel_train.observe.throughput import model_flops_per_token
 from accel_train.recipe.schema import Recipe
@@ -122,7 +122,7 @@ class CausalLM(Task):
         model, _ = transformers_model(AutoModelForCausalLM, recipe, config, attention, takes_new_head=False)
         rows = padded_vocab_size(corpus.vocab_size, recipe.model.pad_vocab_to_multiple_of)
         if recipe.model.pretrained is not None and model.get_input_embeddings().num_embeddings < rows:
-            model.resize_token_embeddings(rows, mean_resizing=False)
+            grow_embedding(model, rows)
         router = router_choice(recipe, model)
         if router is None or not router.value:
             self.router_loss = None

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 from accel_train.core.format import did_you_mean
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.metrics import load_metric
+from accel_train.model.tensors import without_values
 
 
 def classification_loss_sum(
@@ -165,7 +166,7 @@ def forward_flops(factory: Any, config: PreTrainedConfig, **input_shapes: tuple[
         ValueError, RuntimeError: the model does not accept the input, or reads values that a meta tensor does not have.
     """
     counter = FlopCounterMode(display=False)
-    with torch.device("meta"), torch.no_grad():
+    with without_values(), torch.no_grad():
         model = factory.from_config(config, trust_remote_code=False).eval()
         inputs = {
             name: torch.zeros(shape, dtype=torch.long if name.endswith("input_ids") else torch.float32)

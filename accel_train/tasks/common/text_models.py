@@ -6,7 +6,6 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 from transformers import (
     CONFIG_MAPPING,
@@ -28,6 +27,7 @@ from accel_train.core.format import did_you_mean
 from accel_train.data.labels import LabelScheme
 from accel_train.data.text.tokenizers import vocab_size_of
 from accel_train.model import pretrained
+from accel_train.model.tensors import without_values
 from accel_train.recipe.schema import Recipe
 from accel_train.tasks.common.classification import listed, with_labels
 from accel_train.tasks.common.vocabulary import fields_with_vocabulary, padded_vocab_size
@@ -133,7 +133,7 @@ def num_positions(config: PreTrainedConfig, head: Head = SEQUENCES) -> int | Non
     configured: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     if type(config) not in head.mapping:
         return configured
-    with torch.device("meta"):
+    with without_values():
         model = head.factory.from_config(config)
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and name.endswith(("position_embeddings", "wpe", "embed_positions")):
@@ -221,7 +221,7 @@ def build_model(
     rows = padded_vocab_size(num_tokens, recipe.model.pad_vocab_to_multiple_of)
     before = model.get_input_embeddings().num_embeddings
     if before < num_tokens:
-        model.resize_token_embeddings(rows, mean_resizing=False)
+        pretrained.grow_embedding(model, rows)
         notes.append(f"the embedding grew from {before} to {rows} rows: the tokenizer has {num_tokens} tokens")
     return model, notes
 

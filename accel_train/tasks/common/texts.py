@@ -67,7 +67,7 @@ def text_rows(
             label = None if label_column is None else row.cells[len(columns)]
             rows.append(TextRow(texts, label, row.where, row.where if data.id_column is None else str(row.cells[-1])))
     if not rows:
-        raise ValueError(f"{key} holds no rows: {describe(sources)}; name a table that has some")
+        raise ValueError(f"{key} holds no rows: {describe(sources)}; name a table with rows")
     return rows
 
 

@@ -125,7 +125,7 @@ def read_choices(sources: Sequence[Source], data: MultipleChoiceData, *, key: st
                 ChoiceRow(text, endings, label, row.where, row.where if data.id_column is None else str(row.cells[-1]))
             )
     if not rows:
-        raise ValueError(f"{key} holds no rows: {describe(sources)}; name a table that has some")
+        raise ValueError(f"{key} holds no rows: {describe(sources)}; name a table with rows")
     return rows
 
 

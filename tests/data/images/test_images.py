@@ -1,8 +1,7 @@
 """Images from files, tables and arrays: what is decoded, which label it has, what is held out, and what is refused."""
 
 import io
-import json
-import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from accel_train.data.images.preprocessing import Preprocessing, _from_settings,
 from accel_train.recipe.schema import Recipe
 from accel_train.tasks.image_classification.config import ImageClassificationData
 from accel_train.tasks.image_classification.data import read_labelled_images
+from tests.support.runs import refused, write_jsonl
 
 
 def picture(number: int, size: tuple[int, int] = (12, 10)) -> Image.Image:
@@ -142,7 +142,7 @@ def test_class_folders_give_labels_in_the_order_of_their_names(tmp_path: Path) -
     assert len(found) == 21
     assert all(label == place.startswith("dog") for place, label in found.items())
     assert "cat/deeper/still.JPG" in found
-    assert sets.notes == (f"{tmp_path}/pets: left out 1 files that are not images",)
+    assert sets.notes[0].startswith(f"{tmp_path}/pets: left out 1 files")
 
 
 def test_numbered_folders_are_ordered_as_numbers(tmp_path: Path) -> None:
@@ -167,7 +167,7 @@ def test_a_test_folder_is_left_alone_and_named(tmp_path: Path) -> None:
     sets = read(tmp_path / "splits", eval_fraction=0.2)
     assert sets.eval is not None
     assert len(sets.train) + len(sets.eval) == 20
-    assert "splits/test is left alone" in sets.notes[0]
+    assert "splits/test" in sets.notes[0]
     shown = read(tmp_path / "splits", eval=str(tmp_path / "splits"), label_names=["cat", "dog"])
     assert shown.eval is not None
     assert len(shown.eval) == 6
@@ -222,7 +222,7 @@ def test_images_that_are_in_both_sets_are_counted(tmp_path: Path) -> None:
     class_folders(tmp_path / "a")
     class_folders(tmp_path / "b", first=7)  # 7 to 16: three of each class are in the first folder as well
     sets = read(tmp_path / "a", eval=str(tmp_path / "b"))
-    assert sets.notes == ("6 of 20 evaluation images are training images as well",)
+    assert sets.notes[0].startswith("6 of 20 ")
 
 
 def test_identity_knows_contents_and_labels_but_not_where_they_lie(tmp_path: Path) -> None:
@@ -240,12 +240,10 @@ def test_above_the_limit_headers_wait_and_a_broken_file_is_named_when_it_is_read
     class_folders(tmp_path / "train")
     class_folders(tmp_path / "val", first=50)
     (tmp_path / "train/cat/03.png").write_bytes(b"nonsense")
-    with pytest.raises(ValueError, match=r"cat/03\.png: cannot be read as an image \(unknown format\)"):
-        read(tmp_path)
+    refused(read, tmp_path, named="cat/03.png|(unknown format)")
     monkeypatch.setattr(labelled_images, "INSPECTED_LIMIT", 19)
     sets = read(tmp_path)
-    with pytest.raises(DataError, match=r"train/cat/03\.png: cannot be read as an image"):
-        sets.train.image(3)
+    assert isinstance(refused(sets.train.image, 3, named="train/cat/03.png"), DataError)
     (tmp_path / "train/cat/03.png").write_bytes(b"other nonsense")
     assert read(tmp_path).identity != sets.identity
 
@@ -255,17 +253,14 @@ def test_a_body_that_is_cut_off_is_named_when_it_is_decoded(tmp_path: Path) -> N
     path.write_bytes(path.read_bytes()[:5000])
     images = FileImages(tmp_path, ("a/photo.jpg",))
     assert len(inspect_images(images)) == 1  # the header is sound
-    with pytest.raises(DataError, match=re.escape(f"{path}: cannot be read as an image (") + ".*truncated"):
-        images[0]
+    assert isinstance(refused(images.__getitem__, 0, named=f"{path}: |truncated"), DataError)
 
 
 def test_broken_files_are_counted_and_an_empty_one_is_called_empty(tmp_path: Path) -> None:
     class_folders(tmp_path)
     for number in (4, 5, 6):
         (tmp_path / f"dog/0{number}.png").write_bytes(b"")
-    message = r"dog/04\.png: is empty, no image; repair or remove it \(and 2 more of 20 images are broken\)"
-    with pytest.raises(ValueError, match=message):
-        read(tmp_path)
+    refused(read, tmp_path, named="dog/04.png: is empty|2 more of 20 images")
 
 
 def test_a_header_deep_in_a_file_is_found(tmp_path: Path) -> None:
@@ -276,33 +271,29 @@ def test_a_header_deep_in_a_file_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change, message",
+    "change, named",
     [
-        (lambda root: save(picture(1), root / "stray.png"), r"stray\.png lies in no class folder; expected .*/CLASS/"),
-        (lambda root: (root / "bird").mkdir(), r"the class folder .*/bird holds no image"),
-        (lambda root: [file.unlink() for file in root.rglob("*.png")], r"no image below the folder"),
-        (lambda root: [file.unlink() for file in (root / "dog").iterdir()] + [(root / "dog").rmdir()], r"needs two"),
+        (lambda root: save(picture(1), root / "stray.png"), "stray.png|/CLASS/"),
+        (lambda root: (root / "bird").mkdir(), "/bird|no image"),
+        (lambda root: [file.unlink() for file in root.rglob("*.png")], "no image"),
+        (lambda root: shutil.rmtree(root / "dog"), "needs two"),
     ],
 )
-def test_a_folder_that_is_no_set_of_classes_is_refused(
-    tmp_path: Path, change: Callable[[Path], Any], message: str
+def test_a_folder_that_is_not_a_set_of_classes_is_refused(
+    tmp_path: Path, change: Callable[[Path], Any], named: str
 ) -> None:
     class_folders(tmp_path / "pets")
     change(tmp_path / "pets")
-    with pytest.raises(ValueError, match=message):
-        read(tmp_path / "pets")
+    refused(read, tmp_path / "pets", named=named)
 
 
 def test_a_class_that_only_the_evaluation_has_is_named(tmp_path: Path) -> None:
     class_folders(tmp_path / "train")
     class_folders(tmp_path / "val", first=50, names=("cat", "doge"))
-    with pytest.raises(
-        ValueError, match=r"val/doge/00\.png.*\"doge\" is not one of the labels \(cat, dog\); did you mean 'dog'"
-    ):
-        read(tmp_path)
+    refused(read, tmp_path, named="val/doge/00.png|\"doge\"|(cat, dog)|did you mean 'dog'")
     class_folders(tmp_path / "val2", first=50, names=("cat", "bird"))
     sets = read(tmp_path / "train", eval=str(tmp_path / "val2"), label_names=["cat", "dog", "bird"])
-    assert sets.notes == ("no training image is of bird",)
+    assert "bird" in sets.notes[0]
 
 
 def test_a_class_that_is_held_out_as_a_whole_is_refused(tmp_path: Path) -> None:
@@ -313,14 +304,13 @@ def test_a_class_that_is_held_out_as_a_whole_is_refused(tmp_path: Path) -> None:
         if inspect_images(FileImages(probe.parent, (probe.name,)))[0] < 2**61:  # it will be held out
             break
     save(picture(number), tmp_path / "rare/one.png")
-    with pytest.raises(ValueError, match=r"no training image is of the class 'rare'.*eval_fraction"):
-        read(tmp_path)
+    refused(read, tmp_path, named="'rare'|eval_fraction")
 
 
 def table(tmp_path: Path, kind: str, rows: list[dict[str, Any]]) -> Path:
     path = tmp_path / f"table.{kind}"
     if kind == "jsonl":
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_jsonl(path, rows)
     elif kind == "csv":
         path.write_text("\n".join([",".join(rows[0]), *(",".join(map(str, row.values())) for row in rows)]) + "\n")
     else:
@@ -378,39 +368,37 @@ def test_bytes_and_the_images_of_datasets_are_read_from_parquet(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "kind, change, message",
+    "kind, change, named",
     [
-        ("csv", {"label": ""}, r"table\.csv:5, column 'label': the row has no label"),
-        ("jsonl", {"label": [1]}, r"table\.jsonl:4, column 'label': \[1\] is not a label"),
-        ("jsonl", {"image": None}, r"table\.jsonl:4, column 'image': it is empty, no image"),
-        ("jsonl", {"image": 7}, r"table\.jsonl:4, column 'image': it is a int, no image"),
-        ("csv", {"image": "pets/none.png"}, r"table\.csv:5: .*pets/none\.png: cannot be read \(No such file"),
-        ("parquet", {"image": b"nonsense"}, r"table\.parquet, row 4: cannot be read as an image \(unknown format\)"),
+        ("csv", {"label": ""}, "table.csv:5|'label'"),
+        ("jsonl", {"label": [1]}, "table.jsonl:4|'label'|[1]"),
+        ("jsonl", {"image": None}, "table.jsonl:4|'image'|empty"),
+        ("jsonl", {"image": 7}, "table.jsonl:4|'image'|a int"),
+        ("csv", {"image": "pets/none.png"}, "table.csv:5|pets/none.png|No such file"),
+        ("parquet", {"image": b"nonsense"}, "table.parquet, row 4|(unknown format)"),
     ],
 )
-def test_a_broken_row_is_named(tmp_path: Path, kind: str, change: dict[str, Any], message: str) -> None:
+def test_a_broken_row_is_named(tmp_path: Path, kind: str, change: dict[str, Any], named: str) -> None:
     class_folders(tmp_path / "pets")
     rows: list[dict[str, Any]] = [
         {"image": png(n) if kind == "parquet" else f"pets/cat/{n:02d}.png", "label": "ab"[n % 2]} for n in range(8)
     ]
     rows[3] |= change
-    with pytest.raises(ValueError, match=message):
-        read(table(tmp_path, kind, rows), cache_dir=str(tmp_path / "cache"))
+    refused(read, table(tmp_path, kind, rows), cache_dir=str(tmp_path / "cache"), named=named)
 
 
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet"])
 @pytest.mark.parametrize("column", ["image", "label"])
 def test_a_missing_column_is_named_with_those_there_are(tmp_path: Path, kind: str, column: str) -> None:
     rows = [{"picture": "a.png", ("label" if column == "image" else "image"): "b.png"}]
-    with pytest.raises(ValueError, match=rf"table\.{kind}.*'{column}'.*picture"):
-        read(table(tmp_path, kind, rows), cache_dir=str(tmp_path / "cache"))
+    refused(read, table(tmp_path, kind, rows), cache_dir=str(tmp_path / "c"), named=f"table.{kind}|'{column}'|picture")
 
 
 def test_a_label_out_of_range_is_named(tmp_path: Path) -> None:
     images = np.random.default_rng(0).integers(0, 256, (6, 4, 4), dtype=np.uint8)
     np.savez(tmp_path / "a.npz", images=images, labels=np.array([0, 1, 2, 0, 1, 3]))
-    with pytest.raises(ValueError, match=r"a\.npz:5, column 'label': 3 is not an id of the 3 classes, 0 to 2"):
-        read(tmp_path / "a.npz", label_names=["red", "green", "blue"])
+    named = "a.npz:5|'label'|3|3 classes, 0 to 2"
+    refused(read, tmp_path / "a.npz", label_names=["red", "green", "blue"], named=named)
 
 
 def test_arrays_are_read_and_npy_files_stay_on_disk(tmp_path: Path) -> None:
@@ -429,30 +417,26 @@ def test_arrays_are_read_and_npy_files_stay_on_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "arrays, message",
+    "arrays, named",
     [
-        ({"images": np.zeros((4, 8, 8, 3), np.float32)}, r"images are float32; .*uint8"),
-        ({"images": np.zeros((4, 3, 8, 8), np.uint8)}, r"\(4, 3, 8, 8\) are not N x H x W.*channels first"),
-        ({"images": np.zeros((4, 64), np.uint8)}, r"\(4, 64\) are not N x H x W"),
-        ({"images": np.zeros((3, 8, 8), np.uint8)}, r"3 images, but 'label' has the shape \(4,\)"),
-        ({"pictures": np.zeros((4, 8, 8), np.uint8)}, r"no array 'image' or 'images'; available: labels, pictures"),
-        (
-            {"images": np.zeros((4, 8, 8), np.uint8), "labels": np.zeros((4, 2), int)},
-            r"labels are int64 of shape \(4, 2\)",
-        ),
-        ({"images": np.zeros((4, 8, 8), np.uint8), "labels": np.zeros(4)}, r"labels are float64"),
+        ({"images": np.zeros((4, 8, 8, 3), np.float32)}, "float32|uint8"),
+        ({"images": np.zeros((4, 3, 8, 8), np.uint8)}, "(4, 3, 8, 8)|N x H x W|channels first"),
+        ({"images": np.zeros((4, 64), np.uint8)}, "(4, 64)|N x H x W"),
+        ({"images": np.zeros((3, 8, 8), np.uint8)}, "3 images|'label'|(4,)"),
+        ({"pictures": np.zeros((4, 8, 8), np.uint8)}, "'image' or 'images'|labels, pictures"),
+        ({"images": np.zeros((4, 8, 8), np.uint8), "labels": np.zeros((4, 2), int)}, "labels|int64|(4, 2)"),
+        ({"images": np.zeros((4, 8, 8), np.uint8), "labels": np.zeros(4)}, "labels|float64"),
+        (None, "an array"),
     ],
 )
-def test_arrays_of_a_wrong_shape_are_refused(tmp_path: Path, arrays: dict[str, Any], message: str) -> None:
-    np.savez(tmp_path / "a.npz", **{"labels": np.arange(4), **arrays})
-    with pytest.raises(ValueError, match=r"a\.npz: .*" + message):
-        read(tmp_path / "a.npz")
-
-
-def test_a_damaged_archive_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.npz").write_bytes(b"PK\x03\x04 not really")
-    with pytest.raises(ValueError, match=r"a\.npz: cannot be read as an array"):
-        read(tmp_path / "a.npz")
+def test_arrays_of_a_wrong_shape_and_damaged_archives_are_refused(
+    tmp_path: Path, arrays: dict[str, Any] | None, named: str
+) -> None:
+    if arrays is None:
+        (tmp_path / "a.npz").write_bytes(b"PK\x03\x04 not really")
+    else:
+        np.savez(tmp_path / "a.npz", **{"labels": np.arange(4), **arrays})
+    refused(read, tmp_path / "a.npz", named=f"a.npz: |{named}")
 
 
 def test_the_digits_are_embedded_and_their_held_out_fifth_is_fixed() -> None:
@@ -477,14 +461,12 @@ def test_images_without_labels_are_read_for_prediction(tmp_path: Path) -> None:
         assert sets.eval.image(2).tobytes() == picture(2).tobytes()
         assert sets.notes == ()
     assert sets.eval.row_id(1) == f"{path}:3"
-    with pytest.raises(ValueError, match=r"data\.label_names says the classes"):
-        read(tmp_path / "flat", label_column=None)
+    refused(read, tmp_path / "flat", label_column=None, named="data.label_names")
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
     for name in ("nowhere/at/all.npz", "nowhere.parquet", "./nowhere"):
-        with pytest.raises(ValueError, match=r"data\.train: no file .*nowhere"):
-            read(tmp_path / name)
+        refused(read, tmp_path / name, named="data.train: no file|nowhere")
 
 
 def test_resizing_keeps_the_aspect_and_cuts_the_centre() -> None:
@@ -533,5 +515,4 @@ def test_images_are_normalised_by_the_recipes_own_figures_one_for_each_colour() 
 
     own = preprocessing(image_mean=(0.1, 0.2, 0.3))
     assert (own.mean, own.std) == ((0.1, 0.2, 0.3), preprocessing().std)
-    with pytest.raises(ValueError, match=r"data\.image_std=\[0\.5\] has 1 numbers, and the model takes 3 colours"):
-        preprocessing(image_std=(0.5,))
+    refused(preprocessing, image_std=(0.5,), named="data.image_std=[0.5]|1 numbers|3 colours")

@@ -14,16 +14,26 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from accel_train.cli.main import main
 from accel_train.core.errors import DataError
 from accel_train.data import cache
 from accel_train.data.text.corpus import TextCorpus, prepare_text
-from accel_train.data.text.tokenizers import BYTE_SEPARATOR_ID, SEPARATOR, train_bpe
+from accel_train.data.text.tokenizers import BYTE_SEPARATOR_ID, SEPARATOR
 from accel_train.recipe.schema import Recipe
-from tests.support.runs import TESTS, metrics, write_recipe_file
+from tests.support.runs import TESTS, metrics, refused, write_jsonl, write_recipe_file
 
 MakeRecipe = Callable[..., Recipe]
+
+
+def write_texts(path: Path, texts: list[str]) -> str:
+    return str(write_jsonl(path, ({"text": text} for text in texts)))
+
+
+def unprepared(recipe: Recipe, named: str) -> None:
+    refused(prepare_text, recipe, progress=False, named=named)
 
 
 def stream(corpus: TextCorpus, side: str) -> list[int]:
@@ -43,17 +53,12 @@ def decoded_documents(corpus: TextCorpus, side: str) -> list[str]:
     return [corpus.tokenizer.decode(text) for text in texts]
 
 
-def write_rows(path: Path, texts: list[str]) -> str:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return str(path)
-
-
 ROWS = [f"document {n}: {SEPARATOR} " + "word " * (n % 7) + f"ünïcode {n}" for n in range(200)]
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", {"train_bpe": {"vocab_size": 300}}])
 def test_every_document_is_kept_once_after_a_separator(tmp_path: Path, text_recipe: MakeRecipe, tokenizer: Any) -> None:
-    path = write_rows(tmp_path / "a.jsonl", [*ROWS[:100], "", *ROWS[100:]])
+    path = write_texts(tmp_path / "a.jsonl", [*ROWS[:100], "", *ROWS[100:]])
     corpus = prepare_text(text_recipe(path, tokenizer=tokenizer, eval_fraction=0.2), progress=False)
     train, held_out = decoded_documents(corpus, "train"), decoded_documents(corpus, "eval")
     assert sorted(train + held_out) == sorted(ROWS)
@@ -69,15 +74,11 @@ def test_every_document_is_kept_once_after_a_separator(tmp_path: Path, text_reci
     assert facts["train_tokens"] + facts["eval_tokens"] == sum(encoded) + 200
     assert corpus.vocab_size == len(corpus.tokenizer)
     assert stream(corpus, "train")[0] == corpus.separator_id
-
-
-def test_facts_are_plain_values(tmp_path: Path, text_recipe: MakeRecipe) -> None:
-    corpus = prepare_text(text_recipe(write_rows(tmp_path / "a.jsonl", ROWS)), progress=False)
-    assert json.loads(json.dumps(corpus.facts)) == corpus.facts
+    assert json.loads(json.dumps(facts)) == facts, "facts are plain values"
 
 
 def test_the_baselines_are_what_they_say(tmp_path: Path, text_recipe: MakeRecipe) -> None:
-    recipe = text_recipe(write_rows(tmp_path / "a.jsonl", ROWS), eval_fraction=0.2)
+    recipe = text_recipe(write_texts(tmp_path / "a.jsonl", ROWS), eval_fraction=0.2)
     corpus = prepare_text(recipe, progress=False)
     counts = Counter(stream(corpus, "train"))
     total = sum(counts.values()) + 257
@@ -90,9 +91,9 @@ def test_the_baselines_are_what_they_say(tmp_path: Path, text_recipe: MakeRecipe
 def test_a_document_stays_on_its_side_whatever_the_order_seed_and_company(
     tmp_path: Path, text_recipe: MakeRecipe
 ) -> None:
-    first = prepare_text(text_recipe(write_rows(tmp_path / "a.jsonl", ROWS), eval_fraction=0.2), progress=False)
+    first = prepare_text(text_recipe(write_texts(tmp_path / "a.jsonl", ROWS), eval_fraction=0.2), progress=False)
     others = [f"another {n}" for n in range(50)]
-    recipe = text_recipe(write_rows(tmp_path / "b.jsonl", others + ROWS[::-1] + ROWS), eval_fraction=0.2)
+    recipe = text_recipe(write_texts(tmp_path / "b.jsonl", others + ROWS[::-1] + ROWS), eval_fraction=0.2)
     second = prepare_text(recipe.model_copy(update={"seed": 7}), progress=False)
     held_out = set(decoded_documents(first, "eval"))
     assert {text for text in decoded_documents(second, "eval") if text in ROWS} == held_out
@@ -101,11 +102,11 @@ def test_a_document_stays_on_its_side_whatever_the_order_seed_and_company(
 
 def test_of_few_documents_the_last_is_held_out_with_its_copies(tmp_path: Path, text_recipe: MakeRecipe) -> None:
     texts = ["the last one", "first document", "second document", "the last one"]
-    path = write_rows(tmp_path / "a.jsonl", texts)
+    path = write_texts(tmp_path / "a.jsonl", texts)
     corpus = prepare_text(text_recipe(path, eval_fraction=1e-9), progress=False)
     assert decoded_documents(corpus, "train") == texts[1:3]
     assert decoded_documents(corpus, "eval") == ["the last one"] * 2
-    assert "the last one is held out" in corpus.facts["notes"][0]
+    assert corpus.facts["notes"]
 
 
 def test_of_a_single_document_the_tail_is_held_out(tmp_path: Path, text_recipe: MakeRecipe) -> None:
@@ -115,12 +116,12 @@ def test_of_a_single_document_the_tail_is_held_out(tmp_path: Path, text_recipe: 
     assert decoded_documents(corpus, "train") == [text[:90]]
     assert decoded_documents(corpus, "eval") == [text[90:]]
     assert (corpus.facts["num_documents"], corpus.facts["num_eval_documents"]) == (1, 1)
-    assert "one document: its last 0.1 is held out" in corpus.facts["notes"][0]
+    assert "its last 0.1" in corpus.facts["notes"][0]
 
 
 def test_a_trained_tokenizer_has_not_seen_the_held_out_text(tmp_path: Path, text_recipe: MakeRecipe) -> None:
     words = ["apple tree " * 40, "quince quince quince " * 40]
-    path = write_rows(tmp_path / "a.jsonl", words)
+    path = write_texts(tmp_path / "a.jsonl", words)
     spec = {"train_bpe": {"vocab_size": 280}}
     corpus = prepare_text(text_recipe(path, tokenizer=spec, eval_fraction=1e-9), progress=False)
     assert decoded_documents(corpus, "eval") == words[1:]
@@ -129,46 +130,39 @@ def test_a_trained_tokenizer_has_not_seen_the_held_out_text(tmp_path: Path, text
     assert any("supports" in note for note in corpus.facts["notes"]), "so little text has fewer than 280 tokens"
 
 
-def test_without_evaluation_there_is_none(tmp_path: Path, text_recipe: MakeRecipe) -> None:
-    corpus = prepare_text(text_recipe(write_rows(tmp_path / "a.jsonl", ROWS), eval_fraction=0), progress=False)
-    assert corpus.eval is None
-    assert corpus.facts["eval_tokens"] == 0
-    assert corpus.facts["unigram_bits_per_byte"] is corpus.facts["xz_bits_per_byte"] is None
-
-
 def test_separate_evaluation_files_are_all_and_only_the_evaluation(tmp_path: Path, text_recipe: MakeRecipe) -> None:
-    train = write_rows(tmp_path / "a.jsonl", ROWS[:50])
-    held_out = write_rows(tmp_path / "b.jsonl", ROWS[50:60])
+    train = write_texts(tmp_path / "a.jsonl", ROWS[:50])
+    held_out = write_texts(tmp_path / "b.jsonl", ROWS[50:60])
     corpus = prepare_text(text_recipe(train, eval=held_out, eval_fraction=0.5), progress=False)
     assert decoded_documents(corpus, "train") == ROWS[:50]
     assert decoded_documents(corpus, "eval") == ROWS[50:60]
     assert (corpus.facts["num_documents"], corpus.facts["num_eval_documents"]) == (60, 10)
     both = prepare_text(text_recipe((train, held_out), eval=held_out), progress=False)
-    assert "1 files of data.eval are in data.train too" in both.facts["notes"][0]
+    assert both.facts["notes"][0].startswith("1 files of data.eval")
 
 
 def test_too_little_text_is_refused_with_its_size(tmp_path: Path, text_recipe: MakeRecipe) -> None:
-    path = write_rows(tmp_path / "a.jsonl", ["0123", "4567"])
-    with pytest.raises(ValueError, match=r"sequence_length=10 needs 11 training tokens .* gives 10; lower it to 9"):
-        prepare_text(text_recipe(path, eval_fraction=0, sequence_length=10), progress=False)
+    path = write_texts(tmp_path / "a.jsonl", ["0123", "4567"])
+    unprepared(text_recipe(path, eval_fraction=0, sequence_length=10), "=10|needs 11|gives 10|to 9")
     corpus = prepare_text(text_recipe(path, eval_fraction=0, sequence_length=9), progress=False)
     assert len(corpus.train) == 1
+    assert corpus.eval is None
+    assert corpus.facts["eval_tokens"] == 0
+    assert corpus.facts["unigram_bits_per_byte"] is corpus.facts["xz_bits_per_byte"] is None
 
 
 def test_sources_without_documents_are_refused(tmp_path: Path, text_recipe: MakeRecipe) -> None:
     for name, content in (("empty.txt", ""), ("header.csv", "text\n"), ("empty.jsonl", ""), ("empty.csv", "")):
         (tmp_path / name).write_text(content)
-        with pytest.raises(ValueError, match=rf"data.train holds no documents: .*{name}"):
-            prepare_text(text_recipe(str(tmp_path / name)), progress=False)
-    good = write_rows(tmp_path / "a.jsonl", ROWS)
-    with pytest.raises(ValueError, match=r"data.eval holds no documents"):
-        prepare_text(text_recipe(good, eval=str(tmp_path / "header.csv")), progress=False)
-    with pytest.raises(ValueError, match=r"no training documents are left: all 3 fall into data.eval_fraction=0.99999"):
-        prepare_text(text_recipe(write_rows(tmp_path / "b.jsonl", ROWS[:3]), eval_fraction=0.99999), progress=False)
+        unprepared(text_recipe(str(tmp_path / name)), f"data.train|no documents|{name}")
+    good = write_texts(tmp_path / "a.jsonl", ROWS)
+    unprepared(text_recipe(good, eval=str(tmp_path / "header.csv")), "data.eval|no documents")
+    few = write_texts(tmp_path / "b.jsonl", ROWS[:3])
+    unprepared(text_recipe(few, eval_fraction=0.99999), "all 3|data.eval_fraction=0.99999")
 
 
 def test_the_second_time_reads_nothing_and_gives_the_same(tmp_path: Path, text_recipe: MakeRecipe) -> None:
-    recipe = text_recipe(write_rows(tmp_path / "a.jsonl", ROWS), tokenizer={"train_bpe": {"vocab_size": 300}})
+    recipe = text_recipe(write_texts(tmp_path / "a.jsonl", ROWS), tokenizer={"train_bpe": {"vocab_size": 300}})
     first, second = prepare_text(recipe, progress=False), prepare_text(recipe, progress=False)
     assert (first.facts["reused"], second.facts["reused"]) == (False, True)
     assert first.fingerprint == second.fingerprint
@@ -181,7 +175,7 @@ def test_the_second_time_reads_nothing_and_gives_the_same(tmp_path: Path, text_r
 
 
 def test_a_changed_source_is_noticed_even_with_the_same_size_and_time(tmp_path: Path, text_recipe: MakeRecipe) -> None:
-    recipe = text_recipe(write_rows(tmp_path / "a.jsonl", ROWS))
+    recipe = text_recipe(write_texts(tmp_path / "a.jsonl", ROWS))
     path = tmp_path / "a.jsonl"
     first = prepare_text(recipe, progress=False)
     stat = path.stat()
@@ -196,14 +190,14 @@ def test_a_changed_source_is_noticed_even_with_the_same_size_and_time(tmp_path: 
 
 def test_defaults_that_are_written_out_are_the_same_data(tmp_path: Path, text_recipe: MakeRecipe) -> None:
     """As in the resolved recipe of a run, which resumes it."""
-    recipe = text_recipe(write_rows(tmp_path / "a.jsonl", ROWS))
+    recipe = text_recipe(write_texts(tmp_path / "a.jsonl", ROWS))
     written_out = Recipe.model_validate(recipe.model_dump())
     assert len(written_out.data.model_fields_set) > len(recipe.data.model_fields_set)
     assert prepare_text(written_out, progress=False).fingerprint == prepare_text(recipe, progress=False).fingerprint
 
 
 def test_unchanged_files_are_not_read_again(tmp_path: Path, text_recipe: MakeRecipe) -> None:
-    path = Path(write_rows(tmp_path / "a.jsonl", ROWS))
+    path = Path(write_texts(tmp_path / "a.jsonl", ROWS))
     os.utime(path, (1_000_000, 1_000_000))
     recipe = text_recipe(str(path))
     prepare_text(recipe, progress=False)
@@ -217,34 +211,19 @@ def test_unchanged_files_are_not_read_again(tmp_path: Path, text_recipe: MakeRec
 
 
 def test_tokenizer_split_and_content_each_make_other_shards(tmp_path: Path, text_recipe: MakeRecipe) -> None:
-    path = write_rows(tmp_path / "a.jsonl", ROWS)
+    path = write_texts(tmp_path / "a.jsonl", ROWS)
     recipes = [
         text_recipe(path),
         text_recipe(path, eval_fraction=0.3),
         text_recipe(path, tokenizer={"train_bpe": {"vocab_size": 300}}),
         text_recipe(path, tokenizer={"train_bpe": {"vocab_size": 301}}),
-        text_recipe(path, eval=write_rows(tmp_path / "b.jsonl", ROWS[:9])),
-        text_recipe(write_rows(tmp_path / "c.jsonl", ROWS[::-1])),
+        text_recipe(path, eval=write_texts(tmp_path / "b.jsonl", ROWS[:9])),
+        text_recipe(write_texts(tmp_path / "c.jsonl", ROWS[::-1])),
     ]
     assert len({prepare_text(recipe, progress=False).fingerprint for recipe in recipes}) == len(recipes)
     moved = tmp_path / "elsewhere.jsonl"
     moved.write_text(Path(path).read_text())
     assert prepare_text(text_recipe(str(moved)), progress=False).facts["reused"], "a corpus may move"
-
-
-@pytest.mark.parametrize("damage", ["train.bin", "eval.bin", "meta.json", "tokenizer/tokenizer.json"])
-def test_damaged_shards_are_built_again(tmp_path: Path, text_recipe: MakeRecipe, damage: str) -> None:
-    recipe = text_recipe(write_rows(tmp_path / "a.jsonl", ROWS), tokenizer={"train_bpe": {"vocab_size": 300}})
-    first = prepare_text(recipe, progress=False)
-    whole = stream(first, "train")
-    broken = Path(first.facts["cache_folder"], damage)
-    broken.write_bytes(broken.read_bytes()[:-1])
-    second = prepare_text(recipe, progress=False)
-    assert not second.facts["reused"]
-    assert "damaged" in second.facts["notes"][-1]
-    assert second.fingerprint == first.fingerprint
-    assert stream(second, "train") == whole
-    assert prepare_text(recipe, progress=False).facts["reused"]
 
 
 def flip_a_byte(path: Path, position: int = 100) -> None:
@@ -254,16 +233,31 @@ def flip_a_byte(path: Path, position: int = 100) -> None:
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("damage", ["train.bin", "eval.bin", "tokenizer/tokenizer.json"])
-def test_a_flipped_bit_in_shards_is_found_and_they_are_built_again(
-    tmp_path: Path, text_recipe: MakeRecipe, damage: str
+def cut_a_byte(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    [
+        (cut_a_byte, "train.bin"),
+        (cut_a_byte, "meta.json"),
+        (flip_a_byte, "train.bin"),
+        (flip_a_byte, "eval.bin"),
+        (flip_a_byte, "tokenizer/tokenizer.json"),
+    ],
+)
+def test_damaged_shards_are_built_again(
+    tmp_path: Path, text_recipe: MakeRecipe, damage: Callable[[Path], None], name: str
 ) -> None:
-    recipe = text_recipe(write_rows(tmp_path / "a.jsonl", ROWS), tokenizer={"train_bpe": {"vocab_size": 300}})
+    recipe = text_recipe(write_texts(tmp_path / "a.jsonl", ROWS), tokenizer={"train_bpe": {"vocab_size": 300}})
     first = prepare_text(recipe, progress=False)
     whole = stream(first, "train"), stream(first, "eval")
-    flip_a_byte(Path(first.facts["cache_folder"], damage))
+    damage(Path(first.facts["cache_folder"], name))
     second = prepare_text(recipe, progress=False)
-    assert "damaged: tokenizing again" in second.facts["notes"][-1]
+    assert not second.facts["reused"]
+    assert "damaged" in second.facts["notes"][-1]
+    assert second.fingerprint == first.fingerprint
     assert (stream(second, "train"), stream(second, "eval")) == whole
     assert prepare_text(recipe, progress=False).facts["reused"]
 
@@ -281,12 +275,11 @@ def test_damage_in_a_large_shard_stops_the_run_before_its_first_epoch_ends(
     flip_a_byte(shard)
     if when == "at its end":  # the thread is slow, and the epoch short
         compare = cache.sha256
-        monkeypatch.setattr(cache, "sha256", lambda *args: time.sleep(2) or compare(*args))
+        monkeypatch.setattr(cache, "sha256", lambda *args: time.sleep(0.5) or compare(*args))
     assert main(["run", str(recipe)]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
-    assert line.startswith(
-        f"error: {shard} is damaged (it differs from its digest); remove {shard.parent}, and run again"
-    )
+    assert line.startswith(f"error: {shard} is damaged")
+    assert f"remove {shard.parent}" in line
     steps = [record["step"] for record in metrics(corpus / "run")]
     num_samples = -(-shard.stat().st_size // 2 // 32)
     assert max(steps, default=0) <= -(-num_samples // 8)
@@ -307,42 +300,40 @@ def test_a_short_run_does_not_wait_for_the_digests_and_says_so(
     began = time.monotonic()
     assert main(["run", str(recipe)]) == 0
     assert time.monotonic() - began < 50
-    captured = capsys.readouterr()
-    assert "train.bin" in captured.out + captured.err
-    assert "was compared with its digest" in captured.out + captured.err
+    shown = "".join(capsys.readouterr())
+    assert "train.bin" in shown
+    assert "its digest" in shown
 
 
 def test_a_token_that_no_vocabulary_has_is_an_error_of_the_data_and_not_of_the_device(
     tmp_path: Path, text_recipe: MakeRecipe
 ) -> None:
-    corpus = prepare_text(text_recipe(write_rows(tmp_path / "a.jsonl", ROWS), eval_fraction=0), progress=False)
+    corpus = prepare_text(text_recipe(write_texts(tmp_path / "a.jsonl", ROWS), eval_fraction=0), progress=False)
     shard = corpus.train.path
     tokens = np.fromfile(shard, "<u2")
     tokens[19] = 40_000
     tokens.tofile(shard)
     corpus.train[0]
-    with pytest.raises(DataError, match=r"train\.bin: token 40000 at position 19 .* vocabulary size 257.*remove"):
-        corpus.train[2]
+    named = "train.bin: token 40000|position 19|size 257|remove"
+    assert isinstance(refused(corpus.train.__getitem__, 2, named=named), DataError)
 
 
 def test_a_cache_folder_that_cannot_be_made_is_refused(tmp_path: Path, text_recipe: MakeRecipe) -> None:
     (tmp_path / "file").write_text("")
-    recipe = text_recipe(write_rows(tmp_path / "a.jsonl", ROWS), cache_dir=str(tmp_path / "file"))
-    with pytest.raises(ValueError, match=r"data\.cache_dir: cannot make the folder .*file/text"):
-        prepare_text(recipe, progress=False)
+    recipe = text_recipe(write_texts(tmp_path / "a.jsonl", ROWS), cache_dir=str(tmp_path / "file"))
+    unprepared(recipe, "data.cache_dir|file/text")
 
 
 def test_a_failed_build_leaves_no_shards_behind(tmp_path: Path, text_recipe: MakeRecipe) -> None:
-    path = write_rows(tmp_path / "a.jsonl", ROWS)
+    path = write_texts(tmp_path / "a.jsonl", ROWS)
     Path(path).write_text(Path(path).read_text() + "broken")
-    with pytest.raises(ValueError, match=r"a\.jsonl:201: not JSON"):
-        prepare_text(text_recipe(path, eval_fraction=0), progress=False)
+    unprepared(text_recipe(path, eval_fraction=0), "a.jsonl:201: not JSON")
     assert not [entry.name for entry in (tmp_path / "cache" / "text").iterdir() if entry.suffix not in (".lock", "")]
     assert not list((tmp_path / "cache" / "text").rglob("*.bin"))
 
 
 def test_what_a_killed_build_left_is_cleared(tmp_path: Path, text_recipe: MakeRecipe) -> None:
-    recipe = text_recipe(write_rows(tmp_path / "a.jsonl", ROWS))
+    recipe = text_recipe(write_texts(tmp_path / "a.jsonl", ROWS))
     folder = Path(prepare_text(recipe, progress=False).facts["cache_folder"])
     building = folder.with_name(folder.name + ".building")
     folder.rename(building)
@@ -359,7 +350,7 @@ def _prepare_at_once(recipe: Recipe, barrier: Any, results: Any) -> None:
 
 @pytest.mark.slow
 def test_of_two_processes_at_once_one_builds_and_the_other_reads(tmp_path: Path, text_recipe: MakeRecipe) -> None:
-    recipe = text_recipe(write_rows(tmp_path / "a.jsonl", ROWS * 50), tokenizer={"train_bpe": {"vocab_size": 300}})
+    recipe = text_recipe(write_texts(tmp_path / "a.jsonl", ROWS * 50), tokenizer={"train_bpe": {"vocab_size": 300}})
     spawn = multiprocessing.get_context("spawn")
     barrier, results = spawn.Barrier(2), spawn.Queue()
     processes = [spawn.Process(target=_prepare_at_once, args=(recipe, barrier, results)) for _ in range(2)]
@@ -374,7 +365,7 @@ def test_of_two_processes_at_once_one_builds_and_the_other_reads(tmp_path: Path,
 
 
 def test_a_long_document_is_one_document(tmp_path: Path, text_recipe: MakeRecipe) -> None:
-    text = "a line of text\n" * 200_000
+    text = "a line of text\n" * 70_000
     (tmp_path / "a.txt").write_text(text)
     corpus = prepare_text(text_recipe(str(tmp_path / "a.txt"), eval_fraction=0.25), progress=False)
     assert stream(corpus, "train").count(BYTE_SEPARATOR_ID) == 1
@@ -382,18 +373,16 @@ def test_a_long_document_is_one_document(tmp_path: Path, text_recipe: MakeRecipe
 
 
 def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path: Path, text_recipe: MakeRecipe) -> None:
-    tokenizer = train_bpe(ROWS, 300)
-    tokenizer.add_tokens([f"<extra {n}>" for n in range(1 << 16)])
+    words = {SEPARATOR: 0, **{f"w{number}": number for number in range(1, (1 << 16) + 1)}}
+    backend = Tokenizer(models.WordLevel(words, unk_token="w1"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=SEPARATOR, unk_token="w1")
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    recipe = text_recipe(
-        write_rows(tmp_path / "a.jsonl", ["word <extra 65535> word", *ROWS]),
-        tokenizer=str(tmp_path / "tokenizer"),
-        eval_fraction=0,
-    )
-    corpus = prepare_text(recipe, progress=False)
+    path = write_texts(tmp_path / "a.jsonl", ["w2 w65536 w3", *ROWS])
+    corpus = prepare_text(text_recipe(path, tokenizer=str(tmp_path / "tokenizer"), eval_fraction=0), progress=False)
     assert corpus.train.dtype == np.uint32
-    assert max(stream(corpus, "train")) == 300 + 65535
-    assert corpus.vocab_size == 300 + 65536
+    assert stream(corpus, "train")[:4] == [0, 2, 65536, 3]
+    assert corpus.vocab_size == 65537
 
 
 def test_progress_is_shown_only_when_wanted(
@@ -402,7 +391,7 @@ def test_progress_is_shown_only_when_wanted(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    path = write_rows(tmp_path / "a.jsonl", ROWS)
+    path = write_texts(tmp_path / "a.jsonl", ROWS)
     prepare_text(text_recipe(path), progress=False)
     assert capsys.readouterr() == ("", "")
     prepare_text(text_recipe(path, eval_fraction=0.2), progress=True)

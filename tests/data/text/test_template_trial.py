@@ -7,6 +7,7 @@ import pytest
 
 from accel_train.data.text import template_trial
 from accel_train.data.text.template_trial import check_template
+from tests.support.runs import refused
 
 CHATS = [[{"role": "user", "content": "hello"}]]
 
@@ -31,13 +32,10 @@ def test_a_template_that_is_right_or_that_refuses_a_chat_passes() -> None:
     ],
 )
 def test_a_template_that_takes_too_much_memory_is_refused(template: str) -> None:
-    with pytest.raises(ValueError, match="hub/name needs more than 1,024 MiB") as caught:
-        check_template(tokenizer(template), CHATS)
-    assert "data.chat_template" in str(caught.value)
+    refused(check_template, tokenizer(template), CHATS, named="hub/name|1,024 MiB|data.chat_template")
 
 
 def test_a_template_that_does_not_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(template_trial, "CPU_SECONDS", 1)
     loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-    with pytest.raises(ValueError, match=r"^data\.chat_template renders for longer than 1 seconds"):
-        check_template(tokenizer(loops), CHATS, "data.chat_template")
+    refused(check_template, tokenizer(loops), CHATS, "data.chat_template", named="data.chat_template|1 seconds")

@@ -24,7 +24,7 @@ from accel_train.data.text.tokenizers import (
     train_bpe,
 )
 from accel_train.recipe.loader import load_recipe
-from tests.support.runs import write_recipe_file
+from tests.support.runs import refused, write_recipe_file
 
 TRICKY = f"héllo \0 世界 😀 {SEPARATOR}\r\n\t  x\n\n  def f(): return '{SEPARATOR}'  "
 TEXTS = [f"def function_{n}(value):\n    return value + {n}\n\n\nclass Name{n}:\n    pass\n" for n in range(50)]
@@ -95,8 +95,7 @@ def test_a_separator_that_is_a_word_of_the_vocabulary_is_cut_in_two() -> None:
 
 def test_a_separator_that_also_means_unknown_is_refused() -> None:
     encode = document_encoder(word_level(eos_token="<unk>"), 0)
-    with pytest.raises(ValueError, match="gives ordinary text the id 0 of its separator '<unk>'"):
-        encode(["a strange word"])
+    refused(encode, ["a strange word"], named="id 0|'<unk>'")
 
 
 def test_a_tokenizer_in_python_reads_documents_too(tmp_path: Path) -> None:
@@ -131,13 +130,11 @@ def test_the_separator_is_eos_then_bos_then_sep_then_cls() -> None:
     assert separator_of(word_level(bos_token="<", sep_token="a")) == 2
     assert separator_of(word_level(cls_token="a", sep_token="b")) == 5
     assert separator_of(word_level(cls_token="a")) == 4
-    with pytest.raises(ValueError, match="has no eos, bos, sep or cls token"):
-        separator_of(word_level())
+    refused(separator_of, word_level(), named="eos, bos, sep or cls")
 
 
 def test_a_tokenizer_that_cannot_be_loaded_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r"'no-such-tokenizer' could not be loaded, neither as a folder .* nor as a"):
-        load_tokenizer("no-such-tokenizer", trust_remote_code=False)
+    refused(load_tokenizer, "no-such-tokenizer", trust_remote_code=False, named="'no-such-tokenizer'|a folder")
 
 
 def test_the_digest_sees_a_changed_vocabulary() -> None:
@@ -186,7 +183,7 @@ def test_another_tokenizer_than_that_of_pretrained_weights_is_refused_unless_the
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
     assert line.startswith(f"error: tokenizer={chosen} ")
     assert f"model.pretrained={base}" in line
-    assert line.endswith("or set model.accept_new_tokenizer: true to train its embedding again")
+    assert "model.accept_new_tokenizer: true" in line
     check_tokenizer(load_recipe(recipe, arguments=[*asked, "--model.accept_new_tokenizer", "true"]))
 
 
@@ -207,5 +204,5 @@ def test_weights_without_a_tokenizer_of_their_own_take_any_that_is_not_trained_a
     recipe = write_recipe_file(tmp_path, task="causal-lm")
     asked = ["--model.pretrained", str(tmp_path / "base")]
     check_tokenizer(load_recipe(recipe, arguments=[*asked, "--tokenizer", "bytes"]))
-    with pytest.raises(ValueError, match="trains a new vocabulary"):
-        check_tokenizer(load_recipe(recipe, arguments=[*asked, "--tokenizer", "{train_bpe: {vocab_size: 300}}"]))
+    trained = load_recipe(recipe, arguments=[*asked, "--tokenizer", "{train_bpe: {vocab_size: 300}}"])
+    refused(check_tokenizer, trained, named="new vocabulary")

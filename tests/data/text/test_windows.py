@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader
 
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.text.tokens import WindowDataset, collate_windows
@@ -102,10 +101,3 @@ def test_a_pickled_dataset_is_a_path_and_not_the_tokens(tmp_path: Path) -> None:
     pickled = pickle.dumps(windows)
     assert len(pickled) < 2_000
     assert pickle.loads(pickled)[7].tolist() == before  # noqa: S301 (our own bytes)
-
-
-def test_spawned_workers_read_the_same_windows(tmp_path: Path) -> None:
-    windows = dataset(tmp_path, list(range(100)), 8)
-    windows[0]  # mapped in this process
-    loader = DataLoader(windows, batch_size=4, num_workers=1, multiprocessing_context="spawn", collate_fn=np.asarray)
-    assert np.concatenate(list(loader)).tolist() == windows.__getitems__(range(len(windows))).tolist()

@@ -42,7 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
 def main(folder: Path) -> None:
     """Compute every case."""
     dist.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
     chunked_loss.LOGITS_AT_ONCE = CHUNK * -(-VOCABULARY // mesh.size())
     found = {name: compare(mesh, **case) for name, case in CASES.items()}
     (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps(found))

@@ -9,6 +9,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,9 @@ class ProbeTask(CausalLM):
     in a micro-batch, in
     training, at the end of the forward or, where a block is named, in that one; so many times, or always;
     no_room_to_evaluate: rows; counts_forwards: a batch norm, whose statistics are those of the steps that were done;
-    seconds_a_forward: how long each takes at least; logits_at_once: how many, where the loss is computed in chunks."""
+    weighs (folder): the bytes of the weights with values, after each build of a model, in a file of each process;
+    seconds_a_forward: how long each takes at least; logits_at_once: how many, where
+    the loss is computed in chunks."""
 
     loss_is_by_position = True
 
@@ -102,10 +105,15 @@ class ProbeTask(CausalLM):
 
         return TaskData(train, data.eval, collate, data.fingerprint, data.facts, data.reading_is_free, data.source)
 
+    @wraps(CausalLM.build_model)  # a resume makes the package's own models without values
     def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
         model = super().build_model(recipe, data)
         if recipe.options.get("counts_forwards"):
             model.add_module("count", nn.BatchNorm1d(1))
+        if "weighs" in recipe.options:
+            held = sum(each.untyped_storage().nbytes() for each in model.parameters() if not each.is_meta)
+            with (Path(recipe.options["weighs"]) / f"rank-{RANK}").open("a") as file:
+                file.write(f"{held}\n")
         return model
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:

@@ -2,6 +2,7 @@
 others make of it.
 """
 
+import json
 import os
 import resource
 import signal
@@ -64,10 +65,9 @@ class FaultTask(ProbeTask):
     files cannot be written;
     flip_part_at: {step, rank}: a bit of what this process holds of a block that FSDP2 spreads;
     slow: {rank, read, step or block: seconds}, of one process alone (-1: all); timeouts: a folder where each process
-    writes
-    how long a collective may wait, in seconds, at each forward; opened: a folder where each process writes which files
-    of
-    checkpoints Python opens after the data are loaded (safetensors reads tensors without it).
+    writes how long a collective of each group may wait, in seconds, at each forward; opened: a folder where each
+    process writes which files of checkpoints Python opens after the data are loaded (safetensors reads tensors
+    without it).
     """
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
@@ -114,9 +114,12 @@ class FaultTask(ProbeTask):
             return loss
         time.sleep(self.seconds.get("step", 0))
         if "timeouts" in self.options:
-            group = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
-            with Path(self.options["timeouts"], f"rank-{RANK}.txt").open("a") as file:
-                file.write(f"{group.options._timeout.total_seconds():g}\n")
+            groups = dist.distributed_c10d._world.pg_map
+            limits = {each.group_name: each._get_backend(torch.device("cpu")).options._timeout for each in groups}
+            named = {each.group_name: each.group_desc for each in groups}
+            seconds = {f"{named[name]} {name}": limit.total_seconds() for name, limit in limits.items()}
+            with Path(self.options["timeouts"], f"rank-{RANK}.jsonl").open("a") as file:
+                file.write(json.dumps(seconds) + "\n")
         faults: dict[str, Callable[[], object]] = {
             "raise_at": self._fail,
             "exit_at": lambda: os._exit(0),

@@ -37,12 +37,17 @@ class Unused(FaultyRegression):
     micro-batch;
     leaves: {call, rank}: the head's bias takes no part in the forward of that number, and those after it; on
     all processes with rank -1; layers: that many, which FSDP2 gathers one at a time; drops: process r computes all but
-    layer r; shared: the first two
-    layers have one weight; scalar: `scale` is a weight without dimensions."""
+    layer r; skips: every second forward leaves out the first layer; shared: the first two
+    layers have one weight; scalar: `scale` is a weight without dimensions; empty: a build on the meta device `fails`
+    after it drew random numbers, or `differs` by a weight."""
 
     def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
         self.options, self.calls = recipe.options, 0
         model = Plain(int(self.options.get("layers", 0)))
+        if torch.get_default_device().type == "meta" and "empty" in self.options:
+            model.register_parameter("spare", nn.Parameter(torch.ones(3)))
+            if self.options["empty"] == "fails":
+                model.embed.weight.sum().item()
         if self.options.get("drops"):
             model.left_out = RANK
         if self.options.get("never"):
@@ -62,6 +67,8 @@ class Unused(FaultyRegression):
         leaves = self.options.get("leaves", {"call": 10**9, "rank": RANK})
         bias = model.get_parameter("head.bias")
         is_left_out = self.calls >= leaves["call"] and leaves["rank"] in (RANK, -1)
+        if self.options.get("skips"):
+            model.left_out = (self.calls % 2) * len(model.get_submodule("layers"))  # type: ignore[arg-type, assignment]
         found = model(batch["features"])
         if is_left_out:
             model.get_submodule("head").bias = None  # type: ignore[assignment]
