@@ -8,6 +8,8 @@ PYTHON ?= python3
 PIP_ARGS ?=
 # On two cores: a test often waits, for a process, a disk, a timeout.
 WORKERS ?= 3
+# Of `make test-part`.
+MINUTES ?= 20
 # What `make golden` compares HEAD with.
 BEFORE ?= origin/main
 
@@ -24,10 +26,10 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 MARK = mkdir -p build/green && if [ -z "$$(git status --porcelain 2>&1)" ]; then git rev-parse HEAD > build/green/$@; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs notebooks test test-slow test-faults test-oldest test-gpu test-all golden lint format dist clean
+.PHONY: help setup demo docs notebooks test test-slow test-faults test-part test-oldest test-gpu test-all golden lint format dist clean
 
 help: ## List these targets.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(INSTALLED) ## Install everything into .venv, at the versions in constraints.txt.
 
@@ -75,6 +77,9 @@ test-slow: $(INSTALLED) $(ENCODER) $(OLDEST) $(DOCS) ## The tests that take minu
 test-faults: $(INSTALLED) ## Kills, full disks, broken files, lost processes: real ones, for about 15 minutes.
 	$(PYTEST) -n $(WORKERS) -m 'faults and not gpu'
 	@$(MARK)
+
+test-part: $(INSTALLED) $(ENCODER) $(OLDEST) $(DOCS) ## Slow tests and faults, as many as MINUTES=20 carry; each commit begins with others.
+	$(PYTEST) -n $(WORKERS) -m '(slow or faults) and not gpu' --minutes $(MINUTES)
 
 $(OLDEST): $(INSTALLED) # what the Trainer's tests run with in the oldest versions of its range, laid over .venv
 	rm -rf $(OLDEST)

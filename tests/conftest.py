@@ -1,6 +1,9 @@
 """What several test files share."""
 
+import hashlib
 import os
+import subprocess
+import time
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,9 +21,27 @@ from tests.support.leftovers import nothing_left
 from tests.support.processes import Forked
 from tests.support.runs import write_corpus
 
+STARTED = time.monotonic()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--minutes` runs files in an order that each commit draws anew, and skips tests that would begin later."""
+    parser.addoption("--minutes", type=float, help="skip tests that would begin later; order files by the commit")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Order files by a digest of commit and name, in which all workers agree: each commit begins with others."""
+    if config.getoption("minutes") is not None:
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=config.rootpath, capture_output=True).stdout
+        items.sort(key=lambda item: hashlib.sha256(commit + item.path.name.encode()).digest())
+
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Tests marked gpu need one; `make test` leaves them out, and `make test-gpu` runs them."""
+    minutes = item.config.getoption("minutes")
+    if minutes is not None and time.monotonic() > STARTED + 60 * minutes:
+        pytest.skip(f"{minutes:g} minutes are over")
     if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
         pytest.skip("torch sees no CUDA device on this machine")
 

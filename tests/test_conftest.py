@@ -28,10 +28,32 @@ def test_second():
 """
 
 
-def test_next_test_finds_environment_and_device_as_before(tmp_path: Path) -> None:
-    file = tmp_path / "test_two.py"
-    file.write_text(TWO_TESTS)
-    words = ["-m", "pytest", "-q", "-p", "tests.conftest", "-p", "no:xdist", "-p", "no:cacheprovider", str(file)]
+def _run(folder: Path, *words: str) -> list[str]:
+    """Run the tests of a folder with the hooks of all tests; returns the last line's words, but for the time."""
+    always = ["-m", "pytest", "-q", "-p", "tests.conftest", "-p", "no:xdist", "-p", "no:cacheprovider", str(folder)]
     variables = environment(CHANGED="before", DELETED="before")
-    done = subprocess.run([sys.executable, *words], cwd=tmp_path, env=variables, capture_output=True, text=True)
-    assert (done.returncode, done.stdout.split()[-4:-2]) == (0, ["2", "passed"]), done.stdout
+    done = subprocess.run([sys.executable, *always, *words], cwd=folder, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.strip().splitlines()[-1].split()[:-2]
+
+
+def test_next_test_finds_environment_and_device_as_before(tmp_path: Path) -> None:
+    (tmp_path / "test_two.py").write_text(TWO_TESTS)
+    assert _run(tmp_path) == ["2", "passed"]
+
+
+def test_what_would_begin_after_the_minutes_is_skipped_and_each_commit_begins_with_other_files(tmp_path: Path) -> None:
+    begin_order = tmp_path / "order"
+    for name in "abcdefgh":
+        (tmp_path / f"test_{name}.py").write_text(f"def test(): open({str(begin_order)!r}, 'a').write({name!r})\n")
+    assert _run(tmp_path, "--minutes", "0") == ["8", "skipped"]
+    orders = []
+    for subject in ("first", "second"):
+        git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.com"]
+        for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", subject]):
+            subprocess.run([*git, *words], cwd=tmp_path, check=True)
+        assert _run(tmp_path, "--minutes", "60") == ["8", "passed"]
+        orders.append(begin_order.read_text())
+        begin_order.unlink()
+    assert sorted(orders[0]) == sorted(orders[1]) == list("abcdefgh")
+    assert orders[0] != orders[1]

@@ -1,6 +1,6 @@
 """Updates of sharded weights by FusedAdam, beside torch's own Adam over the same DTensors: `sharded_update.py`.
 
-Asserts the same bits. Prints, a line of JSON: the operators on DTensors by layout and step.
+Asserts the same bits, given the same norm. Prints, a line of JSON: the operators on DTensors by layout and step.
 """
 
 import json
@@ -61,9 +61,10 @@ def main() -> None:
                 result = update_within(Limits(1.0), update, ours, None)
             counts[-1].append(sum(found))
             assert len(found) > 3, "operators are seen"
-            assert torch.equal(result.grad_norm, norm) or not norm.isfinite(), (result.grad_norm, norm)
+            # Two orders of one sum: their last bit depends on the processor.
+            assert torch.isclose(result.grad_norm, norm, rtol=1e-6, atol=0) or not norm.isfinite()
             reference.found_inf = result.skipped if result.skipped else None  # type: ignore[attr-defined]
-            scale = None if result.skipped else (norm + 1e-6).clamp(min=1.0)
+            scale = None if result.skipped else (result.grad_norm + 1e-6).clamp(min=1.0)
             reference.grad_scale = scale  # type: ignore[attr-defined]
             reference.step()
             for mine, other in zip(ours, theirs, strict=True):
