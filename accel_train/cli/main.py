@@ -129,11 +129,14 @@ def _dispatch(words: list[str]) -> Outcome:
             raise UserError(f"{words[0]} needs a command. Give one of {', '.join(COMMANDS)}.")
         build_parser().print_help()
         return Outcome()
-    if name is not None and name not in COMMANDS:
-        there_are, known = f"there are {', '.join(COMMANDS)}", [*COMMANDS, "train"]
-        meant = did_you_mean(name, known, there_are, show=lambda name: name.replace("train", "run"))
-        raise UserError(f"unknown command {name!r}; {meant}")
-    arguments, settings = parse_arguments(words)
+    try:
+        arguments, settings = _accepted(words)
+    except UserError as error:
+        from accel_train.cli.correction import corrected
+
+        if (line := corrected(words, _accepted)) is None:
+            raise
+        raise UserError(f"{str(error).partition(';')[0]}. Type: {line}") from error
     command = COMMANDS[arguments.command]
     if command.processes == "all" and (mistake := launch_mistake(os.environ)) is not None:
         raise UserError(mistake)
@@ -141,14 +144,33 @@ def _dispatch(words: list[str]) -> Outcome:
         return Outcome()
     if command.processes == "one" and (size := os.environ.get("WORLD_SIZE", "1")) != "1":
         raise UserError(f"WORLD_SIZE={size}: {arguments.command} runs in one process. Start it without a launcher.")
+    with exits_are_errors():
+        return command.run(arguments, settings)
+
+
+def _accepted(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Parse the words of a command, and check the names of its settings. Imports no torch.
+
+    Raises:
+        UserError: an unknown command, flag, or setting; a missing word; a table in place of a recipe.
+    """
+    name = next((word for word in words if not word.startswith("-")), None)
+    if name is not None and name not in COMMANDS:
+        there_are, known = f"there are {', '.join(COMMANDS)}", [*COMMANDS, "train"]
+        meant = did_you_mean(name, known, there_are, show=lambda name: name.replace("train", "run"))
+        raise UserError(f"unknown command {name!r}; {meant}")
+    arguments, settings = parse_arguments(words)
     if settings:
         from accel_train.recipe.loader import split_flags
 
         with users_mistakes():
-            # Check before torch is imported. The command reads the settings again, with its recipe.
+            # The command reads the settings again, with its recipe.
             split_flags(settings)
-    with exits_are_errors():
-        return command.run(arguments, settings)
+    if "recipe" in COMMANDS[arguments.command].arguments:
+        from accel_train.cli.correction import check_is_recipe
+
+        check_is_recipe(arguments.command, arguments.recipe)
+    return arguments, settings
 
 
 class _Parser(argparse.ArgumentParser):

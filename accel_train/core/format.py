@@ -23,9 +23,11 @@ def did_you_mean(
 ) -> str:
     """Return `did you mean NAME?` with the nearest names, or `otherwise` if no name is similar.
 
-    `least` is the lowest similarity that counts, from 0 to 1.
+    Names that begin with the word are nearest. `least` is the lowest similarity that counts, from 0 to 1.
     """
-    near = get_close_matches(word, list(names), n=at_most, cutoff=least)
+    known = list(names)
+    longer = [name for name in known if len(word) > 2 and name.startswith(word)]
+    near = longer[:at_most] or get_close_matches(word, known, n=at_most, cutoff=least)
     return f"did you mean {' or '.join(map(show, near))}?" if near else otherwise
 
 

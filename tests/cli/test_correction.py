@@ -1,0 +1,73 @@
+"""What users of other trainers type is answered with the command that does it."""
+
+import shlex
+from pathlib import Path
+
+import pytest
+
+from accel_train.cli.main import main
+
+TORCHRUN = "torchrun --standalone --nproc_per_node 2 -m accel_train"
+MEANT = {
+    "run r.yaml --num_processes 2": f"{TORCHRUN} run r.yaml",
+    "train r.yaml --gpus=2 --lr 1e-3": f"{TORCHRUN} run r.yaml --optimizer.learning_rate 1e-3",
+    "finetune t.csv --nproc-per-node 2": f"{TORCHRUN} finetune t.csv",
+    "plan r.yaml --gpus 2": "accel-train plan r.yaml --world-size 2",
+    "rehearse r.yaml --gpus 2": "accel-train rehearse r.yaml --processes 2",
+    "run r.yaml --fp16": "accel-train run r.yaml --precision.mixed_precision fp16",
+    "run --bf16 r.yaml": "accel-train run r.yaml --precision.mixed_precision bf16",
+    "run r.yaml --fp16 False": "accel-train run r.yaml --precision.mixed_precision no",
+    "run r.yaml --epochs 3 --seed 1": "accel-train run r.yaml --schedule.num_epochs 3 --seed 1",
+    "run r.yaml --warmup-ratio=0.1": "accel-train run r.yaml --schedule.warmup_ratio 0.1",
+    "run r.yaml -optimizer.eps 1e-3": "accel-train run r.yaml --optimizer.eps 1e-3",
+    "run r.yaml --precision.compile": "accel-train run r.yaml --precision.compile true",
+    "run r.yaml --resume": "accel-train run r.yaml",
+    "run r.yaml --resume_from_checkpoint latest": "accel-train run r.yaml",
+    "run --recipe r.yaml": "accel-train run r.yaml",
+    "run r.yaml --model_name_or_path gpt2": "accel-train run r.yaml --model.pretrained gpt2",
+    "run r.yaml --model.config {model_type: gpt2}": "accel-train run r.yaml --model.config '{model_type: gpt2}'",
+    "run r.yaml --log.trackers=[wandb, mlflow]": "accel-train run r.yaml --log.trackers '[wandb, mlflow]'",
+    "run r.yaml --log.trackers wandb mlflow": "accel-train run r.yaml --log.trackers '[wandb, mlflow]'",
+    "finetune --data t.csv --target y": "accel-train finetune t.csv --label y",
+    "finetune t.csv --text title body": "accel-train finetune t.csv --text title,body",
+    "finetune t.csv --model_name_or_path m --output o": "accel-train finetune t.csv --model m --output_dir o",
+    "evaluate --run runs/a --json": "accel-train evaluate runs/a --json",
+}
+UNCLEAR = (
+    "run r.yaml --nonsense 3",
+    "run r.yaml --gpus all",
+    "run r.yaml --gpus 2 4",
+    "run --lr 1e-3",
+    "run r.yaml --batch.global_batch_size 64, 32",
+    "generate runs/a --prompt",
+    "frobnicate r.yaml --gpus 2",
+)
+
+
+@pytest.mark.parametrize("typed", MEANT)
+def test_the_command_that_is_meant_ends_the_error(
+    typed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(typed.split()) == 2
+    assert shlex.split(capsys.readouterr().err.partition("Type: ")[2]) == shlex.split(MEANT[typed])
+
+
+@pytest.mark.parametrize("typed", UNCLEAR)
+def test_no_command_is_offered_where_several_may_be_meant(typed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(typed.split()) == 2
+    assert "Type: " not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("run", "finetune {}"), ("plan", "finetune {} --dry-run"), ("rehearse", "finetune {} --dry-run")]
+)
+@pytest.mark.parametrize("place", ["t.csv", "folder"])
+def test_data_in_place_of_a_recipe_are_answered_with_finetune(
+    typed: str, meant: str, place: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Path("t.csv").write_text("text,label\n")
+    assert main([typed, place]) == 2
+    assert capsys.readouterr().err.partition("Type: accel-train ")[2].strip() == meant.format(place)
