@@ -6,6 +6,7 @@ from accel_train.core.version import __version__ as __version__
 from accel_train.recipe.loader import Recipe as Recipe
 
 if TYPE_CHECKING:
+    from accel_train.experiments.finetune.start import finetune as finetune
     from accel_train.hf import Seq2SeqTrainer as Seq2SeqTrainer
     from accel_train.hf import Trainer as Trainer
     from accel_train.inference.export import load_exported as load_exported
@@ -14,7 +15,17 @@ if TYPE_CHECKING:
     from accel_train.training.train import fit as fit
     from accel_train.training.train import train as train
 
-__all__ = ["ModuleTask", "Recipe", "RunResult", "Seq2SeqTrainer", "Trainer", "fit", "load_exported", "train"]
+__all__ = [
+    "ModuleTask",
+    "Recipe",
+    "RunResult",
+    "Seq2SeqTrainer",
+    "Trainer",
+    "finetune",
+    "fit",
+    "load_exported",
+    "train",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -26,6 +37,10 @@ def __getattr__(name: str) -> Any:
         from accel_train.training import train as door
 
         return getattr(door, name)
+    if name == "finetune":
+        from accel_train.experiments.finetune import start
+
+        return start.finetune
     if name == "ModuleTask":
         from accel_train.task import load_class
 

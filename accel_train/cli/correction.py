@@ -10,7 +10,17 @@ from accel_train.cli.commands import COMMANDS
 from accel_train.cli.json_output import FLAG
 from accel_train.core.errors import UserError
 
-_PROCESSES = {"num_processes", "nproc_per_node", "nproc", "num_gpus", "n_gpus", "ngpus", "gpus", "devices", "world_size"}
+_PROCESSES = {
+    "num_processes",
+    "nproc_per_node",
+    "nproc",
+    "num_gpus",
+    "n_gpus",
+    "ngpus",
+    "gpus",
+    "devices",
+    "world_size",
+}
 _PRECISIONS = {"fp16", "bf16", "fp8"}
 _RESUMES = {"resume", "resume_from_checkpoint", "auto_resume"}
 _FLAGS = {

@@ -1,11 +1,16 @@
 """Generate text with a trained language model."""
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from accel_train.core.errors import asks_for_own_code
 from accel_train.model.generation import chat_prompt, check_sampling, generate_text
 from accel_train.runtime.driver import uses_cpu
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def check_generation(run_folder: Path, *, max_new_tokens: int, temperature: float) -> None:
@@ -29,7 +34,53 @@ def generate_from_run(
         ValueError: the folder has no trained model, or an argument is out of range.
     """
     check_generation(run_folder, max_new_tokens=max_new_tokens, temperature=temperature)
-    folder = Path(run_folder) / "model"
+    tokenizer, model = _load(Path(run_folder) / "model")
+    is_chat = _is_chat(Path(run_folder))
+    start = chat_prompt(tokenizer, prompt) if is_chat else prompt
+    text = generate_text(model, tokenizer, start, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+    return _answer(tokenizer, start, text) if is_chat else text
+
+
+def chat_with_run(
+    run_folder: Path, messages: Iterable[str], *, max_new_tokens: int = 200, temperature: float = 0.8, seed: int = 0
+) -> list[dict[str, str]]:
+    """Print an answer to each message as it is written, and return all messages (`role`, `content`) and answers.
+
+    A chat model reads the earlier messages and answers too, from the oldest that fit. Another language model continues
+    each message alone.
+
+    Raises:
+        ValueError: the folder has no trained model, or an argument is out of range.
+    """
+    from transformers import TextStreamer
+
+    check_generation(run_folder, max_new_tokens=max_new_tokens, temperature=temperature)
+    tokenizer, model = _load(Path(run_folder) / "model")
+    is_chat = _is_chat(Path(run_folder))
+    most = (getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**30) - max_new_tokens
+    earlier: list[dict[str, str]] = []
+    written: list[dict[str, str]] = []
+    for message in messages:
+        start = chat_prompt(tokenizer, message, earlier) if is_chat else message
+        while earlier and len(tokenizer.encode(start)) > most:
+            del earlier[:2]
+            start = chat_prompt(tokenizer, message, earlier)
+        text = generate_text(
+            model,
+            tokenizer,
+            start,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            seed=seed + len(written),
+            streamer=TextStreamer(tokenizer, skip_prompt=is_chat, skip_special_tokens=True),
+        )
+        answer = _answer(tokenizer, start, text)
+        written += [{"role": "user", "content": message}, {"role": "assistant", "content": answer}]
+        earlier += written[-2:] if is_chat else []
+    return written
+
+
+def _load(folder: Path) -> "tuple[PreTrainedTokenizerBase, PreTrainedModel]":
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -52,11 +103,13 @@ def generate_from_run(
             f"{folder} cannot be loaded as a language model: {reason}; was the run a causal-lm?"
         ) from error
     model.to(torch.device("cuda" if torch.cuda.is_available() and not uses_cpu(os.environ) else "cpu"))
-    is_chat = _is_chat(Path(run_folder))
-    start = chat_prompt(tokenizer, prompt) if is_chat else prompt
-    text = generate_text(model, tokenizer, start, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+    return tokenizer, model
+
+
+def _answer(tokenizer: "PreTrainedTokenizerBase", start: str, text: str) -> str:
+    """Return what follows the prompt in a text without special tokens."""
     asked = tokenizer.decode(tokenizer.encode(start, add_special_tokens=False), skip_special_tokens=True)
-    return text.removeprefix(asked).strip() if is_chat else text
+    return text.removeprefix(str(asked)).strip()
 
 
 def _is_chat(run_folder: Path) -> bool:

@@ -3,13 +3,15 @@
 import csv
 import io
 import json
+import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from accel_train.core.ownership import check_file, check_folder, replacing, stag
 from accel_train.data.order import evaluation_batches
 from accel_train.engine.evaluation import EvaluationReader, evaluation_mode, rows_in_order
 from accel_train.inference.finished_run import TrainedRun, counted, open_run, recipe_of_trained
+from accel_train.recipe.schema import Recipe
 from accel_train.recipe.yaml_core import is_number
 from accel_train.runtime.process_group import wait_for_all
 
@@ -57,6 +60,10 @@ def open_for_prediction(
         raise ValueError(f"--out {table} is not a regular file, and masks need a folder next to it; give a file")
     if task == "semantic-segmentation":
         check_folder(_masks_of(table), f"{_masks_of(table)} (for the masks of --out {table})")
+    return _open(folder, task, data, settings), table
+
+
+def _open(folder: Path, task: str, data: str | None, settings: Sequence[str] = ()) -> TrainedRun:
     if task == "causal-lm":
         raise ValueError(
             f"{folder} is a language model and predicts no labels; `accel-train generate {folder}` writes text"
@@ -67,7 +74,52 @@ def open_for_prediction(
     run = open_run(folder, data=data, settings=settings, labels_optional=True)
     if run.data.eval is None:
         raise ValueError(f"{folder} held out no data to predict; name some: accel-train predict {folder} DATA")
-    return run, table
+    return run
+
+
+def predict_rows(folder: Path, data: Any) -> list[dict[str, Any]]:
+    """Predict new data with a finished run, and return a row per sample, on the main process.
+
+    Args:
+        folder: output folder of the run.
+        data: a file or folder as for training; or rows: texts, mappings by column name, or a pandas DataFrame.
+
+    Raises:
+        ValueError: the task has no predictions per row, or the data do not fit.
+    """
+    recipe = recipe_of_trained(folder)
+    if recipe.task == "semantic-segmentation":
+        raise ValueError(f"{folder} predicts masks, not rows; write them: accel-train predict {folder} FOLDER")
+    with TemporaryDirectory() as name:
+        if not isinstance(data, str | os.PathLike):
+            path = Path(name) / "rows.jsonl"
+            path.write_text("".join(f"{json.dumps(row)}\n" for row in _rows_of(data, recipe)), encoding="utf-8")
+            data = path
+        run = _open(folder, recipe.task, os.fspath(data))
+        columns = predict_columns(run, Path(name))
+    rows = [dict(zip(columns, values)) for values in zip(*columns.values(), strict=True)]
+    for row in rows if data is not None and Path(data).parent == Path(name) else ():
+        del row["id"]
+    return rows
+
+
+def _rows_of(data: Any, recipe: Recipe) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a program as plain mappings. A text is the value of the only text column."""
+    columns = getattr(recipe.data, "text_columns", None) or (getattr(recipe.data, "text_column", None),)
+    for row in data.to_dict("records") if hasattr(data, "to_dict") else data:
+        if isinstance(row, Mapping):
+            yield {str(key): _plain(value) for key, value in row.items()}
+        elif isinstance(row, str) and len(columns) == 1 and columns[0] is not None:
+            yield {columns[0]: row}
+        else:
+            named = ", ".join(repr(column) for column in columns if column) or "the columns of the training data"
+            raise ValueError(f"{row!r:.80} is not a row of task={recipe.task}. Give mappings with {named}.")
+
+
+def _plain(value: Any) -> Any:
+    """Return a value of numpy or pandas as a plain one. NaN, their missing value, becomes None."""
+    value = value.item() if isinstance(value, np.generic) else value
+    return None if isinstance(value, float) and value != value else value
 
 
 @torch.no_grad()
@@ -81,24 +133,36 @@ def predict(run: TrainedRun, out: Path) -> Path | None:
     main = run.accelerator.is_main_process
     with replacing(masks) if main and not is_written_into(out) else nullcontext(staging_of(masks)) as staging:
         wait_for_all()
-        gathered = _predict_all(run, staging)
-        has_masks = main and any(staging.glob("*.png"))
+        columns = predict_columns(run, staging, masks.name)
+    return write_table(columns, out, run.folder) if main else None
+
+
+@torch.no_grad()
+def predict_columns(run: TrainedRun, masks: Path, name: str = "") -> Columns:
+    """Predict every sample once, over all processes, and return the table's columns; none on other processes.
+
+    Masks are written to the folder `masks`, which the table calls `name`.
+
+    Raises:
+        RecipeError: the task has no predictions per sample.
+    """
+    gathered = _predict_all(run, masks)
     if not gathered:
         raise RecipeError(
             f"task={run.recipe.task} predicts nothing for a sample; `accel-train evaluate` gives its metrics"
         )
-    if not main:
-        return None
+    if not run.accelerator.is_main_process:
+        return {}
     columns: Columns = {"id": [run.data.source.row_ids(index) for index in gathered["index"].tolist()]}
     own = run.task.prediction_columns(gathered, run.data)
     if own:
         columns |= own
-    elif has_masks:
-        columns["mask"] = [f"{masks.name}/{_mask_name(run, index)}" for index in gathered["index"].tolist()]
+    elif any(masks.glob("*.png")):
+        columns["mask"] = [f"{name}/{_mask_name(run, index)}" for index in gathered["index"].tolist()]
     else:
         names = tuple(getattr(run.data.source, "label_names", ()))
         columns |= label_columns(gathered, names, labelled=run.recipe.data.is_labelled)
-    return write_table(columns, out, run.folder)
+    return columns
 
 
 def _masks_of(table: Path) -> Path:

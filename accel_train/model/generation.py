@@ -1,5 +1,6 @@
 """Generate text with a causal language model."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from accel_train.data.text.template_trial import check_template
@@ -18,9 +19,12 @@ def check_sampling(max_new_tokens: int, temperature: float) -> None:
         )
 
 
-def chat_prompt(tokenizer: "PreTrainedTokenizerBase", text: str) -> str:
-    """Return the chat template around a user's message, up to the start of the answer, without the begin token."""
-    messages = [{"role": "user", "content": text}]
+def chat_prompt(tokenizer: "PreTrainedTokenizerBase", text: str, earlier: Sequence[dict[str, str]] = ()) -> str:
+    """Return the chat template around a user's message, up to the start of the answer, without the begin token.
+
+    `earlier` messages (`role`, `content`) come first.
+    """
+    messages = [*earlier, {"role": "user", "content": text}]
     check_template(tokenizer, [messages])
     prompt = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     return prompt.removeprefix(tokenizer.bos_token or "")
@@ -34,8 +38,11 @@ def generate_text(
     max_new_tokens: int,
     temperature: float,
     seed: int,
+    streamer: Any = None,
 ) -> str:
     """Return the prompt and its continuation by the model, up to the end of the document.
+
+    A `streamer` of transformers is given the tokens as they are written.
 
     The model reads a document separator first, as in training. When the text fills the model's positions, generation
     continues from its second half. Vocabulary rows that only pad the embedding are never sampled. Temperature 0 takes
@@ -76,6 +83,7 @@ def generate_text(
                     suppress_tokens=list(range(len(tokenizer), rows)) or None,
                     eos_token_id=ends or None,
                     pad_token_id=separator if separator is not None else 0,
+                    streamer=streamer,
                     **sampling,
                 )[0, len(window) :].tolist()
                 tokens += written

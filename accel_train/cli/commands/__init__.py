@@ -7,7 +7,7 @@ from accel_train.cli.command import Command
 from accel_train.cli.commands.finetune import FINETUNE
 from accel_train.cli.commands.recipes import COMPLETION, EXPLAIN, INIT, RECIPES
 from accel_train.cli.commands.rehearse import REHEARSE, VERIFY
-from accel_train.cli.commands.runs import DOCTOR, EVALUATE, EXPORT, GENERATE, PREDICT, REPLAY, REPORT, WATCH
+from accel_train.cli.commands.runs import CHAT, DOCTOR, EVALUATE, EXPORT, GENERATE, PREDICT, REPLAY, REPORT, WATCH
 from accel_train.cli.commands.sweep import SWEEP
 from accel_train.cli.commands.train import FIND_LR, PLAN, RUN
 
@@ -22,6 +22,7 @@ COMMANDS: dict[str, Command] = {
     "rehearse": REHEARSE,
     "sweep": SWEEP,
     "generate": GENERATE,
+    "chat": CHAT,
     "report": REPORT,
     "watch": WATCH,
     "replay": REPLAY,

@@ -3,79 +3,40 @@
 import argparse
 import os
 from collections.abc import Sequence
-from pathlib import Path
-from shlex import quote
-from typing import TYPE_CHECKING
 
 from accel_train.cli.command import Command, Outcome, users_mistakes
 from accel_train.cli.commands.train import run_recipe
 from accel_train.cli.results import training as results
 from accel_train.core.redaction import redact_text
 
-if TYPE_CHECKING:
-    from accel_train.experiments.finetune.recipe import Found
-    from accel_train.recipe.loader import Recipe
-
 
 def _finetune(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
+    from accel_train.experiments.finetune.recipe import how_to_use
+    from accel_train.experiments.finetune.start import write_recipe
+
     is_first = os.environ.get("RANK", "0") == "0"
+    names = ("model", "label", "task", "output_dir")
+    given = {name: getattr(arguments, name) for name in names}
     with users_mistakes():
-        recipe, found, lines, result = _write_recipe(arguments, list(settings), is_first=is_first)
+        columns = arguments.text.split(",") if arguments.text else ()
+        written = write_recipe(arguments.path, settings, text=columns, file=arguments.recipe, **given)
     if is_first:
-        print(redact_text("\n".join(lines)), flush=True)
+        print(redact_text("\n".join(written.lines())), flush=True)
+    result: results.FinetuneResult = {
+        "recipe": str(written.path),
+        "recipe_is_new": written.is_new,
+        "task": written.found.task,
+        "description": written.found.description,
+        "notes": written.found.notes,
+        "choices": {name: str(choice) for name, choice in written.choices.items()},
+        "run": None,
+    }
     if arguments.dry_run:
         return Outcome(result)
     result["run"] = run_recipe(result["recipe"], [])
     if is_first:
-        from accel_train.experiments.finetune.recipe import how_to_use
-
-        print("\n".join(how_to_use(found, recipe)))
+        print("\n".join(how_to_use(written.found, written.recipe)))
     return Outcome(result)
-
-
-def _write_recipe(
-    arguments: argparse.Namespace, settings: list[str], *, is_first: bool
-) -> tuple["Recipe", "Found", list[str], results.FinetuneResult]:
-    """Write the recipe; return it, the findings, the lines to print, and the result without the training."""
-    from accel_train.experiments.finetune import recipe as own
-    from accel_train.experiments.finetune.models import choose
-    from accel_train.experiments.finetune.recognise import recognise
-    from accel_train.recipe.loader import make_recipe
-
-    data_path = own.path_of(arguments.path)
-    minimal = own.minimal_recipe(data_path, settings)
-    text = tuple((arguments.text or "").split(",")) if arguments.text else ()
-    asked = own.asked_of(data_path, minimal, task=arguments.task, text=text, label=arguments.label)
-    if is_first:
-        print(f"{data_path}: looking at the data ...", flush=True)
-    found = recognise(asked)
-    name = arguments.model or minimal.model.pretrained
-    pretrained = None
-    if name:
-        from accel_train.experiments.finetune.models import look_at
-
-        if is_first:
-            print(f"{name}: looking at the model ...", flush=True)
-        pretrained = look_at(name, found.task, trust_remote_code=minimal.model.trust_remote_code)
-    chosen = choose(found, pretrained)
-    output_dir = arguments.output_dir or own.default_output_dir(data_path)
-    path = Path(arguments.recipe or f"{output_dir.rstrip('/')}.yaml")
-    recipe = make_recipe(own.tree_of(found, chosen, output_dir), str(path), arguments=settings)
-    is_new = own.keep(path, recipe, own.format_recipe_file(recipe, found, chosen, path), is_first=is_first)
-    lines = own.format_choices(found, chosen, recipe)
-    lines.append(
-        f"recipe: {path} ({'written' if is_new else 'as it was'}; edit it, and `accel-train run {quote(str(path))}`)"
-    )
-    result: results.FinetuneResult = {
-        "recipe": str(path),
-        "recipe_is_new": is_new,
-        "task": found.task,
-        "description": found.description,
-        "notes": found.notes,
-        "choices": {name: str(choice) for name, choice in {**found.settings, **chosen}.items()},
-        "run": None,
-    }
-    return recipe, found, lines, result
 
 
 FINETUNE = Command(

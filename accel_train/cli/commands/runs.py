@@ -3,11 +3,11 @@
 import argparse
 import sys
 from bdb import BdbQuit
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from accel_train.cli.command import (
     DATA,
@@ -97,6 +97,30 @@ def _generate(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
     print(text)
     result: results.GenerateResult = {"prompt": arguments.prompt, "text": text}
     return Outcome(result)
+
+
+@users_mistakes()
+def _chat(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
+    from accel_train.inference.generate import chat_with_run, check_generation
+
+    folder, names = Path(arguments.run), ("max_new_tokens", "temperature", "seed")
+    sampling = {name: getattr(arguments, name) for name in names}
+    check_generation(folder, max_new_tokens=sampling["max_new_tokens"], temperature=sampling["temperature"])
+    with importing(arguments.run, "causal-lm"):
+        pass
+    result: results.ChatResult = {"messages": chat_with_run(folder, _typed(), **sampling)}
+    return Outcome(result)
+
+
+def _typed() -> Iterator[str]:
+    """Yield the lines that a person types, until the end of the input (Ctrl-D), or `exit`."""
+    prompt = "> " if sys.stdin.isatty() else ""
+    if prompt:
+        print("Type a message. Ctrl-D ends.")
+    with suppress(EOFError):
+        while (line := input(prompt)).strip() != "exit":
+            if line.strip():
+                yield line
 
 
 @users_mistakes()
@@ -260,31 +284,36 @@ PREDICT = Command(
     processes="all",
 )
 
+_SAMPLING: dict[str, dict[str, Any]] = {
+    "--max-new-tokens": {
+        "metavar": "N",
+        "type": whole_number(1),
+        "default": 200,
+        "help": "tokens to write; default: 200",
+    },
+    "--temperature": {
+        "metavar": "T",
+        "type": finite_number(least=0),
+        "default": 0.8,
+        "help": "sampling temperature; 0 takes the likeliest token; default: 0.8",
+    },
+    "--seed": {
+        "metavar": "S",
+        "type": whole_number(0, 2**64 - 1),
+        "default": 0,
+        "help": "seed of the sampling; default: 0",
+    },
+}
 GENERATE = Command(
     _generate,
     "write text with a finished language model run",
-    {
-        "run": RUN,
-        "--prompt": {"metavar": "TEXT", "default": "", "help": "beginning of the text"},
-        "--max-new-tokens": {
-            "metavar": "N",
-            "type": whole_number(1),
-            "default": 200,
-            "help": "tokens to write; default: 200",
-        },
-        "--temperature": {
-            "metavar": "T",
-            "type": finite_number(least=0),
-            "default": 0.8,
-            "help": "sampling temperature; 0 takes the likeliest token; default: 0.8",
-        },
-        "--seed": {
-            "metavar": "S",
-            "type": whole_number(0, 2**64 - 1),
-            "default": 0,
-            "help": "seed of the sampling; default: 0",
-        },
-    },
+    {"run": RUN, "--prompt": {"metavar": "TEXT", "default": "", "help": "beginning of the text"}, **_SAMPLING},
+    takes_settings=False,
+)
+CHAT = Command(
+    _chat,
+    "type messages to a finished language model run, and read its answers",
+    {"run": RUN, **_SAMPLING},
     takes_settings=False,
 )
 

@@ -18,6 +18,7 @@ RESULTS: Mapping[str, type] = {
     "rehearse": training.RehearseResult,
     "sweep": training.SweepResult,
     "generate": runs.GenerateResult,
+    "chat": runs.ChatResult,
     "report": runs.ReportResult,
     "watch": runs.WatchResult,
     "replay": runs.ReplayResult,

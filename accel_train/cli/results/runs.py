@@ -48,6 +48,13 @@ class GenerateResult(TypedDict):
     """Generated text, including the prompt."""
 
 
+class ChatResult(TypedDict):
+    """`chat`: the conversation."""
+
+    messages: Sequence[Mapping[str, str]]
+    """What was typed (`role: user`) and answered (`role: assistant`), each with its `content`."""
+
+
 class ReportResult(TypedDict):
     """`report`: the page that was written."""
 

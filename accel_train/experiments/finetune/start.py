@@ -1,0 +1,150 @@
+"""Find the task of the user's data, write its recipe, and train it."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from shlex import quote
+from typing import TYPE_CHECKING, Any
+
+from accel_train.core.redaction import redact_text
+from accel_train.experiments.finetune import recipe as own
+from accel_train.experiments.finetune.models import choose
+from accel_train.experiments.finetune.recognise import recognise
+from accel_train.recipe.loader import Recipe, make_recipe
+from accel_train.recipe.yaml_core import one_line
+
+if TYPE_CHECKING:
+    from accel_train.training.train import RunResult
+
+
+@dataclass(frozen=True)
+class Written:
+    """The recipe that was written for the user's data."""
+
+    recipe: Recipe
+    path: Path
+    is_new: bool
+    """Whether the file was written. False if it existed with the same settings."""
+    found: own.Found
+    choices: own.Choices
+    """Recognized and chosen settings, with reasons."""
+
+    def lines(self) -> list[str]:
+        """Return lines about the data, each decision, and the file."""
+        place = quote(str(self.path))
+        file = (
+            f"recipe: {self.path} ({'written' if self.is_new else 'as it was'}; edit it, and `accel-train run {place}`)"
+        )
+        return [*own.format_choices(self.found, self.choices, self.recipe), file]
+
+
+def write_recipe(
+    path: str,
+    settings: Sequence[str],
+    *,
+    model: str | None = None,
+    text: Sequence[str] = (),
+    label: str | None = None,
+    task: str | None = None,
+    output_dir: str | None = None,
+    file: str | None = None,
+) -> Written:
+    """Look at the data, and write a recipe for them. On processes other than the first, wait for its file.
+
+    Args:
+        path: a file or a folder.
+        settings: `--section.field VALUE` words, which replace what would be chosen.
+        model: folder or hub name of pretrained weights. None: train from scratch.
+        text: text column, or two text columns that are a pair.
+        label: label column.
+        task: task. None: found from the data.
+        output_dir: run folder. None: runs/NAME, after the data.
+        file: recipe file. None: the run folder's name and .yaml.
+
+    Raises:
+        ValueError: the data are ambiguous or not understood, or the file has other settings. The message names the fix.
+    """
+    is_first = os.environ.get("RANK", "0") == "0"
+    path = own.path_of(path)
+    minimal = own.minimal_recipe(path, settings)
+    asked = own.asked_of(path, minimal, task=task, text=tuple(text), label=label)
+    if is_first:
+        print(f"{path}: looking at the data ...", flush=True)
+    found = recognise(asked)
+    pretrained = None
+    if name := model or minimal.model.pretrained:
+        from accel_train.experiments.finetune.models import look_at
+
+        if is_first:
+            print(f"{name}: looking at the model ...", flush=True)
+        pretrained = look_at(name, found.task, trust_remote_code=minimal.model.trust_remote_code)
+    chosen = _as_long_as(asked, choose(found, pretrained))
+    output_dir = output_dir or own.default_output_dir(path)
+    place = Path(file or f"{output_dir.rstrip('/')}.yaml")
+    recipe = make_recipe(own.tree_of(found, chosen, output_dir), str(place), arguments=settings)
+    is_new = own.keep(place, recipe, own.format_recipe_file(recipe, found, chosen, place), is_first=is_first)
+    return Written(recipe, place, is_new, found, {**found.settings, **chosen})
+
+
+def _as_long_as(asked: own.Asked, chosen: own.Choices) -> own.Choices:
+    """Give a model from scratch the positions for the sequence length that was asked for."""
+    config = chosen["model.config"].value if "model.config" in chosen else {}
+    if "data.sequence_length" not in asked.given or "n_positions" not in config:
+        return chosen
+    positions = max(config["n_positions"], asked.data.sequence_length)
+    changed = replace(chosen["model.config"], value={**config, "n_positions": positions})
+    return {**chosen, "model.config": changed}
+
+
+def finetune(
+    path: str | Path,
+    /,
+    model: str | Mapping[str, Any] | None = None,
+    *,
+    text: str | Sequence[str] | None = None,
+    label: str | None = None,
+    task: str | None = None,
+    output_dir: str | Path | None = None,
+    **sections: Any,
+) -> "RunResult":
+    """Train on your own data: find the task, write a recipe, and train it, as `accel-train finetune` does.
+
+    Prints each decision with its reason. Call it again to resume, or to get the finished model.
+
+        result = accel_train.finetune("reviews.csv", model="answerdotai/ModernBERT-base")
+        result.metrics
+        result.predict(["good", "bad"])
+
+    Args:
+        path: a table (csv, tsv, jsonl, parquet), text files, chats, or a folder of images by class or with masks.
+        model: pretrained weights: a folder or a hub name; or settings, as in `sections`. None: a small model from
+            scratch.
+        text: text column, or two text columns that are a pair. None: found from the data.
+        label: label column. None: found from the data.
+        task: task. None: found from the data.
+        output_dir: run folder. None: runs/NAME, after the data. The recipe is written next to it.
+        sections: recipe settings: `schedule={"num_epochs": 1}, data={"sequence_length": 512}, seed=1`.
+
+    Raises:
+        ValueError: the data are ambiguous or not understood, or a setting is wrong. The message names the fix.
+        TrainingStopped, CheckpointError, Preempted: as in `accel_train.train`.
+    """
+    from accel_train.training.train import train
+
+    if isinstance(model, Mapping):
+        model, sections = None, {"model": model, **sections}
+    settings = [word for name, section in sections.items() for word in _words(name, section)]
+    columns = (text,) if isinstance(text, str) else tuple(text or ())
+    folder = None if output_dir is None else str(output_dir)
+    written = write_recipe(str(path), settings, model=model, text=columns, label=label, task=task, output_dir=folder)
+    if os.environ.get("RANK", "0") == "0":
+        print(redact_text("\n".join(written.lines())), flush=True)
+    return train(written.recipe)
+
+
+def _words(name: str, section: Any) -> list[str]:
+    """Return settings as words of a command line."""
+    if isinstance(section, Mapping):
+        return [word for key, value in section.items() for word in _words(f"{name}.{key}", value)]
+    return [f"--{name}", section if isinstance(section, str) else one_line(section)]
