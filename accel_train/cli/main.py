@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from accel_train.cli.command import Command, Outcome, users_mistakes
-from accel_train.cli.commands import COMMANDS
+from accel_train.cli.commands import COMMANDS, GROUPS
 from accel_train.cli.json_output import FLAG, FLAG_HELP, JsonOutput, asks_for_json
 from accel_train.core.errors import UserError
 from accel_train.core.format import did_you_mean
@@ -178,15 +178,32 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
 
 
+class _GroupedCommands(argparse.HelpFormatter):
+    """List the commands by what they are for."""
+
+    def _format_action(self, action: argparse.Action) -> str:
+        if not isinstance(action, argparse._SubParsersAction):
+            return super()._format_action(action)
+        helps = {each.dest: each for each in action._choices_actions}
+        parts = []
+        for title, group in GROUPS.items():
+            parts.append(f"{'':{self._current_indent}}{title}\n")
+            self._indent()
+            parts += [self._format_action(helps[name]) for name in group]
+            self._dedent()
+        return "".join(parts)
+
+
 def build_parser(extend: Callable[[argparse.ArgumentParser, Command], None] | None = None) -> argparse.ArgumentParser:
     """Return argparse's parser of all commands. `extend` may add arguments to the parser of each command."""
     parser = _Parser(
         prog="accel-train",
         description="Train on any number of GPUs, with guards, and resume after any kill.",
         allow_abbrev=False,
+        formatter_class=_GroupedCommands,
     )
     parser.add_argument("--version", action="version", version=f"accel-train {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
         epilog = "Override any recipe setting with --section.field VALUE." if command.takes_settings else None
         own = commands.add_parser(

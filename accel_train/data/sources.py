@@ -125,6 +125,19 @@ def is_path(name: str) -> bool:
     return is_absolute or name.startswith(".") or bool(Path(name).suffix) or glob.has_magic(name)
 
 
+def check_paths(data: Data) -> None:
+    """Check that the files and folders of `data.train` and `data.eval` exist. Reads none of them.
+
+    Raises:
+        ValueError: a file or folder is missing, or no file matches a pattern.
+    """
+    for key in ("train", "eval"):
+        names = getattr(data, key)
+        for name in [names] if isinstance(names, str) else names or ():
+            if is_path(name) and not is_there(name):
+                _resolve(name, data, f"data.{key}")
+
+
 def holds_tokens(sources: Sequence[Source]) -> bool:
     """Return whether the sources are token shards. `resolve_sources` refuses to mix them with other kinds."""
     return any(file_kind(file) == "tokens" for file in files_of(sources))

@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,10 +59,24 @@ def check_tracker_names(names: Sequence[str]) -> None:
                 f"log.trackers: {name!r} is not a tracker (import your own where your task is defined); {hint}"
             )
         if name in PACKAGES and name not in installed:
-            raise ValueError(
-                f"log.trackers: {name} needs a package that is not installed; pip install '{PACKAGES[name]}', "
-                "or take it out of log.trackers"
-            )
+            raise ValueError(_missing(name))
+
+
+def check_packages(names: Sequence[str]) -> None:
+    """Check that the packages of trackers are installed, without importing torch.
+
+    Raises:
+        ValueError: one is missing.
+    """
+    for name in names:
+        modules = ("tensorboard", "tensorboardX") if name == "tensorboard" else (name,)
+        if name in PACKAGES and not any(map(find_spec, modules)):
+            raise ValueError(_missing(name))
+
+
+def _missing(name: str) -> str:
+    package = PACKAGES[name]
+    return f"log.trackers: {name} needs a package that is not installed; pip install '{package}', or leave it out"
 
 
 class Trackers:

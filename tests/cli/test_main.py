@@ -216,6 +216,30 @@ def test_a_run_says_what_it_is_about_before_it_imports_torch(folder: Path, rank:
     assert done.stdout.splitlines() == lines
 
 
+def test_mistakes_that_need_no_torch_end_before_its_import(folder: Path) -> None:
+    (folder / "torch.py").write_text("import os\nos._exit(9)\n")
+    (folder / "file").touch()
+    cases = {
+        "run r.yaml --data.train gone.txt": "'gone.txt'",
+        "plan r.yaml --data.eval gone/*.csv": "'gone/*.csv'",
+        "rehearse r.yaml --data.train gone.txt": "'gone.txt'",
+        "run r.yaml --output_dir file/run": "file/run",
+        "run r.yaml --log.trackers [aim]": "aim<4",
+        "finetune gone.csv": "gone.csv",
+        "run r.yaml --gpus 2": "--nproc_per_node 2",
+    }
+    env = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+    started = {
+        typed: subprocess.Popen(
+            [sys.executable, "-m", "accel_train", *typed.split()], env=env, text=True, stderr=subprocess.PIPE
+        )
+        for typed in cases
+    }
+    for typed, process in started.items():
+        _, said = process.communicate()
+        assert (process.returncode, said.count("\n"), cases[typed] in said) == (2, 1, True), (typed, said)
+
+
 def test_each_command_says_what_it_does_before_it_imports_torch(folder: Path) -> None:
     (folder / "torch.py").write_text("import os\nos.write(1, b'torch is imported')\nos._exit(9)\n")
     (folder / "run").mkdir()

@@ -11,25 +11,18 @@ from accel_train.cli.commands.runs import CHAT, DOCTOR, EVALUATE, EXPORT, GENERA
 from accel_train.cli.commands.sweep import SWEEP
 from accel_train.cli.commands.train import FIND_LR, PLAN, RUN
 
-COMMANDS: dict[str, Command] = {
-    "run": RUN,
-    "finetune": FINETUNE,
-    "plan": PLAN,
-    "evaluate": EVALUATE,
-    "predict": PREDICT,
-    "export": EXPORT,
-    "find-lr": FIND_LR,
-    "rehearse": REHEARSE,
-    "sweep": SWEEP,
-    "generate": GENERATE,
-    "chat": CHAT,
-    "report": REPORT,
-    "watch": WATCH,
-    "replay": REPLAY,
-    "verify": VERIFY,
-    "doctor": DOCTOR,
-    "recipes": RECIPES,
-    "init": INIT,
-    "explain": EXPLAIN,
-    "completion": COMPLETION,
+GROUPS: dict[str, dict[str, Command]] = {
+    "start": {"finetune": FINETUNE, "run": RUN, "recipes": RECIPES, "init": INIT},
+    "before you pay": {"plan": PLAN, "rehearse": REHEARSE, "find-lr": FIND_LR, "sweep": SWEEP},
+    "use a finished run": {
+        "evaluate": EVALUATE,
+        "predict": PREDICT,
+        "generate": GENERATE,
+        "chat": CHAT,
+        "export": EXPORT,
+    },
+    "see what happened": {"report": REPORT, "watch": WATCH, "replay": REPLAY, "verify": VERIFY},
+    "help": {"doctor": DOCTOR, "explain": EXPLAIN, "completion": COMPLETION},
 }
+"""Commands by name, as `accel-train --help` lists them."""
+COMMANDS: dict[str, Command] = {name: command for group in GROUPS.values() for name, command in group.items()}

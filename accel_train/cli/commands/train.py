@@ -22,6 +22,7 @@ from accel_train.cli.command import (
     users_mistakes,
     whole_number,
 )
+from accel_train.cli.early import check_before_torch
 from accel_train.cli.results import training as results
 from accel_train.core.errors import Preempted, TrainingStopped
 from accel_train.core.hardware import known_gpu
@@ -54,6 +55,7 @@ def run_recipe(path: str, settings: Sequence[str]) -> results.RunResult:
         # This is known before torch is imported. Whether a GPU build finds the GPUs is only known after it.
         if (build := installed_torch()) is not None and build.is_for_cpu and (problem := unused_driver(os.environ)):
             raise ValueError(problem)
+        check_before_torch(recipe)
         if os.environ.get("RANK", "0") == "0":
             print(redact_text(f"{path}: to be trained in {recipe.output_dir}"), flush=True)
         with importing(path, recipe.task):

@@ -1,5 +1,6 @@
 """The user's request, the recognized data, and the recipe file: each value with its reason."""
 
+import glob
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,7 @@ from shlex import quote
 from typing import Any
 
 from accel_train.core.files import make_folders, write_atomically
+from accel_train.core.format import did_you_mean
 from accel_train.core.redaction import redact
 from accel_train.core.state import Choice
 from accel_train.core.terminal import printable
@@ -107,6 +109,20 @@ def path_of(path: str) -> str:
     """Return a path that is not the name of embedded data: a folder `digits` becomes ./digits."""
     is_name = path in (*EMBEDDED_CORPORA, *EMBEDDED_IMAGES)
     return os.path.join(os.curdir, path) if is_name else path
+
+
+def check_there(path: str) -> None:
+    """Check that a file or folder exists, or that shards match a pattern.
+
+    Raises:
+        ValueError: with the nearest name in the same folder.
+    """
+    place = Path(path).expanduser()
+    if place.exists() or (glob.has_magic(place.name) and any(place.parent.glob(place.name))):
+        return
+    names = [entry.name for entry in place.parent.iterdir()] if place.parent.is_dir() else []
+    meant = did_you_mean(place.name, names, "check the path", least=0.5, show=lambda name: str(place.parent / name))
+    raise ValueError(f"{path}: file or folder not found (relative to {Path.cwd()}); {meant}")
 
 
 def tree_of(found: Found, chosen: Choices, output_dir: str) -> dict[str, Any]:

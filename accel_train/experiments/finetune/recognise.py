@@ -41,7 +41,16 @@ from accel_train.experiments.finetune.images import (
     refuse_other_classes,
     table_of_images,
 )
-from accel_train.experiments.finetune.recipe import MOST_LISTED, TASKS, Asked, Choices, Found, lengths, listed
+from accel_train.experiments.finetune.recipe import (
+    MOST_LISTED,
+    TASKS,
+    Asked,
+    Choices,
+    Found,
+    check_there,
+    lengths,
+    listed,
+)
 from accel_train.experiments.finetune.tables import recognise_table
 
 _EVAL = re.compile(r"(?:^|[^a-z])(?:val|valid|validation|dev|eval)(?:[^a-z]|$)")
@@ -77,10 +86,7 @@ def _recognise(asked: Asked) -> Found:
         return _with_unused_files(_recognise_folder(asked, path), asked, path)
     if glob.has_magic(path.name) and path.suffix == ".parquet" and any(path.parent.glob(path.name)):
         return _with_unused_files(_recognise_file(asked, path), asked, path)
-    if not path.exists():
-        names = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
-        meant = did_you_mean(path.name, names, "check the path", least=0.5, show=lambda name: str(path.parent / name))
-        raise ValueError(f"{asked.path}: file or folder not found (relative to {Path.cwd()}); {meant}")
+    check_there(asked.path)
     return _with_unused_files(_recognise_file(asked, path), asked, path)
 
 

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from accel_train.core.redaction import redact_text
 from accel_train.experiments.finetune import recipe as own
-from accel_train.experiments.finetune.models import choose
-from accel_train.experiments.finetune.recognise import recognise
 from accel_train.recipe.loader import Recipe, make_recipe
 from accel_train.recipe.yaml_core import one_line
 
@@ -69,13 +67,15 @@ def write_recipe(
     path = own.path_of(path)
     minimal = own.minimal_recipe(path, settings)
     asked = own.asked_of(path, minimal, task=task, text=tuple(text), label=label)
+    own.check_there(path)
     if is_first:
         print(f"{path}: looking at the data ...", flush=True)
+    from accel_train.experiments.finetune.models import choose, look_at  # imports torch
+    from accel_train.experiments.finetune.recognise import recognise
+
     found = recognise(asked)
     pretrained = None
     if name := model or minimal.model.pretrained:
-        from accel_train.experiments.finetune.models import look_at
-
         if is_first:
             print(f"{name}: looking at the model ...", flush=True)
         pretrained = look_at(name, found.task, trust_remote_code=minimal.model.trust_remote_code)

@@ -75,7 +75,7 @@ def _check_flags(asked: Asked, table: Table) -> None:
                     f"{flag} {name}: {table.partial[name]} does not have this column. Fill it in, or drop the row"
                 )
             if name not in table:
-                meant = did_you_mean(name, table.columns, show=repr)
+                meant = did_you_mean(name, table.columns, "choose another.", show=repr)
                 raise ValueError(
                     f"{flag} {name}: {table.path} does not have this column; {meant} Its columns: {table.names}"
                 )

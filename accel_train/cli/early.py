@@ -1,0 +1,36 @@
+"""Checks of a recipe that need no torch: a mistake that is visible now should not cost the seconds of its import."""
+
+import os
+from pathlib import Path
+
+from accel_train.recipe.schema import Recipe
+
+
+def check_before_torch(recipe: Recipe, *, trains: bool = True) -> None:
+    """Check data paths, and with `trains` also precision, the packages of trackers, and the run folder.
+
+    A launch of several processes is checked later, when they can agree on the error. A finished run needs no data.
+
+    Raises:
+        ValueError: the message names the setting and the fix.
+    """
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        return
+    from accel_train.data.sources import check_paths
+    from accel_train.observe.run_folder import SUMMARY_FILE, RunFolder
+    from accel_train.observe.trackers import check_packages
+    from accel_train.runtime.driver import installed_torch
+
+    folder = Path(recipe.output_dir)
+    if trains and (folder / SUMMARY_FILE).exists():
+        return
+    if ":" not in recipe.task:
+        check_paths(recipe.data)
+    if not trains:
+        return
+    build = installed_torch()
+    if recipe.precision.mixed_precision == "fp16" and build is not None and build.is_for_cpu:
+        problem = "this process runs on cpu, but fp16 needs a CUDA device"
+        raise ValueError(f"precision.mixed_precision=fp16: {problem}. Use auto, bf16 or no")
+    check_packages(recipe.log.trackers)
+    RunFolder(folder).check()
