@@ -26,7 +26,7 @@ def did_you_mean(
     Names that begin with the word are nearest. `least` is the lowest similarity that counts, from 0 to 1.
     """
     known = list(names)
-    longer = [name for name in known if len(word) > 2 and name.startswith(word)]
+    longer = [name for name in known if len(word) > 2 and re.match(rf"{re.escape(word)}[\w .-]*$", name)]
     near = longer[:at_most] or get_close_matches(word, known, n=at_most, cutoff=least)
     return f"did you mean {' or '.join(map(show, near))}?" if near else otherwise
 
