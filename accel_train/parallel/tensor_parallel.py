@@ -5,7 +5,8 @@ the same mesh. The gradient norm, the fused optimizer, and a checkpoint then see
 (Accelerate 1.15's `prepare` should do this, but the class that it uses is missing in transformers 5.23.)
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -139,8 +140,10 @@ def split_layers(model: nn.Module, mesh: DeviceMesh) -> Choice[str]:
     split = {name: style for name, style in styles.items() if style != SUMMED}
     apply_tensor_parallelism(model, mesh, split)
     tie(model, tied)
-    for name, module in model.named_modules():
-        _hold_alike(module, mesh, is_summed=styles.get(name) == SUMMED)
+    whole = {module: _hold_alike(module, mesh) for module in model.modules()}
+    summed = {module for name, module in model.named_modules() if styles.get(name) == SUMMED}
+    for module in model.modules():
+        _show_plain(module, whole, summed)
     held = [parameter for parameter in model.parameters() if isinstance(parameter, DTensor)]
     count = sum(not all(each.is_replicate() for each in parameter.placements) for parameter in held)
     return Choice(
@@ -149,27 +152,36 @@ def split_layers(model: nn.Module, mesh: DeviceMesh) -> Choice[str]:
     )
 
 
-def _hold_alike(module: nn.Module, mesh: DeviceMesh, *, is_summed: bool) -> None:
-    """Convert a module's whole parameters to replicated DTensors, and let its forward see plain tensors."""
+def _hold_alike(module: nn.Module, mesh: DeviceMesh) -> list[str]:
+    """Convert a module's whole parameters to replicated DTensors, and return their names."""
     whole = {name: p for name, p in module.named_parameters(recurse=False) if not isinstance(p, DTensor)}
-    if not whole:
-        return
     for name, parameter in whole.items():
         alike = DTensor.from_local(parameter.data, mesh, [Replicate()], run_check=False)
         module.register_parameter(name, nn.Parameter(alike, requires_grad=parameter.requires_grad))
-    forward, of_gradient = module.forward, [Partial() if is_summed else Replicate()]
+    return list(whole)
+
+
+def _show_plain(module: nn.Module, whole: Mapping[nn.Module, Sequence[str]], summed: Collection[nn.Module]) -> None:
+    """Let the module's forward see plain tensors in place of the replicated DTensors, also in its convolutions.
+
+    State-space and linear-attention layers read the weight of their convolution without calling it.
+    """
+    convolutions = [child for child in module.children() if isinstance(child, nn.Conv1d)]
+    shown = [(each, name) for each in (module, *convolutions) for name in whole[each]]
+    if not shown:
+        return
+    forward = module.forward
 
     def with_plain(*args: Any, **kwargs: Any) -> Any:
-        # FSDP has set the gathered parameters there.
-        held = {name: getattr(module, name) for name in whole}
-        plain = {n: p.to_local(grad_placements=of_gradient) for n, p in held.items() if isinstance(p, DTensor)}
-        # An attribute of the instance takes precedence over a parameter.
-        vars(module).update(plain)
-        try:
+        with ExitStack() as stack:
+            for owner, name in shown:
+                # FSDP has set the gathered parameter there.
+                if isinstance(held := getattr(owner, name), DTensor):
+                    placements = [Partial() if owner in summed else Replicate()]
+                    # An attribute of the instance takes precedence over a parameter.
+                    vars(owner)[name] = held.to_local(grad_placements=placements)
+                    stack.callback(vars(owner).pop, name)
             return forward(*args, **kwargs)
-        finally:
-            for name in plain:
-                del vars(module)[name]
 
     module.forward = with_plain
 

@@ -72,8 +72,10 @@ def test_losses_are_those_of_one_process_and_neighbours_read_the_same_samples_on
         ({"model_type": "olmo2"}, 2),
         ({"model_type": "gpt_neox", "num_key_value_heads": None}, 2),
         ({"model_type": "apertus", "hidden_act": "xielu"}, 2),  # trained activations of each process's own columns
+        # Linear attention, which reads the weight of its convolution without calling it.
+        ({"model_type": "olmo_hybrid", "linear_num_value_heads": 2, "linear_num_key_heads": 2, "pad_token_id": 0}, 2),
     ],
-    ids=["tied", "qwen3", "olmo2", "gpt_neox", "apertus"],
+    ids=["tied", "qwen3", "olmo2", "gpt_neox", "apertus", "olmo_hybrid"],
 )
 def test_every_kind_of_plan_gives_the_losses_of_one_process(
     tmp_path: Path, changed: dict[str, Any], processes: int
