@@ -74,8 +74,8 @@ TASKS: Mapping[str, Mapping[str, Any]] = {
 """Recipes of the other tasks, by the name of their row."""
 ROUNDS = "rounding"
 MULTIPLY = (
-    "These models amplify rounding. One process was also trained with each initial weight changed in its last bit, and "
-    "differences up to 10 times as large as in that run count as equal. Only the first steps prove much here:"
+    "These models amplify rounding. One process also trained three times with each initial weight changed in its last "
+    "bit. Differences up to 10 times as large as in those runs count as equal. Only the first steps prove much here:"
 )
 HEAD = """
 ## Layouts

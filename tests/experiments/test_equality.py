@@ -141,7 +141,7 @@ def test_rounding_of_the_initial_weights_alone_changes_a_sound_model_by_little(
     with Processes(1) as one:
         reference, _ = equality.train_plain(plain, one, tmp_path / "toy")
         other = plain.recipe.model_copy(update={"output_dir": str(tmp_path / "other"), "seed": 0})
-        assert one.call(partial(equality.train_toy, other, is_rounded=True)) is None
+        assert one.call(partial(equality.train_toy, other, rounding=0)) is None
     found = equality.compare_folders(reference, tmp_path / "other", 1)
     assert found.difference is not None
     assert 0 < found.difference < 1e-5
