@@ -24,13 +24,12 @@ def check_before_torch(recipe: Recipe, *, trains: bool = True) -> None:
     folder = Path(recipe.output_dir)
     if trains and (folder / SUMMARY_FILE).exists():
         return
+    if trains:
+        RunFolder(folder).check()
+        check_packages(recipe.log.trackers)
+        build = installed_torch()
+        if recipe.precision.mixed_precision == "fp16" and build is not None and build.is_for_cpu:
+            problem = "this process runs on cpu, but fp16 needs a CUDA device"
+            raise ValueError(f"precision.mixed_precision=fp16: {problem}. Use auto, bf16 or no")
     if ":" not in recipe.task:
         check_paths(recipe.data)
-    if not trains:
-        return
-    build = installed_torch()
-    if recipe.precision.mixed_precision == "fp16" and build is not None and build.is_for_cpu:
-        problem = "this process runs on cpu, but fp16 needs a CUDA device"
-        raise ValueError(f"precision.mixed_precision=fp16: {problem}. Use auto, bf16 or no")
-    check_packages(recipe.log.trackers)
-    RunFolder(folder).check()

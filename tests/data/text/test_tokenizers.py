@@ -24,7 +24,7 @@ from accel_train.data.text.tokenizers import (
     train_bpe,
 )
 from accel_train.recipe.loader import load_recipe
-from tests.support.runs import refused, write_recipe_file
+from tests.support.runs import refused, write_corpus, write_recipe_file
 
 TRICKY = f"héllo \0 世界 😀 {SEPARATOR}\r\n\t  x\n\n  def f(): return '{SEPARATOR}'  "
 TEXTS = [f"def function_{n}(value):\n    return value + {n}\n\n\nclass Name{n}:\n    pass\n" for n in range(50)]
@@ -178,6 +178,7 @@ def test_another_tokenizer_than_that_of_pretrained_weights_is_refused_unless_the
     train_bpe(["quite another text, with words of its own"], 290).save_pretrained(tmp_path / "other")
     chosen = str(tmp_path / "other") if tokenizer == "other" else tokenizer
     recipe = write_recipe_file(tmp_path, task=task)
+    write_corpus(tmp_path)
     asked = ["--model.pretrained", str(base), "--tokenizer", chosen]
     assert main(["run", str(recipe), *asked]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
