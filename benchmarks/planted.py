@@ -49,12 +49,12 @@ BUGS = (
         "tensor parallelism adds a bias once per process",
         "huggingface/text-generation-inference#1036",
         "parallel/tensor_parallel.py",
-        "    tie(model, tied)\n    for name",
+        "    tie(model, tied)\n    whole",
         "    tie(model, tied)\n"
         "    for name, module in model.named_modules():\n"
         '        if styles.get(name) == "rowwise" and module.bias is not None:\n'
         "            module.register_forward_hook(lambda own, _, output: output + own.bias.detach().full_tensor())\n"
-        "    for name",
+        "    whole",
         "tests/parallel/test_tensor_parallel.py test_every_kind_of_plan",
     ),
     Bug(

@@ -1,5 +1,6 @@
 """The command line that a mistyped one means: flags of other trainers, missing quotes, one hyphen for two."""
 
+import os
 import re
 import shlex
 from collections.abc import Callable, Sequence
@@ -53,8 +54,8 @@ def check_is_recipe(command: str, path: str) -> None:
     Raises:
         UserError: with the command for such data.
     """
-    is_folder = Path(path).is_dir() and not any(Path(path).glob("*.y*ml"))
-    if is_folder or (Path(path).suffix.lower() in _TABLES and Path(path).is_file()):
+    is_folder = os.path.isdir(path) and not any(Path(path).glob("*.y*ml"))
+    if is_folder or (Path(path).suffix.lower() in _TABLES and os.path.isfile(path)):
         words = ["accel-train", "finetune", path, *(() if command in ("run", "sweep") else ("--dry-run",))]
         kind = "a folder" if is_folder else "data"
         raise UserError(f"{path} is {kind}, not a recipe. Type: {shlex.join(words)}")

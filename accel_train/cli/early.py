@@ -22,7 +22,7 @@ def check_before_torch(recipe: Recipe, *, trains: bool = True) -> None:
     from accel_train.runtime.driver import installed_torch
 
     folder = Path(recipe.output_dir)
-    if trains and (folder / SUMMARY_FILE).exists():
+    if trains and os.path.exists(folder / SUMMARY_FILE):
         return
     if trains:
         RunFolder(folder).check()

@@ -74,3 +74,9 @@ def test_data_in_place_of_a_recipe_are_answered_with_finetune(
     Path("t.csv").write_text("text,label\n")
     assert main([typed, place]) == 2
     assert capsys.readouterr().err.partition("Type: accel-train ")[2].strip() == f"finetune {place}{flags}"
+
+
+@pytest.mark.parametrize("command", ["run", "plan", "finetune"])
+def test_a_path_that_no_file_can_have_is_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "a" * 300]) == 2
+    assert capsys.readouterr().err.count("error: ") == 1

@@ -118,7 +118,7 @@ def check_there(path: str) -> None:
         ValueError: with the nearest name in the same folder.
     """
     place = Path(path).expanduser()
-    if place.exists() or (glob.has_magic(place.name) and any(place.parent.glob(place.name))):
+    if os.path.exists(place) or (glob.has_magic(place.name) and any(place.parent.glob(place.name))):
         return
     names = [entry.name for entry in place.parent.iterdir()] if place.parent.is_dir() else []
     meant = did_you_mean(place.name, names, "check the path", least=0.5, show=lambda name: str(place.parent / name))
