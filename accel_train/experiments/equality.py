@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -378,12 +378,13 @@ def train_toy(recipe: Recipe, *, finish: bool = False, rounding: int | None = No
     with StopRequest() as stop:
         run = prepare_run(recipe, stop=stop)
         if rounding is not None:
-            _round_differently(run.strategy.parameters, rounding)
+            _round_differently(run.strategy.module.parameters(), rounding)
         with run.resources, run.stop:
             run_steps(run)
 
 
-def _round_differently(weights: Sequence["Tensor"], seed: int) -> None:
+def _round_differently(weights: Iterable["Tensor"], seed: int) -> None:
+    """Move each weight, frozen ones too, to a neighboring number."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)

@@ -12,6 +12,7 @@ from torch import Tensor
 from accel_train.cli.main import main
 from accel_train.experiments import equality
 from accel_train.experiments.equality import Equality, Processes, compare_layout, compare_layouts, toy_layouts
+from accel_train.observe.run_folder import read_metrics
 from accel_train.recipe.schema import Recipe
 from benchmarks import equality as benchmark
 from tests.support.runs import LLAMA, TINY_MODEL, recipe_dict, write_corpus
@@ -134,10 +135,11 @@ def test_rounding_never_excuses_the_first_loss(monkeypatch: pytest.MonkeyPatch, 
     assert (verdict.first or "").startswith("loss of step 1")
 
 
-def test_rounding_of_the_initial_weights_alone_changes_a_sound_model_by_little(
-    recipe: Callable[..., Recipe], tmp_path: Path
+@pytest.mark.parametrize("model", [{}, {"lora": {"rank": 2}}], ids=["whole", "lora"])
+def test_rounding_of_the_initial_weights_alone_changes_a_sound_model_by_little_from_its_first_loss_on(
+    recipe: Callable[..., Recipe], tmp_path: Path, model: dict[str, Any]
 ) -> None:
-    _, plain = toy_layouts(recipe(), 1)
+    _, plain = toy_layouts(recipe(model={"config": TINY_MODEL, **model}), 1)
     with Processes(1) as one:
         reference, _ = equality.train_plain(plain, one, tmp_path / "toy")
         other = plain.recipe.model_copy(update={"output_dir": str(tmp_path / "other"), "seed": 0})
@@ -145,6 +147,8 @@ def test_rounding_of_the_initial_weights_alone_changes_a_sound_model_by_little(
     found = equality.compare_folders(reference, tmp_path / "other", 1)
     assert found.difference is not None
     assert 0 < found.difference < 1e-5
+    first = [next(iter(read_metrics(folder)))["loss"] for folder in (reference, tmp_path / "other")]
+    assert first[0] != first[1]  # adapters begin at zero, so only frozen weights change this
 
 
 @pytest.mark.parametrize(
