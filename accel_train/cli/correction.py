@@ -4,12 +4,16 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 
 from accel_train.cli.command import Command
 from accel_train.cli.commands import COMMANDS
 from accel_train.cli.json_output import FLAG
 from accel_train.core.errors import UserError
+from accel_train.core.redaction import redact_words
+from accel_train.recipe import names
+from accel_train.recipe.names import OTHER_NAMES
 
 _PROCESSES = {
     "num_processes",
@@ -62,12 +66,12 @@ def check_is_recipe(command: str, path: str) -> None:
 
 
 def corrected(words: Sequence[str], is_accepted: Callable[[list[str]], object]) -> str | None:
-    """Return the command line that the words mean, quoted for a shell; None if it is not clear.
+    """Return the command line that the words mean, quoted for a shell; None if it is not clear, or holds a secret.
 
     `is_accepted` raises UserError for words that the program does not take.
     """
     name = {"train": "run", "fit": "run"}.get(words[0], words[0]) if words else ""
-    if (command := COMMANDS.get(name)) is None:
+    if (command := COMMANDS.get(name)) is None or redact_words(words) != list(words):
         return None
     line = _Line(command, _joined(words[1:]))
     if not line.is_clear or (fixed := [name, *line.places, *line.flags]) == list(words):
@@ -136,16 +140,14 @@ class _Line:
             self.processes = values[0]
 
     def _add_setting(self, flag: str, values: list[str] | None) -> None:
-        from accel_train.recipe import names
-
         if flag in names.recipe_names() or names.is_free(flag):
             name = flag
         elif "--model" in _FLAGS.get(flag.replace("-", "_"), "") and "--model" not in self.command.arguments:
             name = "model.pretrained"
         else:
             near = names.nearest_names(flag)
-            self.is_clear = len(near) == 1
             name = near[0] if near else flag
+            self.is_clear = len(near) == 1 and _is_near(flag, name)
         kinds = names.kinds_of(name) if name in names.recipe_names() else set()
         given = self._values(values, many=tuple in kinds)
         if not given and bool in kinds:
@@ -168,6 +170,12 @@ class _Line:
                 break
             values.append(self._rest.pop(0).rstrip(",") if many else self._rest.pop(0))
         return values
+
+
+def _is_near(flag: str, name: str) -> bool:
+    """Return whether the field of a flag is another trainer's name of a setting, its beginning, or almost its name."""
+    typed, field = (each.replace("-", "_").rpartition(".")[2] for each in (flag, name))
+    return typed in OTHER_NAMES or field.startswith(typed) or bool(get_close_matches(typed, [field], cutoff=0.8))
 
 
 def _is_flag(word: str) -> bool:

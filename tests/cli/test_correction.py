@@ -41,6 +41,9 @@ UNCLEAR = (
     "run r.yaml --batch.global_batch_size 64, 32",
     "generate runs/a --prompt",
     "frobnicate r.yaml --gpus 2",
+    "run r.yaml --bleu_token 3",
+    "run r.yaml --gpus 2 --options.api_key k-1234",
+    "run r.yaml --lr https://me:password@x.example",
 )
 
 
