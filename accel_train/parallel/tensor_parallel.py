@@ -31,6 +31,8 @@ STYLES: dict[str, int | None] = {
 """transformers styles that are known to train as one process does, and the dimension of a weight that each splits."""
 SUMMED = "replicated_with_grad_allreduce"
 """Style of a replicated weight that each process applies to its own heads. Its gradient is the sum over processes."""
+FAILING = ("gemma3n_text",)
+"""Models with a plan that fails in the first step: gemma3n multiplies split and whole tensors between its layers."""
 MODELS = "Use for example llama, mistral, qwen2, qwen3, gemma or gpt_neox, or set parallel.tp_size to 1"
 
 
@@ -44,6 +46,8 @@ def check_plan(config: Any, plan: Mapping[str, str], size: int) -> None:
     if not plan:
         problem = f"transformers does not have a plan to split {text.model_type} (base_model_tp_plan)"
         raise _refusal(size, problem, f"{MODELS}, which leaves the model to fsdp2")
+    if text.model_type in FAILING:
+        raise _refusal(size, f"the plan of {text.model_type} fails in the first step", MODELS)
     unknown = sorted({style for style in plan.values() if style not in STYLES})
     if unknown:
         problem = f"the plan of {text.model_type} uses unsupported styles: {', '.join(unknown)}"

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from accel_train.core.errors import SettingError
-from accel_train.parallel.tensor_parallel import SUMMED, styles_of
+from accel_train.parallel.tensor_parallel import SUMMED, check_plan, styles_of
 from tests.parallel.conftest import assert_same_norms, assert_skipped_to_the_bit, nan_at, train_in
 from tests.support.comparisons import assert_same_bits, assert_same_run, tensors
 from tests.support.runs import LLAMA as TINY_LLAMA
@@ -99,6 +99,13 @@ def test_weights_between_split_layers_are_summed_if_activations_and_refused_if_u
         styles("doge")  # its plan leaves out the norms of the heads
     assert refused.value.settings == ("parallel.tp_size",)
     assert "self_attn.A" in str(refused.value)
+
+
+def test_a_plan_that_fails_in_the_first_step_is_refused() -> None:
+    config = AutoConfig.for_model("gemma3n_text")
+    with pytest.raises(SettingError) as refused:
+        check_plan(config, config.base_model_tp_plan, 2)
+    assert refused.value.settings == ("parallel.tp_size",)
 
 
 @pytest.mark.slow
