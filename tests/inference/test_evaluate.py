@@ -172,7 +172,7 @@ def test_settings_of_data_and_evaluation_are_taken() -> None:
         ),
         (["digits", "--data.train", "x"], "--data.train: "),
         (["digits", "--data.image_sise", "8"], "did you mean --data.image_size?"),
-        (["digits", "--dada", "x"], "unknown flag --dada. Type: accel-train evaluate digits --data x"),
+        (["digits", "--dada", "x"], "unknown flag --dada; did you mean --data?"),
     ],
 )
 def test_a_mistake_is_one_line_and_exits_with_2(
