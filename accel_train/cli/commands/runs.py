@@ -83,17 +83,22 @@ def _print_notes(run: "TrainedRun") -> None:
         print(note, file=sys.stderr)
 
 
-@users_mistakes()
-def _generate(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
-    from accel_train.inference.generate import check_generation, generate_from_run
+def _sampling_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of the sampling, checked before torch is imported."""
+    from accel_train.inference.generate import check_generation
 
-    folder = Path(arguments.run)
-    check_generation(folder, max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature)
-    with importing(arguments.run, "causal-lm"):
-        pass  # `importing` imports the task when its block ends.
     names = ("max_new_tokens", "temperature", "seed")
     sampling = {name: getattr(arguments, name) for name in names}
-    text = generate_from_run(folder, arguments.prompt, **sampling)
+    check_generation(Path(arguments.run), max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature)
+    return sampling
+
+
+@users_mistakes()
+def _generate(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
+    sampling = _sampling_of(arguments)
+    with importing(arguments.run, "causal-lm"):
+        from accel_train.inference.generate import generate_from_run
+    text = generate_from_run(Path(arguments.run), arguments.prompt, **sampling)
     print(text)
     result: results.GenerateResult = {"prompt": arguments.prompt, "text": text}
     return Outcome(result)
@@ -101,14 +106,11 @@ def _generate(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
 
 @users_mistakes()
 def _chat(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
-    from accel_train.inference.generate import chat_with_run, check_generation
-
-    folder, names = Path(arguments.run), ("max_new_tokens", "temperature", "seed")
-    sampling = {name: getattr(arguments, name) for name in names}
-    check_generation(folder, max_new_tokens=sampling["max_new_tokens"], temperature=sampling["temperature"])
+    sampling = _sampling_of(arguments)
     with importing(arguments.run, "causal-lm"):
-        pass
-    result: results.ChatResult = {"messages": chat_with_run(folder, _typed(), **sampling)}
+        from accel_train.inference.generate import chat_with_run
+    messages = chat_with_run(Path(arguments.run), _typed(), **sampling)
+    result: results.ChatResult = {"messages": messages}
     return Outcome(result)
 
 
