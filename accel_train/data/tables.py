@@ -164,6 +164,12 @@ def _label_line_rows(path: Path, columns: Sequence[str], data: Data) -> Iterator
         row = (path.parent.name, read_text(path, data))
         yield Row(tuple(row[position] for position in positions), str(path), path.stat().st_size)
         return
+    if data.lines == "file_names":
+        for number, (line, num_bytes) in enumerate(read_lines(path, data), start=1):
+            if text := line.strip():
+                row = (path.stem, text)
+                yield Row(tuple(row[position] for position in positions), f"{path}:{number}", num_bytes)
+        return
     for record in read_label_lines(path, data):
         cells = tuple(record.fields[position] for position in positions)
         yield Row(cells, f"{path}:{record.line}", record.num_bytes)

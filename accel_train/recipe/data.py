@@ -117,10 +117,11 @@ class Data(Section):
     """Meaning of quotes in csv and tsv. csv: they enclose a field. none: they are characters of the text. auto: csv,
     except for tab-separated lines of equal length where csv quoting would fail or swallow lines.
     """
-    lines: Literal["label_text", "fasttext", "fasttext_multi", "folder_names"] | None = None
+    lines: Literal["label_text", "fasttext", "fasttext_multi", "folder_names", "file_names"] | None = None
     """Format of text files for a classifier. label_text: each line is `LABEL TEXT`. fasttext: each line is
     `__label__LABEL TEXT`. fasttext_multi: the same with several labels. folder_names: each file is a text, and its
-    folder's name is the label. The columns are called label and text. Default: text files have no columns.
+    folder's name is the label. file_names: each line is a text, and its file's name is the label. The columns are
+    called label and text. Default: text files have no columns.
     """
     id_column: str | None = None
     """Column that names a row in predictions. Default: its file and row number."""

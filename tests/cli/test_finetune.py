@@ -316,8 +316,9 @@ def boxes_beside_images() -> None:
 TEXTS = table("text,label", lambda n: f"{WORDS[n % 4]},{n % 2}")
 NO_LABEL = ("--label COLUMN", "--task causal-lm --text text")
 WRONG: dict[str, tuple[Callable[[], None], str, tuple[str, ...], tuple[str, ...]]] = {
-    "two columns of text": (table("title,body,label", lambda n: f"{WORDS[n % 4]},{WORDS[n % 3]},{n % 2}"), "t.csv",
-        (), ("t.csv:", "title, body", "--text title, or --text title,body")),
+    "three columns of text": (
+        table("title,body,note,label", lambda n: f"{WORDS[n % 4]},{WORDS[n % 3]},{WORDS[n % 2]},{n % 2}"), "t.csv", (),
+        ("t.csv:", "title, body, note", "--text title, or --text title,body")),
     "two columns of labels": (table("text,colour,size", lambda n: f"{WORDS[n % 4]} {n},{'rg'[n % 2]},{'SML'[n % 3]}"),
         "t.csv", (), ("t.csv: 2 columns", "--label colour or --label size")),
     "no column of labels": (table("id,text", lambda n: f"{n},{WORDS[n % 4]} {n}"), "t.csv", (),

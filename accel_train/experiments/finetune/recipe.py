@@ -96,7 +96,7 @@ def lengths(sizes: Sequence[int]) -> dict[str, Any]:
     return {"num_chars": sum(sizes), "longest": sorted(sizes)[len(sizes) * 19 // 20]}
 
 
-_WAIT_SECONDS = 60.0
+WAIT_SECONDS = 60.0
 """Seconds that a process of a launch waits for the recipe of the first process."""
 
 
@@ -189,7 +189,7 @@ def keep(path: Path, recipe: Recipe, text: str, *, is_first: bool) -> bool:
     Raises:
         ValueError: a file of that name has other settings, or the file cannot be written.
     """
-    deadline = time.monotonic() + _WAIT_SECONDS
+    deadline = time.monotonic() + WAIT_SECONDS
     while not is_first and not path.exists() and time.monotonic() < deadline:
         time.sleep(0.1)
     if path.exists():

@@ -141,6 +141,14 @@ def _recognise_folder(asked: Asked, folder: Path) -> Found:
     texts = [path for path in files if file_kind(path) == "text"]
     if texts and asked.task != "causal-lm" and (classes := _find_classes(folder, texts)) is not None:
         return _recognise_classes_of_texts(asked, folder, classes)
+    if _are_files_of_classes(asked, folder, texts):
+        if asked.task is None and asked.data.lines is None:
+            names = ", ".join(path.stem for path in texts[:3])
+            raise ValueError(
+                f"{folder}: {len(texts)} files with a text on each line ({names} ...). If the files are classes, use "
+                "--task text-classification. If they are plain text, use --task causal-lm"
+            )
+        return _recognise_texts_by_file(asked, folder)
     if texts:
         return _recognise_text(asked, *_training_texts(asked, texts, folder))
     there = listed([path.relative_to(folder).as_posix() for path in files])
@@ -170,6 +178,9 @@ _READ_AT_MOST = 50_000_000
 """Bytes of plain text up to which characters are counted. For larger text, bytes are used instead of characters."""
 _LINES_LOOKED_AT = 1_000
 _MOST_FIRST_WORDS = 50
+_LINES_OF_A_CLASS = 10
+_WORDS_OF_A_LINE = 60
+"""Least lines and most mean words per line of a file that may be a class."""
 
 
 def _find_classes(folder: Path, texts: Sequence[Path]) -> tuple[list[Path], Path | None] | None:
@@ -222,6 +233,52 @@ def _recognise_classes_of_texts(asked: Asked, folder: Path, found: tuple[list[Pa
         settings={**settings, **label.settings},
         counts=label.counts,
         has_one_label=label.is_one,
+        unused=(),
+        **lengths(list(map(len, texts))),
+    )
+
+
+def _are_files_of_classes(asked: Asked, folder: Path, texts: Sequence[Path]) -> bool:
+    """Return whether files lie side by side and hold many lines without gaps, and no name is a number or a part."""
+    if len(texts) < 2 or any(path.parent != folder for path in texts) or asked.task == "causal-lm":
+        return False
+    if asked.data.lines is not None:
+        return asked.data.lines == "file_names"
+    parts = [path for path in texts if any(name.search(path.stem.lower()) for name in (_TRAIN, _EVAL, _TEST))]
+    if parts or any(char.isdigit() for path in texts for char in path.stem):
+        return False
+    return asked.task is not None or all(_has_a_text_per_line(path, asked) for path in texts)
+
+
+def _has_a_text_per_line(path: Path, asked: Asked) -> bool:
+    lines = [line.split() for line, _ in islice(read_lines(path, asked.data), _LINES_LOOKED_AT)]
+    is_short = sum(map(len, lines)) <= _WORDS_OF_A_LINE * len(lines)
+    return path.suffix.lower() == ".txt" and len(lines) >= _LINES_OF_A_CLASS and all(lines) and is_short
+
+
+def _recognise_texts_by_file(asked: Asked, folder: Path) -> Found:
+    """Return the classes of a folder with a file for each class and a text on each line.
+
+    Raises:
+        ValueError: a file cannot be read, or a flag names columns.
+    """
+    refuse_columns(asked, folder, "plain text")
+    data = asked.data.model_copy(update={"lines": "file_names"})
+    (source,) = resolve_sources(asked.path, data, key=asked.path)
+    rows = list(read_rows(source, ("label", "text"), data))
+    labels, texts = zip(*(row.cells for row in rows))
+    columns = {"label": Column("label", labels), "text": Column("text", texts)}
+    label = recognise_label(asked, Table(folder, columns, [row.where for row in rows], {}, (), {}), "text")
+    why = "each line is a text, and its file is the label"
+    return Found(
+        "text-classification",
+        "from --task" if asked.task else "from data.lines",
+        f"{folder}: {format_count(len(rows), 'line')} in {format_count(len(source.files), 'file')}, one for each class",
+        num_samples=len(rows),
+        settings={"data.train": Choice(asked.path, ""), "data.lines": Choice("file_names", why), **label.settings},
+        counts=label.counts,
+        has_one_label=label.is_one,
+        notes=source.notes,
         unused=(),
         **lengths(list(map(len, texts))),
     )

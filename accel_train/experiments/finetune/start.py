@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_train.core.redaction import redact_text
 from accel_train.experiments.finetune import recipe as own
+from accel_train.experiments.finetune.unpack import unpacked
 from accel_train.recipe.loader import Recipe, make_recipe
 from accel_train.recipe.yaml_core import one_line
 
@@ -70,21 +71,25 @@ def write_recipe(
     own.check_there(path)
     if is_first:
         print(f"{path}: looking at the data ...", flush=True)
+    place, output_dir, note = unpacked(asked, output_dir, is_first=is_first)
+    if note is not None:
+        asked = own.asked_of(place, own.minimal_recipe(place, settings), task=task, text=tuple(text), label=label)
     from accel_train.experiments.finetune.models import choose, look_at  # imports torch
     from accel_train.experiments.finetune.recognise import recognise
 
     found = recognise(asked)
+    if note is not None:
+        found = replace(found, notes=(note, *found.notes))
     pretrained = None
     if name := model or minimal.model.pretrained:
         if is_first:
             print(f"{name}: looking at the model ...", flush=True)
         pretrained = look_at(name, found.task, trust_remote_code=minimal.model.trust_remote_code)
     chosen = _as_long_as(asked, choose(found, pretrained))
-    output_dir = output_dir or own.default_output_dir(path)
-    place = Path(file or f"{output_dir.rstrip('/')}.yaml")
-    recipe = make_recipe(own.tree_of(found, chosen, output_dir), str(place), arguments=settings)
-    is_new = own.keep(place, recipe, own.format_recipe_file(recipe, found, chosen, place), is_first=is_first)
-    return Written(recipe, place, is_new, found, {**found.settings, **chosen})
+    written = Path(file or f"{output_dir.rstrip('/')}.yaml")
+    recipe = make_recipe(own.tree_of(found, chosen, output_dir), str(written), arguments=settings)
+    is_new = own.keep(written, recipe, own.format_recipe_file(recipe, found, chosen, written), is_first=is_first)
+    return Written(recipe, written, is_new, found, {**found.settings, **chosen})
 
 
 def _as_long_as(asked: own.Asked, chosen: own.Choices) -> own.Choices:

@@ -5,6 +5,7 @@ An ambiguous table raises an error that shows the flag.
 
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from accel_train.core.format import did_you_mean, format_count
@@ -27,6 +28,9 @@ _PAIRS = (
     ("question", "response"),
     ("input", "output"),
 )
+_WORDS_OF_A_PAIR = 4.0
+_MOST_WORDS_TO_ONE = 6.0
+"""Least mean words of the shorter text of a pair, and the most words of the longer text for each of its words."""
 _CHOICES = ("choices", "options", "endings")
 _FURTHER_OF_CHATS = ("tools", "functions", "system")
 """Columns that a chat template could show, but that are not passed to it."""
@@ -241,7 +245,8 @@ def _labelled(asked: Asked, table: Table) -> dict[str, Any]:
     kind = "labels" if label.counts else "numbers"
     return {
         "task": "text-classification",
-        "why": f"column {' and '.join(repr(column.name) for column in texts)} is text, "
+        "why": f"{'columns' if len(texts) > 1 else 'column'} {' and '.join(repr(column.name) for column in texts)} "
+        f"{'are' if len(texts) > 1 else 'is'} text, "
         f"column {label.name!r} holds {kind}",
         "settings": {"data.text_columns": Choice([column.name for column in texts], why), **label.settings},
         "counts": label.counts,
@@ -274,8 +279,11 @@ def _text_of(asked: Asked, table: Table, label: str | None) -> tuple[list[Column
     texts = texts or [column for column in others if column.is_strings and column.name.lower() in _TEXT_NAMES]
     if len(texts) == 1:
         return texts, f"the only text column: {texts[0].mean_words:.0f} words on average"
-    if texts:
+    if len(texts) == 2 and asked.task != "causal-lm" and _may_be_pair(*texts):
         names = [column.name for column in texts]
+        return texts, f"the only two text columns, read as a pair (for one: --text {quote(names[0])})"
+    if texts:
+        names = [quote(column.name) for column in texts]
         pair = f", or --text {names[0]},{names[1]} for both as a pair" if asked.task != "causal-lm" else ""
         raise ValueError(f"{table.path}: columns {', '.join(names)} are all text. Choose one: --text {names[0]}{pair}")
     strings = [column for column in others if column.is_strings]
@@ -295,6 +303,14 @@ def _text_of(asked: Asked, table: Table, label: str | None) -> tuple[list[Column
             "For a column of text: --text COLUMN"
         )
     raise ValueError(f"{table.path}: no column is clearly text (columns: {table.names}). Name it: --text COLUMN")
+
+
+def _may_be_pair(one: Column, other: Column) -> bool:
+    """Return whether two columns hold texts of comparable lengths, and neither holds dates or numbers."""
+    sizes = sorted((one.mean_words, other.mean_words))
+    words = [[word for cell in column.cells for word in cell.split()] for column in (one, other)]
+    are_words = all(2 * sum(word[0].isalpha() for word in each) > len(each) for each in words)
+    return are_words and sizes[0] >= _WORDS_OF_A_PAIR and sizes[1] <= _MOST_WORDS_TO_ONE * sizes[0]
 
 
 def _column(setting: str, name: str, why: str) -> Choices:

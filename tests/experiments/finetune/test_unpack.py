@@ -1,0 +1,107 @@
+"""Archives, spreadsheets, and tables in text files: unpacked next to the run, once, and never over other files."""
+
+import csv
+import gzip
+import io
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from accel_train.experiments.finetune.recipe import asked_of, minimal_recipe
+from accel_train.experiments.finetune.start import write_recipe
+from accel_train.experiments.finetune.unpack import unpacked
+from benchmarks import shapes
+
+ROWS = ["text,label", *(f"the film number {n} was long,{'ab'[n % 2]}" for n in range(40))]
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def unpack(path: str, output_dir: str | None = None) -> tuple[str, str, str | None]:
+    return unpacked(asked_of(path, minimal_recipe(path, [])), output_dir)
+
+
+def write_zip(name: str, files: dict[str, str]) -> None:
+    with zipfile.ZipFile(name, "w") as archive:
+        for path, text in files.items():
+            archive.writestr(path, text)
+
+
+def test_a_recipe_names_the_files_of_an_archive_and_says_where_they_are() -> None:
+    write_zip("reviews.zip", {"reviews/data.csv": "\n".join(ROWS), "reviews/README.md": "about", "__MACOSX/x": "?"})
+    written = write_recipe("reviews.zip", [])
+    assert written.recipe.data.train == "runs/reviews-data/reviews/data.csv"
+    assert written.recipe.output_dir == "runs/reviews"
+    assert written.found.notes[0] == "reviews.zip: unpacked to runs/reviews-data (2 files)"
+    assert not write_recipe("reviews.zip", []).is_new  # a second start reads the same files
+
+
+@pytest.mark.parametrize("name", ["reviews.csv.gz", "reviews.tar.gz", "reviews.tar"])
+def test_a_packed_table_has_the_rows_of_the_table(name: str) -> None:
+    content = "\n".join(ROWS).encode()
+    if name == "reviews.csv.gz":
+        Path(name).write_bytes(gzip.compress(content))
+    else:
+        with tarfile.open(name, "w:gz" if name.endswith("gz") else "w") as archive:
+            member = tarfile.TarInfo("reviews.csv")
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    assert Path(unpack(name)[0]).read_bytes() == content
+
+
+def test_a_folder_with_other_data_is_not_written_to() -> None:
+    write_zip("reviews.zip", {"data.csv": "\n".join(ROWS)})
+    Path("runs/reviews-data").mkdir(parents=True)
+    Path("runs/reviews-data/mine.csv").write_text("mine")
+    with pytest.raises(ValueError, match=r"runs/reviews-data exists and was not made from reviews.zip"):
+        unpack("reviews.zip")
+    assert [path.name for path in Path("runs/reviews-data").iterdir()] == ["mine.csv"]
+    place, run, _ = unpack("reviews.zip", "other")
+    assert (place, run) == ("other-data/data.csv", "other")
+    write_zip("reviews.zip", {"data.csv": "\n".join(ROWS[:-1])})
+    with pytest.raises(ValueError, match=r"other-data exists and was not made from reviews.zip"):
+        unpack("reviews.zip", "other")
+
+
+def test_a_damaged_archive_leaves_no_folder() -> None:
+    write_zip("reviews.zip", {"data.csv": "\n".join(ROWS)})
+    whole = Path("reviews.zip").read_bytes()
+    Path("reviews.zip").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"reviews.zip cannot be unpacked"):
+        unpack("reviews.zip")
+    assert list(Path("runs").iterdir()) == []
+
+
+def test_an_archive_writes_nothing_outside_its_folder() -> None:
+    with tarfile.open("bad.tar", "w") as archive:
+        archive.addfile(tarfile.TarInfo("../../outside.csv"))
+    with pytest.raises(ValueError, match=r"bad.tar cannot be unpacked"):
+        unpack("bad.tar")
+    write_zip("bad.zip", {"../../outside.csv": "x", "data.csv": "\n".join(ROWS)})
+    unpack("bad.zip")
+    assert not list(Path().rglob("../outside.csv"))
+    assert not Path("outside.csv").exists()
+    assert not Path("runs/outside.csv").exists()
+
+
+def test_cells_of_a_spreadsheet_are_written_as_they_are_shown() -> None:
+    place, _, _ = unpack(shapes.spreadsheet())
+    with Path(place).open(newline="") as file:
+        header, *rows = csv.reader(file)
+    assert header == ["id", "review", "label"]
+    assert [row[0] for row in rows] == [str(number) for number in range(60)]
+    assert len({row[1] for row in rows}) == 60
+    assert {row[2] for row in rows} == {"positive", "negative", "neutral"}
+
+
+def test_a_spreadsheet_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "python_calamine", None)
+    with pytest.raises(ValueError, match=r"pip install 'accel-train\[excel\]'"):
+        unpack(shapes.spreadsheet())
