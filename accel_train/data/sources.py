@@ -17,6 +17,7 @@ from accel_train.core.files import files_below, refuse_link_loops
 from accel_train.core.format import did_you_mean, format_count
 from accel_train.data.delimited import DELIMITERS, delimiter_of, quoting_of
 from accel_train.data.encoding import check_encoding, encoding_of
+from accel_train.data.hub import look_for_hub, without_hub
 from accel_train.recipe.data import Data
 
 if TYPE_CHECKING:
@@ -281,6 +282,7 @@ def _refuse_held_out_tables(name: str, files: list[Path], data: Data, key: str) 
 def _load_dataset(name: str, data: Data, key: str) -> Source:
     import datasets
 
+    look_for_hub(name)
     try:
         # No trust_remote_code: data sets never run code here (`datasets` removed scripts in 4.0).
         split = data.split
@@ -292,7 +294,7 @@ def _load_dataset(name: str, data: Data, key: str) -> Source:
         reason = str(error).strip() or type(error).__name__
         raise ValueError(
             f"{key}: {name!r} is not a file or folder (seen from {Path.cwd()}), and `datasets` "
-            f"cannot load it: {reason.splitlines()[0]}{_nearest(Path(name).expanduser())}"
+            f"cannot load it: {reason.splitlines()[0]}{_nearest(Path(name).expanduser())}{without_hub()}"
         ) from error
     shown = f"{name}/{data.subset}" if data.subset else name
     return _describe_dataset(f"{shown} [{split}]", dataset)

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -12,6 +13,7 @@ from accel_train.core.errors import asks_for_own_code
 from accel_train.core.format import LARGEST_COUNT, did_you_mean
 from accel_train.core.json_io import dotted_items
 from accel_train.core.state import Choice
+from accel_train.data.hub import look_for_hub, without_hub
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.writer import who_set
 from accel_train.recipe.yaml_core import show
@@ -153,12 +155,15 @@ def pretrained_config(recipe: Recipe) -> "PreTrainedConfig":
     ngrams.register()
     name = recipe.model.pretrained
     assert name is not None, "the recipe names a pretrained model"
+    look_for_hub(name)
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=recipe.model.trust_remote_code)
     except (OSError, ValueError) as error:
         reason = str(error).strip().partition("\n")[0]
         if asks_for_own_code(error):
             reason = "it brings its own code. Read the code, and give --model.trust_remote_code true to run it"
+        elif not os.path.exists(name):
+            reason = f"it is not downloaded{remedy}" if (remedy := without_hub()) else reason
         raise ValueError(
             f"model.pretrained={name!r} ({who_set(recipe, 'model.pretrained')}) cannot be loaded: {reason}"
         ) from error
@@ -493,3 +498,25 @@ def check_weight_files(folder: Path) -> None:
             raise ValueError(
                 f"{folder} lacks {missing[0]}, which {path.name} names; copy it from where the run was trained"
             )
+
+
+def fetch_weights(recipe: Recipe) -> list[Path]:
+    """Return the weight files of `model.pretrained`, downloaded from the hub if they are missing. Loads none of them.
+
+    Raises:
+        ValueError: the model has no safetensors files, or they cannot be downloaded.
+    """
+    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+    from transformers.utils.hub import get_checkpoint_shard_files
+
+    name = os.path.expanduser(str(recipe.model.pretrained))
+    try:
+        # `from_pretrained` reads it, too. Not every model has it.
+        cached_file(name, "generation_config.json", _raise_exceptions_for_missing_entries=False)
+        if (whole := cached_file(name, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False)) is not None:
+            return [Path(whole)]
+        shards, _ = get_checkpoint_shard_files(name, cached_file(name, SAFE_WEIGHTS_INDEX_NAME))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise ValueError(f"model.pretrained={name!r}: no weights (*.safetensors) can be had: {reason}") from error
+    return [Path(shard) for shard in shards]

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from accel_train.core.errors import asks_for_own_code
 from accel_train.core.json_io import json_digest
+from accel_train.data.hub import look_for_hub, without_hub
 from accel_train.recipe.data import TrainedTokenizer
 from accel_train.recipe.schema import Model, Recipe
 from accel_train.recipe.writer import who_set
@@ -113,6 +114,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool) -> "PreTrainedTokenize
     """
     from transformers import AutoTokenizer
 
+    look_for_hub(name)
     try:
         return AutoTokenizer.from_pretrained(os.path.expanduser(name), trust_remote_code=trust_remote_code)
     # transformers raises OSError, ValueError, KeyError and others for a wrong name.
@@ -126,6 +128,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool) -> "PreTrainedTokenize
         raise ValueError(
             f"tokenizer: {name!r} cannot be loaded as a folder (seen from {os.getcwd()}) or as a "
             f"tokenizer of the hub: {reason}; other choices: bytes, or {{train_bpe: {{vocab_size: 4096}}}}"
+            f"{'' if os.path.exists(os.path.expanduser(name)) else without_hub()}"
         ) from error
 
 
