@@ -42,6 +42,8 @@ asked=yes step=
 forward() { asked=yes; [ -z "$step" ] || kill -USR1 "$step"; }
 trap forward USR1 TERM
 
+# Before GPUs are reserved, on a node with a network: download and tokenize once.
+#   accel-train prepare RECIPE
 # One task a node, and in it a process a GPU. srun hands a signal on to its tasks, and they to their processes, which all
 # save the same step and end with 75.
 srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --kill-on-bad-exit=0 \

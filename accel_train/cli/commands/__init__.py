@@ -9,11 +9,17 @@ from accel_train.cli.commands.recipes import COMPLETION, EXPLAIN, INIT, RECIPES
 from accel_train.cli.commands.rehearse import REHEARSE, VERIFY
 from accel_train.cli.commands.runs import CHAT, DOCTOR, EVALUATE, EXPORT, GENERATE, PREDICT, REPLAY, REPORT, WATCH
 from accel_train.cli.commands.sweep import SWEEP
-from accel_train.cli.commands.train import FIND_LR, PLAN, RUN
+from accel_train.cli.commands.train import FIND_LR, PLAN, PREPARE, RUN
 
 GROUPS: dict[str, dict[str, Command]] = {
     "start": {"finetune": FINETUNE, "run": RUN, "recipes": RECIPES, "init": INIT},
-    "before you pay": {"plan": PLAN, "rehearse": REHEARSE, "find-lr": FIND_LR, "sweep": SWEEP},
+    "before you pay": {
+        "plan": PLAN,
+        "prepare": PREPARE,
+        "rehearse": REHEARSE,
+        "find-lr": FIND_LR,
+        "sweep": SWEEP,
+    },
     "use a finished run": {
         "evaluate": EVALUATE,
         "predict": PREDICT,

@@ -1,8 +1,9 @@
-"""The commands that start from a recipe: `run`, `plan`, and `find-lr`."""
+"""The commands that start from a recipe: `run`, `plan`, `prepare`, and `find-lr`."""
 
 import argparse
 import os
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -127,6 +128,27 @@ def _planned(plan: "Plan") -> results.PlanResult:
     }
 
 
+@users_mistakes()
+def _prepare(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
+    since = time.monotonic()
+    recipe = recipe_of(arguments, settings)
+    with importing(arguments.recipe, recipe.task):
+        from accel_train.plan.prepare import format_parts, prepare
+    parts, seconds = prepare(recipe, progress=sys.stderr.isatty()), time.monotonic() - since
+    print(redact_text(format_parts(parts, seconds)))
+    prepared: list[results.PreparedPart] = [
+        {
+            "name": part.name,
+            "about": part.about,
+            "path": None if part.path is None else str(part.path),
+            "bytes": part.num_bytes,
+            "was_there": part.was_there,
+        }
+        for part in parts
+    ]
+    return Outcome(results.PrepareResult(parts=prepared, seconds=seconds))
+
+
 def _find_lr(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
     with users_mistakes():
         recipe = recipe_of(arguments, settings)
@@ -196,6 +218,13 @@ PLAN = Command(
         "--all": {"action": "store_true", "help": "show all settings; default: only those that are set"},
         "--no-data": {"action": "store_true", "help": "read no data: plan from sequence length and vocabulary alone"},
     },
+)
+
+PREPARE = Command(
+    _prepare,
+    "download and tokenize what a run reads, on a machine without GPUs",
+    {"recipe": RECIPE},
+    processes="one",
 )
 
 FIND_LR = Command(

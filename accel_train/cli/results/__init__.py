@@ -13,6 +13,7 @@ RESULTS: Mapping[str, type] = {
     "recipes": runs.RecipesResult,
     "init": runs.InitResult,
     "plan": training.PlanResult,
+    "prepare": training.PrepareResult,
     "rehearse": training.RehearseResult,
     "find-lr": training.FindLrResult,
     "sweep": training.SweepResult,

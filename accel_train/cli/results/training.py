@@ -86,6 +86,25 @@ class PlanResult(TypedDict):
     notes: Sequence[str]
 
 
+class PreparedPart(TypedDict):
+    """Data sets, tokens, samples, a tokenizer, or weights."""
+
+    name: str
+    about: str
+    path: str | None
+    """Folder with the files. Null if there is nothing to download or to cache."""
+    bytes: int
+    was_there: bool
+    """Whether nothing was downloaded or tokenized for it."""
+
+
+class PrepareResult(TypedDict):
+    """`prepare`: what a run of the recipe reads from caches."""
+
+    parts: Sequence[PreparedPart]
+    seconds: float
+
+
 class RateOfTest(TypedDict):
     """A step of a learning-rate range test."""
 
