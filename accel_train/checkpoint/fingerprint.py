@@ -33,6 +33,8 @@ IDENTITY = (
     *("data.sequence_length", "data.mask_documents", "data.shuffle", "data.last_batch", "data.group_by_length"),
 )
 """Settings that must stay the same, as written, in every launch of a run."""
+SPLIT = ("data.split_seed", "data.group_column", "data.stratify")
+"""Further settings that must stay the same. The fingerprint holds those that differ from their defaults."""
 SETTINGS = (
     *("optimizer.learning_rate", "optimizer.lr_scaling", "optimizer.weight_decay", "optimizer.no_decay"),
     *("optimizer.betas", "optimizer.eps", "optimizer.momentum", "optimizer.options"),
@@ -71,6 +73,7 @@ def run_identity(recipe: Recipe, data: TaskData, sizes: BatchSizes, steps: StepP
     """Return the fingerprint of a run as plain JSON values. A checkpoint resumes only if fingerprints are equal."""
     identity = {
         **{name: value_of(recipe, name) for name in IDENTITY if _has(recipe, name)},
+        **{name: value_of(recipe, name) for name in SPLIT if _has(recipe, name) and value_of(recipe, name)},
         "model": recipe.model.model_dump(exclude=NOT_OF_MODEL),
         "data.fingerprint": data.fingerprint,
         **({"data.augment": recipe.data.augment.model_dump()} if isinstance(recipe.data, ImageData) else {}),

@@ -157,9 +157,9 @@ def sha256(path: Path, given_up: threading.Event | None = None) -> str:
     return digest.hexdigest()
 
 
-def digest64(data: bytes, size: int = 0) -> int:
-    """Return 64 bits of BLAKE2b over bytes and a size. The result is equal in every process and on every machine."""
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8, salt=size.to_bytes(16, "big")).digest(), "big")
+def digest64(data: bytes, salt: int = 0) -> int:
+    """Return 64 bits of BLAKE2b over bytes and a number. The result is equal in every process and on every machine."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8, salt=salt.to_bytes(16, "big")).digest(), "big")
 
 
 def digests_of(folder: Path, names: Sequence[str]) -> dict[str, str | OSError]:

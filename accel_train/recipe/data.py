@@ -6,8 +6,9 @@ Each task adds its own settings in `accel_train/tasks/TASK/config.py`.
 import codecs
 from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, ConfigDict, Field, PrivateAttr
+from pydantic import AfterValidator, ConfigDict, Field, PrivateAttr, model_validator
 
+from accel_train.core.errors import SettingError
 from accel_train.core.format import LARGEST_COUNT
 from accel_train.recipe.values import (
     Auto,
@@ -94,6 +95,8 @@ class Data(Section):
     """Fraction of `train` held out for evaluation. A hash of each sample (document, text, image) selects it. 0: nothing
     is held out.
     """
+    split_seed: NonNegativeInt = 0
+    """Seed of the choice of held-out samples. Each seed holds out other samples; the run's `seed` does not matter."""
     subset: str | None = None
     """Configuration name of a data set (`wikitext-103-raw-v1`)."""
     split: str = "train"
@@ -218,6 +221,22 @@ class TextData(Data):
     """Maximum length of a text, in tokens. Longer texts are cut. Default: the model's maximum, at most 512."""
     pad_to_multiple_of: PositiveInt = 8
     """Multiple to which the padded length of a batch of texts is rounded up."""
+    group_column: str | None = Field(default=None, examples=["user_id"])
+    """Column of groups (a question, an author, a patient). Rows of a group are all for training or all held out.
+    Default: a hash of each text selects the held-out rows.
+    """
+
+    @model_validator(mode="after")
+    def group_is_not_the_label(self) -> Self:
+        label = self.label_setting and getattr(self, self.label_setting)
+        if self.group_column is not None and self.group_column == label:
+            raise SettingError(
+                "the column holds the labels, and a class would be held out as a whole",
+                "Name another column; data.stratify holds out the same share of each class",
+                f"data.group_column={self.group_column}",
+                ("data.group_column", f"data.{self.label_setting}"),
+            )
+        return self
 
 
 class NamedClassesData(Data):
@@ -237,6 +256,20 @@ class ClassData(NamedClassesData):
     """
     label_ids_from: NonNegativeInt = 0
     """Number of the first class, if the labels are numbers and label_names has their names."""
+    stratify: bool = False
+    """Whether to hold out `eval_fraction` of each class, and at least one sample of a class with two. false: of all
+    samples.
+    """
+
+    @model_validator(mode="after")
+    def classes_or_groups(self) -> Self:
+        group = getattr(self, "group_column", None)
+        if self.stratify and (group is not None or self.label_column is None):
+            need = "a label column" if group is None else f"no groups (data.group_column={group})"
+            remedy = "Set data.stratify to false" + ("" if group is None else ", or data.group_column to null")
+            settings = ("data.stratify", "data.label_column" if group is None else "data.group_column")
+            raise SettingError(f"needs {need}", remedy, "data.stratify=true", settings)
+        return self
 
 
 class ImageData(NamedClassesData):

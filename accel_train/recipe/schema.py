@@ -441,6 +441,18 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def stratifies_classes(self) -> "Recipe":
+        kind = self.model.problem_type
+        if getattr(self.data, "stratify", False) and kind in ("multi_label", "regression"):
+            raise SettingError(
+                f"model.problem_type={kind} has no classes of which each sample has one",
+                "Set data.stratify to false",
+                "data.stratify=true",
+                ("data.stratify", "model.problem_type"),
+            )
+        return self
+
+    @model_validator(mode="after")
     def schedule_free_has_no_schedule(self) -> "Recipe":
         if self.optimizer.name == SCHEDULE_FREE:
             section, remedy, other = self.schedule, "set schedule.type to constant", "schedule.type"

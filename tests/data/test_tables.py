@@ -216,9 +216,13 @@ def text_rows(texts: list[str]) -> list[TextRow]:
     return [TextRow((text,), "x", "", str(number)) for number, text in enumerate(texts)]
 
 
+def split_of(fraction: float) -> TextClassificationData:
+    return TextClassificationData(train="texts.csv", eval_fraction=fraction)
+
+
 def test_the_same_text_is_never_on_both_sides() -> None:
     rows = text_rows([f"text {number % 70}" for number in range(500)])
-    train, evaluation, notes = hold_out(rows, 0.3)
+    train, evaluation, notes = hold_out(rows, split_of(0.3), ())
     assert evaluation is not None
     assert len(train) + len(evaluation) == 500
     assert not {row.texts for row in train} & {row.texts for row in evaluation}
@@ -228,13 +232,13 @@ def test_the_same_text_is_never_on_both_sides() -> None:
 
 
 def test_few_texts_still_leave_one_for_evaluation_and_one_text_is_refused() -> None:
-    train, evaluation, notes = hold_out(text_rows([f"text {number}" for number in range(6)]), 0.0001)
+    train, evaluation, notes = hold_out(text_rows([f"text {number}" for number in range(6)]), split_of(0.0001), ())
     assert evaluation is not None
     assert (len(train), len(evaluation)) == (5, 1)
     assert notes
-    assert hold_out(text_rows(["a", "b"]), 0.0)[1] is None
-    refused(hold_out, text_rows(["a", "a"]), 0.5, named="one text")
-    refused(hold_out, text_rows(["a", "b"]), 0.999999, named="training documents|0.999999")
+    assert hold_out(text_rows(["a", "b"]), split_of(0.0), ())[1] is None
+    refused(hold_out, text_rows(["a", "a"]), split_of(0.5), (), named="one text")
+    refused(hold_out, text_rows(["a", "b"]), split_of(0.999999), (), named="training documents|0.999999")
 
 
 def test_evaluation_texts_that_are_trained_on_are_counted() -> None:

@@ -15,7 +15,7 @@ def _finetune(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome
     from accel_train.experiments.finetune.start import write_recipe
 
     is_first = os.environ.get("RANK", "0") == "0"
-    names = ("model", "label", "task", "output_dir")
+    names = ("model", "label", "group", "task", "output_dir")
     given = {name: getattr(arguments, name) for name in names}
     with users_mistakes():
         columns = arguments.text.split(",") if arguments.text else ()
@@ -55,6 +55,10 @@ FINETUNE = Command(
         },
         "--text": {"metavar": "COL", "help": "text column, or two text columns with a comma between them for pairs"},
         "--label": {"metavar": "COL", "help": "label column"},
+        "--group": {
+            "metavar": "COL",
+            "help": "column of groups; rows of a group are on one side of the split; default: found for pairs",
+        },
         "--task": {
             "metavar": "TASK",
             "help": (

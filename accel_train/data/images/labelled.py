@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from accel_train.core.files import digest64
 from accel_train.data.images.images import (
     INSPECTED_LIMIT,
     ArrayImages,
@@ -17,7 +18,8 @@ from accel_train.data.images.images import (
     text_digest,
 )
 from accel_train.data.labels import IGNORED_LABEL
-from accel_train.recipe.data import Data
+from accel_train.data.split import held_out_units
+from accel_train.recipe.data import ClassData, Data
 
 _EVAL_NAMES = ("val", "validation", "valid", "dev", "eval")
 
@@ -90,7 +92,7 @@ def divide_pools(pool: ImagePool, other: ImagePool | None, data: Data) -> ImageS
     train = _rows(pool, np.arange(len(pool.images)))
     held: ImageRows | None = train
     if other is None:
-        chosen = np.zeros(len(pool.images), dtype=bool) if digests is None else held_out(digests, data.eval_fraction)
+        chosen = np.zeros(len(pool.images), dtype=bool) if digests is None else _chosen(digests, pool, data)
         if chosen.all():
             raise ValueError(
                 f"no training images are left: all {len(chosen)} fall into data.eval_fraction={data.eval_fraction} "
@@ -109,6 +111,15 @@ def divide_pools(pool: ImagePool, other: ImagePool | None, data: Data) -> ImageS
             note = f"{num_shared} of {len(other_digests)} evaluation images are training images as well"
             notes += [note] if num_shared else []
     return ImageSets(train, held, description, tuple(contents), tuple(notes))
+
+
+def _chosen(digests: NDArray[np.uint64], pool: ImagePool, data: Data) -> NDArray[np.bool_]:
+    """Return a mask of held-out images."""
+    if data.split_seed:
+        digests = np.array([digest64(digest.tobytes(), data.split_seed) for digest in digests.astype("<u8")], np.uint64)
+    if isinstance(data, ClassData) and data.stratify and pool.class_ids is not None and data.eval_fraction > 0:
+        return np.array(held_out_units(digests.tolist(), pool.class_ids.tolist(), data.eval_fraction))
+    return held_out(digests, data.eval_fraction)
 
 
 def _rows(pool: ImagePool, rows: NDArray[np.int64]) -> ImageRows:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
+from accel_train.core.errors import SettingError
 from accel_train.data.sources import Source, describe, files_of, holds_tokens, num_bytes_of
 from accel_train.data.text.documents import Split, choose_split, read_documents
 from accel_train.data.text.tokenizers import TextTokenizer, prepare_tokenizer, train_bpe
@@ -69,7 +70,7 @@ def build_shards(folder: Path, inputs: Inputs) -> tuple[TextTokenizer, dict[str,
     counts = Counts(notes=[*inputs.notes, *_leaks(inputs)])
     split = Split()
     if not inputs.eval and not holds_tokens(inputs.train):
-        split = choose_split(_texts(inputs.train, inputs), inputs.data.eval_fraction)
+        split = choose_split(_texts(inputs.train, inputs), inputs.data.eval_fraction, seed=inputs.data.split_seed)
         counts.notes += [split.note] if split.note else []
     tokenizer = inputs.tokenizer
     if isinstance(tokenizer, TrainedTokenizer):
@@ -227,6 +228,13 @@ def _copy_training_tokens(
     total = sum(file.num_tokens for file in files)
     cut = total
     if not inputs.eval and inputs.data.eval_fraction > 0:
+        if inputs.data.split_seed:
+            raise SettingError(
+                "token files hold out their end, which does not depend on a seed",
+                "Leave the setting out, or name evaluation data in data.eval",
+                f"data.split_seed={inputs.data.split_seed}",
+                ("data.split_seed",),
+            )
         cut, at_document = tail_start(files, tokenizer.separator_id, inputs.data.eval_fraction)
         place = "from the beginning of a document" if at_document else "not at a separator: none is near"
         notes.append(f"the last {total - cut:,} tokens are held out for evaluation, {place} (data.eval_fraction)")

@@ -102,6 +102,7 @@ def _contents(inputs: Inputs, root: Path) -> dict[str, Any]:
         "format": _FORMAT,
         **contents,
         "eval_fraction": None if inputs.eval else data.eval_fraction,
+        **({"split_seed": data.split_seed} if data.split_seed and not inputs.eval else {}),
         # Text that is shown to a trained model has other notes.
         **({} if data.is_for_training else {"shown": True}),
         **{name: getattr(data, name) for name in _READING},

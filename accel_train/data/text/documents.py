@@ -1,7 +1,8 @@
 """Read documents from text files, tables and data sets, and decide which are held out.
 
 Memory holds one document or one batch of rows, for any source size. The text alone decides the side of a document. The
-split is the same in every run, on every machine, in any order and with any seed, and copies stay together.
+split is the same in every run, on every machine, in any order and with any `seed`, and copies stay together.
+`data.split_seed` selects another split.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -51,6 +52,8 @@ class Split:
     """Hash of one more held-out text, above the fraction."""
     cut_tail: bool = False
     """Whether to hold out the last `eval_fraction` of each document's characters instead of whole documents."""
+    seed: int = 0
+    """Number that is hashed with each text (`data.split_seed`)."""
     note: str = ""
     """Note for the user about this split, or empty."""
 
@@ -63,11 +66,11 @@ class Split:
 
     def holds_out(self, text: str) -> bool:
         """Return whether a text is for evaluation."""
-        value = digest64(text.encode())
+        value = digest64(text.encode(), self.seed)
         return value < self.eval_fraction * _NUM_HASHES or value == self.moved_hash
 
 
-def choose_split(texts: Iterable[str], eval_fraction: float, unit: str = "documents") -> Split:
+def choose_split(texts: Iterable[str], eval_fraction: float, unit: str = "documents", seed: int = 0) -> Split:
     """Return a split that holds out `eval_fraction` of the documents: at least one, or the tail of a single document.
 
     Notes call the documents `unit`.
@@ -78,14 +81,14 @@ def choose_split(texts: Iterable[str], eval_fraction: float, unit: str = "docume
     Raises:
         ValueError: no training document is left.
     """
-    split = Split(eval_fraction)
+    split = Split(eval_fraction, seed=seed)
     if eval_fraction == 0:
         return split
     hashes: set[int] = set()
     last = None
     num_trained = num_held_out = 0
     for text in filter(None, texts):
-        last = digest64(text.encode())
+        last = digest64(text.encode(), seed)
         if len(hashes) < 2:
             hashes.add(last)
         is_held_out = split.holds_out(text)
@@ -97,6 +100,7 @@ def choose_split(texts: Iterable[str], eval_fraction: float, unit: str = "docume
         note = (
             f"the corpus is one document: its last {eval_fraction:.3g} is held out for evaluation (data.eval_fraction)"
         )
+        note += f"; data.split_seed={seed} has no effect on it" if seed else ""
         return replace(split, cut_tail=True, note=note)
     if num_held_out:
         raise ValueError(
@@ -108,10 +112,10 @@ def choose_split(texts: Iterable[str], eval_fraction: float, unit: str = "docume
 
 
 def divide_rows(
-    rows: Sequence[Row], texts: Sequence[str], eval_fraction: float, unit: str
+    rows: Sequence[Row], texts: Sequence[str], eval_fraction: float, unit: str, seed: int = 0
 ) -> tuple[list[Row], list[Row], Split]:
     """Return training rows, held-out rows and the split. Rows with equal texts are on the same side."""
-    split = choose_split(texts, eval_fraction, unit)
+    split = choose_split(texts, eval_fraction, unit, seed)
     sides: tuple[list[Row], list[Row]] = ([], [])
     for row, text in zip(rows, texts):
         sides[split.holds_out(text)].append(row)

@@ -132,8 +132,16 @@ def choose(found: Found, pretrained: Pretrained | None) -> Choices:
     return {
         **chosen,
         **({"data.eval_fraction": _held_out(found)} if found.eval_fraction is None else {}),
+        **_stratified(found),
         "checkpoint.load_best_model_at_end": Choice(True, "model/ holds the weights with the best evaluation"),
     }
+
+
+def _stratified(found: Found) -> Choices:
+    has_classes = found.has_one_label or found.task == "image-classification"
+    if not has_classes or eval_fraction_for(found) == 0 or "data.group_column" in found.settings:
+        return {}
+    return {"data.stratify": Choice(True, "each class has the same share of its samples held out")}
 
 
 def _adapters(pretrained: Pretrained) -> Choices:

@@ -45,6 +45,7 @@ def write_recipe(
     model: str | None = None,
     text: Sequence[str] = (),
     label: str | None = None,
+    group: str | None = None,
     task: str | None = None,
     output_dir: str | None = None,
     file: str | None = None,
@@ -57,6 +58,7 @@ def write_recipe(
         model: folder or hub name of pretrained weights. None: train from scratch.
         text: text column, or two text columns that are a pair.
         label: label column.
+        group: column of groups that are not divided between training and held-out rows.
         task: task. None: found from the data.
         output_dir: run folder. None: runs/NAME, after the data.
         file: recipe file. None: the run folder's name and .yaml.
@@ -66,6 +68,7 @@ def write_recipe(
     """
     is_first = os.environ.get("RANK", "0") == "0"
     path = own.path_of(path)
+    settings = [*settings, *([] if group is None else ["--data.group_column", group])]
     minimal = own.minimal_recipe(path, settings)
     asked = own.asked_of(path, minimal, task=task, text=tuple(text), label=label)
     own.check_there(path)
@@ -109,6 +112,7 @@ def finetune(
     *,
     text: str | Sequence[str] | None = None,
     label: str | None = None,
+    group: str | None = None,
     task: str | None = None,
     output_dir: str | Path | None = None,
     **sections: Any,
@@ -127,6 +131,7 @@ def finetune(
             scratch.
         text: text column, or two text columns that are a pair. None: found from the data.
         label: label column. None: found from the data.
+        group: column of groups that are not divided between training and held-out rows. None: found for pairs.
         task: task. None: found from the data.
         output_dir: run folder. None: runs/NAME, after the data. The recipe is written next to it.
         sections: recipe settings: `schedule={"num_epochs": 1}, data={"sequence_length": 512}, seed=1`.
@@ -142,7 +147,9 @@ def finetune(
     settings = [word for name, section in sections.items() for word in _words(name, section)]
     columns = (text,) if isinstance(text, str) else tuple(text or ())
     folder = None if output_dir is None else str(output_dir)
-    written = write_recipe(str(path), settings, model=model, text=columns, label=label, task=task, output_dir=folder)
+    written = write_recipe(
+        str(path), settings, model=model, text=columns, label=label, group=group, task=task, output_dir=folder
+    )
     if os.environ.get("RANK", "0") == "0":
         print(redact_text("\n".join(written.lines())), flush=True)
     return train(written.recipe)

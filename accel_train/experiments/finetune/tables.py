@@ -3,6 +3,7 @@
 An ambiguous table raises an error that shows the flag.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
@@ -11,6 +12,7 @@ from typing import Any
 from accel_train.core.format import did_you_mean, format_count
 from accel_train.core.state import Choice
 from accel_train.data.encoding import check_encoding
+from accel_train.data.split import group_names
 from accel_train.data.tables import Row
 from accel_train.experiments.finetune.columns import Column, Table, read_table, recognise_label, with_settings
 from accel_train.experiments.finetune.images import recognise_images
@@ -54,6 +56,8 @@ def recognise_table(asked: Asked, path: Path, held_out: Path | None = None) -> F
         settings["data.eval"] = Choice(str(held_out), "evaluation data by its name")
     found = _chats(asked, table) or _pairs(asked, table) or recognise_images(asked, table)
     found = found or _plain_text(asked, table) or _labelled(asked, table)
+    if "data.eval" in settings and "data.group_column" not in asked.given:
+        found["settings"].pop("data.group_column", None)
     found["settings"] = {**settings, **found["settings"]}
     dropped = found.pop("num_dropped", 0)
     rows = (f"{format_count(dropped, 'row')} without a label",) if dropped else ()
@@ -72,7 +76,10 @@ def _unused_columns(settings: Choices, table: Table) -> tuple[str, ...]:
 
 
 def _check_flags(asked: Asked, table: Table) -> None:
-    for flag, names in (("--text", asked.text), ("--label", (asked.label,) if asked.label else ())):
+    group = asked.data.group_column
+    given = (("--text", asked.text), ("--label", (asked.label,)), ("--data.group_column", (group,)))
+    for flag, names in given:
+        names = tuple(filter(None, names))
         for name in names:
             if name in table.partial:
                 raise ValueError(
@@ -248,7 +255,11 @@ def _labelled(asked: Asked, table: Table) -> dict[str, Any]:
         "why": f"{'columns' if len(texts) > 1 else 'column'} {' and '.join(repr(column.name) for column in texts)} "
         f"{'are' if len(texts) > 1 else 'is'} text, "
         f"column {label.name!r} holds {kind}",
-        "settings": {"data.text_columns": Choice([column.name for column in texts], why), **label.settings},
+        "settings": {
+            "data.text_columns": Choice([column.name for column in texts], why),
+            **label.settings,
+            **_group_of(asked, table, texts),
+        },
         "counts": label.counts,
         "has_one_label": label.is_one,
         "num_dropped": label.num_dropped,
@@ -256,6 +267,34 @@ def _labelled(asked: Asked, table: Table) -> dict[str, Any]:
     }
 
 
+def _group_of(asked: Asked, table: Table, texts: Sequence[Column]) -> Choices:
+    """Return the column of groups: the one asked for, or a text of pairs that many rows have in common.
+
+    Raises:
+        SettingError: a row has no group, or all rows are one group.
+    """
+    name = asked.data.group_column
+    if name is not None:
+        group_names(table[name].cells, table.wheres, name)
+        return {"data.group_column": Choice(name, "from the command line")}
+    if {"data.group_column", "data.eval"} & asked.given or not asked.data.eval_fraction or len(texts) != 2:
+        return {}
+    shared = {column.name: sum(count for count in Counter(column.cells).values() if count > 1) for column in texts}
+    name = max(shared, key=lambda each: shared[each])
+    num_rows, cells = len(table.wheres), set(table[name].cells)
+    if shared[name] <= _MOST_SHARED * num_rows or len(cells) < _LEAST_GROUPS or not all(cells):
+        return {}
+    why = (
+        f"{shared[name]:,} of {num_rows:,} rows share this text with another row, so a split of single rows would hold "
+        "out texts that are trained on; --data.group_column null splits single rows"
+    )
+    return {"data.group_column": Choice(name, why)}
+
+
+_MOST_SHARED = 0.05
+"""Share of rows with a repeated text above which pairs are held out by this text."""
+_LEAST_GROUPS = 20
+"""Groups below which the held-out share would be far from the fraction that was asked for."""
 _NO_TABLES = (
     "accel_train has no task for tables of numbers. Gradient-boosted trees are the right tool: "
     "HistGradientBoostingClassifier of scikit-learn, XGBoost or LightGBM"

@@ -44,7 +44,7 @@ def prepare_rows(recipe: Recipe, *, progress: bool) -> RowCorpus:
     if eval_sources:
         held_out = _read(eval_sources, data, "data.eval", progress)
     else:
-        rows, held_out = _hold_out(rows, data.eval_fraction, notes)
+        rows, held_out = _hold_out(rows, data, notes)
     spec = recipe.tokenizer_in_use
     if isinstance(spec, TrainedTokenizer):
         tokenizer = prepare_tokenizer(train_bpe(texts_of(rows), spec.train_bpe.vocab_size))
@@ -175,10 +175,10 @@ def _bar(items: Iterable[Any], title: str, shown: bool) -> Iterator[Any]:
     yield from tqdm(items, desc=title, unit=" rows", disable=None if shown else True, leave=False)
 
 
-def _hold_out(rows: list[Example], fraction: float, notes: list[str]) -> tuple[list[Example], list[Example]]:
+def _hold_out(rows: list[Example], data: CausalLMData, notes: list[str]) -> tuple[list[Example], list[Example]]:
     """Return rows for training and rows for evaluation. Equal rows are on the same side in every run."""
     texts = [json.dumps(row.parts, sort_keys=True) for row in rows]
-    train, evaluation, split = divide_rows(rows, texts, fraction, "documents")
+    train, evaluation, split = divide_rows(rows, texts, data.eval_fraction, "documents", data.split_seed)
     if split.cut_tail:
         notes.append("all rows are the same: none is held out for evaluation; name some in data.eval")
         return rows, []

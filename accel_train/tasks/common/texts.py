@@ -4,11 +4,13 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
+from accel_train.core.files import digest64
 from accel_train.data.sources import Source, describe
+from accel_train.data.split import group_names, held_out_units
 from accel_train.data.tables import read_rows, show_cell, text_cell
 from accel_train.data.text.documents import divide_rows
 from accel_train.data.text.tokenizers import byte_tokenizer, load_tokenizer, train_bpe
-from accel_train.recipe.data import Data, TrainedTokenizer
+from accel_train.recipe.data import Data, TextData, TrainedTokenizer
 from accel_train.recipe.schema import Recipe
 
 if TYPE_CHECKING:
@@ -24,6 +26,10 @@ class Keyed(Protocol):
     @property
     def key(self) -> str:
         """The key text."""
+
+    @property
+    def where(self) -> str:
+        """File and line or row."""
 
 
 KeyedRow = TypeVar("KeyedRow", bound=Keyed)
@@ -90,21 +96,57 @@ def list_cell(cell: Any, column: str, where: str) -> Sequence[Any]:
     return found
 
 
-def hold_out(rows: list[KeyedRow], eval_fraction: float) -> tuple[list[KeyedRow], list[KeyedRow] | None, list[str]]:
-    """Return training rows, evaluation rows (None if the fraction is 0), and notes.
+def hold_out(
+    rows: list[KeyedRow],
+    data: TextData,
+    sources: Sequence[Source],
+    eval_sources: Sequence[Source] = (),
+    classes: Sequence[int] | None = None,
+) -> tuple[list[KeyedRow], list[KeyedRow] | None, list[str]]:
+    """Return training rows, evaluation rows (None if nothing is to be held out), and notes.
 
-    Rows with equal texts are on the same side.
+    Rows with equal texts are on the same side, or with `data.group_column` rows of one group, read from `sources`.
+    With `classes`, each class has the same share of its rows on each side.
 
     Raises:
-        ValueError: one side would be empty.
+        ValueError: one side would be empty, or a row has no group.
     """
-    train, evaluation, split = divide_rows(rows, [row.key for row in rows], eval_fraction, "texts")
+    fraction = 0.0 if eval_sources else data.eval_fraction
+    if fraction and (data.group_column is not None or classes is not None):
+        return _hold_out_units(rows, data, sources, classes)
+    train, evaluation, split = divide_rows(rows, [row.key for row in rows], fraction, "texts", data.split_seed)
     if split.cut_tail:
         raise ValueError(
             "data.train has one text only (repeated, perhaps), so none can be held out for evaluation; give more, or "
             "set data.eval, or data.eval_fraction: 0"
         )
     return train, evaluation or None, [split.note] if split.note else []
+
+
+def _hold_out_units(
+    rows: list[KeyedRow], data: TextData, sources: Sequence[Source], classes: Sequence[int] | None
+) -> tuple[list[KeyedRow], list[KeyedRow] | None, list[str]]:
+    column, keys = data.group_column, [row.key for row in rows]
+    if column is not None:
+        found = {row.where: row.cells[0] for source in sources for row in read_rows(source, (column,), data)}
+        if not found.keys() >= {row.where for row in rows}:
+            raise ValueError(f"data.group_column={column}: {describe(sources)} has no columns; give rows of a table")
+        keys = group_names([found[row.where] for row in rows], [row.where for row in rows], column)
+    hashes = [digest64(key.encode(errors="surrogatepass"), data.split_seed) for key in keys]
+    is_held_out = held_out_units(hashes, [0] * len(rows) if classes is None else classes, data.eval_fraction)
+    train, evaluation = ([row for row, held in zip(rows, is_held_out) if held is side] for side in (False, True))
+    if not evaluation:
+        raise ValueError(
+            "data.stratify=true: no class has two different texts, so none can be held out; set it to false"
+        )
+    if column is None:
+        return train, evaluation, []
+    num_held_out = len({key for key, held in zip(keys, is_held_out) if held})
+    note = (
+        f"data.group_column={column}: {len({*keys}) - num_held_out:,} groups to train on, {num_held_out:,} held out "
+        f"({len(evaluation) / len(rows):.1%} of {len(rows):,} texts)"
+    )
+    return train, evaluation, [note, *repeated_texts(train, evaluation, data)]
 
 
 def repeated_texts(train: Sequence[Keyed], evaluation: Sequence[Keyed], data: Data) -> list[str]:

@@ -65,7 +65,7 @@ def load_choices(recipe: Recipe) -> Choices:
     sources, eval_sources, notes = resolve_both(data)
     rows = read_choices(sources, data, key=data.train_key)
     _check_counts(rows, rows[0])
-    train, evaluation, split_notes = hold_out(rows, 0.0 if eval_sources else data.eval_fraction)
+    train, evaluation, split_notes = hold_out(rows, data, sources, eval_sources)
     notes += split_notes
     if eval_sources:
         evaluation = read_choices(eval_sources, data, key="data.eval")

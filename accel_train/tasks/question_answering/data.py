@@ -72,7 +72,7 @@ def load_questions(recipe: Recipe) -> Questions:
     data = QuestionAnsweringData.of(recipe.data)
     sources, eval_sources, notes = resolve_both(data)
     rows = read_questions(sources, data, key=data.train_key)
-    train, evaluation, split_notes = hold_out(rows, 0.0 if eval_sources else data.eval_fraction)
+    train, evaluation, split_notes = hold_out(rows, data, sources, eval_sources)
     notes += split_notes
     if eval_sources:
         evaluation = read_questions(eval_sources, data, key="data.eval")

@@ -57,7 +57,7 @@ def load_pairs(recipe: Recipe) -> TextPairs:
     data = Seq2SeqData.of(recipe.data)
     sources, eval_sources, notes = resolve_both(data)
     rows = _read(sources, data, key=data.train_key)
-    train, evaluation, split_notes = hold_out(rows, 0.0 if eval_sources else data.eval_fraction)
+    train, evaluation, split_notes = hold_out(rows, data, sources, eval_sources)
     notes += split_notes
     if eval_sources:
         evaluation = _read(eval_sources, data, key="data.eval")

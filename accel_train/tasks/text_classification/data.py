@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from accel_train.core.errors import SettingError
 from accel_train.data.labels import IGNORED_LABEL, LabelScheme, is_missing, label_scheme
 from accel_train.data.sources import Source, describe, resolve_both
 from accel_train.data.tables import class_names
@@ -70,7 +71,13 @@ def load_labelled_texts(recipe: Recipe, known_names: tuple[str, ...] | None) -> 
         first_id=data.label_ids_from,
         may_drop=True,
     )
-    train, evaluation, split_notes = hold_out(rows, 0.0 if eval_sources else data.eval_fraction)
+    classes = None
+    if data.stratify and not eval_sources:
+        if scheme.problem_type != "single_label":
+            problem = f"{scheme.problem_type} labels ({scheme.reason}) are not classes of which each text has one"
+            raise SettingError(problem, "Set data.stratify to false", "data.stratify=true", ("data.stratify",))
+        classes = scheme.encode([row.label for row in rows], lambda index: rows[index].where).tolist()
+    train, evaluation, split_notes = hold_out(rows, data, sources, eval_sources, classes)
     notes += [*scheme.notes, *split_notes]
     if eval_sources:
         evaluation, dropped = _with_labels(read_text_rows(eval_sources, data, key="data.eval"), data, "data.eval")

@@ -85,7 +85,7 @@ def load_sentences(recipe: Recipe, known_names: tuple[str, ...] | None) -> Tagge
         feature_names=class_names(sources[0], data.tags_column),
         known_names=known_names,
     )
-    train, evaluation, split_notes = hold_out(rows, 0.0 if eval_sources else data.eval_fraction)
+    train, evaluation, split_notes = hold_out(rows, data, sources, eval_sources)
     notes += [*scheme.notes, *split_notes]
     if eval_sources:
         evaluation = read_sentences(eval_sources, data, key="data.eval")
