@@ -60,7 +60,7 @@ def test_a_seed_holds_out_the_rows_whose_salted_hash_is_low_and_0_those_of_befor
     path = write_pairs(tmp_path / "pairs.csv")
     rows = [row[:2] for row in csv.reader(path.read_text().splitlines())][1:]
     sides = []
-    for seed in (0, 1, 2**63 - 1):
+    for seed in (0, 1, 2**31 - 1):
         found = load(path, split_seed=seed)
         expected = {(q, a) for q, a in rows if hash_of(f"{q}\x1e{a}", seed) < 0.2 * 2**64}
         assert texts_of(found.eval) == expected

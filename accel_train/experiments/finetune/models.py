@@ -138,7 +138,7 @@ def choose(found: Found, pretrained: Pretrained | None) -> Choices:
 
 
 def _stratified(found: Found) -> Choices:
-    has_classes = found.has_one_label or found.task == "image-classification"
+    has_classes = found.task == "image-classification" or (found.task == "text-classification" and found.has_one_label)
     if not has_classes or eval_fraction_for(found) == 0 or "data.group_column" in found.settings:
         return {}
     return {"data.stratify": Choice(True, "each class has the same share of its samples held out")}
