@@ -24,13 +24,13 @@ def held_out_units(hashes: Sequence[int], classes: Sequence[int], fraction: floa
         units[class_of[value]].append(value)
     chosen: set[int] = set()
     for members in units.values():
-        missing = max(1, round(fraction * sum(sizes[value] for value in members)))
+        missing = round(fraction * sum(sizes[value] for value in members))
         held: list[int] = []
         for value in members:
             if len(held) + 1 < len(members) and abs(missing - sizes[value]) < missing:
                 held.append(value)
                 missing -= sizes[value]
-        # Each group is more than twice as large as the fraction.
+        # The fraction is less than half of each unit.
         if not held and len(members) > 1:
             held = [min(members, key=lambda value: (sizes[value], value))]
         chosen.update(held)
