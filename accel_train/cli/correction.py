@@ -30,6 +30,7 @@ _PRECISIONS = {"fp16", "bf16", "fp8"}
 _RESUMES = {"resume", "resume_from_checkpoint", "auto_resume"}
 _FLAGS = {
     "label_column": "--label",
+    "label_columns": "--label",
     "target": "--label",
     "target_column": "--label",
     "text_column": "--text",

@@ -20,6 +20,7 @@ IGNORED_LABEL = -100
 CLASSES_SHOWN = 12
 """Most classes that a message lists one by one."""
 _DECIMAL_COMMA = re.compile(r"[-+]?\d+,\d+")
+_BINARY = {"0": False, "1": True, "0.0": False, "1.0": True, "false": False, "true": True}
 _NO_LABEL = "the row has no label; fill it in, or drop the row"
 
 ProblemType = Literal["single_label", "multi_label", "regression"]
@@ -42,6 +43,8 @@ class LabelScheme:
     """Class names in the order of the column's ids, if that order differs from `names`."""
     notes: tuple[str, ...] = ()
     """Sentences for the user on how values in the column were interpreted."""
+    columns: tuple[str, ...] = ()
+    """Columns of 0 and 1 (`data.label_columns`), which are `names`. A row's label is then a tuple of their cells."""
 
     def encode(self, values: Sequence[Any], where: Callable[[int], str]) -> NDArray[Any]:
         """Return the labels of rows: (N,) int64 ids, (N, C) fp32 zeros and ones, or (N,) fp32 numbers.
@@ -59,6 +62,9 @@ class LabelScheme:
         shape = (len(values), len(self.names)) if self.problem_type == "multi_label" else len(values)
         encoded: NDArray[Any] = np.full(shape, unknown, dtype)
         for row, value in enumerate(values if self.column else ()):
+            if self.columns:
+                encoded[row] = [_read_binary(*each, where(row)) for each in zip(value, self.columns, strict=True)]
+                continue
             try:
                 encoded[row] = self._encoded(value)
             except ValueError as error:
@@ -131,13 +137,10 @@ def label_scheme(
             raise ValueError("data.label_column: none is for rows to predict; then data.label_names says the classes")
         asked: Any = problem_type if problem_type in ("multi_label", "regression") else "single_label"
         return LabelScheme(asked, tuple(label_names or ("value",)), "", False, "as set")
-    missing = next((row for row, value in enumerate(values) if is_missing(value)), None)
-    if missing is not None:
-        count = sum(map(is_missing, values))
-        drop = (
-            f" ({count:,} of {len(values):,} lack one; data.missing_labels: drop leaves them out)" if may_drop else ""
-        )
-        raise ValueError(f"{where(missing)}, column {column!r}: {_NO_LABEL}{drop}")
+    missing = [row for row, value in enumerate(values) if is_missing(value)]
+    if missing:
+        drop = _how_to_drop(len(missing), len(values)) if may_drop else ""
+        raise ValueError(f"{where(missing[0])}, column {column!r}: {_NO_LABEL}{drop}")
     given = label_names if label_names is not None else feature_names
     kind, reason = _problem_type(values, problem_type, given is not None)
     if kind == "regression":
@@ -187,6 +190,51 @@ def label_scheme(
             "is data.label_column the right one?"
         )
     return scheme
+
+
+def columns_scheme(
+    rows: Sequence[Sequence[Any]],
+    where: Callable[[int], str],
+    columns: Sequence[str],
+    label_names: Sequence[str] | None = None,
+) -> LabelScheme:
+    """Return the multi-label scheme of columns of 0 and 1. `rows` are their cells, and `where` names a row.
+
+    `label_names` are the classes of a trained model.
+
+    Raises:
+        ValueError: a cell is empty, or the model has other classes.
+    """
+    if label_names is not None and tuple(label_names) != tuple(columns):
+        raise ValueError(
+            f"data.label_columns=[{', '.join(columns)}] are not the labels of the model ({', '.join(label_names)}); "
+            "name a column for each of its labels"
+        )
+    missing = [row for row, cells in enumerate(rows) if any(map(is_missing, cells))]
+    if missing:
+        column = next(name for name, cell in zip(columns, rows[missing[0]]) if is_missing(cell))
+        raise ValueError(f"{where(missing[0])}, column {column!r}: {_NO_LABEL}{_how_to_drop(len(missing), len(rows))}")
+    names = tuple(columns)
+    return LabelScheme("multi_label", names, ", ".join(names), False, "columns of 0 and 1", columns=names)
+
+
+def binary_value(cell: Any) -> bool | None:
+    """Return whether a cell is 1 or true; None if it is neither 0 nor 1. Text as pandas writes it: 1, 1.0, True."""
+    if isinstance(cell, list | tuple | dict):
+        return None
+    return _BINARY.get(str(cell).lower())
+
+
+def _read_binary(cell: Any, column: str, where: str) -> bool:
+    value = binary_value(cell)
+    if value is None:
+        fault = ValueError(_NO_LABEL) if is_missing(cell) else _fault(cell, "is not 0 or 1", "repair or drop the row")
+        raise ValueError(f"{where}, column {column!r}: {fault}")
+    return value
+
+
+def _how_to_drop(missing: int, total: int) -> str:
+    return f" ({missing:,} of {total:,} lack one; data.missing_labels: drop leaves them out)"
 
 
 def label_name(value: Any) -> str | None:

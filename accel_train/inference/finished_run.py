@@ -151,6 +151,9 @@ def recipe_of_trained(folder: Path, data: str | None = None, settings: Sequence[
         names = tuple(by_index[index] for index in sorted(by_index, key=int)) if by_index else None
         if isinstance(section, NamedClassesData) and names is not None:
             shown["label_names"] = names
+            # The model's outputs keep their order, whatever the order in flags.
+            if sorted(getattr(section, "label_columns", None) or ()) == sorted(names):
+                shown["label_columns"] = names
         section = section.model_copy(update=shown)
     # A trained or loaded tokenizer is saved with the weights. `bytes` is code, and is faster than the saved one.
     has_own = (weights / "tokenizer_config.json").is_file()

@@ -453,6 +453,18 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def label_columns_are_multi_label(self) -> "Recipe":
+        kind = self.model.problem_type
+        if getattr(self.data, "label_columns", None) and kind not in ("auto", "multi_label"):
+            raise SettingError(
+                "data.label_columns holds several labels",
+                "leave it out, or name one column in data.label_column",
+                at=f"model.problem_type={kind}",
+                settings=("model.problem_type", "data.label_columns"),
+            )
+        return self
+
+    @model_validator(mode="after")
     def schedule_free_has_no_schedule(self) -> "Recipe":
         if self.optimizer.name == SCHEDULE_FREE:
             section, remedy, other = self.schedule, "set schedule.type to constant", "schedule.type"

@@ -216,6 +216,44 @@ def test_lines_with_labels_are_read_as_such(
     assert recipe["data"]["lines"] == lines
 
 
+EMOTIONS = ("anger", "fear", "joy", "trust")
+
+
+def write_emotions(name: str, *, more: str = "", cell: str = "0") -> None:
+    """Write tweets in the form of SemEval's E-c. Nobody trusts. `cell` is row 7's joy."""
+    rows = [
+        [f"id-{n}", f"{WORDS[n % 4]} {n}", *([str(n % 9)] * bool(more)), n % 2, n // 2 % 2, cell if n == 7 else 1, 0]
+        for n in range(40)
+    ]
+    rows[3][-2] = 0
+    header = ["ID", "Tweet", *([more] * bool(more)), *EMOTIONS]
+    write_lines(name, ["\t".join(map(str, row)) for row in (header, *rows)])
+
+
+def test_adjacent_columns_of_0_and_1_are_several_labels_and_one_of_them_can_be_chosen(dry_run: DryRun) -> None:
+    write_emotions("t.tsv")
+    printed, recipe = dry_run("t.tsv")
+    assert "data.label_columns: [anger, fear, joy, trust] (4 adjacent columns hold only 0 and 1; " in printed
+    assert "for one of them: --label anger)" in printed
+    assert "  4 classes: joy 38, anger 20, fear 20, trust 0" in printed.splitlines()
+    assert "not used: column 'ID'" in printed
+    assert recipe["data"]["label_columns"] == list(EMOTIONS)
+    assert recipe["evaluate"]["metric_for_best_model"] == "f1_macro"
+    assert "label_column" not in recipe["data"]
+    _, one = dry_run("t.tsv", "--label", "anger", "--output_dir", "runs/one")
+    assert one["data"]["label_column"] == "anger"
+    _, two = dry_run("t.tsv", "--label", "joy,anger", "--output_dir", "runs/two")
+    assert two["data"]["label_columns"] == ["joy", "anger"], "the order is the user's"
+    _, same = dry_run("t.tsv", "--data.label_columns", "[joy, anger]", "--output_dir", "runs/same")
+    assert same["data"] == two["data"]
+
+
+def test_columns_with_one_1_in_each_row_are_said_to_be_one_label(dry_run: DryRun) -> None:
+    rows = [f"{WORDS[n % 4]} {n},{','.join('1' if n % 3 == k else '0' for k in range(3))}" for n in range(42)]
+    write_lines("t.csv", ["text,good,bad,mixed", *rows])
+    assert "every row has exactly one 1" in dry_run("t.csv")[0]
+
+
 def test_names_of_numeric_labels_are_found_in_the_table_or_in_a_file_beside_it(dry_run: DryRun) -> None:
     names = ["World", "Sports", "Business"]
     rows = [f"{n % 3 + 1},{WORDS[n % 4]} {n},{names[n % 3]}" for n in range(30)]
@@ -321,6 +359,20 @@ WRONG: dict[str, tuple[Callable[[], None], str, tuple[str, ...], tuple[str, ...]
         ("t.csv:", "title, body, note", "--text title, or --text title,body")),
     "two columns of labels": (table("text,colour,size", lambda n: f"{WORDS[n % 4]} {n},{'rg'[n % 2]},{'SML'[n % 3]}"),
         "t.csv", (), ("t.csv: 2 columns", "--label colour or --label size")),
+    "two columns of 0 and 1": (
+        table("text,rude,loud", lambda n: f"{WORDS[n % 4]} {n},{n % 2},{n // 2 % 2}"), "t.csv", (),
+        ("t.csv: 2 columns", "--label rude or --label loud;", "both together: --label rude,loud")),
+    "columns of 0 and 1 and another candidate": (lambda: write_emotions("t.tsv", more="rater"), "t.tsv", (),
+        ("t.tsv: 4 columns", "--label rater or --label anger", "the 3 columns of 0 and 1 together",
+        "--label anger,fear,joy")),
+    "columns of 0 and 1 for a regression": (lambda: write_emotions("t.tsv"), "t.tsv",
+        ("--model.problem_type", "regression"), ("t.tsv: 3 columns", "--label anger,fear,joy")),
+    "a label column that is neither 0 nor 1": (lambda: write_emotions("t.tsv", cell="2"), "t.tsv",
+        ("--label", "anger,joy"), ("t.tsv:9, column 'joy'", '"2" is not 0 or 1')),
+    "a row without one of its labels": (lambda: write_emotions("t.tsv", cell=""), "t.tsv", (),
+        ("t.tsv:9, column 'joy'", "1 of 40", "data.missing_labels: drop")),
+    "one of several label columns that is not there": (lambda: write_emotions("t.tsv"), "t.tsv",
+        ("--label", "anger,jox"), ("--label jox: t.tsv", "'joy'?")),
     "no column of labels": (table("id,text", lambda n: f"{n},{WORDS[n % 4]} {n}"), "t.csv", (),
         ("t.csv:", "columns: id)", *NO_LABEL)),
     "a label that is another one in each row": (table("text,label", lambda n: f"{WORDS[n % 4]},{n}"), "t.csv", (),

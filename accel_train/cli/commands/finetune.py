@@ -15,11 +15,12 @@ def _finetune(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome
     from accel_train.experiments.finetune.start import write_recipe
 
     is_first = os.environ.get("RANK", "0") == "0"
-    names = ("model", "label", "group", "task", "output_dir")
+    names = ("model", "group", "task", "output_dir")
     given = {name: getattr(arguments, name) for name in names}
     with users_mistakes():
-        columns = arguments.text.split(",") if arguments.text else ()
-        written = write_recipe(arguments.path, settings, text=columns, file=arguments.recipe, **given)
+        texts = arguments.text.split(",") if arguments.text else ()
+        labels = (arguments.label,) if arguments.label else ()
+        written = write_recipe(arguments.path, settings, text=texts, label=labels, file=arguments.recipe, **given)
     if is_first:
         print(redact_text("\n".join(written.lines())), flush=True)
     result: results.FinetuneResult = {
@@ -54,7 +55,7 @@ FINETUNE = Command(
             "help": "pretrained weights: a folder or a hub name; default: a small model from scratch",
         },
         "--text": {"metavar": "COL", "help": "text column, or two text columns with a comma between them for pairs"},
-        "--label": {"metavar": "COL", "help": "label column"},
+        "--label": {"metavar": "COL", "help": "label column, or columns of 0 and 1 with commas between them"},
         "--group": {
             "metavar": "COL",
             "help": "column of groups; rows of a group are on one side of the split; default: found for pairs",

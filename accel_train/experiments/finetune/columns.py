@@ -6,16 +6,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from shlex import quote
 from typing import Any, NamedTuple
 
 from accel_train.core.state import Choice
 from accel_train.data.delimited import read_delimited
 from accel_train.data.encoding import check_western, guess_encoding, read_lines
 from accel_train.data.images.images import IMAGE_SUFFIXES
-from accel_train.data.labels import is_missing, label_name, label_scheme, several_in_one
+from accel_train.data.labels import (
+    binary_value,
+    columns_scheme,
+    is_missing,
+    label_name,
+    label_scheme,
+    several_in_one,
+)
 from accel_train.data.sources import Source, file_kind, resolve_sources
 from accel_train.data.tables import class_names, column_names, read_rows, shared_keys
-from accel_train.experiments.finetune.recipe import Asked, Choices
+from accel_train.experiments.finetune.recipe import Asked, Choices, listed
 from accel_train.recipe.data import Data
 
 _USUAL = "label labels class category target sentiment intent topic genre stars rating tag y"
@@ -27,6 +35,8 @@ _MOST_CLASSES = 1000
 _MOST_MISSING = 0.2
 """Maximum share of empty cells in a column of labels."""
 _ROWS_LOOKED_AT = 200
+_FEWEST_BINARY = 3
+"""Columns of 0 and 1 from which they are taken for one multi-label problem."""
 _WORDS_OF_A_NAME = 5
 _WORDS_OF_TEXT = 3.0
 """Mean words per cell from which a column counts as text."""
@@ -88,6 +98,13 @@ class Column(NamedTuple):
         if self.is_text or self.is_decimal:
             return False
         return 2 <= len(self.classes) <= min(_MOST_CLASSES, len(self.cells) // 2)
+
+    @property
+    def is_binary(self) -> bool:
+        """Return whether nearly every cell is filled in, and these are all 0 or 1."""
+        present = [cell for cell in self.cells if not is_missing(cell)]
+        is_filled = len(self.cells) - len(present) <= _MOST_MISSING * len(self.cells)
+        return is_filled and all(binary_value(cell) is not None for cell in present)
 
     @property
     def is_ids(self) -> bool:
@@ -217,7 +234,7 @@ def _is_number(text: str) -> bool:
 
 
 class Label(NamedTuple):
-    """The column of labels."""
+    """The column of labels, or several columns of 0 and 1."""
 
     name: str
     settings: Choices
@@ -229,23 +246,28 @@ class Label(NamedTuple):
     """Number of left-out rows without a label."""
 
 
-def recognise_label(asked: Asked, table: Table, *used: str, may_drop: bool = True) -> Label:
-    """Return the label column among columns that are not `used`. `may_drop`: the task supports `data.missing_labels`.
+def recognise_label(asked: Asked, table: Table, *used: str, is_text: bool = True) -> Label:
+    """Return the label column, or several, among columns that are not `used`.
+
+    Only text classification (`is_text`) has `data.label_columns` and `data.missing_labels`.
 
     Raises:
         ValueError: no column or several columns may be the label, or a row has a missing or wrong label. The message
             names the row or shows the flag.
     """
-    column, why = _label_of(asked, table, *used)
+    columns, why = _labels_of(asked, table, *used, is_text=is_text)
+    if len(columns) > 1:
+        return _binary_labels(asked, table, columns, why)
+    (column,) = columns
     drops = asked.data.missing_labels == "drop"
     if (
-        asked.label is None
+        not asked.label
         and column.name not in table.class_names
         and (names := _names_beside(table, column, used)) is not None
     ):
         column, why = names, f"it has one name for each number in column {column.name!r}"
     settings: Choices = {"data.label_column": Choice(column.name, why)}
-    kept = [row for row, cell in enumerate(column.cells) if not (may_drop and drops and is_missing(cell))]
+    kept = [row for row, cell in enumerate(column.cells) if not (is_text and drops and is_missing(cell))]
     dropped = len(column.cells) - len(kept)
     column = Column(column.name, tuple(column.cells[row] for row in kept))
     wheres = [table.wheres[row] for row in kept]
@@ -258,7 +280,7 @@ def recognise_label(asked: Asked, table: Table, *used: str, may_drop: bool = Tru
         label_names=settings["data.label_names"].value if "data.label_names" in settings else asked.data.label_names,
         feature_names=table.class_names.get(column.name),
         first_id=first,
-        may_drop=may_drop,
+        may_drop=is_text,
     )
     encoded = scheme.encode(column.cells, lambda index: wheres[index])
     if scheme.problem_type == "regression":
@@ -282,10 +304,45 @@ def recognise_label(asked: Asked, table: Table, *used: str, may_drop: bool = Tru
     return Label(column.name, settings, counts, scheme.problem_type == "single_label", dropped)
 
 
-def _label_of(asked: Asked, table: Table, *used: str) -> tuple[Column, str]:
+def _binary_labels(asked: Asked, table: Table, columns: Sequence[Column], why: str) -> Label:
+    """Return the labels of columns of 0 and 1.
+
+    Raises:
+        ValueError: a cell is empty or another value. The message names the row and the column.
+    """
+    names = [column.name for column in columns]
+    rows = list(zip(*(column.cells for column in columns)))
+    kept = [
+        row for row, cells in enumerate(rows) if asked.data.missing_labels == "error" or not any(map(is_missing, cells))
+    ]
+    cells, wheres = [rows[row] for row in kept], [table.wheres[row] for row in kept]
+    scheme = columns_scheme(cells, lambda index: wheres[index], names)
+    encoded = scheme.encode(cells, lambda index: wheres[index])
+    if kept and (encoded.sum(1) == 1).all():
+        why += "; every row has exactly one 1: a column of class names would train a model that chooses one"
+    counts = dict(zip(names, map(int, encoded.sum(0))))
+    return Label(listed(names), {"data.label_columns": Choice(names, why)}, counts, False, len(rows) - len(kept))
+
+
+def _adjacent_binary(table: Table, likely: Sequence[Column]) -> list[Column]:
+    """Return the adjacent columns of 0 and 1 that contain all `likely` columns, or an empty list."""
+    columns = list(table.columns.values())
+    first, last = (columns.index(column) for column in (likely[0], likely[-1]))
+    # At the edges, a column of zeros is a rare label.
+    while first > 0 and columns[first - 1].is_binary:
+        first -= 1
+    while last + 1 < len(columns) and columns[last + 1].is_binary:
+        last += 1
+    group = columns[first : last + 1]
+    return group if all(column.is_binary for column in group) else []
+
+
+def _labels_of(asked: Asked, table: Table, *used: str, is_text: bool) -> tuple[list[Column], str]:
     others = [column for column in table.columns.values() if column.name not in used]
-    if asked.label is not None:
-        return table[asked.label], "from --label"
+    if len(asked.label) > 1 and not is_text:
+        raise ValueError(f"--label {','.join(asked.label)}: an image has one label. Name one column")
+    if asked.label:
+        return [table[name] for name in asked.label], "from --label"
     for name, where in table.partial.items():
         if name.lower() in _LABEL_NAMES:
             raise ValueError(
@@ -295,24 +352,29 @@ def _label_of(asked: Asked, table: Table, *used: str) -> tuple[Column, str]:
     for names in (("label",), _LABEL_NAMES):
         named = [column for column in others if column.name.lower() in names]
         if len(named) == 1:
-            return named[0], "its name"
+            return named, "its name"
         if named:
             break
     likely = named or [column for column in others if column.may_be_labels]
     if len(likely) == 2 and _are_the_same(*likely):
         likely = [column for column in likely if _are_integers(column)] or likely[:1]
     if len(likely) == 1:
-        return likely[0], f"the only column with few values: {len(likely[0].classes)} in {len(likely[0].cells):,} rows"
+        return likely, f"the only column with few values: {len(likely[0].classes)} in {len(likely[0].cells):,} rows"
     if likely:
-        some = [f"--label {column.name}" for column in likely]
-        is_several = all({*column.classes} <= {"0", "1"} for column in likely)
-        also = (
-            "; to predict all of them, list the columns that are 1 in one column of a .jsonl file" if is_several else ""
-        )
+        binary = [column for column in likely if is_text and column.is_binary]
+        is_open = asked.problem_type in ("auto", "multi_label") and "data.label_names" not in asked.given
+        are_alone = not named and len(binary) == len(likely) >= _FEWEST_BINARY
+        if is_open and are_alone and (group := _adjacent_binary(table, likely)):
+            one = quote(group[0].name)
+            return group, f"{len(group)} adjacent columns hold only 0 and 1; for one of them: --label {one}"
+        some = [f"--label {quote(column.name)}" for column in likely]
+        both = quote(",".join(column.name for column in binary))
+        how_many = "both" if len(binary) == 2 else f"the {len(binary)} columns of 0 and 1"
+        also = f"; or predict {how_many} together: --label {both}" if len(binary) > 1 else ""
         raise ValueError(f"{table.path}: {len(likely)} columns may be the label. Choose one: {' or '.join(some)}{also}")
     decimal = [column for column in others if column.is_decimal]
     if len(decimal) == 1:
-        return decimal[0], "the only column of decimal numbers"
+        return decimal, "the only column of decimal numbers"
     there = f"other columns: {', '.join(column.name for column in others)}" if others else "the only column in all rows"
     there += f"; only in some rows: {', '.join(table.partial)}" if table.partial else ""
     raise ValueError(

@@ -341,7 +341,7 @@ def recognise_images(asked: Asked, table: Table) -> dict[str, Any] | None:
             f"({len(missing)} of {len(cells)} are missing). Write paths relative to the table, "
             "or put the files into one folder next to it"
         )
-    label = recognise_label(asked, table, column.name, may_drop=False)
+    label = recognise_label(asked, table, column.name, is_text=False)
     where = "its cells name image files"
     if list(cells) != list(column.cells):
         where = f"its cells name images in {folder / os.path.dirname(cells[0])}/"

@@ -38,7 +38,8 @@ class Asked:
     task: str | None = None
     text: tuple[str, ...] = ()
     """Name of the text column, or of two columns that are read as a pair."""
-    label: str | None = None
+    label: tuple[str, ...] = ()
+    """Name of the label column, or of several columns of 0 and 1."""
     problem_type: str = "auto"
     """Setting `model.problem_type`. Default: auto."""
     given: frozenset[str] = frozenset()
@@ -285,4 +286,5 @@ def asked_of(path: str, recipe: Recipe, **flags: Any) -> Asked:
     given = frozenset(name for name, origin in recipe.origins().items() if origin.kind == "command line")
     if "data.train" in given:
         raise ValueError("--data.train: PATH already names the training data. Leave one of them out")
+    flags["label"] = flags.get("label") or getattr(recipe.data, "label_columns", None) or ()
     return Asked(path, recipe.data, given=given, problem_type=recipe.model.problem_type, **flags)

@@ -44,7 +44,7 @@ def write_recipe(
     *,
     model: str | None = None,
     text: Sequence[str] = (),
-    label: str | None = None,
+    label: Sequence[str] = (),
     group: str | None = None,
     task: str | None = None,
     output_dir: str | None = None,
@@ -57,7 +57,7 @@ def write_recipe(
         settings: `--section.field VALUE` words, which replace what would be chosen.
         model: folder or hub name of pretrained weights. None: train from scratch.
         text: text column, or two text columns that are a pair.
-        label: label column.
+        label: label column, or several columns of 0 and 1.
         group: column of groups that are not divided between training and held-out rows.
         task: task. None: found from the data.
         output_dir: run folder. None: runs/NAME, after the data.
@@ -70,13 +70,15 @@ def write_recipe(
     path = own.path_of(path)
     settings = [*settings, *([] if group is None else ["--data.group_column", group])]
     minimal = own.minimal_recipe(path, settings)
-    asked = own.asked_of(path, minimal, task=task, text=tuple(text), label=label)
+    asked = own.asked_of(path, minimal, task=task, text=tuple(text), label=tuple(label))
     own.check_there(path)
     if is_first:
         print(f"{path}: looking at the data ...", flush=True)
     place, output_dir, note = unpacked(asked, output_dir, is_first=is_first)
     if note is not None:
-        asked = own.asked_of(place, own.minimal_recipe(place, settings), task=task, text=tuple(text), label=label)
+        asked = own.asked_of(
+            place, own.minimal_recipe(place, settings), task=task, text=tuple(text), label=tuple(label)
+        )
     from accel_train.experiments.finetune.models import choose, look_at  # imports torch
     from accel_train.experiments.finetune.recognise import recognise
 
@@ -111,7 +113,7 @@ def finetune(
     model: str | Mapping[str, Any] | None = None,
     *,
     text: str | Sequence[str] | None = None,
-    label: str | None = None,
+    label: str | Sequence[str] | None = None,
     group: str | None = None,
     task: str | None = None,
     output_dir: str | Path | None = None,
@@ -130,7 +132,7 @@ def finetune(
         model: pretrained weights: a folder or a hub name; or settings, as in `sections`. None: a small model from
             scratch.
         text: text column, or two text columns that are a pair. None: found from the data.
-        label: label column. None: found from the data.
+        label: label column, or several columns of 0 and 1. None: found from the data.
         group: column of groups that are not divided between training and held-out rows. None: found for pairs.
         task: task. None: found from the data.
         output_dir: run folder. None: runs/NAME, after the data. The recipe is written next to it.
@@ -145,10 +147,10 @@ def finetune(
     if isinstance(model, Mapping):
         model, sections = None, {"model": model, **sections}
     settings = [word for name, section in sections.items() for word in _words(name, section)]
-    columns = (text,) if isinstance(text, str) else tuple(text or ())
+    texts, labels = ((each,) if isinstance(each, str) else tuple(each or ()) for each in (text, label))
     folder = None if output_dir is None else str(output_dir)
     written = write_recipe(
-        str(path), settings, model=model, text=columns, label=label, group=group, task=task, output_dir=folder
+        str(path), settings, model=model, text=texts, label=labels, group=group, task=task, output_dir=folder
     )
     if os.environ.get("RANK", "0") == "0":
         print(redact_text("\n".join(written.lines())), flush=True)

@@ -5,6 +5,7 @@ An ambiguous table raises an error that shows the flag.
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -47,6 +48,8 @@ def recognise_table(asked: Asked, path: Path, held_out: Path | None = None) -> F
         ValueError: a row cannot be read, or no column or several columns fit. The message shows the flag.
     """
     table = read_table(path, asked.data, asked.given)
+    if len(asked.label) == 1 and asked.label[0] not in table:
+        asked = replace(asked, label=tuple(asked.label[0].split(",")))
     _check_flags(asked, table)
     about = f"{path}: {format_count(len(table.wheres), 'row')}, columns {table.names}"
     settings = {"data.train": Choice(str(path), ""), **table.settings}
@@ -77,9 +80,8 @@ def _unused_columns(settings: Choices, table: Table) -> tuple[str, ...]:
 
 def _check_flags(asked: Asked, table: Table) -> None:
     group = asked.data.group_column
-    given = (("--text", asked.text), ("--label", (asked.label,)), ("--data.group_column", (group,)))
+    given = (("--text", asked.text), ("--label", asked.label), ("--data.group_column", (group,) if group else ()))
     for flag, names in given:
-        names = tuple(filter(None, names))
         for name in names:
             if name in table.partial:
                 raise ValueError(
@@ -220,7 +222,7 @@ def _plain_text(asked: Asked, table: Table) -> dict[str, Any] | None:
     is_alone = len(table.columns) == len(texts) == 1 and not asked.label and not table.partial
     if asked.task != "causal-lm" and not (asked.task is None and is_alone):
         return None
-    column, why = _text_of(asked, table, None)
+    column, why = _text_of(asked, table, ())
     if len(column) > 1:
         raise ValueError(f"--text {','.join(asked.text)}: a language model reads one column. Name one")
     text = column[0]
@@ -247,14 +249,15 @@ def _labelled(asked: Asked, table: Table) -> dict[str, Any]:
             "and a text classifier does not see them. Write columns text, endings and label for accel-train run "
             "multiple_choice; or leave them out with --text and --label"
         )
-    texts, why = _text_of(asked, table, asked.label or ("label" if "label" in table else None))
+    texts, why = _text_of(asked, table, asked.label or (("label",) if "label" in table else ()))
     label = recognise_label(asked, table, *(column.name for column in texts))
-    kind = "labels" if label.counts else "numbers"
+    held = f"column {label.name!r} holds {'labels' if label.counts else 'numbers'}"
+    if "data.label_columns" in label.settings:
+        held = f"columns {label.name} hold one label each"
     return {
         "task": "text-classification",
         "why": f"{'columns' if len(texts) > 1 else 'column'} {' and '.join(repr(column.name) for column in texts)} "
-        f"{'are' if len(texts) > 1 else 'is'} text, "
-        f"column {label.name!r} holds {kind}",
+        f"{'are' if len(texts) > 1 else 'is'} text, {held}",
         "settings": {
             "data.text_columns": Choice([column.name for column in texts], why),
             **label.settings,
@@ -301,7 +304,7 @@ _NO_TABLES = (
 )
 
 
-def _text_of(asked: Asked, table: Table, label: str | None) -> tuple[list[Column], str]:
+def _text_of(asked: Asked, table: Table, labels: Sequence[str]) -> tuple[list[Column], str]:
     named = [table[name] for name in asked.text] or list(table.columns.values())
     if all(column.is_numbers for column in named):
         raise ValueError(
@@ -309,7 +312,7 @@ def _text_of(asked: Asked, table: Table, label: str | None) -> tuple[list[Column
         )
     if asked.text:
         return [table[name] for name in asked.text], "from --text"
-    others = [column for column in table.columns.values() if column.name != label]
+    others = [column for column in table.columns.values() if column.name not in labels]
     if "text" in table and table["text"].is_strings:
         ignored = [column.name for column in others if column.is_text and column.name != "text"]
         also = f"; {', '.join(ignored)} is not read (for both: --text text,{ignored[0]})" if ignored else ""

@@ -40,7 +40,7 @@ class TextRow(NamedTuple):
 
     texts: tuple[str, ...]
     label: Any
-    """Label, or None without `data.label_column`."""
+    """Label, or None without `data.label_column`. With `data.label_columns`, a tuple of their cells."""
     where: str
     """File and line or row."""
     id: str
@@ -58,19 +58,26 @@ def joined(rows: Iterable[TextRow]) -> list[str]:
 
 
 def text_rows(
-    sources: Sequence[Source], data: Data, columns: Sequence[str], label_column: str | None, *, key: str
+    sources: Sequence[Source],
+    data: Data,
+    columns: Sequence[str],
+    label_column: str | tuple[str, ...] | None,
+    *,
+    key: str,
 ) -> list[TextRow]:
-    """Return all rows of sources with the texts of these columns, in memory.
+    """Return all rows of sources with the texts of these columns, in memory. Several label columns give a tuple.
 
     Raises:
         ValueError: no rows exist, a column is missing, or a cell is not text; the message names file, row and column.
     """
-    further = [column for column in (label_column, data.id_column) if column is not None]
+    labels = label_column if isinstance(label_column, tuple) else () if label_column is None else (label_column,)
+    further = labels if data.id_column is None else (*labels, data.id_column)
     rows = []
     for source in sources:
         for row in read_rows(source, (*columns, *further), data):
             texts = tuple(text_cell(cell, column, row.where, data) for cell, column in zip(row.cells, columns))
-            label = None if label_column is None else row.cells[len(columns)]
+            cells = row.cells[len(columns) :][: len(labels)]
+            label = cells if isinstance(label_column, tuple) else cells[0] if cells else None
             rows.append(TextRow(texts, label, row.where, row.where if data.id_column is None else str(row.cells[-1])))
     if not rows:
         raise ValueError(f"{key} holds no rows: {describe(sources)}; name a table with rows")

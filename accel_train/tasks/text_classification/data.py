@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from accel_train.core.errors import SettingError
-from accel_train.data.labels import IGNORED_LABEL, LabelScheme, is_missing, label_scheme
+from accel_train.data.labels import IGNORED_LABEL, LabelScheme, columns_scheme, is_missing, label_scheme
 from accel_train.data.sources import Source, describe, resolve_both
 from accel_train.data.tables import class_names
 from accel_train.data.text.padding import padded, padded_inputs
@@ -60,29 +60,33 @@ def load_labelled_texts(recipe: Recipe, known_names: tuple[str, ...] | None) -> 
     sources, eval_sources, notes = resolve_both(data)
     rows, dropped = _with_labels(read_text_rows(sources, data, key=data.train_key), data, data.train_key)
     notes += dropped
-    scheme = label_scheme(
-        [row.label for row in rows],
-        lambda index: rows[index].where,
-        column=data.label_column,
-        problem_type=recipe.model.problem_type,
-        label_names=data.label_names,
-        feature_names=class_names(sources[0], data.label_column),
-        known_names=known_names,
-        first_id=data.label_ids_from,
-        may_drop=True,
-    )
+    labels = [row.label for row in rows]
+    if data.label_columns is not None:
+        scheme = columns_scheme(labels, lambda index: rows[index].where, data.label_columns, data.label_names)
+    else:
+        scheme = label_scheme(
+            labels,
+            lambda index: rows[index].where,
+            column=data.label_column,
+            problem_type=recipe.model.problem_type,
+            label_names=data.label_names,
+            feature_names=class_names(sources[0], data.label_column),
+            known_names=known_names,
+            first_id=data.label_ids_from,
+            may_drop=True,
+        )
     classes = None
     if data.stratify and not eval_sources:
         if scheme.problem_type != "single_label":
             problem = f"{scheme.problem_type} labels ({scheme.reason}) are not classes of which each text has one"
             raise SettingError(problem, "Set data.stratify to false", "data.stratify=true", ("data.stratify",))
-        classes = scheme.encode([row.label for row in rows], lambda index: rows[index].where).tolist()
+        classes = scheme.encode(labels, lambda index: rows[index].where).tolist()
     train, evaluation, split_notes = hold_out(rows, data, sources, eval_sources, classes)
     notes += [*scheme.notes, *split_notes]
     if eval_sources:
         evaluation, dropped = _with_labels(read_text_rows(eval_sources, data, key="data.eval"), data, "data.eval")
         notes += dropped
-        notes += repeated_texts(train, evaluation, data) if data.label_column is not None else []
+        notes += repeated_texts(train, evaluation, data) if data.is_labelled else []
     notes += shared_sides(train, evaluation or [], data.text_columns)
 
     def labels_of(some: list[TextRow]) -> NDArray[Any]:
@@ -104,7 +108,7 @@ def load_labelled_texts(recipe: Recipe, known_names: tuple[str, ...] | None) -> 
             f"{count:,} of {len(train):,} training texts are empty ({empty} is the first), and trained on as they are"
         )
     missing = [name for name, count in texts.num_train_of_label.items() if count == 0]
-    if missing and data.label_column is not None and data.is_for_training:
+    if missing and data.is_labelled and data.is_for_training:
         notes.append(f"no training text has the label {', '.join(missing)}: it cannot be learned")
     return texts
 
@@ -120,7 +124,7 @@ def read_text_rows(sources: Sequence[Source], data: TextClassificationData, *, k
         raise ValueError(
             f"data.text_columns={list(data.text_columns)} has {num_texts} columns; give one text, or two as a pair"
         )
-    return text_rows(sources, data, data.text_columns, data.label_column, key=key)
+    return text_rows(sources, data, data.text_columns, data.label_columns or data.label_column, key=key)
 
 
 def shared_sides(train: Sequence[TextRow], evaluation: Sequence[TextRow], columns: Sequence[str]) -> list[str]:
@@ -141,12 +145,16 @@ def shared_sides(train: Sequence[TextRow], evaluation: Sequence[TextRow], column
 
 def _with_labels(rows: list[TextRow], data: TextClassificationData, key: str) -> tuple[list[TextRow], list[str]]:
     """Return the rows that have a label, and a note on the others if `data.missing_labels` drops them."""
-    if data.missing_labels == "error" or data.label_column is None:
+    if data.missing_labels == "error" or not data.is_labelled:
         return rows, []
-    kept = [row for row in rows if not is_missing(row.label)]
+    lacks = [any(map(is_missing, row.label if data.label_columns else (row.label,))) for row in rows]
+    kept = [row for row, is_without in zip(rows, lacks) if not is_without]
     if not kept:
-        raise ValueError(f"{key}: no row has a label in column {data.label_column!r}; name another data.label_column")
-    missing = [row.where for row in rows if is_missing(row.label)]
+        setting, columns = "label_column", repr(data.label_column)
+        if data.label_columns is not None:
+            setting, columns = "label_columns", ", ".join(data.label_columns)
+        raise ValueError(f"{key}: no row has a label in column {columns}; name another data.{setting}")
+    missing = [row.where for row, is_without in zip(rows, lacks) if is_without]
     note = (
         f"{key}: {len(missing):,} of {len(rows):,} rows have no label and are left out ({', '.join(missing[:1])} is "
         "the first)"
