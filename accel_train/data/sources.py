@@ -44,7 +44,7 @@ TABLE_KINDS: dict[str, FileKind] = {
     ".parquet": "parquet",
     ".json": "json",
     ".conll": "conll",
-    ".iob2": "conll",
+    **dict.fromkeys((".conllu", ".bio", ".iob", ".iob2"), "conll"),
     ".bin": "tokens",
 }
 """File kind by suffix. Each row is one document.

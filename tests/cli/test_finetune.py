@@ -312,6 +312,88 @@ def test_masks_whose_first_class_is_0_are_asked_whether_it_is_one(dry_run: DryRu
     assert hint not in dry_run("photos", "--data.reduce_labels", "true", "--output_dir", "runs/b")[0]
 
 
+WALK = [("Ada", "B-PER"), ("Lovelace", "I-PER"), ("walks", "O"), ("to", "O"), ("Rome", "B-LOC")]
+
+
+def write_conll(name: str, count: int = 30) -> None:
+    Path(name).parent.mkdir(exist_ok=True)
+    sentences = [WALK[n % 3 :] for n in range(count)]
+    write_lines(name, ["".join(f"{word}\t{tag}\n" for word, tag in sentence) for sentence in sentences])
+
+
+def question(number: int) -> dict[str, Any]:
+    context = f"In {1900 + number} Ada lived in Rome."
+    answers = {"text": ["Rome"], "answer_start": [context.index("Rome")]} if number % 3 else {}
+    return {"question": "Where?", "context": context, "answers": answers or {"text": [], "answer_start": []}}
+
+
+@pytest.mark.parametrize("name", ["t.conll", "t.bio", "t.iob", "t.txt"])
+def test_words_with_tags_are_read_from_files(name: str, dry_run: DryRun) -> None:
+    write_conll(name)
+    printed, recipe = dry_run(name)
+    # 10 sentences each begin at the first, second, and third word.
+    assert "  4 classes: O 60, B-LOC 30, I-PER 20, B-PER 10" in printed.splitlines()
+    assert (recipe["task"], recipe["evaluate"]["metric_for_best_model"]) == ("token-classification", "f1")
+    assert recipe["model"]["config"]["model_type"] == "modernbert"
+
+
+def test_a_folder_of_conll_files_evaluates_on_the_validation_file_and_leaves_the_test_file(dry_run: DryRun) -> None:
+    for name in ("wnut17train", "emerging.dev", "emerging.test"):
+        write_conll(f"t/{name}.conll")
+    printed, recipe = dry_run("t")
+    assert (recipe["data"]["train"], recipe["data"]["eval"]) == ("t/wnut17train.conll", "t/emerging.dev.conll")
+    assert "accel-train evaluate runs/t t/emerging.test.conll" in printed
+
+
+def test_lists_of_words_and_tags_are_columns_and_other_tags_are_named(dry_run: DryRun) -> None:
+    rows = [{"tokens": [w for w, _ in WALK], "pos_tags": [len(w) for w, _ in WALK], "ner_tags": [t for _, t in WALK]}]
+    write_lines("t.jsonl", [json.dumps(row) for row in rows * 20])
+    printed, recipe = dry_run("t.jsonl")
+    assert (recipe["task"], recipe["data"]["tags_column"]) == ("token-classification", "ner_tags")
+    assert "not used: column 'pos_tags'" in printed
+    _, recipe = dry_run("t.jsonl", "--data.tags_column", "pos_tags", "--output_dir", "runs/pos")
+    assert recipe["evaluate"]["metric_for_best_model"] != "f1", "plain tags have no entities"
+
+
+def test_squads_form_and_a_table_of_questions_become_question_answering(dry_run: DryRun) -> None:
+    rows = [question(number) for number in range(30)]
+    write_lines("t.jsonl", list(map(json.dumps, rows)))
+    Path("squad").mkdir()
+    for part in ("train", "dev"):
+        paragraphs = [
+            {"context": row["context"], "qas": [{"id": str(n), "question": "Where?", "answers": row["answers"]}]}
+            for n, row in enumerate(rows)
+        ]
+        Path(f"squad/{part}-v2.0.json").write_text(json.dumps({"data": [{"paragraphs": paragraphs}]}))
+    for path in ("t.jsonl", "squad"):
+        printed, recipe = dry_run(path)
+        assert "10 questions without an answer" in printed
+        assert (recipe["task"], recipe["evaluate"]["metric_for_best_model"]) == ("question-answering", "f1")
+    assert recipe["data"]["eval"] == "squad/dev-v2.0.json"
+
+
+@pytest.mark.parametrize(("source", "target"), [("en", "de"), ("src", "tgt"), ("article", "highlights")])
+def test_pairs_of_texts_are_read_in_the_order_of_their_names(source: str, target: str, dry_run: DryRun) -> None:
+    table(f"{source},id,{target}", lambda n: f"{WORDS[n % 4]} {n},{n},{WORDS[(n + 1) % 4]}")()
+    printed, recipe = dry_run("t.csv")
+    assert (recipe["task"], recipe["data"]["source_column"]) == ("seq2seq", source)
+    assert recipe["data"]["target_column"] == target
+    assert "not used: column 'id'" in printed
+    _, recipe = dry_run("t.csv", "--task", "seq2seq", "--text", target, "--label", source, "--output_dir", "runs/back")
+    assert (recipe["data"]["source_column"], recipe["data"]["target_column"]) == (target, source)
+
+
+def test_a_tiny_example_of_words_questions_and_pairs_trains(capsys: pytest.CaptureFixture[str]) -> None:
+    write_conll("w.conll")
+    write_lines("q.jsonl", [json.dumps(question(number)) for number in range(30)])
+    write_lines("p.csv", ["src,tgt", *(f"{WORDS[n % 4]} {n},{WORDS[n % 3]}" for n in range(30))])
+    for path, called in (("w.conll", "NEW.jsonl"), ("q.jsonl", "NEW.jsonl"), ("p.csv", "NEW.csv")):
+        assert main(["finetune", path, *QUICK]) == 0
+        assert f"accel-train predict runs/{path[0]} {called}" in capsys.readouterr().out
+        assert Path("runs", path[0], "report.html").is_file()
+        assert Path("runs", path[0], "model/README.md").is_file()
+
+
 def table(header: str, row: Callable[[int], str]) -> Callable[[], None]:
     return lambda: write_lines("t.csv", [*([header] if header else []), *map(row, range(40))])
 
@@ -410,12 +492,21 @@ WRONG: dict[str, tuple[Callable[[], None], str, tuple[str, ...], tuple[str, ...]
         ("t: Testing, Training", "accel-train finetune t/Training;", "accel-train evaluate RUN t/Testing")),
     "an empty text file": (lambda: Path("t.txt").touch(), "t.txt", (), ("t.txt is empty",)),
     "one JSON document": (lambda: write_lines("t.json", ["{}"]), "t.json", (),
-        ("t.json", ".jsonl", "accel-train run question_answering --data.train t.json")),
+        ("t.json", ".jsonl", "SQuAD", "[row, row, ...]")),
     "a task of another kind": (text("text"), "t.txt", ("--task", "text-classification"),
         ("--task text-classification: t.txt", "causal-lm", ".csv, .tsv, .jsonl, .parquet")),
     "a table of numbers with classes by name": (
         table("", lambda n: ",".join([*(f"{(n * k) % 7 / 3:.3f}" for k in (1, 2, 3, 4)), "RM"[n % 2]])),
         "t.csv", (), ("t.csv:", "tables of numbers", "XGBoost")),
+    "several lists of tags": (jsonl(lambda n: {"tokens": ["a", "b"], "xpos": ["x", "y"], "upos": ["x", "z"]}),
+        "t.jsonl", (), ("t.jsonl: columns xpos, upos", "--data.tags_column xpos")),
+    "an answer that is not in its text": (
+        jsonl(lambda n: question(1) | {"answers": {"text": ["Bonn"], "answer_start": [0]}}),
+        "t.jsonl", (), ("t.jsonl:1", "Bonn", "answer_start")),
+    "a pair of texts beside a third": (table("src,tgt,note", lambda n: ",".join(f"{WORDS[k]} {n}" for k in range(3))),
+        "t.csv", (), ("t.csv: columns src, tgt, note", "--text src")),
+    "columns that do not fit the task": (TEXTS, "t.csv", ("--task", "question-answering"),
+        ("--task question-answering needs", "question, context and answers", "t.csv has: text, label")),
     "boxes next to the training images": (boxes_beside_images, "t", (),
         ("t/annotations/instances.json", "boxes", "COCO")),
     "a recipe that cannot be written": (TEXTS, "t.csv", ("--output_dir", "t.csv/run"),

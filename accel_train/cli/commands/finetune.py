@@ -47,7 +47,8 @@ FINETUNE = Command(
         "path": {
             "metavar": "PATH",
             "help": (
-                "a table (csv, tsv, jsonl, parquet), text files, chats, or a folder of images by class or with masks"
+                "a table (csv, tsv, jsonl, parquet), text files, chats, CoNLL or SQuAD files, or a folder of images by "
+                "class or with masks"
             ),
         },
         "--model": {
@@ -63,8 +64,8 @@ FINETUNE = Command(
         "--task": {
             "metavar": "TASK",
             "help": (
-                "text-classification, causal-lm, image-classification, or semantic-segmentation; default: found from "
-                "the data"
+                "text-classification, causal-lm, token-classification, question-answering, seq2seq, "
+                "image-classification, or semantic-segmentation; default: found from the data"
             ),
         },
         "--output_dir": {"metavar": "DIR", "help": "run folder; default: runs/NAME, named after the data"},

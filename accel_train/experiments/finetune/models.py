@@ -4,6 +4,7 @@ Models from scratch come from the package's recipes. Learning rates for pretrain
 to 5e-5 (Devlin et al. 2019), small encoders above that, LoRA 2e-4 (Hu et al. 2021).
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,8 +14,11 @@ from accel_train.core.state import Choice
 from accel_train.data.images.preprocessing import pretrained_image_size
 from accel_train.data.text.tokenizers import load_tokenizer
 from accel_train.experiments.finetune.recipe import Choices, Found
+from accel_train.metrics.entities import entity_tags
+from accel_train.metrics.texts import require_packages
 from accel_train.model.pretrained import num_pretrained_parameters, pretrained_config
-from accel_train.recipe.loader import make_recipe
+from accel_train.recipe.loader import load_recipe, make_recipe
+from accel_train.recipe.shipped import shipped_recipes
 from accel_train.task import load_task, prove_forward
 
 LORA_FROM_PARAMETERS = 1_000_000_000
@@ -35,6 +39,8 @@ class Pretrained(NamedTuple):
     has_chat_template: bool
     masks_documents: Choice[bool] = Choice(True, "attention stays within a document")
     """Value of `data.mask_documents` for text, with its reason."""
+    is_t5: bool = False
+    """Whether the model is of the T5 family, which learns at a higher rate."""
 
 
 def num_parameters_in_words(number: int) -> str:
@@ -119,6 +125,9 @@ def choose(found: Found, pretrained: Pretrained | None) -> Choices:
         "causal-lm": language_model,
         "image-classification": image_classifier,
         "semantic-segmentation": segmenter,
+        "token-classification": tagger,
+        "question-answering": answerer,
+        "seq2seq": translator,
     }
     chosen = by_task[found.task](found, pretrained)
     if pretrained is not None:
@@ -172,7 +181,7 @@ def look_at(name: str, task: str, *, trust_remote_code: bool) -> Pretrained:
     model = {"pretrained": name, "trust_remote_code": trust_remote_code}
     tree = {"output_dir": "runs", "model": model, "data": {"train": "."}, "schedule": {"max_steps": 1}}
     config = pretrained_config(make_recipe(tree, "--model"))
-    is_text = task in ("text-classification", "causal-lm")
+    is_text = task not in ("image-classification", "semantic-segmentation")
     tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code) if is_text else None
     return Pretrained(
         name,
@@ -180,7 +189,8 @@ def look_at(name: str, task: str, *, trust_remote_code: bool) -> Pretrained:
         getattr(config.get_text_config(), "max_position_embeddings", None),
         None if is_text else pretrained_image_size(name, config),
         bool(tokenizer is not None and tokenizer.chat_template),
-        *((_document_masks(tree, config),) if task == "causal-lm" else ()),
+        **({"masks_documents": _document_masks(tree, config)} if task == "causal-lm" else {}),
+        is_t5="t5" in config.model_type,
     )
 
 
@@ -427,4 +437,54 @@ def segmenter(found: Found, pretrained: Pretrained | None) -> Choices:
         "model.config": Choice(config, "no --model: a small UPerNet from scratch, as in the recipe segmentation"),
         "data.image_size": Choice(*_size_of_aspect(found, _from_scratch_size(found))),
         **training_of(found, batch, rate, (800, 5, 100), 0.01, metric),
+    }
+
+
+def tagger(found: Found, pretrained: Pretrained | None) -> Choices:
+    is_entities = entity_tags(tuple(found.counts)) is not None
+    metric = Choice("f1", "of whole entities") if is_entities else metric_for(found)
+    return _small_model(found, pretrained, "token_classification", 512, metric)
+
+
+def answerer(found: Found, pretrained: Pretrained | None) -> Choices:
+    room = 256 if pretrained is None else min(384, pretrained.num_positions or 384)
+    return _small_model(found, pretrained, "question_answering", room, Choice("f1", "of the words of an answer"))
+
+
+def translator(found: Found, pretrained: Pretrained | None) -> Choices:
+    metric, number = Choice("chrf", "the characters that generated texts share with targets"), Choice(100, "")
+    try:
+        require_packages()
+    except ValueError:
+        why = "scores of generated texts need pip install 'accel-train[seq2seq]'"
+        metric, number = Choice("loss", why), Choice(0, why)
+    room = 512 if pretrained is None else min(512, pretrained.num_positions or 512)
+    length = _row_length(replace(found, longest=found.longest_target), min(256, room))
+    return {
+        "data.max_target_length": Choice(length, "tokens; 19 of 20 targets fit"),
+        "evaluate.generation.max_samples": number,
+        **_small_model(found, pretrained, "seq2seq", room, metric),
+    }
+
+
+def _small_model(found: Found, pretrained: Pretrained | None, recipe: str, room: int, metric: Choice[str]) -> Choices:
+    """Return the settings of a recipe of this package, fitted to the data. `room` is the most tokens of a text."""
+    common: Choices = {
+        "data.max_length": Choice(_row_length(found, room), "tokens"),
+        "data.group_by_length": Choice(True, "less padding"),
+    }
+    batch = batch_for(found)
+    if pretrained is not None:
+        is_t5 = pretrained.is_t5 and pretrained.num_parameters < LORA_FROM_PARAMETERS
+        rate = Choice(3e-4, "usual for T5") if is_t5 else learning_rate_of(pretrained)
+        return common | training_of(found, batch, rate, (1_000, 2, 5), 0.01, metric)
+    own = load_recipe(shipped_recipes()[recipe].path)
+    why = f"as in the recipe {recipe}"
+    return {
+        "model.config": Choice(own.model.config, f"no --model: a small model from scratch, {why}"),
+        "tokenizer.train_bpe.vocab_size": Choice(4_000, "a tokenizer trained on these texts"),
+        **common,
+        **training_of(found, batch, Choice(3e-3, why), (1_200, 3, 30), own.optimizer.weight_decay, metric),
+        "optimizer.betas": Choice([0.9, 0.98], ""),
+        "optimizer.ema_decay": Choice(own.optimizer.ema_decay, ""),
     }

@@ -21,7 +21,15 @@ from accel_train.recipe.loader import Recipe, load_recipe, make_recipe
 from accel_train.recipe.tasks import ANY_TASK
 from accel_train.recipe.yaml_core import one_line
 
-TASKS = ("text-classification", "causal-lm", "image-classification", "semantic-segmentation")
+TASKS = (
+    "text-classification",
+    "causal-lm",
+    "image-classification",
+    "semantic-segmentation",
+    "token-classification",
+    "question-answering",
+    "seq2seq",
+)
 """Tasks for which `accel-train finetune` writes a recipe."""
 
 Choices = dict[str, Choice[Any]]
@@ -63,6 +71,8 @@ class Found:
     """Characters of all texts."""
     longest: int = 0
     """Length of a long text in characters. One of 20 texts is longer."""
+    longest_target: int = 0
+    """The same for the texts that a seq2seq model writes."""
     counts: Mapping[str, int] = field(default_factory=dict)
     """Samples by class. Empty without classes."""
     edge: int = 0
@@ -253,11 +263,18 @@ def how_to_use(found: Found, recipe: Recipe) -> list[str]:
         "causal-lm": ("text-generation", given, ""),
         "image-classification": ("image-classification", '"an_image.jpg"', "FOLDER"),
         "semantic-segmentation": ("image-segmentation", '"an_image.jpg"', "FOLDER"),
+        "token-classification": ("token-classification", '"a sentence"', "NEW.jsonl"),
+        "question-answering": ("", "", "NEW.jsonl"),
+        "seq2seq": ("", "", "NEW.csv"),
     }[found.task]
+    if found.task == "token-classification":
+        consent = ', aggregation_strategy="first"'
     call = f'pipeline("{kind}", model="{model}"{consent})({arguments})'
     command = f"accel-train predict {quote(output_dir)} {data} --out predictions.csv"
     if not data:
         command = f"accel-train generate {quote(output_dir)} --prompt '{prompt}'"
+    if not kind:
+        return ["Use it:", f"  {command}", f"  {os.path.join(model, 'README.md')} shows how to use it in Python"]
     return ["Use it:", f"  {command}", "  from transformers import pipeline", f"  {call}"]
 
 

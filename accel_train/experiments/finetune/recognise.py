@@ -52,6 +52,7 @@ from accel_train.experiments.finetune.recipe import (
     listed,
 )
 from accel_train.experiments.finetune.tables import recognise_table
+from accel_train.experiments.finetune.text_tasks import holds_questions, holds_tags, recognise_annotated
 
 _EVAL = re.compile(r"(?:^|[^a-z])(?:val|valid|validation|dev|eval)(?:[^a-z]|$)")
 _TEST = re.compile(r"(?:^|[^a-z])test(?:ing)?(?:[^a-z]|$)")
@@ -99,20 +100,22 @@ def _recognise_file(asked: Asked, path: Path) -> Found:
             return recognise_masks(asked, Pairs(asked.path, None, "each line names an image and its mask"))
     if kind in _TABLES:
         return recognise_table(asked, path)
+    if kind == "conll" or (kind == "text" and _is_tagged(asked, path)):
+        return recognise_annotated(asked, "token-classification", path)
     if kind == "text":
         return _recognise_text(asked, [path])
     if kind == "json" and (has_object_lines(path, asked.data) or read_text(path, asked.data).lstrip()[:1] == "["):
         return recognise_table(asked, path)
+    if kind == "json" and holds_questions(path, asked):
+        return recognise_annotated(asked, "question-answering", path)
     if kind == "json":
         raise ValueError(
-            f"{path} is one JSON document. finetune reads an array of objects, or one object per line (.jsonl). "
-            "Write [row, row, ...]. For SQuAD files: "
-            f"accel-train run question_answering --data.train {path}"
+            f"{path} is one JSON document. finetune reads an array of objects, one object per line (.jsonl), or "
+            "SQuAD's form (data, paragraphs, qas). Write [row, row, ...]"
         )
-    if kind in ("tokens", "conll"):
-        recipe = "gpt_tiny" if kind == "tokens" else "token_classification"
+    if kind == "tokens":
         raise ValueError(
-            f"{path}: finetune does not read {kind} files. Use: accel-train run {recipe} --data.train {path}"
+            f"{path}: finetune does not read token files. Use: accel-train run gpt_tiny --data.train {path}"
         )
     if path.suffix.lower() in IMAGE_SUFFIXES:
         raise ValueError(f"{path} is one image. Name the folder of all images, with the layout CLASS/*{path.suffix}")
@@ -139,6 +142,13 @@ def _recognise_folder(asked: Asked, folder: Path) -> Found:
     if tables:
         return recognise_table(asked, *_training_table(folder, tables))
     texts = [path for path in files if file_kind(path) == "text"]
+    tagged = [path for path in files if file_kind(path) == "conll"]
+    tagged = tagged or [path for path in texts if len(texts) <= _MOST_TAGGED and _is_tagged(asked, path)]
+    if tagged:
+        return recognise_annotated(asked, "token-classification", *_training_table(folder, tagged))
+    questions = [path for path in files if file_kind(path) == "json" and holds_questions(path, asked)]
+    if questions:
+        return recognise_annotated(asked, "question-answering", *_training_table(folder, questions))
     if texts and asked.task != "causal-lm" and (classes := _find_classes(folder, texts)) is not None:
         return _recognise_classes_of_texts(asked, folder, classes)
     if _are_files_of_classes(asked, folder, texts):
@@ -159,6 +169,12 @@ def _recognise_folder(asked: Asked, folder: Path) -> Found:
     )
 
 
+def _is_tagged(asked: Asked, path: Path) -> bool:
+    """Return whether a text file is read as words with tags."""
+    is_free = asked.task is None and "data.lines" not in asked.given
+    return asked.task == "token-classification" or (is_free and holds_tags(path, asked))
+
+
 def _training_table(folder: Path, tables: Sequence[Path]) -> tuple[Path, Path | None]:
     """Return the table to train on, and the table to evaluate on if a name shows one."""
     tables = list(dict.fromkeys(map(_shards_of, tables)))
@@ -168,7 +184,7 @@ def _training_table(folder: Path, tables: Sequence[Path]) -> tuple[Path, Path | 
     if len(others) != 1 or len(held_out) > 1:
         named = ", ".join(str(path) for path in tables[:5])
         raise ValueError(
-            f"{folder} holds several tables ({named}). Name one: accel-train finetune "
+            f"{folder} holds several files of data ({named}). Name one: accel-train finetune "
             f"{quote(str([*others, *tables][0]))}"
         )
     return others[0], held_out[0] if held_out else None
@@ -177,6 +193,8 @@ def _training_table(folder: Path, tables: Sequence[Path]) -> tuple[Path, Path | 
 _READ_AT_MOST = 50_000_000
 """Bytes of plain text up to which characters are counted. For larger text, bytes are used instead of characters."""
 _LINES_LOOKED_AT = 1_000
+_MOST_TAGGED = 20
+"""Text files in a folder up to which each is tried as words with tags."""
 _MOST_FIRST_WORDS = 50
 _LINES_OF_A_CLASS = 10
 _WORDS_OF_A_LINE = 60

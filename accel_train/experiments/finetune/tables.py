@@ -18,6 +18,7 @@ from accel_train.data.tables import Row
 from accel_train.experiments.finetune.columns import Column, Table, read_table, recognise_label, with_settings
 from accel_train.experiments.finetune.images import recognise_images
 from accel_train.experiments.finetune.recipe import Asked, Choices, Found, lengths, listed
+from accel_train.experiments.finetune.text_tasks import annotated
 from accel_train.tasks.causal_lm.data import check_row, columns_of
 
 _USUAL = "text sentence review content comment message tweet body question document abstract description"
@@ -57,7 +58,7 @@ def recognise_table(asked: Asked, path: Path, held_out: Path | None = None) -> F
         if held_out.is_file():
             check_encoding(held_out, with_settings(asked.data, table.settings))
         settings["data.eval"] = Choice(str(held_out), "evaluation data by its name")
-    found = _chats(asked, table) or _pairs(asked, table) or recognise_images(asked, table)
+    found = _chats(asked, table) or annotated(asked, table) or _pairs(asked, table) or recognise_images(asked, table)
     found = found or _plain_text(asked, table) or _labelled(asked, table)
     if "data.eval" in settings and "data.group_column" not in asked.given:
         found["settings"].pop("data.group_column", None)

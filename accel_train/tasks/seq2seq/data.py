@@ -56,16 +56,21 @@ def load_pairs(recipe: Recipe) -> TextPairs:
     """
     data = Seq2SeqData.of(recipe.data)
     sources, eval_sources, notes = resolve_both(data)
-    rows = _read(sources, data, key=data.train_key)
+    rows = read_pairs(sources, data, key=data.train_key)
     train, evaluation, split_notes = hold_out(rows, data, sources, eval_sources)
     notes += split_notes
     if eval_sources:
-        evaluation = _read(eval_sources, data, key="data.eval")
+        evaluation = read_pairs(eval_sources, data, key="data.eval")
         notes += repeated_texts(train, evaluation, data) if data.target_column is not None else []
     return TextPairs(train, evaluation, describe(sources, eval_sources), notes)
 
 
-def _read(sources: Sequence[Source], data: Seq2SeqData, *, key: str) -> list[TextRow]:
+def read_pairs(sources: Sequence[Source], data: Seq2SeqData, *, key: str) -> list[TextRow]:
+    """Return all pairs of sources, in memory.
+
+    Raises:
+        ValueError: no rows exist, a column is missing, or a cell is not text; the message names file, row and column.
+    """
     column = data.target_column
     rows = text_rows(sources, data, (data.source_column,), column, key=key)
     return [

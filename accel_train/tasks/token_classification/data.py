@@ -76,15 +76,7 @@ def load_sentences(recipe: Recipe, known_names: tuple[str, ...] | None) -> Tagge
     data = TokenClassificationData.of(recipe.data)
     sources, eval_sources, notes = resolve_both(data)
     rows = read_sentences(sources, data, key=data.train_key)
-    scheme = label_scheme(
-        [tag for row in rows for tag in row.tags],
-        lambda index: _place_of_word(rows, index),
-        column=data.tags_column,
-        problem_type="single_label",
-        label_names=data.label_names,
-        feature_names=class_names(sources[0], data.tags_column),
-        known_names=known_names,
-    )
+    scheme = tag_scheme(rows, sources, data, known_names)
     train, evaluation, split_notes = hold_out(rows, data, sources, eval_sources)
     notes += [*scheme.notes, *split_notes]
     if eval_sources:
@@ -93,6 +85,28 @@ def load_sentences(recipe: Recipe, known_names: tuple[str, ...] | None) -> Tagge
     train_tags, eval_tags = encode_tags(scheme, train), encode_tags(scheme, evaluation or [])
     description = describe(sources, eval_sources)
     return TaggedSentences(scheme, train, train_tags, evaluation, eval_tags, description, notes)
+
+
+def tag_scheme(
+    rows: Sequence[Sentence],
+    sources: Sequence[Source],
+    data: TokenClassificationData,
+    known_names: tuple[str, ...] | None = None,
+) -> LabelScheme:
+    """Return the tags of training sentences. `known_names` is passed to `label_scheme`.
+
+    Raises:
+        ValueError: a tag is missing or unknown; the message names file, row and word.
+    """
+    return label_scheme(
+        [tag for row in rows for tag in row.tags],
+        lambda index: _place_of_word(rows, index),
+        column=data.tags_column,
+        problem_type="single_label",
+        label_names=data.label_names,
+        feature_names=class_names(sources[0], data.tags_column),
+        known_names=known_names,
+    )
 
 
 def read_sentences(sources: Sequence[Source], data: TokenClassificationData, *, key: str) -> list[Sentence]:

@@ -1,0 +1,196 @@
+"""Recognition of words with tags, questions with answers, and texts to rewrite. The readers of the tasks check them."""
+
+import re
+from collections.abc import Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from accel_train.core.format import format_count
+from accel_train.core.state import Choice
+from accel_train.data.encoding import read_lines, read_text
+from accel_train.data.sources import resolve_sources
+from accel_train.experiments.finetune.columns import Column, Table, readings, with_settings
+from accel_train.experiments.finetune.images import refuse_columns
+from accel_train.experiments.finetune.recipe import Asked, Choices, Found, lengths, listed
+from accel_train.tasks.question_answering.data import read_questions
+from accel_train.tasks.seq2seq.data import read_pairs
+from accel_train.tasks.token_classification.data import encode_tags, read_sentences, tag_scheme
+
+
+class _Kind(NamedTuple):
+    """A kind of annotated text."""
+
+    settings: tuple[str, ...]
+    """Settings of `data` that name its columns."""
+    table: str
+    """Reason for the task, with the names of the columns."""
+    needs: str
+    file: str = ""
+    """Form of its files without columns."""
+    unit: str = ""
+
+
+_KINDS: Mapping[str, _Kind] = {
+    "token-classification": _Kind(
+        ("tokens_column", "tags_column"),
+        "column {!r} holds words, column {!r} their tags",
+        "columns of words and tags, as lists: --text tokens --label ner_tags",
+        "lines with a word and its tag",
+        "sentence",
+    ),
+    "question-answering": _Kind(
+        ("question_column", "context_column", "answers_column"),
+        "columns {!r}, {!r} and {!r} are a question, a text, and answers in it",
+        "columns question, context and answers ({text: [...], answer_start: [...]}); --data.question_column, "
+        "--data.context_column and --data.answers_column name others",
+        "questions in SQuAD's form",
+        "question",
+    ),
+    "seq2seq": _Kind(
+        ("source_column", "target_column"),
+        "column {!r} is the text to read, column {!r} the text to write",
+        "two columns of texts: --text SOURCE --label TARGET",
+    ),
+}
+_WORDS = ("tokens", "words")
+_TAGS = ("ner_tags", "tags", "labels")
+_TAG = re.compile(r"O|[BIES]-\S+")
+_LINES_LOOKED_AT = 1_000
+_NAMES = "source-target src-tgt src-trg article-highlights article-summary document-summary text-summary"
+_PAIRS = [tuple(pair.split("-")) for pair in (*_NAMES.split(), "dialogue-summary")]
+_CODES = (
+    "af ar bg bn ca cs cy da de el en es et eu fa fi fr ga gl gu he hi hr hu hy is it ja ka kk kn ko lt lv mk ml mr ms "
+    "mt nb ne nl nn no pa pl pt ro ru si sk sl sq sr sv sw ta te th tl tr uk ur uz vi zh zu"
+)
+_LANGUAGES = frozenset(_CODES.split())
+"""Two-letter codes of languages, without `id` (Indonesian), which usually names a column of ids."""
+
+
+def holds_tags(path: Path, asked: Asked) -> bool:
+    """Return whether the lines of a text file end with entity tags (O, B-PER), as in CoNLL files."""
+    try:
+        data = with_settings(asked.data, readings(path, asked.data, asked.given))
+        lines = [line.split() for line, _ in islice(read_lines(path, data), _LINES_LOOKED_AT)]
+    # The reader of plain text will report the line.
+    except ValueError:
+        return False
+    words = [fields for fields in lines if fields and fields[0] != "-DOCSTART-"]
+    are_tagged = all(len(fields) > 1 and _TAG.fullmatch(fields[-1]) for fields in words)
+    return are_tagged and any(fields[-1] != "O" for fields in words)
+
+
+def holds_questions(path: Path, asked: Asked) -> bool:
+    """Return whether a JSON file has the form of SQuAD's files."""
+    text = read_text(path, asked.data)
+    return text.lstrip().startswith("{") and '"paragraphs"' in text and '"qas"' in text
+
+
+def recognise_annotated(asked: Asked, task: str, path: Path, held_out: Path | None = None) -> Found:
+    """Return the facts of a CoNLL or SQuAD file. `held_out` is a file to evaluate on.
+
+    Raises:
+        ValueError: the file cannot be read, or a flag does not fit. The message names the line or the flag.
+    """
+    kind = _KINDS[task]
+    if asked.task not in (None, task):
+        raise ValueError(f"--task {asked.task}: {path} holds {kind.file}. Leave the flag out")
+    refuse_columns(asked, path, kind.file)
+    settings = readings(path, asked.data, asked.given) if task == "token-classification" else {}
+    facts = _facts(asked, task, str(path), settings)
+    settings["data.train"] = Choice(str(path), "")
+    if held_out is not None and "data.eval" not in asked.given:
+        settings["data.eval"] = Choice(str(held_out), "evaluation data by its name")
+    about = f"{path}: {format_count(facts['num_samples'], kind.unit)}"
+    return Found(task, f"it holds {kind.file}", about, settings=settings, unused=(), **facts)
+
+
+def annotated(asked: Asked, table: Table) -> dict[str, Any] | None:
+    """Return the facts of a table of words with tags, questions with answers, or texts to rewrite, or None.
+
+    Raises:
+        ValueError: several columns hold tags, a row cannot be read, or the columns do not fit `--task`.
+    """
+    if asked.task not in (None, *_KINDS) or (asked.task is None and (asked.text or asked.label)):
+        return None
+    given = (*asked.text, *filter(None, [asked.label]))
+    finders = {"token-classification": _tagged, "question-answering": _questions, "seq2seq": _pair}
+    for task in _KINDS if asked.task is None else [asked.task]:
+        names = given or finders[task](asked, table)
+        kind = _KINDS[task]
+        if names is None or len(names) != len(kind.settings):
+            continue
+        why = "from the command line" if given else "by its name and its cells"
+        settings: Choices = {f"data.{setting}": Choice(name, why) for setting, name in zip(kind.settings, names)}
+        facts = _facts(asked, task, str(table.path), {**table.settings, **settings})
+        del facts["num_samples"]
+        return {"task": task, "why": kind.table.format(*names), "settings": settings, **facts}
+    if asked.task is not None:
+        raise ValueError(f"--task {asked.task} needs {_KINDS[asked.task].needs}. {table.path} has: {table.names}")
+    return None
+
+
+def _tagged(asked: Asked, table: Table) -> tuple[str, ...] | None:
+    words = next((name for name in (asked.data.tokens_column, *_WORDS) if name in table), None)
+    sizes = None if words is None else _sizes(table[words])
+    if words is None or sizes is None or not all(isinstance(each, str) for cell in table[words].cells for each in cell):
+        return None
+    names = [name for name, column in table.columns.items() if name != words and _sizes(column) == sizes]
+    if "data.tags_column" in asked.given:
+        return words, asked.data.tags_column
+    usual = [name for name in _TAGS if name in names] or names
+    if len(usual) > 1 and usual == names:
+        raise ValueError(
+            f"{table.path}: columns {listed(names)} may each hold the tags. Choose one: --data.tags_column {names[0]}"
+        )
+    return (words, usual[0]) if usual else None
+
+
+def _sizes(column: Column) -> list[int] | None:
+    return [len(cell) for cell in column.cells] if all(isinstance(cell, list) for cell in column.cells) else None
+
+
+def _questions(asked: Asked, table: Table) -> tuple[str, ...] | None:
+    names = tuple(getattr(asked.data, setting) for setting in _KINDS["question-answering"].settings)
+    are_there = set(names) <= set(table.columns)
+    has_places = are_there and any("answer_start" in str(cell) for cell in table[names[2]].cells)
+    return names if has_places or (are_there and asked.task is not None) else None
+
+
+def _pair(asked: Asked, table: Table) -> tuple[str, ...] | None:
+    strings = [name for name, column in table.columns.items() if column.is_strings]
+    languages = tuple(name for name in strings if name.lower() in _LANGUAGES)
+    own = (asked.data.source_column, asked.data.target_column)
+    pairs = [pair for pair in (own, *_PAIRS, languages) if len(pair) == 2 and set(pair) <= set(strings)]
+    if not pairs:
+        return None
+    columns = [table[name] for name in pairs[0]]
+    others = [name for name in strings if name not in pairs[0] and table[name].is_text]
+    are_texts = any(column.is_text for column in columns) and not any(column.may_be_labels for column in columns)
+    is_clear = are_texts and not others and "label" not in table
+    return pairs[0] if is_clear or asked.task is not None else None
+
+
+def _facts(asked: Asked, task: str, path: str, settings: Choices) -> dict[str, Any]:
+    """Return sizes, classes, and notes of annotated texts, read as the run will read them."""
+    data: Any = with_settings(asked.data, settings)
+    sources = resolve_sources(path, data, key=path)
+    if task == "token-classification":
+        sentences = read_sentences(sources, data, key=path)
+        scheme = tag_scheme(sentences, sources, data)
+        numbers = np.bincount(np.concatenate(encode_tags(scheme, sentences)), minlength=len(scheme.names)).tolist()
+        counts = {name: number for name, number in zip(scheme.names, numbers, strict=True) if number}
+        texts = [sentence.key for sentence in sentences]
+        facts: dict[str, Any] = {"counts": counts}
+    elif task == "question-answering":
+        rows = read_questions(sources, data, key=path)
+        count = format_count(sum(not row.answers for row in rows), "question")
+        texts = [f"{row.question} {row.context}" for row in rows]
+        facts = {"notes": () if count.startswith("0 ") else (f"{count} without an answer in the text",)}
+    else:
+        pairs = read_pairs(sources, data, key=path)
+        texts = [row.texts[0] for row in pairs]
+        facts = {"longest_target": lengths([len(row.label) for row in pairs])["longest"]}
+    return {"num_samples": len(texts), **facts, **lengths([len(text) for text in texts])}
