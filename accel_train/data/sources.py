@@ -168,6 +168,11 @@ def file_kind(path: Path) -> FileKind | None:
     return TABLE_KINDS.get(suffix) or ("text" if suffix in TEXT_SUFFIXES else None)
 
 
+def is_saved_dataset(folder: Path) -> bool:
+    """Return whether `save_to_disk` of `datasets` wrote a folder."""
+    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+
+
 def is_about_data(path: Path, folder: Path) -> bool:
     """Return whether a file at the top of a data folder only describes the data, by its name: README.md, LICENSE."""
     is_text = not path.suffix or file_kind(path) == "text"
@@ -214,7 +219,7 @@ def _embedded(name: str, data: Data) -> Source:
 
 
 def _resolve_folder(name: str, folder: Path, data: Data, key: str) -> Source:
-    if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
+    if is_saved_dataset(folder):
         return _load_saved_dataset(name, folder, data, key)
     paths = [path for path in files_below(folder, skipped={"__pycache__"}) if path.is_file()]
     # JSON files describe data as often as they contain it, so JSON files in a folder are skipped.

@@ -86,8 +86,8 @@ def column_names(source: Source, data: Data) -> list[str]:
     return names
 
 
-def shared_keys(path: Path, data: Data) -> tuple[list[str], dict[str, str]]:
-    """Return the keys that all rows of a jsonl file have, and one row without each other key.
+def shared_keys(files: Sequence[Path], data: Data) -> tuple[list[str], dict[str, str]]:
+    """Return the keys that all rows of jsonl files have, and one row without each other key.
 
     Rows are given as file and line.
 
@@ -97,7 +97,7 @@ def shared_keys(path: Path, data: Data) -> tuple[list[str], dict[str, str]]:
     keys: dict[str, None] = {}
     lacking: dict[str, str] = {}
     first = None
-    for row, where, _ in _json_objects(path, data, "text"):
+    for row, where, _ in (each for path in files for each in _json_objects(path, data, "text")):
         first = first or where
         for key in keys.keys() - row.keys():
             lacking.setdefault(key, where)

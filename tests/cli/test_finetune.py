@@ -383,6 +383,53 @@ def test_pairs_of_texts_are_read_in_the_order_of_their_names(source: str, target
     assert (recipe["data"]["source_column"], recipe["data"]["target_column"]) == (target, source)
 
 
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "txt", "conll"])
+def test_shards_that_match_a_pattern_are_one_data_set(suffix: str, dry_run: DryRun) -> None:
+    Path("t").mkdir()
+    for shard in range(3):
+        texts = [f"{WORDS[n % 4]} {n}" for n in range(10)]
+        lines = {
+            "csv": ["text,label", *(f"{text},{n % 2}" for n, text in enumerate(texts))],
+            "jsonl": [json.dumps({"text": text, "label": n % 2}) for n, text in enumerate(texts)],
+            "txt": texts,
+        }
+        if suffix == "conll":
+            write_conll(f"t/train-{shard}.conll", 10)
+        else:
+            write_lines(f"t/train-{shard}.{suffix}", lines[suffix])
+    printed, recipe = dry_run(f"t/train-*.{suffix}", "--output_dir", "runs/t")
+    assert recipe["data"]["train"] == f"t/train-*.{suffix}"
+    assert {"csv": "30 rows", "jsonl": "30 rows", "txt": "3 files", "conll": "30 sentences"}[suffix] in printed
+    assert "not used: nothing" in printed
+
+
+def test_a_folder_of_save_to_disk_evaluates_on_its_validation_split(dry_run: DryRun) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"text": [f"{WORDS[n % 4]} {n}" for n in range(40)], "label": ["a", "b"] * 20})
+    datasets.DatasetDict({"train": rows, "validation": rows.select(range(4)), "test": rows}).save_to_disk("saved")
+    rows.save_to_disk("alone")
+    printed, recipe = dry_run("saved")
+    assert "saved: 40 rows, columns text, label" in printed
+    assert "not used: split test" in printed
+    assert (recipe["data"]["train"], recipe["data"]["eval"]) == ("saved", "saved")
+    _, recipe = dry_run("alone")
+    assert "eval" not in recipe["data"]
+
+
+def test_text_parts_of_a_chat_are_joined(dry_run: DryRun) -> None:
+    sizes = []
+    for name, parts in (("texts", False), ("parts", True)):
+        said = [f"{WORDS[n % 4]} {n}" for n in range(20)]
+        cut = [
+            [{"type": "text", "text": text[:5]}, {"type": "text", "text": text[5:]}] if parts else text for text in said
+        ]
+        chats = [[{"role": role, "content": each} for role in ("user", "assistant")] for each in cut]
+        write_lines(f"{name}.jsonl", [json.dumps({"messages": chat}) for chat in chats])
+        printed, _ = dry_run(f"{name}.jsonl")
+        sizes.append(re.findall(r"for ([\d,]+ characters)", printed))
+    assert sizes[0] == sizes[1] != []
+
+
 def test_a_tiny_example_of_words_questions_and_pairs_trains(capsys: pytest.CaptureFixture[str]) -> None:
     write_conll("w.conll")
     write_lines("q.jsonl", [json.dumps(question(number)) for number in range(30)])
@@ -503,6 +550,9 @@ WRONG: dict[str, tuple[Callable[[], None], str, tuple[str, ...], tuple[str, ...]
     "an answer that is not in its text": (
         jsonl(lambda n: question(1) | {"answers": {"text": ["Bonn"], "answer_start": [0]}}),
         "t.jsonl", (), ("t.jsonl:1", "Bonn", "answer_start")),
+    "a chat with an image": (
+        jsonl(lambda n: {"messages": [{"role": "user", "content": [{"type": "image", "url": "a.jpg"}]}]}),
+        "t.jsonl", (), ("t.jsonl:1: column 'messages', message 1", "a.jpg", "{type: text, text: ...}")),
     "a pair of texts beside a third": (table("src,tgt,note", lambda n: ",".join(f"{WORDS[k]} {n}" for k in range(3))),
         "t.csv", (), ("t.csv: columns src, tgt, note", "--text src")),
     "columns that do not fit the task": (TEXTS, "t.csv", ("--task", "question-answering"),

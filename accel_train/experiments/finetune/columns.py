@@ -154,6 +154,11 @@ class Table:
         return ", ".join(self.columns)
 
 
+def files_at(path: Path) -> list[Path]:
+    """Return the files that match the pattern of a path, sorted, or the path if it exists."""
+    return [path] if path.exists() else sorted(path.parent.glob(path.name))
+
+
 def readings(path: Path, data: Data, given: frozenset[str]) -> Choices:
     """Return the settings that are needed to read a file, if they are not the defaults: encoding and header."""
     settings: Choices = {}
@@ -180,11 +185,11 @@ def read_table(path: Path, data: Data, given: frozenset[str]) -> Table:
     Raises:
         ValueError: a row cannot be read, or the table has no rows. The message names the file and line.
     """
-    settings = readings(path, data, given)
+    settings = {} if path.is_dir() else readings(files_at(path)[0], data, given)
     data = with_settings(data, settings)
     (source,) = resolve_sources(str(path), data, key=str(path))
     names, partial = (
-        shared_keys(path, data) if file_kind(path) in ("jsonl", "json") else (column_names(source, data), {})
+        shared_keys(source.files, data) if file_kind(path) in ("jsonl", "json") else (column_names(source, data), {})
     )
     # Spreadsheets end rows with unnamed columns.
     names = [name for name in names if name]

@@ -1,6 +1,5 @@
 """Recognition of the data at a path: tables, chats, text files, labeled lines, images, and files that are not read."""
 
-import glob
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -18,13 +17,14 @@ from accel_train.data.encoding import read_lines, read_text
 from accel_train.data.images.images import IMAGE_SUFFIXES, list_images
 from accel_train.data.images.labelled import eval_beside_train
 from accel_train.data.images.pairs import LISTED_SUFFIXES, lists_pairs
-from accel_train.data.sources import file_kind, files_of, is_about_data, resolve_sources
+from accel_train.data.sources import file_kind, files_of, is_about_data, is_saved_dataset, resolve_sources
 from accel_train.data.tables import has_object_lines, read_rows
 from accel_train.data.text.documents import read_documents
 from accel_train.experiments.finetune.columns import (
     NAME_FILES,
     Column,
     Table,
+    files_at,
     names_in,
     readings,
     recognise_label,
@@ -85,9 +85,11 @@ def _recognise(asked: Asked) -> Found:
     path = Path(asked.path).expanduser()
     if path.is_dir():
         return _with_unused_files(_recognise_folder(asked, path), asked, path)
-    if glob.has_magic(path.name) and path.suffix == ".parquet" and any(path.parent.glob(path.name)):
-        return _with_unused_files(_recognise_file(asked, path), asked, path)
     check_there(asked.path)
+    if not path.exists() and file_kind(path) == "text" and not _is_tagged(asked, files_at(path)[0]):
+        return _with_unused_files(_recognise_text(asked, files_at(path), path), asked, path)
+    if not path.exists() and file_kind(path) == "json":
+        raise ValueError(f"{path}: finetune reads one .json file. Write shards as .jsonl")
     return _with_unused_files(_recognise_file(asked, path), asked, path)
 
 
@@ -96,11 +98,11 @@ def _recognise_file(asked: Asked, path: Path) -> Found:
     if path.suffix.lower() in LISTED_SUFFIXES and asked.task in (None, "semantic-segmentation"):
         if asked.task is not None:
             return recognise_masks(asked, Pairs(asked.path, None, "from --task: a list of images with their masks"))
-        if lists_pairs(path, asked.data):
+        if path.exists() and lists_pairs(path, asked.data):
             return recognise_masks(asked, Pairs(asked.path, None, "each line names an image and its mask"))
     if kind in _TABLES:
         return recognise_table(asked, path)
-    if kind == "conll" or (kind == "text" and _is_tagged(asked, path)):
+    if kind == "conll" or (kind == "text" and _is_tagged(asked, files_at(path)[0])):
         return recognise_annotated(asked, "token-classification", path)
     if kind == "text":
         return _recognise_text(asked, [path])
@@ -126,6 +128,11 @@ def _recognise_file(asked: Asked, path: Path) -> Found:
 
 
 def _recognise_folder(asked: Asked, folder: Path) -> Found:
+    if is_saved_dataset(folder):
+        held_out = any((folder / name).is_dir() for name in ("validation", "valid", "val", "dev", "eval"))
+        found = recognise_table(asked, folder, folder if held_out else None)
+        tests = ("split test",) if (folder / "test").is_dir() else ()
+        return replace(found, unused=(*(found.unused or ()), *tests))
     if asked.task != "image-classification" and (pairs := find_pairs(asked.path)) is not None:
         return recognise_masks(asked, pairs)
     files = [path for path in files_below(folder) if path.is_file()]
@@ -439,7 +446,7 @@ def _shards_of(path: Path) -> Path:
 
 def _with_unused_files(found: Found, asked: Asked, path: Path) -> Found:
     """Return `found` with the files that the run will not read: all below a folder, or test data next to a file."""
-    if found.unused is None:
+    if found.unused is None or is_saved_dataset(path):
         return found
     data, read = with_settings(asked.data, found.settings), set[Path]()
     for names in (data.train, data.eval):

@@ -70,7 +70,8 @@ def write_recipe(
     path = own.path_of(path)
     settings = [*settings, *([] if group is None else ["--data.group_column", group])]
     minimal = own.minimal_recipe(path, settings)
-    asked = own.asked_of(path, minimal, task=task, text=tuple(text), label=tuple(label))
+    flags = {"task": task, "text": tuple(text), "label": tuple(label)}
+    asked = own.asked_of(path, minimal, **flags)
     own.check_there(path)
     if is_first:
         print(f"{path}: looking at the data ...", flush=True)

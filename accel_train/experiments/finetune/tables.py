@@ -120,10 +120,9 @@ def _chats(asked: Asked, table: Table) -> dict[str, Any] | None:
             f"--data.messages_column {column.name}"
         )
     data = asked.data.model_copy(update={"format": "chat", "messages_column": column.name})
-    for cell, where in zip(column.cells, table.wheres):
-        check_row(Row((cell,), where, 0), data)
+    rows = [check_row(Row((cell,), where, 0), data).parts for cell, where in zip(column.cells, table.wheres)]
     text = "content" if "content" in keys else "value"
-    sizes = [sum(len(str(message.get(text, ""))) for message in chat or ()) for chat in column.cells]
+    sizes = [sum(len(str(message.get("content", ""))) for message in chat) for chat in rows if isinstance(chat, list)]
     why = (
         f"each is a list of {{{', '.join(('role', text) if text == 'content' else ('from', text))}}}; "
         "the loss counts the assistant's messages"

@@ -12,7 +12,7 @@ from accel_train.core.format import format_count
 from accel_train.core.state import Choice
 from accel_train.data.encoding import read_lines, read_text
 from accel_train.data.sources import resolve_sources
-from accel_train.experiments.finetune.columns import Column, Table, readings, with_settings
+from accel_train.experiments.finetune.columns import Column, Table, files_at, readings, with_settings
 from accel_train.experiments.finetune.images import refuse_columns
 from accel_train.experiments.finetune.recipe import Asked, Choices, Found, lengths, listed
 from accel_train.tasks.question_answering.data import read_questions
@@ -98,7 +98,7 @@ def recognise_annotated(asked: Asked, task: str, path: Path, held_out: Path | No
     if asked.task not in (None, task):
         raise ValueError(f"--task {asked.task}: {path} holds {kind.file}. Leave the flag out")
     refuse_columns(asked, path, kind.file)
-    settings = readings(path, asked.data, asked.given) if task == "token-classification" else {}
+    settings = readings(files_at(path)[0], asked.data, asked.given) if task == "token-classification" else {}
     facts = _facts(asked, task, str(path), settings)
     settings["data.train"] = Choice(str(path), "")
     if held_out is not None and "data.eval" not in asked.given:

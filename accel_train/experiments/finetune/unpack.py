@@ -15,6 +15,7 @@ from typing import Any
 from accel_train.core.files import files_below, make_folders, publish_folder
 from accel_train.core.format import format_count
 from accel_train.data.delimited import table_delimiter
+from accel_train.data.encoding import read_lines
 from accel_train.data.sources import file_kind, is_about_data
 from accel_train.experiments.finetune.recipe import WAIT_SECONDS, Asked, default_output_dir
 
@@ -75,7 +76,8 @@ def _kind_of(asked: Asked, path: Path) -> str | None:
         return path.name[-3:]
     is_asked = asked.task is not None or asked.data.lines is not None
     if path.suffix.lower() in _MAYBE_TABLES and not is_asked and table_delimiter(path, asked.data) == "tabs":
-        return path.suffix
+        # Blank lines divide the sentences of CoNLL.
+        return path.suffix if all(line.strip() for line, _ in read_lines(path, asked.data)) else None
     return None
 
 

@@ -130,7 +130,13 @@ def _messages(value: Any, at: str, data: CausalLMData) -> Messages:
             given = {"role": _SHAREGPT_ROLES.get(role, role), "content": given.pop("value", None), **given}
         parts = given.get("content")
         # Parts of text, as in OpenAI's API.
-        if isinstance(parts, list) and parts and all(_is_text_part(part) for part in parts):
+        if isinstance(parts, list) and parts:
+            other = next((part for part in parts if not _is_text_part(part)), None)
+            if other is not None:
+                raise ValueError(
+                    f"{at}, message {number}: content has the part {show_cell(other)}; a language model learns only "
+                    "parts {type: text, text: ...}; drop the row, or write the part as text"
+                )
             given["content"] = "".join(part["text"] for part in parts)
         if given.pop("weight", 1) == 0:  # as in OpenAI's API
             raise ValueError(
