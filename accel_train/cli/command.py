@@ -14,12 +14,16 @@ from accel_train.core.errors import UserError
 from accel_train.core.files import output_path
 from accel_train.core.format import LARGEST_COUNT, wrap
 from accel_train.core.redaction import redact_text
-from accel_train.core.terminal import busy, width_of
+from accel_train.core.terminal import busy, columns_of
 
 if TYPE_CHECKING:
     from accel_train.recipe.schema import Recipe
 
 RECIPE = {"metavar": "RECIPE", "help": "recipe file, or a name from `accel-train recipes`"}
+VERBOSE = {
+    "action": "store_true",
+    "help": "print every choice with its reason, every logged step, and all scores; report.html has them, too",
+}
 RUN = {"metavar": "RUN", "help": "output_dir of a finished run"}
 DATA = {
     "data": {
@@ -157,9 +161,9 @@ def importing_for(run: Path, settings: Sequence[str]) -> Iterator[None]:
 
 
 def show(text: str) -> None:
-    """Print an answer on stdout, with lines broken between words at the terminal's width."""
-    width = width_of(sys.stdout)
-    print("\n".join(wrap(line, width) for line in text.split("\n")))
+    """Print an answer on stdout, with lines broken between words at the terminal's width, or at COLUMNS."""
+    width = columns_of(sys.stdout)
+    print("\n".join(wrap(line, width) for line in text.split("\n")), flush=True)
 
 
 def say(text: str) -> None:

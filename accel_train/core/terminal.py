@@ -76,6 +76,12 @@ def width_of(stream: TextIO | None) -> int:
         return 0
 
 
+def columns_of(stream: TextIO | None) -> int:
+    """Return the width for wrapped text: COLUMNS if it is set, otherwise the terminal's; 0 for no wrapping."""
+    asked = os.environ.get("COLUMNS", "")
+    return int(asked) if asked.isdecimal() and int(asked) else width_of(stream)
+
+
 def use_colour(stream: TextIO | None) -> bool:
     """Return whether to color text for a stream: on a terminal, never with NO_COLOR, always with FORCE_COLOR.
 

@@ -60,6 +60,8 @@ class Extensions:
     owns_process: bool = False
     """Whether this process exists for the run only and may be killed if it hangs. Always true with several
     processes."""
+    verbose: bool = False
+    """Whether the screen shows every choice with its reason, every logged step, and all scores."""
     requests: Requests | None = None
     """Requests of observers to the loop. If set, the host waits for each step, so observers see it before the next
     begins."""

@@ -85,6 +85,22 @@ def unbeaten_baseline(scores: Mapping[str, Any], baselines: Mapping[str, Any], m
     return (min if is_lower_better(alike[0].metric) else max)(alike, key=lambda each: each.baseline_value)
 
 
+def format_main_score(scores: Mapping[str, Any], baselines: Mapping[str, Any], main_metric: str) -> str:
+    """Return the main metric next to its best baseline; with another metric if no baseline has the main one."""
+    found = by_baseline(baselines, scores)
+    metrics = [metric for values in found.values() for metric in values]
+    metric = main_metric if main_metric in metrics or not metrics else metrics[0]
+    texts = [f"{name.replace('_', ' ')} {_show(scores.get(name))}" for name in dict.fromkeys((main_metric, metric))]
+    values = {name: each[metric] for name, each in found.items() if metric in each and _is_finite(each[metric])}
+    if not values:
+        return ", ".join(texts)
+    lower, own = is_lower_better(metric), scores[metric]
+    best = (min if lower else max)(values, key=lambda name: values[name])
+    is_beaten = own < values[best] if lower else own > values[best]
+    verdict = "beaten" if is_beaten else "equaled" if own == values[best] else "not beaten"
+    return f"{', '.join(texts)}; best baseline: {best} {_show(values[best])} ({verdict})"
+
+
 def likely_causes(
     *,
     run_folder: str,

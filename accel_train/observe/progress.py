@@ -1,5 +1,6 @@
 """Progress on the screen: a bar in a terminal or notebook, plain lines elsewhere."""
 
+import math
 import os
 import re
 import sys
@@ -19,6 +20,9 @@ REFRESH_SECONDS = 0.5
 
 LINE_SECONDS = 2.0
 """Seconds until the first line about a running evaluation without a bar. Each later line waits twice as long."""
+
+CALM_SECONDS = 2.0
+"""Least time between two printed steps, or between two printed evaluations, if the recipe sets no frequency."""
 
 WIDE = 80
 """Terminal width that fits a bar and all numbers. Narrower terminals drop the learning rate first, then the speed."""
@@ -49,6 +53,8 @@ class Progress:
         initial_step: steps done in earlier launches. The time left is estimated from this launch only.
         targets: unit of the rate: tokens, images, ...
         metric: evaluation metric that lines always show, even if it is one of the averages they leave out.
+        pause_seconds: least time between two lines of steps, and between two lines of evaluations. First and last
+            lines, and skipped steps, are always printed.
         stream: output stream. None means standard output.
     """
 
@@ -60,13 +66,16 @@ class Progress:
         initial_step: int = 0,
         targets: str = "tokens",
         metric: str = "",
+        pause_seconds: float = 0.0,
         stream: TextIO | None = None,
     ) -> None:
         self._stream = sys.stdout if stream is None else stream
         self._speed_unit = "tok/s" if targets == "tokens" else f"{targets}/s"
         self.style = choose_style(setting, self._stream)
         self._total_steps, self._initial_step = total_steps, initial_step
-        self._metric = metric
+        self._metric, self._pause_seconds = metric, pause_seconds
+        self._printed = {"step": -math.inf, "evaluation": -math.inf}
+        """Time of the last line of each kind, in `time.monotonic` seconds."""
         self._begin = time.monotonic()
         self._bar: Any = None
         self._loss = self._beside_bar = ""
@@ -99,7 +108,7 @@ class Progress:
             parts = (f"loss {loss:.4g}", rate, speed if width >= WIDE - 10 else "")
             self._beside_bar = ", ".join(part for part in parts if part) + mark
             self._guarded(lambda: self._bar.set_postfix_str(self._beside_bar, refresh=False))
-        elif self.style == "lines":
+        elif self.style == "lines" and self._is_due("step", now=skipped or step >= self._total_steps):
             width = len(str(self._total_steps))
             self._write_line(
                 f"step {step:>{width}}/{self._total_steps} {100 * step / self._total_steps:5.1f}%"
@@ -131,6 +140,8 @@ class Progress:
         if self._bar is not None:
             self._guarded(lambda: self._bar.set_postfix_str(self._beside_bar, refresh=False))
         if self.style != "notebook" or self._bar is None:
+            if not self._is_due("evaluation", now=kind != "evaluation" or step >= self._total_steps):
+                return None
             return self.note(f"step {step}: {kind}: {describe_metrics(metrics, self._metric)}")
         numbers = {name.replace("_", " "): f"{value:.4f}" for name, value in _floats(metrics).items()}
         last = " (last)" if kind != "evaluation" else ""
@@ -141,6 +152,14 @@ class Progress:
             **numbers,
         }
         self._guarded(lambda: self._bar.add_row(row))
+
+    def _is_due(self, kind: str, *, now: bool) -> bool:
+        """Return whether a line of this kind may be printed. An evaluation also postpones the next step's line."""
+        time_now = time.monotonic()
+        if not now and time_now - self._printed[kind] < self._pause_seconds:
+            return False
+        self._printed["step"] = self._printed[kind] = time_now
+        return True
 
     def note(self, text: str) -> None:
         """Print a line above the bar, with secrets redacted. In a terminal, long lines wrap between words."""

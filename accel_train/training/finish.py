@@ -27,7 +27,7 @@ from accel_train.engine.resolve import change_model
 from accel_train.engine.run import RunContext, RunPlan
 from accel_train.engine.save import refuse_nonfinite_model
 from accel_train.inference.evaluate import format_augmentation
-from accel_train.metrics.baselines import format_scores, likely_causes, unbeaten_baseline
+from accel_train.metrics.baselines import format_main_score, format_scores, likely_causes, unbeaten_baseline
 from accel_train.model.kernels.frozen import in_fp32
 from accel_train.model.kernels.nf4 import packed_layers
 from accel_train.model.pretrained import quiet_bars
@@ -300,12 +300,14 @@ def describe_defeat(run: RunContext, baselines: Mapping[str, float]) -> dict[str
 
 def _note_end(run: RunContext, summary: dict[str, Any], report: Path | str) -> None:
     """Print the end of a run: a sample, the numbers, and where everything lies."""
-    note = run.observer.note
+    note, verbose = run.observer.note, run.plan.extensions.verbose
+    main = short_name(run.plan.recipe.evaluate.metric_for_best_model)
     if summary["sample"]:
         note(f"\nA sample (prompt {summary['sample']['prompt']!r}):\n\n{summary['sample']['text']}\n")
-    if summary["eval"]:
+    if summary["eval"] and not verbose:
+        note(f"held-out data: {format_main_score(summary['eval'], summary['baselines'], main)}")
+    if summary["eval"] and verbose:
         note(f"Evaluation on all held-out data{', next to baselines' if summary['baselines'] else ''}:")
-        main = short_name(run.plan.recipe.evaluate.metric_for_best_model)
         note(format_scores(without_averages(summary["eval"], main), summary["baselines"]))
     if augmented := format_augmentation(run.evaluation.details.get("details", {})):
         note(augmented)

@@ -29,7 +29,7 @@ from accel_train.model.batch_norm import SyncedBatchNorm, trained_batch_norms
 from accel_train.observe.goodput import LaunchClock
 from accel_train.observe.notify import Notifier
 from accel_train.observe.observer import LogPlan, Observer, Observers, RunObserver
-from accel_train.observe.progress import Progress
+from accel_train.observe.progress import CALM_SECONDS, Progress
 from accel_train.observe.run_folder import PROFILE_FOLDER, RECIPE_FILE, RunFolder, read_events
 from accel_train.observe.system_metrics import SystemMetrics
 from accel_train.observe.throughput import Meter
@@ -128,6 +128,7 @@ def open_observer(run: RunContext, folder: RunFolder, clock: LaunchClock) -> Run
     recipe, global_batch_size, peak = plan.recipe, run.sizes.global_batch_size, run.facts.peak_flops
     folder.rewind(state.step, evaluated=not state.evaluation_owed and state.step < plan.max_steps)
     targets = targets_of(recipe.task)
+    every_line = plan.extensions.verbose or "every_steps" in recipe.log.model_fields_set
     return RunObserver(
         folder,
         Progress(
@@ -136,6 +137,7 @@ def open_observer(run: RunContext, folder: RunFolder, clock: LaunchClock) -> Run
             initial_step=state.step,
             targets=targets,
             metric=short_name(recipe.evaluate.metric_for_best_model),
+            pause_seconds=0.0 if every_line else CALM_SECONDS,
         ),
         Trackers(
             accelerator,
@@ -192,7 +194,10 @@ def _of_data(data: TaskData, recipe: Recipe) -> list[str]:
     labels = class_notes(counts) if counts else []
     if _is_regression(facts):
         labels = [f"labels: {facts['problem_type']}; no classes"]
-    return [*sizes, *labels, *few_held_out(facts, recipe.data.eval), *facts.get("notes", ())]
+    if "train_tokens" in facts and not sizes:
+        sizes = [f"{facts['train_tokens']:,} tokens to train on, {facts['eval_tokens']:,} held out"]
+    first = "; ".join([*sizes, *labels[:1]])
+    return [*filter(None, [first]), *labels[1:], *few_held_out(facts, recipe.data.eval), *facts.get("notes", ())]
 
 
 def _is_regression(facts: Mapping[str, Any]) -> bool:
@@ -227,19 +232,36 @@ def describe_batch_norm(run: RunContext) -> str | None:
     )
 
 
+def notable_choices(run: RunContext) -> dict[str, Choice[Any]]:
+    """Return the choices that warn, or that differ from what the recipe says, and so are always printed."""
+    choices, recipe = run.plan.choices, run.plan.recipe
+    names = {"gpus", "initial weights", "precision.float8"}
+    rate, probe = choices.get("optimizer.learning_rate"), choices.get("probe")
+    if rate is not None and rate.value != recipe.optimizer.learning_rate:
+        names.add("optimizer.learning_rate")
+    if probe is not None and probe.value == "not proved":
+        names.add("probe")
+    size = choices.get("batch.per_device_batch_size")
+    is_less = size is not None and size.value < run.plan.sizes.per_device_batch_size
+    if is_less or (size is not None and run.sizes.gradient_accumulation_steps > 1):
+        names |= {"batch.per_device_batch_size", "batch"}
+    return {name: choice for name, choice in choices.items() if name in names}
+
+
 def announce(run: RunContext, folder: RunFolder) -> None:
     """Print every decision with its reason, write the resolved recipe, and record the start or the resume."""
     plan, point, step, observer = run.plan, run.plan.resume_point, run.state.step, run.observer
     setting_changes, has_finished = run.changes, step >= plan.max_steps
     if not (has_finished and setting_changes):  # it would say what no step was trained with
         folder.write_text(RECIPE_FILE, format_recipe(plan.recipe, plan.choices))
-    width = max(map(len, plan.choices))
-    for name, choice in plan.choices.items():
+    shown = plan.choices if plan.extensions.verbose else notable_choices(run)
+    width = max(map(len, [*shown, "model"]))
+    for name, choice in shown.items():
         value = f"{choice.value:g}" if isinstance(choice.value, float) else str(choice.value)
         observer.note(f"{name.ljust(width)}  {value}  ({choice.reason})")
     num_parameters = whole_numel(run.strategy.parameters)
-    where = f"{run.accelerator.num_processes} x {run.accelerator.device.type}"
-    observer.note(f"{'model'.ljust(width)}  {num_parameters:,} trainable parameters  (on {where})")
+    kind = type(run.strategy.inner.model).__name__
+    observer.note(f"{'model'.ljust(width)}  {kind}, {num_parameters:,} trainable parameters")
     if (norms := describe_batch_norm(run)) is not None:
         observer.note(f"{'batch norm'.ljust(width)}  {norms}")
     for note in _of_data(plan.data, plan.recipe):
@@ -263,13 +285,19 @@ def announce(run: RunContext, folder: RunFolder) -> None:
         if rollback.number not in recorded and step <= rollback.to_step:  # killed before it was an event
             message = describe(rollback, plan.recipe.guard.max_rollbacks)
             observer.on_event("rollback", rollback.at_step, message, **asdict(rollback))
-    facts: dict[str, Any] = dict(launch_facts())
+    precision = plan.choices["precision.mixed_precision"].value
+    where = f"{run.accelerator.num_processes} x {run.accelerator.device.type}"
+    layout = "" if plan.recipe.parallel.strategy == "ddp" else f", {plan.recipe.parallel.strategy}"
+    how = f"{'fp32' if precision == 'no' else precision} on {where}{layout}"
+    choices = {name: str(choice) for name, choice in plan.choices.items()}
+    facts: dict[str, Any] = {**launch_facts(), "choices": redact(choices)}
     if point.path is None:
         what = f"starting a new run: {'; '.join(map(str, point.changes))};" if point.changes else "starting:"
         message = f"{what} {plan.max_steps} steps of {run.sizes.global_batch_size} samples"
+        message += f" ({plan.steps.num_epochs:.3g} epochs), {how}"
         observer.on_event("start", 0, message, **facts)
     else:
-        message = f"resuming from {point.path.name}, at step {step} of {plan.max_steps}"
+        message = f"resuming from {point.path.name}, at step {step} of {plan.max_steps}, {how}"
         if has_finished:
             message = f"the run already finished, at step {step}; its model is loaded, not trained"
         observer.on_event("resume", step, message, **facts)

@@ -233,6 +233,23 @@ def test_a_narrow_terminal_keeps_the_bar_the_loss_and_the_time_left() -> None:
     assert "20000/100000, loss 2.346, 0" in shown[60]
 
 
+def test_steps_and_evaluations_are_printed_at_a_persons_pace_with_first_and_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    stream = io.StringIO()
+    progress = Progress("auto", total_steps=100, pause_seconds=2.0, stream=stream)
+    for step in range(1, 101):
+        now = 100.0 + step / 16  # exact in binary: 2 s are 32 steps
+        progress.show(step, loss=1.0, learning_rate=1.0, tokens_per_second=None, skipped=step == 50)
+        if step % 20 == 0:
+            progress.evaluated(step, "evaluation", {"loss": 2.0})
+    shown = [line.split()[1].rstrip(":").partition("/")[0] for line in stream.getvalue().splitlines()]
+    # Evaluations 20 and 60 are 2.5 s apart, and step 92 comes 2 s after 60. Step 50 is skipped, so it is shown.
+    assert shown == ["1", "20", "50", "60", "92", "100", "100"]
+
+
 def test_a_long_evaluation_says_how_far_it_is_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr("time.monotonic", lambda: now)

@@ -4,7 +4,7 @@ import argparse
 import os
 from collections.abc import Sequence
 
-from accel_train.cli.command import Command, Outcome, users_mistakes
+from accel_train.cli.command import VERBOSE, Command, Outcome, show, users_mistakes
 from accel_train.cli.commands.train import run_recipe
 from accel_train.cli.results import training as results
 from accel_train.core.redaction import redact_text
@@ -22,7 +22,7 @@ def _finetune(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome
         labels = (arguments.label,) if arguments.label else ()
         written = write_recipe(arguments.path, settings, text=texts, label=labels, file=arguments.recipe, **given)
     if is_first:
-        print(redact_text("\n".join(written.lines())), flush=True)
+        show(redact_text("\n".join(written.lines(show_all=arguments.dry_run or arguments.verbose))))
     result: results.FinetuneResult = {
         "recipe": str(written.path),
         "recipe_is_new": written.is_new,
@@ -34,9 +34,9 @@ def _finetune(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome
     }
     if arguments.dry_run:
         return Outcome(result)
-    result["run"] = run_recipe(result["recipe"], [])
+    result["run"] = run_recipe(result["recipe"], [], verbose=arguments.verbose)
     if is_first:
-        print("\n".join(how_to_use(written.found, written.recipe)))
+        show("\n".join(how_to_use(written.found, written.recipe)))
     return Outcome(result)
 
 
@@ -70,6 +70,7 @@ FINETUNE = Command(
         },
         "--output_dir": {"metavar": "DIR", "help": "run folder; default: runs/NAME, named after the data"},
         "--recipe": {"metavar": "FILE", "help": "recipe file to write; default: DIR.yaml"},
+        "--verbose": VERBOSE,
         "--dry-run": {"action": "store_true", "help": "print the findings and write the recipe, but do not train"},
     },
     processes="all",

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from accel_train.cli.command import (
     RECIPE,
+    VERBOSE,
     Command,
     Outcome,
     finite_number,
@@ -39,10 +40,10 @@ if TYPE_CHECKING:
 
 def _run(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
     accept = ("--checkpoint.accept_changes", "true") if arguments.accept_changes else ()
-    return Outcome(run_recipe(arguments.recipe, [*settings, *accept]))
+    return Outcome(run_recipe(arguments.recipe, [*settings, *accept], verbose=arguments.verbose))
 
 
-def run_recipe(path: str, settings: Sequence[str]) -> results.RunResult:
+def run_recipe(path: str, settings: Sequence[str], *, verbose: bool = False) -> results.RunResult:
     """Train the recipe in a file, or resume it; return the result. The process ends after it."""
     # OpenMP reads this when torch is imported. On a busy CPU, OpenMP threads with a long spin made steps ten times
     # slower.
@@ -62,7 +63,7 @@ def run_recipe(path: str, settings: Sequence[str]) -> results.RunResult:
         with importing(path, recipe.task):
             from accel_train.engine.run import Extensions
             from accel_train.training.setup import prepare_run
-        run = prepare_run(recipe, extensions=Extensions(owns_process=True), stop=stop)
+        run = prepare_run(recipe, extensions=Extensions(owns_process=True, verbose=verbose), stop=stop)
     from accel_train.training.train import train_run
 
     try:
@@ -181,6 +182,7 @@ RUN = Command(
             "action": "store_true",
             "help": "resume even if the recipe has changed since the checkpoint",
         },
+        "--verbose": VERBOSE,
     },
     processes="all",
 )

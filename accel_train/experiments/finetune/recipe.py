@@ -221,15 +221,31 @@ def keep(path: Path, recipe: Recipe, text: str, *, is_first: bool) -> bool:
     return True
 
 
-def format_choices(found: Found, chosen: Choices, recipe: Recipe) -> list[str]:
-    """Return lines about the recognized and chosen settings with reasons, without settings of the command line."""
+ROUTINE = {"max_length", "sequence_length", "group_by_length", "eval_fraction", "image_size", "crop_size", "augment"}
+"""Settings of `data` that are left out by default: they do not change which data are read, and how."""
+
+
+def format_choices(found: Found, chosen: Choices, recipe: Recipe, *, show_all: bool = True) -> list[str]:
+    """Return lines about the recognized and chosen settings with reasons, without settings of the command line.
+
+    Without `show_all`, only the data and the model are described, with all columns in one line.
+    """
     flags = {name for name, origin in recipe.origins().items() if origin.kind == "command line"}
     named = {
         name: choice for name, choice in {**found.settings, **chosen}.items() if choice.reason and name not in flags
     }
     lines = [found.description, *(f"  {note}" for note in found.notes), f"  task: {found.task} ({found.why})"]
     lines += [f"  {len(found.counts)} classes: {class_counts(found.counts)}"] if found.counts else []
-    lines += [f"  {name}: {_short(choice)} ({choice.reason})" for name, choice in named.items()]
+    columns = [] if show_all else [name for name in named if name.endswith(("_column", "_columns"))]
+    if columns:
+        kinds = {name: name.removeprefix("data.").partition("_column")[0] for name in columns}
+        shown = [f"{kinds[name]} {_short(named[name])} ({named[name].reason})" for name in columns]
+        lines.append(f"  columns: {', '.join(shown)}")
+    for name, choice in named.items():
+        section, _, key = name.partition(".")
+        is_main = section == "model" or (section == "data" and key.partition(".")[0] not in ROUTINE)
+        if show_all or (is_main and name not in columns):
+            lines.append(f"  {name}: {_short(choice)} ({choice.reason})")
     if found.unused is None:
         return lines
     tests = []
@@ -275,7 +291,7 @@ def how_to_use(found: Found, recipe: Recipe) -> list[str]:
         command = f"accel-train generate {quote(output_dir)} --prompt '{prompt}'"
     if not kind:
         return ["Use it:", f"  {command}", f"  {os.path.join(model, 'README.md')} shows how to use it in Python"]
-    return ["Use it:", f"  {command}", "  from transformers import pipeline", f"  {call}"]
+    return ["Use it:", f"  {command}", f"  {call}  # from transformers import pipeline"]
 
 
 def minimal_recipe(path: str, arguments: Sequence[str]) -> Recipe:

@@ -29,8 +29,12 @@ class Written:
     choices: own.Choices
     """Recognized and chosen settings, with reasons."""
 
-    def lines(self) -> list[str]:
-        """Return lines about the data, each decision, and the file."""
+    def lines(self, *, show_all: bool = False) -> list[str]:
+        """Return lines about the data and the main decisions, or with `show_all` each decision, and about the file."""
+        if not show_all:
+            as_it_was = "" if self.is_new else " (as it was)"
+            lines = own.format_choices(self.found, self.choices, self.recipe, show_all=False)
+            return [*lines, f"all settings and reasons: {self.path}{as_it_was}"]
         place = quote(str(self.path))
         file = (
             f"recipe: {self.path} ({'written' if self.is_new else 'as it was'}; edit it, and `accel-train run {place}`)"
