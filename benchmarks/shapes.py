@@ -29,6 +29,8 @@ from benchmarks.common import markdown_table
 _ROWS = 60
 _SYLLABLES = ["ba", "de", "fo", "ri", "lu", "ma", "ne", "so", "ti", "ga", "po", "ra"]
 _WORDS = [one + two for one in _SYLLABLES for two in _SYLLABLES]
+EMOTIONS = ["anger", "fear", "joy", "sadness", "trust"]
+INSULTS = ["toxic", "obscene", "threat", "insult"]
 _MOODS = {
     "positive": ["great", "lovely", "fine"],
     "negative": ["awful", "poor", "broken"],
@@ -233,16 +235,14 @@ def numbered_classes() -> str:
 
 def emotions(name: str = "2018-E-c-train.txt") -> str:
     """A table with a column of zeros and ones for each label."""
-    kinds = ("anger", "fear", "joy", "sadness", "trust")
     rows = [f"{n}\t{_text(n)}\t" + "\t".join(str(int((n + k) % (k + 2) == 0)) for k in range(5)) for n in range(_ROWS)]
-    return _lines(name, ["ID\tTweet\t" + "\t".join(kinds), *rows])
+    return _lines(name, ["ID\tTweet\t" + "\t".join(EMOTIONS), *rows])
 
 
 def toxic() -> str:
     """The same as csv, as of toxic comments."""
-    kinds = ("toxic", "obscene", "threat", "insult")
     rows = [f"{n:x}f,{_text(n)}," + ",".join(str(int((n + k) % (k + 2) == 0)) for k in range(4)) for n in range(_ROWS)]
-    return _lines("toxic.csv", ["id,comment_text," + ",".join(kinds), *rows])
+    return _lines("toxic.csv", ["id,comment_text," + ",".join(INSULTS), *rows])
 
 
 def _sentences(name: str, seed: int = 0) -> str:
@@ -600,10 +600,10 @@ SHAPES = (
     Shape("folder of train, valid, test.tsv, 3 labels", liar, refusal="3 columns may be the label"),
     _right(names_of_numbers, "table of numbered classes, names apart", _CLASSES, data__label_column="condition_label"),
     _right(numbered_classes, "table of numbered classes", _CLASSES, data__label_column="condition_label"),
-    Shape("a column of 0 and 1 per label, .txt", emotions, refusal="5 columns may be the label"),
-    Shape("a column of 0 and 1 per label, csv", toxic, refusal="4 columns may be the label"),
-    Shape("folder of CoNLL files", entities_in_a_folder, refusal="conll"),
-    Shape("CoNLL file", entities, refusal="conll"),
+    _right(emotions, "a column of 0 and 1 per label, .txt", _CLASSES, data__label_columns=EMOTIONS),
+    _right(toxic, "a column of 0 and 1 per label, csv", _CLASSES, data__label_columns=INSULTS),
+    _right(entities_in_a_folder, "folder of CoNLL files", "token-classification", data__eval="wnut/dev.conll"),
+    _right(entities, "CoNLL file", "token-classification"),
     Shape("line-aligned files of words and tags", aligned_lines, refusal="cannot read these files"),
     Shape("a file of names per class", files_of_classes, refusal="--task text-classification"),
     _right(alpaca, "array of instruction, input, output", _LANGUAGE, data__input_column="input"),
@@ -614,7 +614,7 @@ SHAPES = (
     _right(content_parts, "messages with content parts", _LANGUAGE, data__format="chat"),
     _right(web_text, "jsonl of texts", _LANGUAGE, data__text_column="text"),
     _right(article, "plain text", _LANGUAGE),
-    Shape("SQuAD", squad, refusal="question_answering"),
+    _right(squad, "SQuAD", "question-answering"),
     Shape("object with an array per split", splits_in_one_file, refusal="one JSON document"),
     Shape("numbers and a class", sonar, refusal="Gradient-boosted trees"),
     _right(spreadsheet, "Excel", _CLASSES, data__text_columns=["review"], data__label_column="label"),

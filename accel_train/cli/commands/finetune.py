@@ -36,7 +36,7 @@ def _finetune(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome
         return Outcome(result)
     result["run"] = run_recipe(result["recipe"], [], verbose=arguments.verbose)
     if is_first:
-        show("\n".join(how_to_use(written.found, written.recipe)))
+        print("\n".join(how_to_use(written.found, written.recipe)))
     return Outcome(result)
 
 

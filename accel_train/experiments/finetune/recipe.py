@@ -291,7 +291,7 @@ def how_to_use(found: Found, recipe: Recipe) -> list[str]:
         command = f"accel-train generate {quote(output_dir)} --prompt '{prompt}'"
     if not kind:
         return ["Use it:", f"  {command}", f"  {os.path.join(model, 'README.md')} shows how to use it in Python"]
-    return ["Use it:", f"  {command}", f"  {call}  # from transformers import pipeline"]
+    return ["Use it:", f"  {command}", "  from transformers import pipeline", f"  {call}"]
 
 
 def minimal_recipe(path: str, arguments: Sequence[str]) -> Recipe:

@@ -74,16 +74,14 @@ def write_recipe(
     path = own.path_of(path)
     settings = [*settings, *([] if group is None else ["--data.group_column", group])]
     minimal = own.minimal_recipe(path, settings)
-    flags = {"task": task, "text": tuple(text), "label": tuple(label)}
+    flags: dict[str, Any] = {"task": task, "text": tuple(text), "label": tuple(label)}
     asked = own.asked_of(path, minimal, **flags)
     own.check_there(path)
     if is_first:
         print(f"{path}: looking at the data ...", flush=True)
     place, output_dir, note = unpacked(asked, output_dir, is_first=is_first)
     if note is not None:
-        asked = own.asked_of(
-            place, own.minimal_recipe(place, settings), task=task, text=tuple(text), label=tuple(label)
-        )
+        asked = own.asked_of(place, own.minimal_recipe(place, settings), **flags)
     from accel_train.experiments.finetune.models import choose, look_at  # imports torch
     from accel_train.experiments.finetune.recognise import recognise
 
