@@ -18,6 +18,9 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 # Factors of 64-bit mixing (Steele et al. 2014), as signed numbers.
 _FACTORS = (-7046029254386353131, -4658895280553007687)
 
+# Pieces of the piecewise linear functions of shares, plus one.
+_KNOTS = 9
+
 
 class NgramsConfig(PreTrainedConfig):
     """Sizes of the features.
@@ -27,6 +30,8 @@ class NgramsConfig(PreTrainedConfig):
         num_buckets: rows of the weight table. n-grams are hashed into them.
         max_characters: largest n of the byte n-grams.
         max_words: largest n of the word n-grams.
+        separate_norms: whether byte and word n-grams are scaled to length 1 separately. Default: together.
+        type_vocab_size: 2 for pairs. The model then reads `token_type_ids` and sees which n-grams both texts share.
     """
 
     model_type = "ngrams"
@@ -37,11 +42,14 @@ class NgramsConfig(PreTrainedConfig):
         num_buckets: int = 2**17,
         max_characters: int = 5,
         max_words: int = 2,
+        separate_norms: bool = False,
+        type_vocab_size: int = 1,
         pad_token_id: int | None = None,
         **more: Any,
     ) -> None:
         self.vocab_size, self.num_buckets = vocab_size, num_buckets
         self.max_characters, self.max_words = max_characters, max_words
+        self.separate_norms, self.type_vocab_size = separate_norms, type_vocab_size
         super().__init__(pad_token_id=pad_token_id, **more)
 
 
@@ -50,6 +58,9 @@ class NgramsForSequenceClassification(PreTrainedModel):
 
     The logits are a bias and the sum of one row of `table` for each n-gram of the text. The weights of the rows are
     their `rarity`, scaled to a vector of length 1.
+
+    For a pair, word n-grams that both texts share, or that only one has, have rows of their own. A piecewise linear
+    function of each share of common n-grams (`overlap`) is added to the logits.
     """
 
     config_class = NgramsConfig
@@ -60,11 +71,14 @@ class NgramsForSequenceClassification(PreTrainedModel):
         super().__init__(config)
         self.table = nn.EmbeddingBag(config.num_buckets, config.num_labels, mode="sum")
         self.bias = nn.Parameter(torch.zeros(config.num_labels))
+        if config.type_vocab_size > 1:
+            sizes = config.max_characters + config.max_words
+            self.overlap = nn.Linear(3 * sizes * _KNOTS, config.num_labels, bias=False)
         self.register_buffer("rarity", torch.ones(config.num_buckets))
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.EmbeddingBag):
+        if isinstance(module, nn.EmbeddingBag | nn.Linear):
             nn.init.zeros_(module.weight)
         if module is self:
             nn.init.zeros_(self.bias)
@@ -74,35 +88,99 @@ class NgramsForSequenceClassification(PreTrainedModel):
         """Return the table. Its rows are n-grams, so it has more rows than the vocabulary has tokens."""
         return self.table
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> SequenceClassifierOutput:
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        **_: Any,
+    ) -> SequenceClassifierOutput:
         """Return logits of shape (texts, labels) for bytes of shape (texts, length)."""
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        buckets, is_ngram = self.ngrams(input_ids, mask.bool())
-        weights = self.rarity[buckets] * is_ngram
-        weights = weights / weights.norm(dim=1, keepdim=True).clamp(min=1e-6)
-        return SequenceClassifierOutput(logits=self.table(buckets, per_sample_weights=weights) + self.bias)
+        blocks, shares = self.features(input_ids, mask.bool(), token_type_ids)
+        if not self.config.separate_norms:
+            blocks = [_joined(blocks)]
+        weights = [self.rarity[buckets] * there for buckets, there in blocks]
+        weights = [weight / weight.norm(dim=1, keepdim=True).clamp(min=1e-6) for weight in weights]
+        buckets, _there = _joined(blocks)
+        logits = self.table(buckets, per_sample_weights=torch.cat(weights, dim=1)) + self.bias
+        if shares is not None:
+            knots = torch.arange(_KNOTS, device=shares.device)
+            hats = (1 - (shares[..., None] * (_KNOTS - 1) - knots).abs()).clamp(min=0)
+            logits = logits + self.overlap(hats.flatten(1) / shares.shape[1] ** 0.5)
+        return SequenceClassifierOutput(logits=logits)
 
-    def ngrams(self, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    def ngrams(self, ids: Tensor, mask: Tensor, types: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the table row of each n-gram, and a mask of the places that have an n-gram; both (texts, places)."""
+        return _joined(self.features(ids, mask, types)[0])
+
+    def features(
+        self, ids: Tensor, mask: Tensor, types: Tensor | None = None
+    ) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
+        """Return the table rows and the mask of each block of n-grams, and the shares of common n-grams of pairs.
+
+        Blocks: n-grams of bytes, n-grams of words, and, for pairs, word n-grams that both texts have, that only the
+        first has, and that only the second has.
+        """
         # Lowercase A to Z.
         ids = torch.where((ids >= 65) & (ids <= 90), ids + 32, ids)
-        keys, there = _sequences(ids, mask, self.config.max_characters, seed=1)
+        if self.config.type_vocab_size == 1:
+            bytes_, words = self._keys(ids, mask)
+            return [self._rows(bytes_), self._rows(words)], None
+        second = torch.zeros_like(mask) if types is None else types.bool()
+        # Short batches need room for the largest n, so that all have the same shares.
+        short = max(0, max(self.config.max_characters, 2 * self.config.max_words) - ids.shape[1])
+        ids, mask, second = (nn.functional.pad(each, (0, short)) for each in (ids, mask, second))
+        bytes_a, words_a = self._keys(ids, mask & ~second)
+        bytes_b, words_b = self._keys(ids, mask & second)
+        shares, both, only_a, only_b = [], [], [], []
+        for is_word, (keys_a, a), (keys_b, b) in (
+            *((False, one, other) for one, other in zip(bytes_a, bytes_b, strict=True)),
+            *((True, one, other) for one, other in zip(words_a, words_b, strict=True)),
+        ):
+            a_in_b, b_in_a = _contained(keys_a, a, keys_b, b), _contained(keys_b, b, keys_a, a)
+            found = [
+                ((self._rarity_of(keys) * hit).sum(1), (self._rarity_of(keys) * there).sum(1).clamp(min=1e-6))
+                for keys, there, hit in ((keys_a, a, a_in_b), (keys_b, b, b_in_a))
+            ]
+            (hit_a, all_a), (hit_b, all_b) = found
+            shares += [hit_a / all_a, hit_b / all_b, (hit_a + hit_b) / (all_a + all_b)]
+            if is_word:
+                both.append((_mix(keys_a * 31 + 3), a_in_b))
+                only_a.append((_mix(keys_a * 31 + 4), a & ~a_in_b))
+                only_b.append((_mix(keys_b * 31 + 5), b & ~b_in_a))
+        blocks = [[*bytes_a, *bytes_b], [*words_a, *words_b], both, only_a, only_b]
+        return [self._rows(block) for block in blocks], torch.stack(shares, dim=1)
+
+    def _keys(self, ids: Tensor, mask: Tensor) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
         is_letter = (
             mask & (ids < 256) & ((ids >= 97) & (ids <= 122) | (ids >= 48) & (ids <= 57) | (ids >= 128) | (ids == 95))
         )
         words, is_word = _words(ids, is_letter)
-        more, more_there = _sequences(words, is_word, self.config.max_words, seed=2)
-        buckets = torch.cat([*keys, *more], dim=1).remainder(self.config.num_buckets)
-        return buckets, torch.cat([*there, *more_there], dim=1)
+        return (
+            _sequences(ids, mask, self.config.max_characters, seed=1),
+            _sequences(words, is_word, self.config.max_words, seed=2),
+        )
+
+    def _rows(self, block: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        keys, there = _joined(block)
+        return keys.remainder(self.config.num_buckets), there
+
+    def _rarity_of(self, keys: Tensor) -> Tensor:
+        return self.rarity[keys.remainder(self.config.num_buckets)]
 
     @torch.no_grad()
     def measure_rarity(self, texts: Iterable[Tensor]) -> None:
         """Set the weight of each n-gram to its smoothed inverse document frequency, as scikit-learn's TF-IDF computes
         it.
+
+        Args:
+            texts: bytes of shape (length,), or bytes and token types of shape (2, length).
         """
         counts, total = torch.zeros_like(self.rarity), 0
-        for ids in texts:
-            buckets, is_ngram = self.ngrams(ids[None], torch.ones_like(ids[None], dtype=torch.bool))
+        for text in texts:
+            ids, types = text[None] if text.ndim == 1 else text[:1], None if text.ndim == 1 else text[1:]
+            buckets, is_ngram = self.ngrams(ids, torch.ones_like(ids, dtype=torch.bool), types)
             counts[buckets[is_ngram].unique()] += 1
             total += 1
         self.rarity.copy_(torch.log((1 + total) / (1 + counts)) + 1)
@@ -116,14 +194,26 @@ def register() -> None:
     NgramsForSequenceClassification.register_for_auto_class("AutoModelForSequenceClassification")
 
 
-def _sequences(items: Tensor, mask: Tensor, longest: int, seed: int) -> tuple[list[Tensor], list[Tensor]]:
+def _joined(blocks: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    return torch.cat([keys for keys, _ in blocks], dim=1), torch.cat([there for _, there in blocks], dim=1)
+
+
+def _contained(keys: Tensor, mask: Tensor, others: Tensor, other_mask: Tensor) -> Tensor:
+    """Return a mask of the keys that are among the other text's keys."""
+    known = torch.where(other_mask, others, torch.iinfo(torch.long).max).sort(dim=1).values
+    place = torch.searchsorted(known, keys.contiguous()).clamp(max=known.shape[1] - 1)
+    return mask & (known.gather(1, place) == keys)
+
+
+def _sequences(items: Tensor, mask: Tensor, longest: int, seed: int) -> list[tuple[Tensor, Tensor]]:
     """Return a key for each sequence of 1 to `longest` items, and a mask of the sequences without missing items."""
-    keys, there = [_mix(items * 31 + seed)], [mask]
+    keys = [_mix(items * 31 + seed)]
+    there = [mask]
     for size in range(1, longest):
         if items.shape[1] > size:
             keys.append(_mix(keys[-1][:, :-1] * 31 + items[:, size:]))
             there.append(there[-1][:, :-1] & mask[:, size:])
-    return keys, there
+    return list(zip(keys, there, strict=True))
 
 
 def _words(ids: Tensor, is_letter: Tensor) -> tuple[Tensor, Tensor]:

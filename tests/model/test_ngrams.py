@@ -18,6 +18,7 @@ from accel_train.model.ngrams import NgramsConfig, NgramsForSequenceClassificati
 from tests.support.runs import environment
 
 TEXTS = ["The cat, the CAT.", "a cat", "do_it(2) twice", "", "é déjà vu", "x" * 40]
+OLD_LOGITS = [[0.05399834364652634, 1.2077627182006836], [0.035983845591545105, 1.6531226634979248]]
 
 
 def model(**sizes: int) -> NgramsForSequenceClassification:
@@ -59,6 +60,73 @@ def test_padding_and_the_other_texts_of_a_batch_change_nothing() -> None:
         together = classifier(*encoded(TEXTS, beside=7)).logits
         alone = torch.cat([classifier(*encoded([text], beside=1)).logits for text in TEXTS])
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-6)
+
+
+def encoded_pairs(pairs: list[tuple[str, str]], beside: int = 0) -> dict[str, torch.Tensor]:
+    ids, mask = encoded([first + second for first, second in pairs], beside)
+    seconds = torch.tensor([len(first.encode()) for first, _ in pairs])
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "token_type_ids": ((torch.arange(ids.shape[1]) >= seconds[:, None]) & mask).long(),
+    }
+
+
+def test_padding_and_the_other_pairs_of_a_batch_change_nothing() -> None:
+    pairs = [("the cat", "a cat sat"), ("", "x"), ("one", ""), ("x" * 40, "xy z"), ("é déjà", "vu déjà")]
+    with torch.no_grad():
+        classifier = model(separate_norms=True, type_vocab_size=2)
+        classifier.table.weight.normal_()
+        classifier.overlap.weight.normal_()
+        together = classifier(**encoded_pairs(pairs, beside=7)).logits
+        alone = torch.cat([classifier(**encoded_pairs([pair], beside=1)).logits for pair in pairs])
+    torch.testing.assert_close(together, alone, rtol=0, atol=1e-5)
+
+
+def test_shares_count_the_ngrams_that_both_texts_have() -> None:
+    classifier = model(max_characters=1, max_words=1, separate_norms=True, type_vocab_size=2)
+    batch = encoded_pairs([("the cat sat", "cat x"), ("abc", "abc"), ("abc", "def")])
+    shares = classifier.features(batch["input_ids"], batch["attention_mask"], batch["token_type_ids"])[1]
+    assert shares is not None
+    # Columns 3 to 5 are words: share of the first text, of the second, and of both.
+    torch.testing.assert_close(shares[:, 3:], torch.tensor([[1 / 3, 1 / 2, 2 / 5], [1, 1, 1], [0, 0, 0]]))
+
+
+@pytest.mark.parametrize("is_pair", [False, True])
+def test_only_a_model_of_pairs_learns_whether_new_texts_share_a_word(is_pair: bool) -> None:
+    generator = np.random.default_rng(0)
+    words = ["".join(generator.choice(list("abcdefghijklmnop"), 5)) for _ in range(400)]
+
+    def pairs_of(words: list[str], count: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        pairs, labels = [], []
+        for number in range(count):
+            first, second = generator.permutation(words)[:8].reshape(2, 4)
+            second[0] = first[0] if number % 2 else second[0]
+            pairs.append((" ".join(first), " ".join(generator.permutation(second))))
+            labels.append(number % 2)
+        return encoded_pairs(pairs), torch.tensor(labels)
+
+    (train, labels), (new, expected) = pairs_of(words[:300], 200), pairs_of(words[300:], 100)
+    config = NgramsConfig(num_buckets=2**12, num_labels=2, separate_norms=True, type_vocab_size=1 + is_pair)
+    classifier = NgramsForSequenceClassification(config)
+    optimizer = torch.optim.SGD(classifier.parameters(), lr=5.0, momentum=0.9)
+    for _ in range(30):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(classifier(**train).logits, labels).backward()
+        optimizer.step()
+    accuracy = (classifier(**new).logits.argmax(dim=1) == expected).float().mean().item()
+    assert accuracy > 0.95 if is_pair else accuracy < 0.65
+
+
+def test_fields_that_old_folders_lack_mean_the_old_model() -> None:
+    """OLD_LOGITS are the first version's."""
+    classifier = NgramsForSequenceClassification(NgramsConfig(num_buckets=97, num_labels=2)).eval()
+    assert sorted(classifier.state_dict()) == ["bias", "rarity", "table.weight"]
+    with torch.no_grad():
+        classifier.table.weight.copy_(torch.arange(194.0).sin().view(97, 2))
+        classifier.rarity.copy_(1 + torch.arange(97.0).cos() ** 2)
+        logits = classifier(*encoded(["The cat sat", "é déjà vu 2"])).logits
+    torch.testing.assert_close(logits, torch.tensor(OLD_LOGITS), rtol=0, atol=1e-6)
 
 
 def test_rarity_is_the_inverse_document_frequency_of_scikit_learn() -> None:

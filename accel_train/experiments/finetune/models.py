@@ -223,23 +223,28 @@ CHAT_TEMPLATE = (
 def text_classifier(found: Found, pretrained: Pretrained | None) -> Choices:
     batch = batch_for(found)
     common: Choices = {"data.group_by_length": Choice(True, "less padding")}
-    betas = Choice([0.9, 0.98], "")
     if pretrained is not None:
         training = training_of(found, batch, learning_rate_of(pretrained), (1_000, 2, 5), 0.01)
         return common | training | {"optimizer.betas": Choice([0.9, 0.999], "")}
     if found.num_samples < _MANY_TEXTS:
+        columns = found.settings.get("data.text_columns")
+        is_pair = columns is not None and len(columns.value) == 2
+        is_regression = not found.counts and not found.has_one_label
+        rate = Choice(0.3, "for squared errors") if is_regression else Choice(5.0, "for features of length 1")
+        config = {"model_type": "ngrams", "separate_norms": True, **({"type_vocab_size": 2} if is_pair else {})}
         return {
             "model.config": Choice(
-                {"model_type": "ngrams"},
+                config,
                 "no --model, and few texts: n-grams learn more from them than a network from scratch; "
                 "pretrained weights know more of the language",
             ),
             "tokenizer": Choice("bytes", "the n-grams are made of bytes"),
             "data.max_length": Choice(2048, "bytes"),
             **common,
-            **training_of(found, batch, Choice(1e-2, "as in the recipe text_ngrams"), (500, 4, 30), 0.0),
+            **training_of(found, batch, rate, (500, 4, 30), 0.0),
             "schedule.type": Choice("linear", ""),
-            "optimizer.betas": betas,
+            "optimizer.name": Choice("sgd", "rare n-grams stay small, as in a support vector machine"),
+            "optimizer.max_grad_norm": Choice(0.0, ""),
         }
     config = {
         "model_type": "modernbert",
@@ -262,7 +267,7 @@ def text_classifier(found: Found, pretrained: Pretrained | None) -> Choices:
         "data.max_length": Choice(256, ""),
         **common,
         **training_of(found, batch, Choice(3e-3, "as in the recipe text_classification"), (1_200, 3, 30), 0.1),
-        "optimizer.betas": betas,
+        "optimizer.betas": Choice([0.9, 0.98], ""),
         "optimizer.ema_decay": Choice(0.99, ""),
         **({"loss.label_smoothing": Choice(0.1, "")} if found.has_one_label else {}),
     }

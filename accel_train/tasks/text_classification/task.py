@@ -113,16 +113,21 @@ class TextClassification(EncoderTask):
         )
 
     def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
-        """Build the recipe's classifier. New n-grams measure the rarity of the training texts.
+        """Build the recipe's classifier. New n-grams measure the rarity of the training texts. A new regression of
+        n-grams begins at the mean label.
 
         Raises:
             ValueError: the weights cannot be loaded, or are not in the safetensors format.
         """
         model = super().build_model(recipe, data)
         if isinstance(model, NgramsForSequenceClassification) and recipe.model.config and not model.rarity.is_meta:
+            samples = cast("list[labelled.Sample]", data.train)
             model.measure_rarity(
-                torch.as_tensor(sample.ids, dtype=torch.long) for sample in cast("list[labelled.Sample]", data.train)
+                torch.from_numpy(np.stack([sample.ids, np.arange(len(sample.ids)) >= sample.second_from]).astype(int))
+                for sample in samples
             )
+            if self.scheme.problem_type == "regression":
+                nn.init.constant_(model.bias, float(np.mean([sample.label for sample in samples])))
         return model
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
