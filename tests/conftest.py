@@ -12,6 +12,7 @@ import pytest
 
 # Read when huggingface_hub is first imported: a test that asks the network fails at once instead of retrying.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.pop("COLUMNS", None)  # pytest-xdist sets it, and answers are wrapped at it
 
 import torch
 from accelerate import PartialState

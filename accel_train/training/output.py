@@ -34,6 +34,7 @@ from accel_train.observe.run_folder import PROFILE_FOLDER, RECIPE_FILE, RunFolde
 from accel_train.observe.system_metrics import SystemMetrics
 from accel_train.observe.throughput import Meter
 from accel_train.observe.trackers import Trackers
+from accel_train.parallel.precision import choose_mixed_precision
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.tasks import targets_of
 from accel_train.recipe.writer import format_recipe
@@ -241,6 +242,11 @@ def notable_choices(run: RunContext) -> dict[str, Choice[Any]]:
         names.add("optimizer.learning_rate")
     if probe is not None and probe.value == "not proved":
         names.add("probe")
+    if (
+        choices["precision.mixed_precision"].reason
+        != choose_mixed_precision(recipe.precision, run.accelerator.device).reason
+    ):
+        names.add("precision.mixed_precision")  # processes or devices differ
     size = choices.get("batch.per_device_batch_size")
     is_less = size is not None and size.value < run.plan.sizes.per_device_batch_size
     if is_less or (size is not None and run.sizes.gradient_accumulation_steps > 1):

@@ -16,8 +16,8 @@ from PIL import Image
 from accel_train.checkpoint.fingerprint import identity_changes, run_identity
 from accel_train.cli.main import main
 from accel_train.data.images.labelled import ImageSets
+from accel_train.data.samples import held_out_units
 from accel_train.data.sources import resolve_sources
-from accel_train.data.split import held_out_units
 from accel_train.recipe.loader import load_recipe, make_recipe
 from accel_train.tasks.common.texts import TextRow, hold_out, text_rows
 from accel_train.tasks.image_classification.config import ImageClassificationData

@@ -67,6 +67,8 @@ def test_a_stale_output_is_found_and_rounding_is_not() -> None:
 
 def test_there_are_the_notebooks_that_the_readme_names() -> None:
     assert [path.stem for path in NOTEBOOKS] == [
+        "any_module",
+        "competition",
         "image_classifier",
         "several_gpus",
         "text_classifier",

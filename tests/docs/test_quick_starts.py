@@ -43,7 +43,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def without_numbers(line: str) -> str:
-    """Numbers depend on the machine and the version of Python, and so do the blanks before them."""
+    """Numbers depend on the machine and the version of Python, and so do the blanks before them.
+
+    The test trains for two steps, so its model beats no baseline.
+    """
+    line = re.sub(r"best baseline: .*", "best baseline: ...", line)
     return re.sub(r"\s+", " ", re.sub(r"\d[\d,.]*", "#", line)).strip()
 
 

@@ -119,8 +119,10 @@ def run_forked(
         old.unlink()
     pids = folder / "pids.json"
     pids.unlink(missing_ok=True)
+    # A log of a process has every choice.
+    verbose = ["--verbose"] if program is None and argv[0] == "run" else []
     job = {
-        "argv": list(argv),
+        "argv": [*argv[:1], *verbose, *argv[1:]],
         "world_size": world_size,
         "folder": str(folder),
         "port": free_port(),

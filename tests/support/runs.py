@@ -113,7 +113,7 @@ def command(recipe: Path, *flags: str, processes: int = 1) -> list[str]:
     launcher = (
         [] if processes == 1 else ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", "--standalone"]
     )
-    return [sys.executable, *launcher, "-m", "accel_train", "run", str(recipe), *flags]
+    return [sys.executable, *launcher, "-m", "accel_train", "run", "--verbose", str(recipe), *flags]
 
 
 def environment(**extra: str) -> dict[str, str]:

@@ -137,13 +137,13 @@ def test_data_05_bad_examples_are_not_learned(capsys: pytest.CaptureFixture[str]
     assert not Path("runs/kto.yaml").exists()
 
 
-def test_data_06_columns_of_zeros_and_ones_name_the_way_to_many_labels(capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_06_columns_of_zeros_and_ones_are_several_labels(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [f"{n},this is comment number {n},{n % 2},{n // 2 % 2},{n // 4 % 2}" for n in range(40)]
     Path("toxic.csv").write_text("\n".join(["id,comment,toxic,threat,insult", *rows, ""]))
-    assert main(["finetune", "toxic.csv", "--dry-run"]) == 2
-    said = capsys.readouterr().err
-    assert "--label toxic or --label threat or --label insult" in said
-    assert "list" in said
+    assert main(["finetune", "toxic.csv", "--dry-run"]) == 0
+    assert "--label toxic" in capsys.readouterr().out, "the flag that chooses one of them"
+    data = yaml.safe_load(Path("runs/toxic.yaml").read_text())["data"]
+    assert (data["text_columns"], data["label_columns"]) == (["comment"], ["toxic", "threat", "insult"])
 
 
 _WORDS = ("the film was long and dull", "a bright and funny story", "few people laughed at the end", "we all cried")

@@ -101,7 +101,7 @@ def test_field_01_attention_alone_keeps_documents_apart_and_the_start_says_so(
     write_corpus(tmp_path)
     sections: dict[str, Any] = {"task": "causal-lm", "model": {"config": fields}, "schedule": {"max_steps": 1}}
     path = write_recipe_file(tmp_path, **sections, data={"mask_documents": True})
-    assert main(["run", str(path)]) == 0
+    assert main(["run", str(path), "--verbose"]) == 0
     (line,) = [line for line in "".join(capsys.readouterr()).splitlines() if "probe  " in line]
     assert "equal" in line
     assert "packed documents" in line

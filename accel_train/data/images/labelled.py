@@ -18,7 +18,7 @@ from accel_train.data.images.images import (
     text_digest,
 )
 from accel_train.data.labels import IGNORED_LABEL
-from accel_train.data.split import held_out_units
+from accel_train.data.samples import held_out_units
 from accel_train.recipe.data import ClassData, Data
 
 _EVAL_NAMES = ("val", "validation", "valid", "dev", "eval")

@@ -13,7 +13,7 @@ from typing import Any
 from accel_train.core.format import did_you_mean, format_count
 from accel_train.core.state import Choice
 from accel_train.data.encoding import check_encoding
-from accel_train.data.split import group_names
+from accel_train.data.samples import group_names
 from accel_train.data.tables import Row
 from accel_train.experiments.finetune.columns import Column, Table, read_table, recognise_label, with_settings
 from accel_train.experiments.finetune.images import recognise_images

@@ -115,7 +115,7 @@ def annotated(asked: Asked, table: Table) -> dict[str, Any] | None:
     """
     if asked.task not in (None, *_KINDS) or (asked.task is None and (asked.text or asked.label)):
         return None
-    given = (*asked.text, *filter(None, [asked.label]))
+    given = (*asked.text, *asked.label)
     finders = {"token-classification": _tagged, "question-answering": _questions, "seq2seq": _pair}
     for task in _KINDS if asked.task is None else [asked.task]:
         names = given or finders[task](asked, table)

@@ -43,14 +43,14 @@ def unpacked(asked: Asked, output_dir: str | None, *, is_first: bool = True) -> 
         return asked.path, output_dir or default_output_dir(asked.path), None
     run = output_dir or default_output_dir(path.name.removesuffix(kind) if kind else path.name)
     folder = Path(f"{run.rstrip('/')}-data")
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not is_first and not folder.exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
+    staging = folder.with_name(f".{folder.name}.tmp")
+    if not is_first:
+        _wait_for(folder, staging)
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if not folder.exists():
         make_folders(folder.parent)
-        with publish_folder(folder, folder.with_name(f".{folder.name}.tmp")) as staging:
+        with publish_folder(folder, staging):
             _write(path, kind, staging)
             (staging / _SOURCE).write_text(digest)
     mark = folder / _SOURCE
@@ -64,6 +64,17 @@ def unpacked(asked: Asked, output_dir: str | None, *, is_first: bool = True) -> 
     else:
         note = f"{path}: unpacked to {folder} ({format_count(len(files_below(folder)), 'file')})"
     return str(_data_in(folder)), run, note
+
+
+def _wait_for(folder: Path, staging: Path) -> None:
+    """Wait until the first process has unpacked, for as long as it does."""
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not folder.exists():
+        if staging.exists():
+            deadline = time.monotonic() + WAIT_SECONDS
+        if time.monotonic() > deadline:
+            raise ValueError(f"the first process did not make {folder}. Its error says why")
+        time.sleep(0.1)
 
 
 def _kind_of(asked: Asked, path: Path) -> str | None:

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from accel_train.core.files import digest64
+from accel_train.data.samples import group_names, held_out_units
 from accel_train.data.sources import Source, describe
-from accel_train.data.split import group_names, held_out_units
 from accel_train.data.tables import read_rows, show_cell, text_cell
 from accel_train.data.text.documents import divide_rows
 from accel_train.data.text.tokenizers import byte_tokenizer, load_tokenizer, train_bpe

@@ -105,3 +105,13 @@ def test_a_spreadsheet_without_its_package_names_the_extra(monkeypatch: pytest.M
     monkeypatch.setitem(sys.modules, "python_calamine", None)
     with pytest.raises(ValueError, match=r"pip install 'accel-train\[excel\]'"):
         unpack(shapes.spreadsheet())
+
+
+def test_another_process_reads_what_the_first_unpacks_and_unpacks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    write_zip("reviews.zip", {"data.csv": "\n".join(ROWS)})
+    monkeypatch.setattr("accel_train.experiments.finetune.unpack.WAIT_SECONDS", 0.2)
+    asked = asked_of("reviews.zip", minimal_recipe("reviews.zip", []))
+    with pytest.raises(ValueError, match="the first process did not make runs/reviews-data"):
+        unpacked(asked, None, is_first=False)
+    assert not Path("runs").exists()
+    assert unpacked(asked, None) == unpacked(asked, None, is_first=False)

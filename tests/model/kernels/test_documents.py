@@ -41,7 +41,7 @@ from accel_train.training.setup import prepare_run
 from tests.model.test_activation_checkpointing import ATTENTION, CountOperators
 from tests.support.hf_models import small_config
 from tests.support.memory import peak_bytes
-from tests.support.runs import TINY_MODEL, metrics, recipe_dict, write_corpus
+from tests.support.runs import TINY_MODEL, events, metrics, recipe_dict, write_corpus
 
 SEPARATOR = 0
 LENGTH = 2 * SHORTEST
@@ -341,7 +341,7 @@ def test_a_model_put_back_for_generation_gets_a_dense_mask() -> None:
 
 
 def test_a_run_says_how_it_keeps_documents_apart_and_one_setting_turns_it_off(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
 ) -> None:
     write_corpus(tmp_path)
     losses = []
@@ -357,7 +357,7 @@ def test_a_run_says_how_it_keeps_documents_apart_and_one_setting_turns_it_off(
         run = prepare_run(Recipe.model_validate(recipe_dict(tmp_path, **sections)))
         with run.resources:
             run_steps(run)
-        said = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("document mask"))
+        said = events(tmp_path / name, "start")[0]["choices"]["document mask"]
         assert (PER_DOCUMENT if attention == "auto" else "model.attn_implementation is sdpa") in said
         losses.append([line["loss"] for line in metrics(tmp_path / name)])
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
