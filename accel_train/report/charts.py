@@ -184,6 +184,10 @@ def _event_marks(run: Run) -> list[JsonRecord]:
         steps = np.array(sorted({event["step"] for event in run.events if event["event"] == name}), dtype=np.float64)
         if len(steps):
             found.append({"label": mark.label, "color": mark.color, "shape": mark.shape} | _marks("x", steps))
+    step = run.summary.get("best_step")
+    if type(step) is int and any(event["event"] == "best_model" for event in run.events):
+        kept = {"label": "weights in model/", "color": "--good", "shape": "dashed line"}
+        found.append(kept | _marks("x", np.array([step], dtype=np.float64)))
     return found
 
 

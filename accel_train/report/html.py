@@ -126,6 +126,7 @@ def describe_run(run: Run) -> dict[str, Any]:
         "profiles": run.profiles,
         "damage": run.damage,
         "tables": _tables(summary),
+        "example": run.example,
         "recipe": run.recipe_text,
     }
 
@@ -136,7 +137,8 @@ def differ_in_evaluation_data(runs: Sequence[Run]) -> bool:
     for run in runs:
         settings, facts = (run.recipe or {}).get("data"), run.summary.get("data")
         data = settings if isinstance(settings, dict) else {}
-        source = data.get("eval") or (data.get("train") and [data["train"], data.get("eval_fraction")])
+        split = [data.get(name) for name in ("eval_fraction", "split_seed", "group_column", "stratify")]
+        source = data.get("eval") or (data.get("train") and [data["train"], *(value or None for value in split)])
         num_eval = facts.get("num_eval") if isinstance(facts, dict) else None
         for values, value in zip(known, (source, num_eval, final_metric("num_targets", run)), strict=True):
             if value is not None and run.final_metrics():
@@ -148,8 +150,9 @@ def compare_headlines(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Return one row per headline number that some run has.
 
     `best` lists the columns with the best value if values differ. Scores have no best value if the runs were evaluated
-    on different data.
+    on different data, and the throughput has none if models, processes, or devices differ.
     """
+    is_unlike = len({_machine_and_model(run) for run in runs}) > 1
     rows, targets, is_other = [], shared_targets(runs), differ_in_evaluation_data(runs)
     for headline in HEADLINES:
         values = [headline.read(run) for run in runs]
@@ -158,6 +161,8 @@ def compare_headlines(runs: Sequence[Run]) -> list[dict[str, Any]]:
         numbers = {value for value in values if value is not None and not math.isnan(value)}
         best = headline.better(numbers) if headline.better and len(numbers) > 1 else None
         if is_other and getattr(headline.find, "func", None) is final_metric:
+            best = None
+        if is_unlike and headline.label == "Throughput":
             best = None
         unit = f" {headline.unit.format(targets=targets)}" if headline.unit else ""
         rows.append(
@@ -168,6 +173,11 @@ def compare_headlines(runs: Sequence[Run]) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def _machine_and_model(run: Run) -> str:
+    gpu = (run.summary.get("environment") or {}).get("gpu")
+    return str([run.summary.get("parameters"), run.summary.get("world_size"), gpu])
 
 
 def compare_recipes(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:

@@ -1,5 +1,6 @@
 """Read the records in a run's folder for the report. The run may still be running or may have been killed."""
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -42,6 +43,8 @@ class Run:
     events: Sequence[JsonRecord] = ()
     summary: JsonRecord = field(default_factory=dict)
     recipe_text: str = ""
+    example: str = ""
+    """Python lines that use the model, from the README next to its weights."""
     evaluation: JsonRecord = field(default_factory=dict)
     """Contents of evaluation.json: `step`, `metrics`, `details`."""
     examples: JsonRecord = field(default_factory=dict)
@@ -121,6 +124,7 @@ def load_run(folder: Path, name: str | None = None, reader: MetricsReader | None
         events,
         summary,
         recipe_text=recipe.read_text(encoding="utf-8", errors="replace") if recipe.is_file() else "",
+        example=_example(folder / "model"),
         evaluation=run_folder.read_record(folder / EVALUATION_FILE, damage),
         examples=run_folder.read_record(folder / run_folder.EXAMPLES_FILE, damage),
         system=system,
@@ -131,6 +135,14 @@ def load_run(folder: Path, name: str | None = None, reader: MetricsReader | None
         ],
         damage=damage,
     )
+
+
+def _example(model: Path) -> str:
+    """Return the first Python lines in the README of a model, with its path."""
+    card = model / "README.md"
+    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+    found = re.search(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+    return "" if found is None else found[1].replace("path/of/this/folder", model.as_posix()).rstrip()
 
 
 def _usable_incidents(folder: Path, damage: list[str]) -> list[JsonRecord]:

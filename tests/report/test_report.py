@@ -173,6 +173,53 @@ def test_no_score_is_best_where_runs_were_evaluated_on_different_data(other: boo
     assert best["Model FLOP utilization"] == [1]
 
 
+@pytest.mark.parametrize("setting", ["split_seed: 1", "group_column: author", "stratify: true", "eval_fraction: 0.2"])
+def test_runs_that_hold_out_other_rows_of_the_same_file_are_evaluated_on_different_data(setting: str) -> None:
+    summary = {"eval": {"loss": 0.2, "num_targets": 50}}
+    texts = [f"data: {{train: a.csv, {each}}}" for each in ("eval_fraction: 0.1", setting, "split_seed: 0")]
+    one, other, plain = (Run(name, summary=summary, recipe_text=text) for name, text in zip("abc", texts, strict=True))
+    assert differ_in_evaluation_data([one, other])
+    assert not differ_in_evaluation_data([plain, Run("d", summary=summary, recipe_text="data: {train: a.csv}")])
+
+
+@pytest.mark.parametrize("change", [{}, {"parameters": 5}, {"world_size": 4}, {"environment": {"gpu": "1 x T4"}}])
+def test_no_throughput_is_best_where_models_processes_or_devices_differ(change: dict[str, Any]) -> None:
+    summary = {"parameters": 4, "world_size": 2, "environment": {"gpu": "2 x T4"}}
+    runs = [
+        Run("a", summary={**summary, "throughput": 10.0}),
+        Run("b", summary={**summary, **change, "throughput": 20.0}),
+    ]
+    best = {row["label"]: row["best"] for row in compare_headlines(runs)}
+    assert best["Throughput"] == ([] if change else [1])
+
+
+def test_the_step_of_the_weights_in_model_is_marked_where_the_best_ones_were_kept(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", summary={**SUMMARY, "best_step": 150})
+    label = "weights in model/"
+    assert label not in [mark["label"] for mark in Page(write_report([run]).read_text()).charts["loss"]["marks"]]
+    with (run / "events.jsonl").open("a") as file:
+        event = {
+            "time": "2026-01-01T00:00:00Z",
+            "step": 200,
+            "event": "best_model",
+            "message": "the weights of step 150",
+        }
+        file.write(json.dumps(event) + "\n")
+    marks = {mark["label"]: mark["x"] for mark in Page(write_report([run]).read_text()).charts["loss"]["marks"]}
+    assert marks[label] == [150]
+
+
+def test_a_report_shows_the_lines_that_use_the_model_with_its_path(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    assert "Use this model" not in Page(write_report([run]).read_text()).text
+    (run / "model").mkdir()
+    code = 'classify = pipeline("text-classification", model="path/of/this/folder")\nclassify("a < b")'
+    (run / "model" / "README.md").write_text(f"# A model\n\n```python\n{code}\n```\n")
+    text = Page(write_report([run]).read_text()).text
+    assert f'Use this model classify = pipeline("text-classification", model="{run.as_posix()}/model")' in text
+    assert 'classify("a < b")' in text
+
+
 def test_runs_of_the_same_name_are_told_apart_by_their_parents(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / parent / "run") for parent in ("a", "b")]
     text = Page(write_report(runs, tmp_path).read_text()).text
