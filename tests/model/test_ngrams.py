@@ -2,6 +2,7 @@
 the package.
 """
 
+import csv
 import json
 import subprocess
 import sys
@@ -12,10 +13,12 @@ import numpy as np
 import pytest
 import torch
 from sklearn.feature_extraction.text import TfidfVectorizer
+from transformers import pipeline
 
 from accel_train.cli.main import main
 from accel_train.model.ngrams import NgramsConfig, NgramsForSequenceClassification, register
-from tests.support.runs import environment
+from tests.support.comparisons import assert_same_run
+from tests.support.runs import environment, run
 
 TEXTS = ["The cat, the CAT.", "a cat", "do_it(2) twice", "", "é déjà vu", "x" * 40]
 OLD_LOGITS = [[0.05399834364652634, 1.2077627182006836], [0.035983845591545105, 1.6531226634979248]]
@@ -189,3 +192,32 @@ def test_another_tokenizer_is_refused(
     monkeypatch.chdir(tmp_path)
     assert main(["plan", "text_ngrams", "--tokenizer.train_bpe.vocab_size", "300"]) == 2
     assert "model.config.model_type=ngrams reads the bytes of a text; set tokenizer: bytes" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_pairs_train_alike_on_two_processes_and_the_pipeline_gives_the_scores_of_predict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, not_launched: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    generator = np.random.default_rng(0)
+    words = ["".join(generator.choice(list("abcdefgh"), 4)) for _ in range(400)]
+    rows = []
+    for number in range(400):
+        one, other = (list(generator.choice(words, 6)) for _ in range(2))
+        other[:3] = one[:3] if number % 2 else other[:3]
+        rows.append(f"{' '.join(one)},{' '.join(other)},{'same' if number % 2 else 'other'}")
+    Path("pairs.csv").write_text("one,two,label\n" + "\n".join(rows) + "\n")
+    assert main(["finetune", "pairs.csv", "--dry-run", "--schedule.max_steps", "16", "--data.num_workers", "0"]) == 0
+    run(Path("runs/pairs.yaml"), "--output_dir", "alone")
+    run(Path("runs/pairs.yaml"), "--output_dir", "both", processes=2)
+    assert_same_run(Path("both"), Path("alone"))
+    assert json.loads(Path("both/summary.json").read_text())["eval"]["accuracy"] > 0.9
+
+    assert main(["predict", "both", "pairs.csv", "--out", "found.csv"]) == 0
+    with Path("found.csv").open(newline="") as file:
+        found = list(csv.DictReader(file))[:40]
+    pipe = pipeline("text-classification", model="both/model", trust_remote_code=True, top_k=None)
+    for row, expected in zip(rows, found, strict=False):
+        one, other, _ = row.split(",")
+        scores = {each["label"]: each["score"] for each in pipe({"text": one, "text_pair": other}, truncation=True)}
+        assert scores["same"] == pytest.approx(float(expected["score_same"]), abs=1e-6)
