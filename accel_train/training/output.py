@@ -255,7 +255,7 @@ def notable_choices(run: RunContext) -> dict[str, Choice[Any]]:
 
 
 def announce(run: RunContext, folder: RunFolder) -> None:
-    """Print every decision with its reason, write the resolved recipe, and record the start or the resume."""
+    """Print the main facts and notable choices, write the resolved recipe, and record the start or the resume."""
     plan, point, step, observer = run.plan, run.plan.resume_point, run.state.step, run.observer
     setting_changes, has_finished = run.changes, step >= plan.max_steps
     if not (has_finished and setting_changes):  # it would say what no step was trained with
@@ -270,7 +270,7 @@ def announce(run: RunContext, folder: RunFolder) -> None:
     observer.note(f"{'model'.ljust(width)}  {kind}, {num_parameters:,} trainable parameters")
     if (norms := describe_batch_norm(run)) is not None:
         observer.note(f"{'batch norm'.ljust(width)}  {norms}")
-    for note in _of_data(plan.data, plan.recipe):
+    for note in _of_data(plan.data, plan.recipe) or [f"{plan.order.num_samples:,} samples to train on"]:
         observer.note(f"{'data'.ljust(width)}  {note}")
     if not folder.lock.value:
         observer.note(f"output_dir is not locked: {folder.lock.reason}")

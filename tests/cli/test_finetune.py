@@ -104,6 +104,19 @@ def test_a_csv_becomes_a_text_classifier(capsys: pytest.CaptureFixture[str]) -> 
     assert answer["label"] in ("good", "bad")
 
 
+@pytest.mark.parametrize("width", [60, 80])
+def test_findings_wrap_between_words_at_the_columns_that_are_set(
+    width: int, dry_run: DryRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_reviews()
+    plain, _ = dry_run("reviews.csv")
+    assert max(map(len, plain.splitlines())) > 120, "without a terminal and COLUMNS, lines stay whole"
+    monkeypatch.setenv("COLUMNS", str(width))
+    wrapped, _ = dry_run("reviews.csv")
+    assert max(map(len, wrapped.splitlines())) <= width
+    assert "\n    " in wrapped, "what continues a line of two blanks hangs by two more"
+
+
 def test_a_folder_of_images_becomes_an_image_classifier(dry_run: DryRun) -> None:
     """The folder has the name of embedded data, which are not what is asked for."""
     write_digits()

@@ -3,7 +3,14 @@ from typing import Any
 
 import pytest
 
-from accel_train.metrics.baselines import Unbeaten, format_scores, is_lower_better, likely_causes, unbeaten_baseline
+from accel_train.metrics.baselines import (
+    Unbeaten,
+    format_main_score,
+    format_scores,
+    is_lower_better,
+    likely_causes,
+    unbeaten_baseline,
+)
 
 FACTS: dict[str, Any] = {
     "run_folder": "runs/a", "steps": 1200, "epochs": 3.0, "pretrained": False, "parameters": 124_000, "samples": 5000,
@@ -58,6 +65,30 @@ def test_the_best_baseline_that_the_model_does_not_beat_is_found(
     scores: dict[str, float], baselines: dict[str, float], main: str, expected: tuple[Any, ...] | None
 ) -> None:
     assert unbeaten_baseline(scores, baselines, main) == expected
+
+
+@pytest.mark.parametrize(
+    ("scores", "baselines", "expected"),
+    [
+        (
+            {"accuracy": 0.9},
+            {"a_accuracy": 0.7, "b_accuracy": 0.8},
+            "accuracy 0.9000; best baseline: b 0.8000 (beaten)",
+        ),
+        ({"accuracy": 0.8}, {"b_accuracy": 0.8}, "accuracy 0.8000; best baseline: b 0.8000 (equaled)"),
+        ({"accuracy": math.nan}, {"b_accuracy": 0.8}, "accuracy nan; best baseline: b 0.8000 (not beaten)"),
+        (
+            {"accuracy": 0.1, "mse": 2.0},
+            {"mean_mse": 3.0, "zero_mse": 1.0},
+            "accuracy 0.1000, mse 2.0000; best baseline: zero 1.0000 (not beaten)",
+        ),
+        ({"accuracy": 0.9}, {}, "accuracy 0.9000"),
+    ],
+)
+def test_one_line_compares_the_main_score_with_the_best_baseline(
+    scores: dict[str, Any], baselines: dict[str, Any], expected: str
+) -> None:
+    assert format_main_score(scores, baselines, "accuracy") == expected
 
 
 def test_the_sentence_has_both_numbers() -> None:
