@@ -74,7 +74,7 @@ def test_dist_is_the_same_bytes_under_another_umask_and_its_wheel_works_without_
     rows = [f"{'good' if number % 2 else 'bad'} film number {number},{number % 2}" for number in range(60)]
     (folder / "reviews.csv").write_text("\n".join(["text,label", *rows]))
     found = command("finetune", "reviews.csv", "--schedule.max_steps", "2", "--model.config.num_buckets", "4096")
-    assert "recipe: runs/reviews.yaml (written" in found
+    assert "all settings and reasons: runs/reviews.yaml" in found
     assert (folder / "runs" / "reviews" / "model" / "config.json").exists()
     (folder / "own.txt").write_text("one two three\n" * 2000)
     command("init", "gpt_tiny", "own.yaml")
