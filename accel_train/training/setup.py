@@ -17,6 +17,7 @@ from accel_train.engine.loader import choose_reading
 from accel_train.engine.resolve import check_recipe, resolve_run
 from accel_train.engine.run import Extensions as Extensions
 from accel_train.engine.run import RunContext, RunPlan
+from accel_train.model.kernels.attention import masks_without_reading
 from accel_train.model.kernels.frozen import choose_frozen_dtype
 from accel_train.observe.goodput import LaunchClock
 from accel_train.optim.custom import try_custom
@@ -73,6 +74,7 @@ def _prepare(recipe: Recipe, task: Task | None, extensions: Extensions, stop: St
     with ExitStack() as resources, exits_are_errors():
         watchdog = extensions.watchdog or open_watchdog(recipe, strategy.accelerator, extensions, stop, resources)
         output = resources.enter_context(open_output(recipe, strategy.accelerator, clock))
+        resources.enter_context(masks_without_reading())
         with clock.inside("data_preparation"):
             plan = plan_run(recipe, task, strategy, sizes, choices, extensions)
         # Lock after the data is read, so that unreadable data leaves no folder behind. Read the folder after the lock.

@@ -6,6 +6,7 @@ seconds sooner. Each writes `rank-R.out` and `rank-R.err` into `folder`, and cou
 there.
 """
 
+import contextlib
 import gc
 import json
 import logging
@@ -170,7 +171,9 @@ def serve() -> None:
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
     for name in PRELOADED:
-        importlib.import_module(name)
+        # Only so that a run begins sooner. What is not installed, a run that needs it will say.
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(name)
     # tqdm's own lock is a semaphore that all forked processes would share: one that is killed while it holds it stops
     # the rest.
     tqdm.set_lock(threading.RLock())

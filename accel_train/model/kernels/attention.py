@@ -6,15 +6,20 @@ Under `torch.compile` it also builds a dense mask, so SDPA cannot use the flash 
 An attention implementation without a registered mask function gets no mask at all. This is right for training on full
 windows, and wrong for left padding and for decoding with a cache. It is therefore used for training only, and
 `use_for_generation` restores SDPA.
+
+Where rows are padded, the library reads each mask from the device, in case nothing is padded.
+`masks_without_reading` builds the mask in every case.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from accel_train.core.state import Choice
 from accel_train.model.kernels.documents import (
@@ -179,6 +184,31 @@ def document_mask(model: torch.nn.Module, batch: Mapping[str, torch.Tensor], *, 
         # Eager attention adds its mask to the scores, and true and false would count as 1 and 0.
         return torch.zeros_like(mask, dtype=torch.float32).masked_fill(~mask, torch.finfo(torch.float32).min)
     return mask
+
+
+@contextmanager
+def masks_without_reading() -> Iterator[None]:
+    """Inside the context, transformers' SDPA gets its mask of padded rows without a read from a GPU, and without NaN.
+
+    The library looks whether a row is padded at all, and the host would wait for the device in every forward. A query
+    in the padding, with only padding within its window, may attend to nothing, and kernels of GPUs make that NaN in the
+    backward. Here such a query attends to all keys. Nothing reads its output.
+    """
+    library = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]
+
+    def mask(*args: Any, attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor | None:
+        if attention_mask is not None and attention_mask.device.type != "cpu":
+            kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        built: torch.Tensor | None = library(*args, attention_mask=attention_mask, **kwargs)
+        if built is None or attention_mask is None or built.device.type == "cpu":
+            return built
+        return built | ~built.any(-1, keepdim=True)
+
+    ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = mask
+    try:
+        yield
+    finally:
+        ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = library
 
 
 def use_for_generation(model: PreTrainedModel) -> PreTrainedModel:
