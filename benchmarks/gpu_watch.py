@@ -6,12 +6,16 @@ import json
 import statistics
 import time
 import traceback
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+MOST_KERNELS = 20
+"""Names of kernels that a row lists with their milliseconds a step."""
 
 
 @dataclass(frozen=True)
@@ -102,9 +106,10 @@ class StepWatch:
             self.result["sync"] = "checking" if mode == "error" else "none"
 
 
-def gpu_idle(events: Sequence[Mapping[str, Any]], num_steps: int) -> dict[str, float]:
-    """Idle share and kernels per step, from the events of a chrome trace: kernels may overlap, so
-    intervals are merged.
+def gpu_idle(events: Sequence[Mapping[str, Any]], num_steps: int) -> dict[str, Any]:
+    """Idle share, kernels per step, and the kernels that take longest, from the events of a chrome trace.
+
+    Kernels may overlap, so intervals are merged.
     """
     on_gpu = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset") and "dur" in e]
     spans = sorted((float(e["ts"]), float(e["ts"]) + float(e["dur"])) for e in on_gpu)
@@ -116,7 +121,15 @@ def gpu_idle(events: Sequence[Mapping[str, Any]], num_steps: int) -> dict[str, f
             begin = start
         end = max(end, stop)
     busy += end - begin
-    return {"gpu_idle": 1 - busy / (end - spans[0][0]), "kernels_per_step": len(spans) / num_steps}
+    times: Counter[str] = Counter()
+    for event in on_gpu:
+        times[str(event["name"])[:120]] += event["dur"]
+    longest = {name: round(us / 1e3 / num_steps, 3) for name, us in times.most_common(MOST_KERNELS)}
+    return {
+        "gpu_idle": 1 - busy / (end - spans[0][0]),
+        "kernels_per_step": len(spans) / num_steps,
+        "longest_kernels_ms": longest,
+    }
 
 
 def synchronizing_line(error: BaseException | None) -> str | None:

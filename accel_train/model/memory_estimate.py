@@ -510,7 +510,11 @@ def _like_a_run(like_cuda: bool, split_size: int) -> dict[tuple[Any, str], Calla
     def multiply(a: Tensor, b: Tensor) -> Tensor:
         return torch.empty(a.shape[0], b.shape[1], dtype=torch.promote_types(a.dtype, torch.float32))
 
-    found |= {(chunked_loss, "product"): multiply, (functional, "scaled_dot_product_attention"): attend}
+    def add_product(*_: Tensor) -> None:
+        """The product is added in place."""
+
+    found |= {(chunked_loss, "product"): multiply, (chunked_loss, "add_product"): add_product}
+    found |= {(chunked_loss, "is_on_gpu"): lambda head: True, (functional, "scaled_dot_product_attention"): attend}
     return found | {(owner, name): _widened(getattr(owner, name)) for owner, names in IN_FP32.items() for name in names}
 
 

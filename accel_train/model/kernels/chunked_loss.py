@@ -12,6 +12,7 @@ They exchange three numbers per position: the largest logit, the sum of exponent
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -27,9 +28,11 @@ from accel_train.data.labels import IGNORED_LABEL
 from accel_train.model.kernels.held_rows import HeldRows, held_rows, num_parts, split_of
 
 LOGITS_AT_ONCE = 2**26
-"""Largest number of logits in a chunk: 256 MiB in fp32."""
+"""Largest number of logits in a chunk: 256 MiB in fp32. On a GPU twice as many, so that the gradient of the head's
+weights, which each chunk reads and writes as a whole, is added up less often.
+"""
 PRODUCT_AT_ONCE = 2**24
-"""Largest number of elements of the head's gradient that one addition updates: 64 MiB in fp32."""
+"""Largest number of elements of the head's gradient that one addition updates on a CPU: 64 MiB in fp32."""
 GRADIENT_SCALE = {torch.float16: 2.0**12}
 """Factor of the logits' gradients before they are rounded to fp16, whose smallest number is 6e-8."""
 _CHECKED_CLASSES = frozenset(
@@ -118,14 +121,26 @@ def head_for_chunks(requested: bool | str, model: nn.Module, num_positions: int)
 
 def rows_at_once(head: nn.Linear, tp_size: int = 1) -> int:
     """Return the number of positions in a chunk. Above 64 it is a multiple of 64, to suit matrix products."""
-    rows = max(LOGITS_AT_ONCE // -(-head.out_features // max(tp_size, num_parts(head))), 1)
+    most = LOGITS_AT_ONCE * (2 if is_on_gpu(head) else 1)
+    rows = max(most // -(-head.out_features // max(tp_size, num_parts(head))), 1)
     return rows - rows % 64 if rows > 64 else rows
+
+
+def is_on_gpu(head: nn.Linear) -> bool:
+    """Return whether the layer is on a GPU, or any device but the CPU."""
+    return head.weight.device.type != "cpu"
 
 
 # torch.compile would unroll the loop. The body is one graph, and the loss stays outside of it.
 @torch.compiler.disable
 def chunked_loss(
-    head: nn.Linear, hidden: Tensor, labels: Tensor, label_smoothing: float = 0.0, chunk_rows: int | None = None
+    head: nn.Linear,
+    hidden: Tensor,
+    labels: Tensor,
+    label_smoothing: float = 0.0,
+    chunk_rows: int | None = None,
+    *,
+    compiled: bool = False,
 ) -> Tensor:
     """Sum the cross-entropy of `head(hidden)` over the labels that are not -100: 0-dim, softmax and sums in fp32.
 
@@ -135,6 +150,7 @@ def chunked_loss(
         hidden: (B, T, H) hidden states.
         labels: (B, T) token ids.
         chunk_rows: positions in a chunk; default: `rows_at_once`.
+        compiled: let torch.compile fuse what is computed for each logit, on a GPU where one process holds them all.
     """
     if not torch.is_grad_enabled():
         return chunked_counts(head, hidden, labels, chunk_rows)[0]
@@ -142,7 +158,8 @@ def chunked_loss(
 
     def forward(hidden: Tensor, labels: Tensor) -> Any:
         weight, bias, held = held_rows(head)
-        return _ChunkedLoss.apply(hidden, weight, bias, labels, label_smoothing, rows, held)
+        is_fused = compiled and hidden.is_cuda and held.group is None
+        return _ChunkedLoss.apply(hidden, weight, bias, labels, label_smoothing, rows, held, is_fused)
 
     loss: Tensor = _call_with(forward, head, hidden, labels)
     return loss
@@ -198,7 +215,7 @@ class _ChunkedLoss(torch.autograd.Function):
     """Differentiable loss in chunks, 0-dim fp32.
 
     Inputs: hidden (N, H), weight (held rows, H), bias (held rows,) or None, labels (N,), smoothing, positions per
-    chunk, and the held rows.
+    chunk, the held rows, and whether torch.compile fuses the work for each logit.
     """
 
     @staticmethod
@@ -211,6 +228,7 @@ class _ChunkedLoss(torch.autograd.Function):
         smoothing: float,
         rows: int,
         held: HeldRows,
+        is_fused: bool,
     ) -> Tensor:
         wide = torch.promote_types(weight.dtype, torch.float32)
         inputs = (hidden, weight, bias)
@@ -219,10 +237,13 @@ class _ChunkedLoss(torch.autograd.Function):
             for each, is_wanted in zip(inputs, ctx.needs_input_grad[:3], strict=True)
         ]
         total = torch.zeros((), dtype=wide, device=hidden.device)
+        differentiate = fused_differentiate() if is_fused else _differentiate
         with _without_autocast(weight, bias) as head:
             for part in _parts(labels, rows):
                 of_hidden = None if sums[0] is None else sums[0][part]
-                total += _add_chunk(hidden[part], (*head, held), labels[part], smoothing, [of_hidden, *sums[1:]])
+                total += _add_chunk(
+                    hidden[part], (*head, held), labels[part], smoothing, [of_hidden, *sums[1:]], differentiate
+                )
         if sums[0] is not None:
             # Each process has the gradients from its own tokens only.
             held.sum_in_place(sums[0])
@@ -241,7 +262,7 @@ class _ChunkedLoss(torch.autograd.Function):
         scaled = [
             None if each is None else each.mul_(factor).to(dtype) for each, dtype in zip(sums, ctx.dtypes, strict=True)
         ]
-        return *scaled, None, None, None, None
+        return *scaled, None, None, None, None, None
 
 
 def _add_chunk(
@@ -250,46 +271,92 @@ def _add_chunk(
     labels: Tensor,
     smoothing: float,
     sums: list[Tensor | None],
+    differentiate: Callable[..., tuple[Tensor, Tensor]],
 ) -> Tensor:
     """Add a chunk's gradients to their sums; return its loss. The logits are freed when this call returns."""
     weight, bias, held = head
-    hidden, labels = hidden.to(weight.dtype), labels[:, None]
-    logits = _logits(hidden, weight, bias)
-    losses, totals = _losses(logits, held.largest(logits.amax(1, keepdim=True)), labels, held, smoothing)
-    # The gradient, softmax - target, reuses the memory of the logits. Ignored positions are divided by infinity.
-    kept = labels != IGNORED_LABEL
-    gradient = logits.div_(totals.masked_fill_(~kept, math.inf))
-    if smoothing:
-        gradient.sub_(kept * (smoothing / held.vocabulary))
-    targets, is_here = held.find(labels)
-    gradient.scatter_add_(1, targets, is_here.to(gradient.dtype) * (smoothing - 1))
-    if weight.dtype in GRADIENT_SCALE:
-        gradient.mul_(GRADIENT_SCALE[weight.dtype])
+    labels = labels[:, None]
+    is_ignored = labels == IGNORED_LABEL
+    # A position that is ignored has finite logits, and adds nothing to the gradient of the weights.
+    hidden = hidden.to(weight.dtype).masked_fill(is_ignored, 0)
+    losses, gradient = differentiate(_logits(hidden, weight, bias), labels, held, smoothing, weight.dtype)
     of_hidden, of_weight, of_bias = sums
     if of_bias is not None:
-        of_bias += gradient.sum(0)
-    rounded = gradient.to(weight.dtype)
+        of_bias += product((~is_ignored).to(gradient.dtype).t(), gradient)[0]
     if of_hidden is not None:
-        of_hidden.copy_(product(rounded, weight))
+        of_hidden.copy_(product(gradient, weight).masked_fill_(is_ignored, 0))
     if of_weight is not None:
-        rows = max(PRODUCT_AT_ONCE // hidden.shape[1], 1)
-        for own, their in zip(of_weight.split(rows), rounded.t().split(rows), strict=True):
-            own += product(their, hidden)
+        add_product(of_weight, gradient.t(), hidden)
     return losses.sum()
 
 
-def _losses(logits: Tensor, largest: Tensor, labels: Tensor, held: HeldRows, smoothing: float) -> tuple[Tensor, Tensor]:
-    """Return the losses of a chunk (N, 1) and the sums of its exponentials. `logits` becomes the exponentials."""
+def _differentiate(
+    logits: Tensor, labels: Tensor, held: HeldRows, smoothing: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Return the losses of a chunk (N, 1), and the gradient of its logits (N, held rows) in `dtype`, scaled for fp16.
+
+    Every pass over the logits costs time, so there are as few as torch's operators allow. The gradient at ignored
+    positions is not 0.
+    """
     targets, is_here = held.find(labels)
+    log_probabilities, of_target, mean = _log_softmax(logits, labels, held, smoothing)
+    del logits
+    scale, even = GRADIENT_SCALE.get(dtype, 1.0), smoothing / held.vocabulary
+    if dtype == log_probabilities.dtype or smoothing or scale != 1:
+        gradient = log_probabilities.exp_()
+        if smoothing:
+            gradient.sub_(even)
+        gradient = gradient.mul_(scale).to(dtype) if scale != 1 else gradient.to(dtype)
+    elif torch.compiler.is_compiling():
+        gradient = log_probabilities.exp().to(dtype)
+    else:
+        gradient = torch.exp(log_probabilities, out=torch.empty_like(log_probabilities, dtype=dtype))
+    # In fp32, because a difference of rounded numbers would be wrong by up to their rounding.
+    at_target = ((of_target.exp() + (smoothing - 1 - even)) * scale).to(dtype)
+    gradient.scatter_(1, targets, at_target.where(is_here, gradient.gather(1, targets)))
+    return _losses(of_target, mean, labels, held, smoothing), gradient
+
+
+@cache
+def fused_differentiate() -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return `_differentiate` compiled for any number of positions: 2 passes over the logits, and not 5."""
+    compiled = torch.compile(_differentiate)
+
+    def differentiate(logits: Tensor, labels: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+        for each in (logits, labels):
+            torch._dynamo.maybe_mark_dynamic(each, 0)
+        found: tuple[Tensor, Tensor] = compiled(logits, labels, *others)
+        return found
+
+    return differentiate
+
+
+def _log_softmax(logits: Tensor, labels: Tensor, held: HeldRows, smoothing: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the log-probabilities of the held rows, those of the labels (N, 1), and the means over the vocabulary.
+
+    Without smoothing, the means are not computed. The memory of `logits` may be used again.
+    """
+    targets, is_here = held.find(labels)
+    if held.group is None:
+        log_probabilities = torch.log_softmax(logits, 1)
+        of_target = log_probabilities.gather(1, targets)
+        return log_probabilities, of_target, log_probabilities.mean(1, keepdim=True) if smoothing else of_target
+    largest = held.largest(logits.amax(1, keepdim=True))
+    totals = (logits - largest).exp_().sum(1, keepdim=True)
     of_target = logits.gather(1, targets).where(is_here, 0)
     mean = logits.sum(1, keepdim=True) / held.vocabulary if smoothing else of_target
-    exponentials = logits.sub_(largest).exp_()
-    totals, of_target, mean = held.summed(exponentials.sum(1, keepdim=True), of_target, mean)
-    losses = totals.log() + largest - (1 - smoothing) * of_target - smoothing * mean
+    totals, of_target, mean = held.summed(totals, of_target, mean)
+    shift = largest + totals.log()
+    return logits.sub_(shift), of_target - shift, mean - shift
+
+
+def _losses(of_target: Tensor, mean: Tensor, labels: Tensor, held: HeldRows, smoothing: float) -> Tensor:
+    """Return the losses of a chunk (N, 1) from the log-probabilities of its labels, and from their means."""
+    losses = (smoothing - 1) * of_target - smoothing * mean
     # Rejecting a label here would make the host wait for the device. Instead the loss is NaN, and the step is not
     # applied.
     losses = losses.masked_fill((labels < 0) | (labels >= held.vocabulary), math.nan)
-    return losses.masked_fill(labels == IGNORED_LABEL, 0), totals
+    return losses.masked_fill(labels == IGNORED_LABEL, 0)
 
 
 def _check_labels(labels: Tensor, vocabulary: int) -> None:
@@ -314,7 +381,8 @@ def _count(hidden: Tensor, head: tuple[Tensor, Tensor | None], held: HeldRows, l
     largest = held.largest(own)
     # If several tokens are equally likely, take the first.
     token = held.smallest((token + held.first).where(own == largest, held.vocabulary))
-    return _losses(logits, largest, labels, held, 0.0)[0].sum(), (token == labels).sum()
+    _, of_target, mean = _log_softmax(logits, labels, held, 0.0)
+    return _losses(of_target, mean, labels, held, 0.0).sum(), (token == labels).sum()
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -327,6 +395,31 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     if a.dtype not in (torch.float16, torch.bfloat16):
         return a @ b
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b to `total` (fp32, or the inputs' own type). The product is never there as a whole."""
+    if total.is_cuda and a.dtype == total.dtype:
+        total.addmm_(a, b)
+        return
+    if total.is_cuda and adds_wide_products():
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+        return
+    # Rows that begin at a multiple of 64 suit matrix products: others took 3 times as long on an H100.
+    rows = max(PRODUCT_AT_ONCE // b.shape[1] // 64 * 64, 64)
+    for own, their in zip(total.split(rows), a.split(rows), strict=True):
+        own += product(their, b)
+
+
+@cache
+def adds_wide_products() -> bool:
+    """Return whether torch adds a product of 16-bit matrices to an fp32 one; some versions want equal types."""
+    a, total = torch.ones(16, 16, dtype=torch.bfloat16, device="cuda"), torch.ones(16, 16, device="cuda")
+    try:
+        torch.addmm(total, a, a, out_dtype=torch.float32, out=total)
+    except RuntimeError:
+        return False
+    return True
 
 
 @contextmanager

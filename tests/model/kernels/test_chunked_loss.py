@@ -19,6 +19,7 @@ from accel_train.model.kernels.chunked_loss import (
     choose_chunking,
     chunked_counts,
     chunked_loss,
+    fused_differentiate,
     head_for_chunks,
     rows_at_once,
     summed_loss,
@@ -124,20 +125,34 @@ def test_loss_and_gradients_in_fp32_are_within_1e_6_of_fp64(
     assert max(errors(found, exact)) < 1e-6
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_ignored_positions_that_are_not_left_out_count_nothing(
-    monkeypatch: pytest.MonkeyPatch, smoothing: float
+    monkeypatch: pytest.MonkeyPatch, smoothing: float, fused: bool
 ) -> None:
-    monkeypatch.setattr(module, "PRODUCT_AT_ONCE", 10 * WIDTH)  # of the head's gradient, 10 rows at a time
+    monkeypatch.setattr(module, "PRODUCT_AT_ONCE", 64 * WIDTH)  # of the head's gradient, 64 rows at a time
     head, hidden, labels = case(bias=True, ignored=31)
     exact = gradients(in_fp64, copy.deepcopy(head).double(), hidden.double(), labels, smoothing)
 
     def as_on_a_gpu(head: nn.Linear, hidden: Tensor, labels: Tensor, smoothing: float) -> Any:
         arguments = (hidden.flatten(0, 1), head.weight, head.bias, labels.flatten(), smoothing, 7)
         held = HeldRows(VOCABULARY, VOCABULARY)
-        return _ChunkedLoss.apply(*arguments, held)
+        return _ChunkedLoss.apply(*arguments, held, fused)
 
     assert max(errors(gradients(as_on_a_gpu, head, hidden, labels, smoothing), exact)) < 1e-6
+
+
+def test_a_fused_loss_is_compiled_once_for_every_number_of_positions() -> None:
+    torch._dynamo.reset()
+    fused_differentiate.cache_clear()
+    head, hidden, labels = case(bias=False, ignored=9)
+    held = HeldRows(VOCABULARY, VOCABULARY)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for rows in (5, 17, 3, 64):
+            logits, targets = head(hidden.flatten(0, 1)[:rows]).detach(), labels.flatten()[:rows, None]
+            found = fused_differentiate()(logits.clone(), targets, held, 0.0, torch.bfloat16)
+            plainly = module._differentiate(logits.clone(), targets, held, 0.0, torch.bfloat16)
+            assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, plainly, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -197,8 +212,8 @@ def test_a_label_that_is_no_token_is_refused_and_on_a_device_makes_the_loss_nan(
     for compute in (chunked_loss, chunked_counts):
         with pytest.raises(DataError, match=rf"a label is {label}, .* from 0 to 210, or -100"):
             compute(head, hidden, labels)  # type: ignore[operator]
-    rows = [hidden.flatten(0, 1), head.weight, head.bias, labels.flatten(), 0.0, 16, HeldRows(VOCABULARY, VOCABULARY)]
-    assert _ChunkedLoss.apply(*rows).isnan()
+    inputs = [hidden.flatten(0, 1), head.weight, head.bias, labels.flatten()]
+    assert _ChunkedLoss.apply(*inputs, 0.0, 16, HeldRows(VOCABULARY, VOCABULARY), False).isnan()
 
 
 def test_every_checked_class_is_compared() -> None:
@@ -308,7 +323,8 @@ def test_auto_leaves_logits_whole_that_are_no_more_than_a_chunk() -> None:
     assert head_for_chunks("auto", model, fits + 1) is model.lm_head
     assert head_for_chunks(True, model, 1) is model.lm_head
     assert head_for_chunks(False, model, fits + 1) is None
-    assert rows_at_once(nn.Linear(1, 152_064, device="meta")) == 384
+    assert rows_at_once(nn.Linear(1, 152_064)) == 384
+    assert rows_at_once(nn.Linear(1, 152_064, device="meta")) == 832, "on a GPU, twice as many"
 
 
 def test_a_head_that_is_no_plain_layer_has_its_logits_whole_and_the_choice_says_why() -> None:
