@@ -293,7 +293,15 @@ def alpaca() -> str:
 def sharegpt_with_tools() -> str:
     """An array of conversations with from and value, and descriptions of tools."""
     rows = [
-        {"conversations": [{"from": "human", "value": _text(n)}, {"from": "gpt", "value": _text(n + 5)}], "tools": "[]"}
+        {
+            "conversations": [
+                {"from": "human", "value": _text(n)},
+                {"from": "function_call", "value": json.dumps({"name": "look_up", "arguments": {"word": _WORDS[n]}})},
+                {"from": "observation", "value": json.dumps({"found": n})},
+                {"from": "gpt", "value": _text(n + 5)},
+            ],
+            "tools": json.dumps([{"name": "look_up", "parameters": {"type": "object"}}] if n % 3 else []),
+        }
         for n in range(_ROWS)
     ]
     return _array("glaive_toolcall_en_demo.json", rows)
@@ -607,7 +615,7 @@ SHAPES = (
     Shape("line-aligned files of words and tags", aligned_lines, refusal="cannot read these files"),
     Shape("a file of names per class", files_of_classes, refusal="--task text-classification"),
     _right(alpaca, "array of instruction, input, output", _LANGUAGE, data__input_column="input"),
-    Shape("ShareGPT with tools", sharegpt_with_tools, refusal="would not see tools"),
+    _right(sharegpt_with_tools, "ShareGPT with tools", _LANGUAGE, data__format="chat", data__tools_column="tools"),
     Shape("DPO", preferences, refusal="preferences"),
     Shape("KTO", judged_answers, refusal="examples of bad answers"),
     _right(identity, "array of instruction and output", _LANGUAGE, data__completion_column="output"),
