@@ -181,7 +181,7 @@ def test_chats_with_tools_need_a_template_that_shows_them_or_get_one(
     write_lines("some.jsonl", [json.dumps({"messages": [{"role": "assistant", "content": "a"}], "tools": []}),
                                json.dumps({"messages": [{"role": "assistant", "content": "a"}]})])  # fmt: skip
     assert main(["finetune", "some.jsonl", "--dry-run"]) == 2
-    assert "some.jsonl:2: the row has no tools" in capsys.readouterr().err
+    assert "some.jsonl:2: no column 'tools'" in capsys.readouterr().err
 
 
 def test_a_text_file_becomes_a_language_model(dry_run: DryRun) -> None:

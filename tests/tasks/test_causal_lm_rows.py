@@ -259,7 +259,7 @@ def test_a_chat_without_tools_has_the_same_fingerprint_with_and_without_a_column
 
 TOOL_FAULTS = [
     ("'tools'|is not JSON", {"tools": "[{"}),
-    ("'tools'|not a list", {"tools": "3"}),
+    ("'tools'|3 is not a function", {"tools": "3"}),
     ("'tools'|name", {"tools": [{"type": "function"}]}),
     ("message 2|name", {"messages": [chat("a")["messages"][0], {"from": "function_call", "value": "{}"}]}),
     ("message 1|is not JSON", {"messages": [{"from": "function_call", "value": "weather"}]}),

@@ -119,23 +119,22 @@ def _chats(asked: Asked, table: Table) -> dict[str, Any] | None:
             "Put the text into the chats as a message with the role system; or leave it out: "
             f"--data.messages_column {column.name}"
         )
-    tools = "tools" if "tools" in table and "data.tools_column" not in asked.given else asked.data.tools_column
-    if "tools" in table.partial and "data.tools_column" not in asked.given:
+    tools = asked.data.tools_column
+    if "data.tools_column" not in asked.given and "tools" in (*table.columns, *table.partial):
+        tools = "tools"
+    if tools is not None and tools not in table:
         raise ValueError(
-            f'{table.partial["tools"]}: the row has no tools, and other rows have some. Write "tools": [] there, or '
-            "leave all tools out: --data.tools_column null"
+            f"{table.partial.get(tools, table.path)}: no column {tools!r}. Write an empty list in rows without tools, "
+            "or leave all tools out: --data.tools_column null"
         )
-    data = asked.data.model_copy(
-        update={"format": "chat", "messages_column": column.name, "tools_column": tools},
-    )
+    data = asked.data.model_copy(update={"format": "chat", "messages_column": column.name, "tools_column": tools})
     cells = zip(*(table[name].cells for name in columns_of(data)))
-    rows = [check_row(Row(row, where, 0), data) for row, where in zip(cells, table.wheres)]
+    rows: list[Any] = [check_row(Row(row, where, 0), data) for row, where in zip(cells, table.wheres)]
     text = "content" if "content" in keys else "value"
     sizes = [
-        sum(len(str(message.get(key, ""))) for message in row.parts for key in ("content", "tool_calls"))
+        sum(len(str(each.get("content") or each.get("tool_calls", ""))) for each in row.parts)
         + len(str(row.tools or ""))
         for row in rows
-        if isinstance(row.parts, list)
     ]
     why = (
         f"each is a list of {{{', '.join(('role', text) if text == 'content' else ('from', text))}}}; "

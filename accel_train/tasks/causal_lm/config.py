@@ -32,9 +32,7 @@ class CausalLMData(WindowData):
     it.
     """
     tools_column: str | None = Field(default=None, examples=["tools"])
-    """Column with the tools of each chat, as JSON: a list of functions, or a string of one. The chat template shows
-    them.
-    """
+    """Column with the tools of each chat (a JSON list, or a string of one). The chat template shows them."""
     completion_only_loss: bool = True
     """Whether only completions of fine-tuning rows count in the loss. false: prompts count as well."""
     chat_template: str | None = Field(default=None, examples=["chat_template.jinja"])

@@ -104,11 +104,8 @@ def check_row(row: Row, data: CausalLMData) -> Example:
     """
     if data.format == "chat":
         messages = _messages(row.cells[0], f"{row.where}: column {data.messages_column!r}", data)
-        if data.tools_column is None:
-            return Example(messages, row.where)
-        return Example(
-            messages, row.where, read_tools(row.cells[1], f"{row.where}: column {data.tools_column!r}", data)
-        )
+        at = f"{row.where}: column {data.tools_column!r}"
+        return Example(messages, row.where, read_tools(row.cells[1], at, data) if data.tools_column else ())
     texts = [
         text_cell(cell or "", column, row.where, data) for cell, column in zip(row.cells[2:], columns_of(data)[2:])
     ]
@@ -133,10 +130,9 @@ def _messages(value: Any, at: str, data: CausalLMData) -> Messages:
         given = {name: item for name, item in message.items() if item is not None}
         if "role" not in given and isinstance(given.get("from"), str):  # ShareGPT's keys
             role = given.pop("from")
-            given = {"role": _SHAREGPT_ROLES.get(role, role), "content": given.pop("value", None), **given}
-            if role == "function_call" and data.tools_column is not None:
-                given["tool_calls"] = given.pop("content")
-        if "tool_calls" in given and data.tools_column is not None:
+            key = "tool_calls" if role == "function_call" and data.tools_column is not None else "content"
+            given = {"role": _SHAREGPT_ROLES.get(role, role), key: given.pop("value", None), **given}
+        if data.tools_column is not None and "tool_calls" in given:
             calls = read_calls(given.pop("tool_calls"), f"{at}, message {number}", data)
             given |= {"tool_calls": calls} if calls else {}
         parts = given.get("content")

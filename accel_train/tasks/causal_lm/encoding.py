@@ -33,7 +33,7 @@ class Example(NamedTuple):
 
     parts: tuple[str, str] | Messages
     where: str
-    tools: list[dict[str, Any]] | None = None
+    tools: Sequence[dict[str, Any]] = ()
 
 
 class Encoded(NamedTuple):
@@ -119,7 +119,7 @@ def chat_encoder(tokenizer: TextTokenizer, data: CausalLMData, warnings: Warning
     def encode_row(row: Example) -> Encoded:
         assert isinstance(row.parts, list)
         at = f"{row.where}: column {data.messages_column!r}"
-        render = partial(_rendered, tool, at=at, tools=row.tools)
+        render = partial(_rendered, tool, at=at, tools=row.tools or None)
         said = [message.get("content", "") for message in row.parts]
         if data.tools_column is not None:
             said.append(_check_tools(render, row, at))
@@ -195,11 +195,7 @@ def _end_of_turn(ids: NDArray[np.int32], special_ids: set[int], tokenizer: "PreT
 
 
 def _check_tools(render: Render, row: Example, at: str) -> str:
-    """Return the tools and calls of a chat as JSON.
-
-    Raises:
-        ValueError: the chat template leaves out the tools or a call.
-    """
+    """Return the tools and calls of a chat as JSON. Raises ValueError if the chat template leaves out one of them."""
     assert isinstance(row.parts, list)
     calls = [call["function"] for message in row.parts for call in message.get("tool_calls", ())]
     if row.tools or calls:
