@@ -3,6 +3,7 @@
 import csv
 import gzip
 import hashlib
+import json
 import os
 import shutil
 import tarfile
@@ -15,7 +16,7 @@ from typing import Any
 from accel_train.core.files import files_below, make_folders, publish_folder
 from accel_train.core.format import format_count
 from accel_train.data.delimited import table_delimiter
-from accel_train.data.encoding import read_lines
+from accel_train.data.encoding import read_lines, read_text
 from accel_train.data.sources import file_kind, is_about_data
 from accel_train.experiments.finetune.recipe import WAIT_SECONDS, Asked, default_output_dir
 
@@ -24,6 +25,10 @@ _SHEETS = (".xlsx", ".xls", ".xlsb", ".ods")
 _MAYBE_TABLES = ("", ".txt", ".dat", ".data")
 _SOURCE = ".source"
 """File in the folder with the digest of the file it was made from."""
+_NAMES_OF_PARTS = ("train training", "validation valid val dev eval testa", "test testing testb")
+_PARTS = {name: names.split()[0] for names in _NAMES_OF_PARTS for name in names.split()}
+"""Split names by the names that data sets use. CoNLL 2002 and 2003 have testa and testb."""
+_MOST_TAGGED = 20
 _BY_SYSTEMS = ("__MACOSX", ".DS_Store", "Thumbs.db")
 
 
@@ -31,7 +36,7 @@ def unpacked(asked: Asked, output_dir: str | None, *, is_first: bool = True) -> 
     """Return the path to read, the run folder, and a note, or the path itself if finetune reads it as it is.
 
     Zip and tar archives, .gz files, spreadsheets, and tables with tabs in a .txt file go to a folder OUTPUT_DIR-data.
-    Processes other than the first wait for it.
+    So do the parts of a data set in an unusual form (see `_parts_of`). Processes other than the first wait for it.
 
     Raises:
         ValueError: the file is damaged, needs a password or a package, or does not fit the disk; or the folder exists
@@ -39,19 +44,25 @@ def unpacked(asked: Asked, output_dir: str | None, *, is_first: bool = True) -> 
     """
     path = Path(asked.path).expanduser()
     kind = _kind_of(asked, path) if path.is_file() else None
-    if kind is None:
+    parts = _parts_of(asked, path) if kind is None else None
+    if kind is None and parts is None:
         return asked.path, output_dir or default_output_dir(asked.path), None
     run = output_dir or default_output_dir(path.name.removesuffix(kind) if kind else path.name)
     folder = Path(f"{run.rstrip('/')}-data")
     staging = folder.with_name(f".{folder.name}.tmp")
     if not is_first:
         _wait_for(folder, staging)
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    digest = hashlib.sha256(repr(parts).encode()).hexdigest()
+    if parts is None:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
     if not folder.exists():
         make_folders(folder.parent)
         with publish_folder(folder, staging):
-            _write(path, kind, staging)
+            if parts is None:
+                _write(path, kind or "", staging)
+            for name, content in (parts or {}).items():
+                (staging / name).write_bytes(content)
             (staging / _SOURCE).write_text(digest)
     mark = folder / _SOURCE
     if not mark.is_file() or mark.read_text() != digest:
@@ -59,7 +70,9 @@ def unpacked(asked: Asked, output_dir: str | None, *, is_first: bool = True) -> 
             f"{folder} exists and was not made from {path}, which would be unpacked there. Remove the folder, or name "
             "another place: --output_dir DIR"
         )
-    if kind in _MAYBE_TABLES:
+    if parts is not None:
+        note = f"{path}: written to {folder} as {', '.join(parts)}"
+    elif kind in _MAYBE_TABLES:
         note = f"{path}: tabs divide all lines into equal columns, so it is copied to {folder} as a table"
     else:
         note = f"{path}: unpacked to {folder} ({format_count(len(files_below(folder)), 'file')})"
@@ -90,6 +103,42 @@ def _kind_of(asked: Asked, path: Path) -> str | None:
         # Blank lines divide the sentences of CoNLL.
         return path.suffix if all(line.strip() for line, _ in read_lines(path, asked.data)) else None
     return None
+
+
+def _parts_of(asked: Asked, path: Path) -> dict[str, bytes] | None:
+    """Return files by name for a JSON object with an array per split, or CoNLL files with other extensions, or None."""
+    if path.suffix.lower() == ".json" and path.is_file():
+        return _splits_of(asked, path)
+    files = [path] if path.is_file() else [each for each in files_below(path) if each.is_file()]
+    files = [file for file in files if not is_about_data(file, path)]
+    is_usual = not 0 < len(files) <= _MOST_TAGGED or any(file_kind(file) is not None for file in files)
+    if is_usual or asked.task not in (None, "token-classification"):
+        return None
+    from accel_train.experiments.finetune.text_tasks import holds_tags  # imports torch
+
+    parts = {file: _PARTS.get(file.suffix[1:].lower(), file.suffix[1:] or "data") for file in files}
+    found = {f"{file.stem}.{part}.conll": file.read_bytes() for file, part in parts.items() if holds_tags(file, asked)}
+    return found if len(found) == len(files) else None
+
+
+def _splits_of(asked: Asked, path: Path) -> dict[str, bytes] | None:
+    """Return the splits of a JSON object, with arrays as rows of columns 1, 2, ... None if a key is not a split.
+
+    Without validation, test is evaluated on.
+    """
+    try:
+        text = read_text(path, asked.data)
+        document = json.loads(text) if text.lstrip()[:1] == "{" else {}
+    # Objects on lines, another encoding, or an error that the reader reports.
+    except (ValueError, RecursionError):
+        return None
+    parts = {_PARTS.get(name, ""): rows for name, rows in document.items() if isinstance(rows, list)}
+    if "train" not in parts or "" in parts or len(parts) != len(document):
+        return None
+    if "validation" not in parts and "test" in parts:
+        parts["eval_from_test"] = parts.pop("test")
+    lines = {name: [dict(enumerate(row, 1)) if isinstance(row, list) else row for row in parts[name]] for name in parts}
+    return {f"{name}.jsonl": "".join(f"{json.dumps(row)}\n" for row in rows).encode() for name, rows in lines.items()}
 
 
 def _write(path: Path, kind: str, folder: Path) -> None:
