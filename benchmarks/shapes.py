@@ -268,9 +268,11 @@ def entities() -> str:
 
 def aligned_lines() -> str:
     """Line-aligned files for words, tags, and intents."""
-    _lines("atis/train/seq.in", [_text(n) for n in range(_ROWS)])
-    _lines("atis/train/seq.out", [" ".join("O" for _ in _text(n).split()) for n in range(_ROWS)])
-    _lines("atis/train/label", [f"intent{n % 3}" for n in range(_ROWS)])
+    tags = ("B-good", *["O"] * 40)
+    for part in ("train", "valid"):
+        _lines(f"atis/{part}/seq.in", [_text(n) for n in range(_ROWS)])
+        _lines(f"atis/{part}/seq.out", [" ".join(tags[: len(_text(n).split())]) for n in range(_ROWS)])
+        _lines(f"atis/{part}/label", [f"intent{n % 3}" for n in range(_ROWS)])
     return "atis"
 
 
@@ -612,7 +614,12 @@ SHAPES = (
     _right(toxic, "a column of 0 and 1 per label, csv", _CLASSES, data__label_columns=INSULTS),
     _right(entities_in_a_folder, "folder of CoNLL files", "token-classification", data__eval="wnut/dev.conll"),
     _right(entities, "CoNLL file", "token-classification"),
-    Shape("line-aligned files of words and tags", aligned_lines, refusal="cannot read these files"),
+    _right(
+        aligned_lines,
+        "line-aligned files of words and tags",
+        "token-classification",
+        data__eval="runs/atis-data/validation.conll",
+    ),
     Shape("a file of names per class", files_of_classes, refusal="--task text-classification"),
     _right(alpaca, "array of instruction, input, output", _LANGUAGE, data__input_column="input"),
     _right(sharegpt_with_tools, "ShareGPT with tools", _LANGUAGE, data__format="chat", data__tools_column="tools"),

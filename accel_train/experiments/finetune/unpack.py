@@ -10,6 +10,7 @@ import tarfile
 import time
 import zipfile
 import zlib
+from itertools import zip_longest
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -72,6 +73,8 @@ def unpacked(asked: Asked, output_dir: str | None, *, is_first: bool = True) -> 
         )
     if parts is not None:
         note = f"{path}: written to {folder} as {', '.join(parts)}"
+        if any(path.glob("*/label")):
+            note += "; the files named label are not read"
     elif kind in _MAYBE_TABLES:
         note = f"{path}: tabs divide all lines into equal columns, so it is copied to {folder} as a table"
     else:
@@ -106,9 +109,13 @@ def _kind_of(asked: Asked, path: Path) -> str | None:
 
 
 def _parts_of(asked: Asked, path: Path) -> dict[str, bytes] | None:
-    """Return files by name for a JSON object with an array per split, or CoNLL files with other extensions, or None."""
+    """Return files by name for a JSON object with an array per split, for line-aligned files of words and tags, or for
+    CoNLL files with other extensions; otherwise None.
+    """
     if path.suffix.lower() == ".json" and path.is_file():
         return _splits_of(asked, path)
+    if asked.task in (None, "token-classification") and (aligned := _aligned_lines(asked, path)):
+        return aligned
     files = [path] if path.is_file() else [each for each in files_below(path) if each.is_file()]
     files = [file for file in files if not is_about_data(file, path)]
     is_usual = not 0 < len(files) <= _MOST_TAGGED or any(file_kind(file) is not None for file in files)
@@ -119,6 +126,30 @@ def _parts_of(asked: Asked, path: Path) -> dict[str, bytes] | None:
     parts = {file: _PARTS.get(file.suffix[1:].lower(), file.suffix[1:] or "data") for file in files}
     found = {f"{file.stem}.{part}.conll": file.read_bytes() for file, part in parts.items() if holds_tags(file, asked)}
     return found if len(found) == len(files) else None
+
+
+def _aligned_lines(asked: Asked, path: Path) -> dict[str, bytes]:
+    """Return CoNLL files of the folders that hold seq.in, a sentence on each line, and seq.out, its tags (ATIS, SNIPS).
+
+    Raises:
+        ValueError: the two differ in lines, or in the words of a line.
+    """
+    found = {}
+    for words in sorted([*path.glob("seq.in"), *path.glob("*/seq.in")]) if path.is_dir() else ():
+        if not (tags := words.with_name("seq.out")).is_file():
+            continue
+        pairs = list(zip_longest(read_text(words, asked.data).splitlines(), read_text(tags, asked.data).splitlines()))
+        sentences = [((line or "").split(), (tagged or "").split()) for line, tagged in pairs]
+        for number, (line, tagged) in enumerate(sentences, 1):
+            if len(line) != len(tagged):
+                has = f"{format_count(len(tagged), 'tag')} for the {len(line)} words of {words.name}"
+                raise ValueError(
+                    f"{tags}:{number} has {has}; repair the files: lines with the same number belong together"
+                )
+        name = "train" if words.parent == path else words.parent.name.lower()
+        blocks = ["".join(f"{word} {tag}\n" for word, tag in zip(*sentence)) for sentence in sentences if sentence[0]]
+        found[f"{_PARTS.get(name, name)}.conll"] = "\n".join(blocks).encode()
+    return found
 
 
 def _splits_of(asked: Asked, path: Path) -> dict[str, bytes] | None:

@@ -161,3 +161,20 @@ def test_conll_files_are_named_by_the_part_in_their_extension() -> None:
     Path("conll/esp.dev").write_bytes(Path("conll/esp.testa").read_bytes())
     with pytest.raises(ValueError, match=r"conll: finetune cannot read these files"):
         write_recipe("conll", ["--output_dir", "runs/other"])
+
+
+def test_sentences_and_their_tags_in_two_files_are_one_file_of_words_with_tags() -> None:
+    for part in ("train", "valid"):
+        Path("atis", part).mkdir(parents=True)
+        Path("atis", part, "seq.in").write_text("to boston please\n\nfrom denver\n" * 10)
+        Path("atis", part, "seq.out").write_text("O B-city O\n\nO B-city\n" * 10)
+    Path("atis/train/label").write_text("flight\nflight\nflight\n" * 10)
+    written = write_recipe("atis", [])
+    assert (written.recipe.task, written.recipe.data.train) == ("token-classification", "runs/atis-data/train.conll")
+    assert written.recipe.data.eval == "runs/atis-data/validation.conll"
+    assert any("the files named label are not read" in note for note in written.found.notes)
+    whole = "to O\nboston B-city\nplease O\n\nfrom O\ndenver B-city\n"
+    assert Path("runs/atis-data/train.conll").read_text() == "\n".join([whole] * 10)
+    Path("atis/valid/seq.out").write_text("O B-city O\n\nO\n" * 10)
+    with pytest.raises(ValueError, match=r"valid/seq.out:3 has 1 tag for the 2 words of seq.in"):
+        write_recipe("atis", ["--output_dir", "runs/other"])
