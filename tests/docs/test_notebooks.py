@@ -68,6 +68,7 @@ def test_a_stale_output_is_found_and_rounding_is_not() -> None:
 def test_there_are_the_notebooks_that_the_readme_names() -> None:
     assert [path.stem for path in NOTEBOOKS] == [
         "any_module",
+        "chats",
         "competition",
         "image_classifier",
         "several_gpus",
