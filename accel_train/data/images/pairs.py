@@ -3,6 +3,7 @@
 Known layouts: images and masks, CamVid, VOC, ADE20K, and COCO pixel maps.
 """
 
+import json
 import os
 import re
 from collections.abc import Sequence
@@ -23,6 +24,8 @@ _MAYBE_MASKS = ("target", "targets", "segmented", "seg", "output", "outputs")
 """Words that may also be class names. Such folders are pairs only if their files have the same names."""
 BESIDE = ("annot", "_annot", "_masks", "_mask", "_labels")
 """Suffixes of a mask folder's name after the name of its image folder: CamVid has `train` and `trainannot`."""
+CLASSES_FILE = ".classes.json"
+"""File in a folder of masks with the class names, in the order of their numbers."""
 LISTED_SUFFIXES = frozenset((".txt", ".lst"))
 _MASK_ENDS = re.compile(r"(?:_masks?|_labels?|_seg|_gt|_L)$")
 _LINES_LOOKED_AT = 20
@@ -132,11 +135,13 @@ def pairs_pool(images: Path, masks: Path, stems: Sequence[str] | None = None) ->
             f"{images / alone[0]} has no mask: there is no {masks / os.path.splitext(alone[0])[0]}.png (or another "
             f"image format){more}; add it, or remove the image"
         )
+    named = next((folder / CLASSES_FILE for folder in (masks, masks.parent) if (folder / CLASSES_FILE).is_file()), None)
     left_out = 0 if stems is not None else len(mask_of) - len(set(wanted))
     return ImagePool(
         FileImages(images, tuple(image_of[stem] for stem in wanted)),
         f"{images} and {masks}: {len(wanted):,} pairs",
         masks=FileImages(masks, tuple(mask_of[stem] for stem in wanted)),
+        names=tuple(json.loads(named.read_text())) if named else None,
         notes=(f"{masks}: left out {left_out} masks without an image",) if left_out else (),
     )
 

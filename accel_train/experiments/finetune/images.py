@@ -215,6 +215,8 @@ def recognise_masks(asked: Asked, pairs: Pairs) -> Found:
     used = [
         folder for name in names for folder in pair_of_folders(Path(name).expanduser()) or (Path(name).expanduser(),)
     ]
+    # The masks of polygons keep the folders train/, val/, and test/ of their images.
+    root = Path(pairs.train).parent if pool.names is not None and pairs.train != asked.path else root
     used += [root / name for name in _VOC] if Path(pairs.train).suffix and root.is_dir() else []
     return Found(
         "semantic-segmentation",
@@ -231,6 +233,9 @@ def _classes_of(asked: Asked, pool: ImagePool) -> tuple[dict[str, Choice[Any]], 
     """Return settings for the classes if the masks' numbers are not 0, 1, 2, ..., and notes about them."""
     if {"data.mask_values", "data.reduce_labels", "data.label_names"} & asked.given or pool.masks is None:
         return {}, ()
+    if pool.names is not None:
+        note = "object detection is not a task: the model learns the class of each pixel from the masks"
+        return {"data.label_names": Choice(list(pool.names), "the annotations' classes")}, (note,)
     masks = pool.masks
     found = in_threads(
         lambda index: set(np.unique(mask_values(masks[index], masks.where(index))).tolist()),

@@ -1,4 +1,4 @@
-"""Unpack archives and convert spreadsheets into a folder next to the run, so that a recipe can name their files."""
+"""Write the files of archives and spreadsheets, and the masks of polygons, into a folder next to the run."""
 
 import csv
 import gzip
@@ -10,6 +10,7 @@ import tarfile
 import time
 import zipfile
 import zlib
+from collections.abc import Callable
 from itertools import zip_longest
 from pathlib import Path, PurePath
 from typing import Any
@@ -37,7 +38,8 @@ def unpacked(asked: Asked, output_dir: str | None, *, is_first: bool = True) -> 
     """Return the path to read, the run folder, and a note, or the path itself if finetune reads it as it is.
 
     Zip and tar archives, .gz files, spreadsheets, and tables with tabs in a .txt file go to a folder OUTPUT_DIR-data.
-    So do the parts of a data set in an unusual form (see `_parts_of`). Processes other than the first wait for it.
+    So do the parts of a data set in an unusual form (see `_parts_of`), and masks of polygons (in OUTPUT_DIR-masks for
+    polygons in an archive). Processes other than the first wait for it.
 
     Raises:
         ValueError: the file is damaged, needs a password or a package, or does not fit the disk; or the folder exists
@@ -46,40 +48,57 @@ def unpacked(asked: Asked, output_dir: str | None, *, is_first: bool = True) -> 
     path = Path(asked.path).expanduser()
     kind = _kind_of(asked, path) if path.is_file() else None
     parts = _parts_of(asked, path) if kind is None else None
-    if kind is None and parts is None:
-        return asked.path, output_dir or default_output_dir(asked.path), None
-    run = output_dir or default_output_dir(path.name.removesuffix(kind) if kind else path.name)
-    folder = Path(f"{run.rstrip('/')}-data")
-    staging = folder.with_name(f".{folder.name}.tmp")
-    if not is_first:
-        _wait_for(folder, staging)
-    digest = hashlib.sha256(repr(parts).encode()).hexdigest()
-    if parts is None:
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-    if not folder.exists():
-        make_folders(folder.parent)
-        with publish_folder(folder, staging):
+    run = output_dir or default_output_dir(path.name.removesuffix(kind) if kind else asked.path)
+    place, notes, folder = asked.path, [], Path(f"{run.rstrip('/')}-data")
+    if kind is not None or parts is not None:
+        digest = hashlib.sha256(repr(parts).encode()).hexdigest()
+        if parts is None:
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+
+        def write(staging: Path) -> None:
             if parts is None:
                 _write(path, kind or "", staging)
             for name, content in (parts or {}).items():
                 (staging / name).write_bytes(content)
+
+        _publish(folder, path, digest, write, is_first=is_first)
+        place = str(_data_in(folder))
+        if parts is not None:
+            notes = [f"{path}: written to {folder} as {', '.join(parts)}"]
+            if any(path.glob("*/label")):
+                notes.append("the files named label are not read")
+        elif kind in _MAYBE_TABLES:
+            notes = [f"{path}: tabs divide all lines into equal columns, so it is copied to {folder} as a table"]
+        else:
+            notes = [f"{path}: unpacked to {folder} ({format_count(len(files_below(folder)), 'file')})"]
+        folder = Path(f"{run.rstrip('/')}-masks")
+    if Path(place).expanduser().is_dir() or place.lower().endswith(".json"):
+        from accel_train.experiments.finetune.polygons import find_polygons  # imports Pillow
+
+        if (found := find_polygons(asked, place)) is not None:
+            _publish(folder, Path(place), found.digest, found.write, is_first=is_first)
+            notes.append(f"{place}: {found.note}; written to {folder}")
+            place = str(folder)
+    return place, run, "; ".join(notes) or None
+
+
+def _publish(folder: Path, path: Path, digest: str, write: Callable[[Path], None], *, is_first: bool) -> None:
+    """Let the first process write a folder once, and the others wait for it. `digest` is of the data at `path`."""
+    staging = folder.with_name(f".{folder.name}.tmp")
+    if not is_first:
+        _wait_for(folder, staging)
+    if not folder.exists():
+        make_folders(folder.parent)
+        with publish_folder(folder, staging):
+            write(staging)
             (staging / _SOURCE).write_text(digest)
     mark = folder / _SOURCE
     if not mark.is_file() or mark.read_text() != digest:
         raise ValueError(
-            f"{folder} exists and was not made from {path}, which would be unpacked there. Remove the folder, or name "
+            f"{folder} exists and was not made from {path}, which would be written there. Remove the folder, or name "
             "another place: --output_dir DIR"
         )
-    if parts is not None:
-        note = f"{path}: written to {folder} as {', '.join(parts)}"
-        if any(path.glob("*/label")):
-            note += "; the files named label are not read"
-    elif kind in _MAYBE_TABLES:
-        note = f"{path}: tabs divide all lines into equal columns, so it is copied to {folder} as a table"
-    else:
-        note = f"{path}: unpacked to {folder} ({format_count(len(files_below(folder)), 'file')})"
-    return str(_data_in(folder)), run, note
 
 
 def _wait_for(folder: Path, staging: Path) -> None:

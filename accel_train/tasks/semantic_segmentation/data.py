@@ -104,6 +104,11 @@ def masked_pool(names: str | Iterable[str], data: SemanticSegmentationData, key:
         ValueError: a source is missing or broken, or settings about the numbers in masks conflict.
     """
     pool = read_pools(names, data, key, Target(data.mask_column, is_mask=True))
+    if None not in (pool.names, data.label_names) and pool.names != data.label_names:
+        raise ValueError(
+            f"{key}: the masks of {pool.masks and pool.masks.where(0)} have the classes {pool.names}, and "
+            f"data.label_names has {data.label_names}. Name the same classes in the same order"
+        )
     return replace(pool, masks=_renumbered(pool.masks, data))
 
 

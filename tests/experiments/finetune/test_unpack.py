@@ -1,4 +1,4 @@
-"""Archives, spreadsheets, and tables in text files: unpacked next to the run, once, and never over other files."""
+"""Archives, spreadsheets, and polygons: written next to the run, once, and never over other files."""
 
 import csv
 import gzip
@@ -7,14 +7,18 @@ import json
 import sys
 import tarfile
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from accel_train.experiments.finetune.recipe import asked_of, minimal_recipe
 from accel_train.experiments.finetune.start import write_recipe
 from accel_train.experiments.finetune.unpack import unpacked
+from accel_train.tasks.semantic_segmentation.data import masked_pool
 from benchmarks import shapes
 
 ROWS = ["text,label", *(f"the film number {n} was long,{'ab'[n % 2]}" for n in range(40))]
@@ -178,3 +182,131 @@ def test_sentences_and_their_tags_in_two_files_are_one_file_of_words_with_tags()
     Path("atis/valid/seq.out").write_text("O B-city O\n\nO\n" * 10)
     with pytest.raises(ValueError, match=r"valid/seq.out:3 has 1 tag for the 2 words of seq.in"):
         write_recipe("atis", ["--output_dir", "runs/other"])
+
+
+def write_labelme(name: str, *shapes: tuple[str, list[list[float]]], kind: str = "polygon", **facts: object) -> None:
+    path = Path(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (12, 10)).save(path.with_suffix(".png"))
+    rows = [{"label": label, "points": points, "shape_type": kind} for label, points in shapes]
+    path.write_text(json.dumps({"shapes": rows, "imagePath": f"{path.stem}.png", **facts}))
+
+
+def write_coco(name: str, annotations: list[dict[str, object]], num_images: int = 2, **sizes: int) -> None:
+    path = Path(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    images = [{"id": n, "file_name": f"{path.stem}{n}.png", **sizes} for n in range(num_images)]
+    for image in images:
+        Image.new("RGB", (12, 10)).save(path.with_name(str(image["file_name"])))
+    rows = [{"id": n, "image_id": 0, "category_id": 9, **each} for n, each in enumerate(annotations)]
+    categories = [{"id": 9, "name": "cat"}, {"id": 4, "name": "roof"}]
+    path.write_text(json.dumps({"images": images, "annotations": rows, "categories": categories}))
+
+
+def mask_at(path: str) -> list[list[int]]:
+    return np.asarray(Image.open(path)).tolist()
+
+
+SQUARE = [[2, 1], [8, 1], [8, 7], [2, 7]]
+FLAT = [2, 1, 8, 1, 8, 7, 2, 7]
+
+
+def test_polygons_of_labelme_become_masks_with_names_in_order() -> None:
+    write_labelme(
+        "set/train/a.json", ("roof", SQUARE), ("cat", [[4, 3], [6, 3], [6, 5], [4, 5]]), ("__ignore__", SQUARE[:3])
+    )
+    write_labelme("set/train/b.json", ("_background_", SQUARE), imageWidth=12, imageHeight=10)
+    write_labelme("set/val/a.json", ("cat", SQUARE))
+    write_labelme("set/test/a.json")
+    written = write_recipe("set", [])
+    assert written.recipe.task == "semantic-segmentation"
+    assert written.recipe.data.label_names == ("background", "cat", "roof")
+    assert (written.recipe.data.train, written.recipe.data.eval) == (
+        "runs/set-data/images/train",
+        "runs/set-data/images/val",
+    )
+    assert written.found.num_samples == 2
+    expected = np.zeros((10, 12), int)
+    expected[1:8, 2:9], expected[3:6, 4:7] = 2, 1
+    drawn = np.array(mask_at("runs/set-data/masks/train/a.png"))
+    ignored = drawn == 255
+    assert ignored[1, 2:9].all()
+    assert not ignored[7, :8].any()
+    assert (drawn == expected)[~ignored].all()
+    assert mask_at("runs/set-data/masks/train/b.png") == np.zeros((10, 12), int).tolist()
+    assert "5 polygons on 4 images" in written.found.notes[0]
+    assert "not used: test/" in written.found.notes
+    assert not write_recipe("set", []).is_new
+    write_labelme("set/val/a.json", ("roof", SQUARE))
+    with pytest.raises(ValueError, match="runs/set-data exists and was not made from set"):
+        write_recipe("set", [])
+
+
+def test_polygons_of_coco_become_masks_with_names_by_number_and_crowds_are_not_counted() -> None:
+    crowd = {"iscrowd": 1, "segmentation": {"counts": [1]}, "bbox": [0, 0, 4, 9]}
+    write_coco("set/train.json", [{"segmentation": [FLAT, FLAT]}, {**crowd, "category_id": 4}], width=12, height=10)
+    for place in ("set", "set/train.json"):
+        written = write_recipe(place, ["--data.num_workers", "0"], output_dir=f"runs/{len(place)}")
+        assert written.recipe.data.label_names == ("background", "roof", "cat")
+        assert written.found.num_samples == 2
+        expected = np.zeros((10, 12), int)
+        expected[0:10, 0:5], expected[1:8, 2:9] = 255, 2
+        assert mask_at(f"runs/{len(place)}-data/masks/train0.png") == expected.tolist()
+        assert mask_at(f"runs/{len(place)}-data/masks/train1.png") == np.zeros((10, 12), int).tolist()
+        assert "3 polygons on 2 images are drawn" in written.found.notes[0]
+        assert "1 of them (crowds, __ignore__) are not counted" in written.found.notes[0]
+    other: Any = written.recipe.data.model_copy(update={"label_names": ("background", "cat", "roof")})
+    with pytest.raises(ValueError, match=r"data.eval: the masks of .*roof.*data.label_names"):
+        masked_pool("runs/3-data", other, "data.eval")
+
+
+def test_an_archive_of_coco_is_unpacked_and_drawn() -> None:
+    write_coco("set/_annotations.coco.json", [{"segmentation": [FLAT]}])
+    with zipfile.ZipFile("set.zip", "w") as archive:
+        for path in sorted(Path("set").iterdir()):
+            archive.write(path)
+    written = write_recipe("set.zip", [])
+    assert written.recipe.data.train == "runs/set-masks"
+    assert write_recipe("set.zip", []).path == written.path
+
+
+WRONG: dict[str, tuple[Callable[[], None], str]] = {
+    "a rectangle of labelme": (
+        lambda: write_labelme("set/a.json", ("cat", SQUARE[:2]), kind="rectangle"),
+        "set/a.json: 'cat' is a rectangle.*Object detection is not one of the tasks",
+    ),
+    "boxes of COCO": (
+        lambda: write_coco("set/a.json", [{"bbox": [1, 1, 2, 2]}]),
+        "set/a.json: annotation 0 is a box without a polygon",
+    ),
+    "an encoded mask": (
+        lambda: write_coco("set/a.json", [{"segmentation": [FLAT]}, {"segmentation": {"counts": "x"}}]),
+        r"set/a.json: annotation 1 is run-length encoded \(RLE\)",
+    ),
+    "a missing image": (
+        lambda: (write_coco("set/a.json", [{"segmentation": [FLAT]}]), Path("set/a1.png").unlink())[0],
+        "set/a.json: no images a1.png found",
+    ),
+    "a corner outside": (
+        lambda: write_labelme("set/a.json", ("cat", [[2, 1], [13.5, 1], [8, 7]])),
+        r"set/a.json: a polygon of 'cat' has a corner at \(13.5, 1\), and set/a.png has 12 x 10",
+    ),
+    "an image of another size": (
+        lambda: write_coco("set/a.json", [{"segmentation": [FLAT]}], width=24, height=20),
+        r"set/a.json \(a0.png\): states 24 x 20 pixels, and set/a0.png has 12 x 10",
+    ),
+    "no shapes": (lambda: write_labelme("set/a.json"), "set/a.json has no polygons"),
+    "a field that is missing": (
+        lambda: write_coco("set/a.json", [{"segmentation": [FLAT], "category_id": 5}]),
+        r"set/a.json: not as .*KeyError\(5\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_annotations_that_give_no_masks_are_refused(what: str) -> None:
+    write, message = WRONG[what]
+    write()
+    with pytest.raises(ValueError, match=message):
+        unpack("set")
+    assert not list(Path().glob("runs/*"))

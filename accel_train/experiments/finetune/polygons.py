@@ -1,0 +1,180 @@
+"""Read the polygons of labelme and COCO exports, and draw them as masks into folders of images and masks."""
+
+import json
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple
+
+from PIL import Image, ImageDraw
+
+from accel_train.core.files import read_regular, sha256
+from accel_train.core.format import format_count
+from accel_train.data.images.decoding import open_image
+from accel_train.data.images.images import evenly_spaced, in_threads, list_files, text_digest
+from accel_train.data.images.pairs import CLASSES_FILE
+from accel_train.experiments.finetune.recipe import Asked
+
+_BACKGROUND, _IGNORED = ("background", "_background_"), "__ignore__"
+"""labelme's names for class 0, and for pixels that are not counted."""
+_NUM_LOOKED_AT = 200
+_NO_BOXES = "Object detection is not one of the tasks. Export polygons"
+
+
+class Drawing(NamedTuple):
+    """An image and its polygons (class name and corners) in drawing order. `size` is stated by the annotations."""
+
+    where: str
+    image: Path
+    size: tuple[Any, Any]
+    shapes: Sequence[tuple[str, Sequence[tuple[float, float]]]]
+
+
+class Polygons(NamedTuple):
+    """An export of polygons, with class names in the order of their numbers."""
+
+    drawings: Sequence[Drawing]
+    names: Sequence[str]
+    digest: str
+    note: str
+
+    def write(self, folder: Path) -> None:
+        """Write links to the images, the masks, and the class names. Raises ValueError for a wrong size or corner."""
+        ids = {_IGNORED: 255, **dict.fromkeys(_BACKGROUND, 0)} | {name: n for n, name in enumerate(self.names)}
+        images = [Path(os.path.abspath(drawing.image)) for drawing in self.drawings]
+        # Folders train/ and val/ stay.
+        root = os.path.commonpath([image.parent for image in images])
+
+        def draw(index: int) -> None:
+            name = images[index].relative_to(root)
+            link, mask = folder / "images" / name, folder / "masks" / name.with_suffix(".png")
+            for path in (link, mask):
+                path.parent.mkdir(parents=True, exist_ok=True)
+            _mask(self.drawings[index], ids).save(mask)
+            link.symlink_to(images[index].resolve())
+
+        in_threads(draw, range(len(self.drawings)))
+        (folder / "masks" / CLASSES_FILE).write_text(json.dumps(self.names))
+
+
+def find_polygons(asked: Asked, place: str) -> Polygons | None:
+    """Return the polygons of labelme or COCO at a path, or None without annotations, or if masks lie there.
+
+    Raises:
+        ValueError: annotations are not polygons, or have no image. The message names the file.
+    """
+    path = root = Path(place).expanduser()
+    files = [path / name for name in list_files(path)[1] if name.lower().endswith(".json")]
+    if path.is_file():
+        files, root = [path], path.parent.parent if path.parent.name.lower() == "annotations" else path.parent
+    is_asked = asked.task in (None, "semantic-segmentation")
+    if not is_asked or not any(_content(files[index]) for index in evenly_spaced(len(files), _NUM_LOOKED_AT)):
+        return None
+    from accel_train.experiments.finetune.images import find_pairs  # imports torch
+
+    images, others = list_files(root)
+    if not images or (path.is_dir() and find_pairs(place) is not None):
+        return None
+    below, labels, drawings = defaultdict(list), dict[Any, str](), list[Drawing]()
+    for name in images:
+        below[PurePosixPath(name).name].append(root / name)
+    found = {file: content for file in files if (content := _content(file))}
+    for file, content in found.items():
+        try:
+            drawings += (_labelme if "shapes" in content else _coco)(file, content, below, labels)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{file}: not as labelme or COCO writes it ({error!r}). Export it again") from error
+    shapes = [name for drawing in drawings for name, _ in drawing.shapes]
+    if not shapes:
+        raise ValueError(f"{next(iter(found))} has no polygons (labelme, COCO), or boxes alone. {_NO_BOXES}")
+    twice = Counter(drawing.image.with_suffix("") for drawing in drawings).most_common(1)[0]
+    if twice[1] > 1:
+        where = " and ".join(each.where for each in drawings if each.image.with_suffix("") == twice[0])
+        raise ValueError(f"{where} annotate one image, or two that differ in the suffix. Name one file, or rename")
+    ordered = dict.fromkeys(labels[key] for key in sorted(labels, key=lambda key: (isinstance(key, str), key)))
+    names = ["background", *(name for name in ordered if name not in (*_BACKGROUND, _IGNORED))]
+    stamps = (f"{each.image} {each.image.stat().st_size}" for each in drawings)
+    return Polygons(
+        drawings,
+        names,
+        text_digest([*(f"{file} {sha256(file)}" for file in found), *stamps]),
+        f"{format_count(len(shapes), 'polygon')} on {format_count(len(drawings), 'image')} are drawn as masks, later "
+        f"ones over earlier ones; {shapes.count(_IGNORED)} of them (crowds, {_IGNORED}) are not counted; other pixels "
+        f"are background; not used: {format_count(len(images) - len(drawings), 'image')}, "
+        f"{format_count(len(others) - len(found), 'other file')}",
+    )
+
+
+def _content(file: Path) -> dict[str, Any] | None:
+    """Return the content of an annotation file without labelme's copy of the image, or None for other JSON."""
+    try:
+        content = json.loads(read_regular(file).decode("utf-8-sig"))
+        content.pop("imageData", None)
+        first = [*content["annotations"], {"bbox"}][0] if {"images", "annotations"} <= {*content} else ()
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
+    return content if isinstance(content.get("shapes"), list) or {"bbox", "segmentation"} & {*first} else None
+
+
+def _labelme(file: Path, content: Any, below: Mapping[str, Any], labels: dict[Any, str]) -> Iterator[Drawing]:
+    shapes = [(shape["label"], [(x, y) for x, y in shape["points"]]) for shape in content["shapes"]]
+    for shape, (name, points) in zip(content["shapes"], shapes):
+        kind = shape.get("shape_type") or "polygon"
+        if kind != "polygon" or len(points) < 3:
+            raise ValueError(f"{file}: {name!r} is a {kind} of {len(points)} points (labelme). {_NO_BOXES}")
+        labels[name] = name
+    image = _image(file, content.get("imagePath") or f"{file.stem}.jpg", below)
+    yield Drawing(str(file), image, (content.get("imageWidth"), content.get("imageHeight")), shapes)
+
+
+def _coco(file: Path, content: Any, below: Mapping[str, Any], labels: dict[Any, str]) -> Iterator[Drawing]:
+    names = {each["id"]: each["name"] for each in content["categories"]}
+    if any(labels.get(key, name) != name for key, name in names.items()):
+        raise ValueError(f"{file}: its categories are not those of the other files. Export all with one list")
+    labels |= names
+    shapes: dict[Any, list[Any]] = {each["id"]: [] for each in content["images"]}
+    # Pixels in the box of a crowd are not counted, unless a polygon covers them.
+    for each in sorted(content["annotations"], key=lambda each: not each.get("iscrowd")):
+        name, parts = names[each["category_id"]], each.get("segmentation")
+        if each.get("iscrowd"):
+            left, top, width, height = each["bbox"]
+            right, bottom = left + width, top + height
+            name, parts = _IGNORED, [[left, top, right, top, right, bottom, left, bottom]]
+        fault = (
+            "a box without a polygon" if not parts else "run-length encoded (RLE)" if isinstance(parts, dict) else ""
+        )
+        if fault or any(len(part) < 6 or len(part) % 2 for part in parts):
+            raise ValueError(f"{file}: annotation {each.get('id')} is {fault or 'not a polygon'} (COCO). {_NO_BOXES}")
+        shapes[each["image_id"]] += [(name, list(zip(part[::2], part[1::2]))) for part in parts]
+    for each in content["images"]:
+        name, size = each["file_name"], (each.get("width"), each.get("height"))
+        yield Drawing(f"{file} ({name})", _image(file, name, below), size, shapes[each["id"]])
+
+
+def _image(file: Path, name: str, below: Mapping[str, Any]) -> Path:
+    """Return the image that an annotation file names, relative to the file, or the only one with its name."""
+    name = name.replace("\\", "/")
+    near = [folder / name for folder in (file.parent, file.parent.parent) if (folder / name).is_file()]
+    named = near[:1] or below.get(PurePosixPath(name).name, [])
+    named = [path for path in named if path.as_posix().endswith(f"/{name}")] or named
+    # instances_train2017.json names images in train2017/.
+    named = [path for path in named if path.parent.name in file.stem] or named
+    if len(named) != 1:
+        raise ValueError(f"{file}: {len(named) or 'no'} images {name} found. Put each image next to the file")
+    return Path(os.path.normpath(named[0]))
+
+
+def _mask(drawing: Drawing, ids: Mapping[str, int]) -> Image.Image:
+    """Return the mask of an image. Raises ValueError if the image has another size, or a corner is outside."""
+    width, height = open_image(drawing.image, str(drawing.image)).size
+    mask, fault = Image.new("L", (width, height)), ""
+    if any(stated not in (None, edge) for stated, edge in zip(drawing.size, mask.size)):
+        fault = "states {} x {} pixels".format(*drawing.size)
+    for name, points in drawing.shapes:
+        outside = [(x, y) for x, y in points if not (-1 <= x <= width + 1 and -1 <= y <= height + 1)]
+        fault = fault or (f"a polygon of {name!r} has a corner at {outside[0]}" if outside else "")
+        ImageDraw.Draw(mask).polygon(points, fill=ids[name])
+    if fault:
+        raise ValueError(f"{drawing.where}: {fault}, and {drawing.image} has {width} x {height}. Annotate this image")
+    return mask
