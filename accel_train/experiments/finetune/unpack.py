@@ -17,11 +17,14 @@ from accel_train.core.format import format_count
 from accel_train.data.delimited import table_delimiter
 from accel_train.data.encoding import read_lines
 from accel_train.data.sources import file_kind, is_about_data
-from accel_train.experiments.finetune.recipe import WAIT_SECONDS, Asked, default_output_dir
+from accel_train.experiments.finetune.class_files import classes_by_suffix
+from accel_train.experiments.finetune.recipe import WAIT_SECONDS, Asked, default_output_dir, listed
 
 _ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 _SHEETS = (".xlsx", ".xls", ".xlsb", ".ods")
 _MAYBE_TABLES = ("", ".txt", ".dat", ".data")
+_CLASSES = "/"
+"""Kind of a folder with a file for each class, named by suffix."""
 _SOURCE = ".source"
 """File in the folder with the digest of the file it was made from."""
 _BY_SYSTEMS = ("__MACOSX", ".DS_Store", "Thumbs.db")
@@ -30,15 +33,16 @@ _BY_SYSTEMS = ("__MACOSX", ".DS_Store", "Thumbs.db")
 def unpacked(asked: Asked, output_dir: str | None, *, is_first: bool = True) -> tuple[str, str, str | None]:
     """Return the path to read, the run folder, and a note, or the path itself if finetune reads it as it is.
 
-    Zip and tar archives, .gz files, spreadsheets, and tables with tabs in a .txt file go to a folder OUTPUT_DIR-data.
-    Processes other than the first wait for it.
+    Zip and tar archives, .gz files, spreadsheets, tables with tabs in a .txt file, and files STEM.CLASS go to a folder
+    OUTPUT_DIR-data. Processes other than the first wait for it.
 
     Raises:
         ValueError: the file is damaged, needs a password or a package, or does not fit the disk; or the folder exists
             with other data.
     """
     path = Path(asked.path).expanduser()
-    kind = _kind_of(asked, path) if path.is_file() else None
+    classes = classes_by_suffix(asked, path) if path.is_dir() else {}
+    kind = _kind_of(asked, path) if path.is_file() else _CLASSES if classes else None
     if kind is None:
         return asked.path, output_dir or default_output_dir(asked.path), None
     run = output_dir or default_output_dir(path.name.removesuffix(kind) if kind else path.name)
@@ -46,12 +50,14 @@ def unpacked(asked: Asked, output_dir: str | None, *, is_first: bool = True) -> 
     staging = folder.with_name(f".{folder.name}.tmp")
     if not is_first:
         _wait_for(folder, staging)
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    digest = " ".join(map(_digest, classes.values() or [path]))
     if not folder.exists():
         make_folders(folder.parent)
         with publish_folder(folder, staging):
-            _write(path, kind, staging)
+            for name, file in classes.items():
+                shutil.copyfile(file, staging / f"{name}.txt")
+            if not classes:
+                _write(path, kind, staging)
             (staging / _SOURCE).write_text(digest)
     mark = folder / _SOURCE
     if not mark.is_file() or mark.read_text() != digest:
@@ -59,11 +65,20 @@ def unpacked(asked: Asked, output_dir: str | None, *, is_first: bool = True) -> 
             f"{folder} exists and was not made from {path}, which would be unpacked there. Remove the folder, or name "
             "another place: --output_dir DIR"
         )
-    if kind in _MAYBE_TABLES:
+    if classes:
+        note = (
+            f"{path}: each suffix is a class ({listed([*classes])}), so the files are copied to {folder} as CLASS.txt"
+        )
+    elif kind in _MAYBE_TABLES:
         note = f"{path}: tabs divide all lines into equal columns, so it is copied to {folder} as a table"
     else:
         note = f"{path}: unpacked to {folder} ({format_count(len(files_below(folder)), 'file')})"
     return str(_data_in(folder)), run, note
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _wait_for(folder: Path, staging: Path) -> None:
