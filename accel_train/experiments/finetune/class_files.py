@@ -10,13 +10,10 @@ from accel_train.data.encoding import read_lines
 from accel_train.data.sources import file_kind, is_about_data
 from accel_train.experiments.finetune.recipe import Asked
 
-_LEAST_LINES = 20
-_MOST_CHARACTERS = 200
-"""Median length of a line above which a file holds paragraphs, which also suit a language model."""
-_MOST_CONTINUED = 0.2
-"""Share of lines that continue a sentence, above which a file is prose or verse."""
-_MOST_SHARED = 0.5
-"""Share of a file's distinct lines that another file may have too."""
+_LEAST_LINES, _MOST_CHARACTERS = 20, 200
+"""Least lines of a class, and median length of lines above which they are paragraphs."""
+_MOST_CONTINUED, _MOST_SHARED = 0.2, 0.5
+"""Largest share of lines that continue a sentence, and of distinct lines that another file has too."""
 _LABELS = frozenset(["pos", "neg", "positive", "negative", "neutral", "ham", "spam"])
 _NO_CLASS = re.compile(
     r"\d|(?<![a-z])(?:train(?:ing)?|test(?:ing|[ab])?|val|valid(?:ation)?|dev|eval|chapter|part|section|vol|volume|books?"
