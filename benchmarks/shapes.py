@@ -268,9 +268,11 @@ def entities() -> str:
 
 def aligned_lines() -> str:
     """Line-aligned files for words, tags, and intents."""
-    _lines("atis/train/seq.in", [_text(n) for n in range(_ROWS)])
-    _lines("atis/train/seq.out", [" ".join("O" for _ in _text(n).split()) for n in range(_ROWS)])
-    _lines("atis/train/label", [f"intent{n % 3}" for n in range(_ROWS)])
+    tags = ("B-good", *["O"] * 40)
+    for part in ("train", "valid"):
+        _lines(f"atis/{part}/seq.in", [_text(n) for n in range(_ROWS)])
+        _lines(f"atis/{part}/seq.out", [" ".join(tags[: len(_text(n).split())]) for n in range(_ROWS)])
+        _lines(f"atis/{part}/label", [f"intent{n % 3}" for n in range(_ROWS)])
     return "atis"
 
 
@@ -294,7 +296,15 @@ def alpaca() -> str:
 def sharegpt_with_tools() -> str:
     """An array of conversations with from and value, and descriptions of tools."""
     rows = [
-        {"conversations": [{"from": "human", "value": _text(n)}, {"from": "gpt", "value": _text(n + 5)}], "tools": "[]"}
+        {
+            "conversations": [
+                {"from": "human", "value": _text(n)},
+                {"from": "function_call", "value": json.dumps({"name": "look_up", "arguments": {"word": _WORDS[n]}})},
+                {"from": "observation", "value": json.dumps({"found": n})},
+                {"from": "gpt", "value": _text(n + 5)},
+            ],
+            "tools": json.dumps([{"name": "look_up", "parameters": {"type": "object"}}] if n % 3 else []),
+        }
         for n in range(_ROWS)
     ]
     return _array("glaive_toolcall_en_demo.json", rows)
@@ -605,10 +615,15 @@ SHAPES = (
     _right(toxic, "a column of 0 and 1 per label, csv", _CLASSES, data__label_columns=INSULTS),
     _right(entities_in_a_folder, "folder of CoNLL files", "token-classification", data__eval="wnut/dev.conll"),
     _right(entities, "CoNLL file", "token-classification"),
-    Shape("line-aligned files of words and tags", aligned_lines, refusal="cannot read these files"),
+    _right(
+        aligned_lines,
+        "line-aligned files of words and tags",
+        "token-classification",
+        data__eval="runs/atis-data/validation.conll",
+    ),
     _right(files_of_classes, "a file of names per class", _CLASSES, data__lines="file_names"),
     _right(alpaca, "array of instruction, input, output", _LANGUAGE, data__input_column="input"),
-    Shape("ShareGPT with tools", sharegpt_with_tools, refusal="would not see tools"),
+    _right(sharegpt_with_tools, "ShareGPT with tools", _LANGUAGE, data__format="chat", data__tools_column="tools"),
     Shape("DPO", preferences, refusal="preferences"),
     Shape("KTO", judged_answers, refusal="examples of bad answers"),
     _right(identity, "array of instruction and output", _LANGUAGE, data__completion_column="output"),
@@ -616,7 +631,14 @@ SHAPES = (
     _right(web_text, "jsonl of texts", _LANGUAGE, data__text_column="text"),
     _right(article, "plain text", _LANGUAGE),
     _right(squad, "SQuAD", "question-answering"),
-    Shape("object with an array per split", splits_in_one_file, refusal="one JSON document"),
+    _right(
+        splits_in_one_file,
+        "object with an array per split",
+        _CLASSES,
+        data__label_column="2",
+        data__train="runs/data_small-data/train.jsonl",
+        data__eval="runs/data_small-data/validation.jsonl",
+    ),
     Shape("numbers and a class", sonar, refusal="Gradient-boosted trees"),
     _right(spreadsheet, "Excel", _CLASSES, data__text_columns=["review"], data__label_column="label"),
     _right(zipped, "zip of texts by class", _CLASSES, data__lines="folder_names"),
@@ -624,7 +646,13 @@ SHAPES = (
     _right(text_folders, "texts by class", _CLASSES, data__lines="folder_names"),
     _right(classes_by_suffix, "a file per class, named by suffix", _CLASSES, data__lines="file_names"),
     Shape("texts without extensions", no_suffix, refusal="cannot read these files"),
-    Shape("CoNLL with other extensions", unusual_suffix, refusal="cannot read these files"),
+    _right(
+        unusual_suffix,
+        "CoNLL with other extensions",
+        "token-classification",
+        data__train="runs/conll2002-data/esp.train.conll",
+        data__eval="runs/conll2002-data/esp.validation.conll",
+    ),
     Shape("texts in two encodings", one_other_encoding, refusal="1820.txt: byte 0xe9"),
     _right(ants_and_bees, "images by class, train and val", "image-classification"),
     _right(membrane, "image and label, masks of 0 and 255", _MASKS, data__mask_values=[0, 255]),

@@ -15,6 +15,8 @@ the same arguments (their default saves at the end), twice in a fresh process ea
 With `--commands`: for every command of accel-train how long its help takes, the error about a flag that it does not
 know, and
 its first line when it has something to do; and the CPU time of a plan.
+
+With `--errors`: wall time of the error about each of 17 mistakes. All can be seen before torch is imported.
 """
 
 import argparse
@@ -288,6 +290,57 @@ def measure_commands(rounds: int, folder: Path) -> dict[str, dict[str, list[floa
     return found
 
 
+ERRORS = {
+    "path that is missing": "finetune gone.csv",
+    "glob without a match": "finetune rows/*.csv",
+    "column that is missing": "finetune own.csv --label kind",
+    "column of a recipe": "run own.yaml --data.label_column kind",
+    "data of a recipe": "run gpt_tiny --data.train gone.txt",
+    "recipe that is missing": "run gpt_tny",
+    "setting that is unknown": "run gpt_tiny --optimizer.learning_rat 1",
+    "value out of range": "run gpt_tiny --seed -1",
+    "two mistakes": "run gpt_tiny --seed -1 --batch.global_batch_size 0",
+    "table for a recipe": "run own.csv",
+    "GPU that is unknown": "plan gpt_tiny --gpu H1000",
+    "fp16 without CUDA": "run gpt_tiny --precision.mixed_precision fp16",
+    "folder that cannot be made": "run gpt_tiny --output_dir /proc/run",
+    "folder that is a file": "run gpt_tiny --output_dir own.csv",
+    "package of a tracker": "run gpt_tiny --log.trackers [trackio]",
+    "nothing to sweep": "sweep gpt_tiny",
+    "run that is missing": "evaluate runs/gone",
+}
+"""Mistakes, and the command that makes each."""
+ERROR_BAR = 1.0
+"""Seconds."""
+RECIPE_OF_OWN = """
+task: text-classification
+output_dir: runs/own
+model: {config: {model_type: ngrams}}
+tokenizer: bytes
+data: {train: own.csv, text_columns: [text], label_column: label}
+schedule: {num_epochs: 1}
+"""
+
+
+def measure_errors(rounds: int, folder: Path) -> dict[str, list[float]]:
+    """Return wall seconds of the error about each mistake, one for each round."""
+    (folder / "own.csv").write_text("text,label\n" + "".join(f"text {row},{'ab'[row % 2]}\n" for row in range(40)))
+    (folder / "own.yaml").write_text(RECIPE_OF_OWN)
+    words = {name: shlex.split(text) for name, text in ERRORS.items()}
+    return {name: [whole(each, folder, 2)[0] for _ in range(rounds)] for name, each in words.items()}
+
+
+def error_table(found: Mapping[str, list[float]]) -> str:
+    """Medians over rounds, and which of them are over the bar."""
+    medians = {name: statistics.median(seconds) for name, seconds in found.items()}
+    rows = [
+        [name, f"accel-train {ERRORS[name]}", f"{median:.2f}", "met" if median <= ERROR_BAR else "MISSED"]
+        for name, median in medians.items()
+    ]
+    headers = ["mistake", "command", f"error s (<= {ERROR_BAR:g})", "bar"]
+    return markdown_table(headers, rows, text=("mistake", "command", "bar"))
+
+
 def command_table(found: Mapping[str, Mapping[str, list[float]]]) -> str:
     """Medians over rounds, and which of them are over their bar."""
     rows = []
@@ -333,6 +386,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--trainer", action="store_true", help="20 steps with accel_train.Trainer and transformers'")
     parser.add_argument("--commands", action="store_true", help="help, errors and first lines of every command")
+    parser.add_argument("--errors", action="store_true", help="errors about mistakes that need no torch")
     arguments = parser.parse_args()
     found: Any
     with tempfile.TemporaryDirectory() as path:
@@ -340,6 +394,9 @@ def main() -> None:
         if arguments.commands:
             name, title = "startup-commands", "How long each command takes to say something, wall s"
             table = command_table(found := measure_commands(arguments.rounds, folder))
+        elif arguments.errors:
+            name, title = "startup-errors", "How long the error about a mistake takes, wall s"
+            table = error_table(found := measure_errors(arguments.rounds, folder))
         elif arguments.trainer:
             name, title = "startup-trainer", "A Trainer made and trained for 20 tiny steps"
             table = trainer_table(found := measure_trainers(arguments.rounds, folder))

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from accel_train.recipe.data import Data
 from accel_train.recipe.schema import Recipe
 
 
@@ -33,3 +34,22 @@ def check_before_torch(recipe: Recipe, *, trains: bool = True) -> None:
             raise ValueError(f"precision.mixed_precision=fp16: {problem}. Use auto, bf16 or no")
     if ":" not in recipe.task:
         check_paths(recipe.data)
+        check_headers(recipe.data)
+
+
+def check_headers(data: Data) -> None:
+    """Check that the columns that the recipe names are in the header of each table of comma- or tab-separated values.
+
+    Raises:
+        ValueError: a column is missing, or the header cannot be read.
+    """
+    from accel_train.data.sources import Source, file_kind, is_path
+    from accel_train.data.tables import check_columns, column_names
+
+    named = [getattr(data, name) for name in data.model_fields_set if name.endswith(("_column", "_columns"))]
+    wanted = [column for each in named if each for column in ((each,) if isinstance(each, str) else each)]
+    paths = [path for names in (data.train, data.eval) for path in ([names] if isinstance(names, str) else names or ())]
+    for path in map(Path, filter(is_path, paths)):
+        if path.is_file() and file_kind(path) == "csv":
+            names = column_names(Source(str(path), "", (path,)), data)
+            check_columns(str(path), names, wanted, data, is_csv=data.header != "none")

@@ -88,7 +88,8 @@ class RunFolder:
         if not above.is_dir():
             parent = "" if above == self.path else f": {above}"
             raise ValueError(f"output_dir={self.path}{parent} is a file; give a folder")
-        if not os.access(above, os.W_OK):
+        # These two look writable to root, and hold no files.
+        if not os.access(above, os.W_OK) or self.path.absolute().parts[1:2] in (("proc",), ("sys",)):
             raise ValueError(f"output_dir={self.path}: {above} cannot be written; give a folder you can write")
         check_claim(self.path)
         if (self.path / ".lock").exists():

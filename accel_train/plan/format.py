@@ -29,14 +29,18 @@ MODEL_ROWS = {
 """Row names of the model's resolved settings. A setting that is not listed keeps its own name."""
 
 
-def format_plan(plan: Plan, *, colour: bool = False, show_all: bool = False) -> str:
-    """Return the plan as aligned text: a verdict, the settings, and the origin of each number.
-
-    By default only settings that the user set are included; with `show_all`, all of them.
-    """
+def format_plan(plan: Plan, *, colour: bool = False, show_all: bool = True) -> str:
+    """Return the plan as aligned text: a verdict, and with `show_all` each setting, and the origin of each number."""
     lines = format_blocks([("Plan", list(_verdict(plan, colour)))], colour=colour)[1:]
-    lines += ["", *format_settings(plan.recipe, colour=colour, show_all=show_all)]
-    return str(redact("\n".join(lines + format_blocks(_blocks(plan), colour=colour))))
+    if show_all:
+        lines += ["", *format_settings(plan.recipe, colour=colour)]
+    blocks = list(_blocks(plan)) if show_all else []
+    if plan.notes:
+        blocks.append(("Notes", [("-", note) for note in plan.notes]))
+    lines += format_blocks(blocks, colour=colour)
+    if not show_all:
+        lines += ["", "--all shows every setting with who set it, and how each number was found"]
+    return str(redact("\n".join(lines)))
 
 
 def _verdict(plan: Plan, colour: bool) -> Iterator[Row]:
@@ -45,6 +49,9 @@ def _verdict(plan: Plan, colour: bool) -> Iterator[Row]:
     length = f"{format_count(steps.max_steps)} steps of {samples}" if plan.has_length else f"steps of {samples}"
     epochs = f", {steps.num_epochs:.4g} epochs" if plan.has_length and plan.reads_data else ""
     yield "trains", f"{format_count(plan.num_trainable)} parameters for {length}{epochs}"
+    counts = {name: plan.data_facts.get(fact) for fact, name in DATA_FACTS.items() if fact != "num_documents"}
+    if data := ", ".join(f"{format_count(count)} {name}" for name, count in counts.items() if count is not None):
+        yield "data", data
     room = "" if plan.device_bytes is None or total is None else _room(plan, total, plan.device_bytes)
     fits = plan.device_bytes is not None and total is not None and total <= plan.device_bytes
     room = paint(f"{room}: it fits", "green", on=colour) if fits else paint(room, "red", on=colour and room != "")
@@ -54,7 +61,8 @@ def _verdict(plan: Plan, colour: bool) -> Iterator[Row]:
         yield "time", _time(plan)
     else:
         seconds = steps.max_steps * step.seconds
-        yield "time", f"{format_seconds(seconds)} (modeled, below), {seconds * plan.world_size / 3600:,.1f} GPU-hours"
+        took = "under a minute" if seconds < 60 else format_seconds(seconds)
+        yield "time", f"{took} (modeled), {seconds * plan.world_size / 3600:,.1f} GPU-hours"
     each = f"{plan.num_checkpoints} checkpoints of {size(plan.checkpoint_bytes)} (weights and optimizer, fp32)"
     yield "disk", f"{size(plan.disk_bytes)} at most: {each}, and the final weights"
 
@@ -76,8 +84,6 @@ def _blocks(plan: Plan) -> Iterator[tuple[str, list[Row]]]:
     room = "" if plan.device_bytes is None or total is None else _room(plan, total, plan.device_bytes)
     yield f"Memory of each process ({plan.device})", [*memory, ("total", f"{size(total):>10}{room}")]
     yield from _scale_blocks(plan)
-    if plan.notes:
-        yield "Notes", [("-", note) for note in plan.notes]
 
 
 def _length_rows(plan: Plan) -> Iterator[Row]:

@@ -1,7 +1,7 @@
 """Write a recipe as YAML that can be run again, with who set each value and without secrets."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -40,28 +40,10 @@ def who_set(recipe: Recipe, name: str) -> str:
     return "python" if origin.kind == "default" and not is_default else str(origin)
 
 
-def without_defaults(lines: Sequence[SettingLine]) -> list[SettingLine]:
-    """Return the lines of settings that are not defaults, and of the sections that contain them."""
-    kept: list[SettingLine] = []
-    # Depth of the kept line below. A section above it is kept as well.
-    deepest = 0
-    for line in reversed(lines):
-        is_section_of_kept = line[0] < deepest
-        if (line[3] and line[3] != "default") or (not line[3] and is_section_of_kept):
-            kept.append(line)
-            deepest = line[0]
-        deepest = min(deepest, line[0])
-    return kept[::-1]
-
-
-def format_settings(recipe: Recipe, *, colour: bool, show_all: bool) -> Iterator[str]:
-    """Yield a title and aligned lines: the settings that are not defaults (or all), and who set them.
-
-    The title names the file that set the most.
-    """
+def format_settings(recipe: Recipe, *, colour: bool) -> Iterator[str]:
+    """Yield a title and aligned lines: all settings, and who set them. The title names the file that set the most."""
     width = max(len(name.rpartition(".")[2]) + 2 * name.count(".") for name in recipe_names()) + 2
-    every = list(setting_lines(recipe))
-    shown = every if show_all else without_defaults(every)
+    shown = list(setting_lines(recipe))
     files = Counter(who.rpartition(":")[0] for *_, who in shown if who.rpartition(":")[2].isdigit())
     file = files.most_common(1)[0][0] if files else ""
     title = "Settings, and who set them"
@@ -71,9 +53,6 @@ def format_settings(recipe: Recipe, *, colour: bool, show_all: bool) -> Iterator
         left = f"{'  ' * (depth + 1)}{name}".ljust(width + 2)
         line = f"{left}{value}".ljust(width + 26) + f"  <- {by}" if by else left.rstrip()
         yield paint(line, "dim", on=colour and who == "default")
-    if num_defaults := sum(1 for *_, who in every if who == "default") * (not show_all):
-        more = f"  and {num_defaults} defaults: --all shows them, `accel-train explain NAME` says more"
-        yield paint(more, "dim", on=colour)
 
 
 def setting_lines(

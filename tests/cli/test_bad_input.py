@@ -469,7 +469,7 @@ def test_several_problems_are_a_line_each(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_the_good_recipe_is_good(no_model: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "r.yaml"]) == 0
+    assert main(["plan", "r.yaml", "--all"]) == 0
     assert no_model == ["from_config"]
     assert "Memory of each" in capsys.readouterr().out
 

@@ -22,6 +22,7 @@ from accel_train.data.builtin.digit_scenes import digit_scenes
 from accel_train.data.text.tokenizers import byte_tokenizer
 from accel_train.experiments.finetune.recipe import asked_of, minimal_recipe
 from accel_train.experiments.finetune.recognise import recognise
+from benchmarks.shapes import sharegpt_with_tools
 from tests.support.runs import run_forked_command, write_base
 
 QUICK = ("--schedule.max_steps", "2", "--log.progress", "false", "--data.cache_dir", "cache")
@@ -152,6 +153,35 @@ def test_chats_become_a_model_that_chats(dry_run: DryRun) -> None:
     assert recipe["task"] == "causal-lm"
     assert recipe["data"]["format"] == "chat"
     assert "{% generation %}" in recipe["data"]["chat_template"]
+
+
+def test_chats_with_tools_need_a_template_that_shows_them_or_get_one(
+    dry_run: DryRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sharegpt_with_tools()
+    _, recipe = dry_run("glaive_toolcall_en_demo.json")
+    assert recipe["data"]["tools_column"] == "tools"
+    assert "tools | tojson" in recipe["data"]["chat_template"]
+    base, tokenizer = write_base(Path()), byte_tokenizer()
+    command = [
+        "finetune",
+        "glaive_toolcall_en_demo.json",
+        "--dry-run",
+        "--output_dir",
+        "runs/base",
+        "--model",
+        str(base),
+    ]
+    templates = {"{{ messages[0].content }}": 2, "{{ tools | tojson if tools }}{{ messages[0].content }}": 0}
+    for tokenizer.chat_template, code in templates.items():
+        tokenizer.save_pretrained(str(base))
+        capsys.readouterr()
+        assert main(command) == code
+        assert ("does not show tools" in capsys.readouterr().err) == (code == 2)
+    write_lines("some.jsonl", [json.dumps({"messages": [{"role": "assistant", "content": "a"}], "tools": []}),
+                               json.dumps({"messages": [{"role": "assistant", "content": "a"}]})])  # fmt: skip
+    assert main(["finetune", "some.jsonl", "--dry-run"]) == 2
+    assert "some.jsonl:2: no column 'tools'" in capsys.readouterr().err
 
 
 def test_a_text_file_becomes_a_language_model(dry_run: DryRun) -> None:

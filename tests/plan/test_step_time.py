@@ -301,7 +301,7 @@ def test_a_plan_for_a_thousand_gpus_names_what_each_number_is() -> None:
 
 
 def test_the_command_takes_the_machine_as_flags(capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["--world-size", "16", "--gpu", "A100", "--gpus-per-node", "4", "--interconnect", "ethernet-25"]
+    flags = ["--all", "--world-size", "16", "--gpu", "A100", "--gpus-per-node", "4", "--interconnect", "ethernet-25"]
     assert main(["plan", "r.yaml", "--batch.global_batch_size", "32", *flags]) == 0
     out = capsys.readouterr().out
     assert "16 on 4 nodes of 4" in out

@@ -3,6 +3,7 @@ file, row and column.
 """
 
 import ast
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,7 +67,7 @@ def sft_recipe(tmp_path: Path) -> Make:
 def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Whose templates would have been tried in a process of their own, which tests of that trial start."""
     found: list[str] = []
-    monkeypatch.setattr(encoding, "check_template", lambda tool, chats, whose: found.append(whose))
+    monkeypatch.setattr(encoding, "check_template", lambda tool, chats, whose, tools: found.append(whose))
     return found
 
 
@@ -191,6 +192,84 @@ def test_loss_of_a_chat_counts_the_assistants_turns_and_their_ends(
     assert learned(data) == expected
     assert data.source.tokenizer.chat_template == template
     assert tried == ["data.chat_template"]
+
+
+WITH_TOOLS = "{% if tools %}{{ tools | tojson }}\n{% endif %}" + CHATML.replace(
+    "{{ message.content }}", "{{ message.content }}{{ message.tool_calls | tojson if message.tool_calls }}"
+)
+MARKED_WITH_TOOLS = MARKED.replace(
+    "{% generation %}", "{% generation %}{{ message.tool_calls | tojson if message.tool_calls }}"
+).replace("{% for", "{% if tools %}{{ tools | tojson }}\n{% endif %}{% for", 1)
+WEATHER = {"name": "weather", "parameters": {"type": "object"}}
+CALL = {"name": "weather", "arguments": {"city": "Bern"}}
+SHAREGPT = {
+    "messages": [
+        {"from": "human", "value": "Rain?"},
+        {"from": "function_call", "value": json.dumps(CALL)},
+        {"from": "observation", "value": "wet"},
+        {"from": "gpt", "value": "Yes"},
+    ],
+    "tools": json.dumps([WEATHER]),
+}
+OPENAI = {
+    "messages": [
+        {"role": "user", "content": "Rain?"},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"type": "function", "function": {**CALL, "arguments": json.dumps(CALL["arguments"])}}],
+        },
+        {"role": "tool", "content": "wet"},
+        {"role": "assistant", "content": "Yes"},
+    ],
+    "tools": [{"type": "function", "function": WEATHER | {"strict": None}}],
+}
+
+
+@pytest.mark.parametrize("template", [WITH_TOOLS, MARKED_WITH_TOOLS])
+@pytest.mark.parametrize("row", [SHAREGPT, OPENAI], ids=["sharegpt", "openai"])
+def test_tools_are_shown_and_their_calls_are_learned(sft_recipe: Make, row: dict[str, Any], template: str) -> None:
+    settings = {
+        "format": "chat",
+        "tools_column": "tools",
+        "sequence_length": 400,
+        "model": TINY_MODEL | {"n_positions": 400},
+    }
+    _, data = load(sft_recipe([row], chat_template=template, **settings))
+    call = json.dumps([{"type": "function", "function": CALL}])
+    shown = bytes(token for token in data.source.train.tokens if token < 256).decode()
+    tool = json.dumps([{"type": "function", "function": WEATHER}])
+    assert shown.startswith(f"{tool}\n<|im_start|>user\nRain?")
+    assert "<|im_start|>tool\nwet" in shown
+    assert learned(data).replace("\n", "") == f"{call}|Yes|"
+    refused(load, sft_recipe([row], chat_template=CHATML, **settings), named="rows.jsonl:1: |does not show tools")
+    shows_tools_only = "{{ tools | tojson if tools }}" + CHATML
+    refused(load, sft_recipe([row], chat_template=shows_tools_only, **settings), named="rows.jsonl:1: |the calls of")
+
+
+def test_a_chat_without_tools_has_the_same_fingerprint_with_and_without_a_column_of_tools(sft_recipe: Make) -> None:
+    found = {
+        load(sft_recipe([{**chat("a", "b"), "tools": tools}], chat_template=WITH_TOOLS, format="chat", **column))[
+            1
+        ].fingerprint
+        for tools, column in [("[]", {}), ("[]", {"tools_column": "tools"}), (None, {"tools_column": "tools"})]
+    }
+    assert len(found) == 1
+
+
+TOOL_FAULTS = [
+    ("'tools'|is not JSON", {"tools": "[{"}),
+    ("'tools'|3 is not a function", {"tools": "3"}),
+    ("'tools'|name", {"tools": [{"type": "function"}]}),
+    ("message 2|name", {"messages": [chat("a")["messages"][0], {"from": "function_call", "value": "{}"}]}),
+    ("message 1|is not JSON", {"messages": [{"from": "function_call", "value": "weather"}]}),
+]
+
+
+@pytest.mark.parametrize("named, fault", TOOL_FAULTS, ids=[fault[0] for fault in TOOL_FAULTS])
+def test_a_wrong_tool_names_file_row_and_column(sft_recipe: Make, named: str, fault: dict[str, Any]) -> None:
+    recipe = sft_recipe([SHAREGPT, SHAREGPT | fault], chat_template=WITH_TOOLS, format="chat", tools_column="tools")
+    refused(load, recipe, named=f"rows.jsonl:2: |{named}")
 
 
 def test_generation_mark_ends_after_the_last_byte_of_a_character_and_a_turn_without_its_end_is_reported(

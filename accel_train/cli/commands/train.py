@@ -210,14 +210,14 @@ PLAN = Command(
         "--mfu": {
             "metavar": "X",
             "type": finite_number(most=1),
-            "help": "share of peak FLOPS that the model reaches; default: 0.35",
+            "help": "share of peak FLOPS that the model reaches; default: 0.4 if it is compiled, otherwise 0.3",
         },
         "--mtbf": {
             "metavar": "HOURS",
             "type": finite_number(),
             "help": "mean hours between two failures of the run; default: a published rate",
         },
-        "--all": {"action": "store_true", "help": "show all settings; default: only those that are set"},
+        "--all": {"action": "store_true", "help": "show every setting with who set it, and how each number was found"},
         "--no-data": {"action": "store_true", "help": "read no data: plan from sequence length and vocabulary alone"},
     },
 )

@@ -23,7 +23,7 @@ import sys
 sys.path[:] = [path for path in sys.path if path]  # nothing is imported from the current folder
 import json, os, resource
 from transformers.utils.chat_template_utils import render_jinja_template
-template, chats, names, seconds, num_bytes, most = json.load(sys.stdin)
+template, chats, tools, names, seconds, num_bytes, most = json.load(sys.stdin)
 # The data segment, and not the address space: libraries reserve much more of that than they use.
 pages = int(open("/proc/self/statm").read().split()[5]) if os.path.exists("/proc/self/statm") else 2**19
 num_bytes += pages * os.sysconf("SC_PAGE_SIZE")
@@ -32,7 +32,8 @@ seconds += int(sum(os.times()[:2]))
 resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
 for chat, is_prompt in chats:
     try:
-        text = render_jinja_template([chat], chat_template=template, add_generation_prompt=is_prompt, **names)[0][0]
+        options = {"tools": tools, "chat_template": template, "add_generation_prompt": is_prompt}
+        text = render_jinja_template([chat], **options, **names)[0][0]
     except (MemoryError, OverflowError):
         os._exit(65)
     except Exception:
@@ -43,16 +44,19 @@ os._exit(0)
 """
 
 
-_tried: set[str] = set()
-"""Templates that have passed in this process."""
+_tried: set[tuple[str, bool]] = set()
+"""Templates that have passed in this process, each with whether it was given tools."""
 
 
 def check_template(
-    tokenizer: "PreTrainedTokenizerBase", chats: Sequence[Sequence[dict[str, Any]]], whose: str = ""
+    tokenizer: "PreTrainedTokenizerBase",
+    chats: Sequence[Sequence[dict[str, Any]]],
+    whose: str = "",
+    tools: Sequence[dict[str, Any]] | None = None,
 ) -> None:
     """Render chats with the tokenizer's template in another process, with and without a generation prompt.
 
-    `whose` names the origin of the template in messages. Default: the tokenizer.
+    `whose` names the origin of the template in messages. Default: the tokenizer. `tools` are given to each chat.
 
     Raises:
         ValueError: the template exceeds `CPU_SECONDS`, `MEMORY_BYTES` or `MOST_CHARACTERS`.
@@ -60,12 +64,12 @@ def check_template(
     # A tokenizer may have several named templates.
     given = tokenizer.chat_template
     template = given if isinstance(given, str) else str(tokenizer.get_chat_template())
-    if template in _tried:
+    if (template, tools is not None) in _tried:
         return
     tries = [(list(chat), is_prompt) for chat in chats for is_prompt in (False, True)]
     names = {name: str(value) for name, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
     limits = (CPU_SECONDS, MEMORY_BYTES, MOST_CHARACTERS)
-    text = json.dumps([template, tries, names, *limits], default=str)
+    text = json.dumps([template, tries, tools, names, *limits], default=str)
     try:
         code = subprocess.run(
             [sys.executable, "-c", _TRIAL], input=text.encode(), capture_output=True, timeout=_WALL_SECONDS
@@ -81,4 +85,4 @@ def check_template(
             f"{whose} needs more than {MEMORY_BYTES >> 20:,} MiB, or makes a chat longer than {MOST_CHARACTERS:,} "
             f"characters; {remedy}"
         )
-    _tried.add(template)
+    _tried.add((template, tools is not None))

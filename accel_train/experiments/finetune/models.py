@@ -39,6 +39,7 @@ class Pretrained(NamedTuple):
     has_chat_template: bool
     masks_documents: Choice[bool] = Choice(True, "attention stays within a document")
     """Value of `data.mask_documents` for text, with its reason."""
+    template_has_tools: bool = False
     is_t5: bool = False
     """Whether the model is of the T5 family, which learns at a higher rate."""
 
@@ -190,6 +191,7 @@ def look_at(name: str, task: str, *, trust_remote_code: bool) -> Pretrained:
         None if is_text else pretrained_image_size(name, config),
         bool(tokenizer is not None and tokenizer.chat_template),
         **({"masks_documents": _document_masks(tree, config)} if task == "causal-lm" else {}),
+        template_has_tools=tokenizer is not None and "tools" in str(tokenizer.chat_template),
         is_t5="t5" in config.model_type,
     )
 
@@ -218,6 +220,13 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<assistant>\\n' }}{% endif %}"
 )
 """Chat template for tokenizers without one: `<role>`, the message, and the end of text after each answer."""
+TOOLS_TEMPLATE = "{% if tools %}{{ '<tools>\\n' + tools | tojson + '\\n' }}{% endif %}" + CHAT_TEMPLATE.replace(
+    "message['content']", "(message['content'] or '')"
+).replace(
+    "{% generation %}{{",
+    "{% generation %}{% if message['tool_calls'] %}{{ message['tool_calls'] | tojson }}{% endif %}{{",
+)
+"""The same with tools before the chat, and calls of tools as JSON."""
 
 
 def text_classifier(found: Found, pretrained: Pretrained | None) -> Choices:
@@ -278,8 +287,9 @@ def language_model(found: Found, pretrained: Pretrained | None) -> Choices:
     chosen: Choices = {}
     if found.is_chat and (pretrained is None or not pretrained.has_chat_template):
         whose = "the tokenizer" if pretrained else "a model from scratch"
+        template = TOOLS_TEMPLATE if "data.tools_column" in found.settings else CHAT_TEMPLATE
         chosen["data.chat_template"] = Choice(
-            CHAT_TEMPLATE, f"{whose} has no template; this one writes <role> and the message on separate lines"
+            template, f"{whose} has no template; this one writes <role> and the message on separate lines"
         )
     if pretrained is not None:
         return chosen | _trained_on(found, pretrained, has_rows)

@@ -114,7 +114,7 @@ def _recognise_file(asked: Asked, path: Path) -> Found:
     if kind == "json":
         raise ValueError(
             f"{path} is one JSON document. finetune reads an array of objects, one object per line (.jsonl), or "
-            "SQuAD's form (data, paragraphs, qas). Write [row, row, ...]"
+            "SQuAD's form (data, paragraphs, qas), or {train: [...], validation: [...]}. Write [row, row, ...]"
         )
     if kind == "tokens":
         raise ValueError(

@@ -93,6 +93,12 @@ def write_recipe(
         if is_first:
             print(f"{name}: looking at the model ...", flush=True)
         pretrained = look_at(name, found.task, trust_remote_code=minimal.model.trust_remote_code)
+        is_hidden = pretrained.has_chat_template and not pretrained.template_has_tools
+        if is_hidden and "data.tools_column" in found.settings and "data.chat_template" not in asked.given:
+            raise ValueError(
+                f"{name}: its chat template does not show tools, so the model would not see them. Use a model whose "
+                "template shows tools, set --data.chat_template, or leave them out: --data.tools_column null"
+            )
     chosen = _as_long_as(asked, choose(found, pretrained))
     written = Path(file or f"{output_dir.rstrip('/')}.yaml")
     recipe = make_recipe(own.tree_of(found, chosen, output_dir), str(written), arguments=settings)

@@ -37,7 +37,7 @@ _WORDS_OF_A_PAIR = 4.0
 _MOST_WORDS_TO_ONE = 6.0
 """Least mean words of the shorter text of a pair, and the most words of the longer text for each of its words."""
 _CHOICES = ("choices", "options", "endings")
-_FURTHER_OF_CHATS = ("tools", "functions", "system")
+_FURTHER_OF_CHATS = ("functions", "system")
 """Columns that a chat template could show, but that are not passed to it."""
 _FURTHER_INPUTS = ("input", "context", "system", "system_prompt", "history", *_CHOICES)
 """Columns that belong to the prompt, even short ones, because the answer depends on them."""
@@ -134,10 +134,23 @@ def _chats(asked: Asked, table: Table) -> dict[str, Any] | None:
             "Put the text into the chats as a message with the role system; or leave it out: "
             f"--data.messages_column {column.name}"
         )
-    data = asked.data.model_copy(update={"format": "chat", "messages_column": column.name})
-    rows = [check_row(Row((cell,), where, 0), data).parts for cell, where in zip(column.cells, table.wheres)]
+    tools = asked.data.tools_column
+    if "data.tools_column" not in asked.given and "tools" in (*table.columns, *table.partial):
+        tools = "tools"
+    if tools is not None and tools not in table:
+        raise ValueError(
+            f"{table.partial.get(tools, table.path)}: no column {tools!r}. Write an empty list in rows without tools, "
+            "or leave all tools out: --data.tools_column null"
+        )
+    data = asked.data.model_copy(update={"format": "chat", "messages_column": column.name, "tools_column": tools})
+    cells = zip(*(table[name].cells for name in columns_of(data)))
+    rows: list[Any] = [check_row(Row(row, where, 0), data) for row, where in zip(cells, table.wheres)]
     text = "content" if "content" in keys else "value"
-    sizes = [sum(len(str(message.get("content", ""))) for message in chat) for chat in rows if isinstance(chat, list)]
+    sizes = [
+        sum(len(str(each.get("content") or each.get("tool_calls", ""))) for each in row.parts)
+        + len(str(row.tools or ""))
+        for row in rows
+    ]
     why = (
         f"each is a list of {{{', '.join(('role', text) if text == 'content' else ('from', text))}}}; "
         "the loss counts the assistant's messages"
@@ -148,6 +161,7 @@ def _chats(asked: Asked, table: Table) -> dict[str, Any] | None:
         "settings": {
             "data.format": Choice("chat", why),
             **_column("messages_column", column.name, "the column of chats"),
+            **(_column("tools_column", tools, "its name; the chat template shows them") if tools else {}),
         },
         **lengths(sizes),
         "is_chat": True,

@@ -3,61 +3,68 @@
 import csv
 import gzip
 import hashlib
+import json
 import os
 import shutil
 import tarfile
 import time
 import zipfile
 import zlib
+from itertools import zip_longest
 from pathlib import Path, PurePath
 from typing import Any
 
 from accel_train.core.files import files_below, make_folders, publish_folder
 from accel_train.core.format import format_count
 from accel_train.data.delimited import table_delimiter
-from accel_train.data.encoding import read_lines
+from accel_train.data.encoding import read_lines, read_text
 from accel_train.data.sources import file_kind, is_about_data
 from accel_train.experiments.finetune.class_files import classes_by_suffix
-from accel_train.experiments.finetune.recipe import WAIT_SECONDS, Asked, default_output_dir, listed
+from accel_train.experiments.finetune.recipe import WAIT_SECONDS, Asked, default_output_dir
 
 _ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 _SHEETS = (".xlsx", ".xls", ".xlsb", ".ods")
 _MAYBE_TABLES = ("", ".txt", ".dat", ".data")
-_CLASSES = "/"
-"""Kind of a folder with a file for each class, named by suffix."""
 _SOURCE = ".source"
 """File in the folder with the digest of the file it was made from."""
+_NAMES_OF_PARTS = ("train training", "validation valid val dev eval testa", "test testing testb")
+_PARTS = {name: names.split()[0] for names in _NAMES_OF_PARTS for name in names.split()}
+"""Split names by the names that data sets use. CoNLL 2002 and 2003 have testa and testb."""
+_MOST_TAGGED = 20
 _BY_SYSTEMS = ("__MACOSX", ".DS_Store", "Thumbs.db")
 
 
 def unpacked(asked: Asked, output_dir: str | None, *, is_first: bool = True) -> tuple[str, str, str | None]:
     """Return the path to read, the run folder, and a note, or the path itself if finetune reads it as it is.
 
-    Zip and tar archives, .gz files, spreadsheets, tables with tabs in a .txt file, and files STEM.CLASS go to a folder
-    OUTPUT_DIR-data. Processes other than the first wait for it.
+    Zip and tar archives, .gz files, spreadsheets, and tables with tabs in a .txt file go to a folder OUTPUT_DIR-data.
+    So do the parts of a data set in an unusual form (see `_parts_of`). Processes other than the first wait for it.
 
     Raises:
         ValueError: the file is damaged, needs a password or a package, or does not fit the disk; or the folder exists
             with other data.
     """
     path = Path(asked.path).expanduser()
-    classes = classes_by_suffix(asked, path) if path.is_dir() else {}
-    kind = _kind_of(asked, path) if path.is_file() else _CLASSES if classes else None
-    if kind is None:
+    kind = _kind_of(asked, path) if path.is_file() else None
+    parts = _parts_of(asked, path) if kind is None else None
+    if kind is None and parts is None:
         return asked.path, output_dir or default_output_dir(asked.path), None
     run = output_dir or default_output_dir(path.name.removesuffix(kind) if kind else path.name)
     folder = Path(f"{run.rstrip('/')}-data")
     staging = folder.with_name(f".{folder.name}.tmp")
     if not is_first:
         _wait_for(folder, staging)
-    digest = " ".join(map(_digest, classes.values() or [path]))
+    digest = hashlib.sha256(repr(parts).encode()).hexdigest()
+    if parts is None:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
     if not folder.exists():
         make_folders(folder.parent)
         with publish_folder(folder, staging):
-            for name, file in classes.items():
-                shutil.copyfile(file, staging / f"{name}.txt")
-            if not classes:
-                _write(path, kind, staging)
+            if parts is None:
+                _write(path, kind or "", staging)
+            for name, content in (parts or {}).items():
+                (staging / name).write_bytes(content)
             (staging / _SOURCE).write_text(digest)
     mark = folder / _SOURCE
     if not mark.is_file() or mark.read_text() != digest:
@@ -65,20 +72,15 @@ def unpacked(asked: Asked, output_dir: str | None, *, is_first: bool = True) -> 
             f"{folder} exists and was not made from {path}, which would be unpacked there. Remove the folder, or name "
             "another place: --output_dir DIR"
         )
-    if classes:
-        note = (
-            f"{path}: each suffix is a class ({listed([*classes])}), so the files are copied to {folder} as CLASS.txt"
-        )
+    if parts is not None:
+        note = f"{path}: written to {folder} as {', '.join(parts)}"
+        if any(path.glob("*/label")):
+            note += "; the files named label are not read"
     elif kind in _MAYBE_TABLES:
         note = f"{path}: tabs divide all lines into equal columns, so it is copied to {folder} as a table"
     else:
         note = f"{path}: unpacked to {folder} ({format_count(len(files_below(folder)), 'file')})"
     return str(_data_in(folder)), run, note
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _wait_for(folder: Path, staging: Path) -> None:
@@ -105,6 +107,72 @@ def _kind_of(asked: Asked, path: Path) -> str | None:
         # Blank lines divide the sentences of CoNLL.
         return path.suffix if all(line.strip() for line, _ in read_lines(path, asked.data)) else None
     return None
+
+
+def _parts_of(asked: Asked, path: Path) -> dict[str, bytes] | None:
+    """Return files by name for a JSON object with an array per split, for files STEM.CLASS, for line-aligned files of
+    words and tags, or for CoNLL files with other extensions; otherwise None.
+    """
+    if path.suffix.lower() == ".json" and path.is_file():
+        return _splits_of(asked, path)
+    if classes := classes_by_suffix(asked, path) if path.is_dir() else {}:
+        return {f"{name}.txt": file.read_bytes() for name, file in classes.items()}
+    if asked.task in (None, "token-classification") and (aligned := _aligned_lines(asked, path)):
+        return aligned
+    files = [path] if path.is_file() else [each for each in files_below(path) if each.is_file()]
+    files = [file for file in files if not is_about_data(file, path)]
+    is_usual = not 0 < len(files) <= _MOST_TAGGED or any(file_kind(file) is not None for file in files)
+    if is_usual or asked.task not in (None, "token-classification"):
+        return None
+    from accel_train.experiments.finetune.text_tasks import holds_tags  # imports torch
+
+    parts = {file: _PARTS.get(file.suffix[1:].lower(), file.suffix[1:] or "data") for file in files}
+    found = {f"{file.stem}.{part}.conll": file.read_bytes() for file, part in parts.items() if holds_tags(file, asked)}
+    return found if len(found) == len(files) else None
+
+
+def _aligned_lines(asked: Asked, path: Path) -> dict[str, bytes]:
+    """Return CoNLL files of the folders that hold seq.in, a sentence on each line, and seq.out, its tags (ATIS, SNIPS).
+
+    Raises:
+        ValueError: the two differ in lines, or in the words of a line.
+    """
+    found = {}
+    for words in sorted([*path.glob("seq.in"), *path.glob("*/seq.in")]) if path.is_dir() else ():
+        if not (tags := words.with_name("seq.out")).is_file():
+            continue
+        pairs = list(zip_longest(read_text(words, asked.data).splitlines(), read_text(tags, asked.data).splitlines()))
+        sentences = [((line or "").split(), (tagged or "").split()) for line, tagged in pairs]
+        for number, (line, tagged) in enumerate(sentences, 1):
+            if len(line) != len(tagged):
+                has = f"{format_count(len(tagged), 'tag')} for the {len(line)} words of {words.name}"
+                raise ValueError(
+                    f"{tags}:{number} has {has}; repair the files: lines with the same number belong together"
+                )
+        name = "train" if words.parent == path else words.parent.name.lower()
+        blocks = ["".join(f"{word} {tag}\n" for word, tag in zip(*sentence)) for sentence in sentences if sentence[0]]
+        found[f"{_PARTS.get(name, name)}.conll"] = "\n".join(blocks).encode()
+    return found
+
+
+def _splits_of(asked: Asked, path: Path) -> dict[str, bytes] | None:
+    """Return the splits of a JSON object, with arrays as rows of columns 1, 2, ... None if a key is not a split.
+
+    Without validation, test is evaluated on.
+    """
+    try:
+        text = read_text(path, asked.data)
+        document = json.loads(text) if text.lstrip()[:1] == "{" else {}
+    # Objects on lines, another encoding, or an error that the reader reports.
+    except (ValueError, RecursionError):
+        return None
+    parts = {_PARTS.get(name, ""): rows for name, rows in document.items() if isinstance(rows, list)}
+    if "train" not in parts or "" in parts or len(parts) != len(document):
+        return None
+    if "validation" not in parts and "test" in parts:
+        parts["eval_from_test"] = parts.pop("test")
+    lines = {name: [dict(enumerate(row, 1)) if isinstance(row, list) else row for row in parts[name]] for name in parts}
+    return {f"{name}.jsonl": "".join(f"{json.dumps(row)}\n" for row in rows).encode() for name, rows in lines.items()}
 
 
 def _write(path: Path, kind: str, folder: Path) -> None:

@@ -202,13 +202,18 @@ def masks_without_reading() -> Iterator[None]:
         built: torch.Tensor | None = library(*args, attention_mask=attention_mask, **kwargs)
         if built is None or attention_mask is None or built.device.type == "cpu":
             return built
-        return built | ~built.any(-1, keepdim=True)
+        return with_keys(built)
 
     ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = mask
     try:
         yield
     finally:
         ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] = library
+
+
+def with_keys(mask: torch.Tensor) -> torch.Tensor:
+    """Return a boolean mask in which a query that may attend to no key may attend to all."""
+    return mask | ~mask.any(-1, keepdim=True)
 
 
 def use_for_generation(model: PreTrainedModel) -> PreTrainedModel:

@@ -10,6 +10,7 @@ They exchange three numbers per position: the largest logit, the sum of exponent
 """
 
 import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -26,6 +27,7 @@ from accel_train.core.errors import DataError
 from accel_train.core.state import Choice
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.model.kernels.held_rows import HeldRows, held_rows, num_parts, split_of
+from accel_train.runtime.driver import uses_cpu
 
 LOGITS_AT_ONCE = 2**26
 """Largest number of logits in a chunk: 256 MiB in fp32. On a GPU twice as many, so that the gradient of the head's
@@ -70,7 +72,9 @@ def choose_chunking(requested: bool | str, model: nn.Module, tp_size: int) -> Ch
         raise ValueError(f"loss.chunked=True: {problem}, so that the logits are needed whole; set it to auto or false")
     if problem is not None:
         return Choice(False, f"whole logits: {problem}")
-    rows = rows_at_once(model.get_output_embeddings(), tp_size)  # type: ignore[operator]
+    # Here the model may still be on the CPU, or have no values.
+    on_gpu = torch.cuda.is_available() and not uses_cpu(os.environ)
+    rows = rows_at_once(model.get_output_embeddings(), tp_size, on_gpu=on_gpu)  # type: ignore[operator]
     if tp_size > 1:
         split = f"the logits of {rows:,} positions at a time; each process computes its share of the vocabulary"
         return Choice(True, f"as set; {split}" if requested is True else split)
@@ -119,16 +123,16 @@ def head_for_chunks(requested: bool | str, model: nn.Module, num_positions: int)
     return None if requested == "auto" and is_small else head
 
 
-def rows_at_once(head: nn.Linear, tp_size: int = 1) -> int:
+def rows_at_once(head: nn.Linear, tp_size: int = 1, *, on_gpu: bool = False) -> int:
     """Return the number of positions in a chunk. Above 64 it is a multiple of 64, to suit matrix products."""
-    most = LOGITS_AT_ONCE * (2 if is_on_gpu(head) else 1)
+    most = LOGITS_AT_ONCE * (2 if on_gpu or is_on_gpu(head) else 1)
     rows = max(most // -(-head.out_features // max(tp_size, num_parts(head))), 1)
     return rows - rows % 64 if rows > 64 else rows
 
 
 def is_on_gpu(head: nn.Linear) -> bool:
-    """Return whether the layer is on a GPU, or any device but the CPU."""
-    return head.weight.device.type != "cpu"
+    """Return whether the layer is on a GPU."""
+    return head.weight.is_cuda
 
 
 # torch.compile would unroll the loop. The body is one graph, and the loss stays outside of it.
@@ -302,18 +306,20 @@ def _differentiate(
     log_probabilities, of_target, mean = _log_softmax(logits, labels, held, smoothing)
     del logits
     scale, even = GRADIENT_SCALE.get(dtype, 1.0), smoothing / held.vocabulary
-    if dtype == log_probabilities.dtype or smoothing or scale != 1:
+    # In fp32, because a difference of rounded numbers would be wrong by up to their rounding.
+    at_target = (of_target.exp() + (smoothing - 1 - even)) * scale
+    if dtype == log_probabilities.dtype or smoothing or scale != 1 or log_probabilities.device.type == "cpu":
         gradient = log_probabilities.exp_()
         if smoothing:
             gradient.sub_(even)
-        gradient = gradient.mul_(scale).to(dtype) if scale != 1 else gradient.to(dtype)
+        if scale != 1:
+            gradient.mul_(scale)
     elif torch.compiler.is_compiling():
         gradient = log_probabilities.exp().to(dtype)
     else:
         gradient = torch.exp(log_probabilities, out=torch.empty_like(log_probabilities, dtype=dtype))
-    # In fp32, because a difference of rounded numbers would be wrong by up to their rounding.
-    at_target = ((of_target.exp() + (smoothing - 1 - even)) * scale).to(dtype)
-    gradient.scatter_(1, targets, at_target.where(is_here, gradient.gather(1, targets)))
+    at_target = at_target.to(gradient.dtype).where(is_here, gradient.gather(1, targets))
+    gradient = gradient.scatter_(1, targets, at_target).to(dtype)
     return _losses(of_target, mean, labels, held, smoothing), gradient
 
 

@@ -31,6 +31,8 @@ class CausalLMData(WindowData):
     """Column with a chat, as a list of {role, content}. The tokenizer's chat template renders
     it.
     """
+    tools_column: str | None = Field(default=None, examples=["tools"])
+    """Column with the tools of each chat (a JSON list, or a string of one). The chat template shows them."""
     completion_only_loss: bool = True
     """Whether only completions of fine-tuning rows count in the loss. false: prompts count as well."""
     chat_template: str | None = Field(default=None, examples=["chat_template.jinja"])

@@ -19,6 +19,7 @@ from accel_train.tasks.causal_lm import encoding
 from accel_train.tasks.causal_lm.config import CausalLMData
 from accel_train.tasks.causal_lm.encoding import Encoder, Example, Messages
 from accel_train.tasks.causal_lm.packing import TokenRows
+from accel_train.tasks.causal_lm.tools import read_calls, read_tools
 
 _ROWS_AT_ONCE = 1024
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
@@ -91,7 +92,7 @@ def _read(sources: Sequence[Source], data: CausalLMData, key: str, progress: boo
 def columns_of(data: CausalLMData) -> tuple[str, ...]:
     """Return the columns that `data.format` reads."""
     if data.format == "chat":
-        return (data.messages_column,)
+        return (data.messages_column, *([] if data.tools_column is None else [data.tools_column]))
     return (data.prompt_column, data.completion_column, *([] if data.input_column is None else [data.input_column]))
 
 
@@ -102,7 +103,9 @@ def check_row(row: Row, data: CausalLMData) -> Example:
         ValueError: a cell has the wrong type or nothing to learn; the message names file, row and column.
     """
     if data.format == "chat":
-        return Example(_messages(row.cells[0], f"{row.where}: column {data.messages_column!r}", data), row.where)
+        messages = _messages(row.cells[0], f"{row.where}: column {data.messages_column!r}", data)
+        at = f"{row.where}: column {data.tools_column!r}"
+        return Example(messages, row.where, read_tools(row.cells[1], at, data) if data.tools_column else ())
     texts = [
         text_cell(cell or "", column, row.where, data) for cell, column in zip(row.cells[2:], columns_of(data)[2:])
     ]
@@ -127,7 +130,11 @@ def _messages(value: Any, at: str, data: CausalLMData) -> Messages:
         given = {name: item for name, item in message.items() if item is not None}
         if "role" not in given and isinstance(given.get("from"), str):  # ShareGPT's keys
             role = given.pop("from")
-            given = {"role": _SHAREGPT_ROLES.get(role, role), "content": given.pop("value", None), **given}
+            key = "tool_calls" if role == "function_call" and data.tools_column is not None else "content"
+            given = {"role": _SHAREGPT_ROLES.get(role, role), key: given.pop("value", None), **given}
+        if data.tools_column is not None and "tool_calls" in given:
+            calls = read_calls(given.pop("tool_calls"), f"{at}, message {number}", data)
+            given |= {"tool_calls": calls} if calls else {}
         parts = given.get("content")
         # Parts of text, as in OpenAI's API.
         if isinstance(parts, list) and parts:

@@ -1,8 +1,10 @@
 """Encode fine-tuning rows (prompts with completions, chats by template) as tokens with a target mask."""
 
+import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,6 +24,8 @@ _THINKING = re.compile(r"\b(?:enable_)?thinking\b")
 _ROWS_TRIED = 8
 """Number of chats that a template renders in a limited process first."""
 Messages = list[dict[str, Any]]
+Render = Callable[..., Any]
+"""Renders the messages of one row with its tools, by the tokenizer's template."""
 
 
 class Example(NamedTuple):
@@ -29,6 +33,7 @@ class Example(NamedTuple):
 
     parts: tuple[str, str] | Messages
     where: str
+    tools: Sequence[dict[str, Any]] = ()
 
 
 class Encoded(NamedTuple):
@@ -114,12 +119,16 @@ def chat_encoder(tokenizer: TextTokenizer, data: CausalLMData, warnings: Warning
     def encode_row(row: Example) -> Encoded:
         assert isinstance(row.parts, list)
         at = f"{row.where}: column {data.messages_column!r}"
-        if any(token in message.get("content", "") for message in row.parts for token in special_tokens):
+        render = partial(_rendered, tool, at=at, tools=row.tools or None)
+        said = [message.get("content", "") for message in row.parts]
+        if data.tools_column is not None:
+            said.append(_check_tools(render, row, at))
+        if any(token in text for text in said for token in special_tokens):
             warnings[SPECIAL_TOKENS].append(row.where)
         if marks_turns and data.completion_only_loss:
-            ids, is_target = _marked(tool, row.parts, at)
+            ids, is_target = _marked(tool, render, row.parts)
         else:
-            ids, is_target = _by_prefixes(tool, row.parts, at, data)
+            ids, is_target = _by_prefixes(tool, render, row.parts, at, data)
         is_target[:1] = False
         if data.completion_only_loss and not is_target.any():
             raise ValueError(
@@ -137,7 +146,8 @@ def chat_encoder(tokenizer: TextTokenizer, data: CausalLMData, warnings: Warning
 
     def encode(rows: Sequence[Example]) -> list[Encoded]:
         tried = [row.parts for row in rows[:_ROWS_TRIED] if isinstance(row.parts, list)]
-        check_template(tool, tried, "data.chat_template" if data.chat_template is not None else "")
+        tools = next((row.tools for row in rows if row.tools), None)
+        check_template(tool, tried, "data.chat_template" if data.chat_template is not None else "", tools)
         return [encode_row(row) for row in rows]
 
     return encode
@@ -162,7 +172,8 @@ def chat_template(tokenizer: "PreTrainedTokenizerBase", data: CausalLMData) -> s
                 f"data.format=chat needs a chat template, and the tokenizer ({name}) brings none; "
                 "set data.chat_template to Jinja text or to a file with it"
             )
-        return str(tokenizer.get_chat_template())
+        # Some tokenizers have a template of their own for chats with tools.
+        return str(tokenizer.get_chat_template(tools=None if data.tools_column is None else []))
     if "{{" in given or "{%" in given:
         return given
     path = Path(given).expanduser()
@@ -183,10 +194,28 @@ def _end_of_turn(ids: NDArray[np.int32], special_ids: set[int], tokenizer: "PreT
     return None
 
 
-def _marked(tokenizer: "PreTrainedTokenizerBase", messages: Messages, at: str) -> tuple[NDArray[Any], NDArray[Any]]:
+def _check_tools(render: Render, row: Example, at: str) -> str:
+    """Return the tools and calls of a chat as JSON. Raises ValueError if the chat template leaves out one of them."""
+    assert isinstance(row.parts, list)
+    calls = [call["function"] for message in row.parts for call in message.get("tool_calls", ())]
+    if row.tools or calls:
+        without = render(row.parts, tokenize=False, tools=None)
+        hidden = "tools" if row.tools and render(row.parts, tokenize=False) == without else ""
+        if hidden or not all(call["name"] in without for call in calls):
+            raise ValueError(
+                f"{at}: the chat template does not show {hidden or 'the calls of tools'}, so the model would not see "
+                "them. Use a model whose template shows tools, set data.chat_template, or leave the tools out: "
+                "data.tools_column: null"
+            )
+    return json.dumps([row.tools, calls], ensure_ascii=False)
+
+
+def _marked(
+    tokenizer: "PreTrainedTokenizerBase", render: Render, messages: Messages
+) -> tuple[NDArray[Any], NDArray[Any]]:
     options = {"verbose": False, "return_offsets_mapping": True}
     returned = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
-    encoding = _rendered(tokenizer, messages, at, **returned, tokenizer_kwargs=options)
+    encoding = render(messages, **returned, tokenizer_kwargs=options)
     is_target = np.array(encoding["assistant_masks"], np.bool_)
     ends_before = 0
     for index, (start, end) in enumerate(encoding["offset_mapping"]):
@@ -198,8 +227,8 @@ def _marked(tokenizer: "PreTrainedTokenizerBase", messages: Messages, at: str) -
     starts = np.array([start for start, _ in encoding["offset_mapping"]], np.int64)
     firsts = np.flatnonzero(is_target & ~np.append(False, is_target[:-1]))
     if len(firsts):
-        whole = _rendered(tokenizer, messages, at, tokenize=False)
-        supplied = _supplied(tokenizer, messages, at)
+        whole = render(messages, tokenize=False)
+        supplied = _supplied(tokenizer, render, messages)
         for first in firsts:
             begin = int(starts[first])
             end = max((_end_of_supplied(whole, begin, each) for each in supplied), default=begin)
@@ -207,14 +236,14 @@ def _marked(tokenizer: "PreTrainedTokenizerBase", messages: Messages, at: str) -
     return np.array(encoding["input_ids"], np.int32), is_target
 
 
-def _supplied(tokenizer: "PreTrainedTokenizerBase", messages: Messages, at: str) -> set[str]:
+def _supplied(tokenizer: "PreTrainedTokenizerBase", render: Render, messages: Messages) -> set[str]:
     """Return the texts that generation prompts add before assistant turns."""
     found = set()
     for index, message in enumerate(messages):
         if message["role"] == "assistant" and index:
             try:
-                before = _rendered(tokenizer, messages[:index], at, tokenize=False)
-                prompts = _prompts(tokenizer, messages[:index], at)
+                before = render(messages[:index], tokenize=False)
+                prompts = _prompts(tokenizer, render, messages[:index])
             # The template only accepts whole chats.
             except ValueError:
                 continue
@@ -234,19 +263,17 @@ def _end_of_supplied(text: str, begin: int, supplied: str) -> int:
     return begin
 
 
-def _prompts(tokenizer: "PreTrainedTokenizerBase", messages: Messages, at: str) -> list[str]:
+def _prompts(tokenizer: "PreTrainedTokenizerBase", render: Render, messages: Messages) -> list[str]:
     """Return the generation prompts after these turns: the template's default first, then thinking off and on."""
     names = sorted(set(_THINKING.findall(str(tokenizer.chat_template))))
     modes: list[dict[str, Any]] = [{}, *({name: value} for name in names for value in (False, True))]
-    return [
-        str(_rendered(tokenizer, messages, at, tokenize=False, add_generation_prompt=True, **mode)) for mode in modes
-    ]
+    return [str(render(messages, tokenize=False, add_generation_prompt=True, **mode)) for mode in modes]
 
 
 def _by_prefixes(
-    tokenizer: "PreTrainedTokenizerBase", messages: Messages, at: str, data: CausalLMData
+    tokenizer: "PreTrainedTokenizerBase", render: Render, messages: Messages, at: str, data: CausalLMData
 ) -> tuple[NDArray[Any], NDArray[Any]]:
-    whole = _rendered(tokenizer, messages, at, tokenize=False)
+    whole = render(messages, tokenize=False)
     encoding = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
     ids = np.array(encoding["input_ids"], np.int32)
     if not data.completion_only_loss:
@@ -256,8 +283,8 @@ def _by_prefixes(
     for index, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        prompts = _prompts(tokenizer, messages[:index], at) if index else [""]
-        after = _rendered(tokenizer, messages[: index + 1], at, tokenize=False) if index + 1 < len(messages) else whole
+        prompts = _prompts(tokenizer, render, messages[:index]) if index else [""]
+        after = render(messages[: index + 1], tokenize=False) if index + 1 < len(messages) else whole
         before = max((each for each in prompts if after.startswith(each)), key=len, default=None)
         if before is None or not whole.startswith(after):
             raise ValueError(
@@ -269,7 +296,7 @@ def _by_prefixes(
     return ids, is_target
 
 
-def _rendered(tokenizer: "PreTrainedTokenizerBase", messages: Messages, at: str, **options: Any) -> Any:
+def _rendered(tokenizer: "PreTrainedTokenizerBase", messages: Messages, *, at: str, **options: Any) -> Any:
     from jinja2 import TemplateError, TemplateSyntaxError
 
     try:

@@ -3,10 +3,12 @@
 import csv
 import gzip
 import io
+import json
 import sys
 import tarfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -115,3 +117,64 @@ def test_another_process_reads_what_the_first_unpacks_and_unpacks_nothing(monkey
         unpacked(asked, None, is_first=False)
     assert not Path("runs").exists()
     assert unpacked(asked, None) == unpacked(asked, None, is_first=False)
+
+
+def test_splits_in_one_document_are_files_and_the_test_split_is_evaluated_on_only_without_validation() -> None:
+    rows = [{"text": row.split(",")[0], "label": row.split(",")[1]} for row in ROWS[1:]]
+    Path("whole.json").write_text(json.dumps({"train": rows, "dev": rows[:7], "test": rows[:9]}))
+    written = write_recipe("whole.json", [])
+    assert (written.recipe.data.train, written.recipe.data.eval) == (
+        "runs/whole-data/train.jsonl",
+        "runs/whole-data/validation.jsonl",
+    )
+    assert (written.found.num_samples, written.found.test) == (40, "runs/whole-data/test.jsonl")
+    assert [json.loads(line) for line in Path("runs/whole-data/train.jsonl").read_text().splitlines()] == rows
+    Path("two.json").write_text(json.dumps({"train": rows, "test": [["a b", "c"]]}))
+    assert unpack("two.json")[0] == "runs/two-data"
+    Path("latin.json").write_bytes('[{"text": "caf\u00e9"}]'.encode("latin-1"))
+    assert unpack("latin.json")[0] == "latin.json"
+    assert Path("runs/two-data/eval_from_test.jsonl").read_text() == '{"1": "a b", "2": "c"}\n'
+
+
+@pytest.mark.parametrize("other", [{"oos_train": []}, {"val": [], "dev": []}, {"version": "1.0"}, {"test": {}}])
+def test_an_object_with_another_key_or_with_two_keys_for_a_split_is_refused(other: dict[str, Any]) -> None:
+    Path("whole.json").write_text(json.dumps({"train": [["a", "b"]], **other}))
+    with pytest.raises(ValueError, match=r"whole.json is one JSON document"):
+        write_recipe("whole.json", [])
+    assert not Path("runs").exists()
+
+
+def test_conll_files_are_named_by_the_part_in_their_extension() -> None:
+    for part, size in (("train", 12), ("testa", 5), ("testb", 3)):
+        Path("conll").mkdir(exist_ok=True)
+        Path(f"conll/esp.{part}").write_bytes("Espa\u00f1a B-LOC\nes O\n\n".encode("latin-1") * size)
+    Path("conll/README").write_text("about")
+    written = write_recipe("conll", [])
+    folder = "runs/conll-data/esp"
+    assert (written.recipe.data.train, written.recipe.data.eval) == (
+        f"{folder}.train.conll",
+        f"{folder}.validation.conll",
+    )
+    assert (written.found.num_samples, written.found.test) == (12, f"{folder}.test.conll")
+    assert Path(f"{folder}.train.conll").read_bytes() == Path("conll/esp.train").read_bytes()
+    assert write_recipe("conll/esp.testb", []).recipe.data.train == "runs/esp-data/esp.test.conll"
+    Path("conll/esp.dev").write_bytes(Path("conll/esp.testa").read_bytes())
+    with pytest.raises(ValueError, match=r"conll: finetune cannot read these files"):
+        write_recipe("conll", ["--output_dir", "runs/other"])
+
+
+def test_sentences_and_their_tags_in_two_files_are_one_file_of_words_with_tags() -> None:
+    for part in ("train", "valid"):
+        Path("atis", part).mkdir(parents=True)
+        Path("atis", part, "seq.in").write_text("to boston please\n\nfrom denver\n" * 10)
+        Path("atis", part, "seq.out").write_text("O B-city O\n\nO B-city\n" * 10)
+    Path("atis/train/label").write_text("flight\nflight\nflight\n" * 10)
+    written = write_recipe("atis", [])
+    assert (written.recipe.task, written.recipe.data.train) == ("token-classification", "runs/atis-data/train.conll")
+    assert written.recipe.data.eval == "runs/atis-data/validation.conll"
+    assert any("the files named label are not read" in note for note in written.found.notes)
+    whole = "to O\nboston B-city\nplease O\n\nfrom O\ndenver B-city\n"
+    assert Path("runs/atis-data/train.conll").read_text() == "\n".join([whole] * 10)
+    Path("atis/valid/seq.out").write_text("O B-city O\n\nO\n" * 10)
+    with pytest.raises(ValueError, match=r"valid/seq.out:3 has 1 tag for the 2 words of seq.in"):
+        write_recipe("atis", ["--output_dir", "runs/other"])
