@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 import accel_train
+from accel_train.cli.early import check_headers
 from accel_train.cli.main import main
 from accel_train.inference.generate import chat_with_run
 from accel_train.inference.predict import predict_rows
+from accel_train.tasks.text_classification.config import TextClassificationData
 
 TEXTS = ["a lovely film", "an awful film", "lovely, wonderful"]
 
@@ -119,6 +121,10 @@ def test_a_template_of_a_wrong_column_is_refused(
     Path("parts.csv").write_text("title,body,label\n" + "one,two words,a\nthree,four words,b\n" * 20)
     assert main(["finetune", "parts.csv", "--text", text, "--label", "label", "--dry-run"]) == 2
     assert said in capsys.readouterr().err
+    early = TextClassificationData(train="parts.csv", text_columns=(text,), label_column="label")
+    if "titel" in text:
+        with pytest.raises(ValueError, match=r"no column 'titel'; did you mean 'title'"):
+            check_headers(early)
 
 
 def test_a_conversation_reads_what_was_said_before(
