@@ -278,8 +278,9 @@ def aligned_lines() -> str:
 
 def files_of_classes() -> str:
     """One file per class, with a name on each line."""
-    for name in ("Dutch", "Greek", "Polish"):
-        _lines(f"names/{name}.txt", [_text(n, words=1).split()[0].title() for n in range(_ROWS)])
+    for seed, name in enumerate(("Dutch", "Greek", "Polish")):
+        count = _ROWS - 7 * seed
+        _lines(f"names/{name}.txt", [_text(_ROWS * seed + n, words=1).split()[0].title() for n in range(count)])
     return "names"
 
 
@@ -461,8 +462,8 @@ def tarred() -> str:
 
 def classes_by_suffix() -> str:
     """One file per class, with the class as the suffix, and a README."""
-    for suffix in ("pos", "neg"):
-        _lines(f"polarity/rt-polarity.{suffix}", [_text(n) for n in range(_ROWS)])
+    for seed, suffix in enumerate(("pos", "neg")):
+        _lines(f"polarity/rt-polarity.{suffix}", [f"{_text(_ROWS * seed + n)} ." for n in range(_ROWS)])
     _lines("polarity/README", [_text(1, words=80)])
     return "polarity"
 
@@ -620,7 +621,7 @@ SHAPES = (
         "token-classification",
         data__eval="runs/atis-data/validation.conll",
     ),
-    Shape("a file of names per class", files_of_classes, refusal="--task text-classification"),
+    _right(files_of_classes, "a file of names per class", _CLASSES, data__lines="file_names"),
     _right(alpaca, "array of instruction, input, output", _LANGUAGE, data__input_column="input"),
     _right(sharegpt_with_tools, "ShareGPT with tools", _LANGUAGE, data__format="chat", data__tools_column="tools"),
     Shape("DPO", preferences, refusal="preferences"),
@@ -643,7 +644,7 @@ SHAPES = (
     _right(zipped, "zip of texts by class", _CLASSES, data__lines="folder_names"),
     _right(tarred, "tar.gz of texts by class", _CLASSES, data__lines="folder_names"),
     _right(text_folders, "texts by class", _CLASSES, data__lines="folder_names"),
-    Shape("a file per class, named by suffix", classes_by_suffix, refusal="a table with the columns text and label"),
+    _right(classes_by_suffix, "a file per class, named by suffix", _CLASSES, data__lines="file_names"),
     Shape("texts without extensions", no_suffix, refusal="cannot read these files"),
     _right(
         unusual_suffix,

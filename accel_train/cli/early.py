@@ -44,7 +44,7 @@ def check_headers(data: Data) -> None:
         ValueError: a column is missing, or the header cannot be read.
     """
     from accel_train.data.sources import Source, file_kind, is_path
-    from accel_train.data.tables import check_columns, column_names
+    from accel_train.data.tables import check_columns, column_names, columns_read
 
     named = [getattr(data, name) for name in data.model_fields_set if name.endswith(("_column", "_columns"))]
     wanted = [column for each in named if each for column in ((each,) if isinstance(each, str) else each)]
@@ -52,4 +52,5 @@ def check_headers(data: Data) -> None:
     for path in map(Path, filter(is_path, paths)):
         if path.is_file() and file_kind(path) == "csv":
             names = column_names(Source(str(path), "", (path,)), data)
-            check_columns(str(path), names, wanted, data, is_csv=data.header != "none")
+            read = [each for name in wanted for each in ([name] if name in names else columns_read(name))]
+            check_columns(str(path), names, read, data, is_csv=data.header != "none")

@@ -15,6 +15,8 @@ from accel_train.recipe.data import Data
 
 _ROWS_PER_BATCH = 1024
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
+_FIELD = re.compile(r"\{([^{}]+)\}")
+"""Column in a template of texts: `{title}. {body}`."""
 
 
 class MissingColumn(ValueError):
@@ -144,6 +146,27 @@ def text_cell(cell: object, column: str, where: str, data: Data) -> str:
     return check_text(cell, at, data)
 
 
+def columns_read(name: str) -> list[str]:
+    """Return the columns in a template such as `{title}. {body}`, or the name itself if it is a column."""
+    return _FIELD.findall(name) or [name]
+
+
+def text_of(name: str, cells: Iterator[Any], where: str, data: Data) -> str:
+    """Return the text of a column, or of a template from the cells of its columns. These may be numbers or empty.
+
+    Raises:
+        ValueError: as for `text_cell`.
+    """
+
+    def shown(field: re.Match[str]) -> str:
+        cell = next(cells)
+        # A float that differs from itself is NaN, an empty cell of pandas.
+        cell = "" if cell is None or cell != cell else str(cell) if isinstance(cell, int | float) else cell
+        return text_cell(cell, field[1], where, data)
+
+    return _FIELD.sub(shown, name) if _FIELD.search(name) else text_cell(next(cells), name, where, data)
+
+
 def _csv_rows(path: Path, columns: Sequence[str], data: Data) -> Iterator[Row]:
     """Yield the rows of a csv or tsv file after its header, without blank lines."""
     records = read_delimited(path, data)
@@ -265,7 +288,8 @@ def check_columns(
 def setting_of(column: str, data: Data) -> str:
     """Return the settings that name a column, as written in a recipe."""
     columns = {name: value if isinstance(value, tuple) else (value,) for name, value in data if "_column" in name}
-    return " or ".join(f"data.{name}" for name, named in columns.items() if column in named) or "the recipe"
+    found = [name for name, named in columns.items() if column in named or f"{{{column}}}" in str(named)]
+    return " or ".join(f"data.{name}" for name in found) or "the recipe"
 
 
 def _json_objects(path: Path, data: Data, example_column: str) -> Iterator[tuple[dict[str, Any], str, float]]:

@@ -1,6 +1,7 @@
 """Evaluate a finished run on its own evaluation data or on other data."""
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -8,8 +9,9 @@ from typing import Any
 
 from accel_train.core.json_io import json_text
 from accel_train.core.ownership import check_file, write_file
+from accel_train.data.tables import MissingColumn
 from accel_train.engine.evaluation import EvaluationReader, evaluate
-from accel_train.inference.finished_run import TrainedRun, check_finished, counted, open_run
+from accel_train.inference.finished_run import TrainedRun, check_finished, counted, open_run, recipe_of_trained
 from accel_train.metrics.baselines import format_scores
 from accel_train.observe.run_folder import SUMMARY_FILE, read_record
 from accel_train.task import Scores
@@ -24,7 +26,15 @@ def open_for_evaluation(folder: Path, data: str | None, settings: Sequence[str] 
     check_finished(folder)
     path = evaluation_file(folder, data)
     check_file(path, folder, str(path))
-    run = open_run(folder, data=data, settings=settings)
+    try:
+        run = open_run(folder, data=data, settings=settings)
+    except MissingColumn as error:
+        section = recipe_of_trained(folder, data, settings).data
+        labels = getattr(section, "label_columns", None) or [getattr(section, section.label_setting or "", None)]
+        if data is None or error.column not in labels:
+            raise
+        command = shlex.join(["accel-train", "predict", str(folder), data])
+        raise ValueError(f"{error}. To predict the labels of data without them, use {command}") from None
     if run.data.eval is None:
         raise ValueError(f"{folder} held out no data to evaluate on; name some: accel-train evaluate {folder} DATA")
     return run

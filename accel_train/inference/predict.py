@@ -24,6 +24,7 @@ from accel_train.core.files import is_written_into, output_path
 from accel_train.core.format import format_count
 from accel_train.core.ownership import check_file, check_folder, replacing, staging_of, write_file
 from accel_train.data.order import evaluation_batches
+from accel_train.data.tables import columns_read
 from accel_train.engine.evaluation import EvaluationReader, evaluation_mode, rows_in_order
 from accel_train.inference.finished_run import TrainedRun, counted, open_run, recipe_of_trained
 from accel_train.recipe.schema import Recipe
@@ -106,6 +107,7 @@ def predict_rows(folder: Path, data: Any) -> list[dict[str, Any]]:
 def _rows_of(data: Any, recipe: Recipe) -> Iterator[dict[str, Any]]:
     """Yield the rows of a program as plain mappings. A text is the value of the only text column."""
     columns = getattr(recipe.data, "text_columns", None) or (getattr(recipe.data, "text_column", None),)
+    columns = [name for column in columns for name in columns_read(column or "")]
     for row in data.to_dict("records") if hasattr(data, "to_dict") else data:
         if isinstance(row, Mapping):
             yield {str(key): _plain(value) for key, value in row.items()}

@@ -204,7 +204,7 @@ class WindowData(Data):
     """Settings of language modeling on documents that are joined and cut into windows of tokens."""
 
     text_column: str = "text"
-    """Column with the text, in jsonl, csv, parquet, and data sets."""
+    """Column with the text, in jsonl, csv, parquet, and data sets, or a template of columns: `{title}. {body}`."""
     sequence_length: Annotated[int, Field(ge=2, le=LARGEST_COUNT)] = 1024
     """Number of tokens that a sample reads. The targets are the next token at each position."""
 

@@ -14,6 +14,8 @@ from accel_train.data.builtin.stdlib import MAX_PER_PACKAGE, NUM_PACKAGES, stdli
 from accel_train.data.labels import LabelScheme, class_notes, label_scheme
 from accel_train.data.sources import resolve_sources
 from accel_train.data.tables import Row, class_names, read_rows
+from accel_train.data.text.documents import read_documents
+from accel_train.recipe.data import WindowData
 from accel_train.tasks.common.texts import TextRow, hold_out, repeated_texts
 from accel_train.tasks.text_classification.config import TextClassificationData
 from accel_train.tasks.text_classification.data import read_text_rows
@@ -118,6 +120,33 @@ def test_a_text_cell_without_text_is_refused_and_an_empty_string_is_a_text(tmp_p
     ):
         path.write_text(content + "\n")
         refused(read, named=named)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+def test_a_template_joins_the_cells_of_its_columns(suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"a.{suffix}"
+    cells = [("A {body}", "long", 2001, "x"), ("" if suffix == "csv" else None, "short", 2002, "y")]
+    rows = [dict(zip(("my title", "body", "year", "label"), row)) for row in cells]
+    if suffix == "csv":
+        path.write_text("\n".join(",".join(map(str, row)) for row in (rows[0], *(each.values() for each in rows))))
+    elif suffix == "jsonl":
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    else:
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+
+    def read(*columns: str) -> list[TextRow]:
+        data = TextClassificationData(train=str(path), text_columns=columns, id_column="year")
+        return read_text_rows(resolve_sources(data.train, data, key="data.train"), data, key="data.train")
+
+    found = [(row.texts, row.label, row.id) for row in read("body", "{my title}: {body} ({year}) {body}")]
+    assert found == [
+        (("long", "A {body}: long (2001) long"), "x", "2001"),
+        (("short", ": short (2002) short"), "y", "2002"),
+    ]
+    windows = WindowData(train=str(path), text_column="{body} {year}")
+    (source,) = resolve_sources(windows.train, windows, key="data.train")
+    assert [document.text for document in read_documents(source, windows)] == ["long 2001", "short 2002"]
+    refused(read, "{my titel}: {body}", named="a.|no column 'my titel'|'my title'|data.text_columns")
 
 
 def test_three_text_columns_are_refused(tmp_path: Path) -> None:

@@ -295,8 +295,16 @@ def test_other_data_without_the_id_column_has_its_rows_named_by_number(capsys: p
     Path("bare-texts.csv").write_text("".join(f"{text}\n" for text in ("text", "step batch", "loss norm")))
     assert main(["predict", "texts", "bare-texts.csv", "--out", "bare-numbered.csv"]) == 0
     assert [row["id"] for row in read_csv("bare-numbered.csv")] == ["bare-texts.csv:2", "bare-texts.csv:3"]
+    capsys.readouterr()
     assert main(["evaluate", "texts", "--data", "bare-texts.csv"]) == 2
-    assert "no column 'label'" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "no column 'label'" in said
+    assert "use accel-train predict texts bare-texts.csv\n" in said
+    Path("labels.csv").write_text("id,label\nfirst,loop\n")
+    assert main(["evaluate", "texts", "--data", "labels.csv"]) == 2
+    said = capsys.readouterr().err
+    assert "no column 'text'" in said
+    assert "accel-train predict" not in said
 
 
 def test_labels_by_name_and_none_where_the_truth_is_not_known() -> None:

@@ -18,7 +18,8 @@ def _finetune(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome
     names = ("model", "group", "task", "output_dir")
     given = {name: getattr(arguments, name) for name in names}
     with users_mistakes():
-        texts = arguments.text.split(",") if arguments.text else ()
+        text: str = arguments.text or ""
+        texts = [text] if "{" in text else text.split(",") if text else []
         labels = (arguments.label,) if arguments.label else ()
         written = write_recipe(arguments.path, settings, text=texts, label=labels, file=arguments.recipe, **given)
     if is_first:
@@ -55,7 +56,7 @@ FINETUNE = Command(
             "metavar": "NAME",
             "help": "pretrained weights: a folder or a hub name; default: a small model from scratch",
         },
-        "--text": {"metavar": "COL", "help": "text column, or two text columns with a comma between them for pairs"},
+        "--text": {"metavar": "COL", "help": "text column, template '{title}. {body}', or two columns A,B as a pair"},
         "--label": {"metavar": "COL", "help": "label column, or columns of 0 and 1 with commas between them"},
         "--group": {
             "metavar": "COL",

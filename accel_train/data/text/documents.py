@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeVar
 from accel_train.core.files import digest64
 from accel_train.data.encoding import read_text
 from accel_train.data.sources import Source, file_kind
-from accel_train.data.tables import read_rows, text_cell
+from accel_train.data.tables import columns_read, read_rows, text_of
 from accel_train.recipe.data import WindowData
 
 _NUM_HASHES = 1 << 64
@@ -38,8 +38,8 @@ def read_documents(source: Source, data: WindowData) -> Iterator[Document]:
         if part.files and file_kind(part.files[0]) == "text":
             yield Document(read_text(part.files[0], data), part.files[0].stat().st_size)
             continue
-        for row in read_rows(part, (data.text_column,), data):
-            yield Document(text_cell(row.cells[0], data.text_column, row.where, data), row.num_source_bytes)
+        for row in read_rows(part, columns_read(data.text_column), data):
+            yield Document(text_of(data.text_column, iter(row.cells), row.where, data), row.num_source_bytes)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from accel_train.data.images.pairs import LISTED_SUFFIXES, lists_pairs
 from accel_train.data.sources import file_kind, files_of, is_about_data, is_saved_dataset, resolve_sources
 from accel_train.data.tables import has_object_lines, read_rows
 from accel_train.data.text.documents import read_documents
+from accel_train.experiments.finetune.class_files import are_classes
 from accel_train.experiments.finetune.columns import (
     NAME_FILES,
     Column,
@@ -159,7 +160,8 @@ def _recognise_folder(asked: Asked, folder: Path) -> Found:
     if texts and asked.task != "causal-lm" and (classes := _find_classes(folder, texts)) is not None:
         return _recognise_classes_of_texts(asked, folder, classes)
     if _are_files_of_classes(asked, folder, texts):
-        if asked.task is None and asked.data.lines is None:
+        is_asked = asked.task is not None or asked.data.lines is not None
+        if not is_asked and not are_classes({path.stem: path for path in texts}, asked):
             names = ", ".join(path.stem for path in texts[:3])
             raise ValueError(
                 f"{folder}: {len(texts)} files with a text on each line ({names} ...). If the files are classes, use "
@@ -172,7 +174,7 @@ def _recognise_folder(asked: Asked, folder: Path) -> Found:
     raise ValueError(
         f"{folder}: finetune cannot read these files ({there or 'no files'}). It reads a table (.csv, .tsv, "
         ".jsonl, .parquet), text files, CLASS/ folders of images or texts, or images/ and masks/. "
-        "For files of one class with a text per line, write a table with the columns text and label"
+        "For files STEM.CLASS with a text per line, use --task text-classification, or a table of text and label"
     )
 
 
@@ -295,9 +297,11 @@ def _recognise_texts_by_file(asked: Asked, folder: Path) -> Found:
     columns = {"label": Column("label", labels), "text": Column("text", texts)}
     label = recognise_label(asked, Table(folder, columns, [row.where for row in rows], {}, (), {}), "text")
     why = "each line is a text, and its file is the label"
+    names = listed([path.stem for path in source.files])
+    found = f"short texts in files named by a word: {names}; for a language model: --task causal-lm"
     return Found(
         "text-classification",
-        "from --task" if asked.task else "from data.lines",
+        "from --task" if asked.task else "from data.lines" if asked.data.lines else found,
         f"{folder}: {format_count(len(rows), 'line')} in {format_count(len(source.files), 'file')}, one for each class",
         num_samples=len(rows),
         settings={"data.train": Choice(asked.path, ""), "data.lines": Choice("file_names", why), **label.settings},

@@ -6,6 +6,7 @@ An ambiguous table raises an error that shows the flag.
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -14,7 +15,7 @@ from accel_train.core.format import did_you_mean, format_count
 from accel_train.core.state import Choice
 from accel_train.data.encoding import check_encoding
 from accel_train.data.samples import group_names
-from accel_train.data.tables import Row
+from accel_train.data.tables import Row, columns_read, text_of
 from accel_train.experiments.finetune.columns import Column, Table, read_table, recognise_label, with_settings
 from accel_train.experiments.finetune.images import recognise_images
 from accel_train.experiments.finetune.recipe import Asked, Choices, Found, lengths, listed
@@ -52,6 +53,7 @@ def recognise_table(asked: Asked, path: Path, held_out: Path | None = None) -> F
     if len(asked.label) == 1 and asked.label[0] not in table:
         asked = replace(asked, label=tuple(asked.label[0].split(",")))
     _check_flags(asked, table)
+    table = _with_templates(asked, table)
     about = f"{path}: {format_count(len(table.wheres), 'row')}, columns {table.names}"
     settings = {"data.train": Choice(str(path), ""), **table.settings}
     if held_out is not None and "data.eval" not in asked.given:
@@ -72,6 +74,19 @@ def recognise_table(asked: Asked, path: Path, held_out: Path | None = None) -> F
     return Found(description=about, num_samples=len(table.wheres) - dropped, notes=notes, **found)
 
 
+def _with_templates(asked: Asked, table: Table) -> Table:
+    """Return the table with a column for each template of --text, in place of the columns that the template reads."""
+    columns = dict(table.columns)
+    for text, names in ((text, columns_read(text)) for text in asked.text if text not in table):
+        if labels := [name for name in names if name in asked.label]:
+            raise ValueError(f"--text {text}: the model would see the label {labels[0]!r}. Leave it out")
+        rows = zip(table.wheres, zip(*(table[name].cells for name in names)))
+        columns[text] = Column(text, tuple(text_of(text, iter(cells), where, asked.data) for where, cells in rows))
+        gone = {*names} - {asked.data.group_column, *asked.text}
+        columns = {name: column for name, column in columns.items() if name not in gone}
+    return replace(table, columns=columns)
+
+
 def _unused_columns(settings: Choices, table: Table) -> tuple[str, ...]:
     values = [each.value for name, each in settings.items() if "_column" in name]
     read = {name for value in values for name in ([value] if isinstance(value, str) else value)}
@@ -83,7 +98,7 @@ def _check_flags(asked: Asked, table: Table) -> None:
     group = asked.data.group_column
     given = (("--text", asked.text), ("--label", asked.label), ("--data.group_column", (group,) if group else ()))
     for flag, names in given:
-        for name in names:
+        for name in chain(*map(columns_read, names)):
             if name in table.partial:
                 raise ValueError(
                     f"{flag} {name}: {table.partial[name]} does not have this column. Fill it in, or drop the row"

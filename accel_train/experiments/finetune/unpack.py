@@ -20,6 +20,7 @@ from accel_train.core.format import format_count
 from accel_train.data.delimited import table_delimiter
 from accel_train.data.encoding import read_lines, read_text
 from accel_train.data.sources import file_kind, is_about_data
+from accel_train.experiments.finetune.class_files import classes_by_suffix
 from accel_train.experiments.finetune.recipe import WAIT_SECONDS, Asked, default_output_dir
 
 _ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
@@ -128,11 +129,13 @@ def _kind_of(asked: Asked, path: Path) -> str | None:
 
 
 def _parts_of(asked: Asked, path: Path) -> dict[str, bytes] | None:
-    """Return files by name for a JSON object with an array per split, for line-aligned files of words and tags, or for
-    CoNLL files with other extensions; otherwise None.
+    """Return files by name for a JSON object with an array per split, for files STEM.CLASS, for line-aligned files of
+    words and tags, or for CoNLL files with other extensions; otherwise None.
     """
     if path.suffix.lower() == ".json" and path.is_file():
         return _splits_of(asked, path)
+    if classes := classes_by_suffix(asked, path) if path.is_dir() else {}:
+        return {f"{name}.txt": file.read_bytes() for name, file in classes.items()}
     if asked.task in (None, "token-classification") and (aligned := _aligned_lines(asked, path)):
         return aligned
     files = [path] if path.is_file() else [each for each in files_below(path) if each.is_file()]

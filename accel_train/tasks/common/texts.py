@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from accel_train.core.files import digest64
 from accel_train.data.samples import group_names, held_out_units
 from accel_train.data.sources import Source, describe
-from accel_train.data.tables import read_rows, show_cell, text_cell
+from accel_train.data.tables import columns_read, read_rows, show_cell, text_of
 from accel_train.data.text.documents import divide_rows
 from accel_train.data.text.tokenizers import byte_tokenizer, load_tokenizer, train_bpe
 from accel_train.recipe.data import Data, TextData, TrainedTokenizer
@@ -72,11 +73,12 @@ def text_rows(
     """
     labels = label_column if isinstance(label_column, tuple) else () if label_column is None else (label_column,)
     further = labels if data.id_column is None else (*labels, data.id_column)
-    rows = []
+    rows, names = [], [name for column in columns for name in columns_read(column)]
     for source in sources:
-        for row in read_rows(source, (*columns, *further), data):
-            texts = tuple(text_cell(cell, column, row.where, data) for cell, column in zip(row.cells, columns))
-            cells = row.cells[len(columns) :][: len(labels)]
+        for row in read_rows(source, (*names, *further), data):
+            unread = iter(row.cells)
+            texts = tuple(text_of(column, unread, row.where, data) for column in columns)
+            cells = tuple(islice(unread, len(labels)))
             label = cells if isinstance(label_column, tuple) else cells[0] if cells else None
             rows.append(TextRow(texts, label, row.where, row.where if data.id_column is None else str(row.cells[-1])))
     if not rows:

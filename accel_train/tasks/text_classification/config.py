@@ -12,7 +12,7 @@ class TextClassificationData(TextData, ClassData):
     """Settings of `data` for text classification and regression."""
 
     text_columns: tuple[str, ...] = ("text",)
-    """One text column, or two columns that are read as a pair."""
+    """One text column, or two columns that are read as a pair. A column may be a template: `{title}. {body}`."""
     label_columns: tuple[str, ...] | None = Field(default=None, examples=[["toxic", "insult"]])
     """Columns of 0 and 1, one for each label of a multi-label problem. Their names are the class names, in this order.
     They replace label_column.
@@ -30,7 +30,7 @@ class TextClassificationData(TextData, ClassData):
 
     @model_validator(mode="after")
     def label_columns_are_classes(self) -> Self:
-        columns = self.label_columns
+        columns, texts = self.label_columns, self.text_columns
         if columns is None:
             return self
         problem, remedy, other = "", "Leave one of them out.", ""
@@ -47,7 +47,7 @@ class TextClassificationData(TextData, ClassData):
             problem, remedy = "several labels need at least two columns", "Name one column in data.label_column."
         elif twice := [name for number, name in enumerate(columns) if name in columns[:number]]:
             problem, remedy = f"{twice[0]!r} occurs twice", "Name each column once."
-        elif read := [name for name in columns if name in self.text_columns]:
+        elif read := [each for each in columns if each in texts or f"{{{each}}}" in "".join(texts)]:
             problem = f"data.text_columns also reads {read[0]!r}, and the model would see its label"
             remedy, other = "Leave it out of one.", "text_columns"
         if problem:

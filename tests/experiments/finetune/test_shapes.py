@@ -6,6 +6,8 @@ import pytest
 
 from accel_train.data.sources import resolve_sources
 from accel_train.data.tables import read_rows
+from accel_train.experiments.finetune.class_files import are_classes, classes_by_suffix
+from accel_train.experiments.finetune.recipe import asked_of, minimal_recipe
 from accel_train.experiments.finetune.start import write_recipe
 from benchmarks import shapes
 from benchmarks.shapes import SHAPES, Shape, read
@@ -20,12 +22,14 @@ def test_a_form_of_data_is_read_right_or_refused_with_the_reason(
     assert outcome.verdict == ("right" if shape.task else "refused"), outcome.shown
 
 
-def test_a_file_for_each_class_is_read_line_by_line_where_the_task_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("task", [None, "text-classification"])
+def test_a_file_for_each_class_is_read_line_by_line(
+    task: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     shapes.files_of_classes()
-    written = write_recipe("names", ["--data.num_workers", "0"], task="text-classification")
+    written = write_recipe("names", ["--data.num_workers", "0"], task=task)
+    assert ("Dutch, Greek, Polish" in written.found.why) is (task is None)
     assert (written.recipe.data.lines, written.recipe.data.train) == ("file_names", "names")
     (source,) = resolve_sources("names", written.recipe.data, key="data.train")
     rows = [(row.cells, row.where) for row in read_rows(source, ("label", "text"), written.recipe.data)]
@@ -36,3 +40,62 @@ def test_a_file_for_each_class_is_read_line_by_line_where_the_task_is_named(
         for number, text in enumerate(texts, start=1)
     ]
     assert written.found.counts == {name: len(texts) for name, texts in lines.items()}
+
+
+def _file(word: str, form: str = "{word} number {n} was good.", count: int = 0) -> list[str]:
+    return [form.format(word=word, n=n, mark="{" if n % 2 else ";") for n in range(count or 30 + len(word))]
+
+
+NOT_CLASSES = {
+    "chapters by name": {f"Chapter {word}": _file(word) for word in ("One", "Three")},
+    "chapters of wrapped prose": {word: _file(word, "and {word} went {n} miles on") for word in ("Escape", "Storm")},
+    "verse": {word: _file(word, "O {word}, thou {n} of hours,") for word in ("Winter", "Autumns")},
+    "corpus in parts": {f"part-{word}": _file(word) for word in ("north", "east")},
+    "splits": {word: _file(word) for word in ("train", "test")},
+    "held-out split under another name": {word: _file("any", count=30 + len(word)) for word in ("most", "remainder")},
+    "logs": {word: _file(word, "2024-05-01 10:00:{n} {word} started") for word in ("gateway", "worker")},
+    "source code": {word: _file(word, "int {word}_{n}() {mark}") for word in ("parser", "lexer")},
+    "paragraphs": {word: _file(word, "{word} {n} " + "is long and " * 20 + "ends.") for word in ("Dutch", "Greeks")},
+    "translations, line by line": {word: _file(word, count=40) for word in ("English", "Greek")},
+    "short lists": {word: _file(word, count=10 + len(word)) for word in ("red", "green")},
+    "documents between blank lines": {word: [*_file(word), "", *_file(word)] for word in ("Dutch", "Greeks")},
+}
+
+
+@pytest.mark.parametrize("name", NOT_CLASSES)
+def test_text_files_that_may_be_something_else_are_not_taken_for_classes(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = Path("texts")
+    folder.mkdir()
+    for stem, lines in NOT_CLASSES[name].items():
+        (folder / f"{stem}.txt").write_text("\n".join(lines) + "\n")
+    asked = asked_of("texts", minimal_recipe("texts", []))
+    assert not are_classes({path.stem: path for path in folder.iterdir()}, asked)
+    reading = read(Shape(name, lambda: "texts")).shown
+    assert reading == "causal-lm" or "use --task text-classification" in reading
+
+
+def test_suffixes_are_classes_if_they_are_usual_labels_or_the_task_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for place, suffixes in (("labels", ("pos", "neg")), ("words", ("subj", "obj")), ("shards", ("0", "1"))):
+        Path(place).mkdir()
+        for suffix in suffixes:
+            Path(place, f"text.{suffix}").write_text("\n".join(_file(suffix)) + "\n")
+
+    def found(place: str, task: str | None = None) -> list[str]:
+        return [*classes_by_suffix(asked_of(place, minimal_recipe(place, []), task=task), Path(place))]
+
+    assert [found(place) for place in ("labels", "words", "shards")] == [["neg", "pos"], [], []]
+    assert found("words", "text-classification") == ["obj", "subj"]
+    assert (found("labels", "causal-lm"), found("shards", "text-classification")) == ([], ["0", "1"])
+    Path("labels/text.pos").write_text("and the line goes on\n" * 30)
+    assert found("labels") == []
+    Path("labels/other.pos").write_text("\n".join(_file("other")))
+    assert found("labels", "text-classification") == []
+    written = write_recipe("words", [], task="text-classification")
+    assert written.recipe.data.train == "runs/words-data"
+    assert written.found.counts == {"subj": 34, "obj": 33}

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 import accel_train
+from accel_train.cli.early import check_headers
 from accel_train.cli.main import main
 from accel_train.inference.generate import chat_with_run
 from accel_train.inference.predict import predict_rows
+from accel_train.tasks.text_classification.config import TextClassificationData
 
 TEXTS = ["a lovely film", "an awful film", "lovely, wonderful"]
 
@@ -66,6 +68,63 @@ def test_rows_in_any_form_are_predicted_as_the_command_does(
     for wrong in ([3], [{"text": "a"}], []):
         with pytest.raises(ValueError, match=r"review|row"):
             result.predict(wrong)
+
+
+@pytest.mark.parametrize("kind", ["classes", "numbers"])
+def test_a_template_of_columns_is_the_same_text_in_the_run_and_for_new_rows(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = [
+        {
+            "title": f"{'lovely' if n % 2 else 'awful'} {n}" if n % 5 else "",
+            "body": f"a film, {'fine' if n % 2 else 'bad'}",
+            "label": ("no", "yes")[n % 2] if kind == "classes" else f"{n % 2 + n / 1000}",
+        }
+        for n in range(1, 81)
+    ]
+    joined = [{"text": f"{row['title']}, ({row['body']})", "label": row["label"]} for row in rows]
+    for name, table in (("parts", rows), ("joined", joined)):
+        with open(f"{name}.csv", "w", newline="") as file:
+            writer = csv.DictWriter(file, [*table[0]])
+            writer.writeheader()
+            writer.writerows(table)
+    steps = ["--label", "label", "--schedule.max_steps", "8", "--log.progress", "false"]
+    assert main(["finetune", "parts.csv", "--text", "{title}, ({body})", *steps]) == 0
+    assert main(["finetune", "joined.csv", *steps]) == 0
+    parts, whole = (json.loads(Path(f"runs/{name}/summary.json").read_text())["eval"] for name in ("parts", "joined"))
+    assert parts == whole
+    for name in ("parts", "joined"):
+        assert main(["evaluate", f"runs/{name}", "--data", f"{name}.csv"]) == 0
+    parts, whole = (
+        json.loads(Path(f"runs/{name}/evaluation-{name}.json").read_text())["metrics"] for name in ("parts", "joined")
+    )
+    assert parts == whole
+    new = [{"title": None, "body": "a fine film", "year": 1999}, {"title": "awful", "body": ""}]
+    assert predict_rows(Path("runs/parts"), new) == predict_rows(Path("runs/joined"), [", (a fine film)", "awful, ()"])
+    capsys.readouterr()
+    with pytest.raises(ValueError, match=r"Give mappings with 'title', 'body'\."):
+        predict_rows(Path("runs/parts"), ["a fine film"])
+
+
+@pytest.mark.parametrize(
+    "text, said",
+    [
+        ("{titel}. {body}", "--text titel: parts.csv does not have this column; did you mean 'title'?"),
+        ("{title}. {label}", "the model would see the label 'label'"),
+    ],
+)
+def test_a_template_of_a_wrong_column_is_refused(
+    text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("parts.csv").write_text("title,body,label\n" + "one,two words,a\nthree,four words,b\n" * 20)
+    assert main(["finetune", "parts.csv", "--text", text, "--label", "label", "--dry-run"]) == 2
+    assert said in capsys.readouterr().err
+    early = TextClassificationData(train="parts.csv", text_columns=(text,), label_column="label")
+    if "titel" in text:
+        with pytest.raises(ValueError, match=r"no column 'titel'; did you mean 'title'"):
+            check_headers(early)
 
 
 def test_a_conversation_reads_what_was_said_before(
