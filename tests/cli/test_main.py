@@ -227,6 +227,8 @@ def test_mistakes_that_need_no_torch_end_before_its_import(folder: Path) -> None
         "run own.yaml --data.label_column kind": "own.csv: no column 'kind'",
         "run own.yaml --data.text_columns [txt]": "did you mean 'text'",
         "run r.yaml --output_dir /proc/run": "/proc cannot be written",
+        "finetune own.csv --label kind": "--label kind: own.csv does not have this column",
+        "finetune own.csv --text {txt}.": "--text txt: own.csv does not have this column; did you mean 'text'",
         "run r.yaml --data.train gone.txt": "'gone.txt'",
         "plan r.yaml --data.eval gone/*.csv": "'gone/*.csv'",
         "rehearse r.yaml --data.train gone.txt": "'gone.txt'",

@@ -16,7 +16,8 @@ from accel_train.core.state import Choice
 from accel_train.core.terminal import printable
 from accel_train.data.builtin.digit_scenes import EMBEDDED_IMAGES
 from accel_train.data.labels import class_counts
-from accel_train.data.sources import EMBEDDED_CORPORA
+from accel_train.data.sources import EMBEDDED_CORPORA, Source, file_kind
+from accel_train.data.tables import column_names, columns_read
 from accel_train.recipe.loader import Recipe, load_recipe, make_recipe
 from accel_train.recipe.tasks import ANY_TASK
 from accel_train.recipe.yaml_core import one_line
@@ -134,6 +135,31 @@ def check_there(path: str) -> None:
     names = [entry.name for entry in place.parent.iterdir()] if place.parent.is_dir() else []
     meant = did_you_mean(place.name, names, "check the path", least=0.5, show=lambda name: str(place.parent / name))
     raise ValueError(f"{path}: file or folder not found (relative to {Path.cwd()}); {meant}")
+
+
+def check_header(asked: Asked) -> None:
+    """Check that the columns of flags are in the header of a csv or tsv file, before torch is imported.
+
+    A number may name a column of a table without a header, and a comma several columns.
+
+    Raises:
+        ValueError: a column is missing; the message names the flag.
+    """
+    path = Path(asked.path).expanduser()
+    flags = {"--text": asked.text, "--label": asked.label}
+    named = [(flag, name) for flag, names in flags.items() for each in names for name in (each, *columns_read(each))]
+    if not named or not path.is_file() or file_kind(path) != "csv":
+        return
+    names = column_names(Source(asked.path, "", (path,)), asked.data)
+    for flag, name in named:
+        if name not in names and not name.isdigit() and "," not in name and columns_read(name) == [name]:
+            raise ValueError(missing_column(flag, name, asked.path, names))
+
+
+def missing_column(flag: str, name: str, path: str, names: Sequence[str]) -> str:
+    """Return the message about a column that a flag names and a table does not have."""
+    meant = did_you_mean(name, names, "choose another.", show=repr)
+    return f"{flag} {name}: {path} does not have this column; {meant} Its columns: {', '.join(names)}"
 
 
 def tree_of(found: Found, chosen: Choices, output_dir: str) -> dict[str, Any]:

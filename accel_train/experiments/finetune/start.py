@@ -82,6 +82,7 @@ def write_recipe(
     place, output_dir, note = unpacked(asked, output_dir, is_first=is_first)
     if note is not None:
         asked = own.asked_of(place, own.minimal_recipe(place, settings), **flags)
+    own.check_header(asked)
     from accel_train.experiments.finetune.models import choose, look_at  # imports torch
     from accel_train.experiments.finetune.recognise import recognise
 

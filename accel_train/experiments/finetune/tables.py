@@ -11,14 +11,14 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from accel_train.core.format import did_you_mean, format_count
+from accel_train.core.format import format_count
 from accel_train.core.state import Choice
 from accel_train.data.encoding import check_encoding
 from accel_train.data.samples import group_names
 from accel_train.data.tables import Row, columns_read, text_of
 from accel_train.experiments.finetune.columns import Column, Table, read_table, recognise_label, with_settings
 from accel_train.experiments.finetune.images import recognise_images
-from accel_train.experiments.finetune.recipe import Asked, Choices, Found, lengths, listed
+from accel_train.experiments.finetune.recipe import Asked, Choices, Found, lengths, listed, missing_column
 from accel_train.experiments.finetune.text_tasks import annotated
 from accel_train.tasks.causal_lm.data import check_row, columns_of
 
@@ -104,10 +104,7 @@ def _check_flags(asked: Asked, table: Table) -> None:
                     f"{flag} {name}: {table.partial[name]} does not have this column. Fill it in, or drop the row"
                 )
             if name not in table:
-                meant = did_you_mean(name, table.columns, "choose another.", show=repr)
-                raise ValueError(
-                    f"{flag} {name}: {table.path} does not have this column; {meant} Its columns: {table.names}"
-                )
+                raise ValueError(missing_column(flag, name, str(table.path), list(table.columns)))
 
 
 def _chats(asked: Asked, table: Table) -> dict[str, Any] | None:
