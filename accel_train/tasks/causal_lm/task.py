@@ -65,6 +65,8 @@ class CausalLM(Task):
     label_smoothing = 0.0
     compiled = False
     """Whether `precision.compile` is on."""
+    fuses_loss = False
+    """Whether it is on with torch's default backend, which then compiles a loss in chunks too."""
     router_loss: RouterLoss | None = None
     """Router loss of a mixture of experts (`loss.router_aux`). None for other models."""
     whole_up_to = 0
@@ -117,6 +119,7 @@ class CausalLM(Task):
         """
         corpus: Corpus[Any] = data.source
         self.compiled = recipe.precision.compile is not False
+        self.fuses_loss = self.compiled and recipe.precision.compile_backend == "inductor"
         config = model_config(recipe, corpus.vocab_size, corpus.separator_id)
         attention = attention_arguments(recipe, config)
         model, _ = transformers_model(AutoModelForCausalLM, recipe, config, attention, takes_new_head=False)
