@@ -8,6 +8,7 @@ there.
 
 import contextlib
 import gc
+import itertools
 import json
 import logging
 import os
@@ -39,6 +40,8 @@ PRELOADED = (
 )
 PATIENCE_SECONDS = 300.0
 """Time after which a run hangs. A model that compiles takes minutes if other tests have the cores."""
+_ports = itertools.cycle(range(20_000 + os.getpid() * 97 % 11_000, 32_000))
+"""Each process of tests begins at another one."""
 _server: "subprocess.Popen[str] | None" = None
 
 
@@ -145,10 +148,12 @@ def run_forked(
 
 
 def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
+    """A port that nobody listens on now, below those that the system gives to connections meanwhile."""
+    while True:
+        port = next(_ports)
+        with socket.socket() as server, contextlib.suppress(OSError):  # somebody listens on it: the next one
+            server.bind(("127.0.0.1", port))
+            return port
 
 
 def started_server() -> "subprocess.Popen[str]":
