@@ -46,7 +46,8 @@ def check_headers(data: Data) -> None:
     from accel_train.data.sources import Source, file_kind, is_path
     from accel_train.data.tables import check_columns, column_names, columns_read
 
-    named = [getattr(data, name) for name in data.model_fields_set if name.endswith(("_column", "_columns"))]
+    fields = [name for name in type(data).model_fields if name in data.model_fields_set]
+    named = [getattr(data, name) for name in fields if name.endswith(("_column", "_columns"))]
     wanted = [column for each in named if each for column in ((each,) if isinstance(each, str) else each)]
     paths = [path for names in (data.train, data.eval) for path in ([names] if isinstance(names, str) else names or ())]
     for path in map(Path, filter(is_path, paths)):
