@@ -176,7 +176,9 @@ class CausalLM(Task):
         head = self.head_for_chunks(model, labels.numel())
         if head is None:
             return summed_loss(next_token_logits(model, batch, self.compiled), labels, smoothing)
-        return chunked_loss(head, hidden_states(model, batch, self.compiled), labels, smoothing, compiled=self.compiled)
+        return chunked_loss(
+            head, hidden_states(model, batch, self.compiled), labels, smoothing, compiled=self.fuses_loss
+        )
 
     def head_for_chunks(self, model: nn.Module, num_positions: int) -> nn.Linear | None:
         """Return the output layer if the loss of `num_positions` is computed in chunks, or None to use whole logits."""

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,11 +29,12 @@ from accel_train.model.kernels.chunked_loss import (
 from accel_train.model.kernels.held_rows import HeldRows
 from accel_train.model.lora import add_adapters
 from accel_train.model.training_module import TrainingModule
-from accel_train.recipe.schema import LoRA
+from accel_train.recipe.schema import LoRA, Recipe
 from accel_train.recovery.module_watch import ModuleWatch
 from accel_train.runtime.private import watch_operators
 from accel_train.tasks.causal_lm.task import CausalLM, hidden_states, next_token_logits
 from tests.support.hf_models import small_config
+from tests.support.runs import recipe_dict, write_corpus
 
 NUM_POSITIONS, WIDTH, VOCABULARY = 60, 48, 211
 CHECKED_TYPES = (
@@ -388,6 +390,27 @@ def test_compiled_the_body_is_one_graph_and_the_loss_is_outside_of_it() -> None:
     with_products = [graph for graph in graphs if any("linear" in str(node.target) for node in graph.graph.nodes)]
     assert len(with_products) == 1
     torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("backend, is_fused", [("inductor", True), ("aot_eager", False)])
+def test_the_loss_is_fused_with_torchs_default_backend_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, backend: str, is_fused: bool
+) -> None:
+    write_corpus(tmp_path)
+    precision = {"compile": True, "compile_backend": backend}
+    recipe = Recipe.model_validate(recipe_dict(tmp_path, task="causal-lm", precision=precision))
+    asked = []
+
+    def see(*_: Any, compiled: bool) -> Tensor:
+        asked.append(compiled)
+        return torch.zeros(())
+
+    monkeypatch.setattr("accel_train.tasks.causal_lm.task.chunked_loss", see)
+    task = CausalLM()
+    model = task.build_model(recipe, task.load_data(recipe, progress=False))
+    task.chunked = True
+    task.loss_sum(model, batch_of())
+    assert asked == [is_fused]
 
 
 def test_a_head_that_makes_nan_is_what_a_watch_of_modules_finds() -> None:
