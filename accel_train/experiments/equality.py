@@ -11,7 +11,6 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import shutil
-import socket
 import sys
 import time
 import traceback
@@ -33,6 +32,7 @@ from accel_train.recipe.optimizer import Optimizer
 from accel_train.recipe.schedule import Schedule
 from accel_train.recipe.schema import Checkpoint, Guard, Log, Recipe
 from accel_train.recipe.tasks import TASKS
+from accel_train.runtime.launcher import free_port, stop_with_parent
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -469,9 +469,7 @@ class Processes:
         return failures[0] if failures else None
 
     def _start(self) -> None:
-        with socket.socket() as server:
-            server.bind(("127.0.0.1", 0))
-            port = server.getsockname()[1]
+        port = free_port()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(PRELOADED))
         with _silent_errors():
@@ -499,8 +497,6 @@ def _silent_errors() -> Iterator[None]:
 
 def _serve(connection: Connection, rank: int, size: int, port: int, begin: Callable[[], None] | None) -> None:
     """Answer calls until the connection closes."""
-    from accel_train.runtime.launcher import stop_with_parent
-
     stop_with_parent()
     gc.freeze()  # A collection would copy the memory that is shared with the server.
     with open(os.devnull, "w") as nowhere:

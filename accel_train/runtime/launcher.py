@@ -1,6 +1,7 @@
 """The launcher of this process: end when it ends, check its variables, and ask it for a restart."""
 
 import ctypes
+import itertools
 import json
 import os
 import signal
@@ -21,6 +22,19 @@ LAUNCH_REMEDY = (
     "the "
     "RANKs"
 )
+
+
+_ports = itertools.cycle(range(20_000 + os.getpid() * 97 % 11_000, 32_000))
+"""Each process begins at another one."""
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on, below those that the system gives to connections meanwhile."""
+    while True:
+        port = next(_ports)
+        with socket.socket() as server, suppress(OSError):  # somebody listens on it: try the next
+            server.bind(("127.0.0.1", port))
+            return port
 
 
 def note_start() -> None:

@@ -6,15 +6,12 @@ seconds sooner. Each writes `rank-R.out` and `rank-R.err` into `folder`, and cou
 there.
 """
 
-import contextlib
 import gc
-import itertools
 import json
 import logging
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +22,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from accel_train.runtime.launcher import free_port as free_port
 
 TESTS = Path(__file__).parent.parent
 PRELOADED = (
@@ -40,8 +39,6 @@ PRELOADED = (
 )
 PATIENCE_SECONDS = 300.0
 """Time after which a run hangs. A model that compiles takes minutes if other tests have the cores."""
-_ports = itertools.cycle(range(20_000 + os.getpid() * 97 % 11_000, 32_000))
-"""Each process of tests begins at another one."""
 _server: "subprocess.Popen[str] | None" = None
 
 
@@ -147,15 +144,6 @@ def run_forked(
     return Forked(json.loads(pids.read_text()), folder)
 
 
-def free_port() -> int:
-    """A port that nobody listens on now, below those that the system gives to connections meanwhile."""
-    while True:
-        port = next(_ports)
-        with socket.socket() as server, contextlib.suppress(OSError):  # somebody listens on it: the next one
-            server.bind(("127.0.0.1", port))
-            return port
-
-
 def started_server() -> "subprocess.Popen[str]":
     """The process that forks: one for all tests of this process; it ends when its standard input does."""
     global _server
@@ -177,7 +165,7 @@ def serve() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     for name in PRELOADED:
         # Only so that a run begins sooner. What is not installed, a run that needs it will say.
-        with contextlib.suppress(ModuleNotFoundError):
+        with suppress(ModuleNotFoundError):
             importlib.import_module(name)
     # tqdm's own lock is a semaphore that all forked processes would share: one that is killed while it holds it stops
     # the rest.

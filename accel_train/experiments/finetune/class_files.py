@@ -16,7 +16,8 @@ _MOST_CONTINUED, _MOST_SHARED = 0.2, 0.5
 """Largest share of lines that continue a sentence, and of distinct lines that another file has too."""
 _LABELS = frozenset(["pos", "neg", "positive", "negative", "neutral", "ham", "spam"])
 _NO_CLASS = re.compile(
-    r"\d|(?<![a-z])(?:train(?:ing)?|test(?:ing|[ab])?|val|valid(?:ation)?|dev|eval|chapter|part|section|vol|volume|books?"
+    r"\d|(?<![a-z])(?:train(?:ing)?|test(?:ing|[ab])?|val|valid(?:ation)?|dev|eval|chapter|part|section|vol|volume"
+    r"|books?"
     r"|act|scene|page|shard|split|fold|chunk|half|first|second|third|last|one|two|three|four|five|six|seven|eight|nine"
     r"|ten|[ivx]+|[a-z]|prologue|epilogue|intro|introduction|preface|appendix|corpus|data|texts?|raw|clean|all|src|tgt"
     r"|source|target|input|output|vocab|vocabulary|(?:stop)?words|dictionary|labels?|classes|merges|news|web|wiki"

@@ -131,7 +131,7 @@ def _labelme(file: Path, content: Any, below: Mapping[str, Any], labels: dict[An
 def _coco(file: Path, content: Any, below: Mapping[str, Any], labels: dict[Any, str]) -> Iterator[Drawing]:
     names = {each["id"]: each["name"] for each in content["categories"]}
     if any(labels.get(key, name) != name for key, name in names.items()):
-        raise ValueError(f"{file}: its categories are not those of the other files. Export all with one list")
+        raise ValueError(f"{file}: its categories differ from the other files'. Export all with one list")
     labels |= names
     shapes: dict[Any, list[Any]] = {each["id"]: [] for each in content["images"]}
     # Pixels in the box of a crowd are not counted, unless a polygon covers them.

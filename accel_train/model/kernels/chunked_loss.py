@@ -338,7 +338,7 @@ def fused_differentiate() -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _log_softmax(logits: Tensor, labels: Tensor, held: HeldRows, smoothing: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the log-probabilities of the held rows, those of the labels (N, 1), and the means over the vocabulary.
+    """Return the log-probabilities of the held rows and of the labels (N, 1), and the means over the vocabulary.
 
     Without smoothing, the means are not computed. The memory of `logits` may be used again.
     """
