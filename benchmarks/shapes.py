@@ -1,6 +1,6 @@
 """The forms of data that people bring to `accel-train finetune`, and what it makes of each.
 
-51 forms of files and folders that public data sets have, made anew with other contents. `python -m benchmarks.shapes`
+52 forms of files and folders that public data sets have, made anew with other contents. `python -m benchmarks.shapes`
 writes each into an empty folder, asks `finetune` for its reading without a flag, and prints the table. A reading is
 right if the task and every named setting are as expected. A refusal is right if its message names the reason.
 """
@@ -540,6 +540,22 @@ def coco() -> str:
     return "coco"
 
 
+def camvid_in_color() -> str:
+    """CamVid's folders with masks in color, and the list of classes next to them."""
+    colors = [(0, 0, 0), (128, 0, 0), (64, 0, 128), (128, 128, 0)]
+    for number in range(12):
+        part = ("train", "train", "val", "test")[number % 4]
+        _image(f"CamVid/{part}/{number:04}.png", number)
+        ids = np.random.default_rng(number).integers(0, 4, (6, 8)).repeat(5, 0).repeat(5, 1)
+        Path(f"CamVid/{part}_labels").mkdir(exist_ok=True)
+        Image.fromarray(np.array(colors, np.uint8)[ids]).save(f"CamVid/{part}_labels/{number:04}_L.png")
+    names = ("Building", "Void", "Car", "Tree")
+    rows = [
+        f"{name},{red},{green},{blue}" for name, (red, green, blue) in zip(names, [colors[n] for n in (1, 0, 2, 3)])
+    ]
+    return _lines("CamVid/class_dict.csv", ["name,r,g,b", *rows]) and "CamVid"
+
+
 def voc() -> str:
     """VOC's folders: masks with a palette, next to visualizations."""
     for number in range(8):
@@ -657,6 +673,13 @@ SHAPES = (
     _right(ants_and_bees, "images by class, train and val", "image-classification"),
     _right(membrane, "image and label, masks of 0 and 255", _MASKS, data__mask_values=[0, 255]),
     _right(camvid, "images_prepped_train and annotations", _MASKS),
+    _right(
+        camvid_in_color,
+        "masks in color, with a list of classes",
+        _MASKS,
+        data__label_names=["Building", "Car", "Tree"],
+        data__eval="runs/CamVid-data/images/val",
+    ),
     _right(labelme, "labelme", _MASKS, data__label_names=["background", "person"]),
     _right(coco, "COCO", _MASKS, data__label_names=["background", "person"]),
     _right(voc, "VOC with palettes", _MASKS),

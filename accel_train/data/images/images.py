@@ -27,6 +27,7 @@ INSPECTED_LIMIT = 20_000
 
 _NUM_HASHES = 2.0**64
 
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
@@ -260,10 +261,10 @@ def evenly_spaced(size: int, limit: int) -> list[int]:
     return [number * size // count for number in range(count)]
 
 
-def in_threads(work: Callable[[int], Result], indices: Iterable[int]) -> list[Result]:
-    """Return the result of `work` for each index. Threads help because decoders and reads release the GIL."""
+def in_threads(work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    """Return the result of `work` for each item. Threads help because decoders and reads release the GIL."""
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as threads:
-        return list(threads.map(work, indices))
+        return list(threads.map(work, items))
 
 
 def text_digest(lines: Iterable[str]) -> str:

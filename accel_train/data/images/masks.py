@@ -35,8 +35,8 @@ def mask_values(mask: Image.Image, where: str) -> Mask:
         values = values[..., 0]
     elif mask.mode not in ("L", "P", "1", "I") and not mask.mode.startswith("I;16"):
         raise DataError(
-            f"{where}: a mask of mode {mask.mode} holds colours; save it with one class number for each pixel (grey or "
-            "palette)"
+            f"{where}: a mask of mode {mask.mode} holds colors, not class numbers (gray or palette). Use accel-train "
+            "finetune FOLDER, which writes them as numbers to runs/NAME-data (without settings about numbers)"
         )
     if values.size and (values.max() > 255 or values.min() < 0):
         raise DataError(f"{where}: a pixel is {values.max()}; class numbers are 0 to 255")

@@ -234,8 +234,7 @@ def _classes_of(asked: Asked, pool: ImagePool) -> tuple[dict[str, Choice[Any]], 
     if {"data.mask_values", "data.reduce_labels", "data.label_names"} & asked.given or pool.masks is None:
         return {}, ()
     if pool.names is not None:
-        note = "object detection is not a task: the model learns the class of each pixel from the masks"
-        return {"data.label_names": Choice(list(pool.names), "the annotations' classes")}, (note,)
+        return {"data.label_names": Choice(list(pool.names), "the annotations' classes")}, ()
     masks = pool.masks
     found = in_threads(
         lambda index: set(np.unique(mask_values(masks[index], masks.where(index))).tolist()),

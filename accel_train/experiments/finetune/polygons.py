@@ -3,7 +3,7 @@
 import json
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -42,20 +42,28 @@ class Polygons(NamedTuple):
     def write(self, folder: Path) -> None:
         """Write links to the images, the masks, and the class names. Raises ValueError for a wrong size or corner."""
         ids = {_IGNORED: 255, **dict.fromkeys(_BACKGROUND, 0)} | {name: n for n, name in enumerate(self.names)}
-        images = [Path(os.path.abspath(drawing.image)) for drawing in self.drawings]
+        images = [os.path.abspath(drawing.image) for drawing in self.drawings]
         # Folders train/ and val/ stay.
-        root = os.path.commonpath([image.parent for image in images])
+        root = os.path.commonpath(map(os.path.dirname, images))
+        drawings = {os.path.relpath(image, root): each for image, each in zip(images, self.drawings)}
+        places = {name: drawing.image for name, drawing in drawings.items()}
+        write_masks(folder, places, lambda name: _mask(drawings[name], ids), self.names)
 
-        def draw(index: int) -> None:
-            name = images[index].relative_to(root)
-            link, mask = folder / "images" / name, folder / "masks" / name.with_suffix(".png")
-            for path in (link, mask):
-                path.parent.mkdir(parents=True, exist_ok=True)
-            _mask(self.drawings[index], ids).save(mask)
-            link.symlink_to(images[index].resolve())
 
-        in_threads(draw, range(len(self.drawings)))
-        (folder / "masks" / CLASSES_FILE).write_text(json.dumps(self.names))
+def write_masks(
+    folder: Path, images: Mapping[str, Path], draw: Callable[[str], Image.Image], names: Sequence[str]
+) -> None:
+    """Write links to images by name, the masks that `draw` returns, and the class names."""
+
+    def write(name: str) -> None:
+        link, mask = folder / "images" / name, (folder / "masks" / name).with_suffix(".png")
+        for path in (link, mask):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        draw(name).save(mask)
+        link.symlink_to(images[name].resolve())
+
+    in_threads(write, images)
+    (folder / "masks" / CLASSES_FILE).write_text(json.dumps(names))
 
 
 def find_polygons(asked: Asked, place: str) -> Polygons | None:
@@ -102,7 +110,7 @@ def find_polygons(asked: Asked, place: str) -> Polygons | None:
         f"{format_count(len(shapes), 'polygon')} on {format_count(len(drawings), 'image')} are drawn as masks, later "
         f"ones over earlier ones; {shapes.count(_IGNORED)} of them (crowds, {_IGNORED}) are not counted; other pixels "
         f"are background; not used: {format_count(len(images) - len(drawings), 'image')}, "
-        f"{format_count(len(others) - len(found), 'other file')}",
+        f"{format_count(len(others) - len(found), 'other file')}; the model learns the class of each pixel, no objects",
     )
 
 

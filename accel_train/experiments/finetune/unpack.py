@@ -1,4 +1,4 @@
-"""Write the files of archives and spreadsheets, and the masks of polygons, into a folder next to the run."""
+"""Write the files of archives and spreadsheets, and masks from polygons or colors, into a folder next to the run."""
 
 import csv
 import gzip
@@ -39,8 +39,8 @@ def unpacked(asked: Asked, output_dir: str | None, *, is_first: bool = True) -> 
     """Return the path to read, the run folder, and a note, or the path itself if finetune reads it as it is.
 
     Zip and tar archives, .gz files, spreadsheets, and tables with tabs in a .txt file go to a folder OUTPUT_DIR-data.
-    So do the parts of a data set in an unusual form (see `_parts_of`), and masks of polygons (in OUTPUT_DIR-masks for
-    polygons in an archive). Processes other than the first wait for it.
+    So do the parts of a data set in an unusual form (see `_parts_of`), and masks from polygons or colors (in
+    OUTPUT_DIR-masks if they are in an archive). Processes other than the first wait for it.
 
     Raises:
         ValueError: the file is damaged, needs a password or a package, or does not fit the disk; or the folder exists
@@ -75,9 +75,10 @@ def unpacked(asked: Asked, output_dir: str | None, *, is_first: bool = True) -> 
             notes = [f"{path}: unpacked to {folder} ({format_count(len(files_below(folder)), 'file')})"]
         folder = Path(f"{run.rstrip('/')}-masks")
     if Path(place).expanduser().is_dir() or place.lower().endswith(".json"):
+        from accel_train.experiments.finetune.palettes import find_palette
         from accel_train.experiments.finetune.polygons import find_polygons  # imports Pillow
 
-        if (found := find_polygons(asked, place)) is not None:
+        if (found := find_polygons(asked, place) or find_palette(asked, place)) is not None:
             _publish(folder, Path(place), found.digest, found.write, is_first=is_first)
             notes.append(f"{place}: {found.note}; written to {folder}")
             place = str(folder)

@@ -1,4 +1,4 @@
-"""Archives, spreadsheets, and polygons: written next to the run, once, and never over other files."""
+"""Archives, spreadsheets, polygons, and color masks: written next to the run, once, and never over other files."""
 
 import csv
 import gzip
@@ -307,6 +307,165 @@ WRONG: dict[str, tuple[Callable[[], None], str]] = {
 def test_annotations_that_give_no_masks_are_refused(what: str) -> None:
     write, message = WRONG[what]
     write()
+    with pytest.raises(ValueError, match=message):
+        unpack("set")
+    assert not list(Path().glob("runs/*"))
+
+
+COLORS = {"Tree": (128, 128, 0), "Void": (0, 0, 0), "Road": (128, 64, 128), "Car 2": (64, 0, 128)}
+CLASS_DICT = "name, r, g, b\n" + "".join(f"{name}, {r}, {g}, {b}\n" for name, (r, g, b) in COLORS.items())
+
+
+def write_colors(part: str, count: int = 2, side: str = "_labels", mode: str = "RGB", size: int = 40) -> None:
+    """Write images and masks of blocks of 4 x 4 pixels, one of which has the place of each color in `COLORS`."""
+    for path in (Path(part), Path(part + side)):
+        path.mkdir(parents=True, exist_ok=True)
+    for number in range(count):
+        Image.new("RGB", (size, 32)).save(Path(part, f"{number}.jpg"))
+        pixels = np.array([*COLORS.values()], np.uint8)[blocks(number)]
+        Image.fromarray(pixels).convert(mode).save(Path(part + side, f"{number}_L.png"))
+
+
+def blocks(number: int) -> Any:
+    ids = np.random.default_rng(number).permutation(80).reshape(8, 10) % 4
+    return ids.repeat(4, 0).repeat(4, 1)
+
+
+def test_colors_of_masks_are_classes_by_the_list_next_to_them_and_void_is_not_counted() -> None:
+    for part, count in (("train", 3), ("val", 2), ("test", 1)):
+        write_colors(f"set/{part}", count)
+    Path("set/class_dict.csv").write_text(CLASS_DICT)
+    Path("set/colors.json").write_text("{}")
+    written = write_recipe("set", [])
+    data = written.recipe.data
+    assert (written.recipe.task, data.label_names) == ("semantic-segmentation", ("Tree", "Road", "Car 2"))
+    assert (data.train, data.eval) == ("runs/set-data/images/train", "runs/set-data/images/val")
+    assert written.found.num_samples == 3
+    assert written.found.notes[0] == (
+        "set: colors of the masks are classes by set/class_dict.csv; not counted: Void; not used: colors.json; "
+        "written to runs/set-data"
+    )
+    numbers = np.array([0, 255, 1, 2])
+    for name in ("train/0", "train/2", "val/1", "test/0"):
+        expected = numbers[blocks(int(name[-1]))].tolist()
+        assert mask_at(f"runs/set-data/masks/{name}.png") == expected
+    assert Path("runs/set-data/images/val/1.jpg").resolve() == Path("set/val/1.jpg").resolve()
+    assert not write_recipe("set", []).is_new
+    whole = write_recipe("set/train", ["--data.ignore_index", "9"], output_dir="runs/whole")
+    assert (whole.recipe.data.train, whole.recipe.data.eval) == ("runs/whole-data", None)
+    assert mask_at("runs/whole-data/masks/2.png") == np.array([0, 9, 1, 2])[blocks(2)].tolist()
+    Path("set/val_labels/0_L.png").write_bytes(Path("set/val_labels/1_L.png").read_bytes())
+    with pytest.raises(ValueError, match="runs/set-data exists and was not made from set"):
+        write_recipe("set", [])
+
+
+def test_colors_are_named_by_the_lists_of_tools_or_by_their_parts() -> None:
+    write_colors("voc/JPEGImages", side="/../SegmentationClass")
+    rows = [f"{name}:{r},{g},{b}::" for name, (r, g, b) in COLORS.items()]
+    Path("voc/labelmap.txt").write_text("\n".join(["# label:color_rgb:parts:actions", *rows]))
+    Path("voc/ImageSets/Segmentation").mkdir(parents=True)
+    for name, part in enumerate(("train", "val")):
+        Path(f"voc/ImageSets/Segmentation/{part}.txt").write_text(f"{name}\n")
+    data = write_recipe("voc", []).recipe.data
+    assert data.label_names == ("Tree", "Road", "Car 2")
+    assert (data.train, data.eval) == ("runs/voc-data/images/train", "runs/voc-data/images/val")
+    assert mask_at("runs/voc-data/masks/val/1.png") == np.array([0, 255, 1, 2])[blocks(1)].tolist()
+    write_colors("set/images", side="/../masks")
+    data = write_recipe("set", []).recipe.data
+    assert data.label_names == ("color_0_0_0", "color_64_0_128", "color_128_64_128", "color_128_128_0")
+    assert mask_at("runs/set-data/masks/1.png") == np.array([3, 0, 2, 1])[blocks(1)].tolist()
+    Path("set/label_colors.txt").write_text("\n".join(f"{r} {g} {b}\t{name}" for name, (r, g, b) in COLORS.items()))
+    assert write_recipe("set", [], output_dir="runs/new").recipe.data.label_names == ("Tree", "Road", "Car 2")
+
+
+@pytest.mark.parametrize("mode", ["P", "L"])
+def test_masks_of_numbers_stay_where_they_are(mode: str) -> None:
+    write_colors("set/train", mode=mode)
+    Path("set/class_dict.csv").write_text(CLASS_DICT)
+    assert unpack("set/train") == ("set/train", "runs/train", None)
+
+
+def spoil(file: str, change: Callable[[Any], Any], source: str = "set/train_labels/1_L.png") -> None:
+    pixels = change(np.asarray(Image.open(source)).copy())
+    Path(source).unlink()
+    Image.fromarray(pixels).save(file)
+
+
+def draw(*places: tuple[int, int, tuple[int, int, int]]) -> Callable[[Any], Any]:
+    def change(pixels: Any) -> Any:
+        for x, y, color in places:
+            pixels[y, x] = color
+        return pixels
+
+    return change
+
+
+MASK = "set/train_labels/1_L.png"
+UNCLEAR: dict[str, tuple[Callable[[], object], str]] = {
+    "a color that the list does not name": (
+        lambda: spoil(MASK, draw((5, 7, (1, 2, 3)), (6, 7, (1, 2, 4)))),
+        r"1_L.png: 2 of its colors \(1,2,3\) are not among the 4 of set/class_dict.csv",
+    ),
+    "borders that are smoothed": (
+        lambda: (
+            Path("set/class_dict.csv").unlink(),
+            spoil(MASK, draw(*((x, 7, (1, x // 8, 3)) for x in range(16)))),
+        ),
+        r"^set: masks have 6 colors \(limit: 64\), of which 2 never fill 2 x 2 pixels.* the classes in set/class_dict",
+    ),
+    "many colors": (
+        lambda: (
+            Path("set/class_dict.csv").unlink(),
+            spoil(MASK, draw(*((x % 32, x // 32, (x, 1, 3)) for x in range(70)))),
+        ),
+        r"^set: masks have 7[0-4] colors \(limit: 64\)",
+    ),
+    "a photo": (
+        lambda: spoil(MASK, draw(*((x % 32, x // 32, (x, 1, 3)) for x in range(256)))),
+        r"1_L.png \(PNG, mode RGB, 2[56][0-9] colors\): .* at most 255",
+    ),
+    "a JPEG": (
+        lambda: spoil("set/train_labels/1_L.jpg", lambda pixels: pixels * 0),
+        r"1_L.jpg \(JPEG, mode RGB, 1 colors\)",
+    ),
+    "a mask of numbers among colors": (lambda: spoil(MASK, lambda pixels: pixels[..., 0]), r"1_L.png \(PNG, mode L, "),
+    "transparency": (
+        lambda: spoil(MASK, lambda pixels: np.dstack([pixels, pixels[..., 0]])),
+        r"1_L.png \(PNG, mode RGBA, 4 colors\): color masks have exact, opaque RGB",
+    ),
+    "another size": (
+        lambda: spoil(MASK, lambda pixels: pixels[:, :-2]),
+        "1_L.png has 38 x 32 pixels, and set/train/1.jpg has 40 x 32",
+    ),
+    "no class": (
+        lambda: Path("set/class_dict.csv").write_text("name,r,g,b\nvoid,128,128,0\n"),
+        "set/class_dict.csv: 0 classes. Name 1 to 255",
+    ),
+    "two lists": (
+        lambda: Path("set/labels.txt").write_text(CLASS_DICT.replace("Tree", "Bush")),
+        "set/class_dict.csv and set/labels.txt list different classes",
+    ),
+    "blue before red": (
+        lambda: Path("set/class_dict.csv").write_text(CLASS_DICT.replace("r, g, b", "b, g, r")),
+        "set/class_dict.csv: 'name, b, g, r' is not `name,r,g,b`",
+    ),
+    "a color with two names": (
+        lambda: Path("set/class_dict.csv").write_text(CLASS_DICT + "Car, 128, 64, 128"),
+        "set/class_dict.csv: 'Car, 128, 64, 128' is not .* or its color has two names",
+    ),
+    "a number before the color": (
+        lambda: Path("set/class_dict.csv").write_text("1 64 0 128 Car"),
+        "set/class_dict.csv: '1 64 0 128 Car' is not",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", UNCLEAR)
+def test_color_masks_that_leave_a_choice_are_refused(what: str) -> None:
+    write_colors("set/train")
+    Path("set/class_dict.csv").write_text(CLASS_DICT)
+    change, message = UNCLEAR[what]
+    change()
     with pytest.raises(ValueError, match=message):
         unpack("set")
     assert not list(Path().glob("runs/*"))
