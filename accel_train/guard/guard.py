@@ -64,7 +64,8 @@ class Window:
     """The last accepted values, and the limit above which a new value is a spike: a one-sided robust z-score.
 
     The center is the median. The spread is the distance from the median to the 84th percentile, one standard deviation
-    of a normal distribution. Neither outliers nor low values can inflate it.
+    of a normal distribution. Neither outliers nor low values can inflate it. Positive losses (`relative`) are compared
+    by their logarithms: near zero, ordinary losses differ by factors.
     """
 
     def __init__(self, values: list[float], size: int, z: float, smallest_spread: float, *, relative: bool) -> None:
@@ -86,9 +87,13 @@ class Window:
             return
         last = len(values) - 1
         median = values[last // 2]
-        spread = values[math.ceil(last * 0.8413)] - median
+        upper = values[math.ceil(last * 0.8413)]
+        if self._relative and values[0] > 0:
+            spread = max(math.log(upper / median), math.log1p(self._smallest_spread))
+            self.limit = median * math.exp(min(self._z * spread, LOG_LARGEST))
+            return
         smallest = self._smallest_spread * (abs(median) if self._relative else 1.0)
-        self.limit = median + self._z * max(spread, smallest)
+        self.limit = median + self._z * max(upper - median, smallest)
 
 
 class Guard:

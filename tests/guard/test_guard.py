@@ -142,6 +142,22 @@ def test_limit_of_a_window_is_that_of_a_normal_distribution_and_outliers_do_not_
     assert window.limit == pytest.approx(before, rel=0.1)
 
 
+def test_positive_losses_are_compared_by_their_logarithms() -> None:
+    draw = random.Random(3)
+    small = [0.05 * math.exp(draw.gauss(0, 0.5)) for _ in range(1000)]
+    window = Window(list(small), 1000, 6.0, 0.02, relative=True)
+    window.measure()
+    assert window.limit == pytest.approx(0.05 * math.exp(6 * 0.5), rel=0.2)
+    # A language model's losses vary by percents. Their limit is that of plain numbers: 6 % of 3 above 3, not doubled.
+    window.values[:] = [draw.gauss(3.0, 0.03) for _ in range(1000)]
+    window.measure()
+    assert window.limit == pytest.approx(3.0 * 1.02**6, rel=0.01)
+    # A loss that can be negative has no logarithm.
+    window.values[:] = [draw.gauss(0.0, 2.0) for _ in range(1000)]
+    window.measure()
+    assert window.limit == pytest.approx(12.0, rel=0.1)
+
+
 def test_a_window_is_measured_by_its_newest_values_and_not_by_those_that_are_newer_than_the_measure() -> None:
     draw = random.Random(2)
     seen = [draw.choice([1.0, 2.0, 3.5, draw.random()]) for _ in range(100)]
