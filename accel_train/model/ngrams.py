@@ -31,6 +31,8 @@ class NgramsConfig(PreTrainedConfig):
         max_characters: largest n of the byte n-grams.
         max_words: largest n of the word n-grams.
         separate_norms: whether byte and word n-grams are scaled to length 1 separately. Default: together.
+        within_words: whether byte n-grams end at white space, with which they may begin and end. Default: no.
+        log_counts: whether an n-gram that occurs c times in a text counts as 1 + log c. Default: c times.
         type_vocab_size: 2 for pairs. The model then reads `token_type_ids` and sees which n-grams both texts share.
     """
 
@@ -43,6 +45,8 @@ class NgramsConfig(PreTrainedConfig):
         max_characters: int = 5,
         max_words: int = 2,
         separate_norms: bool = False,
+        within_words: bool = False,
+        log_counts: bool = False,
         type_vocab_size: int = 1,
         pad_token_id: int | None = None,
         **more: Any,
@@ -50,6 +54,7 @@ class NgramsConfig(PreTrainedConfig):
         self.vocab_size, self.num_buckets = vocab_size, num_buckets
         self.max_characters, self.max_words = max_characters, max_words
         self.separate_norms, self.type_vocab_size = separate_norms, type_vocab_size
+        self.within_words, self.log_counts = within_words, log_counts
         super().__init__(pad_token_id=pad_token_id, **more)
 
 
@@ -100,7 +105,9 @@ class NgramsForSequenceClassification(PreTrainedModel):
         blocks, shares = self.features(input_ids, mask.bool(), token_type_ids)
         if not self.config.separate_norms:
             blocks = [_joined(blocks)]
-        weights = [self.rarity[buckets] * there for buckets, there in blocks]
+        if self.config.log_counts:
+            blocks = [_counted(buckets, there) for buckets, there in blocks]
+        weights = [self.rarity[buckets] * count for buckets, count in blocks]
         weights = [weight / weight.norm(dim=1, keepdim=True).clamp(min=1e-6) for weight in weights]
         buckets, _there = _joined(blocks)
         logits = self.table(buckets, per_sample_weights=torch.cat(weights, dim=1)) + self.bias
@@ -157,8 +164,9 @@ class NgramsForSequenceClassification(PreTrainedModel):
             mask & (ids < 256) & ((ids >= 97) & (ids <= 122) | (ids >= 48) & (ids <= 57) | (ids >= 128) | (ids == 95))
         )
         words, is_word = _words(ids, is_letter)
+        breaks = (ids == 32) | (ids >= 9) & (ids <= 13) if self.config.within_words else None
         return (
-            _sequences(ids, mask, self.config.max_characters, seed=1),
+            _sequences(ids, mask, self.config.max_characters, seed=1, breaks=breaks),
             _sequences(words, is_word, self.config.max_words, seed=2),
         )
 
@@ -205,14 +213,31 @@ def _contained(keys: Tensor, mask: Tensor, others: Tensor, other_mask: Tensor) -
     return mask & (known.gather(1, place) == keys)
 
 
-def _sequences(items: Tensor, mask: Tensor, longest: int, seed: int) -> list[tuple[Tensor, Tensor]]:
-    """Return a key for each sequence of 1 to `longest` items, and a mask of the sequences without missing items."""
+def _counted(buckets: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows in order, and 1 + the logarithm of each row's count at its first place; 0 elsewhere."""
+    ordered = torch.where(there, buckets, torch.iinfo(torch.long).max).sort(dim=1).values
+    is_first = nn.functional.pad(ordered[:, 1:] != ordered[:, :-1], (1, 0), value=True)
+    group = is_first.long().cumsum(dim=1) - 1
+    counts = torch.zeros_like(ordered).scatter_add_(1, group, torch.ones_like(ordered)).gather(1, group)
+    is_first = is_first & (ordered < torch.iinfo(torch.long).max)
+    return ordered.where(is_first, 0), is_first * (1 + counts.float().log())
+
+
+def _sequences(
+    items: Tensor, mask: Tensor, longest: int, seed: int, breaks: Tensor | None = None
+) -> list[tuple[Tensor, Tensor]]:
+    """Return a key for each sequence of 1 to `longest` items, and a mask of the sequences without missing items.
+
+    `breaks` marks items that only the ends of a sequence may be.
+    """
     keys = [_mix(items * 31 + seed)]
     there = [mask]
     for size in range(1, longest):
         if items.shape[1] > size:
             keys.append(_mix(keys[-1][:, :-1] * 31 + items[:, size:]))
             there.append(there[-1][:, :-1] & mask[:, size:])
+            if breaks is not None and size > 1:
+                there[-1] = there[-1] & ~breaks[:, size - 1 : -1]
     return list(zip(keys, there, strict=True))
 
 

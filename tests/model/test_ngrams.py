@@ -24,6 +24,9 @@ TEXTS = ["The cat, the CAT.", "a cat", "do_it(2) twice", "", "é déjà vu", "x"
 OLD_LOGITS = [[0.05399834364652634, 1.2077627182006836], [0.035983845591545105, 1.6531226634979248]]
 
 
+NEW = {"separate_norms": True, "within_words": True, "log_counts": True}
+
+
 def model(**sizes: int) -> NgramsForSequenceClassification:
     return NgramsForSequenceClassification(NgramsConfig(num_buckets=2**22, num_labels=3, **sizes)).eval()
 
@@ -56,9 +59,39 @@ def test_there_is_one_key_for_each_ngram_of_bytes_and_words_and_equal_ones_have_
     assert not set(keys_of("cat", max_characters=1)) & set(keys_of("dog", max_characters=1))
 
 
-def test_padding_and_the_other_texts_of_a_batch_change_nothing() -> None:
+def test_ngrams_within_words_begin_and_end_with_white_space_at_most() -> None:
+    text = "do it\tnow, now"
+    grams = [text[at : at + size] for size in range(1, 5) for at in range(len(text) - size + 1)]
+    kept = [gram for gram in grams if not any(character.isspace() for character in gram[1:-1])]
+    assert "o i" not in kept
+    assert "it\t" in kept
+    sizes = {"max_characters": 4, "max_words": 1, "separate_norms": True}
+    (buckets, there), _words = model(**sizes, within_words=True).features(*encoded([text], beside=3))[0]
+    (plain, is_plain), _words = model(**sizes).features(*encoded([text], beside=3))[0]
+    key_of = dict(zip(grams, plain[is_plain].tolist(), strict=True))
+    assert sorted(buckets[there].tolist()) == sorted(key_of[gram] for gram in kept)
+
+
+def test_logarithms_of_counts_weigh_ngrams_as_scikit_learn_does() -> None:
+    texts = ["aaaa ba", "ab ab ab c", "cc"]
+    sizes = {"max_characters": 2, "max_words": 1, "separate_norms": True, "log_counts": True}
+    classifier = model(**sizes)
+    tokens = [torch.tensor(list(text.encode())) for text in texts]
+    classifier.measure_rarity(tokens)
+    vectorizer = TfidfVectorizer(analyzer="char", ngram_range=(1, 2), sublinear_tf=True)
+    expected = vectorizer.fit_transform(texts).toarray()
     with torch.no_grad():
-        classifier = model()
+        for gram, column in vectorizer.vocabulary_.items():
+            [key] = classifier.features(*encoded([gram]))[0][0][0][:, -1].tolist()
+            classifier.table.weight.zero_()[key] = 1
+            logits = classifier(*encoded(texts, beside=2)).logits[:, 0]
+            torch.testing.assert_close(logits, torch.tensor(expected[:, column]).float(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("ways", [{}, NEW])
+def test_padding_and_the_other_texts_of_a_batch_change_nothing(ways: dict[str, bool]) -> None:
+    with torch.no_grad():
+        classifier = model(**ways)
         classifier.table.weight.normal_()
         together = classifier(*encoded(TEXTS, beside=7)).logits
         alone = torch.cat([classifier(*encoded([text], beside=1)).logits for text in TEXTS])
@@ -75,10 +108,11 @@ def encoded_pairs(pairs: list[tuple[str, str]], beside: int = 0) -> dict[str, to
     }
 
 
-def test_padding_and_the_other_pairs_of_a_batch_change_nothing() -> None:
+@pytest.mark.parametrize("ways", [{"separate_norms": True}, NEW])
+def test_padding_and_the_other_pairs_of_a_batch_change_nothing(ways: dict[str, bool]) -> None:
     pairs = [("the cat", "a cat sat"), ("", "x"), ("one", ""), ("x" * 40, "xy z"), ("é déjà", "vu déjà")]
     with torch.no_grad():
-        classifier = model(separate_norms=True, type_vocab_size=2)
+        classifier = model(**ways, type_vocab_size=2)
         classifier.table.weight.normal_()
         classifier.overlap.weight.normal_()
         together = classifier(**encoded_pairs(pairs, beside=7)).logits

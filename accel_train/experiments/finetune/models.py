@@ -239,8 +239,9 @@ def text_classifier(found: Found, pretrained: Pretrained | None) -> Choices:
         columns = found.settings.get("data.text_columns")
         is_pair = columns is not None and len(columns.value) == 2
         is_regression = not found.counts and not found.has_one_label
-        rate = Choice(0.3, "for squared errors") if is_regression else Choice(5.0, "for features of length 1")
-        config = {"model_type": "ngrams", "separate_norms": True, **({"type_vocab_size": 2} if is_pair else {})}
+        rate = Choice(0.3, "for squared errors") if is_regression else Choice(10.0, "for features of length 1")
+        ways: dict[str, Any] = {"separate_norms": True, "within_words": True, "log_counts": True}
+        config = {"model_type": "ngrams", **ways, **({"type_vocab_size": 2} if is_pair else {})}
         return {
             "model.config": Choice(
                 config,
