@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 LOWER_IS_BETTER = ("loss", "perplexity", "error", "mse", "mae", "bits_per_byte")
 """Words in a metric's name that make smaller values better. For all other metrics, greater values are better."""
@@ -72,7 +72,7 @@ def unbeaten_baseline(scores: Mapping[str, Any], baselines: Mapping[str, Any], m
     for name, values in by_baseline(baselines, scores).items():
         metric = main_metric if main_metric in values else next(iter(values))
         own, other = scores[metric], values[metric]
-        if not (_is_finite(own) and _is_finite(other)):
+        if not (is_number(own) and is_number(other)):
             continue
         lower = is_lower_better(metric)
         is_perfect = own == other == (0 if lower else 1)
@@ -91,7 +91,7 @@ def format_main_score(scores: Mapping[str, Any], baselines: Mapping[str, Any], m
     metrics = [metric for values in found.values() for metric in values]
     metric = main_metric if main_metric in metrics or not metrics else metrics[0]
     texts = [f"{name.replace('_', ' ')} {_show(scores.get(name))}" for name in dict.fromkeys((main_metric, metric))]
-    values = {name: each[metric] for name, each in found.items() if metric in each and _is_finite(each[metric])}
+    values = {name: each[metric] for name, each in found.items() if metric in each and is_number(each[metric])}
     if not values:
         return ", ".join(texts)
     lower, own = is_lower_better(metric), scores[metric]
@@ -149,5 +149,6 @@ def likely_causes(
     return [causes[1], causes[0], causes[2]]
 
 
-def _is_finite(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
+    """Return whether a value is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

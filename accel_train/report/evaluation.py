@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from accel_train.metrics.baselines import by_baseline
+from accel_train.metrics.baselines import by_baseline, is_number
 from accel_train.metrics.scores import SUMMARY_ROWS
 from accel_train.report.metric_names import (
     FOLLOWS_FROM_LOSS,
     MISSING,
     NOT_A_SCORE,
-    is_number,
     is_variant,
     label,
     show_value,

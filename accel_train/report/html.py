@@ -10,9 +10,10 @@ from typing import Any
 from accel_train.core.format import format_count, format_seconds
 from accel_train.core.json_io import dotted_items
 from accel_train.core.state import JsonRecord
+from accel_train.metrics.baselines import is_lower_better, is_number
 from accel_train.observe.goodput import ACCOUNTS
 from accel_train.observe.trackers import flatten
-from accel_train.report.metric_names import LABELS, MISSING, is_number, label, show_value, words
+from accel_train.report.metric_names import LABELS, MISSING, label, show_value, words
 from accel_train.report.run import Run
 
 MOST_EVENTS = 1_000
@@ -75,14 +76,13 @@ def _peak_memory(run: Run) -> float | None:
 
 
 _four_decimals = "{:.4f}".format
-_LOWER_IS_BETTER = frozenset({"hamming_loss", "mae"})
 _SCORES = ("accuracy", "f1_macro", "mcc", "auroc", "hamming_loss", "mean_iou", "pixel_accuracy", "mae", "r2")
 HEADLINES = (
     Headline("Evaluation loss", partial(final_metric, "loss"), _four_decimals, better=min),
     Headline("Perplexity", partial(final_metric, "perplexity"), "{:.4g}".format, better=min),
     Headline("Bits per byte", partial(final_metric, "bits_per_byte"), _four_decimals, better=min),
     *(
-        Headline(label(name), partial(final_metric, name), _four_decimals, "", min if name in _LOWER_IS_BETTER else max)
+        Headline(label(name), partial(final_metric, name), _four_decimals, "", min if is_lower_better(name) else max)
         for name in (*_SCORES, "pearson", "spearman")
     ),
     Headline("Steps", partial(_logged, "steps", "step"), large_number),
