@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from accel_train.core.errors import SettingError
+from accel_train.core.errors import SettingError, setting_error
 from accel_train.core.files import path_problem
 from accel_train.core.format import LARGEST_COUNT, did_you_mean
 from accel_train.recipe.data import Data, TrainedTokenizer
@@ -208,11 +208,8 @@ class Precision(Section):
             from torch.compiler import list_backends
 
             if self.compile_backend not in (known := list_backends(exclude_tags=())):
-                raise SettingError(
-                    f"unknown backend; torch has {', '.join(known)}",
-                    at=f"precision.compile_backend={self.compile_backend}",
-                    settings=("precision.compile_backend",),
-                )
+                problem = f"unknown backend; torch has {', '.join(known)}"
+                raise setting_error("precision.compile_backend", self.compile_backend, problem)
         if self.compile_mode != "default" and self.compile_backend != "inductor":
             raise SettingError(
                 f"precision.compile_mode={self.compile_mode} needs precision.compile_backend inductor, not "
