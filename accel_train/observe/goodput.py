@@ -24,21 +24,21 @@ WRITE_SECONDS = 1.0
 LINE_BYTES = 1024
 """Length of each line in bytes, padded with spaces so that a line can be rewritten in place."""
 ACCOUNTS = {
-    "imports": "imports",
-    "start_up": "starting up",
-    "data_preparation": "preparing data",
-    "compile": "compiling",
-    "first_step": "first steps",
-    "productive_steps": "productive steps",
-    "repeated_steps": "steps done again",
-    "skipped_steps": "skipped steps",
-    "waiting_for_data": "waiting for data",
-    "evaluation": "evaluation",
-    "saving": "saving",
-    "recovery": "diagnosis and rollbacks",
-    "profiling": "writing profiles",
-    "stopping": "stopping",
-    "down_time": "between launches",
+    "imports": "Imports",
+    "start_up": "Starting up",
+    "data_preparation": "Preparing data",
+    "compile": "Compiling",
+    "first_step": "First steps",
+    "productive_steps": "Productive steps",
+    "repeated_steps": "Steps done again",
+    "skipped_steps": "Skipped steps",
+    "waiting_for_data": "Waiting for data",
+    "evaluation": "Evaluation",
+    "saving": "Saving",
+    "recovery": "Diagnosis and rollbacks",
+    "profiling": "Writing profiles",
+    "stopping": "Stopping",
+    "down_time": "Between launches",
 }
 """All categories of time, with their display names."""
 T = TypeVar("T")

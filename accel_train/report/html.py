@@ -312,8 +312,8 @@ def describe_time(run: Run) -> dict[str, Any] | None:
         "from the first start to the last end.",
         "bars": [
             {
-                "label": ACCOUNTS[name][:1].upper() + ACCOUNTS[name][1:],
-                "value": f"{_seconds(accounts[name])}, {accounts[name] / wall:.1%}",
+                "label": ACCOUNTS[name],
+                "value": _time_in(run, name),
                 "percent": round(LONGEST_PERCENT * accounts[name] / longest, 2),
                 "this": name == "productive_steps",
             }
@@ -324,21 +324,14 @@ def describe_time(run: Run) -> dict[str, Any] | None:
 
 def compare_times(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     """Return a row an account: its name, and for each run its seconds and its share; none where nothing is recorded."""
-    accounts = [run.goodput.get("accounts") or {} for run in runs]
-    present = [name for name in ACCOUNTS if any(name in found for found in accounts)]
-    return [
-        (
-            ACCOUNTS[name][:1].upper() + ACCOUNTS[name][1:],
-            [
-                f"{_seconds(found[name])}, {found[name] / run.goodput['wall_seconds']:.1%}"
-                if name in found
-                else MISSING
-                for run, found in zip(runs, accounts, strict=True)
-            ],
-        )
-        for name in present
-    ]
+    recorded = {name for run in runs for name in run.goodput.get("accounts") or {}}
+    return [(ACCOUNTS[name], [_time_in(run, name) for run in runs]) for name in ACCOUNTS if name in recorded]
 
 
-def _seconds(seconds: float) -> str:
-    return format_seconds(seconds) if seconds >= 60 else f"{seconds:.1f} s"
+def _time_in(run: Run, account: str) -> str:
+    """Return the seconds of an account and their share of the run's time; a dash if it has none."""
+    seconds = (run.goodput.get("accounts") or {}).get(account)
+    if seconds is None:
+        return MISSING
+    text = format_seconds(seconds) if seconds >= 60 else f"{seconds:.1f} s"
+    return f"{text}, {seconds / run.goodput['wall_seconds']:.1%}"
