@@ -19,10 +19,8 @@ MAY_RESTART = "accel_train_may_restart"
 _is_for_one_run = False
 LAUNCH_REMEDY = (
     "start with torchrun or `accelerate launch`, because they set it. To train on one process, unset WORLD_SIZE and "
-    "the "
-    "RANKs"
+    "the RANKs"
 )
-
 
 _ports = itertools.cycle(range(20_000 + os.getpid() * 97 % 11_000, 32_000))
 """Each process begins at another one."""
