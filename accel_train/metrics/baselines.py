@@ -125,28 +125,18 @@ def likely_causes(
         else f"wrong labels or columns, or too large a model for the data ({size}): begin with "
         "pretrained weights (model.pretrained), or take a smaller model"
     )
-    causes = [
-        f"a learning rate too low or too high: accel-train find-lr {run_folder}/recipe.resolved.yaml suggests one",
-        f"too few steps ({steps:,}, {epochs:.3g} epochs): raise schedule.num_epochs or schedule.max_steps",
-        data,
-    ]
+    rate = f"a learning rate too low or too high: accel-train find-lr {run_folder}/recipe.resolved.yaml suggests one"
+    length = f"too few steps ({steps:,}, {epochs:.3g} epochs): raise schedule.num_epochs or schedule.max_steps"
+    if best_step is None:
+        return [rate, length, data]
     if best_step == steps:
-        causes[1] = f"{causes[1]}; the last evaluation was the best one"
-    elif best_step is not None and loss_rose:
-        remedy = "a lower learning rate" if pretrained else "pretrained weights, a smaller model"
-        causes[1] = (
-            f"overfitting: step {best_step:,} of {steps:,} evaluated best, and later steps fit the training data "
-            f"alone: more data, {remedy}, or fewer steps"
-        )
-    elif best_step is not None:
-        return [
-            causes[0],
-            data,
-            f"more steps alone are unlikely to help: step {best_step:,} of {steps:,} evaluated best",
-        ]
-    else:
-        return causes
-    return [causes[1], causes[0], causes[2]]
+        return [f"{length}; the last evaluation was the best one", rate, data]
+    best = f"step {best_step:,} of {steps:,} evaluated best"
+    if not loss_rose:
+        return [rate, data, f"more steps alone are unlikely to help: {best}"]
+    remedy = "a lower learning rate" if pretrained else "pretrained weights, a smaller model"
+    fits = f"later steps fit the training data alone: more data, {remedy}, or fewer steps"
+    return [f"overfitting: {best}, and {fits}", rate, data]
 
 
 def is_number(value: Any) -> TypeGuard[float]:
