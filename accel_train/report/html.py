@@ -160,9 +160,8 @@ def compare_headlines(runs: Sequence[Run]) -> list[dict[str, Any]]:
             continue
         numbers = {value for value in values if value is not None and not math.isnan(value)}
         best = headline.better(numbers) if headline.better and len(numbers) > 1 else None
-        if is_other and getattr(headline.find, "func", None) is final_metric:
-            best = None
-        if is_unlike and headline.label == "Throughput":
+        is_score = getattr(headline.find, "func", None) is final_metric
+        if (is_other and is_score) or (is_unlike and headline.label == "Throughput"):
             best = None
         unit = f" {headline.unit.format(targets=targets)}" if headline.unit else ""
         rows.append(
