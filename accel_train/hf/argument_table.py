@@ -283,9 +283,7 @@ FIELDS: dict[str, Rule] = {
         note="other keys do not change results and are not read; FSDP1 is refused",
     ),
     "deepspeed": computed(
-        "parallel.strategy",
-        "parallel.zero_stage",
-        note="ZeRO 1 to 3; other keys must be `auto` or match the arguments",
+        "parallel.strategy", "parallel.zero_stage", note="ZeRO 1 to 3; other keys must be `auto` or match the arguments"
     ),
     "debug": honored(
         "underflow_overflow: transformers' DebugUnderflowOverflow watches the model",

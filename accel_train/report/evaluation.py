@@ -14,14 +14,7 @@ from numpy.typing import NDArray
 
 from accel_train.metrics.baselines import by_baseline, is_number
 from accel_train.metrics.scores import SUMMARY_ROWS
-from accel_train.report.metric_names import (
-    FOLLOWS_FROM_LOSS,
-    MISSING,
-    NOT_A_SCORE,
-    is_variant,
-    label,
-    show_value,
-)
+from accel_train.report.metric_names import FOLLOWS_FROM_LOSS, MISSING, NOT_A_SCORE, is_variant, label, show_value
 from accel_train.report.run import Run
 
 MAX_CLASSES = 25
