@@ -54,8 +54,8 @@ def _package(part: str, name: str, extra: str) -> Conflict:
     return Conflict(part, "", lambda _: not _is_installed(name), f"needs the package {name}", remedy)
 
 
-def _untested(part: str, other: str, refuses: Callable[[Asked], bool]) -> Conflict:
-    return Conflict(part, other, refuses, f"cannot be combined with {other}: {UNTESTED}")
+def _clash(part: str, other: str, refuses: Callable[[Asked], bool], why: str = UNTESTED) -> Conflict:
+    return Conflict(part, other, refuses, f"cannot be combined with {other}: {why}")
 
 
 def _compiles(asked: Asked) -> bool:
@@ -79,20 +79,14 @@ CONFLICTS = (
         "{accumulation} micro-batches per step",
         "Use max-autotune-no-cudagraphs or default, or a batch that one micro-batch per process holds",
     ),
-    _untested("sync_batch_norm", "precision.compile", _compiles),
-    Conflict(
-        "tp_size",
-        "model.lora",
-        _adapts,
-        "cannot be combined with model.lora: adapters are plain tensors, which cannot be multiplied with split layers",
+    _clash("sync_batch_norm", "precision.compile", _compiles),
+    _clash(
+        "tp_size", "model.lora", _adapts, "adapters are plain tensors, which cannot be multiplied with split layers"
     ),
-    Conflict(
-        "tp_size",
-        "precision.compile",
-        _compiles,
-        f"cannot be combined with precision.compile: split layers swap their weights in each forward, and {UNTESTED}",
+    _clash(
+        "tp_size", "precision.compile", _compiles, f"split layers swap their weights in each forward, and {UNTESTED}"
     ),
-    _untested("tp_size", "parallel.cpu_offload", _offloads),
+    _clash("tp_size", "parallel.cpu_offload", _offloads),
     Conflict(
         "tp_size",
         "",
@@ -172,7 +166,7 @@ CONFLICTS = (
         "needs precision.mixed_precision bf16, not {precision}: products with fp32 would copy each matrix",
         "Set model.frozen_dtype to auto",
     ),
-    _untested("nf4", "parallel.cpu_offload", _offloads),
+    _clash("nf4", "parallel.cpu_offload", _offloads),
     Conflict(
         "nf4",
         "parallel.sp_size",
@@ -180,7 +174,7 @@ CONFLICTS = (
         f"cannot be combined with parallel.strategy fsdp2 and parallel.sp_size above 1: {UNTESTED}",
         "Set parallel.sp_size to 1, or use parallel.strategy ddp",
     ),
-    _untested("nf4", "precision.compile", _compiles),
+    _clash("nf4", "precision.compile", _compiles),
     Conflict(
         "nf4",
         "model.pretrained",
@@ -242,17 +236,17 @@ CONFLICTS = (
         "cannot be combined with model.lora: the layers that fp8 accelerates are frozen, and adapters are too narrow",
         "Use bf16",
     ),
-    Conflict(
+    _clash(
         "fp8",
         "parallel.tp_size",
         lambda asked: asked.recipe.parallel.tp_size > 1,
-        f"cannot be combined with parallel.tp_size: split layers are scaled part by part, and {UNTESTED}",
+        f"split layers are scaled part by part, and {UNTESTED}",
     ),
-    Conflict(
+    _clash(
         "fp8",
         "parallel.sp_size",
         lambda asked: asked.recipe.parallel.sp_size > 1,
-        f"cannot be combined with parallel.sp_size: slices are scaled one by one, and {UNTESTED}",
+        f"slices are scaled one by one, and {UNTESTED}",
     ),
     Conflict(
         "fp8",
@@ -261,7 +255,7 @@ CONFLICTS = (
         "cannot be combined with parallel.strategy deepspeed, which casts weights itself",
         f"Use bf16, or {ZERO_ALTERNATIVE}",
     ),
-    _untested("fp8", "parallel.cpu_offload", _offloads),
+    _clash("fp8", "parallel.cpu_offload", _offloads),
     Conflict(
         "fp8",
         "model.config",
