@@ -44,9 +44,9 @@ def by_baseline(baselines: Mapping[str, Any], metrics: Iterable[str]) -> dict[st
     return by_name
 
 
-def format_scores(scores: Mapping[str, Any], baselines: Mapping[str, Any], own: str = "this model") -> str:
+def format_scores(scores: Mapping[str, Any], baselines: Mapping[str, Any]) -> str:
     """Return a table with a row for each metric, and a column for the model and for each baseline."""
-    columns: dict[str, Mapping[str, Any]] = {own: scores, **by_baseline(baselines, scores)}
+    columns: dict[str, Mapping[str, Any]] = {"this model": scores, **by_baseline(baselines, scores)}
     cells = [[_show(values.get(metric)) for values in columns.values()] for metric in scores]
     widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
     names = ["", *(metric.replace("_", " ") for metric in scores)]

@@ -123,8 +123,8 @@ def read_micro_batches(path: Path, device: torch.device) -> list[KeptMicroBatch]
     return kept
 
 
-def last_losses(run_folder: Path, most: int = 50) -> list[tuple[int, float]]:
-    """Return the last logged training losses with their steps; empty if the log cannot be read."""
+def last_losses(run_folder: Path) -> list[tuple[int, float]]:
+    """Return the last 50 logged training losses with their steps; empty if the log cannot be read."""
     path = run_folder / METRICS_FILE
     try:
         with path.open("rb") as file:
@@ -133,4 +133,4 @@ def last_losses(run_folder: Path, most: int = 50) -> list[tuple[int, float]]:
     except OSError:
         return []
     train = [record for record in records if record is not None and record["split"] == "train"]
-    return [(each["step"], each["step_loss"]) for each in train if isinstance(each.get("step_loss"), float)][-most:]
+    return [(each["step"], each["step_loss"]) for each in train if isinstance(each.get("step_loss"), float)][-50:]
