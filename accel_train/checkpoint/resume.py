@@ -20,13 +20,13 @@ from accel_train.checkpoint.store import (
     check,
     checkpoint_folders,
     newest_valid,
+    read_state,
     read_trainer,
     remove_leftovers,
     set_broken_aside,
     step_of,
 )
-from accel_train.checkpoint.trainer_state import read_state
-from accel_train.core.errors import CheckpointError, SettingError
+from accel_train.core.errors import CheckpointError, SettingError, setting_error
 from accel_train.core.files import digests_of, move_to_previous, write_atomically
 from accel_train.core.ownership import RUN_NAMES
 from accel_train.core.state import Rollback
@@ -86,9 +86,8 @@ def agree_on_checkpoint(
         return result
     path, resume = _path_here(recipe, result.path), recipe.checkpoint.resume
     if resume not in BY_ITSELF and (lacking := who_lacks(path / MANIFEST)):
-        problem = f"{lacking} does not see this checkpoint"
         remedy = "Put it on storage that all processes can read"
-        raise SettingError(problem, remedy, f"checkpoint.resume={resume}", ("checkpoint.resume",))
+        raise setting_error("checkpoint.resume", resume, f"{lacking} does not see this checkpoint", remedy)
     return replace(result, path=path)
 
 

@@ -48,6 +48,11 @@ class SettingError(ValueError):
         return f"{told}{'. ' if self.remedy[0].isupper() else '; '}{self.remedy}"
 
 
+def setting_error(setting: str, value: object, problem: str, remedy: str = "") -> SettingError:
+    """Return the error about the value of one setting."""
+    return SettingError(problem, remedy, f"{setting}={value}", (setting,))
+
+
 class RecipeProblems(ValueError):
     """All problems of a recipe, in `args`. `str` shows one problem per line."""
 

@@ -17,6 +17,8 @@ from pathlib import Path
 
 SEEN_WITHIN_SECONDS = 10.0
 """Most seconds to wait for a file to appear. A network file system may answer from its cache for some seconds."""
+TAIL_BYTES = 2**16
+"""Size of the parts in which a file of lines is read from its end."""
 HASHING_THREADS = 4
 """Hashing threads per process. SHA-256 releases the GIL and runs at 0.5 to 2 GB/s per core."""
 REPORT_AFTER_SECONDS = 3.0
@@ -107,6 +109,23 @@ def read_regular(path: Path) -> bytes:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         return file.read()
+
+
+def cut_incomplete_line(descriptor: int) -> int:
+    """Cut off the last line of an open file if it lacks its newline, and return the size in bytes that is left.
+
+    A line torn by a kill would otherwise be joined to the next one.
+    """
+    size = end = os.fstat(descriptor).st_size
+    while end:
+        begin = max(0, end - TAIL_BYTES)
+        newline = os.pread(descriptor, end - begin, begin).rfind(b"\n")
+        end = begin + newline + 1
+        if newline >= 0:
+            break
+    if end < size:
+        os.ftruncate(descriptor, end)
+    return end
 
 
 def is_seen(path: Path, num_bytes: int | None = None) -> bool:

@@ -43,13 +43,13 @@ def is_secret(name: str) -> bool:
     return bool(_SECRET_WORDS.search(snake) or (_TOKEN.search(snake) and not _MODEL_TOKEN.search(snake)))
 
 
-def remember_secrets(value: Any, name: str = "") -> None:
+def remember_secrets(value: Any) -> None:
     """Register secrets for `redact`: values of secret names, passwords in URLs, and targets of `notify`.
 
     Searches mappings and lists. Secrets stay registered for the lifetime of the process.
     """
     global _known_in_text
-    found = {text for text in _secrets_of(value, name) if len(text) >= SHORTEST_SECRET} - _known
+    found = {text for text in _secrets_of(value, "") if len(text) >= SHORTEST_SECRET} - _known
     if found:
         _known.update(found)
         # A secret may be the beginning of another.

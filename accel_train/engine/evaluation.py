@@ -142,7 +142,7 @@ def evaluate(
             chunk //= 2
             if accelerator.device.type == "cuda":
                 torch.cuda.empty_cache()
-    if is_over is not None and _on_any(reader, counts.left):
+    if is_over is not None and any(gather_number(counts.left, accelerator.device)):
         raise EvaluationLeft
     rows = {name: list(torch.cat(values).split(reader.batch_size)) for name, values in counts.rows.items()}
     totals = _sum_over_processes(accelerator, counts.sums)
@@ -211,11 +211,6 @@ class _Vote:
         if last is not None and last[1] is not None:
             last[1].synchronize()
         return last is not None and bool(last[0])
-
-
-def _on_any(reader: EvaluationReader, here: bool) -> bool:
-    """Return whether `here` is true on any process. All processes must call it."""
-    return any(gather_number(here, reader.accelerator.device))
 
 
 def _sum_dtype(value: Tensor) -> torch.dtype:

@@ -268,9 +268,8 @@ def _ignore_stop_signals(worker: int, *, stays: bool) -> None:
     """
     if stays:
         stop_with_parent()
-    for name in ("SIGINT", "SIGUSR1", "SIGHUP"):
-        if (number := getattr(signal, name, None)) is not None:
-            signal.signal(number, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -46,10 +46,9 @@ def check_recipe(recipe: Recipe) -> tuple[Recipe, Task]:
         raise ValueError(
             f"data.{recipe.data.label_setting}=null leaves nothing to learn from. It is for `accel-train predict` only"
         )
-    if recipe.loss.chunked is True and recipe.task in TASKS and recipe.task != "causal-lm":
-        raise ValueError(f"loss.chunked=True works only for causal-lm, not for {recipe.task}. Set it to auto")
-    if recipe.loss.router_aux is True and recipe.task in TASKS and recipe.task != "causal-lm":
-        raise ValueError(f"loss.router_aux=True works only for causal-lm, not for {recipe.task}. Set it to auto")
+    for name in ("chunked", "router_aux"):
+        if getattr(recipe.loss, name) is True and recipe.task in TASKS and recipe.task != "causal-lm":
+            raise ValueError(f"loss.{name}=True works only for causal-lm, not for {recipe.task}. Set it to auto")
     if recipe.loss.class_weights is not None and recipe.task in ("causal-lm", "seq2seq", "masked-lm"):
         raise ValueError(f"loss.class_weights is for classes, and {recipe.task} predicts tokens; leave it out")
     check_compatibility(recipe, task)

@@ -54,9 +54,9 @@ def honored(how: str, *, allowed: Allowed | None = None, remedy: str = "") -> Ru
     return Rule("honored", how, allowed, remedy)
 
 
-def refused(remedy: str, *, allowed: Allowed | None = None) -> Rule:
-    """Return a rule that accepts only values without any effect: `allowed`, or by default false and empty values."""
-    return Rule("refused", remedy, allowed or (lambda value: not value))
+def refused(remedy: str) -> Rule:
+    """Return a rule that accepts only values without any effect: false and empty ones."""
+    return Rule("refused", remedy, lambda value: not value)
 
 
 def _is(*values: Any) -> Allowed:
@@ -283,9 +283,7 @@ FIELDS: dict[str, Rule] = {
         note="other keys do not change results and are not read; FSDP1 is refused",
     ),
     "deepspeed": computed(
-        "parallel.strategy",
-        "parallel.zero_stage",
-        note="ZeRO 1 to 3; other keys must be `auto` or match the arguments",
+        "parallel.strategy", "parallel.zero_stage", note="ZeRO 1 to 3; other keys must be `auto` or match the arguments"
     ),
     "debug": honored(
         "underflow_overflow: transformers' DebugUnderflowOverflow watches the model",

@@ -462,6 +462,11 @@ def rate_in_use(scheduler: AdafactorSchedule) -> float:
     return float(scheduler.get_last_lr()[0])
 
 
+def rates_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return the learning rate of each parameter group."""
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
 class RecipeRates(LRScheduler):
     """A read-only scheduler that shows the recipe's rates to callbacks. The loop sets the rates."""
 
@@ -470,7 +475,7 @@ class RecipeRates(LRScheduler):
 
     def get_last_lr(self) -> list[float | Tensor]:
         """Return the rate of each parameter group for the next step."""
-        return [float(group["lr"]) for group in self.optimizer.param_groups]
+        return rates_of(self.optimizer)
 
 
 class NextRates:
@@ -482,13 +487,10 @@ class NextRates:
         run.schedule = self
 
     def __call__(self, step: int) -> float | Sequence[float]:
-        in_use = self._in_use()
+        in_use = rates_of(self._run.strategy.optimizer)
         return in_use if step == self._step and in_use != self._given else self._schedule(step)
 
     def set(self, step: int) -> None:
         """Set the schedule's rates of a 0-based step."""
         self._run.set_learning_rate(step)
-        self._step, self._given = step, self._in_use()
-
-    def _in_use(self) -> list[float]:
-        return [float(group["lr"]) for group in self._run.strategy.optimizer.param_groups]
+        self._step, self._given = step, rates_of(self._run.strategy.optimizer)

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from accel_train.checkpoint.contents import load_model_tensors, model_tensors
 from accel_train.checkpoint.store import MANIFEST, checkpoint_folders, newest_valid, step_of
-from accel_train.core.errors import SettingError
+from accel_train.core.errors import setting_error
 from accel_train.core.json_io import plain
 from accel_train.optim.schedule import set_rate
 from accel_train.parallel.zero import import_deepspeed
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from accel_train.hf import Trainer
 
 SCHEDULER_STATE = "scheduler.json"
+_resume_error = partial(setting_error, "resume_from_checkpoint")
 
 
 def get_last_checkpoint(output_dir: str | Path) -> str | None:
@@ -182,10 +184,6 @@ def resume_of(args: TrainingArguments, requested: str | bool | None) -> str:
         problem = f"Can't find a valid checkpoint at {requested}"
         raise _resume_error(requested, problem, f"Checkpoints of this run are in {root}.")
     return str(path)
-
-
-def _resume_error(requested: Path | str | bool, problem: str, remedy: str) -> SettingError:
-    return SettingError(problem, remedy, f"resume_from_checkpoint={requested}", ("resume_from_checkpoint",))
 
 
 def adapter_files(trainer: "Trainer") -> dict[str, bytes]:

@@ -106,11 +106,8 @@ class Seq2SeqTrainer(Trainer):
         decoder = given.get("decoder_input_ids")
         if labels is not None and decoder is not None and decoder.shape == labels.shape:
             # These inputs are made from the labels, so the generated text would begin with the labels.
-            given = {
-                name: each
-                for name, each in given.items()
-                if name not in ("decoder_input_ids", "decoder_attention_mask")
-            }
+            for name in ("decoder_input_ids", "decoder_attention_mask"):
+                given.pop(name, None)
         generator: Any = model
         chosen = gen_kwargs or self._gen_kwargs
         unset = [name for name in ("num_beams", "max_length") if chosen.get(name, "") is None]

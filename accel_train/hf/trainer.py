@@ -364,11 +364,7 @@ class Trainer:
         return trainer_utils.PredictionOutput(found.predictions, found.label_ids, found.metrics)
 
     def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
         """Return the loss, outputs, and labels of one batch. The outputs omit the loss and the model's ignored keys.
 

@@ -38,17 +38,10 @@ from accel_train.data.batch_sizes import resolve_batch
 from accel_train.engine.run import Extensions
 from accel_train.hf.argument_table import argument_error, has_recipe_optimizer, name_of
 from accel_train.hf.arguments import OURS, Length, length_of, schedule_of, to_recipe, with_decay_of
-from accel_train.hf.callbacks import Flow, RecipeRates, may_ask
+from accel_train.hf.callbacks import Flow, RecipeRates, may_ask, rates_of
 from accel_train.hf.checkpoints import load_stock_weights, load_whole, resume_of, resume_stock, stock_checkpoint
 from accel_train.hf.hub import finish_pushes
-from accel_train.hf.inputs import (
-    TrainLoader,
-    epoch_order,
-    loader_of_override,
-    readable,
-    reading_of,
-    train_loader,
-)
+from accel_train.hf.inputs import TrainLoader, epoch_order, loader_of_override, readable, reading_of, train_loader
 from accel_train.hf.search import trial_arguments
 from accel_train.hf.task import HFTask
 from accel_train.optim.custom import try_given
@@ -399,12 +392,12 @@ class ScheduledRates:
             elif not isinstance(scheduler, LRScheduler):
                 problem = f"{type(scheduler).__name__} is not a scheduler of torch.optim.lr_scheduler"
                 raise SettingError(problem, "Use one of them.", "lr_scheduler", ("lr_scheduler",))
-            self._scheduler, self._rates = scheduler, [self._current()]
+            self._scheduler, self._rates = scheduler, [rates_of(self._optimizer)]
             return self._optimizer
         return trainer.create_optimizer()
 
     def __call__(self, step: int) -> list[float]:
-        in_use = self._current()
+        in_use = rates_of(self._optimizer)
         # Each evaluation sets the rates.
         if self._flow.scheduler is not None:
             return in_use
@@ -415,12 +408,9 @@ class ScheduledRates:
                 # Torch warns that the optimizer has not stepped yet. The scheduler is ahead on purpose.
                 warnings.simplefilter("ignore", UserWarning)
                 self._scheduler.step()
-            self._rates.append(self._current())
+            self._rates.append(rates_of(self._optimizer))
         self._set(in_use)
         return self._rates[step]
-
-    def _current(self) -> list[float]:
-        return [float(group["lr"]) for group in self._optimizer.param_groups]
 
     def _set(self, rates: list[float]) -> None:
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 LOWER_IS_BETTER = ("loss", "perplexity", "error", "mse", "mae", "bits_per_byte")
 """Words in a metric's name that make smaller values better. For all other metrics, greater values are better."""
@@ -44,9 +44,9 @@ def by_baseline(baselines: Mapping[str, Any], metrics: Iterable[str]) -> dict[st
     return by_name
 
 
-def format_scores(scores: Mapping[str, Any], baselines: Mapping[str, Any], own: str = "this model") -> str:
+def format_scores(scores: Mapping[str, Any], baselines: Mapping[str, Any]) -> str:
     """Return a table with a row for each metric, and a column for the model and for each baseline."""
-    columns: dict[str, Mapping[str, Any]] = {own: scores, **by_baseline(baselines, scores)}
+    columns: dict[str, Mapping[str, Any]] = {"this model": scores, **by_baseline(baselines, scores)}
     cells = [[_show(values.get(metric)) for values in columns.values()] for metric in scores]
     widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
     names = ["", *(metric.replace("_", " ") for metric in scores)]
@@ -72,7 +72,7 @@ def unbeaten_baseline(scores: Mapping[str, Any], baselines: Mapping[str, Any], m
     for name, values in by_baseline(baselines, scores).items():
         metric = main_metric if main_metric in values else next(iter(values))
         own, other = scores[metric], values[metric]
-        if not (_is_finite(own) and _is_finite(other)):
+        if not (is_number(own) and is_number(other)):
             continue
         lower = is_lower_better(metric)
         is_perfect = own == other == (0 if lower else 1)
@@ -91,7 +91,7 @@ def format_main_score(scores: Mapping[str, Any], baselines: Mapping[str, Any], m
     metrics = [metric for values in found.values() for metric in values]
     metric = main_metric if main_metric in metrics or not metrics else metrics[0]
     texts = [f"{name.replace('_', ' ')} {_show(scores.get(name))}" for name in dict.fromkeys((main_metric, metric))]
-    values = {name: each[metric] for name, each in found.items() if metric in each and _is_finite(each[metric])}
+    values = {name: each[metric] for name, each in found.items() if metric in each and is_number(each[metric])}
     if not values:
         return ", ".join(texts)
     lower, own = is_lower_better(metric), scores[metric]
@@ -125,29 +125,20 @@ def likely_causes(
         else f"wrong labels or columns, or too large a model for the data ({size}): begin with "
         "pretrained weights (model.pretrained), or take a smaller model"
     )
-    causes = [
-        f"a learning rate too low or too high: accel-train find-lr {run_folder}/recipe.resolved.yaml suggests one",
-        f"too few steps ({steps:,}, {epochs:.3g} epochs): raise schedule.num_epochs or schedule.max_steps",
-        data,
-    ]
+    rate = f"a learning rate too low or too high: accel-train find-lr {run_folder}/recipe.resolved.yaml suggests one"
+    length = f"too few steps ({steps:,}, {epochs:.3g} epochs): raise schedule.num_epochs or schedule.max_steps"
+    if best_step is None:
+        return [rate, length, data]
     if best_step == steps:
-        causes[1] = f"{causes[1]}; the last evaluation was the best one"
-    elif best_step is not None and loss_rose:
-        remedy = "a lower learning rate" if pretrained else "pretrained weights, a smaller model"
-        causes[1] = (
-            f"overfitting: step {best_step:,} of {steps:,} evaluated best, and later steps fit the training data "
-            f"alone: more data, {remedy}, or fewer steps"
-        )
-    elif best_step is not None:
-        return [
-            causes[0],
-            data,
-            f"more steps alone are unlikely to help: step {best_step:,} of {steps:,} evaluated best",
-        ]
-    else:
-        return causes
-    return [causes[1], causes[0], causes[2]]
+        return [f"{length}; the last evaluation was the best one", rate, data]
+    best = f"step {best_step:,} of {steps:,} evaluated best"
+    if not loss_rose:
+        return [rate, data, f"more steps alone are unlikely to help: {best}"]
+    remedy = "a lower learning rate" if pretrained else "pretrained weights, a smaller model"
+    fits = f"later steps fit the training data alone: more data, {remedy}, or fewer steps"
+    return [f"overfitting: {best}, and {fits}", rate, data]
 
 
-def _is_finite(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
+    """Return whether a value is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from accel_train.metrics.tally import count_values
+
 _TAG = re.compile(r"([BIES])(?:-(.+))?", re.DOTALL)
 
 
@@ -58,7 +60,7 @@ def entity_counts(tags: EntityTags, labels: Tensor, predictions: Tensor) -> Tens
     type_, first, last = _spans(tags, predictions)
     is_found = true_first & first & (true_type == type_) & (true_last == last)
     groups = ((is_found, true_type), (first, type_), (true_first, true_type))
-    return torch.stack([_count(types[where], len(tags.types)) for where, types in groups], dim=1)
+    return torch.stack([count_values(types[where], len(tags.types)) for where, types in groups], dim=1)
 
 
 def _spans(tags: EntityTags, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,7 +81,3 @@ def _spans(tags: EntityTags, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     is_inside = types >= 0
     place_of_last = torch.where(is_inside & last, places, ids.shape[1]).flip(1).cummin(1).values.flip(1)
     return types, is_inside & first, place_of_last
-
-
-def _count(types: Tensor, num_types: int) -> Tensor:
-    return torch.zeros(num_types, dtype=torch.int64, device=types.device).scatter_add_(0, types, torch.ones_like(types))

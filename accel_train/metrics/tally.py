@@ -25,7 +25,8 @@ def confusion_counts(labels: Tensor, predictions: Tensor, num_classes: int) -> T
     labels, predictions = labels.reshape(-1).long(), predictions.reshape(-1).long()
     valid = (labels >= 0) & (labels < num_classes) & (predictions >= 0) & (predictions < num_classes)
     cells = num_classes * num_classes
-    return _count(torch.where(valid, labels * num_classes + predictions, cells), cells).view(num_classes, num_classes)
+    index = torch.where(valid, labels * num_classes + predictions, cells)
+    return count_values(index, cells).view(num_classes, num_classes)
 
 
 def multilabel_counts(labels: Tensor, predictions: Tensor) -> Tensor:
@@ -78,7 +79,7 @@ def score_histogram(scores: Tensor, labels: Tensor, num_classes: int) -> Tensor 
     classes = torch.arange(num_classes, device=labels.device).expand_as(positive)
     cells = num_classes * 2 * bins
     index = (classes * 2 + positive) * bins + _ordered_keys(scores, bits)
-    return _count(torch.where(valid, index, cells).reshape(-1), cells).view(num_classes, 2, bins)
+    return count_values(torch.where(valid, index, cells).reshape(-1), cells).view(num_classes, 2, bins)
 
 
 def histogram_bits(num_classes: int) -> int | None:
@@ -87,7 +88,7 @@ def histogram_bits(num_classes: int) -> int | None:
     return next((bits for bits in choices if num_classes * 2 * 2**bits <= MAX_HISTOGRAM_CELLS), None)
 
 
-def _count(index: Tensor, cells: int) -> Tensor:
+def count_values(index: Tensor, cells: int) -> Tensor:
     """Count how often each of 0..cells-1 occurs in `index`. Entries equal to `cells` do not count."""
     # `bincount` would read the greatest index from the device and wait for it.
     counts = torch.zeros(cells + 1, dtype=torch.int64, device=index.device)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from accel_train.core.files import read_regular
+from accel_train.core.files import cut_incomplete_line, read_regular
 from accel_train.core.state import JsonRecord
 
 LAUNCHES_FILE = "launches.jsonl"
@@ -24,21 +24,21 @@ WRITE_SECONDS = 1.0
 LINE_BYTES = 1024
 """Length of each line in bytes, padded with spaces so that a line can be rewritten in place."""
 ACCOUNTS = {
-    "imports": "imports",
-    "start_up": "starting up",
-    "data_preparation": "preparing data",
-    "compile": "compiling",
-    "first_step": "first steps",
-    "productive_steps": "productive steps",
-    "repeated_steps": "steps done again",
-    "skipped_steps": "skipped steps",
-    "waiting_for_data": "waiting for data",
-    "evaluation": "evaluation",
-    "saving": "saving",
-    "recovery": "diagnosis and rollbacks",
-    "profiling": "writing profiles",
-    "stopping": "stopping",
-    "down_time": "between launches",
+    "imports": "Imports",
+    "start_up": "Starting up",
+    "data_preparation": "Preparing data",
+    "compile": "Compiling",
+    "first_step": "First steps",
+    "productive_steps": "Productive steps",
+    "repeated_steps": "Steps done again",
+    "skipped_steps": "Skipped steps",
+    "waiting_for_data": "Waiting for data",
+    "evaluation": "Evaluation",
+    "saving": "Saving",
+    "recovery": "Diagnosis and rollbacks",
+    "profiling": "Writing profiles",
+    "stopping": "Stopping",
+    "down_time": "Between launches",
 }
 """All categories of time, with their display names."""
 T = TypeVar("T")
@@ -191,7 +191,7 @@ class LaunchClock:
             yield
             return
         try:
-            place = _end_of_lines(file)
+            place = cut_incomplete_line(file)
             self._write(file, place)
             thread = threading.Thread(target=write_again, name="launch clock", daemon=True)
             thread.start()
@@ -285,12 +285,3 @@ def _is_launch(record: Any) -> bool:
     counts = [record.get(name) for name in ("step", "steps", "saves")]
     is_timed = all(type(each) in (int, float) and math.isfinite(each) for each in numbers)
     return is_timed and all(type(each) is int for each in counts)
-
-
-def _end_of_lines(file: int) -> int:
-    """Return the offset of the next line, after cutting off an incomplete last line."""
-    size = os.fstat(file).st_size
-    tail = os.pread(file, 2 * LINE_BYTES, max(0, size - 2 * LINE_BYTES))
-    end = size - len(tail) + tail.rfind(b"\n") + 1
-    os.ftruncate(file, end)
-    return end

@@ -186,10 +186,7 @@ def next_actions(record: Mapping[str, Any], *, is_replayed: bool = False) -> lis
             "Correct these samples or leave them out of the data; they are skipped each time they are read.",
             *replay,
         ]
-    hints = [
-        "Look at the samples named above: are they correct? They are skipped each time they are read.",
-        *replay,
-    ]
+    hints = ["Look at the samples named above: are they correct? They are skipped each time they are read.", *replay]
     if record["loss_scale"] is not None:
         hints.append("fp16 holds nothing above 65504: precision.mixed_precision bf16 has no such limit.")
     elif record["precision"] == "bf16":

@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 
 from accel_train.core.state import JsonRecord
-from accel_train.observe.run_folder import note_damage, parse_line
+from accel_train.observe.run_folder import note_damaged_lines, parse_line
 
 WHOLE_BYTES = 2**24
 """Size up to which all lines of a file are kept, in bytes: about 40,000 lines."""
@@ -71,10 +71,7 @@ class MetricsReader:
         for number, line in (*((number, line) for _, number, line in self._group.values()), *self._last):
             if number not in found and (record := self._parsed(number, line)) is not None:
                 found[number] = record
-        if self._faults:
-            first = min(self._faults)
-            more = f"; so are {len(self._faults) - 1} other lines" if len(self._faults) > 1 else ""
-            note_damage(f"{self._path}:{first} is damaged ({self._faults[first]}) and is skipped{more}", damage)
+        note_damaged_lines(self._path, self._faults, damage)
         return [found[number] for number in sorted(found)]
 
     def _take(self, lines: list[bytes]) -> None:

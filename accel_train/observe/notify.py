@@ -130,15 +130,9 @@ class Notifier(Observer):
     def _send(self, event: str, message: str, exit_code: int | None = None) -> None:
         """Send an event to every target, each in a separate thread."""
         text = f"{self._run.name}: {event} at step {self._step}{f': {message}' if message else ''}"
-        facts: JsonRecord = {
-            "text": text,
-            "event": event,
-            "run": str(self._run),
-            "step": self._step,
-            "message": message,
-        }
-        facts |= {"exit_code": exit_code, "metrics": self._metrics, "host": socket.gethostname(), "time": utc_now()}
-        facts = to_json(facts)
+        what = {"text": text, "event": event, "run": str(self._run), "step": self._step, "message": message}
+        how = {"exit_code": exit_code, "metrics": self._metrics, "host": socket.gethostname(), "time": utc_now()}
+        facts: JsonRecord = to_json(what | how)
         for target in self._targets:
             thread = threading.Thread(target=self._tell, args=(target, facts), name="notify", daemon=True)
             try:

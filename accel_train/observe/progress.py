@@ -11,7 +11,7 @@ from typing import Any, Literal, TextIO
 
 from accel_train.core.format import format_seconds
 from accel_train.core.redaction import redact_text
-from accel_train.core.terminal import width_of, without_controls
+from accel_train.core.terminal import is_terminal, width_of, without_controls
 
 Style = Literal["bar", "notebook", "lines", "off"]
 
@@ -39,10 +39,8 @@ def choose_style(setting: bool | Literal["auto"], stream: TextIO | None) -> Styl
         return "notebook"
     if setting != "auto":
         return "bar"
-    if stream is None or stream.closed or not stream.isatty() or os.environ.get("TERM") == "dumb":
-        return "lines"
     # A job scheduler's terminal may report zero width, and a bar would be empty.
-    return "bar" if width_of(stream) else "lines"
+    return "bar" if is_terminal(stream) and width_of(stream) else "lines"
 
 
 class Progress:

@@ -7,7 +7,7 @@ import re
 import secrets
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from filelock import FileLock, Timeout
 
-from accel_train.core.files import make_folders, read_regular, sync, write_atomically
+from accel_train.core.files import TAIL_BYTES, cut_incomplete_line, make_folders, read_regular, sync, write_atomically
 from accel_train.core.json_io import from_json, json_text, read_json, to_json, utc_now
 from accel_train.core.ownership import RECIPE_FILE as RECIPE_FILE
 from accel_train.core.ownership import check_claim, claim, write_file
@@ -29,7 +29,6 @@ PROFILE_FOLDER = "profile"
 """Folder of step traces and of memory snapshots from GPUs that ran out of memory."""
 
 
-_TAIL_BYTES = 2**16
 _VALUE = rb"-?\d{1,18}(?:\.\d{1,20})?(?:e[-+]?\d\d)?|true|false|null"
 _TRAIN_LINE = re.compile(rb'\{"step": (\d{1,18}), "split": "train"(?:, "\w+": (?:' + _VALUE + rb"))*\}\n")
 """Pattern of a valid training line. Its group is the step, so such a line need not be parsed."""
@@ -223,12 +222,29 @@ def read_record(path: Path, damage: list[str] | None = None) -> JsonRecord:
 
 
 def _sound_lines(path: Path, damage: list[str] | None) -> list[JsonRecord]:
-    faults: list[str] = []
-    records = [record for _, record in _complete_lines(path, faults) if record is not None]
-    if faults:
-        more = f"; so are {len(faults) - 1} other lines" if len(faults) > 1 else ""
-        note_damage(f"{path}:{faults[0]} and is skipped{more}", damage)
+    kind = "split" if path.name == METRICS_FILE else "event"
+    records: list[JsonRecord] = []
+    faults: dict[int, str] = {}
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                # Torn by a kill: does not count as a line.
+                break
+            record, fault = parse_line(line, kind)
+            if record is None:
+                faults[number] = fault
+            else:
+                records.append(record)
+    note_damaged_lines(path, faults, damage)
     return records
+
+
+def note_damaged_lines(path: Path, faults: Mapping[int, str], damage: list[str] | None) -> None:
+    """Report damaged lines of a file in one message, as `note_damage` does. `faults` has the reasons by line number."""
+    if faults:
+        first = min(faults)
+        more = f"; so are {len(faults) - 1} other lines" if len(faults) > 1 else ""
+        note_damage(f"{path}:{first} is damaged ({faults[first]}) and is skipped{more}", damage)
 
 
 def note_damage(message: str, damage: list[str] | None) -> None:
@@ -290,29 +306,10 @@ def _describe_holder(holder_path: Path) -> str:
 
 
 def _open_mended(path: Path) -> int:
-    """Open a file for appending, after cutting off an incomplete last line, and return its descriptor.
-
-    Otherwise the next line would be joined to the incomplete one.
-    """
-    # A device has no size.
-    size = path.stat().st_size if path.is_file() else 0
-    end, num_bytes = 0, _TAIL_BYTES
-    while size and not end:
-        end = (tail := _tail(path, num_bytes)).rfind(b"\n") + 1
-        if end:
-            end += size - len(tail)
-        elif num_bytes >= size:
-            break
-        num_bytes *= 2
-    if end < size:
-        os.truncate(path, end)
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-
-
-def _tail(path: Path, num_bytes: int) -> bytes:
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - num_bytes))
-        return file.read()
+    """Open a file for appending, after cutting off an incomplete last line, and return its descriptor."""
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+    cut_incomplete_line(descriptor)
+    return descriptor
 
 
 def _remove_from_end(path: Path, is_kept: Callable[[JsonRecord], bool], step: int) -> None:
@@ -324,7 +321,7 @@ def _remove_from_end(path: Path, is_kept: Callable[[JsonRecord], bool], step: in
     low, high = 0, path.stat().st_size
     kept, is_prefix, has_removed = [], True, False
     with path.open("rb") as file:
-        while high - low > _TAIL_BYTES:
+        while high - low > TAIL_BYTES:
             file.seek(middle := (low + high) // 2)
             # Skip to the next line start.
             file.readline()
@@ -365,23 +362,6 @@ def _append_line(fd: int, record: Mapping[str, Any]) -> None:
         if written:
             os.ftruncate(fd, size_before)
         raise
-
-
-def _complete_lines(path: Path, faults: list[str]) -> Iterator[tuple[bytes, JsonRecord | None]]:
-    """Yield each complete line as bytes and as a record, or as bytes and None if it is damaged.
-
-    `faults` gets the line number and the reason for each damaged line.
-    """
-    kind = "split" if path.name == METRICS_FILE else "event"
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                # Torn by a kill: does not count as a line.
-                return
-            record, fault = parse_line(line, kind)
-            if fault:
-                faults.append(f"{number} is damaged ({fault})")
-            yield line, record
 
 
 def parse_line(line: bytes, kind: str) -> tuple[JsonRecord | None, str]:

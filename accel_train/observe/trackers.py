@@ -196,10 +196,9 @@ def flatten(config: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
 
     Lists become text, and None values are left out.
     """
-    flat: dict[str, bool | int | float | str] = {}
-    for name, value in dotted_items(config):
-        if isinstance(value, bool | int | float | str):
-            flat[name] = value
-        elif value is not None:
-            flat[name] = str(list(value)) if isinstance(value, tuple) else str(value)
-    return flat
+    values = {name: list(value) if isinstance(value, tuple) else value for name, value in dotted_items(config)}
+    return {
+        name: value if isinstance(value, bool | int | float | str) else str(value)
+        for name, value in values.items()
+        if value is not None
+    }

@@ -54,6 +54,22 @@ def _package(part: str, name: str, extra: str) -> Conflict:
     return Conflict(part, "", lambda _: not _is_installed(name), f"needs the package {name}", remedy)
 
 
+def _clash(part: str, other: str, refuses: Callable[[Asked], bool], why: str = UNTESTED) -> Conflict:
+    return Conflict(part, other, refuses, f"cannot be combined with {other}: {why}")
+
+
+def _compiles(asked: Asked) -> bool:
+    return asked.recipe.precision.compile is not False
+
+
+def _offloads(asked: Asked) -> bool:
+    return asked.recipe.parallel.cpu_offload
+
+
+def _adapts(asked: Asked) -> bool:
+    return asked.recipe.model.lora is not None
+
+
 CONFLICTS = (
     Conflict(
         "cuda_graphs",
@@ -63,30 +79,14 @@ CONFLICTS = (
         "{accumulation} micro-batches per step",
         "Use max-autotune-no-cudagraphs or default, or a batch that one micro-batch per process holds",
     ),
-    Conflict(
-        "sync_batch_norm",
-        "precision.compile",
-        lambda asked: asked.recipe.precision.compile is not False,
-        f"cannot be combined with precision.compile: {UNTESTED}",
+    _clash("sync_batch_norm", "precision.compile", _compiles),
+    _clash(
+        "tp_size", "model.lora", _adapts, "adapters are plain tensors, which cannot be multiplied with split layers"
     ),
-    Conflict(
-        "tp_size",
-        "model.lora",
-        lambda asked: asked.recipe.model.lora is not None,
-        "cannot be combined with model.lora: adapters are plain tensors, which cannot be multiplied with split layers",
+    _clash(
+        "tp_size", "precision.compile", _compiles, f"split layers swap their weights in each forward, and {UNTESTED}"
     ),
-    Conflict(
-        "tp_size",
-        "precision.compile",
-        lambda asked: asked.recipe.precision.compile is not False,
-        f"cannot be combined with precision.compile: split layers swap their weights in each forward, and {UNTESTED}",
-    ),
-    Conflict(
-        "tp_size",
-        "parallel.cpu_offload",
-        lambda asked: asked.recipe.parallel.cpu_offload,
-        f"cannot be combined with parallel.cpu_offload: {UNTESTED}",
-    ),
+    _clash("tp_size", "parallel.cpu_offload", _offloads),
     Conflict(
         "tp_size",
         "",
@@ -140,7 +140,7 @@ CONFLICTS = (
     Conflict(
         "sp_size",
         "precision.compile",
-        lambda asked: asked.recipe.precision.compile is not False,
+        _compiles,
         "cannot be combined with precision.compile: DeepSpeed's exchange of heads between processes cannot be compiled",
         f"Set precision.compile to false{SP_OFF}",
     ),
@@ -166,12 +166,7 @@ CONFLICTS = (
         "needs precision.mixed_precision bf16, not {precision}: products with fp32 would copy each matrix",
         "Set model.frozen_dtype to auto",
     ),
-    Conflict(
-        "nf4",
-        "parallel.cpu_offload",
-        lambda asked: asked.recipe.parallel.cpu_offload,
-        f"cannot be combined with parallel.cpu_offload: {UNTESTED}",
-    ),
+    _clash("nf4", "parallel.cpu_offload", _offloads),
     Conflict(
         "nf4",
         "parallel.sp_size",
@@ -179,12 +174,7 @@ CONFLICTS = (
         f"cannot be combined with parallel.strategy fsdp2 and parallel.sp_size above 1: {UNTESTED}",
         "Set parallel.sp_size to 1, or use parallel.strategy ddp",
     ),
-    Conflict(
-        "nf4",
-        "precision.compile",
-        lambda asked: asked.recipe.precision.compile is not False,
-        f"cannot be combined with precision.compile: {UNTESTED}",
-    ),
+    _clash("nf4", "precision.compile", _compiles),
     Conflict(
         "nf4",
         "model.pretrained",
@@ -204,7 +194,7 @@ CONFLICTS = (
     Conflict(
         "deepspeed",
         "precision.compile",
-        lambda asked: asked.recipe.precision.compile is not False,
+        _compiles,
         "cannot be combined with precision.compile: DeepSpeed's hooks on weights and gradients break the compiled "
         "graph",
         f"Use {ZERO_ALTERNATIVE}",
@@ -242,21 +232,21 @@ CONFLICTS = (
     Conflict(
         "fp8",
         "model.lora",
-        lambda asked: asked.recipe.model.lora is not None,
+        _adapts,
         "cannot be combined with model.lora: the layers that fp8 accelerates are frozen, and adapters are too narrow",
         "Use bf16",
     ),
-    Conflict(
+    _clash(
         "fp8",
         "parallel.tp_size",
         lambda asked: asked.recipe.parallel.tp_size > 1,
-        f"cannot be combined with parallel.tp_size: split layers are scaled part by part, and {UNTESTED}",
+        f"split layers are scaled part by part, and {UNTESTED}",
     ),
-    Conflict(
+    _clash(
         "fp8",
         "parallel.sp_size",
         lambda asked: asked.recipe.parallel.sp_size > 1,
-        f"cannot be combined with parallel.sp_size: slices are scaled one by one, and {UNTESTED}",
+        f"slices are scaled one by one, and {UNTESTED}",
     ),
     Conflict(
         "fp8",
@@ -265,12 +255,7 @@ CONFLICTS = (
         "cannot be combined with parallel.strategy deepspeed, which casts weights itself",
         f"Use bf16, or {ZERO_ALTERNATIVE}",
     ),
-    Conflict(
-        "fp8",
-        "parallel.cpu_offload",
-        lambda asked: asked.recipe.parallel.cpu_offload,
-        f"cannot be combined with parallel.cpu_offload: {UNTESTED}",
-    ),
+    _clash("fp8", "parallel.cpu_offload", _offloads),
     Conflict(
         "fp8",
         "model.config",

@@ -155,8 +155,7 @@ class Ddp(Strategy):
         """
         if self.reduction is None or self.reduction.is_complete:
             return None
-        trained = [(name, each) for name, each in self.inner.model.named_parameters() if each.requires_grad]
-        names = [name for name, each in trained if each.grad is None]
+        names = self.without_gradient()
         self.reduction.fill_rest_with_nan(self.accelerator.device)
         return names
 

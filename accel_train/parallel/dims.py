@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from accelerate import Accelerator
 from torch import nn
 
-from accel_train.core.errors import SettingError
+from accel_train.core.errors import SettingError, setting_error
 from accel_train.core.format import format_count
 from accel_train.core.state import Choice
 from accel_train.data.batch_sizes import divisors
@@ -75,7 +75,7 @@ def check_divides(setting: str, size: int, world_size: int, alternative: str = "
         problem = f"does not divide the {format_count(world_size, 'process', 'processes')} of this run"
         fitting = ", ".join(map(str, divisors(world_size)))
         remedy = f"Use {fitting}{alternative or f', or run on {size} or {2 * size} processes'}"
-        raise SettingError(problem, remedy, f"parallel.{setting}={size}", (f"parallel.{setting}",))
+        raise setting_error(f"parallel.{setting}", size, problem, remedy)
 
 
 def check_dimensions(model: nn.Module, strategy: str) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from accel_train.checkpoint.contents import model_tensors, optimizer_tensors
 from accel_train.checkpoint.sharded import KnownPlan, ShardWriter
-from accel_train.core.errors import RecipeError, SettingError
+from accel_train.core.errors import RecipeError, SettingError, setting_error
 from accel_train.core.state import Choice
 from accel_train.guard.guard import Limits
 from accel_train.model.batch_norm import has_batch_norm
@@ -81,8 +81,7 @@ class Fsdp2(Strategy):
                 CPU.
         """
         if section.cpu_offload and device.type == "cpu":
-            problem = "the run is already on the CPU"
-            raise SettingError(problem, "Leave it out", "parallel.cpu_offload=True", ("parallel.cpu_offload",))
+            raise setting_error("parallel.cpu_offload", True, "the run is already on the CPU", "Leave it out")
         if section.tp_size > 1:
             return _choose_groups(section, world_size)
         size = world_size if section.dp_shard_size == "auto" else section.dp_shard_size

@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.utils import AORecipeKwargs, GradientAccumulationPlugin, TorchDynamoPlugin, gather_object
 
-from accel_train.core.errors import SettingError
+from accel_train.core.errors import setting_error
 from accel_train.core.state import Choice
 from accel_train.data.batch_sizes import BatchSizes
 from accel_train.model.kernels.float8 import float8_config
@@ -41,9 +41,10 @@ def choose_mixed_precision(section: Precision, device: torch.device) -> Choice[s
     has_bf16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
     if asked == "fp16" and not cuda:
         problem = f"this process runs on {device.type}, but fp16 needs a CUDA device"
-        raise _unsupported(asked, problem, "Use auto, bf16 or no")
+        raise setting_error("precision.mixed_precision", asked, problem, "Use auto, bf16 or no")
     if asked == "bf16" and cuda and not has_bf16:
-        raise _unsupported(asked, f"{name} only emulates bf16, slowly", "Use fp16 or auto")
+        problem = f"{name} only emulates bf16, slowly"
+        raise setting_error("precision.mixed_precision", asked, problem, "Use fp16 or auto")
     if asked == "fp8" and not has_float8(device):
         raise ValueError(f"precision.mixed_precision=fp8 {float8_is_missing(name)}")
     if asked != "auto":
@@ -53,10 +54,6 @@ def choose_mixed_precision(section: Precision, device: torch.device) -> Choice[s
     if cuda:
         return Choice("fp16", f"{name} does not support bf16")
     return Choice("no", f"{device.type}: fp32 is exact, and 16-bit precision gains little")
-
-
-def _unsupported(asked: str, problem: str, remedy: str) -> SettingError:
-    return SettingError(problem, remedy, f"precision.mixed_precision={asked}", ("precision.mixed_precision",))
 
 
 def agree_on_mixed_precision(section: Precision, device: torch.device, num_processes: int) -> Choice[str]:

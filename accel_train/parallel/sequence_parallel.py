@@ -13,6 +13,7 @@ the whole process.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from accelerate import Accelerator
 from accelerate.utils import ParallelismConfig
 from torch import Tensor, nn
 
-from accel_train.core.errors import SettingError
+from accel_train.core.errors import setting_error
 from accel_train.data.batch_sizes import divisors
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.parallel.dims import ParallelDims, parallel_dims
@@ -35,6 +36,7 @@ OF_DOCUMENTS = ("position_ids", "document_ids", "document_lengths")
 """Additional batch entries if several documents share a sequence."""
 ROPES_OF_EACH_POSITION = ("default", "linear", "yarn", "llama3")
 """transformers names of rotary embeddings that rotate each position independently of the rest of the batch."""
+_refusal = partial(setting_error, "parallel.sp_size")
 
 
 @dataclass(frozen=True)
@@ -119,10 +121,6 @@ def check_attention(config: Any, attention: str, reason: str, size: int) -> None
         name = text.attribute_map.get("num_attention_heads", "num_attention_heads")
         problem = f"does not divide the {heads} {name}{pairs} of {text.model_type} into whole heads"
         raise _refusal(size, problem, f"Use {', '.join(map(str, fitting))}")
-
-
-def _refusal(size: int, problem: str, remedy: str) -> SettingError:
-    return SettingError(problem, remedy, f"parallel.sp_size={size}", ("parallel.sp_size",))
 
 
 def _rope_types(parameters: Mapping[str, Any]) -> Iterator[str]:

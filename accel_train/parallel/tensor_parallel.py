@@ -7,6 +7,7 @@ the same mesh. The gradient norm, the fused optimizer, and a checkpoint then see
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from accel_train.core.errors import SettingError
+from accel_train.core.errors import setting_error
 from accel_train.core.state import Choice
 from accel_train.data.batch_sizes import divisors
 from accel_train.model.pretrained import value_of
@@ -34,6 +35,7 @@ SUMMED = "replicated_with_grad_allreduce"
 FAILING = ("gemma3n_text",)
 """Models with a plan that fails in the first step: gemma3n multiplies split and whole tensors between its layers."""
 MODELS = "Use for example llama, mistral, qwen2, qwen3, gemma or gpt_neox, or set parallel.tp_size to 1"
+_refusal = partial(setting_error, "parallel.tp_size")
 
 
 def check_plan(config: Any, plan: Mapping[str, str], size: int) -> None:
@@ -57,10 +59,6 @@ def check_plan(config: Any, plan: Mapping[str, str], size: int) -> None:
         if isinstance(heads, int) and heads % size:
             problem = f"does not divide the {heads} {text.attribute_map.get(name, name)} of {text.model_type}"
             raise _refusal(size, problem, f"Use {', '.join(map(str, divisors(heads)))}, so that heads stay whole")
-
-
-def _refusal(size: int, problem: str, remedy: str) -> SettingError:
-    return SettingError(problem, remedy, f"parallel.tp_size={size}", ("parallel.tp_size",))
 
 
 def styles_of(model: nn.Module, size: int) -> dict[str, str]:

@@ -52,7 +52,7 @@ def _verdict(plan: Plan, colour: bool) -> Iterator[Row]:
     counts = {name: plan.data_facts.get(fact) for fact, name in DATA_FACTS.items() if fact != "num_documents"}
     if data := ", ".join(f"{format_count(count)} {name}" for name, count in counts.items() if count is not None):
         yield "data", data
-    room = "" if plan.device_bytes is None or total is None else _room(plan, total, plan.device_bytes)
+    room = _room(plan)
     fits = plan.device_bytes is not None and total is not None and total <= plan.device_bytes
     room = paint(f"{room}: it fits", "green", on=colour) if fits else paint(room, "red", on=colour and room != "")
     yield "memory", f"{size(total)} for each process ({plan.device}){room}"
@@ -79,10 +79,8 @@ def _blocks(plan: Plan) -> Iterator[tuple[str, list[Row]]]:
         (name, format_count(facts[fact])) for fact, name in DATA_FACTS.items() if facts.get(fact) is not None
     ]  # fmt: skip
     yield "Model", list(_model_rows(plan))
-    total = plan.memory_bytes
     memory = [row(part.name, size(part.num_bytes), f"{part.kind}: {part.how}") for part in plan.memory]
-    room = "" if plan.device_bytes is None or total is None else _room(plan, total, plan.device_bytes)
-    yield f"Memory of each process ({plan.device})", [*memory, ("total", f"{size(total):>10}{room}")]
+    yield f"Memory of each process ({plan.device})", [*memory, ("total", f"{size(plan.memory_bytes):>10}{_room(plan)}")]
     yield from _scale_blocks(plan)
 
 
@@ -116,23 +114,14 @@ def _scale_blocks(plan: Plan) -> Iterator[tuple[str, list[Row]]]:
     if step is None or plan.peak_flops is None:
         return
     yield "Time of a step", list(_step_rows(scale, step, plan.peak_flops, plan.device))
-    training, num_steps = (
-        "unknown, because the number of steps is unknown",
-        plan.steps.max_steps if plan.has_length else None,
-    )
-    if num_steps is not None:
-        seconds = num_steps * step.seconds
+    training = "unknown, because the number of steps is unknown"
+    if plan.has_length:
+        seconds = plan.steps.max_steps * step.seconds
         took = f"{format_seconds(seconds)}, {seconds * plan.world_size / 3600:,.1f} GPU-hours"
-        training = f"{took}: {num_steps:,} modeled steps, without evaluation, saves, and failures"
-    in_a_day = 86_400 / step.seconds * plan.num_targets / plan.steps.max_steps
-    yield (
-        "Time",
-        [
-            ("training", training),
-            ("in a day", f"{in_a_day:.4g} {plan.targets}"),
-            ("save every", _save_every(scale.save_interval, step.seconds, plan.recipe.checkpoint.every_steps)),
-        ],
-    )
+        training = f"{took}: {plan.steps.max_steps:,} modeled steps, without evaluation, saves, and failures"
+    in_a_day = f"{86_400 / step.seconds * plan.num_targets / plan.steps.max_steps:.4g} {plan.targets}"
+    save_every = _save_every(scale.save_interval, step.seconds, plan.recipe.checkpoint.every_steps)
+    yield "Time", [("training", training), ("in a day", in_a_day), ("save every", save_every)]
 
 
 def _model_rows(plan: Plan) -> Iterator[Row]:
@@ -178,17 +167,18 @@ def _time(plan: Plan) -> str:
     )
 
 
-def _room(plan: Plan, needed: int, device_bytes: int) -> str:
-    if needed <= device_bytes:
-        return f", of {size(device_bytes)}"
-    if is_open(plan.recipe.batch) and plan.sizes.per_device_batch_size > 1:
-        return (
-            f", MORE than the {size(device_bytes)} of this GPU: a run cuts its samples into smaller "
-            "micro-batches (Notes)"
-        )
+def _room(plan: Plan) -> str:
+    """Return whether the memory of a process fits into its GPU; empty if either is unknown."""
+    needed, room = plan.memory_bytes, plan.device_bytes
+    if needed is None or room is None:
+        return ""
+    if needed <= room:
+        return f", of {size(room)}"
     ways = list(_ways_to_less(plan))
     remedy = " or ".join(filter(None, [", ".join(ways[:-1]), *ways[-1:]]))
-    return f", MORE than the {size(device_bytes)} of this GPU: {remedy}"
+    if is_open(plan.recipe.batch) and plan.sizes.per_device_batch_size > 1:
+        remedy = "a run cuts its samples into smaller micro-batches (Notes)"
+    return f", MORE than the {size(room)} of this GPU: {remedy}"
 
 
 def _ways_to_less(plan: Plan) -> Iterator[str]:

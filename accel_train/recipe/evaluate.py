@@ -5,14 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from accel_train.core.format import LARGEST_COUNT
-from accel_train.recipe.values import (
-    Auto,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    Section,
-)
+from accel_train.recipe.values import Auto, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
 class Generation(Section):

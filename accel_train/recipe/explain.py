@@ -78,7 +78,7 @@ def explain(name: str, width: int = 80) -> str:
     name = _known(name)
     info = recipe_names().get(name)
     below = [other for other in recipe_names() if other.rpartition(".")[0] == name]
-    lines = _lines_of_setting(name, info, width) if isinstance(info, FieldInfo) else []
+    lines = _lines_of_setting(name, width) if isinstance(info, FieldInfo) else []
     if 0 < len(below) <= _FEW:
         for other in below:
             lines += ["", explain(other, width)]
@@ -118,19 +118,17 @@ def _shipped_trees() -> list[Any]:
     return [parse_yaml(recipe.path.read_text(), name)[0] for name, recipe in shipped_recipes().items()]
 
 
-def _lines_of_setting(name: str, info: FieldInfo, width: int) -> list[str]:
-    def put(what: str, text: str) -> list[str]:
-        return textwrap.wrap(
-            text, width, initial_indent=f"{what:10}", subsequent_indent=" " * 10, break_long_words=False
+def _lines_of_setting(name: str, width: int) -> list[str]:
+    found, (as_yaml, as_flag) = _explained(name), written_example(name)
+    facts = {"takes": found.takes, "default": found.default or "required", "meaning": found.meaning}
+    facts |= {"tasks": ", ".join(found.tasks), "example": as_yaml, "": as_flag}
+    lines = [name]
+    for what, text in facts.items():
+        # A fact without a text takes no line.
+        lines += textwrap.wrap(
+            text, width, initial_indent=f"  {what:8}", subsequent_indent=" " * 10, break_long_words=False
         )
-
-    lines = [name, *put("  takes", rule_of(name)), *put("  default", _default(name))]
-    if info.description:
-        lines += put("  meaning", " ".join(info.description.split()))
-    lines += put("  tasks", ", ".join(tasks_of(name))) if tasks_of(name) else []
-    as_yaml, as_flag = written_example(name)
-    lines += put("  example", as_yaml) if as_yaml else []
-    return [*lines, *put("", as_flag)] if as_flag else lines
+    return lines
 
 
 def written_example(name: str) -> tuple[str, str]:

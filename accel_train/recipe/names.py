@@ -196,9 +196,7 @@ REQUIRED_EXAMPLES = {
 
 def explain(error: ValidationError, tree: Mapping[str, Any], origins: Mapping[str, Origin], path: str) -> Iterator[str]:
     """Yield one line for each problem that pydantic found in a tree of settings. `path` is the recipe's file."""
-    groups: dict[str, Any] = {}
-    for problem in error.errors(include_url=False):
-        groups[_name_at(problem["loc"])] = problem
+    groups: dict[str, Any] = {_name_at(problem["loc"]): problem for problem in error.errors(include_url=False)}
     for name, problem in groups.items():
         if any(other.startswith(f"{name}.") for other in groups):
             # For example, `tokenizer` is not a text, but the problem is inside it.

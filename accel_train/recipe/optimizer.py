@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from accel_train.core.errors import SettingError
+from accel_train.core.errors import SettingError, setting_error
 from accel_train.recipe.values import NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
 SCHEDULE_FREE = "schedule_free_adamw"
@@ -157,19 +157,11 @@ class Optimizer(Section):
     @model_validator(mode="after")
     def schedule_free_averages_by_itself(self) -> "Optimizer":
         if self.name == SCHEDULE_FREE and self.ema_decay is not None:
-            raise SettingError(
-                f"{self.name} already averages the weights",
-                "Leave it out.",
-                at=f"optimizer.ema_decay={self.ema_decay:g}",
-                settings=("optimizer.ema_decay",),
-            )
+            problem = f"{self.name} already averages the weights"
+            raise setting_error("optimizer.ema_decay", f"{self.ema_decay:g}", problem, "Leave it out.")
         if self.name == SCHEDULE_FREE and self.betas[0] == 0:
-            raise SettingError(
-                f"{self.name} divides by the first beta, the weight of the average in the point of the gradients",
-                "Use 0.9.",
-                at=f"optimizer.betas={list(self.betas)}",
-                settings=("optimizer.betas",),
-            )
+            problem = f"{self.name} divides by the first beta, the weight of the average in the point of the gradients"
+            raise setting_error("optimizer.betas", list(self.betas), problem, "Use 0.9.")
         return self
 
     @property

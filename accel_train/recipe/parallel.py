@@ -59,9 +59,8 @@ class Parallel(Section):
                 "Leave one of them out: parallel.strategy ddp and fsdp2 split sequences.",
                 settings=("parallel.sp_size", *(("parallel.tp_size",) if is_tp else ()), "parallel.strategy"),
             )
-        of_fsdp2 = ("dp_shard_size", "reshard_after_forward", "cpu_offload", "tp_size")
         of_strategy = {
-            "fsdp2": of_fsdp2,
+            "fsdp2": ("dp_shard_size", "reshard_after_forward", "cpu_offload", "tp_size"),
             "deepspeed": ("zero_stage",),
             "ddp": ("find_unused_parameters", "sync_batch_norm"),
         }

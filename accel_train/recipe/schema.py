@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from accel_train.core.errors import SettingError
+from accel_train.core.errors import SettingError, setting_error
 from accel_train.core.files import path_problem
 from accel_train.core.format import LARGEST_COUNT, did_you_mean
 from accel_train.recipe.data import Data, TrainedTokenizer
@@ -208,11 +208,8 @@ class Precision(Section):
             from torch.compiler import list_backends
 
             if self.compile_backend not in (known := list_backends(exclude_tags=())):
-                raise SettingError(
-                    f"unknown backend; torch has {', '.join(known)}",
-                    at=f"precision.compile_backend={self.compile_backend}",
-                    settings=("precision.compile_backend",),
-                )
+                problem = f"unknown backend; torch has {', '.join(known)}"
+                raise setting_error("precision.compile_backend", self.compile_backend, problem)
         if self.compile_mode != "default" and self.compile_backend != "inductor":
             raise SettingError(
                 f"precision.compile_mode={self.compile_mode} needs precision.compile_backend inductor, not "
@@ -441,7 +438,7 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
-    def stratifies_classes(self) -> "Recipe":
+    def labels_fit_the_problem_type(self) -> "Recipe":
         kind = self.model.problem_type
         if getattr(self.data, "stratify", False) and kind in ("multi_label", "regression"):
             raise SettingError(
@@ -450,11 +447,6 @@ class Recipe(Section):
                 "data.stratify=true",
                 ("data.stratify", "model.problem_type"),
             )
-        return self
-
-    @model_validator(mode="after")
-    def label_columns_are_multi_label(self) -> "Recipe":
-        kind = self.model.problem_type
         if getattr(self.data, "label_columns", None) and kind not in ("auto", "multi_label"):
             raise SettingError(
                 "data.label_columns holds several labels",
@@ -466,21 +458,15 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def schedule_free_has_no_schedule(self) -> "Recipe":
-        if self.optimizer.name == SCHEDULE_FREE:
-            section, remedy, other = self.schedule, "set schedule.type to constant", "schedule.type"
-            warmup = [name for name in ("warmup_steps", "warmup_ratio") if getattr(section, name)]
-            if section.type == "constant" and warmup:
-                steps = section.warmup_steps or "N"
-                remedy = f"leave it out, and set optimizer.options to {{warmup_steps: {steps}}}"
-                other = "optimizer.options"
-            if section.type != "constant" or warmup:
-                name = warmup[0] if section.type == "constant" else "type"
-                raise SettingError(
-                    f"{SCHEDULE_FREE} has its own warm-up and takes no schedule",
-                    remedy,
-                    at=f"schedule.{name}={getattr(section, name)}",
-                    settings=(f"schedule.{name}", other),
-                )
+        section, name = self.schedule, "type"
+        remedy, other = "set schedule.type to constant", "schedule.type"
+        if section.type == "constant":
+            name = next((each for each in ("warmup_steps", "warmup_ratio") if getattr(section, each)), "")
+            steps, other = section.warmup_steps or "N", "optimizer.options"
+            remedy = f"leave it out, and set optimizer.options to {{warmup_steps: {steps}}}"
+        if name and self.optimizer.name == SCHEDULE_FREE:
+            problem, at = f"{SCHEDULE_FREE} has its own warm-up and takes no schedule", f"schedule.{name}"
+            raise SettingError(problem, remedy, f"{at}={getattr(section, name)}", (at, other))
         return self
 
     def __eq__(self, other: object) -> bool:

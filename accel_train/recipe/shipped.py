@@ -4,6 +4,7 @@ import os
 import re
 from collections.abc import Mapping
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,11 +41,7 @@ def copy_text(name: str, target: Path) -> str:
 
 def _read(path: Path) -> ShippedRecipe:
     with path.open(encoding="utf-8") as file:
-        header = []
-        for line in file:
-            if not line.startswith("#"):
-                break
-            header.append(line[1:].rstrip("\n"))
+        header = [line[1:].rstrip("\n") for line in takewhile(lambda line: line.startswith("#"), file)]
     about = re.split(r"(?<=[.?])\s", " ".join(header[: header.index("")]).strip())
     sentences = about[:2] if about[0].endswith("?") else about[:1]
     notes: dict[str, str] = {}

@@ -6,7 +6,6 @@ The folder is published as a whole or not at all.
 import json
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,16 +16,15 @@ from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
 from accel_train.checkpoint.store import remove_leftovers
-from accel_train.core.files import follow_umask, publish_folder, sync, write_atomically
-from accel_train.core.json_io import NONFINITE_NAMES, write_json
+from accel_train.core.files import TAIL_BYTES, follow_umask, publish_folder, sync, write_atomically
+from accel_train.core.json_io import write_json
 from accel_train.engine.step import MicroBatch
 from accel_train.model.isolation import RandomState
 from accel_train.observe.incident_record import INCIDENTS, RECORD, TEXT, WEIGHTS, format_incident
-from accel_train.observe.run_folder import METRICS_FILE
+from accel_train.observe.run_folder import METRICS_FILE, parse_line
 
 MAX_BATCH_BYTES = 2**28
 """Size limit of one process's micro-batches kept with an incident, in bytes."""
-TAIL_BYTES = 2**16
 HOST, CUDA = "random_state.host", "random_state.cuda"
 
 
@@ -125,20 +123,14 @@ def read_micro_batches(path: Path, device: torch.device) -> list[KeptMicroBatch]
     return kept
 
 
-def last_losses(run_folder: Path, most: int = 50) -> list[tuple[int, float]]:
-    """Return the last logged training losses with their steps; empty if the log cannot be read."""
+def last_losses(run_folder: Path) -> list[tuple[int, float]]:
+    """Return the last 50 logged training losses with their steps; empty if the log cannot be read."""
     path = run_folder / METRICS_FILE
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-            lines = file.read().splitlines()[1 if path.stat().st_size > TAIL_BYTES else 0 :]
+            records = [parse_line(line, "split")[0] for line in file]
     except OSError:
         return []
-    last: list[tuple[int, float]] = []
-    for line in lines:
-        with suppress(ValueError, KeyError, TypeError, RecursionError):  # skip damaged lines only
-            record = json.loads(line)
-            if record["split"] == "train":
-                loss = record["step_loss"]
-                last.append((record["step"], NONFINITE_NAMES.get(loss, loss)))
-    return last[-most:]
+    train = [record for record in records if record is not None and record["split"] == "train"]
+    return [(each["step"], each["step_loss"]) for each in train if isinstance(each.get("step_loss"), float)][-50:]

@@ -12,17 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from accel_train.metrics.baselines import by_baseline
+from accel_train.metrics.baselines import by_baseline, is_number
 from accel_train.metrics.scores import SUMMARY_ROWS
-from accel_train.report.metric_names import (
-    FOLLOWS_FROM_LOSS,
-    MISSING,
-    NOT_A_SCORE,
-    is_number,
-    is_variant,
-    label,
-    show_value,
-)
+from accel_train.report.metric_names import FOLLOWS_FROM_LOSS, MISSING, NOT_A_SCORE, is_variant, label, show_value
 from accel_train.report.run import Run
 
 MAX_CLASSES = 25
@@ -50,9 +42,7 @@ def describe_evaluation(runs: Sequence[Run]) -> list[Block]:
             *_describe_generation(details("generation")),
         ]
         blocks.append(_describe_augmentation(details("test_time_augmentation")))
-        facts = runs[0].summary.get("data")
-        num_eval = facts.get("num_eval") if isinstance(facts, Mapping) else None
-        blocks.append(_describe_examples(runs[0].examples, num_eval))
+        blocks.append(_describe_examples(runs[0].examples, _mapping(runs[0].summary.get("data")).get("num_eval")))
     return [{"folded": False, "wide": False, "hint": ""} | block for block in blocks if block]
 
 
@@ -157,11 +147,11 @@ def _table_of_classes(report: Mapping[str, Any]) -> Block:
         if isinstance(values, Mapping):
             support = values.get("support")
             total = support if summary else total
-            cells = [*(_figure(values.get(figure)) for figure in figures), _count(support)]
+            cells = [*(_cell(values.get(figure)) for figure in figures), _cell(support, ",.0f")]
             rows.append(_row(name.replace("avg", "average") if summary else name, cells, summary=summary))
     if "accuracy" in report and not isinstance(report["accuracy"], Mapping):
         place = next((number for number, row in enumerate(rows) if row["summary"]), len(rows))
-        rows.insert(place, _row("accuracy", ["", "", _figure(report["accuracy"]), _count(total)], summary=True))
+        rows.insert(place, _row("accuracy", ["", "", _cell(report["accuracy"]), _cell(total, ",.0f")], summary=True))
     block = _table("By class", ["class", "precision", "recall", "F1", "samples"], rows)
     num_classes = sum(not row["summary"] for row in rows)
     return block | {"folded": len(rows) > MAX_ROWS, "hint": f"{num_classes} classes"}
@@ -213,11 +203,10 @@ def _describe_segmentation(part: Mapping[str, Any]) -> list[Block]:
 
 
 def _describe_generation(part: Mapping[str, Any]) -> list[Block]:
-    samples = part.get("samples")
-    shown = [each for each in samples if isinstance(each, Mapping)] if isinstance(samples, list) else []
     rows = [
         _row(str(each.get("source", "")), [str(each.get(name, "")) for name in ("target", "generated")])
-        for each in shown
+        for each in _list(part.get("samples"))
+        if isinstance(each, Mapping)
     ]
     head = ["source", "target", "generated"]
     return [_table("Generated texts", head, rows) | {"text_columns": 2}] if rows else []
@@ -241,20 +230,15 @@ def _describe_augmentation(part: Mapping[str, Any]) -> Block:
 
 def _table(title: str, head: Sequence[str], rows: Sequence[Block]) -> Block:
     # The first column names the row. The next `text_columns` columns are text, the others numbers.
-    shown = {"kind": "table", "title": title, "head": list(head), "rows": list(rows)}
-    return shown | {"text_columns": 0}
+    return {"kind": "table", "title": title, "head": list(head), "rows": list(rows), "text_columns": 0}
 
 
 def _row(name: str, cells: Sequence[str], *, summary: bool = False) -> Block:
     return {"name": name, "cells": list(cells), "summary": summary}
 
 
-def _figure(value: Any) -> str:
-    return f"{value:.3f}" if is_number(value) else show_value(value)
-
-
-def _count(value: Any) -> str:
-    return f"{value:,.0f}" if is_number(value) else show_value(value)
+def _cell(value: Any, form: str = ".3f") -> str:
+    return format(value, form) if is_number(value) else show_value(value)
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
@@ -262,5 +246,4 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _names(part: Mapping[str, Any]) -> list[str]:
-    names = part.get("label_names")
-    return [str(name) for name in names] if isinstance(names, list) else []
+    return [str(name) for name in _list(part.get("label_names"))]

@@ -10,9 +10,10 @@ from typing import Any
 from accel_train.core.format import format_count, format_seconds
 from accel_train.core.json_io import dotted_items
 from accel_train.core.state import JsonRecord
+from accel_train.metrics.baselines import is_lower_better, is_number
 from accel_train.observe.goodput import ACCOUNTS
 from accel_train.observe.trackers import flatten
-from accel_train.report.metric_names import LABELS, MISSING, is_number, label, show_value, words
+from accel_train.report.metric_names import LABELS, MISSING, label, show_value, words
 from accel_train.report.run import Run
 
 MOST_EVENTS = 1_000
@@ -75,14 +76,13 @@ def _peak_memory(run: Run) -> float | None:
 
 
 _four_decimals = "{:.4f}".format
-_LOWER_IS_BETTER = frozenset({"hamming_loss", "mae"})
 _SCORES = ("accuracy", "f1_macro", "mcc", "auroc", "hamming_loss", "mean_iou", "pixel_accuracy", "mae", "r2")
 HEADLINES = (
     Headline("Evaluation loss", partial(final_metric, "loss"), _four_decimals, better=min),
     Headline("Perplexity", partial(final_metric, "perplexity"), "{:.4g}".format, better=min),
     Headline("Bits per byte", partial(final_metric, "bits_per_byte"), _four_decimals, better=min),
     *(
-        Headline(label(name), partial(final_metric, name), _four_decimals, "", min if name in _LOWER_IS_BETTER else max)
+        Headline(label(name), partial(final_metric, name), _four_decimals, "", min if is_lower_better(name) else max)
         for name in (*_SCORES, "pearson", "spearman")
     ),
     Headline("Steps", partial(_logged, "steps", "step"), large_number),
@@ -160,9 +160,8 @@ def compare_headlines(runs: Sequence[Run]) -> list[dict[str, Any]]:
             continue
         numbers = {value for value in values if value is not None and not math.isnan(value)}
         best = headline.better(numbers) if headline.better and len(numbers) > 1 else None
-        if is_other and getattr(headline.find, "func", None) is final_metric:
-            best = None
-        if is_unlike and headline.label == "Throughput":
+        is_score = getattr(headline.find, "func", None) is final_metric
+        if (is_other and is_score) or (is_unlike and headline.label == "Throughput"):
             best = None
         unit = f" {headline.unit.format(targets=targets)}" if headline.unit else ""
         rows.append(
@@ -312,8 +311,8 @@ def describe_time(run: Run) -> dict[str, Any] | None:
         "from the first start to the last end.",
         "bars": [
             {
-                "label": ACCOUNTS[name][:1].upper() + ACCOUNTS[name][1:],
-                "value": f"{_seconds(accounts[name])}, {accounts[name] / wall:.1%}",
+                "label": ACCOUNTS[name],
+                "value": _time_in(run, name),
                 "percent": round(LONGEST_PERCENT * accounts[name] / longest, 2),
                 "this": name == "productive_steps",
             }
@@ -324,21 +323,14 @@ def describe_time(run: Run) -> dict[str, Any] | None:
 
 def compare_times(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     """Return a row an account: its name, and for each run its seconds and its share; none where nothing is recorded."""
-    accounts = [run.goodput.get("accounts") or {} for run in runs]
-    present = [name for name in ACCOUNTS if any(name in found for found in accounts)]
-    return [
-        (
-            ACCOUNTS[name][:1].upper() + ACCOUNTS[name][1:],
-            [
-                f"{_seconds(found[name])}, {found[name] / run.goodput['wall_seconds']:.1%}"
-                if name in found
-                else MISSING
-                for run, found in zip(runs, accounts, strict=True)
-            ],
-        )
-        for name in present
-    ]
+    recorded = {name for run in runs for name in run.goodput.get("accounts") or {}}
+    return [(ACCOUNTS[name], [_time_in(run, name) for run in runs]) for name in ACCOUNTS if name in recorded]
 
 
-def _seconds(seconds: float) -> str:
-    return format_seconds(seconds) if seconds >= 60 else f"{seconds:.1f} s"
+def _time_in(run: Run, account: str) -> str:
+    """Return the seconds of an account and their share of the run's time; a dash if it has none."""
+    seconds = (run.goodput.get("accounts") or {}).get(account)
+    if seconds is None:
+        return MISSING
+    text = format_seconds(seconds) if seconds >= 60 else f"{seconds:.1f} s"
+    return f"{text}, {seconds / run.goodput['wall_seconds']:.1%}"

@@ -3,8 +3,9 @@
 import math
 import re
 from collections.abc import Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
+from accel_train.metrics.baselines import is_number as is_number
 from accel_train.report.run import Run
 
 MISSING = "–"
@@ -85,11 +86,6 @@ def show_value(value: Any) -> str:
     if 1000 <= abs(value) < 1e7:
         return f"{value:,.1f}"
     return f"{value:.4f}" if value == 0 or 1e-3 <= abs(value) < 1000 else f"{value:.4g}"
-
-
-def is_number(value: Any) -> TypeGuard[float]:
-    """Return whether a value is a finite number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def metrics_with_curves(runs: Sequence[Run]) -> list[str]:

@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 
 from accel_train.core.format import format_blocks, format_count, format_seconds
 from accel_train.core.state import JsonRecord
+from accel_train.metrics.baselines import is_number
 from accel_train.observe.metrics_reader import MetricsReader
 from accel_train.observe.progress import describe_metrics
 from accel_train.observe.run_folder import EVENTS_FILE, METRICS_FILE
-from accel_train.report.metric_names import NOT_A_SCORE, is_number
+from accel_train.report.metric_names import NOT_A_SCORE
 from accel_train.report.run import Run, load_run
 
 SPARKS = "▁▂▃▄▅▆▇█"

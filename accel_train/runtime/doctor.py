@@ -144,8 +144,7 @@ def check_launcher(num_processes_seen: int) -> None:
     if wanted.isdigit() and int(wanted) > num_processes_seen:
         raise SettingError(
             f"WORLD_SIZE={wanted}, but Accelerate sees {format_count(num_processes_seen, 'process', 'processes')}, so "
-            "that each "
-            "would train alone",
+            "that each would train alone",
             f"start with `torchrun --nproc_per_node {wanted} {_own_command()}`, or unset WORLD_SIZE to train on one "
             "process",
         )

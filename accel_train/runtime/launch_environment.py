@@ -21,7 +21,7 @@ NO_FSDP = "no FSDP"
 TP_SIZE, SP_SIZE = "PARALLELISM_CONFIG_TP_SIZE", "PARALLELISM_CONFIG_SP_SIZE"
 COPIES, SHARD_SIZE = "PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "PARALLELISM_CONFIG_DP_SHARD_SIZE"
 ZERO_STAGE = "ACCELERATE_DEEPSPEED_ZERO_STAGE"
-_LEAVE_OUT = "out of the launch's deepspeed_config"
+_BY_RECIPE, _LEAVE_OUT = "how to train is for the recipe to say", "out of the launch's deepspeed_config"
 _OFFLOAD = (
     "offloading is not supported under DeepSpeed; launch with launch/fsdp2.yaml and fsdp_offload_params: true, or "
     "leave it"
@@ -60,21 +60,19 @@ REFUSED: tuple[tuple[tuple[str, ...], str, tuple[str, ...], str], ...] = (
         (ZERO,),
         "ACCELERATE_DEEPSPEED_CONFIG_FILE",
         (),
-        "how to train is for the recipe to say: a configuration of DeepSpeed's own; write zero_stage, leave "
-        f"deepspeed_config_file {_LEAVE_OUT}",
+        f"{_BY_RECIPE}: a configuration of DeepSpeed's own; write zero_stage, leave deepspeed_config_file {_LEAVE_OUT}",
     ),
     (
         (ZERO,),
         "ACCELERATE_GRADIENT_CLIPPING",
         (),
-        "how to train is for the recipe to say: optimizer.max_grad_norm of the recipe; leave gradient_clipping "
-        f"{_LEAVE_OUT}",
+        f"{_BY_RECIPE}: optimizer.max_grad_norm of the recipe; leave gradient_clipping {_LEAVE_OUT}",
     ),
     (
         (ZERO,),
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
         (),
-        f"how to train is for the recipe to say: batch of the recipe; leave gradient_accumulation_steps {_LEAVE_OUT}",
+        f"{_BY_RECIPE}: batch of the recipe; leave gradient_accumulation_steps {_LEAVE_OUT}",
     ),
     ((ZERO,), "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", ("none",), f"{_OFFLOAD} {_LEAVE_OUT}"),
     ((ZERO,), "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", ("none",), f"{_OFFLOAD} {_LEAVE_OUT}"),
@@ -82,20 +80,16 @@ REFUSED: tuple[tuple[tuple[str, ...], str, tuple[str, ...], str], ...] = (
         (ZERO,),
         "ACCELERATE_DEEPSPEED_ZERO3_INIT",
         FALSE,
-        (
-            f"weights are sharded once the model is built; leave zero3_init_flag {_LEAVE_OUT}, or launch with "
-            f"launch/fsdp2.yaml: it shards the model over the processes"
-        ),
+        f"weights are sharded once the model is built; leave zero3_init_flag {_LEAVE_OUT}, or launch with "
+        "launch/fsdp2.yaml: it shards the model over the processes",
     ),
     ((ZERO,), ZERO_STAGE, ("1", "2", "3"), "must be 1, 2 or 3; launch/ddp.yaml shards nothing"),
     (
         (SIZES, NO_FSDP),
         TP_SIZE,
         ("1",),
-        (
-            "tensor parallelism goes with FSDP2, and not with DDP; set distributed_type: FSDP in the launch's "
-            "configuration, as launch/tp.yaml does"
-        ),
+        "tensor parallelism goes with FSDP2, and not with DDP; set distributed_type: FSDP in the launch's "
+        "configuration, as launch/tp.yaml does",
     ),
     (
         (FSDP,),
@@ -107,10 +101,8 @@ REFUSED: tuple[tuple[tuple[str, ...], str, tuple[str, ...], str], ...] = (
         (FSDP,),
         "FSDP_ACTIVATION_CHECKPOINTING",
         FALSE,
-        (
-            "how to train is for the recipe to say; set precision.gradient_checkpointing there, and leave "
-            "fsdp_activation_checkpointing out of the launch's fsdp_config"
-        ),
+        f"{_BY_RECIPE}; set precision.gradient_checkpointing there, and leave fsdp_activation_checkpointing out of the "
+        "launch's fsdp_config",
     ),
 )
 

@@ -19,10 +19,8 @@ MAY_RESTART = "accel_train_may_restart"
 _is_for_one_run = False
 LAUNCH_REMEDY = (
     "start with torchrun or `accelerate launch`, because they set it. To train on one process, unset WORLD_SIZE and "
-    "the "
-    "RANKs"
+    "the RANKs"
 )
-
 
 _ports = itertools.cycle(range(20_000 + os.getpid() * 97 % 11_000, 32_000))
 """Each process begins at another one."""
@@ -62,13 +60,13 @@ def take_age_seconds() -> float:
     return max(0.0, age)
 
 
-def stop_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
-    """Ask the kernel for a signal when the parent dies. SIGTERM lets a run save.
+def stop_with_parent() -> None:
+    """Ask the kernel for a SIGTERM when the parent dies. It lets a run save.
 
     The end of the parent's thread that started this process also counts. Linux only (prctl(2)).
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def allow_restart(reason: str) -> None:

@@ -26,11 +26,9 @@ def evaluate_run(run: RunContext, *, at_end: bool = False, final: bool = False) 
     """Evaluate, and report it to the observer; return whether this is the best so far and worth a checkpoint.
 
     All evaluations see the same samples (`evaluate.max_samples`), so they make one curve. The `final` one sees all, of
-    the weights
-    that are kept: it is written as split `eval_final`, and is never the best. Early stopping is decided here, on
-    numbers that all
-    processes share; not `at_end`. An evaluation that a stop request cuts short is owed: it is done when the run
-    resumes.
+    the weights that are kept: it is written as split `eval_final`, and is never the best. Early stopping is decided
+    here, on numbers that all processes share; not `at_end`. An evaluation that a stop request cuts short is owed: it is
+    done when the run resumes.
 
     Raises:
         RecipeError: this evaluation reports no `evaluate.metric_for_best_model`.
@@ -186,8 +184,7 @@ def reported_names(run: RunContext) -> Collection[str] | None:
     show.
 
     None where these are too few for its metrics, and under DeepSpeed, whose ZeRO takes the first forwards for those of
-    training;
-    then the first evaluation tells.
+    training; then the first evaluation tells.
     """
     plan, strategy = run.plan, run.strategy
     declared = getattr(plan.task, "metric_names", None)
@@ -228,8 +225,7 @@ def number_of(name: str, metrics: Mapping[str, Any]) -> float:
     if not isinstance(value, int | float):
         raise RecipeError(
             f"evaluate.metric_for_best_model={name}: it is a {type(value).__name__}, and only a number can be "
-            "compared; "
-            "report its mean under another name"
+            "compared; report its mean under another name"
         )
     return float(value)
 
