@@ -93,11 +93,18 @@ KINDS = (
 def describe_charts(runs: Sequence[Run], targets: str = "tokens") -> list[JsonRecord]:
     """Return all charts with data, and a chart for each evaluation metric except the loss, as JSON values.
 
+    A chart of the machine needs two points, which short runs do not have.
+
     `targets` is the unit of labels: tokens, images, ... Numbers have five digits. Long curves are thinned but keep
     their extremes.
     """
     kinds = [
-        kind for kind in KINDS if any(line.get(kind.column) is not None for run in runs for line in kind.lines(run))
+        kind
+        for kind in KINDS
+        if any(
+            sum(line.get(kind.column) is not None for line in kind.lines(run)) > (kind.group == "machine")
+            for run in runs
+        )
     ]
     kinds += [
         Kind(f"eval_{metric}", metric_label(metric), metric, noisy=False, group="evaluation")

@@ -395,6 +395,8 @@ def test_the_machine_has_charts_of_its_own(tmp_path: Path) -> None:
         for step in range(1, 9):
             numbers = {"cpu_percent": 50.0, "process_memory_bytes": step * 2**30, "gpu_watts": None}
             folder.append_metrics({"step": step, "split": "system", **numbers})
+            # One point is no curve.
+            assert ("The machine over" in Page(write_report([run]).read_text()).text) == (step > 1)
     page = Page(write_report([run]).read_text())
     assert "The machine over" in page.text
     machine = {name: chart for name, chart in page.charts.items() if chart["group"] == "machine"}
