@@ -220,6 +220,23 @@ def test_it_trains_past_its_baselines_and_its_folder_works_without_the_package(
     assert "trust_remote_code=True" in Path("run/model/README.md").read_text()
 
 
+@pytest.mark.parametrize("text", ["title", "title,body"])
+def test_numbers_of_texts_that_repeat_are_learned_without_divergence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, not_launched: None, text: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    draw = np.random.default_rng(0)
+    rows = ["title,body,price"]
+    for _ in range(300):
+        first, second = draw.choice(["villa", "flat", "garden", "garage"], 2, replace=False)
+        rows.append(f"a house with {first},{first} and {second},{draw.uniform(1e5, 9e5):.2f}")
+    Path("houses.csv").write_text("\n".join(rows) + "\n")
+    assert main(["finetune", "houses.csv", "--text", text, "--label", "price"]) == 0
+    summary = json.loads(Path("runs/houses/summary.json").read_text())
+    # The prices are random, so the mean is the best prediction.
+    assert summary["eval"]["rmse"] < 1.5 * summary["baselines"]["mean_rmse"]
+
+
 def test_another_tokenizer_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, not_launched: None, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -239,7 +239,10 @@ def text_classifier(found: Found, pretrained: Pretrained | None) -> Choices:
         columns = found.settings.get("data.text_columns")
         is_pair = columns is not None and len(columns.value) == 2
         is_regression = not found.counts and not found.has_one_label
-        rate = Choice(0.3, "for squared errors") if is_regression else Choice(10.0, "for features of length 1")
+        # Squared errors diverge at twice these rates if a table repeats its texts.
+        rate = Choice(0.05 if is_pair else 0.1, "for squared errors")
+        if not is_regression:
+            rate = Choice(10.0, "for features of length 1")
         ways: dict[str, Any] = {"separate_norms": True, "within_words": True, "log_counts": True}
         config = {"model_type": "ngrams", **ways, **({"type_vocab_size": 2} if is_pair else {})}
         return {
