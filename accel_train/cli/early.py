@@ -1,10 +1,13 @@
 """Checks of a recipe that need no torch: a mistake that is visible now should not cost the seconds of its import."""
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 
+from accel_train.checkpoint.run_recipe import check_run_folder, read_recipe_only
 from accel_train.recipe.data import Data
 from accel_train.recipe.schema import Recipe
+from accel_train.recipe.tasks import TASKS
 
 
 def check_before_torch(recipe: Recipe, *, trains: bool = True) -> None:
@@ -35,6 +38,28 @@ def check_before_torch(recipe: Recipe, *, trains: bool = True) -> None:
     if ":" not in recipe.task:
         check_paths(recipe.data)
         check_headers(recipe.data)
+
+
+def check_onnx(run: Path, quantize: str | None) -> None:
+    """Check that `export --onnx` has its packages, and a task whose model is one graph.
+
+    Raises:
+        ValueError: the message names the fix.
+    """
+    if quantize is not None:
+        raise ValueError(f"--onnx and --quantize {quantize} exclude each other: the graph is fp32. Leave one out")
+    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
+    if missing:
+        raise ValueError(f"--onnx needs the package {missing[0]}. Install it: pip install 'accel-train[onnx]'")
+    check_run_folder(run)
+    task = read_recipe_only(run).task
+    if task in ("causal-lm", "seq2seq"):
+        raise ValueError(
+            f"--onnx: {task} generates text token by token, and a single graph has no such loop. Export {run}/model "
+            "with optimum: pip install 'optimum[onnx]', then optimum-cli export onnx"
+        )
+    if task not in TASKS:
+        raise ValueError(f"--onnx supports built-in tasks, and {task} is custom. Call torch.onnx.export on its model")
 
 
 def check_headers(data: Data) -> None:

@@ -1,12 +1,12 @@
-"""Export a finished run's model to a folder, for `from_pretrained` or with int8 matrices.
+"""Export a finished run's model to a folder: for `from_pretrained`, with int8 matrices, or as an ONNX graph.
 
-`load_exported(folder)` loads both kinds.
+`load_exported(folder)` loads the first two kinds.
 """
 
 import copy
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,6 +56,27 @@ from accel_train import load_exported
 model = load_exported(".")  # this folder; or its path
 ```
 """
+_HOW_TO_RUN = """
+## ONNX
+
+The model is an ONNX graph, in `{file}`. It takes the tensors that this folder's {processor} returns: {inputs}.
+
+```python
+from onnxruntime import InferenceSession
+from transformers import {processor}
+
+processor = {processor}.from_pretrained(".")  # this folder; or its path
+session = InferenceSession("{file}")
+outputs = session.run(None, dict(processor({given}, return_tensors="np")))
+```
+"""
+_AS_EXPORTED = (
+    *("--precision.mixed_precision", "no", "--precision.tf32", "false"),
+    *("--model.attn_implementation", "auto", "--model.fused_kernels", "false"),
+    # Scaled images may not fit the graph.
+    *("--evaluate.test_time_augmentation", "null"),
+)
+"""Settings of the run that is compared with its ONNX graph, in fp32."""
 
 
 class Export(NamedTuple):
@@ -67,19 +88,25 @@ class Export(NamedTuple):
 
 
 def export_run(
-    folder: Path, out: Path | None = None, quantize: str | None = None, settings: Sequence[str] = ()
+    folder: Path,
+    out: Path | None = None,
+    quantize: str | None = None,
+    settings: Sequence[str] = (),
+    *,
+    onnx: bool = False,
 ) -> Export:
     """Export a finished run's model to a folder, atomically, and return the export.
 
-    With `quantize="int8"`, matrices become int8, and size, speed and metrics are compared with the original. `settings`
-    may be `--task MODULE:CLASS`, to allow the run's own code.
+    With `quantize="int8"`, matrices become int8; with `onnx`, the model becomes an ONNX graph. Size, speed and metrics
+    are then compared with the original. `settings` may be `--task MODULE:CLASS`, to allow the run's own code.
 
     Raises:
-        ValueError: the run is not finished, code is not allowed, the folder has other files, or a package is
-            missing.
+        ValueError: the run is not finished, code is not allowed, the folder has other files, a package is missing, or
+            the ONNX graph computes something else.
     """
     recipe = recipe_of_trained(folder, settings=settings)
-    target = out or folder / ("export" if quantize is None else f"export-{quantize}")
+    kind = "onnx" if onnx else quantize
+    target = out or folder / ("export" if kind is None else f"export-{kind}")
     target = target.resolve() if target.is_symlink() else target
     check_folder(target, f"--out {target}")
     record: dict[str, Any] = {"run": str(folder), "quantize": quantize}
@@ -89,6 +116,13 @@ def export_run(
         require_torchao()
         _transformers_class(folder / "model")
         run = _open_to_compare(folder, record, settings)
+    elif onnx:
+        run = _open_to_compare(folder, record, [*settings, *_AS_EXPORTED])
+        if run is None:
+            raise ValueError(
+                f"--onnx evaluates the model and its graph on the run's held-out data: {record['not_compared']}. Put "
+                "the data there, or hold some out"
+            )
     model: Any = None if run is None else run.inner.model
     if model is None:
         model = _load_whole(folder, recipe, record, needed=quantize is not None or is_unmerged)
@@ -108,6 +142,13 @@ def export_run(
         if quantize is not None:
             record |= _make_int8(run and with_model(run, model), model, staging)
             record["weights_bytes"]["after"] = _bytes_of_weights(staging)
+        elif run is not None:
+            from accel_train.inference.onnx_export import write_onnx
+
+            _remove_weights(staging)
+            record |= write_onnx(with_model(run, model), staging)
+            _rewrite_card(staging, type(model).__name__, _how_to_run(**record["onnx"]))
+            record["weights_bytes"]["after"] = sum(file.stat().st_size for file in staging.glob("model.onnx*"))
         write_json(staging / EXPORT_FILE, record)
     return Export(target, record)
 
@@ -122,6 +163,10 @@ def load_exported(folder: str | Path) -> PreTrainedModel:
     if not (folder / EXPORT_FILE).is_file():
         raise ValueError(f"{folder} is not an export (it has no {EXPORT_FILE}); `accel-train export RUN` writes one")
     record = read_json(folder / EXPORT_FILE)
+    if "onnx" in record:
+        raise ValueError(
+            f"{folder} holds an ONNX graph; load {record['onnx']['file']} with onnxruntime.InferenceSession"
+        )
     check_weight_files(folder)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     model_class = _class_of(config, folder)
@@ -232,11 +277,7 @@ def _make_int8(run: TrainedRun | None, whole: nn.Module, folder: Path) -> dict[s
     _remove_weights(folder)
     tensors = int8_tensors(model, names)
     save_file(tensors, folder / INT8_FILE)
-    card = folder / "README.md"
-    text = card.read_text(encoding="utf-8") if card.is_file() else f"# {type(model).__name__}\n"
-    # The code would load files that no longer exist.
-    text = _CODE_BLOCK.sub("", text)
-    card.write_text(text + _HOW_TO_LOAD.format(file=INT8_FILE), encoding="utf-8")
+    _rewrite_card(folder, type(model).__name__, _HOW_TO_LOAD.format(file=INT8_FILE))
     num_parameters = sum(parameter.numel() for parameter in whole.parameters())
     num_int8 = sum(model.get_parameter(f"{name}.weight").numel() for name in names)
     facts = {
@@ -247,4 +288,17 @@ def _make_int8(run: TrainedRun | None, whole: nn.Module, folder: Path) -> dict[s
         "share_of_parameters": num_int8 / num_parameters,
         "left_alone": left_alone(model, names),
     }
-    return {"int8": facts} | ({} if run is None else compare(run, with_model(run, model)))
+    return {"int8": facts} | ({} if run is None else compare(run, with_model(run, model), "evaluating it in int8"))
+
+
+def _rewrite_card(folder: Path, title: str, how_to: str) -> None:
+    """Replace the code in the model card, which would load files that no longer exist."""
+    card = folder / "README.md"
+    text = card.read_text(encoding="utf-8") if card.is_file() else f"# {title}\n"
+    card.write_text(_CODE_BLOCK.sub("", text) + how_to, encoding="utf-8")
+
+
+def _how_to_run(file: str, inputs: Mapping[str, Sequence[Any]], **_: Any) -> str:
+    shapes = ", ".join(f"`{name}` ({', '.join(map(str, shape))})" for name, shape in inputs.items())
+    processor, given = ("AutoImageProcessor", "image") if "pixel_values" in inputs else ("AutoTokenizer", "texts")
+    return _HOW_TO_RUN.format(file=file, inputs=shapes, processor=processor, given=given)

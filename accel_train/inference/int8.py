@@ -67,7 +67,7 @@ def _quantize(model: nn.Module, names: tuple[str, ...]) -> None:
         if isinstance(module, Conv1D):
             model.set_submodule(name, _as_linear(module))
     torchao = require_torchao()
-    with _quiet():
+    with quiet():
         torchao.quantize_(
             model, torchao.Int8WeightOnlyConfig(set_inductor_config=False), filter_fn=lambda _, name: name in names
         )
@@ -127,7 +127,7 @@ def require_torchao() -> Any:
     Raises:
         ValueError: torchao is not installed.
     """
-    with _quiet():
+    with quiet():
         try:
             import torchao.quantization
         except ImportError as error:
@@ -138,7 +138,8 @@ def require_torchao() -> Any:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
+    """Silence warnings and log lines of other libraries."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

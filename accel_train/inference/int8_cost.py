@@ -1,4 +1,4 @@
-"""Measure the cost of int8 (speed and metrics before and after), and format the output of `accel-train export`."""
+"""Measure speed and metrics before and after an int8 or ONNX export, and format what `accel-train export` prints."""
 
 import time
 from collections.abc import Mapping
@@ -17,13 +17,16 @@ _TIMED_BATCHES = 4
 _TIMED_SECONDS = 1.0
 
 
-def compare(before: TrainedRun, after: TrainedRun) -> dict[str, Any]:
-    """Return metrics and speed of two runs that differ in their model, measured on their evaluation data."""
+def compare(before: TrainedRun, after: TrainedRun, text: str, timed: TrainedRun | None = None) -> dict[str, Any]:
+    """Return metrics and speed of two runs that differ in their model, measured on their evaluation data.
+
+    `text` labels the second evaluation. The speed of `timed`, if given, is measured instead of the speed of `after`.
+    """
     metrics = {
         "before": measure(before, "evaluating the model as it is").metrics,
-        "after": measure(after, "evaluating it in int8").metrics,
+        "after": measure(after, text).metrics,
     }
-    rates = samples_per_second([before, after], seconds=_TIMED_SECONDS)
+    rates = samples_per_second([before, timed or after], seconds=_TIMED_SECONDS)
     return {
         "metrics": metrics,
         "samples_per_second": {"before": rates[0], "after": rates[1]},
@@ -68,10 +71,21 @@ def _now(device: torch.device) -> float:
 
 
 def format_export(folder: Path, record: Mapping[str, Any]) -> str:
-    """Return a description of the export. For int8, a table of size, speed and metrics before and after."""
+    """Return a description of the export. For int8 and ONNX, a table of size, speed and metrics before and after."""
     sizes = record["weights_bytes"]
     left_out = ", ".join(record["left_out"])
     notes = [f"left out, because only weights, configurations and texts are copied: {left_out}"] if left_out else []
+    if "onnx" in record:
+        onnx = record["onnx"]
+        inputs = ", ".join(f"{name} ({', '.join(map(str, shape))})" for name, shape in onnx["inputs"].items())
+        lines = [
+            f"onnx (opset {onnx['opset']}; {onnx['library']}): from {inputs} to {', '.join(onnx['outputs'])}",
+            f"largest difference of logits: {onnx['largest_logit_difference']:.2g} (the largest logit is "
+            f"{onnx['largest_logit']:,.4g}; allowed: {onnx['tolerance']:g}, or that share of the largest logit)",
+            *_table("onnx", record),
+        ]
+        use = f'onnxruntime.InferenceSession("{folder}/{onnx["file"]}") takes what the processor in the folder gives'
+        return "\n".join([*lines, f"{folder}: {use}"])
     if record["quantize"] is None:
         reason = record.get("not_for_from_pretrained")
         use = "for from_pretrained" if reason is None else f"as its task saved them; not for from_pretrained ({reason})"
@@ -82,10 +96,23 @@ def format_export(folder: Path, record: Mapping[str, Any]) -> str:
         f"int8 ({int8['how']}; {int8['library']}): {len(int8['matrices'])} matrices, "
         f"{int8['share_of_parameters']:.0%} of the parameters",
         f"left in floating point (parameters): {rest}",
-        "",
-        _row("", "before", "int8"),
-        _row("weights", _megabytes(sizes["before"]), _megabytes(sizes["after"])),
+        *_table("int8", record),
     ]
+    if "metrics" not in record:
+        lines.append(f"\nspeed and metrics are not compared: {record['not_compared']}")
+    elif record["samples_per_second"]["after"] < 0.95 * record["samples_per_second"]["before"]:
+        lines.append(
+            "int8 is slower here: the weights are turned back into floating point for each product; it saves "
+            "memory, not time"
+        )
+    lines += [*notes, f"{folder}: load it with accel_train.load_exported; from_pretrained refuses it"]
+    return "\n".join(lines)
+
+
+def _table(kind: str, record: Mapping[str, Any]) -> list[str]:
+    """Return the lines of size, speed and metrics, before and after."""
+    sizes = record["weights_bytes"]
+    lines = ["", _row("", "before", kind), _row("weights", _megabytes(sizes["before"]), _megabytes(sizes["after"]))]
     if "metrics" in record:
         rates, metrics = record["samples_per_second"], record["metrics"]
         lines.append(_row("samples per second", f"{rates['before']:,.1f}", f"{rates['after']:,.1f}"))
@@ -93,15 +120,7 @@ def format_export(folder: Path, record: Mapping[str, Any]) -> str:
             if isinstance(value, float):
                 lines.append(_row(name.replace("_", " "), f"{value:,.4f}", f"{metrics['after'][name]:,.4f}"))
         lines.append(f"\nspeed: the model alone, on this machine ({record['measured_on']})")
-        if rates["after"] < 0.95 * rates["before"]:
-            lines.append(
-                "int8 is slower here: the weights are turned back into floating point for each product; it saves "
-                "memory, not time"
-            )
-    else:
-        lines.append(f"\nspeed and metrics are not compared: {record['not_compared']}")
-    lines += [*notes, f"{folder}: load it with accel_train.load_exported; from_pretrained refuses it"]
-    return "\n".join(lines)
+    return lines
 
 
 def _row(name: str, before: str, after: str) -> str:

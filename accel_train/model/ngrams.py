@@ -246,10 +246,11 @@ def _words(ids: Tensor, is_letter: Tensor) -> tuple[Tensor, Tensor]:
     before = torch.nn.functional.pad(is_letter[:, :-1], (1, 0))
     starts = is_letter & ~before
     place = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    since = place - torch.where(starts, place, 0).cummax(dim=1).values
     number = (starts.long().cumsum(dim=1) - 1).clamp(min=0)
     words = torch.zeros(ids.shape[0], ids.shape[1] // 2 + 1, dtype=torch.long, device=ids.device)
-    words.scatter_add_(1, number, torch.where(is_letter, _mix(ids + since * _FACTORS[0]), 0))
+    # A word's first place. ONNX has no cummax.
+    since = place - words.scatter_add(1, number, torch.where(starts, place, 0)).gather(1, number)
+    words = words.scatter_add(1, number, torch.where(is_letter, _mix(ids + since * _FACTORS[0]), 0))
     num_words = starts.sum(dim=1, keepdim=True)
     return words, torch.arange(words.shape[1], device=ids.device) < num_words
 

@@ -131,13 +131,18 @@ def _export(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
 
     given = {name: getattr(arguments, name) for name in CONSENT}
     settings = [word for name, value in given.items() if value is not None for word in (f"--{name}", value)]
-    with importing_for(Path(arguments.run), settings):
+    run, quantize, onnx = Path(arguments.run), arguments.quantize, arguments.onnx
+    if onnx:
+        from accel_train.cli.early import check_onnx
+
+        check_onnx(run, quantize)
+    with importing_for(run, settings):
         from accel_train.inference.export import export_run
         from accel_train.inference.int8_cost import format_export
 
-    folder, record = export_run(Path(arguments.run), out_of(arguments), arguments.quantize, settings)
+    folder, record = export_run(run, out_of(arguments), quantize, settings, onnx=onnx)
     print(format_export(folder, record))
-    result: results.ExportResult = {"folder": str(folder), "quantize": arguments.quantize, "details": record}
+    result: results.ExportResult = {"folder": str(folder), "quantize": quantize, "onnx": onnx, "details": record}
     return Outcome(result)
 
 
@@ -323,13 +328,17 @@ OWN_CODE = {"metavar": "MODULE:CLASS", "help": "allow this code of the run's rec
 
 EXPORT = Command(
     _export,
-    "write the model into a folder to share; int8 makes it smaller",
+    "write the model into a folder to share; int8 makes it smaller, --onnx runs it without torch",
     {
         "run": RUN,
-        "--out": {"metavar": "FOLDER", "help": "folder to write; default: RUN/export or RUN/export-int8"},
+        "--out": {"metavar": "FOLDER", "help": "folder to write; default: RUN/export, or RUN/export-int8 or -onnx"},
         "--quantize": {
             "choices": ["int8"],
             "help": "int8 stores linear layers in a quarter of the memory; needs torchao",
+        },
+        "--onnx": {
+            "action": "store_true",
+            "help": "write an ONNX graph for onnxruntime, and check that its metrics are equal",
         },
         "--task": OWN_CODE,
         "--optimizer.name": OWN_CODE,

@@ -36,8 +36,11 @@ class ExportResult(TypedDict):
 
     folder: str
     quantize: str | None
+    onnx: bool
     details: Mapping[str, Any]
-    """Contents of the folder's export.json: sizes and files left out; for int8, metrics and speed before and after."""
+    """Contents of the folder's export.json: sizes and files left out; for int8 and ONNX, metrics and speed before and
+    after; for ONNX, the inputs, the outputs, and the largest difference of logits.
+    """
 
 
 class GenerateResult(TypedDict):

@@ -1,0 +1,221 @@
+"""Write a finished run's model as an ONNX graph, and check in onnxruntime that it computes the same."""
+
+import inspect
+import math
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import torch
+from onnxscript import INT64, script
+from onnxscript import opset18 as op
+from torch import Tensor, nn
+from transformers import AutoTokenizer
+
+from accel_train.core.terminal import busy
+from accel_train.inference.finished_run import TrainedRun, with_model
+from accel_train.inference.int8 import quiet
+from accel_train.inference.int8_cost import compare
+
+ONNX_FILE = "model.onnx"
+TOLERANCE = 1e-3
+"""Largest difference of logits, relative to the largest logit if that is above 1."""
+_METRIC_TOLERANCE = 1e-4
+_OUTPUTS = ("logits", "start_logits", "end_logits")
+_SHORTEST = 8
+"""Tokens of the traced example. Below the largest n of an n-gram model, its graph would leave n-grams out."""
+
+
+class OnnxModel(nn.Module):
+    """A model's graph in onnxruntime on the CPU, called like the model. Records the largest difference to `reference`.
+
+    Inputs that a task leaves out get the tokenizer's defaults.
+    """
+
+    def __init__(self, session: Any, reference: nn.Module | None = None) -> None:
+        super().__init__()
+        self.session, self.reference = session, reference
+        self.difference = self.largest = 0.0
+
+    def forward(self, **given: Tensor) -> SimpleNamespace:
+        """Return the outputs by name."""
+        some, feed = next(iter(given.values())), {}
+        for name in (node.name for node in self.session.get_inputs()):
+            missing = torch.ones_like if name == "attention_mask" else torch.zeros_like
+            value = given[name] if name in given else missing(given["input_ids"])
+            feed[name] = (value.float() if value.is_floating_point() else value.long()).cpu().numpy()
+        names = [node.name for node in self.session.get_outputs()]
+        try:
+            arrays = self.session.run(names, feed)
+        # The errors of onnxruntime have no base class of their own.
+        except Exception as error:
+            raise ValueError(f"--onnx: onnxruntime cannot compute this model: {_reason(error)}") from error
+        found = {name: torch.from_numpy(array).to(some.device) for name, array in zip(names, arrays, strict=True)}
+        expected = {} if self.reference is None else self.reference(**given)
+        for name in names if expected else ():
+            difference, size = (found[name] - expected[name]).abs().max().item(), expected[name].abs().max().item()
+            # Unlike max, np.maximum keeps NaN.
+            self.difference = float(np.maximum(difference, self.difference))
+            self.largest = float(np.maximum(size, self.largest))
+        return SimpleNamespace(**found)
+
+
+class _Outputs(nn.Module):
+    """The model with positional inputs, which returns only its logits."""
+
+    def __init__(self, model: nn.Module, inputs: Sequence[str], outputs: Sequence[str]) -> None:
+        super().__init__()
+        self.model, self.inputs, self.outputs = model, inputs, outputs
+
+    def forward(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        found = self.model(**dict(zip(self.inputs, tensors, strict=True)))
+        return tuple(found[name] for name in self.outputs)
+
+
+@script()
+def searchsorted(known: INT64[...], keys: INT64[...]) -> INT64[...]:
+    """Return torch.searchsorted of rows of less than 2^20 integers by binary search. ONNX has no operator for it."""
+    size = op.Slice(op.Shape(known), [1], [2])
+    low = keys - keys
+    high = low + size
+    for _ in range(21):
+        middle = (low + high) / 2
+        is_smaller = op.GatherElements(known, op.Min(middle, size - 1), axis=1) < keys
+        is_open = low < high
+        low = op.Where(op.And(is_open, is_smaller), middle + 1, low)
+        high = op.Where(op.And(is_open, op.Not(is_smaller)), middle, high)
+    return low
+
+
+def write_onnx(run: TrainedRun, folder: Path) -> dict[str, Any]:
+    """Write the graph into a folder. Return its description, and both models' metrics and speed.
+
+    Raises:
+        ValueError: the model has no ONNX graph, or the graph computes other logits or metrics.
+    """
+    model, file = run.inner.model, folder / ONNX_FILE
+    example = _example(run, model)
+    with busy(f"{run.folder}: writing the ONNX graph"), quiet():
+        opset = _write(model, example, file)
+    model.to(run.accelerator.device)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = torch.get_num_threads(), 4
+    try:
+        session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        raise ValueError(f"--onnx: onnxruntime cannot load this model: {_reason(error)}") from error
+    checked = OnnxModel(session, model)
+    _probe(checked, example, run)
+    after = with_model(run, checked)
+    cost = compare(run, after, "evaluating it in onnxruntime", timed=with_model(run, OnnxModel(session)))
+    _check(checked, cost["metrics"])
+    cost["measured_on"] += "" if run.accelerator.device.type == "cpu" else "; onnx: on its CPU"
+    facts = {
+        "file": ONNX_FILE,
+        "library": f"torch {version('torch')}, onnxruntime {version('onnxruntime')}",
+        "opset": opset,
+        "inputs": {node.name: node.shape for node in session.get_inputs()},
+        "outputs": {node.name: node.shape for node in session.get_outputs()},
+        "largest_logit_difference": checked.difference,
+        "largest_logit": checked.largest,
+        "tolerance": TOLERANCE,
+    }
+    return {"onnx": facts} | cost
+
+
+def _example(run: TrainedRun, model: nn.Module) -> dict[str, Tensor]:
+    """Return two evaluation samples as the processor encodes them. Sizes of 1 would become constants of the graph."""
+    assert run.data.eval is not None
+    last = len(run.data.eval) - 1  # type: ignore[arg-type]
+    batch = run.data.collate([run.data.eval[0], run.data.eval[last]])
+    if "pixel_values" in batch:
+        return {"pixel_values": batch["pixel_values"]}
+    ids = batch["input_ids"].long()
+    names = AutoTokenizer.from_pretrained(run.folder / "model").model_input_names
+    known = inspect.signature(model.forward).parameters
+    defaults = {"attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)}
+    found = {name: (batch if name in batch else defaults)[name].long() for name in names if name in known}
+    return _resized(found, 2, max(_SHORTEST, ids.shape[-1]))
+
+
+def _resized(example: Mapping[str, Tensor], rows: int, length: int) -> dict[str, Tensor]:
+    """Return the example repeated and cut to other numbers of rows and tokens."""
+    found = {}
+    for name, value in example.items():
+        tiled = torch.cat([value] * (1 + length // value.shape[-1]), dim=-1)[..., :length]
+        found[name] = torch.cat([tiled] * (1 + rows // len(tiled)))[:rows].contiguous()
+    return found
+
+
+def _write(model: nn.Module, example: Mapping[str, Tensor], file: Path) -> int:
+    """Write the graph of a model, for images of any size if it has such a graph, and return its opset."""
+    model, names, takes_images = model.cpu(), list(example), "pixel_values" in example
+    with torch.no_grad():
+        found = model(**example)
+    outputs = [name for name in _OUTPUTS if name in found]
+    for is_any_size in (True, False) if takes_images else (True,):
+        axes = {0: "batch", 2: "height", 3: "width"} if is_any_size else {0: "batch"}
+        if not takes_images:
+            num_axes = example["input_ids"].ndim
+            axes = {0: "batch", num_axes - 1: "length"} | ({1: "choices"} if num_axes == 3 else {})
+        try:
+            program = torch.onnx.export(
+                _Outputs(model, names, outputs).eval(),
+                tuple(example.values()),
+                input_names=names,
+                output_names=outputs,
+                dynamic_shapes=((axes,) * len(names),),
+                dynamo=True,
+                verbose=False,
+                custom_translation_table={torch.ops.aten.searchsorted.Tensor: searchsorted},
+            )
+            break
+        except torch.onnx.OnnxExporterError as error:
+            if takes_images and is_any_size:
+                continue
+            raise ValueError(
+                f"--onnx: torch cannot export {type(model).__name__}: {_reason(error)}. Leave --onnx out"
+            ) from error
+    assert program is not None
+    program.save(file)
+    return int(program.model.opset_imports[""])
+
+
+def _probe(checked: OnnxModel, example: Mapping[str, Tensor], run: TrainedRun) -> None:
+    """Compare logits at other sizes than the example's, which the graph may hold as constants."""
+    length = next(iter(example.values())).shape[-1]
+    longest = length
+    if isinstance(checked.session.get_inputs()[0].shape[-1], str):
+        longest = min(2 * length, run.data.facts.get("max_length", 2 * length))
+    with torch.no_grad():
+        for size in ((1, length - ("input_ids" in example)), (3, longest)):
+            resized = _resized(example, *size)
+            checked(**{name: tensor.to(run.accelerator.device) for name, tensor in resized.items()})
+
+
+def _check(checked: OnnxModel, metrics: Mapping[str, Mapping[str, float]]) -> None:
+    most = TOLERANCE * max(checked.largest, 1.0)
+    if not checked.difference <= most < math.inf:
+        raise ValueError(
+            f"--onnx: the logits of the graph differ from the model's by {checked.difference:.2g}; the tolerance is "
+            f"{most:.2g}. Leave --onnx out"
+        )
+    for name, value in metrics["before"].items():
+        other = metrics["after"][name]
+        is_equal = math.isclose(value, other, rel_tol=_METRIC_TOLERANCE, abs_tol=_METRIC_TOLERANCE)
+        if not is_equal and not (math.isnan(value) and math.isnan(other)):
+            raise ValueError(
+                f"--onnx: {name} is {value:.6g} for the model and {other:.6g} for the graph; the tolerance is "
+                f"{_METRIC_TOLERANCE:g}. Leave --onnx out"
+            )
+
+
+def _reason(error: BaseException) -> str:
+    """Return the first line of the error that caused this one."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return (str(error).strip() or type(error).__name__).partition("\n")[0].rstrip(".")

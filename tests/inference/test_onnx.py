@@ -1,0 +1,261 @@
+"""`accel-train export --onnx`: graphs that compute the model's logits at any size, and nothing written otherwise."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from onnxruntime import InferenceSession
+from PIL import Image
+from transformers import AutoImageProcessor, AutoTokenizer
+
+from accel_train.cli import early
+from accel_train.cli.main import main
+from accel_train.inference import onnx_export
+from accel_train.inference.export import load_exported
+from accel_train.model.ngrams import register
+from tests.support import text_tasks
+from tests.support.runs import answers, write_recipe_file
+from tests.support.text_tasks import BERT, GPT2, MODERNBERT, ROBERTA
+
+SECOND = ["one number", "x"]
+TEXTS = ["a step", "the device memory of the host is 3 and more, and more, and more"]
+NGRAMS = {"model_type": "ngrams", "num_buckets": 4096}
+PAIR = {"data": {"text_columns": ["text", "more"]}}
+DISTILBERT = {"model_type": "distilbert", "dim": 32, "hidden_dim": 48, "n_layers": 1, "n_heads": 2}
+RESNET = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
+VIT = {"model_type": "vit", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 8}
+SEGFORMER = {
+    "model_type": "segformer",
+    "hidden_sizes": [8, 8, 16, 16],
+    "depths": [1, 1, 1, 1],
+    "num_attention_heads": [1, 1, 2, 2],
+    "decoder_hidden_size": 16,
+}
+UPERNET = {
+    "model_type": "upernet",
+    "hidden_size": 8,
+    "pool_scales": [1, 2],
+    "use_auxiliary_head": False,
+    "backbone_config": {**RESNET, "out_features": ["stage1", "stage2"]},
+}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, not_launched: None) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("accel_train.inference.int8_cost._TIMED_SECONDS", 0.01)
+
+
+def exported(run: Path, capsys: pytest.CaptureFixture[str]) -> tuple[Path, dict[str, Any]]:
+    """The folder that `export --onnx --json` wrote, and the details of its result."""
+    capsys.readouterr()
+    assert main(["export", str(run), "--onnx", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)["result"]
+    assert (result["onnx"], result["folder"]) == (True, str(run / "export-onnx"))
+    details = result["details"]
+    assert details["metrics"]["after"] == pytest.approx(details["metrics"]["before"], rel=1e-4, abs=1e-4)
+    assert details["onnx"]["largest_logit_difference"] < 1e-3
+    assert min(details["samples_per_second"].values()) > 0
+    assert not list((run / "export-onnx").glob("*.safetensors*"))
+    return run / "export-onnx", details
+
+
+def assert_same_logits(folder: Path, model: Any, feed: dict[str, Any]) -> None:
+    """`feed` is the processor's result, and the graph takes no other name and leaves none out."""
+    session = InferenceSession(folder / "model.onnx")
+    outputs = [each.name for each in session.get_outputs()]
+    found = session.run(None, dict(feed))
+    with torch.no_grad():
+        expected = model.eval()(**{name: torch.from_numpy(rows) for name, rows in feed.items()})
+    for name, logits in zip(outputs, found, strict=True):
+        np.testing.assert_allclose(logits, expected[name].numpy(), rtol=1e-4, atol=1e-4)
+        assert np.ptp(logits) > 1e-3
+
+
+slow = pytest.mark.slow
+CLASSES = "AutoModelForSequenceClassification"
+CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+    "text": ("text-classification", CLASSES, BERT, {}),
+    "ngrams": ("text-classification", CLASSES, NGRAMS, {}),
+    "answers": ("question-answering", "AutoModelForQuestionAnswering", BERT, {}),
+    "choices": ("multiple-choice", "AutoModelForMultipleChoice", BERT, {}),
+    "tokens": ("token-classification", "AutoModelForTokenClassification", BERT, {}),
+    "masked": ("masked-lm", "AutoModelForMaskedLM", BERT, {}),
+    "pairs": ("text-classification", CLASSES, BERT, PAIR),
+    "pairs of ngrams": ("text-classification", CLASSES, {**NGRAMS, "type_vocab_size": 2}, PAIR),
+    "regression": ("text-classification", CLASSES, MODERNBERT, {}),
+    "roberta": ("text-classification", CLASSES, ROBERTA, {}),
+    "distilbert": ("text-classification", CLASSES, DISTILBERT, {}),
+    "gpt2": ("text-classification", CLASSES, GPT2, {}),
+}
+
+
+def train(case: str, folder: Path) -> Path:
+    """A run of three steps, whose weights are large enough for logits that differ from text to text."""
+    task, _, config, sections = CASES[case]
+    rows: list[Any] = [60, float] if case == "regression" else []
+    is_ngrams = config["model_type"] == "ngrams"
+    settings = {"schedule": {"max_steps": 3}, "optimizer": {"learning_rate": 0.1 if is_ngrams else 1e-3}, **sections}
+    model = {"config": config if is_ngrams else {**config, "initializer_range": 0.5}}
+    return text_tasks.train(task, folder, *rows, model=model, **settings)
+
+
+@pytest.mark.parametrize("case", [pytest.param(name, marks=() if at < 3 else slow) for at, name in enumerate(CASES)])
+def test_a_graph_computes_the_logits_of_from_pretrained_for_texts_of_any_size(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task, factory, *_ = CASES[case]
+    run = train(case, tmp_path)
+    folder, _ = exported(run, capsys)
+    is_pair = "pairs" in case or task in ("question-answering", "multiple-choice")
+    texts = (TEXTS, SECOND) if is_pair else (TEXTS,)
+    tokens = AutoTokenizer.from_pretrained(folder)(*texts, padding=True, return_tensors="np")
+    register()
+    model = getattr(transformers, factory).from_pretrained(run / "model")
+    if case == "choices":
+        tokens = {name: rows[None] for name, rows in tokens.items()}
+    assert_same_logits(folder, model, tokens)
+    assert_same_logits(
+        folder, model, {name: np.tile(rows, (3, *[1] * (rows.ndim - 1))) for name, rows in tokens.items()}
+    )
+    with pytest.raises(ValueError, match="InferenceSession"):
+        load_exported(folder)
+    if case == "text":
+        monkeypatch.chdir(folder)
+        found: dict[str, Any] = {"texts": TEXTS[:1]}
+        exec(Path("README.md").read_text().split("```python")[1].split("```")[0], found)
+        assert found["outputs"][0].shape == (1, 3)
+
+
+BROKEN: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], float, str]] = {
+    "other logits": (lambda logits: logits + 0.1, 1e-3, "the logits of the graph differ from the model's by 0.1;"),
+    "other metrics": (lambda logits: -logits, 100.0, " for the graph; the tolerance is 0.0001"),
+    "an operator that ONNX lacks": (
+        lambda logits: logits.cummax(0).values,
+        1e-3,
+        "torch cannot export BertForSequenceClassification: No ONNX function found for <OpOverload(op='aten.cummax'",
+    ),
+}
+
+
+def test_a_graph_that_is_not_the_model_is_refused_and_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train("text", tmp_path)
+    before, whole = sorted(run.rglob("*")), onnx_export._Outputs.forward
+    for change, tolerance, said in BROKEN.values():
+        monkeypatch.setattr(
+            onnx_export._Outputs, "forward", lambda self, *given, change=change: (change(whole(self, *given)[0]),)
+        )
+        monkeypatch.setattr(onnx_export, "TOLERANCE", tolerance)
+        capsys.readouterr()
+        assert main(["export", str(run), "--onnx"]) == 2
+        [error] = answers(capsys.readouterr().err)
+        assert said in error
+        assert sorted(run.rglob("*")) == before
+    (tmp_path / "a.jsonl").rename("moved.jsonl")
+    assert main(["export", str(run), "--onnx"]) == 2
+    assert "Put the data there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "graph, model",
+    [
+        ([math.nan, 1.0], [1.0, 1.0]),
+        ([1.0, 1.0], [math.inf, 1.0]),
+        ([1.0, 1.002], [1.0, 1.0]),
+        ([2.0, 1.0], [1.0, 9.0]),
+    ],
+)
+def test_one_bad_batch_of_many_refuses_the_graph(graph: list[float], model: list[float]) -> None:
+    node, batches = SimpleNamespace(name="logits"), iter([np.float32([each]) for each in graph])
+    given = SimpleNamespace(get_inputs=list, get_outputs=lambda: [node], run=lambda *_: [next(batches)])
+    expected = iter(model)
+    reference: Any = torch.nn.Identity()
+    reference.forward = lambda **_: {"logits": torch.tensor([next(expected)])}
+    checked = onnx_export.OnnxModel(given, reference)
+    for _ in graph:
+        checked(input_ids=torch.zeros(1))
+    with pytest.raises(ValueError, match="the tolerance is"):
+        onnx_export._check(checked, {"before": {}, "after": {}})
+
+
+@pytest.mark.parametrize(
+    "task, more, said",
+    [
+        ("causal-lm", [], "optimum-cli export onnx"),
+        ("seq2seq", [], "seq2seq generates text token by token"),
+        ("own:Task", [], "own:Task is custom"),
+        ("text-classification", ["--quantize", "int8"], "exclude each other"),
+        ("text-classification", [], "--onnx needs the package onnxscript. Install it: pip install 'accel-train[onnx]'"),
+    ],
+)
+def test_a_refusal_comes_before_torch_and_names_the_fix(
+    task: str, more: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("run").mkdir()
+    Path("run/recipe.resolved.yaml").write_text(
+        f"task: {task}\noutput_dir: run\nmodel: {{pretrained: m}}\ndata: {{train: d}}\nschedule: {{max_steps: 1}}\n"
+    )
+    if "needs" in said:
+        monkeypatch.setattr(early, "find_spec", lambda name: None if name == "onnxscript" else name)
+    assert main(["export", "run", "--onnx", *more]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert said in lines[0]
+    assert len(lines) == 1
+
+
+def write_images(folder: Path, masks: bool) -> Path:
+    generator = np.random.default_rng(0)
+    for number in range(12):
+        pixels = generator.integers(0, 256, (40, 40, 3), dtype=np.uint8)
+        image = folder / ("images" if masks else "ab"[number % 2]) / f"{number}.png"
+        image.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(image)
+        if masks:
+            (folder / "masks").mkdir(exist_ok=True)
+            Image.fromarray(pixels[..., 0] // 86).save(folder / "masks" / image.name)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "config, size",
+    [
+        (RESNET, "any"),
+        pytest.param(VIT, 32, marks=slow),
+        pytest.param(SEGFORMER, 32, marks=slow),
+        pytest.param(UPERNET, "any", marks=slow),
+    ],
+)
+def test_a_graph_computes_the_logits_of_images_of_any_size_that_the_model_takes(
+    config: dict[str, Any], size: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    masks = config in (SEGFORMER, UPERNET)
+    data = {"train": str(write_images(tmp_path / "set", masks)), "image_size": 32, "eval_fraction": 0.3}
+    data |= {"cache_dir": None, "sequence_length": None}
+    recipe = write_recipe_file(
+        tmp_path,
+        task="semantic-segmentation" if masks else "image-classification",
+        model={"config": config},
+        data=data,
+        evaluate={"test_time_augmentation": {"horizontal_flip": True}},
+        schedule={"max_steps": 3},
+    )
+    assert main(["run", str(recipe)]) == 0
+    folder, details = exported(tmp_path / "run", capsys)
+    sizes = details["onnx"]["inputs"]["pixel_values"]
+    assert sizes == ["batch", 3, *(["height", "width"] if size == "any" else [size, size])]
+    name = "AutoModelForSemanticSegmentation" if masks else "AutoModelForImageClassification"
+    model = getattr(transformers, name).from_pretrained(tmp_path / "run" / "model")
+    images = [Image.new("RGB", (50, 50), color) for color in ("red", "green", "navy")]
+    pixels = dict(AutoImageProcessor.from_pretrained(folder)(images, return_tensors="np"))
+    assert_same_logits(folder, model, pixels)
+    if size == "any":
+        assert_same_logits(folder, model, {"pixel_values": np.tile(pixels["pixel_values"], (1, 1, 2, 3))})
