@@ -300,5 +300,7 @@ def _rewrite_card(folder: Path, title: str, how_to: str) -> None:
 
 def _how_to_run(file: str, inputs: Mapping[str, Sequence[Any]], **_: Any) -> str:
     shapes = ", ".join(f"`{name}` ({', '.join(map(str, shape))})" for name, shape in inputs.items())
-    processor, given = ("AutoImageProcessor", "image") if "pixel_values" in inputs else ("AutoTokenizer", "texts")
+    takes_images = "pixel_values" in inputs
+    processor = "AutoImageProcessor" if takes_images else "AutoTokenizer"
+    given = "image" if takes_images else "texts, padding=True, truncation=True"
     return _HOW_TO_RUN.format(file=file, inputs=shapes, processor=processor, given=given)

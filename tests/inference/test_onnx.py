@@ -26,7 +26,14 @@ from tests.support.text_tasks import BERT, GPT2, MODERNBERT, ROBERTA
 
 SECOND = ["one number", "x"]
 TEXTS = ["a step", "the device memory of the host is 3 and more, and more, and more"]
-NGRAMS = {"model_type": "ngrams", "num_buckets": 4096}
+# As finetune writes them.
+NGRAMS = {
+    "model_type": "ngrams",
+    "num_buckets": 4096,
+    "separate_norms": True,
+    "within_words": True,
+    "log_counts": True,
+}
 PAIR = {"data": {"text_columns": ["text", "more"]}}
 DISTILBERT = {"model_type": "distilbert", "dim": 32, "hidden_dim": 48, "n_layers": 1, "n_heads": 2}
 RESNET = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
