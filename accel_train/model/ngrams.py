@@ -8,6 +8,7 @@ the package.
 """
 
 from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ _FACTORS = (-7046029254386353131, -4658895280553007687)
 
 # Pieces of the piecewise linear functions of shares, plus one.
 _KNOTS = 9
+
+# Texts whose n-grams are counted together.
+_TEXTS_AT_ONCE = 64
 
 
 class NgramsConfig(PreTrainedConfig):
@@ -185,12 +189,13 @@ class NgramsForSequenceClassification(PreTrainedModel):
         Args:
             texts: bytes of shape (length,), or bytes and token types of shape (2, length).
         """
-        counts, total = torch.zeros_like(self.rarity), 0
-        for text in texts:
-            ids, types = text[None] if text.ndim == 1 else text[:1], None if text.ndim == 1 else text[1:]
-            buckets, is_ngram = self.ngrams(ids, torch.ones_like(ids, dtype=torch.bool), types)
-            counts[buckets[is_ngram].unique()] += 1
-            total += 1
+        counts, total, rest = torch.zeros_like(self.rarity), 0, iter(texts)
+        while batch := [text.reshape(-1, text.shape[-1]).T for text in islice(rest, _TEXTS_AT_ONCE)]:
+            padded = nn.utils.rnn.pad_sequence(batch, batch_first=True, padding_value=-1)
+            ids, types = padded[..., 0], padded[..., 1] > 0 if padded.shape[2] > 1 else None
+            rows, weights = _counted(*self.ngrams(ids, ids >= 0, types))
+            counts += rows[weights > 0].bincount(minlength=len(counts))
+            total += len(batch)
         self.rarity.copy_(torch.log((1 + total) / (1 + counts)) + 1)
 
 
