@@ -20,12 +20,12 @@ from accel_train.checkpoint.store import (
     check,
     checkpoint_folders,
     newest_valid,
-    read_state,
     read_trainer,
     remove_leftovers,
     set_broken_aside,
     step_of,
 )
+from accel_train.checkpoint.trainer_state import read_state
 from accel_train.core.errors import CheckpointError, SettingError, setting_error
 from accel_train.core.files import digests_of, move_to_previous, write_atomically
 from accel_train.core.ownership import RUN_NAMES

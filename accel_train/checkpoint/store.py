@@ -5,23 +5,19 @@ and read, so opening a checkpoint runs no code. Checkpoints are ordered by step 
 """
 
 import json
-import math
 import os
 import re
 import shutil
 import stat
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from pydantic import TypeAdapter, ValidationError
 
 from accel_train.core.errors import CheckpointError
 from accel_train.core.files import digests_of, follow_umask, is_seen, make_folders, publish_folder, sha256, sync
 from accel_train.core.json_io import read_plain_json, write_plain_json
-from accel_train.core.state import TrainState
 
 MANIFEST, TRAINER = "manifest.json", "trainer.json"
 STATE_FILES = (TRAINER, "trainer_state.json", "scheduler.json")
@@ -36,7 +32,6 @@ _LEFT_FILE = re.compile(
     r"|recipe\.resolved|report|find-lr|predictions)\.[a-z]+)\.\w+\.tmp|\.shared-\w+\.tmp"
 )
 """Temporary names that only this program uses. Other files in the run folder belong to the user."""
-_STATE = TypeAdapter(TrainState)
 
 Writer = Callable[[Path], object]
 """Function that writes one file to the given path."""
@@ -394,51 +389,6 @@ def read_trainer(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder / TRAINER} cannot be read ({type(error).__name__}: {error})") from error
     return trainer
-
-
-def read_state(folder: Path) -> TrainState:
-    """Return the counters of a checkpoint after checking that a run can have had them.
-
-    Raises:
-        CheckpointError: a counter has the wrong type or range, or the step is not the saved step.
-    """
-    trainer = read_trainer(folder)
-    try:
-        saved_step = read_plain_json(folder / MANIFEST)["step"]
-        state = _STATE.validate_json(json.dumps(trainer["state"]), strict=True)
-        unknown = trainer["state"].keys() - {field.name for field in fields(TrainState)}
-        last = trainer["identity"]["schedule.max_steps"]
-        problems = [f"{name} is unknown" for name in sorted(unknown)]
-        # Only losses, metrics and logarithms may be negative.
-        signed = ("losses", "grad_norms", "best_metric", "best_loss", "last_loss")
-        for name, value in _numbers(asdict(state)):
-            if not math.isfinite(value) or (value < 0 and name not in signed):
-                problems.append(f"{name}={value} is out of range")
-        if state.step != saved_step:
-            problems.append(f"step={state.step}, but the checkpoint belongs to step {saved_step}")
-        if state.step > last:
-            problems.append(f"step={state.step}, but the run has {last} steps")
-        scaler = trainer["scaler"] or {}
-        for name, value in scaler.items():
-            if not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
-                problems.append(f"scaler.{name}={value!r} is out of range")
-    except ValidationError as error:
-        first = error.errors()[0]
-        problems = [f"{'.'.join(map(str, first['loc']))}={first['input']!r}: {first['msg']}"]
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        problems = [f"{type(error).__name__}: {error}"]
-    if problems:
-        raise CheckpointError(f"{folder / TRAINER}: invalid run state: {problems[0]} (of {len(problems)})")
-    return state
-
-
-def _numbers(tree: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    for name, value in tree.items():
-        for each in value if isinstance(value, list) else [value]:
-            if isinstance(each, Mapping):
-                yield from _numbers(each)
-            elif each is not None:
-                yield name, each
 
 
 def _is_plain_file(path: Path) -> bool:

@@ -43,8 +43,11 @@ def check_agreement(recipe: Recipe, data: TaskData, num_processes: int) -> None:
     if num_processes == 1:
         return
     if problems := disagreements(gather_object([facts_of(recipe, data)])):
-        remedy = "Give all of them the same command, files and installation"
-        raise ValueError(f"the processes of this run do not agree: {'; '.join(problems)}. {remedy}")
+        raise ValueError(
+            "the processes of this run do not agree: "
+            + "; ".join(problems)
+            + ". Give all of them the same command, files and installation"
+        )
 
 
 def check_choices(choices: Mapping[str, Choice[Any]], num_processes: int) -> None:
@@ -61,8 +64,11 @@ def check_choices(choices: Mapping[str, Choice[Any]], num_processes: int) -> Non
     everywhere: list[dict[str, str]] = gather_object([own])
     on_all = set.intersection(*map(set, everywhere))
     if problems := disagreements([{name: here[name] for name in on_all} for here in everywhere]):
-        remedy = "Set these to what all machines have, or use machines of one kind"
-        raise ValueError(f"the processes of this run would not compute alike: {'; '.join(problems)}. {remedy}")
+        raise ValueError(
+            "the processes of this run would not compute alike: "
+            + "; ".join(problems)
+            + ". Set these to what all machines have, or use machines of one kind"
+        )
 
 
 def check_shared(output_dir: Path, num_processes: int) -> None:

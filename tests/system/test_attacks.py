@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from accel_train import fit, train
-from accel_train.checkpoint.store import read_state
+from accel_train.checkpoint.trainer_state import read_state
 from accel_train.cli.main import main
 from accel_train.core.errors import CheckpointError
 from accel_train.core.redaction import redact_text
