@@ -35,7 +35,8 @@ MEASURES_A_WINDOW = 8
 SMALLEST_NORM_SPREAD, SMALLEST_LOSS_SPREAD = 0.2, 0.02
 """Minimum spread of log gradient norms, and of losses as a share of their median: the variation of ordinary steps."""
 
-Action = Literal["continue", "overflow", "skip", "spike", "roll_back", "stop"]
+Action = Literal["continue", "overflow", "skip", "high", "spike", "roll_back", "stop"]
+"""high: a loss above the limit, but below the alarm. It counts towards a lasting spike, and needs no message."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,7 @@ class Window:
     """The last accepted values, and the limit above which a new value is a spike: a one-sided robust z-score.
 
     The center is the median. The spread is the distance from the median to the 84th percentile, one standard deviation
-    of a normal distribution. Neither outliers nor low values can inflate it. Positive losses (`relative`) are compared
-    by their logarithms: near zero, ordinary losses differ by factors.
+    of a normal distribution. Neither outliers nor low values can inflate it.
     """
 
     def __init__(self, values: list[float], size: int, z: float, smallest_spread: float, *, relative: bool) -> None:
@@ -73,6 +73,10 @@ class Window:
         self.values = values
         self.limit = NO_LIMIT
         """Limit of `z` spreads above the median, or `NO_LIMIT` with fewer than half of `size` values."""
+        self.alarm = NO_LIMIT
+        """Limit above which one value alone is worth a message: that of the logarithms, if `relative` and all values
+        are positive. Near zero, ordinary losses differ by factors.
+        """
         self._size, self._z, self._smallest_spread, self._relative = size, z, smallest_spread, relative
 
     def measure(self, num_newer: int = 0) -> None:
@@ -83,17 +87,16 @@ class Window:
         del self.values[: max(0, len(self.values) - num_newer - self._size)]
         values = sorted(self.values[: len(self.values) - num_newer])
         if 2 * len(values) < self._size:
-            self.limit = NO_LIMIT
+            self.limit = self.alarm = NO_LIMIT
             return
         last = len(values) - 1
         median = values[last // 2]
         upper = values[math.ceil(last * 0.8413)]
+        smallest = self._smallest_spread * (abs(median) if self._relative else 1.0)
+        self.limit = self.alarm = median + self._z * max(upper - median, smallest)
         if self._relative and values[0] > 0:
             spread = max(math.log(upper / median), math.log1p(self._smallest_spread))
-            self.limit = median * math.exp(min(self._z * spread, LOG_LARGEST))
-            return
-        smallest = self._smallest_spread * (abs(median) if self._relative else 1.0)
-        self.limit = median + self._z * max(upper - median, smallest)
+            self.alarm = max(self.limit, median * math.exp(min(self._z * spread, LOG_LARGEST)))
 
 
 class Guard:
@@ -179,7 +182,7 @@ class Guard:
 
     def _decide_on_spike(self, result: StepResult) -> Decision:
         state, section = self.state, self.section
-        limits, loss_limit, norm_limit = self.limits, self._loss_limit, self._norm_limit
+        limits, loss_limit, norm_limit, alarm = self.limits, self._loss_limit, self._norm_limit, self._losses.alarm
         is_loss_spike, is_norm_spike = result.loss > loss_limit, result.grad_norm > norm_limit
         if not result.skipped and result.step > self._learns_after:
             # The windows see a spike only up to the limits.
@@ -196,6 +199,9 @@ class Guard:
             nth = "" if section.on_spike == "rollback" else f", the {state.consecutive_spikes}th step in a row"
             return self.roll_back_or_stop(reason + nth)
         if not result.skipped:
+            if not is_norm_spike and result.loss <= alarm:
+                state.first_bad_step = result.step if state.first_bad_step is None else state.first_bad_step
+                return Decision("high")
             needs_diagnosis = self._note_bad(result) and is_loss_spike
             done = f"; the gradient was clipped to {limits.clip:.4g}" if is_norm_spike and limits.clip else ""
             return Decision("spike", reason + done, needs_diagnosis)

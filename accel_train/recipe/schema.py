@@ -254,8 +254,8 @@ class Guard(Section):
     back. off: spikes are not detected.
     """
     spike_threshold: PositiveFloat = 6.0
-    """Spike threshold, in robust standard deviations above the window's median, of the logarithms of the loss and the
-    gradient norm.
+    """Spike threshold, in robust standard deviations above the window's median, of the loss and of the log gradient
+    norm.
     """
     spike_window_steps: Annotated[int, Field(ge=8, le=LARGEST_COUNT)] = 128
     """Number of accepted steps after the warmup in the spike window. Detection starts when half of them are recorded.

@@ -35,6 +35,8 @@ def carry_out(run: RunContext, result: StepResult, decision: Decision, micro_bat
         DataError: the step has no targets, so there is nothing to learn from.
     """
     action, reason, incident = decision.action, decision.reason, None
+    if action == "high":
+        return
     if decision.needs_diagnosis:
         incident, cause = diagnose(run, result, decision, micro_batches)
         reason = f"{reason}. {cause}" if cause else reason

@@ -142,20 +142,32 @@ def test_limit_of_a_window_is_that_of_a_normal_distribution_and_outliers_do_not_
     assert window.limit == pytest.approx(before, rel=0.1)
 
 
-def test_positive_losses_are_compared_by_their_logarithms() -> None:
+def test_the_alarm_of_positive_losses_is_that_of_their_logarithms() -> None:
     draw = random.Random(3)
     small = [0.05 * math.exp(draw.gauss(0, 0.5)) for _ in range(1000)]
     window = Window(list(small), 1000, 6.0, 0.02, relative=True)
     window.measure()
-    assert window.limit == pytest.approx(0.05 * math.exp(6 * 0.5), rel=0.2)
-    # A language model's losses vary by percents. Their limit is that of plain numbers: 6 % of 3 above 3, not doubled.
+    assert window.alarm == pytest.approx(0.05 * math.exp(6 * 0.5), rel=0.2)
+    assert window.limit == pytest.approx(0.05 + 6 * 0.05 * (math.exp(0.5) - 1), rel=0.2)
+    # A language model's losses vary by percents, and both limits are nearly equal.
     window.values[:] = [draw.gauss(3.0, 0.03) for _ in range(1000)]
     window.measure()
-    assert window.limit == pytest.approx(3.0 * 1.02**6, rel=0.01)
+    assert window.alarm == pytest.approx(3.0 * 1.02**6, rel=0.01)
     # A loss that can be negative has no logarithm.
     window.values[:] = [draw.gauss(0.0, 2.0) for _ in range(1000)]
     window.measure()
-    assert window.limit == pytest.approx(12.0, rel=0.1)
+    assert window.alarm == window.limit == pytest.approx(12.0, rel=0.1)
+
+
+def test_a_high_loss_below_the_alarm_says_nothing_but_counts_towards_a_lasting_spike() -> None:
+    draw = random.Random(4)
+    guard = new_guard(schema.Guard())
+    for step in range(1, 200):
+        guard.decide(result(step, loss=0.05 * math.exp(draw.gauss(0, 0.5))))
+    kinds = [guard.decide(result(200 + number, loss=0.5)).action for number in range(LASTING_SPIKE_STEPS)]
+    assert kinds == ["high"] * (LASTING_SPIKE_STEPS - 1) + ["roll_back"]
+    assert guard.state.first_bad_step == 200
+    assert guard.state.last_incident == 200 + LASTING_SPIKE_STEPS - 1
 
 
 def test_a_window_is_measured_by_its_newest_values_and_not_by_those_that_are_newer_than_the_measure() -> None:
