@@ -74,8 +74,8 @@ class Window:
         self.limit = NO_LIMIT
         """Limit of `z` spreads above the median, or `NO_LIMIT` with fewer than half of `size` values."""
         self.alarm = NO_LIMIT
-        """Limit above which one value alone is worth a message: that of the logarithms, if `relative` and all values
-        are positive. Near zero, ordinary losses differ by factors.
+        """Limit above which a single value is reported. If `relative` and all values are positive, it is computed from
+        logarithms, because ordinary losses near zero differ by factors.
         """
         self._size, self._z, self._smallest_spread, self._relative = size, z, smallest_spread, relative
 

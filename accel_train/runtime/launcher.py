@@ -27,10 +27,11 @@ _ports = itertools.cycle(range(20_000 + os.getpid() * 97 % 11_000, 32_000))
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on, below those that the system gives to connections meanwhile."""
+    """Return a free port below the range from which the system assigns ports to outgoing connections."""
     while True:
         port = next(_ports)
-        with socket.socket() as server, suppress(OSError):  # somebody listens on it: try the next
+        # Binding fails if another program uses the port. Try the next one.
+        with socket.socket() as server, suppress(OSError):
             server.bind(("127.0.0.1", port))
             return port
 

@@ -22,7 +22,7 @@ from accel_train.inference.export import load_exported
 from accel_train.model.ngrams import register
 from tests.support import text_tasks
 from tests.support.runs import answers, write_recipe_file
-from tests.support.text_tasks import BERT, GPT2, MODERNBERT, ROBERTA
+from tests.support.text_tasks import BERT, GPT2, MODERNBERT, ROBERTA, SEGFORMER
 
 SECOND = ["one number", "x"]
 TEXTS = ["a step", "the device memory of the host is 3 and more, and more, and more"]
@@ -38,13 +38,6 @@ PAIR = {"data": {"text_columns": ["text", "more"]}}
 DISTILBERT = {"model_type": "distilbert", "dim": 32, "hidden_dim": 48, "n_layers": 1, "n_heads": 2}
 RESNET = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic"}
 VIT = {"model_type": "vit", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 8}
-SEGFORMER = {
-    "model_type": "segformer",
-    "hidden_sizes": [8, 8, 16, 16],
-    "depths": [1, 1, 1, 1],
-    "num_attention_heads": [1, 1, 2, 2],
-    "decoder_hidden_size": 16,
-}
 UPERNET = {
     "model_type": "upernet",
     "hidden_size": 8,

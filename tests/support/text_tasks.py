@@ -43,6 +43,13 @@ BART = {
     "dropout": 0.0,
 }
 MARIAN = {**BART, "model_type": "marian"}
+SEGFORMER = {
+    "model_type": "segformer",
+    "hidden_sizes": [8, 8, 16, 16],
+    "depths": [1, 1, 1, 1],
+    "num_attention_heads": [1, 1, 2, 2],
+    "decoder_hidden_size": 16,
+}
 
 TOPICS = {"loop": "step batch epoch update", "number": "loss norm mean sum", "machine": "rank device memory host"}
 PEOPLE, PLACES = ("Ada Lovelace", "Emmy Noether", "Zoë"), ("New York", "Erlangen", "Bonn")

@@ -34,15 +34,8 @@ from accel_train.tasks.semantic_segmentation.data import (
     read_pair,
 )
 from tests.support.runs import metrics, recipe_dict, refused, run, run_forked_command, write_recipe_file
-from tests.support.text_tasks import batch_of, load
+from tests.support.text_tasks import SEGFORMER, batch_of, load
 
-SEGFORMER = {
-    "model_type": "segformer",
-    "hidden_sizes": [8, 8, 16, 16],
-    "depths": [1, 1, 1, 1],
-    "num_attention_heads": [1, 1, 2, 2],
-    "decoder_hidden_size": 16,
-}
 RESNET = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 8], "depths": [1, 1], "layer_type": "basic"}
 UPERNET = {
     "model_type": "upernet",
