@@ -79,6 +79,7 @@ def run_identity(recipe: Recipe, data: TaskData, sizes: BatchSizes, steps: StepP
         **({"data.augment": recipe.data.augment.model_dump()} if isinstance(recipe.data, ImageData) else {}),
         # chunked only changes rounding.
         "loss": recipe.loss.model_dump(exclude={"chunked"}),
+        **({"optimizer.state_dtype": "bf16"} if recipe.optimizer.state_dtype == "bf16" else {}),
         "batch.global_batch_size": sizes.global_batch_size,
         "optimizer.groups": recipe.optimizer.model_dump()["groups"],
         "schedule": recipe.schedule.model_dump(exclude={"max_steps", "num_epochs", "warmup_steps", "warmup_ratio"}),

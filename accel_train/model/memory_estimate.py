@@ -112,7 +112,12 @@ def state_bytes(model: nn.Module, section: Optimizer) -> int:
     if state == "8_bits":
         whole = {id(weight) for weight in embeddings(model)}
         return sum(_bytes_in_8_bits(weight, whole=id(weight) in whole) for weight in weights)
-    return 4 * num_moments(section) * trained
+    return moment_bytes(section) * num_moments(section) * trained
+
+
+def moment_bytes(section: Optimizer) -> int:
+    """Return the bytes of one number of a moment."""
+    return 2 if section.state_dtype == "bf16" else 4
 
 
 def _bytes_in_8_bits(weight: Tensor, *, whole: bool) -> int:
@@ -179,7 +184,7 @@ def estimate_memory(
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     section, state = recipe.optimizer, state_bytes(model, recipe.optimizer)
     of_state = {
-        "moments": f"{num_moments(section)} x 4 bytes each",
+        "moments": f"{num_moments(section)} x {moment_bytes(section)} bytes each",
         "muon": "1 x 4 bytes each for the matrices in blocks, 2 x 4 bytes for the rest (AdamW)",
         "rows_and_columns": "4 bytes for each row, column and vector element",
         "8_bits": "2 x 1 byte each, and scales; 2 x 4 for embeddings and tensors of fewer than "

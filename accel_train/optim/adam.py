@@ -1,7 +1,8 @@
 """AdamW and Adam by torch's fused kernel, with less Python per step."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate, takewhile
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,9 @@ from torch.optim.adam import adam
 
 from accel_train.model.tensors import local_part
 from accel_train.recipe.optimizer import Optimizer as OptimizerSection
+
+PIECE = 8 * 2**20
+"""Elements of bf16 moments that are converted at once: 64 MiB of fp32 moments on the device."""
 
 
 class GroupState(NamedTuple):
@@ -60,14 +64,7 @@ class FusedAdam(torch.optim.Adam):
                 fused=True,
                 grad_scale=self.grad_scale,
                 found_inf=self.found_inf,
-                decoupled_weight_decay=group["decoupled_weight_decay"],
-                amsgrad=False,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
+                **_kernel_options(group),
             )
         return None
 
@@ -107,6 +104,82 @@ class FusedAdam(torch.optim.Adam):
             ]
 
 
+class Bf16Adam(FusedAdam):
+    """Adam or AdamW whose moments are stored in bf16: 4 bytes per weight instead of 8.
+
+    torch's fused kernel computes each update on moments in the type of the weights, one piece of `PIECE` elements at a
+    time. The new moments are then rounded to bf16. A skipped step changes no bit, because bf16 survives the conversion.
+    Rounding loses changes of a moment below 0.2 to 0.4 %.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update all weights that have a gradient, or none if the step is skipped."""
+        assert closure is None, "gradients are there before the step"
+        for group in self.param_groups:
+            for batch in self._batches(group["params"]):
+                parameters, gradients, *moments, steps = (list(each) for each in zip(*batch, strict=True))
+                means, squares = ([each.to(parameters[0].dtype) for each in kind] for kind in moments)
+                adam(
+                    parameters,
+                    gradients,
+                    means,
+                    squares,
+                    [],
+                    steps,
+                    fused=True,
+                    grad_scale=self.grad_scale,
+                    found_inf=self.found_inf,
+                    **_kernel_options(group),
+                )
+                for stored, new in zip(moments, (means, squares), strict=True):
+                    torch._foreach_copy_(stored, new)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict. torch converts moments to the type of the weights; this method converts them back."""
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = state[name].bfloat16()
+
+    def _batches(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[tuple[Tensor, ...]]]:
+        """Yield lists of (weight, gradient, two moments, step count), with at most `PIECE` elements where possible."""
+        pieces = list[tuple[Tensor, ...]]()
+        for parameter in parameters:
+            if parameter.grad is None:
+                continue
+            state = self.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+                for name in ("exp_avg", "exp_avg_sq"):
+                    state[name] = torch.zeros_like(parameter, dtype=torch.bfloat16)
+            tensors = [local_part(each) for each in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])]
+            cuts = [tensors]
+            if tensors[0].numel() > PIECE and all(each.is_contiguous() for each in tensors):
+                cuts = [list(cut) for cut in zip(*(each.view(-1).split(PIECE) for each in tensors), strict=True)]
+            # The kernel counts the step once per piece.
+            steps = [state["step"], *(state["step"].clone() for _ in cuts[1:])]
+            pieces += [(*cut, step) for cut, step in zip(cuts, steps, strict=True)]
+        while pieces:
+            ends = accumulate(piece[0].numel() for piece in pieces)
+            count = max(1, sum(1 for _ in takewhile(lambda end: end <= PIECE, ends)))
+            yield pieces[:count]
+            pieces = pieces[count:]
+
+
+def _kernel_options(group: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "decoupled_weight_decay": group["decoupled_weight_decay"],
+        "amsgrad": False,
+        "beta1": group["betas"][0],
+        "beta2": group["betas"][1],
+        "lr": group["lr"],
+        "weight_decay": group["weight_decay"],
+        "eps": group["eps"],
+        "maximize": False,
+    }
+
+
 def has_fused_kernels(device: torch.device) -> bool:
     """Return whether torch has fused optimizer kernels for the device."""
     return device.type in ("cpu", "cuda", "mps", "xpu")
@@ -129,7 +202,11 @@ def build_adam(
 def _build(
     groups: list[dict[str, Any]], section: OptimizerSection, device: torch.device, *, decoupled: bool
 ) -> torch.optim.Optimizer:
-    kind = FusedAdam if has_fused_kernels(device) else partial(torch.optim.Adam, fused=False)
+    kind: Any = FusedAdam if has_fused_kernels(device) else partial(torch.optim.Adam, fused=False)
+    if section.state_dtype == "bf16":
+        if kind is not FusedAdam:
+            raise ValueError(f"optimizer.state_dtype=bf16: torch has no fused Adam for {device.type}. Use fp32")
+        kind = Bf16Adam
     return kind(
         groups, lr=section.learning_rate, betas=section.betas, eps=section.eps, decoupled_weight_decay=decoupled
     )

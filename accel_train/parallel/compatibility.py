@@ -209,6 +209,13 @@ CONFLICTS = (
     ),
     Conflict(
         "deepspeed",
+        "optimizer.state_dtype",
+        lambda asked: asked.recipe.optimizer.state_dtype != "fp32",
+        f"cannot be combined with optimizer.state_dtype bf16: {UNTESTED}",
+        f"Use optimizer.state_dtype fp32, or {ZERO_ALTERNATIVE}",
+    ),
+    Conflict(
+        "deepspeed",
         "optimizer.ema_decay",
         lambda asked: asked.recipe.optimizer.ema_decay is not None and asked.recipe.parallel.zero_stage == 3,
         "cannot be combined with optimizer.ema_decay at zero_stage 3: the average needs whole weights, and each "

@@ -13,6 +13,8 @@ from accel_train.core.errors import SettingError, setting_error
 from accel_train.recipe.values import NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
 SCHEDULE_FREE = "schedule_free_adamw"
+LARGEST_BF16_BETA = 1 - 2**-8
+"""Largest decay of a moment in bf16. Closer to 1, the change of a step is rounded away, and a moment never falls."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class OptimizerKind:
     """`module:Class` to build, usually of another package."""
     skips_alone: bool = False
     """Whether the class skips a bad step by itself. Otherwise the host reads the gradient norm before each step."""
+    stores_bf16: bool = False
+    """Whether `optimizer.state_dtype` bf16 is supported."""
     package: str = ""
     """Package that the class needs; an extra of the same name installs it."""
     note: str = ""
@@ -44,8 +48,8 @@ class OptimizerKind:
 CUSTOM = OptimizerKind("custom:build_custom", ("options",), of_class=":")
 """Optimizers that a recipe names as `module:Class`; their state is estimated as AdamW's."""
 OPTIMIZERS = {
-    "adamw": OptimizerKind("adam:build_adamw", ("betas", "eps")),
-    "adam": OptimizerKind("adam:build_adam", ("betas", "eps")),
+    "adamw": OptimizerKind("adam:build_adamw", ("betas", "eps"), stores_bf16=True),
+    "adam": OptimizerKind("adam:build_adam", ("betas", "eps"), stores_bf16=True),
     "sgd": OptimizerKind("sgd:build_sgd", ("momentum",), moments=1),
     "muon": OptimizerKind("muon:build_muon", ("betas", "eps", "momentum"), moments=1, state="muon"),
     "lion": OptimizerKind("lion:build_lion", ("betas",), moments=1),
@@ -121,6 +125,10 @@ class Optimizer(Section):
     """
     eps: PositiveFloat = 1e-8
     """Term added to the denominator, for all kinds of adam, and muon."""
+    state_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type in which adamw and adam store their moments. bf16: 4 bytes per weight instead of 8. Updates are computed in
+    the type of the weights. Changes of a moment below 0.2 to 0.4 % are lost, so bf16 requires betas up to 0.996.
+    """
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Momentum, for sgd and muon. The authors of muon use 0.95."""
     options: dict[str, Any] = Field(default={}, examples=[{"relative_step": False}])
@@ -152,6 +160,25 @@ class Optimizer(Section):
                 "Leave them out.",
                 settings=("optimizer.options", "optimizer.name"),
             )
+        return self
+
+    @model_validator(mode="after")
+    def bf16_keeps_8_bits(self) -> "Optimizer":
+        if self.state_dtype == "bf16":
+            names = [name for name, kind in OPTIMIZERS.items() if kind.stores_bf16]
+            if self.name not in names:
+                raise SettingError(
+                    f"optimizer.name={self.name} does not support optimizer.state_dtype=bf16",
+                    f"Use fp32, or optimizer.name {' or '.join(names)}.",
+                    settings=("optimizer.state_dtype", "optimizer.name"),
+                )
+            if max(self.betas) > LARGEST_BF16_BETA:
+                raise SettingError(
+                    f"optimizer.betas={list(self.betas)}: optimizer.state_dtype=bf16 stores 8 significant bits. A "
+                    "moment with a beta above 0.996 could not fall",
+                    "Use betas up to 0.996, for example [0.9, 0.95], or state_dtype fp32.",
+                    settings=("optimizer.betas", "optimizer.state_dtype"),
+                )
         return self
 
     @model_validator(mode="after")

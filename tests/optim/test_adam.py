@@ -1,4 +1,7 @@
-"""FusedAdam gives the bits of torch's own Adam and AdamW, whatever becomes of gradients and state."""
+"""FusedAdam gives the bits of torch's own Adam and AdamW, whatever becomes of gradients and state.
+
+Bf16Adam gives the bits of torch's update between two roundings of the moments.
+"""
 
 import copy
 
@@ -6,7 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from accel_train.optim.adam import FusedAdam
+from accel_train.optim import adam
+from accel_train.optim.adam import Bf16Adam, FusedAdam
+from accel_train.optim.optimizers import build_optimizer
+from accel_train.recipe.optimizer import LARGEST_BF16_BETA, OPTIMIZERS, Optimizer
 
 
 def weights() -> list[nn.Parameter]:
@@ -104,3 +110,61 @@ def test_a_copy_of_the_optimizer_can_be_stepped() -> None:
     for parameter in parameters_of(copied):
         parameter.grad = torch.ones_like(parameter)
     copied.step()
+
+
+@pytest.mark.parametrize("piece", [1, 3, 100], ids=lambda piece: f"pieces of {piece}")
+def test_bf16_moments_are_torchs_moments_rounded_after_each_step(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adam, "PIECE", piece)
+    both = pair()
+    ours = Bf16Adam(both[0].param_groups, decoupled_weight_decay=True, lr=1e-2)
+    for number in range(8):
+        before = copy.deepcopy((ours.state_dict()["state"], parameters_of(ours)))
+        step((ours, both[1]), number, frozenset({1} if number == 4 else ()))
+        for state in both[1].state.values():
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name].copy_(state[name].bfloat16())
+        for mine, other in zip(parameters_of(ours), parameters_of(both[1]), strict=True):
+            assert torch.equal(mine, other)
+            assert torch.equal(ours.state[mine]["step"], both[1].state[other]["step"])
+            for name in ("exp_avg", "exp_avg_sq"):
+                assert ours.state[mine][name].dtype == torch.bfloat16
+                assert torch.equal(ours.state[mine][name].float(), both[1].state[other][name])
+        if number % 3 == 2:
+            assert all(map(torch.equal, parameters_of(ours), before[1]))
+            for index, state in ours.state_dict()["state"].items():
+                assert all(torch.equal(state[name], before[0][index][name]) for name in state)
+
+
+def test_a_state_dict_of_bf16_moments_stays_bf16_to_the_bit() -> None:
+    ours = Bf16Adam(weights(), decoupled_weight_decay=True, lr=1e-2)
+    for parameter in parameters_of(ours):
+        parameter.grad = parameter.detach().clone()
+    ours.step()
+    other = Bf16Adam(weights(), decoupled_weight_decay=True, lr=1e-2)
+    other.load_state_dict(copy.deepcopy(ours.state_dict()))
+    for mine, loaded in zip(ours.state.values(), other.state.values(), strict=True):
+        assert [(value.dtype, value.tolist()) for value in mine.values()] == [
+            (value.dtype, value.tolist()) for value in loaded.values()
+        ]
+
+
+def test_a_bf16_moment_falls_at_the_largest_beta_and_stands_still_above_it() -> None:
+    def ever_stands(beta: float) -> bool:
+        # Every bf16 number from 1 to 2: a step without a gradient multiplies the moment by beta.
+        moments = 1 + torch.arange(128) / 128
+        return bool(((moments * beta).bfloat16() == moments.bfloat16()).any())
+
+    assert not ever_stands(LARGEST_BF16_BETA - 1e-6)
+    assert ever_stands(LARGEST_BF16_BETA + 1e-4)
+    with pytest.raises(ValueError, match=r"betas=.*above 0\.996 could not fall"):
+        Optimizer(state_dtype="bf16", betas=(0.9, 0.999))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_only_adamw_and_adam_take_bf16_moments(name: str) -> None:
+    if name in ("adamw", "adam"):
+        section = Optimizer(name=name, state_dtype="bf16")
+        assert isinstance(build_optimizer(nn.Linear(2, 2), section, torch.device("cpu")), Bf16Adam)
+    else:
+        with pytest.raises(ValueError, match=f"name={name} does not support .*adamw or adam"):
+            Optimizer(name=name, state_dtype="bf16")

@@ -168,9 +168,9 @@ def test_the_page_about_tasks_lists_every_optimizer() -> None:
     assert [name for name in OPTIMIZERS if not any(f"`{name}`" in row for row in rows)] == []
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "bf16"])
 def test_the_estimate_of_memory_counts_the_bytes_that_are_kept(name: str) -> None:
-    section = Optimizer.model_validate({"name": name})
+    section = Optimizer.model_validate({"state_dtype": "bf16"} if name == "bf16" else {"name": name})
     trained = Trained(section)
     trained.step(0)
     kept = {key: tensor for key, tensor in optimizer_tensors(trained.optimizer).items() if tensor.dim()}

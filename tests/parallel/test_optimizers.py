@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from accel_train.checkpoint.sharded import CheckpointReader
 from accel_train.recipe.loader import Recipe
 from tests.parallel.conftest import assert_skipped_to_the_bit, nan_at
 from tests.support.comparisons import Train, assert_same_bits, assert_same_run, tensors
@@ -20,7 +21,8 @@ FSDP2 = {"strategy": "fsdp2"}
 BY_HOST = ("adamw_8bit", "schedule_free_adamw", "tests.support.optimizers:Momentum")
 NOT_SHARDED = ("adafactor", "adamw_8bit")
 """Refused where weights are: state of another shape than its weight."""
-NAMES = ("muon", "lion", "adafactor", *BY_HOST)
+BF16 = "adamw with state_dtype bf16"
+NAMES = ("muon", "lion", "adafactor", BF16, *BY_HOST)
 TEXT: dict[str, Any] = {
     "batch": {"global_batch_size": 8, "per_device_batch_size": 2},
     "schedule": {"max_steps": 8},
@@ -33,6 +35,8 @@ RATES = {"lion": 1e-3, "adafactor": 3e-2, "tests.support.optimizers:Momentum": 0
 def sections(name: str) -> dict[str, Any]:
     """The sections of a recipe that an optimizer needs as they are here."""
     found: dict[str, Any] = {"optimizer": {"name": name, "learning_rate": RATES.get(name, 5e-3), "max_grad_norm": 0.5}}
+    if name == BF16:
+        found["optimizer"] |= {"name": "adamw", "state_dtype": "bf16"}
     if name == "schedule_free_adamw":
         found["optimizer"]["options"] = {"warmup_steps": 2}
         return {**found, "schedule": {"max_steps": 8, "type": "constant"}}
@@ -64,6 +68,9 @@ def assert_resumed_to_the_bit(train: Train, run: Path, processes: int, text: dic
     kinds = ("model", "optimizer", "average")
     whole = [tensors(run, 8, kind) for kind in kinds]
     assert all(whole)
+    if text["optimizer"].get("state_dtype") == "bf16":
+        dtypes = CheckpointReader(run / "checkpoints" / "step-00000008", "optimizer").dtypes
+        assert {dtype for name, dtype in dtypes.items() if not name.startswith("step.")} == {torch.bfloat16}
     shutil.rmtree(run / "checkpoints" / "step-00000008")
     train("run", processes, **text)
     assert [event["step"] for event in events(run, "resume")] == [4]
@@ -107,7 +114,7 @@ def test_nan_on_one_process_changes_no_bit_on_any(train: Train, name: str, paral
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["muon", "lion", "schedule_free_adamw"])
+@pytest.mark.parametrize("name", ["muon", "lion", BF16, "schedule_free_adamw"])
 @pytest.mark.parametrize(("saved", "loaded"), [((2, FSDP2), (1, {})), ((1, {}), (2, FSDP2))])
 def test_a_run_goes_on_under_another_layout(
     train: Train, name: str, saved: tuple[int, dict[str, Any]], loaded: tuple[int, dict[str, Any]]

@@ -167,6 +167,16 @@ def test_8_bits_are_planned_as_they_are_kept_and_refused_where_weights_are_shard
         plan("--optimizer.name", "adamw_8bit", "--parallel.strategy", "fsdp2", world_size=2)
 
 
+def test_bf16_moments_are_planned_as_half_of_fp32_and_refused_under_zero() -> None:
+    flags = ("--optimizer.name", "adamw", "--optimizer.state_dtype")
+    halved, whole = plan(*flags, "bf16"), plan(*flags, "fp32")
+    assert parts(halved)["optimizer"] == 4 * whole.num_parameters
+    assert parts(whole)["optimizer"] - parts(halved)["optimizer"] == 4 * whole.num_parameters
+    assert whole.checkpoint_bytes - halved.checkpoint_bytes == 4 * whole.num_parameters
+    with pytest.raises(ValueError, match=r"deepspeed: cannot be combined with optimizer\.state_dtype bf16"):
+        plan(*flags, "bf16", "--parallel.strategy", "deepspeed", world_size=2)
+
+
 def test_schedule_free_keeps_an_average_in_its_checkpoints_and_while_it_evaluates() -> None:
     free = plan(
         "--optimizer.name", "schedule_free_adamw", "--schedule.type", "constant", "--schedule.warmup_ratio", "0"
