@@ -77,8 +77,12 @@ def run_identity(recipe: Recipe, data: TaskData, sizes: BatchSizes, steps: StepP
         "model": recipe.model.model_dump(exclude=NOT_OF_MODEL),
         "data.fingerprint": data.fingerprint,
         **({"data.augment": recipe.data.augment.model_dump()} if isinstance(recipe.data, ImageData) else {}),
-        # chunked only changes rounding.
-        "loss": recipe.loss.model_dump(exclude={"chunked"}),
+        # chunked only changes rounding. z_loss and logit_softcap are there if they are set.
+        "loss": {
+            name: value
+            for name, value in recipe.loss.model_dump(exclude={"chunked"}).items()
+            if value or name not in ("z_loss", "logit_softcap")
+        },
         **({"optimizer.state_dtype": "bf16"} if recipe.optimizer.state_dtype == "bf16" else {}),
         "batch.global_batch_size": sizes.global_batch_size,
         "optimizer.groups": recipe.optimizer.model_dump()["groups"],

@@ -49,6 +49,16 @@ def check_recipe(recipe: Recipe) -> tuple[Recipe, Task]:
     for name in ("chunked", "router_aux"):
         if getattr(recipe.loss, name) is True and recipe.task in TASKS and recipe.task != "causal-lm":
             raise ValueError(f"loss.{name}=True works only for causal-lm, not for {recipe.task}. Set it to auto")
+    # A task of your own has a z-loss if it is derived from CausalLM. A cap is in the model that causal-lm builds.
+    for name, is_used in (("z_loss", hasattr(task, "z_loss")), ("logit_softcap", recipe.task == "causal-lm")):
+        if (value := getattr(recipe.loss, name)) and not is_used:
+            raise ValueError(f"loss.{name}={value:g} works only for causal-lm, not for {recipe.task}. Leave it out")
+    lora = recipe.model.lora
+    if recipe.loss.logit_softcap is not None and lora is not None and not lora.merge:
+        raise ValueError(
+            "loss.logit_softcap: adapter/ is used with its base model, whose configuration does not have this cap. "
+            "Set model.lora.merge to true, or leave the cap out"
+        )
     if recipe.loss.class_weights is not None and recipe.task in ("causal-lm", "seq2seq", "masked-lm"):
         raise ValueError(f"loss.class_weights is for classes, and {recipe.task} predicts tokens; leave it out")
     check_compatibility(recipe, task)

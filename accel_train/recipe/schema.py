@@ -136,6 +136,14 @@ class Loss(Section):
     configuration. `router_aux_loss` in metrics.jsonl omits the coefficient. With gradient accumulation, it costs one
     more forward per micro-batch.
     """
+    z_loss: NonNegativeFloat = Field(default=0.0, examples=[1e-4])
+    """causal-lm: coefficient of the z-loss, coefficient * logsumexp(logits)^2 for each target (PaLM, section 5). It
+    keeps logits from drifting, and is part of the training loss. Evaluation does not use it.
+    """
+    logit_softcap: PositiveFloat | None = Field(default=None, examples=[30.0])
+    """causal-lm: cap of the logits, cap * tanh(logits / cap), in training, evaluation, and generation. It is written to
+    the model's configuration as `final_logit_softcapping`, so only models with this field (Gemma 2 and 3) support it.
+    """
 
 
 class Batch(Section):

@@ -78,6 +78,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "lora": {"model": {"config": UNTIED, "lora": {"rank": 2}}},
     "checkpointing": {"precision": {"gradient_checkpointing": True}},
     "smoothing": {"loss": {"label_smoothing": 0.1}},
+    "z-loss": {"loss": {"z_loss": 0.01}},
+    "z-loss of packed documents": {"loss": {"z_loss": 0.01}, "data": {"mask_documents": True}},
 }
 
 

@@ -188,3 +188,55 @@ def test_documents_are_not_masked_where_that_would_switch_off_a_window_of_attent
     task = CausalLM()
     with pytest.raises(ValueError, match=r"attends within 8 tokens; use data.sequence_length up to 8"):
         task.build_model(recipe, task.load_data(recipe, progress=False))
+
+
+def test_a_softcap_is_in_the_saved_configuration_and_bounds_the_logits_of_the_saved_model(tmp_path: Path) -> None:
+    write_corpus(tmp_path)
+    model = {"config": {"model_type": "gemma2", **SIZES, "vocab_size": 320}}
+    sections: dict[str, Any] = {"task": "causal-lm", "model": model}
+    recipe = Recipe.model_validate(recipe_dict(tmp_path, **sections, loss={"logit_softcap": 0.25}))
+    task = CausalLM()
+    data = task.load_data(recipe, progress=False)
+    built = task.build_model(recipe, data)
+    built.get_output_embeddings().weight.data.mul_(100)
+    task.save_description(built, data, tmp_path / "model")
+    built.save_pretrained(tmp_path / "model")
+    saved, tokens = AutoModelForCausalLM.from_pretrained(tmp_path / "model").eval(), torch.arange(1, 9)[None]
+    assert saved.config.final_logit_softcapping == 0.25
+    with torch.no_grad():
+        capped = saved(tokens).logits
+        assert torch.equal(causal_lm.next_token_logits(built.eval(), {"input_ids": tokens}), capped)
+        saved.config.final_logit_softcapping = None
+        free = saved(tokens).logits
+    assert free.abs().max() > 1
+    assert torch.allclose(capped, 0.25 * torch.tanh(free / 0.25), atol=1e-6)
+
+
+def test_a_softcap_that_the_saved_model_would_not_apply_is_refused(tmp_path: Path) -> None:
+    recipe = Recipe.model_validate(recipe_dict(tmp_path, task="causal-lm", loss={"logit_softcap": 30.0}))
+    refused(CausalLM().prove, recipe, named="loss.logit_softcap|final_logit_softcapping|gemma2")
+    sections: dict[str, Any] = {"task": "masked-lm", "model": {"config": {"model_type": "bert"}}}
+    for name in ("logit_softcap", "z_loss"):
+        recipe = Recipe.model_validate(recipe_dict(tmp_path, **sections, loss={name: 1.0}))
+        refused(check_recipe, recipe, named=f"loss.{name}|masked-lm")
+    gemma2 = {"config": {"model_type": "gemma2"}, "lora": {"rank": 2, "merge": False}}
+    sections = {"task": "causal-lm", "model": gemma2, "loss": {"logit_softcap": 1.0}}
+    refused(
+        check_recipe,
+        Recipe.model_validate(recipe_dict(tmp_path, **sections)),
+        named="loss.logit_softcap|adapter/|merge",
+    )
+
+
+def test_z_loss_is_added_in_training_and_not_in_evaluation(task_and_data: tuple[CausalLM, Recipe, TaskData]) -> None:
+    task, recipe, data = task_and_data
+    model, batch = task.build_model(recipe, data), dict(data.collate([data.train[0], data.train[1]]))
+    batch["labels"][:, :3] = -100
+    before = [task.loss_sum(model.train(is_training), batch).detach() for is_training in (True, False)]
+    task.z_loss = 0.5
+    after = [task.loss_sum(model.train(is_training), batch).detach() for is_training in (True, False)]
+    with torch.no_grad():
+        logits = causal_lm.next_token_logits(model, batch)[batch["labels"] != -100].double()
+    added = 0.5 * float(logits.exp().sum(-1).log().square().sum())
+    assert float(after[0] - before[0]) == pytest.approx(added, rel=1e-5)
+    assert after[1] == before[1]

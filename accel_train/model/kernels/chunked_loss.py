@@ -48,15 +48,17 @@ them.
 """
 
 
-def summed_loss(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Return the fp32 cross-entropy summed over the labels that are not -100."""
-    return cross_entropy(
-        logits.flatten(0, 1).float(),
-        labels.flatten(),
-        ignore_index=IGNORED_LABEL,
-        reduction="sum",
-        label_smoothing=label_smoothing,
-    )
+def summed_loss(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Tensor:
+    """Return the fp32 cross-entropy summed over the labels that are not -100.
+
+    With a z-loss of c, each of these labels adds c * logsumexp(logits)^2.
+    """
+    logits, labels = logits.flatten(0, 1).float(), labels.flatten()
+    loss = cross_entropy(logits, labels, ignore_index=IGNORED_LABEL, reduction="sum", label_smoothing=label_smoothing)
+    if not z_loss:
+        return loss
+    squares = logits.logsumexp(1).square()
+    return loss + z_loss * squares.masked_fill(labels == IGNORED_LABEL, 0).sum()
 
 
 def choose_chunking(requested: bool | str, model: nn.Module, tp_size: int) -> Choice[bool]:
@@ -144,6 +146,7 @@ def chunked_loss(
     label_smoothing: float = 0.0,
     chunk_rows: int | None = None,
     *,
+    z_loss: float = 0.0,
     compiled: bool = False,
 ) -> Tensor:
     """Sum the cross-entropy of `head(hidden)` over the labels that are not -100: 0-dim, softmax and sums in fp32.
@@ -154,6 +157,7 @@ def chunked_loss(
         hidden: (B, T, H) hidden states.
         labels: (B, T) token ids.
         chunk_rows: positions in a chunk; default: `rows_at_once`.
+        z_loss: coefficient of logsumexp(logits)^2, added for each label that is not -100.
         compiled: let torch.compile fuse what is computed for each logit, on a GPU where one process holds them all.
     """
     if not torch.is_grad_enabled():
@@ -163,7 +167,7 @@ def chunked_loss(
     def forward(hidden: Tensor, labels: Tensor) -> Any:
         weight, bias, held = held_rows(head)
         is_fused = compiled and hidden.is_cuda and held.group is None
-        return _ChunkedLoss.apply(hidden, weight, bias, labels, label_smoothing, rows, held, is_fused)
+        return _ChunkedLoss.apply(hidden, weight, bias, labels, (label_smoothing, z_loss), rows, held, is_fused)
 
     loss: Tensor = _call_with(forward, head, hidden, labels)
     return loss
@@ -218,8 +222,8 @@ def _call_with(forward: Callable[[Tensor, Tensor], Any], head: nn.Linear, hidden
 class _ChunkedLoss(torch.autograd.Function):
     """Differentiable loss in chunks, 0-dim fp32.
 
-    Inputs: hidden (N, H), weight (held rows, H), bias (held rows,) or None, labels (N,), smoothing, positions per
-    chunk, the held rows, and whether torch.compile fuses the work for each logit.
+    Inputs: hidden (N, H), weight (held rows, H), bias (held rows,) or None, labels (N,), (smoothing, z-loss), positions
+    per chunk, the held rows, and whether torch.compile fuses the work for each logit.
     """
 
     @staticmethod
@@ -229,7 +233,7 @@ class _ChunkedLoss(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
-        smoothing: float,
+        terms: tuple[float, float],
         rows: int,
         held: HeldRows,
         is_fused: bool,
@@ -246,7 +250,7 @@ class _ChunkedLoss(torch.autograd.Function):
             for part in _parts(labels, rows):
                 of_hidden = None if sums[0] is None else sums[0][part]
                 total += _add_chunk(
-                    hidden[part], (*head, held), labels[part], smoothing, [of_hidden, *sums[1:]], differentiate
+                    hidden[part], (*head, held), labels[part], terms, [of_hidden, *sums[1:]], differentiate
                 )
         if sums[0] is not None:
             # Each process has the gradients from its own tokens only.
@@ -273,7 +277,7 @@ def _add_chunk(
     hidden: Tensor,
     head: tuple[Tensor, Tensor | None, HeldRows],
     labels: Tensor,
-    smoothing: float,
+    terms: tuple[float, float],
     sums: list[Tensor | None],
     differentiate: Callable[..., tuple[Tensor, Tensor]],
 ) -> Tensor:
@@ -283,7 +287,7 @@ def _add_chunk(
     is_ignored = labels == IGNORED_LABEL
     # A position that is ignored has finite logits, and adds nothing to the gradient of the weights.
     hidden = hidden.to(weight.dtype).masked_fill(is_ignored, 0)
-    losses, gradient = differentiate(_logits(hidden, weight, bias), labels, held, smoothing, weight.dtype)
+    losses, gradient = differentiate(_logits(hidden, weight, bias), labels, held, terms, weight.dtype)
     of_hidden, of_weight, of_bias = sums
     if of_bias is not None:
         of_bias += product((~is_ignored).to(gradient.dtype).t(), gradient)[0]
@@ -295,21 +299,34 @@ def _add_chunk(
 
 
 def _differentiate(
-    logits: Tensor, labels: Tensor, held: HeldRows, smoothing: float, dtype: torch.dtype
+    logits: Tensor, labels: Tensor, held: HeldRows, terms: tuple[float, float], dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Return the losses of a chunk (N, 1), and the gradient of its logits (N, held rows) in `dtype`, scaled for fp16.
 
     Every pass over the logits costs time, so there are as few as torch's operators allow. The gradient at ignored
     positions is not 0.
+
+    Args:
+        terms: label smoothing, and the coefficient of the z-loss.
     """
+    smoothing, z_loss = terms
     targets, is_here = held.find(labels)
-    log_probabilities, of_target, mean = _log_softmax(logits, labels, held, smoothing)
+    log_probabilities, of_target, mean, log_sum = _log_softmax(logits, labels, held, smoothing)
     del logits
     scale, even = GRADIENT_SCALE.get(dtype, 1.0), smoothing / held.vocabulary
+    losses, probability = _losses(of_target, mean, labels, held, smoothing), of_target.exp()
+    if z_loss:
+        losses = losses + (z_loss * log_sum.square()).masked_fill(labels == IGNORED_LABEL, 0)
+        # The gradient of logsumexp is the probabilities, as in the cross-entropy.
+        grown = 1 + 2 * z_loss * log_sum
+        probability = probability * grown
     # In fp32, because a difference of rounded numbers would be wrong by up to their rounding.
-    at_target = (of_target.exp() + (smoothing - 1 - even)) * scale
-    if dtype == log_probabilities.dtype or smoothing or scale != 1 or log_probabilities.device.type == "cpu":
+    at_target = (probability + (smoothing - 1 - even)) * scale
+    is_wide = dtype == log_probabilities.dtype or log_probabilities.device.type == "cpu"
+    if is_wide or smoothing or z_loss or scale != 1:
         gradient = log_probabilities.exp_()
+        if z_loss:
+            gradient.mul_(grown)
         if smoothing:
             gradient.sub_(even)
         if scale != 1:
@@ -320,7 +337,7 @@ def _differentiate(
         gradient = torch.exp(log_probabilities, out=torch.empty_like(log_probabilities, dtype=dtype))
     at_target = at_target.to(gradient.dtype).where(is_here, gradient.gather(1, targets))
     gradient = gradient.scatter_(1, targets, at_target).to(dtype)
-    return _losses(of_target, mean, labels, held, smoothing), gradient
+    return losses, gradient
 
 
 @cache
@@ -337,23 +354,26 @@ def fused_differentiate() -> Callable[..., tuple[Tensor, Tensor]]:
     return differentiate
 
 
-def _log_softmax(logits: Tensor, labels: Tensor, held: HeldRows, smoothing: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the log-probabilities of the held rows and of the labels (N, 1), and the means over the vocabulary.
+def _log_softmax(
+    logits: Tensor, labels: Tensor, held: HeldRows, smoothing: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the log-probabilities of the held rows and of the labels (N, 1), their means, and the log of the sums.
 
-    Without smoothing, the means are not computed. The memory of `logits` may be used again.
+    Without smoothing, the means over the vocabulary are not computed. The memory of `logits` may be used again.
     """
     targets, is_here = held.find(labels)
     if held.group is None:
         log_probabilities = torch.log_softmax(logits, 1)
         of_target = log_probabilities.gather(1, targets)
-        return log_probabilities, of_target, log_probabilities.mean(1, keepdim=True) if smoothing else of_target
+        mean = log_probabilities.mean(1, keepdim=True) if smoothing else of_target
+        return log_probabilities, of_target, mean, logits.gather(1, targets) - of_target
     largest = held.largest(logits.amax(1, keepdim=True))
     totals = (logits - largest).exp_().sum(1, keepdim=True)
     of_target = logits.gather(1, targets).where(is_here, 0)
     mean = logits.sum(1, keepdim=True) / held.vocabulary if smoothing else of_target
     totals, of_target, mean = held.summed(totals, of_target, mean)
     shift = largest + totals.log()
-    return logits.sub_(shift), of_target - shift, mean - shift
+    return logits.sub_(shift), of_target - shift, mean - shift, shift
 
 
 def _losses(of_target: Tensor, mean: Tensor, labels: Tensor, held: HeldRows, smoothing: float) -> Tensor:
@@ -387,7 +407,7 @@ def _count(hidden: Tensor, head: tuple[Tensor, Tensor | None], held: HeldRows, l
     largest = held.largest(own)
     # If several tokens are equally likely, take the first.
     token = held.smallest((token + held.first).where(own == largest, held.vocabulary))
-    _, of_target, mean = _log_softmax(logits, labels, held, 0.0)
+    _, of_target, mean, _ = _log_softmax(logits, labels, held, 0.0)
     return _losses(of_target, mean, labels, held, 0.0).sum(), (token == labels).sum()
 
 

@@ -58,7 +58,7 @@ class Forward(NamedTuple):
     attention_arguments: Callable[[Recipe, PreTrainedConfig], dict[str, str]]
     logits: Callable[[nn.Module, Batch, bool], Tensor]
     hidden_states: Callable[[nn.Module, Batch, bool], Tensor]
-    loss_sum: Callable[[Tensor, Tensor, float], Tensor]
+    loss_sum: Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -346,15 +346,16 @@ class _Probe:
             # Training uses whole logits.
             return None
         batch, head = self.plain, self.trained.get_output_embeddings()
-        labels, smoothing = batch["labels"], self.recipe.loss.label_smoothing
+        labels, smoothing, z_loss = batch["labels"], self.recipe.loss.label_smoothing, self.recipe.loss.z_loss
 
         def own() -> Tensor:
             logits = self.trained(input_ids=batch["input_ids"], use_cache=False).logits
-            return self.forward.loss_sum(logits, labels, smoothing)
+            return self.forward.loss_sum(logits, labels, smoothing, z_loss)
 
         def in_chunks() -> Tensor:
             hidden = self.forward.hidden_states(self.trained, batch, self.compiled)
-            return chunked_loss.chunked_loss(head, hidden, labels, smoothing, chunk_rows=max(1, labels.numel() // 3))
+            rows = max(1, labels.numel() // 3)
+            return chunked_loss.chunked_loss(head, hidden, labels, smoothing, rows, z_loss=z_loss)
 
         return _difference_of_losses(self.trained, own, self.trained, in_chunks)
 

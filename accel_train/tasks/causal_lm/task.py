@@ -48,6 +48,9 @@ from accel_train.tasks.causal_lm.probe import Forward, prove
 from accel_train.tasks.causal_lm.rows import rows_as_samples, shares_windows
 from accel_train.tasks.common.vocabulary import fields_with_vocabulary, padded_vocab_size
 
+SOFTCAP = "final_logit_softcapping"
+"""Field of a transformers configuration: the cap of the logits, applied as cap * tanh(logits / cap)."""
+
 
 class CausalLM(Task):
     """Pretrain a GPT-style model, continue training pretrained weights, or fine-tune on completions or chats."""
@@ -63,6 +66,7 @@ class CausalLM(Task):
     chunked: bool | str = "auto"
     """Setting `loss.chunked`."""
     label_smoothing = 0.0
+    z_loss = 0.0
     compiled = False
     """Whether `precision.compile` is on."""
     fuses_loss = False
@@ -83,11 +87,13 @@ class CausalLM(Task):
             return {}
         fields = recipe.model.config
         config = pretrained_config(recipe) if fields is None else AutoConfig.for_model(**fields)
+        cap_logits(config, recipe.loss.logit_softcap)
         return prove(recipe, config, FORWARD)
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
         """Read windows of the recipe's text, tokenized once and reused, or load rows of `data.format`."""
         self.chunked, self.label_smoothing = recipe.loss.chunked, recipe.loss.label_smoothing
+        self.z_loss = recipe.loss.z_loss
         tokenizer_notes = []
         if recipe.tokenizer == "auto" and recipe.model.pretrained is not None:
             tokenizer_notes = [f"tokenizer: that of {recipe.model.pretrained}, with which the model was trained"]
@@ -153,7 +159,8 @@ class CausalLM(Task):
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the fp32 cross-entropy summed over the labels that are not -100.
 
-        In training, add label smoothing (`loss.label_smoothing`) and the router loss (`loss.router_aux`).
+        In training, add label smoothing (`loss.label_smoothing`), the z-loss (`loss.z_loss`), and the router loss
+        (`loss.router_aux`).
         """
         # The model's own loss is not used: transformers divides it by the tokens of the micro-batch, and its code for
         # GPT-2 warns in the middle of the graph.
@@ -172,13 +179,13 @@ class CausalLM(Task):
 
     def cross_entropy_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the cross-entropy summed over the labels, without the router loss."""
-        labels, smoothing = batch["labels"], self.label_smoothing if model.training else 0.0
+        labels = batch["labels"]
+        smoothing, z_loss = (self.label_smoothing, self.z_loss) if model.training else (0.0, 0.0)
         head = self.head_for_chunks(model, labels.numel())
         if head is None:
-            return summed_loss(next_token_logits(model, batch, self.compiled), labels, smoothing)
-        return chunked_loss(
-            head, hidden_states(model, batch, self.compiled), labels, smoothing, compiled=self.fuses_loss
-        )
+            return summed_loss(next_token_logits(model, batch, self.compiled), labels, smoothing, z_loss)
+        hidden = hidden_states(model, batch, self.compiled)
+        return chunked_loss(head, hidden, labels, smoothing, z_loss=z_loss, compiled=self.fuses_loss)
 
     def head_for_chunks(self, model: nn.Module, num_positions: int) -> nn.Linear | None:
         """Return the output layer if the loss of `num_positions` is computed in chunks, or None to use whole logits."""
@@ -314,6 +321,7 @@ def model_config(recipe: Recipe, vocab_size: int, separator_id: int) -> PreTrain
         for name in ("bos_token_id", "eos_token_id"):
             fields.setdefault(name, separator_id)
         config = AutoConfig.for_model(**fields)
+    cap_logits(config, recipe.loss.logit_softcap)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not section.trust_remote_code:
         raise ValueError(
             f"model type {config.model_type!r} is not a causal language model of transformers; gpt2 and llama are"
@@ -326,6 +334,24 @@ def model_config(recipe: Recipe, vocab_size: int, separator_id: int) -> PreTrain
             f"lower it to {positions}, or raise n_positions or max_position_embeddings in model.config"
         )
     return config
+
+
+def cap_logits(config: PreTrainedConfig, softcap: float | None) -> None:
+    """Write `loss.logit_softcap`, if set, into a configuration. The model's own forward applies it.
+
+    Raises:
+        ValueError: the model type has no such field, so the saved model would not cap its logits.
+    """
+    text = config.get_text_config()
+    if softcap is None:
+        return
+    if not hasattr(text, SOFTCAP):
+        raise ValueError(
+            f"loss.logit_softcap={softcap:g}: the configuration of {config.model_type} has no {SOFTCAP}, so "
+            "transformers would not apply the cap to the saved model. Leave it out, or use a model with this field, "
+            "for example gemma2"
+        )
+    setattr(text, SOFTCAP, softcap)
 
 
 def attention_arguments(recipe: Recipe, config: PreTrainedConfig) -> dict[str, str]:

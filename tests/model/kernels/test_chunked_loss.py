@@ -127,6 +127,32 @@ def test_loss_and_gradients_in_fp32_are_within_1e_6_of_fp64(
     assert max(errors(found, exact)) < 1e-6
 
 
+@pytest.mark.parametrize("how", ["whole logits", "in chunks", "in chunks with ignored positions", "fused"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("bias", [False, True])
+def test_z_loss_and_its_gradients_in_fp32_are_within_1e_6_of_fp64(how: str, smoothing: float, bias: bool) -> None:
+    z_loss = 0.03
+    head, hidden, labels = case(bias=bias, ignored=31)
+
+    def exactly(head: nn.Linear, hidden: Tensor, labels: Tensor, smoothing: float) -> Tensor:
+        logits = head(hidden)[labels != -100]
+        cross = in_fp64(head, hidden, labels, smoothing)
+        return cross + z_loss * logits.exp().sum(-1).log().pow(2).sum()
+
+    def ours(head: nn.Linear, hidden: Tensor, labels: Tensor, smoothing: float) -> Any:
+        if how == "whole logits":
+            return summed_loss(head(hidden), labels, smoothing, z_loss)
+        if how == "in chunks":
+            return chunked_loss(head, hidden, labels, smoothing, 7, z_loss=z_loss)
+        arguments = (hidden.flatten(0, 1), head.weight, head.bias, labels.flatten(), (smoothing, z_loss), 7)
+        return _ChunkedLoss.apply(*arguments, HeldRows(VOCABULARY, VOCABULARY), how == "fused")
+
+    exact = gradients(exactly, copy.deepcopy(head).double(), hidden.double(), labels, smoothing)
+    without = gradients(in_fp64, copy.deepcopy(head).double(), hidden.double(), labels, smoothing)
+    assert min(errors(without, exact)) > 0.01, "the z-loss is large enough to be seen"
+    assert max(errors(gradients(ours, head, hidden, labels, smoothing), exact)) < 1e-6
+
+
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_ignored_positions_that_are_not_left_out_count_nothing(
@@ -137,14 +163,15 @@ def test_ignored_positions_that_are_not_left_out_count_nothing(
     exact = gradients(in_fp64, copy.deepcopy(head).double(), hidden.double(), labels, smoothing)
 
     def as_on_a_gpu(head: nn.Linear, hidden: Tensor, labels: Tensor, smoothing: float) -> Any:
-        arguments = (hidden.flatten(0, 1), head.weight, head.bias, labels.flatten(), smoothing, 7)
+        arguments = (hidden.flatten(0, 1), head.weight, head.bias, labels.flatten(), (smoothing, 0.0), 7)
         held = HeldRows(VOCABULARY, VOCABULARY)
         return _ChunkedLoss.apply(*arguments, held, fused)
 
     assert max(errors(gradients(as_on_a_gpu, head, hidden, labels, smoothing), exact)) < 1e-6
 
 
-def test_a_fused_loss_is_compiled_once_for_every_number_of_positions() -> None:
+@pytest.mark.parametrize("terms", [(0.0, 0.0), (0.1, 0.01)], ids=["cross-entropy", "smoothing and z-loss"])
+def test_a_fused_loss_is_compiled_once_for_every_number_of_positions(terms: tuple[float, float]) -> None:
     torch._dynamo.reset()
     fused_differentiate.cache_clear()
     head, hidden, labels = case(bias=False, ignored=9)
@@ -152,8 +179,8 @@ def test_a_fused_loss_is_compiled_once_for_every_number_of_positions() -> None:
     with torch._dynamo.config.patch(error_on_recompile=True):
         for rows in (5, 17, 3, 64):
             logits, targets = head(hidden.flatten(0, 1)[:rows]).detach(), labels.flatten()[:rows, None]
-            found = fused_differentiate()(logits.clone(), targets, held, 0.0, torch.bfloat16)
-            plainly = module._differentiate(logits.clone(), targets, held, 0.0, torch.bfloat16)
+            found = fused_differentiate()(logits.clone(), targets, held, terms, torch.bfloat16)
+            plainly = module._differentiate(logits.clone(), targets, held, terms, torch.bfloat16)
             assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, plainly, strict=True))
 
 
@@ -215,7 +242,7 @@ def test_a_label_that_is_no_token_is_refused_and_on_a_device_makes_the_loss_nan(
         with pytest.raises(DataError, match=rf"a label is {label}, .* from 0 to 210, or -100"):
             compute(head, hidden, labels)  # type: ignore[operator]
     inputs = [hidden.flatten(0, 1), head.weight, head.bias, labels.flatten()]
-    assert _ChunkedLoss.apply(*inputs, 0.0, 16, HeldRows(VOCABULARY, VOCABULARY), False).isnan()
+    assert _ChunkedLoss.apply(*inputs, (0.0, 0.0), 16, HeldRows(VOCABULARY, VOCABULARY), False).isnan()
 
 
 def test_every_checked_class_is_compared() -> None:
@@ -401,7 +428,7 @@ def test_the_loss_is_fused_with_torchs_default_backend_alone(
     recipe = Recipe.model_validate(recipe_dict(tmp_path, task="causal-lm", precision=precision))
     asked = []
 
-    def see(*_: Any, compiled: bool) -> Tensor:
+    def see(*_: Any, z_loss: float, compiled: bool) -> Tensor:
         asked.append(compiled)
         return torch.zeros(())
 
