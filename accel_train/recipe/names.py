@@ -19,28 +19,84 @@ from accel_train.recipe.yaml_core import Key, is_number, show
 
 OTHER_NAMES = {
     "lr": "optimizer.learning_rate",
+    "optim": "optimizer.name",
+    "wd": "optimizer.weight_decay",
+    "adam_epsilon": "optimizer.eps",
+    "grad_clip": "optimizer.max_grad_norm",
+    "clip_grad": "optimizer.max_grad_norm",
+    "gradient_clip_val": "optimizer.max_grad_norm",
     "batch_size": "batch.global_batch_size",
     "accumulation_steps": "batch.gradient_accumulation_steps",
+    "grad_accum": "batch.gradient_accumulation_steps",
+    "accumulate_grad_batches": "batch.gradient_accumulation_steps",
+    "micro_batch_size": "batch.per_device_batch_size",
+    "train_batch_size": "batch.per_device_batch_size",
     "per_device_train_batch_size": "batch.per_device_batch_size",
+    "eval_batch_size": "batch.per_device_eval_batch_size",
     "epochs": "schedule.num_epochs",
     "num_train_epochs": "schedule.num_epochs",
+    "steps": "schedule.max_steps",
+    "max_iters": "schedule.max_steps",
+    "num_steps": "schedule.max_steps",
     "lr_scheduler_type": "schedule.type",
-    "grad_clip": "optimizer.max_grad_norm",
+    "scheduler": "schedule.type",
+    "schedule.name": "schedule.type",
+    "model.name": "model.pretrained",
     "fp16": "precision.mixed_precision",
     "bf16": "precision.mixed_precision",
     "fp8": "precision.mixed_precision",
+    "activation_checkpointing": "precision.gradient_checkpointing",
+    "full_determinism": "precision.deterministic",
+    "use_liger_kernel": "model.fused_kernels",
     "block_size": "data.sequence_length",
+    "max_seq_length": "data.sequence_length",
+    "seq_len": "data.sequence_length",
+    "context_length": "data.sequence_length",
+    "dataset_text_field": "data.text_column",
+    "val_split": "data.eval_fraction",
+    "val_size": "data.eval_fraction",
+    "test_size": "data.eval_fraction",
+    "validation_file": "data.eval",
+    "workers": "data.num_workers",
     "load_best_model": "checkpoint.load_best_model_at_end",
     "label_smoothing_factor": "loss.label_smoothing",
-    "max_seq_length": "data.sequence_length",
     "save_steps": "checkpoint.every_steps",
+    "save_interval": "checkpoint.every_steps",
     "save_total_limit": "checkpoint.keep",
     "eval_steps": "evaluate.every_steps",
+    "eval_interval": "evaluate.every_steps",
     "logging_steps": "log.every_steps",
+    "log_interval": "log.every_steps",
+    "log_every_n_steps": "log.every_steps",
     "report_to": "log.trackers",
+    "logger": "log.trackers",
+    "name": "output_dir",
+    "run_name": "output_dir",
+    "run_dir": "output_dir",
+    "experiment_name": "output_dir",
+    "outdir": "output_dir",
+    "default_root_dir": "output_dir",
+    "seed_everything": "seed",
 }
 """Settings by their names in other trainers."""
-LEAST_NEARNESS = 0.6
+WITHOUT_EQUAL = {
+    "beta1",
+    "beta2",
+    "dropout",
+    "eval_delay",
+    "eval_packing",
+    "eval_strategy",
+    "fsdp_config",
+    "hub_strategy",
+    "logging_strategy",
+    "min_lr",
+    "num_nodes",
+    "optim_target_modules",
+    "save_strategy",
+    "tags",
+}
+"""Names in other trainers that are close to a setting here with another meaning."""
+LEAST_NEARNESS = 0.7
 """Smallest similarity (difflib's ratio) of a suggested name."""
 
 
@@ -135,8 +191,10 @@ def nearest_names(name: str) -> list[str]:
     """Return the settings that a mistyped or misplaced name may mean, best first; several only if equally near."""
     parts = name.replace("-", "_").split(".")
     name, field = ".".join(parts), parts[-1]
-    if field in OTHER_NAMES:
-        return [OTHER_NAMES[field]]
+    if known := OTHER_NAMES.get(name) or OTHER_NAMES.get(field):
+        return [known]
+    if name in WITHOUT_EQUAL:
+        return []
     scores = _nearness(name, recipe_names())
     for free in free_names():
         depth = free.count(".") + 1
