@@ -14,7 +14,7 @@ from accel_train.model.kernels import chunked_loss, toy
 from accel_train.recipe.schema import Recipe
 from accel_train.tasks.causal_lm import probe
 from accel_train.tasks.causal_lm import task as causal_lm
-from accel_train.tasks.causal_lm.probe import CHECKPOINTING, CHUNKED, DOCUMENTS, ROWS, SAME, examine, prove
+from accel_train.tasks.causal_lm.probe import CAP, CHECKPOINTING, CHUNKED, DOCUMENTS, ROWS, SAME, examine, prove
 from accel_train.tasks.causal_lm.task import FORWARD, CausalLM
 from benchmarks import families
 from tests.support.runs import LLAMA, recipe_dict
@@ -54,6 +54,17 @@ def test_positions_that_do_not_restart_are_seen(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(causal_lm, "model_inputs", lambda *given: {**kept(*given), "position_ids": None})
     recipe = recipe_of(tmp_path, {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2})
     assert measured(recipe, DOCUMENTS).differences[DOCUMENTS] > 1e-2
+
+
+def test_a_model_that_does_not_apply_the_cap_of_its_logits_is_refused(tmp_path: Path) -> None:
+    assert measured(recipe_of(tmp_path, {"model_type": "gemma2"}), CAP).differences[CAP] <= SAME
+    # The language model inside of Gemma 3 applies the cap, and the model with images does not.
+    recipe = recipe_of(tmp_path, {"model_type": "gemma3"}, loss={"logit_softcap": 30.0}, data={"mask_documents": False})
+    assert measured(recipe, CAP).differences[CAP] > 0.1
+    with pytest.raises(SettingError) as caught:
+        CausalLM().prove(recipe)
+    assert caught.value.settings == ("loss.logit_softcap",)
+    assert caught.value.problem.startswith("Gemma3ForConditionalGeneration ")
 
 
 def test_a_wrong_loss_in_chunks_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,9 +45,11 @@ LONGEST = 256
 """Maximum tokens of a probe's windows. From this length on, a CPU attends to each document separately."""
 MOST_ROUNDING = 1e-4
 """Upper limit for the rounding of a model whose own forward pass rounds a lot. Leaks are 1e-1 and larger."""
-DOCUMENTS, ROWS, FORWARD, CHUNKED, CHECKPOINTING = CHECKS = (
-    "packed documents", "packed rows", "forward", "chunked loss", "checkpointing"
+DOCUMENTS, CAP, ROWS, FORWARD, CHUNKED, CHECKPOINTING = CHECKS = (
+    "packed documents", "logit cap", "packed rows", "forward", "chunked loss", "checkpointing"
 )  # fmt: skip
+SOFTCAP = "final_logit_softcapping"
+"""Field of a transformers configuration: the cap of the logits, applied as cap * tanh(logits / cap)."""
 
 Batch = Mapping[str, Any]
 
@@ -98,6 +100,7 @@ def checks_of(recipe: Recipe, config: PreTrainedConfig) -> list[str]:
     chunks = recipe.loss.chunked is True or (recipe.loss.chunked == "auto" and is_large)
     wanted = {
         DOCUMENTS: is_text and CausalLMData.of(recipe.data).mask_documents,
+        CAP: recipe.loss.logit_softcap is not None,
         ROWS: not is_text,
         CHUNKED: chunks,
         CHECKPOINTING: recipe.precision.recomputed not in ("nothing", "budget"),
@@ -160,6 +163,13 @@ def _problem(recipe: Recipe, config: PreTrainedConfig, proof: Proof) -> SettingE
             "Set data.mask_documents to false",
             at="data.mask_documents=True",
             settings=("data.mask_documents",),
+        )
+    if CAP in failed:
+        return SettingError(
+            f"{kind} does not apply the {SOFTCAP} of its configuration ({how(CAP)})",
+            "Leave the cap out, or use a model that applies it, for example gemma2",
+            at=f"loss.logit_softcap={recipe.loss.logit_softcap:g}",
+            settings=("loss.logit_softcap",),
         )
     if set(failed) <= set(proof.refused) and len(set(proof.refused.values())) == 1 and FORWARD in failed:
         return None
@@ -247,6 +257,7 @@ class _Probe:
         differences, refused = dict[str, float](), dict[str, str]()
         measures: dict[str, Callable[[], float | None]] = {
             DOCUMENTS: lambda: self._documents(alone),
+            CAP: self._capped,
             ROWS: lambda: self._rows(alone),
             FORWARD: lambda: self._padded(alone),
             CHUNKED: self._chunked,
@@ -290,6 +301,22 @@ class _Probe:
     def _documents(self, alone: Sequence[Tensor]) -> float:
         logits = self._logits(self.packed)
         return _largest_difference([logits[row : row + 1, begin:end] for row, begin, end in self.parts], alone)
+
+    def _capped(self) -> float:
+        """Return the difference between a model with a cap and the capped logits of a model with a huge cap."""
+
+        def logits(cap: float) -> Tensor:
+            config = deepcopy(self.stock.config)
+            setattr(config.get_text_config(), SOFTCAP, cap)
+            model = type(self.stock)(config).eval()
+            model.load_state_dict(self.stock.state_dict())
+            with torch.no_grad():
+                found: Tensor = model(input_ids=torch.as_tensor(self.tokens), use_cache=False).logits
+            return found
+
+        free = logits(1e6)
+        cap = float(free.abs().max()) / 2
+        return _largest_difference([logits(cap)], [cap * torch.tanh(free / cap)])
 
     def _token_rows(self) -> TokenRows:
         tokens = [self.tokens[row, begin : end + 1] for row, begin, end in self.parts]

@@ -44,12 +44,9 @@ from accel_train.recipe.schema import Recipe
 from accel_train.task import Scores, Task, TaskData
 from accel_train.tasks.causal_lm.config import CausalLMData
 from accel_train.tasks.causal_lm.data import prepare_rows
-from accel_train.tasks.causal_lm.probe import Forward, prove
+from accel_train.tasks.causal_lm.probe import SOFTCAP, Forward, prove
 from accel_train.tasks.causal_lm.rows import rows_as_samples, shares_windows
 from accel_train.tasks.common.vocabulary import fields_with_vocabulary, padded_vocab_size
-
-SOFTCAP = "final_logit_softcapping"
-"""Field of a transformers configuration: the cap of the logits, applied as cap * tanh(logits / cap)."""
 
 
 class CausalLM(Task):
@@ -337,7 +334,7 @@ def model_config(recipe: Recipe, vocab_size: int, separator_id: int) -> PreTrain
 
 
 def cap_logits(config: PreTrainedConfig, softcap: float | None) -> None:
-    """Write `loss.logit_softcap`, if set, into a configuration. The model's own forward applies it.
+    """Write `loss.logit_softcap`, if set, into a configuration. The probe checks that the model's forward applies it.
 
     Raises:
         ValueError: the model type has no such field, so the saved model would not cap its logits.
