@@ -20,7 +20,6 @@ Modelled: no process is started. `--only model` and `--only measured` do one of 
 import json
 import os
 import shutil
-import socket
 import statistics
 import sys
 import tempfile
@@ -31,6 +30,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from accel_train.runtime.launcher import free_port
 from benchmarks.common import (
     arguments_of,
     busy_seconds,
@@ -138,9 +138,7 @@ def launch(variant: str, world_size: int, folder: Path, num_steps: int, warmup_s
     Raises:
         RuntimeError: one of them failed.
     """
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        port = str(server.getsockname()[1])
+    port = str(free_port())
     recipe = recipe_of(variant, world_size, folder, num_steps)
     shutil.rmtree(recipe["output_dir"], ignore_errors=True)  # of the round before: it would be gone on with
     pids = []

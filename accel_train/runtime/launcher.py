@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from datetime import timedelta
@@ -25,15 +26,32 @@ LAUNCH_REMEDY = (
 _ports = itertools.cycle(range(20_000 + os.getpid() * 97 % 11_000, 32_000))
 """Each process begins at another one."""
 
+NUM_RESERVED_PORTS = 64
+_reserved: deque[socket.socket] = deque()
+
 
 def free_port() -> int:
-    """Return a free port below the range from which the system assigns ports to outgoing connections."""
+    """Return a free port below the range from which the system assigns ports to outgoing connections.
+
+    The port is reserved for the processes that this one starts: no other process gets it from this function until
+    this process ends or has taken 64 more.
+    """
     while True:
         port = next(_ports)
-        # Binding fails if another program uses the port. Try the next one.
-        with socket.socket() as server, suppress(OSError):
+        server = socket.socket()
+        # Binding fails if another program uses the port, or has reserved it. Try the next one.
+        try:
             server.bind(("127.0.0.1", port))
-            return port
+        except OSError:
+            server.close()
+            continue
+        # A socket that is bound and does not listen keeps a second `bind` away, except one with this option: torch
+        # sets it for the socket that listens.
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        _reserved.append(server)
+        if len(_reserved) > NUM_RESERVED_PORTS:
+            _reserved.popleft().close()
+        return port
 
 
 def note_start() -> None:
