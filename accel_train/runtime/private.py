@@ -156,12 +156,17 @@ def before_reduction(module: Any, look: Callable[[list[tuple[Any, Any]]], None])
 def end_open_forward(module: Any) -> None:
     """End a forward of FSDP2 that called only a part of a group's modules outside of the root's forward.
 
-    The next forward would not wait for the weights, and use those that are still gathered. Uses `FSDPStateContext`,
-    `FSDPModule.reset_iter_state`, torch 2.13.
+    The next forward would not wait for the weights, and use those that are still gathered. Gradients stay, although
+    torch 2.15 drops them. Uses `FSDPStateContext`, `FSDPModule.reset_iter_state`, torch 2.13.
     """
     reset = getattr(module, "reset_iter_state", None)
     if reset is not None and module._get_fsdp_state()._state_ctx.iter_forward_root is not None:
+        # Gathered weights take the place of these in the module.
+        shards = [each.sharded_param for group in _fsdp_groups(module) for each in group.fsdp_params]
+        gradients = [shard.grad for shard in shards]
         reset()
+        for shard, gradient in zip(shards, gradients, strict=True):
+            shard.grad = gradient
 
 
 def drop_partial_sums(module: Any) -> None:
