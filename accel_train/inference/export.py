@@ -31,6 +31,7 @@ from accel_train.inference.finished_run import (
 )
 from accel_train.inference.int8 import int8_tensors, left_alone, put_int8_tensors, quantize_int8, require_torchao
 from accel_train.inference.int8_cost import compare
+from accel_train.inference.model_files import is_known
 from accel_train.model.pretrained import check_weight_files, new_weights
 from accel_train.model.weights import in_bf16
 from accel_train.recipe.schema import Recipe
@@ -39,9 +40,6 @@ from accel_train.task import TASKS
 EXPORT_FILE = "export.json"
 INT8_FILE = "model-int8.safetensors"
 """Name of the int8 file. With `model.safetensors`, `from_pretrained` would leave unknown weights random."""
-COPIED_SUFFIXES = (".safetensors", ".json", ".txt", ".md", ".model", ".spm", ".tiktoken", ".jinja")
-COPIED_NAMES = ("LICENSE", "NOTICE")
-"""Files to copy: weights, configurations, tokenizers and texts, but no pickles (`*.bin`, `*.pt`) and no code."""
 _CODE_BLOCK = re.compile(r"```python\n.*?```\n", re.DOTALL)
 _HOW_TO_LOAD = """
 ## int8
@@ -247,18 +245,12 @@ def copy_known(source: Path, target: Path) -> list[str]:
     left_out: list[str] = []
 
     def unknown(folder: str, names: list[str]) -> list[str]:
-        rest = [name for name in names if name != MARKER and not _is_known(Path(folder, name))]
+        rest = [name for name in names if name != MARKER and not is_known(Path(folder, name))]
         left_out.extend(sorted(str(Path(folder, name).relative_to(source)) for name in rest))
         return [*rest, MARKER]
 
     shutil.copytree(source, target, ignore=unknown, dirs_exist_ok=True)
     return left_out
-
-
-def _is_known(path: Path) -> bool:
-    if path.is_dir():
-        return not path.name.startswith(".")
-    return (path.suffix in COPIED_SUFFIXES and ".bin." not in path.name) or path.name in COPIED_NAMES
 
 
 def _remove_weights(folder: Path) -> None:

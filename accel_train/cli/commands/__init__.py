@@ -7,7 +7,7 @@ from accel_train.cli.command import Command
 from accel_train.cli.commands.finetune import FINETUNE
 from accel_train.cli.commands.recipes import COMPLETION, EXPLAIN, INIT, RECIPES
 from accel_train.cli.commands.rehearse import REHEARSE, VERIFY
-from accel_train.cli.commands.runs import CHAT, DOCTOR, EVALUATE, EXPORT, GENERATE, PREDICT, REPLAY, REPORT, WATCH
+from accel_train.cli.commands.runs import CHAT, DOCTOR, EVALUATE, EXPORT, GENERATE, PREDICT, PUSH, REPLAY, REPORT, WATCH
 from accel_train.cli.commands.sweep import SWEEP
 from accel_train.cli.commands.train import FIND_LR, PLAN, PREPARE, RUN
 
@@ -26,6 +26,7 @@ GROUPS: dict[str, dict[str, Command]] = {
         "generate": GENERATE,
         "chat": CHAT,
         "export": EXPORT,
+        "push": PUSH,
     },
     "see what happened": {"report": REPORT, "watch": WATCH, "replay": REPLAY, "verify": VERIFY},
     "help": {"doctor": DOCTOR, "explain": EXPLAIN, "completion": COMPLETION},

@@ -147,6 +147,29 @@ def _export(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
 
 
 @users_mistakes()
+def _push(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
+    run = Path(arguments.run)
+    with importing_for(run, ()):
+        from accel_train.inference.push import format_push, push_run
+
+    push = push_run(
+        run, arguments.name, private=arguments.private, updates=arguments.update, is_dry_run=arguments.dry_run
+    )
+    print(format_push(push))
+    result: results.PushResult = {
+        "run": str(run),
+        "repository": push.name,
+        "private": push.private,
+        "url": push.url,
+        "files": push.files,
+        "left_out": push.left_out,
+        "kept": push.kept,
+        "card": push.card,
+    }
+    return Outcome(result)
+
+
+@users_mistakes()
 def _report(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
     from accel_train.report.report import write_report
 
@@ -342,6 +365,23 @@ EXPORT = Command(
         },
         "--task": OWN_CODE,
         "--optimizer.name": OWN_CODE,
+    },
+    takes_settings=False,
+    processes="one",
+)
+
+PUSH = Command(
+    _push,
+    "send the model to the Hugging Face Hub, with a card of its scores",
+    {
+        "run": RUN,
+        "name": {"metavar": "NAME", "help": "repository: a name, or owner/name"},
+        "--private": {"action": "store_true", "help": "make the new repository private"},
+        "--update": {
+            "action": "store_true",
+            "help": "add a commit to a repository that has files; the old files stay in its history",
+        },
+        "--dry-run": {"action": "store_true", "help": "print the files and the card, and send nothing"},
     },
     takes_settings=False,
     processes="one",

@@ -22,6 +22,7 @@ RESULTS: Mapping[str, type] = {
     "generate": runs.GenerateResult,
     "chat": runs.ChatResult,
     "export": runs.ExportResult,
+    "push": runs.PushResult,
     "report": runs.ReportResult,
     "watch": runs.WatchResult,
     "replay": runs.ReplayResult,

@@ -43,6 +43,25 @@ class ExportResult(TypedDict):
     """
 
 
+class PushResult(TypedDict):
+    """`push`: the model that was sent to the Hub, or would be."""
+
+    run: str
+    repository: str
+    """Repository, as owner/name. A dry run does not add the owner."""
+    private: bool
+    url: str | None
+    """Address of the commit. Null for a dry run."""
+    files: Mapping[str, int]
+    """Sizes in bytes by path in the repository."""
+    left_out: Sequence[str]
+    """Files of model/ that are not sent: pickles, hidden files, and code that the model does not name."""
+    kept: Sequence[str]
+    """Files that the repository has from before, and this model does not have."""
+    card: str
+    """README.md of the repository."""
+
+
 class GenerateResult(TypedDict):
     """`generate`: a text."""
 

@@ -1,0 +1,217 @@
+"""Push the model of a finished run to the Hugging Face Hub, with a card that has its scores.
+
+The Hub gets one commit: all files, or none.
+"""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from huggingface_hub import CommitOperationAdd, HfApi, ModelCard, get_token
+from huggingface_hub.repocard_data import EvalResult
+from huggingface_hub.utils import validate_repo_id
+
+from accel_train.checkpoint.run_recipe import read_recipe_only
+from accel_train.core.json_io import read_json
+from accel_train.core.ownership import MARKER
+from accel_train.inference.finished_run import check_finished
+from accel_train.inference.model_files import is_known
+from accel_train.observe.run_folder import SUMMARY_FILE, read_summary
+
+CARD = "README.md"
+PIPELINES = {
+    "causal-lm": "text-generation",
+    "image-classification": "image-classification",
+    "masked-lm": "fill-mask",
+    "multiple-choice": "multiple-choice",
+    "object-detection": "object-detection",
+    "question-answering": "question-answering",
+    "semantic-segmentation": "image-segmentation",
+    "sentence-embedding": "sentence-similarity",
+    "seq2seq": "text-generation",
+    "text-classification": "text-classification",
+    "token-classification": "token-classification",
+}
+"""The Hub's name of each task."""
+_FOLDERS = re.compile(r"(?<![\w.:/])(?:~|[A-Za-z]:)?[/\\](?:[^\s/\\`'\"]+[/\\])+")
+"""Folders of an absolute path. A public card has only the last part."""
+Answer = TypeVar("Answer")
+
+
+class Push(NamedTuple):
+    """A push: what it sends, and where it went."""
+
+    name: str
+    """Repository. In a dry run without an owner, it has none here either."""
+    private: bool
+    files: Mapping[str, int]
+    """Sizes in bytes by path in the repository."""
+    left_out: tuple[str, ...]
+    """Files of the model folder that are not sent: pickles, code that the model does not name, hidden files."""
+    card: str
+    url: str | None
+    """Address of the commit; None for a dry run."""
+    kept: tuple[str, ...] = ()
+    """Files that the repository has from before, and the model does not have."""
+
+
+def push_run(
+    folder: Path, name: str, *, private: bool = False, updates: bool = False, is_dry_run: bool = False
+) -> Push:
+    """Send the model of a finished run to the repository `name` (or `owner/name`), in one commit.
+
+    Args:
+        private: make the new repository private.
+        updates: allow a repository that has files. They stay in its history.
+        is_dry_run: only return what would be sent. This needs no network.
+
+    Raises:
+        ValueError: the run has no whole model, the name is invalid, nobody is logged in, the repository has other
+            files, or the Hub refuses. The message names the fix.
+    """
+    check_finished(folder)
+    recipe, source = read_recipe_only(folder), folder / "model"
+    if recipe.model.lora is not None and not recipe.model.lora.merge:
+        raise ValueError(
+            f"{folder} keeps its adapters apart (model.lora.merge: false), and model/ lacks them. Merge them with "
+            f"`accel-train export {folder} --out FOLDER`, then `hf upload {name} FOLDER`"
+        )
+    try:
+        validate_repo_id(name)
+    except ValueError as error:
+        raise ValueError(f"{str(error).rstrip('.')}. Give a name, or owner/name") from error
+    paths, left_out = _files_of(source)
+    card = card_of(folder, name)
+    files = {path: (source / path).stat().st_size for path in paths} | {CARD: len(card.encode())}
+    push = Push(name, private, files, left_out, card, None)
+    return push if is_dry_run else _send(push, source, folder, updates=updates)
+
+
+def _files_of(source: Path) -> tuple[list[str], tuple[str, ...]]:
+    """Return the files of a model folder to send, without the card, and those that are left out."""
+    config = read_json(source / "config.json")
+    code = {str(value).rpartition("--")[2].split(".")[0] for value in (config.get("auto_map") or {}).values()}
+    sent: list[str] = []
+    left_out: list[str] = []
+    for path in sorted(source.rglob("*")):
+        name = path.relative_to(source).as_posix()
+        if path.is_dir() or name in (CARD, MARKER):
+            continue
+        is_hidden = any(part.startswith(".") for part in name.split("/"))
+        is_own_code = path.suffix == ".py" and path.parent == source and path.stem in code
+        (sent if not is_hidden and (is_known(path) or is_own_code) else left_out).append(name)
+    return sent, tuple(left_out)
+
+
+def card_of(folder: Path, name: str) -> str:
+    """Return the model card of a run: that of model/ if it has one, with the scores and the metadata of the Hub."""
+    recipe = read_recipe_only(folder)
+    summary = read_summary(folder) if (folder / SUMMARY_FILE).is_file() else {}
+    path = folder / "model" / CARD
+    pipeline = PIPELINES.get(recipe.task)
+    card = ModelCard(path.read_text(encoding="utf-8") if path.is_file() else _new_card(recipe.task, folder, summary))
+    data: Any = card.data
+    data.library_name = data.library_name or "transformers"
+    data.pipeline_tag = data.pipeline_tag or pipeline
+    data.tags = [*(data.tags or ()), *({"accel_train"} - {*(data.tags or ())})]
+    scores = {
+        key: value
+        for key, value in (summary.get("eval") or {}).items()
+        if isinstance(value, int | float) and math.isfinite(value) and key != "num_targets"
+    }
+    sources = _FOLDERS.sub("", str((summary.get("data") or {}).get("sources", "held-out data")))
+    if scores:
+        data.model_name = name.rpartition("/")[2]
+        data.eval_results = [
+            EvalResult(
+                task_type=data.pipeline_tag or recipe.task,
+                dataset_type="held-out",
+                dataset_name=sources,
+                metric_type=key,
+                metric_value=value,
+            )
+            for key, value in scores.items()
+        ]
+    text = _FOLDERS.sub("", card.text.strip()).replace("path/of/this/folder", name)
+    text = text.replace("The scores are in `summary.json` and `report.html` of the run folder.\n\n", "")
+    # `ModelCard` writes the metadata again.
+    return f"---\n{data.to_yaml()}\n---\n\n{text}\n{_scores_table(scores, summary)}"
+
+
+def _new_card(task: str, folder: Path, summary: Mapping[str, Any]) -> str:
+    config, data = read_json(folder / "model" / "config.json"), summary.get("data") or {}
+    (architecture,) = config.get("architectures") or ["AutoModel"]
+    auto = "AutoModelForCausalLM" if task == "causal-lm" else architecture
+    return (
+        "---\nlibrary_name: transformers\n---\n\n"
+        f"# {folder.absolute().name}\n\n"
+        f"A `{config.get('model_type')}` model, trained with accel_train (task {task}).\n\n"
+        f"- Data: {data.get('sources', 'not recorded')}\n"
+        f"- Steps: {summary.get('steps')}\n\n"
+        f'```python\nfrom transformers import {auto}\n\nmodel = {auto}.from_pretrained("path/of/this/folder")\n```\n'
+    )
+
+
+def _scores_table(scores: Mapping[str, float], summary: Mapping[str, Any]) -> str:
+    if not scores:
+        return ""
+    rows = [f"| {key} | {value:.4g} |" for key, value in scores.items()]
+    rows += [f"| baseline {key} | {value:.4g} |" for key, value in (summary.get("baselines") or {}).items()]
+    return "\n".join(["\n## Scores on the held-out data\n", "| metric | value |", "|---|---|", *rows, ""])
+
+
+def _send(push: Push, source: Path, folder: Path, *, updates: bool) -> Push:
+    token = get_token()
+    if token is None:
+        raise ValueError("no token of the Hugging Face Hub. Log in with `hf auth login`, or set HF_TOKEN")
+    api, name, kept = HfApi(token=token), push.name, set()
+    if "/" not in name:
+        name = f"{_ask(api.whoami)['name']}/{name}"
+        push = push._replace(name=name, card=card_of(folder, name))
+    if _ask(lambda: api.repo_exists(name)):
+        kept = set(_ask(lambda: api.list_repo_files(name))) - {".gitattributes"}
+        if kept and not updates:
+            raise ValueError(
+                f"the repository {name} has {len(kept)} files already. Give another name, or --update to add a commit; "
+                "the old files stay in its history"
+            )
+        if push.private and not _ask(lambda: api.repo_info(name)).private:
+            raise ValueError(
+                f"the repository {name} exists and is public. Make it private on the Hub, or leave out --private"
+            )
+    _ask(lambda: api.create_repo(name, private=push.private, exist_ok=True))
+    files: list[Any] = [CommitOperationAdd(path, source / path) for path in push.files if path != CARD]
+    files.append(CommitOperationAdd(CARD, push.card.encode()))
+    commit = _ask(lambda: api.create_commit(name, files, commit_message=f"Add the model of {folder.absolute().name}"))
+    sizes = {**push.files, CARD: len(push.card.encode())}
+    return push._replace(files=sizes, url=str(commit.commit_url), kept=tuple(sorted(kept - {*push.files})))
+
+
+def _ask(request: Callable[[], Answer]) -> Answer:
+    try:
+        return request()
+    # A network service can raise any error.
+    except Exception as error:
+        said = (str(error).strip().splitlines() or ["no message"])[0]
+        raise ValueError(
+            f"the Hugging Face Hub refused ({type(error).__name__}: {said}). Check the token (`hf auth login`), the "
+            "network, and HF_HUB_OFFLINE"
+        ) from error
+
+
+def format_push(push: Push) -> str:
+    """Return what `push` prints."""
+    kind = "private" if push.private else "public"
+    head = f"{push.name} ({kind}): " + (f"sent, {push.url}" if push.url else "dry run, nothing is sent")
+    width = max(map(len, push.files))
+    sizes = {**push.files, "all": sum(push.files.values())}
+    lines = [head, *(f"  {path:<{width}}  {size:>15,} bytes" for path, size in sizes.items())]
+    if push.left_out:
+        lines.append(f"left out: {', '.join(push.left_out)}")
+    if push.kept:
+        lines.append(f"also there, from before: {', '.join(push.kept)}")
+    if push.url is None:
+        lines += [f"{CARD}:", *(f"  {line}".rstrip() for line in push.card.splitlines())]
+    return "\n".join(lines)
