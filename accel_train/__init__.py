@@ -8,6 +8,7 @@ from accel_train.recipe.loader import Recipe as Recipe
 if TYPE_CHECKING:
     from accel_train.experiments.finetune.start import finetune as finetune
     from accel_train.hf import Seq2SeqTrainer as Seq2SeqTrainer
+    from accel_train.hf import SFTTrainer as SFTTrainer
     from accel_train.hf import Trainer as Trainer
     from accel_train.inference.export import load_exported as load_exported
     from accel_train.tasks.module import ModuleTask as ModuleTask
@@ -19,6 +20,7 @@ __all__ = [
     "ModuleTask",
     "Recipe",
     "RunResult",
+    "SFTTrainer",
     "Seq2SeqTrainer",
     "Trainer",
     "finetune",
@@ -45,7 +47,7 @@ def __getattr__(name: str) -> Any:
         from accel_train.task import load_class
 
         return load_class("task", "accel_train.tasks.module:ModuleTask", "accel_train.task.Task")
-    if name in ("Trainer", "Seq2SeqTrainer"):
+    if name in ("Trainer", "Seq2SeqTrainer", "SFTTrainer"):
         from accel_train import hf
 
         return getattr(hf, name)

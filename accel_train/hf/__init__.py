@@ -7,6 +7,7 @@ from transformers import Seq2SeqTrainingArguments
 
 from accel_train.hf.checkpoints import get_last_checkpoint
 from accel_train.hf.seq2seq import Seq2SeqTrainer
+from accel_train.hf.sft import SFTTrainer
 from accel_train.hf.trainer import Trainer
 
-__all__ = ["Seq2SeqTrainer", "Seq2SeqTrainingArguments", "Trainer", "get_last_checkpoint"]
+__all__ = ["SFTTrainer", "Seq2SeqTrainer", "Seq2SeqTrainingArguments", "Trainer", "get_last_checkpoint"]

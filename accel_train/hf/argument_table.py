@@ -5,7 +5,7 @@ without any effect. Other values raise a ValueError that names the field, its va
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -298,10 +298,10 @@ FIELDS: dict[str, Rule] = {
 }
 
 
-def table() -> str:
-    """Return the table of docs/hf_trainer.md, with a line per field."""
-    lines = ["| TrainingArguments | here | how, or what to do instead |", "|---|---|---|"]
-    for name, rule in FIELDS.items():
+def table(fields: Mapping[str, Rule] = FIELDS, kind: str = "TrainingArguments") -> str:
+    """Return the table of docs/hf_trainer.md for these fields, with a line per field."""
+    lines = [f"| {kind} | here | how, or what to do instead |", "|---|---|---|"]
+    for name, rule in fields.items():
         remedy = f"; other values are refused: {rule.remedy}" if rule.remedy else ""
         lines.append(f"| `{name}` | {rule.kind} | {rule.text}{remedy} |")
     return "\n".join(lines)

@@ -128,7 +128,7 @@ class Trainer:
         super().__init_subclass__(**options)
         if StockTrainer in cls.__mro__:
             problem = "derives from transformers.Trainer too, whose loop would train"
-            remedy = "Derive only from accel_train.Trainer. TRL, sentence-transformers and setfit do not work with it."
+            remedy = "Derive only from accel_train.Trainer (SFTTrainer for TRL's). Other trainers do not work with it."
             raise SettingError(problem, remedy, f"class {cls.__name__}")
 
     @property

@@ -1,0 +1,337 @@
+"""`accel_train.SFTTrainer`: the interface of TRL's SFTTrainer on top of the loop of accel_train.
+
+    from accel_train import SFTTrainer
+    trainer = SFTTrainer("Qwen/Qwen3-0.6B", SFTConfig("out", packing=True), train_dataset=rows)
+    trainer.train()
+
+TRL tokenizes, masks, and packs the rows, so that both trainers see the same tokens. The rest is `accel_train.Trainer`.
+`hf.sft_setup` has the treatment of each field of SFTConfig, and docs/hf_trainer.md the differences from TRL.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sized
+from dataclasses import replace
+from typing import Any
+
+import torch
+from datasets import Dataset, IterableDataset
+from torch import Tensor, nn
+
+from accel_train.core.errors import SettingError
+from accel_train.hf import training
+from accel_train.hf.argument_table import argument_error
+from accel_train.hf.inputs import num_items_in
+from accel_train.hf.sft_setup import (
+    check_adapter,
+    collator_for,
+    config_of,
+    label_log_probs,
+    loaded,
+    prepare_forward,
+    router_weight,
+    tokenizer_of,
+    with_adapter,
+    with_chat_template,
+)
+from accel_train.hf.trainer import Trainer
+
+LOG = logging.getLogger(__name__)
+KINDS = {"input_ids": "tokens", "messages": "chat", "conversations": "chat", "prompt": "pair", "completion": "pair"}
+"""Kinds of rows by column. The kind of the text column is `text`."""
+PREFERENCES = ("chosen", "rejected")
+
+
+class SFTTrainer(Trainer):
+    """Trains a causal language model with the arguments of `trl.SFTTrainer`.
+
+    Raises:
+        SettingError: an argument, a combination, or the data are not supported. The message names the remedy.
+    """
+
+    args: Any
+    aux_weight = 0.0
+    """Weight of the router loss of a mixture-of-experts model."""
+
+    def __init__(
+        self,
+        model: Any,
+        args: Any = None,
+        data_collator: Callable[[list[Any]], Any] | None = None,
+        train_dataset: Any = None,
+        eval_dataset: Any = None,
+        processing_class: Any = None,
+        compute_loss_func: Callable[..., Tensor] | None = None,
+        compute_metrics: Callable[..., dict[str, Any]] | None = None,
+        callbacks: list[Any] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
+        optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
+        preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
+        quantization_config: Any = None,
+        peft_config: Any = None,
+        formatting_func: Callable[[Any], str] | None = None,
+    ) -> None:
+        self.args = args = config_of(args, model)
+        self._formatting_func = formatting_func
+        first = self._check_rows(train_dataset, "train_dataset")
+        parts = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
+        for name, part in parts.items():
+            if part is not None:
+                self._check_rows(part, f"eval_dataset[{name!r}]" if part is not eval_dataset else "eval_dataset")
+        self.padding_free = args.padding_free or args.packing
+        if self.padding_free and data_collator is not None:
+            name = "packing" if args.packing else "padding_free"
+            raise argument_error("needs TRL's collator", "Remove data_collator.", **{name: True})
+        is_pair = KINDS.get("prompt") in kinds_of(first, args.dataset_text_field) and formatting_func is None
+        self.completion_only_loss = is_pair if args.completion_only_loss is None else args.completion_only_loss
+        check_adapter(model, peft_config)
+
+        # Adapters start from the seed, as in TRL.
+        training.seed(args)
+        model, revision = loaded(model, args, quantization_config)
+        processing_class = tokenizer_of(processing_class, model, revision, args)
+        self.processing_class = self._tokenizer = processing_class
+        model, added = with_chat_template(model, processing_class, args)
+        self.chat_template = self._training_template(first)
+        model = with_adapter(model, args, peft_config, added)
+        if data_collator is None:
+            data_collator = collator_for(model, processing_class, args, padding_free=self.padding_free)
+        self._is_fused = prepare_forward(model, args, padding_free=self.padding_free)
+        self.aux_weight = router_weight(model, args)
+        train_dataset = self._prepared(train_dataset, args.packing, "train")
+        if eval_dataset is not None:
+            eval_dataset = self._prepared_evaluation(eval_dataset)
+        super().__init__(
+            model,
+            args,
+            data_collator,
+            train_dataset,
+            eval_dataset,
+            processing_class,
+            compute_loss_func=compute_loss_func,
+            compute_metrics=compute_metrics,
+            callbacks=callbacks,
+            optimizers=optimizers,
+            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+        )
+
+    def _adopt(self, model: nn.Module) -> None:
+        """Set the model. Labels are shifted for every model, and the collator's columns are the data's."""
+        super()._adopt(model)
+        columns = (*self.signature.columns, "seq_lengths")
+        self.signature = replace(self.signature, columns=columns, shifts_labels=True, label_names=("labels",))
+        self.label_names = ["labels"]
+
+    def _training_template(self, first: Mapping[str, Any]) -> str | None:
+        """Return the template that marks the assistant's tokens, or None if the tokenizer's own does or none is needed.
+
+        Raises:
+            SettingError: the rows are not chats, or TRL cannot patch the template.
+        """
+        if not self.args.assistant_only_loss:
+            return None
+        from trl.chat_template_utils import (
+            get_training_chat_template,
+            has_generation_markers,
+            is_chat_template_stop_token_trained,
+        )
+
+        own, template = self.processing_class.chat_template, None
+        if not has_generation_markers(own):
+            try:
+                template = get_training_chat_template(self.processing_class)
+            except ValueError as error:
+                remedy = "Put {% generation %} around the assistant's text and its end token, in chat_template_path."
+                problem = "the chat template does not mark the assistant's text, and TRL does not know it"
+                raise argument_error(problem, remedy, assistant_only_loss=True) from error
+        if not is_chat_template_stop_token_trained(self.processing_class, chat_template=template):
+            self._warn(
+                "the chat template leaves the token that ends the assistant's turn outside {% generation %}, so the "
+                "model does not learn to stop. Put it inside."
+            )
+        return template
+
+    def _warn(self, text: str) -> None:
+        if self.args.process_index == 0:
+            LOG.warning("SFTTrainer: %s", text)
+
+    def _check_rows(self, dataset: Any, at: str) -> Mapping[str, Any]:
+        """Return the first row of a dataset, after checking that its columns are of one known kind.
+
+        Raises:
+            SettingError: the dataset has an unsupported type, no rows, or columns of no kind or of several.
+        """
+        args, settings = self.args, ("train_dataset",)
+        if not isinstance(dataset, Dataset | IterableDataset):
+            remedy = "Give a datasets.Dataset: Dataset.from_list(rows), or one split of a DatasetDict."
+            raise SettingError(f"got {type(dataset).__name__}", remedy, at, settings)
+        first: Mapping[str, Any] | None = next(iter(dataset), None)
+        if first is None:
+            raise SettingError("has no rows", "Give at least one.", at, settings)
+        if "image" in first or "images" in first:
+            raise SettingError("images are not supported", "Use trl.SFTTrainer for vision models.", at, settings)
+        if self._skips_preparation:
+            if "labels" not in first and first.keys() & {"completion_mask", "assistant_masks"}:
+                problem = "skip_prepare_dataset ignores the mask columns, and there are no labels"
+                raise SettingError(problem, "Add labels with -100 where nothing is learned.", at, settings)
+            return first
+        if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
+            problem = "with_transform may give other rows at each read"
+            raise SettingError(problem, "Use dataset.map, or skip_prepare_dataset.", at, settings)
+        if self._formatting_func is not None and "input_ids" not in first:
+            if args.completion_only_loss:
+                problem = "formatting_func makes plain text, which has no completion"
+                raise argument_error(problem, "Remove one of the two.", completion_only_loss=True)
+            if args.assistant_only_loss:
+                problem = "formatting_func makes plain text, which has no assistant"
+                raise argument_error(problem, "Remove one of the two.", assistant_only_loss=True)
+            return first
+        self._check_kind(first, at)
+        return first
+
+    def _check_kind(self, first: Mapping[str, Any], at: str) -> None:
+        """Check that a row is of one kind, which has the masks that the arguments ask for."""
+        from trl.data_utils import is_conversational, is_conversational_from_value
+
+        args, found, settings = self.args, kinds_of(first, self.args.dataset_text_field), ("train_dataset",)
+        names = ", ".join(first)
+        is_preference = not first.keys().isdisjoint(PREFERENCES)
+        is_chat = is_conversational(dict(first)) or is_conversational_from_value(dict(first))
+        if is_preference:
+            problem, remedy = "chosen and rejected are preference data", "Rename chosen to messages, drop rejected."
+        elif not found:
+            problem = f"has the columns {names}"
+            remedy = f"Name them messages, prompt and completion, {args.dataset_text_field}, or input_ids."
+        elif len(found) > 1 and "tokens" not in found:
+            chosen = " and ".join(name for name in first if KINDS.get(name) or name == args.dataset_text_field)
+            problem, remedy = f"{chosen} hold different kinds of rows", "Keep one kind: dataset.remove_columns(...)."
+        elif found == {"pair"} and not {"prompt", "completion"} <= first.keys():
+            problem, remedy = f"has the columns {names}", "Give both prompt and completion."
+        elif found == {"chat"} and not is_chat:
+            problem, remedy = "the chats have no role and content", "Give lists of {'role': ..., 'content': ...}."
+        elif args.completion_only_loss and "pair" not in found and not first.keys() & {"completion_mask", "labels"}:
+            problem = "completion_only_loss=True needs prompt and completion"
+            remedy = "Remove it; for the assistant's turns of a chat, set assistant_only_loss=True."
+        elif args.assistant_only_loss and not is_chat and "tokens" not in found:
+            problem, remedy = "assistant_only_loss=True needs chats", "Remove it, or give messages."
+        else:
+            return
+        raise SettingError(problem, remedy, at, settings)
+
+    @property
+    def _skips_preparation(self) -> bool:
+        return bool((self.args.dataset_kwargs or {}).get("skip_prepare_dataset"))
+
+    def _prepared(self, dataset: Any, packing: bool, name: str) -> Any:
+        """Return the dataset as rows of `input_ids` and `labels`, made by TRL; packed rows have `seq_lengths` too.
+
+        Raises:
+            SettingError: a row cannot be formatted, or has no assistant token that the loss could use.
+        """
+        if self._skips_preparation:
+            return dataset
+        from trl.trainer.sft_trainer import SFTTrainer as StockSFTTrainer
+
+        args = self.args
+        is_chat = not {"messages", "conversations"}.isdisjoint(first := next(iter(dataset)))
+        is_chat = is_chat or isinstance(first.get("prompt"), list)
+        if self._formatting_func is not None and "input_ids" not in first:
+            is_chat, dataset = False, formatted(dataset, self._formatting_func, args)
+        if is_chat and self.processing_class.chat_template is None:
+            problem, remedy = "the tokenizer has no chat template", "Set chat_template_path in SFTConfig."
+            raise SettingError(problem, remedy, "processing_class", ("processing_class", "chat_template_path"))
+        before = len(dataset) if isinstance(dataset, Dataset) else None
+        prepare: Any = StockSFTTrainer._prepare_dataset
+        try:
+            rows = prepare(self, dataset, self.processing_class, args, packing, None, name)
+        except RuntimeError as error:
+            if "assistant" not in str(error):
+                raise
+            problem = f"a row of the {name} data has no token of the assistant by this chat template"
+            remedy = "Put {% generation %} around the assistant's text, and give each chat an assistant's turn."
+            raise argument_error(problem, remedy, assistant_only_loss=True) from error
+        if before is not None and not packing and isinstance(rows, Sized) and len(rows) < before:
+            cut = f"max_length={args.max_length}"
+            self._warn(f"{before - len(rows)} of {before} {name} rows have no label within {cut}; they are left out")
+        return rows
+
+    def _prepared_evaluation(self, data: Any, name: str = "eval") -> Any:
+        """Return evaluation datasets prepared as in TRL. The trainer's own, by name or as they are, stay the same."""
+        if isinstance(data, dict):
+            return {each: self._prepared_evaluation(part, each) for each, part in data.items()}
+        own = getattr(self, "eval_dataset", None)
+        if isinstance(data, str) or any(data is each for each in (own.values() if isinstance(own, dict) else [own])):
+            return data
+        self._check_rows(data, "eval_dataset")
+        return self._prepared(
+            data, self.args.packing if self.args.eval_packing is None else self.args.eval_packing, name
+        )
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Evaluate one dataset, or each of a dict of datasets, of any kind that training takes."""
+        if eval_dataset is not None and not isinstance(eval_dataset, dict):
+            eval_dataset = self._prepared_evaluation(eval_dataset)
+        return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+
+    def predict(self, test_dataset: Any, ignore_keys: list[str] | None = None, metric_key_prefix: str = "test") -> Any:
+        """Return predictions and labels in the order of a dataset of any kind that training takes."""
+        return super().predict(self._prepared_evaluation(test_dataset), ignore_keys, metric_key_prefix)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return the mean loss of one micro-batch over its label tokens, plus the weighted router loss.
+
+        TRL's forward computes the log-probabilities of the labels without the logits of all tokens. With
+        `return_outputs`, or a loss that needs logits, the model's own forward is used.
+        """
+        if self.aux_weight:
+            inputs = {**inputs, "output_router_logits": True}
+        is_dft = self.args.loss_type == "dft"
+        needs_logits = self.compute_loss_func is not None or (self.label_smoother is not None and not is_dft)
+        if needs_logits or not (self._is_fused or is_dft) or (return_outputs and not is_dft):
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        if self._is_fused:
+            outputs = model(**inputs, fused_lm_head=True)
+            log_probs, count = outputs.log_probs, outputs.label_mask.sum()
+            if return_outputs:
+                with torch.no_grad():
+                    outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+        else:
+            outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+            log_probs, count = label_log_probs(outputs.logits, inputs["labels"])
+        losses = -log_probs * log_probs.exp().detach() if is_dft else -log_probs
+        loss = losses.sum() / torch.as_tensor(count if num_items_in_batch is None else num_items_in_batch).clamp(min=1)
+        if self.aux_weight:
+            loss = loss + self.aux_weight * outputs.aux_loss
+        return (loss, outputs) if return_outputs else loss
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor | None, Any, Any]:
+        """Return the loss, logits, and labels of one batch. The loss alone needs no logits."""
+        if not prediction_loss_only or inputs.get("labels") is None:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        with self.compute_loss_context_manager():
+            return self.compute_loss(model, inputs, num_items_in_batch=num_items_in(self, inputs)), None, None
+
+
+def kinds_of(row: Mapping[str, Any], text_field: str) -> set[str]:
+    """Return the kinds of rows that the columns belong to. One kind is unambiguous."""
+    return {kind for name, kind in {text_field: "text", **KINDS}.items() if name in row}
+
+
+def formatted(dataset: Any, function: Callable[[Any], str], args: Any) -> Any:
+    """Return the texts that `formatting_func` makes of the rows, in the text column alone.
+
+    Raises:
+        SettingError: the function does not return one string for one row.
+    """
+    first = next(iter(dataset))
+    if not isinstance(found := function(first), str):
+        problem, name = f"returned {type(found).__name__} for one row", "formatting_func"
+        raise SettingError(problem, "Return one string; the function gets one row.", name, (name,))
+    options: dict[str, Any] = {"num_proc": args.dataset_num_proc} if isinstance(dataset, Dataset) else {}
+    return dataset.map(lambda row: {args.dataset_text_field: function(row)}, remove_columns=list(first), **options)

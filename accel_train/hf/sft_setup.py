@@ -1,0 +1,385 @@
+"""The set-up of an SFTTrainer: the table of `trl.SFTConfig`'s own fields, and the model, tokenizer, and collator.
+
+The table is shown in docs/hf_trainer.md. TRL takes seconds to import, so only functions import it.
+"""
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
+from transformers.trainer_utils import unwrap_peft_model
+
+from accel_train.core.errors import SettingError
+from accel_train.hf.argument_table import Rule, argument_error, honored, refused
+from accel_train.model.isolation import isolated
+from accel_train.model.kernels.toy import in_words, toy_model
+
+SAME = 1e-4
+"""Largest difference that counts as rounding, as a share of the largest logit or of the loss. Leaks are far larger."""
+
+PREPARES = ("self", "dataset", "processing_class", "args", "packing", "formatting_func", "dataset_name")
+"""Parameters of TRL's `SFTTrainer._prepare_dataset`, which makes the token rows."""
+
+
+def _loads_whole(kwargs: Any) -> bool:
+    return not isinstance(kwargs, dict) or kwargs.get("device_map") in (None, "auto")
+
+
+def _is_known(kwargs: Any) -> bool:
+    return not kwargs or (isinstance(kwargs, dict) and kwargs.keys() <= {"skip_prepare_dataset"})
+
+
+SFT_FIELDS: dict[str, Rule] = {
+    # Model
+    "model_init_kwargs": honored(
+        "passed to from_pretrained if `model` is a path or name, with dtype float32 by default",
+        allowed=_loads_whole,
+        remedy="a device_map splits the model over devices; leave it out, and set fsdp=True to shard",
+    ),
+    "trust_remote_code": honored("for model and tokenizer"),
+    "router_aux_loss_coef": honored("weight of the router loss of mixture-of-experts models, also by default"),
+    "chat_template_path": honored("a Jinja file, or a tokenizer whose template and tokens TRL clones"),
+    # Data
+    "dataset_text_field": honored("column of plain text"),
+    "dataset_kwargs": honored(
+        "skip_prepare_dataset", allowed=_is_known, remedy="TRL reads only skip_prepare_dataset; remove other keys"
+    ),
+    "dataset_num_proc": honored("processes that prepare the data"),
+    "eos_token": honored("set on tokenizer and model"),
+    "max_length": honored("longer rows are cut, or packed in rows of this length"),
+    "truncation_mode": honored("keep_start, keep_end"),
+    "shuffle_dataset": honored("once with `seed`, before packing and training"),
+    "packing": honored("several rows per sequence, which do not attend to each other; a probe of the model proves it"),
+    "packing_strategy": honored(
+        "bfd cuts rows longer than max_length, bfd_split splits them",
+        allowed=lambda value: value in ("bfd", "bfd_split"),
+        remedy="wrapped rows attend to their neighbors; use bfd or bfd_split",
+    ),
+    "padding_free": honored("the rows of a micro-batch as one sequence; the probe of packing applies"),
+    "pad_to_multiple_of": honored("by TRL's collator"),
+    "eval_packing": honored("default: as packing; True needs packing=True, whose collator keeps rows apart"),
+    # Loss
+    "completion_only_loss": honored("default: True if rows have prompt and completion; True needs such rows"),
+    "assistant_only_loss": honored("chats, by `{% generation %}` of the template; TRL patches the templates it knows"),
+    "loss_type": honored(
+        "nll, dft", allowed=lambda value: value in ("nll", "dft", "chunked_nll"), remedy="use nll or dft"
+    ),
+    "activation_offloading": refused("not tested with repeated steps; use gradient_checkpointing"),
+    "pad_token": honored("set on the tokenizer; default: its own, or its eos_token"),
+}
+
+
+def check_trl() -> None:
+    """Check that TRL is installed and prepares data as here expected.
+
+    Raises:
+        SettingError: it is missing or another version. The message names the extra.
+    """
+    if find_spec("trl") is None:
+        remedy = "Install it: pip install 'accel-train[sft]'."
+        raise SettingError("needs the package trl", remedy, "SFTTrainer", ("args",))
+    import trl
+    from trl.trainer.sft_trainer import SFTTrainer
+
+    found = tuple(inspect.signature(getattr(SFTTrainer, "_prepare_dataset", object)).parameters)
+    if found != PREPARES:
+        remedy = "Install the tested one: pip install 'accel-train[sft]'."
+        raise SettingError(f"trl {trl.__version__} prepares data in another way", remedy, "SFTTrainer", ("args",))
+
+
+def config_of(args: Any, model: Any) -> Any:
+    """Return the arguments as a checked `trl.SFTConfig`. TrainingArguments are converted as in TRL.
+
+    Raises:
+        SettingError: TRL is missing, the configuration belongs to another trainer of TRL, or a field has an
+            unsupported value.
+    """
+    check_trl()
+    from trl import SFTConfig
+
+    if args is None:
+        name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")
+        args = SFTConfig(f"{name.rstrip('/').split('/')[-1]}-SFT")
+    elif not isinstance(args, TrainingArguments):
+        raise SettingError(f"got {type(args).__name__}", "Give a trl.SFTConfig.", "args", ("args",))
+    elif not isinstance(args, SFTConfig):
+        others = [each for each in type(args).__mro__ if each.__module__.split(".")[0] == "trl"]
+        if others:
+            problem = f"{others[0].__name__} is for preference, reward, or reinforcement learning"
+            remedy = "Use trl's own trainer for it; accel_train has only SFTTrainer."
+            raise SettingError(problem, remedy, "args", ("args",))
+        args = SFTConfig(**{**args.to_dict(), "hub_token": args.hub_token})
+    check_config(args, SFTConfig)
+    return args
+
+
+def check_config(args: Any, kind: type) -> None:
+    """Check that the fields of an SFTConfig, and those it shares with TrainingArguments, have supported values.
+
+    Args:
+        kind: the installed SFTConfig.
+
+    Raises:
+        SettingError: fields have other values. The message names each with its remedy.
+    """
+    problems = {}
+    shared = {field.name for field in dataclasses.fields(TrainingArguments)}
+    known = {field.name: field for field in dataclasses.fields(kind) if field.name not in shared}
+    for name, field in known.items():
+        value, rule = getattr(args, name), SFT_FIELDS.get(name)
+        if rule is None:
+            default = field.default if field.default_factory is MISSING else field.default_factory()
+            if value != default:
+                problems[name] = f"{name}={value!r}: accel_train.SFTTrainer does not know this field; remove it"
+        elif rule.allowed is not None and not rule.allowed(value):
+            problems[name] = f"{name}={value!r}: {rule.remedy or rule.text}"
+    if problems:
+        at = "SFTConfig that accel_train.SFTTrainer cannot honor"
+        raise SettingError("; ".join(problems.values()), at=at, settings=tuple(problems))
+    _check_combinations(args)
+
+
+def _check_combinations(args: Any) -> None:
+    if args.use_liger_kernel:
+        raise argument_error("its loss replaces the SFTTrainer's", "Remove it.", use_liger_kernel=True)
+    if args.deepspeed:
+        raise argument_error("not tested with SFTTrainer", "Use fsdp=True.", deepspeed=args.deepspeed)
+    kwargs = args.gradient_checkpointing_kwargs or {}
+    if kwargs.get("selective"):
+        problem = "selective is a key of TRL's own loop"
+        raise argument_error(problem, "Remove it.", gradient_checkpointing_kwargs=kwargs)
+    if args.packing and args.max_length is None:
+        raise argument_error("packing needs a length", "Set max_length.", packing=True, max_length=None)
+    if args.eval_packing and not args.packing:
+        problem = "the collator of unpacked training rows would let packed evaluation rows attend to each other"
+        raise argument_error(problem, "Set packing=True too, or leave it out.", eval_packing=True)
+    if args.padding_free and not args.packing and args.max_length is not None:
+        problem = "rows are not cut without padding"
+        raise argument_error(problem, "Set packing=True, or max_length=None.", padding_free=True)
+
+
+def check_adapter(model: Any, peft_config: Any) -> None:
+    """Check `peft_config`, before a model is built.
+
+    Raises:
+        SettingError: it is not a configuration of peft, its kind is not tested, or the model already has an adapter.
+    """
+    if peft_config is None:
+        return
+    at, settings, found = "peft_config", ("peft_config",), None
+    try:
+        from peft import PeftConfig, PeftModel
+    except ImportError as error:
+        raise SettingError("needs the package peft", "pip install 'accel-train[sft]'", at, settings) from error
+    if not isinstance(peft_config, PeftConfig):
+        found = f"got {type(peft_config).__name__}", "Give a peft.LoraConfig."
+    elif peft_config.is_prompt_learning:
+        found = f"{type(peft_config).__name__} adds virtual tokens, which is not tested", "Give a peft.LoraConfig."
+    elif isinstance(model, PeftModel):
+        found = "the model already has an adapter", "Leave it out, or call model.merge_and_unload() first."
+    if found:
+        raise SettingError(*found, at, settings)
+
+
+def loaded(model: Any, args: Any, quantization_config: Any) -> tuple[Any, str | None]:
+    """Return the model, loaded by TRL if it is a path or a name, and its revision.
+
+    Raises:
+        SettingError: the model is given, so that model_init_kwargs or quantization_config would have no effect.
+    """
+    given = dict(args.model_init_kwargs or {})
+    if not isinstance(model, str):
+        name = "model_init_kwargs" if given else "quantization_config"
+        if given or quantization_config is not None:
+            raise SettingError("the model is already made", "Remove it, or give the model's name.", name, (name,))
+        return model, None
+    if quantization_config is not None:
+        if "quantization_config" in given:
+            names = ("quantization_config", "model_init_kwargs")
+            raise SettingError("is also in model_init_kwargs", "Give only one.", names[0], names)
+        given["quantization_config"] = quantization_config
+    from trl.trainer.utils import create_model_from_path
+
+    given.setdefault("trust_remote_code", args.trust_remote_code)
+    # The run places the model.
+    return create_model_from_path(model, **{**given, "device_map": None}), given.get("revision")
+
+
+def tokenizer_of(processing_class: Any, model: Any, revision: str | None, args: Any) -> PreTrainedTokenizerBase:
+    """Return the given tokenizer, or the model's, with the end token of the arguments.
+
+    Raises:
+        SettingError: it is no tokenizer, or its vocabulary lacks `eos_token`.
+    """
+    name = "processing_class"
+    if processing_class is None:
+        place = getattr(model.config, "_name_or_path", "")
+        options = {"revision": revision, "trust_remote_code": args.trust_remote_code}
+        try:
+            processing_class = AutoProcessor.from_pretrained(place, **options)
+        except (OSError, ValueError) as error:
+            problem = f"no tokenizer in {place or 'a model without a name'}"
+            raise SettingError(problem, "Give one.", name, (name,)) from error
+    if isinstance(processing_class, ProcessorMixin):
+        problem = "processors of images or audio are not supported"
+        raise SettingError(problem, "Use trl.SFTTrainer, or give the tokenizer of a text model.", name, (name,))
+    if not isinstance(processing_class, PreTrainedTokenizerBase):
+        raise SettingError(f"got {type(processing_class).__name__}", "Give a tokenizer.", name, (name,))
+    if args.eos_token is not None:
+        if args.eos_token not in processing_class.get_vocab():
+            raise argument_error("not in the tokenizer's vocabulary", "Add it first.", eos_token=args.eos_token)
+        processing_class.eos_token, end = args.eos_token, processing_class.convert_tokens_to_ids(args.eos_token)
+        model.config.get_text_config().eos_token_id = end
+        ends = model.generation_config.eos_token_id
+        ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+        if end not in ends:
+            model.generation_config.eos_token_id = [end, *ends]
+    return processing_class
+
+
+def with_chat_template(model: Any, tokenizer: Any, args: Any) -> tuple[Any, list[int]]:
+    """Return the model, and the tokens that it got with the template of `chat_template_path`."""
+    if args.chat_template_path is None:
+        return model, []
+    path = Path(args.chat_template_path)
+    if path.is_file() and path.suffix in (".jinja", ".j2"):
+        tokenizer.chat_template = path.read_text(encoding="utf-8")
+        return model, []
+    from trl.chat_template_utils import clone_chat_template
+
+    model, _, added = clone_chat_template(model, tokenizer, args.chat_template_path)
+    return model, list(added)
+
+
+def with_adapter(model: Any, args: Any, config: Any, added: list[int]) -> Any:
+    """Return the model with the adapter of `config`, whose new tokens are trained too.
+
+    Raises:
+        SettingError: an adapter changes the output embeddings, whose weights the loss reads directly.
+    """
+    if config is not None:
+        from peft import get_peft_model
+
+        if added:
+            indices = config.trainable_token_indices or {}
+            indices = indices if isinstance(indices, dict) else {"embed_tokens": list(indices)}
+            config.trainable_token_indices = {**indices, "embed_tokens": [*indices.get("embed_tokens", []), *added]}
+            config.modules_to_save = sorted({*(config.modules_to_save or ()), "lm_head"})
+        model = get_peft_model(model, config)
+    if unwrap_peft_model(model) is model:
+        return model
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    if isinstance(model.get_output_embeddings(), BaseTunerLayer):
+        problem, name = "an adapter on lm_head would not be trained", "peft_config"
+        raise SettingError(problem, "Remove lm_head from target_modules.", name, (name,))
+    if args.gradient_checkpointing:
+        model.enable_input_require_grads()
+    # As in QLoRA's paper and in TRL. Updates of a DoRA magnitude are smaller than bf16 can represent.
+    if getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False):
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and "lora_magnitude_vector" not in name:
+                parameter.data = parameter.data.to(torch.bfloat16)
+    return model
+
+
+def collator_for(model: Any, tokenizer: Any, args: Any, *, padding_free: bool) -> Callable[[list[Any]], Any]:
+    """Return TRL's collator, after setting the padding token on tokenizer and model.
+
+    Raises:
+        SettingError: the vocabulary lacks the token.
+    """
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    token = args.pad_token or tokenizer.pad_token or tokenizer.eos_token
+    if token is None or token not in tokenizer.get_vocab():
+        problem = f"the tokenizer's vocabulary has no padding token {token!r}"
+        raise SettingError(problem, "Set tokenizer.pad_token.", "processing_class", ("pad_token", "processing_class"))
+    tokenizer.pad_token = token
+    model.config.get_text_config().pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
+    made: Callable[[list[Any]], Any] = DataCollatorForLanguageModeling(
+        pad_token_id=tokenizer.pad_token_id, padding_free=padding_free, pad_to_multiple_of=args.pad_to_multiple_of
+    )
+    return made
+
+
+def prepare_forward(model: Any, args: Any, *, padding_free: bool) -> bool:
+    """Give the model TRL's forward without logits, if it is exact. Return whether it is.
+
+    A model of the same layers at toy size decides, on a CPU in fp32: its loss must equal the model's own, and rows that
+    share a sequence must have the logits that they have alone.
+
+    Raises:
+        SettingError: rows that share a sequence change each other, or this cannot be proved.
+    """
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+    from trl.trainer.utils import add_fused_lm_head
+
+    inner, name = unwrap_peft_model(model), "packing" if args.packing else "padding_free"
+    config = type(inner.config).from_dict(
+        {key: value for key, value in inner.config.to_dict().items() if key != "quantization_config"}
+    )
+    rows = [{"input_ids": [5, 9, 7, 3, 8]}, {"input_ids": [6, 4, 9, 2, 7, 5]}]
+    packed = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)(rows)
+    try:
+        with isolated(nn.Module(), torch.device("cpu")), torch.device("cpu"), torch.no_grad():
+            toy: Any = toy_model(config, trust_remote_code=args.trust_remote_code).float().eval()
+            if padding_free:
+                alone = [toy(input_ids=torch.tensor([row["input_ids"]]), use_cache=False).logits[0] for row in rows]
+                given = {key: value for key, value in packed.items() if key != "labels"}
+                leak = difference(toy(**given, use_cache=False).logits[0], torch.cat(alone))
+                if not leak <= SAME:
+                    problem = f"rows in one sequence change each other in {type(inner).__name__} ({leak:.0e})"
+                    raise argument_error(problem, "Set it False.", **{name: True})
+            batch = DataCollatorForLanguageModeling(pad_token_id=0)(rows)
+            own = toy(**batch, use_cache=False).loss
+            add_fused_lm_head(toy)
+            is_exact = difference(toy(**batch, fused_lm_head=True).loss, own) <= SAME
+    except SettingError:
+        raise
+    # Any failure of a foreign model means that nothing is proved.
+    except Exception as error:
+        if padding_free:
+            problem = f"cannot prove that {type(inner).__name__} keeps rows apart: {in_words(error)}"
+            raise argument_error(problem, "Set it False.", **{name: True}) from error
+        return False
+    if is_exact:
+        add_fused_lm_head(inner, outputs=("log_probs",))
+    return is_exact
+
+
+def difference(found: Tensor, expected: Tensor) -> float:
+    """Return the largest difference as a share of the largest expected value."""
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def router_weight(model: Any, args: Any) -> float:
+    """Return the weight of the router loss, and set it in the model's configuration, as in TRL.
+
+    Raises:
+        SettingError: the argument is given, but the model is not a mixture of experts.
+    """
+    config, given = model.config.get_text_config(), args.router_aux_loss_coef
+    weight = getattr(config, "router_aux_loss_coef", 0.0) if given is None else given
+    has_router = hasattr(config, "output_router_logits")
+    if given and not has_router:
+        problem = f"{type(model).__name__} returns no router logits"
+        raise argument_error(problem, "Remove it.", router_aux_loss_coef=given)
+    if hasattr(config, "router_aux_loss_coef"):
+        config.router_aux_loss_coef, config.output_router_logits = weight, has_router and weight != 0.0
+    return float(weight) if has_router else 0.0
+
+
+def label_log_probs(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the log-probability of each next label, 0 at -100, and the number of labels."""
+    labels = labels[:, 1:].to(logits.device)
+    mask = labels.ne(-100)
+    found = logits[:, :-1].float().log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    return found.masked_fill(~mask, 0.0), mask.sum()
