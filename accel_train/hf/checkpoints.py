@@ -380,5 +380,5 @@ def save_pretrained(trainer: "Trainer", model: Any, folder: Path) -> None:
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     save_description(trainer, model, folder)
     # Access tokens are masked in this JSON.
-    arguments = trainer.args.to_json_string()
+    arguments = json.dumps(trainer.args.to_dict(), indent=2, default=str)
     (folder / "training_args.json").write_text(arguments, encoding="utf-8")

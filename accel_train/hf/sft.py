@@ -13,8 +13,10 @@ from collections.abc import Callable, Mapping, Sized
 from dataclasses import replace
 from typing import Any
 
+import pyarrow.compute
 import torch
 from datasets import Dataset, IterableDataset
+from jinja2 import TemplateError
 from torch import Tensor, nn
 
 from accel_train.core.errors import SettingError
@@ -30,10 +32,12 @@ from accel_train.hf.sft_setup import (
     prepare_forward,
     router_weight,
     tokenizer_of,
+    version_error,
     with_adapter,
     with_chat_template,
 )
 from accel_train.hf.trainer import Trainer
+from accel_train.model.kernels.toy import in_words
 
 LOG = logging.getLogger(__name__)
 KINDS = {"input_ids": "tokens", "messages": "chat", "conversations": "chat", "prompt": "pair", "completion": "pair"}
@@ -81,6 +85,8 @@ class SFTTrainer(Trainer):
         if self.padding_free and data_collator is not None:
             name = "packing" if args.packing else "padding_free"
             raise argument_error("needs TRL's collator", "Remove data_collator.", **{name: True})
+        if args.loss_type == "dft" and compute_loss_func is not None:
+            raise argument_error("is a loss of its own", "Remove compute_loss_func.", loss_type="dft")
         is_pair = KINDS.get("prompt") in kinds_of(first, args.dataset_text_field) and formatting_func is None
         self.completion_only_loss = is_pair if args.completion_only_loss is None else args.completion_only_loss
         check_adapter(model, peft_config)
@@ -95,6 +101,7 @@ class SFTTrainer(Trainer):
         model = with_adapter(model, args, peft_config, added)
         if data_collator is None:
             data_collator = collator_for(model, processing_class, args, padding_free=self.padding_free)
+        self._vocabulary = model.config.get_text_config().vocab_size
         self._is_fused = prepare_forward(model, args, padding_free=self.padding_free)
         self.aux_weight = router_weight(model, args)
         train_dataset = self._prepared(train_dataset, args.packing, "train")
@@ -212,8 +219,12 @@ class SFTTrainer(Trainer):
         elif args.completion_only_loss and "pair" not in found and not first.keys() & {"completion_mask", "labels"}:
             problem = "completion_only_loss=True needs prompt and completion"
             remedy = "Remove it; for the assistant's turns of a chat, set assistant_only_loss=True."
-        elif args.assistant_only_loss and not is_chat and "tokens" not in found:
-            problem, remedy = "assistant_only_loss=True needs chats", "Remove it, or give messages."
+        elif args.assistant_only_loss and not is_chat and not first.keys() & {"assistant_masks", "labels"}:
+            problem = "assistant_only_loss=True needs chats"
+            remedy = "Remove it, or give messages, or assistant_masks with input_ids."
+        elif args.completion_only_loss is None and "completion_mask" in first and "labels" not in first:
+            problem = "completion_mask has no effect by default"
+            remedy = "Set completion_only_loss: True to learn completions alone, False to learn all tokens."
         else:
             return
         raise SettingError(problem, remedy, at, settings)
@@ -232,10 +243,12 @@ class SFTTrainer(Trainer):
             return dataset
         from trl.trainer.sft_trainer import SFTTrainer as StockSFTTrainer
 
-        args = self.args
+        args, at = self.args, "train_dataset" if name == "train" else "eval_dataset"
         is_chat = not {"messages", "conversations"}.isdisjoint(first := next(iter(dataset)))
         is_chat = is_chat or isinstance(first.get("prompt"), list)
-        if self._formatting_func is not None and "input_ids" not in first:
+        if "input_ids" in first:
+            dataset = with_equal_lengths(dataset, at)
+        elif self._formatting_func is not None:
             is_chat, dataset = False, formatted(dataset, self._formatting_func, args)
         if is_chat and self.processing_class.chat_template is None:
             problem, remedy = "the tokenizer has no chat template", "Set chat_template_path in SFTConfig."
@@ -244,15 +257,22 @@ class SFTTrainer(Trainer):
         prepare: Any = StockSFTTrainer._prepare_dataset
         try:
             rows = prepare(self, dataset, self.processing_class, args, packing, None, name)
-        except RuntimeError as error:
-            if "assistant" not in str(error):
-                raise
-            problem = f"a row of the {name} data has no token of the assistant by this chat template"
-            remedy = "Put {% generation %} around the assistant's text, and give each chat an assistant's turn."
-            raise argument_error(problem, remedy, assistant_only_loss=True) from error
-        if before is not None and not packing and isinstance(rows, Sized) and len(rows) < before:
-            cut = f"max_length={args.max_length}"
-            self._warn(f"{before - len(rows)} of {before} {name} rows have no label within {cut}; they are left out")
+        except (RuntimeError, AttributeError, IndexError, KeyError, TypeError, ValueError, TemplateError) as error:
+            if isinstance(error, AttributeError) and error.obj is self:
+                raise version_error(f"it reads SFTTrainer.{error.name}") from error
+            if isinstance(error, RuntimeError) and "assistant tokens" in str(error):
+                problem = f"a row of the {name} data has no token of the assistant by this chat template"
+                remedy = "Put {% generation %} around the assistant's text, and give each chat an assistant's turn."
+                raise argument_error(problem, remedy, assistant_only_loss=True) from error
+            problem = f"TRL cannot prepare the rows{first_empty(dataset, args.dataset_text_field)}: {in_words(error)}"
+            raise SettingError(problem, "Correct the rows, or the chat template.", at, ("train_dataset",)) from error
+        if before is not None and isinstance(rows, Sized):
+            cut = f"no label within max_length={args.max_length}"
+            if not len(rows):
+                raise SettingError(f"all rows have {cut}", "Raise max_length.", at, ("train_dataset",))
+            if not packing and len(rows) < before:
+                self._warn(f"{before - len(rows)} of {before} {name} rows have {cut}; they are left out")
+        check_vocabulary(rows, self.processing_class, self._vocabulary, at)
         return rows
 
     def _prepared_evaluation(self, data: Any, name: str = "eval") -> Any:
@@ -335,3 +355,54 @@ def formatted(dataset: Any, function: Callable[[Any], str], args: Any) -> Any:
         raise SettingError(problem, "Return one string; the function gets one row.", name, (name,))
     options: dict[str, Any] = {"num_proc": args.dataset_num_proc} if isinstance(dataset, Dataset) else {}
     return dataset.map(lambda row: {args.dataset_text_field: function(row)}, remove_columns=list(first), **options)
+
+
+def with_equal_lengths(dataset: Any, at: str) -> Any:
+    """Return rows of tokens whose labels and masks are as long as `input_ids`. Rows of a stream are checked when read.
+
+    Raises:
+        SettingError: a column has another length. TRL would cut the longer one, or move labels to other tokens.
+    """
+    names = ("labels", "completion_mask", "assistant_masks")
+
+    def check(row: dict[str, Any], index: int) -> None:
+        for name in names:
+            if name in row and (found := len(row[name])) != (expected := len(row["input_ids"])):
+                problem = f"row {index} has {expected} input_ids but {found} {name}"
+                raise SettingError(problem, "Give one for each token.", at, ("train_dataset",))
+
+    if not isinstance(dataset, Dataset):
+
+        def checked(row: dict[str, Any], index: int) -> dict[str, Any]:
+            check(row, index)
+            return row
+
+        return dataset.map(checked, with_indices=True)
+    columns = [name for name in ("input_ids", *names) if name in dataset.column_names]
+    for index, row in enumerate(dataset.select_columns(columns).with_format(None)):
+        check(row, index)
+    return dataset
+
+
+def first_empty(dataset: Any, text_field: str) -> str:
+    """Return the place of the first row without content, in parentheses; empty if all have content."""
+    for index, row in enumerate(dataset):
+        if names := [name for name in (text_field, *KINDS) if name in row and not row[name]]:
+            return f" (row {index} has an empty {names[0]})"
+    return ""
+
+
+def check_vocabulary(rows: Any, tokenizer: Any, size: int, at: str) -> None:
+    """Check that the model has an embedding for each token of a dataset. A stream is not read.
+
+    Raises:
+        SettingError: a token, or the padding token, is outside.
+    """
+    largest = tokenizer.pad_token_id or 0
+    if isinstance(rows, Dataset):
+        for batch in rows.select_columns("input_ids").with_format("arrow").iter(10_000):
+            largest = max(largest, pyarrow.compute.max(batch["input_ids"].combine_chunks().flatten()).as_py() or 0)
+    if largest >= size:
+        problem = f"token {largest} ({tokenizer.convert_ids_to_tokens(largest)!r}) is not among the model's {size}"
+        remedy = "Give the model's tokenizer, or call model.resize_token_embeddings(len(tokenizer))."
+        raise SettingError(problem, remedy, at, ("train_dataset", "processing_class"))

@@ -7,13 +7,15 @@ import dataclasses
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
+from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 from transformers.trainer_utils import unwrap_peft_model
 
 from accel_train.core.errors import SettingError
@@ -24,12 +26,27 @@ from accel_train.model.kernels.toy import in_words, toy_model
 SAME = 1e-4
 """Largest difference that counts as rounding, as a share of the largest logit or of the loss. Leaks are far larger."""
 
-PREPARES = ("self", "dataset", "processing_class", "args", "packing", "formatting_func", "dataset_name")
-"""Parameters of TRL's `SFTTrainer._prepare_dataset`, which makes the token rows."""
+TESTED = "1.16.0"
+"""Version of TRL that the tests run."""
+USED = {
+    "trl.trainer.sft_trainer:SFTTrainer._prepare_dataset": (
+        *("self", "dataset", "processing_class", "args", "packing", "formatting_func", "dataset_name"),
+    ),
+    "trl.trainer.sft_trainer:DataCollatorForLanguageModeling": ("pad_token_id", "padding_free", "pad_to_multiple_of"),
+    "trl.trainer.utils:create_model_from_path": ("model_id",),
+    "trl.trainer.utils:add_fused_lm_head": ("model", "outputs"),
+    "trl.data_utils:is_conversational": ("example",),
+    "trl.data_utils:is_conversational_from_value": ("example",),
+    "trl.chat_template_utils:clone_chat_template": ("model", "source_tokenizer_path"),
+    "trl.chat_template_utils:get_training_chat_template": ("processing_class",),
+    "trl.chat_template_utils:has_generation_markers": ("chat_template",),
+    "trl.chat_template_utils:is_chat_template_stop_token_trained": ("processing_class", "chat_template"),
+}
+"""Names of TRL that are used here, with the parameters that they need."""
 
 
 def _loads_whole(kwargs: Any) -> bool:
-    return not isinstance(kwargs, dict) or kwargs.get("device_map") in (None, "auto")
+    return kwargs is None or (kwargs.get("device_map") in (None, "auto") and "torch_dtype" not in kwargs)
 
 
 def _is_known(kwargs: Any) -> bool:
@@ -41,7 +58,7 @@ SFT_FIELDS: dict[str, Rule] = {
     "model_init_kwargs": honored(
         "passed to from_pretrained if `model` is a path or name, with dtype float32 by default",
         allowed=_loads_whole,
-        remedy="a device_map splits the model over devices; leave it out, and set fsdp=True to shard",
+        remedy="TRL ignores torch_dtype: name it dtype. A device_map splits the model: set fsdp=True to shard",
     ),
     "trust_remote_code": honored("for model and tokenizer"),
     "router_aux_loss_coef": honored("weight of the router loss of mixture-of-experts models, also by default"),
@@ -77,21 +94,29 @@ SFT_FIELDS: dict[str, Rule] = {
 
 
 def check_trl() -> None:
-    """Check that TRL is installed and prepares data as here expected.
+    """Check that TRL is installed and has the functions that are used here.
 
     Raises:
-        SettingError: it is missing or another version. The message names the extra.
+        SettingError: it is missing or another version. The message names the extra and the tested version.
     """
     if find_spec("trl") is None:
         remedy = "Install it: pip install 'accel-train[sft]'."
         raise SettingError("needs the package trl", remedy, "SFTTrainer", ("args",))
-    import trl
-    from trl.trainer.sft_trainer import SFTTrainer
+    for name, needed in USED.items():
+        try:
+            parameters = inspect.signature(resolve_name(name)).parameters.keys()
+        except (ImportError, AttributeError) as error:
+            raise version_error(f"it has no {name}") from error
+        # A private method may read more than it is given.
+        if not parameters >= set(needed) or ("._" in name and tuple(parameters) != needed):
+            raise version_error(f"{name} has other arguments")
 
-    found = tuple(inspect.signature(getattr(SFTTrainer, "_prepare_dataset", object)).parameters)
-    if found != PREPARES:
-        remedy = "Install the tested one: pip install 'accel-train[sft]'."
-        raise SettingError(f"trl {trl.__version__} prepares data in another way", remedy, "SFTTrainer", ("args",))
+
+def version_error(problem: str) -> SettingError:
+    """Return the error about a version of TRL that works differently from the tested one."""
+    remedy = f"Install the tested version: pip install trl=={TESTED}."
+    problem = f"does not work with trl {version('trl')}: {problem}"
+    return SettingError(problem, remedy, "SFTTrainer", ("args",))
 
 
 def config_of(args: Any, model: Any) -> Any:
@@ -199,7 +224,7 @@ def loaded(model: Any, args: Any, quantization_config: Any) -> tuple[Any, str | 
         name = "model_init_kwargs" if given else "quantization_config"
         if given or quantization_config is not None:
             raise SettingError("the model is already made", "Remove it, or give the model's name.", name, (name,))
-        return model, None
+        return _causal(model), None
     if quantization_config is not None:
         if "quantization_config" in given:
             names = ("quantization_config", "model_init_kwargs")
@@ -209,7 +234,19 @@ def loaded(model: Any, args: Any, quantization_config: Any) -> tuple[Any, str | 
 
     given.setdefault("trust_remote_code", args.trust_remote_code)
     # The run places the model.
-    return create_model_from_path(model, **{**given, "device_map": None}), given.get("revision")
+    return _causal(create_model_from_path(model, **{**given, "device_map": None})), given.get("revision")
+
+
+def _causal(model: Any) -> Any:
+    """Return the model. Raises SettingError if it is not a causal language model of transformers or peft."""
+    inner = unwrap_peft_model(model) if isinstance(model, nn.Module) else model
+    if not isinstance(inner, PreTrainedModel) or inner.get_output_embeddings() is None:
+        problem, remedy = f"{type(inner).__name__} has no language-model head", "Give a causal language model."
+        raise SettingError(problem, remedy, "model", ("model",))
+    if inner.config.is_encoder_decoder:
+        problem, remedy = f"{type(inner).__name__} has an encoder", "Use accel_train.Seq2SeqTrainer."
+        raise SettingError(problem, remedy, "model", ("model",))
+    return model
 
 
 def tokenizer_of(processing_class: Any, model: Any, revision: str | None, args: Any) -> PreTrainedTokenizerBase:
@@ -275,6 +312,10 @@ def with_adapter(model: Any, args: Any, config: Any, added: list[int]) -> Any:
         model = get_peft_model(model, config)
     if unwrap_peft_model(model) is model:
         return model
+    if config is None and added:
+        problem = f"the adapter does not train the {len(added)} tokens that the template adds"
+        remedy = "Give the base model and peft_config."
+        raise argument_error(problem, remedy, chat_template_path=args.chat_template_path)
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     if isinstance(model.get_output_embeddings(), BaseTunerLayer):
@@ -326,6 +367,9 @@ def prepare_forward(model: Any, args: Any, *, padding_free: bool) -> bool:
     config = type(inner.config).from_dict(
         {key: value for key, value in inner.config.to_dict().items() if key != "quantization_config"}
     )
+    # Kernels of flash attention read the same positions, but need a GPU.
+    if "flash" not in (kernel := inner.config._attn_implementation or "sdpa"):
+        config._attn_implementation = kernel
     rows = [{"input_ids": [5, 9, 7, 3, 8]}, {"input_ids": [6, 4, 9, 2, 7, 5]}]
     packed = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)(rows)
     try:

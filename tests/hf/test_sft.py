@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -10,18 +11,42 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from transformers import Mamba2Config, Mamba2ForCausalLM, TrainingArguments
+from transformers import (
+    Mamba2Config,
+    Mamba2ForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from accel_train import SFTTrainer
 from accel_train.hf.argument_table import table
 from accel_train.hf.sft_setup import SFT_FIELDS
 from tests.support.hf_models import refused
 from tests.support.runs import REPOSITORY, TESTS, run_forked_command
-from tests.support.sft import PACKED, SETUPS, SPREAD, TEMPLATE, config, llama, lora, losses, made, rows, tokenizer
+from tests.support.sft import (
+    PACKED,
+    RESUMED,
+    SETUPS,
+    SPREAD,
+    TEMPLATE,
+    adapted,
+    config,
+    llama,
+    lora,
+    losses,
+    made,
+    padded,
+    quantized,
+    rows,
+    tokenizer,
+)
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),  # transformers renames what TRL sets by default
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),  # dynamo's
     pytest.mark.usefixtures("without_cuda"),
 ]
 DOCS = REPOSITORY / "docs" / "hf_trainer.md"
@@ -81,6 +106,10 @@ def test_a_field_that_trl_adds_later_is_refused_unless_it_has_its_default(tmp_pa
 CHATS = {"messages": [USER, ASSISTANT]}
 
 
+def t5(size: int) -> Any:
+    return T5ForConditionalGeneration(T5Config(vocab_size=size, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2))
+
+
 @pytest.mark.parametrize(
     ("row", "given", "setting", "fact"),
     [
@@ -106,6 +135,22 @@ CHATS = {"messages": [USER, ASSISTANT]}
         (CHATS, {"eos_token": "<none>"}, "eos_token", "vocabulary"),
         (CHATS, {"router_aux_loss_coef": 0.1}, "router_aux_loss_coef", "router"),
         (CHATS, {"peft_config": dict}, "peft_config", "dict"),
+        (CHATS, {"model_init_kwargs": {"torch_dtype": torch.bfloat16}}, "model_init_kwargs", "dtype"),
+        (CHATS, {"model_init_kwargs": {"device_map": {"": 0}}}, "model_init_kwargs", "device_map"),
+        (CHATS, {"model": lambda size: torch.nn.Linear(2, 2)}, "model", "Linear"),
+        (CHATS, {"model": t5}, "model", "T5ForConditionalGeneration"),
+        (CHATS, {"model": lambda size: llama(size - 3)}, "train_dataset", "not among"),
+        (CHATS, {"peft_config": lora, "model": adapted}, "peft_config", "already"),
+        (CHATS, {"loss_type": "dft", "compute_loss_func": print}, "loss_type", "loss"),
+        (CHATS, {"loss_type": "none"}, "loss_type", "none"),
+        (CHATS, {"packing": True, "data_collator": padded}, "packing", "collator"),
+        ({"text": None}, {}, "train_dataset", "row 0 has an empty text"),
+        ({"input_ids": [1, 2]}, {"assistant_only_loss": True}, "train_dataset", "chats"),
+        ({"input_ids": [1, 2], "completion_mask": [0, 1]}, {}, "train_dataset", "completion_mask"),
+        ({"input_ids": [1, 2], "labels": [1]}, {}, "train_dataset", "2 input_ids but 1 labels"),
+        ({"input_ids": [1, 2], "labels": [1]}, PACKED, "train_dataset", "2 input_ids but 1 labels"),
+        ({"input_ids": [1, 2], "labels": [-100, -100]}, {}, "train_dataset", "max_length"),
+        ({"input_ids": [1, 999]}, {}, "train_dataset", "999"),
         ({"input_ids": [1, 2], "completion_mask": [0, 1]}, {"dataset_kwargs": {"skip_prepare_dataset": True}},
          "train_dataset", "mask"),
     ],
@@ -174,17 +219,189 @@ def test_raw_rows_are_evaluated_and_predicted_as_the_prepared_ones(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_a_resumed_run_ends_with_the_weights_of_one_without_a_stop(tmp_path: Path) -> None:
-    given: dict[str, Any] = {"peft_config": lora, "save_strategy": "steps", "save_steps": 3, **PACKED}
-    whole = made(SFTTrainer, tmp_path / "whole", "chat", **given)
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_killed_run_resumes_with_the_losses_and_weights_of_one_without_a_stop(name: str, tmp_path: Path) -> None:
+    data, given = RESUMED[name]
+    whole = made(SFTTrainer, tmp_path / "whole", data, **given)
     whole.train()
-    first = made(SFTTrainer, tmp_path / "parts", "chat", **given)
-    first.train()
-    second = made(SFTTrainer, tmp_path / "parts", "chat", **given)
-    second.train(resume_from_checkpoint=str(tmp_path / "parts/checkpoint-6"))
-    assert losses(second)[-4:] == losses(whole)[-4:]
+    killed = run_forked_command([str(tmp_path), "killed", name], 1, TESTS / "support/programs/sft.py")
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
+    assert not (tmp_path / "run/model").exists()
+    second = made(SFTTrainer, tmp_path / "run", data, **given)
+    second.train(resume_from_checkpoint=True)
+    assert len(losses(whole)) == 10
+    assert losses(second) == losses(whole)
     weights = dict(second.model.named_parameters())
     assert all(torch.equal(weights[name], each) for name, each in whole.model.named_parameters())
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: Any) -> str:
+    """A folder with a model and its tokenizer."""
+    folder = str(tmp_path_factory.mktemp("model"))
+    (tool := tokenizer()).save_pretrained(folder)
+    llama(len(tool)).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("given", "dtype"),
+    [
+        ({}, torch.float32),
+        ({"model_init_kwargs": {"dtype": torch.bfloat16, "attn_implementation": "eager"}, **PACKED}, torch.bfloat16),
+        ({"model_init_kwargs": {"dtype": "auto"}, "bf16": True}, torch.float32),
+        ({"quantization_config": quantized(4), "peft_config": lora, **PACKED}, torch.uint8),
+        ({"model_init_kwargs": {"quantization_config": quantized(8)}, "peft_config": lora}, torch.int8),
+    ],
+    ids=["path", "bf16 weights", "bf16", "QLoRA, 4 bits", "QLoRA, 8 bits"],
+)
+def test_a_model_given_as_a_path_has_the_losses_of_trl(
+    saved: str, tmp_path: Path, given: dict[str, Any], dtype: torch.dtype
+) -> None:
+    import trl
+
+    found = []
+    for kind in (trl.SFTTrainer, SFTTrainer):
+        trainer = made(kind, tmp_path / kind.__module__, "chat", model=saved, **given)
+        trainer.train()
+        found.append(losses(trainer))
+        (weight,) = (each for name, each in trainer.model.named_parameters() if "0.mlp.up_proj" in name)
+        assert weight.dtype == dtype
+    in_bf16 = given.get("bf16") or dtype == torch.bfloat16
+    assert found[1] == pytest.approx(found[0], rel=5e-5 if in_bf16 else 1e-5)
+    assert len(found[0]) == 10
+    assert (tmp_path / SFTTrainer.__module__ / "model/training_args.json").is_file()
+
+
+def test_the_tokenizer_is_the_models_by_default(saved: str, tmp_path: Path) -> None:
+    trainer = SFTTrainer(saved, config(tmp_path), train_dataset=rows("chat", 8))
+    assert trainer.processing_class.get_vocab() == tokenizer().get_vocab()
+    assert trainer.train_dataset[0] == made(SFTTrainer, tmp_path, "chat").train_dataset[0]
+
+
+OTHER_TEMPLATE = TEMPLATE.replace("<|user|>", "<|human|>").replace(
+    "m['role'] }}", "m['role'] | replace('user', 'human') }}"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("adapter", [None, lora], ids=["full", "LoRA"])
+@pytest.mark.parametrize("is_file", [True, False], ids=["file", "tokenizer"])
+def test_a_chat_template_by_path_has_the_tokens_and_losses_of_trl(tmp_path: Path, adapter: Any, is_file: bool) -> None:
+    import trl
+
+    path = tmp_path / "other.jinja"
+    path.write_text(OTHER_TEMPLATE)
+    if not is_file:
+        other = tokenizer(OTHER_TEMPLATE, end="<|stop|>")
+        other.add_tokens(["<|human|>"], special_tokens=True)
+        other.save_pretrained(path := tmp_path / "other")
+    found = []
+    for kind in (trl.SFTTrainer, SFTTrainer):
+        given = {"chat_template_path": str(path), "peft_config": adapter}
+        trainer = made(kind, tmp_path / kind.__module__, "chat", processing_class=tokenizer(None), **given)
+        start = {name: each.detach().clone() for name, each in trainer.model.named_parameters() if "delta" in name}
+        trainer.train()
+        found.append((losses(trainer), list(trainer.train_dataset["input_ids"])))
+    assert found[1][1] == found[0][1]
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-5)
+    assert trainer.processing_class.decode(found[1][1][0]).startswith("<|human|>")
+    assert len(start) == (not is_file and adapter is not None)
+    ends = dict(trainer.model.named_parameters())
+    assert not any(torch.equal(ends[name], each) for name, each in start.items())
+
+
+def accuracy(prediction: Any) -> dict[str, float]:
+    said, labels = prediction.predictions.argmax(-1)[:, :-1], prediction.label_ids[:, 1:]
+    return {"accuracy": float((said == labels)[labels != -100].mean())}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "given", [{}, PACKED, {**PACKED, "eval_packing": False}], ids=["padded", "packed", "unpacked evaluation"]
+)
+def test_evaluations_at_steps_have_the_losses_and_metrics_of_trl(tmp_path: Path, given: dict[str, Any]) -> None:
+    import trl
+
+    found = []
+    for kind in (trl.SFTTrainer, SFTTrainer):
+        more: dict[str, Any] = {"eval_dataset": {"one": rows("chat", 8), "two": rows("text", 8)}}
+        more |= {"compute_metrics": accuracy, "eval_strategy": "steps", "eval_steps": 5, **given}
+        # One batch: TRL averages the means of batches.
+        trainer = made(kind, tmp_path / kind.__module__, "chat", per_device_eval_batch_size=8, **more)
+        trainer.train()
+        names = [f"eval_{part}_{name}" for part in ("one", "two") for name in ("loss", "accuracy")]
+        log = trainer.state.log_history
+        found.append({(line["step"], name): line[name] for line in log for name in names if name in line})
+    assert found[0].keys() == {(step, name) for step in (5, 10) for name in names}
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
+
+
+class Seen(TrainerCallback):
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self.steps.append(state.global_step)
+        control.should_training_stop = state.global_step == 4
+
+
+def test_callbacks_see_each_step_and_stop_the_run(tmp_path: Path) -> None:
+    made(SFTTrainer, tmp_path, "chat", callbacks=[seen := Seen()]).train()
+    assert seen.steps == [1, 2, 3, 4]
+
+
+def test_noise_of_neftune_is_in_training_alone(tmp_path: Path) -> None:
+    found = {}
+    for alpha in (None, 5.0, 5.0001):
+        given: dict[str, Any] = {"neftune_noise_alpha": alpha, "eval_dataset": rows("chat", 8), "eval_on_start": True}
+        trainer = made(SFTTrainer, tmp_path / str(alpha), "chat", max_steps=3, **given)
+        trainer.train()
+        first = next(line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line)
+        found[alpha] = first, losses(trainer)
+        embedding = trainer.model.get_input_embeddings().train()
+        assert torch.equal(embedding(torch.tensor([7])), embedding.weight[7:8])
+    assert found[None][0] == found[5.0][0]
+    assert found[5.0][1] != pytest.approx(found[None][1], rel=1e-6)
+    assert found[5.0][1] == pytest.approx(found[None][1], rel=2e-2)
+    # The noise is the same in each run.
+    assert found[5.0][1] == pytest.approx(found[5.0001][1], rel=1e-5)
+
+
+def test_an_eos_token_is_set_on_tokenizer_and_model_and_ends_the_text(tmp_path: Path) -> None:
+    trainer = made(SFTTrainer, tmp_path, "text", eos_token="<|user|>")
+    end = tokenizer().convert_tokens_to_ids("<|user|>")
+    assert trainer.train_dataset[0]["input_ids"][-1] == trainer.train_dataset[0]["labels"][-1] == end
+    assert trainer.processing_class.eos_token_id == trainer.model.config.eos_token_id == end
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "fact"),
+    [
+        ("trl.trainer.sft_trainer.SFTTrainer._prepare_dataset", None, "_prepare_dataset"),
+        ("trl.trainer.sft_trainer.SFTTrainer._prepare_dataset", lambda self, dataset, how: 0, "other arguments"),
+        ("trl.trainer.utils.add_fused_lm_head", None, "add_fused_lm_head"),
+        ("trl.chat_template_utils.get_training_chat_template", lambda tokenizer: 0, "other arguments"),
+        ("trl.trainer.sft_trainer.SFTTrainer._prepare_dataset.__code__",
+         (lambda self, dataset, processing_class, args, packing, formatting_func, dataset_name: self._new).__code__,
+         "SFTTrainer._new"),
+    ],
+)  # fmt: skip
+def test_another_version_of_trl_is_one_error_that_names_the_tested_one(
+    tmp_path: Path, monkeypatch: Any, name: str, change: Any, fact: str
+) -> None:
+    import trl
+
+    if change is None:
+        monkeypatch.delattr(name)
+    else:
+        monkeypatch.setattr(name, change)
+    found = refused(lambda: made(SFTTrainer, tmp_path, "chat"), "args")
+    assert fact in found.problem
+    assert trl.__version__ in found.problem
+    assert "trl==1.16.0" in found.remedy
+    assert "trl==1.16.0\n" in (REPOSITORY / "constraints.txt").read_text()
 
 
 def test_without_trl_the_import_works_and_the_error_names_the_extra() -> None:

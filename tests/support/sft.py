@@ -1,6 +1,8 @@
 """What the tests of SFTTrainer share: a tokenizer, tiny models, chats, and both trainers on the same set-up."""
 
+import copy
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,13 +97,54 @@ def lora() -> Any:
     return LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
 
 
+def quantized(bits: int) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(**{f"load_in_{bits}bit": True})
+
+
+def dora() -> Any:
+    made = lora()
+    made.use_dora = True
+    return made
+
+
+def dropped() -> Any:
+    made = lora()
+    made.lora_dropout = 0.1
+    return made
+
+
+def adapted(size: int) -> Any:
+    """A model that has an adapter already."""
+    from peft import get_peft_model
+
+    return get_peft_model(llama(size), lora())
+
+
+def padded(rows: list[Any]) -> dict[str, Any]:
+    """A collator as users write it."""
+    pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+    ids, labels = ([torch.tensor(row[name]) for row in rows] for name in ("input_ids", "labels"))
+    masks = [torch.ones_like(each) for each in ids]
+    return {"input_ids": pad(ids), "labels": pad(labels, padding_value=-100), "attention_mask": pad(masks)}
+
+
+OWN = (
+    *("model", "peft_config", "formatting_func", "eval_dataset", "processing_class", "train_dataset"),
+    *("data_collator", "callbacks", "compute_metrics", "quantization_config", "compute_loss_func"),
+)
+"""Arguments of the trainer. All others are those of SFTConfig."""
+
+
 def made(kind: Any, folder: Path | str, data: str, **given: Any) -> Any:
-    """A trainer of this class: `model` is a function of the vocabulary's size; other values are SFTConfig's."""
-    names = ("model", "peft_config", "formatting_func", "eval_dataset", "processing_class", "train_dataset")
-    others = {name: given.pop(name) for name in names if name in given}
-    tool = others.pop("processing_class", None) or tokenizer()
+    """A trainer of this class: `model` is a path, or a function of the vocabulary's size; adapters are made anew."""
+    others = {name: given.pop(name) for name in OWN if name in given}
+    tool = copy.deepcopy(others.pop("processing_class", None)) or tokenizer()
     make, adapter = others.pop("model", llama), others.pop("peft_config", None)
-    others.setdefault("train_dataset", rows(data) if data else None)
+    others["train_dataset"] = given_rows if (given_rows := others.get("train_dataset")) is not None else rows(data)
+    if given.pop("streamed", False):
+        others["train_dataset"] = others["train_dataset"].to_iterable_dataset()
     others["peft_config"] = adapter() if adapter else None
     model = make if isinstance(make, str) else make(len(tool))
     return kind(model, config(folder, **given), processing_class=tool, **others)
@@ -125,11 +168,45 @@ SETUPS: dict[str, tuple[str, dict[str, Any]]] = {
     "tokens, padding-free": ("tokens", {"padding_free": True, "max_length": None}),
     "DFT": ("pair", {"loss_type": "dft", "weight_decay": 0.1, "lr_scheduler_type": "cosine"}),
     "experts": ("chat", {"model": mixtral}),
+    "streamed": ("chat", {"streamed": True}),
+    "streamed, packed, assistant only": ("chat", {"streamed": True, "assistant_only_loss": True, **PACKED}),
+    "formatted": ("text", {"formatting_func": lambda row: f"Say: {row['text']}"}),
+    "another end token": ("text", {"eos_token": "<|user|>"}),
+    "an adapter of the user": ("chat", {"model": adapted}),
+    "DoRA": ("chat", {"peft_config": dora}),
+    "a collator of the user": ("chat", {"data_collator": padded}),
+    "label smoothing": ("chat", {"label_smoothing_factor": 0.1}),
+    "a loss of the user": (
+        "chat",
+        {
+            "compute_loss_func": lambda outputs, labels, num_items_in_batch: (
+                torch.nn.functional.cross_entropy(
+                    outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
+                )
+                / num_items_in_batch
+            )
+        },
+    ),
+    "compiled": ("chat", {"torch_compile_backend": "aot_eager", "max_length": 32, "pad_to_multiple_of": 32}),
+    "padding-free chats": ("chat", {"padding_free": True, "max_length": None}),
+    "rows cut at the end": ("chat", {"max_length": 20, "truncation_mode": "keep_end"}),
 }
 """Set-ups that both trainers run."""
+WRAPPED: dict[str, Any] = {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
 SPREAD: dict[str, tuple[str, dict[str, Any]]] = {
     "two processes": ("chat", {"assistant_only_loss": True, "gradient_accumulation_steps": 2}),
     "two processes, LoRA, packed": ("chat", {"peft_config": lora, "dataloader_drop_last": True, **PACKED}),
-    "FSDP2": ("chat", {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}),
+    "FSDP2, LoRA, packed": ("chat", {"peft_config": lora, "dataloader_drop_last": True, **WRAPPED, **PACKED}),
+    "FSDP2": ("chat", WRAPPED),
 }
 """Set-ups of two processes."""
+_SAVED: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, "assistant_only_loss": True}
+RESUMED: dict[str, tuple[str, dict[str, Any]]] = {
+    "padded, accumulated": ("chat", {"gradient_accumulation_steps": 2, **_SAVED}),
+    "packed, LoRA with dropout, noise": (
+        "chat",
+        {"peft_config": dropped, "neftune_noise_alpha": 5, **PACKED, **_SAVED},
+    ),
+    "streamed, packed": ("chat", {"streamed": True, **PACKED, **_SAVED}),
+}
+"""Set-ups of runs that are killed and resumed."""

@@ -1,6 +1,8 @@
-"""A program as a user writes it, on each of several processes: `sft.py FOLDER stock|ours SETUP`."""
+"""A program as a user writes it, on each of several processes: `sft.py FOLDER stock|ours|killed SETUP`."""
 
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,17 +10,26 @@ from typing import Any
 import datasets
 import torch
 import trl
+from transformers import TrainerCallback
 
 from accel_train import SFTTrainer
-from tests.support.sft import SPREAD, losses, made
+from tests.support.sft import RESUMED, SPREAD, losses, made
+
+
+class Killer(TrainerCallback):
+    """Kills the process after step 8."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if state.global_step == 8:
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main(folder: Path, kind: str, setup: str) -> None:
     """`folder/result.json` has the losses."""
     datasets.disable_progress_bars()
-    data, given = SPREAD[setup]
-    chosen: Any = {"stock": trl.SFTTrainer, "ours": SFTTrainer}[kind]
-    trainer = made(chosen, folder / "run", data, **given)
+    data, given = {**SPREAD, **RESUMED}[setup]
+    chosen: Any = {"stock": trl.SFTTrainer}.get(kind, SFTTrainer)
+    trainer = made(chosen, folder / "run", data, **given, callbacks=[Killer()] if kind == "killed" else None)
     trainer.train()
     if trainer.is_world_process_zero():
         (folder / "result.json").write_text(json.dumps({"losses": losses(trainer)}))
