@@ -290,7 +290,8 @@ def _by_prefixes(
             raise ValueError(
                 f"{at}, message {index + 1}: the chat template renders the turns before differently once this one "
                 "follows, so the assistant's text cannot be found; put {% generation %} around the assistant's text "
-                "in data.chat_template, or set data.completion_only_loss: false"
+                "in data.chat_template (trl/chat_templates of the package trl has such templates of Qwen, Phi, "
+                "DeepSeek, gpt-oss and others), or set data.completion_only_loss: false"
             )
         is_target |= (starts >= len(before)) & (starts < len(after))
     return ids, is_target
