@@ -12,6 +12,8 @@ import pytest
 import torch
 from datasets import Dataset
 from transformers import (
+    AttentionInterface,
+    LlamaConfig,
     Mamba2Config,
     Mamba2ForCausalLM,
     T5Config,
@@ -29,6 +31,7 @@ from tests.support.sft import (
     PACKED,
     RESUMED,
     SETUPS,
+    SIZES,
     SPREAD,
     TEMPLATE,
     adapted,
@@ -181,6 +184,24 @@ def test_a_model_whose_layers_carry_values_to_the_next_row_is_not_packed(tmp_pat
     assert "Mamba2ForCausalLM" in found.problem
 
 
+def test_an_attention_that_reads_other_rows_is_not_packed(tmp_path: Path, monkeypatch: Any) -> None:
+    def leaky(module: Any, query: Any, key: Any, value: Any, mask: Any, **others: Any) -> Any:
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2), None
+
+    AttentionInterface.register("leaky", leaky)
+
+    def model(size: int) -> Any:
+        made = llama(size)
+        made.set_attn_implementation("leaky")
+        return made
+
+    assert (
+        "change each other"
+        in refused(lambda: made(SFTTrainer, tmp_path, "chat", model=model, **PACKED), "packing").problem
+    )
+    made(SFTTrainer, tmp_path, "chat", model=model)
+
+
 def test_rows_without_a_label_within_max_length_are_counted(tmp_path: Path, caplog: Any) -> None:
     data = Dataset.from_list([{"prompt": "a" * length, "completion": "b"} for length in (3, 3, 9, 9, 9)])
     trainer = made(SFTTrainer, tmp_path, "", train_dataset=data, max_length=8)
@@ -248,7 +269,7 @@ def saved(tmp_path_factory: Any) -> str:
 @pytest.mark.parametrize(
     ("given", "dtype"),
     [
-        ({}, torch.float32),
+        ({"model_init_kwargs": {"config": LlamaConfig(vocab_size=len(tokenizer()), **SIZES)}}, torch.float32),
         ({"model_init_kwargs": {"dtype": torch.bfloat16, "attn_implementation": "eager"}, **PACKED}, torch.bfloat16),
         ({"model_init_kwargs": {"dtype": "auto"}, "bf16": True}, torch.float32),
         ({"quantization_config": quantized(4), "peft_config": lora, **PACKED}, torch.uint8),
