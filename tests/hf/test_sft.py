@@ -390,6 +390,21 @@ def test_noise_of_neftune_is_in_training_alone(tmp_path: Path) -> None:
     assert found[5.0][1] == pytest.approx(found[5.0001][1], rel=1e-5)
 
 
+def test_an_adapter_that_would_not_train_the_templates_new_tokens_is_refused(tmp_path: Path) -> None:
+    other = tokenizer(TEMPLATE, end="<|stop|>")
+    other.save_pretrained(tmp_path / "other")
+    given = {"chat_template_path": str(tmp_path / "other"), "model": adapted}
+    found = refused(lambda: made(SFTTrainer, tmp_path, "chat", **given), "chat_template_path")
+    assert "does not train the" in found.problem
+
+
+def test_a_row_of_a_stream_with_fewer_labels_than_tokens_stops_the_run(tmp_path: Path) -> None:
+    data = Dataset.from_list([{"input_ids": [1, 2], "labels": [1, 2]}] * 9 + [{"input_ids": [1, 2], "labels": [1]}])
+    trainer = made(SFTTrainer, tmp_path, "", train_dataset=data, streamed=True, shuffle_dataset=False)
+    with pytest.raises(Exception, match="row 9 has 2 input_ids but 1 labels"):
+        trainer.train()
+
+
 def test_an_eos_token_is_set_on_tokenizer_and_model_and_ends_the_text(tmp_path: Path) -> None:
     trainer = made(SFTTrainer, tmp_path, "text", eos_token="<|user|>")
     end = tokenizer().convert_tokens_to_ids("<|user|>")

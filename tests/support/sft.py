@@ -154,6 +154,13 @@ def losses(trainer: Any) -> list[float]:
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
 
+SKIPPED: dict[str, Any] = {"dataset_kwargs": {"skip_prepare_dataset": True}}
+BEFORE = Dataset.from_list(
+    [
+        {"input_ids": [*range(3, 8 + i % 5)] * 2, "labels": [*range(3, 8 + i % 5)] * 2, "seq_lengths": [5 + i % 5] * 2}
+        for i in range(40)
+    ]
+)
 PACKED: dict[str, Any] = {"packing": True, "max_length": 128, "per_device_train_batch_size": 2}
 SETUPS: dict[str, tuple[str, dict[str, Any]]] = {
     "chats": ("chat", {}),
@@ -189,6 +196,7 @@ SETUPS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "compiled": ("chat", {"torch_compile_backend": "aot_eager", "max_length": 32, "pad_to_multiple_of": 32}),
     "padding-free chats": ("chat", {"padding_free": True, "max_length": None}),
+    "packed before": ("", {"train_dataset": BEFORE, "padding_free": True, "max_length": None, **SKIPPED}),
     "rows cut at the end": ("chat", {"max_length": 20, "truncation_mode": "keep_end"}),
 }
 """Set-ups that both trainers run."""
