@@ -152,8 +152,11 @@ def evaluate(
             f"none of the {reader.num_samples} evaluation samples has a target, so the evaluation has no loss; check "
             "the labels (or masks) of the evaluation data, and which label is ignored"
         )
-    loss = float(totals["loss_sum"]) / targets
-    return Evaluation(loss, targets, reader.num_samples, totals | rows_in_order(accelerator, rows), chunk)
+    totals |= rows_in_order(accelerator, rows)
+    # A loss that compares samples with each other needs all of them.
+    loss_of_rows = getattr(getattr(module, "task", None), "loss_of_rows", None)
+    loss_sum = float(totals["loss_sum"]) if loss_of_rows is None else loss_of_rows(totals)
+    return Evaluation(loss_sum / targets, targets, reader.num_samples, totals, chunk)
 
 
 class _Counts(NamedTuple):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from accel_train.core.state import StepResult
 from accel_train.guard.guard import Limits
-from accel_train.model.kernels.router_loss import RouterLoss
+from accel_train.model.kernels.global_loss import GlobalLoss
 from accel_train.optim.update import Update, number_on_host
 from accel_train.parallel.dims import parallel_dims
 from accel_train.parallel.strategy import Strategy
@@ -97,9 +97,9 @@ class Agreement:
     step computes. A single process sends nothing.
     """
 
-    def __init__(self, accelerator: Accelerator, router_loss: RouterLoss | None = None) -> None:
+    def __init__(self, accelerator: Accelerator, global_loss: GlobalLoss[Any] | None = None) -> None:
         self.world_size, self.tp_size = accelerator.num_processes, parallel_dims(accelerator).tp_size
-        self.device, self.router_loss = accelerator.device, router_loss
+        self.device, self.global_loss = accelerator.device, global_loss
         # fp64 makes counts and sums equal for any world size. MPS does not support fp64.
         self.dtype = torch.float32 if self.device.type == "mps" else torch.float64
         self._here = Wire(0)
@@ -178,7 +178,7 @@ class Agreement:
         grad_norm, skipped, loss_scale = update
         if gradient_sum is None:
             gradient_sum = grad_norm if self.world_size == 1 else torch.zeros_like(grad_norm)
-        router_loss = None if self.router_loss is None else self.router_loss.loss
+        router_loss = None if self.global_loss is None else self.global_loss.loss
         router_loss = skipped if router_loss is None else router_loss.to(grad_norm.dtype)
         parts = (
             loss_sum, grad_norm, skipped, skipped if loss_scale is None else loss_scale, router_loss, gradient_sum
@@ -219,7 +219,7 @@ class Agreement:
             agreed=sums.skipped in (0, self.world_size),
             loss_sum_here=here.loss_sum,
             gradient_sum_here=here.gradient_sum,
-            router_loss=None if self.router_loss is None else here.router_loss,
+            router_loss=None if self.global_loss is None or self.global_loss.loss is None else here.router_loss,
             ended=last.ended,
         )
 
@@ -248,17 +248,17 @@ def forward_backward(
     the global batch is split. A loss that is not finite sends NaN through the backward. All processes share the
     gradient norm, so all of them see the NaN. Without `reduce`, each process keeps its gradients for a later reduction.
     """
-    if agreement.router_loss is not None:
-        with _over_the_global_batch(agreement.router_loss, strategy, micro_batches):
+    if agreement.global_loss is not None:
+        with _over_the_global_batch(agreement.global_loss, strategy, micro_batches):
             return _accumulate(strategy, micro_batches, agreement, reduce)
     return _accumulate(strategy, micro_batches, agreement, reduce)
 
 
 def _over_the_global_batch(
-    router_loss: RouterLoss, strategy: Strategy, micro_batches: Sequence[MicroBatch]
+    global_loss: GlobalLoss[Any], strategy: Strategy, micro_batches: Sequence[MicroBatch]
 ) -> AbstractContextManager[None]:
-    return router_loss.over(
-        lambda batch: strategy.inner(batch, "routing"),
+    return global_loss.over(
+        lambda batch: strategy.inner(batch, "part"),
         micro_batches,
         strategy.accelerator.device,
         is_alone=strategy.accelerator.num_processes == 1,

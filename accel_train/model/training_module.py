@@ -25,18 +25,18 @@ class TrainingModule(nn.Module):
         """Names of frozen weights that checkpoints leave out, because `model.pretrained` has them."""
 
     def forward(
-        self, batch: Mapping[str, Tensor], wanted: Literal["loss", "counts", "predictions", "routing"] = "loss"
+        self, batch: Mapping[str, Tensor], wanted: Literal["loss", "counts", "predictions", "part"] = "loss"
     ) -> Any:
         """Return the micro-batch's loss summed over its targets (0-dim), or the other result that `wanted` names.
 
-        `counts` are the task's evaluation counts, and `predictions` its predictions by name. `routing` is for a task
-        with a router loss (`RouterLoss.over`). All go through this forward, because Accelerate casts it to the mixed
-        precision.
+        `counts` are the task's evaluation counts, and `predictions` its predictions by name. `part` is for a task
+        with a loss over the global batch (`GlobalLoss.over`). All go through this forward, because Accelerate casts it
+        to the mixed precision.
         """
         if wanted == "loss":
             return checked_loss(self.task.loss_sum(self.model, batch))
-        if wanted == "routing":
-            return self.task.routing(self.model, batch)  # type: ignore[attr-defined]
+        if wanted == "part":
+            return self.task.global_part(self.model, batch)  # type: ignore[attr-defined]
         return (
             self.task.evaluate_batch(self.model, batch)
             if wanted == "counts"

@@ -79,6 +79,20 @@ CONFLICTS = (
         "{accumulation} micro-batches per step",
         "Use max-autotune-no-cudagraphs or default, or a batch that one micro-batch per process holds",
     ),
+    Conflict(
+        "cuda_graphs",
+        "task",
+        lambda asked: asked.recipe.task == "sentence-embedding",
+        f"cannot be combined with task sentence-embedding: it exchanges vectors in the forward, and {UNTESTED}",
+        "Set precision.compile_mode to default",
+    ),
+    Conflict(
+        "deepspeed",
+        "task",
+        lambda asked: asked.recipe.task == "sentence-embedding",
+        f"cannot be combined with task sentence-embedding: a step reads its micro-batches twice, and {UNTESTED}",
+        f"Use {ZERO_ALTERNATIVE}",
+    ),
     _clash("sync_batch_norm", "precision.compile", _compiles),
     _clash(
         "tp_size", "model.lora", _adapts, "adapters are plain tensors, which cannot be multiplied with split layers"

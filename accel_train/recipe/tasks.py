@@ -46,6 +46,7 @@ TASKS: Mapping[str, BuiltIn] = MappingProxyType(
         "masked-lm": BuiltIn("MaskedLM", "targets", "masked_lm"),
         "question-answering": BuiltIn("QuestionAnswering", "samples", "question_answering"),
         "multiple-choice": BuiltIn("MultipleChoice", "samples", "multiple_choice"),
+        "sentence-embedding": BuiltIn("SentenceEmbedding", "samples", "sentence_embedding"),
     }
 )
 """Built-in tasks by the name that a recipe uses, imported only when used."""

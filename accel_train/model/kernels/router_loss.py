@@ -8,7 +8,7 @@ and gradients then do not depend on the number of processes or on accumulation. 
 counting f_e takes one more forward.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from inspect import signature
 from sys import modules
@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from accel_train.core.state import Choice
 from accel_train.data.labels import IGNORED_LABEL
-from accel_train.model.isolation import RandomState
+from accel_train.model.kernels.global_loss import GlobalLoss
 
 AS_IN_MIXTRAL = ("gate_logits", "num_experts", "top_k", "attention_mask")
 """Arguments of `load_balancing_loss_func` in the model files that share Mixtral's definition."""
@@ -45,22 +45,20 @@ class Routing(NamedTuple):
         return torch.cat([part.to(dtype) for part in parts])
 
 
-class RouterLoss:
-    """Computes the router loss of a model's micro-batches, once the routing of the global batch is known."""
+class RouterLoss(GlobalLoss[Tensor]):
+    """Computes the router loss of a model's micro-batches, once the routing of the global batch is known.
+
+    `loss` is without the coefficient.
+    """
 
     coefficient: float
     num_experts: int
     top_k: int
-    loss: Tensor | None = None
-    """The last step's loss without its coefficient, 0-dim, equal on all processes."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._logits: Sequence[Tensor] | None = None
         self._records = False
-        self._totals: Tensor | None = None
-        # The first forward of the step sums up over processes.
-        self._counts_later = False
-        self._weighs, self._is_alone = True, True
 
     def watch(self, model: PreTrainedModel, coefficient: float) -> None:
         """Record the routers of a model. Several models of the same recipe may be watched."""
@@ -97,14 +95,12 @@ class RouterLoss:
 
         The caller divides by that number later. Outside of a step, the micro-batch counts as the global batch.
         """
-        routing, totals = self._routing(labels), self._totals
-        if totals is None:
-            totals = self._sum_up(routing.packed(self._dtype(labels.device)))
+        routing = self._routing(labels)
+        totals = self.whole(routing.packed(self._dtype(labels.device)))
         assigned, probabilities = totals[: self.num_experts], totals[self.num_experts : -2]
         num_positions, num_targets = totals[-2].clamp(min=1), totals[-1]
         per_probability = self.num_experts * assigned / num_positions.square()
-        # This runs within a step.
-        if self._totals is not None:
+        if self.is_in_step:
             self.loss = (per_probability * probabilities).sum()
         weights = (self.coefficient * num_targets * per_probability).to(routing.probabilities.dtype)
         return (weights * routing.probabilities).sum()
@@ -113,64 +109,17 @@ class RouterLoss:
         """Return the packed sums of the last recorded forward."""
         return self._routing(labels).packed(self._dtype(labels.device))
 
-    @contextmanager
-    def over(
-        self,
-        count: Callable[[Mapping[str, Tensor]], Tensor],
-        micro_batches: Sequence[tuple[Mapping[str, Tensor], int]],
-        device: torch.device,
-        *,
-        is_alone: bool,
-        one_each: bool,
-        can_fail_alone: bool,
-    ) -> Iterator[None]:
-        """Compute losses over the global batch that the micro-batches of all processes form, inside the context.
-
-        Args:
-            count: returns the packed sums of a micro-batch, by a forward.
-            one_each: every process has one micro-batch, so its training forward also counts.
-            can_fail_alone: if the forward fails on one process, it still sends its sums, so that the others do not
-                wait.
-        """
-        assert not one_each or len(micro_batches) == 1, "the same number on every process"
-        self._totals, self._is_alone, self._counts_later = None, is_alone, True
-        self._weighs = not one_each or micro_batches[0][1] > 0
-        try:
-            if not one_each:
-                self._totals = self._counted(count, micro_batches, device)
-            yield
-        except (RuntimeError, MemoryError):
-            if self._counts_later and can_fail_alone:
-                shape = 2 * self.num_experts + 2
-                self._sum_up(torch.full((shape,), torch.nan, dtype=self._dtype(device), device=device))
-            raise
-        finally:
-            self._totals, self._counts_later, self._weighs = None, False, True
-
-    def _counted(
-        self,
-        count: Callable[[Mapping[str, Tensor]], Tensor],
-        micro_batches: Sequence[tuple[Mapping[str, Tensor], int]],
-        device: torch.device,
-    ) -> Tensor:
-        # The training forwards must draw the same random numbers again.
-        state = RandomState(device)
-        with torch.no_grad():
-            sums = [count(batch) * (num_targets > 0) for batch, num_targets in micro_batches]
-        state.put_back()
-        return self._sum_up(torch.stack(sums).sum(0))
-
-    @torch.compiler.disable
-    def _sum_up(self, sums: Tensor) -> Tensor:
-        if not self._counts_later:
-            return sums
-        # This micro-batch was read only to keep the processes together.
-        if not self._weighs:
-            sums = torch.zeros_like(sums)
-        if not self._is_alone:
+    def join(self, parts: Sequence[Tensor], weighs: Sequence[bool], *, is_alone: bool) -> Tensor:
+        """* Return the packed sums over all parts and processes."""
+        weighed = [part if weight else torch.zeros_like(part) for part, weight in zip(parts, weighs, strict=True)]
+        sums = torch.stack(weighed).sum(0)
+        if not is_alone:
             dist.all_reduce(sums)
-        self._totals, self._counts_later = sums, False
         return sums
+
+    def join_failed(self, device: torch.device) -> None:
+        """* Send NaN as this process's sums."""
+        dist.all_reduce(torch.full((2 * self.num_experts + 2,), torch.nan, dtype=self._dtype(device), device=device))
 
     def _routing(self, labels: Tensor) -> Routing:
         """Sum over the positions on which a target depends: up to the last target of each row.

@@ -68,7 +68,7 @@ class CausalLM(Task):
     """Whether `precision.compile` is on."""
     fuses_loss = False
     """Whether it is on with torch's default backend, which then compiles a loss in chunks too."""
-    router_loss: RouterLoss | None = None
+    global_loss: RouterLoss | None = None
     """Router loss of a mixture of experts (`loss.router_aux`). None for other models."""
     whole_up_to = 0
     """Positions of the largest micro-batch so far whose loss used whole logits. Smaller micro-batches use them too."""
@@ -131,10 +131,10 @@ class CausalLM(Task):
             grow_embedding(model, rows)
         router = router_choice(recipe, model)
         if router is None or not router.value:
-            self.router_loss = None
+            self.global_loss = None
         else:
-            self.router_loss = self.router_loss or RouterLoss()
-            self.router_loss.watch(model, router.value)
+            self.global_loss = self.global_loss or RouterLoss()
+            self.global_loss.watch(model, router.value)
         return model
 
     def choices(self, recipe: Recipe, model: nn.Module) -> dict[str, Choice[Any]]:
@@ -161,18 +161,18 @@ class CausalLM(Task):
         """
         # The model's own loss is not used: transformers divides it by the tokens of the micro-batch, and its code for
         # GPT-2 warns in the middle of the graph.
-        if self.router_loss is not None and model.training:
-            with self.router_loss.recording():
+        if self.global_loss is not None and model.training:
+            with self.global_loss.recording():
                 loss_sum = self.cross_entropy_sum(model, batch)
-            return loss_sum + self.router_loss.loss_sum(batch["labels"])
+            return loss_sum + self.global_loss.loss_sum(batch["labels"])
         return self.cross_entropy_sum(model, batch)
 
-    def routing(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the routers' distribution over experts, for `RouterLoss.over`, without computing logits or loss."""
-        assert self.router_loss is not None
-        with self.router_loss.recording():
+    def global_part(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the routers' distribution over experts, for `GlobalLoss.over`, without computing logits or loss."""
+        assert self.global_loss is not None
+        with self.global_loss.recording():
             hidden_states(model, batch, self.compiled)
-        return self.router_loss.routing(batch["labels"])
+        return self.global_loss.routing(batch["labels"])
 
     def cross_entropy_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the cross-entropy summed over the labels, without the router loss."""

@@ -1,4 +1,4 @@
-"""Models that read text, with a head for sequences, tokens, answers, or choices, and their model cards."""
+"""Models that read text, with a head for sequences, tokens, answers, or choices or without one, and their cards."""
 
 import inspect
 from collections.abc import Mapping
@@ -13,7 +13,9 @@ from transformers import (
     MODEL_FOR_QUESTION_ANSWERING_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    MODEL_MAPPING,
     AutoConfig,
+    AutoModel,
     AutoModelForMultipleChoice,
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
@@ -58,6 +60,8 @@ SEQUENCES = Head(
 TOKENS = Head("token classification", AutoModelForTokenClassification, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING)
 CHOICES = Head("multiple choice", AutoModelForMultipleChoice, MODEL_FOR_MULTIPLE_CHOICE_MAPPING)
 ANSWERS = Head("question answering", AutoModelForQuestionAnswering, MODEL_FOR_QUESTION_ANSWERING_MAPPING)
+ENCODERS = Head("sentence embedding", AutoModel, MODEL_MAPPING)
+"""Models without a head, and without the pooler of BERT, which takes no part in the loss."""
 
 
 def check_model(recipe: Recipe, head: Head = SEQUENCES) -> None:
@@ -206,10 +210,12 @@ def build_model(
     """
     # Growing the embedding changes the configuration, so a copy is used.
     config = deepcopy(config)
-    model, loaded = pretrained.transformers_model(
-        head.factory, recipe, config, pretrained.chosen_attention(recipe), takes_new_head=True
-    )
-    body = model.base_model_prefix + "."
+    arguments: dict[str, Any] = {**pretrained.chosen_attention(recipe)}
+    model_class = head.mapping.get(type(config), None)
+    if head is ENCODERS and "add_pooling_layer" in inspect.signature(model_class or nn.Module).parameters:
+        arguments["add_pooling_layer"] = False
+    model, loaded = pretrained.transformers_model(head.factory, recipe, config, arguments, takes_new_head=True)
+    body = "" if head is ENCODERS else model.base_model_prefix + "."
     wrong = sorted(entry[0] for entry in loaded["mismatched_keys"] if entry[0].startswith(body))
     if wrong:
         raise ValueError(

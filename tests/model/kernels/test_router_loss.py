@@ -29,8 +29,8 @@ def model_of(model_type: str, **changes: Any) -> PreTrainedModel:
 def task_of(model: PreTrainedModel) -> CausalLM:
     task, choice = CausalLM(), choose_router_loss("auto", model)
     assert choice is not None
-    task.router_loss = RouterLoss()
-    task.router_loss.watch(model, choice.value)
+    task.global_loss = RouterLoss()
+    task.global_loss.watch(model, choice.value)
     return task
 
 

@@ -1,0 +1,95 @@
+"""The settings of `data` for sentence embeddings."""
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from accel_train.core.errors import SettingError
+from accel_train.recipe.data import TextData
+from accel_train.recipe.values import PositiveFloat, PositiveInt
+
+MARGIN = 0.5
+SCALE = 20.0
+
+
+class SentenceEmbeddingData(TextData):
+    """Settings of `data` for sentence embeddings."""
+
+    text_columns: tuple[str, ...] = ("anchor", "positive")
+    """Columns of the anchor, its positive, and any hard negatives. With score_column: the two texts of a pair. One
+    column: texts to predict vectors for. A column may be a template: `{title}. {body}`.
+    """
+    score_column: str | None = Field(default=None, examples=["score"])
+    """Column with the similarity of a pair, as a number. Only the order of the numbers matters."""
+    objective: Literal["auto", "ranking", "cosent", "triplet"] = "auto"
+    """Loss. ranking: cross-entropy of the positive among all positives and hard negatives of the global batch. cosent:
+    order of scored pairs, over all pairs of the global batch. triplet: margin between the positive and the hard
+    negatives of a row. auto: cosent with score_column, otherwise ranking.
+    """
+    scale: PositiveFloat = SCALE
+    """Factor of the cosine similarities in ranking and cosent; 1 / temperature."""
+    symmetric: bool = False
+    """Whether ranking also finds each positive's anchor among all anchors. The loss is the mean of both directions."""
+    margin: PositiveFloat = MARGIN
+    """triplet: margin between the cosine similarities of the positive and of a negative."""
+    matryoshka_dims: tuple[PositiveInt, ...] = Field(default=(), examples=[[384, 128, 64]])
+    """Numbers of leading dimensions that are trained as vectors of their own (Kusupati et al. 2022). Their losses are
+    added. Default: all dimensions only.
+    """
+    pooling: Literal["auto", "mean", "cls", "last"] = "auto"
+    """Vector of a text from the vectors of its tokens: their mean, that of the first, or that of the last. auto: as in
+    the sentence-transformers folder of model.pretrained, otherwise mean.
+    """
+    anchor_prompt: str = Field(default="", examples=["query: "])
+    """Text before each anchor. `model/` has it as the prompt `query`."""
+    positive_prompt: str = Field(default="", examples=["passage: "])
+    """Text before each positive and negative. `model/` has it as the prompt `document`."""
+    eval_fraction: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = 0.01
+    """Fraction of `train` held out for evaluation. A hash of each anchor selects it. 0: nothing is held out."""
+
+    @property
+    def loss_name(self) -> Literal["ranking", "cosent", "triplet"]:
+        """Return the objective, with auto resolved."""
+        if self.objective == "auto":
+            return "ranking" if self.score_column is None else "cosent"
+        return self.objective
+
+    @model_validator(mode="after")
+    def objective_fits_the_columns(self) -> Self:
+        count, name = len(self.text_columns), self.loss_name
+        columns = f"data.text_columns=[{', '.join(self.text_columns)}]"
+        problem, at, other = "", f"data.objective={self.objective}", "text_columns"
+        if not count:
+            problem, at = "name at least one column", columns
+        elif name == "cosent" and self.score_column is None and self.objective == "cosent" and count > 1:
+            problem, other = "needs the similarity of each pair, so set data.score_column", "score_column"
+        elif name != "cosent" and self.score_column is not None:
+            problem, other = (
+                f"does not use data.score_column={self.score_column}, so leave one of them out",
+                "objective",
+            )
+            at = f"data.objective={name}"
+        elif name == "cosent" and count > 2:
+            problem, at = f"data.score_column scores pairs, but {count} columns are named; name two", columns
+        elif name == "triplet" and count == 2:
+            problem = "needs a hard negative in each row, so name its column as the third of data.text_columns"
+        elif self.symmetric and name != "ranking":
+            problem, at, other = f"is for ranking, not for {name}, so leave it out", "data.symmetric=true", "symmetric"
+        elif self.margin != MARGIN and name != "triplet":
+            problem, at, other = (
+                f"is for triplet, not for {name}, so leave it out",
+                f"data.margin={self.margin}",
+                "margin",
+            )
+        elif self.scale != SCALE and name == "triplet":
+            problem, at, other = "is for ranking and cosent, so leave it out", f"data.scale={self.scale}", "scale"
+        elif len({*self.matryoshka_dims}) != len(self.matryoshka_dims):
+            problem, other = "name each number once", "matryoshka_dims"
+            at = f"data.matryoshka_dims={list(self.matryoshka_dims)}"
+        if problem:
+            raise SettingError(problem, at=at, settings=("data.objective", f"data.{other}"))
+        return self
+
+    def without_labels(self) -> Self:
+        """Return this section for samples to predict."""
+        return self.model_copy(update={"score_column": None})

@@ -1,0 +1,161 @@
+"""Rows of texts that belong together, or scored pairs: read table rows, tokenize and batch them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from accel_train.core.files import digest64
+from accel_train.data.sources import Source, describe, resolve_both
+from accel_train.data.tables import show_cell
+from accel_train.data.text.padding import padded_inputs
+from accel_train.data.text.tokenizers import use_rust_threads
+from accel_train.recipe.schema import Recipe
+from accel_train.tasks.common.texts import TextRow, hold_out, repeated_texts, text_rows
+from accel_train.tasks.sentence_embedding.config import SentenceEmbeddingData
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_ROWS_PER_CALL = 500
+
+
+class AnchorRow(TextRow):
+    """Texts of one row: anchor, positive, negatives, or the two texts of a scored pair (`label` is the score)."""
+
+    @property
+    def key(self) -> str:
+        """Return the anchor. Rows with equal anchors are on the same side of a split."""
+        return self.texts[0]
+
+
+@dataclass(frozen=True)
+class AnchorRows:
+    """Rows in memory. All rows have the same number of texts."""
+
+    train: list[AnchorRow]
+    eval: list[AnchorRow] | None
+    description: str
+    notes: list[str]
+    """Notes for the user, as sentences."""
+
+
+def load_rows(recipe: Recipe) -> AnchorRows:
+    """Return the rows of `data.train` and `data.eval`. Without `data.eval`, a part of `data.train` is held out.
+
+    Raises:
+        ValueError: a row cannot be read, a text is empty, or a score is not a number; the message names the row.
+    """
+    data = SentenceEmbeddingData.of(recipe.data)
+    if data.is_for_training and len(data.text_columns) < 2:
+        raise ValueError(
+            f"data.text_columns=[{data.text_columns[0]}] names one column, which leaves nothing to learn from; name "
+            "those of the anchor and its positive"
+        )
+    sources, eval_sources, notes = resolve_both(data)
+    rows = read_anchor_rows(sources, data, key=data.train_key)
+    train, evaluation, split_notes = hold_out(rows, data, sources, eval_sources)
+    notes += split_notes
+    if eval_sources:
+        evaluation = read_anchor_rows(eval_sources, data, key="data.eval")
+        notes += repeated_texts(train, evaluation, data)
+    return AnchorRows(train, evaluation, describe(sources, eval_sources), notes)
+
+
+def read_anchor_rows(sources: Sequence[Source], data: SentenceEmbeddingData, *, key: str) -> list[AnchorRow]:
+    """Return all rows of sources with the texts of `data.text_columns` and their score, in memory.
+
+    Raises:
+        ValueError: no rows exist, a column is missing, a text is empty, or a score is not a number.
+    """
+    rows = []
+    for row in text_rows(sources, data, data.text_columns, data.score_column, key=key):
+        empty = [column for column, text in zip(data.text_columns, row.texts) if not text.strip()]
+        if empty:
+            raise ValueError(f"{row.where}: column {empty[0]!r} is empty, and needs a text; fill it, or drop the row")
+        score = None if data.score_column is None else _score(row.label, data.score_column, row.where)
+        rows.append(AnchorRow(row.texts, score, row.where, row.id))
+    return rows
+
+
+def _score(cell: Any, column: str, where: str) -> float:
+    try:
+        score = float(cell)
+    except (TypeError, ValueError):
+        score = np.nan
+    if not np.isfinite(score):
+        raise ValueError(
+            f"{where}: column {column!r} holds {show_cell(cell)}, not a number; correct it, or drop the row"
+        )
+    return score
+
+
+class Sample(NamedTuple):
+    """One row, each text tokenized on its own."""
+
+    ids: tuple[NDArray[np.int32], ...]
+    texts: tuple[int, ...]
+    """A signed 64-bit hash of each text."""
+    score: float
+
+
+def tokenize_rows(
+    rows: Sequence[AnchorRow],
+    prompts: Sequence[str],
+    tokenizer: "PreTrainedTokenizerBase",
+    max_length: int,
+    *,
+    progress: bool,
+) -> list[Sample]:
+    """Return rows as token ids with the tokenizer's special tokens. `prompts` begin the texts of each column.
+
+    Raises:
+        ValueError: a text has no tokens.
+    """
+    use_rust_threads()
+    samples: list[Sample] = []
+    hidden = None if progress else True
+    with tqdm(total=len(rows), desc="tokenising", unit=" rows", disable=hidden, leave=False, delay=1) as bar:
+        for start in range(0, len(rows), _ROWS_PER_CALL):
+            part = rows[start : start + _ROWS_PER_CALL]
+            encoded = tokenizer(
+                [prompt + text for row in part for prompt, text in zip(prompts, row.texts, strict=True)],
+                truncation=True,
+                max_length=max_length,
+                split_special_tokens=True,
+                return_attention_mask=False,
+                verbose=False,
+            )
+            found = iter(encoded["input_ids"])
+            for row in part:
+                ids = tuple(np.array(next(found), dtype=np.int32) for _ in row.texts)
+                if not all(map(len, ids)):
+                    raise ValueError(f"{row.where}: a text has no tokens; drop the row")
+                samples.append(Sample(ids, tuple(map(text_hash, row.texts)), row.label or 0.0))
+            bar.update(len(part))
+    return samples
+
+
+def text_hash(text: str) -> int:
+    """Return a signed 64-bit hash of a text."""
+    number = digest64(text.encode(errors="surrogatepass"))
+    return number - (1 << 64) if number >= 1 << 63 else number
+
+
+def collate_rows(samples: Sequence[Sample], *, pad_id: int, multiple: int, max_length: int) -> dict[str, Any]:
+    """Return a batch padded on the right: `input_ids` and `attention_mask` (N, K, T) int64, `texts` (N, K), `scores`.
+
+    `num_targets` is the number of rows.
+    """
+    ids = [each for sample in samples for each in sample.ids]
+    batch = padded_inputs(ids, pad_id=pad_id, multiple=multiple, max_length=max_length)
+    return {
+        **{name: tensor.unflatten(0, (len(samples), -1)) for name, tensor in batch.items()},
+        "texts": torch.tensor([sample.texts for sample in samples]),
+        "scores": torch.tensor([sample.score for sample in samples], dtype=torch.float32),
+        "num_targets": len(samples),
+    }

@@ -1,0 +1,279 @@
+"""Sentence embedding: train vectors whose cosine similarity tells which texts belong together."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+from accel_train.core.state import Choice
+from accel_train.data.text.padding import joined_arrays, samples_digest
+from accel_train.recipe.schema import Recipe
+from accel_train.task import Scores, TaskData
+from accel_train.tasks.common import text_models as models
+from accel_train.tasks.common.encoder import EncoderTask, cut_note
+from accel_train.tasks.sentence_embedding import data as rows_of
+from accel_train.tasks.sentence_embedding.config import SentenceEmbeddingData
+from accel_train.tasks.sentence_embedding.folder import Pooling, pooling_of, write_folder
+from accel_train.tasks.sentence_embedding.losses import GlobalBatch, Objective, Table
+from accel_train.tasks.sentence_embedding.metrics import CORRELATIONS, RETRIEVAL, correlations, retrieval
+
+_EXAMPLE = """
+model = SentenceTransformer("path/of/this/folder")
+queries = model.encode(["a text"], prompt_name="query")
+documents = model.encode(["another text"], prompt_name="document")
+print(model.similarity(queries, documents))
+""".strip()
+
+
+@dataclass(frozen=True)
+class Source:
+    """The rows, tokenizer, and model configuration that the task keeps in addition to its samples."""
+
+    rows: rows_of.AnchorRows
+    tokenizer: PreTrainedTokenizerBase
+    config: PreTrainedConfig
+    prompts: dict[str, str]
+    """Text before anchors (`query`) and before positives and negatives (`document`)."""
+
+    def row_ids(self, index: int) -> str:
+        """Return the name of an evaluation row: its id column, or its file and row number."""
+        assert self.rows.eval is not None
+        return self.rows.eval[index].id
+
+
+class SentenceEmbedding(EncoderTask):
+    """Train any encoder of transformers to embed texts. Its last hidden states are pooled to one vector per text."""
+
+    Data = SentenceEmbeddingData
+    head = models.ENCODERS
+    global_loss: GlobalBatch | None = None
+    """Loss over the global batch. None for a loss of single rows (triplet)."""
+
+    def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
+        """Read and tokenize all rows into memory.
+
+        Raises:
+            ValueError: the model, tokenizer, or rows do not match the recipe. The message names the file, row, and
+                column.
+        """
+        section = SentenceEmbeddingData.of(recipe.data)
+        models.check_model(recipe, self.head)
+        models.refuse_metrics(recipe, "sentence-embedding reports recall, or correlations of scored pairs")
+        for name, value in (
+            ("class_weights", recipe.loss.class_weights),
+            ("label_smoothing", recipe.loss.label_smoothing),
+        ):
+            if value:
+                raise ValueError(f"loss.{name} is for classes, and sentence-embedding has none; leave it out")
+        self.pooling, self.pooling_reason = _pooling(recipe, section)
+        rows = rows_of.load_rows(recipe)
+        texts = chain.from_iterable(row.texts for row in rows.train)
+        reader = self.reader(recipe, texts, is_pair=False)
+        _check_config(recipe, reader.config, section)
+        prompts = [section.anchor_prompt, *[section.positive_prompt] * (len(section.text_columns) - 1)]
+        encode = partial(
+            rows_of.tokenize_rows,
+            prompts=prompts,
+            tokenizer=reader.tokenizer,
+            max_length=reader.max_length,
+            progress=progress,
+        )
+        train, evaluation = encode(rows.train), None if rows.eval is None else encode(rows.eval)
+        self.objective = Objective(
+            section.loss_name,
+            len(section.text_columns),
+            section.scale,
+            section.symmetric,
+            section.margin,
+            section.matryoshka_dims,
+        )
+        self.global_loss = None if section.loss_name == "triplet" else GlobalBatch(self.objective)
+        self.metric_names = CORRELATIONS if section.score_column is not None else RETRIEVAL
+        lengths = np.array([max(map(len, sample.ids)) for sample in train])
+        return self.task_data(
+            recipe,
+            reader,
+            train=train,
+            evaluation=evaluation,
+            lengths=lengths,
+            collate=rows_of.collate_rows,
+            fingerprint=_fingerprint(train, evaluation),
+            sources=rows.description,
+            source=Source(
+                rows,
+                reader.tokenizer,
+                reader.config,
+                {"query": section.anchor_prompt, "document": section.positive_prompt},
+            ),
+            facts={"pooling": self.pooling, "objective": section.loss_name},
+            notes=[*rows.notes, *reader.notes, *cut_note(lengths, reader.max_length, section.of_training("rows"))],
+        )
+
+    def choices(self, recipe: Recipe, model: nn.Module) -> dict[str, Choice[Any]]:
+        """Return the loss and the pooling, with their reasons."""
+        compared = "rows of the global batch, on any number of processes and with any accumulation"
+        reason = "the negatives of a row are its own" if self.global_loss is None else f"compares all {compared}"
+        return {
+            "data.objective": Choice(self.objective.name, reason),
+            "data.pooling": Choice(self.pooling, self.pooling_reason),
+        }
+
+    def input_shape(self, length: int) -> tuple[int, ...]:
+        """Return the shape of a row with all its texts."""
+        return (self.objective.num_texts, length)
+
+    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the fp32 loss summed over rows. In training, other rows of the global batch are negatives."""
+        table = self._table(model, batch)
+        return (self.global_loss or GlobalBatch(self.objective)).loss_sum(table)
+
+    def global_part(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the vectors of a micro-batch, packed, for `GlobalLoss.over`."""
+        return self._table(model, batch).packed()
+
+    def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the vectors of all texts. Loss and scores compare all of them with each other."""
+        vectors, texts, scores = self._table(model, batch)
+        return {"rows_vectors": vectors, "rows_texts": texts, "rows_scores": scores}
+
+    def loss_of_rows(self, rows: Mapping[str, NDArray[Any]]) -> float:
+        """Return the loss summed over evaluation rows, which form one batch."""
+        table = Table(*(torch.from_numpy(rows[f"rows_{name}"]) for name in Table._fields))
+        return float(self.objective.row_losses(table, with_gradient=False)[0].double().sum())
+
+    def score(self, loss: float, totals: Mapping[str, NDArray[Any]], data: TaskData) -> Scores:
+        """Return the correlations of scored pairs, or recall, MRR, and nDCG of finding each anchor's positives."""
+        vectors = totals["rows_vectors"]
+        unit = vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
+        if self.metric_names is CORRELATIONS:
+            return Scores(correlations((unit[:, 0] * unit[:, 1]).sum(-1), totals["rows_scores"]))
+        return Scores(retrieval(totals["rows_texts"], lambda rows, others: unit[rows, 0] @ unit[others, 1].T))
+
+    def baselines(self, data: TaskData) -> dict[str, float]:
+        """Return the scores of the cosine similarity of TF-IDF vectors, fitted on the training texts."""
+        if data.eval is None:
+            return {}
+        from sklearn.feature_extraction.text import TfidfVectorizer
+
+        rows, samples = data.source.rows, cast("list[rows_of.Sample]", data.eval)
+        vectorizer = TfidfVectorizer(sublinear_tf=True)
+        try:
+            vectorizer.fit(chain.from_iterable(row.texts for row in rows.train))
+        # The texts have no word of two letters.
+        except ValueError:
+            return {}
+        first, second = (vectorizer.transform([row.texts[side] for row in rows.eval]) for side in (0, 1))
+        if self.metric_names is CORRELATIONS:
+            similarities = np.asarray(first.multiply(second).sum(1)).ravel()
+            found = correlations(similarities, np.array([sample.score for sample in samples]))
+        else:
+            texts = np.array([sample.texts for sample in samples])
+            found = retrieval(texts, lambda of, others: (first[of] @ second[others].T).toarray())
+        return {f"tfidf_{name}": value for name, value in found.items()}
+
+    def predict_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the vector of each text, or the similarity of the first two texts of each row."""
+        unit = normalize(self._table(model, batch).vectors, dim=-1)
+        if unit.shape[1] == 1:
+            return {"embedding": unit[:, 0]}
+        return {"similarity": (unit[:, 0] * unit[:, 1]).sum(-1)}
+
+    def prediction_columns(self, rows: Mapping[str, NDArray[Any]], data: TaskData) -> dict[str, list[Any]]:
+        """Return `embedding` (a list of numbers) or `similarity`, as the shortest decimals of float32."""
+        if "similarity" in rows:
+            return {"similarity": [float(str(value)) for value in rows["similarity"]]}
+        return {"embedding": [[float(str(value)) for value in row] for row in rows["embedding"]]}
+
+    def save(self, model: nn.Module, data: TaskData, folder: Path) -> None:
+        """Write the model with its tokenizer, and the files by which sentence-transformers opens the folder."""
+        # This task pads on the right.
+        data.source.tokenizer.padding_side = "right"
+        super().save(model, data, folder)
+        write_folder(
+            folder, self.pooling, data.source.config.hidden_size, data.facts["max_length"], data.source.prompts
+        )
+
+    def card(self, model_type: str, data: TaskData) -> str:
+        """Return the model card in Markdown."""
+        lines = [
+            f"Gives: vectors of {data.source.config.hidden_size} numbers, normalized; compare by cosine similarity",
+            f"Reads: up to {data.facts['max_length']} tokens; longer texts are cut",
+            f"Loss: {data.facts['objective']}; pooling: {data.facts['pooling']}",
+        ]
+        if self.objective.dims:
+            lines.append(f"Leading dimensions that work alone: {', '.join(map(str, self.objective.dims))}")
+        text = models.card(
+            data.facts,
+            model_type,
+            title="A sentence encoder",
+            pipeline_tag="sentence-similarity",
+            lines=lines,
+            example=_EXAMPLE,
+            imported="SentenceTransformer",
+            unit="rows",
+        )
+        text = text.replace("library_name: transformers", "library_name: sentence-transformers")
+        return text.replace("from transformers import", "from sentence_transformers import")
+
+    def _table(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Table:
+        """Return the pooled vectors of a batch in fp32, with its other columns."""
+        ids, mask = batch["input_ids"], batch["attention_mask"]
+        hidden = model(input_ids=ids.flatten(0, 1), attention_mask=mask.flatten(0, 1)).last_hidden_state
+        vectors = pooled(hidden, mask.flatten(0, 1), self.pooling).unflatten(0, ids.shape[:2])
+        return Table(vectors, batch["texts"], batch["scores"])
+
+
+def pooled(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
+    """Return one fp32 vector (N, D) per text from (N, T, D). `mask` (N, T) is 1 for its tokens, which come first."""
+    hidden = hidden.float()
+    if pooling == "cls":
+        return hidden[:, 0]
+    if pooling == "last":
+        last = mask.sum(1) - 1
+        return hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[-1]))[:, 0]
+    weights = mask[..., None].float()
+    return (hidden * weights).sum(1) / weights.sum(1)
+
+
+def _pooling(recipe: Recipe, section: SentenceEmbeddingData) -> tuple[Pooling, str]:
+    """Return the pooling and the reason for it."""
+    pretrained = recipe.model.pretrained
+    found = None if pretrained is None else pooling_of(pretrained)
+    if section.pooling != "auto":
+        differs = "" if found in (None, section.pooling) else f", although {pretrained} was trained with {found}"
+        return section.pooling, f"as set{differs}"
+    if found is not None:
+        return found, f"that of {pretrained}"
+    return "mean", "the default; the model names none"
+
+
+def _check_config(recipe: Recipe, config: PreTrainedConfig, section: SentenceEmbeddingData) -> None:
+    if config.is_encoder_decoder:
+        raise ValueError(
+            f"model type {config.model_type!r} has an encoder and a decoder, and sentence-embedding pools one stack; "
+            "name an encoder (bert, modernbert) or a decoder (qwen3)"
+        )
+    too_many = [dim for dim in section.matryoshka_dims if dim > config.hidden_size]
+    if too_many:
+        raise ValueError(
+            f"data.matryoshka_dims names {too_many[0]}, but the model's vectors have {config.hidden_size} "
+            "numbers; leave it out"
+        )
+
+
+def _fingerprint(train: list[rows_of.Sample], evaluation: list[rows_of.Sample] | None) -> str:
+    arrays: list[NDArray[Any]] = []
+    for side in (train, evaluation):
+        if side is not None:
+            arrays += joined_arrays([each for sample in side for each in sample.ids])
+            arrays += [np.array([sample.texts for sample in side]), np.array([sample.score for sample in side])]
+    return samples_digest(("sentence-embedding",), arrays)

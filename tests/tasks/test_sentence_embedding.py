@@ -1,0 +1,219 @@
+"""Sentence embeddings: the loss of the global batch, however it is cut; exact scores; a folder others can open."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
+
+from accel_train import train
+from accel_train.recipe.schema import Recipe
+from accel_train.tasks.sentence_embedding import losses
+from accel_train.tasks.sentence_embedding.losses import Objective, Table
+from accel_train.tasks.sentence_embedding.metrics import retrieval
+from accel_train.tasks.sentence_embedding.task import SentenceEmbedding
+from tests.support.runs import metrics, run
+
+BERT = {
+    "model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48,
+    "max_position_embeddings": 64, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
+
+
+def write_rows(folder: Path, count: int = 22) -> Path:
+    """Rows of which some share an anchor, a positive, or a negative that is another row's positive."""
+    words, rows = [f"w{number}" for number in range(40)], []
+    draw = random.Random(0)
+    for number in range(count):
+        row = [" ".join(draw.choices(words, k=draw.randint(1, 9))) for _ in range(3)]
+        if number % 4 == 3:
+            row[number // 4 % 3] = rows[-1][number // 4 % 3]
+        if number % 7 == 6:
+            row[2] = rows[-2][1]
+        rows.append(row)
+    path = folder / "rows.jsonl"
+    names = ("anchor", "positive", "negative")
+    path.write_text("".join(json.dumps({**dict(zip(names, row)), "score": draw.randint(0, 5)}) + "\n" for row in rows))
+    return path
+
+
+def train_rows(
+    folder: Path, name: str, processes: int = 1, per_device: int = 8, global_batch: int = 8, **sections: Any
+) -> list[tuple[float, float]]:
+    """Train; return each step's loss and gradient norm."""
+    data = {"train": str(write_rows(folder)), "eval_fraction": 0, **sections.pop("data", {})}
+    recipe = {
+        "task": "sentence-embedding",
+        "output_dir": str(folder / name),
+        "model": {"config": BERT},
+        "tokenizer": "bytes",
+        "data": {"last_batch": "short", **data},
+        "batch": {"global_batch_size": global_batch, "per_device_batch_size": per_device},
+        "optimizer": {"learning_rate": 1e-3},
+        "schedule": {"max_steps": 4},
+        "precision": {"mixed_precision": "no"},
+        "checkpoint": {"every_steps": 0},
+        "log": {"every_steps": 1},
+        **sections,
+    }
+    if processes == 1:
+        train(Recipe.model_validate(recipe))
+    else:
+        path = folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(recipe))
+        run(path, processes=processes)
+    return [(each["step_loss"], each["grad_norm"]) for each in metrics(folder / name)]
+
+
+def plain_loss(vectors: Tensor, texts: Tensor, *, symmetric: bool = False) -> Tensor:
+    """The mean ranking loss by loops, over distinct texts: equal texts are no negatives of each other."""
+    total: Tensor = torch.zeros(())
+    for row, (anchor, positive, *_) in enumerate(texts.tolist()):
+        wrong = []
+        for other, (its_anchor, *documents) in enumerate(texts.tolist()):
+            for place, document in enumerate(documents, start=1):
+                is_right = document in (anchor, positive) or (place == 1 and its_anchor == anchor)
+                if (other, place) == (row, 1) or not is_right:
+                    wrong.append(20 * cosine_similarity(vectors[row, 0], vectors[other, place], 0))
+        own = 20 * cosine_similarity(vectors[row, 0], vectors[row, 1], 0)
+        loss = torch.stack(wrong).logsumexp(0) - own
+        if symmetric:
+            others = [
+                20 * cosine_similarity(vectors[row, 1], vectors[other, 0], 0)
+                for other, (its_anchor, its_positive, *_) in enumerate(texts.tolist())
+                if other == row or not (its_anchor in (anchor, positive) or its_positive == positive)
+            ]
+            loss = (loss + torch.stack(others).logsumexp(0) - own) / 2
+        total = total + loss
+    return total / len(texts)
+
+
+def plain_cosent(vectors: Tensor, scores: Tensor) -> Tensor:
+    cosines = 20 * cosine_similarity(vectors[:, 0], vectors[:, 1], -1)
+    terms = [cosines[j] - cosines[i] for i, a in enumerate(scores) for j, b in enumerate(scores) if a > b]
+    return torch.stack([torch.zeros(()), *terms]).logsumexp(0)
+
+
+@pytest.mark.parametrize("chunk", [1, 30, 2**20])
+def test_losses_and_gradients_are_those_of_plain_loops(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "_LARGEST_CHUNK", chunk)
+    torch.manual_seed(0)
+    vectors, texts = torch.randn(9, 3, 8), torch.arange(27).reshape(9, 3)
+    texts[3, 1], texts[4, 0], texts[5, 2], texts[6, 2] = texts[2, 1], texts[1, 0], texts[5, 1], texts[7, 0]
+    scores = torch.tensor([0.0, 1, 1, 3, 2, 2, 0, 5, 4])
+
+    def triplet(each: Tensor, _: Any) -> Tensor:
+        near, far = (cosine_similarity(each[:, 0], each[:, place], -1) for place in (1, 2))
+        found = (far - near + 0.5).relu()
+        return torch.where(texts[:, 2] == texts[:, 1], 0.0, found).mean()
+
+    plain: Any
+    for name, symmetric, dims, plain in (
+        ("ranking", False, (), lambda each, _: plain_loss(each, texts)),
+        ("ranking", True, (), lambda each, _: plain_loss(each, texts, symmetric=True)),
+        ("ranking", False, (8, 3), lambda each, _: plain_loss(each, texts) + plain_loss(each[..., :3], texts)),
+        ("cosent", False, (), plain_cosent),
+        ("triplet", False, (), triplet),
+    ):
+        objective = Objective(name, 3, 20.0, symmetric, 0.5, dims)  # type: ignore[arg-type]
+        given = vectors.clone().requires_grad_()
+        wanted = plain(given, scores)
+        found, gradient = objective.row_losses(Table(vectors, texts, scores))
+        torch.testing.assert_close(found.mean(), wanted, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(gradient / 9, torch.autograd.grad(wanted, given)[0], rtol=1e-5, atol=1e-6)
+
+
+TRIPLETS = {"text_columns": ["anchor", "positive", "negative"], "symmetric": True}
+SCORED = {"score_column": "score"}
+
+
+def test_a_step_has_the_loss_and_the_gradient_of_plain_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[float, float]] = []
+    ours = SentenceEmbedding.loss_sum
+
+    def compared(task: SentenceEmbedding, model: Any, batch: Any) -> Tensor:
+        hidden = model(batch["input_ids"].flatten(0, 1), batch["attention_mask"].flatten(0, 1)).last_hidden_state
+        mask = batch["attention_mask"].flatten(0, 1)
+        vectors = torch.stack([each[: int(own.sum())].mean(0) for each, own in zip(hidden, mask)])
+        loss = plain_loss(vectors.unflatten(0, (-1, 3)), batch["texts"], symmetric=True)
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        seen.append((float(loss.detach()), float(torch.stack([each.norm() for each in gradients]).norm())))
+        return ours(task, model, batch)
+
+    monkeypatch.setattr(SentenceEmbedding, "loss_sum", compared)
+    found = train_rows(tmp_path, "run", data=TRIPLETS)
+    assert len(found) == 4
+    assert found == [pytest.approx(each, rel=1e-6, abs=1e-6) for each in seen]
+
+
+@pytest.mark.parametrize("data", [TRIPLETS, SCORED], ids=["ranking", "cosent"])
+def test_the_loss_does_not_depend_on_accumulation(tmp_path: Path, data: dict[str, Any]) -> None:
+    whole = train_rows(tmp_path, "whole", data=data)
+    for per_device in (1, 4):
+        parts = train_rows(tmp_path, f"parts-{per_device}", per_device=per_device, data=data)
+        assert parts == [pytest.approx(each, rel=1e-6, abs=1e-6) for each in whole]
+    assert all(loss > 0.5 for loss, _ in whole)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "per_device", "strategy", "data"),
+    [
+        (2, 4, "ddp", TRIPLETS),
+        (2, 1, "ddp", TRIPLETS),
+        (4, 2, "ddp", TRIPLETS),
+        (2, 2, "fsdp2", TRIPLETS),
+        (2, 2, "ddp", SCORED),
+    ],
+)
+def test_the_loss_does_not_depend_on_the_number_of_processes(
+    tmp_path: Path, processes: int, per_device: int, strategy: str, data: dict[str, Any]
+) -> None:
+    whole = train_rows(tmp_path, "whole", data=data)
+    found = train_rows(tmp_path, "spread", processes, per_device, data=data, parallel={"strategy": strategy})
+    assert found == [pytest.approx(each, rel=1e-6, abs=1e-6) for each in whole]
+
+
+def test_retrieval_counts_equal_texts_once_and_ties_against_the_model() -> None:
+    texts = np.array([[1, 11], [2, 12], [1, 13], [3, 11]])
+    unit = {1: [1.0, 0.0], 2: [0.0, 1.0], 3: [0.6, 0.8], 11: [0.9, 0.1], 12: [0.0, 1.0], 13: [0.2, 0.3]}
+    first, second = (np.array([unit[text] for text in side]) for side in texts.T)
+    found = retrieval(texts, lambda rows, others: first[rows] @ second[others].T)
+    # Anchor 1 finds 11 first and 13 second, anchor 2 finds 12 first, anchor 3 finds 11 after 12.
+    assert found["recall_at_1"] == pytest.approx((0.5 + 1 + 0) / 3)
+    assert found["mrr_at_10"] == pytest.approx((1 + 1 + 0.5) / 3)
+    assert found["ndcg_at_10"] == pytest.approx((1 + 1 + 1 / np.log2(3)) / 3)
+    alike = retrieval(texts, lambda rows, others: np.ones((len(rows), len(others))))
+    assert alike["recall_at_1"] == 0
+
+
+def test_the_evaluation_does_not_depend_on_the_batch_size(tmp_path: Path) -> None:
+    data, found = {**TRIPLETS, "eval_fraction": 0.5}, []
+    for size in (1, 8):
+        batch = {"global_batch_size": 4, "per_device_batch_size": 4, "per_device_eval_batch_size": size}
+        train_rows(tmp_path, f"run-{size}", data=data, batch=batch, evaluate={"every_steps": 4})
+        found.append(metrics(tmp_path / f"run-{size}", "eval")[-1])
+    for name in ("loss", "recall_at_1", "mrr_at_10", "ndcg_at_10"):
+        key = next(each for each in found[0] if each.endswith(name))
+        assert found[0][key] == pytest.approx(found[1][key], rel=1e-6)
+
+
+def test_sentence_transformers_opens_the_folder_and_gives_the_same_vectors(tmp_path: Path) -> None:
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    from accel_train.inference.predict import predict_rows
+
+    data = {"pooling": "last", "anchor_prompt": "query: ", "positive_prompt": "document: "}
+    train_rows(tmp_path, "run", data=data)
+    model = sentence_transformers.SentenceTransformer(str(tmp_path / "run/model"), device="cpu")
+    texts = ["w1 w2 w3", "w7", "w30 w31 w4 w4 w9"]
+    queries, documents = (model.encode(texts, prompt_name=name) for name in ("query", "document"))
+    rows = [{"anchor": text, "positive": other} for text, other in zip(texts, reversed(texts))]
+    found = [row["similarity"] for row in predict_rows(tmp_path / "run", rows)]
+    assert found == pytest.approx((queries * documents[::-1]).sum(-1).tolist(), abs=1e-6)
+    assert model.max_seq_length == 64
