@@ -129,7 +129,7 @@ def test_losses_and_gradients_are_those_of_plain_loops(chunk: int, monkeypatch: 
         torch.testing.assert_close(gradient / 9, torch.autograd.grad(wanted, given)[0], rtol=1e-5, atol=1e-6)
 
 
-TRIPLETS = {"text_columns": ["anchor", "positive", "negative"], "symmetric": True}
+TRIPLETS = {"pair_columns": ["anchor", "positive", "negative"], "symmetric": True}
 SCORED = {"score_column": "score"}
 
 

@@ -1,6 +1,6 @@
 """The settings of `data` for sentence embeddings."""
 
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -15,7 +15,7 @@ SCALE = 20.0
 class SentenceEmbeddingData(TextData):
     """Settings of `data` for sentence embeddings."""
 
-    text_columns: tuple[str, ...] = ("anchor", "positive")
+    pair_columns: tuple[str, ...] = ("anchor", "positive")
     """Columns of the anchor, its positive, and any hard negatives. With score_column: the two texts of a pair. One
     column: texts to predict vectors for. A column may be a template: `{title}. {body}`.
     """
@@ -44,8 +44,6 @@ class SentenceEmbeddingData(TextData):
     """Text before each anchor. `model/` has it as the prompt `query`."""
     positive_prompt: str = Field(default="", examples=["passage: "])
     """Text before each positive and negative. `model/` has it as the prompt `document`."""
-    eval_fraction: Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)] = 0.01
-    """Fraction of `train` held out for evaluation. A hash of each anchor selects it. 0: nothing is held out."""
 
     @property
     def loss_name(self) -> Literal["ranking", "cosent", "triplet"]:
@@ -56,9 +54,9 @@ class SentenceEmbeddingData(TextData):
 
     @model_validator(mode="after")
     def objective_fits_the_columns(self) -> Self:
-        count, name = len(self.text_columns), self.loss_name
-        columns = f"data.text_columns=[{', '.join(self.text_columns)}]"
-        problem, at, other = "", f"data.objective={self.objective}", "text_columns"
+        count, name = len(self.pair_columns), self.loss_name
+        columns = f"data.pair_columns=[{', '.join(self.pair_columns)}]"
+        problem, at, other = "", f"data.objective={self.objective}", "pair_columns"
         if not count:
             problem, at = "name at least one column", columns
         elif name == "cosent" and self.score_column is None and self.objective == "cosent" and count > 1:
@@ -72,7 +70,7 @@ class SentenceEmbeddingData(TextData):
         elif name == "cosent" and count > 2:
             problem, at = f"data.score_column scores pairs, but {count} columns are named; name two", columns
         elif name == "triplet" and count == 2:
-            problem = "needs a hard negative in each row, so name its column as the third of data.text_columns"
+            problem = "needs a hard negative in each row, so name its column as the third of data.pair_columns"
         elif self.symmetric and name != "ranking":
             problem, at, other = f"is for ranking, not for {name}, so leave it out", "data.symmetric=true", "symmetric"
         elif self.margin != MARGIN and name != "triplet":

@@ -51,9 +51,9 @@ def load_rows(recipe: Recipe) -> AnchorRows:
         ValueError: a row cannot be read, a text is empty, or a score is not a number; the message names the row.
     """
     data = SentenceEmbeddingData.of(recipe.data)
-    if data.is_for_training and len(data.text_columns) < 2:
+    if data.is_for_training and len(data.pair_columns) < 2:
         raise ValueError(
-            f"data.text_columns=[{data.text_columns[0]}] names one column, which leaves nothing to learn from; name "
+            f"data.pair_columns=[{data.pair_columns[0]}] names one column, which leaves nothing to learn from; name "
             "those of the anchor and its positive"
         )
     sources, eval_sources, notes = resolve_both(data)
@@ -67,14 +67,14 @@ def load_rows(recipe: Recipe) -> AnchorRows:
 
 
 def read_anchor_rows(sources: Sequence[Source], data: SentenceEmbeddingData, *, key: str) -> list[AnchorRow]:
-    """Return all rows of sources with the texts of `data.text_columns` and their score, in memory.
+    """Return all rows of sources with the texts of `data.pair_columns` and their score, in memory.
 
     Raises:
         ValueError: no rows exist, a column is missing, a text is empty, or a score is not a number.
     """
     rows = []
-    for row in text_rows(sources, data, data.text_columns, data.score_column, key=key):
-        empty = [column for column, text in zip(data.text_columns, row.texts) if not text.strip()]
+    for row in text_rows(sources, data, data.pair_columns, data.score_column, key=key):
+        empty = [column for column, text in zip(data.pair_columns, row.texts) if not text.strip()]
         if empty:
             raise ValueError(f"{row.where}: column {empty[0]!r} is empty, and needs a text; fill it, or drop the row")
         score = None if data.score_column is None else _score(row.label, data.score_column, row.where)

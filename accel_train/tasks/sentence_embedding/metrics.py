@@ -46,8 +46,8 @@ def retrieval(
         ranks.append(len(documents) - (found < own).sum(1))
     rank, query = np.concatenate(ranks), pairs[0]
 
-    def summed(values: Floats) -> Floats:
-        return np.bincount(query, values, minlength=len(rows))
+    def summed(values: NDArray[Any]) -> Floats:
+        return np.bincount(query, values.astype(np.float64), minlength=len(rows)).astype(np.float64)
 
     number = np.bincount(query)
     gains = 1 / np.log2(np.arange(2, 12))

@@ -79,7 +79,7 @@ class SentenceEmbedding(EncoderTask):
         texts = chain.from_iterable(row.texts for row in rows.train)
         reader = self.reader(recipe, texts, is_pair=False)
         _check_config(recipe, reader.config, section)
-        prompts = [section.anchor_prompt, *[section.positive_prompt] * (len(section.text_columns) - 1)]
+        prompts = [section.anchor_prompt, *[section.positive_prompt] * (len(section.pair_columns) - 1)]
         encode = partial(
             rows_of.tokenize_rows,
             prompts=prompts,
@@ -90,7 +90,7 @@ class SentenceEmbedding(EncoderTask):
         train, evaluation = encode(rows.train), None if rows.eval is None else encode(rows.eval)
         self.objective = Objective(
             section.loss_name,
-            len(section.text_columns),
+            len(section.pair_columns),
             section.scale,
             section.symmetric,
             section.margin,
