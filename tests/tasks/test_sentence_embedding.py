@@ -18,7 +18,7 @@ from accel_train.tasks.sentence_embedding import losses
 from accel_train.tasks.sentence_embedding.losses import Objective, Table
 from accel_train.tasks.sentence_embedding.metrics import retrieval
 from accel_train.tasks.sentence_embedding.task import SentenceEmbedding
-from tests.support.runs import metrics, run
+from tests.support.runs import events, metrics, run
 
 BERT = {
     "model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48,
@@ -178,6 +178,20 @@ def test_the_loss_does_not_depend_on_the_number_of_processes(
     whole = train_rows(tmp_path, "whole", data=data)
     found = train_rows(tmp_path, "spread", processes, per_device, data=data, parallel={"strategy": strategy})
     assert found == [pytest.approx(each, rel=1e-6, abs=1e-6) for each in whole]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("forward", [4, 6])
+def test_memory_that_runs_out_between_the_exchanges_of_a_step_costs_no_step(tmp_path: Path, forward: int) -> None:
+    """The first step takes three forwards, and the second two, so these are the first forwards of steps 2 and 3."""
+    task = "tests.support.tasks.text_faults:FaultySentenceEmbedding"
+    whole = train_rows(tmp_path, "whole", data=TRIPLETS)
+    options = {"no_room_at": {"step": forward, "rank": 1}}
+    found = train_rows(
+        tmp_path, "spread", 2, 4, data=TRIPLETS, task=task, options=options, guard={"hang_timeout_seconds": 20}
+    )
+    assert found == [pytest.approx(each, rel=1e-6, abs=1e-6) for each in whole]
+    assert [each["ranks"] for each in events(tmp_path / "spread", "out_of_memory")] == [[1]]
 
 
 def test_retrieval_counts_equal_texts_once_and_ties_against_the_model() -> None:

@@ -173,16 +173,20 @@ class GlobalBatch(GlobalLoss["list[Part]"]):
     def _gathered(self, own: Tensor) -> tuple[Tensor | None, int]:
         """* Return the rows of all processes, and the place of this process's first row; None if a process failed."""
         counts = _exchange_count(len(own), own.device)
-        # Without its rows, no process can go on, so there is nothing to send either.
+        if _FAILED not in counts:
+            rank, most = dist.get_rank(), max(counts)
+            received = own.new_empty(len(counts), most, own.shape[1])
+            sent = received[rank].clone()
+            sent[: len(own)] = own
+            # A process without memory for the rows says so here, before the others wait for its rows.
+            counts = _exchange_count(len(own), own.device)
         self._meets_later = False
         if _FAILED in counts:
             return None, 0
-        sent = torch.zeros(max(counts), own.shape[1], dtype=own.dtype, device=own.device)
-        sent[: len(own)] = own
-        received = [torch.empty_like(sent) for _ in counts]
-        dist.all_gather(received, sent)
-        rows = torch.cat([each[:count] for each, count in zip(received, counts)])
-        return rows, sum(counts[: dist.get_rank()])
+        # The function has this name before torch 2.13.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(received.flatten(0, 1), sent)
+        return torch.cat([each[:count] for each, count in zip(received, counts)]), sum(counts[:rank])
 
     def join_failed(self, device: torch.device) -> None:
         """* Send a mark in place of the number of rows. The others then compute NaN."""

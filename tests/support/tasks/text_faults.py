@@ -1,4 +1,4 @@
-"""The five text tasks with a fault on demand: `options` nan_at or term_at: {step, rank}."""
+"""The text tasks with a fault on demand: `options` nan_at, term_at, or no_room_at: {step, rank}."""
 
 import math
 import os
@@ -6,6 +6,7 @@ import signal
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from accel_train.recipe.schema import Recipe
@@ -13,6 +14,8 @@ from accel_train.task import TaskData
 from accel_train.tasks.masked_lm.task import MaskedLM
 from accel_train.tasks.multiple_choice.task import MultipleChoice
 from accel_train.tasks.question_answering.task import QuestionAnswering
+from accel_train.tasks.sentence_embedding import losses
+from accel_train.tasks.sentence_embedding.task import SentenceEmbedding
 from accel_train.tasks.seq2seq.task import Seq2Seq
 from accel_train.tasks.token_classification.task import TokenClassification
 
@@ -55,3 +58,27 @@ class FaultySeq2Seq(Faulty, Seq2Seq):
 
 class FaultyMaskedLM(Faulty, MaskedLM):
     """Masked language modelling."""
+
+
+class FaultySentenceEmbedding(Faulty, SentenceEmbedding):
+    """Sentence embeddings. With no_room_at, memory runs out between the exchanges of a step.
+
+    With nan_at also `row`: the vectors of this row of the micro-batch are NaN.
+    """
+
+    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
+        exchange, calls, at = losses._exchange_count, 0, self.options.get("no_room_at")
+
+        def short_of_memory(count: int, device: torch.device) -> list[int]:
+            nonlocal calls
+            calls += 1
+            found = exchange(count, device)
+            if calls == 1 and at == {"step": self.step + 1, "rank": int(os.environ.get("RANK", "0"))}:
+                raise torch.OutOfMemoryError("no room for the rows of the others")
+            return found
+
+        losses._exchange_count = short_of_memory
+        try:
+            return super().loss_sum(model, batch)
+        finally:
+            losses._exchange_count = exchange
