@@ -71,6 +71,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "masked_lm": {},
     "multiple_choice": {},
     "question_answering": {},
+    "sentence_embedding": {},
     "seq2seq": {},
     "text_classification": {},
     "text_ngrams": {},

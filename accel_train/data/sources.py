@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 FileKind = Literal["text", "jsonl", "csv", "parquet", "conll", "json", "tokens"]
 
-_OF_STDLIB = tuple(f"stdlib-{name}" for name in ("functions", "docstrings", "tags", "questions", "names"))
+_OF_STDLIB = tuple(f"stdlib-{name}" for name in ("functions", "docstrings", "tags", "questions", "names", "summaries"))
 EMBEDDED_CORPORA = ("python-stdlib", *_OF_STDLIB, "hangul-letters")
 
 _TEXT_NAMES = """
@@ -202,7 +202,7 @@ def _resolve(name: str, data: Data, key: str) -> Source:
 
 
 def _embedded(name: str, data: Data) -> Source:
-    from accel_train.data.builtin import hangul, stdlib, stdlib_names, stdlib_questions, stdlib_tags
+    from accel_train.data.builtin import hangul, stdlib, stdlib_names, stdlib_questions, stdlib_summaries, stdlib_tags
 
     title = f"{name} of Python {platform.python_version()}"
     if name == "python-stdlib":
@@ -214,6 +214,7 @@ def _embedded(name: str, data: Data) -> Source:
         "hangul-letters": hangul.hangul_letters,
         "stdlib-questions": stdlib_questions.stdlib_questions,
         "stdlib-names": stdlib_names.stdlib_names,
+        "stdlib-summaries": stdlib_summaries.stdlib_summaries,
     }
     return _describe_dataset(title, makers[name]())
 

@@ -64,6 +64,7 @@ OFFLINE_RECIPES = (
     "multiple_choice",
     "question_answering",
     "segmentation",
+    "sentence_embedding",
     "seq2seq",
     "text_classification",
     "text_ngrams",

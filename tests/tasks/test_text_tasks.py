@@ -393,6 +393,7 @@ def test_a_nan_is_skipped_adapters_are_merged_and_a_metric_that_gets_no_better_s
             "accuracy",
             {"majority_accuracy": 0.1, "word_overlap_accuracy": 0.1},
         ),
+        ("sentence_embedding", ["--schedule.num_epochs", "3"], "mrr_at_10", {"tfidf_mrr_at_10": 0.15}),
         ("seq2seq", ["--schedule.num_epochs", "1"], "chrf", {"copied_source_chrf": 70.0}),
         ("masked_lm", ["--schedule.max_steps", "220"], "token_accuracy", {"unigram_token_accuracy": 0.1}),
     ],

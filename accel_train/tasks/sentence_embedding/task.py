@@ -26,6 +26,8 @@ from accel_train.tasks.sentence_embedding.folder import Pooling, pooling_of, wri
 from accel_train.tasks.sentence_embedding.losses import GlobalBatch, Objective, Table
 from accel_train.tasks.sentence_embedding.metrics import CORRELATIONS, RETRIEVAL, correlations, retrieval
 
+_MOST_ROWS_TO_FIT = 20_000
+"""Most training rows that the TF-IDF baselines are fitted on."""
 _EXAMPLE = """
 model = SentenceTransformer("path/of/this/folder")
 queries = model.encode(["a text"], prompt_name="query")
@@ -159,26 +161,36 @@ class SentenceEmbedding(EncoderTask):
         return Scores(retrieval(totals["rows_texts"], lambda rows, others: unit[rows, 0] @ unit[others, 1].T))
 
     def baselines(self, data: TaskData) -> dict[str, float]:
-        """Return the scores of the cosine similarity of TF-IDF vectors, fitted on the training texts."""
+        """Return the scores of the cosine similarity of TF-IDF vectors, of words and of 3 to 5 characters in words.
+
+        They are fitted on training texts.
+        """
         if data.eval is None:
             return {}
         from sklearn.feature_extraction.text import TfidfVectorizer
 
         rows, samples = data.source.rows, cast("list[rows_of.Sample]", data.eval)
-        vectorizer = TfidfVectorizer(sublinear_tf=True)
-        try:
-            vectorizer.fit(chain.from_iterable(row.texts for row in rows.train))
-        # The texts have no word of two letters.
-        except ValueError:
-            return {}
-        first, second = (vectorizer.transform([row.texts[side] for row in rows.eval]) for side in (0, 1))
-        if self.metric_names is CORRELATIONS:
-            similarities = np.asarray(first.multiply(second).sum(1)).ravel()
-            found = correlations(similarities, np.array([sample.score for sample in samples]))
-        else:
-            texts = np.array([sample.texts for sample in samples])
-            found = retrieval(texts, lambda of, others: (first[of] @ second[others].T).toarray())
-        return {f"tfidf_{name}": value for name, value in found.items()}
+        train = list(chain.from_iterable(row.texts for row in rows.train[:_MOST_ROWS_TO_FIT]))
+        texts = np.array([sample.texts for sample in samples])
+        baselines = {}
+        for name, analyzer in (
+            ("tfidf", {}),
+            ("tfidf_of_characters", {"analyzer": "char_wb", "ngram_range": (3, 5)}),
+        ):
+            vectorizer = TfidfVectorizer(sublinear_tf=True, **analyzer)
+            try:
+                vectorizer.fit(train)
+            # The texts have no word of two letters.
+            except ValueError:
+                continue
+            first, second = (vectorizer.transform([row.texts[side] for row in rows.eval]) for side in (0, 1))
+            if self.metric_names is CORRELATIONS:
+                similarities = np.asarray(first.multiply(second).sum(1)).ravel()
+                found = correlations(similarities, np.array([sample.score for sample in samples]))
+            else:
+                found = retrieval(texts, lambda of, others: (first[of] @ second[others].T).toarray())  # noqa: B023
+            baselines |= {f"{name}_{metric}": value for metric, value in found.items()}
+        return baselines
 
     def predict_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the vector of each text, or the similarity of the first two texts of each row."""
