@@ -32,7 +32,7 @@ from accel_train.inference.finished_run import (
 from accel_train.inference.int8 import int8_tensors, left_alone, put_int8_tensors, quantize_int8, require_torchao
 from accel_train.inference.int8_cost import compare
 from accel_train.inference.model_files import is_known
-from accel_train.model.pretrained import check_weight_files, new_weights
+from accel_train.model.pretrained import check_weight_files, new_weights, without_pooler
 from accel_train.model.weights import in_bf16
 from accel_train.recipe.schema import Recipe
 from accel_train.task import TASKS
@@ -171,8 +171,10 @@ def load_exported(folder: str | Path) -> PreTrainedModel:
     if record["quantize"] is None:
         whole: PreTrainedModel = model_class.from_pretrained(folder, use_safetensors=True)
         return whole.eval()
-    model = model_class(config).eval()
-    put_int8_tensors(model, tuple(record["int8"]["matrices"]), load_file(folder / INT8_FILE))
+    tensors = load_file(folder / INT8_FILE)
+    has_pooler = any(name.startswith("pooler.") for name in tensors)
+    model = model_class(config, **({} if has_pooler else without_pooler(model_class))).eval()
+    put_int8_tensors(model, tuple(record["int8"]["matrices"]), tensors)
     return model
 
 
@@ -207,8 +209,9 @@ def _load_whole(folder: Path, recipe: Recipe, record: dict[str, Any], *, needed:
     logging.disable_progress_bar()
     try:
         model_class = _transformers_class(source)
+        arguments = without_pooler(model_class) if recipe.task == "sentence-embedding" else {}
         model, found = model_class.from_pretrained(
-            source, use_safetensors=True, dtype=torch.float32, output_loading_info=True
+            source, use_safetensors=True, dtype=torch.float32, output_loading_info=True, **arguments
         )
         lacking = new_weights(found)
         if lacking:

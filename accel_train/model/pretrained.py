@@ -1,5 +1,6 @@
 """transformers models: check `model.config`, load configurations and weights."""
 
+import inspect
 import json
 import math
 import os
@@ -447,6 +448,11 @@ def chosen_attention(recipe: Recipe) -> dict[str, str]:
     """Return `attn_implementation` for transformers' model factories; empty if the recipe leaves it at auto."""
     chosen = recipe.model.attn_implementation
     return {} if chosen == "auto" else {"attn_implementation": chosen}
+
+
+def without_pooler(model_class: type) -> dict[str, Any]:
+    """Return the argument that builds a model of this class without a pooler, if it has one."""
+    return {"add_pooling_layer": False} if "add_pooling_layer" in inspect.signature(model_class).parameters else {}
 
 
 def new_weights(loaded: Mapping[str, Any]) -> list[str]:

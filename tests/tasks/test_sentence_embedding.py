@@ -9,16 +9,18 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from accel_train import train
+from accel_train import load_exported, train
+from accel_train.cli.main import main
 from accel_train.recipe.schema import Recipe
 from accel_train.tasks.sentence_embedding import losses
 from accel_train.tasks.sentence_embedding.losses import Objective, Table
 from accel_train.tasks.sentence_embedding.metrics import retrieval
 from accel_train.tasks.sentence_embedding.task import SentenceEmbedding
-from tests.support.runs import events, metrics, run
+from tests.support.runs import checkpoint, events, metrics, run
 
 BERT = {
     "model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48,
@@ -44,10 +46,17 @@ def write_rows(folder: Path, count: int = 22) -> Path:
 
 
 def train_rows(
-    folder: Path, name: str, processes: int = 1, per_device: int = 8, global_batch: int = 8, **sections: Any
+    folder: Path,
+    name: str,
+    processes: int = 1,
+    per_device: int = 8,
+    global_batch: int = 8,
+    expect: int = 0,
+    **sections: Any,
 ) -> list[tuple[float, float]]:
     """Train; return each step's loss and gradient norm."""
-    data = {"train": str(write_rows(folder)), "eval_fraction": 0, **sections.pop("data", {})}
+    own = {"train": str(write_rows(folder)), "eval_fraction": 0, "cache_dir": str(folder / f"{name}-cache")}
+    data = {**own, **sections.pop("data", {})}
     recipe = {
         "task": "sentence-embedding",
         "output_dir": str(folder / name),
@@ -62,12 +71,12 @@ def train_rows(
         "log": {"every_steps": 1},
         **sections,
     }
-    if processes == 1:
+    if processes == 1 and not expect:
         train(Recipe.model_validate(recipe))
     else:
         path = folder / f"{name}.yaml"
         path.write_text(yaml.safe_dump(recipe))
-        run(path, processes=processes)
+        run(path, processes=processes, expect=expect)
     return [(each["step_loss"], each["grad_norm"]) for each in metrics(folder / name)]
 
 
@@ -184,14 +193,65 @@ def test_the_loss_does_not_depend_on_the_number_of_processes(
 @pytest.mark.parametrize("forward", [4, 6])
 def test_memory_that_runs_out_between_the_exchanges_of_a_step_costs_no_step(tmp_path: Path, forward: int) -> None:
     """The first step takes three forwards, and the second two, so these are the first forwards of steps 2 and 3."""
-    task = "tests.support.tasks.text_faults:FaultySentenceEmbedding"
     whole = train_rows(tmp_path, "whole", data=TRIPLETS)
     options = {"no_room_at": {"step": forward, "rank": 1}}
     found = train_rows(
-        tmp_path, "spread", 2, 4, data=TRIPLETS, task=task, options=options, guard={"hang_timeout_seconds": 20}
+        tmp_path, "spread", 2, 4, data=TRIPLETS, task=FAULTY, options=options, guard={"hang_timeout_seconds": 20}
     )
     assert found == [pytest.approx(each, rel=1e-6, abs=1e-6) for each in whole]
     assert [each["ranks"] for each in events(tmp_path / "spread", "out_of_memory")] == [[1]]
+
+
+FAULTY = "tests.support.tasks.text_faults:FaultySentenceEmbedding"
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_row_whose_vector_is_nan_is_named_and_its_step_changes_no_weight(tmp_path: Path, processes: int) -> None:
+    lines = write_rows(tmp_path).read_text().splitlines()
+    bad = json.loads(lines[5])["positive"]
+    sections = {"checkpoint": {"every_steps": 1, "keep": 9}, "schedule": {"max_steps": 3}}
+    train_rows(tmp_path, "run", processes, 4, data=TRIPLETS, task=FAULTY, options={"nan_text": bad}, **sections)
+    [skip] = events(tmp_path / "run", "skip")
+    assert skip["step"] == 2
+    before, after = (checkpoint(tmp_path / "run", step) for step in (1, 2))
+    weights = [name for name in before if name.startswith("model.safetensors")]
+    assert weights
+    assert all(torch.equal(before[name], after[name]) for name in weights)
+    incident = json.loads((tmp_path / "run/incidents/step-00000002/incident.json").read_text())
+    assert [each["samples"] for each in incident["processes"] if each["happens_again"]] == [[5]]
+
+
+def test_a_run_that_is_stopped_and_resumed_equals_one_that_is_not_to_the_bit(tmp_path: Path) -> None:
+    sections: dict[str, Any] = {"data": TRIPLETS, "task": FAULTY, "schedule": {"max_steps": 8}}
+    sections |= {"optimizer": {"learning_rate": 1e-3, "ema_decay": 0.9}}
+    whole = train_rows(tmp_path, "whole", 1, 4, **sections)
+    train_rows(tmp_path, "parts", 1, 4, expect=75, options={"term_at": {"step": 3, "rank": 0}}, **sections)
+    assert train_rows(tmp_path, "parts", 1, 4, **sections) == whole
+    ours, theirs = (load_file(tmp_path / name / "model/model.safetensors") for name in ("parts", "whole"))
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tolerance", "sections"),
+    [
+        (
+            1e-6,
+            {"model": {"config": BERT, "lora": {"rank": 2}}, "optimizer": {"learning_rate": 1e-2, "ema_decay": 0.9}},
+        ),
+        (1e-5, {"precision": {"mixed_precision": "no", "compile": True}}),
+        (2e-2, {"precision": {"mixed_precision": "bf16"}}),
+    ],
+    ids=["lora, ema", "compile", "bf16"],
+)
+def test_with_other_features_the_loss_does_not_depend_on_accumulation_either(
+    tmp_path: Path, tolerance: float, sections: dict[str, Any]
+) -> None:
+    whole = train_rows(tmp_path, "whole", data=TRIPLETS, **sections)
+    parts = train_rows(tmp_path, "parts", per_device=2, data=TRIPLETS, **sections)
+    assert parts == [pytest.approx(each, rel=tolerance) for each in whole]
+    weights = load_file(tmp_path / "parts/model/model.safetensors")
+    assert not any("lora" in name for name in weights)
 
 
 def test_retrieval_counts_equal_texts_once_and_ties_against_the_model() -> None:
@@ -207,12 +267,13 @@ def test_retrieval_counts_equal_texts_once_and_ties_against_the_model() -> None:
     assert alike["recall_at_1"] == 0
 
 
-def test_the_evaluation_does_not_depend_on_the_batch_size(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("size", "processes"), [(1, 1), pytest.param(3, 2, marks=pytest.mark.slow)])
+def test_the_evaluation_does_not_depend_on_batch_size_or_processes(tmp_path: Path, size: int, processes: int) -> None:
     data, found = {**TRIPLETS, "eval_fraction": 0.5}, []
-    for size in (1, 8):
-        batch = {"global_batch_size": 4, "per_device_batch_size": 4, "per_device_eval_batch_size": size}
-        train_rows(tmp_path, f"run-{size}", data=data, batch=batch, evaluate={"every_steps": 4})
-        found.append(metrics(tmp_path / f"run-{size}", "eval")[-1])
+    for name, rows, count in (("whole", 8, 1), ("parts", size, processes)):
+        batch = {"global_batch_size": 4, "per_device_batch_size": 2, "per_device_eval_batch_size": rows}
+        train_rows(tmp_path, name, count, data=data, batch=batch, evaluate={"every_steps": 4})
+        found.append(metrics(tmp_path / name, "eval")[-1])
     for name in ("loss", "recall_at_1", "mrr_at_10", "ndcg_at_10"):
         key = next(each for each in found[0] if each.endswith(name))
         assert found[0][key] == pytest.approx(found[1][key], rel=1e-6)
@@ -231,3 +292,18 @@ def test_sentence_transformers_opens_the_folder_and_gives_the_same_vectors(tmp_p
     found = [row["similarity"] for row in predict_rows(tmp_path / "run", rows)]
     assert found == pytest.approx((queries * documents[::-1]).sum(-1).tolist(), abs=1e-6)
     assert model.max_seq_length == 64
+
+
+def test_export_leaves_out_the_pooler_and_refuses_a_graph_without_the_pooling(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_rows(tmp_path, "run", data=SCORED)
+    names = []
+    for flags in ([], ["--quantize", "int8"]):
+        assert main(["export", str(tmp_path / "run"), "--out", str(tmp_path / f"out{len(flags)}"), *flags]) == 0
+        names.append({name for name, _ in load_exported(tmp_path / f"out{len(flags)}").named_modules()})
+        assert (tmp_path / f"out{len(flags)}/1_Pooling/config.json").is_file()
+    assert not any(name.startswith("pooler") for name in names[1])
+    capsys.readouterr()
+    assert main(["export", str(tmp_path / "run"), "--onnx"]) == 2
+    assert "pools" in capsys.readouterr().err

@@ -211,9 +211,8 @@ def build_model(
     # Growing the embedding changes the configuration, so a copy is used.
     config = deepcopy(config)
     arguments: dict[str, Any] = {**pretrained.chosen_attention(recipe)}
-    model_class = head.mapping.get(type(config), None)
-    if head is ENCODERS and "add_pooling_layer" in inspect.signature(model_class or nn.Module).parameters:
-        arguments["add_pooling_layer"] = False
+    if head is ENCODERS:
+        arguments |= pretrained.without_pooler(head.mapping.get(type(config), nn.Module))
     model, loaded = pretrained.transformers_model(head.factory, recipe, config, arguments, takes_new_head=True)
     body = "" if head is ENCODERS else model.base_model_prefix + "."
     wrong = sorted(entry[0] for entry in loaded["mismatched_keys"] if entry[0].startswith(body))

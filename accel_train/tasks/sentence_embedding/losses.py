@@ -140,6 +140,7 @@ class GlobalBatch(GlobalLoss["list[Part]"]):
         self.objective = objective
         self._next = 0
 
+    @torch.compiler.disable
     def loss_sum(self, table: Table) -> Tensor:
         """Return the loss of a micro-batch's rows, summed, with the gradient of the whole batch's loss.
 

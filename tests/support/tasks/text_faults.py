@@ -15,6 +15,7 @@ from accel_train.tasks.masked_lm.task import MaskedLM
 from accel_train.tasks.multiple_choice.task import MultipleChoice
 from accel_train.tasks.question_answering.task import QuestionAnswering
 from accel_train.tasks.sentence_embedding import losses
+from accel_train.tasks.sentence_embedding.data import text_hash
 from accel_train.tasks.sentence_embedding.task import SentenceEmbedding
 from accel_train.tasks.seq2seq.task import Seq2Seq
 from accel_train.tasks.token_classification.task import TokenClassification
@@ -63,8 +64,15 @@ class FaultyMaskedLM(Faulty, MaskedLM):
 class FaultySentenceEmbedding(Faulty, SentenceEmbedding):
     """Sentence embeddings. With no_room_at, memory runs out between the exchanges of a step.
 
-    With nan_at also `row`: the vectors of this row of the micro-batch are NaN.
+    With nan_text, the vector of this text is NaN.
     """
+
+    def _table(self, model: nn.Module, batch: Mapping[str, Tensor]) -> losses.Table:
+        table = super()._table(model, batch)
+        if "nan_text" not in self.options:
+            return table
+        is_bad = table.texts == text_hash(self.options["nan_text"])
+        return table._replace(vectors=table.vectors.masked_fill(is_bad[..., None], math.nan))
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
         exchange, calls, at = losses._exchange_count, 0, self.options.get("no_room_at")
