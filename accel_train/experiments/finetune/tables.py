@@ -39,6 +39,8 @@ _MOST_WORDS_TO_ONE = 6.0
 _CHOICES = ("choices", "options", "endings")
 _FURTHER_OF_CHATS = ("functions", "system")
 """Columns that a chat template could show, but that are not passed to it."""
+_ANCHORED = (("anchor", "positive"), ("query", "positive"), ("query", "document"))
+"""Columns of sentence embeddings: a text, and one that belongs to it."""
 _FURTHER_INPUTS = ("input", "context", "system", "system_prompt", "history", *_CHOICES)
 """Columns that belong to the prompt, even short ones, because the answer depends on them."""
 
@@ -274,6 +276,14 @@ def _labelled(asked: Asked, table: Table) -> dict[str, Any]:
             f"{table.path}: column {choices[0]!r} holds the choices of a question, "
             "and a text classifier does not see them. Write columns text, endings and label for accel-train run "
             "multiple_choice; or leave them out with --text and --label"
+        )
+    pair = next((pair for pair in _ANCHORED if {*pair} <= {*table.columns}), None)
+    if pair is not None and not (asked.text or asked.label or "label" in table):
+        names = [*pair, *(["negative"] if "negative" in table else [])]
+        raise ValueError(
+            f"{table.path}: {' and '.join(pair)} look like texts that belong together (sentence-embedding), and "
+            f"finetune writes no recipe for them. Run accel-train run sentence_embedding --data.train {table.path} "
+            f"--data.pair_columns '[{', '.join(names)}]' --data.id_column null --data.group_column null"
         )
     texts, why = _text_of(asked, table, asked.label or (("label",) if "label" in table else ()))
     label = recognise_label(asked, table, *(column.name for column in texts))

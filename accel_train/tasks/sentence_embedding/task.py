@@ -172,7 +172,7 @@ class SentenceEmbedding(EncoderTask):
         rows, samples = data.source.rows, cast("list[rows_of.Sample]", data.eval)
         train = list(chain.from_iterable(row.texts for row in rows.train[:_MOST_ROWS_TO_FIT]))
         texts = np.array([sample.texts for sample in samples])
-        baselines = {}
+        baselines = dict[str, float]()
         for name, analyzer in (
             ("tfidf", {}),
             ("tfidf_of_characters", {"analyzer": "char_wb", "ngram_range": (3, 5)}),
