@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import SequenceMatcher
-from functools import cache, reduce
+from functools import cache
 from types import MappingProxyType, UnionType
 from typing import Annotated, Any, Literal, TypeGuard, Union, get_args, get_origin
 
@@ -173,7 +173,11 @@ def look_up(tree: Any, name: str) -> Any:
 
 def value_of(recipe: Recipe, name: str) -> Any:
     """Return the value of a setting or section by its dotted name."""
-    return reduce(getattr, name.split("."), recipe)
+    value: Any = recipe
+    for field in name.split("."):
+        # Sections inside the `data` of a custom task are mappings until the task reads them.
+        value = value.get(field) if isinstance(value, Mapping) else getattr(value, field)
+    return value
 
 
 def remedy_for_unknown(name: str, dashes: str = "") -> str:

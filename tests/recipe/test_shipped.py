@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from accel_train.cli.main import main
 from accel_train.recipe.loader import load_recipe
@@ -31,6 +32,18 @@ def test_a_recipe_of_the_package_is_read_by_its_name_unless_there_is_such_a_file
         "{output_dir: mine, model: {config: {model_type: gpt2}}, data: {train: t}, schedule: {max_steps: 1}}"
     )
     assert load_recipe("gpt_tiny").output_dir == "mine"
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_a_recipe_keeps_its_data_settings_when_a_custom_task_takes_the_place_of_its_own(name: str) -> None:
+    path = shipped_recipes()[name].path
+    given = yaml.safe_load(path.read_text())
+    Path("own.yaml").write_text(yaml.safe_dump({**given, "task": "mine:Task"}))
+    recipe = load_recipe("own.yaml")
+    assert recipe.task == "mine:Task"
+    for field, value in given["data"].items():
+        kept = getattr(recipe.data, field)
+        assert kept == (tuple(value) if isinstance(value, list) and isinstance(kept, tuple) else value)
 
 
 def test_a_mistyped_name_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
