@@ -1,4 +1,4 @@
-"""Which files of a model folder are safe to give to others."""
+"""Tell which files of a model folder are safe to give to others."""
 
 from pathlib import Path
 
