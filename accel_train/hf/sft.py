@@ -86,7 +86,7 @@ class SFTTrainer(Trainer):
             name = "packing" if args.packing else "padding_free"
             raise argument_error("needs TRL's collator", "Remove data_collator.", **{name: True})
         if args.loss_type == "dft" and compute_loss_func is not None:
-            raise argument_error("is a loss of its own", "Remove compute_loss_func.", loss_type="dft")
+            raise argument_error("has its own loss", "Remove compute_loss_func.", loss_type="dft")
         is_pair = KINDS.get("prompt") in kinds_of(first, args.dataset_text_field) and formatting_func is None
         self.completion_only_loss = is_pair if args.completion_only_loss is None else args.completion_only_loss
         check_adapter(model, peft_config)

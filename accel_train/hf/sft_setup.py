@@ -253,7 +253,7 @@ def tokenizer_of(processing_class: Any, model: Any, revision: str | None, args: 
     """Return the given tokenizer, or the model's, with the end token of the arguments.
 
     Raises:
-        SettingError: it is no tokenizer, or its vocabulary lacks `eos_token`.
+        SettingError: it is not a tokenizer, or its vocabulary lacks `eos_token`.
     """
     name = "processing_class"
     if processing_class is None:

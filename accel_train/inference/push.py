@@ -41,7 +41,7 @@ Answer = TypeVar("Answer")
 
 
 class Push(NamedTuple):
-    """A push: what it sends, and where it went."""
+    """A push: its files, its card, and its address on the Hub."""
 
     name: str
     """Repository. In a dry run without an owner, it has none here either."""
@@ -68,7 +68,7 @@ def push_run(
         is_dry_run: only return what would be sent. This needs no network.
 
     Raises:
-        ValueError: the run has no whole model, the name is invalid, nobody is logged in, the repository has other
+        ValueError: the run has no whole model, the name is invalid, no token is set, the repository has other
             files, or the Hub refuses. The message names the fix.
     """
     check_finished(folder)
@@ -106,7 +106,7 @@ def _files_of(source: Path) -> tuple[list[str], tuple[str, ...]]:
 
 
 def card_of(folder: Path, name: str) -> str:
-    """Return the model card of a run: that of model/ if it has one, with the scores and the metadata of the Hub."""
+    """Return the model card of a run: model/README.md if it exists, with the scores and the metadata for the Hub."""
     recipe = read_recipe_only(folder)
     summary = read_summary(folder) if (folder / SUMMARY_FILE).is_file() else {}
     path = folder / "model" / CARD

@@ -52,7 +52,13 @@ class Family(NamedTuple):
     """What a recipe learns by the model's own template, or a word of its refusal. Default: the same."""
 
 
-DEEPSEEK = ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<think>")
+DEEPSEEK = (
+    "<｜begin▁of▁sentence｜>",
+    "<｜end▁of▁sentence｜>",
+    "<｜User｜>",
+    "<｜Assistant｜>",
+    "<think>",
+)
 FAMILIES = {
     "llama3": Family(
         ("<|begin_of_text|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>"), ("<|eot_id|>",) * 2

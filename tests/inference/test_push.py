@@ -1,4 +1,4 @@
-"""`accel-train push`: what the Hub gets, against a fake of its API, and what it never gets."""
+"""`accel-train push`: the files that the Hub gets, and those that it never gets, against a fake of its API."""
 
 import json
 from collections.abc import Iterator

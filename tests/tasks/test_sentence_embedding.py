@@ -82,7 +82,7 @@ def train_rows(
 
 
 def plain_loss(vectors: Tensor, texts: Tensor, *, symmetric: bool = False) -> Tensor:
-    """The mean ranking loss by loops, over distinct texts: equal texts are no negatives of each other."""
+    """The mean ranking loss by loops, over distinct texts: equal texts do not count as negatives of each other."""
     total: Tensor = torch.zeros(())
     for row, (anchor, positive, *_) in enumerate(texts.tolist()):
         wrong = []

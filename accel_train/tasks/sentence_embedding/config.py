@@ -37,7 +37,7 @@ class SentenceEmbeddingData(TextData):
     added. Default: all dimensions only.
     """
     pooling: Literal["auto", "mean", "cls", "last"] = "auto"
-    """Vector of a text from the vectors of its tokens: their mean, that of the first, or that of the last. auto: as in
+    """Vector of a text from the vectors of its tokens: their mean, the first one, or the last one. auto: as in
     the sentence-transformers folder of model.pretrained, otherwise mean.
     """
     anchor_prompt: str = Field(default="", examples=["query: "])

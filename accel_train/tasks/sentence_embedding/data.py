@@ -54,7 +54,7 @@ def load_rows(recipe: Recipe) -> AnchorRows:
     if data.is_for_training and len(data.pair_columns) < 2:
         raise ValueError(
             f"data.pair_columns=[{data.pair_columns[0]}] names one column, which leaves nothing to learn from; name "
-            "those of the anchor and its positive"
+            "the columns of the anchor and its positive"
         )
     sources, eval_sources, notes = resolve_both(data)
     rows = read_anchor_rows(sources, data, key=data.train_key)

@@ -2,7 +2,7 @@
 
 Each process receives the vectors of all processes and computes the loss of the whole table. It keeps the loss of its
 own rows and the gradient with respect to its own vectors. The backward pass of a micro-batch starts from this gradient,
-as in GradCache (Gao et al. 2021). So the summed gradient of all processes is that of one process with all rows.
+as in GradCache (Gao et al. 2021). So the gradients of all processes add up to what one process with all rows computes.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ class Table(NamedTuple):
     vectors: Tensor
     """(N, K, D) fp32, not normalized. Texts of a row: anchor, positive, negatives."""
     texts: Tensor
-    """(N, K) int64: a hash of each text. Equal texts are no negatives of each other."""
+    """(N, K) int64: a hash of each text. Equal texts do not count as negatives of each other."""
     scores: Tensor
     """(N,) fp32 similarities of scored pairs; 0 for other rows."""
 

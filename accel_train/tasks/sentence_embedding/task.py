@@ -264,7 +264,7 @@ def _pooling(recipe: Recipe, section: SentenceEmbeddingData) -> tuple[Pooling, s
         differs = "" if found in (None, section.pooling) else f", although {pretrained} was trained with {found}"
         return section.pooling, f"as set{differs}"
     if found is not None:
-        return found, f"that of {pretrained}"
+        return found, f"as in {pretrained}"
     return "mean", "the default; the model names none"
 
 
