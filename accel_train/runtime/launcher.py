@@ -27,7 +27,8 @@ _ports = itertools.cycle(range(20_000 + os.getpid() * 97 % 11_000, 32_000))
 """Each process begins at another one."""
 
 NUM_RESERVED_PORTS = 64
-_reserved: deque[socket.socket] = deque()
+_reserved: deque[int] = deque()
+"""File descriptors of the reserved ports. A socket object would warn at the end of the interpreter."""
 
 
 def free_port() -> int:
@@ -48,9 +49,9 @@ def free_port() -> int:
         # A socket that is bound and does not listen keeps a second `bind` away, except one with this option: torch
         # sets it for the socket that listens.
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        _reserved.append(server)
+        _reserved.append(server.detach())
         if len(_reserved) > NUM_RESERVED_PORTS:
-            _reserved.popleft().close()
+            os.close(_reserved.popleft())
         return port
 
 

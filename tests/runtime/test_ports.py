@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import os
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -29,7 +31,7 @@ def same_first_port(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(launcher, "_ports", itertools.cycle(range(FIRST, 32_000)))
     yield
     while launcher._reserved:
-        launcher._reserved.popleft().close()
+        os.close(launcher._reserved.popleft())
 
 
 def test_two_processes_that_begin_at_one_port_choose_different_ones(same_first_port: None) -> None:
@@ -61,4 +63,20 @@ def test_store_of_torch_opens_a_port_that_is_reserved(same_first_port: None) -> 
 
 def test_reserved_ports_do_not_pile_up(same_first_port: None) -> None:
     chosen = [launcher.free_port() for _ in range(launcher.NUM_RESERVED_PORTS + 3)]
-    assert [server.getsockname()[1] for server in launcher._reserved] == chosen[3:]
+    kept = [socket.socket(fileno=os.dup(descriptor)) for descriptor in launcher._reserved]
+    assert [server.getsockname()[1] for server in kept] == chosen[3:]
+    for server in kept:
+        server.close()
+
+
+ENDS = """
+from accel_train.runtime import launcher
+for _ in range(launcher.NUM_RESERVED_PORTS + 3):
+    launcher.free_port()
+"""
+
+
+def test_a_process_ends_without_a_warning_about_its_reserved_ports() -> None:
+    command = [sys.executable, "-X", "dev", "-W", "error::ResourceWarning", "-c", ENDS]
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
