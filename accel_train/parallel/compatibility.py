@@ -5,6 +5,7 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from accel_train.core.errors import SettingError
+from accel_train.model.kernels.global_loss import needs_global_batch
 from accel_train.model.pretrained import pretrained_config
 from accel_train.recipe.schema import Recipe
 from accel_train.task import TASKS, Task
@@ -82,15 +83,17 @@ CONFLICTS = (
     Conflict(
         "cuda_graphs",
         "task",
-        lambda asked: asked.recipe.task == "sentence-embedding",
-        f"cannot be combined with task sentence-embedding: it exchanges vectors in the forward, and {UNTESTED}",
+        lambda asked: needs_global_batch(asked.task),
+        "cannot be combined with the loss of {recipe.task} over the global batch: processes exchange its parts in the "
+        f"forward, and {UNTESTED}",
         "Set precision.compile_mode to default",
     ),
     Conflict(
         "deepspeed",
         "task",
-        lambda asked: asked.recipe.task == "sentence-embedding",
-        f"cannot be combined with task sentence-embedding: a step reads its micro-batches twice, and {UNTESTED}",
+        lambda asked: needs_global_batch(asked.task),
+        "cannot be combined with the loss of {recipe.task} over the global batch: a step reads its micro-batches "
+        f"twice, and {UNTESTED}",
         f"Use {ZERO_ALTERNATIVE}",
     ),
     _clash("sync_batch_norm", "precision.compile", _compiles),

@@ -14,6 +14,7 @@ from accel_train.cli.main import main
 from accel_train.core.errors import SettingError
 from accel_train.core.state import Choice
 from accel_train.data.batch_sizes import resolve_batch
+from accel_train.model.kernels.router_loss import RouterLoss
 from accel_train.model.training_module import TrainingModule
 from accel_train.parallel.compatibility import check_compatibility
 from accel_train.parallel.ddp import Ddp
@@ -26,6 +27,7 @@ from accel_train.recipe.parallel import Parallel
 from accel_train.recipe.schema import Batch, Recipe
 from accel_train.task import load_task
 from accel_train.tasks.causal_lm.task import CausalLM
+from accel_train.tasks.sentence_embedding.task import SentenceEmbedding
 from tests.support.comparisons import Train, assert_loaded_to_the_bit
 from tests.support.processes import run_forked
 from tests.support.runs import LLAMA as TINY_LLAMA
@@ -160,6 +162,38 @@ def test_a_task_with_a_loss_of_its_own_has_to_say_that_it_is_a_sum_over_position
         return check_compatibility(recipe, load_task(task))
     with pytest.raises(SettingError, match="loss_is_by_position"):
         check_compatibility(recipe, load_task(task))
+
+
+class Embeds(SentenceEmbedding):
+    """A custom task with the loss of its base class."""
+
+
+class Balances(CausalLM):
+    """A custom task whose loss over the global batch is known once its data is read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.global_loss = RouterLoss()
+
+
+GRAPHS: dict[str, Any] = {"precision": {"compile": True, "compile_mode": "reduce-overhead"}}
+DEEPSPEED: dict[str, Any] = {"parallel": {"strategy": "deepspeed"}}
+
+
+@pytest.mark.parametrize("task", ["sentence-embedding", f"{__name__}:Embeds", f"{__name__}:Balances", "causal-lm"])
+@pytest.mark.parametrize(
+    ("sections", "setting"), [(GRAPHS, "precision.compile_mode"), (DEEPSPEED, "parallel.strategy")]
+)
+def test_a_loss_over_the_global_batch_refuses_what_is_not_tested_with_it(
+    task: str, sections: dict[str, Any], setting: str
+) -> None:
+    recipe = Recipe.model_validate(recipe_dict(Path("somewhere"), task=task, **sections))
+    if task == "causal-lm":
+        return check_compatibility(recipe, load_task(task))
+    with pytest.raises(SettingError) as caught:
+        check_compatibility(recipe, load_task(task))
+    assert caught.value.settings == (setting, "task")
+    assert task in caught.value.problem
 
 
 def test_without_the_package_the_error_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

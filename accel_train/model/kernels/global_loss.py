@@ -106,3 +106,11 @@ def global_loss_of(task: Any) -> GlobalLoss[Any] | None:
     """Return the task's loss over the global batch; None for a loss that is a sum over samples."""
     found: GlobalLoss[Any] | None = getattr(task, "global_loss", None)
     return found
+
+
+def needs_global_batch(task: Any) -> bool:
+    """Return whether a task's loss is over the global batch.
+
+    A class that always has such a loss says so by `loss_is_global = True`, because `global_loss` is set later.
+    """
+    return getattr(task, "loss_is_global", False) is True or global_loss_of(task) is not None

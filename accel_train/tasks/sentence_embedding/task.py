@@ -57,6 +57,8 @@ class SentenceEmbedding(EncoderTask):
 
     Data = SentenceEmbeddingData
     head = models.ENCODERS
+    loss_is_global = True
+    """Whether settings that a loss over the global batch does not support are refused before data is read."""
     global_loss: GlobalBatch | None = None
     """Loss over the global batch. None for a loss of single rows (triplet)."""
 
