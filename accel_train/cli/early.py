@@ -40,14 +40,12 @@ def check_before_torch(recipe: Recipe, *, trains: bool = True) -> None:
         check_headers(recipe.data)
 
 
-def check_onnx(run: Path, quantize: str | None) -> None:
+def check_onnx(run: Path) -> None:
     """Check that `export --onnx` has its packages, and a task whose model is one graph.
 
     Raises:
         ValueError: the message names the fix.
     """
-    if quantize is not None:
-        raise ValueError(f"--onnx and --quantize {quantize} exclude each other: the graph is fp32. Leave one out")
     missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
     if missing:
         raise ValueError(f"--onnx needs the package {missing[0]}. Install it: pip install 'accel-train[onnx]'")

@@ -30,7 +30,7 @@ from accel_train.inference.finished_run import (
     with_model,
 )
 from accel_train.inference.int8 import int8_tensors, left_alone, put_int8_tensors, quantize_int8, require_torchao
-from accel_train.inference.int8_cost import compare
+from accel_train.inference.int8_cost import Contender, compare
 from accel_train.inference.model_files import is_known
 from accel_train.model.pretrained import check_weight_files, new_weights, without_pooler
 from accel_train.model.weights import in_bf16
@@ -95,22 +95,22 @@ def export_run(
 ) -> Export:
     """Export a finished run's model to a folder, atomically, and return the export.
 
-    With `quantize="int8"`, matrices become int8; with `onnx`, the model becomes an ONNX graph. Size, speed and metrics
-    are then compared with the original. `settings` may be `--task MODULE:CLASS`, to allow the run's own code.
+    With `quantize="int8"`, matrices become int8; with `onnx`, the model becomes an ONNX graph, with both in int8.
+    Size, speed and metrics are then compared with the original. `settings` may be `--task MODULE:CLASS`, to allow the
+    run's own code.
 
     Raises:
-        ValueError: the run is not finished, code is not allowed, the folder has other files, a package is missing, or
-            the ONNX graph computes something else.
+        ValueError: the run is not finished, code is not allowed, the folder has other files, a package is missing,
+            nothing can be int8, or the ONNX graph computes something else.
     """
     recipe = recipe_of_trained(folder, settings=settings)
-    kind = "onnx" if onnx else quantize
-    target = out or folder / ("export" if kind is None else f"export-{kind}")
+    target = out or folder / "-".join(["export", *(["onnx"] if onnx else []), *([quantize] if quantize else [])])
     target = target.resolve() if target.is_symlink() else target
     check_folder(target, f"--out {target}")
     record: dict[str, Any] = {"run": str(folder), "quantize": quantize}
     is_unmerged = recipe.model.lora is not None and not recipe.model.lora.merge
     run = None
-    if quantize is not None:
+    if quantize is not None and not onnx:
         require_torchao()
         _transformers_class(folder / "model")
         run = _open_to_compare(folder, record, settings)
@@ -137,16 +137,16 @@ def export_run(
             model.save_pretrained(staging)
         before = _bytes_of_weights(staging)
         record["weights_bytes"] = {"before": before, "after": before}
-        if quantize is not None:
+        if quantize is not None and not onnx:
             record |= _make_int8(run and with_model(run, model), model, staging)
             record["weights_bytes"]["after"] = _bytes_of_weights(staging)
         elif run is not None:
             from accel_train.inference.onnx_export import write_onnx
 
             _remove_weights(staging)
-            record |= write_onnx(with_model(run, model), staging)
+            found = write_onnx(with_model(run, model), staging, quantize)
+            record |= found | {"weights_bytes": {"before": before, **found["weights_bytes"]}}
             _rewrite_card(staging, type(model).__name__, _how_to_run(**record["onnx"]))
-            record["weights_bytes"]["after"] = sum(file.stat().st_size for file in staging.glob("model.onnx*"))
         write_json(staging / EXPORT_FILE, record)
     return Export(target, record)
 
@@ -283,7 +283,9 @@ def _make_int8(run: TrainedRun | None, whole: nn.Module, folder: Path) -> dict[s
         "share_of_parameters": num_int8 / num_parameters,
         "left_alone": left_alone(model, names),
     }
-    return {"int8": facts} | ({} if run is None else compare(run, with_model(run, model), "evaluating it in int8"))
+    return {"int8": facts} | (
+        {} if run is None else compare(run, {"after": Contender(with_model(run, model), "evaluating it in int8")})
+    )
 
 
 def _rewrite_card(folder: Path, title: str, how_to: str) -> None:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,19 +17,27 @@ _TIMED_BATCHES = 4
 _TIMED_SECONDS = 1.0
 
 
-def compare(before: TrainedRun, after: TrainedRun, text: str, timed: TrainedRun | None = None) -> dict[str, Any]:
-    """Return metrics and speed of two runs that differ in their model, measured on their evaluation data.
+class Contender(NamedTuple):
+    """A run with another model, to compare with the run as it is."""
 
-    `text` labels the second evaluation. The speed of `timed`, if given, is measured instead of the speed of `after`.
+    run: TrainedRun
+    text: str
+    """Label of its evaluation."""
+    timed: TrainedRun | None = None
+    """Run whose speed is measured. None: `run`."""
+
+
+def compare(before: TrainedRun, others: Mapping[str, Contender]) -> dict[str, Any]:
+    """Return metrics and speed of runs that differ in their model, by name, measured on their evaluation data.
+
+    The first run is named `before`.
     """
-    metrics = {
-        "before": measure(before, "evaluating the model as it is").metrics,
-        "after": measure(after, text).metrics,
-    }
-    rates = samples_per_second([before, timed or after], seconds=_TIMED_SECONDS)
+    metrics = {"before": measure(before, "evaluating the model as it is").metrics}
+    metrics |= {name: measure(each.run, each.text).metrics for name, each in others.items()}
+    rates = samples_per_second([before, *(each.timed or each.run for each in others.values())], seconds=_TIMED_SECONDS)
     return {
         "metrics": metrics,
-        "samples_per_second": {"before": rates[0], "after": rates[1]},
+        "samples_per_second": dict(zip(metrics, rates, strict=True)),
         "measured_on": describe_device(before.accelerator.device),
     }
 
@@ -82,8 +90,10 @@ def format_export(folder: Path, record: Mapping[str, Any]) -> str:
             f"onnx (opset {onnx['opset']}; {onnx['library']}): from {inputs} to {', '.join(onnx['outputs'])}",
             f"largest difference of logits: {onnx['largest_logit_difference']:.2g} (the largest logit is "
             f"{onnx['largest_logit']:,.4g}; allowed: {onnx['tolerance']:g}, or that share of the largest logit)",
-            *_table("onnx", record),
         ]
+        if record["quantize"] is not None:
+            lines += _lines_of_int8(record["int8"])
+        lines += _table("onnx" if record["quantize"] is None else record["quantize"], record)
         use = f'onnxruntime.InferenceSession("{folder}/{onnx["file"]}") takes what the processor in the folder gives'
         return "\n".join([*lines, f"{folder}: {use}"])
     if record["quantize"] is None:
@@ -109,22 +119,41 @@ def format_export(folder: Path, record: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _lines_of_int8(int8: Mapping[str, Any]) -> list[str]:
+    """Return lines about the int8 weights of a graph."""
+    rest = ", ".join(f"{operator} {count:,}" for operator, count in int8["left_alone"].items())
+    counts = [
+        format_count(int8[f"num_{kind}"], one, several) + how
+        for kind, one, several, how in (
+            ("matrices", "matrix", "matrices", ", computed in integers"),
+            ("convolutions", "convolution", "convolutions", ", smaller in the file and computed in fp32"),
+        )
+        if int8[f"num_{kind}"]
+    ]
+    return [
+        f"int8 ({int8['how']}): {'; '.join(counts)}; {int8['share_of_parameters']:.0%} of the parameters",
+        f"left in fp32 (numbers, by operator): {rest}",
+        f"largest difference of logits with int8: {int8['largest_logit_difference']:.2g}",
+    ]
+
+
 def _table(kind: str, record: Mapping[str, Any]) -> list[str]:
-    """Return the lines of size, speed and metrics, before and after."""
+    """Return the lines of size, speed and metrics, before and after, with the fp32 graph between if there is one."""
     sizes = record["weights_bytes"]
-    lines = ["", _row("", "before", kind), _row("weights", _megabytes(sizes["before"]), _megabytes(sizes["after"]))]
+    shown = {name: kind if name == "after" else name for name in ("before", "onnx", "after") if name in sizes}
+    lines = ["", _row("", *shown.values()), _row("weights", *(_megabytes(sizes[name]) for name in shown))]
     if "metrics" in record:
         rates, metrics = record["samples_per_second"], record["metrics"]
-        lines.append(_row("samples per second", f"{rates['before']:,.1f}", f"{rates['after']:,.1f}"))
-        for name, value in metrics["before"].items():
+        lines.append(_row("samples per second", *(f"{rates[name]:,.1f}" for name in shown)))
+        for metric, value in metrics["before"].items():
             if isinstance(value, float):
-                lines.append(_row(name.replace("_", " "), f"{value:,.4f}", f"{metrics['after'][name]:,.4f}"))
+                lines.append(_row(metric.replace("_", " "), *(f"{metrics[name][metric]:,.4f}" for name in shown)))
         lines.append(f"\nspeed: the model alone, on this machine ({record['measured_on']})")
     return lines
 
 
-def _row(name: str, before: str, after: str) -> str:
-    return f"  {name:24}{before:>14}{after:>14}"
+def _row(name: str, *cells: str) -> str:
+    return f"  {name:24}" + "".join(f"{cell:>14}" for cell in cells)
 
 
 def _megabytes(count: int) -> str:

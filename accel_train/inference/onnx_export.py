@@ -19,7 +19,8 @@ from transformers import AutoTokenizer
 from accel_train.core.terminal import busy
 from accel_train.inference.finished_run import TrainedRun, with_model
 from accel_train.inference.int8 import quiet
-from accel_train.inference.int8_cost import compare
+from accel_train.inference.int8_cost import Contender, compare
+from accel_train.inference.onnx_int8 import quantize_graph
 
 ONNX_FILE = "model.onnx"
 TOLERANCE = 1e-3
@@ -91,28 +92,37 @@ def searchsorted(known: INT64[...], keys: INT64[...]) -> INT64[...]:
     return low
 
 
-def write_onnx(run: TrainedRun, folder: Path) -> dict[str, Any]:
-    """Write the graph into a folder. Return its description, and both models' metrics and speed.
+def write_onnx(run: TrainedRun, folder: Path, quantize: str | None = None) -> dict[str, Any]:
+    """Write the graph into a folder. Return its description, and the size, metrics and speed of all models.
+
+    With `quantize="int8"`, the graph in the folder is the quantized one. The fp32 graph is checked before it.
 
     Raises:
-        ValueError: the model has no ONNX graph, or the graph computes other logits or metrics.
+        ValueError: the model has no ONNX graph, the graph computes other logits or metrics, or nothing can be int8.
     """
     model, file = run.inner.model, folder / ONNX_FILE
     example = _example(run, model)
     with busy(f"{run.folder}: writing the ONNX graph"), quiet():
         opset = _write(model, example, file)
     model.to(run.accelerator.device)
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads, options.log_severity_level = torch.get_num_threads(), 4
-    try:
-        session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
-    except Exception as error:
-        raise ValueError(f"--onnx: onnxruntime cannot load this model: {_reason(error)}") from error
-    checked = OnnxModel(session, model)
+    checked, session = _opened(file, model)
     _probe(checked, example, run)
-    after = with_model(run, checked)
-    cost = compare(run, after, "evaluating it in onnxruntime", timed=with_model(run, OnnxModel(session)))
-    _check(checked, cost["metrics"])
+    size = _bytes_of(folder)
+    text = "evaluating it in onnxruntime"
+    contenders = {"onnx": Contender(with_model(run, checked), text, with_model(run, OnnxModel(session)))}
+    sizes, int8 = {"after": size}, None
+    if quantize is not None:
+        with busy(f"{run.folder}: quantizing the ONNX graph"), quiet():
+            int8 = quantize_graph(file)
+        rounded, session = _opened(file, model)
+        _probe(rounded, example, run)
+        of_int8 = Contender(with_model(run, rounded), f"{text}, in int8", with_model(run, OnnxModel(session)))
+        contenders["after"], sizes = of_int8, {"onnx": size, "after": _bytes_of(folder)}
+    else:
+        contenders = {"after": contenders["onnx"]}
+    cost = compare(run, contenders)
+    of_graph = cost["metrics"]["after" if int8 is None else "onnx"]
+    _check(checked, {"before": cost["metrics"]["before"], "after": of_graph})
     cost["measured_on"] += "" if run.accelerator.device.type == "cpu" else "; onnx: on its CPU"
     facts = {
         "file": ONNX_FILE,
@@ -124,7 +134,32 @@ def write_onnx(run: TrainedRun, folder: Path) -> dict[str, Any]:
         "largest_logit": checked.largest,
         "tolerance": TOLERANCE,
     }
-    return {"onnx": facts} | cost
+    found: dict[str, Any] = {"onnx": facts, "weights_bytes": sizes, **cost}
+    if int8 is not None:
+        if not math.isfinite(rounded.difference):
+            raise ValueError("--quantize int8: the int8 graph computes logits that are not finite. Leave it out")
+        found["int8"] = {
+            "how": "one scale for each output",
+            **int8._asdict(),
+            "share_of_parameters": int8.num_weights / sum(each.numel() for each in model.parameters()),
+            "largest_logit_difference": rounded.difference,
+        }
+    return found
+
+
+def _opened(file: Path, model: nn.Module) -> tuple[OnnxModel, Any]:
+    """Return a graph that records its differences from a model, and its session in onnxruntime."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads, options.log_severity_level = torch.get_num_threads(), 4
+    try:
+        session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+    except Exception as error:
+        raise ValueError(f"--onnx: onnxruntime cannot load this model: {_reason(error)}") from error
+    return OnnxModel(session, model), session
+
+
+def _bytes_of(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.glob(f"{ONNX_FILE}*"))
 
 
 def _example(run: TrainedRun, model: nn.Module) -> dict[str, Tensor]:

@@ -8,16 +8,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 import torch
 import transformers
+from numpy.typing import NDArray
 from onnxruntime import InferenceSession
 from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer
+from transformers.pytorch_utils import Conv1D
 
 from accel_train.cli import early
 from accel_train.cli.main import main
-from accel_train.inference import onnx_export
+from accel_train.inference import onnx_export, onnx_int8
 from accel_train.inference.export import load_exported
 from accel_train.model.ngrams import register
 from tests.support import text_tasks
@@ -193,7 +196,7 @@ def test_one_bad_batch_of_many_refuses_the_graph(graph: list[float], model: list
         ("causal-lm", [], "optimum-cli export onnx"),
         ("seq2seq", [], "seq2seq generates text token by token"),
         ("own:Task", [], "own:Task is custom"),
-        ("text-classification", ["--quantize", "int8"], "exclude each other"),
+        ("sentence-embedding", ["--quantize", "int8"], 'SentenceTransformer(path, backend="onnx")'),
         ("text-classification", [], "--onnx needs the package onnxscript. Install it: pip install 'accel-train[onnx]'"),
     ],
 )
@@ -212,6 +215,107 @@ def test_a_refusal_comes_before_torch_and_names_the_fix(
     assert len(lines) == 1
 
 
+def exported_in_int8(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> tuple[InferenceSession, onnx.ModelProto, dict[str, Any]]:
+    """The graph that `export --onnx --quantize int8` wrote, as a session and as a file, and the details."""
+    capsys.readouterr()
+    assert main(["export", str(run), "--onnx", "--quantize", "int8", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)["result"]
+    folder = run / "export-onnx-int8"
+    assert (result["onnx"], result["quantize"], result["folder"]) == (True, "int8", str(folder))
+    details, file = result["details"], folder / "model.onnx"
+    assert [each.name for each in folder.glob("*.onnx*")] == ["model.onnx"]
+    assert not list(folder.glob("*.safetensors*"))
+    assert details["weights_bytes"]["after"] == file.stat().st_size < details["weights_bytes"]["onnx"]
+    for name in ("metrics", "samples_per_second"):
+        assert list(details[name]) == ["before", "onnx", "after"]
+    assert details["metrics"]["onnx"] == pytest.approx(details["metrics"]["before"], rel=1e-4, abs=1e-4)
+    assert main(["evaluate", str(run), "--json"]) == 0
+    evaluated = json.loads(capsys.readouterr().out)["result"]["metrics"]
+    assert details["metrics"]["before"] == pytest.approx(
+        {name: evaluated[name] for name in details["metrics"]["before"]}
+    )
+    return InferenceSession(file), onnx.load(file), details
+
+
+def int8_weights(graph: onnx.ModelProto) -> list[tuple[NDArray[np.int8], NDArray[np.float32]]]:
+    """The int8 tensors with more than one axis, and their scales."""
+    tensors = {each.name: onnx.numpy_helper.to_array(each) for each in graph.graph.initializer}
+    wide = {name: each for name, each in tensors.items() if each.dtype == np.int8 and each.ndim > 1}
+    return [(each, tensors[name.removesuffix("_quantized") + "_scale"]) for name, each in wide.items()]
+
+
+@pytest.mark.parametrize("case", ["text", pytest.param("pairs", marks=slow), pytest.param("gpt2", marks=slow)])
+def test_an_int8_graph_of_texts_holds_every_matrix_in_int8_and_is_near_the_model(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train(case, tmp_path)
+    session, graph, details = exported_in_int8(run, capsys)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(run / "model").eval()
+    # A Conv1D of GPT-2 holds its inputs first, as the graph does.
+    layers = [each for each in model.modules() if isinstance(each, torch.nn.Linear | Conv1D)]
+    linear = [each.weight.detach() if isinstance(each, Conv1D) else each.weight.detach().T for each in layers]
+    counts = {"num_matrices": len(linear), "num_convolutions": 0, "num_weights": sum(map(torch.numel, linear))}
+    assert {name: details["int8"][name] for name in counts} == counts
+    assert details["int8"]["share_of_parameters"] == pytest.approx(
+        counts["num_weights"] / sum(each.numel() for each in model.parameters())
+    )
+    matrices = int8_weights(graph)
+    assert len(matrices) == len(linear)
+    for numbers, scales in matrices:
+        # One scale per output, and 7 bits.
+        assert scales.shape == numbers.shape[1:]
+        assert np.abs(numbers).max(0).tolist() == [64] * len(scales)
+        errors = [np.abs(numbers * scales - each.numpy()) for each in linear if each.shape == numbers.shape]
+        assert min((error / scales).max() for error in errors) <= 0.5001
+    words = AutoTokenizer.from_pretrained(run / "model")
+    for texts in (TEXTS, TEXTS[:1], TEXTS * 3):
+        others = [(SECOND * 3)[: len(texts)]] if case == "pairs" else []
+        tokens = words(texts, *others, padding=True, return_tensors="np")
+        (logits,) = session.run(None, dict(tokens))
+        with torch.no_grad():
+            expected = model(**{name: torch.from_numpy(rows) for name, rows in tokens.items()}).logits.numpy()
+        assert 0 < np.abs(logits - expected).max() < 0.25 * np.abs(expected).max()
+    assert 1e-3 < details["int8"]["largest_logit_difference"] < 0.25 * details["onnx"]["largest_logit"]
+    with pytest.raises(ValueError, match="InferenceSession"):
+        load_exported(run / "export-onnx-int8")
+    if case == "text":
+        monkeypatch.chdir(run / "export-onnx-int8")
+        read: dict[str, Any] = {"texts": TEXTS[:1]}
+        exec(Path("README.md").read_text().split("```python")[1].split("```")[0], read)
+        assert read["outputs"][0].shape == (1, 3)
+
+
+def test_a_model_without_matrices_is_refused_in_int8_and_nothing_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train("ngrams", tmp_path)
+    before = sorted(run.rglob("*"))
+    assert main(["export", str(run), "--onnx", "--quantize", "int8"]) == 2
+    [error] = answers(capsys.readouterr().err)
+    assert "no matrix and no convolution" in error
+    assert sorted(run.rglob("*")) == before
+    (run / "export-onnx-int8").mkdir()
+    (run / "export-onnx-int8" / "mine.txt").write_text("mine")
+    assert main(["export", str(run), "--onnx", "--quantize", "int8"]) == 2
+    assert "mine.txt" in capsys.readouterr().err
+    assert [each.name for each in (run / "export-onnx-int8").iterdir()] == ["mine.txt"]
+
+
+def test_a_channel_of_zeros_and_each_other_channel_has_a_scale_that_uses_all_of_int8() -> None:
+    weight = (
+        np.random.default_rng(0).normal(size=(4, 3, 2, 2)).astype(np.float32)
+        * np.float32([1, 100, 0, 1e-3])[:, None, None, None]
+    )
+    numbers, scales = onnx_int8._in_int8(weight)
+    assert scales.shape == (4, 1, 1, 1)
+    assert np.abs(numbers).reshape(4, -1).max(1).tolist() == [127, 127, 0, 127]
+    largest = np.abs(weight).reshape(4, -1).max(1)
+    error = np.abs(numbers * scales - weight).reshape(4, -1).max(1)
+    assert (error <= largest / 127 / 2 * 1.0001).all()
+
+
 def write_images(folder: Path, masks: bool) -> Path:
     generator = np.random.default_rng(0)
     for number in range(12):
@@ -223,6 +327,45 @@ def write_images(folder: Path, masks: bool) -> Path:
             (folder / "masks").mkdir(exist_ok=True)
             Image.fromarray(pixels[..., 0] // 86).save(folder / "masks" / image.name)
     return folder
+
+
+def train_images(config: dict[str, Any], folder: Path) -> Path:
+    """A run of three steps."""
+    masks = config in (SEGFORMER, UPERNET)
+    data = {"train": str(write_images(folder / "set", masks)), "image_size": 32, "eval_fraction": 0.3}
+    data |= {"cache_dir": None, "sequence_length": None}
+    recipe = write_recipe_file(
+        folder,
+        task="semantic-segmentation" if masks else "image-classification",
+        model={"config": config},
+        data=data,
+        evaluate={"test_time_augmentation": {"horizontal_flip": True}},
+        schedule={"max_steps": 3},
+    )
+    assert main(["run", str(recipe)]) == 0
+    return folder / "run"
+
+
+@pytest.mark.parametrize("config", [RESNET, VIT, pytest.param(UPERNET, marks=slow)])
+def test_an_int8_graph_of_images_holds_matrices_and_convolutions_in_int8_and_is_near_the_model(
+    config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train_images(config, tmp_path)
+    session, graph, details = exported_in_int8(run, capsys)
+    name = "AutoModelForSemanticSegmentation" if config is UPERNET else "AutoModelForImageClassification"
+    model = getattr(transformers, name).from_pretrained(run / "model").eval()
+    kinds = {"num_matrices": torch.nn.Linear, "num_convolutions": torch.nn.Conv2d}
+    layers = {kind: [each for each in model.modules() if isinstance(each, type_)] for kind, type_ in kinds.items()}
+    assert {kind: details["int8"][kind] for kind in kinds} == {kind: len(found) for kind, found in layers.items()}
+    assert len(int8_weights(graph)) == sum(map(len, layers.values()))
+    images = [Image.new("RGB", (50, 50), color) for color in ("red", "green", "navy")]
+    pixels = AutoImageProcessor.from_pretrained(run / "export-onnx-int8")(images, return_tensors="np")["pixel_values"]
+    for given in (pixels, pixels[:1], *([] if config is VIT else [np.tile(pixels, (1, 1, 2, 3))])):
+        (logits,) = session.run(None, {"pixel_values": given})
+        with torch.no_grad():
+            expected = model(torch.from_numpy(given)).logits.numpy()
+        assert logits.shape == expected.shape
+        assert 0 < np.abs(logits - expected).max() < 0.1 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize(
@@ -238,18 +381,7 @@ def test_a_graph_computes_the_logits_of_images_of_any_size_that_the_model_takes(
     config: dict[str, Any], size: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     masks = config in (SEGFORMER, UPERNET)
-    data = {"train": str(write_images(tmp_path / "set", masks)), "image_size": 32, "eval_fraction": 0.3}
-    data |= {"cache_dir": None, "sequence_length": None}
-    recipe = write_recipe_file(
-        tmp_path,
-        task="semantic-segmentation" if masks else "image-classification",
-        model={"config": config},
-        data=data,
-        evaluate={"test_time_augmentation": {"horizontal_flip": True}},
-        schedule={"max_steps": 3},
-    )
-    assert main(["run", str(recipe)]) == 0
-    folder, details = exported(tmp_path / "run", capsys)
+    folder, details = exported(train_images(config, tmp_path), capsys)
     sizes = details["onnx"]["inputs"]["pixel_values"]
     assert sizes == ["batch", 3, *(["height", "width"] if size == "any" else [size, size])]
     name = "AutoModelForSemanticSegmentation" if masks else "AutoModelForImageClassification"

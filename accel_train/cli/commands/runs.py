@@ -135,7 +135,7 @@ def _export(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
     if onnx:
         from accel_train.cli.early import check_onnx
 
-        check_onnx(run, quantize)
+        check_onnx(run)
     with importing_for(run, settings):
         from accel_train.inference.export import export_run
         from accel_train.inference.int8_cost import format_export
@@ -354,10 +354,10 @@ EXPORT = Command(
     "write the model into a folder to share; int8 makes it smaller, --onnx runs it without torch",
     {
         "run": RUN,
-        "--out": {"metavar": "FOLDER", "help": "folder to write; default: RUN/export, or RUN/export-int8 or -onnx"},
+        "--out": {"metavar": "FOLDER", "help": "folder to write; default: RUN/export, with -onnx and -int8 after it"},
         "--quantize": {
             "choices": ["int8"],
-            "help": "int8 stores linear layers in a quarter of the memory; needs torchao",
+            "help": "int8 stores linear layers in a quarter of the memory; needs torchao, with --onnx onnxruntime",
         },
         "--onnx": {
             "action": "store_true",
