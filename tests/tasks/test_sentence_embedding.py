@@ -2,7 +2,6 @@
 
 import json
 import random
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from accel_train.tasks.sentence_embedding import losses
 from accel_train.tasks.sentence_embedding.losses import Objective, Table
 from accel_train.tasks.sentence_embedding.metrics import retrieval
 from accel_train.tasks.sentence_embedding.task import SentenceEmbedding
-from tests.support.runs import checkpoint, events, metrics, run, write_jsonl
+from tests.support.runs import checkpoint, events, metrics, run
 
 BERT = {
     "model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48,
@@ -308,17 +307,3 @@ def test_export_leaves_out_the_pooler_and_refuses_a_graph_without_the_pooling(
     capsys.readouterr()
     assert main(["export", str(tmp_path / "run"), "--onnx"]) == 2
     assert "pools" in capsys.readouterr().err
-
-
-def test_finetune_names_the_command_for_rows_of_anchors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    rows = [{name: f"{name} number {row}" for name in ("query", "document", "negative")} for row in range(20)]
-    write_jsonl(tmp_path / "a.jsonl", rows)
-    assert main(["finetune", "a.jsonl", "--dry-run"]) == 2
-    words = shlex.split(capsys.readouterr().err.partition("Run accel-train ")[2])
-    assert words[:2] == ["run", "sentence_embedding"]
-    small = ["--schedule.num_epochs", "null", "--schedule.max_steps", "1", "--batch.global_batch_size", "4"]
-    assert main([*words, *small, "--evaluate.every_epochs", "null"]) == 0
-    assert len(metrics(tmp_path / "runs/sentence-embedding", "eval")) == 1

@@ -4,15 +4,26 @@ Models from scratch come from the package's recipes. Learning rates for pretrain
 to 5e-5 (Devlin et al. 2019), small encoders above that, LoRA 2e-4 (Hu et al. 2021).
 """
 
+import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from accel_train.core.errors import SettingError
 from accel_train.core.format import format_count
 from accel_train.core.state import Choice
 from accel_train.data.images.preprocessing import pretrained_image_size
 from accel_train.data.text.tokenizers import load_tokenizer
+from accel_train.experiments.finetune.amounts import (
+    LORA_FROM_PARAMETERS,
+    Pretrained,
+    batch_for,
+    eval_fraction_for,
+    learning_rate_of,
+    metric_for,
+    num_parameters_in_words,
+    training_of,
+)
 from accel_train.experiments.finetune.recipe import Choices, Found
 from accel_train.metrics.entities import entity_tags
 from accel_train.metrics.texts import require_packages
@@ -21,102 +32,8 @@ from accel_train.recipe.loader import load_recipe, make_recipe
 from accel_train.recipe.shipped import shipped_recipes
 from accel_train.task import load_task, prove_forward
 
-LORA_FROM_PARAMETERS = 1_000_000_000
-"""Parameters from which adapters are trained. AdamW on all weights would take 16 bytes per parameter."""
-
 LONGEST = 1024
 """Maximum length of a pretrained language model's windows, in tokens."""
-
-
-class Pretrained(NamedTuple):
-    """The facts about pretrained weights that decide how they are trained."""
-
-    name: str
-    num_parameters: int
-    num_positions: int | None
-    """Length of the longest text that the model can read, in tokens. None without a limit."""
-    image_size: int | None
-    has_chat_template: bool
-    masks_documents: Choice[bool] = Choice(True, "attention stays within a document")
-    """Value of `data.mask_documents` for text, with its reason."""
-    template_has_tools: bool = False
-    is_t5: bool = False
-    """Whether the model is of the T5 family, which learns at a higher rate."""
-
-
-def num_parameters_in_words(number: int) -> str:
-    """Return a number of parameters as text, such as 22.7M or 1.1B."""
-    return f"{number / 1e9:.1f}B" if number >= 1e9 else f"{number / 1e6:.3g}M"
-
-
-def learning_rate_of(pretrained: Pretrained) -> Choice[float]:
-    size = pretrained.num_parameters
-    if size >= LORA_FROM_PARAMETERS:
-        return Choice(2e-4, "usual for LoRA")
-    steps = ((10e6, 5e-4), (50e6, 2e-4), (200e6, 5e-5), (500e6, 3e-5), (float("inf"), 2e-5))
-    rate = next(rate for limit, rate in steps if size < limit)
-    return Choice(
-        rate, f"usual for {num_parameters_in_words(size)} pretrained parameters; larger models need lower rates"
-    )
-
-
-def batch_for(found: Found) -> int:
-    return 16 if found.num_samples < 2_000 else 32 if found.num_samples < 50_000 else 64
-
-
-def epochs_for(found: Found, batch: int, steps: int, least: int, most: int) -> Choice[int]:
-    """Return the passes over the data, between `least` and `most`, that make about `steps` steps."""
-    per_epoch = max(1, round(found.num_samples * (1 - eval_fraction_for(found)) / batch))
-    epochs = min(most, max(least, round(steps / per_epoch)))
-    return Choice(epochs, f"about {epochs * per_epoch:,} steps of {batch}")
-
-
-def eval_fraction_for(found: Found) -> float:
-    """Return the share of samples held out for evaluation. Larger datasets have smaller shares."""
-    if found.eval_fraction is not None:
-        return found.eval_fraction
-    if found.task == "causal-lm" and found.num_chars > 20_000_000:
-        return 0.02
-    return 0.2 if found.num_samples < 2_000 else 0.1 if found.num_samples < 20_000 else 0.05
-
-
-def metric_for(found: Found) -> Choice[str]:
-    counts = found.counts
-    if not counts:
-        return Choice("pearson", "the correlation of predicted and true numbers")
-    if found.task == "text-classification" and not found.has_one_label:
-        return Choice("f1_macro", "a text may have several labels")
-    total = sum(counts.values())
-    most, count = max(counts.items(), key=lambda item: item[1])
-    if count > 1.5 * total / len(counts):
-        return Choice("f1_macro", f"{count / total:.0%} are {most!r}: accuracy would favor this class")
-    least, count = min(counts.items(), key=lambda item: item[1])
-    if count < total / len(counts) / 3:
-        return Choice("f1_macro", f"{count:,} of {total:,} are {least!r}: accuracy would hardly notice this class")
-    return Choice("accuracy", "the classes have similar sizes")
-
-
-def training_of(
-    found: Found,
-    batch: int,
-    rate: Choice[float],
-    epochs: tuple[int, int, int],
-    weight_decay: float,
-    metric: Choice[str] | None = None,
-) -> Choices:
-    """Return batch, optimizer, schedule, and evaluation settings. `epochs` are the last arguments of `epochs_for`."""
-    num_epochs = epochs_for(found, batch, *epochs)
-    return {
-        "batch.global_batch_size": Choice(batch, format_count(found.num_samples, "sample")),
-        "optimizer.learning_rate": rate,
-        "optimizer.weight_decay": Choice(weight_decay, ""),
-        "schedule.type": Choice("warmup_cosine", ""),
-        "schedule.num_epochs": num_epochs,
-        "schedule.warmup_ratio": Choice(0.1, ""),
-        "evaluate.every_epochs": Choice(max(1, num_epochs.value // 8), ""),
-        "evaluate.metric_for_best_model": metric or metric_for(found),
-        "checkpoint.every_steps": Choice(0, "saves after each best evaluation, and when the run is stopped"),
-    }
 
 
 def choose(found: Found, pretrained: Pretrained | None) -> Choices:
@@ -129,6 +46,7 @@ def choose(found: Found, pretrained: Pretrained | None) -> Choices:
         "token-classification": tagger,
         "question-answering": answerer,
         "seq2seq": translator,
+        "sentence-embedding": embedder,
     }
     chosen = by_task[found.task](found, pretrained)
     if pretrained is not None:
@@ -484,6 +402,42 @@ def translator(found: Found, pretrained: Pretrained | None) -> Choices:
         "evaluate.generation.max_samples": number,
         **_small_model(found, pretrained, "seq2seq", room, metric),
     }
+
+
+def embedder(found: Found, pretrained: Pretrained | None) -> Choices:
+    has_scores = "data.score_column" in found.settings
+    metric = Choice("spearman", "the order of the similarities") if has_scores else Choice("mrr_at_10", "")
+    room = 256 if pretrained is None else min(256, pretrained.num_positions or 256)
+    length = _row_length(found, room)
+    num_train = found.num_samples * (1 - eval_fraction_for(found))
+    batch = max(2, min(128, 2 ** int(math.log2(max(num_train / 8, 1)))))
+    common: Choices = {"data.max_length": Choice(length, "tokens")}
+    if pretrained is not None:
+        is_adapted = pretrained.num_parameters >= LORA_FROM_PARAMETERS
+        rate = learning_rate_of(pretrained) if is_adapted else Choice(2e-5, "usual for pretrained sentence encoders")
+        return _with_negatives(common | training_of(found, batch, rate, (1_000, 1, 5), 0.01, metric), batch, has_scores)
+    own = load_recipe(shipped_recipes()["sentence_embedding"].path)
+    config, why = dict(own.model.config or {}), "as in the recipe sentence_embedding"
+    config["max_position_embeddings"] = max(config["max_position_embeddings"], length)
+    chosen: Choices = {
+        "model.config": Choice(config, f"no --model: a small model from scratch, {why}; pretrained weights know more"),
+        "tokenizer.train_bpe.vocab_size": Choice(600, f"short tokens, {why}"),
+        **common,
+        **training_of(found, batch, Choice(2e-3, why), (600, 3, 30), own.optimizer.weight_decay, metric),
+        "optimizer.betas": Choice([0.9, 0.98], ""),
+        "optimizer.ema_decay": Choice(own.optimizer.ema_decay, ""),
+    }
+    return _with_negatives(chosen, batch, has_scores)
+
+
+def _with_negatives(chosen: Choices, batch: int, has_scores: bool) -> Choices:
+    """Return the choices with the reason of the batch: its other rows are negatives."""
+    why = (
+        "all pairs of the batch are compared"
+        if has_scores
+        else f"each pair has {batch - 1} negatives, on any number of GPUs"
+    )
+    return {**chosen, "batch.global_batch_size": Choice(batch, why)}
 
 
 def _small_model(found: Found, pretrained: Pretrained | None, recipe: str, room: int, metric: Choice[str]) -> Choices:

@@ -30,6 +30,7 @@ TASKS = (
     "token-classification",
     "question-answering",
     "seq2seq",
+    "sentence-embedding",
 )
 """Tasks for which `accel-train finetune` writes a recipe."""
 
@@ -295,6 +296,13 @@ def how_to_use(found: Found, recipe: Recipe) -> list[str]:
     # The model's code is a file in the folder of its weights.
     has_own_code = (recipe.model.config or {}).get("model_type") == "ngrams"
     consent = ", trust_remote_code=True" if has_own_code else ""
+    if found.task == "sentence-embedding":
+        return [
+            "Use it:",
+            f"  accel-train predict {quote(output_dir)} NEW.csv --out predictions.csv",
+            "  from sentence_transformers import SentenceTransformer",
+            f'  SentenceTransformer("{model}").encode(["a text"])',
+        ]
     columns = found.settings.get("data.text_columns")
     is_pair = columns is not None and len(columns.value) == 2
     prompt = "Hello" if found.is_chat else "Once upon a time"

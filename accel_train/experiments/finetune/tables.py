@@ -19,7 +19,7 @@ from accel_train.data.tables import Row, columns_read, text_of
 from accel_train.experiments.finetune.columns import Column, Table, read_table, recognise_label, with_settings
 from accel_train.experiments.finetune.images import recognise_images
 from accel_train.experiments.finetune.recipe import Asked, Choices, Found, lengths, listed, missing_column
-from accel_train.experiments.finetune.text_tasks import annotated
+from accel_train.experiments.finetune.text_tasks import anchored, annotated
 from accel_train.tasks.causal_lm.data import check_row, columns_of
 
 _USUAL = "text sentence review content comment message tweet body question document abstract description"
@@ -39,8 +39,6 @@ _MOST_WORDS_TO_ONE = 6.0
 _CHOICES = ("choices", "options", "endings")
 _FURTHER_OF_CHATS = ("functions", "system")
 """Columns that a chat template could show, but that are not passed to it."""
-_ANCHORED = (("anchor", "positive"), ("query", "positive"), ("query", "document"))
-"""Columns of sentence embeddings: a text, and one that belongs to it."""
 _FURTHER_INPUTS = ("input", "context", "system", "system_prompt", "history", *_CHOICES)
 """Columns that belong to the prompt, even short ones, because the answer depends on them."""
 
@@ -62,8 +60,8 @@ def recognise_table(asked: Asked, path: Path, held_out: Path | None = None) -> F
         if held_out.is_file():
             check_encoding(held_out, with_settings(asked.data, table.settings))
         settings["data.eval"] = Choice(str(held_out), "evaluation data by its name")
-    found = _chats(asked, table) or annotated(asked, table) or _pairs(asked, table) or recognise_images(asked, table)
-    found = found or _plain_text(asked, table) or _labelled(asked, table)
+    found = _chats(asked, table) or annotated(asked, table) or anchored(asked, table) or _pairs(asked, table)
+    found = found or recognise_images(asked, table) or _plain_text(asked, table) or _labelled(asked, table)
     if "data.eval" in settings and "data.group_column" not in asked.given:
         found["settings"].pop("data.group_column", None)
     found["settings"] = {**settings, **found["settings"]}
@@ -276,14 +274,6 @@ def _labelled(asked: Asked, table: Table) -> dict[str, Any]:
             f"{table.path}: column {choices[0]!r} holds the choices of a question, "
             "and a text classifier does not see them. Write columns text, endings and label for accel-train run "
             "multiple_choice; or leave them out with --text and --label"
-        )
-    pair = next((pair for pair in _ANCHORED if {*pair} <= {*table.columns}), None)
-    if pair is not None and not (asked.text or asked.label or "label" in table):
-        names = [*pair, *(["negative"] if "negative" in table else [])]
-        raise ValueError(
-            f"{table.path}: {' and '.join(pair)} look like texts that belong together (sentence-embedding), and "
-            f"finetune writes no recipe for them. Run accel-train run sentence_embedding --data.train {table.path} "
-            f"--data.pair_columns '[{', '.join(names)}]' --data.id_column null --data.group_column null"
         )
     texts, why = _text_of(asked, table, asked.label or (("label",) if "label" in table else ()))
     label = recognise_label(asked, table, *(column.name for column in texts))

@@ -16,6 +16,7 @@ from accel_train.experiments.finetune.columns import Column, Table, files_at, re
 from accel_train.experiments.finetune.images import refuse_columns
 from accel_train.experiments.finetune.recipe import Asked, Choices, Found, lengths, listed
 from accel_train.tasks.question_answering.data import read_questions
+from accel_train.tasks.sentence_embedding.data import read_anchor_rows
 from accel_train.tasks.seq2seq.data import read_pairs
 from accel_train.tasks.token_classification.data import encode_tags, read_sentences, tag_scheme
 
@@ -55,6 +56,12 @@ _KINDS: Mapping[str, _Kind] = {
         "two columns of texts: --text SOURCE --label TARGET",
     ),
 }
+_ANCHORED = (("anchor", "positive"), ("query", "positive"), ("query", "document"))
+"""Columns of sentence embeddings: a text, and one that belongs to it."""
+_SENTENCES = (("sentence1", "sentence2"), ("text1", "text2"))
+"""Columns of pairs whose names do not show whether they are embedded or classified."""
+_NEGATIVE = re.compile(r"negative(?:_?[0-9]+)?")
+_SCORES = ("score", "similarity", "similarity_score")
 _WORDS = ("tokens", "words")
 _TAGS = ("ner_tags", "tags", "labels")
 _TAG = re.compile(r"O|[BIES]-\S+")
@@ -130,6 +137,58 @@ def annotated(asked: Asked, table: Table) -> dict[str, Any] | None:
     if asked.task is not None:
         raise ValueError(f"--task {asked.task} needs {_KINDS[asked.task].needs}. {table.path} has: {table.names}")
     return None
+
+
+def anchored(asked: Asked, table: Table) -> dict[str, Any] | None:
+    """Return the facts of a table of texts that belong together, or of scored pairs, or None.
+
+    Raises:
+        ValueError: a row cannot be read, or the columns do not show what the texts of a row have in common.
+    """
+    is_asked = asked.task == "sentence-embedding"
+    is_open = asked.task is None and not asked.text and not asked.label and "label" not in table
+    if not is_asked and not is_open:
+        return None
+    names, why = asked.text, "from --text"
+    if not names and "data.pair_columns" in asked.given:
+        names, why = tuple(asked.data.pair_columns), "from the command line"
+    if not names:
+        pairs = (*_ANCHORED, *(_SENTENCES if is_asked else ()))
+        pair = next((pair for pair in pairs if {*pair} <= {*table.columns}), None)
+        if pair is None and not is_asked:
+            return None
+        names = (*(pair or ()), *(name for name in table.columns if pair and _NEGATIVE.fullmatch(name)))
+        why = "their names"
+    if len(names) < 2:
+        raise ValueError(
+            f"--task sentence-embedding needs a column of anchors and a column of their positives: --text ONE,OTHER. "
+            f"{table.path} has: {table.names}"
+        )
+    score, why_score = next(iter(asked.label), None), "from --label"
+    if score is None and len(names) == 2:
+        score = next((name for name in _SCORES if name in table and table[name].is_numbers), None)
+        why_score = "its name and its numbers"
+    further = [column for name, column in table.columns.items() if name not in (*names, score)]
+    unclear = [column.name for column in further if column.is_text or column.is_decimal or column.may_be_labels]
+    if unclear and not is_asked:
+        raise ValueError(
+            f"{table.path}: {' and '.join(names)} look like texts that belong together (sentence-embedding), and "
+            f"{listed(unclear)} may say more about them. To leave it out: --task sentence-embedding. To set every "
+            f"column: accel-train run sentence_embedding --data.train {table.path} --data.pair_columns "
+            f"'[{', '.join(names)}]' --data.id_column null --data.group_column null"
+        )
+    settings: Choices = {"data.pair_columns": Choice(list(names), why)}
+    if score is not None:
+        settings["data.score_column"] = Choice(score, why_score)
+    data: Any = with_settings(asked.data, {**table.settings, **settings})
+    rows = read_anchor_rows(resolve_sources(str(table.path), data, key=str(table.path)), data, key=str(table.path))
+    held = "texts that belong together" if score is None else f"pairs of texts, and {score!r} their similarity"
+    return {
+        "task": "sentence-embedding",
+        "why": f"columns {', '.join(map(repr, names[:-1]))} and {names[-1]!r} are {held}",
+        "settings": settings,
+        **lengths([len(text) for row in rows for text in row.texts]),
+    }
 
 
 def _tagged(asked: Asked, table: Table) -> tuple[str, ...] | None:

@@ -28,8 +28,16 @@ def test_the_learning_rate_falls_with_the_size_and_large_models_take_adapters(
 ) -> None:
     for task in TASKS:
         chosen = choose(found(task), pretrained(num_parameters))
-        assert chosen["optimizer.learning_rate"].value == rate
+        is_encoder = task == "sentence-embedding" and num_parameters < 1e9
+        assert chosen["optimizer.learning_rate"].value == (2e-5 if is_encoder else rate)
         assert ("model.lora" in chosen) == (num_parameters >= 1e9)
+
+
+@pytest.mark.parametrize(("number", "batch"), [(4, 2), (60, 4), (500, 32), (1_999, 128), (100_000, 128)])
+def test_a_batch_of_embeddings_has_many_negatives_and_an_epoch_has_several_steps(number: int, batch: int) -> None:
+    for model in (None, pretrained(110e6)):
+        chosen = choose(found("sentence-embedding", number), model)
+        assert chosen["batch.global_batch_size"].value == batch
 
 
 @pytest.mark.parametrize("task", TASKS)
