@@ -346,7 +346,7 @@ def train_images(config: dict[str, Any], folder: Path) -> Path:
     return folder / "run"
 
 
-@pytest.mark.parametrize("config", [RESNET, VIT, pytest.param(UPERNET, marks=slow)])
+@pytest.mark.parametrize("config", [RESNET, pytest.param(VIT, marks=slow), pytest.param(UPERNET, marks=slow)])
 def test_an_int8_graph_of_images_holds_matrices_and_convolutions_in_int8_and_is_near_the_model(
     config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
