@@ -27,6 +27,7 @@ from accel_train.model.training_module import checked_loss
 from accel_train.model.weights import (
     FP32_BYTES,
     embeddings,
+    fp32_weights,
     group_weights,
     hidden_matrices,
     parameter_groups,
@@ -274,14 +275,15 @@ def simulate_step(
 def _take_shapes_only(model: nn.Module, dtype: torch.dtype | None, holding: Holding) -> None:
     """Move a model from the meta device to fake CPU tensors of the active mode, with its ties.
 
-    `dtype` is the new element type; None keeps the types.
+    `dtype` is the new element type, except of weights that FSDP2 gathers in fp32; None keeps the types.
     """
+    wide = set(map(id, fp32_weights(model)))
     moved: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) not in moved:
                 shape = holding.shapes.get(id(parameter), parameter.shape)
-                cast = dtype if parameter.is_floating_point() else None
+                cast = dtype if parameter.is_floating_point() and id(parameter) not in wide else None
                 values = torch.empty(shape, device="cpu", dtype=cast or parameter.dtype)
                 new = nn.Parameter(values, requires_grad=parameter.requires_grad)
                 if parameter.requires_grad and holding.keeps_gradients and holding.shard_size == 1:

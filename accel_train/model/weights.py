@@ -5,10 +5,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from inspect import signature
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers.pytorch_utils import Conv1D
 
 from accel_train.model.batch_norm import has_batch_norm
 from accel_train.model.compile import repeated_blocks
@@ -16,6 +19,8 @@ from accel_train.model.kernels.chunked_loss import has_plain_head
 from accel_train.model.tensors import unpacked_numel
 
 FP32_BYTES = 4
+_PRODUCTS = (nn.Linear, Conv1D, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d)
+"""Layers whose weights autocast rounds to 16 bits under every strategy."""
 Each = TypeVar("Each")
 
 
@@ -30,6 +35,8 @@ class Weight:
     """Bytes per element; 2 for a frozen matrix that is kept in bf16, 1 for nf4."""
     weights_per_element: int = 1
     """Weights that an element stands for; 2 for nf4, 0 for the scales of nf4."""
+    in_fp32: bool = False
+    """Whether FSDP2 gathers the weight in fp32 in any precision."""
 
     @property
     def numel(self) -> int:
@@ -38,7 +45,7 @@ class Weight:
 
     def gathered_bytes(self, compute_bytes: int) -> int:
         """Return the bytes per gathered element, given the bytes of the compute type. nf4 stays bytes."""
-        return 1 if self.num_bytes == 1 else compute_bytes
+        return self.num_bytes if self.num_bytes == 1 or self.in_fp32 else compute_bytes
 
     def part_numel(self, shard_size: int) -> int:
         """Return the elements of the largest part: whole rows, with padding. Every process reserves memory for this
@@ -85,7 +92,7 @@ class ModelWeights(WeightGroup):
     blocks: tuple[WeightGroup, ...]
     """Groups of the repeated blocks, in the order of the forward pass; empty for a model without repeated blocks."""
     in_fp32: bool = False
-    """Whether the weights are gathered in fp32 in any precision, because the model has batch norm."""
+    """Whether all weights are gathered in fp32 in any precision: a model with batch norm, before torch 2.15."""
     num_last: int = 0
     """Number of the root's weights that follow the blocks. Their gradients come first."""
     num_ends: tuple[int, int] = (0, 0)
@@ -195,13 +202,15 @@ def group_weights(model: nn.Module, shapes: Mapping[int, Sequence[int]] | None =
 
     `shapes` gives, by a parameter's id, the shape that tensor parallelism leaves for FSDP2 to shard.
     """
-    parts = shapes or {}
+    parts, wide = shapes or {}, set(map(id, fp32_weights(model)))
 
     def group(parameters: Sequence[nn.Parameter]) -> WeightGroup:
         held = [(tuple(parts.get(id(each), each.shape)) or (1,), each) for each in parameters]
         return WeightGroup(
             tuple(
-                Weight(rows, math.prod(rest), each.requires_grad, each.element_size(), _per_element(each))
+                Weight(
+                    rows, math.prod(rest), each.requires_grad, each.element_size(), _per_element(each), id(each) in wide
+                )
                 for (rows, *rest), each in held
             )
         )
@@ -215,7 +224,36 @@ def group_weights(model: nn.Module, shapes: Mapping[int, Sequence[int]] | None =
     num_last = sum(place[id(each)] > last_of_blocks for each in (*found[-1], *last))
     every = root.weights + tuple(weight for block in blocks for weight in block.weights)
     num_ends = (len(first), len(last))
-    return ModelWeights(every, root, tuple(blocks), has_batch_norm(model), num_last if blocks else 0, num_ends)
+    in_fp32 = has_batch_norm(model) and not gathers_two_types()
+    return ModelWeights(every, root, tuple(blocks), in_fp32, num_last if blocks else 0, num_ends)
+
+
+def gathers_two_types() -> bool:
+    """Return whether FSDP2 can gather some weights of a group in 16 bits and others in fp32 (torch 2.15 or newer)."""
+    return "param_dtype_override_fn" in signature(MixedPrecisionPolicy).parameters
+
+
+def fp32_weights(model: nn.Module) -> list[nn.Parameter]:
+    """Return the fp32 weights that FSDP2 gathers in fp32 in mixed precision; empty before torch 2.15.
+
+    These are norms, embeddings, routers, and single vectors, which compute in fp32 under DDP too. Autocast rounds the
+    others in any case: the weights of linear layers and convolutions, and of experts (three dimensions or more).
+    """
+    if not gathers_two_types():
+        return []
+    return [
+        parameter
+        for module in model.modules()
+        for parameter in module.parameters(recurse=False)
+        if parameter.dtype == torch.float32 and not _is_rounded(module, parameter)
+    ]
+
+
+def _is_rounded(module: nn.Module, parameter: nn.Parameter) -> bool:
+    name = type(module).__name__
+    if "Router" in name or "Norm" in name:
+        return False
+    return isinstance(module, _PRODUCTS) or (parameter.dim() > 2 and not isinstance(module, nn.Embedding))
 
 
 def _per_element(parameter: nn.Parameter) -> int:

@@ -22,13 +22,13 @@ from accel_train.checkpoint.sharded import KnownPlan, ShardWriter
 from accel_train.core.errors import RecipeError, SettingError, setting_error
 from accel_train.core.state import Choice
 from accel_train.guard.guard import Limits
-from accel_train.model.batch_norm import has_batch_norm
 from accel_train.model.compile import repeated_blocks
 from accel_train.model.kernels.nf4 import packed_layers
 from accel_train.model.tensors import replace_values
 from accel_train.model.training_module import TrainingModule
 from accel_train.model.weights import separate_blocks, separate_ends
 from accel_train.optim.update import Update
+from accel_train.parallel import mixed
 from accel_train.parallel.building import Builders, Unread, fill, fill_from_main
 from accel_train.parallel.dims import check_dimensions, check_divides, parallel_dims
 from accel_train.parallel.strategy import ALONE, MakeOptimizer, Snapshot, Strategy
@@ -96,12 +96,7 @@ class Fsdp2(Strategy):
         """Return the precision, and add the cost of gathering in 16 bits to its reason."""
         if self.choice.value == 1 or precision.value == "no":
             return precision
-        cost = (
-            f"fsdp2 gathers weights in {'bf16' if precision.value == 'fp8' else precision.value}, half the traffic of "
-            "fp32. Embeddings and norms then also compute in 16 bits (ddp: fp32), so losses deviate 3 to 9 times as "
-            "much from fp32 (small GPT-2). A model with batch norm is gathered in fp32"
-        )
-        return replace(precision, reason=f"{precision.reason}; {cost}")
+        return replace(precision, reason=f"{precision.reason}; {mixed.cost(precision.value)}")
 
     def accelerator_arguments(self, world_size: int, mixed_precision: str) -> dict[str, Any]:
         """Return the FSDP plugin and the mesh."""
@@ -421,10 +416,8 @@ def _wrap_blocks(accelerator: Accelerator, inner: TrainingModule) -> Choice[str]
     plugin.auto_wrap_policy = transformer_auto_wrap_policy if blocks else None
     plugin.transformer_cls_names_to_wrap = kinds or None
     in_fp32 = ""
-    if accelerator.mixed_precision != "no" and has_batch_norm(inner):
-        # Autocast casts the weights, as under DDP.
-        plugin.mixed_precision_policy = MixedPrecisionPolicy()
-        in_fp32 = "; weights are gathered in fp32, because batch norm does not take 16-bit weights"
+    if accelerator.mixed_precision != "no":
+        plugin.mixed_precision_policy, in_fp32 = mixed.policy(plugin.mixed_precision_policy, inner)
     with warnings.catch_warnings():
         # Ignore this warning for the mesh that Accelerate flattens, as Accelerate does.
         warnings.filterwarnings("ignore", message="Slicing a flattened dim from root mesh")

@@ -128,7 +128,8 @@ def _fsdp2_collectives(
 
     def gather(group: WeightGroup, phase: Phase, hidden: bool) -> Iterator[Collective]:
         if num_bytes := size * group.gathered_part_bytes(size, compute_bytes):
-            yield Collective("all-gather", num_bytes, shard, phase, False, hidden, f"weights, {dtype}")
+            wide = ", some fp32" if any(each.in_fp32 for each in group.weights) and compute_bytes < FP32_BYTES else ""
+            yield Collective("all-gather", num_bytes, shard, phase, False, hidden, f"weights, {dtype}{wide}")
 
     def reduce(group: WeightGroup, hidden: bool) -> Iterator[Collective]:
         part = reduce_bytes * group.part_numel(size, trainable_only=True)

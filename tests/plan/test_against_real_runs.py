@@ -24,7 +24,7 @@ SPLIT = {
 
 
 def run_and_plan(
-    folder: Path, world_size: int, optimizer: str = "adamw", **parallel: Any
+    folder: Path, world_size: int, optimizer: str = "adamw", precision: str = "no", **parallel: Any
 ) -> tuple[list[dict[str, Any]], Plan]:
     """What each of the processes held and sent, and the plan of the same run."""
     write_corpus(folder)
@@ -39,6 +39,7 @@ def run_and_plan(
         },
         "guard": {"drift_check_steps": 0},
         "optimizer": {"name": optimizer},
+        "precision": {"mixed_precision": precision},
         "options": {"held": str(folder), "calls_a_step": 2 if optimizer == "muon" else 1},  # AdamW's is another
     }
     run_forked(["run", str(write_recipe_file(folder, **sections))], world_size, folder=folder / "out").wait()
@@ -52,6 +53,7 @@ def run_and_plan(
     "world_size, parallel",
     [
         (2, {"strategy": "fsdp2"}),
+        (2, {"strategy": "fsdp2", "precision": "bf16"}),
         (2, {"strategy": "fsdp2", "optimizer": "muon"}),
         (4, {"strategy": "fsdp2", "optimizer": "muon", "dp_shard_size": 2}),
         (4, {"strategy": "fsdp2", "optimizer": "muon", "tp_size": 2}),
