@@ -40,6 +40,7 @@ from accel_train.hf.inputs import (
     readable,
     reading_of,
 )
+from accel_train.hf.task import as_prepared
 
 if TYPE_CHECKING:
     from accel_train.hf import Trainer
@@ -227,8 +228,9 @@ class Evaluation:
                 # Its hooks gather the weights outside of the blocks, so the call is inside the outermost module.
                 loss, logits, labels = trainer.strategy.inner((inputs, loss_only, self.ignore_keys), "predictions")
             else:
-                step = trainer.prediction_step
-                loss, logits, labels = step(trainer.model, inputs, loss_only, ignore_keys=self.ignore_keys)
+                with as_prepared(trainer, trainer.model, predicts=True):
+                    step = trainer.prediction_step
+                    loss, logits, labels = step(trainer.model, inputs, loss_only, ignore_keys=self.ignore_keys)
             if logits is not None and trainer.preprocess_logits_for_metrics is not None:
                 logits = trainer.preprocess_logits_for_metrics(logits, labels)
             logits = convert_to_fp32(logits)

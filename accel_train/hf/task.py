@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from types import FunctionType
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from accelerate.utils import send_to_device
+from accelerate.utils import convert_to_fp32, send_to_device
 from datasets import Dataset as TableDataset
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -169,12 +170,14 @@ class HFTask(Task):
             # This moves nested values. The reader has moved the tensors.
             inputs = send_to_device(inputs, trainer.accelerator.device)
         self.flow.count(inputs)
-        return loss_of_step(trainer, model, inputs).float() * targets_in(inputs, trainer.signature)
+        with as_prepared(trainer, model):
+            return loss_of_step(trainer, model, inputs).float() * targets_in(inputs, trainer.signature)
 
     def predict_batch(self, model: nn.Module, batch: Any) -> Any:
         """Return the result of `prediction_step`. The forward of a sharded model must pass through here."""
         inputs, loss_only, ignore_keys = batch
-        return self.trainer.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
+        with as_prepared(self.trainer, model, predicts=True):
+            return self.trainer.prediction_step(model, inputs, loss_only, ignore_keys=ignore_keys)
 
     def save_description(self, model: nn.Module, data: TaskData, folder: Path) -> None:
         """Write the configuration and tokenizer, so that `from_pretrained` reads a checkpoint."""
@@ -222,6 +225,37 @@ def lengths_of(trainer: "Trainer", data: Any) -> NDArray[np.int64]:
         problem = f"needs samples with {input_name!r}, or a column {column!r} with lengths"
         raise argument_error(problem, "", train_sampling_strategy="group_by_length")
     return np.asarray([len(data[index][input_name]) for index in range(len(data))], dtype=np.int64)
+
+
+@contextmanager
+def as_prepared(trainer: "Trainer", model: nn.Module, *, predicts: bool = False) -> Iterator[None]:
+    """Limit autocast to the model's forward, and convert its outputs to fp32, as Accelerate's `prepare` does.
+
+    A loss of the program then computes in fp32. If the model computes its loss alone, nothing changes, so logits that
+    no code reads are not copied.
+    """
+    kind = trainer.accelerator.device.type
+    reads = trainer.reads_outputs or (predicts and trainer.overrides("prediction_step"))
+    if not reads or not torch.is_autocast_enabled(kind) or torch.compiler.is_compiling():
+        yield
+        return
+    dtype, entered = torch.get_autocast_dtype(kind), list[torch.autocast]()
+
+    def enter(*_: Any) -> None:
+        entered.append(torch.autocast(kind, dtype))
+        entered[-1].__enter__()
+
+    def leave(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+        entered.pop().__exit__(None, None, None)
+        return convert_to_fp32(outputs)
+
+    hooks = [model.register_forward_pre_hook(enter), model.register_forward_hook(leave, always_call=True)]
+    try:
+        with torch.autocast(kind, enabled=False):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def loss_of(trainer: "Trainer", model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any) -> tuple[Any, Any]:

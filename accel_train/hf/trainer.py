@@ -166,6 +166,12 @@ class Trainer:
         """Return whether a subclass, or the object itself, overrides the method `name`."""
         return getattr(type(self), name) is not getattr(Trainer, name) or name in vars(self)
 
+    @property
+    def reads_outputs(self) -> bool:
+        """Whether the program, not the model, computes the loss from the model's outputs."""
+        computes = self.label_smoother is not None or self.compute_loss_func is not None
+        return computes or self.overrides("compute_loss") or self.overrides("training_step")
+
     def _adopt(self, model: nn.Module) -> None:
         """Set the model, and determine how it computes its loss."""
         self.model = self.model_wrapped = model = training.prepared(model, self.args)
@@ -239,7 +245,7 @@ class Trainer:
         return (loss, outputs) if return_outputs else loss
 
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
-        """Return the context in which `compute_loss` is called, inside autocast. Override it for a custom context."""
+        """Return the context in which `compute_loss` is called. Override it for a custom context."""
         return nullcontext()
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import AutoModelForSequenceClassification as Classifier
 from transformers import BertForQuestionAnswering, EarlyStoppingCallback, TrainerCallback, ViTConfig
@@ -520,3 +521,45 @@ def test_a_changed_learning_rate_is_an_event_of_a_resume_and_nothing_else_is(tmp
     [found] = events(tmp_path, "settings_changed")
     assert (found["setting"], found["was"], found["now"]) == ("optimizer.learning_rate", 0.01, 0.02)
     assert ("the program's own optimizer" in found["message"]) == own
+
+
+class _Contrast:
+    """Overrides the loss by one of matrix products of the outputs, which autocast would round."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        unit = torch.nn.functional.normalize(outputs.logits, dim=-1)
+        weights = (labels[:, None] == labels[None]).float() - 0.5
+        loss = -(weights * (unit @ unit.T)).mean() + torch.nn.functional.cross_entropy(outputs.logits, labels)
+        self.seen = outputs.logits.dtype
+        return (loss, outputs) if return_outputs else loss
+
+
+def _squares(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    targets = torch.nn.functional.one_hot(labels, outputs.logits.shape[-1]).to(outputs.logits.dtype)
+    return torch.einsum("nc,nc->", outputs.logits - targets, outputs.logits - targets) / num_items_in_batch
+
+
+@pytest.mark.parametrize(
+    ("overrides", "given"),
+    [
+        (object, {}),
+        (object, {"label_smoothing_factor": 0.1}),
+        (object, {"compute_loss_func": _squares}),
+        (_Contrast, {}),
+    ],
+    ids=["the model's loss", "label smoothing", "a loss function", "an overridden loss"],
+)
+def test_losses_in_bf16_are_those_of_transformers(tmp_path: Path, overrides: type, given: dict[str, Any]) -> None:
+    data = hf.rows(32)
+    args = {"bf16": True, **hf.every(1, "logging"), **hf.every(4, "eval")}
+    theirs, ours, *_ = hf.both(
+        tmp_path, overrides=overrides, args=args, train_dataset=data, eval_dataset=data[:8], **given
+    )
+    for one, other in zip(hf.history(theirs), hf.history(ours), strict=True):
+        for name in ("loss", "eval_loss"):
+            if name in one:
+                assert other[name] == pytest.approx(one[name], rel=1e-5)
+    if overrides is _Contrast:
+        assert theirs.seen == ours.seen == torch.float32

@@ -183,6 +183,7 @@ SETUPS: dict[str, tuple[str, dict[str, Any]]] = {
     "DoRA": ("chat", {"peft_config": dora}),
     "a collator of the user": ("chat", {"data_collator": padded}),
     "label smoothing": ("chat", {"label_smoothing_factor": 0.1}),
+    "label smoothing in bf16": ("chat", {"label_smoothing_factor": 0.1, "bf16": True}),
     "a loss of the user": (
         "chat",
         {
