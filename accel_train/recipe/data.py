@@ -75,7 +75,9 @@ class Augment(Section):
     draws one of the two.
     """
     scale_range: tuple[PositiveFloat, PositiveFloat] | None = (0.5, 2.0)
-    """semantic-segmentation: range of the factor that resizes images and masks before `crop_size` is cut out."""
+    """Range of the factor that resizes images with their masks or boxes before a crop is cut out.
+    semantic-segmentation and object-detection.
+    """
 
 
 class Data(Section):
@@ -278,8 +280,8 @@ class ImageData(NamedClassesData):
     image_column: str = "image"
     """Column with the image: bytes, a `datasets` image, or a path relative to the table."""
     image_size: PositiveInt | tuple[PositiveInt, PositiveInt] = 224
-    """Side of the square, in pixels, to which images are resized and cropped. semantic-segmentation: or [height,
-    width], to keep the aspect ratio.
+    """Side of the square, in pixels, to which images are resized and cropped. semantic-segmentation and
+    object-detection: or [height, width], to keep the aspect ratio.
     """
     image_mean: tuple[Fraction, ...] | None = Field(default=None, examples=[[0.485, 0.456, 0.406]])
     """Mean of each color, as a fraction of 255. Default: the model's mean, or ImageNet's if the model has none."""

@@ -1,9 +1,10 @@
-"""`digit-scenes`: an offline segmentation data set of handwritten digits on a noisy background."""
+"""`digit-scenes`: an offline data set of handwritten digits on a noisy background, with masks and boxes."""
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from accel_train.data.images.boxes import Boxes
 from accel_train.data.images.images import ArrayImages
 
 NAME = "digit-scenes"
@@ -39,6 +40,20 @@ def digit_scenes(*, held_out: bool) -> tuple[ArrayImages, ArrayImages]:
 
     n is 600 for training and 150 for evaluation, and the two sets share no digits. Takes 0.5 s.
     """
+    images, masks, _ = _scenes(held_out)
+    return images, masks
+
+
+def boxed_scenes(*, held_out: bool) -> tuple[ArrayImages, tuple[Boxes, ...]]:
+    """Return the images of `digit_scenes` and the boxes of their digits. A class id is the digit.
+
+    A box covers the visible pixels of a digit, and their number is the area. Covered digits have no box.
+    """
+    images, _, boxes = _scenes(held_out)
+    return images, boxes
+
+
+def _scenes(held_out: bool) -> tuple[ArrayImages, ArrayImages, tuple[Boxes, ...]]:
     shapes, labels = digits()
     is_held_out = np.arange(len(labels)) % _EVAL_DIGITS == 0
     chosen = np.flatnonzero(is_held_out == held_out)
@@ -47,22 +62,23 @@ def digit_scenes(*, held_out: bool) -> tuple[ArrayImages, ArrayImages]:
         for index in range(NUM_EVAL if held_out else NUM_TRAIN)
     ]
     name = f"{NAME} for {'evaluation' if held_out else 'training'}"
-    images, masks = (np.stack(arrays) for arrays in zip(*scenes))
-    return ArrayImages(images, name), ArrayImages(masks, f"{name}, mask")
+    images, masks, boxes = zip(*scenes)
+    return ArrayImages(np.stack(images), name), ArrayImages(np.stack(masks), f"{name}, mask"), boxes
 
 
 def _scene(
     shapes: NDArray[np.uint8], labels: NDArray[np.int64], generator: np.random.Generator
-) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
-    """Return a scene (64, 64, 3) of 2 to 4 of the digits (n, 8, 8) and its mask (64, 64).
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8], Boxes]:
+    """Return a scene (64, 64, 3) of 2 to 4 of the digits (n, 8, 8), its mask (64, 64), and the digits' boxes.
 
     Only the generator determines the scene. The background and each digit have their own colors. Later digits cover
     earlier ones.
     """
     ground = generator.uniform(20, 90, 3) + generator.normal(0, 12, (EDGE, EDGE, 1))
     image = np.clip(ground + generator.normal(0, 6, (EDGE, EDGE, 3)), 0, 255)
-    mask = np.zeros((EDGE, EDGE), np.uint8)
-    for _ in range(generator.integers(2, 5)):
+    mask, owners = np.zeros((EDGE, EDGE), np.uint8), np.full((EDGE, EDGE), -1)
+    digit_ids = []
+    for number in range(generator.integers(2, 5)):
         which = int(generator.integers(len(shapes)))
         ink = np.asarray(Image.fromarray(shapes[which]).resize((DIGIT_EDGE, DIGIT_EDGE), Image.Resampling.BICUBIC))
         corners = generator.integers(0, EDGE - DIGIT_EDGE + 1, (_TRIES, 2)).tolist()
@@ -71,4 +87,21 @@ def _scene(
         share = ink[..., None] / 255
         image[place] = (1 - share) * image[place] + share * generator.uniform(140, 255, 3)
         mask[place][ink > _INK] = labels[which] + 1
-    return np.rint(image).astype(np.uint8), mask
+        owners[place][ink > _INK] = number
+        digit_ids.append(int(labels[which]))
+    return np.rint(image).astype(np.uint8), mask, _boxes(owners, digit_ids)
+
+
+def _boxes(owners: NDArray[np.int64], digit_ids: list[int]) -> Boxes:
+    """Return the boxes of the digits in a scene. `owners` (H, W) has the number of the digit at each pixel, or -1."""
+    places = [np.argwhere(owners == number) for number in range(len(digit_ids))]
+    seen = [number for number, place in enumerate(places) if len(place)]
+    ends = [(*places[number].min(axis=0)[::-1], *(places[number].max(axis=0)[::-1] + 1)) for number in seen]
+    return Boxes(
+        np.array(ends, np.float32).reshape(-1, 4),
+        np.array([digit_ids[number] for number in seen], np.int64),
+        np.zeros(len(seen), np.bool_),
+        np.array([len(places[number]) for number in seen], np.float32),
+        width=owners.shape[1],
+        height=owners.shape[0],
+    )

@@ -23,11 +23,11 @@ _ASPECTS = (3 / 4, 4 / 3)
 _BILINEAR = Image.Resampling.BILINEAR
 
 
-def check_augment(settings: Augment, *, masks: bool = False) -> None:
-    """Check the ranges of the augmentation settings, and for `masks` that no setting requires a single label per image.
+def check_augment(settings: Augment, *, masks: bool = False, boxes: bool = False) -> None:
+    """Check the ranges of the augmentation settings, and that all of them apply to `masks` or `boxes`.
 
     Raises:
-        ValueError: a range is empty or a setting does not apply to masks; the message names the setting.
+        ValueError: a range is empty or a setting does not apply; the message names the setting.
     """
     for name in ("random_resized_crop", "scale_range"):
         bounds = getattr(settings, name)
@@ -36,12 +36,17 @@ def check_augment(settings: Augment, *, masks: bool = False) -> None:
                 f"data.augment.{name}={list(bounds)} is not a range; the smaller number comes first, and both are "
                 f"above 0"
             )
-    for name in ("rand_augment_ops", "mixup_alpha", "cutmix_alpha") if masks else ():
+    for name in ("rand_augment_ops", "mixup_alpha", "cutmix_alpha") if masks or boxes else ():
         if getattr(settings, name):
             raise ValueError(
-                f"data.augment.{name}={getattr(settings, name)} is for image-classification; a mask would not follow "
-                "it: use scale_range, flips and color_jitter"
+                f"data.augment.{name}={getattr(settings, name)} is for image-classification; "
+                f"{'boxes' if boxes else 'a mask'} would not follow it: use scale_range, flips and color_jitter"
             )
+    if boxes and "random_resized_crop" in settings.model_fields_set and settings.random_resized_crop is not None:
+        raise ValueError(
+            f"data.augment.random_resized_crop={list(settings.random_resized_crop)} is for image-classification; "
+            "object-detection cuts crops by scale_range: use scale_range, flips and color_jitter"
+        )
 
 
 def augment_image(
@@ -81,6 +86,30 @@ def random_crop_box(
     wide, high = min(width, height * _ASPECTS[1]), min(height, width / _ASPECTS[0])
     left, top = (width - wide) / 2, (height - high) / 2
     return left, top, left + wide, top + high
+
+
+def draw_start(room: int, generator: np.random.Generator) -> int:
+    """Return the start of a crop in an image that is `room` pixels longer. Negative if the crop is longer."""
+    return int(generator.integers(min(room, 0), max(room, 0) + 1))
+
+
+def place_crop(
+    image: Image.Image,
+    preprocessing: Preprocessing,
+    size: tuple[int, int],
+    corner: tuple[int, int],
+    crop_size: tuple[int, int],
+) -> Image.Image:
+    """Return the crop of `crop_size` at `corner` of an image, after resizing it to `size`.
+
+    Sizes are (height, width), and `corner` is (left, top). Negative values place the image inside the crop. Outside the
+    image, the crop has the mean color.
+    """
+    mean = tuple(round(255 * channel) for channel in preprocessing.mean)
+    canvas = Image.new(image.mode, crop_size[::-1], mean if len(mean) > 1 else mean[0])
+    resized = image if image.size == size[::-1] else image.resize(size[::-1], preprocessing.resample)
+    canvas.paste(resized, (-corner[0], -corner[1]))
+    return canvas
 
 
 def color_jitter(image: Image.Image, strength: float, generator: np.random.Generator) -> Image.Image:

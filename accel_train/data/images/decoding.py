@@ -7,7 +7,7 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
 
 from accel_train.core.errors import DataError
 from accel_train.core.files import digest64
@@ -89,6 +89,21 @@ def inspect_image(source: Content, where: str) -> int:
             raise ValueError(f"{where}: cannot be read ({error.strerror}); check the path") from error
         raise ValueError(f"{where}: {_fault(source, error)}; repair or remove it") from error
     return digest64(ends, size)
+
+
+def image_header(source: Path | bytes, where: str) -> tuple[tuple[int, int], int]:
+    """Return the stored width and height of an image and its EXIF orientation (1 without one), without decoding.
+
+    Raises:
+        DataError: the header cannot be read; the message begins with `where`.
+    """
+    _refuse_pipe(source, where)
+    try:
+        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+            return image.size, int(image.getexif().get(ExifTags.Base.Orientation, 1))
+    # Any type, as in open_image.
+    except Exception as error:
+        raise DataError(f"{where}: {_fault(source, error)}; repair or remove it") from error
 
 
 def _refuse_pipe(source: Path | bytes, where: str) -> None:

@@ -17,6 +17,7 @@ from PIL import Image
 
 from accel_train.core.errors import DataError
 from accel_train.core.files import refuse_link_loops
+from accel_train.data.images.boxes import Boxes
 from accel_train.data.images.decoding import Content, inspect_image, open_image
 
 _SUFFIXES = ".jpg .jpeg .jpe .jfif .png .bmp .gif .tif .tiff .webp .ppm .pgm .pbm .pnm .jp2 .avif"
@@ -200,6 +201,8 @@ class ImagePool:
     notes: tuple[str, ...] = ()
     class_ids: NDArray[np.int64] | None = None
     """Labels as numbers, once the classes are known."""
+    boxes: tuple[Boxes, ...] | None = None
+    """Boxes of each image. None for labels and masks, and for images to predict."""
 
 
 def list_files(folder: Path) -> tuple[list[str], list[str]]:

@@ -1,5 +1,6 @@
 """Split a recipe's images into training and evaluation, and encode classification labels."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from accel_train.core.files import digest64
+from accel_train.data.images.boxes import Boxes
 from accel_train.data.images.images import (
     INSPECTED_LIMIT,
     ArrayImages,
@@ -26,7 +28,7 @@ _EVAL_NAMES = ("val", "validation", "valid", "dev", "eval")
 
 @dataclass(frozen=True)
 class ImageRows:
-    """Selected `rows` of a pool's images, in order. `ids` (`data.id_column`) and `masks` cover the whole pool."""
+    """Selected `rows` of a pool's images, in order. `ids`, `masks` and `boxes` cover the whole pool."""
 
     images: Images
     rows: NDArray[np.int64]
@@ -34,6 +36,7 @@ class ImageRows:
     labels: NDArray[np.int64]
     """Class id of each image, or -100 without a label."""
     masks: Images | None = None
+    boxes: tuple[Boxes, ...] | None = None
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -41,6 +44,11 @@ class ImageRows:
     def image(self, index: int) -> Image.Image:
         """Return the image in its own mode, upright."""
         return self.images[int(self.rows[index])]
+
+    def boxes_of(self, index: int) -> Boxes:
+        """Return the boxes of an image. The images must have boxes."""
+        assert self.boxes is not None
+        return self.boxes[int(self.rows[index])]
 
     def where(self, index: int) -> str:
         """Return the image's file, or file and row."""
@@ -124,7 +132,7 @@ def _chosen(digests: NDArray[np.uint64], pool: ImagePool, data: Data) -> NDArray
 
 def _rows(pool: ImagePool, rows: NDArray[np.int64]) -> ImageRows:
     labels = np.full(len(rows), IGNORED_LABEL) if pool.class_ids is None else pool.class_ids[rows]
-    return ImageRows(pool.images, rows, pool.ids, labels, pool.masks)
+    return ImageRows(pool.images, rows, pool.ids, labels, pool.masks, pool.boxes)
 
 
 def eval_beside_train(data: Data) -> tuple[tuple[str, ...], tuple[str, ...] | None, tuple[str, ...]]:
@@ -162,7 +170,17 @@ def _look_at(images: Images, *, needed: bool) -> NDArray[np.uint64] | None:
 
 def _identity(pool: ImagePool, digests: NDArray[np.uint64] | None) -> str:
     masks = () if pool.masks is None else (pool.masks,)
+    boxes = () if pool.boxes is None else (_boxes_digest(pool.boxes),)
     if digests is None:
-        return text_digest([*(images.stamp() for images in (pool.images, *masks)), *map(str, pool.labels)])
+        return text_digest([*(images.stamp() for images in (pool.images, *masks)), *map(str, pool.labels), *boxes])
     contents = (found.tobytes().hex() for found in (digests, *map(inspect_images, masks)))
-    return text_digest([*contents, *map(str, pool.labels)])
+    return text_digest([*contents, *map(str, pool.labels), *boxes])
+
+
+def _boxes_digest(boxes: Sequence[Boxes]) -> str:
+    """Return a digest that changes with any box, class, flag, area or image size."""
+    return text_digest(
+        f"{each.width} {each.height} "
+        + " ".join(part.tobytes().hex() for part in (each.corners, each.class_ids, each.is_crowd, each.areas))
+        for each in boxes
+    )

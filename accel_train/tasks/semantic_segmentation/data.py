@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 from accel_train.core.errors import DataError
 from accel_train.data.builtin.digit_scenes import LABEL_NAMES
 from accel_train.data.builtin.digit_scenes import NAME as DIGIT_SCENES
-from accel_train.data.images.augment import Pixels, color_jitter
+from accel_train.data.images.augment import Pixels, color_jitter, draw_start, place_crop
 from accel_train.data.images.decoding import Mode, to_mode
 from accel_train.data.images.images import ImagePool, Images, Target, evenly_spaced, in_threads
 from accel_train.data.images.labelled import ImageRows, ImageSets, divide_pools
@@ -234,7 +234,7 @@ def augment_pair(
     factor = 1.0 if augment.scale_range is None else generator.uniform(*augment.scale_range)
     height, width = (max(1, round(edge * factor)) for edge in height_width(settings.preprocessing.image_size))
     crop_height, crop_width = height_width(settings.crop_size)
-    corner = (_draw_start(width - crop_width, generator), _draw_start(height - crop_height, generator))
+    corner = (draw_start(width - crop_width, generator), draw_start(height - crop_height, generator))
     image, cut = _crop_pair(image, mask, settings, (height, width), corner)
     if generator.random() < augment.horizontal_flip:
         image, cut = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT), cut[:, ::-1]
@@ -244,11 +244,6 @@ def augment_pair(
     return SegmentSample(pixels, np.ascontiguousarray(cut))
 
 
-def _draw_start(room: int, generator: np.random.Generator) -> int:
-    """Return the start of a crop in an image that is `room` pixels longer. Negative if the crop is longer."""
-    return int(generator.integers(min(room, 0), max(room, 0) + 1))
-
-
 def _crop_pair(
     image: Image.Image, mask: Mask, settings: SegmentSettings, size: tuple[int, int], corner: tuple[int, int]
 ) -> tuple[Image.Image, Mask]:
@@ -256,13 +251,10 @@ def _crop_pair(
 
     `corner` is (left, top). Negative values place the image inside the crop. `size` is (height, width).
     """
-    preprocessing, (height, width) = settings.preprocessing, height_width(settings.crop_size)
-    place = (-corner[0], -corner[1])
-    mean = tuple(round(255 * channel) for channel in preprocessing.mean)
-    canvas = Image.new(image.mode, (width, height), mean if len(mean) > 1 else mean[0])
-    canvas.paste(_resized(image, size, preprocessing.resample), place)
-    ignored = Image.new("L", (width, height), settings.ignore_index)
-    ignored.paste(_resized(Image.fromarray(mask), size, Image.Resampling.NEAREST), place)
+    crop_size = height_width(settings.crop_size)
+    canvas = place_crop(image, settings.preprocessing, size, corner, crop_size)
+    ignored = Image.new("L", crop_size[::-1], settings.ignore_index)
+    ignored.paste(_resized(Image.fromarray(mask), size, Image.Resampling.NEAREST), (-corner[0], -corner[1]))
     return canvas, np.asarray(ignored)
 
 

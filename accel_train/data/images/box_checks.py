@@ -1,0 +1,171 @@
+"""Check boxes as stored: inside the image, with an area, in an image of the stated size."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from accel_train.core.errors import DataError
+from accel_train.data.images.boxes import Boxes, no_boxes
+from accel_train.data.images.decoding import image_header
+from accel_train.data.images.images import Images, in_threads
+
+TOLERANCE = 1.0
+"""Pixels by which a box may leave its image. Such boxes are clipped: tools round differently."""
+_MOST_SHOWN = 20
+_TURNS = {5: (False, False), 6: (True, False), 7: (True, True), 8: (False, True)}
+"""Flips of x and y after x and y are swapped, for each EXIF orientation that swaps width and height."""
+
+
+class BoxRow(NamedTuple):
+    """One box as stored."""
+
+    where: str
+    """Annotation in its file, for messages: `annotation 17`, `line 3`."""
+    corners: tuple[float, float, float, float]
+    """Left, top, right and bottom, in pixels, or as fractions of the image if the record is relative."""
+    class_id: int
+    is_crowd: bool = False
+    area: float | None = None
+
+
+class BoxedImage(NamedTuple):
+    """The boxes of one image as stored."""
+
+    where: str
+    """File of the annotations."""
+    rows: Sequence[BoxRow]
+    size: tuple[int, int] | None = None
+    """Width and height that the annotations state. None: the boxes refer to the upright image."""
+    is_relative: bool = False
+
+
+class Checked(NamedTuple):
+    """The boxes of all images, and the faults that were found."""
+
+    boxes: tuple[Boxes, ...]
+    file_faults: tuple[str, ...]
+    """Images that are missing or broken, or have another size than stated."""
+    box_faults: tuple[str, ...]
+
+
+def check_boxes(images: Images, records: Sequence[BoxedImage]) -> Checked:
+    """Return the boxes of all images in pixels of the upright images. Reads the header of each image.
+
+    Annotations that state the size of an image before its EXIF rotation are turned with the image. A box that leaves
+    the image by up to `TOLERANCE` is clipped. Boxes with faults are left out.
+    """
+
+    def check(index: int) -> tuple[Boxes, list[str], list[str]]:
+        where, record = images.where(index), records[index]
+        try:
+            stored, orientation = _header(images, index)
+        except DataError as error:
+            return no_boxes(1, 1), [f"{record.where}: {error}"], []
+        upright = stored[::-1] if orientation >= 5 else stored
+        turned, fault = _is_turned(record, stored, upright, orientation)
+        if fault:
+            return no_boxes(*upright), [f"{record.where}: {where} {fault}"], []
+        boxes, faults = _checked(record, stored if turned else upright, where)
+        return _turned(boxes, orientation) if turned else boxes, [], faults
+
+    found = in_threads(check, range(len(images)))
+    return Checked(
+        tuple(boxes for boxes, _, _ in found),
+        tuple(fault for _, faults, _ in found for fault in faults),
+        tuple(fault for _, _, faults in found for fault in faults),
+    )
+
+
+def refuse_faults(faults: Sequence[str], key: str, remedy: str) -> None:
+    """Raise one error with a line for each fault, up to 20, and the number of all faults.
+
+    Raises:
+        ValueError: there are faults.
+    """
+    if faults:
+        more = [f"  and {len(faults) - _MOST_SHOWN:,} more"] if len(faults) > _MOST_SHOWN else []
+        lines = [f"  {fault}" for fault in faults[:_MOST_SHOWN]]
+        number = f"{len(faults):,} fault{'s' * (len(faults) != 1)} in annotations"
+        raise ValueError("\n".join([f"{key}: {number}; {remedy}", *lines, *more]))
+
+
+def _header(images: Images, index: int) -> tuple[tuple[int, int], int]:
+    """Return the stored (width, height) of an image, and its EXIF orientation. Raises DataError if it is broken."""
+    content = images.content(index)
+    if isinstance(content, np.ndarray):
+        return (content.shape[1], content.shape[0]), 1
+    return image_header(content, images.where(index))
+
+
+def _is_turned(
+    record: BoxedImage, stored: tuple[int, int], upright: tuple[int, int], orientation: int
+) -> tuple[bool, str]:
+    """Return whether the boxes refer to the image before its EXIF rotation, and a fault or an empty text."""
+    if record.size is None:
+        return False, ""
+    if record.size not in (stored, upright):
+        stated = "{} x {}".format(*record.size)
+        return False, f"has {upright[0]} x {upright[1]} pixels, and its annotations state {stated}"
+    if orientation in range(2, 9) and stored == upright:
+        return False, (
+            f"has the EXIF orientation {orientation} and the same size before and after it, so the direction of its "
+            "boxes is unknown; save it upright without the orientation"
+        )
+    return record.size == stored != upright, ""
+
+
+def _checked(record: BoxedImage, size: tuple[int, int], image: str) -> tuple[Boxes, list[str]]:
+    """Return the boxes of a record without faults, clipped to an image of `size` (width, height), and the faults."""
+    if not record.rows:
+        return no_boxes(*size), []
+    corners = np.array([row.corners for row in record.rows], np.float64)
+    if record.is_relative:
+        corners *= np.array([*size, *size])
+    edges = np.array([*size, *size], np.float64)
+    is_finite = np.isfinite(corners).all(axis=1)
+    outside = (corners < -TOLERANCE).any(axis=1) | (corners > edges + TOLERANCE).any(axis=1)
+    clipped = np.clip(corners, 0, edges)
+    # Before clipping as well: a box within the tolerance may have the right corner left of the left corner.
+    is_empty = (corners[:, 2:] <= corners[:, :2]).any(axis=1) | (clipped[:, 2:] <= clipped[:, :2]).any(axis=1)
+    areas = np.array([np.nan if row.area is None else row.area for row in record.rows], np.float64)
+    has_area = np.array([row.area is not None for row in record.rows])
+    faults, kept = [], np.ones(len(record.rows), dtype=bool)
+    for number, row in enumerate(record.rows):
+        problem = ""
+        if not is_finite[number] or (has_area[number] and not np.isfinite(areas[number])):
+            problem = "has a number that is not finite"
+        elif outside[number]:
+            problem = f"lies outside the image of {size[0]} x {size[1]} pixels"
+        elif is_empty[number]:
+            problem = "has no area"
+        elif has_area[number] and areas[number] < 0:
+            problem = f"states the area {row.area:g}"
+        if problem:
+            shown = ", ".join(f"{value:g}" for value in corners[number])
+            faults.append(
+                f"{record.where}, {row.where} ({image}): the box {shown} (left, top, right, bottom) {problem}"
+            )
+            kept[number] = False
+    box_areas = (clipped[:, 2] - clipped[:, 0]) * (clipped[:, 3] - clipped[:, 1])
+    boxes = Boxes(
+        clipped[kept].astype(np.float32),
+        np.array([row.class_id for row in record.rows], np.int64)[kept],
+        np.array([row.is_crowd for row in record.rows], np.bool_)[kept],
+        np.where(has_area, areas, box_areas)[kept].astype(np.float32),
+        *size,
+    )
+    return boxes, faults
+
+
+def _turned(boxes: Boxes, orientation: int) -> Boxes:
+    """Return the boxes of an image after the rotation of its EXIF orientation."""
+    flips_x, flips_y = _TURNS[orientation]
+    top, left, bottom, right = boxes.corners.T
+    width, height = boxes.height, boxes.width
+    if flips_x:
+        left, right = width - right, width - left
+    if flips_y:
+        top, bottom = height - bottom, height - top
+    corners = np.stack([left, top, right, bottom], axis=1)
+    return Boxes(corners, boxes.class_ids, boxes.is_crowd, boxes.areas, width, height)
