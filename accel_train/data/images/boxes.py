@@ -27,5 +27,11 @@ class Boxes:
 
 def no_boxes(width: int, height: int) -> Boxes:
     """Return the boxes of an image without objects."""
-    zeros = np.zeros(0)
-    return Boxes(np.zeros((0, 4), np.float32), *map(zeros.astype, (np.int64, np.bool_, np.float32)), width, height)
+    return Boxes(
+        np.zeros((0, 4), np.float32),
+        np.zeros(0, np.int64),
+        np.zeros(0, np.bool_),
+        np.zeros(0, np.float32),
+        width,
+        height,
+    )

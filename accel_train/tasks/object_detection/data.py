@@ -5,6 +5,7 @@ Augmentation is stateless: the same image and generator give the same bits in ev
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,15 +16,28 @@ from torch.utils.data import Dataset
 
 from accel_train.core.errors import DataError
 from accel_train.data.builtin.digit_scenes import NAME as DIGIT_SCENES
+from accel_train.data.images.annotations.checks import check_boxes, refuse_faults
+from accel_train.data.images.annotations.folders import LAYOUTS, Located, locate, read_annotated
+from accel_train.data.images.annotations.records import Annotated, with_names
 from accel_train.data.images.augment import Pixels, color_jitter, draw_start, place_crop
 from accel_train.data.images.boxes import Boxes, no_boxes
 from accel_train.data.images.decoding import to_mode
+from accel_train.data.images.images import ImagePool, Target, join_images
 from accel_train.data.images.labelled import ImageRows, ImageSets, divide_pools
-from accel_train.data.images.pools import boxed_scenes_pool
+from accel_train.data.images.pools import boxed_scenes_pool, read_pools
 from accel_train.data.images.preprocessing import Preprocessing, height_width
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.recipe.data import Augment
 from accel_train.tasks.object_detection.config import ObjectDetectionData
+
+
+class _Part(NamedTuple):
+    """The images of one name in a recipe: where its boxes are, and which part of them is meant."""
+
+    key: str
+    found: Located
+    part: str
+    images: Path | None
 
 
 def read_boxed_images(data: ObjectDetectionData, known_names: tuple[str, ...] | None = None) -> ImageSets:
@@ -34,11 +48,146 @@ def read_boxed_images(data: ObjectDetectionData, known_names: tuple[str, ...] | 
     Raises:
         ValueError: data is missing or broken; the message has a line for each fault.
     """
-    pool = boxed_scenes_pool(held_out=False)
-    other = boxed_scenes_pool(held_out=True)
-    assert data.train == DIGIT_SCENES
+    if data.train in (DIGIT_SCENES, (DIGIT_SCENES,)):
+        return _scenes(data)
+    if data.annotations is None:
+        if data.label_names is None and known_names is None:
+            raise ValueError("data.annotations=null is for images to predict; then data.label_names says the classes")
+        pool = read_pools(data.train, data, data.train_key, Target(None, is_mask=False))
+        return divide_pools(pool, None if data.eval is None else pool, data).named(
+            data.label_names or known_names or (), ()
+        )
+    train, held, notes = _parts(data)
+    sources = [read_annotated(part.found, part.part, data, data.objects_column, part.images) for part in train]
+    others = [read_annotated(part.found, part.part, data, data.objects_column, part.images) for part in held or ()]
+    names, further_notes = _class_names(sources, data, known_names)
+    key = "data.label_names" if data.label_names else f"{data.train_key} ({', '.join(names[:10])})"
+    sides = [[with_names(each, names, key) for each in side] for side in (sources, others) if side]
+    pools, dropped = checked_pools(sides, data)
+    sets = divide_pools(pools[0], None if held is None else pools[-1], data)
+    return sets.named(names, (*notes, *further_notes, *dropped, *_untrained_classes(sets, names, data)))
+
+
+def _scenes(data: ObjectDetectionData) -> ImageSets:
+    if data.eval not in (None, DIGIT_SCENES, (DIGIT_SCENES,)):
+        raise ValueError(f"data.eval={data.eval}: {DIGIT_SCENES} has scenes to evaluate on. Leave data.eval out")
+    held: ImagePool | None = boxed_scenes_pool(held_out=True)
+    pool = boxed_scenes_pool(held_out=False) if data.is_for_training else held
+    assert pool is not None
     assert pool.names is not None
-    return divide_pools(pool, other, data).named(pool.names, ())
+    if data.eval is None and data.eval_fraction == 0:
+        held = None
+    return divide_pools(pool, held, data).named(pool.names, ())
+
+
+def _parts(data: ObjectDetectionData) -> tuple[list[_Part], list[_Part] | None, tuple[str, ...]]:
+    """Return the parts to train on, the parts to evaluate on, and notes.
+
+    None: the evaluation images are split off. An empty list: a trained model is shown the same images.
+    """
+    names = (data.train,) if isinstance(data.train, str) else data.train
+    if not data.is_for_training:
+        shown = [_part(name, "auto", data.train_key) for name in names]
+        return [part._replace(part="eval" if part.found.eval is not None else "train") for part in shown], [], ()
+    assert data.annotations is not None
+    train = [_part(name, data.annotations, data.train_key) for name in names]
+    if data.eval is not None:
+        held_names = (data.eval,) if isinstance(data.eval, str) else data.eval
+        held = [_part(name, data.eval_annotations or "auto", "data.eval") for name in held_names]
+        return train, [part._replace(part="eval" if part.found.eval is not None else "train") for part in held], ()
+    (first, *more) = train
+    tests = [part.found.test for part in train if part.found.test is not None]
+    notes = [f"{test} is left alone; after training: accel-train evaluate RUN {test}" for test in tests]
+    if more or first.found.eval is None:
+        return train, None, tuple(notes)
+    what = f"the val of {first.found.eval}" if first.found.eval == first.found.train else str(first.found.eval)
+    return train, [first._replace(key="data.eval", part="eval")], (f"evaluation is on {what}", *notes)
+
+
+def _part(name: str, annotations: str, key: str) -> _Part:
+    place = Path(name if annotations == "auto" else annotations).expanduser()
+    if not place.exists():
+        setting = {"data.train": "data.annotations"}.get(key, "data.eval_annotations")
+        setting = key if annotations == "auto" else setting
+        raise ValueError(f"{setting}: {place} does not exist (seen from {Path.cwd()}); check the path")
+    found = locate(place)
+    if found is None:
+        raise ValueError(f"{key}: {place} has no boxes; expected {LAYOUTS}. Images without boxes are for predict")
+    return _Part(key, found, "train", None if annotations == "auto" else Path(name).expanduser())
+
+
+def _class_names(
+    sources: Sequence[Annotated], data: ObjectDetectionData, known_names: tuple[str, ...] | None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the class names in the order of their ids, and notes."""
+    if data.label_names is not None:
+        return data.label_names, ()
+    named = {source.names for source in sources if source.is_named}
+    if len(named) > 1 or (named and not all(source.is_named for source in sources)):
+        raise ValueError(f"{data.train_key}: its sources have other class names. Set data.label_names")
+    names = next(iter(named), max((source.names for source in sources), key=len))
+    if known_names is not None and (names == known_names or (named and {*names} == {*known_names})):
+        return known_names, ("classes in the order of the pretrained model",) if names != known_names else ()
+    if not names:
+        raise ValueError(f"{data.train_key}: no image has a box; add boxes, or list the classes in data.label_names")
+    if named:
+        return names, ()
+    if known_names is not None and len(known_names) == len(names):
+        return known_names, (f"the classes are the numbers 0 to {len(names) - 1}, as in the pretrained model",)
+    return names, (f"the classes are the numbers 0 to {len(names) - 1}; data.label_names gives them names",)
+
+
+def checked_pools(
+    sides: Sequence[Sequence[Annotated]], data: ObjectDetectionData
+) -> tuple[list[ImagePool], tuple[str, ...]]:
+    """Return the pool of each side's sources, and notes on boxes that are left out.
+
+    Raises:
+        ValueError: there are faults; the message has a line for each.
+    """
+    pools, file_faults, box_faults, num_crowds = list[ImagePool](), list[str](), list[str](), 0
+    for sources in sides:
+        checked = [check_boxes(source.images, source.records) for source in sources]
+        for source, found in zip(sources, checked):
+            file_faults += [*source.faults.files, *found.file_faults]
+            box_faults += [*source.faults.boxes, *found.box_faults]
+        boxes = tuple(each for found in checked for each in found.boxes)
+        num_crowds += sum(int(each.is_crowd.sum()) for each in boxes)
+        ids = [name for each in sources for name in each.ids or map(each.images.where, range(len(each.images)))]
+        pool = ImagePool(
+            join_images([source.images for source in sources]),
+            ", ".join(source.description for source in sources),
+            ids=ids if any(source.ids for source in sources) else None,
+            notes=tuple(note for source in sources for note in source.notes),
+            boxes=boxes,
+        )
+        pools.append(pool)
+    is_dropping = data.invalid_boxes == "drop"
+    remedy = "repair them"
+    if box_faults and not is_dropping:
+        remedy += ", or leave wrong boxes out: data.invalid_boxes: drop"
+    refuse_faults([*file_faults, *([] if is_dropping else box_faults)], data.train_key, remedy)
+    notes = [f"left out {len(box_faults):,} invalid boxes, first: {box_faults[0]}"] if box_faults else []
+    if num_crowds:
+        notes.append(f"{num_crowds:,} boxes are crowds or difficult objects, and not trained on or scored")
+    return pools, tuple(notes)
+
+
+def _untrained_classes(sets: ImageSets, names: tuple[str, ...], data: ObjectDetectionData) -> tuple[str, ...]:
+    """Return a note on classes without a training box.
+
+    Raises:
+        ValueError: no training image has a box.
+    """
+    if not data.is_for_training:
+        return ()
+    ids = [sets.train.boxes_of(index) for index in range(len(sets.train))]
+    trained = {int(number) for each in ids for number in each.class_ids[~each.is_crowd]}
+    if not trained:
+        raise ValueError(f"{data.train_key}: no training image has a box; add boxes")
+    missing = [name for number, name in enumerate(names) if number not in trained]
+    shown = f"{', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}"
+    return (f"no training image has a box of {shown}",) if missing else ()
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from accel_train.core.errors import DataError
+from accel_train.data.images.annotations.records import BoxedImage
 from accel_train.data.images.boxes import Boxes, no_boxes
 from accel_train.data.images.decoding import image_header
 from accel_train.data.images.images import Images, in_threads
@@ -15,29 +17,6 @@ TOLERANCE = 1.0
 _MOST_SHOWN = 20
 _TURNS = {5: (False, False), 6: (True, False), 7: (True, True), 8: (False, True)}
 """Flips of x and y after x and y are swapped, for each EXIF orientation that swaps width and height."""
-
-
-class BoxRow(NamedTuple):
-    """One box as stored."""
-
-    where: str
-    """Annotation in its file, for messages: `annotation 17`, `line 3`."""
-    corners: tuple[float, float, float, float]
-    """Left, top, right and bottom, in pixels, or as fractions of the image if the record is relative."""
-    class_id: int
-    is_crowd: bool = False
-    area: float | None = None
-
-
-class BoxedImage(NamedTuple):
-    """The boxes of one image as stored."""
-
-    where: str
-    """File of the annotations."""
-    rows: Sequence[BoxRow]
-    size: tuple[int, int] | None = None
-    """Width and height that the annotations state. None: the boxes refer to the upright image."""
-    is_relative: bool = False
 
 
 class Checked(NamedTuple):
@@ -102,15 +81,15 @@ def _is_turned(
     record: BoxedImage, stored: tuple[int, int], upright: tuple[int, int], orientation: int
 ) -> tuple[bool, str]:
     """Return whether the boxes refer to the image before its EXIF rotation, and a fault or an empty text."""
-    if record.size is None:
+    if record.is_upright:
         return False, ""
-    if record.size not in (stored, upright):
+    if record.size is not None and record.size not in (stored, upright):
         stated = "{} x {}".format(*record.size)
         return False, f"has {upright[0]} x {upright[1]} pixels, and its annotations state {stated}"
-    if orientation in range(2, 9) and stored == upright:
+    if orientation in range(2, 9) and (record.size is None or stored == upright):
         return False, (
-            f"has the EXIF orientation {orientation} and the same size before and after it, so the direction of its "
-            "boxes is unknown; save it upright without the orientation"
+            f"has the EXIF orientation {orientation}, and the stated size does not tell whether its boxes are turned; "
+            "save it upright without the orientation"
         )
     return record.size == stored != upright, ""
 
@@ -123,11 +102,10 @@ def _checked(record: BoxedImage, size: tuple[int, int], image: str) -> tuple[Box
     if record.is_relative:
         corners *= np.array([*size, *size])
     edges = np.array([*size, *size], np.float64)
-    is_finite = np.isfinite(corners).all(axis=1)
-    outside = (corners < -TOLERANCE).any(axis=1) | (corners > edges + TOLERANCE).any(axis=1)
+    is_finite: NDArray[np.bool_] = np.asarray(np.isfinite(corners).all(axis=1))
+    outside: NDArray[np.bool_] = np.asarray(((corners < -TOLERANCE) | (corners > edges + TOLERANCE)).any(axis=1))
     clipped = np.clip(corners, 0, edges)
-    # Before clipping as well: a box within the tolerance may have the right corner left of the left corner.
-    is_empty = (corners[:, 2:] <= corners[:, :2]).any(axis=1) | (clipped[:, 2:] <= clipped[:, :2]).any(axis=1)
+    is_empty: NDArray[np.bool_] = np.asarray((clipped[:, 2:] <= clipped[:, :2]).any(axis=1))
     areas = np.array([np.nan if row.area is None else row.area for row in record.rows], np.float64)
     has_area = np.array([row.area is not None for row in record.rows])
     faults, kept = [], np.ones(len(record.rows), dtype=bool)

@@ -1,0 +1,119 @@
+"""Boxes as stored, and the faults of their files."""
+
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from accel_train.data.images.images import Images
+
+
+class BoxRow(NamedTuple):
+    """One box as stored."""
+
+    where: str
+    """Annotation in its file, for messages: `annotation 17`, `line 3`."""
+    corners: tuple[float, float, float, float]
+    """Left, top, right and bottom, in pixels, or as fractions of the image if the record is relative."""
+    class_id: int
+    is_crowd: bool = False
+    area: float | None = None
+
+
+class BoxedImage(NamedTuple):
+    """The boxes of one image as stored."""
+
+    where: str
+    """File of the annotations."""
+    rows: Sequence[BoxRow]
+    size: tuple[int, int] | None = None
+    """Width and height that the annotations state."""
+    is_upright: bool = False
+    """Whether boxes of this format always refer to the upright image. False: the stated size tells."""
+    is_relative: bool = False
+    """Whether corners are fractions of the image."""
+
+
+@dataclass
+class Faults:
+    """The faults that are found in annotations, a line for each."""
+
+    files: list[str] = field(default_factory=list)
+    boxes: list[str] = field(default_factory=list)
+    """Boxes that may be dropped."""
+
+
+@dataclass(frozen=True)
+class Annotated:
+    """Images with boxes as stored, from one source. A class id counts `names`."""
+
+    kind: str
+    """Format: COCO, YOLO, Pascal VOC, or a table."""
+    images: Images
+    records: Sequence[BoxedImage]
+    names: tuple[str, ...]
+    faults: Faults
+    description: str
+    is_named: bool = True
+    """Whether the source has names for its classes. False: the names are numbers."""
+    ids: list[str] | None = None
+    notes: tuple[str, ...] = ()
+
+
+def with_names(source: Annotated, names: Sequence[str], key: str) -> Annotated:
+    """Return a source with the class ids of `names`. Boxes of other classes become faults."""
+    if not source.is_named:
+        ids = {number: number for number in range(min(len(source.names), len(names)))}
+    else:
+        position = {name: number for number, name in enumerate(names)}
+        ids = {number: position[name] for number, name in enumerate(source.names) if name in position}
+    files, records = list(source.faults.files), []
+    for record in source.records:
+        for row in record.rows:
+            if row.class_id not in ids:
+                shown = source.names[row.class_id]
+                files.append(f"{record.where}, {row.where}: the class {shown!r} is not among the classes of {key}")
+        rows = [row._replace(class_id=ids[row.class_id]) for row in record.rows if row.class_id in ids]
+        records.append(record._replace(rows=rows))
+    return replace(source, records=records, names=tuple(names), faults=Faults(files, source.faults.boxes))
+
+
+def box_row(where: str, box: Sequence[float], class_id: int, crowd: Any, area: Any) -> BoxRow:
+    left, top, width, height = box
+    areas = numbers([area], 1)
+    stated = areas[0] if areas is not None else None if area is None else float("nan")
+    return BoxRow(where, (left, top, left + width, top + height), class_id, crowd not in (None, 0, "0"), stated)
+
+
+def numbers(values: Any, count: int) -> tuple[float, ...] | None:
+    """Return `count` values as numbers, also of text; None if there are others."""
+    if isinstance(values, np.ndarray):
+        values = values.tolist()
+    if not isinstance(values, (list, tuple)) or len(values) != count or any(isinstance(each, bool) for each in values):
+        return None
+    try:
+        return tuple(float(each) for each in values)
+    except (TypeError, ValueError):
+        return None
+
+
+def stated_size(width: Any, height: Any) -> tuple[int, int] | None:
+    """Return a stated size in pixels, or None if it is not stated. Some tools write 0."""
+    edges = numbers([width, height], 2)
+    return None if edges is None or not all(np.isfinite(edges)) or min(edges) <= 0 else (int(edges[0]), int(edges[1]))
+
+
+def repeated(values: Iterable[Any]) -> list[Any]:
+    return [value for value, number in Counter(values).items() if number > 1]
+
+
+def below_one_root(files: Sequence[Path]) -> tuple[Path, tuple[str, ...]]:
+    """Return the deepest folder that holds all files, and their names in it."""
+    if not files:
+        return Path(), ()
+    root = Path(os.path.commonpath([file.parent for file in files]))
+    return root, tuple(file.relative_to(root).as_posix() for file in files)

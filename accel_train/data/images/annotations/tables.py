@@ -1,0 +1,111 @@
+"""Read the boxes of tables: metadata.jsonl of `datasets`' ImageFolder, parquet files, and data sets."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from accel_train.data.images.annotations.records import Annotated, BoxedImage, BoxRow, Faults, box_row, numbers
+from accel_train.data.images.images import Target
+from accel_train.data.images.tables import table_pool
+from accel_train.data.sources import Source
+from accel_train.data.tables import class_names, column_names, read_rows
+from accel_train.recipe.data import ImageData
+
+METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
+"""Tables of `datasets`' ImageFolder. Their column `file_name` has the image."""
+FILE_NAME = "file_name"
+OBJECTS = "objects"
+_CLASS_KEYS = ("category", "categories", "category_id", "label", "labels")
+_CROWD_KEYS = ("iscrowd", "is_crowd")
+
+
+def read_table(source: Source, data: ImageData, objects_column: str) -> Annotated:
+    """Return the images of a table or data set with a column of boxes.
+
+    A cell has lists `bbox` ([left, top, width, height] in pixels) and `category` or `categories`: names or ids. `area`
+    and `iscrowd` are optional.
+
+    Raises:
+        ValueError: the source is not a table, or a column is missing.
+    """
+    columns = column_names(source, data)
+    if data.image_column not in columns and FILE_NAME in columns:
+        data = data.model_copy(update={"image_column": FILE_NAME})
+    pool = table_pool(source, data, Target(None, is_mask=False))
+    faults, cells = Faults(), [row.cells[0] for row in read_rows(source, [objects_column], data)]
+    found = [_cell_rows(cell, pool.images.where(index), faults) for index, cell in enumerate(cells)]
+    classes = [name for each in found for name, _ in each]
+    known = class_names(source, objects_column) or _nested_names(source, objects_column)
+    are_ids = all(isinstance(name, int) for name in classes)
+    if known is None and are_ids:
+        names, is_named = tuple(map(str, range(max(classes, default=-1) + 1))), False
+    else:
+        names, is_named = known or tuple(sorted(set(map(str, classes)))), True
+    ids = {name: number for number, name in enumerate(names)}
+    rows: list[list[BoxRow]] = []
+    for index, each in enumerate(found):
+        rows.append([])
+        for name, row in each:
+            number = name if isinstance(name, int) and are_ids else ids.get(str(name), -1)
+            if 0 <= number < len(names):
+                rows[-1].append(row._replace(class_id=number))
+            else:
+                faults.files.append(f"{pool.images.where(index)}, {row.where}: the class {name!r} is unknown")
+    places = [BoxedImage(pool.images.where(index), each, is_upright=True) for index, each in enumerate(rows)]
+    description = f"{source.name}: {len(rows):,} images with {sum(map(len, rows)):,} boxes"
+    return Annotated("table", pool.images, places, names, faults, description, is_named, ids=pool.ids, notes=pool.notes)
+
+
+def has_boxes(path: Path, column: str = OBJECTS) -> bool:
+    """Return whether the first row of a table has a column of boxes. A broken table has none."""
+    try:
+        row = next(read_rows(Source(str(path), "", (path,)), [column], ImageData(train=str(path))), None)
+    except ValueError:
+        return False
+    return row is not None and "bbox" in str(row.cells[0])
+
+
+def _nested_names(source: Source, column: str) -> tuple[str, ...] | None:
+    """Return the class names of a data set's nested class column, or None."""
+    if source.dataset is None:
+        return None
+    feature: Any = source.dataset.features.get(column)
+    feature = getattr(feature, "feature", feature)
+    for key in _CLASS_KEYS if isinstance(feature, dict) else ():
+        names = getattr(getattr(feature.get(key), "feature", feature.get(key)), "names", None)
+        if names is not None:
+            return tuple(names)
+    return None
+
+
+def _cell_rows(cell: Any, where: str, faults: Faults) -> list[tuple[Any, BoxRow]]:
+    """Return the classes and boxes of a cell: a mapping of lists, or a list of mappings."""
+    if isinstance(cell, str):
+        try:
+            cell = json.loads(cell)
+        except ValueError:
+            cell = None
+    if isinstance(cell, list) and all(isinstance(each, dict) for each in cell):
+        cell = {key: [each.get(key) for each in cell] for key in {key for each in cell for key in each}} or {"bbox": []}
+    if not isinstance(cell, dict) or cell.get("bbox") is None:
+        faults.files.append(f"{where}: its objects are not a mapping with lists `bbox` and `category`")
+        return []
+    boxes = list(cell["bbox"])
+    classes = next((list(cell[key]) for key in _CLASS_KEYS if cell.get(key) is not None), [] if not boxes else None)
+    if classes is None or len(classes) != len(boxes):
+        number = "no" if classes is None else len(classes)
+        faults.files.append(f"{where}: {len(boxes)} boxes and {number} classes; each box has one class")
+        return []
+    crowds = next((list(cell[key]) for key in _CROWD_KEYS if cell.get(key) is not None), [0] * len(boxes))
+    areas = list(cell["area"]) if cell.get("area") is not None else [None] * len(boxes)
+    if len(crowds) != len(boxes) or len(areas) != len(boxes):
+        faults.files.append(f"{where}: {len(boxes)} boxes, {len(areas)} areas and {len(crowds)} crowd flags")
+        return []
+    rows = []
+    for number, (values, name, crowd, area) in enumerate(zip(boxes, classes, crowds, areas), start=1):
+        box = numbers(values, 4)
+        if box is None:
+            faults.boxes.append(f"{where}, object {number}: its bbox {values} is not [left, top, width, height]")
+        else:
+            rows.append((name, box_row(f"object {number}", box, 0, crowd, area)))
+    return rows

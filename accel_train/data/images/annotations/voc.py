@@ -1,0 +1,101 @@
+"""Read the boxes of Pascal VOC: an xml file for each image."""
+
+import os
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+from accel_train.core.files import read_regular
+from accel_train.data.images.annotations.records import (
+    Annotated,
+    BoxedImage,
+    BoxRow,
+    Faults,
+    below_one_root,
+    numbers,
+    repeated,
+    stated_size,
+)
+from accel_train.data.images.images import FileImages, list_files, list_images
+
+
+def read_voc(path: Path, images_folder: Path | None = None) -> Annotated:
+    """Return the images of a Pascal VOC folder or of a list in `ImageSets/Main`. Classes are sorted by name.
+
+    In a folder, each xml file is an image; images without one are left out. Corners are pixel numbers from 1, both
+    ends included, as in VOC's own data: left and top are lowered by 1. Difficult objects become crowds. The images are
+    in `images_folder`. None: they are in JPEGImages/ or images/, or next to the xml files.
+
+    Raises:
+        ValueError: there are no xml files.
+    """
+    root = path if path.is_dir() else path.parent.parent.parent
+    folder = next((root / name for name in ("Annotations", "annotations") if (root / name).is_dir()), root)
+    places = [root / name for name in ("JPEGImages", "images", "Images") if (root / name).is_dir()] or [folder]
+    places = places if images_folder is None else [images_folder]
+    faults = Faults()
+    if path.is_dir():
+        files = [folder / name for name in list_files(folder)[1] if name.lower().endswith(".xml")]
+    else:
+        lines = [line.split() for line in read_regular(path).decode("utf-8-sig").splitlines()]
+        files = [folder / f"{fields[0]}.xml" for fields in lines if fields]
+    if not files:
+        raise ValueError(f"{path}: no Pascal VOC annotations (xml files) in {folder}; name another folder")
+    at = {os.path.splitext(name)[0]: place / name for place in places for name in list_images(place)[0]}
+    images, records, objects = list[Path](), list[tuple[Path, Any]](), list[list[tuple[str, BoxRow]]]()
+    for file in files:
+        tree = _xml(file, faults)
+        if tree is None:
+            continue
+        named = (tree.findtext("filename") or "").replace("\\", "/").rpartition("/")[2]
+        stem = os.path.splitext(file.relative_to(folder).as_posix())[0]
+        image = at.get(stem) or next((place / named for place in places if named and (place / named).is_file()), None)
+        if image is None:
+            faults.files.append(f"{file}: its image {named or stem} is not in {places[0]}")
+            continue
+        images.append(image)
+        records.append((file, stated_size(tree.findtext("size/width"), tree.findtext("size/height"))))
+        objects.append(_voc_objects(file, tree, faults))
+    for name in repeated(map(str, images)):
+        faults.files.append(f"{name} is annotated by two files")
+    names = sorted({name for each in objects for name, _ in each})
+    ids = {name: number for number, name in enumerate(names)}
+    rows = [[row._replace(class_id=ids[name]) for name, row in each] for each in objects]
+    num_alone = len({*at.values()} - {*images}) if path.is_dir() else 0
+    return Annotated(
+        "Pascal VOC",
+        FileImages(*below_one_root(images)),
+        [BoxedImage(str(file), boxes, size) for (file, size), boxes in zip(records, rows)],
+        tuple(names),
+        faults,
+        f"{path}: {len(images):,} images with {sum(map(len, rows)):,} boxes",
+        notes=(f"{places[0]}: left out {num_alone:,} images without an xml file",) if num_alone else (),
+    )
+
+
+def _xml(file: Path, faults: Faults) -> ElementTree.Element | None:
+    try:
+        tree = ElementTree.fromstring(read_regular(file))
+    except OSError as error:
+        faults.files.append(f"{file}: cannot be read ({error.strerror})")
+    except ElementTree.ParseError as error:
+        faults.files.append(f"{file}: not XML ({error})")
+    else:
+        return tree
+    return None
+
+
+def _voc_objects(file: Path, tree: ElementTree.Element, faults: Faults) -> list[tuple[str, BoxRow]]:
+    objects = []
+    for number, each in enumerate(tree.iter("object"), start=1):
+        name = (each.findtext("name") or "").strip()
+        box = numbers([each.findtext(f"bndbox/{key}") for key in ("xmin", "ymin", "xmax", "ymax")], 4)
+        if not name:
+            faults.files.append(f"{file}, object {number}: has no name")
+        elif box is None:
+            faults.boxes.append(f"{file}, object {number} ({name}): its bndbox has no xmin, ymin, xmax and ymax")
+        else:
+            is_difficult = (each.findtext("difficult") or "0").strip() not in ("0", "")
+            corners = (box[0] - 1, box[1] - 1, box[2], box[3])
+            objects.append((name, BoxRow(f"object {number}", corners, 0, is_difficult)))
+    return objects

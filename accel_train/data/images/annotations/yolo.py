@@ -1,0 +1,175 @@
+"""Read the boxes of YOLO: a data.yaml, folders of images, and a text file of boxes for each image."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from accel_train.core.files import read_regular
+from accel_train.data.images.annotations.records import Annotated, BoxedImage, BoxRow, Faults, below_one_root, numbers
+from accel_train.data.images.images import FileImages, list_images
+from accel_train.recipe.yaml_core import parse_yaml
+
+_YOLO_NUMBERS = 5
+_CLASSES_FILES = ("classes.txt", "obj.names")
+
+
+def read_yolo(path: Path, part: str, label_names: Sequence[str] | None = None) -> Annotated:
+    """Return the images of one part (`train`, `val` or `test`) of a YOLO data.yaml, or of a folder of images.
+
+    The labels of `images/a.jpg` are in `labels/a.txt`, or next to the image. Without that file, the image has no boxes.
+
+    Raises:
+        ValueError: the file has no class names or does not name the part, or a folder is missing or empty.
+    """
+    if path.is_dir():
+        names, places = _yolo_names_near(path), [path]
+    else:
+        names, places = _yolo_yaml(path, part)
+    is_named = names is not None
+    faults, files, rows = Faults(), list[Path](), list[BoxedImage]()
+    largest, num_labels, num_alone = -1, 0, 0
+    limit = len(names) if names is not None else None if label_names is None else len(label_names)
+    for place in places:
+        if place.is_dir():
+            found = [place / name for name in list_images(place)[0]]
+        elif place.is_file():
+            found = _listed_images(place)
+        else:
+            raise ValueError(f"{path}: {part} names {place}, which does not exist; correct the path")
+        if not found:
+            raise ValueError(f"{path}: {place} holds no images; add some, or correct the path")
+        for image in found:
+            label = label_file(image)
+            if label.is_file():
+                num_labels += 1
+                boxes = _yolo_rows(label, limit, faults)
+            else:
+                num_alone, boxes = num_alone + 1, []
+            largest = max([largest, *(row.class_id for row in boxes)])
+            files.append(image)
+            rows.append(BoxedImage(str(label), boxes, is_upright=True, is_relative=True))
+    if not num_labels:
+        raise ValueError(f"{files[0]}: no image has a label file; expected {label_file(files[0])}")
+    num_boxes = sum(len(record.rows) for record in rows)
+    return Annotated(
+        "YOLO",
+        FileImages(*below_one_root(files)),
+        rows,
+        tuple(names) if names is not None else tuple(map(str, range(largest + 1))),
+        faults,
+        f"{path}: {len(files):,} images with {num_boxes:,} boxes",
+        is_named,
+        notes=(f"{num_alone:,} images have no label file, and so no boxes",) if num_alone else (),
+    )
+
+
+def yolo_settings(path: Path) -> dict[str, Any] | None:
+    """Return the content of a YOLO data.yaml, or None if a file is something else."""
+    try:
+        content, _ = parse_yaml(read_regular(path).decode("utf-8-sig"), str(path))
+    except (OSError, ValueError):
+        return None
+    has_parts = isinstance(content, dict) and "names" in content and {"train", "val", "test"} & {*content}
+    return content if has_parts else None
+
+
+def yolo_places(path: Path, settings: Mapping[str, Any], part: str) -> list[Path]:
+    """Return the folders or lists that a data.yaml names for a part; empty if it names none."""
+    named = settings.get(part)
+    root = path.parent
+    if isinstance(settings.get("path"), str):
+        stated = Path(settings["path"]).expanduser()
+        # Downloaded files name the folder of another machine; then the folder of the file itself is meant.
+        root = next((each for each in (stated, root / stated) if each.is_dir()), root)
+    places = []
+    for name in [named] if isinstance(named, str) else named or ():
+        place = root / str(name)
+        # Roboflow writes ../train/images for the folder train/images next to the file.
+        inside = root / str(name).removeprefix("../")
+        places.append(place if place.exists() or not inside.exists() else inside)
+    return places
+
+
+def _yolo_yaml(path: Path, part: str) -> tuple[list[str], list[Path]]:
+    settings = yolo_settings(path)
+    if settings is None:
+        raise ValueError(f"{path}: is not a YOLO file; it has names, and train or val with folders of images")
+    names = settings["names"]
+    if isinstance(names, dict):
+        keys = sorted(names, key=lambda key: int(key) if str(key).isdigit() else -1)
+        if [str(key) for key in keys] != [str(number) for number in range(len(keys))]:
+            raise ValueError(f"{path}: names has the numbers {', '.join(map(str, keys[:10]))}, not 0, 1, 2, ...")
+        names = [names[key] for key in keys]
+    if not isinstance(names, list) or not names or len(set(map(str, names))) != len(names):
+        raise ValueError(f"{path}: names is not a list of different class names; correct it")
+    if settings.get("nc") not in (None, len(names)):
+        raise ValueError(f"{path}: nc={settings['nc']}, and names has {len(names)} classes; correct one of them")
+    places = yolo_places(path, settings, part)
+    if not places:
+        raise ValueError(f"{path}: does not name {part}; add a folder of images")
+    return [str(name) for name in names], places
+
+
+def _yolo_names_near(folder: Path) -> list[str] | None:
+    """Return the class names for a folder of images: of a data.yaml or classes.txt in a folder above it, or None."""
+    for above in (folder, *folder.parents[:3]):
+        for file in sorted([*above.glob("*.yaml"), *above.glob("*.yml")]):
+            if yolo_settings(file) is not None:
+                settings = yolo_settings(file) or {}
+                return _yolo_yaml(file, next(part for part in ("train", "val", "test") if settings.get(part)))[0]
+        for name in _CLASSES_FILES:
+            for file in (above / name, above / "labels" / name):
+                if file.is_file():
+                    return read_regular(file).decode("utf-8-sig").split("\n")[: _num_lines(file)]
+    return None
+
+
+def _num_lines(file: Path) -> int:
+    return len(read_regular(file).decode("utf-8-sig").rstrip().split("\n"))
+
+
+def _listed_images(path: Path) -> list[Path]:
+    """Return the images that a text file lists, relative to the file."""
+    lines = [line.strip() for line in read_regular(path).decode("utf-8-sig").splitlines()]
+    return [path.parent / line for line in lines if line]
+
+
+def label_file(image: Path) -> Path:
+    """Return the label file of an image: the last folder `images` of its path becomes `labels`."""
+    parts = list(image.parts)
+    for number in range(len(parts) - 2, -1, -1):
+        if parts[number] == "images":
+            parts[number] = "labels"
+            break
+    return Path(*parts).with_suffix(".txt")
+
+
+def _yolo_rows(path: Path, num_classes: int | None, faults: Faults) -> list[BoxRow]:
+    rows, seen = list[BoxRow](), dict[str, int]()
+    try:
+        text = read_regular(path).decode("utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        faults.files.append(f"{path}: cannot be read as text ({error})")
+        return []
+    for number, line in enumerate(text.splitlines(), start=1):
+        fields = line.split()
+        if not fields:
+            continue
+        where = f"{path}, line {number}"
+        values = numbers(fields, len(fields))
+        if len(fields) > _YOLO_NUMBERS:
+            faults.files.append(f"{where}: {len(fields)} numbers are a polygon or a rotated box, not `class x y w h`")
+        elif values is None or len(fields) < _YOLO_NUMBERS:
+            faults.files.append(f"{where}: {line.strip()!r} is not `class x y w h`")
+        elif values[0] % 1 or not 0 <= values[0] < (num_classes or math.inf):
+            known = "" if num_classes is None else f"; there are {num_classes} classes, from 0"
+            faults.files.append(f"{where}: the class {fields[0]} is unknown{known}")
+        elif " ".join(fields) in seen:
+            faults.boxes.append(f"{where}: repeats line {seen[' '.join(fields)]}")
+        else:
+            seen[" ".join(fields)] = number
+            class_id, x, y, width, height = values
+            corners = (x - width / 2, y - height / 2, x + width / 2, y + height / 2)
+            rows.append(BoxRow(f"line {number}", corners, int(class_id)))
+    return rows

@@ -1,0 +1,123 @@
+"""Small data sets of boxes in public formats: two images of different sizes, with a cat, two dogs and a crowd."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from PIL import Image
+
+SIZES = {"a.png": (40, 30), "b.png": (20, 50), "empty.png": (16, 16)}
+"""Width and height of each image. The last has no boxes."""
+
+
+class Thing(NamedTuple):
+    """An object in an image: left, top, width and height in pixels."""
+
+    image: str
+    name: str
+    box: tuple[float, float, float, float]
+    is_crowd: bool = False
+
+
+THINGS = (
+    Thing("a.png", "cat", (4, 6, 10, 8)),
+    Thing("a.png", "dog", (20, 10, 16, 20)),
+    Thing("b.png", "dog", (0, 0, 20, 50)),
+)
+
+
+def write_images(folder: Path, sizes: dict[str, tuple[int, int]] | None = None, orientation: int = 1) -> None:
+    """Write images of different content. `orientation` is the EXIF orientation of all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, (name, size) in enumerate((sizes or SIZES).items()):
+        pixels = np.random.default_rng(number).integers(0, 256, (size[1], size[0], 3), np.uint8)
+        exif = Image.Exif()
+        if orientation != 1:
+            exif[274] = orientation
+        Image.fromarray(pixels).save(folder / name, exif=exif)
+
+
+def coco_content(things: Sequence[Thing] = THINGS, names: Sequence[str] = ("dog", "cat"), **changes: Any) -> Any:
+    """Return COCO's JSON. Ids have gaps, and categories are not in the order of their ids."""
+    category = {name: 90 - 10 * number for number, name in enumerate(sorted(names))}
+    image_ids = {name: 100 + 7 * number for number, name in enumerate(SIZES)}
+    return {
+        "images": [
+            {"id": image_ids[name], "file_name": name, "width": width, "height": height}
+            for name, (width, height) in SIZES.items()
+        ],
+        "annotations": [
+            {
+                "id": 1000 + 3 * number,
+                "image_id": image_ids[thing.image],
+                "category_id": category[thing.name],
+                "bbox": list(thing.box),
+                "area": thing.box[2] * thing.box[3] / 2,
+                "iscrowd": int(thing.is_crowd),
+            }
+            for number, thing in enumerate(things)
+        ],
+        "categories": [{"id": category[name], "name": name} for name in names],
+        **changes,
+    }
+
+
+def write_coco(file: Path, images: Path, content: Any = None) -> None:
+    """Write COCO's JSON and its images."""
+    write_images(images)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(content or coco_content()))
+
+
+def write_yolo(root: Path, parts: Sequence[str] = ("train",), names: str = "[cat, dog]") -> Path:
+    """Write data.yaml, images/PART and labels/PART. An image without boxes has no label file."""
+    ids = {"cat": 0, "dog": 1}
+    for part in parts:
+        write_images(root / "images" / part)
+        (root / "labels" / part).mkdir(parents=True, exist_ok=True)
+        lines: dict[str, list[str]] = {}
+        for thing in THINGS:
+            width, height = SIZES[thing.image]
+            left, top, wide, high = thing.box
+            numbers = ((left + wide / 2) / width, (top + high / 2) / height, wide / width, high / height)
+            lines.setdefault(thing.image, []).append(f"{ids[thing.name]} {' '.join(map(str, numbers))}")
+        for name, text in lines.items():
+            (root / "labels" / part / name).with_suffix(".txt").write_text("\n".join(text) + "\n")
+    file = root / "data.yaml"
+    file.write_text("\n".join([f"names: {names}", *(f"{part}: images/{part}" for part in parts)]) + "\n")
+    return file
+
+
+def voc_xml(name: str, things: Sequence[Thing], size: tuple[int, int]) -> str:
+    """Return the xml of an image: pixel numbers from 1, both ends included."""
+    objects = ""
+    for thing in things:
+        left, top, width, height = thing.box
+        corners = {"xmin": left + 1, "ymin": top + 1, "xmax": left + width, "ymax": top + height}
+        box = "".join(f"<{key}>{value:g}</{key}>" for key, value in corners.items())
+        objects += f"<object><name>{thing.name}</name><difficult>{int(thing.is_crowd)}</difficult><bndbox>{box}"
+        objects += "</bndbox></object>"
+    stated = f"<size><width>{size[0]}</width><height>{size[1]}</height><depth>3</depth></size>"
+    return f"<annotation><filename>{name}</filename>{stated}{objects}</annotation>"
+
+
+def write_voc(root: Path, things: Sequence[Thing] = THINGS) -> None:
+    """Write JPEGImages/ and Annotations/."""
+    write_images(root / "JPEGImages")
+    (root / "Annotations").mkdir(parents=True, exist_ok=True)
+    for name, size in SIZES.items():
+        own = [thing for thing in things if thing.image == name]
+        (root / "Annotations" / name).with_suffix(".xml").write_text(voc_xml(name, own, size))
+
+
+def write_metadata(folder: Path, key: str = "category") -> None:
+    """Write images with metadata.jsonl, as ImageFolder of `datasets` reads it."""
+    write_images(folder)
+    rows = []
+    for name in SIZES:
+        own = [thing for thing in THINGS if thing.image == name]
+        objects = {"bbox": [list(thing.box) for thing in own], key: [thing.name for thing in own]}
+        rows.append(json.dumps({"file_name": name, "objects": objects}))
+    (folder / "metadata.jsonl").write_text("\n".join(rows) + "\n")
