@@ -38,7 +38,7 @@ def table_pool(source: Source, data: ImageData, target: Target) -> ImagePool:
     name, folder = (source.name, Path.cwd()) if path is None else (str(path), path.parent)
     dataset = source.dataset
     if path is not None and file_kind(path) == "parquet":
-        dataset = _parquet(path, data)
+        dataset = open_parquet(path, data)
     if dataset is not None:
         check_columns(name, dataset.column_names, image_columns, data)
         source = replace(source, files=(), dataset=dataset, name=name)
@@ -100,7 +100,8 @@ def _file_of(folder: Path, name: str) -> str | None:
     return next((name + ending for ending in endings if os.path.isfile(folder / (name + ending))), None)
 
 
-def _parquet(path: Path, data: ImageData) -> "datasets.Dataset":
+def open_parquet(path: Path, data: ImageData) -> "datasets.Dataset":
+    """Return a parquet file, memory-mapped. Raises ValueError if it is damaged."""
     import datasets
 
     has_bars = datasets.is_progress_bar_enabled()

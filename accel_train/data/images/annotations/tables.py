@@ -6,8 +6,8 @@ from typing import Any
 
 from accel_train.data.images.annotations.records import Annotated, BoxedImage, BoxRow, Faults, box_row, numbers
 from accel_train.data.images.images import Target
-from accel_train.data.images.tables import table_pool
-from accel_train.data.sources import Source
+from accel_train.data.images.tables import open_parquet, table_pool
+from accel_train.data.sources import Source, file_kind
 from accel_train.data.tables import class_names, column_names, read_rows
 from accel_train.recipe.data import ImageData
 
@@ -35,7 +35,7 @@ def read_table(source: Source, data: ImageData, objects_column: str) -> Annotate
     faults, cells = Faults(), [row.cells[0] for row in read_rows(source, [objects_column], data)]
     found = [_cell_rows(cell, pool.images.where(index), faults) for index, cell in enumerate(cells)]
     classes = [name for each in found for name, _ in each]
-    known = class_names(source, objects_column) or _nested_names(source, objects_column)
+    known = class_names(source, objects_column) or _nested_names(source, data, objects_column)
     are_ids = all(isinstance(name, int) for name in classes)
     if known is None and are_ids:
         names, is_named = tuple(map(str, range(max(classes, default=-1) + 1))), False
@@ -65,11 +65,14 @@ def has_boxes(path: Path, column: str = OBJECTS) -> bool:
     return row is not None and "bbox" in str(row.cells[0])
 
 
-def _nested_names(source: Source, column: str) -> tuple[str, ...] | None:
-    """Return the class names of a data set's nested class column, or None."""
-    if source.dataset is None:
+def _nested_names(source: Source, data: ImageData, column: str) -> tuple[str, ...] | None:
+    """Return the class names of a nested class column of `datasets`, or None."""
+    dataset = source.dataset
+    if source.files and file_kind(source.files[0]) == "parquet":
+        dataset = open_parquet(source.files[0], data)
+    if dataset is None:
         return None
-    feature: Any = source.dataset.features.get(column)
+    feature: Any = dataset.features.get(column)
     feature = getattr(feature, "feature", feature)
     for key in _CLASS_KEYS if isinstance(feature, dict) else ():
         names = getattr(getattr(feature.get(key), "feature", feature.get(key)), "names", None)
