@@ -42,9 +42,11 @@ def check_augment(settings: Augment, *, masks: bool = False, boxes: bool = False
                 f"data.augment.{name}={getattr(settings, name)} is for image-classification; "
                 f"{'boxes' if boxes else 'a mask'} would not follow it: use scale_range, flips and color_jitter"
             )
-    if boxes and "random_resized_crop" in settings.model_fields_set and settings.random_resized_crop is not None:
+    usual = Augment.model_fields["random_resized_crop"].default
+    # The default is not used either, but a recipe with every setting written out has it.
+    if boxes and settings.random_resized_crop not in (None, usual):
         raise ValueError(
-            f"data.augment.random_resized_crop={list(settings.random_resized_crop)} is for image-classification; "
+            f"data.augment.random_resized_crop={settings.random_resized_crop} is for image-classification; "
             "object-detection cuts crops by scale_range: use scale_range, flips and color_jitter"
         )
 
