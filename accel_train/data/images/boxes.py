@@ -20,6 +20,8 @@ class Boxes:
     """Area of each object as annotated, in pixels, (K,). Without annotation, the area of the box."""
     width: int
     height: int
+    image_id: int | str | None = None
+    """Id of the image in a COCO file. None in other formats."""
 
     def __len__(self) -> int:
         return len(self.corners)

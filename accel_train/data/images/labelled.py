@@ -71,6 +71,8 @@ class ImageSets:
     notes: tuple[str, ...]
     label_names: tuple[str, ...] = ()
     """Class names in the order of their ids."""
+    category_ids: tuple[int, ...] | None = None
+    """Id of each class in the COCO file that the evaluation images come from. None in other formats."""
 
     @property
     def identity(self) -> str:

@@ -4,7 +4,7 @@ Augmentation is stateless: the same image and generator give the same bits in ev
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from torch.utils.data import Dataset
 from accel_train.core.errors import DataError
 from accel_train.data.builtin.digit_scenes import NAME as DIGIT_SCENES
 from accel_train.data.images.annotations.checks import check_boxes, refuse_faults
+from accel_train.data.images.annotations.coco import read_coco
 from accel_train.data.images.annotations.folders import LAYOUTS, Located, locate, read_annotated
 from accel_train.data.images.annotations.records import Annotated, with_names
 from accel_train.data.images.augment import Pixels, color_jitter, draw_start, place_crop
@@ -53,10 +54,7 @@ def read_boxed_images(data: ObjectDetectionData, known_names: tuple[str, ...] | 
     if data.annotations is None:
         if data.label_names is None and known_names is None:
             raise ValueError("data.annotations=null is for images to predict; then data.label_names says the classes")
-        pool = read_pools(data.train, data, data.train_key, Target(None, is_mask=False))
-        return divide_pools(pool, None if data.eval is None else pool, data).named(
-            data.label_names or known_names or (), ()
-        )
+        return _to_predict(data, data.label_names or known_names or ())
     train, held, notes = _parts(data)
     sources = [read_annotated(part.found, part.part, data, data.objects_column, part.images) for part in train]
     others = [read_annotated(part.found, part.part, data, data.objects_column, part.images) for part in held or ()]
@@ -65,7 +63,30 @@ def read_boxed_images(data: ObjectDetectionData, known_names: tuple[str, ...] | 
     sides = [[with_names(each, names, key) for each in side] for side in (sources, others) if side]
     pools, dropped = checked_pools(sides, data)
     sets = divide_pools(pools[0], None if held is None else pools[-1], data)
+    sets = replace(sets, category_ids=_category_ids([*others, *sources], names))
     return sets.named(names, (*notes, *further_notes, *dropped, *_untrained_classes(sets, names, data)))
+
+
+def _to_predict(data: ObjectDetectionData, names: tuple[str, ...]) -> ImageSets:
+    """Return images without boxes: of a folder, a table or an array, or the list of a COCO file."""
+    sources = (data.train,) if isinstance(data.train, str) else data.train
+    files = [Path(name).expanduser() for name in sources]
+    if all(file.suffix.lower() == ".json" and file.is_file() for file in files):
+        found = [read_coco(file, needs_boxes=False) for file in files]
+        refuse_faults([fault for each in found for fault in each.faults.files], data.train_key, "repair them")
+        ids = [name for each in found for name in each.ids or ()]
+        images = join_images([each.images for each in found])
+        pool = ImagePool(images, ", ".join(each.description for each in found), ids=ids)
+        sets = divide_pools(pool, None if data.eval is None else pool, data)
+        return replace(sets, category_ids=_category_ids(found, names)).named(names, ())
+    pool = read_pools(data.train, data, data.train_key, Target(None, is_mask=False))
+    return divide_pools(pool, None if data.eval is None else pool, data).named(names, ())
+
+
+def _category_ids(sources: Sequence[Annotated], names: tuple[str, ...]) -> tuple[int, ...] | None:
+    """Return the ids of classes in the first COCO file, or None if there is none or a class is missing."""
+    ids = next((source.category_ids for source in sources if source.category_ids), {})
+    return tuple(ids[name] for name in names) if names and {*names} <= ids.keys() else None
 
 
 def _scenes(data: ObjectDetectionData) -> ImageSets:
@@ -128,9 +149,7 @@ def _class_names(
     names = next(iter(named), max((source.names for source in sources), key=len))
     if known_names is not None and (names == known_names or (named and {*names} == {*known_names})):
         return known_names, ("classes in the order of the pretrained model",) if names != known_names else ()
-    if not names:
-        raise ValueError(f"{data.train_key}: no image has a box; add boxes, or list the classes in data.label_names")
-    if named:
+    if named or not names:
         return names, ()
     if known_names is not None and len(known_names) == len(names):
         return known_names, (f"the classes are the numbers 0 to {len(names) - 1}, as in the pretrained model",)
@@ -184,7 +203,7 @@ def _untrained_classes(sets: ImageSets, names: tuple[str, ...], data: ObjectDete
     ids = [sets.train.boxes_of(index) for index in range(len(sets.train))]
     trained = {int(number) for each in ids for number in each.class_ids[~each.is_crowd]}
     if not trained:
-        raise ValueError(f"{data.train_key}: no training image has a box; add boxes")
+        raise ValueError(f"{data.train_key}: no training image has a box ({sets.description}); add boxes")
     missing = [name for number, name in enumerate(names) if number not in trained]
     shown = f"{', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}"
     return (f"no training image has a box of {shown}",) if missing else ()

@@ -142,6 +142,8 @@ def test_coco_is_read_as_pycocotools_reads_it() -> None:
         assert boxes.class_ids.tolist() == [order[each["category_id"]] for each in annotations]
         assert boxes.is_crowd.tolist() == [bool(each["iscrowd"]) for each in annotations]
         assert boxes.areas.tolist() == [each["area"] for each in annotations]
+        assert boxes.image_id == key
+    assert sets.category_ids == (80, 90)
 
 
 def test_metadata_is_read_as_datasets_reads_it(folder: Path) -> None:
@@ -437,6 +439,16 @@ def test_images_to_predict_need_no_boxes() -> None:
     assert sets.train.boxes is None
 
 
+def test_images_of_a_coco_file_without_annotations_are_predicted_by_their_ids() -> None:
+    content = coco_content()
+    write_coco(Path("c.json"), Path("images"), content)
+    Path("c.json").write_text(json.dumps({key: content[key] for key in ("images", "categories")}))
+    sets = read("c.json", annotations=None, label_names=("cat", "dog"))
+    assert [sets.train.row_id(index) for index in range(3)] == ["100", "107", "114"]
+    assert [Path(sets.train.where(index)).name for index in range(3)] == list(SIZES)
+    assert sets.category_ids == (90, 80)
+
+
 def test_a_split_by_content_keeps_boxes_with_their_images() -> None:
     write_coco(Path("c.json"), Path("images"))
     sets = read("c.json", eval_fraction=0.4)
@@ -470,3 +482,23 @@ def test_the_digit_scenes_have_a_box_around_each_digit() -> None:
                     assert area == len(places)
                     num_checked += 1
         assert num_checked > len(boxes)
+
+
+def test_faults_are_reported_before_missing_boxes() -> None:
+    train = broken_coco(bbox=None)()
+    content = json.loads(Path(train).read_text())
+    Path(train).write_text(json.dumps({**content, "annotations": content["annotations"][1:2]}))
+    refused(read, train, named="annotation 1003")
+    Path(train).write_text(json.dumps({**content, "annotations": []}))
+    refused(read, train, named="no training image has a box")
+
+
+@pytest.mark.parametrize("orientation", [3, 6])
+def test_a_rotated_photo_of_metadata_is_read_as_datasets_shows_it(orientation: int, folder: Path) -> None:
+    red_image(Path("i/a.png"), (3, 5, 17, 11), orientation)
+    theirs = datasets.load_dataset("imagefolder", data_dir="i", split="train", cache_dir=str(folder / "cache"))
+    left, top, right, bottom = red_box(theirs[0]["image"])
+    objects = {"bbox": [[left, top, right - left, bottom - top]], "category": ["red"]}
+    Path("i/metadata.jsonl").write_text(json.dumps({"file_name": "a.png", "objects": objects}))
+    train = read("i").train
+    assert train.boxes_of(0).corners[0].tolist() == [left, top, right, bottom] == red_box(train.image(0))

@@ -1,6 +1,7 @@
 """Check boxes as stored: inside the image, with an area, in an image of the stated size."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -46,7 +47,8 @@ def check_boxes(images: Images, records: Sequence[BoxedImage]) -> Checked:
         if fault:
             return no_boxes(*upright), [f"{record.where}: {where} {fault}"], []
         boxes, faults = _checked(record, stored if turned else upright, where)
-        return _turned(boxes, orientation) if turned else boxes, [], faults
+        boxes = _turned(boxes, orientation) if turned else boxes
+        return replace(boxes, image_id=record.image_id), [], faults
 
     found = in_threads(check, range(len(images)))
     return Checked(

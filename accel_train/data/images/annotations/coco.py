@@ -20,15 +20,18 @@ from accel_train.data.images.annotations.records import (
 from accel_train.data.images.images import FileImages
 
 
-def read_coco(path: Path, images: Path | None = None) -> Annotated:
+def read_coco(path: Path, images: Path | None = None, *, needs_boxes: bool = True) -> Annotated:
     """Return the images of a COCO file in the order of their list. Categories are sorted by id.
 
-    `images` is the folder of the images. None: it is looked up near the file. Images without annotations stay.
+    `images` is the folder of the images. None: it is looked up near the file. Images without annotations stay. Without
+    `needs_boxes`, a file of images to predict need not have `annotations`, and rows are named by image ids.
 
     Raises:
         ValueError: the file is not JSON with `images`, `annotations` and `categories`, or lists no images.
     """
     content = _json(path)
+    if not needs_boxes:
+        content["annotations"] = []
     lists = {key: _list(path, content, key) for key in ("images", "annotations", "categories")}
     if not lists["images"]:
         raise ValueError(f"{path}: lists no images; name another file")
@@ -69,7 +72,8 @@ def read_coco(path: Path, images: Path | None = None) -> Annotated:
             rows[index_of[image]].append(box_row(where, box, class_of[category], each.get("iscrowd"), each.get("area")))
         seen.add(key)
     root, files = _place_of(path, files, images)
-    records = [BoxedImage(str(path), boxes, size) for boxes, size in zip(rows, sizes)]
+    keys = list(index_of)
+    records = [BoxedImage(str(path), *each, image_id=key) for *each, key in zip(rows, sizes, keys)]
     num_boxes = sum(map(len, rows))
     return Annotated(
         "COCO",
@@ -78,6 +82,8 @@ def read_coco(path: Path, images: Path | None = None) -> Annotated:
         names,
         faults,
         f"{path}: {len(files):,} images with {num_boxes:,} boxes",
+        ids=None if needs_boxes else [str(key) for key in keys],
+        category_ids={names[number]: key for key, number in class_of.items()},
     )
 
 

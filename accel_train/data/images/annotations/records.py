@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +36,8 @@ class BoxedImage(NamedTuple):
     """Whether boxes of this format always refer to the upright image. False: the stated size tells."""
     is_relative: bool = False
     """Whether corners are fractions of the image."""
+    image_id: int | str | None = None
+    """Id of the image in a COCO file."""
 
 
 @dataclass
@@ -62,6 +64,8 @@ class Annotated:
     """Whether the source has names for its classes. False: the names are numbers."""
     ids: list[str] | None = None
     notes: tuple[str, ...] = ()
+    category_ids: Mapping[str, int] = field(default_factory=dict)
+    """Ids of the classes in a COCO file, by name. Empty in other formats."""
 
 
 def with_names(source: Annotated, names: Sequence[str], key: str) -> Annotated:
