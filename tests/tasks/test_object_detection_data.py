@@ -168,7 +168,7 @@ def test_images_to_predict_have_samples_without_boxes() -> None:
     assert images.decoded(0)[1].width == 60
 
 
-def test_a_batch_pads_boxes_and_counts_them() -> None:
+def test_a_batch_pads_boxes_and_counts_its_images() -> None:
     chosen = settings(size=(20, 30))
     images = BoxedImages(some_images(), chosen)
     batch = collate_boxes([images[index] for index in range(3)], preprocessing=chosen.preprocessing)
@@ -178,11 +178,11 @@ def test_a_batch_pads_boxes_and_counts_them() -> None:
     assert (batch["class_ids"] == -100).sum(dim=1).tolist() == [0, 5, 2]
     assert batch["class_ids"][2].tolist() == [0, 1, 2, -100, -100]
     assert torch.equal(batch["boxes"][2, :3], torch.from_numpy(images[2].boxes))
-    assert batch["num_targets"] == 8
+    assert batch["num_targets"] == 3
     alone = collate_boxes([images[1]], preprocessing=chosen.preprocessing)
     assert alone["boxes"].shape == (1, 1, 4)
     assert alone["class_ids"].tolist() == [[-100]]
-    assert alone["num_targets"] == 0
+    assert alone["num_targets"] == 1
 
 
 def test_outside_its_image_a_crop_has_the_mean_color() -> None:

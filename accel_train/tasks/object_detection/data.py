@@ -320,7 +320,7 @@ def collate_boxes(samples: Sequence[DetectionSample], *, preprocessing: Preproce
     """Return pixel_values (N, C, H, W) fp32, boxes (N, M, 4) fp32 and class_ids (N, M).
 
     M is the largest number of boxes, at least 1. Missing boxes have the class -100 and zeros. `num_targets` counts the
-    boxes.
+    images.
     """
     most = max(1, *(len(sample.boxes) for sample in samples))
     boxes = np.zeros((len(samples), most, 4), np.float32)
@@ -332,5 +332,5 @@ def collate_boxes(samples: Sequence[DetectionSample], *, preprocessing: Preproce
         "pixel_values": preprocessing.normalise([sample.image for sample in samples]),
         "boxes": torch.from_numpy(boxes),
         "class_ids": torch.from_numpy(class_ids),
-        "num_targets": int(np.count_nonzero(class_ids != IGNORED_LABEL)),
+        "num_targets": len(samples),
     }
