@@ -41,6 +41,7 @@ TASKS: Mapping[str, BuiltIn] = MappingProxyType(
         "text-classification": BuiltIn("TextClassification", "samples", "text_classification"),
         "image-classification": BuiltIn("ImageClassification", "images", "image_classification"),
         "semantic-segmentation": BuiltIn("SemanticSegmentation", "pixels", "semantic_segmentation"),
+        "object-detection": BuiltIn("ObjectDetection", "images", "object_detection"),
         "token-classification": BuiltIn("TokenClassification", "words", "token_classification"),
         "seq2seq": BuiltIn("Seq2Seq", "tokens", "seq2seq"),
         "masked-lm": BuiltIn("MaskedLM", "targets", "masked_lm"),

@@ -86,6 +86,15 @@ class Preprocessing:
         }
         (folder / "preprocessor_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
+    def save_for_boxes(self, folder: Path, processor: str) -> None:
+        """Write preprocessor_config.json for a detector. `processor` is a class of transformers with boxes."""
+        self.save(folder, crops=False)
+        path = folder / "preprocessor_config.json"
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        del settings["do_reduce_labels"]
+        settings |= {"image_processor_type": processor, "do_pad": False, "format": "coco_detection"}
+        path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
 
 def height_width(size: Size) -> tuple[int, int]:
     """Return (height, width) of a size."""

@@ -1,0 +1,252 @@
+"""Object detection: find the objects of an image with a detector of transformers that matches them to queries."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import (
+    MODEL_FOR_OBJECT_DETECTION_MAPPING,
+    AutoModelForObjectDetection,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from accel_train.core.errors import DataError
+from accel_train.core.state import Choice
+from accel_train.data.images.augment import check_augment
+from accel_train.data.images.images import evenly_spaced, text_digest
+from accel_train.data.images.labelled import ImageRows
+from accel_train.recipe.schema import Recipe
+from accel_train.task import Scores, TaskData
+from accel_train.tasks.common.vision import ImageSource, VisionTask
+from accel_train.tasks.object_detection import data as detection
+from accel_train.tasks.object_detection import losses
+from accel_train.tasks.object_detection import metrics as scores_of
+from accel_train.tasks.object_detection.config import ObjectDetectionData
+
+_NUM_TRIED = 64
+"""Evenly spaced images that are decoded before training starts, to find errors that affect all of them."""
+_PROCESSORS = {"conditional_detr": "ConditionalDetr", "deformable_detr": "DeformableDetr", "yolos": "Yolos"}
+
+
+class ObjectDetection(VisionTask):
+    """Train DETR, Deformable DETR, RT-DETR, D-FINE, and YOLOS from random or pretrained weights."""
+
+    Data = ObjectDetectionData
+
+    factory, models = AutoModelForObjectDetection, MODEL_FOR_OBJECT_DETECTION_MAPPING
+    purpose, predicts_pixels = "object detection", False
+    metric_names = scores_of.METRICS
+    card = (
+        "object-detection",
+        "A detector of {classes}.",
+        """sizes = [(image.height, image.width)]
+found = processor.post_process_object_detection(model(**inputs), threshold=0.5, target_sizes=sizes)[0]
+print(found["labels"], found["scores"], found["boxes"])""",
+    )
+    global_loss: losses.GlobalCounts
+
+    def model_config(self, recipe: Recipe) -> tuple[PreTrainedConfig, list[str]]:
+        """Return the configuration of the recipe's model, without denoising queries, and notes about it.
+
+        Raises:
+            ValueError: the loss of the model is not the same on any number of processes.
+        """
+        config, notes = super().model_config(recipe)
+        if (refusal := losses.model_refusal(config)) is not None:
+            raise ValueError(f"model: {refusal}")
+        if config.model_type == "yolos" and isinstance(config.image_size, int):
+            config.image_size = [config.image_size, config.image_size]
+        if getattr(config, "num_denoising", 0):
+            config.num_denoising = 0
+            notes.append("denoising queries are left out: their number would depend on the micro-batch")
+        return config, notes
+
+    def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
+        """Read images with boxes. Images are decoded when they are drawn.
+
+        Raises:
+            ValueError: data is missing or broken, or a setting is for another task.
+        """
+        data = ObjectDetectionData.of(recipe.data)
+        check_augment(data.augment, boxes=True)
+        scores_of.require_pycocotools()
+        _refuse_settings(recipe)
+        source, notes = self.read_images(recipe, detection.read_boxed_images)
+        sets = source.sets
+        if sets.eval is not None and sets.eval.boxes is not None and _has_no_box(sets.eval):
+            raise DataError(
+                f"none of the {len(sets.eval)} evaluation images has a box, so mAP is not defined. "
+                "Name images with boxes in data.eval"
+            )
+        settings = detection.DetectionSettings(source.preprocessing, data.augment, data.min_visible)
+        train = detection.AugmentedBoxedImages(sets.train, settings)
+        evaluation = None if sets.eval is None else detection.BoxedImages(sets.eval, settings)
+        for side in (train, *([] if evaluation is None else [evaluation])):
+            for index in evenly_spaced(len(side), _NUM_TRIED):
+                side.decoded(index)
+        self.global_loss = losses.GlobalCounts()
+        return TaskData(
+            train=train,
+            eval=evaluation,
+            collate=partial(detection.collate_boxes, preprocessing=source.preprocessing),
+            fingerprint=text_digest([sets.identity, repr(settings)]),
+            facts={**source.facts, "notes": notes},
+            source=source,
+            draw=train.draw,
+            where=sets.train.where,
+        )
+
+    def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
+        """Build the recipe's model in fp32 for the data's classes."""
+        model = super().build_model(recipe, data)
+        assert isinstance(model, PreTrainedModel)
+        losses.watch(model)
+        self.config, self.num_queries = model.config, losses.num_queries(model.config)
+        return model
+
+    def choices(self, recipe: Recipe, model: nn.Module) -> dict[str, Choice[Any]]:
+        """Return how the loss is divided."""
+        return {"loss": Choice("set loss", "divided once by the boxes and queries of the global batch")}
+
+    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the fp32 loss of a micro-batch, times the images of the global batch."""
+        terms = losses.detection_terms(model, batch)[1]
+        counts = (self.global_loss if model.training else losses.GlobalCounts()).whole(self._counts(batch))
+        return _loss(terms, counts, self.config)
+
+    def global_part(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the counts of a micro-batch, for `GlobalLoss.over`."""
+        return self._counts(batch)
+
+    def _counts(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return losses.count(batch["class_ids"], self.num_queries)
+
+    def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the terms and counts of the loss, which add up over batches, and the best boxes of each image."""
+        outputs, terms = losses.detection_terms(model, batch)
+        return {
+            "loss_sum": terms.new_zeros(()),
+            "terms": terms,
+            "counts": self._counts(batch),
+            "rows_boxes": self._best(outputs),
+        }
+
+    def loss_of_rows(self, totals: Mapping[str, NDArray[Any]]) -> float:
+        """Return the loss of all evaluation images, times their number."""
+        terms, counts = (torch.from_numpy(np.asarray(totals[name], np.float64)) for name in ("terms", "counts"))
+        return float(_loss(terms, counts, self.config))
+
+    def score(self, loss: float, totals: Mapping[str, NDArray[Any]], data: TaskData) -> Scores:
+        """Return mAP over IoU thresholds of 0.5 to 0.95, mAP at 0.5 and 0.75, and AP by class."""
+        rows: ImageRows = data.source.sets.eval
+        number = len(totals["rows_boxes"])
+        # An evaluation of `evaluate.max_samples` images spreads them evenly.
+        truth = [rows.boxes_of(index * len(rows) // number) for index in range(number)]
+        found = [
+            _detection(row, each.width, each.height) for row, each in zip(totals["rows_boxes"], truth, strict=True)
+        ]
+        return scores_of.average_precision(truth, found, data.source.label_names)
+
+    def baselines(self, data: TaskData) -> dict[str, float]:
+        """Return the scores of the mean training box of each class as the answer for every image."""
+        source: ImageSource = data.source
+        if source.sets.eval is None or source.sets.eval.boxes is None:
+            return {}
+        train, evaluation = (
+            [side.boxes_of(index) for index in range(len(side))] for side in (source.sets.train, source.sets.eval)
+        )
+        found = scores_of.mean_boxes(train, evaluation, len(source.label_names))
+        metrics = scores_of.average_precision(evaluation, found, source.label_names).metrics
+        return {f"mean_box_{name}": value for name, value in metrics.items()}
+
+    def predict_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return `found` (N, K, 6): score, class, and corners in [0, 1] of the best boxes."""
+        return {"found": self._best(model(pixel_values=batch["pixel_values"]))}
+
+    def prediction_columns(self, rows: Mapping[str, NDArray[Any]], data: TaskData) -> dict[str, list[Any]]:
+        """Return lists for each image, by falling score: `labels`, `scores`, and `boxes`.
+
+        A box is [left, top, width, height] in pixels, as in COCO.
+        """
+        images, names = data.source.sets.eval, data.source.label_names
+        columns: dict[str, list[Any]] = {"labels": [], "scores": [], "boxes": []}
+        for index, row in zip(rows["index"].tolist(), rows["found"], strict=True):
+            found = _detection(row, *_size(images, index))
+            columns["labels"].append([names[each] for each in found.class_ids.tolist()])
+            columns["scores"].append([float(str(each)) for each in found.scores])
+            columns["boxes"].append([[round(each, 2) for each in scores_of.coco_box(box)] for box in found.corners])
+        return columns
+
+    def _best(self, outputs: Any) -> Tensor:
+        """Return score, class, and corners in [0, 1] of the best boxes by score, (N, K, 6) fp32."""
+        logits, boxes = outputs.logits.float(), outputs.pred_boxes.float()
+        if self.config.model_type in losses.SOFTMAX:
+            by_query, classes = logits.softmax(-1)[..., :-1].max(-1)
+            scores, queries = by_query.topk(min(scores_of.MAX_BOXES, by_query.shape[1]))
+            classes = classes.gather(1, queries)
+        else:
+            flat = logits.sigmoid().flatten(1)
+            scores, places = flat.topk(min(scores_of.MAX_BOXES, flat.shape[1]))
+            queries, classes = places // logits.shape[-1], places % logits.shape[-1]
+        center, size = boxes.gather(1, queries[..., None].expand(-1, -1, 4)).split(2, -1)
+        corners = torch.cat([center - size / 2, center + size / 2], -1)
+        return torch.cat([scores[..., None], classes[..., None].float(), corners], -1)
+
+    def save_description(self, model: nn.Module, data: TaskData, folder: Path) -> None:
+        """Write the configuration, the detector's image processor, and a short model card."""
+        super().save_description(model, data, folder)
+        data.source.preprocessing.save_for_boxes(
+            folder, f"{_PROCESSORS.get(self.config.model_type, _usual(self.config))}ImageProcessor"
+        )
+
+
+def _has_no_box(images: ImageRows) -> bool:
+    return all(images.boxes_of(index).is_crowd.all() for index in range(len(images)))
+
+
+def _usual(config: PreTrainedConfig) -> str:
+    return "RTDetr" if config.model_type in losses.REAL_TIME else "Detr"
+
+
+def _loss(terms: Tensor, counts: Tensor, config: PreTrainedConfig) -> Tensor:
+    """Return the loss of summed terms (4,), times the images of the counts (4,)."""
+    weights = losses.weights_of_terms(counts, config)
+    return (terms * (counts[0] * weights).to(terms.dtype)).sum()
+
+
+def _detection(row: NDArray[np.float32], width: int, height: int) -> scores_of.Detection:
+    """Return the boxes (K, 6) of an image in its pixels, clipped to it."""
+    edges = np.array([width, height] * 2, np.float32)
+    return scores_of.Detection(row[:, 0], row[:, 1].astype(np.int64), np.clip(row[:, 2:] * edges, 0, edges))
+
+
+def _size(images: ImageRows, index: int) -> tuple[int, int]:
+    """Return the width and height of an image."""
+    if images.boxes is None:
+        return images.image(index).size
+    boxes = images.boxes_of(index)
+    return boxes.width, boxes.height
+
+
+def _refuse_settings(recipe: Recipe) -> None:
+    """Refuse settings that have no effect on boxes.
+
+    Raises:
+        ValueError: one of them is set; the message names it.
+    """
+    unused: Sequence[tuple[str, Any]] = (
+        ("loss.class_weights", recipe.loss.class_weights),
+        ("loss.label_smoothing", recipe.loss.label_smoothing),
+        ("evaluate.metrics", recipe.evaluate.metrics),
+        ("evaluate.test_time_augmentation", recipe.evaluate.test_time_augmentation),
+        ("evaluate.window_stride", recipe.evaluate.window_stride),
+    )
+    for name, value in unused:
+        if value:
+            raise ValueError(f"{name} is not for object-detection, which reports mAP; leave it out")
