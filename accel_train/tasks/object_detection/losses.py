@@ -115,7 +115,7 @@ def watch(model: PreTrainedModel) -> None:
 def detection_terms(model: Any, batch: Mapping[str, Tensor]) -> tuple[Any, Tensor]:
     """Return the outputs of a watched model, and the terms (4,) of its loss, fp32."""
     labels = [
-        {"class_labels": ids[ids != IGNORED_LABEL], "boxes": boxes[ids != IGNORED_LABEL].float()}
+        {"class_labels": ids[ids != IGNORED_LABEL], "boxes": boxes[ids != IGNORED_LABEL]}
         for ids, boxes in zip(batch["class_ids"], batch["boxes"], strict=True)
     ]
     outputs = model(pixel_values=batch["pixel_values"], labels=labels)
@@ -146,7 +146,7 @@ class Terms:
         self.criterion.to(device)
         with torch.autocast(device.type, enabled=False):
             layers = self._layers(logits, pred_boxes, outputs_class, outputs_coord, further)
-            layers = [{name: value.float() for name, value in layer.items()} for layer in layers]
+            layers = [{name: _wide(value) for name, value in layer.items()} for layer in layers]
             total = torch.stack([layer["logits"].sum() + layer["pred_boxes"].sum() for layer in layers]).sum()
             # The matcher ends a run if a box is NaN. The guard decides instead: x - x is NaN if x is not finite.
             if not torch.isfinite(total):
@@ -217,6 +217,10 @@ class Terms:
         part = {name: chosen(value)[None] for name, value in layer.items()}
         found = self.criterion.get_loss("local", part, targets, indices, 1.0)
         return found["loss_fgl"] * self.weights["loss_fgl"], found["loss_ddf"] * self.weights["loss_ddf"]
+
+
+def _wide(value: Tensor) -> Tensor:
+    return value if value.dtype == torch.float64 else value.float()
 
 
 def _criterion(config: PreTrainedConfig) -> tuple[Any, dict[str, float]]:

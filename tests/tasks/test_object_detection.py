@@ -1,0 +1,331 @@
+"""Object detection: transformers' losses over the global batch, boxes counted once, and folders that others open."""
+
+import json
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch.nn import BatchNorm2d
+from transformers import AutoConfig, AutoModelForObjectDetection
+
+from accel_train import train
+from accel_train.data.images.boxes import Boxes
+from accel_train.data.labels import IGNORED_LABEL
+from accel_train.data.order import permute
+from accel_train.recipe.schema import Recipe
+from accel_train.tasks.object_detection import losses
+from accel_train.tasks.object_detection.metrics import Detection, average_precision
+from tests.support.detectors import DEFORMABLE, DETECTORS, YOLOS
+from tests.support.runs import checkpoint, events, metrics, refused, run
+from tests.support.text_tasks import batch_of, load
+
+FAULTY = "tests.support.tasks.detection_faults:FaultyObjectDetection"
+CROPS: dict[str, Any] = {"augment": {"scale_range": [1.5, 2.5], "horizontal_flip": 0.5}, "min_visible": 1.0}
+"""Crops that lose many boxes, so some images have none."""
+
+
+def sections_of(folder: Path, name: str = "run", model: Any = YOLOS, **sections: Any) -> dict[str, Any]:
+    data = {"train": "digit-scenes", "image_size": 64, "num_workers": 0, **sections.pop("data", {})}
+    return {
+        "task": "object-detection",
+        "output_dir": str(folder / name),
+        "model": {"config": model},
+        "data": data,
+        "batch": {"global_batch_size": 8},
+        "optimizer": {"learning_rate": 1e-3},
+        "schedule": {"max_steps": 3},
+        "precision": {"mixed_precision": "no"},
+        "evaluate": {"every_steps": 0, "max_samples": 8},
+        "checkpoint": {"every_steps": 0},
+        "log": {"every_steps": 1},
+        **sections,
+    }
+
+
+def train_boxes(
+    folder: Path, name: str, processes: int = 1, per_device: int = 8, expect: int = 0, **sections: Any
+) -> list[tuple[float, float]]:
+    """Train; return each step's loss and gradient norm."""
+    batch = {"global_batch_size": 8, "per_device_batch_size": per_device} | sections.pop("batch", {})
+    recipe = sections_of(folder, name, **{"data": CROPS, **sections, "batch": batch})
+    if processes == 1 and not expect:
+        train(Recipe.model_validate(recipe))
+    else:
+        path = folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(recipe))
+        run(path, processes=processes, expect=expect)
+    return [(each["step_loss"], each["grad_norm"]) for each in metrics(folder / name)]
+
+
+def make_batch() -> dict[str, torch.Tensor]:
+    """Four images: with three boxes, one, none, and nine of the same class, more than queries."""
+    generator = torch.Generator().manual_seed(0)
+    class_ids = torch.full((4, 9), IGNORED_LABEL)
+    class_ids[0, :3], class_ids[1, 0], class_ids[3] = torch.tensor([0, 1, 2]), 1, 2
+    return {
+        "pixel_values": torch.randn(4, 3, 64, 64, generator=generator),
+        "boxes": torch.rand(4, 9, 4, generator=generator) * 0.4 + 0.2,
+        "class_ids": class_ids,
+    }
+
+
+def model_of(config: dict[str, Any]) -> Any:
+    torch.manual_seed(1)
+    settings = AutoConfig.for_model(**config, num_labels=3)
+    model = AutoModelForObjectDetection.from_config(settings).train()
+    for module in model.modules():
+        # The statistics of a batch would depend on the micro-batch; without them, only the loss can.
+        if isinstance(module, BatchNorm2d):
+            module.eval()
+    return model
+
+
+def their_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    labels = [
+        {"class_labels": ids[ids >= 0], "boxes": boxes[ids >= 0]}
+        for ids, boxes in zip(batch["class_ids"], batch["boxes"], strict=True)
+    ]
+    loss: torch.Tensor = model(pixel_values=batch["pixel_values"], labels=labels).loss
+    return loss
+
+
+def our_loss(model: Any, batch: dict[str, torch.Tensor], counts: torch.Tensor) -> torch.Tensor:
+    terms = losses.detection_terms(model, batch)[1]
+    return (terms * losses.weights_of_terms(counts, model.config).to(terms.dtype)).sum()
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    found = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+@pytest.mark.parametrize("name", DETECTORS)
+def test_images_one_by_one_have_the_loss_of_transformers(name: str) -> None:
+    model, batch = model_of(DETECTORS[name]), make_batch()
+    expected = their_loss(model, batch).item()
+    losses.watch(model)
+    counts = losses.count(batch["class_ids"], 7)
+    assert counts.tolist() == [4, 13, 11, 17]
+    with torch.no_grad():
+        rows = [{key: value[image : image + 1] for key, value in batch.items()} for image in range(4)]
+        found = sum(our_loss(model, row, counts).item() for row in rows)
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", DETECTORS)
+def test_every_parameter_has_the_gradient_of_transformers(name: str) -> None:
+    model, batch = model_of(DETECTORS[name]), make_batch()
+    their_loss(model, batch).backward()
+    theirs = gradients(model)
+    trainable = {name for name, each in model.named_parameters() if each.requires_grad}
+    assert set(theirs) == trainable, "a parameter without a gradient would hold up other processes"
+    losses.watch(model)
+    our_loss(model, batch, losses.count(batch["class_ids"], 7)).backward()
+    ours = gradients(model)
+    largest = max(float(each.abs().max()) for each in theirs.values())
+    for key, each in theirs.items():
+        torch.testing.assert_close(ours[key], each, rtol=1e-3, atol=1e-5 * largest)
+
+
+@pytest.mark.parametrize("name", ["yolos", "deformable_detr", "rt_detr", "d_fine"])
+def test_a_batch_without_boxes_has_the_loss_of_transformers(name: str) -> None:
+    model, batch = model_of(DETECTORS[name]), make_batch()
+    batch["class_ids"] = torch.full((4, 9), IGNORED_LABEL)
+    expected = their_loss(model, batch)
+    losses.watch(model)
+    found = our_loss(model, batch, losses.count(batch["class_ids"], 7))
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert found.item() > 0
+
+
+@pytest.mark.parametrize("name", ["yolos", "deformable_detr", "d_fine"])
+def test_an_image_that_is_nan_gives_nan_and_raises_nothing(name: str) -> None:
+    model, batch = model_of(DETECTORS[name]), make_batch()
+    losses.watch(model)
+    batch["pixel_values"][1] = torch.nan
+    assert our_loss(model, batch, losses.count(batch["class_ids"], 7)).isnan()
+
+
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        ({"model_type": "lw_detr"}, "lw_detr|not proved"),
+        (DEFORMABLE | {"two_stage": True}, "two_stage"),
+        (DETECTORS["rt_detr"] | {"auxiliary_loss": False}, "auxiliary_loss"),
+        (YOLOS | {"auxiliary_loss": True}, "auxiliary_loss"),
+    ],
+)
+def test_a_model_whose_loss_is_not_proved_is_refused(tmp_path: Path, config: Any, named: str) -> None:
+    refused(load, Recipe.model_validate(sections_of(tmp_path, model=config)), named=f"model|{named}")
+
+
+@pytest.mark.parametrize(
+    ("sections", "named"),
+    [
+        ({"loss": {"label_smoothing": 0.1}}, "loss.label_smoothing"),
+        ({"loss": {"class_weights": "balanced"}}, "loss.class_weights"),
+        ({"evaluate": {"test_time_augmentation": {"horizontal_flip": True}}}, "evaluate.test_time_augmentation"),
+    ],
+)
+def test_a_setting_without_effect_on_boxes_is_refused(tmp_path: Path, sections: Any, named: str) -> None:
+    refused(load, Recipe.model_validate(sections_of(tmp_path, **sections)), named=named)
+
+
+def test_denoising_queries_are_left_out_and_a_note_says_so(tmp_path: Path) -> None:
+    config = DETECTORS["rt_detr"] | {"num_denoising": 10}
+    _, data, model = load(Recipe.model_validate(sections_of(tmp_path, model=config)))
+    assert model.config.num_denoising == 0
+    assert any("denoising" in note for note in data.facts["notes"])
+
+
+@pytest.mark.parametrize("model", [YOLOS, DEFORMABLE], ids=["yolos", "deformable_detr"])
+def test_the_loss_does_not_depend_on_accumulation(tmp_path: Path, model: Any) -> None:
+    whole = train_boxes(tmp_path, "whole", model=model)
+    _, data, _ = load(Recipe.model_validate(sections_of(tmp_path, model=model, data=CROPS)))
+    assert data.draw is not None
+    drawn = [len(data.draw(index, np.random.default_rng(index)).boxes) for index in range(64)]
+    assert 5 < drawn.count(0) < 60, "images without boxes"
+    for per_device in (1, 4):
+        parts = train_boxes(tmp_path, f"parts-{per_device}", per_device=per_device, model=model)
+        assert parts == [pytest.approx(each, rel=1e-5, abs=1e-6) for each in whole]
+        losses_of = [[each[0] for each in found] for found in (parts, whole)]
+        assert losses_of[0] == pytest.approx(losses_of[1], rel=1e-6)
+
+
+def test_steps_without_boxes_train_on_no_object_alone(tmp_path: Path) -> None:
+    none = {"augment": {"scale_range": [30.0, 31.0]}, "min_visible": 1.0}
+    found = train_boxes(tmp_path, "run", data=none)
+    assert all(np.isfinite(each).all() and each[0] > 0 and each[1] > 0 for each in found)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_evaluation_does_not_depend_on_the_batch_size(tmp_path: Path, size: int) -> None:
+    found = []
+    for name, rows in (("whole", 8), ("parts", size)):
+        train_boxes(tmp_path, name, batch={"per_device_eval_batch_size": rows}, schedule={"max_steps": 1})
+        found.append(json.loads((tmp_path / name / "summary.json").read_text())["eval"])
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+
+
+def test_the_evaluation_loss_is_that_of_transformers_on_all_images(tmp_path: Path) -> None:
+    task, data, model = load(Recipe.model_validate(sections_of(tmp_path)))
+    batch, num_targets = batch_of(data, range(12))
+    assert num_targets == 12
+    totals: dict[str, Any] = {}
+    with torch.no_grad():
+        for start in (0, 5, 10):
+            part = {name: value[start : start + 5] for name, value in batch.items()}
+            for name, value in task.evaluate_batch(model, part).items():
+                if not name.startswith("rows_"):
+                    totals[name] = totals.get(name, 0) + value.double().numpy()
+        del model._loss_function
+        expected = their_loss(model, batch).item()
+    assert task.loss_of_rows(totals) / 12 == pytest.approx(expected, rel=1e-6)
+
+
+def test_average_precision_is_that_of_pycocotools_on_files(tmp_path: Path) -> None:
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    random = np.random.default_rng(0)
+    truth, found = list[Boxes](), list[Detection]()
+    annotations, results = list[dict[str, Any]](), list[dict[str, Any]]()
+    for image in range(12):
+        count = int(random.integers(0, 5))
+        start = random.uniform(0, 60, (count, 2))
+        corners = np.concatenate([start, start + random.uniform(4, 40, (count, 2))], 1).astype(np.float32)
+        ids, crowds = random.integers(0, 3, count), random.random(count) < 0.2
+        areas = random.uniform(10, 900, count).astype(np.float32)
+        truth.append(Boxes(corners, ids, crowds, areas, 100, 100))
+        near = np.concatenate([corners + random.normal(0, 2, corners.shape), corners + 9]).astype(np.float32)
+        scores, guesses = random.random(2 * count).astype(np.float32), np.concatenate([ids, ids])
+        found.append(Detection(scores, guesses, near))
+        for box, number, crowd, area in zip(corners.tolist(), ids.tolist(), crowds.tolist(), areas.tolist()):
+            sides = [box[0], box[1], box[2] - box[0], box[3] - box[1]]
+            annotations.append(
+                {"id": len(annotations) + 1, "image_id": image + 50, "category_id": number + 7, "bbox": sides}
+                | {"area": area, "iscrowd": int(crowd)}
+            )
+        for box, number, score in zip(near.tolist(), guesses.tolist(), scores.tolist()):
+            sides = [box[0], box[1], box[2] - box[0], box[3] - box[1]]
+            results.append({"image_id": image + 50, "category_id": number + 7, "bbox": sides, "score": score})
+    categories = [{"id": number + 7, "name": name} for number, name in enumerate("abcd")]
+    images = [{"id": image + 50} for image in range(12)]
+    (tmp_path / "truth.json").write_text(
+        json.dumps({"images": images, "annotations": annotations, "categories": categories, "info": {}})
+    )
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    with redirect_stdout(StringIO()):
+        known = COCO(str(tmp_path / "truth.json"))
+        direct = COCOeval(known, known.loadRes(str(tmp_path / "results.json")), "bbox")
+        direct.evaluate()
+        direct.accumulate()
+        direct.summarize()
+    scores_found = average_precision(truth, found, "abcd")
+    assert any(each.is_crowd.any() for each in truth)
+    assert list(scores_found.metrics.values()) == pytest.approx(direct.stats[:3].tolist(), abs=1e-9)
+    by_class = scores_found.details["detection"]["average_precision"]
+    assert by_class[3] is None, "no box in the truth"
+    assert np.mean(by_class[:3]) == pytest.approx(direct.stats[0])
+    assert 0.1 < direct.stats[0] < 0.9
+
+
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_an_image_that_is_nan_is_named_and_its_step_changes_no_weight(tmp_path: Path, processes: int) -> None:
+    bad = int(permute(np.arange(600), 600, 0, 0)[8 + 3])
+    sections: dict[str, Any] = {"checkpoint": {"every_steps": 1, "keep": 9}, "task": FAULTY}
+    train_boxes(tmp_path, "run", processes, 4, options={"nan_sample": bad}, **sections)
+    [skip] = events(tmp_path / "run", "skip")
+    assert skip["step"] == 2
+    before, after = (checkpoint(tmp_path / "run", step) for step in (1, 2))
+    weights = [name for name in before if name.startswith("model.safetensors")]
+    assert weights
+    assert all(torch.equal(before[name], after[name]) for name in weights)
+    incident = json.loads((tmp_path / "run/incidents/step-00000002/incident.json").read_text())
+    assert [each["samples"] for each in incident["processes"] if each["happens_again"]] == [[bad]]
+
+
+def test_a_run_that_is_stopped_and_resumed_equals_one_that_is_not_to_the_bit(tmp_path: Path) -> None:
+    sections: dict[str, Any] = {"model": DEFORMABLE, "task": FAULTY, "schedule": {"max_steps": 5}}
+    sections |= {"optimizer": {"learning_rate": 1e-3, "ema_decay": 0.9}}
+    whole = train_boxes(tmp_path, "whole", 1, 4, **sections)
+    train_boxes(tmp_path, "parts", 1, 4, expect=75, options={"term_at": {"step": 5, "rank": 0}}, **sections)
+    assert train_boxes(tmp_path, "parts", 1, 4, **sections) == whole
+    ours, theirs = (load_file(tmp_path / name / "model/model.safetensors") for name in ("parts", "whole"))
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("processes", "per_device", "strategy", "model"),
+    [
+        (2, 4, "ddp", YOLOS),
+        (2, 1, "ddp", YOLOS),
+        (4, 2, "ddp", YOLOS),
+        (2, 2, "fsdp2", YOLOS),
+        (2, 2, "ddp", DEFORMABLE),
+    ],
+)
+def test_the_loss_does_not_depend_on_the_number_of_processes(
+    tmp_path: Path, processes: int, per_device: int, strategy: str, model: Any
+) -> None:
+    whole = train_boxes(tmp_path, "whole", model=model)
+    found = train_boxes(tmp_path, "spread", processes, per_device, model=model, parallel={"strategy": strategy})
+    assert [each[0] for each in found] == pytest.approx([each[0] for each in whole], rel=1e-6)
+    assert found == [pytest.approx(each, rel=1e-5, abs=1e-6) for each in whole]
+
+
+@pytest.mark.slow
+def test_the_evaluation_on_two_processes_counts_each_image_once(tmp_path: Path) -> None:
+    found = []
+    for name, size, count in (("whole", 8, 1), ("parts", 3, 2)):
+        train_boxes(tmp_path, name, count, 4, batch={"per_device_eval_batch_size": size}, schedule={"max_steps": 1})
+        found.append(json.loads((tmp_path / name / "summary.json").read_text())["eval"])
+    assert found[1] == pytest.approx(found[0], rel=1e-5)
