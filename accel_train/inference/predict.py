@@ -30,8 +30,12 @@ from accel_train.inference.finished_run import TrainedRun, counted, open_run, re
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.yaml_core import is_number
 from accel_train.runtime.process_group import wait_for_all
+from accel_train.tasks.object_detection.config import ObjectDetectionData
+from accel_train.tasks.object_detection.results import coco_results
 
 SUFFIXES = (".csv", ".jsonl", ".parquet")
+COCO_SUFFIX = ".json"
+"""Suffix of a file with boxes as COCO results."""
 MAX_SCORE_COLUMNS = 20
 """Most classes for which a table has a score column each. With more classes, scores are dropped."""
 IGNORED_LABEL = -100
@@ -52,9 +56,10 @@ def open_for_prediction(
     """
     task = recipe_of_trained(folder, data, settings).task
     table = folder / "predictions.csv" if out is None else output_path(out)
-    if table.suffix.lower() not in SUFFIXES and not is_written_into(table):
+    suffixes = (*SUFFIXES, COCO_SUFFIX) if task == "object-detection" else SUFFIXES
+    if table.suffix.lower() not in suffixes and not is_written_into(table):
         raise ValueError(
-            f"--out {table}: its name must end in {', '.join(SUFFIXES)}, because the suffix sets the format"
+            f"--out {table}: its name must end in {', '.join(suffixes)}, because the suffix sets the format"
         )
     check_file(table, folder, f"--out {table}")
     if task == "semantic-segmentation" and is_written_into(table):
@@ -136,6 +141,10 @@ def predict(run: TrainedRun, out: Path) -> Path | None:
     with replacing(masks) if main and not is_written_into(out) else nullcontext(staging_of(masks)) as staging:
         wait_for_all()
         columns = predict_columns(run, staging, masks.name)
+    if main and out.suffix.lower() == COCO_SUFFIX:
+        results, origin = coco_results(columns, run.data.source.label_names, ObjectDetectionData.of(run.recipe.data))
+        print(f"{out}: image_id and category_id are from {origin}", file=sys.stderr)
+        return write_file(out, (json.dumps(results) + "\n").encode(), run.folder)
     return write_table(columns, out, run.folder) if main else None
 
 

@@ -39,6 +39,7 @@ def describe_evaluation(runs: Sequence[Run]) -> list[Block]:
         blocks += [
             *_describe_classification(details("classification")),
             *_describe_segmentation(details("segmentation")),
+            *_describe_detection(details("detection")),
             *_describe_generation(details("generation")),
         ]
         blocks.append(_describe_augmentation(details("test_time_augmentation")))
@@ -48,8 +49,10 @@ def describe_evaluation(runs: Sequence[Run]) -> list[Block]:
 
 def _describe_examples(found: Mapping[str, Any], num_eval: Any) -> Block:
     """Return the part with samples that the run got wrong, with their images or texts."""
-    of_pixels = found.get("kind") == "mask"
-    needed = {"wrong": float} if of_pixels else {"truth": str, "prediction": str, "score": float}
+    of_pixels, of_boxes = found.get("kind") == "mask", found.get("kind") == "boxes"
+    needed: dict[str, type] = {"truth": str, "prediction": str, "score": float}
+    if of_pixels or of_boxes:
+        needed = {"wrong": float} if of_pixels else {"boxes": int, "found": int}
     examples = [
         each
         for each in _list(found.get("examples"))
@@ -60,6 +63,8 @@ def _describe_examples(found: Mapping[str, Any], num_eval: Any) -> Block:
     captions = [
         f"{each['wrong']:.1%} of the pixels wrong"
         if of_pixels
+        else f"{each['boxes']} annotated, {each['found']} predicted"
+        if of_boxes
         else f"{each['truth']}, predicted as {each['prediction']} ({each['score']:.0%})"
         for each in examples
     ]
@@ -75,8 +80,10 @@ def _describe_examples(found: Mapping[str, Any], num_eval: Any) -> Block:
     tried = f"{found['tried']:,} of the {num_eval:,}" if is_part else f"{found['tried']:,}"
     counted = f"of {tried} held-out samples {found['wrong']:,} are wrong; the most confident first"
     hint = "image, truth, prediction; the worst first" if of_pixels else counted
+    if of_boxes:
+        hint = "truth, and predicted boxes with a score of at least 0.3"
     return {
-        "title": "Predictions" if of_pixels else "Mistakes",
+        "title": "Predictions" if of_pixels or of_boxes else "Mistakes",
         "kind": "examples",
         "items": items,
         "colours": [pair for pair in _list(found.get("colours")) if _is_colour(pair)],
@@ -200,6 +207,16 @@ def _describe_segmentation(part: Mapping[str, Any]) -> list[Block]:
     if found:
         blocks.append(_table_of_pairs(*found, "pixels"))
     return blocks
+
+
+def _describe_detection(part: Mapping[str, Any]) -> list[Block]:
+    names, values = _names(part), _list(part.get("average_precision"))
+    if not names or len(values) != len(names):
+        return []
+    bars = [_bar(name, value) for name, value in zip(names, values, strict=True)]
+    hint = f"{len(names)} classes; mean over IoU thresholds from 0.5 to 0.95"
+    title = "Average precision by class"
+    return [{"kind": "bars", "title": title, "hint": hint, "bars": bars, "folded": len(bars) > MAX_ROWS}]
 
 
 def _describe_generation(part: Mapping[str, Any]) -> list[Block]:

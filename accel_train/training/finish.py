@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageDraw
 from torch import Tensor, nn
 
 from accel_train.checkpoint.contents import load_model_tensors
@@ -49,6 +49,10 @@ MAX_TRIED = 256
 """Samples that are predicted once more, evenly spaced: seconds, whatever the size of the evaluation data."""
 SHOWN_OF_MASKS = 3
 """One in so many of `evaluate.num_examples`: each is three pictures."""
+SHOWN_OF_BOXES = 2
+"""One in so many of `evaluate.num_examples`: each is two pictures, of the truth and of the prediction."""
+LEAST_SCORE = 0.3
+"""Least score of a predicted box in a picture."""
 MAX_CHARACTERS = 400
 EDGE = 160
 _NO_CLASS = 255
@@ -330,9 +334,9 @@ def _note_end(run: RunContext, summary: dict[str, Any], report: Path | str) -> N
 def examples_of(run: RunContext, model: nn.Module) -> dict[str, Any]:
     """Return samples with truth and prediction, as plain JSON values; empty where the task predicts no class.
 
-    `kind` is "label" (a class per sample) or "mask" (a class per pixel), `tried` the number of predicted samples,
-    `wrong` the number of wrong ones (or the share of their pixels), and `examples` the samples to show. Called on the
-    main process, with whole weights.
+    `kind` is "label" (a class per sample), "mask" (a class per pixel) or "boxes". `tried` is the number of predicted
+    samples, `wrong` the number of wrong ones (or the share of their pixels), and `examples` are the samples to show.
+    Called on the main process, with whole weights.
     """
     plan = run.plan
     data, source = plan.data, plan.data.source
@@ -350,9 +354,15 @@ def examples_of(run: RunContext, model: nn.Module) -> dict[str, Any]:
             device = next(model.parameters()).device
             batch = {name: value.to(device) for name, value in batch.items()}
             predicted = plan.task.predict_batch(model, batch)
+            if "found" in predicted and source.sets.eval.boxes is not None:
+                found += [_of_boxes(each, row, source) for each, row in zip(here, predicted["found"].cpu().numpy())]
+                continue
             if "labels" not in batch or not predicted.keys() & {"label", "mask"}:
                 return {}
             found += _of_labels(here, batch, predicted) if "label" in predicted else _of_masks(here, batch, predicted)
+    if found and "boxes" in found[0]:
+        shown = [_with_boxes(each, source) for each in found[:: max(1, len(found) // -(-most // SHOWN_OF_BOXES))]]
+        return {"kind": "boxes", "tried": len(found), "wrong": 0, "examples": shown[: -(-most // SHOWN_OF_BOXES)]}
     kind = "mask" if found and "mask" in found[0] else "label"
     wrong = sorted((each for each in found if each["wrong"]), key=lambda each: -each["confidence"])
     most = most if kind == "label" else -(-most // SHOWN_OF_MASKS)
@@ -382,6 +392,37 @@ def _of_masks(
         known = (truth != _NO_CLASS) & (truth >= 0)
         share = float((mask != truth)[known].mean()) if known.any() else 0.0
         yield {"index": index, "wrong": share, "confidence": share, "truth": truth, "mask": mask}
+
+
+def _of_boxes(index: int, rows: NDArray[Any], source: Any) -> dict[str, Any]:
+    """Return the boxes of one image as (class, corners in pixels): the truth, and predictions (K, 6) with a score."""
+    truth = source.sets.eval.boxes_of(index)
+    edges = np.array([truth.width, truth.height] * 2)
+    sure = rows[rows[:, 0] >= LEAST_SCORE]
+    return {
+        "index": index,
+        "boxes": list(zip(sure[:, 1].astype(int).tolist(), (sure[:, 2:] * edges).tolist())),
+        "truth": list(zip(truth.class_ids.tolist(), truth.corners.tolist())),
+    }
+
+
+def _with_boxes(found: dict[str, Any], source: Any) -> dict[str, Any]:
+    image, names = source.shown(found["index"])["image"].convert("RGB"), source.label_names
+    pictures = [_png(_framed(image, found[side], names)) for side in ("truth", "boxes")]
+    return {"images": pictures, "boxes": len(found["truth"]), "found": len(found["boxes"])}
+
+
+def _framed(image: Image.Image, boxes: list[tuple[int, list[float]]], names: tuple[str, ...]) -> Image.Image:
+    """Return the thumbnail of an image with its boxes, in the colors of their classes."""
+    scale = EDGE / max(image.size)
+    picture = image.resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))))
+    draw = ImageDraw.Draw(picture)
+    for class_id, corners in boxes:
+        left, top, right, bottom = (edge * scale for edge in corners)
+        color = tuple(_hues()[1 + class_id % (_NO_CLASS - 1)].tolist())
+        draw.rectangle((left, top, max(left, right - 1), max(top, bottom - 1)), outline=color, width=2)
+        draw.text((left + 3, top + 1), names[class_id], fill=color)
+    return picture
 
 
 def _shown(found: dict[str, Any], sample: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:

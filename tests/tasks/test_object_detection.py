@@ -1,6 +1,7 @@
 """Object detection: transformers' losses over the global batch, boxes counted once, and folders that others open."""
 
 import json
+from collections import Counter
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -12,10 +13,12 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from torch.nn import BatchNorm2d
-from transformers import AutoConfig, AutoModelForObjectDetection
+from transformers import AutoConfig, AutoModelForObjectDetection, pipeline
 
 from accel_train import train
+from accel_train.cli.main import main
 from accel_train.data.images.boxes import Boxes
+from accel_train.data.images.pools import boxed_scenes_pool
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.order import permute
 from accel_train.recipe.schema import Recipe
@@ -300,6 +303,97 @@ def test_a_run_that_is_stopped_and_resumed_equals_one_that_is_not_to_the_bit(tmp
     assert train_boxes(tmp_path, "parts", 1, 4, **sections) == whole
     ours, theirs = (load_file(tmp_path / name / "model/model.safetensors") for name in ("parts", "whole"))
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on a COCO file whose ids are not positions, with scenes of two sizes."""
+    folder = tmp_path_factory.mktemp("coco")
+    (folder / "images").mkdir()
+    scenes = boxed_scenes_pool(held_out=False)
+    assert scenes.boxes is not None
+    content: dict[str, Any] = {"images": [], "annotations": [], "categories": []}
+    content["categories"] = [{"id": 3 * number + 5, "name": f"digit {number}"} for number in range(10)]
+    for number in range(20):
+        scale = 1 + number % 2
+        image = scenes.images[number]
+        size = (image.width * scale, image.height)
+        image.resize(size).save(folder / "images" / f"{number}.png")
+        content["images"].append(
+            {"id": 900 - number, "file_name": f"{number}.png", "width": size[0], "height": size[1]}
+        )
+        boxes = scenes.boxes[number]
+        for (left, top, right, bottom), digit in zip(boxes.corners.tolist(), boxes.class_ids.tolist()):
+            content["annotations"].append(
+                {
+                    "id": len(content["annotations"]) + 1,
+                    "image_id": 900 - number,
+                    "category_id": 3 * digit + 5,
+                    "bbox": [left * scale, top, (right - left) * scale, bottom - top],
+                    "area": (right - left) * scale * (bottom - top),
+                    "iscrowd": 0,
+                }
+            )
+    (folder / "instances_train.json").write_text(json.dumps(content))
+    data = {"train": str(folder / "instances_train.json"), "eval_fraction": 0.4}
+    sections = sections_of(folder, data=data, model=DEFORMABLE, schedule={"max_steps": 2})
+    train(Recipe.model_validate(sections | {"evaluate": {"every_steps": 0}}))
+    return folder
+
+
+def test_predictions_as_coco_results_score_as_the_evaluation_does(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    assert main(["predict", str(trained / "run"), "--out", str(trained / "results.json")]) == 0
+    results = json.loads((trained / "results.json").read_text())
+    known = COCO(str(trained / "instances_train.json"))
+    images = {each["image_id"] for each in results}
+    assert len(images) == 8
+    evaluation = COCOeval(known, known.loadRes(results), "bbox")
+    evaluation.params.imgIds = sorted(images)
+    evaluation.evaluate()
+    evaluation.accumulate()
+    evaluation.summarize()
+    expected = json.loads((trained / "run/summary.json").read_text())["eval"]
+    found = [expected[name] for name in ("map", "map_50", "map_75")]
+    assert found == pytest.approx(evaluation.stats[:3].tolist(), abs=1e-4)
+
+
+def test_the_pipeline_of_transformers_opens_the_model_and_finds_the_same_boxes(trained: Path) -> None:
+    assert main(["predict", str(trained / "run"), "--out", str(trained / "rows.jsonl")]) == 0
+    finder = pipeline("object-detection", model=str(trained / "run/model"), device="cpu")
+    rows = [json.loads(line) for line in (trained / "rows.jsonl").read_text().splitlines()]
+    for row in rows:
+        found = finder(str(trained / "images" / Path(row["id"]).name), threshold=0.0)
+        count = min(len(found), len(row["scores"]))
+        assert count >= 60
+        scores = [each["score"] for each in found[:count]]
+        assert scores == pytest.approx(row["scores"][:count], abs=1e-3)
+        left, top, width, height = row["boxes"][0]
+        box = found[0]["box"]
+        edges = [box["xmin"], box["ymin"], box["xmax"], box["ymax"]]
+        assert edges == pytest.approx([left, top, left + width, top + height], abs=1.1)
+        assert found[0]["label"] == row["labels"][0]
+
+
+def test_the_report_draws_truth_and_prediction_side_by_side(trained: Path) -> None:
+    examples = json.loads((trained / "run/examples.json").read_text())
+    content = json.loads((trained / "instances_train.json").read_text())
+    assert examples["kind"] == "boxes"
+    assert examples["tried"] == 8
+    assert 1 <= len(examples["examples"]) <= 8
+    page = (trained / "run/report.html").read_text()
+    per_image = Counter(each["image_id"] for each in content["annotations"])
+    for each in examples["examples"]:
+        assert each["boxes"] in per_image.values()
+        truth, prediction = each["images"]
+        assert truth.startswith("data:image/png;base64,")
+        assert truth in page
+        assert prediction in page
+        assert each["found"] > 0 or truth != prediction
 
 
 @pytest.mark.slow
