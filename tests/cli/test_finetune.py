@@ -602,7 +602,7 @@ WRONG: dict[str, tuple[Callable[[], None], str, tuple[str, ...], tuple[str, ...]
     "columns that do not fit the task": (TEXTS, "t.csv", ("--task", "question-answering"),
         ("--task question-answering needs", "question, context and answers", "t.csv has: text, label")),
     "boxes next to the training images": (boxes_beside_images, "t", (),
-        ("t/annotations/instances.json", "boxes", "COCO")),
+        ("t/annotations/instances.json", "lists no images")),
     "a recipe that cannot be written": (TEXTS, "t.csv", ("--output_dir", "t.csv/run"),
         ("t.csv/run.yaml", "(Not a directory)", "--output_dir DIR", "--recipe FILE")),
 }  # fmt: skip

@@ -49,7 +49,7 @@ FINETUNE = Command(
             "metavar": "PATH",
             "help": (
                 "a table (csv, tsv, jsonl, parquet), text files, chats, CoNLL or SQuAD files, or a folder of images by "
-                "class or with masks"
+                "class, with masks, or with boxes"
             ),
         },
         "--model": {

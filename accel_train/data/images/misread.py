@@ -68,9 +68,9 @@ def refuse_annotations(folder: Path, files: Sequence[str], others: Sequence[str]
         masks = next((entry for entry in folders if pairs_below(entry)), None)
         hint = f" {masks} holds masks: name that folder for semantic segmentation." if masks else ""
         raise ValueError(
-            f"{path} holds boxes or polygons ({kind}). Object detection is not one of the tasks; accel-train finetune "
-            f"draws polygons as masks.{hint} If the folders are classes, list them: --data.label_names '[a, b]' (with "
-            "finetune also --task image-classification)"
+            f"{path} holds boxes or polygons ({kind}). For boxes, use the task object-detection (COCO, YOLO with a "
+            f"data.yaml, Pascal VOC); accel-train finetune draws polygons as masks.{hint} If the folders are classes, "
+            "list them: --data.label_names '[a, b]' (with finetune also --task image-classification)"
         )
 
 

@@ -62,6 +62,14 @@ def eval_fraction_for(found: Found) -> float:
     return 0.2 if found.num_samples < 2_000 else 0.1 if found.num_samples < 20_000 else 0.05
 
 
+def held_out_for(found: Found) -> Choice[float]:
+    number = found.num_samples
+    fraction = eval_fraction_for(found)
+    if number == 1:
+        return Choice(fraction, "the end of the one document")
+    return Choice(fraction, f"of {format_count(number, 'sample')}, chosen by hash: the same samples in every run")
+
+
 def metric_for(found: Found) -> Choice[str]:
     counts = found.counts
     if not counts:

@@ -1,7 +1,6 @@
 """Choice of model and training settings: small models from scratch, or settings by the size of a pretrained model.
 
-Models from scratch come from the package's recipes. Learning rates for pretrained weights are the usual ones: BERT 2e-5
-to 5e-5 (Devlin et al. 2019), small encoders above that, LoRA 2e-4 (Hu et al. 2021).
+Models from scratch come from the package's recipes.
 """
 
 import math
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.core.errors import SettingError
-from accel_train.core.format import format_count
 from accel_train.core.state import Choice
 from accel_train.data.images.preprocessing import pretrained_image_size
 from accel_train.data.text.tokenizers import load_tokenizer
@@ -19,6 +17,7 @@ from accel_train.experiments.finetune.amounts import (
     Pretrained,
     batch_for,
     eval_fraction_for,
+    held_out_for,
     learning_rate_of,
     metric_for,
     num_parameters_in_words,
@@ -43,6 +42,7 @@ def choose(found: Found, pretrained: Pretrained | None) -> Choices:
         "causal-lm": language_model,
         "image-classification": image_classifier,
         "semantic-segmentation": segmenter,
+        "object-detection": detector,
         "token-classification": tagger,
         "question-answering": answerer,
         "seq2seq": translator,
@@ -59,7 +59,7 @@ def choose(found: Found, pretrained: Pretrained | None) -> Choices:
         }
     return {
         **chosen,
-        **({"data.eval_fraction": _held_out(found)} if found.eval_fraction is None else {}),
+        **({"data.eval_fraction": held_out_for(found)} if found.eval_fraction is None else {}),
         **_stratified(found),
         "checkpoint.load_best_model_at_end": Choice(True, "model/ holds the weights with the best evaluation"),
     }
@@ -79,14 +79,6 @@ def _adapters(pretrained: Pretrained) -> Choices:
     return {"model.lora": Choice({"rank": 16, "alpha": 32.0}, why)}
 
 
-def _held_out(found: Found) -> Choice[float]:
-    number = found.num_samples
-    fraction = eval_fraction_for(found)
-    if number == 1:
-        return Choice(fraction, "the end of the one document")
-    return Choice(fraction, f"of {format_count(number, 'sample')}, chosen by hash: the same samples in every run")
-
-
 def look_at(name: str, task: str, *, trust_remote_code: bool) -> Pretrained:
     """Return the facts of pretrained weights in a folder or on the hub. Only their configuration is read.
 
@@ -100,7 +92,7 @@ def look_at(name: str, task: str, *, trust_remote_code: bool) -> Pretrained:
     model = {"pretrained": name, "trust_remote_code": trust_remote_code}
     tree = {"output_dir": "runs", "model": model, "data": {"train": "."}, "schedule": {"max_steps": 1}}
     config = pretrained_config(make_recipe(tree, "--model"))
-    is_text = task not in ("image-classification", "semantic-segmentation")
+    is_text = task not in ("image-classification", "semantic-segmentation", "object-detection")
     tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code) if is_text else None
     return Pretrained(
         name,
@@ -374,6 +366,47 @@ def segmenter(found: Found, pretrained: Pretrained | None) -> Choices:
         "model.config": Choice(config, "no --model: a small UPerNet from scratch, as in the recipe segmentation"),
         "data.image_size": Choice(*_size_of_aspect(found, _from_scratch_size(found))),
         **training_of(found, batch, rate, (800, 5, 100), 0.01, metric),
+    }
+
+
+def detector(found: Found, pretrained: Pretrained | None) -> Choices:
+    batch = 8 if found.num_samples < 500 else 16
+    metric = Choice("map", "mean average precision, as COCO defines it")
+    clip: Choices = {"optimizer.max_grad_norm": Choice(0.1, "usual for detectors (DETR)")}
+    if pretrained is not None:
+        rate = Choice(5e-5, "usual for pretrained detectors")
+        training = training_of(found, batch, rate, (1_500, 10, 60), 1e-4, metric)
+        return {"data.image_size": Choice(*_own_size(pretrained, 480)), **training, **clip}
+    config = {
+        "model_type": "deformable_detr",
+        "backbone_config": {
+            "model_type": "resnet",
+            "layer_type": "basic",
+            "embedding_size": 32,
+            "hidden_sizes": [32, 64, 96, 128],
+            "depths": [1, 1, 1, 1],
+            "out_features": ["stage2", "stage3"],
+        },
+        "num_feature_levels": 2,
+        "d_model": 64,
+        "encoder_layers": 1,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "encoder_ffn_dim": 128,
+        "decoder_ffn_dim": 128,
+        # As many as COCO's scores count of an image.
+        "num_queries": 100,
+        "dropout": 0.0,
+        "auxiliary_loss": True,
+        "with_box_refine": True,
+    }
+    rate = Choice(1e-3, "usual for small models from scratch")
+    return {
+        "model.config": Choice(config, "no --model: a small detector from scratch; it finds up to 100 boxes"),
+        "data.image_size": Choice(*_size_of_aspect(found, _from_scratch_size(found))),
+        **training_of(found, batch, rate, (2_000, 10, 200), 0.01, metric),
+        **clip,
     }
 
 

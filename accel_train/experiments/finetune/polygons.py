@@ -19,7 +19,7 @@ from accel_train.experiments.finetune.recipe import Asked
 _BACKGROUND, _IGNORED = ("background", "_background_"), "__ignore__"
 """labelme's names for class 0, and for pixels that are not counted."""
 _NUM_LOOKED_AT = 200
-_NO_BOXES = "Object detection is not one of the tasks. Export polygons"
+_NO_BOXES = "Masks need polygons. For the boxes of COCO, use --task object-detection"
 
 
 class Drawing(NamedTuple):
@@ -110,7 +110,8 @@ def find_polygons(asked: Asked, place: str) -> Polygons | None:
         f"{format_count(len(shapes), 'polygon')} on {format_count(len(drawings), 'image')} are drawn as masks, later "
         f"ones over earlier ones; {shapes.count(_IGNORED)} of them (crowds, {_IGNORED}) are not counted; other pixels "
         f"are background; not used: {format_count(len(images) - len(drawings), 'image')}, "
-        f"{format_count(len(others) - len(found), 'other file')}; the model learns the class of each pixel, no objects",
+        f"{format_count(len(others) - len(found), 'other file')}; the model learns the class of each pixel; for "
+        "the boxes of COCO: --task object-detection",
     )
 
 
@@ -119,10 +120,14 @@ def _content(file: Path) -> dict[str, Any] | None:
     try:
         content = json.loads(read_regular(file).decode("utf-8-sig"))
         content.pop("imageData", None)
-        first = [*content["annotations"], {"bbox"}][0] if {"images", "annotations"} <= {*content} else ()
+        shapes = content["annotations"] if {"images", "annotations"} <= {*content} else ()
     except (OSError, ValueError, TypeError, AttributeError):
         return None
-    return content if isinstance(content.get("shapes"), list) or {"bbox", "segmentation"} & {*first} else None
+    # Boxes alone are for object detection.
+    has_polygons = isinstance(shapes, list) and any(
+        isinstance(each, dict) and each.get("segmentation") for each in shapes
+    )
+    return content if isinstance(content.get("shapes"), list) or has_polygons else None
 
 
 def _labelme(file: Path, content: Any, below: Mapping[str, Any], labels: dict[Any, str]) -> Iterator[Drawing]:

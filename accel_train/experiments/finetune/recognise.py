@@ -20,6 +20,7 @@ from accel_train.data.images.pairs import LISTED_SUFFIXES, lists_pairs
 from accel_train.data.sources import file_kind, files_of, is_about_data, is_saved_dataset, resolve_sources
 from accel_train.data.tables import has_object_lines, read_rows
 from accel_train.data.text.documents import read_documents
+from accel_train.experiments.finetune.boxes import find_boxes, recognise_boxes
 from accel_train.experiments.finetune.class_files import are_classes
 from accel_train.experiments.finetune.columns import (
     NAME_FILES,
@@ -96,6 +97,8 @@ def _recognise(asked: Asked) -> Found:
 
 def _recognise_file(asked: Asked, path: Path) -> Found:
     kind = file_kind(path)
+    if path.exists() and (located := find_boxes(asked, path)) is not None:
+        return recognise_boxes(asked, located)
     if path.suffix.lower() in LISTED_SUFFIXES and asked.task in (None, "semantic-segmentation"):
         if asked.task is not None:
             return recognise_masks(asked, Pairs(asked.path, None, "from --task: a list of images with their masks"))
@@ -134,8 +137,11 @@ def _recognise_folder(asked: Asked, folder: Path) -> Found:
         found = recognise_table(asked, folder, folder if held_out else None)
         tests = ("split test",) if (folder / "test").is_dir() else ()
         return replace(found, unused=(*(found.unused or ()), *tests))
-    if asked.task != "image-classification" and (pairs := find_pairs(asked.path)) is not None:
+    is_for_masks = asked.task not in ("image-classification", "object-detection")
+    if is_for_masks and (pairs := find_pairs(asked.path)) is not None:
         return recognise_masks(asked, pairs)
+    if (located := find_boxes(asked, folder)) is not None:
+        return recognise_boxes(asked, located)
     files = [path for path in files_below(folder) if path.is_file()]
     files = [path for path in files if not is_about_data(path, folder)]
     tables = [path for path in files if file_kind(path) in _TABLES]

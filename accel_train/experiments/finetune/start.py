@@ -139,7 +139,7 @@ def finetune(
 
     Args:
         path: a table (csv, tsv, jsonl, parquet), text files, chats, CoNLL or SQuAD files, or a folder of images by
-            class or with masks.
+            class, with masks, or with boxes.
         model: pretrained weights: a folder or a hub name; or settings, as in `sections`. None: a small model from
             scratch.
         text: text column, or two text columns that are a pair. None: found from the data.

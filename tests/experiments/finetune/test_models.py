@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from accel_train.core.state import Choice
-from accel_train.experiments.finetune.models import Pretrained, choose
+from accel_train.experiments.finetune.amounts import Pretrained
+from accel_train.experiments.finetune.models import choose
 from accel_train.experiments.finetune.recipe import TASKS, Found, tree_of
 from accel_train.recipe.loader import make_recipe
 
@@ -28,8 +29,9 @@ def test_the_learning_rate_falls_with_the_size_and_large_models_take_adapters(
 ) -> None:
     for task in TASKS:
         chosen = choose(found(task), pretrained(num_parameters))
-        is_encoder = task == "sentence-embedding" and num_parameters < 1e9
-        assert chosen["optimizer.learning_rate"].value == (2e-5 if is_encoder else rate)
+        # Detectors and sentence encoders have usual rates.
+        usual = {"object-detection": 5e-5, "sentence-embedding": 2e-5 if num_parameters < 1e9 else rate}
+        assert chosen["optimizer.learning_rate"].value == usual.get(task, rate)
         assert ("model.lora" in chosen) == (num_parameters >= 1e9)
 
 

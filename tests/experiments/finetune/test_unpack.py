@@ -273,11 +273,11 @@ def test_an_archive_of_coco_is_unpacked_and_drawn() -> None:
 WRONG: dict[str, tuple[Callable[[], None], str]] = {
     "a rectangle of labelme": (
         lambda: write_labelme("set/a.json", ("cat", SQUARE[:2]), kind="rectangle"),
-        "set/a.json: 'cat' is a rectangle.*Object detection is not one of the tasks",
+        "set/a.json: 'cat' is a rectangle.*--task object-detection",
     ),
-    "boxes of COCO": (
-        lambda: write_coco("set/a.json", [{"bbox": [1, 1, 2, 2]}]),
-        "set/a.json: annotation 0 is a box without a polygon",
+    "boxes among polygons of COCO": (
+        lambda: write_coco("set/a.json", [{"segmentation": [FLAT]}, {"bbox": [1, 1, 2, 2]}]),
+        "set/a.json: annotation 1 is a box without a polygon.*--task object-detection",
     ),
     "an encoded mask": (
         lambda: write_coco("set/a.json", [{"segmentation": [FLAT]}, {"segmentation": {"counts": "x"}}]),

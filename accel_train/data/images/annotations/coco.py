@@ -73,7 +73,7 @@ def read_coco(path: Path, images: Path | None = None, *, needs_boxes: bool = Tru
         seen.add(key)
     root, files = _place_of(path, files, images)
     keys = list(index_of)
-    records = [BoxedImage(str(path), *each, image_id=key) for *each, key in zip(rows, sizes, keys)]
+    records = [BoxedImage(str(path), *found, image_id=key) for key, found in zip(keys, zip(rows, sizes))]
     num_boxes = sum(map(len, rows))
     return Annotated(
         "COCO",

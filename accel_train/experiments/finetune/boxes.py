@@ -1,0 +1,72 @@
+"""Recognition of images with boxes: COCO, YOLO, Pascal VOC, and tables such as metadata.jsonl."""
+
+from collections import Counter
+from pathlib import Path
+
+from accel_train.core.format import format_count
+from accel_train.core.state import Choice
+from accel_train.data.images.annotations.folders import LAYOUTS, Located, locate
+from accel_train.experiments.finetune.images import not_used, refuse_columns, sizes_of
+from accel_train.experiments.finetune.recipe import Asked, Choices, Found
+from accel_train.tasks.object_detection.config import ObjectDetectionData
+from accel_train.tasks.object_detection.data import read_boxed_images
+
+TASK = "object-detection"
+
+
+def find_boxes(asked: Asked, path: Path) -> Located | None:
+    """Return the boxes at a path, or None without boxes or if another task is asked for.
+
+    Raises:
+        ValueError: the task is object-detection, and the path has no boxes.
+    """
+    if asked.task not in (None, TASK):
+        return None
+    if "data.annotations" in asked.given and asked.data.annotations is not None:
+        path = Path(asked.data.annotations).expanduser()
+    found = locate(path)
+    if found is None and asked.task == TASK:
+        raise ValueError(f"--task {TASK}: {path} has no boxes; expected {LAYOUTS}")
+    return found
+
+
+def recognise_boxes(asked: Asked, located: Located) -> Found:
+    """Return the images and boxes of a folder or a file, after checking all boxes.
+
+    Raises:
+        ValueError: annotations have faults. The message has a line for each.
+    """
+    refuse_columns(asked, asked.path, "images with boxes")
+    settings: Choices = {"data.train": Choice(asked.path, "")}
+    if "data.annotations" not in asked.given:
+        settings["data.train"] = Choice(str(located.train), "")
+        if located.eval is not None and "data.eval" not in asked.given:
+            what = "val of the same file" if located.eval == located.train else "evaluation data by its name"
+            settings["data.eval"] = Choice(str(located.eval), what)
+    update = {name.removeprefix("data."): choice.value for name, choice in settings.items()}
+    fields = {name: getattr(asked.data, name) for name in ObjectDetectionData.model_fields}
+    sets = read_boxed_images(ObjectDetectionData.model_validate({**fields, **update}))
+    num_images = len(sets.train) + (len(sets.eval) if sets.eval is not None and "data.eval" not in settings else 0)
+    sides = [sets.train] if sets.eval is None or "data.eval" in settings else [sets.train, sets.eval]
+    counts = Counter(
+        sets.label_names[number]
+        for side in sides
+        for index in range(len(side))
+        for number in side.boxes_of(index).class_ids.tolist()
+    )
+    root = Path(asked.path).expanduser()
+    images = [side.images for side in (sets.train, sets.eval) if side is not None]
+    used = [Path(images_of.where(0)).parent for images_of in images]
+    used += [path for path in (located.train, located.eval) if path is not None]
+    others = (not_used(root, used),) if root.is_dir() else ()
+    return Found(
+        TASK,
+        located.why,
+        f"{sets.description} ({format_count(num_images, 'image')} to train on)",
+        num_samples=num_images,
+        settings=settings,
+        counts={name: counts[name] for name in sets.label_names},
+        test=None if located.test is None else str(located.test),
+        notes=(*sets.notes, *others),
+        **sizes_of(sets.train.images),
+    )
