@@ -30,8 +30,6 @@ from accel_train.inference.finished_run import TrainedRun, counted, open_run, re
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.yaml_core import is_number
 from accel_train.runtime.process_group import wait_for_all
-from accel_train.tasks.object_detection.config import ObjectDetectionData
-from accel_train.tasks.object_detection.results import coco_results
 
 SUFFIXES = (".csv", ".jsonl", ".parquet")
 COCO_SUFFIX = ".json"
@@ -142,7 +140,7 @@ def predict(run: TrainedRun, out: Path) -> Path | None:
         wait_for_all()
         columns = predict_columns(run, staging, masks.name)
     if main and out.suffix.lower() == COCO_SUFFIX:
-        results, origin = coco_results(columns, run.data.source.label_names, ObjectDetectionData.of(run.recipe.data))
+        results, origin = run.task.coco_results(columns, run.recipe, run.data)  # type: ignore[attr-defined]
         print(f"{out}: image_id and category_id are from {origin}", file=sys.stderr)
         return write_file(out, (json.dumps(results) + "\n").encode(), run.folder)
     return write_table(columns, out, run.folder) if main else None

@@ -98,7 +98,9 @@ def average_precision(truth: Sequence[Boxes], found: Sequence[Detection], names:
 
 
 def _details(names: Sequence[str], by_class: Sequence[float], annotations: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    counts = np.bincount([each["category_id"] - 1 for each in annotations], minlength=len(names)).tolist()
+    counts = np.bincount(
+        [each["category_id"] - 1 for each in annotations if not each["iscrowd"]], minlength=len(names)
+    ).tolist()
     precision = [None if not count or np.isnan(each) else each for each, count in zip(by_class, counts)]
     return {"detection": {"label_names": list(names), "average_precision": precision, "num_boxes": counts}}
 

@@ -1,0 +1,174 @@
+"""Object detection: average precision counted by hand, the mean-box baseline, and predictions of the trained model."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from transformers import pipeline
+
+from accel_train.core.errors import SettingError
+from accel_train.data.images.boxes import Boxes
+from accel_train.tasks.object_detection.metrics import (
+    METRICS,
+    Detection,
+    average_precision,
+    mean_boxes,
+    require_pycocotools,
+)
+from tests.support.runs import metrics, run, write_recipe_file
+
+NAMES = ("cat", "dog")
+YOLOS = {
+    "model_type": "yolos", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,
+    "image_size": [32, 32], "patch_size": 8, "num_detection_tokens": 4, "use_mid_position_embeddings": False,
+}  # fmt: skip
+
+
+def boxes(*rows: tuple[float, float, float, float, int], crowd: tuple[int, ...] = ()) -> Boxes:
+    """Boxes (left, top, right, bottom, class) of an image of 100 x 80."""
+    corners = np.array([row[:4] for row in rows], np.float32).reshape(-1, 4)
+    is_crowd = np.isin(np.arange(len(rows)), crowd)
+    areas = ((corners[:, 2] - corners[:, 0]) * (corners[:, 3] - corners[:, 1])).astype(np.float32)
+    return Boxes(corners, np.array([row[4] for row in rows], np.int64), is_crowd, areas, 100, 80)
+
+
+def found(*rows: tuple[float, float, float, float, int, float]) -> Detection:
+    """Predicted boxes (left, top, right, bottom, class, score)."""
+    corners = np.array([row[:4] for row in rows], np.float32).reshape(-1, 4)
+    return Detection(
+        np.array([row[5] for row in rows], np.float32), np.array([row[4] for row in rows], np.int64), corners
+    )
+
+
+A, B = (10, 10, 30, 30, 0), (50, 40, 90, 80, 1)
+
+
+def test_right_boxes_have_a_precision_of_1_and_a_class_without_boxes_does_not_count() -> None:
+    scores = average_precision([boxes(A)], [found((*A, 0.9))], NAMES)
+    assert scores.metrics == dict.fromkeys(METRICS, pytest.approx(1.0))
+    assert scores.details["detection"] == {
+        "label_names": ["cat", "dog"],
+        "average_precision": [pytest.approx(1.0), None],
+        "num_boxes": [1, 0],
+    }
+
+
+def test_a_box_that_overlaps_by_06_counts_at_the_thresholds_up_to_06() -> None:
+    # 20 x 20 and the same box cut to 12 x 20: IoU 0.6, which passes 0.50, 0.55, and 0.60.
+    scores = average_precision([boxes(A)], [found((10, 10, 22, 30, 0, 0.9))], NAMES)
+    assert scores.metrics["map_50"] == pytest.approx(1.0)
+    assert scores.metrics["map_75"] == 0.0
+    assert scores.metrics["map"] == pytest.approx(0.3)
+
+
+def test_a_wrong_box_with_a_higher_score_halves_the_precision_and_a_lower_one_does_not() -> None:
+    wrong = (60, 10, 70, 20, 0)
+    for score, expected in ((0.95, 0.5), (0.5, 1.0)):
+        scores = average_precision([boxes(A)], [found((*A, 0.9), (*wrong, score))], NAMES)
+        assert scores.metrics["map"] == pytest.approx(expected)
+
+
+def test_a_missed_box_leaves_the_recalls_below_one_half() -> None:
+    # Recalls 0, 0.01 ... 0.50 of 101 are reached with precision 1.
+    second = (60, 10, 80, 30, 0)
+    scores = average_precision([boxes(A, second)], [found((*A, 0.9))], NAMES)
+    assert scores.metrics["map"] == pytest.approx(51 / 101)
+
+
+def test_boxes_in_a_crowd_are_neither_right_nor_wrong() -> None:
+    truth = boxes(A, (40, 10, 90, 60, 0), crowd=(1,))
+    inside = [(45 + 5 * n, 20, 55 + 5 * n, 30, 0, 0.99) for n in range(3)]
+    scores = average_precision([truth], [found(*inside, (*A, 0.5))], NAMES)
+    assert scores.metrics["map"] == pytest.approx(1.0)
+    assert scores.details["detection"]["num_boxes"] == [1, 0]
+
+
+def test_images_do_not_share_boxes() -> None:
+    scores = average_precision([boxes(A), boxes(B)], [found((*B, 0.9)), found((*A, 0.8))], NAMES)
+    assert scores.metrics["map"] == 0.0
+
+
+def test_no_prediction_is_0_and_no_truth_is_unknown() -> None:
+    assert average_precision([boxes(A)], [found()], NAMES).metrics == dict.fromkeys(METRICS, 0.0)
+    assert all(np.isnan(value) for value in average_precision([boxes()], [found((*A, 0.9))], NAMES).metrics.values())
+
+
+def test_mean_box_is_relative_to_the_image_and_scored_by_the_share_of_images() -> None:
+    train = [boxes((0, 0, 20, 40, 0), (20, 0, 40, 40, 0)), boxes((0, 0, 100, 80, 1)), boxes((0, 0, 40, 8, 0))]
+    wide = Boxes(
+        np.zeros((0, 4), np.float32), np.zeros(0, np.int64), np.zeros(0, bool), np.zeros(0, np.float32), 200, 80
+    )
+    [detection] = mean_boxes(train, [wide], 2)
+    assert detection.class_ids.tolist() == [0, 1]
+    assert detection.scores.tolist() == pytest.approx([2 / 3, 1 / 3])
+    assert detection.corners[0] == pytest.approx([200 * 0.2 / 3, 0, 200 * (0.2 + 0.4 + 0.4) / 3, (40 + 40 + 8) / 3])
+
+
+def test_without_pycocotools_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pycocotools.cocoeval", None)
+    with pytest.raises(SettingError) as caught:
+        require_pycocotools()
+    assert "accel-train[detection]" in str(caught.value)
+
+
+def write_coco(folder: Path, number: int = 12) -> Path:
+    """Images with a bright box each: red is a cat, green a dog."""
+    generator, annotations, images = np.random.default_rng(0), [], []
+    (folder / "images").mkdir(parents=True)
+    for index in range(number):
+        width, height = ((40, 30), (24, 48))[index % 2]
+        pixels = generator.integers(0, 60, (height, width, 3), dtype=np.uint8)
+        left, top = (int(generator.integers(0, edge - 12)) for edge in (width, height))
+        pixels[top : top + 10, left : left + 12, index % 2] = 250
+        Image.fromarray(pixels).save(folder / "images" / f"{index}.png")
+        images.append({"id": 100 + index, "file_name": f"{index}.png", "width": width, "height": height})
+        box = {"id": index, "image_id": 100 + index, "category_id": 3 + 4 * (index % 2), "bbox": [left, top, 12, 10]}
+        annotations.append({**box, "area": 120, "iscrowd": 0})
+    categories = [{"id": 3, "name": "cat"}, {"id": 7, "name": "dog"}]
+    path = folder / "annotations.json"
+    path.write_text(json.dumps({"images": images, "annotations": annotations, "categories": categories}))
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("detect")
+    annotations = write_coco(folder / "set")
+    images = str(folder / "set" / "images")
+    data = {"train": images, "annotations": str(annotations), "image_size": 32, "eval_fraction": 0.3}
+    recipe = write_recipe_file(
+        folder,
+        task="object-detection",
+        model={"config": YOLOS},
+        data=data,
+        batch={"global_batch_size": 4},
+        schedule={"max_steps": 4},
+    )
+    recipe.write_text(recipe.read_text().replace("    model_type: gpt2\n", ""))
+    run(recipe)
+    return folder / "run"
+
+
+def test_run_reports_the_scores_and_the_baseline_of_the_held_out_images(trained: Path) -> None:
+    end = json.loads((trained / "summary.json").read_text())
+    assert set(METRICS) <= set(end["eval"])
+    assert set(end["baselines"]) == {f"mean_box_{name}" for name in METRICS}
+    assert all(np.isfinite(line["loss"]) for line in metrics(trained))
+
+
+def test_pipeline_of_transformers_opens_the_model_and_finds_the_predicted_boxes(trained: Path, tmp_path: Path) -> None:
+    from accel_train.inference.predict import predict_rows
+
+    rows: list[dict[str, Any]] = predict_rows(trained, trained.parent / "set" / "images")
+    detect = pipeline("object-detection", model=str(trained / "model"))
+    for row in rows:
+        theirs = detect(Image.open(row["id"]), threshold=0.0)
+        assert [each["label"] for each in theirs] == row["labels"]
+        assert [each["score"] for each in theirs] == pytest.approx(row["scores"], abs=1e-5)
+        for one, (left, top, width, height) in zip(theirs, row["boxes"], strict=True):
+            corners = [one["box"][name] for name in ("xmin", "ymin", "xmax", "ymax")]
+            assert corners == pytest.approx([left, top, left + width, top + height], abs=1.01)
