@@ -26,6 +26,7 @@ from accel_train.core.ownership import check_file, check_folder, replacing, stag
 from accel_train.data.order import evaluation_batches
 from accel_train.data.tables import columns_read
 from accel_train.engine.evaluation import EvaluationReader, evaluation_mode, rows_in_order
+from accel_train.inference.coco_results import coco_results
 from accel_train.inference.finished_run import TrainedRun, counted, open_run, recipe_of_trained
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.yaml_core import is_number
@@ -140,7 +141,7 @@ def predict(run: TrainedRun, out: Path) -> Path | None:
         wait_for_all()
         columns = predict_columns(run, staging, masks.name)
     if main and out.suffix.lower() == COCO_SUFFIX:
-        results, origin = run.task.coco_results(columns, run.recipe, run.data)  # type: ignore[attr-defined]
+        results, origin = coco_results(columns, run.data.source.sets)
         print(f"{out}: image_id and category_id are from {origin}", file=sys.stderr)
         return write_file(out, (json.dumps(results) + "\n").encode(), run.folder)
     return write_table(columns, out, run.folder) if main else None

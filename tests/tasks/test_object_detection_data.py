@@ -1,5 +1,7 @@
 """Samples for object detection: boxes follow their images through every augmentation, and batches."""
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,9 @@ from accel_train.data.images.boxes import Boxes
 from accel_train.data.images.images import ArrayImages
 from accel_train.data.images.labelled import ImageRows
 from accel_train.data.images.preprocessing import Preprocessing
+from accel_train.inference.coco_results import coco_results
 from accel_train.recipe.data import Augment
+from accel_train.tasks.object_detection.config import ObjectDetectionData
 from accel_train.tasks.object_detection.data import (
     AugmentedBoxedImages,
     BoxedImages,
@@ -21,7 +25,9 @@ from accel_train.tasks.object_detection.data import (
     DetectionSettings,
     augment_boxes,
     collate_boxes,
+    read_boxed_images,
 )
+from tests.support.boxes import coco_content, write_coco
 from tests.support.runs import refused
 
 STILL = Augment(horizontal_flip=0.0, scale_range=None)
@@ -200,3 +206,47 @@ def test_augmentation_that_boxes_do_not_follow_is_refused(setting: dict[str, Any
     refused(check_augment, Augment(**setting), boxes=True, named=f"data.augment.{next(iter(setting))}|scale_range")
     check_augment(Augment(), boxes=True)
     check_augment(Augment(**Augment().model_dump()), boxes=True)
+
+
+def test_coco_results_have_the_ids_of_the_evaluation_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    content = coco_content()
+    for each in (*content["images"], *content["annotations"]):
+        # The evaluation images have the file names of training images, and other ids.
+        each["id" if "file_name" in each else "image_id"] += 50
+    write_coco(Path("set/instances_train.json"), Path("set/train"))
+    write_coco(Path("set/instances_val.json"), Path("set/val"), content)
+    sets = read_boxed_images(ObjectDetectionData(train="set"))
+    columns = {
+        "id": ["a", "b", "c"],
+        "labels": [["cat"], [], ["dog", "cat"]],
+        "boxes": [[[1, 2, 3, 4]], [], [[5, 6, 7, 8], [1, 1, 1, 1]]],
+        "scores": [[0.5], [], [0.4, 0.3]],
+    }
+    results, _ = coco_results(columns, sets)
+    assert [(each["image_id"], each["category_id"]) for each in results] == [(150, 90), (164, 80), (164, 90)]
+    assert (results[1]["bbox"], results[1]["score"]) == ([5, 6, 7, 8], 0.4)
+    known = replace(sets, category_ids=None)
+    assert [(each["image_id"], each["category_id"]) for each in coco_results(columns, known)[0]] == [
+        (1, 2),
+        (3, 1),
+        (3, 2),
+    ]
+
+
+def test_coco_results_of_images_to_predict_have_their_ids(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    content = coco_content()
+    del content["annotations"]
+    write_coco(Path("test.json"), Path("images"), content)
+    data = ObjectDetectionData(train="test.json", eval="test.json", annotations=None, label_names=("cat", "dog"))
+    sets = read_boxed_images(data)
+    assert sets.eval is not None
+    columns = {
+        "id": [sets.eval.row_id(index) for index in range(3)],
+        "labels": [["cat"], [], ["dog"]],
+        "boxes": [[[1, 2, 3, 4]], [], [[5, 6, 7, 8]]],
+        "scores": [[0.5], [], [0.4]],
+    }
+    results, _ = coco_results(columns, sets)
+    assert [(each["image_id"], each["category_id"]) for each in results] == [(100, 90), (114, 80)]

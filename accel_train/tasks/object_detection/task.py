@@ -28,7 +28,6 @@ from accel_train.tasks.object_detection import data as detection
 from accel_train.tasks.object_detection import losses
 from accel_train.tasks.object_detection import metrics as scores_of
 from accel_train.tasks.object_detection.config import ObjectDetectionData
-from accel_train.tasks.object_detection.results import coco_results
 
 _NUM_TRIED = 64
 """Evenly spaced images that are decoded before training starts, to find errors that affect all of them."""
@@ -183,12 +182,6 @@ print(found["labels"], found["scores"], found["boxes"])""",
             columns["scores"].append([float(str(each)) for each in found.scores])
             columns["boxes"].append([[round(each, 2) for each in scores_of.coco_box(box)] for box in found.corners])
         return columns
-
-    def coco_results(
-        self, columns: Mapping[str, Sequence[Any]], recipe: Recipe, data: TaskData
-    ) -> tuple[list[dict[str, Any]], str]:
-        """Return the columns of a table of predictions as COCO results, and where their ids come from."""
-        return coco_results(columns, data.source.label_names, ObjectDetectionData.of(recipe.data))
 
     def _best(self, outputs: Any) -> Tensor:
         """Return score, class, and corners in [0, 1] of the best boxes by score, (N, K, 6) fp32."""
