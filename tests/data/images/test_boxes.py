@@ -67,6 +67,7 @@ def write_every_kind() -> None:
     Path("coco/annotations/captions_train2017.json").write_text(
         json.dumps({"images": [], "annotations": [{"id": 1, "caption": "a cat"}]})
     )
+    write_coco(Path("coco/annotations/person_keypoints_train2017.json"), Path("coco/train2017"))
     for part in ("train", "valid", "test"):
         write_coco(Path("robo", part, "_annotations.coco.json"), Path("robo", part))
     write_coco(Path("flat/annotations.json"), Path("flat"))

@@ -128,9 +128,7 @@ def _coco(folder: Path) -> Located | None:
     files = sorted([*folder.glob("*.json"), *folder.glob("*/*.json")])
     named = [file for file in files if _COCO_NAME.fullmatch(file.name.lower())]
     named = named or (files if len(files) <= _NUM_LOOKED_AT else [])
-    # COCO's own folder also has captions and key points of the same images.
-    instances = [file for file in named if file.name.lower().startswith("instances")]
-    places = [file for file in instances or named if _is_coco(file)]
+    places = [file for file in named if _is_coco(file)]
     return _chosen("COCO", folder, places, f"{places[0].relative_to(folder)} holds boxes (COCO)" if places else "")
 
 
