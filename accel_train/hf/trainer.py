@@ -168,7 +168,7 @@ class Trainer:
 
     @property
     def reads_outputs(self) -> bool:
-        """Whether the program, not the model, computes the loss from the model's outputs."""
+        """True if the program, not the model, computes the loss from the outputs of the model."""
         computes = self.label_smoother is not None or self.compute_loss_func is not None
         return computes or self.overrides("compute_loss") or self.overrides("training_step")
 
