@@ -305,6 +305,52 @@ def test_a_run_that_is_stopped_and_resumed_equals_one_that_is_not_to_the_bit(tmp
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sections", "tolerance"),
+    [
+        ({"precision": {"mixed_precision": "bf16"}}, 0.05),
+        ({"precision": {"mixed_precision": "no", "gradient_checkpointing": True}}, 1e-5),
+        ({"precision": {"mixed_precision": "no", "compile": True}}, 1e-4),
+    ],
+    ids=["bf16", "gradient_checkpointing", "compile"],
+)
+@pytest.mark.parametrize("model", [YOLOS, DEFORMABLE], ids=["yolos", "deformable_detr"])
+def test_the_loss_stays_the_same_with_other_ways_to_compute_it(
+    tmp_path: Path, model: Any, sections: dict[str, Any], tolerance: float
+) -> None:
+    plain = train_boxes(tmp_path, "plain", model=model)
+    other = train_boxes(tmp_path, "other", model=model, **sections)
+    assert [each[0] for each in other] == pytest.approx([each[0] for each in plain], rel=tolerance)
+
+
+def test_statistics_of_the_backbone_stay_frozen_while_its_weights_train(tmp_path: Path) -> None:
+    recipe = Recipe.model_validate(sections_of(tmp_path, model=DEFORMABLE))
+    _, _, before = load(recipe, recipe.seed)
+    train_boxes(tmp_path, "run", model=DEFORMABLE)
+    after = AutoModelForObjectDetection.from_pretrained(tmp_path / "run/model").state_dict()
+    initial = before.state_dict()
+    statistics = [name for name in after if "backbone" in name and name.endswith(("running_mean", "running_var"))]
+    assert len(statistics) > 10
+    assert all(torch.equal(after[name], torch.full_like(after[name], "var" in name)) for name in statistics)
+    convolutions = [name for name in after if "backbone" in name and "convolution.weight" in name]
+    assert any(not torch.equal(after[name], initial[name]) for name in convolutions)
+
+
+def test_plan_names_the_task_and_images_as_targets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(sections_of(tmp_path)))
+    assert main(["plan", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ok"]
+
+
+@pytest.mark.slow
+def test_rehearse_passes(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(sections_of(tmp_path)))
+    assert main(["rehearse", str(path)]) == 0
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run on a COCO file whose ids are not positions, with scenes of two sizes."""

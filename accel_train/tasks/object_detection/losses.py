@@ -127,8 +127,20 @@ class Terms:
 
     def __init__(self, config: PreTrainedConfig) -> None:
         self.config = config
-        self.queries = num_queries(config)
-        self.criterion, self.weights = _criterion(config)
+        # Made at the first call: models are also built without values, and the criterion has buffers.
+        self._made: tuple[Any, dict[str, float]] | None = None
+
+    @property
+    def criterion(self) -> Any:
+        """Criterion of transformers, with its matcher."""
+        self._made = self._made or _criterion(self.config)
+        return self._made[0]
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Weight of each part of the loss."""
+        self._made = self._made or _criterion(self.config)
+        return self._made[1]
 
     @torch.compiler.disable
     def __call__(

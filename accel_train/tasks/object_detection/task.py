@@ -103,9 +103,17 @@ print(found["labels"], found["scores"], found["boxes"])""",
         )
 
     def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
-        """Build the recipe's model in fp32 for the data's classes."""
+        """Build the recipe's model in fp32 for the data's classes. From scratch, the whole backbone is trained."""
         model = super().build_model(recipe, data)
         assert isinstance(model, PreTrainedModel)
+        frozen = [each for each in model.parameters() if not each.requires_grad]
+        if recipe.model.pretrained is None:
+            # Constructors of DETR and Deformable DETR freeze early layers, or all layers, as if they were pretrained.
+            for parameter in frozen:
+                parameter.requires_grad_(True)
+        elif frozen:
+            number = sum(each.numel() for each in frozen)
+            data.add_notes([f"transformers freezes {number:,} parameters of the pretrained backbone"])
         losses.watch(model)
         self.config, self.num_queries = model.config, losses.num_queries(model.config)
         return model
