@@ -100,6 +100,11 @@ def write_onnx(run: TrainedRun, folder: Path, quantize: str | None = None) -> di
     Raises:
         ValueError: the model has no ONNX graph, the graph computes other logits or metrics, or nothing can be int8.
     """
+    if run.recipe.task == "object-detection":
+        raise ValueError(
+            "--onnx: the comparison with the graph computes only logits, and a detector returns boxes as well. "
+            "Export without --onnx"
+        )
     model, file = run.inner.model, folder / ONNX_FILE
     example = _example(run, model)
     with busy(f"{run.folder}: writing the ONNX graph"), quiet():
