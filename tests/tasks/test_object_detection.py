@@ -112,6 +112,10 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", DETECTORS)
 def test_images_one_by_one_have_the_loss_of_transformers(name: str) -> None:
     model, batch = model_of(DETECTORS[name]), make_batch()
+    with torch.no_grad():
+        # Some heads begin at zero, and the distillation of D-FINE is then zero as well.
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
     expected = their_loss(model, batch).item()
     losses.watch(model)
     counts = losses.count(batch["class_ids"], 7)
