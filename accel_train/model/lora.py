@@ -29,7 +29,7 @@ def add_adapters(model: nn.Module, section: LoRA) -> Choice[int]:
     model's output does not change.
 
     Raises:
-        ValueError: a target name matches no module.
+        ValueError: a target name matches no module, or peft cannot adapt the model.
     """
     from peft import inject_adapter_in_model
 
@@ -40,6 +40,12 @@ def add_adapters(model: nn.Module, section: LoRA) -> Choice[int]:
     except ValueError as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"model.lora.target_modules={section.target_modules!r}: {reason}") from error
+    # peft asks some models for an input embedding, which they do not have (Deformable DETR).
+    except NotImplementedError as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"model.lora: peft cannot adapt {type(model).__name__} ({reason}). Leave it out, or name another model"
+        ) from error
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name or name in whole)
     count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

@@ -7,11 +7,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+import yaml
 from PIL import Image
-from transformers import pipeline
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForObjectDetection, pipeline
 
 from accel_train.core.errors import SettingError
 from accel_train.data.images.boxes import Boxes
+from accel_train.model.lora import add_adapters
+from accel_train.recipe.schema import LoRA
 from accel_train.tasks.object_detection.metrics import (
     METRICS,
     Detection,
@@ -19,7 +24,8 @@ from accel_train.tasks.object_detection.metrics import (
     mean_boxes,
     require_pycocotools,
 )
-from tests.support.runs import metrics, run, write_recipe_file
+from tests.support.detectors import DEFORMABLE
+from tests.support.runs import metrics, run, run_forked_command, write_recipe_file
 
 NAMES = ("cat", "dog")
 YOLOS = {
@@ -158,6 +164,37 @@ def test_run_reports_the_scores_and_the_baseline_of_the_held_out_images(trained:
     assert set(METRICS) <= set(end["eval"])
     assert set(end["baselines"]) == {f"mean_box_{name}" for name in METRICS}
     assert all(np.isfinite(line["loss"]) for line in metrics(trained))
+
+
+def test_adapters_of_yolos_are_merged_into_a_model_with_the_scores_of_the_run(trained: Path, tmp_path: Path) -> None:
+    recipe = write_recipe_file(
+        tmp_path,
+        task="object-detection",
+        model={"pretrained": str(trained / "model"), "lora": {"rank": 2}},
+        data={"train": str(trained.parent / "set"), "image_size": 32, "eval_fraction": 0.3},
+        batch={"global_batch_size": 4},
+        optimizer={"learning_rate": 0.1},
+        schedule={"max_steps": 3},
+    )
+    content = yaml.safe_load(recipe.read_text())
+    del content["model"]["config"]
+    recipe.write_text(yaml.safe_dump(content))
+    run(recipe)
+    before, after = (load_file(folder / "model" / "model.safetensors") for folder in (trained, tmp_path / "run"))
+    assert before.keys() == after.keys()
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert any("query" in name for name in changed)
+    assert not any("patch_embeddings" in name for name in changed)
+    end = json.loads((tmp_path / "run" / "summary.json").read_text())["eval"]
+    again = run_forked_command(["evaluate", str(tmp_path / "run"), "--json"], 1)
+    assert json.loads(again.stdout)["result"]["metrics"]["loss"] == pytest.approx(end["loss"], rel=1e-5)
+
+
+def test_a_detector_that_peft_cannot_adapt_is_refused() -> None:
+    model = AutoModelForObjectDetection.from_config(AutoConfig.for_model(**DEFORMABLE))
+    with pytest.raises(ValueError, match=r"model\.lora") as caught:
+        add_adapters(model, LoRA(rank=2))
+    assert "DeformableDetrForObjectDetection" in str(caught.value)
 
 
 def test_pipeline_of_transformers_opens_the_model_and_finds_the_predicted_boxes(trained: Path, tmp_path: Path) -> None:
