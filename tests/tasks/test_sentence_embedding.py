@@ -186,7 +186,10 @@ def test_the_loss_does_not_depend_on_the_number_of_processes(
 ) -> None:
     whole = train_rows(tmp_path, "whole", data=data)
     found = train_rows(tmp_path, "spread", processes, per_device, data=data, parallel={"strategy": strategy})
-    assert found == [pytest.approx(each, rel=1e-6, abs=1e-6) for each in whole]
+    assert found[0] == pytest.approx(whole[0], rel=1e-6)
+    assert [loss for loss, _ in found] == pytest.approx([loss for loss, _ in whole], rel=1e-6)
+    # After the first update, the weights differ by a rounding, and so do the gradients at these weights.
+    assert found == [pytest.approx(each, rel=1e-5) for each in whole]
 
 
 @pytest.mark.slow
