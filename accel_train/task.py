@@ -122,6 +122,9 @@ class Task(ABC):
     A task may set `metric_names = (...)`, the names that its `score` reports in addition to the loss. Without it, a few
     samples are evaluated before the first step if `evaluate.metric_for_best_model` is not the loss.
 
+    A task whose initial model already gives usable results may set `evaluates_untrained = True`. Then
+    `evaluate.at_start: auto` evaluates it before the first step.
+
     A task declares its settings as `Data = MyData`, a class derived from `accel_train.recipe.data.Data` or from another
     task's class. `MyData.of(recipe.data)` reads them. Without it, `data` has the settings that all tasks share.
     """

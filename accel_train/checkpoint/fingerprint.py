@@ -48,7 +48,8 @@ NOT_OF_MODEL = {"attn_implementation", "fused_kernels", "trust_remote_code", "ac
 OF_BEST = ("evaluate.metric_for_best_model", "evaluate.greater_is_better", "evaluate.max_samples")
 """Settings that must match for two values of the best metric to be comparable."""
 
-
+_OF_EVALUATION = ("task", "data.fingerprint", "data.sequence_length", "data.mask_documents", "loss.")
+"""Beginnings of the names in a fingerprint that must match for the metrics of two evaluations to be comparable."""
 INPUTS = "inputs."
 """Prefix of the names of digests of code and data (`TaskData.inputs`)."""
 
@@ -157,6 +158,11 @@ def setting_changes(trainer: Mapping[str, Any], settings: Settings) -> list[Chan
 def identity_origins(recipe: Recipe, identity: Mapping[str, Any]) -> dict[str, str]:
     """Return the origin of each value of a fingerprint, by dotted name. The checkpoint stores both."""
     return {name: _origin(recipe, name) for name in _names(identity, "")}
+
+
+def changes_evaluation(changes: Sequence[Change]) -> bool:
+    """Return whether accepted differences between fingerprints change what evaluations measure."""
+    return any(change.name.startswith(_OF_EVALUATION) for change in changes)
 
 
 def identity_changes(

@@ -32,7 +32,11 @@ def read_state(folder: Path) -> TrainState:
         problems = [f"{name} is unknown" for name in sorted(unknown)]
         # Only losses, metrics and logarithms may be negative.
         signed = ("losses", "grad_norms", "best_metric", "best_loss", "last_loss")
-        for name, value in _numbers(asdict(state)):
+        counters = asdict(state)
+        for name, value in counters.pop("untrained").items():
+            if not math.isfinite(value):
+                problems.append(f"untrained.{name}={value} is out of range")
+        for name, value in _numbers(counters):
             if not math.isfinite(value) or (value < 0 and name not in signed):
                 problems.append(f"{name}={value} is out of range")
         if state.step != saved_step:

@@ -122,6 +122,8 @@ class TrainState:
 
     A resume does not train while the recipe's patience is spent. Otherwise, it clears this field.
     """
+    untrained: dict[str, float] = field(default_factory=dict)
+    """Metrics of the initial weights on all evaluation samples. Empty if they were not evaluated."""
     train_seconds: float = 0.0
     """Wall time of training over all launches in seconds, without evaluation and checkpoints."""
 

@@ -110,6 +110,13 @@ class RunPlan:
         return self.data.eval is not None or self.extensions.evaluate is not None
 
     @property
+    def evaluates_untrained(self) -> bool:
+        """The `evaluate.at_start` setting, with `auto` resolved."""
+        chosen = self.recipe.evaluate.at_start
+        is_wanted = getattr(self.task, "evaluates_untrained", False) if chosen == "auto" else chosen
+        return bool(is_wanted) and self.data.eval is not None and self.extensions.evaluate is None
+
+    @property
     def evaluates_part(self) -> bool:
         """Return whether evaluations during training read only part of the samples."""
         if self.extensions.evaluate is not None or self.data.eval is None:

@@ -18,9 +18,10 @@ class Unbeaten(NamedTuple):
 
     def __str__(self) -> str:
         name = self.metric.replace("_", " ")
+        other = "the untrained model" if self.baseline == "untrained" else self.baseline
         return (
             f"The model does not beat a baseline on held-out data: {name} {self.model_value:.4g}, and "
-            f"{self.baseline_value:.4g} by {self.baseline}"
+            f"{self.baseline_value:.4g} by {other}"
         )
 
 
@@ -86,9 +87,10 @@ def unbeaten_baseline(scores: Mapping[str, Any], baselines: Mapping[str, Any], m
 
 
 def format_main_score(scores: Mapping[str, Any], baselines: Mapping[str, Any], main_metric: str) -> str:
-    """Return the main metric next to its best baseline; with another metric if no baseline has the main one."""
+    """Return the main metric next to its best baseline; with another metric if some baseline lacks the main one."""
     found = by_baseline(baselines, scores)
     metrics = [metric for values in found.values() for metric in values]
+    metrics = [each for each in metrics if all(each in values for values in found.values())] or metrics
     metric = main_metric if main_metric in metrics or not metrics else metrics[0]
     texts = [f"{name.replace('_', ' ')} {_show(scores.get(name))}" for name in dict.fromkeys((main_metric, metric))]
     values = {name: each[metric] for name, each in found.items() if metric in each and is_number(each[metric])}

@@ -20,6 +20,11 @@ MOST_UNWRITTEN_LINES = 100_000
 """Maximum number of unwritten lines of metrics.jsonl to keep, about 50 MB of memory. The oldest are dropped first."""
 SILENT_EVENTS = frozenset({"checkpoint", "evaluation"})
 """Routine events, recorded in events.jsonl and the report but not printed on the screen."""
+_EVALUATIONS = {
+    "eval": "evaluation",
+    "eval_final": "final evaluation",
+    "eval_untrained": "evaluation of the initial weights",
+}
 ENDINGS = frozenset({"preempted", "stop", "early_stop"})
 """Events after which the run does not train any more steps."""
 T = TypeVar("T")
@@ -195,10 +200,11 @@ class RunObserver(Observer):
     def on_evaluation(self, step: int, metrics: Mapping[str, Any], split: str = "eval") -> None:
         """Record the loss and metrics of an evaluation.
 
-        The split `eval_final` is the evaluation of the final weights on all samples.
+        The split `eval_final` is the evaluation of the final weights on all samples, and `eval_untrained` of the
+        initial ones.
         """
         self._write_numbers(step, split, metrics)
-        kind = "evaluation" if split == "eval" else "final evaluation"
+        kind = _EVALUATIONS[split]
         self._progress.evaluated(step, kind, metrics)
 
     def on_event(

@@ -142,7 +142,7 @@ class Progress:
                 return None
             return self.note(f"step {step}: {kind}: {describe_metrics(metrics, self._metric)}")
         numbers = {name.replace("_", " "): f"{value:.4f}" for name, value in _floats(metrics).items()}
-        last = " (last)" if kind != "evaluation" else ""
+        last = " (last)" if kind == "final evaluation" else ""
         row = {
             "step": f"{step}{last}",
             "training loss": self._loss,

@@ -124,7 +124,7 @@ class RunFolder:
         """
 
         def is_kept(record: JsonRecord) -> bool:
-            again = ("eval_final",) if evaluated else ("eval", "eval_final")
+            again = ("eval_untrained", "eval_final", *(() if evaluated else ("eval",)))
             return record["step"] < step or (record["step"] == step and record.get("split") not in again)
 
         path = self.path / METRICS_FILE

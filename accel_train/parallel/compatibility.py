@@ -239,6 +239,12 @@ CONFLICTS = (
         "process holds a share",
         f"Set parallel.zero_stage to 2, or use {ZERO_ALTERNATIVE}",
     ),
+    _clash(
+        "deepspeed",
+        "evaluate.at_start",
+        lambda asked: asked.recipe.evaluate.at_start is True,
+        "ZeRO takes the first forwards for those of training",
+    ),
     Conflict(
         "deepspeed",
         "evaluate.generation.max_samples",

@@ -38,6 +38,10 @@ class Evaluate(Section):
     """Number of steps between two evaluations. 0: only at the end."""
     every_epochs: Annotated[NonNegativeFloat, Field(le=LARGEST_COUNT)] | None = None
     """Number of passes over the training data between two evaluations. If set, it replaces every_steps."""
+    at_start: Auto | bool = "auto"
+    """Whether to evaluate the initial weights before the first step, on all samples. Their metrics are the baseline
+    `untrained` of the trained model. auto: for sentence-embedding.
+    """
     metrics: tuple[str, ...] = ()
     """Metrics in addition to the task's metrics: names of accel_train.metrics, or of the hub with allow_hub_metrics."""
     allow_hub_metrics: bool = False

@@ -13,7 +13,14 @@ from torch import nn
 
 from accel_train.checkpoint.base import base_problem, digests_of_base, left_out
 from accel_train.checkpoint.contents import describe_model
-from accel_train.checkpoint.fingerprint import OF_BEST, Change, Settings, setting_changes, training_settings
+from accel_train.checkpoint.fingerprint import (
+    OF_BEST,
+    Change,
+    Settings,
+    changes_evaluation,
+    setting_changes,
+    training_settings,
+)
 from accel_train.checkpoint.health import Health
 from accel_train.checkpoint.rollback_log import apply_rollbacks
 from accel_train.checkpoint.saver import Saver
@@ -295,7 +302,11 @@ def restore_state(plan: RunPlan, strategy: Strategy, settings: Settings) -> tupl
         path = point.path
         # All processes use the main process's changes. They decide whether the run has finished and what is best.
         changes = on_main(lambda: setting_changes(read_trainer(path), settings))
-        if state.step < plan.max_steps and any(change.name in OF_BEST for change in changes):
+        # A program's own evaluation reads other data than the fingerprint's.
+        is_other = plan.extensions.evaluate is None and changes_evaluation(point.changes)
+        if is_other:
+            state.untrained = {}
+        if state.step < plan.max_steps and (is_other or any(change.name in OF_BEST for change in changes)):
             state.best_metric = state.best_step = state.best_loss = None
             state.evaluations_without_improvement = 0
     apply_rollbacks(state, point.rollbacks)

@@ -250,9 +250,10 @@ def save_model(run: RunContext, model: nn.Module) -> None:
 def summarise(run: RunContext, model: nn.Module) -> dict[str, Any]:
     """Return what summary.json holds; plain JSON values."""
     plan, state, seconds = run.plan, run.state, max(run.observer.train_seconds, 1e-9)
-    baselines, not_beaten, sample = dict[str, float](), None, None
+    baselines = {f"untrained_{name}": value for name, value in state.untrained.items()}
+    not_beaten = sample = None
     with warned(run, "baselines are left out"):
-        baselines = plan.task.baselines(plan.data)
+        baselines |= plan.task.baselines(plan.data)
         not_beaten = describe_defeat(run, baselines)
     with warned(run, "the sample is left out"):
         sample = sample_of(run, model)

@@ -13,7 +13,7 @@ from accel_train.core.format import did_you_mean
 from accel_train.core.json_io import plain_metrics
 from accel_train.engine.evaluation import EvaluationLeft, EvaluationReader, evaluate
 from accel_train.engine.run import RunContext
-from accel_train.metrics.baselines import is_lower_better
+from accel_train.metrics.baselines import is_lower_better, is_number
 from accel_train.parallel.dims import parallel_dims
 from accel_train.recipe.evaluate import Evaluate
 from accel_train.runtime.process_group import on_main
@@ -70,6 +70,25 @@ def evaluate_run(run: RunContext, *, at_end: bool = False, final: bool = False) 
         since = f"the last {section.early_stopping_patience} evaluations did not improve it"
         run.observer.on_event("early_stop", state.step, f"stopped early: {best}, and {since}")
     return is_best and run.plan.recipe.checkpoint.keep_best
+
+
+def evaluate_untrained(run: RunContext) -> None:
+    """Evaluate the initial weights of a new run on all samples, as a baseline. They never count as the best weights.
+
+    A run that is asked to stop meanwhile goes without the baseline, or evaluates again if it starts again.
+    """
+    state = run.state
+    if state.step > 0 or state.untrained or not run.plan.evaluates_untrained:
+        return
+    began = time.perf_counter()
+    try:
+        with run.observer.pause("evaluation"), run.memory.phase("evaluate"):
+            metrics = plain_metrics(_task_scores(run, True)[0])
+    except EvaluationLeft:
+        return
+    run.observer.on_evaluation(0, {**metrics, "seconds": time.perf_counter() - began}, "eval_untrained")
+    numbers = {name: value for name, value in metrics.items() if name != "num_targets" and is_number(value)}
+    state.untrained = {name: float(value) for name, value in numbers.items()}
 
 
 def evaluate_at_end(run: RunContext) -> None:

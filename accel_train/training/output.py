@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from torch.profiler import profile, record_function
 
-from accel_train.checkpoint.fingerprint import OF_BEST
+from accel_train.checkpoint.fingerprint import OF_BEST, changes_evaluation
 from accel_train.checkpoint.rollback_log import describe
 from accel_train.checkpoint.zero_shards import whole_numel
 from accel_train.core.files import make_folders
@@ -321,6 +321,8 @@ def announce(run: RunContext, folder: RunFolder) -> None:
         names = [{change.was, change.now} for change in point.changes if change.name == "optimizer.name"]
         is_other = any(not each <= ALIKE for each in names)
         anew = "; the optimizer state starts at zero" if is_other else ""
+        if plan.extensions.evaluate is None and changes_evaluation(point.changes):
+            anew += "; evaluations before the change no longer count"
         message = f"accepted changes since the checkpoint: {'; '.join(changes)}{anew}"
         settings = [change.name for change in point.changes]
         observer.on_event("changes_accepted", step, message, changes=changes, settings=settings)

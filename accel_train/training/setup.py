@@ -8,6 +8,7 @@ from accelerate import Accelerator
 
 from accel_train.checkpoint.fingerprint import run_identity
 from accel_train.checkpoint.resume import ResumePoint, agree_on_checkpoint
+from accel_train.core.errors import SettingError
 from accel_train.core.ownership import refuse_inputs_in
 from accel_train.core.redaction import remember_secrets
 from accel_train.core.state import Choice
@@ -202,8 +203,18 @@ def plan_run(
         choices["checkpoint.load_best_model_at_end"] = Choice(
             True, "early stopping is on: its last weights are never the best"
         )
+    if recipe.evaluate.at_start is True and data.eval is None:
+        raise SettingError(
+            "the recipe holds out no data to evaluate",
+            "set data.eval or data.eval_fraction, or leave it out",
+            at=f"evaluate.at_start=true ({recipe.origin('evaluate.at_start')})",
+            settings=("evaluate.at_start",),
+        )
     identity = run_identity(recipe, data, sizes, steps)
-    return RunPlan(recipe, task, data, order, steps, sizes, reading, identity, choices, extensions, ResumePoint(None))
+    plan = RunPlan(recipe, task, data, order, steps, sizes, reading, identity, choices, extensions, ResumePoint(None))
+    if plan.evaluates_untrained and recipe.evaluate.at_start == "auto":
+        plan = plan.with_choices({"evaluate.at_start": Choice(True, "the untrained model is a baseline of this task")})
+    return plan
 
 
 def plan_resume(plan: RunPlan, accelerator: Accelerator) -> RunPlan:

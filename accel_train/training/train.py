@@ -19,7 +19,7 @@ from accel_train.runtime.signals import StopRequest
 from accel_train.task import load_class
 from accel_train.training.finish import finish_run, report_finished
 from accel_train.training.loop import run_steps
-from accel_train.training.model_selection import continue_unless_stopped
+from accel_train.training.model_selection import continue_unless_stopped, evaluate_untrained
 from accel_train.training.setup import prepare_run
 
 if TYPE_CHECKING:
@@ -104,6 +104,7 @@ def train_run(run: RunContext) -> RunResult:
             return RunResult(run.plan.output_dir, dict(run.finished) if run.accelerator.is_main_process else {}, model)
         run.watch_for_hangs()
         continue_unless_stopped(run)
+        evaluate_untrained(run)
         with run.memory.phase("train"), garbage_collected_at_steps():
             run_steps(run)
         summary, model = finish_run(run)

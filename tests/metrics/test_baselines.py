@@ -82,6 +82,11 @@ def test_the_best_baseline_that_the_model_does_not_beat_is_found(
             {"mean_mse": 3.0, "zero_mse": 1.0},
             "accuracy 0.1000, mse 2.0000; best baseline: zero 1.0000 (not beaten)",
         ),
+        (
+            {"accuracy": 0.6, "mse": 2.0},
+            {"untrained_accuracy": 0.5, "untrained_mse": 9.0, "mean_mse": 3.0},
+            "accuracy 0.6000, mse 2.0000; best baseline: mean 3.0000 (beaten)",
+        ),
         ({"accuracy": 0.9}, {}, "accuracy 0.9000"),
     ],
 )

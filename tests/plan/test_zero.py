@@ -29,6 +29,7 @@ def zero(stage: int) -> dict[str, Any]:
     [
         ({"precision": {"mixed_precision": "fp16"}}, "precision.mixed_precision", "bf16"),
         ({"precision": {"compile": True}}, "precision.compile", "fsdp2 or ddp"),
+        ({"evaluate": {"at_start": True}}, "evaluate.at_start", "Leave one"),
         ({"optimizer": {"ema_decay": 0.9}}, "optimizer.ema_decay", "parallel.zero_stage to 2"),
     ],
 )  # fmt: skip

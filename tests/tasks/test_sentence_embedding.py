@@ -270,16 +270,29 @@ def test_retrieval_counts_equal_texts_once_and_ties_against_the_model() -> None:
     assert alike["recall_at_1"] == 0
 
 
-@pytest.mark.parametrize(("size", "processes"), [(1, 1), pytest.param(3, 2, marks=pytest.mark.slow)])
-def test_the_evaluation_does_not_depend_on_batch_size_or_processes(tmp_path: Path, size: int, processes: int) -> None:
+@pytest.mark.parametrize(
+    ("size", "processes", "strategy"),
+    [
+        (1, 1, "ddp"),
+        pytest.param(3, 2, "ddp", marks=pytest.mark.slow),
+        pytest.param(3, 2, "fsdp2", marks=pytest.mark.slow),
+    ],
+)
+def test_the_evaluations_do_not_depend_on_batch_size_or_processes(
+    tmp_path: Path, size: int, processes: int, strategy: str
+) -> None:
     data, found = {**TRIPLETS, "eval_fraction": 0.5}, []
     for name, rows, count in (("whole", 8, 1), ("parts", size, processes)):
         batch = {"global_batch_size": 4, "per_device_batch_size": 2, "per_device_eval_batch_size": rows}
-        train_rows(tmp_path, name, count, data=data, batch=batch, evaluate={"every_steps": 4})
-        found.append(metrics(tmp_path / name, "eval")[-1])
-    for name in ("loss", "recall_at_1", "mrr_at_10", "ndcg_at_10"):
-        key = next(each for each in found[0] if each.endswith(name))
-        assert found[0][key] == pytest.approx(found[1][key], rel=1e-6)
+        layout = {"strategy": "ddp" if count == 1 else strategy}
+        train_rows(tmp_path, name, count, data=data, batch=batch, evaluate={"every_steps": 4}, parallel=layout)
+        found.append([metrics(tmp_path / name, split)[-1] for split in ("eval_untrained", "eval")])
+        baselines = json.loads((tmp_path / name / "summary.json").read_text())["baselines"]
+        assert baselines["untrained_mrr_at_10"] == found[-1][0]["mrr_at_10"]
+    for whole, parts in zip(*found, strict=True):
+        for name in ("loss", "recall_at_1", "mrr_at_10", "ndcg_at_10"):
+            assert whole[name] == pytest.approx(parts[name], rel=1e-6)
+    assert found[0][0]["loss"] != found[0][1]["loss"]
 
 
 def test_sentence_transformers_opens_the_folder_and_gives_the_same_vectors(tmp_path: Path) -> None:

@@ -57,6 +57,7 @@ class SentenceEmbedding(EncoderTask):
 
     Data = SentenceEmbeddingData
     head = models.ENCODERS
+    evaluates_untrained = True
     loss_is_global = True
     """Whether settings that a loss over the global batch does not support are refused before data is read."""
     global_loss: GlobalBatch | None = None
