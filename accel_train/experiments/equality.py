@@ -60,7 +60,7 @@ SECONDS = 120.0
 SECONDS_FOR_OTHERS = 10.0
 """Time that the other processes have to end after one has failed."""
 QUICK_BACKEND = "aot_eager"
-"""Compiler of a toy. Its graphs and gradients are those of inductor. It only generates no code."""
+"""Compiler of a toy. It traces the same graphs and gradients as inductor, but generates no code."""
 PRELOADED = ("accel_train.training.train", "accel_train.tasks.causal_lm.task", "accel_train.parallel.strategies")
 
 

@@ -9,7 +9,7 @@ from accel_train.data.images.labelled import ImageSets
 def coco_results(columns: Mapping[str, Sequence[Any]], sets: ImageSets) -> tuple[list[dict[str, Any]], str]:
     """Return the results of a table of predictions for all evaluation images in order, and where their ids come from.
 
-    Ids are those of the COCO file of the images. Without one, or if images of several files share an id, images and
+    Ids are from the COCO file of the images. Without such a file, or if images of several files share an id, images and
     classes are counted from 1.
     """
     image_ids, category_ids = _image_ids(columns, sets), sets.category_ids

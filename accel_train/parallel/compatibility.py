@@ -243,7 +243,7 @@ CONFLICTS = (
         "deepspeed",
         "evaluate.at_start",
         lambda asked: asked.recipe.evaluate.at_start is True,
-        "ZeRO takes the first forwards for those of training",
+        "ZeRO takes the first forwards for training steps",
     ),
     Conflict(
         "deepspeed",

@@ -48,9 +48,9 @@ from accel_train.training.model_selection import evaluate_at_end, load_best, sho
 MAX_TRIED = 256
 """Samples that are predicted once more, evenly spaced: seconds, whatever the size of the evaluation data."""
 SHOWN_OF_MASKS = 3
-"""One in so many of `evaluate.num_examples`: each is three pictures."""
+"""Divisor of `evaluate.num_examples` for masks, which take three pictures each."""
 SHOWN_OF_BOXES = 2
-"""One in so many of `evaluate.num_examples`: each is two pictures, of the truth and of the prediction."""
+"""Divisor of `evaluate.num_examples` for boxes, which take two pictures each: truth and prediction."""
 LEAST_SCORE = 0.3
 """Least score of a predicted box in a picture."""
 MAX_CHARACTERS = 400

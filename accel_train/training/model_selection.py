@@ -189,7 +189,7 @@ def check_metric_name(run: RunContext) -> None:
     """Refuse an `evaluate.metric_for_best_model` that evaluations will not report, before the first step.
 
     Raises:
-        RecipeError: there is no such metric; the text names the nearest one.
+        RecipeError: evaluations do not report the metric. The message names the nearest one.
     """
     name, plan = run.plan.recipe.evaluate.metric_for_best_model, run.plan
     if short_name(name) != "loss" and plan.extensions.evaluate is None and plan.data.eval is not None:
@@ -202,8 +202,8 @@ def reported_names(run: RunContext) -> Collection[str] | None:
     """Return the metrics of the task's evaluations: what the task declares (`metric_names`), or what a few samples
     show.
 
-    None where these are too few for its metrics, and under DeepSpeed, whose ZeRO takes the first forwards for those of
-    training; then the first evaluation tells.
+    None where these are too few for its metrics, and under DeepSpeed, whose ZeRO takes the first forwards for training
+    steps; then the first evaluation tells.
     """
     plan, strategy = run.plan, run.strategy
     declared = getattr(plan.task, "metric_names", None)

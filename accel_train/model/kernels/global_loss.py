@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from accel_train.model.isolation import RandomState
@@ -100,6 +101,32 @@ class GlobalLoss(ABC, Generic[Whole]):
             raise
         finally:
             self._whole, self._meets_later, self._weighs = None, False, True
+
+
+class SummedParts(GlobalLoss[Tensor]):
+    """A loss over the global batch whose whole is the sum of all parts, each of `num_terms` numbers."""
+
+    @property
+    @abstractmethod
+    def num_terms(self) -> int:
+        """Number of terms of a part."""
+
+    def join(self, parts: Sequence[Tensor], weighs: Sequence[bool], *, is_alone: bool) -> Tensor:
+        """* Return the sums over all parts and processes."""
+        weighed = [part if weight else torch.zeros_like(part) for part, weight in zip(parts, weighs, strict=True)]
+        sums = torch.stack(weighed).sum(0)
+        if not is_alone:
+            dist.all_reduce(sums)
+        return sums
+
+    def join_failed(self, device: torch.device) -> None:
+        """* Send NaN as this process's sums."""
+        dist.all_reduce(torch.full((self.num_terms,), torch.nan, dtype=sums_dtype(device), device=device))
+
+
+def sums_dtype(device: torch.device) -> torch.dtype:
+    """Return fp64, which holds every count exactly, or fp32 on MPS, which does not support it."""
+    return torch.float32 if device.type == "mps" else torch.float64
 
 
 def global_loss_of(task: Any) -> GlobalLoss[Any] | None:

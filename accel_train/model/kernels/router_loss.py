@@ -15,13 +15,12 @@ from sys import modules
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from accel_train.core.state import Choice
 from accel_train.data.labels import IGNORED_LABEL
-from accel_train.model.kernels.global_loss import GlobalLoss
+from accel_train.model.kernels.global_loss import SummedParts, sums_dtype
 
 AS_IN_MIXTRAL = ("gate_logits", "num_experts", "top_k", "attention_mask")
 """Arguments of `load_balancing_loss_func` in the model files that share Mixtral's definition."""
@@ -45,7 +44,7 @@ class Routing(NamedTuple):
         return torch.cat([part.to(dtype) for part in parts])
 
 
-class RouterLoss(GlobalLoss[Tensor]):
+class RouterLoss(SummedParts):
     """Computes the router loss of a model's micro-batches, once the routing of the global batch is known.
 
     `loss` is without the coefficient.
@@ -59,6 +58,11 @@ class RouterLoss(GlobalLoss[Tensor]):
         super().__init__()
         self._logits: Sequence[Tensor] | None = None
         self._records = False
+
+    @property
+    def num_terms(self) -> int:
+        """Number of packed sums: assignments and probabilities by expert, positions, and targets."""
+        return 2 * self.num_experts + 2
 
     def watch(self, model: PreTrainedModel, coefficient: float) -> None:
         """Record the routers of a model. Several models of the same recipe may be watched."""
@@ -96,7 +100,7 @@ class RouterLoss(GlobalLoss[Tensor]):
         The caller divides by that number later. Outside of a step, the micro-batch counts as the global batch.
         """
         routing = self._routing(labels)
-        totals = self.whole(routing.packed(self._dtype(labels.device)))
+        totals = self.whole(routing.packed(sums_dtype(labels.device)))
         assigned, probabilities = totals[: self.num_experts], totals[self.num_experts : -2]
         num_positions, num_targets = totals[-2].clamp(min=1), totals[-1]
         per_probability = self.num_experts * assigned / num_positions.square()
@@ -107,19 +111,7 @@ class RouterLoss(GlobalLoss[Tensor]):
 
     def routing(self, labels: Tensor) -> Tensor:
         """Return the packed sums of the last recorded forward."""
-        return self._routing(labels).packed(self._dtype(labels.device))
-
-    def join(self, parts: Sequence[Tensor], weighs: Sequence[bool], *, is_alone: bool) -> Tensor:
-        """* Return the packed sums over all parts and processes."""
-        weighed = [part if weight else torch.zeros_like(part) for part, weight in zip(parts, weighs, strict=True)]
-        sums = torch.stack(weighed).sum(0)
-        if not is_alone:
-            dist.all_reduce(sums)
-        return sums
-
-    def join_failed(self, device: torch.device) -> None:
-        """* Send NaN as this process's sums."""
-        dist.all_reduce(torch.full((2 * self.num_experts + 2,), torch.nan, dtype=self._dtype(device), device=device))
+        return self._routing(labels).packed(sums_dtype(labels.device))
 
     def _routing(self, labels: Tensor) -> Routing:
         """Sum over the positions on which a target depends: up to the last target of each row.
@@ -138,11 +130,6 @@ class RouterLoss(GlobalLoss[Tensor]):
             probabilities = probabilities + (counts * of_layer).sum(0)
         num_layers, self._logits = len(self._logits), None
         return Routing(assigned.detach(), probabilities, counts.sum() * num_layers, is_target.sum())
-
-    @staticmethod
-    def _dtype(device: torch.device) -> torch.dtype:
-        # fp64 holds every count exactly. MPS does not support it.
-        return torch.float32 if device.type == "mps" else torch.float64
 
 
 def choose_router_loss(requested: bool | str, model: nn.Module, place: str = "") -> Choice[float] | None:

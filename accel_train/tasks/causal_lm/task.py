@@ -93,7 +93,7 @@ class CausalLM(Task):
         self.z_loss = recipe.loss.z_loss
         tokenizer_notes = []
         if recipe.tokenizer == "auto" and recipe.model.pretrained is not None:
-            tokenizer_notes = [f"tokenizer: that of {recipe.model.pretrained}, with which the model was trained"]
+            tokenizer_notes = [f"tokenizer: from {recipe.model.pretrained}, as in its training"]
         section = CausalLMData.of(recipe.data)
         if section.format == "text":
             text, masked = prepare_text(recipe, progress=progress), section.mask_documents

@@ -197,7 +197,7 @@ def text_tokenizer(recipe: Recipe, texts: Iterable[str]) -> tuple["PreTrainedTok
     if choice == "bytes":
         return byte_tokenizer(), notes, True
     if recipe.tokenizer == "auto":
-        notes.append(f"tokenizer: that of {choice}, with which the model was trained")
+        notes.append(f"tokenizer: from {choice}, as in its training")
     tokenizer = load_tokenizer(choice, trust_remote_code=recipe.model.trust_remote_code)
     if tokenizer.pad_token_id is None:
         tokenizer.add_special_tokens({"pad_token": "[PAD]"})

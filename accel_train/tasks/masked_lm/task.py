@@ -262,7 +262,7 @@ def _with_mask(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[PreT
     if isinstance(choice, TrainedTokenizer) or choice == "bytes":
         tokenizer = with_frame(tokenizer)
     elif recipe.tokenizer == "auto":
-        notes.append(f"tokenizer: that of {choice}, with which the model was trained")
+        notes.append(f"tokenizer: from {choice}, as in its training")
     missing = {
         role: token
         for role, token in (("mask_token", "[MASK]"), ("pad_token", "[PAD]"))

@@ -84,7 +84,7 @@ def _to_predict(data: ObjectDetectionData, names: tuple[str, ...]) -> ImageSets:
 
 
 def _category_ids(sources: Sequence[Annotated], names: tuple[str, ...]) -> tuple[int, ...] | None:
-    """Return the ids of classes in the first COCO file, or None if there is none or a class is missing."""
+    """Return the ids of classes in the first COCO file, or None without such a file, or if a class is missing."""
     ids = next((source.category_ids for source in sources if source.category_ids), {})
     return tuple(ids[name] for name in names) if names and {*names} <= ids.keys() else None
 

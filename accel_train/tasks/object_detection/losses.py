@@ -8,11 +8,10 @@ images. All divisors are counts, known without a forward. So the sums (ce, boxes
 losses and gradients do not depend on the number of processes or on accumulation.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.loss.loss_d_fine import DFineLoss, _set_aux_loss2
@@ -22,7 +21,7 @@ from transformers.loss.loss_rt_detr import RTDetrLoss
 from transformers.loss.loss_rt_detr import _set_aux_loss as all_layers
 
 from accel_train.data.labels import IGNORED_LABEL
-from accel_train.model.kernels.global_loss import GlobalLoss
+from accel_train.model.kernels.global_loss import SummedParts, sums_dtype
 
 SOFTMAX = ("detr", "table-transformer", "yolos")
 """Model types with a class for "no object"."""
@@ -75,7 +74,7 @@ def count(class_ids: Tensor, queries: int) -> Tensor:
     per_image = (class_ids != IGNORED_LABEL).sum(1)
     matched = per_image.clamp(max=queries).sum()
     images = torch.full_like(matched, len(class_ids))
-    dtype = torch.float32 if class_ids.device.type == "mps" else torch.float64
+    dtype = sums_dtype(class_ids.device)
     return torch.stack([images, per_image.sum(), matched, images * queries - matched]).to(dtype)
 
 
@@ -90,21 +89,10 @@ def weights_of_terms(counts: Tensor, config: PreTrainedConfig) -> Tensor:
     return torch.stack([cross_entropy, 1 / boxes.clamp(min=1), roots[0] / total / has[0], roots[1] / total / has[1]])
 
 
-class GlobalCounts(GlobalLoss[Tensor]):
+class GlobalCounts(SummedParts):
     """Sums the counts of all micro-batches of all processes. No forward is needed for them."""
 
-    def join(self, parts: Sequence[Tensor], weighs: Sequence[bool], *, is_alone: bool) -> Tensor:
-        """* Return the counts over all parts and processes, (4,)."""
-        weighed = [part if weight else torch.zeros_like(part) for part, weight in zip(parts, weighs, strict=True)]
-        sums = torch.stack(weighed).sum(0)
-        if not is_alone:
-            dist.all_reduce(sums)
-        return sums
-
-    def join_failed(self, device: torch.device) -> None:
-        """* Send NaN as this process's counts."""
-        dtype = torch.float32 if device.type == "mps" else torch.float64
-        dist.all_reduce(torch.full((_NUM_TERMS,), torch.nan, dtype=dtype, device=device))
+    num_terms = _NUM_TERMS
 
 
 def watch(model: PreTrainedModel) -> None:

@@ -27,7 +27,7 @@ def read_voc(path: Path, images_folder: Path | None = None) -> Annotated:
     in `images_folder`. None: they are in JPEGImages/ or images/, or next to the xml files.
 
     Raises:
-        ValueError: there are no xml files.
+        ValueError: no xml files were found.
     """
     root = path if path.is_dir() else path.parent.parent.parent
     folder = next((root / name for name in ("Annotations", "annotations") if (root / name).is_dir()), root)
