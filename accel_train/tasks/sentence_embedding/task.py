@@ -125,8 +125,10 @@ class SentenceEmbedding(EncoderTask):
 
     def choices(self, recipe: Recipe, model: nn.Module) -> dict[str, Choice[Any]]:
         """Return the loss and the pooling, with their reasons."""
-        compared = "rows of the global batch, on any number of processes and with any accumulation"
-        reason = "the negatives of a row are its own" if self.global_loss is None else f"compares all {compared}"
+        reason = "the negatives of a row are its own"
+        if self.global_loss is not None:
+            reason = "compares all rows of the global batch, on any number of processes and with any accumulation; an "
+            reason += "evaluation compares all held-out rows, so its loss differs from the training loss"
         return {
             "data.objective": Choice(self.objective.name, reason),
             "data.pooling": Choice(self.pooling, self.pooling_reason),
