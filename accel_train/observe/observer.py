@@ -201,7 +201,7 @@ class RunObserver(Observer):
         """Record the loss and metrics of an evaluation.
 
         The split `eval_final` is the evaluation of the final weights on all samples, and `eval_untrained` of the
-        initial ones.
+        initial ones, if other evaluations read part of the samples.
         """
         self._write_numbers(step, split, metrics)
         kind = _EVALUATIONS[split]

@@ -124,8 +124,10 @@ class RunFolder:
         """
 
         def is_kept(record: JsonRecord) -> bool:
-            again = ("eval_untrained", "eval_final", *(() if evaluated else ("eval",)))
-            return record["step"] < step or (record["step"] == step and record.get("split") not in again)
+            again = ("eval_final",) if evaluated else ("eval", "eval_final")
+            # A run that begins again also evaluates its initial weights again.
+            is_here = record["step"] == step > 0 and record.get("split") not in again
+            return record["step"] < step or is_here
 
         path = self.path / METRICS_FILE
         if path.is_file():

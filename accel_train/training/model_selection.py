@@ -86,7 +86,9 @@ def evaluate_untrained(run: RunContext) -> None:
             metrics = plain_metrics(_task_scores(run, True)[0])
     except EvaluationLeft:
         return
-    run.observer.on_evaluation(0, {**metrics, "seconds": time.perf_counter() - began}, "eval_untrained")
+    # On the samples of the other evaluations, it is the first point of their curve.
+    split = "eval_untrained" if run.plan.evaluates_part else "eval"
+    run.observer.on_evaluation(0, {**metrics, "seconds": time.perf_counter() - began}, split)
     numbers = {name: value for name, value in metrics.items() if name != "num_targets" and is_number(value)}
     state.untrained = {name: float(value) for name, value in numbers.items()}
 

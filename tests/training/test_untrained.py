@@ -57,9 +57,10 @@ def test_a_killed_run_keeps_its_baseline_or_measures_it_again(corpus: Path, ever
     kill = {"options": {"kill_at": {"step": 5, "rank": 0}}, "checkpoint": {"every_steps": every}}
     path = write_recipe_file(corpus, evaluate=AT_START, **kill)
     run(path, expect=-9)
-    [before] = metrics(corpus / "run", "eval_untrained")
+    before = metrics(corpus / "run", "eval")[0]
     run(write_recipe_file(corpus, evaluate=AT_START, checkpoint={"every_steps": every}))
-    [after] = metrics(corpus / "run", "eval_untrained")
+    assert [line["step"] for line in metrics(corpus / "run", "eval")] == [0, 4, 8, 12]
+    after = metrics(corpus / "run", "eval")[0]
     summary = json.loads((corpus / "run" / "summary.json").read_text())
     assert summary["baselines"]["untrained_loss"] == before["loss"] == after["loss"]
     assert (after["seconds"] == before["seconds"]) is (every > 0)
