@@ -81,7 +81,9 @@ def _describe_examples(found: Mapping[str, Any], num_eval: Any) -> Block:
     counted = f"of {tried} held-out samples {found['wrong']:,} are wrong; the most confident first"
     hint = "image, truth, prediction; the worst first" if of_pixels else counted
     if of_boxes:
-        hint = "truth, and predicted boxes with a score of at least 0.3"
+        least = found.get("least_score")
+        of_best = f" with a score of at least {least:.2g}" if is_number(least) else ""
+        hint = f"truth, and predicted boxes{of_best}"
     return {
         "title": "Predictions" if of_pixels or of_boxes else "Mistakes",
         "kind": "examples",
@@ -216,7 +218,13 @@ def _describe_detection(part: Mapping[str, Any]) -> list[Block]:
     bars = [_bar(name, value) for name, value in zip(names, values, strict=True)]
     hint = f"{len(names)} classes; mean over IoU thresholds from 0.5 to 0.95"
     title = "Average precision by class"
-    return [{"kind": "bars", "title": title, "hint": hint, "bars": bars, "folded": len(bars) > MAX_ROWS}]
+    blocks: list[Block] = [{"kind": "bars", "title": title, "hint": hint, "bars": bars, "folded": len(bars) > MAX_ROWS}]
+    best = _mapping(part.get("best_f1"))
+    if best:
+        head = ["", "least score", "precision", "recall", "F1"]
+        row = _row("boxes", [show_value(best.get(name)) for name in ("score", "precision", "recall", "f1")])
+        blocks.append(_table("Score with the best F1 at an IoU of 0.5", head, [row]))
+    return blocks
 
 
 def _describe_generation(part: Mapping[str, Any]) -> list[Block]:

@@ -52,7 +52,7 @@ SHOWN_OF_MASKS = 3
 SHOWN_OF_BOXES = 2
 """Divisor of `evaluate.num_examples` for boxes, which take two pictures each: truth and prediction."""
 LEAST_SCORE = 0.3
-"""Least score of a predicted box in a picture."""
+"""Least score of a predicted box in a picture, if the evaluation found no better one."""
 MAX_CHARACTERS = 400
 EDGE = 160
 _NO_CLASS = 255
@@ -347,6 +347,8 @@ def examples_of(run: RunContext, model: nn.Module) -> dict[str, Any]:
     number = len(data.eval)  # type: ignore[arg-type]
     indices = np.unique(np.linspace(0, number - 1, min(number, MAX_TRIED)).astype(int)).tolist()
     found: list[dict[str, Any]] = []
+    detection = run.evaluation.details.get("details", {}).get("detection", {})
+    least = (detection.get("best_f1") or {}).get("score", LEAST_SCORE)
     with evaluation_mode(model), run.accelerator.autocast():
         for at in range(0, len(indices), size := run.sizes.per_device_eval_batch_size):
             here = indices[at : at + size]
@@ -356,14 +358,16 @@ def examples_of(run: RunContext, model: nn.Module) -> dict[str, Any]:
             batch = {name: value.to(device) for name, value in batch.items()}
             predicted = plan.task.predict_batch(model, batch)
             if "found" in predicted and source.sets.eval.boxes is not None:
-                found += [_of_boxes(each, row, source) for each, row in zip(here, predicted["found"].cpu().numpy())]
+                rows = predicted["found"].cpu().numpy()
+                found += [_of_boxes(each, row, source, least) for each, row in zip(here, rows)]
                 continue
             if "labels" not in batch or not predicted.keys() & {"label", "mask"}:
                 return {}
             found += _of_labels(here, batch, predicted) if "label" in predicted else _of_masks(here, batch, predicted)
     if found and "boxes" in found[0]:
         shown = [_with_boxes(each, source) for each in found[:: max(1, len(found) // -(-most // SHOWN_OF_BOXES))]]
-        return {"kind": "boxes", "tried": len(found), "wrong": 0, "examples": shown[: -(-most // SHOWN_OF_BOXES)]}
+        facts = {"kind": "boxes", "tried": len(found), "wrong": 0, "least_score": least}
+        return {**facts, "examples": shown[: -(-most // SHOWN_OF_BOXES)]}
     kind = "mask" if found and "mask" in found[0] else "label"
     wrong = sorted((each for each in found if each["wrong"]), key=lambda each: -each["confidence"])
     most = most if kind == "label" else -(-most // SHOWN_OF_MASKS)
@@ -395,11 +399,11 @@ def _of_masks(
         yield {"index": index, "wrong": share, "confidence": share, "truth": truth, "mask": mask}
 
 
-def _of_boxes(index: int, rows: NDArray[Any], source: Any) -> dict[str, Any]:
+def _of_boxes(index: int, rows: NDArray[Any], source: Any, least_score: float) -> dict[str, Any]:
     """Return the boxes of one image as (class, corners in pixels): the truth, and predictions (K, 6) with a score."""
     truth = source.sets.eval.boxes_of(index)
     edges = np.array([truth.width, truth.height] * 2)
-    sure = rows[rows[:, 0] >= LEAST_SCORE]
+    sure = rows[rows[:, 0] >= np.float32(least_score)]
     return {
         "index": index,
         "boxes": list(zip(sure[:, 1].astype(int).tolist(), (sure[:, 2:] * edges).tolist())),

@@ -60,7 +60,32 @@ def test_right_boxes_have_a_precision_of_1_and_a_class_without_boxes_does_not_co
         "label_names": ["cat", "dog"],
         "average_precision": [pytest.approx(1.0), None],
         "num_boxes": [1, 0],
+        "best_f1": {"score": pytest.approx(0.9), "precision": 1.0, "recall": 1.0, "f1": 1.0},
     }
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"),
+    [
+        # Right, wrong, right: two of three are right, which beats one of one for two boxes (F1 0.8, 0.67).
+        ([(*A, 0.9), (60, 10, 70, 20, 0, 0.8), (*B, 0.7)], (0.7, 2 / 3, 1.0, 0.8)),
+        ([(*A, 0.9), (60, 10, 70, 20, 0, 0.8), (60, 10, 70, 20, 1, 0.8), (*B, 0.2)], (0.9, 1.0, 0.5, 2 / 3)),
+        # A least score cannot take the right one of two boxes with the same score alone.
+        ([(*A, 0.9), (60, 10, 70, 20, 0, 0.9)], (0.9, 0.5, 0.5, 0.5)),
+        ([(60, 10, 70, 20, 0, 0.9)], None),
+    ],
+)
+def test_the_best_least_score_is_counted_by_hand(rows: list[Any], expected: tuple[float, ...] | None) -> None:
+    best = average_precision([boxes(A, B)], [found(*rows)], NAMES).details["detection"]["best_f1"]
+    values = None if best is None else [best[name] for name in ("score", "precision", "recall", "f1")]
+    assert values == (None if expected is None else pytest.approx(list(expected)))
+
+
+def test_boxes_of_crowds_count_neither_as_right_nor_as_wrong_in_the_best_least_score() -> None:
+    truth = boxes(A, (0, 0, 100, 80, 0), crowd=(1,))
+    inside = (40, 40, 60, 60, 0, 0.95)
+    best = average_precision([truth], [found(inside, (*A, 0.5))], NAMES).details["detection"]["best_f1"]
+    assert best == {"score": pytest.approx(0.5), "precision": 1.0, "recall": 1.0, "f1": 1.0}
 
 
 def test_a_box_that_overlaps_by_06_counts_at_the_thresholds_up_to_06() -> None:

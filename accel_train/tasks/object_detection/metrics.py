@@ -43,9 +43,10 @@ def require_pycocotools() -> None:
 
 
 def average_precision(truth: Sequence[Boxes], found: Sequence[Detection], names: Sequence[str]) -> Scores:
-    """Return mAP, mAP at an IoU of 0.5 and of 0.75, and AP by class. Images are in the same order in both lists.
+    """Return mAP, mAP at an IoU of 0.5 and of 0.75, AP by class, and the least score with the best F1.
 
-    Crowds are ignored regions, as in COCO. A class without a box in the truth has no AP and does not count.
+    Images are in the same order in both lists. Crowds are ignored regions, as in COCO. A class without a box in the
+    truth has no AP and does not count.
     """
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
@@ -94,7 +95,34 @@ def average_precision(truth: Sequence[Boxes], found: Sequence[Detection], names:
         float(each[each > -1].mean()) if (each > -1).any() else float("nan") for each in precision.transpose(2, 0, 1)
     ]
     metrics = dict(zip(METRICS, map(float, evaluation.stats[:3])))
-    return Scores(metrics, _details(names, by_class, annotations))
+    details = _details(names, by_class, annotations)
+    details["detection"]["best_f1"] = _best_cut(evaluation)
+    return Scores(metrics, details)
+
+
+def _best_cut(evaluation: Any) -> dict[str, float] | None:
+    """Return the least score with the best F1 of all classes at an IoU of 0.5, or None if no box is right there."""
+    params = evaluation.params
+    found = [each for each in evaluation.evalImgs if each is not None and each["aRng"] == params.areaRng[0]]
+    counts = np.concatenate([each["dtIgnore"][0] for each in found]) == 0
+    scores = np.concatenate([each["dtScores"] for each in found])[counts]
+    is_right = np.concatenate([each["dtMatches"][0] for each in found])[counts] > 0
+    num_boxes = sum(int((np.asarray(each["gtIgnore"]) == 0).sum()) for each in found)
+    order = np.argsort(-scores, kind="stable")
+    scores, num_right = scores[order], is_right[order].cumsum()
+    if not is_right.any():
+        return None
+    f1 = 2 * num_right / (np.arange(1, len(scores) + 1) + num_boxes)
+    # A least score takes all boxes with this score.
+    f1[:-1][scores[1:] == scores[:-1]] = 0
+    best = int(f1.argmax())
+    right = int(num_right[best])
+    return {
+        "score": float(scores[best]),
+        "precision": right / (best + 1),
+        "recall": right / num_boxes,
+        "f1": float(f1[best]),
+    }
 
 
 def _details(names: Sequence[str], by_class: Sequence[float], annotations: Sequence[dict[str, Any]]) -> dict[str, Any]:
