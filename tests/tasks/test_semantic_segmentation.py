@@ -468,7 +468,8 @@ def test_images_of_height_and_width_are_resized_to_both_by_us_and_by_transformer
     assert (task.flops_per_target(recipe, model) or 0) > 0
     task.save_description(model, data, tmp_path)
     assert "images of 64 x 32 pixels" in (tmp_path / "README.md").read_text()
-    theirs = AutoImageProcessor.from_pretrained(tmp_path)(Image.open(data.source.row_ids(0)), return_tensors="pt")
+    processor = AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
+    theirs = processor(Image.open(data.source.row_ids(0)), return_tensors="pt")
     torch.testing.assert_close(theirs["pixel_values"][0], batch["pixel_values"][0], rtol=0, atol=1e-2)
 
 
@@ -504,7 +505,7 @@ def test_run_writes_a_model_that_transformers_loads_and_whose_masks_are_ours(tmp
     folder = tmp_path / "run" / "model"
     assert {"mean_iou", "pixel_accuracy", "loss"} <= set(metrics(tmp_path / "run", "eval")[-1])
     model = AutoModelForSemanticSegmentation.from_pretrained(folder).eval()
-    processor = AutoImageProcessor.from_pretrained(folder)
+    processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
     assert tuple(model.config.id2label.values()) == LABEL_NAMES
     task, data, _ = load(Recipe.from_yaml(str(recipe)))
     image = digit_scenes(held_out=True)[0][0]
