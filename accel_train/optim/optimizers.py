@@ -58,29 +58,36 @@ def parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[s
 def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
     """Return learning rate factors by parameter name: decay^(distance from the output), as in BEiT (Bao et al. 2022).
 
-    The n repeated blocks have the distances n to 1. Weights before the first block have n + 1. All other weights (norms
-    and heads after the blocks) have factor 1 and are left out. The result is empty for a decay of 1.
+    The n repeated blocks have the distances n to 1. A decoder's blocks follow its encoder's. Other weights have the
+    distance of the next block, plus 1. Weights after the last block (norms and heads) have factor 1 and are left out.
+    The result is empty for a decay of 1.
 
     Raises:
         ValueError: the model repeats no block, so its layers cannot be distinguished.
     """
     if decay == 1.0:
         return {}
-    blocks = repeated_blocks(model)
+    blocks = _blocks_in_order(model)
     if not blocks:
         raise ValueError(
             f"optimizer.layer_decay={decay}: the model repeats no block; use optimizer.groups with patterns"
         )
     depth = {id(parameter): number for number, block in enumerate(blocks) for parameter in block.parameters()}
-    scales: dict[str, float] = {}
-    before_the_blocks = True
-    for name, parameter in model.named_parameters():
+    scales, distance = dict[str, float](), 0
+    for name, parameter in reversed([*model.named_parameters()]):
         if id(parameter) in depth:
-            before_the_blocks = False
-            scales[name] = decay ** (len(blocks) - depth[id(parameter)])
-        elif before_the_blocks:
-            scales[name] = decay ** (len(blocks) + 1)
+            distance = len(blocks) - depth[id(parameter)]
+            scales[name] = decay**distance
+        elif distance:
+            scales[name] = decay ** (distance + 1)
     return scales
+
+
+def _blocks_in_order(model: Any) -> list[nn.Module]:
+    config = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        return [*repeated_blocks(model.get_encoder()), *repeated_blocks(model.get_decoder())]
+    return repeated_blocks(model)
 
 
 def build_optimizer(model: nn.Module, section: OptimizerSection, device: torch.device) -> torch.optim.Optimizer:

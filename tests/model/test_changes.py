@@ -3,12 +3,19 @@ layer, averaged weights.
 """
 
 import copy
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, BertConfig, BertForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    BertConfig,
+    BertForSequenceClassification,
+)
 
 from accel_train.model.freeze import freeze
 from accel_train.model.lora import adapter_config, add_adapters, save_adapters, without_adapters
@@ -108,6 +115,27 @@ def test_layer_decay_lowers_the_rate_towards_the_input_layer_by_layer() -> None:
     assert rates["bert.embeddings.word_embeddings.weight"] == pytest.approx(0.1 * 0.0625)
     with pytest.raises(ValueError, match="repeats no block"):
         layer_scales(conv_net(), 0.5)
+
+
+@pytest.mark.parametrize("kind", ["t5", "bart"])
+def test_layer_decay_counts_the_blocks_of_a_decoder_after_those_of_its_encoder(kind: str) -> None:
+    t5 = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 2, "num_decoder_layers": 3, "num_heads": 2}
+    bart = {
+        "d_model": 16, "encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 2, "encoder_ffn_dim": 16,
+        "decoder_attention_heads": 2, "decoder_ffn_dim": 16, "max_position_embeddings": 32,
+    }  # fmt: skip
+    config = AutoConfig.for_model(kind, vocab_size=32, **(t5 if kind == "t5" else bart))
+    scales = layer_scales(AutoModelForSeq2SeqLM.from_config(config), 0.5)
+    of_block = {
+        (stack, number): {value for name, value in scales.items() if re.search(rf"{stack}\.\w+\.{number}\.", name)}
+        for stack, count in (("encoder", 2), ("decoder", 3))
+        for number in range(count)
+    }
+    assert list(of_block.values()) == [{0.5**distance} for distance in (5, 4, 3, 2, 1)]
+    assert {value for name, value in scales.items() if "shared" in name} == {0.5**6}
+    of_ends = {name: scales.get(name, 1.0) for name in scales if re.search(r"decoder\.embed|encoder\.final", name)}
+    assert set(of_ends.values()) == {0.5**4}
+    assert "decoder.final_layer_norm.weight" not in scales
 
 
 def test_groups_of_the_recipe_set_rate_and_decay_and_the_first_match_wins() -> None:
