@@ -98,6 +98,13 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
     return max(lists, key=len, default=[])
 
 
+def blocks_in_order(model: Any) -> list[nn.Module]:
+    """Return the repeated blocks of a model: for an encoder and a decoder, the blocks of both, in this order."""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return [*repeated_blocks(model.get_encoder()), *repeated_blocks(model.get_decoder())]
+    return repeated_blocks(model)
+
+
 def choose_cache() -> Choice[str]:
     """Choose the folder for compiled code, set it in the environment, and return the choice.
 

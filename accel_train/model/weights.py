@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from transformers.pytorch_utils import Conv1D
 
 from accel_train.model.batch_norm import has_batch_norm
-from accel_train.model.compile import repeated_blocks
+from accel_train.model.compile import blocks_in_order, repeated_blocks
 from accel_train.model.kernels.chunked_loss import has_plain_head
 from accel_train.model.tensors import unpacked_numel
 
@@ -303,7 +303,7 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     Raises:
         ValueError: the model has no such weight.
     """
-    kinds = tuple({type(block) for block in repeated_blocks(model)})
+    kinds = tuple({type(block) for block in blocks_in_order(model)})
     found: dict[int, nn.Parameter] = {}
     for block in [module for module in model.modules() if isinstance(module, kinds)] or _below_the_head(model):
         for module in block.modules():

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from accel_train.core.state import Choice
-from accel_train.model.compile import repeated_blocks
+from accel_train.model.compile import blocks_in_order
 from accel_train.model.freeze import matching
 from accel_train.optim.custom import BY_HOST
 from accel_train.optim.muon import Muon
@@ -67,7 +67,7 @@ def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
     """
     if decay == 1.0:
         return {}
-    blocks = _blocks_in_order(model)
+    blocks = blocks_in_order(model)
     if not blocks:
         raise ValueError(
             f"optimizer.layer_decay={decay}: the model repeats no block; use optimizer.groups with patterns"
@@ -81,13 +81,6 @@ def layer_scales(model: nn.Module, decay: float) -> dict[str, float]:
         elif distance:
             scales[name] = decay ** (distance + 1)
     return scales
-
-
-def _blocks_in_order(model: Any) -> list[nn.Module]:
-    config = getattr(model, "config", None)
-    if getattr(config, "is_encoder_decoder", False):
-        return [*repeated_blocks(model.get_encoder()), *repeated_blocks(model.get_decoder())]
-    return repeated_blocks(model)
 
 
 def build_optimizer(model: nn.Module, section: OptimizerSection, device: torch.device) -> torch.optim.Optimizer:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from schedulefree import AdamWScheduleFree
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from accel_train.checkpoint.contents import optimizer_tensors, restore_optimizer
 from accel_train.checkpoint.sharded import copy_to_host
@@ -460,6 +460,16 @@ def test_muon_trains_the_matrices_of_a_model_of_one_layer() -> None:
     plain = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
     assert [id(matrix) for matrix in hidden_matrices(plain)] == [id(plain.get_parameter("1.weight"))]
     build_optimizer(one, Optimizer(name="muon"), CPU)
+
+
+def test_muon_takes_the_matrices_of_the_encoder_and_the_decoder_where_their_blocks_differ() -> None:
+    config = AutoConfig.for_model(
+        "bart", vocab_size=32, d_model=16, encoder_layers=2, decoder_layers=3, encoder_attention_heads=2,
+        encoder_ffn_dim=16, decoder_attention_heads=2, decoder_ffn_dim=16, max_position_embeddings=32,
+    )  # fmt: skip
+    model = AutoModelForSeq2SeqLM.from_config(config)
+    # Attention has 4 matrices, the feed-forward 2. A decoder's block has two attentions.
+    assert len(hidden_matrices(model)) == 2 * 6 + 3 * 10
 
 
 def test_muon_trains_matrices_alone_where_nothing_else_is_trained() -> None:
