@@ -89,13 +89,16 @@ def compile_module(
 
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
-    """Return the longest nn.ModuleList of at least two modules of one class, as a list; empty if the model has none."""
+    """Return the longest nn.ModuleList of at least two modules of one class, as a list; empty if the model has none.
+
+    A list of modules that have children comes before a longer one without: the linear layers of a head are no blocks.
+    """
     lists = [
         list(child)
         for child in module.modules()
         if isinstance(child, nn.ModuleList) and len(child) > 1 and len({type(block) for block in child}) == 1
     ]
-    return max(lists, key=len, default=[])
+    return max(lists, key=lambda blocks: (next(blocks[0].children(), None) is not None, len(blocks)), default=[])
 
 
 def blocks_in_order(model: Any) -> list[nn.Module]:

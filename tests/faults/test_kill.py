@@ -8,15 +8,19 @@ import random
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import yaml
 
 from accel_train.checkpoint.store import check
 from tests.support.comparisons import assert_same_bits
+from tests.support.detectors import CROPS, DEFORMABLE, sections_of
 from tests.support.goodput import assert_accounts_add_up
 from tests.support.kills import KilledRun, Tally
 from tests.support.processes import run_forked
@@ -30,10 +34,15 @@ from tests.support.runs import (
     metrics,
     write_base,
     write_corpus,
+    write_jsonl,
     write_recipe_file,
 )
 
 MAX_STEPS = 120
+BERT = {
+    "model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48,
+    "max_position_embeddings": 64, "hidden_dropout_prob": 0.1,
+}  # fmt: skip
 
 
 def recipe_in(folder: Path, name: str, max_steps: int, model: dict[str, Any] | None = None) -> Path:
@@ -58,15 +67,15 @@ def evaluations(folder: Path) -> list[dict[str, object]]:
 
 
 def kill_and_compare(
-    folder: Path, num_kills: int, max_steps: int, seed: int, model: dict[str, Any] | None = None
+    folder: Path, num_kills: int, max_steps: int, seed: int, write: Callable[[Path, str, int], Path] = recipe_in
 ) -> Tally:
     write_corpus(folder)
-    forked = run_forked(["run", str(recipe_in(folder, "whole", max_steps, model))], 2, folder=folder / "processes")
+    forked = run_forked(["run", str(write(folder, "whole", max_steps))], 2, folder=folder / "processes")
     assert forked.wait(240) == [0, 0], forked.stderr(0)[-3000:]
     whole, generator, tally = folder / "whole", random.Random(seed), Tally()
     while tally.num_kills < num_kills:
         name, began = f"killed-{tally.finished}", time.time()
-        run = KilledRun(recipe_in(folder, name, max_steps, model), folder / name, generator, tally)
+        run = KilledRun(write(folder, name, max_steps), folder / name, generator, tally)
         if not run.kill_until_finished(num_kills):
             run.finish()
         killed = folder / name
@@ -94,9 +103,54 @@ def test_two_hundred_kills_half_of_them_in_a_save_change_nothing(tmp_path: Path)
 @pytest.mark.timeout(600)
 def test_kills_change_nothing_of_a_run_whose_checkpoints_hold_adapters_alone(tmp_path: Path) -> None:
     model = {"config": None, "pretrained": str(write_base(tmp_path)), "lora": {"rank": 2, "dropout": 0.1}}
-    tally = kill_and_compare(tmp_path, 12, 40, seed=3, model=model)
+    tally = kill_and_compare(tmp_path, 12, 40, seed=3, write=partial(recipe_in, model=model))
     print(tally)
     assert tally.kills["in save"] >= 3
+
+
+def small_recipe_in(folder: Path, name: str, max_steps: int, sections: dict[str, Any]) -> Path:
+    """Saves every third step, evaluates every fourth, averages weights, accumulates two micro-batches."""
+    recipe = {
+        **sections,
+        "output_dir": str(folder / name),
+        "batch": {"global_batch_size": 8, "gradient_accumulation_steps": 2},
+        "optimizer": {"learning_rate": 1e-3, "ema_decay": 0.9},
+        "schedule": {"max_steps": max_steps},
+        "precision": {"mixed_precision": "no"},
+        "evaluate": {"every_steps": 4, "max_samples": 6},
+        "checkpoint": {"every_steps": 3, "keep": 2},
+        "log": {"every_steps": 1, "progress": False},
+    }
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("task", ["sentence-embedding", "object-detection"])
+def test_kills_change_nothing_of_a_run_whose_loss_is_over_the_global_batch(tmp_path: Path, task: str) -> None:
+    if task == "object-detection":
+        sections = sections_of(tmp_path, model={**DEFORMABLE, "dropout": 0.1}, data=CROPS)
+        sections["task"] = "tests.support.tasks.kill_points:KillObjectDetection"
+    else:
+        rows = [
+            {"anchor": f"w{n} w{n * n % 31}", "positive": f"w{n} w{n % 7} w{n % 5}", "negative": f"w{n * 3 % 40}"}
+            for n in range(60)
+        ]
+        sections = {
+            "task": "tests.support.tasks.kill_points:KillSentenceEmbedding",
+            "model": {"config": BERT},
+            "tokenizer": "bytes",
+            "data": {
+                "train": str(write_jsonl(tmp_path / "rows.jsonl", rows)),
+                "eval_fraction": 0.2,
+                "pair_columns": ["anchor", "positive", "negative"],
+                "cache_dir": str(tmp_path / "cache"),
+            },
+        }
+    tally = kill_and_compare(tmp_path, 4, 15, seed=4, write=partial(small_recipe_in, sections=sections))
+    print(tally)
+    assert tally.num_kills == 4
 
 
 COMPILER = """#!/bin/sh

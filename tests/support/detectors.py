@@ -1,6 +1,13 @@
-"""Small detectors of each family that object detection accepts, for images of 64 pixels."""
+"""Small detectors of each family that object detection accepts, for images of 64 pixels, and runs that train them."""
 
+from pathlib import Path
 from typing import Any
+
+import yaml
+
+from accel_train import train
+from accel_train.recipe.schema import Recipe
+from tests.support.runs import metrics, run
 
 RESNET: dict[str, Any] = {
     "model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 8, 8, 8], "depths": [1, 1, 1, 1],
@@ -45,3 +52,40 @@ DETECTORS: dict[str, dict[str, Any]] = {
     "rt_detr_v2": {"model_type": "rt_detr_v2", **REAL_TIME, **RT_RESNET},
     "d_fine": {"model_type": "d_fine", **REAL_TIME, "backbone_config": HGNET, "depth_mult": 1.0},
 }
+
+FAULTY = "tests.support.tasks.detection_faults:FaultyObjectDetection"
+CROPS: dict[str, Any] = {"augment": {"scale_range": [1.5, 2.5], "horizontal_flip": 0.5}, "min_visible": 1.0}
+"""Crops that lose many boxes, so some images have none."""
+
+
+def sections_of(folder: Path, name: str = "run", model: Any = YOLOS, **sections: Any) -> dict[str, Any]:
+    data = {"train": "digit-scenes", "image_size": 64, "num_workers": 0, **sections.pop("data", {})}
+    return {
+        "task": "object-detection",
+        "output_dir": str(folder / name),
+        "model": {"config": model},
+        "data": data,
+        "batch": {"global_batch_size": 8},
+        "optimizer": {"learning_rate": 1e-3},
+        "schedule": {"max_steps": 3},
+        "precision": {"mixed_precision": "no"},
+        "evaluate": {"every_steps": 0, "max_samples": 8},
+        "checkpoint": {"every_steps": 0},
+        "log": {"every_steps": 1},
+        **sections,
+    }
+
+
+def train_boxes(
+    folder: Path, name: str, processes: int = 1, per_device: int = 8, expect: int = 0, **sections: Any
+) -> list[tuple[float, float]]:
+    """Train; return each step's loss and gradient norm."""
+    batch = {"global_batch_size": 8, "per_device_batch_size": per_device} | sections.pop("batch", {})
+    recipe = sections_of(folder, name, **{"data": CROPS, **sections, "batch": batch})
+    if processes == 1 and not expect:
+        train(Recipe.model_validate(recipe))
+    else:
+        path = folder / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(recipe))
+        run(path, processes=processes, expect=expect)
+    return [(each["step_loss"], each["grad_norm"]) for each in metrics(folder / name)]

@@ -24,46 +24,9 @@ from accel_train.data.order import permute
 from accel_train.recipe.schema import Recipe
 from accel_train.tasks.object_detection import losses
 from accel_train.tasks.object_detection.metrics import Detection, average_precision
-from tests.support.detectors import DEFORMABLE, DETECTORS, YOLOS
-from tests.support.runs import checkpoint, events, metrics, refused, run
+from tests.support.detectors import CROPS, DEFORMABLE, DETECTORS, FAULTY, YOLOS, sections_of, train_boxes
+from tests.support.runs import checkpoint, events, refused
 from tests.support.text_tasks import batch_of, load
-
-FAULTY = "tests.support.tasks.detection_faults:FaultyObjectDetection"
-CROPS: dict[str, Any] = {"augment": {"scale_range": [1.5, 2.5], "horizontal_flip": 0.5}, "min_visible": 1.0}
-"""Crops that lose many boxes, so some images have none."""
-
-
-def sections_of(folder: Path, name: str = "run", model: Any = YOLOS, **sections: Any) -> dict[str, Any]:
-    data = {"train": "digit-scenes", "image_size": 64, "num_workers": 0, **sections.pop("data", {})}
-    return {
-        "task": "object-detection",
-        "output_dir": str(folder / name),
-        "model": {"config": model},
-        "data": data,
-        "batch": {"global_batch_size": 8},
-        "optimizer": {"learning_rate": 1e-3},
-        "schedule": {"max_steps": 3},
-        "precision": {"mixed_precision": "no"},
-        "evaluate": {"every_steps": 0, "max_samples": 8},
-        "checkpoint": {"every_steps": 0},
-        "log": {"every_steps": 1},
-        **sections,
-    }
-
-
-def train_boxes(
-    folder: Path, name: str, processes: int = 1, per_device: int = 8, expect: int = 0, **sections: Any
-) -> list[tuple[float, float]]:
-    """Train; return each step's loss and gradient norm."""
-    batch = {"global_batch_size": 8, "per_device_batch_size": per_device} | sections.pop("batch", {})
-    recipe = sections_of(folder, name, **{"data": CROPS, **sections, "batch": batch})
-    if processes == 1 and not expect:
-        train(Recipe.model_validate(recipe))
-    else:
-        path = folder / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(recipe))
-        run(path, processes=processes, expect=expect)
-    return [(each["step_loss"], each["grad_norm"]) for each in metrics(folder / name)]
 
 
 def make_batch() -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from accel_train.core.errors import DataError
+from accel_train.core.errors import DataError, SettingError
 from accel_train.core.state import Choice
 from accel_train.data.images.augment import check_augment
 from accel_train.data.images.images import evenly_spaced, text_digest
@@ -49,17 +49,21 @@ class ObjectDetection(VisionTask):
 found = processor.post_process_object_detection(model(**inputs), threshold=0.5, target_sizes=sizes)[0]
 print(found["labels"], found["scores"], found["boxes"])""",
     )
+    loss_is_global = True
+    """Whether settings that a loss over the global batch does not support are refused before data is read."""
     global_loss: losses.GlobalCounts
 
     def model_config(self, recipe: Recipe) -> tuple[PreTrainedConfig, list[str]]:
         """Return the configuration of the recipe's model, without denoising queries, and notes about it.
 
         Raises:
-            ValueError: the loss of the model is not the same on any number of processes.
+            ValueError: the loss of the model is not the same on any number of processes, or its layers have no single
+                order for `optimizer.layer_decay`.
         """
         config, notes = super().model_config(recipe)
         if (refusal := losses.model_refusal(config)) is not None:
             raise ValueError(f"model: {refusal}")
+        _check_layer_decay(recipe.optimizer.layer_decay, config)
         if config.model_type == "yolos" and isinstance(config.image_size, int):
             config.image_size = [config.image_size, config.image_size]
         if getattr(config, "num_denoising", 0):
@@ -240,6 +244,24 @@ def _size(images: ImageRows, index: int) -> tuple[int, int]:
         return images.image(index).size
     boxes = images.boxes_of(index)
     return boxes.width, boxes.height
+
+
+def _check_layer_decay(decay: float, config: PreTrainedConfig) -> None:
+    """Refuse different rates by layer for a model whose layers are not one stack.
+
+    Raises:
+        SettingError: the model has a backbone, an encoder, and a decoder, or weights that several layers add.
+    """
+    if decay == 1.0:
+        return
+    if config.model_type != "yolos":
+        reason = f"{config.model_type} has a backbone, an encoder, and a decoder, and only one would get falling rates"
+    elif config.use_mid_position_embeddings:
+        reason = "all layers of this yolos share mid_position_embeddings, which have no depth"
+    else:
+        return
+    remedy = "Leave it out, and set lower rates by optimizer.groups"
+    raise SettingError(reason, remedy, f"optimizer.layer_decay={decay:g}", ("optimizer.layer_decay", "model.config"))
 
 
 def _refuse_settings(recipe: Recipe) -> None:

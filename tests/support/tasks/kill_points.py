@@ -1,5 +1,4 @@
-"""Language modelling with ragged batches that kills processes of its run at a chosen place: in reading, training,
-evaluating.
+"""Tasks that kill processes of their run at a chosen place: in reading, training, evaluating.
 
 `KILL_PLACE` (load, forward, backward, evaluate), `KILL_COUNT` (the how manieth time a process comes there), `KILL_RANK`
 and
@@ -9,13 +8,18 @@ and
 import os
 import signal
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from accel_train.data.samples import fetch
 from accel_train.recipe.schema import Recipe
 from accel_train.task import TaskData
+from accel_train.tasks.object_detection.task import ObjectDetection
+from accel_train.tasks.sentence_embedding.task import SentenceEmbedding
 from tests.support.tasks.probe import ProbeTask
 
 RANK = os.environ.get("RANK", "0")
@@ -25,7 +29,7 @@ TRAINER = os.getpid()
 class DeadlyDataset(Dataset[Any]):
     """Reads, and kills when it is its time; also in a process that only reads."""
 
-    def __init__(self, inner: Any, task: "KillTask") -> None:
+    def __init__(self, inner: Any, task: "Deadly") -> None:
         self.inner, self.task = inner, task
 
     def __len__(self) -> int:
@@ -33,29 +37,35 @@ class DeadlyDataset(Dataset[Any]):
 
     def __getitems__(self, indices: Sequence[int]) -> Any:
         self.task.pass_by("load")
-        return self.inner.__getitems__(indices)
+        return fetch(self.inner, indices)
 
 
-class KillTask(ProbeTask):
-    """`options`: those of ProbeTask."""
+class Deadly:
+    """A task that kills processes of its run."""
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
-        data = super().load_data(recipe, progress=progress)
-        self.times = 0
-        train = DeadlyDataset(data.train, self)
-        return TaskData(train, data.eval, data.collate, data.fingerprint, data.facts, data.reading_is_free, data.source)
+        data: TaskData = super().load_data(recipe, progress=progress)  # type: ignore[misc]
+        self.times, own_draw = 0, data.draw
+
+        def draw(index: int, generator: np.random.Generator) -> Any:
+            assert own_draw is not None
+            self.pass_by("load")
+            return own_draw(index, generator)
+
+        return replace(data, train=DeadlyDataset(data.train, self), draw=None if own_draw is None else draw)
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         if model.training:
             self.pass_by("forward")
-        loss = super().loss_sum(model, batch)
+        loss: Tensor = super().loss_sum(model, batch)  # type: ignore[misc]
         if model.training and os.environ.get("KILL_PLACE") == "backward":
             loss.register_hook(lambda _: self.pass_by("backward"))
         return loss
 
     def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         self.pass_by("evaluate")
-        return super().evaluate_batch(model, batch)
+        found: dict[str, Tensor] = super().evaluate_batch(model, batch)  # type: ignore[misc]
+        return found
 
     def pass_by(self, place: str) -> None:
         """Count that this process comes to a place, and kill if it is the time."""
@@ -71,3 +81,15 @@ class KillTask(ProbeTask):
             os.kill(os.getpgid(0), signal.SIGKILL)  # it leads the group
         else:
             os.kill(TRAINER, signal.SIGKILL)
+
+
+class KillTask(Deadly, ProbeTask):
+    """`options`: those of ProbeTask."""
+
+
+class KillSentenceEmbedding(Deadly, SentenceEmbedding):
+    """Sentence embeddings."""
+
+
+class KillObjectDetection(Deadly, ObjectDetection):
+    """Object detection."""
