@@ -330,7 +330,7 @@ def test_images_and_ids_that_occur_twice_are_faults() -> None:
     content["images"] += [{**content["images"][0], "file_name": "c.png"}, {**content["images"][0], "id": 1}]
     content["categories"].append({"id": 90, "name": "bird"})
     write_coco(Path("c.json"), Path("images"), content)
-    refused(read, "c.json", named="image 100 (c.png): the id occurs twice|a.png is listed twice|category 90")
+    refused(read, "c.json", named="image 100 (c.png): the id occurs twice|a.png is listed 2 times|category 90")
 
 
 def red_image(path: Path, box: tuple[int, int, int, int], orientation: int, size: tuple[int, int] = (40, 30)) -> None:
