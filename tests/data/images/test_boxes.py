@@ -440,6 +440,13 @@ def test_images_to_predict_need_no_boxes() -> None:
     assert sets.train.boxes is None
 
 
+def test_a_single_image_can_be_predicted() -> None:
+    write_images(Path("images"))
+    sets = read("images/b.png", annotations=None, label_names=("cat", "dog"))
+    assert [sets.train.where(index) for index in range(len(sets.train))] == ["images/b.png"]
+    refused(read, "images/b.png", named="data.train: images/b.png has no boxes")
+
+
 def test_images_of_a_coco_file_without_annotations_are_predicted_by_their_ids() -> None:
     content = coco_content()
     write_coco(Path("c.json"), Path("images"), content)
