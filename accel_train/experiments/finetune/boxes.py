@@ -46,7 +46,7 @@ def recognise_boxes(asked: Asked, located: Located) -> Found:
     if "data.annotations" not in asked.given:
         settings["data.train"] = Choice(str(located.train), "")
         if located.eval is not None and "data.eval" not in asked.given:
-            what = "val of the same file" if located.eval == located.train else "evaluation data by its name"
+            what = "its validation part" if located.eval == located.train else "evaluation data by its name"
             settings["data.eval"] = Choice(str(located.eval), what)
     update = {name.removeprefix("data."): choice.value for name, choice in settings.items()}
     fields = {name: getattr(asked.data, name) for name in ObjectDetectionData.model_fields}
@@ -62,6 +62,8 @@ def recognise_boxes(asked: Asked, located: Located) -> Found:
     root = Path(asked.path).expanduser()
     images = [side.images for side in (sets.train, sets.eval) if side is not None]
     others = (not_used(root, _read_files(located, images, root)),) if root.is_dir() else ()
+    if is_saved_dataset(root):
+        others = (f"not used: {'test/' if (root / 'test').is_dir() else 'nothing'}",)
     return Found(
         TASK,
         located.why,

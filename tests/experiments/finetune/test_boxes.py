@@ -135,6 +135,12 @@ def test_tables_with_boxes_are_found_in_another_column_and_in_shards() -> None:
     for path in ("saved", "shards", "shards/train-*.parquet"):
         found = find(path)
         assert (found.task, found.num_samples, dict(found.counts)) == ("object-detection", 3, {"cat": 1, "dog": 2})
+    assert find("saved").notes[-1] == "not used: nothing"
+    assert find("shards").description.startswith("shards/train-00000-of-00002.parquet: 2 images with 3 boxes, shards/")
+    datasets.DatasetDict(train=table, validation=table, test=table).save_to_disk("parts")
+    found = find("parts")
+    assert found.notes[-1] == "not used: test/"
+    assert found.settings["data.eval"].value == "parts"
 
 
 def test_flags_replace_what_is_found() -> None:

@@ -103,7 +103,7 @@ def read_annotated(
     if found.kind == "YOLO":
         return [read_yolo(place, "val" if part == "eval" else part, data.label_names)]
     (source,) = resolve_sources(str(place), data, key="data.eval" if part == "eval" else data.train_key)
-    tables = [replace(source, files=(file,)) for file in source.files] or [source]
+    tables = [replace(source, name=str(file), files=(file,)) for file in source.files] or [source]
     return with_same_names([read_table(table, data, objects_column) for table in tables])
 
 
