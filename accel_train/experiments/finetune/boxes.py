@@ -64,6 +64,8 @@ def recognise_boxes(asked: Asked, located: Located) -> Found:
     others = (not_used(root, _read_files(located, images, root)),) if root.is_dir() else ()
     if is_saved_dataset(root):
         others = (f"not used: {'test/' if (root / 'test').is_dir() else 'nothing'}",)
+    left = f"{located.test} is left alone; after training: accel-train evaluate RUN {located.test}"
+    notes = (*sets.notes, *([left] if located.test is not None and left not in sets.notes else []))
     return Found(
         TASK,
         located.why,
@@ -72,7 +74,7 @@ def recognise_boxes(asked: Asked, located: Located) -> Found:
         settings=settings,
         counts={name: counts[name] for name in sets.label_names},
         test=None if located.test is None else str(located.test),
-        notes=(*sets.notes, *others),
+        notes=(*notes, *others),
         **sizes_of(sets.train.images),
     )
 

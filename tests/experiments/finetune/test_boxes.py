@@ -93,7 +93,11 @@ def test_the_lists_of_voc_and_the_test_part_are_found() -> None:
     assert found.settings["data.train"].value == "voc/ImageSets/Main/train.txt"
     assert found.settings["data.eval"].value == "voc/ImageSets/Main/val.txt"
     assert dict(found.counts) == {"cat": 1, "dog": 1}
-    assert find("robo").test == "robo/test/_annotations.coco.json"
+    found = find("robo")
+    assert found.test == "robo/test/_annotations.coco.json"
+    assert len([note for note in found.notes if "evaluate RUN robo/test/_annotations.coco.json" in note]) == 1
+    Path("robo/valid/_annotations.coco.json").unlink()
+    assert len([note for note in find("robo").notes if "evaluate RUN robo/test" in note]) == 1
 
 
 @pytest.mark.parametrize(
