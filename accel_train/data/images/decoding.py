@@ -27,6 +27,7 @@ def open_image(source: Content, where: str) -> Image.Image:
     """
     if isinstance(source, np.ndarray):
         return Image.fromarray(np.ascontiguousarray(source[..., 0] if source.shape[2:] == (1,) else source))
+    where = _with_file(source, where)
     _refuse_pipe(source, where)
     try:
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
@@ -71,8 +72,7 @@ def inspect_image(source: Content, where: str) -> int:
     """
     if isinstance(source, np.ndarray):
         return digest64(source.tobytes())
-    if isinstance(source, Path) and str(source) != where:
-        where = f"{where}: {source}"
+    where = _with_file(source, where)
     _refuse_pipe(source, where)
     try:
         with source.open("rb") if isinstance(source, Path) else io.BytesIO(source) as file:
@@ -97,6 +97,7 @@ def image_header(source: Path | bytes, where: str) -> tuple[tuple[int, int], int
     Raises:
         DataError: the header cannot be read; the message begins with `where`.
     """
+    where = _with_file(source, where)
     _refuse_pipe(source, where)
     try:
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
@@ -104,6 +105,11 @@ def image_header(source: Path | bytes, where: str) -> tuple[tuple[int, int], int
     # Any type, as in open_image.
     except Exception as error:
         raise DataError(f"{where}: {_fault(source, error)}; repair or remove it") from error
+
+
+def _with_file(source: Path | bytes, where: str) -> str:
+    """Return a place in a table with the file that it names."""
+    return f"{where}: {source}" if isinstance(source, Path) and str(source) != where else where
 
 
 def _refuse_pipe(source: Path | bytes, where: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from accel_train.data.builtin.digit_scenes import LABEL_NAMES, boxed_scenes, digit_scenes, digits
 from accel_train.data.builtin.digit_scenes import NAME as DIGIT_SCENES
-from accel_train.data.images.images import FileImages, ImagePool, Target, join_images, list_files
+from accel_train.data.images.images import IMAGE_SUFFIXES, FileImages, ImagePool, Target, join_images, list_files
 from accel_train.data.images.misread import refuse_annotations, refuse_masks_as_classes, refuse_parts_as_classes
 from accel_train.data.images.pairs import LISTED_SUFFIXES, listed_pool, pair_of_folders, pairs_pool
 from accel_train.data.images.tables import ARRAY_SUFFIXES, array_pool, table_pool
@@ -70,6 +70,12 @@ def _read_pool(name: str, data: ImageData, key: str, target: Target) -> list[Ima
         return [listed_pool(path, data, target)]
     if path.is_dir() and (pool := _folder_pool(path, data, key, target)) is not None:
         return [pool]
+    if path.suffix.lower() in IMAGE_SUFFIXES and path.is_file():
+        if target.column is not None:
+            raise ValueError(
+                f"{key}: {path} is one image, without a {'mask' if target.is_mask else 'label'}; name a folder"
+            )
+        return [ImagePool(FileImages(path.parent, (path.name,)), f"{path}: 1 image")]
     (source,) = resolve_sources(name, data, key=key)
     tables = [replace(source, files=(file,)) for file in source.files] or [source]
     return [table_pool(table, data, target) for table in tables]

@@ -1,11 +1,16 @@
 """Recognition of images with boxes: COCO, YOLO, Pascal VOC, and tables such as metadata.jsonl."""
 
+import os
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from accel_train.core.format import format_count
 from accel_train.core.state import Choice
 from accel_train.data.images.annotations.folders import LAYOUTS, Located, locate
+from accel_train.data.images.annotations.yolo import CLASSES_FILES, label_file, yolo_places, yolo_settings
+from accel_train.data.images.images import Images
+from accel_train.data.sources import is_saved_dataset
 from accel_train.experiments.finetune.images import not_used, refuse_columns, sizes_of
 from accel_train.experiments.finetune.recipe import Asked, Choices, Found
 from accel_train.tasks.object_detection.config import ObjectDetectionData
@@ -24,7 +29,7 @@ def find_boxes(asked: Asked, path: Path) -> Located | None:
         return None
     if "data.annotations" in asked.given and asked.data.annotations is not None:
         path = Path(asked.data.annotations).expanduser()
-    found = locate(path)
+    found = locate(path, asked.data.objects_column)
     if found is None and asked.task == TASK:
         raise ValueError(f"--task {TASK}: {path} has no boxes; expected {LAYOUTS}")
     return found
@@ -41,7 +46,7 @@ def recognise_boxes(asked: Asked, located: Located) -> Found:
     if "data.annotations" not in asked.given:
         settings["data.train"] = Choice(str(located.train), "")
         if located.eval is not None and "data.eval" not in asked.given:
-            what = "val of the same file" if located.eval == located.train else "evaluation data by its name"
+            what = "its validation part" if located.eval == located.train else "evaluation data by its name"
             settings["data.eval"] = Choice(str(located.eval), what)
     update = {name.removeprefix("data."): choice.value for name, choice in settings.items()}
     fields = {name: getattr(asked.data, name) for name in ObjectDetectionData.model_fields}
@@ -56,9 +61,11 @@ def recognise_boxes(asked: Asked, located: Located) -> Found:
     )
     root = Path(asked.path).expanduser()
     images = [side.images for side in (sets.train, sets.eval) if side is not None]
-    used = [Path(images_of.where(0)).parent for images_of in images]
-    used += [path for path in (located.train, located.eval) if path is not None]
-    others = (not_used(root, used),) if root.is_dir() else ()
+    others = (not_used(root, _read_files(located, images, root)),) if root.is_dir() else ()
+    if is_saved_dataset(root):
+        others = (f"not used: {'test/' if (root / 'test').is_dir() else 'nothing'}",)
+    left = f"{located.test} is left alone; after training: accel-train evaluate RUN {located.test}"
+    notes = (*sets.notes, *([left] if located.test is not None and left not in sets.notes else []))
     return Found(
         TASK,
         located.why,
@@ -67,6 +74,26 @@ def recognise_boxes(asked: Asked, located: Located) -> Found:
         settings=settings,
         counts={name: counts[name] for name in sets.label_names},
         test=None if located.test is None else str(located.test),
-        notes=(*sets.notes, *others),
+        notes=(*notes, *others),
         **sizes_of(sets.train.images),
     )
+
+
+def _read_files(located: Located, images: Sequence[Images], root: Path) -> list[Path]:
+    """Return the files and folders at the top of `root` that hold images or boxes that were read."""
+    places = [place for place in (located.train, located.eval) if place is not None]
+    files = {*places, *(file for place in places for file in place.parent.glob(place.name))}
+    if located.kind == "Pascal VOC":
+        roots = [place if place.is_dir() else place.parents[2] for place in places]
+        files |= {folder / name for folder in roots for name in ("Annotations", "annotations")}
+    if located.kind == "YOLO":
+        files |= {root / name for name in CLASSES_FILES}
+        settings = yolo_settings(located.train) if located.train.is_file() else None
+        parts = ("train", "val") if settings is not None else ()
+        files |= {place for part in parts for place in yolo_places(located.train, settings or {}, part)}
+    if located.train.suffix != ".parquet" and not is_saved_dataset(located.train):
+        for each in images:
+            found = [path for index in range(len(each)) if isinstance(path := each.content(index), Path)]
+            files |= {file for path in found for file in (path, label_file(path), path.with_suffix(".xml"))}
+    tops = {Path(os.path.relpath(file, root)).parts[:1] for file in files}
+    return [root.joinpath(*parts) for parts in tops if parts not in ((), ("..",))]

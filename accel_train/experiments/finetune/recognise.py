@@ -97,7 +97,7 @@ def _recognise(asked: Asked) -> Found:
 
 def _recognise_file(asked: Asked, path: Path) -> Found:
     kind = file_kind(path)
-    if path.exists() and (located := find_boxes(asked, path)) is not None:
+    if (path.exists() or kind == "parquet") and (located := find_boxes(asked, path)) is not None:
         return recognise_boxes(asked, located)
     if path.suffix.lower() in LISTED_SUFFIXES and asked.task in (None, "semantic-segmentation"):
         if asked.task is not None:
@@ -133,6 +133,8 @@ def _recognise_file(asked: Asked, path: Path) -> Found:
 
 def _recognise_folder(asked: Asked, folder: Path) -> Found:
     if is_saved_dataset(folder):
+        if (located := find_boxes(asked, folder)) is not None:
+            return recognise_boxes(asked, located)
         held_out = any((folder / name).is_dir() for name in ("validation", "valid", "val", "dev", "eval"))
         found = recognise_table(asked, folder, folder if held_out else None)
         tests = ("split test",) if (folder / "test").is_dir() else ()

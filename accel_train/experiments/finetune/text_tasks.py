@@ -165,9 +165,12 @@ def anchored(asked: Asked, table: Table) -> dict[str, Any] | None:
             f"{table.path} has: {table.names}"
         )
     score, why_score = next(iter(asked.label), None), "from --label"
-    if score is None and len(names) == 2:
-        score = next((name for name in _SCORES if name in table and table[name].is_numbers), None)
-        why_score = "its name and its numbers"
+    if "data.score_column" in asked.given:
+        score, why_score = asked.data.score_column, "from the command line"
+    elif score is None and len(names) == 2:
+        # A score that is not a number is refused when the rows are read: pairs with a low score do not belong together.
+        score = next((name for name in _SCORES if name in table), None)
+        why_score = "its name"
     further = [column for name, column in table.columns.items() if name not in (*names, score)]
     unclear = [column.name for column in further if column.is_text or column.is_decimal or column.may_be_labels]
     if unclear and not is_asked:

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from accel_train.core.errors import DataError
 from accel_train.data.builtin.digit_scenes import NAME as DIGIT_SCENES
-from accel_train.data.images.annotations.checks import check_boxes, refuse_faults
+from accel_train.data.images.annotations.checks import check_boxes, look_like_corners, refuse_faults, repeated_images
 from accel_train.data.images.annotations.coco import read_coco
 from accel_train.data.images.annotations.folders import LAYOUTS, Located, locate, read_annotated
 from accel_train.data.images.annotations.records import Annotated, with_names
@@ -28,6 +28,7 @@ from accel_train.data.images.labelled import ImageRows, ImageSets, divide_pools
 from accel_train.data.images.pools import boxed_scenes_pool, read_pools
 from accel_train.data.images.preprocessing import Preprocessing, height_width
 from accel_train.data.labels import IGNORED_LABEL
+from accel_train.data.sources import is_there
 from accel_train.recipe.data import Augment
 from accel_train.tasks.object_detection.config import ObjectDetectionData
 
@@ -56,8 +57,7 @@ def read_boxed_images(data: ObjectDetectionData, known_names: tuple[str, ...] | 
             raise ValueError("data.annotations=null is for images to predict; then data.label_names says the classes")
         return _to_predict(data, data.label_names or known_names or ())
     train, held, notes = _parts(data)
-    sources = [read_annotated(part.found, part.part, data, data.objects_column, part.images) for part in train]
-    others = [read_annotated(part.found, part.part, data, data.objects_column, part.images) for part in held or ()]
+    sources, others = ([each for part in side for each in _read(part, data)] for side in (train, held or ()))
     names, further_notes = _class_names(sources, data, known_names)
     key = "data.label_names" if data.label_names else f"{data.train_key} ({', '.join(names[:10])})"
     sides = [[with_names(each, names, key) for each in side] for side in (sources, others) if side]
@@ -108,13 +108,13 @@ def _parts(data: ObjectDetectionData) -> tuple[list[_Part], list[_Part] | None, 
     """
     names = (data.train,) if isinstance(data.train, str) else data.train
     if not data.is_for_training:
-        shown = [_part(name, "auto", data.train_key) for name in names]
+        shown = [_part(name, "auto", data.train_key, data) for name in names]
         return [part._replace(part="eval" if part.found.eval is not None else "train") for part in shown], [], ()
     assert data.annotations is not None
-    train = [_part(name, data.annotations, data.train_key) for name in names]
+    train = [_part(name, data.annotations, data.train_key, data) for name in names]
     if data.eval is not None:
         held_names = (data.eval,) if isinstance(data.eval, str) else data.eval
-        held = [_part(name, data.eval_annotations or "auto", "data.eval") for name in held_names]
+        held = [_part(name, data.eval_annotations or "auto", "data.eval", data) for name in held_names]
         return train, [part._replace(part="eval" if part.found.eval is not None else "train") for part in held], ()
     (first, *more) = train
     tests = [part.found.test for part in train if part.found.test is not None]
@@ -125,13 +125,17 @@ def _parts(data: ObjectDetectionData) -> tuple[list[_Part], list[_Part] | None, 
     return train, [first._replace(key="data.eval", part="eval")], (f"evaluation is on {what}", *notes)
 
 
-def _part(name: str, annotations: str, key: str) -> _Part:
+def _read(part: _Part, data: ObjectDetectionData) -> list[Annotated]:
+    return read_annotated(part.found, part.part, data, data.objects_column, part.images)
+
+
+def _part(name: str, annotations: str, key: str, data: ObjectDetectionData) -> _Part:
     place = Path(name if annotations == "auto" else annotations).expanduser()
-    if not place.exists():
+    if not is_there(str(place)):
         setting = {"data.train": "data.annotations"}.get(key, "data.eval_annotations")
         setting = key if annotations == "auto" else setting
         raise ValueError(f"{setting}: {place} does not exist (seen from {Path.cwd()}); check the path")
-    found = locate(place)
+    found = locate(place, data.objects_column)
     if found is None:
         raise ValueError(f"{key}: {place} has no boxes; expected {LAYOUTS}. Images without boxes are for predict")
     return _Part(key, found, "train", None if annotations == "auto" else Path(name).expanduser())
@@ -170,6 +174,12 @@ def checked_pools(
         for source, found in zip(sources, checked):
             file_faults += [*source.faults.files, *found.file_faults]
             box_faults += [*source.faults.boxes, *found.box_faults]
+            if source.kind in ("COCO", "table") and look_like_corners(source.records, found):
+                file_faults.append(
+                    f"{source.records[0].where}: every box fits its image as [left, top, right, bottom]; write [left, "
+                    "top, width, height]"
+                )
+        file_faults += repeated_images(checked)
         boxes = tuple(each for found in checked for each in found.boxes)
         num_crowds += sum(int(each.is_crowd.sum()) for each in boxes)
         ids = [name for each in sources for name in each.ids or map(each.images.where, range(len(each.images)))]

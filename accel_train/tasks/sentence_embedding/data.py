@@ -60,6 +60,11 @@ def load_rows(recipe: Recipe) -> AnchorRows:
     rows = read_anchor_rows(sources, data, key=data.train_key)
     train, evaluation, split_notes = hold_out(rows, data, sources, eval_sources)
     notes += split_notes
+    if data.is_for_training and data.score_column is not None and len({row.label for row in train}) == 1:
+        raise ValueError(
+            f"{data.train_key}: column {data.score_column!r} is {train[0].label:g} in all training rows, so no pair is "
+            "closer than another; give other scores, or leave data.score_column out for pairs that belong together"
+        )
     if eval_sources:
         evaluation = read_anchor_rows(eval_sources, data, key="data.eval")
         notes += repeated_texts(train, evaluation, data)

@@ -330,7 +330,7 @@ def test_images_and_ids_that_occur_twice_are_faults() -> None:
     content["images"] += [{**content["images"][0], "file_name": "c.png"}, {**content["images"][0], "id": 1}]
     content["categories"].append({"id": 90, "name": "bird"})
     write_coco(Path("c.json"), Path("images"), content)
-    refused(read, "c.json", named="image 100 (c.png): the id occurs twice|a.png is listed twice|category 90")
+    refused(read, "c.json", named="image 100 (c.png): the id occurs twice|a.png is listed 2 times|category 90")
 
 
 def red_image(path: Path, box: tuple[int, int, int, int], orientation: int, size: tuple[int, int] = (40, 30)) -> None:
@@ -438,6 +438,13 @@ def test_images_to_predict_need_no_boxes() -> None:
     sets = read("images", annotations=None, label_names=("cat", "dog"))
     assert len(sets.train) == 3
     assert sets.train.boxes is None
+
+
+def test_a_single_image_can_be_predicted() -> None:
+    write_images(Path("images"))
+    sets = read("images/b.png", annotations=None, label_names=("cat", "dog"))
+    assert [sets.train.where(index) for index in range(len(sets.train))] == ["images/b.png"]
+    refused(read, "images/b.png", named="data.train: images/b.png has no boxes")
 
 
 def test_images_of_a_coco_file_without_annotations_are_predicted_by_their_ids() -> None:

@@ -516,3 +516,12 @@ def test_images_are_normalised_by_the_recipes_own_figures_one_for_each_colour() 
     own = preprocessing(image_mean=(0.1, 0.2, 0.3))
     assert (own.mean, own.std) == ((0.1, 0.2, 0.3), preprocessing().std)
     refused(preprocessing, image_std=(0.5,), named="data.image_std=[0.5]|1 numbers|3 colours")
+
+
+def test_a_single_image_has_no_label_but_can_be_predicted(tmp_path: Path) -> None:
+    path = tmp_path / "cat" / "a.png"
+    path.parent.mkdir()
+    Image.new("RGB", (4, 4)).save(path)
+    refused(read, path, named=f"data.train: {path} is one image, without a label")
+    sets = read(path, label_column=None, eval_fraction=0.0, label_names=("cat", "dog"))
+    assert [sets.train.where(index) for index in range(len(sets.train))] == [str(path)]

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 from transformers import YolosConfig, YolosForObjectDetection
 
@@ -92,7 +93,58 @@ def test_the_lists_of_voc_and_the_test_part_are_found() -> None:
     assert found.settings["data.train"].value == "voc/ImageSets/Main/train.txt"
     assert found.settings["data.eval"].value == "voc/ImageSets/Main/val.txt"
     assert dict(found.counts) == {"cat": 1, "dog": 1}
-    assert find("robo").test == "robo/test/_annotations.coco.json"
+    found = find("robo")
+    assert found.test == "robo/test/_annotations.coco.json"
+    assert len([note for note in found.notes if "evaluate RUN robo/test/_annotations.coco.json" in note]) == 1
+    Path("robo/valid/_annotations.coco.json").unlink()
+    assert len([note for note in find("robo").notes if "evaluate RUN robo/test" in note]) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "left"),
+    [
+        ("coco", "nothing"),
+        ("robo", "test/"),
+        ("yolo", "extra.txt"),
+        ("half", "nothing"),
+        ("voc", "notes/"),
+        ("table", "x"),
+    ],
+)
+def test_only_files_that_are_not_read_are_called_unused(path: str, left: str) -> None:
+    write_every_kind()
+    Path("yolo/extra.txt").write_text("")
+    Path("voc/notes").mkdir()
+    Path("table/x").write_text("")
+    assert [note for note in find(path).notes if note.startswith("not used")] == [f"not used: {left}"]
+
+
+def test_tables_with_boxes_are_found_in_another_column_and_in_shards() -> None:
+    write_metadata(Path("table"))
+    file = Path("table/metadata.jsonl")
+    file.write_text(file.read_text().replace('"objects"', '"litter"'))
+    found = find("table", "--data.objects_column", "litter")
+    assert (found.task, dict(found.counts)) == ("object-detection", {"cat": 1, "dog": 2})
+    table = datasets.load_dataset("imagefolder", data_dir="table", split="train")
+    table = datasets.Dataset.from_list(
+        [
+            {"image": Path(row["image"]["path"]).read_bytes(), "objects": row["litter"]}
+            for row in table.cast_column("image", datasets.Image(decode=False))
+        ],
+        features=datasets.Features({"image": datasets.Image(), "objects": table.features["litter"]}),
+    )
+    table.save_to_disk("saved")
+    for number in range(2):
+        table.shard(2, number).to_parquet(f"shards/train-0000{number}-of-00002.parquet")
+    for path in ("saved", "shards", "shards/train-*.parquet"):
+        found = find(path)
+        assert (found.task, found.num_samples, dict(found.counts)) == ("object-detection", 3, {"cat": 1, "dog": 2})
+    assert find("saved").notes[-1] == "not used: nothing"
+    assert find("shards").description.startswith("shards/train-00000-of-00002.parquet: 2 images with 3 boxes, shards/")
+    datasets.DatasetDict(train=table, validation=table, test=table).save_to_disk("parts")
+    found = find("parts")
+    assert found.notes[-1] == "not used: test/"
+    assert found.settings["data.eval"].value == "parts"
 
 
 def test_flags_replace_what_is_found() -> None:

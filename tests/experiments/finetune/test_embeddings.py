@@ -1,6 +1,7 @@
 """`finetune` of texts that belong together: what is recognized, what is ambiguous, and a run of it."""
 
 import json
+import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
@@ -129,3 +130,33 @@ def test_a_small_table_of_anchors_trains(columns: tuple[str, ...], capsys: pytes
     assert Path("runs/a/model/1_Pooling/config.json").is_file()
     assert main(["predict", "runs/a", "a.jsonl", "--out", "p.jsonl"]) == 0
     assert len(Path("p.jsonl").read_text().splitlines()) == 40
+
+
+@pytest.mark.parametrize("cell", ["", "0,5", None])
+@pytest.mark.parametrize("flags", [(), ("--task", "sentence-embedding")])
+def test_a_score_that_is_not_a_number_does_not_turn_scored_pairs_into_positives(
+    cell: str | None, flags: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_rows("anchor", "positive", "score")
+    rows = [json.loads(line) for line in Path("a.jsonl").read_text().splitlines()]
+    rows[3]["score"] = cell
+    Path("a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["finetune", "a.jsonl", "--dry-run", *flags]) == 2
+    assert "a.jsonl:4: column 'score'" in capsys.readouterr().err
+    found = recipe_of("--task", "sentence-embedding", "--data.score_column", "null")["data"]
+    assert (found["pair_columns"], found.get("score_column")) == (["anchor", "positive"], None)
+
+
+def test_the_column_of_scores_is_a_flag() -> None:
+    write_rows("anchor", "positive", "relevance")
+    found = recipe_of("--task", "sentence-embedding", "--data.score_column", "relevance")
+    assert found["data"]["score_column"] == "relevance"
+    assert found["evaluate"]["metric_for_best_model"] == "spearman"
+
+
+def test_scores_that_are_all_equal_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    write_rows("anchor", "positive", "score")
+    text = Path("a.jsonl").read_text()
+    Path("a.jsonl").write_text(re.sub('"score": [0-9.]+', '"score": 1.0', text))
+    assert main(["finetune", "a.jsonl"]) == 2
+    assert "column 'score' is 1 in all training rows" in capsys.readouterr().err

@@ -1,7 +1,10 @@
 """Check boxes as stored: inside the image, with an area, in an image of the stated size."""
 
+import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -10,12 +13,14 @@ from numpy.typing import NDArray
 from accel_train.core.errors import DataError
 from accel_train.data.images.annotations.records import BoxedImage
 from accel_train.data.images.boxes import Boxes, no_boxes
-from accel_train.data.images.decoding import image_header
+from accel_train.data.images.decoding import Content, image_header
 from accel_train.data.images.images import Images, in_threads
 
 TOLERANCE = 1.0
 """Pixels by which a box may leave its image. Such boxes are clipped: tools round differently."""
 _MOST_SHOWN = 20
+_FEWEST_BOXES = 3
+"""Number of boxes above which their order of numbers is guessed."""
 _TURNS = {5: (False, False), 6: (True, False), 7: (True, True), 8: (False, True)}
 """Flips of x and y after x and y are swapped, for each EXIF orientation that swaps width and height."""
 
@@ -24,6 +29,8 @@ class Checked(NamedTuple):
     """The boxes of all images, and the faults that were found."""
 
     boxes: tuple[Boxes, ...]
+    files: tuple[Path | None, ...]
+    """File of each image. None for images in tables and arrays."""
     file_faults: tuple[str, ...]
     """Images that are missing or broken, or have another size than stated."""
     box_faults: tuple[str, ...]
@@ -36,26 +43,61 @@ def check_boxes(images: Images, records: Sequence[BoxedImage]) -> Checked:
     the image by up to `TOLERANCE` is clipped. Boxes with faults are left out.
     """
 
-    def check(index: int) -> tuple[Boxes, list[str], list[str]]:
-        where, record = images.where(index), records[index]
+    def check(index: int) -> tuple[Boxes, Path | None, list[str], list[str]]:
+        where, record, file = images.where(index), records[index], None
         try:
-            stored, orientation = _header(images, index)
+            content = images.content(index)
+            file = content if isinstance(content, Path) else None
+            stored, orientation = _header(content, where)
         except DataError as error:
-            return no_boxes(1, 1), [f"{record.where}: {error}"], []
+            return no_boxes(1, 1), file, [f"{record.where}: {error}"], []
         upright = stored[::-1] if orientation >= 5 else stored
         turned, fault = _is_turned(record, stored, upright, orientation)
         if fault:
-            return no_boxes(*upright), [f"{record.where}: {where} {fault}"], []
+            return no_boxes(*upright), file, [f"{record.where}: {where} {fault}"], []
         boxes, faults = _checked(record, stored if turned else upright, where)
         boxes = _turned(boxes, orientation) if turned else boxes
-        return replace(boxes, image_id=record.image_id), [], faults
+        return replace(boxes, image_id=record.image_id), file, [], faults
 
     found = in_threads(check, range(len(images)))
     return Checked(
-        tuple(boxes for boxes, _, _ in found),
-        tuple(fault for _, faults, _ in found for fault in faults),
-        tuple(fault for _, _, faults in found for fault in faults),
+        tuple(boxes for boxes, _, _, _ in found),
+        tuple(file for _, file, _, _ in found),
+        (*(fault for _, _, faults, _ in found for fault in faults), *_fractions(records)),
+        tuple(fault for _, _, _, faults in found for fault in faults),
     )
+
+
+def repeated_images(checked: Sequence[Checked]) -> list[str]:
+    """Return a fault for each image file that occurs several times in the sources of one side."""
+    counts = Counter(os.path.abspath(file) for each in checked for file in each.files if file is not None)
+    twice = [file for file, number in counts.items() if number > 1]
+    return [
+        f"{os.path.relpath(file)} is listed {counts[file]} times; keep one entry with all its boxes" for file in twice
+    ]
+
+
+def look_like_corners(records: Sequence[BoxedImage], found: Checked) -> bool:
+    """Return whether boxes with faults are [left, top, right, bottom], taken for [left, top, width, height]."""
+    fits = []
+    for record, boxes in zip(records, found.boxes):
+        for left, top, right, bottom in (row.corners for row in record.rows):
+            width, height = right - left, bottom - top
+            fits.append(left < width <= boxes.width + TOLERANCE and top < height <= boxes.height + TOLERANCE)
+    return len(found.box_faults) > 1 and len(fits) > _FEWEST_BOXES and all(fits)
+
+
+def _fractions(records: Sequence[BoxedImage]) -> list[str]:
+    """Return a fault if all boxes in pixels lie within the first pixel."""
+    rows = [(record, row) for record in records if not record.is_relative for row in record.rows]
+    if not rows or not all(max(row.corners) <= 1 for _, row in rows):
+        return []
+    record, row = rows[0]
+    shown = ", ".join(f"{value:g}" for value in row.corners)
+    return [
+        f"{record.where}, {row.where}: all boxes lie within the first pixel, as {shown} (left, top, right, bottom). "
+        "They look like fractions of the image; multiply them by its width and height"
+    ]
 
 
 def refuse_faults(faults: Sequence[str], key: str, remedy: str) -> None:
@@ -71,12 +113,11 @@ def refuse_faults(faults: Sequence[str], key: str, remedy: str) -> None:
         raise ValueError("\n".join([f"{key}: {number}; {remedy}", *lines, *more]))
 
 
-def _header(images: Images, index: int) -> tuple[tuple[int, int], int]:
+def _header(content: Content, where: str) -> tuple[tuple[int, int], int]:
     """Return the stored (width, height) of an image, and its EXIF orientation. Raises DataError if it is broken."""
-    content = images.content(index)
     if isinstance(content, np.ndarray):
         return (content.shape[1], content.shape[0]), 1
-    return image_header(content, images.where(index))
+    return image_header(content, where)
 
 
 def _is_turned(

@@ -31,7 +31,7 @@ def read_coco(path: Path, images: Path | None = None, *, needs_boxes: bool = Tru
     """
     content = _json(path)
     if not needs_boxes:
-        content["annotations"] = []
+        content.setdefault("annotations", [])
     lists = {key: _list(path, content, key) for key in ("images", "annotations", "categories")}
     if not lists["images"]:
         raise ValueError(f"{path}: lists no images; name another file")
@@ -49,11 +49,9 @@ def read_coco(path: Path, images: Path | None = None, *, needs_boxes: bool = Tru
             index_of[key] = len(files)
             files.append(name.replace("\\", "/"))
             sizes.append(stated_size(each.get("width"), each.get("height")))
-    for name in repeated(files):
-        faults.files.append(f"{path}: {name} is listed twice")
     rows: list[list[BoxRow]] = [[] for _ in files]
     seen = set[Any]()
-    for number, each in enumerate(lists["annotations"]):
+    for number, each in enumerate(lists["annotations"] if needs_boxes else ()):
         key, image, category = (_key(each, name) for name in ("id", "image_id", "category_id"))
         key = f"number {number + 1}" if key is None else key
         where = f"annotation {key}"
@@ -107,8 +105,10 @@ def _list(path: Path, content: Mapping[str, Any], key: str) -> list[dict[str, An
 
 
 def _key(entry: Mapping[str, Any], name: str) -> int | str | None:
-    """Return an id, or None if it is missing or something else than a number or a text."""
+    """Return an id, or None if it is missing or something else than a whole number or a text."""
     value = entry.get(name)
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
     return value if isinstance(value, (int, str)) else None
 
 
@@ -119,7 +119,8 @@ def _categories(
 
     A second category with the name of another (as Roboflow writes) is left out if it has no annotations.
     """
-    named = [each for each in categories if isinstance(each.get("id"), int) and "name" in each]
+    named = [{**each, "id": _key(each, "id")} for each in categories if "name" in each]
+    named = [each for each in named if isinstance(each["id"], int)]
     if len(named) != len(categories):
         faults.files.append(f"{path}: a category has no whole number as id, or no name")
     for key in repeated(each["id"] for each in named):
@@ -134,12 +135,15 @@ def _categories(
 
 def _place_of(path: Path, files: Sequence[str], images: Path | None) -> tuple[Path, list[str]]:
     """Return the folder of a COCO file's images, and their names in it, with or without the folders in `file_name`."""
-    above, part = path.parent.parent, path.stem.rpartition("_")[2]
-    inner = (part, path.stem, "images", f"images/{part}", "")
+    above, words = path.parent.parent, path.stem.split("_")
+    parts = (*reversed(words), path.stem)
+    inner = (*parts, "images", *(f"images/{part}" for part in parts), "data", "")
     near = [path.parent, *(folder / name for folder in (above, path.parent) for name in inner)]
     probes = [files[number] for number in {0, len(files) // 2, len(files) - 1}]
     for folder in [images] if images is not None else near:
         for shorten in (str, lambda name: PurePosixPath(name).name):
-            if any((folder / shorten(name)).is_file() for name in probes):
-                return folder, [shorten(name) for name in files]
+            found = [shorten(name) for name in files]
+            # Without their folders, different images may have one name.
+            if len({*found}) == len({*files}) and any((folder / shorten(name)).is_file() for name in probes):
+                return folder, found
     return images or path.parent, list(files)

@@ -1,20 +1,28 @@
 """Find boxes at a path: the format, and the parts for training, evaluation and tests."""
 
+import glob
 import json
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from accel_train.core.files import read_regular
 from accel_train.data.images.annotations.coco import read_coco
 from accel_train.data.images.annotations.records import Annotated
-from accel_train.data.images.annotations.tables import METADATA, has_boxes, read_table
+from accel_train.data.images.annotations.tables import METADATA, OBJECTS, has_boxes, read_table, with_same_names
 from accel_train.data.images.annotations.voc import read_voc
-from accel_train.data.images.annotations.yolo import label_file, read_yolo, yolo_places, yolo_settings
+from accel_train.data.images.annotations.yolo import (
+    CLASSES_FILES,
+    label_file,
+    read_yolo,
+    yolo_places,
+    yolo_settings,
+)
 from accel_train.data.images.images import evenly_spaced, list_images
-from accel_train.data.sources import TABLE_KINDS, resolve_sources
+from accel_train.data.sources import TABLE_KINDS, Source, is_saved_dataset, resolve_sources
 from accel_train.recipe.data import ImageData
 
 LAYOUTS = (
@@ -26,11 +34,11 @@ _PARTS = {
     "eval": {"val", "valid", "validation", "dev", "eval"},
     "train": {"train", "training"},
 }
-_IMAGE_FOLDERS = ("images/train", "train/images", "images")
 _COCO_NAME = re.compile(r"(?:.*[^a-z])?(?:annotations?|instances|coco|labels)(?:[^a-z].*)?\.json")
 _LARGE_BYTES = 50_000_000
 """Size from which a JSON file with COCO's name is taken for COCO's without reading it."""
 _NUM_LOOKED_AT = 20
+_SHARD = re.compile(r"-\d+-of-(\d+)(?=\.parquet$)")
 
 
 class Located(NamedTuple):
@@ -46,15 +54,18 @@ class Located(NamedTuple):
     why: str
 
 
-def locate(path: Path) -> Located | None:
-    """Return the boxes at a file or folder, or None without boxes.
+def locate(path: Path, objects_column: str = OBJECTS) -> Located | None:
+    """Return the boxes at a file, a folder, or the tables of a pattern, or None without boxes.
 
     Raises:
         ValueError: a folder has several files of boxes, and their names do not tell the training part.
     """
     suffix = path.suffix.lower()
+    if path.is_dir() and is_saved_dataset(path):
+        return _saved_dataset(path, objects_column)
     if path.is_dir():
-        return _yolo_yaml(path) or _coco(path) or _metadata(path) or _voc(path) or _yolo_folders(path)
+        tables = partial(_tables, path, objects_column)
+        return _yolo_yaml(path) or _coco(path) or tables() or _voc(path) or _yolo_folders(path)
     if suffix in (".yaml", ".yml") and (settings := yolo_settings(path)) is not None:
         held = any(place.exists() for place in yolo_places(path, settings, "val"))
         return Located("YOLO", path, path if held else None, None, f"{path.name} names images and classes")
@@ -62,15 +73,16 @@ def locate(path: Path) -> Located | None:
         return Located("COCO", path, None, None, f"{path.name} holds boxes")
     if suffix == ".txt" and path.parent.name == "Main":
         return Located("Pascal VOC", path, None, None, f"{path.name} lists images")
-    if suffix in TABLE_KINDS and path.is_file() and has_boxes(path):
+    files = [path] if path.is_file() else sorted(map(Path, glob.glob(str(path))))[:1]
+    if suffix in TABLE_KINDS and files and has_boxes(Source(str(path), "", tuple(files)), objects_column):
         return Located("table", path, None, None, f"{path.name} has a column of boxes")
     return None
 
 
 def read_annotated(
     found: Located, part: str, data: ImageData, objects_column: str, images: Path | None = None
-) -> Annotated:
-    """Return the images and boxes of one part: `train`, `eval` or `test`.
+) -> list[Annotated]:
+    """Return the images and boxes of one part, `train`, `eval` or `test`: one set, or one for each shard of a table.
 
     `images` is the folder of the images if it is not next to the annotations.
 
@@ -85,14 +97,14 @@ def read_annotated(
             "data.annotations out"
         )
     if found.kind == "COCO":
-        return read_coco(place, images)
+        return [read_coco(place, images)]
     if found.kind == "Pascal VOC":
-        return read_voc(place, images)
+        return [read_voc(place, images)]
     if found.kind == "YOLO":
-        return read_yolo(place, "val" if part == "eval" else part, data.label_names)
-    (source,) = resolve_sources(str(place), data, key=str(place))
-    tables = [replace(source, files=(file,)) for file in source.files] or [source]
-    return read_table(tables[0], data, objects_column)
+        return [read_yolo(place, "val" if part == "eval" else part, data.label_names)]
+    (source,) = resolve_sources(str(place), data, key="data.eval" if part == "eval" else data.train_key)
+    tables = [replace(source, name=str(file), files=(file,)) for file in source.files] or [source]
+    return with_same_names([read_table(table, data, objects_column) for table in tables])
 
 
 def part_of(path: Path) -> str | None:
@@ -101,22 +113,22 @@ def part_of(path: Path) -> str | None:
     return next((part for part, names in _PARTS.items() if words & names), None)
 
 
-def _chosen(kind: str, folder: Path, places: Sequence[Path], why: str) -> Located | None:
+def _chosen(kind: str, folder: Path, places: Sequence[Path]) -> Located | None:
     """Return the places by their parts, or None without places.
 
     Raises:
-        ValueError: several places may be the training part.
+        ValueError: several places may be the training part, or several places are other parts.
     """
     if not places:
         return None
     parts = {place: part_of(place.relative_to(folder)) for place in places}
     train = [place for place in places if parts[place] == "train"] or [p for p in places if parts[p] is None]
-    train = train or list(places)[:1]
+    train = train or list(places)
     if len(train) > 1:
         shown = ", ".join(map(str, train[:5]))
         raise ValueError(f"{folder} holds several files of boxes ({shown}). Name one of them instead of the folder")
     held, test = (next((p for p in places if parts[p] == part and p != train[0]), None) for part in ("eval", "test"))
-    return Located(kind, train[0], held, test, why)
+    return Located(kind, train[0], held, test, f"{train[0].relative_to(folder.parent)} holds boxes ({kind})")
 
 
 def _yolo_yaml(folder: Path) -> Located | None:
@@ -128,8 +140,7 @@ def _coco(folder: Path) -> Located | None:
     files = sorted([*folder.glob("*.json"), *folder.glob("*/*.json")])
     named = [file for file in files if _COCO_NAME.fullmatch(file.name.lower())]
     named = named or (files if len(files) <= _NUM_LOOKED_AT else [])
-    places = [file for file in named if _is_coco(file)]
-    return _chosen("COCO", folder, places, f"{places[0].relative_to(folder)} holds boxes (COCO)" if places else "")
+    return _chosen("COCO", folder, [file for file in named if _is_coco(file)])
 
 
 def _is_coco(path: Path) -> bool:
@@ -146,26 +157,59 @@ def _is_coco(path: Path) -> bool:
     return isinstance(annotations, list) and all("bbox" in each for each in annotations[:1] if isinstance(each, dict))
 
 
-def _metadata(folder: Path) -> Located | None:
+def _tables(folder: Path, objects_column: str) -> Located | None:
+    """Return the boxes of metadata.jsonl, or of parquet files in the folder or one below. Shards are one place."""
     files = [file for name in METADATA for file in (folder / name, *sorted(folder.glob(f"*/{name}")))]
-    places = [file for file in files if file.is_file() and has_boxes(file)]
-    return _chosen("table", folder, places, f"{places[0].relative_to(folder)} has a column of boxes" if places else "")
+    shards: dict[Path, Path] = {}
+    for file in [*sorted(folder.glob("*.parquet")), *sorted(folder.glob("*/*.parquet"))]:
+        if file.name not in METADATA:
+            shards.setdefault(file.with_name(_SHARD.sub(r"-*-of-\1", file.name)), file)
+    first = {**{file: file for file in files if file.is_file()}, **shards}
+    found = [place for place, file in first.items() if has_boxes(Source(str(file), "", (file,)), objects_column)]
+    return _chosen("table", folder, found)
+
+
+def _saved_dataset(folder: Path, objects_column: str) -> Located | None:
+    """Return the boxes of a folder of `save_to_disk`, or None without a column of boxes."""
+    data = ImageData(train=str(folder), eval=str(folder))
+    try:
+        (source,) = resolve_sources(str(folder), data, key="data.train")
+    except ValueError:
+        return None
+    if not has_boxes(source, objects_column):
+        return None
+    held = any((folder / name).is_dir() for name in _PARTS["eval"])
+    return Located("table", folder, folder if held else None, None, f"{source.name} has a column of boxes")
 
 
 def _voc(folder: Path) -> Located | None:
-    lists = {part: folder / "ImageSets" / "Main" / f"{part}.txt" for part in ("train", "val", "test")}
-    for root in (folder, *[entry for entry in sorted(folder.iterdir()) if entry.is_dir()]):
-        below = next((root / name for name in ("Annotations", "annotations") if (root / name).is_dir()), None)
-        if below is not None and _holds_boxes(below):
-            why = f"{below.name}/ holds boxes (Pascal VOC)"
-            lists = {part: root / "ImageSets" / "Main" / f"{part}.txt" for part in ("train", "val", "test")}
-            there = {part: path for part, path in lists.items() if path.is_file()}
-            if "train" in there:
-                return Located("Pascal VOC", there["train"], there.get("val"), there.get("test"), why)
-            return Located("Pascal VOC", root, None, None, why)
+    roots = [root for root in (folder, *sorted(folder.iterdir())) if root.is_dir()]
+    places = [root for root in roots if any(map(_holds_boxes, (root / "Annotations", root / "annotations")))]
+    if folder in places or len(places) == 1:
+        return _voc_parts(folder if folder in places else places[0])
     # Roboflow writes each xml file next to its image.
-    places = [root for root in (folder, *sorted(folder.iterdir())) if root.is_dir() and _holds_boxes(root)]
-    return _chosen("Pascal VOC", folder, places, "xml files next to the images hold boxes (Pascal VOC)")
+    return _chosen("Pascal VOC", folder, places or [root for root in roots if _holds_boxes(root)])
+
+
+def _voc_parts(root: Path) -> Located:
+    """Return the parts of a folder with Annotations/ by the lists in ImageSets/Main.
+
+    Raises:
+        ValueError: there are lists, but not for training.
+    """
+    lists = {part: root / "ImageSets" / "Main" / f"{part}.txt" for part in ("train", "trainval", "val", "test")}
+    there = {part: path for part, path in lists.items() if path.is_file()}
+    why = f"{root.name} holds boxes (Pascal VOC)"
+    if not there:
+        return Located("Pascal VOC", root, None, None, why)
+    train = there.get("train") or there.get("trainval")
+    if train is None:
+        names = ", ".join(path.name for path in there.values())
+        raise ValueError(
+            f"{lists['train'].parent} has {names}, but no train.txt. Add the list of training images, or name a list "
+            "instead of the folder"
+        )
+    return Located("Pascal VOC", train, there.get("val") if "train" in there else None, there.get("test"), why)
 
 
 def _holds_boxes(folder: Path) -> bool:
@@ -180,25 +224,16 @@ def _holds_boxes(folder: Path) -> bool:
 
 
 def _yolo_folders(folder: Path) -> Located | None:
-    for name in ("", *_IMAGE_FOLDERS):
-        images = folder / name
-        if name != "" and not images.is_dir():
-            continue
-        files = [images / file for file in list_images(images)[0]] if name != "" or _is_below_images(folder) else []
-        if not any(label_file(file).is_file() for file in files):
-            continue
-        held = next(
-            (
-                place
-                for part in ("val", "valid", "validation")
-                if (place := Path(str(images).replace("train", part))).is_dir() and "train" in name
-            ),
-            None,
-        )
-        why = f"{label_file(files[0]).parent} holds boxes (YOLO)"
-        return Located("YOLO", images, held, None, why)
-    return None
+    """Return the boxes of images/PART or PART/images, of images/, or of a folder with images and text files."""
+    # Images below images/ have their text files below labels/. LabelImg writes them next to images, with classes.txt.
+    may_be_images = "images" in folder.absolute().parts or any((folder / name).is_file() for name in CLASSES_FILES)
+    above = folder if folder.name == "images" else folder / "images"
+    inner = {*above.glob("*"), *folder.glob("*/images"), *(folder.glob("*") if may_be_images else ())}
+    places = [path for path in sorted(inner) if _has_labels(path)]
+    if not any(part_of(path.relative_to(folder)) for path in places):
+        places = [path for path in (above, *[folder] * may_be_images) if _has_labels(path)][:1]
+    return _chosen("YOLO", folder, places)
 
 
-def _is_below_images(folder: Path) -> bool:
-    return "images" in folder.absolute().parts
+def _has_labels(images: Path) -> bool:
+    return images.is_dir() and any(label_file(images / name).is_file() for name in list_images(images)[0])

@@ -90,7 +90,12 @@ def box_row(where: str, box: Sequence[float], class_id: int, crowd: Any, area: A
     left, top, width, height = box
     areas = numbers([area], 1)
     stated = areas[0] if areas is not None else None if area is None else float("nan")
-    return BoxRow(where, (left, top, left + width, top + height), class_id, crowd not in (None, 0, "0"), stated)
+    return BoxRow(where, (left, top, left + width, top + height), class_id, is_set(crowd), stated)
+
+
+def is_set(flag: Any) -> bool:
+    """Return whether a flag (crowd, difficult) is set, written as a number, a word or not at all."""
+    return str(flag).strip().lower() not in ("", "0", "0.0", "false", "no", "none", "nan", "unspecified")
 
 
 def numbers(values: Any, count: int) -> tuple[float, ...] | None:

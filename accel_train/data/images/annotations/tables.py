@@ -1,10 +1,21 @@
 """Read the boxes of tables: metadata.jsonl of `datasets`' ImageFolder, parquet files, and data sets."""
 
 import json
-from pathlib import Path
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
 from typing import Any
 
-from accel_train.data.images.annotations.records import Annotated, BoxedImage, BoxRow, Faults, box_row, numbers
+from accel_train.data.images.annotations.records import (
+    Annotated,
+    BoxedImage,
+    BoxRow,
+    Faults,
+    box_row,
+    numbers,
+    with_names,
+)
 from accel_train.data.images.images import Target
 from accel_train.data.images.tables import open_parquet, table_pool
 from accel_train.data.sources import Source, file_kind
@@ -17,6 +28,7 @@ FILE_NAME = "file_name"
 OBJECTS = "objects"
 _CLASS_KEYS = ("category", "categories", "category_id", "label", "labels")
 _CROWD_KEYS = ("iscrowd", "is_crowd")
+_NUM_LOOKED_AT = 20
 
 
 def read_table(source: Source, data: ImageData, objects_column: str) -> Annotated:
@@ -37,6 +49,8 @@ def read_table(source: Source, data: ImageData, objects_column: str) -> Annotate
     classes = [name for each in found for name, _ in each]
     known = class_names(source, objects_column) or _nested_names(source, data, objects_column)
     are_ids = all(isinstance(name, int) for name in classes)
+    if known is None and not are_ids and any(isinstance(name, int) for name in classes):
+        faults.files.append(f"{source.name}: some classes are numbers and others are names; write names or numbers")
     if known is None and are_ids:
         names, is_named = tuple(map(str, range(max(classes, default=-1) + 1))), False
     else:
@@ -56,13 +70,25 @@ def read_table(source: Source, data: ImageData, objects_column: str) -> Annotate
     return Annotated("table", pool.images, places, names, faults, description, is_named, ids=pool.ids, notes=pool.notes)
 
 
-def has_boxes(path: Path, column: str = OBJECTS) -> bool:
-    """Return whether the first row of a table has a column of boxes. A broken table has none."""
+def with_same_names(shards: Sequence[Annotated]) -> list[Annotated]:
+    """Return the shards of one table with the class names of all shards. A shard may lack some of the classes."""
+    names = {name for each in shards if each.is_named for name in each.names}
+    if (
+        len({each.names for each in shards}) == 1
+        or not names
+        or any(not each.is_named and each.names for each in shards)
+    ):
+        return list(shards)
+    return [replace(with_names(each, sorted(names), each.description), is_named=True) for each in shards]
+
+
+def has_boxes(source: Source, column: str = OBJECTS) -> bool:
+    """Return whether one of the first rows of a table has a column of boxes. A broken table has none."""
     try:
-        row = next(read_rows(Source(str(path), "", (path,)), [column], ImageData(train=str(path))), None)
+        rows = islice(read_rows(source, [column], ImageData(train=source.name)), _NUM_LOOKED_AT)
+        return any("bbox" in str(row.cells[0]) for row in rows)
     except ValueError:
         return False
-    return row is not None and "bbox" in str(row.cells[0])
 
 
 def _nested_names(source: Source, data: ImageData, column: str) -> tuple[str, ...] | None:
@@ -107,7 +133,12 @@ def _cell_rows(cell: Any, where: str, faults: Faults) -> list[tuple[Any, BoxRow]
     rows = []
     for number, (values, name, crowd, area) in enumerate(zip(boxes, classes, crowds, areas), start=1):
         box = numbers(values, 4)
-        if box is None:
+        if isinstance(name, float) and name.is_integer():
+            # pandas writes whole numbers like this.
+            name = int(name)
+        if name is None or name == "" or (isinstance(name, float) and math.isnan(name)):
+            faults.files.append(f"{where}, object {number}: has no class")
+        elif box is None:
             faults.boxes.append(f"{where}, object {number}: its bbox {values} is not [left, top, width, height]")
         else:
             rows.append((name, box_row(f"object {number}", box, 0, crowd, area)))

@@ -12,8 +12,8 @@ from accel_train.data.images.annotations.records import (
     BoxRow,
     Faults,
     below_one_root,
+    is_set,
     numbers,
-    repeated,
     stated_size,
 )
 from accel_train.data.images.images import FileImages, list_files, list_images
@@ -37,8 +37,8 @@ def read_voc(path: Path, images_folder: Path | None = None) -> Annotated:
     if path.is_dir():
         files = [folder / name for name in list_files(folder)[1] if name.lower().endswith(".xml")]
     else:
-        lines = [line.split() for line in read_regular(path).decode("utf-8-sig").splitlines()]
-        files = [folder / f"{fields[0]}.xml" for fields in lines if fields]
+        lines = [line.strip() for line in read_regular(path).decode("utf-8-sig").splitlines()]
+        files = [_listed(folder, line) for line in lines if line]
     if not files:
         raise ValueError(f"{path}: no Pascal VOC annotations (xml files) in {folder}; name another folder")
     at = {os.path.splitext(name)[0]: place / name for place in places for name in list_images(place)[0]}
@@ -56,8 +56,6 @@ def read_voc(path: Path, images_folder: Path | None = None) -> Annotated:
         images.append(image)
         records.append((file, stated_size(tree.findtext("size/width"), tree.findtext("size/height"))))
         objects.append(_voc_objects(file, tree, faults))
-    for name in repeated(map(str, images)):
-        faults.files.append(f"{name} is annotated by two files")
     names = sorted({name for each in objects for name, _ in each})
     ids = {name: number for number, name in enumerate(names)}
     rows = [[row._replace(class_id=ids[name]) for name, row in each] for each in objects]
@@ -73,6 +71,13 @@ def read_voc(path: Path, images_folder: Path | None = None) -> Annotated:
     )
 
 
+def _listed(folder: Path, line: str) -> Path:
+    """Return the xml file of a line: a name, `NAME 1` as in VOC's lists of a class, or the file of the image."""
+    name = line.split()[0]
+    places = [folder / f"{each}.xml" for each in (line, name, os.path.splitext(line)[0], os.path.splitext(name)[0])]
+    return next((place for place in places if place.is_file()), places[1])
+
+
 def _xml(file: Path, faults: Faults) -> ElementTree.Element | None:
     try:
         tree = ElementTree.fromstring(read_regular(file))
@@ -81,7 +86,9 @@ def _xml(file: Path, faults: Faults) -> ElementTree.Element | None:
     except ElementTree.ParseError as error:
         faults.files.append(f"{file}: not XML ({error})")
     else:
-        return tree
+        if tree.tag == "annotation":
+            return tree
+        faults.files.append(f"{file}: begins with <{tree.tag}>; a file of Pascal VOC begins with <annotation>")
     return None
 
 
@@ -95,7 +102,6 @@ def _voc_objects(file: Path, tree: ElementTree.Element, faults: Faults) -> list[
         elif box is None:
             faults.boxes.append(f"{file}, object {number} ({name}): its bndbox has no xmin, ymin, xmax and ymax")
         else:
-            is_difficult = (each.findtext("difficult") or "0").strip() not in ("0", "")
             corners = (box[0] - 1, box[1] - 1, box[2], box[3])
-            objects.append((name, BoxRow(f"object {number}", corners, 0, is_difficult)))
+            objects.append((name, BoxRow(f"object {number}", corners, 0, is_set(each.findtext("difficult")))))
     return objects

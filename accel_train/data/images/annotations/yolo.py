@@ -11,7 +11,7 @@ from accel_train.data.images.images import FileImages, list_images
 from accel_train.recipe.yaml_core import parse_yaml
 
 _YOLO_NUMBERS = 5
-_CLASSES_FILES = ("classes.txt", "obj.names")
+CLASSES_FILES = ("classes.txt", "obj.names")
 
 
 def read_yolo(path: Path, part: str, label_names: Sequence[str] | None = None) -> Annotated:
@@ -23,18 +23,18 @@ def read_yolo(path: Path, part: str, label_names: Sequence[str] | None = None) -
         ValueError: the file has no class names or does not name the part, or a folder is missing or empty.
     """
     if path.is_dir():
-        names, places = _yolo_names_near(path), [path]
+        names, places, root = _yolo_names_near(path), [path], path
     else:
-        names, places = _yolo_yaml(path, part)
+        names, places, root = *_yolo_yaml(path, part), yolo_root(path, yolo_settings(path) or {})
     is_named = names is not None
-    faults, files, rows = Faults(), list[Path](), list[BoxedImage]()
+    faults, files, rows, notes = Faults(), list[Path](), list[BoxedImage](), list[str]()
     largest, num_labels, num_alone = -1, 0, 0
     limit = len(names) if names is not None else None if label_names is None else len(label_names)
     for place in places:
         if place.is_dir():
             found = [place / name for name in list_images(place)[0]]
         elif place.is_file():
-            found = _listed_images(place)
+            found = _listed_images(place, root)
         else:
             raise ValueError(f"{path}: {part} names {place}, which does not exist; correct the path")
         if not found:
@@ -49,8 +49,16 @@ def read_yolo(path: Path, part: str, label_names: Sequence[str] | None = None) -
             largest = max([largest, *(row.class_id for row in boxes)])
             files.append(image)
             rows.append(BoxedImage(str(label), boxes, is_upright=True, is_relative=True))
+        if place.is_dir():
+            notes += _labels_without_image(found)
+    if not num_labels and not files[0].exists():
+        raise ValueError(f"{path}: {part} lists {files[0]}, which does not exist; correct the list")
     if not num_labels:
         raise ValueError(f"{files[0]}: no image has a label file; expected {label_file(files[0])}")
+    if num_alone:
+        notes.append(f"{num_alone:,} images have no label file, and so no boxes")
+    if part == "train" and path.is_file():
+        notes += [f"{path}: val names {place}, which does not exist" for place in _missing(path, "val")]
     num_boxes = sum(len(record.rows) for record in rows)
     return Annotated(
         "YOLO",
@@ -60,7 +68,7 @@ def read_yolo(path: Path, part: str, label_names: Sequence[str] | None = None) -
         faults,
         f"{path}: {len(files):,} images with {num_boxes:,} boxes",
         is_named,
-        notes=(f"{num_alone:,} images have no label file, and so no boxes",) if num_alone else (),
+        notes=tuple(notes),
     )
 
 
@@ -75,20 +83,39 @@ def yolo_settings(path: Path) -> dict[str, Any] | None:
 
 
 def yolo_places(path: Path, settings: Mapping[str, Any], part: str) -> list[Path]:
-    """Return the folders or lists that a data.yaml names for a part; empty if it names none."""
+    """Return the folders or lists that a data.yaml names for a part; empty if it names none.
+
+    Raises:
+        ValueError: the part is neither a path nor a list of paths.
+    """
     named = settings.get(part)
-    root = path.parent
-    if isinstance(settings.get("path"), str):
-        stated = Path(settings["path"]).expanduser()
-        # Downloaded files name the folder of another machine; then the folder of the file itself is meant.
-        root = next((each for each in (stated, root / stated) if each.is_dir()), root)
-    places = []
-    for name in [named] if isinstance(named, str) else named or ():
+    named = [named] if isinstance(named, str) else [] if named is None else named
+    if not isinstance(named, list) or not all(isinstance(name, str) for name in named):
+        raise ValueError(
+            f"{path}: {part} is {settings[part]!r}; write a folder, a text file of images, or a list of them"
+        )
+    root, places = yolo_root(path, settings), []
+    for name in named:
         place = root / str(name)
         # Roboflow writes ../train/images for the folder train/images next to the file.
         inside = root / str(name).removeprefix("../")
         places.append(place if place.exists() or not inside.exists() else inside)
     return places
+
+
+def yolo_root(path: Path, settings: Mapping[str, Any]) -> Path:
+    """Return the folder to which the paths of a data.yaml are relative."""
+    stated = settings.get("path")
+    if not isinstance(stated, str):
+        return path.parent
+    # Downloaded files name the folder of another machine; then the folder of the file itself is meant.
+    places = (Path(stated).expanduser(), path.parent / stated)
+    return next((each for each in places if each.is_dir()), path.parent)
+
+
+def _missing(path: Path, part: str) -> list[Path]:
+    """Return the places that a data.yaml names for a part and that do not exist."""
+    return [place for place in yolo_places(path, yolo_settings(path) or {}, part) if not place.exists()]
 
 
 def _yolo_yaml(path: Path, part: str) -> tuple[list[str], list[Path]]:
@@ -118,21 +145,39 @@ def _yolo_names_near(folder: Path) -> list[str] | None:
             if yolo_settings(file) is not None:
                 settings = yolo_settings(file) or {}
                 return _yolo_yaml(file, next(part for part in ("train", "val", "test") if settings.get(part)))[0]
-        for name in _CLASSES_FILES:
+        for name in CLASSES_FILES:
             for file in (above / name, above / "labels" / name):
                 if file.is_file():
-                    return read_regular(file).decode("utf-8-sig").split("\n")[: _num_lines(file)]
+                    return _class_lines(file)
     return None
 
 
-def _num_lines(file: Path) -> int:
-    return len(read_regular(file).decode("utf-8-sig").rstrip().split("\n"))
+def _class_lines(file: Path) -> list[str]:
+    """Return the class names of a file with a name on each line.
+
+    Raises:
+        ValueError: a line before the last name is empty, or a name occurs twice.
+    """
+    names = [line.strip() for line in read_regular(file).decode("utf-8-sig").rstrip().splitlines()]
+    if not all(names) or len({*names}) < len(names):
+        raise ValueError(f"{file}: an empty line, or a name that occurs twice; write a different name on each line")
+    return names
 
 
-def _listed_images(path: Path) -> list[Path]:
-    """Return the images that a text file lists, relative to the file."""
-    lines = [line.strip() for line in read_regular(path).decode("utf-8-sig").splitlines()]
-    return [path.parent / line for line in lines if line]
+def _listed_images(path: Path, root: Path) -> list[Path]:
+    """Return the images that a text file lists: relative to the file, to `root`, or to the working directory."""
+    lines = [line.strip().replace("\\", "/") for line in read_regular(path).decode("utf-8-sig").splitlines()]
+    places = ([each / line for each in (path.parent, root, Path())] for line in lines if line)
+    return [next((place for place in each if place.is_file()), each[0]) for each in places]
+
+
+def _labels_without_image(images: Sequence[Path]) -> list[str]:
+    """Return a note on the files in folders `labels` that belong to none of the images."""
+    labels = {label_file(image) for image in images}
+    folders = {label.parent for label in labels} - {image.parent for image in images}
+    texts = {file for folder in folders for file in folder.glob("*.txt") if file.name not in CLASSES_FILES}
+    alone = sorted(texts - labels)
+    return [f"{len(alone):,} label files have no image, first: {alone[0]}"] if alone else []
 
 
 def label_file(image: Path) -> Path:
