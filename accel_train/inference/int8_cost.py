@@ -88,8 +88,7 @@ def format_export(folder: Path, record: Mapping[str, Any]) -> str:
         inputs = ", ".join(f"{name} ({', '.join(map(str, shape))})" for name, shape in onnx["inputs"].items())
         lines = [
             f"onnx (opset {onnx['opset']}; {onnx['library']}): from {inputs} to {', '.join(onnx['outputs'])}",
-            f"largest difference of logits: {onnx['largest_logit_difference']:.2g} (the largest logit is "
-            f"{onnx['largest_logit']:,.4g}; allowed: {onnx['tolerance']:g}, or that share of the largest logit)",
+            *_lines_of_differences(onnx),
         ]
         if record["quantize"] is not None:
             lines += _lines_of_int8(record["int8"])
@@ -133,7 +132,16 @@ def _lines_of_int8(int8: Mapping[str, Any]) -> list[str]:
     return [
         f"int8 ({int8['how']}): {'; '.join(counts)}; {int8['share_of_parameters']:.0%} of the parameters",
         f"left in fp32 (numbers, by operator): {rest}",
-        f"largest difference of logits with int8: {int8['largest_logit_difference']:.2g}",
+        *(f"largest difference of {name} with int8: {value:.2g}" for name, value in int8["largest_difference"].items()),
+    ]
+
+
+def _lines_of_differences(onnx: Mapping[str, Any]) -> list[str]:
+    """Return a line about each output of a graph."""
+    return [
+        f"largest difference of {name}: {difference:.2g} (allowed: {onnx['allowed_difference'][name]:.2g}; "
+        f"largest value: {onnx['largest_value'][name]:,.4g})"
+        for name, difference in onnx["largest_difference"].items()
     ]
 
 

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,18 +21,19 @@ from accel_train.inference.finished_run import TrainedRun, with_model
 from accel_train.inference.int8 import quiet
 from accel_train.inference.int8_cost import Contender, compare
 from accel_train.inference.onnx_int8 import quantize_graph
+from accel_train.tasks.sentence_embedding.config import EMBEDDING
 
 ONNX_FILE = "model.onnx"
 TOLERANCE = 1e-3
-"""Largest difference of logits, relative to the largest logit if that is above 1."""
+"""Largest difference of an output, relative to its largest value. For logits and boxes, only if that is above 1."""
 _METRIC_TOLERANCE = 1e-4
-_OUTPUTS = ("logits", "start_logits", "end_logits")
+_OUTPUTS = ("logits", "start_logits", "end_logits", EMBEDDING)
 _SHORTEST = 8
 """Tokens of the traced example. Below the largest n of an n-gram model, its graph would leave n-grams out."""
 
 
 class OnnxModel(nn.Module):
-    """A model's graph in onnxruntime on the CPU, called like the model. Records the largest difference to `reference`.
+    """A model's graph in onnxruntime on the CPU, called like the model. Records the differences from `reference`.
 
     Inputs that a task leaves out get the tokenizer's defaults.
     """
@@ -40,7 +41,10 @@ class OnnxModel(nn.Module):
     def __init__(self, session: Any, reference: nn.Module | None = None) -> None:
         super().__init__()
         self.session, self.reference = session, reference
-        self.difference = self.largest = 0.0
+        self.differences: dict[str, float] = {}
+        """Largest difference from `reference` by output."""
+        self.largest: dict[str, float] = {}
+        """Largest value of `reference` by output."""
 
     def forward(self, **given: Tensor) -> SimpleNamespace:
         """Return the outputs by name."""
@@ -58,15 +62,14 @@ class OnnxModel(nn.Module):
         found = {name: torch.from_numpy(array).to(some.device) for name, array in zip(names, arrays, strict=True)}
         expected = {} if self.reference is None else self.reference(**given)
         for name in names if expected else ():
-            difference, size = (found[name] - expected[name]).abs().max().item(), expected[name].abs().max().item()
-            # Unlike max, np.maximum keeps NaN.
-            self.difference = float(np.maximum(difference, self.difference))
-            self.largest = float(np.maximum(size, self.largest))
+            for record, value in ((self.differences, found[name] - expected[name]), (self.largest, expected[name])):
+                # Unlike max, np.maximum keeps NaN.
+                record[name] = float(np.maximum(value.abs().max().item(), record.get(name, 0.0)))
         return SimpleNamespace(**found)
 
 
 class _Outputs(nn.Module):
-    """The model with positional inputs, which returns only its logits."""
+    """The model with positional inputs, which returns only the outputs of its graph."""
 
     def __init__(self, model: nn.Module, inputs: Sequence[str], outputs: Sequence[str]) -> None:
         super().__init__()
@@ -98,17 +101,20 @@ def write_onnx(run: TrainedRun, folder: Path, quantize: str | None = None) -> di
     With `quantize="int8"`, the graph in the folder is the quantized one. The fp32 graph is checked before it.
 
     Raises:
-        ValueError: the model has no ONNX graph, the graph computes other logits or metrics, or nothing can be int8.
+        ValueError: the model has no ONNX graph, the graph computes other outputs or metrics, or nothing can be int8.
     """
     if run.recipe.task == "object-detection":
         raise ValueError(
             "--onnx: the comparison with the graph computes only logits, and a detector returns boxes as well. "
             "Export without --onnx"
         )
-    model, file = run.inner.model, folder / ONNX_FILE
-    example = _example(run, model)
+    example, file = _example(run), folder / ONNX_FILE
+    model = run.inner.model
+    # The output of sentence-embedding is computed from the model's.
+    wrap: Callable[[nn.Module], nn.Module] | None = getattr(run.task, "exportable", None)
+    model = model if wrap is None else wrap(model)
     with busy(f"{run.folder}: writing the ONNX graph"), quiet():
-        opset = _write(model, example, file)
+        opset = _write(model, type(run.inner.model).__name__, example, file)
     model.to(run.accelerator.device)
     checked, session = _opened(file, model)
     _probe(checked, example, run)
@@ -135,19 +141,20 @@ def write_onnx(run: TrainedRun, folder: Path, quantize: str | None = None) -> di
         "opset": opset,
         "inputs": {node.name: node.shape for node in session.get_inputs()},
         "outputs": {node.name: node.shape for node in session.get_outputs()},
-        "largest_logit_difference": checked.difference,
-        "largest_logit": checked.largest,
-        "tolerance": TOLERANCE,
+        "largest_difference": checked.differences,
+        "largest_value": checked.largest,
+        "allowed_difference": _allowed(checked),
     }
     found: dict[str, Any] = {"onnx": facts, "weights_bytes": sizes, **cost}
     if int8 is not None:
-        if not math.isfinite(rounded.difference):
-            raise ValueError("--quantize int8: the int8 graph computes logits that are not finite. Leave it out")
+        for name, difference in rounded.differences.items():
+            if not math.isfinite(difference):
+                raise ValueError(f"--quantize int8: the int8 graph computes {name} that are not finite. Leave it out")
         found["int8"] = {
             "how": "one scale for each output",
             **int8._asdict(),
             "share_of_parameters": int8.num_weights / sum(each.numel() for each in model.parameters()),
-            "largest_logit_difference": rounded.difference,
+            "largest_difference": rounded.differences,
         }
     return found
 
@@ -167,16 +174,19 @@ def _bytes_of(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob(f"{ONNX_FILE}*"))
 
 
-def _example(run: TrainedRun, model: nn.Module) -> dict[str, Tensor]:
+def _example(run: TrainedRun) -> dict[str, Tensor]:
     """Return two evaluation samples as the processor encodes them. Sizes of 1 would become constants of the graph."""
     assert run.data.eval is not None
     last = len(run.data.eval) - 1  # type: ignore[arg-type]
     batch = run.data.collate([run.data.eval[0], run.data.eval[last]])
     if "pixel_values" in batch:
         return {"pixel_values": batch["pixel_values"]}
+    if run.recipe.task == "sentence-embedding":
+        # The texts of a row, one after another.
+        batch = {name: batch[name].flatten(0, 1) for name in ("input_ids", "attention_mask")}
     ids = batch["input_ids"].long()
     names = AutoTokenizer.from_pretrained(run.folder / "model").model_input_names
-    known = inspect.signature(model.forward).parameters
+    known = inspect.signature(run.inner.model.forward).parameters
     defaults = {"attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)}
     found = {name: (batch if name in batch else defaults)[name].long() for name in names if name in known}
     return _resized(found, 2, max(_SHORTEST, ids.shape[-1]))
@@ -191,8 +201,11 @@ def _resized(example: Mapping[str, Tensor], rows: int, length: int) -> dict[str,
     return found
 
 
-def _write(model: nn.Module, example: Mapping[str, Tensor], file: Path) -> int:
-    """Write the graph of a model, for images of any size if it has such a graph, and return its opset."""
+def _write(model: nn.Module, kind: str, example: Mapping[str, Tensor], file: Path) -> int:
+    """Write the graph of a model, for images of any size if it has such a graph, and return its opset.
+
+    `kind` names the model in errors.
+    """
     model, names, takes_images = model.cpu(), list(example), "pixel_values" in example
     with torch.no_grad():
         found = model(**example)
@@ -217,16 +230,14 @@ def _write(model: nn.Module, example: Mapping[str, Tensor], file: Path) -> int:
         except torch.onnx.OnnxExporterError as error:
             if takes_images and is_any_size:
                 continue
-            raise ValueError(
-                f"--onnx: torch cannot export {type(model).__name__}: {_reason(error)}. Leave --onnx out"
-            ) from error
+            raise ValueError(f"--onnx: torch cannot export {kind}: {_reason(error)}. Leave --onnx out") from error
     assert program is not None
     program.save(file)
     return int(program.model.opset_imports[""])
 
 
 def _probe(checked: OnnxModel, example: Mapping[str, Tensor], run: TrainedRun) -> None:
-    """Compare logits at other sizes than the example's, which the graph may hold as constants."""
+    """Compare outputs at other sizes than the example's, which the graph may hold as constants."""
     length = next(iter(example.values())).shape[-1]
     longest = length
     if isinstance(checked.session.get_inputs()[0].shape[-1], str):
@@ -237,13 +248,22 @@ def _probe(checked: OnnxModel, example: Mapping[str, Tensor], run: TrainedRun) -
             checked(**{name: tensor.to(run.accelerator.device) for name, tensor in resized.items()})
 
 
+def _allowed(checked: OnnxModel) -> dict[str, float]:
+    """Return the largest difference that passes, by output. Numbers of a normalized vector are far below 1."""
+    return {
+        name: TOLERANCE * (largest if name == EMBEDDING else max(largest, 1.0))
+        for name, largest in checked.largest.items()
+    }
+
+
 def _check(checked: OnnxModel, metrics: Mapping[str, Mapping[str, float]]) -> None:
-    most = TOLERANCE * max(checked.largest, 1.0)
-    if not checked.difference <= most < math.inf:
-        raise ValueError(
-            f"--onnx: the logits of the graph differ from the model's by {checked.difference:.2g}; the tolerance is "
-            f"{most:.2g}. Leave --onnx out"
-        )
+    for name, difference in checked.differences.items():
+        most = _allowed(checked)[name]
+        if not difference <= most < math.inf:
+            raise ValueError(
+                f"--onnx: the {name} of the graph differ from the model's by {difference:.2g}; the tolerance is "
+                f"{most:.2g}. Leave --onnx out"
+            )
     for name, value in metrics["before"].items():
         other = metrics["after"][name]
         is_equal = math.isclose(value, other, rel_tol=_METRIC_TOLERANCE, abs_tol=_METRIC_TOLERANCE)
