@@ -70,6 +70,13 @@ outputs = session.run(None, dict(processor({given}, return_tensors="np")))
 {reading}```
 {notes}"""
 _READING = {
+    "pred_boxes": """\
+logits, boxes = map(torch.from_numpy, outputs)
+(found,) = processor.post_process_object_detection(
+    SimpleNamespace(logits=logits, pred_boxes=boxes), threshold=0.5, target_sizes=[(image.height, image.width)]
+)
+print(found["labels"], found["scores"], found["boxes"])  # left, top, right, bottom in pixels
+""",
     EMBEDDING: "vectors = outputs[0]\nsimilarities = vectors @ vectors.T  # cosines: the vectors are normalized\n",
 }
 """Lines that read an output of a graph, by its name."""
@@ -315,7 +322,7 @@ def _how_to_run(
         inputs=shapes,
         processor=processor,
         given=given,
-        imports="",
+        imports="from types import SimpleNamespace\n\nimport torch\n" if "pred_boxes" in outputs else "",
         reading="".join(_READING.get(name, "") for name in outputs),
         notes="".join(notes),
     )

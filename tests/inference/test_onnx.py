@@ -65,6 +65,7 @@ def exported(run: Path, capsys: pytest.CaptureFixture[str]) -> tuple[Path, dict[
     details = result["details"]
     assert details["metrics"]["after"] == pytest.approx(details["metrics"]["before"], rel=1e-4, abs=1e-4)
     assert max(details["onnx"]["largest_difference"].values()) < 1e-3
+    assert details["onnx"]["num_ties"] == 0
     assert min(details["samples_per_second"].values()) > 0
     assert not list((run / "export-onnx").glob("*.safetensors*"))
     return run / "export-onnx", details
