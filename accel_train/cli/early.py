@@ -56,11 +56,6 @@ def check_onnx(run: Path) -> None:
             f"--onnx: {task} generates text token by token, and a single graph has no such loop. Export {run}/model "
             "with optimum: pip install 'optimum[onnx]', then optimum-cli export onnx"
         )
-    if task == "sentence-embedding":
-        raise ValueError(
-            f"--onnx: {task} pools and normalizes outside of the model's graph. Open {run}/model with "
-            'sentence-transformers: SentenceTransformer(path, backend="onnx")'
-        )
     if task not in TASKS:
         raise ValueError(f"--onnx supports built-in tasks, and {task} is custom. Call torch.onnx.export on its model")
 

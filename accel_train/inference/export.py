@@ -36,6 +36,7 @@ from accel_train.model.pretrained import check_weight_files, new_weights, withou
 from accel_train.model.weights import in_bf16
 from accel_train.recipe.schema import Recipe
 from accel_train.task import TASKS
+from accel_train.tasks.sentence_embedding.config import EMBEDDING, PROMPTS_FILE
 
 EXPORT_FILE = "export.json"
 INT8_FILE = "model-int8.safetensors"
@@ -60,14 +61,25 @@ _HOW_TO_RUN = """
 The model is an ONNX graph, in `{file}`. It takes the tensors that this folder's {processor} returns: {inputs}.
 
 ```python
-from onnxruntime import InferenceSession
+{imports}from onnxruntime import InferenceSession
 from transformers import {processor}
 
 processor = {processor}.from_pretrained(".")  # this folder; or its path
 session = InferenceSession("{file}")
 outputs = session.run(None, dict(processor({given}, return_tensors="np")))
-```
-"""
+{reading}```
+{notes}"""
+_READING = {
+    "pred_boxes": """\
+logits, boxes = map(torch.from_numpy, outputs)
+(found,) = processor.post_process_object_detection(
+    SimpleNamespace(logits=logits, pred_boxes=boxes), threshold=0.5, target_sizes=[(image.height, image.width)]
+)
+print(found["labels"], found["scores"], found["boxes"])  # left, top, right, bottom in pixels
+""",
+    EMBEDDING: "vectors = outputs[0]\nsimilarities = vectors @ vectors.T  # cosines: the vectors are normalized\n",
+}
+"""Lines that read an output of a graph, by its name."""
 _AS_EXPORTED = (
     *("--precision.mixed_precision", "no", "--precision.tf32", "false"),
     *("--model.attn_implementation", "auto", "--model.fused_kernels", "false"),
@@ -146,7 +158,7 @@ def export_run(
             _remove_weights(staging)
             found = write_onnx(with_model(run, model), staging, quantize)
             record |= found | {"weights_bytes": {"before": before, **found["weights_bytes"]}}
-            _rewrite_card(staging, type(model).__name__, _how_to_run(**record["onnx"]))
+            _rewrite_card(staging, type(model).__name__, _how_to_run(staging, **record["onnx"]))
         write_json(staging / EXPORT_FILE, record)
     return Export(target, record)
 
@@ -295,9 +307,22 @@ def _rewrite_card(folder: Path, title: str, how_to: str) -> None:
     card.write_text(_CODE_BLOCK.sub("", text) + how_to, encoding="utf-8")
 
 
-def _how_to_run(file: str, inputs: Mapping[str, Sequence[Any]], **_: Any) -> str:
+def _how_to_run(
+    folder: Path, file: str, inputs: Mapping[str, Sequence[Any]], outputs: Mapping[str, Any], **_: Any
+) -> str:
+    """Return the part of the model card about the graph in a folder."""
     shapes = ", ".join(f"`{name}` ({', '.join(map(str, shape))})" for name, shape in inputs.items())
     takes_images = "pixel_values" in inputs
     processor = "AutoImageProcessor" if takes_images else "AutoTokenizer"
     given = "image" if takes_images else "texts, padding=True, truncation=True"
-    return _HOW_TO_RUN.format(file=file, inputs=shapes, processor=processor, given=given)
+    prompts = read_json(folder / PROMPTS_FILE)["prompts"] if EMBEDDING in outputs else {}
+    notes = [f"\nPut `{prompt}` before each {name}.\n" for name, prompt in prompts.items() if prompt]
+    return _HOW_TO_RUN.format(
+        file=file,
+        inputs=shapes,
+        processor=processor,
+        given=given,
+        imports="from types import SimpleNamespace\n\nimport torch\n" if "pred_boxes" in outputs else "",
+        reading="".join(_READING.get(name, "") for name in outputs),
+        notes="".join(notes),
+    )

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -27,14 +27,17 @@ class Contender(NamedTuple):
     """Run whose speed is measured. None: `run`."""
 
 
-def compare(before: TrainedRun, others: Mapping[str, Contender]) -> dict[str, Any]:
+def compare(
+    before: TrainedRun, others: Mapping[str, Contender], timed: Literal["counts", "predictions"] = "counts"
+) -> dict[str, Any]:
     """Return metrics and speed of runs that differ in their model, by name, measured on their evaluation data.
 
-    The first run is named `before`.
+    The first run is named `before`. `timed` are the results whose computation is timed.
     """
     metrics = {"before": measure(before, "evaluating the model as it is").metrics}
     metrics |= {name: measure(each.run, each.text).metrics for name, each in others.items()}
-    rates = samples_per_second([before, *(each.timed or each.run for each in others.values())], seconds=_TIMED_SECONDS)
+    runs = [before, *(each.timed or each.run for each in others.values())]
+    rates = samples_per_second(runs, seconds=_TIMED_SECONDS, wanted=timed)
     return {
         "metrics": metrics,
         "samples_per_second": dict(zip(metrics, rates, strict=True)),
@@ -48,7 +51,9 @@ def describe_device(device: torch.device) -> str:
     return device_name(device) + (f", {threads}" if device.type == "cpu" else "")
 
 
-def samples_per_second(runs: list[TrainedRun], *, seconds: float) -> list[float]:
+def samples_per_second(
+    runs: list[TrainedRun], *, seconds: float, wanted: Literal["counts", "predictions"] = "counts"
+) -> list[float]:
     """Return each run's evaluation speed on the same preloaded batches: the best of several alternating rounds."""
     size, accelerator = runs[0].sizes.per_device_eval_batch_size, runs[0].accelerator
     assert runs[0].data.eval is not None
@@ -62,7 +67,7 @@ def samples_per_second(runs: list[TrainedRun], *, seconds: float) -> list[float]
             with evaluation_mode(run.inner):
                 started = _now(accelerator.device)
                 for batch in batches:
-                    run.inner(batch, "counts")
+                    run.inner(batch, wanted)
                 took = _now(accelerator.device) - started
             # The first round warms up.
             if number:
@@ -88,8 +93,7 @@ def format_export(folder: Path, record: Mapping[str, Any]) -> str:
         inputs = ", ".join(f"{name} ({', '.join(map(str, shape))})" for name, shape in onnx["inputs"].items())
         lines = [
             f"onnx (opset {onnx['opset']}; {onnx['library']}): from {inputs} to {', '.join(onnx['outputs'])}",
-            f"largest difference of logits: {onnx['largest_logit_difference']:.2g} (the largest logit is "
-            f"{onnx['largest_logit']:,.4g}; allowed: {onnx['tolerance']:g}, or that share of the largest logit)",
+            *_lines_of_differences(onnx),
         ]
         if record["quantize"] is not None:
             lines += _lines_of_int8(record["int8"])
@@ -133,8 +137,23 @@ def _lines_of_int8(int8: Mapping[str, Any]) -> list[str]:
     return [
         f"int8 ({int8['how']}): {'; '.join(counts)}; {int8['share_of_parameters']:.0%} of the parameters",
         f"left in fp32 (numbers, by operator): {rest}",
-        f"largest difference of logits with int8: {int8['largest_logit_difference']:.2g}",
+        *(f"largest difference of {name} with int8: {value:.2g}" for name, value in int8["largest_difference"].items()),
     ]
+
+
+def _lines_of_differences(onnx: Mapping[str, Any]) -> list[str]:
+    """Return a line about each output of a graph, and about images that were not compared."""
+    lines = [
+        f"largest difference of {name}: {difference:.2g} (allowed: {onnx['allowed_difference'][name]:.2g}; "
+        f"largest value: {onnx['largest_value'][name]:,.4g})"
+        for name, difference in onnx["largest_difference"].items()
+    ]
+    if onnx["num_ties"]:
+        lines.append(
+            f"not compared: {onnx['num_ties']:,} of {onnx['num_images']:,} images, where a rounding decides "
+            "which queries the detector chooses"
+        )
+    return lines
 
 
 def _table(kind: str, record: Mapping[str, Any]) -> list[str]:
@@ -148,6 +167,8 @@ def _table(kind: str, record: Mapping[str, Any]) -> list[str]:
         for metric, value in metrics["before"].items():
             if isinstance(value, float):
                 lines.append(_row(metric.replace("_", " "), *(f"{metrics[name][metric]:,.4f}" for name in shown)))
+        if "loss" not in metrics["before"]:
+            lines.append("\nthe loss is left out: it reads outputs of inner layers, which the graph does not have")
         lines.append(f"\nspeed: the model alone, on this machine ({record['measured_on']})")
     return lines
 

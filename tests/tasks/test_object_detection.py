@@ -392,11 +392,6 @@ def test_the_pipeline_of_transformers_opens_the_model_and_finds_the_same_boxes(t
         assert found[0]["label"] == row["labels"][0]
 
 
-def test_an_onnx_graph_without_boxes_is_refused(trained: Path, tmp_path: Path) -> None:
-    assert main(["export", str(trained / "run"), "--out", str(tmp_path / "onnx"), "--onnx"]) == 2
-    assert not (tmp_path / "onnx").exists()
-
-
 def test_the_report_draws_truth_and_prediction_side_by_side(trained: Path) -> None:
     examples = json.loads((trained / "run/examples.json").read_text())
     content = json.loads((trained / "instances_train.json").read_text())

@@ -311,9 +311,7 @@ def test_sentence_transformers_opens_the_folder_and_gives_the_same_vectors(tmp_p
     assert model.max_seq_length == 64
 
 
-def test_export_leaves_out_the_pooler_and_refuses_a_graph_without_the_pooling(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_export_leaves_out_the_pooler(tmp_path: Path) -> None:
     train_rows(tmp_path, "run", data=SCORED)
     names = []
     for flags in ([], ["--quantize", "int8"]):
@@ -321,6 +319,49 @@ def test_export_leaves_out_the_pooler_and_refuses_a_graph_without_the_pooling(
         names.append({name for name, _ in load_exported(tmp_path / f"out{len(flags)}").named_modules()})
         assert (tmp_path / f"out{len(flags)}/1_Pooling/config.json").is_file()
     assert not any(name.startswith("pooler") for name in names[1])
-    capsys.readouterr()
-    assert main(["export", str(tmp_path / "run"), "--onnx"]) == 2
-    assert "pools" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("pooling", "sections"),
+    [
+        ("mean", {}),
+        pytest.param("last", {"matryoshka_dims": [32, 8], "symmetric": True}, marks=pytest.mark.slow),
+        pytest.param("cls", {"score_column": "score"}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_graph_gives_the_vectors_of_sentence_transformers_for_texts_of_any_length(
+    pooling: str,
+    sections: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    pytest.importorskip("onnxruntime")
+    monkeypatch.setattr("accel_train.inference.int8_cost._TIMED_SECONDS", 0.01)
+    data = {"pooling": pooling, "eval_fraction": 0.5, "anchor_prompt": "query: ", **sections}
+    # Weights so large that vectors differ from text to text.
+    train_rows(tmp_path, "run", data=data, model={"config": {**BERT, "initializer_range": 0.5}})
+    model = sentence_transformers.SentenceTransformer(str(tmp_path / "run/model"), device="cpu")
+    texts = ["w1 w2 w3", "w7", "w30 w31 w4 w4 w9 " * 9]
+    exports: list[tuple[str, list[str]]] = [("onnx", []), ("onnx-int8", ["--quantize", "int8"])]
+    for name, flags in exports[: 1 if pooling == "mean" else 2]:
+        assert main(["export", str(tmp_path / "run"), "--onnx", *flags, "--json"]) == 0
+        details = json.loads(capsys.readouterr().out.splitlines()[-1])["result"]["details"]
+        assert list(details["onnx"]["inputs"]) == ["input_ids", "attention_mask"]
+        assert details["onnx"]["outputs"] == {"sentence_embedding": ["batch", 32]}
+        measured = details["metrics"]["before"]
+        assert {"spearman", "pearson"} <= set(measured) or {"recall_at_1", "mrr_at_10"} <= set(measured)
+        assert details["metrics"]["onnx" if flags else "after"] == pytest.approx(measured, rel=1e-4, abs=1e-4)
+        monkeypatch.chdir(tmp_path / f"run/export-{name}")
+        for given in (texts, texts[:1], texts[1:]):
+            found: dict[str, Any] = {"texts": given}
+            exec(Path("README.md").read_text().split("```python")[1].split("```")[0], found)
+            expected = model.encode(given)
+            vectors, similarities = found["vectors"], found["similarities"]
+            assert vectors.shape == (len(given), 32)
+            assert np.diag(similarities) == pytest.approx(np.ones(len(given)), abs=1e-5)
+            difference = np.abs(vectors - expected).max()
+            assert 1e-4 < difference < 0.2 if flags else difference < 1e-5
+        assert "Put `query: ` before each query." in Path("README.md").read_text()
+        assert similarities[0, 1] < 0.99

@@ -39,7 +39,7 @@ class ExportResult(TypedDict):
     onnx: bool
     details: Mapping[str, Any]
     """Contents of the folder's export.json: sizes and files left out; for int8 and ONNX, metrics and speed before and
-    after; for ONNX, the inputs, the outputs, and the largest difference of logits. For both, `onnx` is the fp32 graph.
+    after; for ONNX, the inputs, the outputs, and the largest difference of each. For both, `onnx` is the fp32 graph.
     """
 
 

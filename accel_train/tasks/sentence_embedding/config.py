@@ -8,6 +8,9 @@ from accel_train.core.errors import SettingError
 from accel_train.recipe.data import TextData
 from accel_train.recipe.values import PositiveFloat, PositiveInt
 
+EMBEDDING = "sentence_embedding"
+"""Name of a text's vector in sentence-transformers, and in its ONNX graphs."""
+PROMPTS_FILE = "config_sentence_transformers.json"
 MARGIN = 0.5
 SCALE = 20.0
 

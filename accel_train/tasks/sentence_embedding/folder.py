@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from transformers.utils import cached_file
 
+from accel_train.tasks.sentence_embedding.config import PROMPTS_FILE
+
 Pooling = Literal["mean", "cls", "last"]
 _MODES = {"mean": "mean", "cls": "cls", "last": "lasttoken"}
 _OLD_MODES = {
@@ -30,7 +32,7 @@ def write_folder(folder: Path, pooling: Pooling, dim: int, max_length: int, prom
         # Git keeps no empty folder.
         "2_Normalize/config.json": {},
         "sentence_bert_config.json": {"max_seq_length": max_length, "do_lower_case": False},
-        "config_sentence_transformers.json": {
+        PROMPTS_FILE: {
             "prompts": prompts,
             "default_prompt_name": None,
             "similarity_fn_name": "cosine",

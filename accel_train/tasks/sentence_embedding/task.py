@@ -21,7 +21,7 @@ from accel_train.task import Scores, TaskData
 from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.encoder import EncoderTask, cut_note
 from accel_train.tasks.sentence_embedding import data as rows_of
-from accel_train.tasks.sentence_embedding.config import SentenceEmbeddingData
+from accel_train.tasks.sentence_embedding.config import EMBEDDING, SentenceEmbeddingData
 from accel_train.tasks.sentence_embedding.folder import Pooling, pooling_of, write_folder
 from accel_train.tasks.sentence_embedding.losses import GlobalBatch, Objective, Table
 from accel_train.tasks.sentence_embedding.metrics import CORRELATIONS, RETRIEVAL, correlations, retrieval
@@ -241,12 +241,32 @@ class SentenceEmbedding(EncoderTask):
         text = text.replace("library_name: transformers", "library_name: sentence-transformers")
         return text.replace("from transformers import", "from sentence_transformers import")
 
+    def exportable(self, model: nn.Module) -> nn.Module:
+        """Return the model with its pooling and normalization."""
+        return Embedder(model, self.pooling)
+
     def _table(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Table:
         """Return the pooled vectors of a batch in fp32, with its other columns."""
         ids, mask = batch["input_ids"], batch["attention_mask"]
-        hidden = model(input_ids=ids.flatten(0, 1), attention_mask=mask.flatten(0, 1)).last_hidden_state
-        vectors = pooled(hidden, mask.flatten(0, 1), self.pooling).unflatten(0, ids.shape[:2])
-        return Table(vectors, batch["texts"], batch["scores"])
+        found = model(input_ids=ids.flatten(0, 1), attention_mask=mask.flatten(0, 1))
+        # The graph of `export --onnx` has pooled already.
+        vectors = getattr(found, EMBEDDING, None)
+        if vectors is None:
+            vectors = pooled(found.last_hidden_state, mask.flatten(0, 1), self.pooling)
+        return Table(vectors.unflatten(0, ids.shape[:2]), batch["texts"], batch["scores"])
+
+
+class Embedder(nn.Module):
+    """A model with its pooling and normalization, as sentence-transformers applies them to the saved folder."""
+
+    def __init__(self, model: nn.Module, pooling: Pooling) -> None:
+        super().__init__()
+        self.model, self.pooling = model, pooling
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, **more: Tensor) -> dict[str, Tensor]:
+        """Return `sentence_embedding` (N, D): one normalized fp32 vector per text."""
+        hidden = self.model(input_ids=input_ids, attention_mask=attention_mask, **more).last_hidden_state
+        return {EMBEDDING: normalize(pooled(hidden, attention_mask, self.pooling), dim=-1)}
 
 
 def pooled(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:

@@ -1,0 +1,141 @@
+"""`accel-train export --onnx` of detectors: logits and boxes of each family, and a comparison that ties do not fool."""
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForObjectDetection
+
+from accel_train.cli.main import main
+from accel_train.inference import onnx_export
+from accel_train.inference.int8 import quiet
+from tests.inference.test_onnx import exported
+from tests.support.detectors import DETECTORS, YOLOS
+from tests.support.runs import write_recipe_file
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, not_launched: None) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("accel_train.inference.int8_cost._TIMED_SECONDS", 0.01)
+
+
+def distinct(config: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with weights so large that queries differ from each other."""
+    spread: dict[str, Any] = {"initializer_range": 0.3, "init_std": 0.3}
+    backbone = {"backbone_config": config["backbone_config"] | spread} if "backbone_config" in config else {}
+    return config | spread | backbone
+
+
+@pytest.mark.parametrize("family", [name for name in DETECTORS if name != "detr of all layers"])
+@pytest.mark.slow
+def test_a_graph_gives_the_logits_and_boxes_of_each_detector(family: str, tmp_path: Path) -> None:
+    config = distinct(DETECTORS[family])
+    kind = config.pop("model_type")
+    torch.manual_seed(0)
+    model = AutoModelForObjectDetection.from_config(AutoConfig.for_model(kind, **config)).eval()
+    example, file = {"pixel_values": torch.randn(2, 3, 64, 64)}, tmp_path / "model.onnx"
+    with quiet():
+        onnx_export._write(model, kind, example, file, is_any_size=False)
+    checked, session = onnx_export._opened(file, model, leaves_out_ties=True)
+    assert [each.name for each in session.get_outputs()] == ["logits", "pred_boxes"]
+    for count in (1, 2, 5):
+        pixels = torch.randn(count, 3, 64, 64)
+        with torch.no_grad():
+            checked(pixel_values=pixels)
+            expected = model(pixel_values=pixels)
+        found = session.run(["logits", "pred_boxes"], {"pixel_values": pixels.numpy()})
+        # The set of queries is equal, in any order.
+        for name, rows in zip(("logits", "pred_boxes"), found, strict=True):
+            for ours, theirs in zip(rows, expected[name].numpy(), strict=True):
+                np.testing.assert_allclose(np.sort(ours.sum(-1)), np.sort(theirs.sum(-1)), atol=1e-3)
+            assert np.ptp(rows) > 1e-4
+    assert max(checked.differences.values()) < 1e-4
+    assert checked.num_ties == 0
+    assert checked.num_images == (8 if kind in ("rt_detr", "rt_detr_v2", "d_fine") else 0)
+
+
+def test_a_graph_of_a_detector_gives_the_boxes_of_its_image_processor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = write_recipe_file(
+        tmp_path,
+        task="object-detection",
+        model={"config": {**YOLOS, "initializer_range": 0.3}},
+        data={"train": "digit-scenes", "image_size": 64, "cache_dir": None, "sequence_length": None},
+        schedule={"max_steps": 2},
+    )
+    assert main(["run", str(recipe)]) == 0
+    folder, details = exported(tmp_path / "run", capsys)
+    assert details["onnx"]["inputs"] == {"pixel_values": ["batch", 3, 64, 64]}
+    assert details["onnx"]["outputs"] == {"logits": ["batch", 7, 11], "pred_boxes": ["batch", 7, 4]}
+    assert set(details["metrics"]["before"]) == {"map", "map_50", "map_75", "num_targets"}
+    monkeypatch.chdir(folder)
+    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (50, 90, 3), dtype=np.uint8))
+    code = Path("README.md").read_text().split("```python")[1].split("```")[0]
+    read: dict[str, Any] = {"image": image}
+    exec(code.replace("threshold=0.5", "threshold=0.0"), read)
+    model = AutoModelForObjectDetection.from_pretrained(tmp_path / "run/model").eval()
+    processor = AutoImageProcessor.from_pretrained(tmp_path / "run/model")
+    with torch.no_grad():
+        outputs = model(**processor(image, return_tensors="pt"))
+    (expected,) = processor.post_process_object_detection(outputs, 0.0, [(50, 90)])
+    assert len(expected["boxes"]) == 7
+    for name in ("boxes", "scores", "labels"):
+        torch.testing.assert_close(read["found"][name], expected[name], atol=1e-3, rtol=1e-4)
+
+
+QUERIES = torch.tensor([[[1.0, 2.0], [5.0, 6.0], [9.0, 8.0]]])
+"""Logits of three queries of an image, of two classes."""
+BOXES = torch.arange(12.0).reshape(1, 3, 4) / 12
+OTHER = QUERIES.clone().index_fill_(1, torch.tensor([2]), 3.0)
+
+
+@pytest.mark.parametrize(
+    "logits, boxes, gap, learned, difference, num_ties",
+    [
+        (QUERIES[:, [2, 0, 1]], BOXES[:, [2, 0, 1]], 0.5, False, 0.0, 0),
+        (QUERIES[:, [2, 0, 1]], BOXES, 0.5, False, 0.0, 0),
+        (OTHER, BOXES, 0.5, False, 6.0, 0),
+        (OTHER, BOXES, 1e-4, False, 0.0, 1),
+        (QUERIES + 1e-4, BOXES, 1e-4, False, 1e-4, 0),
+        (OTHER * math.nan, BOXES, 1e-4, False, math.nan, 0),
+        # A tie of the first two queries changes which content a query has only if contents are learned.
+        (OTHER, BOXES, -1e-4, False, 6.0, 0),
+        (OTHER, BOXES, -1e-4, True, 0.0, 1),
+    ],
+)
+def test_queries_are_compared_in_any_order_and_left_out_only_where_a_rounding_decides(
+    logits: torch.Tensor, boxes: torch.Tensor, gap: float, learned: bool, difference: float, num_ties: int
+) -> None:
+    nodes = [SimpleNamespace(name=name) for name in ("logits", "pred_boxes")]
+    arrays = [logits.numpy(), boxes.numpy()]
+    session = SimpleNamespace(get_inputs=list, get_outputs=lambda: nodes, run=lambda *_: arrays)
+    # A negative gap is between the first two queries, and a positive one between the last that is chosen and the next.
+    scores = [4.0, 4.0 + gap, 2.0, 1.0] if gap < 0 else [4.0, 3.0, 2.0, 2.0 - gap]
+    reference: Any = torch.nn.Identity()
+    reference.config = SimpleNamespace(num_queries=3, learn_initial_query=learned)
+    reference.forward = lambda **_: {
+        "logits": QUERIES,
+        "pred_boxes": BOXES,
+        "enc_outputs_class": torch.tensor(scores)[None, :, None],
+    }
+    checked = onnx_export.OnnxModel(session, reference, leaves_out_ties=True)
+    checked(pixel_values=torch.zeros(1))
+    assert (checked.num_images, checked.num_ties) == (1, num_ties)
+    if not num_ties:
+        assert checked.differences["logits"] == pytest.approx(difference, abs=1e-5, nan_ok=True)
+        is_swapped = boxes is BOXES and logits.equal(QUERIES[:, [2, 0, 1]])
+        assert (checked.differences["pred_boxes"] > 0.1) == is_swapped
+    if num_ties or not difference <= 1e-3 or is_swapped:
+        with pytest.raises(ValueError, match="--onnx: the "):
+            onnx_export._check(checked, {"before": {}, "after": {}})
+    # In int8, all images count.
+    rounded = onnx_export.OnnxModel(session, reference)
+    rounded(pixel_values=torch.zeros(1))
+    assert rounded.num_ties == 0
