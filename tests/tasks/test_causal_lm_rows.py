@@ -379,7 +379,7 @@ def test_pretrained_model_brings_its_tokenizer_unless_the_recipe_names_one(sft_r
     named = sft_recipe(ragged_rows(4), model={"pretrained": str(tmp_path / "base")})
     _, data = load(Recipe.model_validate(named.model_dump() | {"tokenizer": "auto"}))
     assert "plus" in data.source.tokenizer.get_vocab()
-    assert data.facts["notes"][0].startswith(f"tokenizer: that of {tmp_path / 'base'}")
+    assert data.facts["notes"][0].startswith(f"tokenizer: from {tmp_path / 'base'}")
     _, data = load(named)
     assert named.tokenizer == "bytes"
     assert "plus" not in data.source.tokenizer.get_vocab()
