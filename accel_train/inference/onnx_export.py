@@ -74,7 +74,7 @@ class OnnxModel(nn.Module):
         elif expected:
             self._record(found, expected)
         # The loss of a detector reads outputs of its inner layers, which the graph does not have.
-        return SimpleNamespace(**found, **({} if labels is None else {"loss": torch.tensor(math.nan)}))
+        return SimpleNamespace(**found, **({} if labels is None else {"loss": some.new_tensor(math.nan)}))
 
     def _record(self, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
         for name, values in found.items():
