@@ -23,9 +23,10 @@ from accel_train.model.training_module import TrainingModule
 from accel_train.optim.optimizers import layer_scales
 from accel_train.recipe.schema import Recipe
 from accel_train.tasks.object_detection.task import ObjectDetection
+from tests.support.boxes import write_images
 from tests.support.comparisons import tensors
 from tests.support.detectors import DEFORMABLE, DETECTORS, FAULTY, YOLOS, sections_of, train_boxes
-from tests.support.runs import REPOSITORY, events, metrics, run_forked_command
+from tests.support.runs import REPOSITORY, events, metrics, run_forked_command, write_jsonl
 from tests.support.text_tasks import load
 
 ONE_STACK = YOLOS | {"use_mid_position_embeddings": False}
@@ -68,6 +69,26 @@ def test_stopped_and_gone_on_with_other_processes_it_is_the_uninterrupted_run(
     assert [each[0] for each in found] == pytest.approx([each[0] for each in whole], rel=1e-6)
     assert found == [pytest.approx(each, rel=1e-4) for each in whole]
     assert evaluation_of(tmp_path / "run")["loss"] == pytest.approx(evaluation_of(uninterrupted)["loss"], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [DDP, FSDP2], ids=["ddp", "fsdp2"])
+def test_a_process_without_images_at_the_end_of_an_epoch_changes_no_loss(
+    tmp_path: Path, parallel: dict[str, Any]
+) -> None:
+    """Of 5 images, the second step of an epoch has two, so one of three processes has none."""
+    names = [f"{number}.png" for number in range(5)]
+    write_images(tmp_path / "images", dict.fromkeys(names, (40, 40)))
+    objects = [{"bbox": [[3 + 4 * each, 5, 9, 12] for each in range(n)], "category": ["cat"] * n} for n in range(1, 6)]
+    rows = [{"file_name": name, "objects": each} for name, each in zip(names, objects, strict=True)]
+    write_jsonl(tmp_path / "images/metadata.jsonl", rows)
+    data = {"train": str(tmp_path / "images"), "eval_fraction": 0, "last_batch": "short"}
+    sections: dict[str, Any] = {"data": data, "batch": {"global_batch_size": 3}, "schedule": {"max_steps": 6}}
+    whole = train_boxes(tmp_path, "whole", 1, 3, **sections)
+    found = train_boxes(tmp_path, "parts", 3, 1, parallel=parallel, **sections)
+    assert len(found) == 6
+    assert [each[0] for each in found] == pytest.approx([each[0] for each in whole], rel=1e-6)
+    assert found == [pytest.approx(each, rel=1e-5, abs=1e-6) for each in whole]
 
 
 @pytest.mark.slow
