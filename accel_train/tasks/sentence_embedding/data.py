@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _ROWS_PER_CALL = 500
+_MOST_FOUND = 10
+"""Number of documents that recall_at_10 looks at."""
 
 
 class AnchorRow(TextRow):
@@ -68,6 +70,13 @@ def load_rows(recipe: Recipe) -> AnchorRows:
     if eval_sources:
         evaluation = read_anchor_rows(eval_sources, data, key="data.eval")
         notes += repeated_texts(train, evaluation, data)
+    if data.is_for_training and data.score_column is None and evaluation:
+        number = len({row.texts[1] for row in evaluation})
+        if number <= _MOST_FOUND:
+            notes.append(
+                f"recall_at_10 says nothing: the evaluation has {number} different positives. Raise "
+                "data.eval_fraction, or give data.eval"
+            )
     return AnchorRows(train, evaluation, describe(sources, eval_sources), notes)
 
 

@@ -121,6 +121,16 @@ def test_a_missing_folder_of_a_yaml_is_noted() -> None:
     refused(read, "set", named="set/data.yaml: train is 5")
 
 
+@pytest.mark.parametrize("path", [".", "set", "../elsewhere", "/nowhere"])
+def test_the_path_of_a_yaml_does_not_lead_to_images_of_another_folder(path: str) -> None:
+    write_yolo(Path("set"))
+    Path("set/data.yaml").write_text(f"path: {path}\nnames: [cat, dog]\ntrain: images/train\n")
+    Path("elsewhere").mkdir()
+    if path == ".":
+        write_yolo(Path(), names="[bird, cow]").unlink()
+    assert places(read("set/data.yaml").train) == in_folder("set/images/train")
+
+
 @pytest.mark.parametrize("name", ["classes.txt", "obj.names", "labels/classes.txt"])
 def test_class_files_with_the_line_ends_of_windows_name_the_classes(name: str) -> None:
     write_yolo(Path("set")).unlink()

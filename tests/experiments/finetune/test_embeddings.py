@@ -11,6 +11,9 @@ import pytest
 import yaml
 
 from accel_train.cli.main import main
+from accel_train.recipe.schema import Recipe
+from accel_train.tasks.sentence_embedding.config import SentenceEmbeddingData
+from accel_train.tasks.sentence_embedding.data import load_rows
 
 Cell = Callable[[int], Any]
 TEXTS: dict[str, Cell] = {
@@ -160,3 +163,23 @@ def test_scores_that_are_all_equal_are_refused(capsys: pytest.CaptureFixture[str
     Path("a.jsonl").write_text(re.sub('"score": [0-9.]+', '"score": 1.0', text))
     assert main(["finetune", "a.jsonl"]) == 2
     assert "column 'score' is 1 in all training rows" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("number", "is_noted"), [(10, True), (11, False)])
+def test_a_recall_over_few_documents_is_noted(number: int, is_noted: bool) -> None:
+    write_rows("anchor", "positive")
+    lines = Path("a.jsonl").read_text().splitlines()
+    # A repeated row adds no document.
+    Path("eval.jsonl").write_text("\n".join([*lines[:number], lines[0]]))
+    rows = load_rows(
+        Recipe.model_validate(
+            {
+                "task": "sentence-embedding",
+                "output_dir": "run",
+                "model": {"config": {"model_type": "bert"}},
+                "schedule": {"max_steps": 1},
+                "data": SentenceEmbeddingData(train="a.jsonl", eval="eval.jsonl"),
+            }
+        )
+    )
+    assert any("recall_at_10" in note for note in rows.notes) == is_noted

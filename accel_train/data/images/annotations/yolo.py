@@ -104,13 +104,18 @@ def yolo_places(path: Path, settings: Mapping[str, Any], part: str) -> list[Path
 
 
 def yolo_root(path: Path, settings: Mapping[str, Any]) -> Path:
-    """Return the folder to which the paths of a data.yaml are relative."""
+    """Return the folder to which the paths of a data.yaml are relative.
+
+    It is `path` in the file, seen from the file or from the working directory, or the folder of the file.
+    """
     stated = settings.get("path")
     if not isinstance(stated, str):
         return path.parent
+    named = [settings.get(part) for part in ("train", "val", "test")]
+    names = [str(name) for each in named for name in (each if isinstance(each, list) else [each]) if name is not None]
     # Downloaded files name the folder of another machine; then the folder of the file itself is meant.
-    places = (Path(stated).expanduser(), path.parent / stated)
-    return next((each for each in places if each.is_dir()), path.parent)
+    places = (path.parent / Path(stated).expanduser(), Path(stated).expanduser())
+    return next((each for each in places if any((each / name).exists() for name in names)), path.parent)
 
 
 def _missing(path: Path, part: str) -> list[Path]:
