@@ -12,6 +12,8 @@ import pytest
 
 # Read when huggingface_hub is first imported: a test that asks the network fails at once instead of retrying.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Processes that tests start have one thread, and sums depend on the number of threads.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.pop("COLUMNS", None)  # pytest-xdist sets it, and answers are wrapped at it
 
 import torch

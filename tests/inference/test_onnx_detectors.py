@@ -8,15 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from onnxruntime import InferenceSession
 from PIL import Image
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForObjectDetection
+from transformers.image_transforms import center_to_corners_format
 
+from accel_train import Recipe
 from accel_train.cli.main import main
 from accel_train.inference import onnx_export
 from accel_train.inference.int8 import quiet
-from tests.inference.test_onnx import exported
+from accel_train.tasks.object_detection.metrics import Detection, average_precision
+from tests.inference.test_onnx import exported, exported_in_int8
 from tests.support.detectors import DETECTORS, YOLOS
 from tests.support.runs import write_recipe_file
+from tests.support.text_tasks import load
 
 
 @pytest.fixture(autouse=True)
@@ -64,6 +69,7 @@ def test_a_graph_gives_the_logits_and_boxes_of_a_detector(family: str, tmp_path:
     assert checked.num_images == (8 if kind == "rt_detr_v2" else 0)
 
 
+@pytest.mark.slow
 def test_a_graph_of_a_detector_gives_the_boxes_of_its_image_processor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -92,6 +98,28 @@ def test_a_graph_of_a_detector_gives_the_boxes_of_its_image_processor(
     assert len(expected["boxes"]) == 7
     for name in ("boxes", "scores", "labels"):
         torch.testing.assert_close(read["found"][name], expected[name], atol=1e-3, rtol=1e-4)
+    session, _, details = exported_in_int8(tmp_path / "run", capsys)
+    assert details["int8"]["num_matrices"] > 4
+    assert details["metrics"]["after"]["map"] == pytest.approx(precision_of(session, recipe), rel=1e-6)
+    assert details["metrics"]["after"]["map"] > 0
+
+
+def precision_of(session: InferenceSession, recipe: Path) -> float:
+    """Return the mAP of a graph, from its outputs for the evaluation images."""
+    found = []
+    _, data, _ = load(Recipe.from_yaml(str(recipe)))
+    truth = [data.source.sets.eval.boxes_of(index) for index in range(len(data.eval))]
+    # The scales of inputs in int8 depend on the batch: twice the size of training.
+    for first in range(0, len(truth), 16):
+        batch = data.collate([data.eval[index] for index in range(first, min(first + 16, len(truth)))])
+        outputs = map(torch.from_numpy, session.run(None, {"pixel_values": batch["pixel_values"].numpy()}))
+        for logits, centers, boxes in zip(*outputs, truth[first:]):
+            edges = torch.tensor([boxes.width, boxes.height] * 2)
+            corners = (center_to_corners_format(centers) * edges).clamp(min=0).minimum(edges)
+            scores, labels = logits.softmax(-1)[:, :-1].max(-1)
+            order = scores.argsort(descending=True)
+            found.append(Detection(*(each[order].numpy() for each in (scores, labels, corners))))
+    return average_precision(truth, found, data.source.label_names).metrics["map"]
 
 
 QUERIES = torch.tensor([[[1.0, 2.0], [5.0, 6.0], [9.0, 8.0]]])
