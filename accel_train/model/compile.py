@@ -91,7 +91,7 @@ def compile_module(
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
     """Return the longest nn.ModuleList of at least two modules of one class, as a list; empty if the model has none.
 
-    A list of modules that have children comes before a longer one without: the linear layers of a head are no blocks.
+    A list of modules that have children comes before a longer one without: the linear layers of a head are not blocks.
     """
     lists = [
         list(child)

@@ -320,10 +320,10 @@ def announce(run: RunContext, folder: RunFolder) -> None:
         changes = [str(change) for change in point.changes]
         names = [{change.was, change.now} for change in point.changes if change.name == "optimizer.name"]
         is_other = any(not each <= ALIKE for each in names)
-        anew = "; the optimizer state starts at zero" if is_other else ""
+        effects = "; the optimizer state starts at zero" if is_other else ""
         if plan.extensions.evaluate is None and changes_evaluation(point.changes):
-            anew += "; evaluations before the change no longer count"
-        message = f"accepted changes since the checkpoint: {'; '.join(changes)}{anew}"
+            effects += "; evaluations before the change no longer count"
+        message = f"accepted changes since the checkpoint: {'; '.join(changes)}{effects}"
         settings = [change.name for change in point.changes]
         observer.on_event("changes_accepted", step, message, changes=changes, settings=settings)
 

@@ -8,6 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
+from accel_train.data.images.labelled import ImageSets
+from accel_train.tasks.object_detection.config import ObjectDetectionData
+from accel_train.tasks.object_detection.data import read_boxed_images
+
 SIZES = {"a.png": (40, 30), "b.png": (20, 50), "empty.png": (16, 16)}
 """Width and height of each image. The last has no boxes."""
 
@@ -26,6 +30,11 @@ THINGS = (
     Thing("a.png", "dog", (20, 10, 16, 20)),
     Thing("b.png", "dog", (0, 0, 20, 50)),
 )
+
+
+def read_boxes(train: str, eval_fraction: float = 0.0, **data: Any) -> ImageSets:
+    """Read images and boxes as the task does. Nothing is held out unless it is said."""
+    return read_boxed_images(ObjectDetectionData(train=train, eval_fraction=eval_fraction, **data))
 
 
 def write_images(folder: Path, sizes: dict[str, tuple[int, int]] | None = None, orientation: int = 1) -> None:

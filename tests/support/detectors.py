@@ -3,11 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from accel_train import train
-from accel_train.recipe.schema import Recipe
-from tests.support.runs import metrics, run
+from tests.support.runs import train_recipe
 
 RESNET: dict[str, Any] = {
     "model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 8, 8, 8], "depths": [1, 1, 1, 1],
@@ -82,10 +78,4 @@ def train_boxes(
     """Train; return each step's loss and gradient norm."""
     batch = {"global_batch_size": 8, "per_device_batch_size": per_device} | sections.pop("batch", {})
     recipe = sections_of(folder, name, **{"data": CROPS, **sections, "batch": batch})
-    if processes == 1 and not expect:
-        train(Recipe.model_validate(recipe))
-    else:
-        path = folder / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(recipe))
-        run(path, processes=processes, expect=expect)
-    return [(each["step_loss"], each["grad_norm"]) for each in metrics(folder / name)]
+    return train_recipe(recipe, processes, expect)

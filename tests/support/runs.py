@@ -149,6 +149,21 @@ def run(recipe: Path, *flags: str, processes: int = 1, expect: int | None = 0) -
     return done
 
 
+def train_recipe(recipe: dict[str, Any], processes: int = 1, expect: int = 0) -> list[tuple[float, float]]:
+    """Train here, or on several processes, or to an exit code; return each step's loss and gradient norm."""
+    # Loads what trains, which most tests that import this module do not need.
+    from accel_train import Recipe, train
+
+    output = Path(recipe["output_dir"])
+    if processes == 1 and not expect:
+        train(Recipe.model_validate(recipe))
+    else:
+        path = output.with_suffix(".yaml")
+        path.write_text(yaml.safe_dump(recipe))
+        run(path, processes=processes, expect=expect)
+    return [(each["step_loss"], each["grad_norm"]) for each in metrics(output)]
+
+
 def metrics(folder: Path, split: str = "train") -> list[dict[str, Any]]:
     """The lines of metrics.jsonl of one split."""
     return [record for record in _records(folder / "metrics.jsonl") if record["split"] == split]

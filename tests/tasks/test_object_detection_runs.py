@@ -252,29 +252,34 @@ def answer_of(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
     return json.loads(capsys.readouterr().out)["result"]
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("not_launched")
-def test_a_rehearsal_of_sharded_processes_is_the_same_after_a_kill_and_equal_to_one_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def starts_processes(monkeypatch: pytest.MonkeyPatch, not_launched: None) -> None:
+    """Commands start processes that import the package from the repository, with one thread each."""
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    path, data = tmp_path / "recipe.yaml", {"cache_dir": str(tmp_path / "cache")}
-    path.write_text(yaml.safe_dump(sections_of(tmp_path, model=DEFORMABLE, data=data, optimizer=PAPER, parallel=FSDP2)))
+
+
+def recipe_file(folder: Path, **sections: Any) -> Path:
+    path, data = folder / "recipe.yaml", {"cache_dir": str(folder / "cache")}
+    path.write_text(yaml.safe_dump(sections_of(folder, data=data, **sections)))
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("starts_processes")
+def test_a_rehearsal_of_sharded_processes_is_the_same_after_a_kill_and_equal_to_one_process(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = recipe_file(tmp_path, model=DEFORMABLE, optimizer=PAPER, parallel=FSDP2)
     found = answer_of(capsys, "rehearse", str(path), "--steps", "4", "--processes", "2")
     assert found["same"]
     assert (found["equality"]["processes"], found["equality"]["first"]) == (2, None)
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("not_launched")
-def test_find_lr_sweep_and_the_comparison_of_its_runs_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    path, data = tmp_path / "recipe.yaml", {"cache_dir": str(tmp_path / "cache")}
-    path.write_text(yaml.safe_dump(sections_of(tmp_path, data=data)))
+@pytest.mark.usefixtures("starts_processes")
+def test_find_lr_sweep_and_the_comparison_of_its_runs_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = recipe_file(tmp_path)
     found = answer_of(capsys, "find-lr", str(path), "--steps", "20", "--out", str(tmp_path / "rates"))
     assert len(found["steps"]) == 20
     words = ("sweep", str(path), "--optimizer.learning_rate", "1e-30,1e-2", "--processes", "1")

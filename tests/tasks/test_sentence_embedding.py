@@ -8,19 +8,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from accel_train import load_exported, train
+from accel_train import load_exported
 from accel_train.cli.main import main
-from accel_train.recipe.schema import Recipe
 from accel_train.tasks.sentence_embedding import losses
 from accel_train.tasks.sentence_embedding.losses import Objective, Table
 from accel_train.tasks.sentence_embedding.metrics import retrieval
 from accel_train.tasks.sentence_embedding.task import SentenceEmbedding
-from tests.support.runs import checkpoint, events, metrics, run
+from tests.support.runs import checkpoint, events, metrics, train_recipe
 
 BERT = {
     "model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48,
@@ -71,13 +69,7 @@ def train_rows(
         "log": {"every_steps": 1},
         **sections,
     }
-    if processes == 1 and not expect:
-        train(Recipe.model_validate(recipe))
-    else:
-        path = folder / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(recipe))
-        run(path, processes=processes, expect=expect)
-    return [(each["step_loss"], each["grad_norm"]) for each in metrics(folder / name)]
+    return train_recipe(recipe, processes, expect)
 
 
 def plain_loss(vectors: Tensor, texts: Tensor, *, symmetric: bool = False) -> Tensor:

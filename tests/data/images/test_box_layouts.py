@@ -9,10 +9,11 @@ import datasets
 import pytest
 
 from accel_train.data.images.annotations.coco import read_coco
-from accel_train.data.images.labelled import ImageRows, ImageSets
+from accel_train.data.images.labelled import ImageRows
 from accel_train.tasks.object_detection.config import ObjectDetectionData
 from accel_train.tasks.object_detection.data import read_boxed_images
 from tests.support.boxes import coco_content, voc_xml, write_coco, write_images, write_metadata, write_voc, write_yolo
+from tests.support.boxes import read_boxes as read
 from tests.support.runs import refused
 
 
@@ -20,10 +21,6 @@ from tests.support.runs import refused
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def read(train: str, eval_fraction: float = 0.0, **data: Any) -> ImageSets:
-    return read_boxed_images(ObjectDetectionData(train=train, eval_fraction=eval_fraction, **data))
 
 
 def places(side: ImageRows | None) -> list[str] | None:

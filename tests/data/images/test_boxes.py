@@ -14,7 +14,7 @@ from PIL import Image
 from pycocotools.coco import COCO
 
 from accel_train.data.builtin.digit_scenes import boxed_scenes, digit_scenes
-from accel_train.data.images.labelled import ImageRows, ImageSets
+from accel_train.data.images.labelled import ImageRows
 from accel_train.tasks.object_detection.config import ObjectDetectionData
 from accel_train.tasks.object_detection.data import read_boxed_images
 from tests.support.boxes import (
@@ -29,6 +29,7 @@ from tests.support.boxes import (
     write_voc,
     write_yolo,
 )
+from tests.support.boxes import read_boxes as read
 from tests.support.runs import refused
 
 CROWD = Thing("b.png", "cat", (2, 3, 4, 5), is_crowd=True)
@@ -43,10 +44,6 @@ EXPECTED = {
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def read(train: str, eval_fraction: float = 0.0, **data: Any) -> ImageSets:
-    return read_boxed_images(ObjectDetectionData(train=train, eval_fraction=eval_fraction, **data))
 
 
 def boxes_by_image(side: ImageRows, names: tuple[str, ...]) -> dict[str, Any]:

@@ -105,7 +105,7 @@ def _list(path: Path, content: Mapping[str, Any], key: str) -> list[dict[str, An
 
 
 def _key(entry: Mapping[str, Any], name: str) -> int | str | None:
-    """Return an id, or None if it is missing or something else than a whole number or a text."""
+    """Return an id, or None if it is missing or neither a whole number nor a text."""
     value = entry.get(name)
     if isinstance(value, float) and value.is_integer():
         return int(value)
