@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -25,6 +26,12 @@ from tests.support.processes import Forked
 from tests.support.runs import write_corpus
 
 STARTED = time.monotonic()
+
+# `nohup` and a shell's `&` ignore them, and so would the programs that tests start. A handler that does nothing goes on
+# ignoring them here alone: an exec restores the default.
+for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, lambda *_: None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

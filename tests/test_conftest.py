@@ -1,8 +1,11 @@
 """No test finds what another one has left."""
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from tests.support.runs import environment
 
@@ -27,6 +30,16 @@ def test_second():
     assert PartialState._shared_state == {}
 """
 
+HEARS = """
+import os, signal, subprocess
+
+def test_program_is_ended_and_pytest_is_not():
+    os.kill(os.getpid(), signal.SIGNALS)
+    program = subprocess.Popen(["sleep", "60"])
+    program.send_signal(signal.SIGNALS)
+    assert program.wait() == -signal.SIGNALS
+"""
+
 
 def _run(folder: Path, *words: str) -> list[str]:
     """Run the tests of a folder with the hooks of all tests; returns the last line's words, but for the time."""
@@ -40,6 +53,18 @@ def _run(folder: Path, *words: str) -> list[str]:
 def test_next_test_finds_environment_and_device_as_before(tmp_path: Path) -> None:
     (tmp_path / "test_two.py").write_text(TWO_TESTS)
     assert _run(tmp_path) == ["2", "passed"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_programs_of_tests_hear_a_signal_that_a_shell_ignores_for_pytest(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    (tmp_path / "test_signal.py").write_text(HEARS.replace("SIGNALS", number.name))
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        assert _run(tmp_path) == ["1", "passed"]
+    finally:
+        signal.signal(number, before)
 
 
 def test_what_would_begin_after_the_minutes_is_skipped_and_each_commit_begins_with_other_files(tmp_path: Path) -> None:

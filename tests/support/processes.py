@@ -175,8 +175,8 @@ def serve() -> None:
     assert "/dev/shm/sem." not in Path("/proc/self/maps").read_text(), "a semaphore is shared with forked processes"
     gc.collect()
     gc.freeze()  # a collection in a forked process would touch, and so copy, every page of this one
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
+        signal.signal(number, signal.SIG_IGN)
     for line in sys.stdin:
         job = json.loads(line)
         for name in job["preload"]:
@@ -231,6 +231,7 @@ def _run_rank(job: dict[str, Any], rank: int) -> int:
     os.environ.update(job["extra"])
     os.chdir(job["cwd"].replace("{rank}", str(rank)))
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     from accel_train.cli.main import program
 
     sys.argv = [job["program"] or "accel-train", *(word.replace("{rank}", str(rank)) for word in job["argv"])]
