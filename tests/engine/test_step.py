@@ -1,7 +1,7 @@
 """The step: exact gradients however the global batch is cut, and an update that NaN and Inf cannot reach."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +21,7 @@ from accel_train.parallel.ddp import Ddp
 from accel_train.recipe.optimizer import Optimizer
 from accel_train.recipe.parallel import Parallel
 from accel_train.runtime.memory import PeakMemory
+from tests.support.devices import on_gpu
 
 CPU = torch.device("cpu")
 
@@ -36,16 +37,20 @@ class OtherDevice:
         return self.generator.get_state()
 
 
-@pytest.mark.parametrize("kind", ["xpu", "mps"])
-def test_dropout_on_any_device_is_seeded_by_the_step_and_restored(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["xpu", "mps", "cuda"])
+def test_dropout_on_any_device_is_seeded_by_step_and_process_and_restored(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     module, device = OtherDevice(), torch.device(kind)
     monkeypatch.setattr(torch, "get_device_module", lambda asked: module)
+    monkeypatch.setattr(torch.cuda, "default_generators", (module.generator,))
 
-    def draw(step: int) -> float:
-        seed_step(1, step, 0, device)
+    def draw(step: int, rank: int = 0) -> float:
+        seed_step(1, step, rank, device)
         return torch.rand((), generator=module.generator).item()
 
     assert draw(3) == draw(3) != draw(4)
+    assert len({draw(3, rank) for rank in range(4)}) == 4
     kept = RandomState(device)
     following = torch.rand((), generator=module.generator)
     kept.put_back()
@@ -313,6 +318,13 @@ def test_what_the_kernel_is_told_is_the_same_decided_on_the_host_and_on_the_devi
     if on_host[1] is None:
         factors = [1.0 if scale is None else float(scale) for scale in (on_host[2], on_device[2])]
         assert factors[0] == pytest.approx(factors[1], rel=2e-7)
+
+
+@pytest.mark.parametrize("number", [torch.tensor, on_gpu], ids=["host", "device"])
+@pytest.mark.parametrize("norm", [0.0, 2.5, math.inf])
+def test_norm_is_nan_exactly_if_a_target_has_no_weight(number: Callable[..., Tensor], norm: float) -> None:
+    assert update.nan_without_targets(torch.tensor(norm), number(0.25)).item() == norm
+    assert math.isnan(update.nan_without_targets(torch.tensor(norm), number(math.nan)))
 
 
 @pytest.mark.parametrize("growth_interval", [1, 2000])

@@ -4,11 +4,12 @@ layer, averaged weights.
 
 import copy
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -24,6 +25,7 @@ from accel_train.optim.optimizers import build_optimizer, layer_scales, paramete
 from accel_train.optim.schedule import set_learning_rate
 from accel_train.recipe.optimizer import Optimizer
 from accel_train.recipe.schema import LoRA, Model
+from tests.support.devices import on_gpu
 
 CPU = torch.device("cpu")
 
@@ -158,13 +160,14 @@ def test_without_groups_and_decay_there_are_the_two_groups_that_checkpoints_know
     assert [(group["weight_decay"], group["lr_scale"]) for group in groups] == [(0.1, 1.0), (0.0, 1.0)]
 
 
-def test_the_average_is_that_of_the_formula_and_a_skipped_step_leaves_it_alone() -> None:
+@pytest.mark.parametrize("number", [torch.tensor, on_gpu], ids=["host", "device"])
+def test_the_average_is_that_of_the_formula_and_a_skipped_step_leaves_it_alone(number: Callable[..., Tensor]) -> None:
     weight = nn.Parameter(torch.tensor([1.0, 2.0]))
     average = WeightAverage([("w", weight)], decay=0.9)
     expected = weight.detach().double()
     for step in range(200):
         weight.data += 0.1
-        skipped = torch.tensor(float(step % 7 == 3))
+        skipped = number(float(step % 7 == 3))
         if not skipped:
             d = min(0.9, (1 + step) / (10 + step))
             expected = d * expected + (1 - d) * weight.detach().double()

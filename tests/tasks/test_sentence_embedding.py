@@ -162,6 +162,25 @@ def test_the_loss_does_not_depend_on_accumulation(tmp_path: Path, data: dict[str
     assert all(loss > 0.5 for loss, _ in whole)
 
 
+def test_both_forwards_of_a_micro_batch_draw_the_same_dropout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradient would otherwise be of other vectors than the loss over the global batch compared."""
+    drawn: list[Tensor] = []
+    ours = SentenceEmbedding._table
+
+    def drawing(task: SentenceEmbedding, model: Any, batch: Any) -> Table:
+        table = ours(task, model, batch)
+        assert model.training
+        drawn.append(table.vectors.detach())
+        return table
+
+    monkeypatch.setattr(SentenceEmbedding, "_table", drawing)
+    model = {"config": {**BERT, "hidden_dropout_prob": 0.3}}
+    train_rows(tmp_path, "run", per_device=4, data=TRIPLETS, model=model, schedule={"max_steps": 2})
+    for first, second, first_again, second_again in (drawn[:4], drawn[4:8]):
+        assert torch.equal(first, first_again)
+        assert torch.equal(second, second_again)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("processes", "per_device", "strategy", "data"),
