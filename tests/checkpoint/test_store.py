@@ -26,7 +26,12 @@ from accel_train.checkpoint.store import (
 from accel_train.checkpoint.verify import verify
 from accel_train.core.errors import CheckpointError
 
-CONTENT = {"model.safetensors": b"weights" * 1000, "optimizer.safetensors": b"moments" * 500, "trainer.json": b"{}"}
+CONTENT = {
+    "model.safetensors": b"weights" * 1000,
+    "optimizer.safetensors": b"moments" * 500,
+    "average.safetensors": b"averages" * 500,
+    "trainer.json": b"{}",
+}
 
 
 def save(root: Path, step: int) -> Path:

@@ -2,9 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from accelerate import Accelerator
 
+from accel_train.engine.evaluation import EvaluationReader
+from accel_train.task import TaskData
 from tests.support.processes import run_forked
 
 BATCHES = 4
@@ -26,3 +31,15 @@ def test_a_vote_to_stop_is_read_after_the_next_batch_is_queued_and_ends_all_proc
         last = ["sent", "read"] if forwards < BATCHES else []
         batches = ["sent", "forward", *["sent", "read", "forward"] * (forwards - 1), *last]
         assert done[: len(batches)] == batches
+
+
+@pytest.mark.parametrize(("total", "most"), [(103, 10), (103, 102), (12, 5), (7, 9), (4, None)])
+def test_max_samples_of_an_evaluation_are_spread_evenly_over_the_data(total: int, most: int | None) -> None:
+    samples: Any = list(range(total))
+    data = TaskData(samples, samples, lambda some: {"x": torch.tensor(some), "num_targets": len(some)}, "")
+    batches = EvaluationReader(Accelerator(cpu=True), data, 3, max_samples=most).batches()
+    read = [index for batch, _ in batches for index in batch["x"].tolist()]
+    assert len(read) == min(total, most or total)
+    gaps = [later - earlier for earlier, later in zip(read, [*read[1:], total], strict=True)]
+    assert read[0] == 0
+    assert 1 <= min(gaps) <= max(gaps) <= min(gaps) + 1

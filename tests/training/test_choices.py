@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch import nn
 
@@ -21,6 +22,8 @@ from accel_train import Recipe, train
 from accel_train.core.errors import RecipeError
 from accel_train.core.state import Requests
 from accel_train.engine.run import Extensions
+from accel_train.optim.update import FlooredGradScaler
+from accel_train.parallel.precision import start_accelerator
 from accel_train.recipe.evaluate import Evaluate
 from accel_train.task import Scores, TaskData
 from accel_train.training.setup import prepare_run
@@ -257,8 +260,12 @@ def test_evaluations_by_epochs_come_at_the_ends_of_epochs(corpus: Path) -> None:
     assert metrics(result.output_dir)[-1]["epoch"] == 2.0
 
 
-def test_averaged_weights_are_evaluated_saved_and_resumed(corpus: Path) -> None:
-    sections: dict[str, Any] = {"optimizer": {"ema_decay": 0.8}, "checkpoint": {"every_steps": 1, "keep": 12}}
+def test_averaged_weights_are_evaluated_saved_and_resumed_within_the_warmup(corpus: Path) -> None:
+    sections: dict[str, Any] = {
+        "optimizer": {"ema_decay": 0.8},
+        "schedule": {"warmup_steps": 9},
+        "checkpoint": {"every_steps": 1, "keep": 12},
+    }
     whole = Recipe.model_validate(recipe_dict(corpus, **sections))
     folder = train(whole).output_dir
     averages = load_file(folder / "checkpoints" / "step-00000001" / "average.safetensors")
@@ -279,6 +286,29 @@ def test_averaged_weights_are_evaluated_saved_and_resumed(corpus: Path) -> None:
     again = train(Recipe.model_validate(resumed)).output_dir
     other = load_file(again / "checkpoints" / "step-00000012" / "average.safetensors")
     assert all(torch.equal(averages[name], other[name]) for name in averages)
+    rates = {line["step"]: line["learning_rate"] for line in metrics(folder)}
+    assert rates[6] < rates[7] < rates[8] < rates[9]
+    assert {line["step"]: line["learning_rate"] for line in metrics(again)} == {
+        step: rates[step] for step in range(7, 13)
+    }
+
+
+def test_the_loss_scale_of_fp16_grows_at_the_same_step_after_a_resume(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(*given: Any) -> Accelerator:
+        accelerator = start_accelerator(*given)
+        accelerator.scaler = FlooredGradScaler("cpu", init_scale=64.0, growth_interval=5, floor=1.0)
+        return accelerator
+
+    monkeypatch.setattr("accel_train.training.setup.start_accelerator", start)
+    sections: dict[str, Any] = {"checkpoint": {"every_steps": 1, "keep": 12}}
+    whole = train(Recipe.model_validate(recipe_dict(corpus, **sections))).output_dir
+    sections["checkpoint"]["resume"] = str(whole / "checkpoints" / "step-00000007")
+    again = train(Recipe.model_validate(recipe_dict(corpus, **sections, output_dir=str(corpus / "again")))).output_dir
+    scales = [[line["loss_scale"] for line in metrics(folder) if line["step"] > 7] for folder in (whole, again)]
+    assert scales[0] == [128, 128, 128, 256, 256]
+    assert scales[1] == scales[0]
 
 
 def test_a_checkpoint_is_a_folder_that_from_pretrained_reads(corpus: Path) -> None:

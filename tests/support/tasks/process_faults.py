@@ -145,6 +145,9 @@ class FaultTask(ProbeTask):
             sys.getrecursionlimit()
 
     def _flip(self, model: nn.Module) -> None:
-        """A bit of a weight, after it was read: the gradients of this step are as on the other processes."""
-        weight = next(weight for name, weight in model.named_parameters() if "ln_f.weight" in name)
-        weight.data.view(-1).view(torch.int32)[3] ^= 1  # unseen by autograd, as a fault of the memory is
+        """A bit of the first and of the last weight, after they were read: the gradients of this step are as on the
+        other processes.
+        """
+        weights = list(model.parameters())
+        for weight in (weights[0], weights[-1]):
+            weight.data.view(-1).view(torch.int32)[3] ^= 1 << 12  # unseen by autograd, as a fault of the memory is
