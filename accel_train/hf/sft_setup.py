@@ -5,6 +5,7 @@ The table is shown in docs/hf_trainer.md. TRL takes seconds to import, so only f
 
 import dataclasses
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import MISSING
 from importlib.metadata import version
@@ -20,6 +21,7 @@ from transformers.trainer_utils import unwrap_peft_model
 
 from accel_train.core.errors import SettingError
 from accel_train.hf.argument_table import Rule, argument_error, honored, refused
+from accel_train.model.freeze import ends_with, matching
 from accel_train.model.isolation import isolated
 from accel_train.model.kernels.toy import in_words, toy_model
 
@@ -213,6 +215,34 @@ def check_adapter(model: Any, peft_config: Any) -> None:
         raise SettingError(*found, at, settings)
 
 
+def check_names(model: nn.Module, config: Any) -> None:
+    """Check that each name in the lists of `peft_config` is in the model. peft drops a name if it finds another.
+
+    Raises:
+        SettingError: a name matches nothing. The message names the nearest one.
+    """
+    modules = [name for name, _ in model.named_modules() if name]
+    parameters = [name for name, _ in model.named_parameters()]
+    for field in ("target_modules", "exclude_modules", "trainable_token_indices", "modules_to_save"):
+        value = getattr(config, field, None)
+        # One text is a regular expression, or all-linear.
+        if isinstance(value, list | tuple | set | dict):
+            match = str.endswith if field == "modules_to_save" else ends_with
+            matching(modules, value, f"peft_config.{field}", kind="module", match=match)
+    if getattr(config, "target_parameters", None):
+        matching(parameters, config.target_parameters, "peft_config.target_parameters", match=ends_with)
+    for field in ("rank_pattern", "alpha_pattern"):
+        matching(modules, getattr(config, field, None) or (), f"peft_config.{field}", kind="module", match=_is_key_of)
+    layers = getattr(config, "layers_to_transform", None)
+    numbers = [str(each) for each in ([layers] if isinstance(layers, int) else layers or ())]
+    matching(modules, numbers, "peft_config.layers_to_transform", kind="layer", match=ends_with)
+
+
+def _is_key_of(name: str, key: str) -> bool:
+    """Return whether a key of `rank_pattern` or `alpha_pattern`, a regular expression, is for this module."""
+    return re.fullmatch(rf"(?:.*\.)?(?:{key})", name) is not None
+
+
 def loaded(model: Any, args: Any, quantization_config: Any) -> tuple[Any, str | None]:
     """Return the model, loaded by TRL if it is a path or a name, and its revision.
 
@@ -309,6 +339,7 @@ def with_adapter(model: Any, args: Any, config: Any, added: list[int]) -> Any:
             indices = indices if isinstance(indices, dict) else {"embed_tokens": list(indices)}
             config.trainable_token_indices = {**indices, "embed_tokens": [*indices.get("embed_tokens", []), *added]}
             config.modules_to_save = sorted({*(config.modules_to_save or ()), "lm_head"})
+        check_names(model, config)
         model = get_peft_model(model, config)
     if unwrap_peft_model(model) is model:
         return model

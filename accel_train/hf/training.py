@@ -25,6 +25,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import (
     TrainOutput,
     align_special_tokens,
+    check_target_module_exists,
     enable_full_determinism,
     speed_metrics,
     unwrap_peft_model,
@@ -44,6 +45,7 @@ from accel_train.hf.hub import finish_pushes
 from accel_train.hf.inputs import TrainLoader, epoch_order, loader_of_override, readable, reading_of, train_loader
 from accel_train.hf.search import trial_arguments
 from accel_train.hf.task import HFTask
+from accel_train.model.freeze import matching
 from accel_train.optim.custom import try_given
 from accel_train.optim.schedule import set_rate
 from accel_train.optim.schedule_free import always_training
@@ -301,13 +303,18 @@ def check_optimizer(trainer: "Trainer") -> None:
     """Check that `optim` can be built here, and that checkpoints can hold the state of a given optimizer.
 
     Raises:
-        SettingError: the package of `optim` is missing, `optim_args` are wrong, or the state cannot be saved.
+        SettingError: the package of `optim` is missing, `optim_args` are wrong, a name of `optim_target_modules` is not
+            in the model, or the state cannot be saved.
     """
     args, given = trainer.args, trainer.given_optimizers[0]
     if given is not None:
         try_given(given)
     is_given = given is not None or trainer.optimizer_cls_and_kwargs is not None
     if not (is_given or has_recipe_optimizer(args) or trainer.overrides("create_optimizer")):
+        if isinstance(args.optim_target_modules, list):
+            layers = [name for name, module in trainer.model.named_modules() if isinstance(module, nn.Linear)]
+            found = lambda name, target: bool(check_target_module_exists([target], name))  # noqa: E731
+            matching(layers, args.optim_target_modules, "optim_target_modules", kind="linear layer", match=found)
         try:
             trainer.get_optimizer_cls_and_kwargs(args, trainer.model)
         # Each handler of transformers raises another type of error.

@@ -1,7 +1,6 @@
 """Low-rank adapters (LoRA, Hu et al. 2021), by peft: added before training, merged into the weights after it."""
 
 import copy
-from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from accel_train.core.state import Choice
+from accel_train.model.freeze import ends_with, matching
 from accel_train.recipe.schema import LoRA, Model
 
 if TYPE_CHECKING:
@@ -29,11 +29,11 @@ def add_adapters(model: nn.Module, section: LoRA) -> Choice[int]:
     model's output does not change.
 
     Raises:
-        ValueError: a target name matches no module, or peft cannot adapt the model.
+        ValueError: an entry of `target_modules` or `train_also` matches nothing, or peft cannot adapt the model.
     """
     from peft import inject_adapter_in_model
 
-    whole = {name for name, _ in model.named_parameters() if _matches(name, section.train_also)}
+    whole = _trained_whole(model, section)
     config = adapter_config(model, section)
     try:
         inject_adapter_in_model(config, model, adapter_name=ADAPTER)
@@ -51,7 +51,25 @@ def add_adapters(model: nn.Module, section: LoRA) -> Choice[int]:
     count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     also = f", and {len(whole)} tensors trained whole" if whole else ""
     scale = f"scaled by {section.alpha:g} / {section.rank}"
-    return Choice(count, f"trained numbers: rank {section.rank}, {scale}, in {len(_adapted(model))} layers{also}")
+    total = sum(parameter.numel() for parameter in model.parameters())
+    share = f"trained numbers, {100 * count / total:.2g} % of the weights"
+    reason = f"{share}: rank {section.rank}, {scale}, in {len(_adapted(model))} layers"
+    return Choice(count, reason + also + _frozen_experts(model, total))
+
+
+def _trained_whole(model: nn.Module, section: LoRA) -> set[str]:
+    """Return the names of the parameters that `train_also` names. Its default names heads that few models have."""
+    names = [name for name, _ in model.named_parameters()]
+    if section.train_also == type(section).model_fields["train_also"].default:
+        return {name for name in names if any(fnmatchcase(name, pattern) for pattern in section.train_also)}
+    return matching(names, section.train_also, "model.lora.train_also")
+
+
+def _frozen_experts(model: nn.Module, total: int) -> str:
+    """Return a note about fused experts without adapters: one parameter for all experts of a layer, not a module."""
+    fused = [each for name, each in model.named_parameters() if each.ndim == 3 and ".experts." in name]
+    share = sum(each.numel() for each in fused if not each.requires_grad) / total
+    return f"; the experts, {100 * share:.2g} % of the weights, have no adapters and stay frozen" if share else ""
 
 
 def adapter_config(model: nn.Module, section: LoRA) -> "LoraConfig":
@@ -64,18 +82,22 @@ def adapter_config(model: nn.Module, section: LoRA) -> "LoraConfig":
 
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
     targets = list(section.target_modules)
+    if section.target_modules != "all-linear":
+        # A name that peft does not find is dropped if it finds another.
+        modules = [name for name, _ in model.named_modules() if name]
+        matching(modules, targets, "model.lora.target_modules", kind="module", match=ends_with)
     if section.target_modules == "all-linear":
         head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
-        left_out = [*section.train_also]
+        left_out = _trained_whole(model, section)
         if isinstance(model, PreTrainedModel) and model.config.model_type in MAMBA:
-            left_out.append("*.out_proj.weight")
+            left_out |= {f"{name}.weight" for name in layers if name.endswith(".out_proj")}
         targets = [
             name
             for name, module in layers.items()
-            if module is not head and is_linear(module) and not _matches(f"{name}.weight", left_out)
+            if module is not head and is_linear(module) and f"{name}.weight" not in left_out
         ]
     # GPT-2 keeps its matrices as (inputs, outputs), in the class Conv1D.
-    chosen = [module for name, module in layers.items() if any(name == t or name.endswith(f".{t}") for t in targets)]
+    chosen = [module for name, module in layers.items() if any(ends_with(name, end) for end in targets)]
     return LoraConfig(
         r=section.rank,
         lora_alpha=section.alpha,
@@ -130,7 +152,3 @@ def _adapted(model: nn.Module) -> list[str]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return [name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
-
-
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -239,6 +239,11 @@ def test_weight_decay_falls_on_the_parameters_that_transformers_decays(tmp_path:
         ({"data_collator": 3}, ["data_collator"], "data_collator=3"),
         ({"optimizers": (None, object())}, ["optimizers"], "Give both"),
         ({"optim": "galore_adamw", "optim_target_modules": ["layer"]}, ["optim"], "galore_torch"),
+        (
+            {"optim": "galore_adamw", "optim_target_modules": ["layer", "atn"]},
+            ["optim_target_modules"],
+            "'atn'; there is, for example, ",
+        ),
         ({"eval_strategy": "epoch"}, ["eval_strategy"], "eval_dataset"),
         ({"use_liger_kernel": True}, ["use_liger_kernel"], "GPU"),
         ({"model": MULTI_LABEL, "label_smoothing_factor": 0.1}, ["label_smoothing_factor"], "0.1"),

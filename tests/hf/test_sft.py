@@ -5,6 +5,7 @@ import json
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,7 @@ def test_a_field_that_trl_adds_later_is_refused_unless_it_has_its_default(tmp_pa
     )
 
 
-CHATS = {"messages": [USER, ASSISTANT]}
+CHATS, TARGETS = {"messages": [USER, ASSISTANT]}, "peft_config.target_modules"
 
 
 def t5(size: int) -> Any:
@@ -144,6 +145,10 @@ def t5(size: int) -> Any:
         (CHATS, {"model": t5}, "model", "T5ForConditionalGeneration"),
         (CHATS, {"model": lambda size: llama(size - 3)}, "train_dataset", "not among"),
         (CHATS, {"peft_config": lora, "model": adapted}, "peft_config", "already"),
+        (CHATS, {"peft_config": partial(lora, target_modules=["k_proj", "v_porj"])}, TARGETS, "v_proj"),
+        (CHATS, {"peft_config": partial(lora, modules_to_save=["lm_haed"])}, "peft_config.modules_to_save", "lm_head"),
+        (CHATS, {"peft_config": partial(lora, layers_to_transform=[0, 9])}, "peft_config.layers_to_transform", "'9'"),
+        (CHATS, {"peft_config": partial(lora, rank_pattern={"o_porj": 2})}, "peft_config.rank_pattern", "o_proj"),
         (CHATS, {"loss_type": "dft", "compute_loss_func": print}, "loss_type", "loss"),
         (CHATS, {"loss_type": "none"}, "loss_type", "none"),
         (CHATS, {"packing": True, "data_collator": padded}, "packing", "collator"),

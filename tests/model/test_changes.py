@@ -6,6 +6,7 @@ import copy
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from transformers import (
     BertForSequenceClassification,
 )
 
+from accel_train.core.errors import SettingError
 from accel_train.model.freeze import freeze
 from accel_train.model.lora import adapter_config, add_adapters, save_adapters, without_adapters
 from accel_train.optim.ema import WeightAverage
@@ -253,6 +255,38 @@ def test_adapters_leave_out_what_mamba_reads_past_them() -> None:
     assert {name.partition(".")[0] for name in trained} == {"in_proj", "x_proj", "dt_proj"}
 
 
-def test_an_adapter_target_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"model\.lora\.target_modules=\('nowhere',\)"):
-        add_adapters(bert(), LoRA(target_modules=("nowhere",)))
+@pytest.mark.parametrize(
+    ("settings", "leaf", "named"),
+    [
+        ({"target_modules": ("query", "vlaue")}, "target_modules", "'vlaue'; there is, for example, value"),
+        ({"target_modules": ("query", "attention.selv.key")}, "target_modules", "for example, attention.self.key"),
+        ({"train_also": ("*classifier*", "*poler*")}, "train_also", "'*poler*'; there is, for example, pooler"),
+        ({"target_modules": ("nowhere", "vlaue")}, "target_modules", "'nowhere'"),
+        ({"target_modules": ("nowhere", "vlaue")}, "target_modules", "'vlaue'"),
+    ],
+)
+def test_each_name_for_adapters_that_matches_nothing_is_refused_with_the_nearest(
+    settings: dict[str, Any], leaf: str, named: str
+) -> None:
+    with pytest.raises(SettingError) as caught:
+        add_adapters(bert(), LoRA(**settings))
+    assert caught.value.settings == (f"model.lora.{leaf}",)
+    assert named in str(caught.value)
+
+
+def test_default_of_train_also_needs_no_head() -> None:
+    add_adapters(gpt2(), LoRA())
+
+
+@pytest.mark.parametrize(("kind", "num_experts"), [("mixtral", 2 * (64 * 32 + 32 * 32)), ("llama", 0)])
+def test_adapters_tell_their_share_and_that_fused_experts_stay_frozen(kind: str, num_experts: int) -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    experts = {"num_local_experts": 2} if num_experts else {}
+    config = AutoConfig.for_model(kind, vocab_size=64, num_key_value_heads=2, **sizes, **experts)
+    model = AutoModelForCausalLM.from_config(config)
+    choice = add_adapters(model, LoRA(rank=2))
+    total = sum(each.numel() for each in model.parameters())
+    trained = sum(each.numel() for each in model.parameters() if each.requires_grad)
+    assert f"{100 * trained / total:.2g} % of the weights" in choice.reason
+    assert ("experts" in choice.reason) == bool(num_experts)
+    assert not num_experts or f"experts, {100 * num_experts / total:.2g} % of the weights" in choice.reason

@@ -91,10 +91,12 @@ def config(folder: Path | str, **changes: Any) -> Any:
     return SFTConfig(str(folder), **{**usual, **changes})
 
 
-def lora() -> Any:
+def lora(**given: Any) -> Any:
     from peft import LoraConfig
 
-    return LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    return LoraConfig(
+        **{"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], **given}, task_type="CAUSAL_LM"
+    )
 
 
 def quantized(bits: int) -> Any:
