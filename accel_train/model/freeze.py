@@ -1,15 +1,22 @@
-"""Freeze parts of a model: parameters by name pattern, and batch norms with their running statistics."""
+"""Freeze parts of a model: parameters by name pattern, and batch norms with their running statistics. Check names."""
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from accel_train.core.errors import SettingError
+from accel_train.core.format import format_count
 from accel_train.core.state import Choice
+from accel_train.data.text.tokenizers import load_tokenizer
 from accel_train.model.batch_norm import is_batch_norm
-from accel_train.recipe.schema import Model
+from accel_train.recipe.schema import Model, Recipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def ends_with(name: str, end: str) -> bool:
@@ -76,3 +83,54 @@ def freeze(model: nn.Module, section: Model) -> Choice[int]:
     count = sum(parameter.numel() for parameter in parameters.values() if not parameter.requires_grad)
     what = f"{len(frozen)} tensors match model.freeze"
     return Choice(count, what + (f", {len(norms)} batch norms with their statistics" if norms else ""))
+
+
+def check_rows_train(recipe: Recipe, model: Any, tokenizer: "PreTrainedTokenizerBase", num_rows: int) -> None:
+    """Check that the embeddings of a pretrained model train if the tokenizer has tokens that pretraining has not seen.
+
+    Args:
+        model: a model of transformers, which may have no values, and more rows already.
+        num_rows: the number of pretrained rows.
+
+    Raises:
+        SettingError: the recipe trains adapters, or freezes the embeddings.
+    """
+    lora, frozen = recipe.model.lora, recipe.model.freeze
+    layers = (model.get_input_embeddings(), model.get_output_embeddings())
+    weights = {id(each.weight) for each in layers if each is not None}
+    names = [name for name, each in model.named_parameters() if id(each) in weights]
+    leaf, remedy, kept = "model.freeze", "Change the patterns", [name for name in names if matches(name, frozen)]
+    if lora is not None and not kept:
+        kept = [name for name in names if not matches(name, lora.train_also)]
+        leaf, remedy = "model.lora.train_also", f"Add {' and '.join(f'*{name}' for name in kept)}"
+    if kept and (num_tokens := num_unknown(recipe, tokenizer, num_rows)):
+        tokens, rows = format_count(num_tokens, "token"), " and ".join(kept)
+        raise SettingError(
+            f"the tokenizer has {tokens} without a pretrained row, and {rows} would stay frozen",
+            f"{remedy}, or use a tokenizer whose tokens {recipe.model.pretrained} knows.",
+            leaf,
+            (leaf, "tokenizer"),
+        )
+
+
+def num_unknown(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase", rows: int) -> int:
+    """Return the number of tokens whose row of `rows` is not that of the same token in the pretrained tokenizer.
+
+    Padding, which no model reads, does not count.
+    """
+    base, known = recipe.model.pretrained, None
+    if base is not None and recipe.tokenizer_in_use != base:
+        # Weights may come without a tokenizer.
+        with suppress(ValueError):
+            known = load_tokenizer(base, trust_remote_code=recipe.model.trust_remote_code).get_vocab()
+    others = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.sep_token, tokenizer.cls_token, tokenizer.mask_token)
+    padding = None if tokenizer.pad_token in others else tokenizer.pad_token
+    return sum(
+        token != padding and (number >= rows or (known is not None and known.get(token) != number))
+        for token, number in tokenizer.get_vocab().items()
+    )
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Return whether a name matches one of the patterns, as in `matching`."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -1,7 +1,6 @@
 """Low-rank adapters (LoRA, Hu et al. 2021), by peft: added before training, merged into the weights after it."""
 
 import copy
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from accel_train.core.state import Choice
-from accel_train.model.freeze import ends_with, matching
+from accel_train.model.freeze import ends_with, matches, matching
 from accel_train.recipe.schema import LoRA, Model
 
 if TYPE_CHECKING:
@@ -61,7 +60,7 @@ def _trained_whole(model: nn.Module, section: LoRA) -> set[str]:
     """Return the names of the parameters that `train_also` names. Its default names heads that few models have."""
     names = [name for name, _ in model.named_parameters()]
     if section.train_also == type(section).model_fields["train_also"].default:
-        return {name for name in names if any(fnmatchcase(name, pattern) for pattern in section.train_also)}
+        return {name for name in names if matches(name, section.train_also)}
     return matching(names, section.train_also, "model.lora.train_also")
 
 

@@ -20,6 +20,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 from accel_train.data.samples import Drawn, fetch
+from accel_train.model.freeze import check_rows_train
 from accel_train.model.kernels import chunked_loss
 from accel_train.model.pretrained import pretrained_config
 from accel_train.model.tensors import tensors_in, without_values
@@ -146,18 +147,23 @@ def build_without_weights(recipe: Recipe, task: Task, data: TaskData) -> nn.Modu
     """Return the model of a run on the meta device. For a pretrained model, only the configuration is loaded.
 
     Raises:
-        ValueError: the model cannot be built from its configuration.
+        ValueError: the model cannot be built from its configuration, or lacks tokens and freezes the embeddings.
     """
+    given = recipe
     if recipe.model.pretrained is not None and recipe.task in TASKS:
-        fields = pretrained_config(recipe).to_dict()
+        config = pretrained_config(recipe)
+        fields = config.to_dict()
         if recipe.task == "causal-lm":
             multiple = recipe.model.pad_vocab_to_multiple_of or 1
             rows = -(-data.source.vocab_size // multiple) * multiple
             fields["vocab_size"] = max(fields["vocab_size"], rows)
-        model = recipe.model.model_copy(update={"pretrained": None, "config": fields})
-        recipe = recipe.model_copy(update={"model": model})
+        section = recipe.model.model_copy(update={"pretrained": None, "config": fields})
+        recipe = recipe.model_copy(update={"model": section})
     with without_values():
-        return task.build_model(recipe, data)
+        model = task.build_model(recipe, data)
+    if given is not recipe and (tokenizer := getattr(data.source, "tokenizer", None)) is not None:
+        check_rows_train(given, model, tokenizer, config.get_text_config().vocab_size)
+    return model
 
 
 def estimate_memory(

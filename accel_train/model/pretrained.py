@@ -422,10 +422,20 @@ def check_plain_weights(model: Any) -> None:
 
 
 def grow_embedding(model: "PreTrainedModel", rows: int) -> None:
-    """Give the embedding of a model more rows, and a tied output layer too."""
+    """Give the embedding of a model more rows, and its output layer too. New rows are the mean of the others.
+
+    Logits of pretrained models are far below 0. Random rows have logits near 0, which would outweigh all tokens.
+    """
+    import torch
+
     num_rows = model.get_input_embeddings().num_embeddings
     StandIns.read(each for each in model.parameters() if num_rows in each.shape)
     model.resize_token_embeddings(rows, mean_resizing=False)
+    with torch.no_grad():
+        for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+            for each in (getattr(layer, "weight", None), getattr(layer, "bias", None)):
+                if each is not None and each.shape[0] == rows:
+                    each[num_rows:] = each[:num_rows].mean(0)
 
 
 def describe_kernels(recipe: Recipe, model: "nn.Module") -> dict[str, Choice[Any]]:

@@ -179,6 +179,19 @@ def test_an_embedding_that_grows_is_read_first(tmp_path: Path, family: str) -> N
     assert torch.equal(numbers, their_numbers)
 
 
+def test_new_rows_do_not_outweigh_pretrained_tokens_whose_logits_are_far_below_zero(tmp_path: Path) -> None:
+    fields = {**TINY_MODEL, "tie_word_embeddings": False}
+    model, tokens = saved(tmp_path, AutoModelForCausalLM, fields), torch.arange(8)[None]
+    with torch.no_grad():
+        hidden = model.transformer(tokens).last_hidden_state[0, -1]
+        model.lm_head.weight -= 50 * hidden / hidden.dot(hidden)  # the same loss: softmax ignores a shift
+        expected = model(tokens).logits[0, -1].softmax(-1)
+        grow_embedding(model, (num := len(expected)) + 47)
+        found = model(tokens).logits[0, -1].softmax(-1)
+    assert found[num:].sum() <= 47 / num
+    torch.testing.assert_close(found[:num] / found[:num].sum(), expected)
+
+
 def test_experts_that_transformers_merges_are_loaded_whole(tmp_path: Path) -> None:
     saved(tmp_path, AutoModelForCausalLM, MIXTRAL)
     with pytest.raises(ValueError, match="converts weights of MixtralForCausalLM"):

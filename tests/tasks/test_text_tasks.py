@@ -3,6 +3,7 @@ nothing, mistakes are named, and saved weights are loaded again.
 """
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,24 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from transformers import AutoTokenizer
 
+from accel_train.core.errors import SettingError
+from accel_train.recipe.schema import Recipe
 from accel_train.recipe.tasks import TASKS as BUILT_IN
 from accel_train.tasks.token_classification.task import word_logits
 from tests.support.comparisons import assert_same_run
-from tests.support.runs import REPOSITORY, events, losses, metrics, refused, run, write_jsonl, write_recipe_file
+from tests.support.runs import (
+    REPOSITORY,
+    events,
+    losses,
+    metrics,
+    refused,
+    run,
+    write_corpus,
+    write_jsonl,
+    write_recipe_file,
+)
 from tests.support.text_tasks import (
     BART,
     BERT,
@@ -284,6 +298,59 @@ def test_saved_weights_and_their_tokenizer_are_loaded_again(tmp_path: Path, task
     assert any(note.startswith("tokenizer: ") and str(tmp_path / "model") in note for note in notes)
     assert not any("not pretrained" in note for note in notes)
     assert evaluated(again, same_data, same, 8)[0] == pytest.approx(evaluated(one, data, model, 8)[0])
+
+
+def add_tokens(folder: Path) -> None:
+    """Add two tokens to the tokenizer of a folder, and no rows to its model."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.save_pretrained(folder)
+
+
+@pytest.mark.parametrize("task", [*TASKS, "causal-lm"])
+def test_tokens_that_the_base_lacks_train_or_are_refused(tmp_path: Path, task: str) -> None:
+    small = {"pad_vocab_to_multiple_of": 0}
+    if task == "causal-lm":
+        data = {"train": str(write_corpus(tmp_path)), "sequence_length": 16, "cache_dir": str(tmp_path / "cache")}
+        sections = {"task": task, "output_dir": "run", "schedule": {"max_steps": 1}, "data": data}
+        first = Recipe.model_validate({**sections, "tokenizer": "bytes", "model": {"config": GPT2, **small}})
+    else:
+        first = recipe_for(task, write_data(task, tmp_path), tokenizer="bytes")
+        first = Recipe.model_validate({**first.model_dump(), "model": {"config": first.model.config, **small}})
+    one, data, model = load(first)
+    one.save(model, data, tmp_path / "model")
+    before = model.get_input_embeddings().num_embeddings
+    add_tokens(tmp_path / "model")
+
+    def changed(**model: Any) -> Recipe:
+        model = {"pretrained": str(tmp_path / "model"), **small, **model}
+        return Recipe.model_validate({**first.model_dump(), "tokenizer": "auto", "model": model})
+
+    _, grown, model = load(changed())
+    assert model.get_input_embeddings().num_embeddings == before + 2
+    assert any("2 tokens that the model lacks" in note for note in grown.facts["notes"])
+    layers = (model.get_input_embeddings(), model.get_output_embeddings())
+    rows = {id(layer.weight) for layer in layers if layer is not None}
+    names = [name for name, each in model.named_parameters() if id(each) in rows]
+    for frozen in ({"lora": {"rank": 2}}, {"freeze": names[:1]}):
+        with pytest.raises(SettingError, match="2 tokens") as caught:
+            load(changed(**frozen))
+        assert names[0] in str(caught.value)
+    load(changed(lora={"rank": 2, "train_also": names}))
+
+
+def test_tokens_with_the_row_of_another_token_are_refused_and_padding_is_not(tmp_path: Path) -> None:
+    first = recipe_for("text-classification", write_data("text-classification", tmp_path), tokenizer="bytes")
+    one, data, model = load(first)
+    one.save(model, data, tmp_path / "model")
+    shutil.copytree(tmp_path / "model", tmp_path / "other")
+    model_section = {"pretrained": str(tmp_path / "model"), "accept_new_tokenizer": True, "lora": {"rank": 2}}
+    sections = {**first.model_dump(), "tokenizer": str(tmp_path / "other"), "model": model_section}
+    load(Recipe.model_validate(sections))
+    add_tokens(tmp_path / "other")  # padding of the embedding has rows for them
+    with pytest.raises(SettingError, match="2 tokens"):
+        load(Recipe.model_validate(sections))
+    assert data.source.tokenizer.pad_token == "[PAD]"
 
 
 TWO_LAYERS = {**BERT, "num_hidden_layers": 2}

@@ -37,7 +37,7 @@ from accel_train.model.kernels.chunked_loss import (
     summed_loss,
 )
 from accel_train.model.kernels.router_loss import RouterLoss, choose_router_loss
-from accel_train.model.pretrained import grow_embedding, pretrained_config, transformers_model
+from accel_train.model.pretrained import pretrained_config, transformers_model
 from accel_train.model.tensors import unpacked_numel
 from accel_train.observe.throughput import model_flops_per_token
 from accel_train.recipe.schema import Recipe
@@ -46,7 +46,7 @@ from accel_train.tasks.causal_lm.config import CausalLMData
 from accel_train.tasks.causal_lm.data import prepare_rows
 from accel_train.tasks.causal_lm.probe import SOFTCAP, Forward, prove
 from accel_train.tasks.causal_lm.rows import rows_as_samples, shares_windows
-from accel_train.tasks.common.vocabulary import fields_with_vocabulary, padded_vocab_size
+from accel_train.tasks.common.vocabulary import fields_with_vocabulary, grow_vocabulary
 
 
 class CausalLM(Task):
@@ -126,9 +126,7 @@ class CausalLM(Task):
         config = model_config(recipe, corpus.vocab_size, corpus.separator_id)
         attention = attention_arguments(recipe, config)
         model, _ = transformers_model(AutoModelForCausalLM, recipe, config, attention, takes_new_head=False)
-        rows = padded_vocab_size(corpus.vocab_size, recipe.model.pad_vocab_to_multiple_of)
-        if recipe.model.pretrained is not None and model.get_input_embeddings().num_embeddings < rows:
-            grow_embedding(model, rows)
+        data.add_notes(grow_vocabulary(recipe, model, corpus.tokenizer, pads=True))
         router = router_choice(recipe, model)
         if router is None or not router.value:
             self.global_loss = None

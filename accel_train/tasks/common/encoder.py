@@ -13,7 +13,6 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from accel_train.data.labels import LabelScheme
-from accel_train.data.text.tokenizers import vocab_size_of
 from accel_train.recipe.data import TextData
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Task, TaskData
@@ -106,8 +105,7 @@ class EncoderTask(Task):
         Raises:
             ValueError: the weights cannot be loaded, or are not in the safetensors format.
         """
-        tokens = vocab_size_of(data.source.tokenizer)
-        model, notes = models.build_model(recipe, data.source.config, tokens, self.head)
+        model, notes = models.build_model(recipe, data.source.config, data.source.tokenizer, self.head)
         data.add_notes(notes)
         return model
 

@@ -32,7 +32,7 @@ from accel_train.model import pretrained
 from accel_train.model.tensors import without_values
 from accel_train.recipe.schema import Recipe
 from accel_train.tasks.common.classification import listed, with_labels
-from accel_train.tasks.common.vocabulary import fields_with_vocabulary, padded_vocab_size
+from accel_train.tasks.common.vocabulary import fields_with_vocabulary, grow_vocabulary
 
 # Maximum tokens per sample, unless the recipe or the model sets fewer.
 DEFAULT_MAX_LENGTH = 512
@@ -201,7 +201,7 @@ def with_token_types(tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfi
 
 
 def build_model(
-    recipe: Recipe, config: PreTrainedConfig, num_tokens: int, head: Head = SEQUENCES
+    recipe: Recipe, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, head: Head = SEQUENCES
 ) -> tuple[PreTrainedModel, list[str]]:
     """Build the model in fp32 on the CPU (or on the meta device), and return it with notes about its new weights.
 
@@ -223,12 +223,7 @@ def build_model(
         )
     new = pretrained.new_weights(loaded)
     notes = [f"not pretrained, so new: {', '.join(new)}"] if new else []
-    rows = padded_vocab_size(num_tokens, recipe.model.pad_vocab_to_multiple_of)
-    before = model.get_input_embeddings().num_embeddings
-    if before < num_tokens:
-        pretrained.grow_embedding(model, rows)
-        notes.append(f"the embedding grew from {before} to {rows} rows: the tokenizer has {num_tokens} tokens")
-    return model, notes
+    return model, [*notes, *grow_vocabulary(recipe, model, tokenizer)]
 
 
 def model_card(facts: Mapping[str, Any], model_type: str) -> str:

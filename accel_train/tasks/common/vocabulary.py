@@ -1,8 +1,15 @@
-"""Vocabulary size of a model that is built from a configuration."""
+"""Vocabulary size of a model: from its configuration, or grown to the tokenizer's."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from accel_train.recipe.schema import Model
+from accel_train.core.format import format_count
+from accel_train.data.text.tokenizers import vocab_size_of
+from accel_train.model.freeze import check_rows_train
+from accel_train.model.pretrained import grow_embedding
+from accel_train.recipe.schema import Model, Recipe
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def padded_vocab_size(vocab_size: int, multiple: int) -> int:
@@ -25,3 +32,26 @@ def fields_with_vocabulary(section: Model, vocab_size: int) -> dict[str, Any]:
             f"leave it out, or give at least {vocab_size}"
         )
     return fields
+
+
+def grow_vocabulary(
+    recipe: Recipe, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", *, pads: bool = False
+) -> list[str]:
+    """Give a pretrained model, in place, a row for each token of the tokenizer; return a note about new rows.
+
+    With `pads`, it also gets rows of padding if each token has its row (`model.pad_vocab_to_multiple_of`).
+
+    Raises:
+        SettingError: tokens have rows that pretraining has not seen, and the recipe freezes the embeddings.
+    """
+    if recipe.model.pretrained is None:
+        return []
+    before, num_tokens = model.get_input_embeddings().num_embeddings, vocab_size_of(tokenizer)
+    check_rows_train(recipe, model, tokenizer, before)
+    rows = padded_vocab_size(num_tokens, recipe.model.pad_vocab_to_multiple_of)
+    if before >= (rows if pads else num_tokens):
+        return []
+    grow_embedding(model, rows)
+    many = format_count(num_tokens - before, "token that the model lacks", "tokens that the model lacks")
+    why = f"the tokenizer has {many}" if before < num_tokens else "model.pad_vocab_to_multiple_of"
+    return [f"the embedding grew from {before:,} to {rows:,} rows ({why}). New rows start as the mean of the others"]

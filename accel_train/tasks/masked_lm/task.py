@@ -150,7 +150,7 @@ class MaskedLM(Task):
             ValueError: the weights cannot be loaded, or are not in the safetensors format.
         """
         source: Source = data.source
-        model, notes = models.build_model(recipe, source.config, vocab_size_of(source.tokenizer), MASKED_LM)
+        model, notes = models.build_model(recipe, source.config, source.tokenizer, MASKED_LM)
         data.add_notes(notes)
         return model
 

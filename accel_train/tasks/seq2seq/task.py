@@ -137,7 +137,7 @@ class Seq2Seq(Task):
             ValueError: the weights cannot be loaded, or are not in the safetensors format.
         """
         source: Source = data.source
-        model, notes = models.build_model(recipe, source.config, vocab_size_of(source.tokenizer), SEQ2SEQ)
+        model, notes = models.build_model(recipe, source.config, source.tokenizer, SEQ2SEQ)
         data.add_notes(notes)
         return model
 
