@@ -20,6 +20,7 @@ from accel_train.hf.argument_table import FIELDS, accelerator_settings, argument
 from accel_train.optim.optimizers import parameter_groups
 from accel_train.recipe.optimizer import ParameterGroup
 from accel_train.recipe.schema import Recipe
+from accel_train.runtime.launch_environment import launched_with, settings_of_launch
 
 if TYPE_CHECKING:
     from accel_train.hf import Trainer
@@ -227,7 +228,7 @@ def to_recipe(
         "data.group_by_length": args.train_sampling_strategy == "group_by_length",
         "optimizer.betas": (args.adam_beta1, args.adam_beta2),
         "precision.gradient_checkpointing": recomputes_activations(args),
-        "precision.mixed_precision": "fp16" if args.fp16 else "bf16" if args.bf16 else "no",
+        "precision.mixed_precision": precision_of(args),
         "checkpoint.every_steps": 0 if by_callbacks else _every(args, "save", length),
         "checkpoint.keep_best": args.load_best_model_at_end or args.save_strategy == "best",
         "checkpoint.resume": resume,
@@ -251,6 +252,12 @@ def to_recipe(
         return Recipe.model_validate(tree)
     except ValidationError as error:
         raise _explain(error, args) from error
+
+
+def precision_of(args: TrainingArguments) -> str:
+    """Return the `mixed_precision` of the arguments, or of the launch if they have none, as in transformers."""
+    said = {setting: value for _, setting, value, _ in settings_of_launch(launched_with())}
+    return "fp16" if args.fp16 else "bf16" if args.bf16 else said.get("precision.mixed_precision", "no")
 
 
 def _schedule_leaves(args: TrainingArguments, length: Length) -> dict[str, Any]:

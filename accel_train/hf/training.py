@@ -38,7 +38,7 @@ from accel_train.core.state import Requests
 from accel_train.data.batch_sizes import resolve_batch
 from accel_train.engine.run import Extensions
 from accel_train.hf.argument_table import argument_error, has_recipe_optimizer, name_of
-from accel_train.hf.arguments import OURS, Length, length_of, schedule_of, to_recipe, with_decay_of
+from accel_train.hf.arguments import OURS, Length, length_of, precision_of, schedule_of, to_recipe, with_decay_of
 from accel_train.hf.callbacks import Flow, RecipeRates, may_ask, rates_of
 from accel_train.hf.checkpoints import load_stock_weights, load_whole, resume_of, resume_stock, stock_checkpoint
 from accel_train.hf.hub import finish_pushes
@@ -432,7 +432,7 @@ def evaluation_accelerator(args: TrainingArguments) -> Accelerator:
     """
     processes = start_processes()
     check_launcher(processes.num_processes)
-    section = Precision(mixed_precision="fp16" if args.fp16 else "bf16" if args.bf16 else "no")
+    section = Precision.model_validate({"mixed_precision": precision_of(args)})
     sizes = resolve_batch(Batch(per_device_batch_size=args.per_device_train_batch_size), processes.num_processes)
     precision = agree_on_mixed_precision(section, processes.device, processes.num_processes)
     return start_accelerator(precision.value, section, Guard(), sizes, processes.device)

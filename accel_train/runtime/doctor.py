@@ -29,6 +29,7 @@ from accel_train.runtime.driver import (
     unsupported_gpu,
     unused_driver,
 )
+from accel_train.runtime.launch_environment import launched_with, left_by_parent, settings_of_launch
 from accel_train.runtime.launcher import loopback_problem, spans_machines
 
 GIT_SECONDS = 2.0
@@ -50,14 +51,6 @@ SHOWN_VARIABLES = (
     "PYTORCH_ALLOC_CONF",
     "PYTORCH_CUDA_ALLOC_CONF",
 )
-OVERRIDING_VARIABLES = {
-    "ACCELERATE_MIXED_PRECISION": "precision.mixed_precision",
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "batch.gradient_accumulation_steps",
-    "ACCELERATE_GRADIENT_CLIPPING": "optimizer.max_grad_norm",
-    "ACCELERATE_DYNAMO_BACKEND": "precision.compile",
-    "ACCELERATE_ALLOW_TF32": "precision.tf32",
-}
-"""Variables that change an Accelerator by default, and the recipe setting that replaces each."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +108,7 @@ def examine() -> list[Finding]:
         *check_versions(),
         *_check_gpus(),
         *check_host(),
-        *check_environment(os.environ),
+        *check_environment(launched_with()),
         *_launcher_finding(),
         *_check_hostname(),
         *check_folder("cache", Path(os.environ.get("ACCEL_TRAIN_CACHE") or "~/.cache/accel_train")),
@@ -291,10 +284,13 @@ def check_environment(variables: Mapping[str, str]) -> Iterator[Finding]:
     size = variables.get("WORLD_SIZE", "1")
     if size != "1" and "RANK" not in variables:
         yield Finding("bad", "WORLD_SIZE", f"{size}, but RANK is not set", "unset WORLD_SIZE, or use torchrun")
-    for name, setting in OVERRIDING_VARIABLES.items():
-        if variables.get(name, "no").lower() not in ("no", ""):
-            text = f"{variables[name]}: has no effect here, where {setting} decides"
-            yield Finding("warn", name, text, f"unset {name}, and set {setting} in the recipe")
+    for name, setting, value, _ in settings_of_launch(variables):
+        yield Finding(
+            "ok", name, f"sets {setting} to {value} if the recipe leaves it open; otherwise the run is refused"
+        )
+    for name, value in left_by_parent().items():
+        text = f"{value}: has no effect, because a parent process left it and no launcher started this one"
+        yield Finding("warn", name, text, f"unset {name}, or start with `accelerate launch`")
     on = {name for name, value in variables.items() if value.lower() in ("true", "1", "yes")}
     if (name := "ACCELERATE_USE_CPU") in on:
         yield Finding("warn", name, "trains on the CPU, whatever GPUs are here", f"unset {name}")

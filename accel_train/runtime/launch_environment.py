@@ -1,19 +1,25 @@
-"""Variables by which `accelerate launch` defines the sharding: a source of the recipe's `parallel` section.
+"""Variables by which `accelerate launch` sets precision, steps, clipping, compilation, and sharding of a recipe.
 
 A configuration with `distributed_type: FSDP` or `DEEPSPEED` reaches a program as variables (accelerate/utils/launch.py,
 `prepare_multi_gpu_env`, `prepare_deepspeed_cmd_env` and `prepare_extend_env_parallelism_config`).
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cache
 from types import MappingProxyType
 from typing import Any
 
+from pydantic import ValidationError
+
+from accel_train.core.errors import SettingError
+from accel_train.core.state import Choice
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.values import Origin
 from accel_train.recipe.writer import who_set
 from accel_train.recipe.yaml_core import show
+from accel_train.runtime.launcher import own_environment, parent_command
 
 TRUE, FALSE = ("1", "true", "yes", "on", "y", "t"), ("0", "false", "no", "off", "n", "f", "")
 FSDP, ZERO, SIZES = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_PARALLELISM_CONFIG"
@@ -21,6 +27,17 @@ NO_FSDP = "no FSDP"
 TP_SIZE, SP_SIZE = "PARALLELISM_CONFIG_TP_SIZE", "PARALLELISM_CONFIG_SP_SIZE"
 COPIES, SHARD_SIZE = "PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "PARALLELISM_CONFIG_DP_SHARD_SIZE"
 ZERO_STAGE = "ACCELERATE_DEEPSPEED_ZERO_STAGE"
+PRECISION, DYNAMO = "ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND"
+STEPS, CLIPPING = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_GRADIENT_CLIPPING"
+MIXED_FLAG = "--mixed_precision"
+PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
+ACCELERATE = ("accelerate", "accelerate-launch", "accelerate.commands.launch", "accelerate.commands.accelerate_cli")
+LAUNCHERS = (
+    *(*ACCELERATE, "torchrun", "torch.distributed.run", "torch.distributed.launch", "accel_train.torchrun"),
+    *("deepspeed", "deepspeed.launcher.launch"),
+)
+TRAINER = "hf-trainer"
+"""Task of a recipe that `accel_train.Trainer` makes of its arguments."""
 _BY_RECIPE, _LEAVE_OUT = "how to train is for the recipe to say", "out of the launch's deepspeed_config"
 _OFFLOAD = (
     "offloading is not supported under DeepSpeed; launch with launch/fsdp2.yaml and fsdp_offload_params: true, or "
@@ -62,18 +79,6 @@ REFUSED: tuple[tuple[tuple[str, ...], str, tuple[str, ...], str], ...] = (
         (),
         f"{_BY_RECIPE}: a configuration of DeepSpeed's own; write zero_stage, leave deepspeed_config_file {_LEAVE_OUT}",
     ),
-    (
-        (ZERO,),
-        "ACCELERATE_GRADIENT_CLIPPING",
-        (),
-        f"{_BY_RECIPE}: optimizer.max_grad_norm of the recipe; leave gradient_clipping {_LEAVE_OUT}",
-    ),
-    (
-        (ZERO,),
-        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
-        (),
-        f"{_BY_RECIPE}: batch of the recipe; leave gradient_accumulation_steps {_LEAVE_OUT}",
-    ),
     ((ZERO,), "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", ("none",), f"{_OFFLOAD} {_LEAVE_OUT}"),
     ((ZERO,), "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", ("none",), f"{_OFFLOAD} {_LEAVE_OUT}"),
     (
@@ -92,6 +97,27 @@ REFUSED: tuple[tuple[tuple[str, ...], str, tuple[str, ...], str], ...] = (
         "configuration, as launch/tp.yaml does",
     ),
     (
+        (),
+        "ACCELERATE_FP8_BACKEND",
+        ("ao",),
+        "float8 is computed by torchao alone; leave fp8_backend out of the launch, or set it to ao",
+    ),
+    *(
+        (
+            (DYNAMO,),
+            f"ACCELERATE_DYNAMO_{name}",
+            FALSE,
+            f"blocks are compiled as they are; leave dynamo_{name.lower()} out of the launch",
+        )
+        for name in ("USE_FULLGRAPH", "USE_DYNAMIC")
+    ),
+    (
+        (FSDP,),
+        "FSDP_IGNORED_MODULES",
+        ("none",),
+        "all modules are sharded; leave fsdp_ignored_modules out of the launch's fsdp_config",
+    ),
+    (
         (FSDP,),
         "FSDP_VERSION",
         ("2",),
@@ -107,46 +133,195 @@ REFUSED: tuple[tuple[tuple[str, ...], str, tuple[str, ...], str], ...] = (
 )
 
 
+# Variables of Accelerate for training. What reads the value (None: nothing is said), the recipe's setting, and whether
+# transformers.Trainer reads the variable too. Its arguments decide everything else.
+# `accelerate launch` always sets the first to "no", so only the flag `--mixed_precision no` says no.
+SETTINGS: tuple[tuple[str, str, Callable[[Mapping[str, str], str], Any], bool], ...] = (
+    (PRECISION, "precision.mixed_precision", lambda said, text: _precision(said, text), True),
+    (
+        STEPS,
+        "batch.gradient_accumulation_steps",
+        lambda said, text: None if text.lower() == "auto" else _size(said, STEPS),
+        False,
+    ),
+    (CLIPPING, "optimizer.max_grad_norm", lambda said, text: _clipping(text), False),
+    (DYNAMO, "precision.compile", lambda said, text: _compiled(said), True),
+    (DYNAMO, "precision.compile_backend", lambda said, text: text.lower() if _compiled(said) else None, True),
+    (
+        "ACCELERATE_DYNAMO_MODE",
+        "precision.compile_mode",
+        lambda said, text: text if _compiled(said) and text != "default" else None,
+        True,
+    ),
+)
+
+
 @cache
 def launched_with() -> Mapping[str, str]:
-    """Return the variables of this process at the first call. Building an Accelerator changes them."""
-    return MappingProxyType(dict(os.environ))
+    """Return the variables of this process at the first call. Building an Accelerator changes them.
+
+    Variables of Accelerate that a Python program which is not a launcher left to this process are not included: they
+    were meant for that program. Flags of `accelerate launch` that set no variable are included, as variables.
+    """
+    variables, parent = dict(os.environ), parent_command()
+    first = own_environment()
+    if parent and parent[0] not in LAUNCHERS:
+        variables = {
+            name: value
+            for name, value in variables.items()
+            if not name.startswith(PREFIXES) or first.get(name) != value
+        }
+    # TrainingArguments(torch_compile=True) sets them in the program. A launcher that forks does so, too.
+    if "FORK_LAUNCHED" not in variables or "FORK_LAUNCHED" in first:
+        for name in [name for name in variables if name.startswith("ACCELERATE_DYNAMO_")]:
+            if first and first.get(name) != variables[name]:
+                del variables[name]
+    return MappingProxyType({**launcher_flags(parent), **variables})
+
+
+def launcher_flags(command: Sequence[str]) -> dict[str, str]:
+    """Return what the flags of `accelerate launch`, or its configuration file, say without setting a variable.
+
+    It exports steps and clipping for DeepSpeed alone, and does not tell `--mixed_precision no` from its default.
+    """
+    if not command or command[0] not in ACCELERATE:
+        return {}
+    from accelerate.commands.config.config_args import default_config_file, load_config_from_file
+    from accelerate.commands.launch import launch_command_parser
+
+    words = list(command[1:])
+    given, _ = launch_command_parser().parse_known_args(words[words[:1] == ["launch"] :])
+    file: Any = {}
+    if given.config_file is not None or (os.path.isfile(default_config_file) and not given.cpu):
+        # The launcher has read the file before.
+        with suppress(OSError, ValueError, TypeError):
+            file = getattr(load_config_from_file(given.config_file), "deepspeed_config", None) or {}
+    found = {MIXED_FLAG: given.mixed_precision}
+    for variable, name in ((STEPS, "gradient_accumulation_steps"), (CLIPPING, "gradient_clipping")):
+        found[variable] = file.get(name) if getattr(given, name) is None else getattr(given, name)
+    return {name: str(value) for name, value in found.items() if value is not None}
+
+
+def settings_of_launch(variables: Mapping[str, str]) -> Iterator[tuple[str, str, Any, bool]]:
+    """Yield variable, setting, value, and whether transformers.Trainer obeys, for all that a launch says on training.
+
+    Raises:
+        ValueError: a value is not of the variable's kind.
+    """
+    for variable, setting, read, by_trainer in SETTINGS:
+        if variable in variables and (value := read(variables, variables[variable])) is not None:
+            yield variable, setting, value, by_trainer
 
 
 def with_launch_environment(recipe: Recipe, environment: Mapping[str, str] | None = None) -> Recipe:
-    """Return the recipe with the launch's settings in place of defaults of `parallel`, and the launch as origin.
+    """Return the recipe with the launch's settings in place of defaults and `auto`, and the launch as origin.
 
     Raises:
         ValueError: the launch asks for something unsupported, or disagrees with the recipe.
     """
-    changes: dict[str, Any] = {}
+    said = launched_with() if environment is None else environment
+    found = [(f"parallel.{field}", value, name) for field, (value, name) in _fields_set_by(said).items()]
+    is_trainer = recipe.task == TRAINER
+    found += [
+        (setting, value, variable)
+        for variable, setting, value, by_trainer in settings_of_launch(said)
+        if not is_trainer or (by_trainer and who_set(recipe, setting) == "default")
+    ]
+    changes: dict[str, dict[str, Any]] = {}
     origins: dict[str, Origin] = {}
-    for field, (value, variable) in _fields_set_by(environment).items():
-        name, in_recipe = f"parallel.{field}", getattr(recipe.parallel, field)
-        who = who_set(recipe, name)
-        if who == "default":
-            changes[field], origins[name] = value, Origin("environment", f"{variable} of the launch")
-        elif in_recipe != value:
-            raise ValueError(
-                f"{name}={show(in_recipe)} ({who}), but the launch says {variable}={value}; change one of them: the "
-                f"configuration file of `accelerate launch`, or the recipe. launch/ddp.yaml leaves the recipe unchanged"
+    for name, value, variable in found:
+        section, _, field = name.partition(".")
+        who, in_recipe = who_set(recipe, name), getattr(getattr(recipe, section), field)
+        if who == "default" or in_recipe == "auto":
+            changes.setdefault(section, {})[field] = value
+            origins[name] = Origin("environment", f"{variable} of the launch")
+        elif not _is_same(name, in_recipe, value):
+            raise SettingError(
+                f"{name}={show(in_recipe)} ({who}), but the launch says {variable}={value}",
+                "change one of them: the flags or the configuration file of `accelerate launch`, or the recipe. "
+                "launch/ddp.yaml leaves the recipe unchanged",
+                settings=(name,),
             )
     if not changes:
         return recipe
-    section = type(recipe.parallel).model_validate({**recipe.parallel.model_dump(), **changes})
-    return recipe.model_copy(update={"parallel": section}).with_origins({**recipe.origins(), **origins})
+    sections = {}
+    for name, fields in changes.items():
+        section = getattr(recipe, name)
+        try:
+            sections[name] = type(section).model_validate({**section.model_dump(), **fields})
+        except ValidationError as error:
+            variables = " and ".join(dict.fromkeys(variable for key, _, variable in found if key.startswith(name)))
+            raise ValueError(
+                f"{variables} of the launch: {error.errors()[0]['msg'].removeprefix('Value error, ')}"
+            ) from error
+    return recipe.model_copy(update=sections).with_origins({**recipe.origins(), **origins})
 
 
-def _fields_set_by(variables: Mapping[str, str] | None) -> dict[str, tuple[Any, str]]:
+def describe_launch(recipe: Recipe) -> dict[str, Choice[str]]:
+    """Return the settings of a resolved recipe that the launch has set, and the variables without an effect."""
+    obeyed: dict[str, str] = {}
+    ignored: dict[str, str] = {}
+    for variable, setting, value, _ in settings_of_launch(launched_with()):
+        section, _, field = setting.partition(".")
+        if _is_same(setting, getattr(getattr(recipe, section), field), value):
+            obeyed[f"{setting}={value}"] = variable
+        else:
+            ignored[f"{variable}={value}"] = "the arguments of the Trainer decide, as in transformers"
+    for name, value in left_by_parent().items():
+        ignored[f"{name}={value}"] = "a parent process left it, and no launcher started this one"
+    told = {"launch": (obeyed, " of the launch"), "no effect": (ignored, "")}
+    return {
+        name: Choice(", ".join(parts), "; ".join(dict.fromkeys(parts.values())) + end)
+        for name, (parts, end) in told.items()
+        if parts
+    }
+
+
+def _is_same(setting: str, in_recipe: Any, value: Any) -> bool:
+    # The recipe may compile other parts than Accelerate, which knows only the whole model or its blocks.
+    return bool(in_recipe == value or (setting == "precision.compile" and in_recipe))
+
+
+def left_by_parent() -> dict[str, str]:
+    """Return the variables of a launch that have no effect, because they were meant for a parent process."""
+    rest = {name: value for name, value in os.environ.items() if name not in launched_with()}
+    with suppress(ValueError):
+        return {variable: rest[variable] for variable, *_ in settings_of_launch(rest)}
+    return {}
+
+
+def _precision(variables: Mapping[str, str], text: str) -> str | None:
+    text = text.lower()
+    return text if text != "no" or variables.get(MIXED_FLAG) == "no" else None
+
+
+def _compiled(variables: Mapping[str, str]) -> str | None:
+    """Return what is compiled: the model, as by Accelerate, or its blocks; None if nothing is."""
+    if variables.get(DYNAMO, "no").lower() in ("no", ""):
+        return None
+    return "blocks" if _flag(variables, "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION") else "model"
+
+
+def _clipping(text: str) -> float | None:
+    # DeepSpeed's word for the value of the Accelerator.
+    if text.lower() == "auto":
+        return None
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ValueError(f"{CLIPPING}={text}: must be a number") from error
+
+
+def _fields_set_by(environment: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
     """Return the fields of `parallel` that the launch sets, each with its value and variable.
 
     Raises:
         ValueError: the launch asks for something unsupported.
     """
-    environment = launched_with() if variables is None else variables
     fsdp, zero, has_sizes = (_flag(environment, name) for name in (FSDP, ZERO, SIZES))
     tp_size, sp_size = (_size(environment, name) if has_sizes else 1 for name in (TP_SIZE, SP_SIZE))
     is_on = {FSDP: fsdp, NO_FSDP: not fsdp, ZERO: zero, SIZES: has_sizes, SP_SIZE: sp_size > 1}
+    is_on[DYNAMO] = _compiled(environment) is not None
     # Accelerate's default.
     values = {"FSDP_VERSION": "1", **environment}
     for parts, variable, allowed, why in REFUSED:

@@ -80,6 +80,39 @@ def take_age_seconds() -> float:
     return max(0.0, age)
 
 
+def parent_command() -> list[str]:
+    """Return the command line of the process that started this one, from its Python file or module on.
+
+    It is empty if that process is not Python (a shell), or cannot be read.
+    """
+    import psutil
+
+    try:
+        parent = psutil.Process().parent()
+        words = deque(parent.cmdline() if parent is not None else ())
+    except (psutil.Error, OSError):
+        return []
+    if not words or not os.path.basename(words.popleft()).startswith(("python", "pypy")):
+        return []
+    while words and words[0].startswith("-"):
+        option = words.popleft()
+        if option == "-m":
+            break
+        if option in ("-W", "-X"):
+            words.popleft()
+    return [os.path.basename(words[0]), *list(words)[1:]] if words else [sys.executable]
+
+
+def own_environment() -> Mapping[str, str]:
+    """Return the variables with which this process (or the one it was forked from) was started; empty if unknown."""
+    import psutil
+
+    try:
+        return psutil.Process().environ()
+    except (psutil.Error, OSError):
+        return {}
+
+
 def stop_with_parent() -> None:
     """Ask the kernel for a SIGTERM when the parent dies. It lets a run save.
 

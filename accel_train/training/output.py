@@ -236,7 +236,7 @@ def describe_batch_norm(run: RunContext) -> str | None:
 def notable_choices(run: RunContext) -> dict[str, Choice[Any]]:
     """Return the choices that warn, or that differ from what the recipe says, and so are always printed."""
     choices, recipe = run.plan.choices, run.plan.recipe
-    names = {"gpus", "initial weights", "precision.float8", "model.lora"}
+    names = {"gpus", "initial weights", "precision.float8", "model.lora", "launch", "no effect"}
     rate, probe = choices.get("optimizer.learning_rate"), choices.get("probe")
     if rate is not None and rate.value != recipe.optimizer.learning_rate:
         names.add("optimizer.learning_rate")

@@ -34,7 +34,7 @@ from accel_train.runtime.consistency import check_agreement, check_shared
 from accel_train.runtime.doctor import check_launcher, idle_gpus
 from accel_train.runtime.exit import exits_are_errors
 from accel_train.runtime.heartbeat import open_heartbeats
-from accel_train.runtime.launch_environment import with_launch_environment
+from accel_train.runtime.launch_environment import describe_launch, with_launch_environment
 from accel_train.runtime.launcher import take_age_seconds
 from accel_train.runtime.process_group import on_main, start_processes
 from accel_train.runtime.signals import StopRequest
@@ -149,6 +149,7 @@ def open_processes(recipe: Recipe, task: Task) -> tuple[Strategy, BatchSizes, Ch
     choices: Choices = {
         "precision.mixed_precision": strategy.precision(precision),
         **set_backends(recipe.precision, precision.value, device),
+        **describe_launch(recipe),
     }
     if (idle := idle_gpus(device, num_processes)) is not None:
         choices["gpus"] = idle

@@ -1,23 +1,26 @@
-"""What `accelerate launch` says of FSDP sets the recipe's `parallel` section where the recipe leaves it open, and
-nowhere else.
-"""
+"""What `accelerate launch` says sets the recipe where the recipe leaves it open, and nowhere else."""
 
+import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from accel_train.core.errors import SettingError
 from accel_train.experiments.rehearse import rehearse_recipe
 from accel_train.plan.format import format_plan
 from accel_train.plan.plan import resolve_plan
 from accel_train.recipe.loader import load_recipe
+from accel_train.recipe.names import value_of
 from accel_train.recipe.parallel import Parallel
 from accel_train.recipe.schema import Recipe
-from accel_train.runtime.launch_environment import launched_with, with_launch_environment
+from accel_train.runtime.launch_environment import launched_with, launcher_flags, with_launch_environment
 from tests.support.processes import run_forked
-from tests.support.runs import losses, recipe_dict, write_corpus, write_recipe_file
+from tests.support.runs import TESTS, environment, losses, recipe_dict, write_corpus, write_recipe_file
 
 FSDP = {
     "ACCELERATE_USE_FSDP": "true",
@@ -166,7 +169,17 @@ def test_recipe_that_says_otherwise_is_refused_with_both_named(
             "CONFIG_FILE=ds.json: how to train",
             "write zero_stage",
         ),
-        ({**ZERO, "ACCELERATE_GRADIENT_CLIPPING": "1.0"}, "CLIPPING=1.0: how to train", "optimizer.max_grad_norm"),
+        ({"ACCELERATE_GRADIENT_CLIPPING": "much"}, "CLIPPING=much", "must be a number"),
+        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "0"}, "ACCUMULATION_STEPS=0", "at least 1"),
+        ({"ACCELERATE_MIXED_PRECISION": "bf17"}, "ACCELERATE_MIXED_PRECISION of the launch", "bf16"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "TE"}, "FP8_BACKEND=TE", "torchao"),
+        (
+            {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR", "ACCELERATE_DYNAMO_USE_FULLGRAPH": "True"},
+            "USE_FULLGRAPH=True",
+            "dynamo_use_fullgraph",
+        ),
+        ({"ACCELERATE_DYNAMO_BACKEND": "NONE"}, "ACCELERATE_DYNAMO_BACKEND of the launch", "unknown backend"),
+        ({"FSDP_IGNORED_MODULES": "head"}, "IGNORED_MODULES=head", "fsdp_ignored_modules"),
         ({**ZERO, "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu"}, "OFFLOAD_PARAM_DEVICE=cpu", "launch/fsdp2.yaml"),
         ({**ZERO, "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true"}, "ZERO3_INIT=true", "launch/fsdp2.yaml"),
         ({**ZERO, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "0"}, "ZERO_STAGE=0", "launch/ddp.yaml"),
@@ -206,6 +219,152 @@ def test_launch_that_cannot_be_honoured_is_refused_by_name(changed: dict[str, st
     with pytest.raises(ValueError, match=re.escape(fault)) as caught:
         with_launch_environment(recipe_with(), {**HSDP, **changed})
     assert remedy in str(caught.value)
+
+
+BF16, STEPS = {"ACCELERATE_MIXED_PRECISION": "bf16"}, {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}
+COMPILED = {"ACCELERATE_DYNAMO_BACKEND": "EAGER", "ACCELERATE_DYNAMO_MODE": "default"}
+ALWAYS = {
+    "ACCELERATE_MIXED_PRECISION": "no",
+    "ACCELERATE_DYNAMO_BACKEND": "NO",
+    "ACCELERATE_DYNAMO_MODE": "default",
+    "ACCELERATE_DYNAMO_USE_FULLGRAPH": "False",
+}
+"""What `accelerate launch` exports without a flag."""
+
+
+@pytest.mark.parametrize(
+    ("variables", "settings"),
+    [
+        (ALWAYS, {}),
+        (BF16, {"precision.mixed_precision": "bf16"}),
+        ({**ALWAYS, "--mixed_precision": "no"}, {"precision.mixed_precision": "no"}),
+        (STEPS, {"batch.gradient_accumulation_steps": 4}),
+        ({"ACCELERATE_GRADIENT_CLIPPING": "0.5"}, {"optimizer.max_grad_norm": 0.5}),
+        ({"ACCELERATE_GRADIENT_CLIPPING": "auto"}, {}),
+        (COMPILED, {"precision.compile": "model", "precision.compile_backend": "eager"}),
+        (
+            {**COMPILED, "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "True"},
+            {"precision.compile": "blocks", "precision.compile_backend": "eager"},
+        ),
+        (
+            {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR", "ACCELERATE_DYNAMO_MODE": "max-autotune"},
+            {"precision.compile": "model", "precision.compile_mode": "max-autotune"},
+        ),
+        ({**ZERO, **STEPS}, {"parallel.strategy": "deepspeed", "batch.gradient_accumulation_steps": 4}),
+    ],
+)
+def test_launcher_sets_how_to_train_where_the_recipe_leaves_it_open(
+    variables: dict[str, str], settings: dict[str, Any], tmp_path: Path
+) -> None:
+    open_recipe = load_recipe(write_recipe_file(tmp_path, batch={"global_batch_size": 8}))
+    launched = with_launch_environment(open_recipe, variables)
+    assert {name: value_of(launched, name) for name in settings} == settings
+    set_by_launch = {name for name, origin in launched.origins().items() if origin.kind == "environment"}
+    assert set_by_launch - {"precision.compile_backend", "parallel.zero_stage"} == {*settings} - {
+        "precision.compile_backend"
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "named"),
+    [
+        (["--precision.mixed_precision=no"], BF16, "precision.mixed_precision=no (--precision.mixed_precision)"),
+        (["--batch.gradient_accumulation_steps=2"], STEPS, "batch.gradient_accumulation_steps=2"),
+        (["--optimizer.max_grad_norm=2"], {"ACCELERATE_GRADIENT_CLIPPING": "1.0"}, "optimizer.max_grad_norm=2"),
+        (["--precision.compile=false"], COMPILED, "precision.compile=false"),
+        (["--precision.mixed_precision=bf16"], {"--mixed_precision": "no", **ALWAYS}, "mixed_precision=bf16"),
+    ],
+)
+def test_recipe_and_launcher_that_disagree_on_training_are_both_named(
+    arguments: list[str], variables: dict[str, str], named: str, tmp_path: Path
+) -> None:
+    recipe = load_recipe(write_recipe_file(tmp_path), arguments=arguments)
+    with pytest.raises(SettingError, match="the launch says") as caught:
+        with_launch_environment(recipe, variables)
+    assert named in caught.value.problem
+    assert any(variable in caught.value.problem for variable in variables)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables"),
+    [
+        (["--precision.mixed_precision=bf16"], BF16),
+        (["--precision.mixed_precision=auto"], BF16),
+        (["--precision.compile=true", "--precision.compile_backend=eager"], COMPILED),
+    ],
+)
+def test_recipe_and_launcher_that_agree_train(arguments: list[str], variables: dict[str, str], tmp_path: Path) -> None:
+    launched = with_launch_environment(load_recipe(write_recipe_file(tmp_path), arguments=arguments), variables)
+    assert launched.precision.mixed_precision == ("bf16" if variables == BF16 else "auto")
+    assert launched.precision.compile == (variables == COMPILED)
+
+
+def test_flags_that_accelerate_does_not_export_are_read_from_its_command(tmp_path: Path) -> None:
+    program = ["train.py", "--gradient_accumulation_steps", "8"]
+    assert launcher_flags(["accelerate", "launch", "--cpu", "--gradient_accumulation_steps", "4", *program]) == STEPS
+    assert launcher_flags(["accelerate", "launch", "--cpu", *program]) == {}
+    assert launcher_flags(["accelerate-launch", "--cpu", "--mixed-precision=no", "train.py"]) == {
+        "--mixed_precision": "no"
+    }
+    assert launcher_flags(["torchrun", "--gradient_accumulation_steps", "4", "train.py"]) == {}
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: DEEPSPEED\nmixed_precision: 'no'\nnum_processes: 1\n"
+        "deepspeed_config: {gradient_clipping: 0.5}\n"
+    )
+    assert launcher_flags(["accelerate.commands.launch", "--config_file", str(file), *program]) == {
+        "ACCELERATE_GRADIENT_CLIPPING": "0.5"
+    }
+
+
+PROBE = """
+import json, subprocess, sys
+from accel_train.runtime.launch_environment import left_by_parent, settings_of_launch, launched_with
+print(json.dumps([{each[1]: each[2] for each in settings_of_launch(launched_with())}, left_by_parent()]), flush=True)
+if sys.argv[1:] == ["nested"]:
+    subprocess.run([sys.executable, __file__], check=True)
+"""
+
+
+def test_only_the_launcher_of_a_process_is_heard_and_not_the_parent_of_a_nested_one(tmp_path: Path) -> None:
+    probe = tmp_path / "probe.py"
+    probe.write_text(PROBE)
+
+    def heard(*command: str, **variables: str) -> list[Any]:
+        done = subprocess.run(command, env=environment(**variables), check=True, capture_output=True, text=True)
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    python, nested = sys.executable, [str(probe), "nested"]
+    said, steps = {"precision.mixed_precision": "bf16"}, {"batch.gradient_accumulation_steps": 4}
+    # This Python program left it, as a notebook or a training program does.
+    assert heard(python, str(probe), **BF16) == [[{}, BF16]]
+    # A shell that exports it has it from its user.
+    assert heard("sh", "-c", f"{python} {probe} nested; true", **BF16) == [[said, {}], [{}, BF16]]
+    launch = [python, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"]
+    flags = ["--mixed_precision", "bf16", "--gradient_accumulation_steps", "4"]
+    assert heard(*launch, *flags, *nested) == [[{**said, **steps}, {}], [{}, BF16]]
+    assert heard(*launch, *nested) == [[{}, {}], [{}, {}]]
+    elastic = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]
+    assert heard(*elastic, *nested, **BF16) == [[said, {}], [{}, BF16]]
+
+
+@pytest.mark.slow
+def test_run_fit_and_trainer_obey_the_precision_of_accelerate_launch(corpus: Path) -> None:
+    recipe = write_recipe_file(corpus, schedule={"max_steps": 2})
+    program = TESTS / "support" / "programs" / "launched.py"
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"]
+    flags = ["--mixed_precision", "bf16", "--gradient_accumulation_steps", "2"]
+    for command in (["-m", "accel_train", "run", str(recipe)], [str(program), str(corpus)]):
+        subprocess.run([*launch, *flags, *command], env=environment(), check=True, timeout=240)
+    choices = json.loads((corpus / "run" / "summary.json").read_text())["choices"]
+    assert choices["precision.mixed_precision"].startswith("bf16")
+    assert json.loads((corpus / "found.json").read_text()) == {
+        "fit": ["torch.bfloat16"],
+        "accel_train.hf.trainer": ["torch.bfloat16"],
+        "transformers.trainer": ["torch.bfloat16"],
+    }
+    resolved = load_recipe(corpus / "run" / "recipe.resolved.yaml")
+    assert resolved.batch.gradient_accumulation_steps == 2
 
 
 def test_plan_shows_that_the_launcher_set_it(corpus: Path, launched: pytest.MonkeyPatch) -> None:

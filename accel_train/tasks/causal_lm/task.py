@@ -126,7 +126,8 @@ class CausalLM(Task):
         config = model_config(recipe, corpus.vocab_size, corpus.separator_id)
         attention = attention_arguments(recipe, config)
         model, _ = transformers_model(AutoModelForCausalLM, recipe, config, attention, takes_new_head=False)
-        data.add_notes(grow_vocabulary(recipe, model, corpus.tokenizer, pads=True))
+        if recipe.model.pretrained is not None:
+            data.add_notes(grow_vocabulary(recipe, model, corpus.tokenizer, pads=True))
         router = router_choice(recipe, model)
         if router is None or not router.value:
             self.global_loss = None
