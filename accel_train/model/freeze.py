@@ -97,7 +97,7 @@ def check_rows_train(recipe: Recipe, model: Any, tokenizer: "PreTrainedTokenizer
     """
     lora, frozen = recipe.model.lora, recipe.model.freeze
     layers = (model.get_input_embeddings(), model.get_output_embeddings())
-    weights = {id(each.weight) for each in layers if each is not None}
+    weights = {id(layer.weight) for layer in layers if isinstance(layer, nn.Module)}
     names = [name for name, each in model.named_parameters() if id(each) in weights]
     leaf, remedy, kept = "model.freeze", "Change the patterns", [name for name in names if matches(name, frozen)]
     if lora is not None and not kept:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from accel_train.data.samples import Drawn, fetch
 from accel_train.model.freeze import check_rows_train
 from accel_train.model.kernels import chunked_loss
-from accel_train.model.pretrained import pretrained_config
+from accel_train.model.pretrained import pretrained_config, value_of
 from accel_train.model.tensors import tensors_in, without_values
 from accel_train.model.training_module import checked_loss
 from accel_train.model.weights import (
@@ -156,13 +156,14 @@ def build_without_weights(recipe: Recipe, task: Task, data: TaskData) -> nn.Modu
         if recipe.task == "causal-lm":
             multiple = recipe.model.pad_vocab_to_multiple_of or 1
             rows = -(-data.source.vocab_size // multiple) * multiple
-            fields["vocab_size"] = max(fields["vocab_size"], rows)
+            fields["vocab_size"] = max(fields.get("vocab_size") or 0, rows)
         section = recipe.model.model_copy(update={"pretrained": None, "config": fields})
         recipe = recipe.model_copy(update={"model": section})
     with without_values():
         model = task.build_model(recipe, data)
-    if given is not recipe and (tokenizer := getattr(data.source, "tokenizer", None)) is not None:
-        check_rows_train(given, model, tokenizer, config.get_text_config().vocab_size)
+    tokenizer = getattr(data.source, "tokenizer", None)
+    if given is not recipe and tokenizer is not None and (rows := value_of(config.get_text_config(), "vocab_size")):
+        check_rows_train(given, model, tokenizer, rows)
     return model
 
 

@@ -10,9 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertModel, pipeline
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertModel,
+    PerceiverConfig,
+    pipeline,
+)
 
-from accel_train.data.text.tokenizers import train_bpe
+from accel_train.data.text.tokenizers import byte_tokenizer, train_bpe
 from accel_train.metrics.scores import auroc, auroc_from_histogram
 from accel_train.metrics.tally import score_histogram
 from accel_train.task import load_task
@@ -130,6 +138,22 @@ def test_a_tokenizer_larger_than_the_embedding_makes_it_grow_and_says_so(tmp_pat
     assert math.isfinite(task.loss_sum(model, batch).item())
     with torch.device("meta"):
         assert task.build_model(recipe, data).get_input_embeddings().weight.is_meta
+
+
+def test_a_configuration_that_has_no_padding_token_gets_the_tokenizers(tmp_path: Path) -> None:
+    sizes = {"num_latents": 4, "d_latents": 16, "d_model": 16, "num_blocks": 1, "num_self_attends_per_block": 1}
+    names = dict(enumerate(("loop", "machine", "number")))
+    config = PerceiverConfig(
+        **sizes, num_self_attention_heads=2, num_cross_attention_heads=2, vocab_size=264, id2label=names
+    )
+    assert not hasattr(config, "pad_token_id")
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    sections = {"model": {"pretrained": str(tmp_path / "model")}, "tokenizer": "auto", "data": {"max_length": 32}}
+    task, data, model = load(recipe_for(write_texts(tmp_path / "a.csv"), **sections))
+    assert data.source.config.pad_token_id == data.source.tokenizer.pad_token_id
+    batch, _ = batch_of(data, range(4))
+    assert math.isfinite(task.loss_sum(model, batch).item())
 
 
 def test_a_pair_is_told_apart_by_types_where_the_model_takes_them(tmp_path: Path) -> None:

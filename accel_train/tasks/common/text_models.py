@@ -93,7 +93,7 @@ def model_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, head: Head)
     section = recipe.model
     if section.pretrained is not None:
         config = pretrained.pretrained_config(recipe)
-        if config.get_text_config().pad_token_id is None:
+        if pretrained.value_of(config.get_text_config(), "pad_token_id") is None:
             config.get_text_config().pad_token_id = tokenizer.pad_token_id
     else:
         fields = fields_with_vocabulary(section, vocab_size_of(tokenizer))

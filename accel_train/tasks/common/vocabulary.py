@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from accel_train.core.format import format_count
 from accel_train.data.text.tokenizers import vocab_size_of
 from accel_train.model.freeze import check_rows_train
-from accel_train.model.pretrained import grow_embedding
+from accel_train.model.pretrained import grow_embedding, value_of
 from accel_train.recipe.schema import Model, Recipe
 
 if TYPE_CHECKING:
@@ -46,7 +46,16 @@ def grow_vocabulary(
     """
     if recipe.model.pretrained is None:
         return []
-    before, num_tokens = model.get_input_embeddings().num_embeddings, vocab_size_of(tokenizer)
+    num_tokens = vocab_size_of(tokenizer)
+    # The input embedding of Perceiver is its latent vectors, a parameter.
+    before = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    if before is None:
+        if (before := value_of(model.config.get_text_config(), "vocab_size")) is not None and before < num_tokens:
+            raise ValueError(
+                f"the tokenizer has {num_tokens:,} tokens and {model.config.model_type} {before:,} rows, which cannot "
+                f"grow; use the tokenizer of {recipe.model.pretrained}"
+            )
+        return []
     check_rows_train(recipe, model, tokenizer, before)
     rows = padded_vocab_size(num_tokens, recipe.model.pad_vocab_to_multiple_of)
     if before >= (rows if pads else num_tokens):

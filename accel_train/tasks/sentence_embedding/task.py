@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from accel_train.core.state import Choice
 from accel_train.data.text.padding import joined_arrays, samples_digest
+from accel_train.model.pretrained import value_of
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Scores, TaskData
 from accel_train.tasks.common import text_models as models
@@ -299,11 +300,12 @@ def _check_config(recipe: Recipe, config: PreTrainedConfig, section: SentenceEmb
             f"model type {config.model_type!r} has an encoder and a decoder, and sentence-embedding pools one stack; "
             "name an encoder (bert, modernbert) or a decoder (qwen3)"
         )
-    too_many = [dim for dim in section.matryoshka_dims if dim > config.hidden_size]
+    if not isinstance(width := value_of(config, "hidden_size"), int):
+        raise ValueError(f"model type {config.model_type!r} does not say the length of its vectors (hidden_size)")
+    too_many = [dim for dim in section.matryoshka_dims if dim > width]
     if too_many:
         raise ValueError(
-            f"data.matryoshka_dims names {too_many[0]}, but the model's vectors have {config.hidden_size} "
-            "numbers; leave it out"
+            f"data.matryoshka_dims names {too_many[0]}, but the model's vectors have {width} numbers; leave it out"
         )
 
 

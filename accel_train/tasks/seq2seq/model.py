@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from accel_train.data.text.tokenizers import vocab_size_of
-from accel_train.model.pretrained import pretrained_config
+from accel_train.model.pretrained import pretrained_config, value_of
 from accel_train.recipe.schema import Recipe
 from accel_train.tasks.common.text_models import DEFAULT_MAX_LENGTH, Head
 from accel_train.tasks.common.vocabulary import fields_with_vocabulary
@@ -42,7 +42,7 @@ def encoder_decoder_config(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -
         default = CONFIG_MAPPING[fields["model_type"]]()
         known, start = default.to_dict(), getattr(default, "decoder_start_token_id", None)
         pad, end = tokenizer.pad_token_id, tokenizer.eos_token_id
-        begins_with_end = fields["model_type"] in _BEGIN_WITH_LAST_LABEL or start == default.eos_token_id
+        begins_with_end = fields["model_type"] in _BEGIN_WITH_LAST_LABEL or start == value_of(default, "eos_token_id")
         special = {"pad_token_id": pad, "eos_token_id": end, "bos_token_id": end, "forced_eos_token_id": end}
         fields = {name: value for name, value in special.items() if name in known} | fields
         config = AutoConfig.for_model(**{"decoder_start_token_id": end if begins_with_end else pad} | fields)
