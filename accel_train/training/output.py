@@ -198,22 +198,29 @@ def _of_data(data: TaskData, recipe: Recipe) -> list[str]:
     if "train_tokens" in facts and not sizes:
         sizes = [f"{facts['train_tokens']:,} tokens to train on, {facts['eval_tokens']:,} held out"]
     first = "; ".join([*sizes, *labels[:1]])
-    return [*filter(None, [first]), *labels[1:], *few_held_out(facts, recipe.data.eval), *facts.get("notes", ())]
+    return [
+        *filter(None, [first]),
+        *labels[1:],
+        *few_held_out(facts, recipe.data.eval, recipe.data.eval_fraction),
+        *facts.get("notes", ()),
+    ]
 
 
 def _is_regression(facts: Mapping[str, Any]) -> bool:
     return "problem_type" in facts and not facts.get("num_train_of_label")
 
 
-def few_held_out(facts: Mapping[str, Any], own: object) -> list[str]:
-    """Return a warning about too few held-out samples to measure a classifier or a regression; `own` is `data.eval`."""
+def few_held_out(facts: Mapping[str, Any], own: object, fraction: float) -> list[str]:
+    """Return a warning about too few held-out samples to measure a classifier or a regression.
+
+    `own` is `data.eval`, and `fraction` is `data.eval_fraction`.
+    """
     num_eval, is_labelled = facts.get("num_eval", 0), "num_train_of_label" in facts or "problem_type" in facts
     if not (is_labelled and 0 < num_eval < FEW_HELD_OUT):
         return []
     costs = "" if _is_regression(facts) else f": one more error is {1 / num_eval:.1%} of the accuracy"
-    remedy = (
-        "Raise data.eval_fraction, to 0.1 for example, or give data.eval" if own is None else "Give more in data.eval"
-    )
+    more = "Raise data.eval_fraction, to 0.1 for example" if fraction < 0.1 else "Add samples"
+    remedy = f"{more}, or give data.eval" if own is None else "Give more in data.eval"
     return [f"{num_eval} held-out samples are few{costs}. {remedy}"]
 
 

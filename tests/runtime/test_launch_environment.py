@@ -4,7 +4,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -326,26 +326,36 @@ if sys.argv[1:] == ["nested"]:
 """
 
 
-def test_only_the_launcher_of_a_process_is_heard_and_not_the_parent_of_a_nested_one(tmp_path: Path) -> None:
+@pytest.fixture
+def heard(tmp_path: Path) -> Callable[..., list[Any]]:
+    """Start a command that ends with the probe; returns what the probe, and one nested in it, make of their launch."""
     probe = tmp_path / "probe.py"
     probe.write_text(PROBE)
 
-    def heard(*command: str, **variables: str) -> list[Any]:
-        done = subprocess.run(command, env=environment(**variables), check=True, capture_output=True, text=True)
+    def start(*command: str, **variables: str) -> list[Any]:
+        words = [each.replace("PROBE", str(probe)) for each in command]
+        done = subprocess.run(words, env=environment(**variables), check=True, capture_output=True, text=True)
         return [json.loads(line) for line in done.stdout.splitlines()]
 
-    python, nested = sys.executable, [str(probe), "nested"]
-    said, steps = {"precision.mixed_precision": "bf16"}, {"batch.gradient_accumulation_steps": 4}
-    # This Python program left it, as a notebook or a training program does.
-    assert heard(python, str(probe), **BF16) == [[{}, BF16]]
-    # A shell that exports it has it from its user.
-    assert heard("sh", "-c", f"{python} {probe} nested; true", **BF16) == [[said, {}], [{}, BF16]]
-    launch = [python, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"]
+    return start
+
+
+OF_BF16, OF_STEPS = {"precision.mixed_precision": "bf16"}, {"batch.gradient_accumulation_steps": 4}
+
+
+def test_variables_that_a_python_program_left_change_nothing_and_those_of_a_shell_count(heard: Any) -> None:
+    assert heard(sys.executable, "PROBE", **BF16) == [[{}, BF16]]
+    assert heard("sh", "-c", f"{sys.executable} PROBE nested; true", **BF16) == [[OF_BF16, {}], [{}, BF16]]
+
+
+@pytest.mark.slow
+def test_only_the_launcher_of_a_process_is_heard_and_not_that_of_its_parent(heard: Any) -> None:
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"]
     flags = ["--mixed_precision", "bf16", "--gradient_accumulation_steps", "4"]
-    assert heard(*launch, *flags, *nested) == [[{**said, **steps}, {}], [{}, BF16]]
-    assert heard(*launch, *nested) == [[{}, {}], [{}, {}]]
-    elastic = [python, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]
-    assert heard(*elastic, *nested, **BF16) == [[said, {}], [{}, BF16]]
+    assert heard(*launch, *flags, "PROBE", "nested") == [[{**OF_BF16, **OF_STEPS}, {}], [{}, BF16]]
+    assert heard(*launch, "PROBE", "nested") == [[{}, {}], [{}, {}]]
+    elastic = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]
+    assert heard(*elastic, "PROBE", "nested", **BF16) == [[OF_BF16, {}], [{}, BF16]]
 
 
 @pytest.mark.slow
