@@ -11,7 +11,7 @@ from accel_train.recipe.tasks import TASKS
 
 
 def check_before_torch(recipe: Recipe, *, trains: bool = True) -> None:
-    """Check data paths, and with `trains` also precision, the packages of trackers, and the run folder.
+    """Check data paths, and with `trains` also the launch, precision, the packages of trackers, and the run folder.
 
     A launch of several processes is checked later, when they can agree on the error. A finished run needs no data.
 
@@ -24,11 +24,13 @@ def check_before_torch(recipe: Recipe, *, trains: bool = True) -> None:
     from accel_train.observe.run_folder import SUMMARY_FILE, RunFolder
     from accel_train.observe.trackers import check_packages
     from accel_train.runtime.driver import installed_torch
+    from accel_train.runtime.launch_environment import with_launch_environment
 
     folder = Path(recipe.output_dir)
     if trains and os.path.exists(folder / SUMMARY_FILE):
         return
     if trains:
+        recipe = with_launch_environment(recipe)
         RunFolder(folder).check()
         check_packages(recipe.log.trackers)
         build = installed_torch()

@@ -15,6 +15,7 @@ import psutil
 from accel_train.core.errors import ProcessFailed
 from accel_train.core.state import JsonRecord
 from accel_train.observe.run_folder import EVENTS_FILE, METRICS_FILE, read_events, read_metrics
+from accel_train.runtime.launch_environment import child_environment
 from accel_train.runtime.launcher import stop_with_parent
 
 POLL_SECONDS = 0.02
@@ -57,7 +58,7 @@ class TrainingProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=self._result,
                 stderr=log,
-                env={name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES},
+                env={name: value for name, value in child_environment().items() if name not in LAUNCHER_VARIABLES},
                 start_new_session=True,
                 # Ends the training if this process is killed.
                 preexec_fn=stop_with_parent,

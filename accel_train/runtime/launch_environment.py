@@ -30,6 +30,8 @@ ZERO_STAGE = "ACCELERATE_DEEPSPEED_ZERO_STAGE"
 PRECISION, DYNAMO = "ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND"
 STEPS, CLIPPING = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_GRADIENT_CLIPPING"
 MIXED_FLAG = "--mixed_precision"
+STARTED_BY = "ACCEL_TRAIN_STARTED_BY"
+"""Variable with the process that started a run on purpose (`rehearse`, `sweep`), with the launch that it has itself."""
 PREFIXES = ("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")
 ACCELERATE = ("accelerate", "accelerate-launch", "accelerate.commands.launch", "accelerate.commands.accelerate_cli")
 LAUNCHERS = (
@@ -165,7 +167,7 @@ def launched_with() -> Mapping[str, str]:
     """
     variables, parent = dict(os.environ), parent_command()
     first = own_environment()
-    if parent and parent[0] not in LAUNCHERS:
+    if parent and parent[0] not in LAUNCHERS and variables.get(STARTED_BY) != str(os.getppid()):
         variables = {
             name: value
             for name, value in variables.items()
@@ -177,6 +179,14 @@ def launched_with() -> Mapping[str, str]:
             if first and first.get(name) != variables[name]:
                 del variables[name]
     return MappingProxyType({**launcher_flags(parent), **variables})
+
+
+def child_environment() -> dict[str, str]:
+    """Return the variables for a run that this process starts, so that it has the same launch."""
+    launch = launched_with()
+    switches = {FSDP, ZERO, SIZES, *(variable for variable, *_ in SETTINGS)}
+    rest = {name: value for name, value in os.environ.items() if name not in switches}
+    return {**rest, **{name: launch[name] for name in switches & launch.keys()}, STARTED_BY: str(os.getpid())}
 
 
 def launcher_flags(command: Sequence[str]) -> dict[str, str]:

@@ -319,10 +319,12 @@ def test_flags_that_accelerate_does_not_export_are_read_from_its_command(tmp_pat
 
 PROBE = """
 import json, subprocess, sys
-from accel_train.runtime.launch_environment import left_by_parent, settings_of_launch, launched_with
+from accel_train.runtime.launch_environment import child_environment, launched_with, left_by_parent, settings_of_launch
 print(json.dumps([{each[1]: each[2] for each in settings_of_launch(launched_with())}, left_by_parent()]), flush=True)
 if sys.argv[1:] == ["nested"]:
     subprocess.run([sys.executable, __file__], check=True)
+if sys.argv[1:] == ["run"]:
+    subprocess.run([sys.executable, __file__, "nested"], check=True, env=child_environment())
 """
 
 
@@ -345,7 +347,8 @@ OF_BF16, OF_STEPS = {"precision.mixed_precision": "bf16"}, {"batch.gradient_accu
 
 def test_variables_that_a_python_program_left_change_nothing_and_those_of_a_shell_count(heard: Any) -> None:
     assert heard(sys.executable, "PROBE", **BF16) == [[{}, BF16]]
-    assert heard("sh", "-c", f"{sys.executable} PROBE nested; true", **BF16) == [[OF_BF16, {}], [{}, BF16]]
+    # A rehearsal or a sweep passes on its launch to its runs, but not to what they start.
+    assert heard("sh", "-c", f"{sys.executable} PROBE run; true", **BF16) == [[OF_BF16, {}], [OF_BF16, {}], [{}, BF16]]
 
 
 @pytest.mark.slow
