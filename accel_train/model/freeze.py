@@ -123,6 +123,8 @@ def num_unknown(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase", rows: int)
         # Weights may come without a tokenizer.
         with suppress(ValueError):
             known = load_tokenizer(base, trust_remote_code=recipe.model.trust_remote_code).get_vocab()
+        # transformers makes an empty tokenizer for weights without one.
+        known = known if known is not None and 2 * len(known) > rows else None
     others = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.sep_token, tokenizer.cls_token, tokenizer.mask_token)
     padding = None if tokenizer.pad_token in others else tokenizer.pad_token
     return sum(
