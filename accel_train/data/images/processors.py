@@ -119,7 +119,7 @@ def own_preprocessing(
         default,
         mean=mean,
         std=std,
-        resample=int(own.processor.resample),
+        resample=own.resample,
         on_white=own.is_on_white(),
         reverses_channels=is_reversed,
     )
@@ -139,12 +139,12 @@ def own_preprocessing(
     return whole
 
 
-def pretrained_image_size(name: str, config: Any) -> int | None:
+def pretrained_image_size(name: str, config: Any, *, trust_remote_code: bool = False) -> int | None:
     """Return the edge of the images that a pretrained model makes of squares, or None if not documented."""
     edge = getattr(config, "image_size", None)
     if isinstance(edge, int):
         return edge
-    processor = load_processor(name, config)
+    processor = load_processor(name, config, trust_remote_code=trust_remote_code)
     if processor is None:
         return None
     mode = "L" if getattr(config, "num_channels", 3) == 1 else "RGB"
@@ -175,6 +175,12 @@ class _Own:
         ]
         kind = type(self.processor).__name__.removesuffix("Pil")
         return _refused(self.name, f"its {kind} {problem}; it has {', '.join(shown)}", remedy, settings)
+
+    @property
+    def resample(self) -> int:
+        """Interpolation as Pillow's number, if the processor has one."""
+        named = getattr(self.processor, "resample", None)
+        return int(named) if isinstance(named, int) else Image.Resampling.BILINEAR
 
     def pixels(self, image: Image.Image) -> NDArray[np.float32]:
         """Return the pixels (C, H, W) of an image as the model has been trained on them."""
@@ -289,7 +295,7 @@ class _Own:
         edges = dict(zip(("height", "width"), height_width(size)))
         other = self._with(size=edges, do_resize=True, do_center_crop=False, do_pad=False)
         mean, std, is_reversed = other.values()
-        form = Preprocessing(size, mean, std, None, int(self.processor.resample), reverses_channels=is_reversed)
+        form = Preprocessing(size, mean, std, None, self.resample, reverses_channels=is_reversed)
         if (reason := other.differs(form, is_whole=False)) is not None:
             raise other.refused(f"cannot resize whole images to data.image_size ({reason})")
         return other

@@ -94,7 +94,7 @@ def look_at(name: str, task: str, *, trust_remote_code: bool) -> Pretrained:
     tree = {"output_dir": "runs", "model": model, "data": {"train": "."}, "schedule": {"max_steps": 1}}
     config = pretrained_config(make_recipe(tree, "--model"))
     is_text = task not in ("image-classification", "semantic-segmentation", "object-detection")
-    size = None if is_text else pretrained_image_size(name, config)
+    size = None if is_text else pretrained_image_size(name, config, trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code) if is_text else None
     return Pretrained(
         name,
