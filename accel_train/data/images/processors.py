@@ -69,7 +69,7 @@ def model_preprocessing(
     if processor is None:
         note = f"{name} has no preprocessor_config.json: images are normalised with ImageNet's figures"
         return default, (note,) if data.image_mean is None else ()
-    notes = ()
+    notes: tuple[str, ...] = ()
     if getattr(processor, "do_reduce_labels", False) and getattr(data, "reduce_labels", None) is False:
         notes = (f"{name} was trained on masks less 1 (do_reduce_labels); data.reduce_labels: false keeps yours",)
     return own_preprocessing(processor, name, default, data, is_whole=is_whole), notes
@@ -210,15 +210,17 @@ class _Own:
             raise self.refused("makes the same pixels of black and of white images")
         if is_reversed:
             black, white = black[::-1], white[::-1]
-        std = 1 / (white - black)
-        mean = 0.0 - black * std
-        rounded = (tuple(float(f"{value:.9g}") for value in values) for values in (mean, std))
-        found = Preprocessing(1, *rounded, reverses_channels=is_reversed)
+        deviation = 1 / (white - black)
+        mean, std = (
+            tuple(float(f"{value:.9g}") for value in values) for values in (0.0 - black * deviation, deviation)
+        )
         named = [getattr(self.processor, f"image_{which}", None) for which in ("mean", "std")]
-        is_named = all(isinstance(each, tuple | list) and len(each) == len(mean) for each in named)
         # The figures of the file have no rounding of a pixel.
-        if is_named and np.allclose(named[0], mean, 1e-5, 1e-6) and np.allclose(named[1], std, 1e-5):
-            found = replace(found, mean=tuple(map(float, named[0])), std=tuple(map(float, named[1])))
+        if all(isinstance(each, tuple | list) and len(each) == len(mean) for each in named):
+            figures = np.asarray(named, np.float64)
+            if np.allclose(figures, [mean, std], 1e-5, 1e-6):
+                mean, std = (tuple(each.tolist()) for each in figures)
+        found = Preprocessing(1, mean, std, reverses_channels=is_reversed)
         for colour, pixel in zip(_COLOURS, (None, None, red, other)):
             own = np.array(self._colour(colour), np.uint8).reshape(1, 1, -1)
             if pixel is not None and _distance(found.normalise([own])[0, :, 0, 0].numpy(), pixel) > _TOLERANCE:
