@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from transformers import BitImageProcessorPil
+from transformers import BitImageProcessorPil, SegformerConfig
 
 from accel_train.cli.main import main
 from accel_train.core.errors import SettingError
 from accel_train.data.images.preprocessing import Preprocessing
-from accel_train.data.images.processors import pretrained_image_size
+from accel_train.data.images.processors import model_preprocessing, pretrained_image_size
+from accel_train.recipe.loader import make_recipe
 from benchmarks import pixels
 from benchmarks.pixels import Family
 from tests.support.runs import refused
@@ -153,3 +154,14 @@ def test_fingerprints_of_plain_preprocessing_stay() -> None:
     assert repr(Preprocessing(32, (0.5,), (0.25,), 1.0, 3, on_white=True, own_pixels="a")) == (
         f"Preprocessing({plain}, on_white=True, own_pixels='a')"
     )
+
+
+def test_a_processor_that_reduces_labels_is_told_where_the_recipe_does_not(tmp_path: Path) -> None:
+    family = Family("semantic-segmentation", "segformer", "SegformerImageProcessorPil")
+    pixels.write_folder(tmp_path, family, {**pixels.settings_of(family, SHRINK), "do_reduce_labels": True})
+    for reduces in (False, True):
+        data = {"train": "a", "image_size": 32, "reduce_labels": reduces}
+        tree = {"task": family.task, "output_dir": "a", "data": data, "schedule": {"max_steps": 1}}
+        recipe = make_recipe({**tree, "model": {"pretrained": str(tmp_path)}}, "here", arguments=[])
+        notes = model_preprocessing(recipe, SegformerConfig(), is_whole=True)[1]
+        assert ["do_reduce_labels" in note for note in notes] == ([] if reduces else [True])
