@@ -283,6 +283,11 @@ class ImageData(NamedClassesData):
     """Side of the square, in pixels, to which images are resized and cropped. semantic-segmentation and
     object-detection: or [height, width], to keep the aspect ratio.
     """
+    image_resize: Literal["processor", "whole"] = "processor"
+    """How evaluation images get `image_size`. processor: as the image processor of `model.pretrained` resizes, crops,
+    and pads them; from scratch, the short edge is resized and the center cropped (classification). whole: the whole
+    image is resized to it.
+    """
     image_mean: tuple[Fraction, ...] | None = Field(default=None, examples=[[0.485, 0.456, 0.406]])
     """Mean of each color, as a fraction of 255. Default: the model's mean, or ImageNet's if the model has none."""
     image_std: tuple[PositiveFloat, ...] | None = Field(default=None, examples=[[0.229, 0.224, 0.225]])

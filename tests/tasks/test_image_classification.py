@@ -13,7 +13,14 @@ import yaml
 from PIL import Image
 from sklearn.metrics import accuracy_score, f1_score, roc_auc_score
 from torch.nn.functional import cross_entropy, log_softmax
-from transformers import pipeline
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    MobileViTConfig,
+    MobileViTForImageClassification,
+    MobileViTImageProcessorPil,
+    pipeline,
+)
 
 from accel_train.cli.main import main
 from accel_train.recipe.evaluate import TestTimeAugmentation as Averaging
@@ -185,6 +192,55 @@ def test_training_on_takes_weights_preprocessing_and_order_of_classes(
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, again.state_dict()[name]), name
     assert not [note for note in on.facts["notes"] if "not pretrained" in note]
+
+
+def loss_by_transformers(folder: Path, images: Path) -> float:
+    """The mean loss of a model in a folder over class folders of images, through its own image processor."""
+    model = AutoModelForImageClassification.from_pretrained(folder).eval()
+    processor, losses = AutoImageProcessor.from_pretrained(folder, backend="pil"), []
+    for path in sorted(images.glob("*/*.png")):
+        with Image.open(path) as image, torch.no_grad():
+            inputs = processor(image, return_tensors="pt")
+            losses.append(float(model(**inputs, labels=torch.tensor([CLASSES.index(path.parent.name)])).loss))
+    return float(np.mean(losses))
+
+
+def test_a_mobilevit_is_trained_evaluated_and_written_with_its_own_order_of_channels_and_scale(
+    colours: Path, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    sizes = {"hidden_sizes": [8] * 3, "neck_hidden_sizes": [8] * 7, "num_attention_heads": 1, "expand_ratio": 1.0}
+    own = MobileViTForImageClassification(MobileViTConfig(image_size=64, id2label=dict(enumerate(CLASSES)), **sizes))
+    # With the weights and statistics of its initialization, all images have the same logits.
+    for module in own.modules():
+        if isinstance(module, torch.nn.Conv2d):
+            torch.nn.init.kaiming_normal_(module.weight)
+        if isinstance(module, torch.nn.BatchNorm2d):
+            module.momentum = 1.0
+    own.train()(torch.rand(32, 3, 1, 1) * torch.rand(32, 3, 64, 64))
+    own.classifier.weight.data.normal_(0, 50)
+    own.save_pretrained(tmp_path / "own")
+    processor = MobileViTImageProcessorPil(size={"shortest_edge": 72}, crop_size={"height": 64, "width": 64})
+    processor.save_pretrained(tmp_path / "own")
+    model = {"config": None, "pretrained": str(tmp_path / "own")}
+    task, data, loaded = load(make_recipe(colours, model=model, data={"image_size": 64}))
+    found = evaluated(task, data, loaded, 8)[0]["loss"]
+    assert found == pytest.approx(loss_by_transformers(tmp_path / "own", colours / "val"), abs=1e-5)
+    assert data.draw is not None
+    blue = [index for index in range(60) if data.train[index].label == CLASSES.index("blue")]
+    drawn = data.collate([data.draw(index, np.random.default_rng(index)) for index in blue])["pixel_values"]
+    shown = data.collate([data.train[index] for index in blue])["pixel_values"]
+    for pixels in (drawn, shown):
+        assert pixels.mean((0, 2, 3)).argmax() == 0
+        assert 0 <= pixels.min() < 0.1 < 0.5 < pixels.max() <= 1
+    (tmp_path / "model").mkdir()
+    task.save(loaded, data, tmp_path / "model")
+    settings = json.loads((tmp_path / "model" / "preprocessor_config.json").read_text())
+    assert (settings["image_processor_type"], settings["do_flip_channel_order"]) == ("MobileViTImageProcessor", True)
+    assert found == pytest.approx(loss_by_transformers(tmp_path / "model", colours / "val"), abs=1e-5)
+    settings["do_flip_channel_order"] = False
+    (tmp_path / "model" / "preprocessor_config.json").write_text(json.dumps(settings))
+    assert abs(loss_by_transformers(tmp_path / "model", colours / "val") - found) > 1e-2
 
 
 def test_other_classes_get_a_new_head_and_the_notes_say_so(trained: Any, tmp_path: Path) -> None:

@@ -379,11 +379,11 @@ def test_pairs_of_a_folder_a_table_and_an_array_are_the_same(pairs: Path, tmp_pa
     assert table.eval.ids == [f"no {number}" for number in range(12)]
     order = sorted(range(12), key=lambda number: f"{number}.bmp")
     for position, number in enumerate(order):
-        image, mask = read_pair(folder, position, "RGB", 3, 255)
-        other_image, other_mask = read_pair(table.train, number, "RGB", 3, 255)
+        image, mask = read_pair(folder, position, Preprocessing(64), 3, 255)
+        other_image, other_mask = read_pair(table.train, number, Preprocessing(64), 3, 255)
         assert np.array_equal(np.asarray(image), np.asarray(other_image))
         assert np.array_equal(mask, other_mask)
-    assert np.array_equal(read_pair(arrays, 1, "RGB", 3, 255)[1], read_mask(table.train, square[1]))
+    assert np.array_equal(read_pair(arrays, 1, Preprocessing(64), 3, 255)[1], read_mask(table.train, square[1]))
 
 
 def damage(pairs: Path, fault: str) -> None:

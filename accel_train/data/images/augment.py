@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageEnhance, ImageOps
 
-from accel_train.data.images.preprocessing import Preprocessing, resize_and_crop
+from accel_train.data.images.preprocessing import Preprocessing
 from accel_train.recipe.data import Augment
 
 Pixels = NDArray[np.uint8]
@@ -56,7 +56,7 @@ def augment_image(
 ) -> Image.Image:
     """Return an augmented square of `preprocessing.image_size` from an 8-bit RGB or L image: crop, flips, colors."""
     if settings.random_resized_crop is None:
-        image = resize_and_crop(image, preprocessing)
+        image = preprocessing.resized(image)
     else:
         box = random_crop_box(image.width, image.height, settings.random_resized_crop, generator)
         image = image.resize((preprocessing.edge,) * 2, preprocessing.resample, box=box)
@@ -107,10 +107,8 @@ def place_crop(
     Sizes are (height, width), and `corner` is (left, top). Negative values place the image inside the crop. Outside the
     image, the crop has the mean color.
     """
-    mean = tuple(round(255 * channel) for channel in preprocessing.mean)
-    canvas = Image.new(image.mode, crop_size[::-1], mean if len(mean) > 1 else mean[0])
-    resized = image if image.size == size[::-1] else image.resize(size[::-1], preprocessing.resample)
-    canvas.paste(resized, (-corner[0], -corner[1]))
+    canvas = Image.new(image.mode, crop_size[::-1], preprocessing.fill)
+    canvas.paste(preprocessing.whole(image, size), (-corner[0], -corner[1]))
     return canvas
 
 

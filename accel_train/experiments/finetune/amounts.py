@@ -24,6 +24,8 @@ class Pretrained(NamedTuple):
     template_has_tools: bool = False
     is_t5: bool = False
     """Whether the model is of the T5 family, which learns at a higher rate."""
+    image_resize: Choice[str] | None = None
+    """Value of `data.image_resize`, with its reason. None: the model's image processor resizes images."""
 
 
 def num_parameters_in_words(number: int) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from accel_train.core.errors import SettingError
 from accel_train.core.state import Choice
-from accel_train.data.images.preprocessing import pretrained_image_size
+from accel_train.data.images.processors import model_preprocessing, pretrained_image_size
 from accel_train.data.text.tokenizers import load_tokenizer
 from accel_train.experiments.finetune.amounts import (
     LORA_FROM_PARAMETERS,
@@ -55,6 +55,7 @@ def choose(found: Found, pretrained: Pretrained | None) -> Choices:
                 pretrained.name, f"from --model; {num_parameters_in_words(pretrained.num_parameters)} parameters"
             ),
             **chosen,
+            **({} if pretrained.image_resize is None else {"data.image_resize": pretrained.image_resize}),
             **_adapters(pretrained),
         }
     return {
@@ -93,17 +94,31 @@ def look_at(name: str, task: str, *, trust_remote_code: bool) -> Pretrained:
     tree = {"output_dir": "runs", "model": model, "data": {"train": "."}, "schedule": {"max_steps": 1}}
     config = pretrained_config(make_recipe(tree, "--model"))
     is_text = task not in ("image-classification", "semantic-segmentation", "object-detection")
+    size = None if is_text else pretrained_image_size(name, config, trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code) if is_text else None
     return Pretrained(
         name,
         num_pretrained_parameters(config, Path(name).expanduser()),
         getattr(config.get_text_config(), "max_position_embeddings", None),
-        None if is_text else pretrained_image_size(name, config),
+        size,
         bool(tokenizer is not None and tokenizer.chat_template),
         **({"masks_documents": _document_masks(tree, config)} if task == "causal-lm" else {}),
         template_has_tools=tokenizer is not None and "tools" in str(tokenizer.chat_template),
         is_t5="t5" in config.model_type,
+        image_resize=None if is_text else _image_resize({**tree, "task": task}, config, size or 224),
     )
+
+
+def _image_resize(tree: dict[str, Any], config: Any, size: int) -> Choice[str] | None:
+    """Return whether whole images are resized, because the model's image processor does what no recipe can."""
+    recipe = make_recipe({**tree, "data": {"train": ".", "image_size": size}}, "--model")
+    try:
+        model_preprocessing(recipe, config, is_whole=recipe.task != "image-classification")
+    except SettingError as error:
+        if "data.image_resize" not in error.settings:
+            raise
+        return Choice("whole", error.problem.partition(";")[0])
+    return None
 
 
 def _document_masks(tree: dict[str, Any], config: Any) -> Choice[bool]:

@@ -14,9 +14,9 @@ from accel_train.data.images.preprocessing import (
     Preprocessing,
     Size,
     height_width,
-    model_preprocessing,
     note_of_lost_colours,
 )
+from accel_train.data.images.processors import model_preprocessing
 from accel_train.model.pretrained import chosen_attention, new_weights, pretrained_config, transformers_model
 from accel_train.recipe.data import ImageData
 from accel_train.recipe.schema import Recipe
@@ -72,6 +72,8 @@ class VisionTask(Task):
     purpose: str
     predicts_pixels: bool
     """Whether the model is trained on crops and predicts a class per pixel. False: one class per image."""
+    resizes_whole_images: bool
+    """Whether evaluation images are not cropped, because masks or boxes belong to them."""
     card: tuple[str, str, str]
     """Model card: pipeline tag, description with `{classes}`, and code that uses `model(**inputs)`."""
 
@@ -83,7 +85,7 @@ class VisionTask(Task):
         `read` receives the class names of a pretrained model, or None.
         """
         config, notes = self.model_config(recipe)
-        preprocessing, further_notes = model_preprocessing(recipe, config)
+        preprocessing, further_notes = model_preprocessing(recipe, config, is_whole=self.resizes_whole_images)
         known_names = tuple(config.id2label.values()) if recipe.model.pretrained is not None else None
         sets = read(recipe.data, known_names)
         lost_colours = note_of_lost_colours(sets.train.images, preprocessing)
@@ -236,7 +238,7 @@ class VisionTask(Task):
         if self.windows is not None and self.refusal_of_size(config, len(preprocessing.mean), preprocessing.image_size):
             # Transformers has no windows, so the image processor uses the window size.
             preprocessing = replace(preprocessing, image_size=self.windows.size)
-        preprocessing.save(folder, crops=not self.predicts_pixels)
+        preprocessing.save(folder, crops=not self.resizes_whole_images)
         (folder / "README.md").write_text(self._model_card(model, data), encoding="utf-8")
 
     def _model_card(self, model: nn.Module, data: TaskData) -> str:

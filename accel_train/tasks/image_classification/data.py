@@ -10,11 +10,10 @@ from PIL import Image
 from torch.utils.data import Dataset
 
 from accel_train.data.images.augment import Pixels, augment_image, cutmix, draw_mix, mixup
-from accel_train.data.images.decoding import to_mode
 from accel_train.data.images.images import FileImages, ImagePool, Target
 from accel_train.data.images.labelled import ImageRows, ImageSets, divide_pools, eval_beside_train
 from accel_train.data.images.pools import read_pools
-from accel_train.data.images.preprocessing import Preprocessing, resize_and_crop
+from accel_train.data.images.preprocessing import Preprocessing
 from accel_train.data.labels import LabelScheme, label_scheme
 from accel_train.recipe.data import Augment
 from accel_train.tasks.image_classification.config import ImageClassificationData
@@ -42,12 +41,12 @@ class ClassificationImages(Dataset[ImageSample]):
         return len(self.labelled)
 
     def __getitem__(self, index: int) -> ImageSample:
-        pixels = np.asarray(resize_and_crop(self.decoded(index), self.preprocessing))
+        pixels = np.asarray(self.preprocessing.resized(self.decoded(index)))
         return ImageSample(pixels, int(self.labelled.labels[index]))
 
     def decoded(self, index: int) -> Image.Image:
         """Return the whole image in the model's color mode."""
-        return to_mode(self.labelled.image(index), self.preprocessing.mode, self.labelled.where(index))
+        return self.preprocessing.decoded(self.labelled.image(index), self.labelled.where(index))
 
 
 def draw_sample(

@@ -46,6 +46,7 @@ class ImageClassification(VisionTask):
 
     factory, models = AutoModelForImageClassification, MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
     purpose, predicts_pixels = "image classification", False
+    resizes_whole_images = False
     card = (
         "image-classification",
         "An image classifier of {classes}.",

@@ -22,7 +22,6 @@ from accel_train.data.images.annotations.folders import LAYOUTS, Located, locate
 from accel_train.data.images.annotations.records import Annotated, with_names
 from accel_train.data.images.augment import Pixels, color_jitter, draw_start, place_crop
 from accel_train.data.images.boxes import Boxes, no_boxes
-from accel_train.data.images.decoding import to_mode
 from accel_train.data.images.images import ImagePool, Target, join_images
 from accel_train.data.images.labelled import ImageRows, ImageSets, divide_pools
 from accel_train.data.images.pools import boxed_scenes_pool, read_pools
@@ -252,9 +251,8 @@ class BoxedImages(Dataset[DetectionSample]):
     def __getitem__(self, index: int) -> DetectionSample:
         image, boxes = self.decoded(index)
         preprocessing = self.settings.preprocessing
-        size = height_width(preprocessing.image_size)
-        resized = image if image.size == size[::-1] else image.resize(size[::-1], preprocessing.resample)
-        return _sample(resized, boxes, boxes.corners * _scale(boxes, size))
+        corners = boxes.corners * _scale(boxes, height_width(preprocessing.image_size))
+        return _sample(preprocessing.whole(image), boxes, corners)
 
     def decoded(self, index: int) -> tuple[Image.Image, Boxes]:
         """Return the whole image in the model's color mode, and its boxes. Images to predict have no boxes.
@@ -263,7 +261,7 @@ class BoxedImages(Dataset[DetectionSample]):
             DataError: the image cannot be read, or its size has changed since the boxes were read.
         """
         where = self.images.where(index)
-        image = to_mode(self.images.image(index), self.settings.preprocessing.mode, where)
+        image = self.settings.preprocessing.decoded(self.images.image(index), where)
         if self.images.boxes is None:
             return image, no_boxes(image.width, image.height)
         boxes = self.images.boxes_of(index)

@@ -41,6 +41,7 @@ class ObjectDetection(VisionTask):
 
     factory, models = AutoModelForObjectDetection, MODEL_FOR_OBJECT_DETECTION_MAPPING
     purpose, predicts_pixels = "object detection", False
+    resizes_whole_images = True
     metric_names = scores_of.METRICS
     card = (
         "object-detection",

@@ -17,7 +17,6 @@ from accel_train.core.errors import DataError
 from accel_train.data.builtin.digit_scenes import LABEL_NAMES
 from accel_train.data.builtin.digit_scenes import NAME as DIGIT_SCENES
 from accel_train.data.images.augment import Pixels, color_jitter, draw_start, place_crop
-from accel_train.data.images.decoding import Mode, to_mode
 from accel_train.data.images.images import ImagePool, Images, Target, evenly_spaced, in_threads
 from accel_train.data.images.labelled import ImageRows, ImageSets, divide_pools
 from accel_train.data.images.masks import Mask, RenumberedMasks, mask_values
@@ -28,7 +27,7 @@ from accel_train.tasks.semantic_segmentation.config import SemanticSegmentationD
 
 
 def read_pair(
-    images: ImageRows, index: int, mode: Mode, num_classes: int, ignore_index: int
+    images: ImageRows, index: int, preprocessing: Preprocessing, num_classes: int, ignore_index: int
 ) -> tuple[Image.Image, Mask]:
     """Return an image in the model's color mode and its mask (H, W) of the same size.
 
@@ -40,7 +39,7 @@ def read_pair(
     where = images.where(index)
     mask_where = "not there" if images.masks is None else images.masks.where(int(images.rows[index]))
     try:
-        image = to_mode(images.image(index), mode, where)
+        image = preprocessing.decoded(images.image(index), where)
     except DataError as error:
         raise DataError(f"{error} (its mask is {mask_where})") from error
     if images.masks is None:
@@ -198,14 +197,12 @@ class SegmentationImages(Dataset[SegmentSample]):
 
     def __getitem__(self, index: int) -> SegmentSample:
         image, mask = self.decoded(index)
-        preprocessing = self.settings.preprocessing
-        size = height_width(preprocessing.image_size)
-        return SegmentSample(np.asarray(_resized(image, size, preprocessing.resample)), mask)
+        return SegmentSample(np.asarray(self.settings.preprocessing.whole(image)), mask)
 
     def decoded(self, index: int) -> tuple[Image.Image, Mask]:
         """Return the whole image in the model's color mode, and its mask."""
         settings = self.settings
-        return read_pair(self.pairs, index, settings.preprocessing.mode, settings.num_classes, settings.ignore_index)
+        return read_pair(self.pairs, index, settings.preprocessing, settings.num_classes, settings.ignore_index)
 
 
 class SegmentationCrops(SegmentationImages):

@@ -36,6 +36,7 @@ class SemanticSegmentation(VisionTask):
 
     factory, models = AutoModelForSemanticSegmentation, MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING
     purpose, predicts_pixels = "semantic segmentation", True
+    resizes_whole_images = True
     card = (
         "image-segmentation",
         "It gives each pixel of an image one of {classes}.",

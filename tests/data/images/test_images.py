@@ -17,7 +17,8 @@ from accel_train.data.images import labelled as labelled_images
 from accel_train.data.images.decoding import open_image, to_mode
 from accel_train.data.images.images import FileImages, held_out, inspect_images
 from accel_train.data.images.labelled import ImageRows, ImageSets
-from accel_train.data.images.preprocessing import Preprocessing, _from_settings, model_preprocessing, resize_and_crop
+from accel_train.data.images.preprocessing import Preprocessing
+from accel_train.data.images.processors import model_preprocessing
 from accel_train.recipe.schema import Recipe
 from accel_train.tasks.image_classification.config import ImageClassificationData
 from accel_train.tasks.image_classification.data import read_labelled_images
@@ -471,11 +472,11 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 
 def test_resizing_keeps_the_aspect_and_cuts_the_centre() -> None:
     image = Image.fromarray(np.arange(40, dtype=np.uint8)[None].repeat(10, 0))  # 40 wide, 10 high
-    square = resize_and_crop(image, Preprocessing(10))
+    square = Preprocessing(10).resized(image)
     assert np.asarray(square)[0].tolist() == list(range(15, 25))
-    square = resize_and_crop(image, Preprocessing(8, crop_fraction=0.8))
+    square = Preprocessing(8, crop_fraction=0.8).resized(image)
     assert np.asarray(square)[0].tolist() == list(range(16, 24))
-    assert resize_and_crop(image.transpose(Image.Transpose.ROTATE_90), Preprocessing(4)).size == (4, 4)
+    assert Preprocessing(4).resized(image.transpose(Image.Transpose.ROTATE_90)).size == (4, 4)
 
 
 def test_normalising_subtracts_the_mean_and_divides_by_the_deviation_of_each_channel() -> None:
@@ -487,23 +488,6 @@ def test_normalising_subtracts_the_mean_and_divides_by_the_deviation_of_each_cha
     assert batch[1, :, 0, 1].tolist() == pytest.approx([1.0, 0.0, 0.0])
     assert batch[0, :, 1, 2].tolist() == pytest.approx([-1.0, -2.0, 0.0])
     assert Preprocessing(2, mean=(0.5,), std=(0.5,)).normalise([image[..., 0]]).shape == (1, 1, 2, 3)
-
-
-@pytest.mark.parametrize(
-    "settings, mean, fraction, resample",
-    [
-        ({"image_mean": [0.5] * 3, "image_std": [0.4] * 3, "resample": 3, "crop_pct": 0.875}, 0.5, 0.875, 3),
-        ({"size": {"shortest_edge": 256}, "crop_size": {"height": 224}, "do_center_crop": True}, 0.485, 0.875, 2),
-        ({"do_normalize": False, "size": {"height": 224, "width": 224}}, 0.0, 1.0, 2),
-        ({"image_mean": [0.1], "image_std": [0.3]}, 0.485, 1.0, 2),
-    ],
-)
-def test_the_settings_of_a_pretrained_model_are_taken_over(
-    settings: dict[str, Any], mean: float, fraction: float, resample: int
-) -> None:
-    found = _from_settings(settings, Preprocessing(224))
-    assert (found.mean[0], found.crop_fraction, found.resample) == (mean, fraction, resample)
-    assert len(found.mean) == len(found.std) == 3
 
 
 def test_images_are_normalised_by_the_recipes_own_figures_one_for_each_colour() -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from accel_train.data.images.preprocessing import Preprocessing
 from accel_train.tasks.semantic_segmentation.config import SemanticSegmentationData
 from accel_train.tasks.semantic_segmentation.data import masked_pool, read_masked_images, read_pair
 from tests.support.runs import refused
@@ -93,7 +94,7 @@ def test_a_list_of_pairs_is_read_from_where_its_files_are(folder: Path) -> None:
 def test_numbers_in_masks_become_those_of_classes(values: Any, settings: dict[str, Any], classes: Any) -> None:
     write("s/images/a.png", "s/masks/a.png", "s/images/b.png", "s/masks/b.png", values=values)
     images = read_masked_images(SemanticSegmentationData(train="s", eval_fraction=0, **settings)).train
-    _, mask = read_pair(images, 0, "L", 3, 255)
+    _, mask = read_pair(images, 0, Preprocessing(64, mean=(0.5,), std=(0.5,)), 3, 255)
     assert mask.tolist() == [list(row) for row in classes]
 
 

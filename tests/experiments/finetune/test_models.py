@@ -1,12 +1,14 @@
 """Settings follow from the size of pretrained weights and of the data, within what the schema takes."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import RTDetrImageProcessorPil, YolosConfig, YolosForObjectDetection, YolosImageProcessorPil
 
 from accel_train.core.state import Choice
 from accel_train.experiments.finetune.amounts import Pretrained
-from accel_train.experiments.finetune.models import choose
+from accel_train.experiments.finetune.models import choose, look_at
 from accel_train.experiments.finetune.recipe import TASKS, Found, tree_of
 from accel_train.recipe.loader import make_recipe
 
@@ -79,3 +81,19 @@ def test_images_larger_than_a_pretrained_segmenter_takes_are_seen_by_windows(edg
     assert ("data.crop_size" in chosen, "evaluate.window_stride" in chosen) == (by_windows, by_windows)
     if by_windows:
         assert (chosen["data.crop_size"].value, chosen["evaluate.window_stride"].value) == (512, 341)
+
+
+def test_a_detector_whose_processor_keeps_the_aspect_is_shown_whole_images_and_the_reason_names_it(
+    tmp_path: Path,
+) -> None:
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 16}
+    YolosForObjectDetection(YolosConfig(image_size=[32, 48], **sizes)).save_pretrained(tmp_path)
+    YolosImageProcessorPil().save_pretrained(tmp_path)
+    model = look_at(str(tmp_path), "object-detection", trust_remote_code=False)
+    choice = choose(found("object-detection"), model)["data.image_resize"]
+    assert choice.value == "whole"
+    assert "YolosImageProcessor makes images of different sizes" in choice.reason
+    RTDetrImageProcessorPil().save_pretrained(tmp_path)
+    model = look_at(str(tmp_path), "object-detection", trust_remote_code=False)
+    assert "data.image_resize" not in choose(found("object-detection"), model)
+    assert model.image_size == 640
