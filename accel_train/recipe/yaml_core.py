@@ -55,7 +55,12 @@ def _represent_text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar(_TAG + "str", text, style)
 
 
+def _represent_section(dumper: yaml.SafeDumper, section: Section) -> yaml.MappingNode:
+    return dumper.represent_dict(section.model_dump())
+
+
 _CoreDumper.add_representer(str, _represent_text)
+_CoreDumper.add_multi_representer(Section, _represent_section)
 
 
 def parse_yaml(text: str, name: str) -> tuple[Any, dict[Key, int]]:
@@ -141,7 +146,6 @@ def one_line(value: Any) -> str:
     if isinstance(value, str) and value.isascii() and value.isidentifier() and value.lower() not in _WORDS:
         # This covers most of a recipe. PyYAML's dumper takes 0.1 ms per value.
         return value
-    value = value.model_dump() if isinstance(value, Section) else value
     try:
         return yaml.dump(
             [value], Dumper=_CoreDumper, default_flow_style=True, width=math.inf, allow_unicode=True, sort_keys=False

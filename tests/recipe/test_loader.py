@@ -455,6 +455,7 @@ def test_what_is_written_loads_as_the_same_recipe(recipe_file: Path, tmp_path: P
             "options": {"a b": 'x: "y" # z', "lines": "1\n2\t3", "1e3": ["1e-4", "no", None, {"k": [1, 2.5]}], "e": ""},
             "evaluate": {"sample_prompt": "  ü\u2028 'q' \\ "},
             "schedule": {"num_epochs": 1e-9},
+            "optimizer": {"groups": [{"match": ["*bias", "a: b"], "lr_scale": 0.5}, {"match": ["x"]}]},
             "data": {"train": ["- a", "[b]", "&c", "~"], "subset": "0x10"},
         },
     )
