@@ -56,7 +56,13 @@ class TaskData:
     targets).
     """
     fingerprint: str
-    """Digest that changes when the data changes. A checkpoint resumes only with the same data."""
+    """Digest that changes when the content of the data changes. A checkpoint resumes only with the same data."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Resolved settings that determine the samples, by dotted name, as plain JSON values without defaults. A checkpoint
+    resumes only with equal values. Settings do not belong in `fingerprint`, which can only say that data have changed.
+    """
+    first_fingerprint: str = ""
+    """Fingerprint of the same data in the first format of checkpoints, which hashed settings; empty if it is equal."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Plain JSON values for the plan and the report."""
     reading_is_free: bool = False

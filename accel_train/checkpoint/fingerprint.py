@@ -1,27 +1,33 @@
 """The fingerprint of a run, its other training settings, and how both changed since a checkpoint.
 
-The fingerprint (`identity`) determines whether a resume continues the same run.
+The fingerprint (`identity`) determines whether a resume continues the same run. It holds values, so that a new setting
+does not change it: a setting that a checkpoint lacks is newer than the checkpoint, and counts with its default. The
+default of a new setting must therefore do what the program did without it.
 """
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from pydantic.fields import FieldInfo
 from torch import Tensor
 
 from accel_train.core.redaction import redact
 from accel_train.data.batch_sizes import BatchSizes
+from accel_train.data.images.first_format import FIELDS
 from accel_train.optim.schedule import StepPlan
-from accel_train.recipe.data import ImageData
 from accel_train.recipe.names import recipe_names, value_of
 from accel_train.recipe.optimizer import optimizer_kind
 from accel_train.recipe.schema import Recipe
+from accel_train.recipe.values import Section
 from accel_train.recipe.writer import who_set
 from accel_train.recipe.yaml_core import show
 from accel_train.task import TaskData
 
 FOLLOWS_FROM = {
     "data.fingerprint": ("data.train", "data.eval", "data.eval_fraction", "tokenizer"),
+    "data.preprocessing": ("model.pretrained", "data.image_size", "data.image_mean", "data.image_std"),
     "batch.global_batch_size": ("batch.per_device_batch_size", "batch.gradient_accumulation_steps"),
     "schedule.max_steps": ("schedule.num_epochs",),
     "schedule.warmup_steps": ("schedule.warmup_ratio",),
@@ -29,12 +35,30 @@ FOLLOWS_FROM = {
 """Settings that determine a value that the recipe does not set directly."""
 NOT_SET = object()
 IDENTITY = (
-    *("task", "seed", "optimizer.name", "optimizer.ema_decay", "optimizer.layer_decay"),
+    *("task", "seed", "optimizer.name", "optimizer.ema_decay", "optimizer.layer_decay", "optimizer.state_dtype"),
     *("data.sequence_length", "data.mask_documents", "data.shuffle", "data.last_batch", "data.group_by_length"),
+    *("data.split_seed", "data.group_column", "data.stratify", "data.mlm_probability"),
+    *("data.augment", "data.crop_size", "data.ignore_index", "data.min_visible"),
+    *("model", "loss", "optimizer.groups", "schedule"),
 )
-"""Settings that must stay the same, as written, in every launch of a run."""
-SPLIT = ("data.split_seed", "data.group_column", "data.stratify")
-"""Further settings that must stay the same. The fingerprint holds those that differ from their defaults."""
+"""Settings and sections that must stay the same, as written, in every launch of a run."""
+NOT_OF_RUN = {
+    # A resume may change these. Kernels only differ in rounding. `frozen_dtype` is in SETTINGS.
+    "model": {"attn_implementation", "fused_kernels", "trust_remote_code", "accept_new_tokenizer", "frozen_dtype"},
+    # It only changes rounding.
+    "loss": {"chunked"},
+    # The numbers of steps that follow from these are compared.
+    "schedule": {"max_steps", "num_epochs", "warmup_steps", "warmup_ratio"},
+}
+"""Settings of these sections that are not part of the fingerprint."""
+HASHED_AT_FIRST = (
+    "data.preprocessing",
+    "data.crop_size",
+    "data.ignore_index",
+    "data.min_visible",
+    "data.mlm_probability",
+)
+"""Settings that the first format of checkpoints hashed into the fingerprint of the data."""
 SETTINGS = (
     *("optimizer.learning_rate", "optimizer.lr_scaling", "optimizer.weight_decay", "optimizer.no_decay"),
     *("optimizer.betas", "optimizer.eps", "optimizer.momentum", "optimizer.options"),
@@ -43,12 +67,13 @@ SETTINGS = (
     "options",
     *("guard.on_nonfinite", "guard.on_spike", "guard.spike_threshold", "guard.spike_window_steps"),
 )
-NOT_OF_MODEL = {"attn_implementation", "fused_kernels", "trust_remote_code", "accept_new_tokenizer", "frozen_dtype"}
-"""Settings of `model` that a resume may change. Kernels only differ in rounding. `frozen_dtype` is in SETTINGS."""
 OF_BEST = ("evaluate.metric_for_best_model", "evaluate.greater_is_better", "evaluate.max_samples")
 """Settings that must match for two values of the best metric to be comparable."""
 
-_OF_EVALUATION = ("task", "data.fingerprint", "data.sequence_length", "data.mask_documents", "loss.")
+_OF_EVALUATION = (
+    *("task", "data.fingerprint", "data.sequence_length", "data.mask_documents", "loss."),
+    *("data.preprocessing", "data.ignore_index", "data.mlm_probability"),
+)
 """Beginnings of the names in a fingerprint that must match for the metrics of two evaluations to be comparable."""
 INPUTS = "inputs."
 """Prefix of the names of digests of code and data (`TaskData.inputs`)."""
@@ -73,27 +98,26 @@ class Change(NamedTuple):
 def run_identity(recipe: Recipe, data: TaskData, sizes: BatchSizes, steps: StepPlan) -> dict[str, Any]:
     """Return the fingerprint of a run as plain JSON values. A checkpoint resumes only if fingerprints are equal."""
     identity = {
-        **{name: value_of(recipe, name) for name in IDENTITY if _has(recipe, name)},
-        **{name: value_of(recipe, name) for name in SPLIT if _has(recipe, name) and value_of(recipe, name)},
-        "model": recipe.model.model_dump(exclude=NOT_OF_MODEL),
+        **{name: _dump(value_of(recipe, name), NOT_OF_RUN.get(name)) for name in IDENTITY if _has(recipe, name)},
         "data.fingerprint": data.fingerprint,
-        **({"data.augment": recipe.data.augment.model_dump()} if isinstance(recipe.data, ImageData) else {}),
-        # chunked only changes rounding. z_loss and logit_softcap are there if they are set.
-        "loss": {
-            name: value
-            for name, value in recipe.loss.model_dump(exclude={"chunked"}).items()
-            if value or name not in ("z_loss", "logit_softcap")
-        },
-        **({"optimizer.state_dtype": "bf16"} if recipe.optimizer.state_dtype == "bf16" else {}),
+        **data.settings,
         "batch.global_batch_size": sizes.global_batch_size,
-        "optimizer.groups": recipe.optimizer.model_dump()["groups"],
-        "schedule": recipe.schedule.model_dump(exclude={"max_steps", "num_epochs", "warmup_steps", "warmup_ratio"}),
         "schedule.max_steps": steps.max_steps,
         "schedule.warmup_steps": steps.warmup_steps,
     }
-    # NaN becomes text, because NaN is not JSON and not equal to itself.
-    normal: dict[str, Any] = json.loads(json.dumps(identity), parse_constant=str)
-    return normal
+    return _normal(identity)
+
+
+def _dump(value: Any, without: set[str] | None = None) -> Any:
+    """Return a section, or sections in a tuple, as plain values."""
+    if isinstance(value, tuple):
+        return [_dump(each) for each in value]
+    return value.model_dump(exclude=without) if isinstance(value, Section) else value
+
+
+def _normal(value: Any) -> Any:
+    """Return a value as a checkpoint stores it. NaN becomes text: it is not JSON, and not equal to itself."""
+    return json.loads(json.dumps(value), parse_constant=str)
 
 
 class Settings(NamedTuple):
@@ -143,16 +167,16 @@ def training_settings(
             if found[0] is not None:
                 values[name] = found[0] if all(each == found[0] for each in found) else found
                 origins[name] = "the program's own optimizer"
-    normal: dict[str, Any] = json.loads(json.dumps(values), parse_constant=str)
+    normal: dict[str, Any] = _normal(values)
     return Settings(normal, identity_origins(recipe, normal) | origins)
 
 
-def setting_changes(trainer: Mapping[str, Any], settings: Settings) -> list[Change]:
+def setting_changes(trainer: Mapping[str, Any], settings: Settings, recipe: Recipe) -> list[Change]:
     """Return how the settings differ from those in a checkpoint's trainer.json."""
     saved = trainer["settings"]
     common = saved.keys() & settings.values.keys()
     was, now = ({name: each[name] for name in common} for each in (saved, settings.values))
-    return identity_changes(was, trainer["origins"], now, settings.origins)
+    return identity_changes(was, trainer["origins"], now, settings.origins, recipe)
 
 
 def identity_origins(recipe: Recipe, identity: Mapping[str, Any]) -> dict[str, str]:
@@ -165,17 +189,66 @@ def changes_evaluation(changes: Sequence[Change]) -> bool:
     return any(change.name.startswith(_OF_EVALUATION) for change in changes)
 
 
+def upgraded(saved: Mapping[str, Any], identity: Mapping[str, Any], first_fingerprint: str) -> dict[str, Any]:
+    """Return the fingerprint of a checkpoint as this version stores it, also if it is in the first format.
+
+    `first_fingerprint` is the fingerprint of this run's data in that format (`TaskData.first_fingerprint`).
+    """
+    hashed = {name: identity[name] for name in HASHED_AT_FIRST if name in identity and name not in saved}
+    if "data.preprocessing" in hashed:
+        known = hashed["data.preprocessing"].items()
+        hashed["data.preprocessing"] = {name: value for name, value in known if name in FIELDS["Preprocessing"]}
+    if hashed and saved.get("data.fingerprint") == first_fingerprint:
+        hashed["data.fingerprint"] = identity["data.fingerprint"]
+    return {**saved, **hashed}
+
+
 def identity_changes(
-    saved: Mapping[str, Any], saved_origins: Mapping[str, str], identity: Mapping[str, Any], origins: Mapping[str, str]
+    saved: Mapping[str, Any],
+    saved_origins: Mapping[str, str],
+    identity: Mapping[str, Any],
+    origins: Mapping[str, str],
+    recipe: Recipe,
 ) -> list[Change]:
-    """Return the differences between the fingerprints of a checkpoint and this run. Empty for the same run."""
-    return [
-        Change(name, was, saved_origins.get(name, ""), now, origins.get(name, ""))
-        for name, was, now in _differences(saved, identity, "")
-    ]
+    """Return the differences between the fingerprints of a checkpoint and this run. Empty for the same run.
+
+    A setting that only the checkpoint has (another version wrote it) counts if it was set, and is unknown today.
+    """
+    changes = []
+    for name, was, now in _differences(saved, identity, ""):
+        known = _field(recipe, name)
+        if was is NOT_SET and known is not None and not known.is_required():
+            was = _normal(_dump(known.get_default(call_default_factory=True)))
+            # A section whose settings are not all part of the fingerprint.
+            was = {key: was[key] for key in was if key in now} if isinstance(was, dict) and was and now else was
+        was_set_by = _set_by(saved_origins, name)
+        is_left_out = now is NOT_SET and (known is not None or was_set_by == "default")
+        if was != now and not is_left_out:
+            changes.append(Change(name, was, was_set_by, now, _set_by(origins, name)))
+    return changes
+
+
+def _field(recipe: Recipe, name: str) -> FieldInfo | None:
+    """Return the field of a setting in the sections of a recipe, or None if it has none."""
+    section: Any = recipe
+    *above, field = name.split(".")
+    for part in above:
+        section = section[int(part)] if isinstance(section, tuple) else getattr(section, part, None)
+    return type(section).model_fields.get(field) if isinstance(section, Section) else None
+
+
+def _are_sections(values: list[Any]) -> bool:
+    return all(isinstance(each, Mapping) for each in values)
+
+
+def _set_by(origins: Mapping[str, str], name: str) -> str:
+    """Return who set a value. An entry of a list (`optimizer.groups.0.lr_scale`) was set with the list."""
+    return origins.get(name, origins.get(re.split(r"\.\d", name)[0], ""))
 
 
 def _differences(was: Any, now: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(was, list) and isinstance(now, list) and len(was) == len(now) and _are_sections(was + now):
+        was, now = ({str(index): each for index, each in enumerate(side)} for side in (was, now))
     if isinstance(was, Mapping) and isinstance(now, Mapping):
         for key in sorted(was.keys() | now.keys()):
             inner = f"{name}.{key}" if name else key

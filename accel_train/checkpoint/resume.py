@@ -10,7 +10,14 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 
-from accel_train.checkpoint.fingerprint import Change, Settings, identity_changes, identity_origins, setting_changes
+from accel_train.checkpoint.fingerprint import (
+    Change,
+    Settings,
+    identity_changes,
+    identity_origins,
+    setting_changes,
+    upgraded,
+)
 from accel_train.checkpoint.rollback_log import ROLLBACKS, read_rollbacks, remove_abandoned, rollbacks_of
 from accel_train.checkpoint.store import (
     MANIFEST,
@@ -58,9 +65,15 @@ class ResumePoint:
 
 
 def agree_on_checkpoint(
-    recipe: Recipe, accelerator: Accelerator, identity: Mapping[str, Any], settings: Settings
+    recipe: Recipe,
+    accelerator: Accelerator,
+    identity: Mapping[str, Any],
+    settings: Settings,
+    first_fingerprint: str = "",
 ) -> ResumePoint:
     """Return the checkpoint to resume from. The main process finds it, and each process hashes a share of its files.
+
+    `first_fingerprint` is the fingerprint of the data in the first format (`TaskData.first_fingerprint`).
 
     Raises:
         ValueError: the checkpoint belongs to another run, or a process does not see it.
@@ -70,7 +83,8 @@ def agree_on_checkpoint(
 
     def find() -> ResumePoint:
         try:
-            return find_checkpoint(recipe, identity, digests_of if is_alone else _digests_together, settings)
+            digests = digests_of if is_alone else _digests_together
+            return find_checkpoint(recipe, identity, digests, settings, first_fingerprint)
         except OSError as error:
             raise CheckpointError(f"the checkpoints of {recipe.output_dir} cannot be read: {error}") from error
         finally:
@@ -132,7 +146,7 @@ def shares_of(sizes: Mapping[str, int], num_shares: int) -> list[list[str]]:
 
 
 def find_checkpoint(
-    recipe: Recipe, identity: Mapping[str, Any], digests: Digests = digests_of, settings: Settings | None = None
+    recipe: Recipe, identity: Mapping[str, Any], digests: Digests, settings: Settings, first_fingerprint: str
 ) -> ResumePoint:
     """Return the newest valid checkpoint of this run, or the checkpoint that the recipe names.
 
@@ -165,9 +179,10 @@ def find_checkpoint(
     # Checked before anything is built.
     read_state(path)
     origins = identity_origins(recipe, identity)
-    changes = identity_changes(trainer["identity"], trainer["origins"], identity, origins)
+    saved = upgraded(trainer["identity"], identity, first_fingerprint)
+    changes = identity_changes(saved, trainer["origins"], identity, origins, recipe)
     if resume == "unchanged" and not recipe.checkpoint.accept_changes:
-        changes += [] if settings is None else setting_changes(trainer, settings)
+        changes += setting_changes(trainer, settings, recipe)
         # A folder of another task was probably given by mistake.
         if changes and all(change.name != "task" for change in changes):
             return ResumePoint(None, changes=tuple(changes), previous=set_aside(folder))

@@ -120,6 +120,7 @@ def facts_of(recipe: Recipe, data: TaskData) -> dict[str, Any]:
         **dict(dotted_items(recipe.model_dump(mode="json", exclude=OF_ONE_MACHINE))),
         "the data": {
             "fingerprint": data.fingerprint,
+            **data.settings,
             "samples": len(data.train),  # type: ignore[arg-type]
             "held out": 0 if data.eval is None else len(data.eval),  # type: ignore[arg-type]
         },

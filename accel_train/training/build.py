@@ -301,7 +301,7 @@ def restore_state(plan: RunPlan, strategy: Strategy, settings: Settings) -> tupl
         state = restore(strategy, point.path, plan.recipe.optimizer.name)
         path = point.path
         # All processes use the main process's changes. They decide whether the run has finished and what is best.
-        changes = on_main(lambda: setting_changes(read_trainer(path), settings))
+        changes = on_main(lambda: setting_changes(read_trainer(path), settings, plan.recipe))
         # A program's own evaluation reads other data than the fingerprint's.
         is_other = plan.extensions.evaluate is None and changes_evaluation(point.changes)
         if is_other:

@@ -226,5 +226,6 @@ def plan_resume(plan: RunPlan, accelerator: Accelerator) -> RunPlan:
         CheckpointError: no checkpoint is valid.
     """
     check_shared(plan.output_dir, accelerator.num_processes)
-    point = agree_on_checkpoint(plan.recipe, accelerator, plan.identity, settings_of(plan))
+    settings, first_fingerprint = settings_of(plan), plan.data.first_fingerprint
+    point = agree_on_checkpoint(plan.recipe, accelerator, plan.identity, settings, first_fingerprint)
     return replace(plan, resume_point=point)

@@ -243,13 +243,17 @@ def test_an_unchanged_recipe_from_another_file_is_the_same_run(copied: Path) -> 
         ({"model": {"n": 1, "m": 2}}, {"model": {"n": 3, "m": 2}}, ["model.n was 1, now 3"]),
         ({"model": {"config": {"n": 1}}}, {"model": {"config": {}}}, ["model.config.n was 1, now not set"]),
         ({"model": {"lora": None}}, {"model": {"lora": {"rank": 8}}}, ["model.lora was null, now {rank: 8}"]),
-        ({}, {"loss": {"z_loss": 0.0}}, ["loss was not set, now {z_loss: 0.0}"]),
+        ({}, {"loss": {"z_loss": 0.0}}, []),
+        ({}, {"loss": {"z_loss": 0.5}}, ["loss was {z_loss: 0.0}, now {z_loss: 0.5}"]),
+        ({"loss": {}}, {"loss": {"z_loss": 0.5}}, ["loss.z_loss was 0.0, now 0.5"]),
+        ({"loss": {"gone": 1}}, {"loss": {}}, ["loss.gone was 1, now not set"]),
     ],
 )
 def test_what_differs_is_named_down_to_the_setting(
-    was: Mapping[str, Any], now: Mapping[str, Any], expected: list[str]
+    tmp_path: Path, was: Mapping[str, Any], now: Mapping[str, Any], expected: list[str]
 ) -> None:
-    assert [str(change) for change in identity_changes(was, {}, now, {})] == expected
+    recipe = Recipe(**recipe_dict(tmp_path, **RUN))
+    assert [str(change) for change in identity_changes(was, {}, now, {}, recipe)] == expected
 
 
 def test_a_secret_in_a_changed_value_is_not_told() -> None:

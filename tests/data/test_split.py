@@ -225,11 +225,12 @@ def test_finetune_groups_pairs_by_the_side_that_repeats_and_stratifies_other_lab
 
 def test_another_split_is_another_run_and_the_default_split_is_the_run_of_before(tmp_path: Path) -> None:
     def identity(**data: Any) -> dict[str, Any]:
-        facts: Any = SimpleNamespace(fingerprint="same", global_batch_size=8, max_steps=1, warmup_steps=0)
+        facts: Any = SimpleNamespace(fingerprint="same", settings={}, global_batch_size=8, max_steps=1, warmup_steps=0)
         return run_identity(recipe_of(tmp_path / "a.csv", data=data), facts, facts, facts)
 
-    default = identity()
-    assert not {"data.split_seed", "data.group_column", "data.stratify"} & default.keys()
+    default, recipe = identity(), recipe_of(tmp_path / "a.csv")
     for name, value in {"split_seed": 3, "group_column": "q", "stratify": True}.items():
-        [change] = identity_changes(default, {}, identity(**{name: value}), {})
+        before = {setting: each for setting, each in default.items() if setting != f"data.{name}"}
+        assert identity_changes(before, {}, default, {}, recipe) == []
+        [change] = identity_changes(before, {}, identity(**{name: value}), {}, recipe)
         assert (change.name, change.now) == (f"data.{name}", value)

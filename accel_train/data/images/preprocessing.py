@@ -22,8 +22,6 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 Size = int | tuple[int, int]
 """Edge of a square, or height and width, in pixels."""
 _NUM_LOOKED_AT = 8
-_NUM_SHOWN = 5
-"""Fields that the text of every preprocessing has."""
 _OF_VALUES = ("do_rescale", "do_normalize", "include_top")
 """Settings of processors that change values, and not where they are."""
 _GREY_MODES = ("1", "L", "LA", "I", "I;16", "I;16B", "F")
@@ -52,15 +50,13 @@ class Preprocessing:
     own_pixels: str = ""
     """Digest of the pixels of `own`."""
 
-    def __repr__(self) -> str:
-        """Return the first fields, and others that are set. Fingerprints of runs hash this text."""
-        named = [(each, getattr(self, each.name)) for each in fields(self)]
-        shown = [
-            f"{each.name}={value!r}"
-            for number, (each, value) in enumerate(named)
-            if number < _NUM_SHOWN or (each.name != "own" and value != each.default)
-        ]
-        return f"Preprocessing({', '.join(shown)})"
+    def changed_fields(self) -> dict[str, Any]:
+        """Return the fields that differ from their defaults. A run's fingerprint holds them.
+
+        The default of a new field must therefore do what the program did without it.
+        """
+        values = {each.name: (getattr(self, each.name), each.default) for each in fields(self)}
+        return {name: value for name, (value, default) in values.items() if value != default}
 
     @property
     def edge(self) -> int:

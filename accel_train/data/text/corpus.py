@@ -23,7 +23,8 @@ from accel_train.recipe.schema import Recipe
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Part of every cache key. Raise it when the same sources would give other shards.
+# Part of every cache key. Raise it when the same sources would give other shards. A new setting joins the key only if
+# it differs from its default: runs of earlier versions then find their shards again, and resume.
 _FORMAT = 1
 _READING = ("text_column", "encoding", "encoding_errors", "header", "delimiter", "quoting")
 
@@ -106,8 +107,14 @@ def _contents(inputs: Inputs, root: Path) -> dict[str, Any]:
         # Text that is shown to a trained model has other notes.
         **({} if data.is_for_training else {"shown": True}),
         **{name: getattr(data, name) for name in _READING},
-        "tokenizer": tokenizer.digest if isinstance(tokenizer, TextTokenizer) else tokenizer.model_dump(),
+        "tokenizer": tokenizer.digest if isinstance(tokenizer, TextTokenizer) else _to_train(tokenizer),
     }
+
+
+def _to_train(tokenizer: TrainedTokenizer) -> dict[str, Any]:
+    """Return the settings of a tokenizer without defaults, so that a new setting does not change them."""
+    section = tokenizer.train_bpe
+    return {"train_bpe": {"vocab_size": section.vocab_size, **section.model_dump(exclude_defaults=True)}}
 
 
 def _source_contents(source: Source, root: Path, advance: Callable[[float], object]) -> list[Any]:

@@ -13,6 +13,7 @@ from transformers import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING, AutoModelForIma
 
 from accel_train.data.images.augment import check_augment
 from accel_train.data.images.decoding import to_mode
+from accel_train.data.images.first_format import FIELDS, first_repr
 from accel_train.data.images.images import evenly_spaced, text_digest
 from accel_train.data.images.labelled import ImageRows, ImageSets
 from accel_train.metrics import METRICS, load_metric, tally
@@ -82,7 +83,11 @@ print(model.config.id2label[int(scores.argmax())], float(scores.max()))""",
             train=train,
             eval=None if sets.eval is None else ClassificationImages(sets.eval, preprocessing),
             collate=partial(collate_images, preprocessing=preprocessing, num_classes=len(sets.label_names)),
-            fingerprint=text_digest([sets.identity, repr(preprocessing), settings.model_dump_json()]),
+            fingerprint=sets.identity,
+            settings={"data.preprocessing": preprocessing.changed_fields()},
+            first_fingerprint=text_digest(
+                [sets.identity, first_repr(preprocessing), settings.model_dump_json(include=set(FIELDS["Augment"]))]
+            ),
             facts={**source.facts, "num_train_of_label": dict(zip(sets.label_names, counts.tolist())), "notes": notes},
             reading_is_free=sets.decoded and seen_as_it_is,
             source=source,

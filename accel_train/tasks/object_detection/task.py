@@ -19,6 +19,7 @@ from transformers import (
 from accel_train.core.errors import DataError, SettingError
 from accel_train.core.state import Choice
 from accel_train.data.images.augment import check_augment
+from accel_train.data.images.first_format import first_repr
 from accel_train.data.images.images import evenly_spaced, text_digest
 from accel_train.data.images.labelled import ImageRows
 from accel_train.recipe.schema import Recipe
@@ -100,7 +101,9 @@ print(found["labels"], found["scores"], found["boxes"])""",
             train=train,
             eval=evaluation,
             collate=partial(detection.collate_boxes, preprocessing=source.preprocessing),
-            fingerprint=text_digest([sets.identity, repr(settings)]),
+            fingerprint=sets.identity,
+            settings={"data.preprocessing": source.preprocessing.changed_fields()},
+            first_fingerprint=text_digest([sets.identity, first_repr(settings)]),
             facts={**source.facts, "notes": notes},
             source=source,
             draw=train.draw,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING, AutoModelForSemanticSegmentation
 
 from accel_train.data.images.augment import check_augment
+from accel_train.data.images.first_format import first_repr
 from accel_train.data.images.images import evenly_spaced, text_digest
 from accel_train.data.images.preprocessing import Size
 from accel_train.metrics.scores import segmentation_scores
@@ -85,7 +86,9 @@ mask = processor.post_process_semantic_segmentation(model(**inputs), target_size
             train=train,
             eval=evaluation,
             collate=partial(segmentation.collate_segments, preprocessing=preprocessing, ignore_index=data.ignore_index),
-            fingerprint=text_digest([sets.identity, repr(settings)]),
+            fingerprint=sets.identity,
+            settings={"data.preprocessing": preprocessing.changed_fields()},
+            first_fingerprint=text_digest([sets.identity, first_repr(settings)]),
             facts={**source.facts, "crop_size": settings.crop_size, "notes": notes},
             source=source,
             draw=train.draw,
