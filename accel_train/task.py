@@ -57,12 +57,6 @@ class TaskData:
     """
     fingerprint: str
     """Digest that changes when the content of the data changes. A checkpoint resumes only with the same data."""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """Resolved settings that determine the samples, by dotted name, as plain JSON values without defaults. A checkpoint
-    resumes only with equal values. Settings do not belong in `fingerprint`, which can only say that data have changed.
-    """
-    first_fingerprint: str = ""
-    """Fingerprint of the same data in the first format of checkpoints, which hashed settings; empty if it is equal."""
     facts: dict[str, Any] = field(default_factory=dict)
     """Plain JSON values for the plan and the report."""
     reading_is_free: bool = False
@@ -95,6 +89,12 @@ class TaskData:
     inputs: Mapping[str, str] = field(default_factory=dict)
     """Digests by name of other inputs that determine the result (code, structure). A resume reports which have changed.
     """
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Resolved settings that determine the samples, by dotted name, as plain JSON values without defaults. A checkpoint
+    resumes only with equal values. Settings do not belong in `fingerprint`, which can only say that data have changed.
+    """
+    first_fingerprint: str = ""
+    """Fingerprint of the same data in the first format of checkpoints, which hashed settings; empty if it is equal."""
 
     def add_notes(self, notes: Sequence[str]) -> None:
         """Add sentences for the plan and the report to `facts["notes"]`, without duplicates.

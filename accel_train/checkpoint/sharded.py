@@ -18,7 +18,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter, load, save
+from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import (
@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
+from accel_train.checkpoint.shard_index import INDEX, Part, ShardIndex, Slices, index_in
 from accel_train.checkpoint.store import FileFacts, GivenUp, Writer, facts_of, publish
 from accel_train.core.errors import CheckpointError
 from accel_train.model.tensors import local_part
@@ -51,6 +52,11 @@ DTYPES = {
 """torch types by their safetensors names."""
 
 
+def shard_file(rank: int) -> str:
+    """Return the name of the file that a process writes its parts to."""
+    return f"shard-{rank + 1:05d}-model-00001-of-00001.safetensors"
+
+
 @dataclass
 class KnownPlan:
     """The tensors that this process writes, as agreed at an earlier save with the same layout."""
@@ -59,6 +65,8 @@ class KnownPlan:
     plan: SavePlan | None = None
     copies: dict[str, Tensor] = field(default_factory=dict)
     """Host memory of the last save."""
+    index: ShardIndex | None = None
+    """Where all processes write, on the main process."""
 
 
 @torch.no_grad()
@@ -95,16 +103,32 @@ class _Planner(DefaultSavePlanner):
         super().__init__()
         self.agreed = known
         self._is_known = known is not None
+        self.index: ShardIndex | None = None
 
     def create_local_plan(self) -> SavePlan:
         return super().create_local_plan() if self.agreed is None else self.agreed
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        return (all_plans, Metadata({})) if self._is_known else super().create_global_plan(all_plans)
+        if self._is_known:
+            return all_plans, Metadata({})
+        plans, metadata = super().create_global_plan(all_plans)
+        self.index = ShardIndex.of(_parts_of(plans))
+        return plans, metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         self.agreed = super().finish_plan(new_plan)
         return self.agreed
+
+
+def _parts_of(plans: list[SavePlan]) -> Iterator[Part]:
+    """Yield the parts of a save by all processes."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            assert item.tensor_data is not None, "only tensors are saved"
+            chunk, dtype = item.tensor_data.chunk, item.tensor_data.properties.dtype
+            name = names.get(dtype, str(dtype))
+            yield Part(shard_file(rank), item.index.fqn, name, tuple(chunk.offsets), tuple(chunk.sizes))
 
 
 class _KnownPlanWriter(HuggingFaceStorageWriter):
@@ -172,7 +196,10 @@ class ShardWriter:
         self._knows_where = True
         # The root may have another path on another machine.
         self._broadcast(folder.name)
-        return self._write_part(folder)
+        facts = self._write_part(folder)
+        assert self._known.index is not None, "the main process has planned this layout"
+        (folder / INDEX).write_text(self._known.index.text())
+        return {**facts, INDEX: facts_of(folder / INDEX)}
 
     def _write_part(self, folder: Path) -> dict[str, FileFacts]:
         error: str | None = None
@@ -183,7 +210,7 @@ class ShardWriter:
         facts: dict[str, FileFacts] = {}
         if error is None:
             try:
-                facts = {path.name: facts_of(path) for path in folder.glob(f"shard-{dist.get_rank() + 1:05d}-*")}
+                facts = {path.name: facts_of(path) for path in folder.glob(shard_file(dist.get_rank()))}
             except OSError as problem:
                 error = f"process {dist.get_rank()}: {problem}"
         gathered: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
@@ -209,6 +236,7 @@ class ShardWriter:
                 self._spread, storage_writer=writer, planner=planner, process_group=self._group, no_dist=bool(is_known)
             )
         known.layout, known.plan = layout, planner.agreed
+        known.index = planner.index or known.index
 
 
 class CheckpointReader:
@@ -225,10 +253,11 @@ class CheckpointReader:
         with _readable(folder if in_parts else self._file):
             shapes, dtypes = _described(self._file)
             self._in_file = set(shapes)
-            if in_parts:
-                for name, each in HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata.items():
-                    shapes.setdefault(name, each.size)  # type: ignore[union-attr]
-                    dtypes[name] = each.properties.dtype  # type: ignore[union-attr]
+            self._index = index_in(folder) if in_parts else ShardIndex({}, {})
+            for name, dtype in self._index.dtypes.items():
+                shapes.setdefault(name, torch.Size(self._index.shape(name)))
+                if dtype in DTYPES:
+                    dtypes.setdefault(name, DTYPES[dtype])
         self.shapes = self._of_kind(shapes)
         """Shapes by name. Empty if the checkpoint has no tensors of this kind."""
         self.dtypes = self._of_kind(dtypes)
@@ -260,22 +289,29 @@ class CheckpointReader:
         rest = {name: target for name, target in named.items() if name not in self._in_file}
         with _readable(self._folder), torch.no_grad():
             _read(self._file, {name: target for name, target in named.items() if name in self._in_file})
-            if rest:
-                with warnings.catch_warnings():
-                    # no_dist is intended.
-                    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                    load(rest, storage_reader=HuggingFaceStorageReader(str(self._folder)), no_dist=True)
+            self._read_parts(rest)
+
+    def _read_parts(self, targets: Mapping[str, Tensor]) -> None:
+        """Fill tensors from the shards. Each shard that holds a part of this process is opened once."""
+        wanted: dict[str, list[tuple[str, Slices, Tensor]]] = {}
+        for name, target in targets.items():
+            whole = tuple(slice(0, size) for size in target.shape)
+            for there, here in cuts_of(target) if isinstance(target, DTensor) else [(whole, whole)]:
+                part = local_part(target)[here]
+                for file, within, into in self._index.find(name, there):
+                    wanted.setdefault(file, []).append((name, within, part[into]))
+        for file, parts in wanted.items():
+            with safe_open(self._folder / file, "pt") as opened:
+                for name, within, into in parts:
+                    into.copy_(opened.get_slice(name)[within] if within else opened.get_tensor(name))
 
 
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
     try:
         yield
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read ({error})") from error
-    # CheckpointException is not an Exception subclass and would bypass all handlers.
-    except CheckpointException as error:
-        raise CheckpointError(f"{path} cannot be read ({next(iter(error.failures.values()))[0]})") from None
 
 
 def _described(file: Path) -> tuple[dict[str, torch.Size], dict[str, torch.dtype]]:

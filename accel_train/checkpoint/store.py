@@ -20,7 +20,7 @@ from accel_train.core.files import digests_of, follow_umask, is_seen, make_folde
 from accel_train.core.json_io import read_plain_json, write_plain_json
 
 MANIFEST, TRAINER = "manifest.json", "trainer.json"
-STATE_FILES = (TRAINER, "trainer_state.json", "scheduler.json")
+STATE_FILES = (TRAINER, "shards.json", "trainer_state.json", "scheduler.json")
 """Files that a resume reads, in addition to safetensors files. Others only describe the model."""
 FORMAT = 1
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
