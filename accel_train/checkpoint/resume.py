@@ -1,5 +1,6 @@
 """Resume a run: find the checkpoint, check that it belongs to the run, and agree on it across processes."""
 
+import heapq
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -132,16 +133,19 @@ def _help(recipe: Recipe) -> None:
 
 
 def _digest_share(folder: Path, shares: Sequence[Sequence[str]]) -> dict[str, str | OSError]:
-    everywhere: list[Any] = [None] * len(shares)
-    dist.all_gather_object(everywhere, digests_of(folder, shares[dist.get_rank()]))
-    return {name: digest for found in everywhere for name, digest in found.items()}
+    everywhere: list[Any] | None = [None] * len(shares) if dist.get_rank() == 0 else None
+    dist.gather_object(digests_of(folder, shares[dist.get_rank()]), everywhere)
+    return {name: digest for found in everywhere or () for name, digest in found.items()}
 
 
 def shares_of(sizes: Mapping[str, int], num_shares: int) -> list[list[str]]:
     """Return file names in shares of about equal bytes. Largest files first, each goes to the smallest share."""
     shares: list[list[str]] = [[] for _ in range(num_shares)]
+    loads = [(0, number) for number in range(num_shares)]
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
-        min(shares, key=lambda share: sum(sizes[each] for each in share)).append(name)
+        num_bytes, number = loads[0]
+        shares[number].append(name)
+        heapq.heapreplace(loads, (num_bytes + sizes[name], number))
     return shares
 
 

@@ -18,7 +18,7 @@ from accel_train.engine.loader import Reading, read_batches
 from accel_train.engine.step import MicroBatch
 from accel_train.parallel.dims import parallel_dims
 from accel_train.runtime.memory import is_out_of_memory
-from accel_train.runtime.process_group import gather_number
+from accel_train.runtime.process_group import concluded, gather_number
 from accel_train.task import TaskData
 
 ROWS = "rows_"
@@ -231,8 +231,8 @@ def _sum_over_processes(accelerator: Accelerator, here: dict[str, Tensor]) -> di
 
     A process without batches learns the names and shapes from the others.
     """
-    described = gather_object([{name: (value.shape, value.dtype) for name, value in here.items()}])
-    shapes = {name: shape for each in described for name, shape in each.items()}
+    described = {name: (value.shape, value.dtype) for name, value in here.items()}
+    shapes = concluded(described, lambda everywhere: {name: each[name] for each in everywhere for name in each})
     if not parallel_dims(accelerator).is_first_in_group:  # the first process of the group counts for the group
         here = {}
     totals = {}

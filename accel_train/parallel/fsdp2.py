@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
-from accelerate.utils import DistributedType, ParallelismConfig, fsdp2_prepare_model, gather_object
+from accelerate.utils import DistributedType, ParallelismConfig, fsdp2_prepare_model
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -35,7 +35,7 @@ from accel_train.parallel.strategy import ALONE, MakeOptimizer, Snapshot, Strate
 from accel_train.parallel.tensor_parallel import keep_gradients_in_parts, split_layers, tie, tied_names
 from accel_train.recipe.parallel import Parallel
 from accel_train.runtime.private import before_reduction, drop_partial_sums, end_open_forward, flatten_mesh
-from accel_train.runtime.process_group import SAVING, on_main
+from accel_train.runtime.process_group import SAVING, concluded, first_problem, on_main
 
 LOOKING = "looking for unused weights"
 """Description of the process group in which the hosts exchange which weights took part in a step."""
@@ -136,7 +136,7 @@ class Fsdp2(Strategy):
         whole model.
         """
         restored = builders.restored()
-        if all(gather_object([restored is not None])):
+        if concluded(restored is not None, all):
             assert restored is not None
             return restored
         if (unread := builders.unread()) is not None:
@@ -154,7 +154,7 @@ class Fsdp2(Strategy):
             shapes, other = ({name: each.shape for name, each in found.items()} for found in (self._weights, expected))
             if shapes != other:
                 problem = "its weights differ between an empty build and a full build"
-        problem = next((each for each in gather_object([problem]) if each), "")
+        problem = concluded(problem, first_problem)
         if problem or model is None:
             self._weights, self.whole_because = None, problem
             return builders.whole()

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
-from accelerate.utils import AORecipeKwargs, GradientAccumulationPlugin, TorchDynamoPlugin, gather_object
+from accelerate.utils import AORecipeKwargs, GradientAccumulationPlugin, TorchDynamoPlugin
 
 from accel_train.core.errors import setting_error
 from accel_train.core.state import Choice
@@ -22,7 +22,7 @@ from accel_train.runtime.launch_environment import launched_with
 from accel_train.runtime.launcher import ALLOCATOR_VARIABLES
 from accel_train.runtime.memory import keep_freed_memory
 from accel_train.runtime.private import forget_accelerator
-from accel_train.runtime.process_group import COLLECTIVE_TIMEOUT_SECONDS, limit_collectives
+from accel_train.runtime.process_group import COLLECTIVE_TIMEOUT_SECONDS, concluded, limit_collectives
 
 _of_earlier_run: dict[str, bool] = {}
 """Switches of torch that the last run of this process turned on. A program's own switches stay."""
@@ -70,11 +70,14 @@ def agree_on_mixed_precision(section: Precision, device: torch.device, num_proce
         own = str(error)
     if num_processes == 1:
         return weakest_precision([own])
+
+    def conclude(everywhere: list[tuple[Choice[str] | str, str]]) -> Choice[str]:
+        choice = weakest_precision([each for each, _ in everywhere])
+        return replace(choice, reason=choice.reason + different_devices([name for _, name in everywhere]))
+
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else ()
     described = " ".join([device_name(device), ".".join(map(str, capability))]).strip()
-    everywhere: list[tuple[Choice[str] | str, str]] = gather_object([(own, described)])
-    choice = weakest_precision([each for each, _ in everywhere])
-    return replace(choice, reason=choice.reason + different_devices([name for _, name in everywhere]))
+    return concluded((own, described), conclude)
 
 
 def different_devices(names: Sequence[str]) -> str:

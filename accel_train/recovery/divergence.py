@@ -7,7 +7,6 @@ from collections import Counter
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import gather_object
 from torch import Tensor
 
 from accel_train.core.errors import TrainingStopped
@@ -15,6 +14,7 @@ from accel_train.engine.run import RunContext
 from accel_train.engine.save import kept_checkpoints
 from accel_train.model.tensors import local_part
 from accel_train.recovery.rollback import RollbackRequested
+from accel_train.runtime.process_group import concluded
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _NONNEGATIVE = 2**62 - 1
@@ -69,7 +69,10 @@ def _bits(tensor: Tensor) -> Tensor:
 def _odd_ranks(run: RunContext, here: Tensor, copies: dist.ProcessGroup | None) -> str:
     """Return which ranks differ from the majority of the ranks that should hold the same weights."""
     group = range(run.accelerator.num_processes) if copies is None else dist.get_process_group_ranks(copies)
-    everywhere = gather_object([(tuple(here.tolist()), list(group))])
+    return concluded((tuple(here.tolist()), list(group)), _name_odd_ranks)
+
+
+def _name_odd_ranks(everywhere: list[tuple[tuple[int, ...], list[int]]]) -> str:
     odd = []
     for rank, (sums, others) in enumerate(everywhere):
         usual, count = Counter(everywhere[other][0] for other in others).most_common(1)[0]

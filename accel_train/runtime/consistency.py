@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list
 
 from accel_train.core.files import is_seen
 from accel_train.core.json_io import dotted_items
 from accel_train.core.state import Choice
 from accel_train.core.version import __version__
 from accel_train.recipe.schema import Recipe
+from accel_train.runtime.process_group import concluded
 from accel_train.task import TaskData
 
 OF_ONE_MACHINE: Any = {
@@ -42,7 +43,7 @@ def check_agreement(recipe: Recipe, data: TaskData, num_processes: int) -> None:
     """
     if num_processes == 1:
         return
-    if problems := disagreements(gather_object([facts_of(recipe, data)])):
+    if problems := concluded(facts_of(recipe, data), disagreements):
         raise ValueError(
             "the processes of this run do not agree: "
             + "; ".join(problems)
@@ -61,9 +62,12 @@ def check_choices(choices: Mapping[str, Choice[Any]], num_processes: int) -> Non
     if num_processes == 1:
         return
     own = {name: str(choice.value) for name, choice in choices.items() if name.startswith(OF_COMPUTATION)}
-    everywhere: list[dict[str, str]] = gather_object([own])
-    on_all = set.intersection(*map(set, everywhere))
-    if problems := disagreements([{name: here[name] for name in on_all} for here in everywhere]):
+
+    def compare(everywhere: list[dict[str, str]]) -> list[str]:
+        on_all = set.intersection(*map(set, everywhere))
+        return disagreements([{name: here[name] for name in on_all} for here in everywhere])
+
+    if problems := concluded(own, compare):
         raise ValueError(
             "the processes of this run would not compute alike: "
             + "; ".join(problems)
@@ -110,8 +114,12 @@ def who_lacks(path: Path) -> str:
     All processes call this function.
     """
     here = f"rank {dist.get_rank()} (process {os.getpid()} on {socket.gethostname()}, {path.parent.absolute()})"
-    blind = gather_object([] if is_seen(path) else [here])
-    return f"{blind[0]}{f', and {len(blind) - 1} more,' if len(blind) > 1 else ''}" if blind else ""
+
+    def count(everywhere: list[str | None]) -> str:
+        blind = [each for each in everywhere if each is not None]
+        return f"{blind[0]}{f', and {len(blind) - 1} more,' if len(blind) > 1 else ''}" if blind else ""
+
+    return concluded(None if is_seen(path) else here, count)
 
 
 def facts_of(recipe: Recipe, data: TaskData) -> dict[str, Any]:

@@ -10,7 +10,8 @@ They use a separate connection, from threads that no collective can block. The k
     failure            the first failure of the run; later ones read it, so that all processes name the same cause
     stop               some process was asked to stop
 
-A process reads the statuses of its machine and of rank 0. A start therefore costs O(world size) calls in all.
+A process reads the statuses of its machine and of rank 0, and rank 0 reads all when a step is late. A start and a late
+step therefore cost O(world size) calls in all.
 """
 
 import itertools
@@ -144,6 +145,17 @@ class HeartbeatStore:
         values = self._call("multi_get", [f"status/{rank}" for rank in range(self.world_size)])
         self._known.update((rank, ProcessStatus(**json.loads(value))) for rank, value in enumerate(values))
         return dict(self._known)
+
+    def look(self) -> Statuses:
+        """Return the last statuses when a step is late: of all processes on rank 0, otherwise as in `_meet_machine`."""
+        if self.rank == 0:
+            return self.statuses()
+        return {rank: status for rank in sorted(self._known) if (status := self.status(rank)) is not None}
+
+    def leaves_hang_to_rank_0(self, before: Statuses, after: Statuses) -> bool:
+        """Return whether rank 0 sent heartbeats between two looks. It then finds the cause, and reports it to all."""
+        beats = {each[0].heartbeat for each in (before, after) if 0 in each}
+        return self.rank != 0 and len(beats) == 2
 
     def meet(self) -> None:
         """Join, and wait at most `STORE_SECONDS` for the others. A process that dies early is then known."""
@@ -281,7 +293,7 @@ def find_hung(store: HeartbeatStore, before: Statuses, after: Statuses) -> dict[
     Without an answer from the store, only this machine's processes count.
     """
     silent: dict[int, str] = {}
-    for rank in range(store.world_size):
+    for rank in range(store.world_size) if store.rank == 0 else sorted(store._known):
         state, first, last = store.state(rank), before.get(rank), after.get(rank)
         is_silent = last is None or (first is not None and first.heartbeat == last.heartbeat)
         if state in (*ENDED, *STOPPED):

@@ -4,7 +4,7 @@ import atexit
 import os
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -27,6 +27,7 @@ from accel_train.runtime.private import is_set_to_cpu, process_groups
 from accel_train.runtime.signals import stopped_while_joining
 
 T = TypeVar("T")
+R = TypeVar("R")
 COLLECTIVE_TIMEOUT_SECONDS = 1800
 """Timeout of a collective in seconds while a run starts or ends. One process may tokenize or write for all of them."""
 SAVING = "saving"
@@ -119,6 +120,25 @@ def on_main(function: Callable[[], T]) -> T:
         raise outcome[1]
     result: T = outcome[0]
     return result
+
+
+def concluded(here: T, conclude: Callable[[list[T]], R]) -> R:
+    """* Return on all processes what the main process concludes from the values of all, or raise its error on all.
+
+    Only the main process receives the values. If each process received all of them, a start would cost the square of
+    the number of processes.
+    """
+    processes = PartialState()
+    if processes.num_processes == 1:
+        return conclude([here])
+    everywhere: list[Any] | None = [None] * processes.num_processes if processes.is_main_process else None
+    dist.gather_object(here, everywhere)
+    return on_main(lambda: conclude(everywhere or []))
+
+
+def first_problem(problems: Sequence[str]) -> str:
+    """Return the first problem that is not empty; empty if there is none."""
+    return next((each for each in problems if each), "")
 
 
 def wait_for_all() -> None:

@@ -231,14 +231,15 @@ class Watchdog:
             self._halfway = None
             return None
         if self._halfway is None and heartbeats is not None:
-            self._halfway = within(3.0, heartbeats.statuses) or {}
+            self._halfway = within(3.0, heartbeats.look) or {}
         timeout = self.timeout_seconds * (FIRST_STEPS_ALLOWANCE if progress.is_first_step else 1)
         if progress.idle_seconds <= timeout:
             return None
         culprit, hung, hosts = self.rank, f"rank {self.rank} {progress.describe()}", list[str]()
         if heartbeats is not None:
-            before, after = self._halfway or {}, within(3.0, heartbeats.statuses) or {}
-            if any(after[rank].progress != before[rank].progress for rank in before.keys() & after.keys()):
+            before, after = self._halfway or {}, within(3.0, heartbeats.look) or {}
+            moved = any(after[rank].progress != before[rank].progress for rank in before.keys() & after.keys())
+            if moved or heartbeats.leaves_hang_to_rank_0(before, after):
                 progress.idle_seconds, self._halfway = timeout / 2, None
                 return None
             hung_ranks = find_hung(heartbeats, before, after)

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
 from torch import nn
 
 from accel_train.checkpoint.base import base_problem, digests_of_base, left_out
@@ -50,7 +49,7 @@ from accel_train.parallel.sequence_parallel import attend_over_slices
 from accel_train.parallel.strategy import Strategy
 from accel_train.runtime.consistency import check_choices
 from accel_train.runtime.memory import PeakMemory
-from accel_train.runtime.process_group import on_main
+from accel_train.runtime.process_group import concluded, first_problem, on_main
 from accel_train.runtime.signals import StopRequest
 from accel_train.runtime.watchdog import Watchdog
 from accel_train.task import Task
@@ -176,9 +175,8 @@ def build_model(plan: RunPlan, strategy: Strategy) -> tuple[TrainingModule, RunP
                 problem = str(error).partition("\n")[0] or type(error).__name__
         versions = sorted({each.version for each in sources.values()})
         own = problem, versions, {name: each.shape for name, each in sources.items()}
-        everywhere: list[Any] = gather_object([own]) if accelerator.num_processes > 1 else [own]
-        problem = next((each for each, *_ in everywhere if each), "")
-        if found is None or problem or any(weights != everywhere[0][2] for *_, weights in everywhere):
+        problem, same_files, same_weights = concluded(own, _compare_sources)
+        if found is None or problem or not same_weights:
             torch.set_rng_state(generator)
             who = "the main process loads" if strategy.builds_empty else "each process loads"
             problem = problem or "the processes see other files"
@@ -186,7 +184,7 @@ def build_model(plan: RunPlan, strategy: Strategy) -> tuple[TrainingModule, RunP
             return None
         choices.update(found.choices)
         frozen.update(found.frozen)
-        unread = Unread(found.model, sources, all(files == everywhere[0][1] for _, files, _ in everywhere))
+        unread = Unread(found.model, sources, same_files)
         if accelerator.is_main_process or (resumed and not strategy.builds_empty):
             base.update(digests_of_base(found.model, frozen, sources))
         # The main process sends packed layers to the others.
@@ -243,6 +241,12 @@ def makes_new_models(task: Task) -> bool:
     return module.startswith("accel_train.tasks.") and module != "accel_train.tasks.module"
 
 
+def _compare_sources(everywhere: list[tuple[str, Any, Any]]) -> tuple[str, bool, bool]:
+    """Return the first problem of a process, and whether all have the same versions of files, and the same weights."""
+    problems, files, weights = zip(*everywhere)
+    return first_problem(problems), *(all(each == found[0] for each in found) for found in (files, weights))
+
+
 def check_base(
     plan: RunPlan, accelerator: Accelerator, inner: TrainingModule, digests: dict[str, str]
 ) -> Mapping[str, str]:
@@ -259,9 +263,8 @@ def check_base(
         return digests
     has_loaded = bool(digests) or not inner.base
     problem = base_problem(path, digests) if has_loaded else ""
-    for found in [problem] if accelerator.num_processes == 1 else gather_object([problem]):
-        if found:
-            raise ValueError(found)
+    if problem := concluded(problem, first_problem):
+        raise ValueError(problem)
     if not left_out(path):
         inner.base = frozenset()
         return {}

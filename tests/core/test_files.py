@@ -50,6 +50,11 @@ def test_shares_are_balanced_by_size_the_largest_first() -> None:
     sizes = {"a": 5, "b": 4, "c": 3, "d": 3, "e": 1, "f": 0}
     assert shares_of(sizes, 2) == [["a", "d", "f"], ["b", "c", "e"]]
     assert shares_of({"a": 1}, 3) == [["a"], [], []]
+    many = {f"{n:04d}": n * n % 97 for n in range(500)}
+    shares = shares_of(many, 64)
+    loads = [sum(many[name] for name in share) for share in shares]
+    assert sorted(name for share in shares for name in share) == sorted(many)
+    assert max(loads) - min(loads) <= max(many.values())
 
 
 def sparse(root: Path, step: int, num_files: int, num_bytes: int) -> Path:

@@ -291,6 +291,9 @@ def _patches(pretend: Pretend, num_gpus: int) -> Iterator[tuple[Any, dict[str, A
     def gather(found: list[Any], each: Any, group: Any = None) -> None:
         found[:] = [each] * len(found)
 
+    def gather_on_main(each: Any, found: list[Any], *args: Any, **kwargs: Any) -> None:
+        gather(found, each)
+
     def init_helper(module: Any, *args: Any, **kwargs: Any) -> None:
         init(module, *args, **kwargs)
         module.logger = mock.Mock()  # it reads CUDA's timers
@@ -304,7 +307,7 @@ def _patches(pretend: Pretend, num_gpus: int) -> Iterator[tuple[Any, dict[str, A
     for owner in (dist, dist.distributed_c10d):
         yield owner, {
             "new_group": make_group,
-            "all_gather_object": gather, "broadcast_object_list": give(None),
+            "all_gather_object": gather, "gather_object": gather_on_main, "broadcast_object_list": give(None),
         }  # fmt: skip
     yield dist.ProcessGroup, {"set_timeout": give(None)}
     yield ddp, {"_verify_param_shape_across_processes": give(None), "_sync_module_states": give(None)}

@@ -46,17 +46,17 @@ def test_devices_of_several_kinds_are_noted_with_their_ranks(
     class Sent(Exception):
         pass
 
-    def send(own: list[Any]) -> list[Any]:
-        sent.extend(own)
+    def send(own: Any, conclude: Any) -> Any:
+        sent.append(own)
         raise Sent
 
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
     for name, capability in gpus:
         monkeypatch.setattr(precision, "device_name", lambda device, name=name: name)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
-        monkeypatch.setattr(precision, "gather_object", send)
+        monkeypatch.setattr(precision, "concluded", send)
         with pytest.raises(Sent):
             resolve()
-    monkeypatch.setattr(precision, "gather_object", lambda own: sent)
+    monkeypatch.setattr(precision, "concluded", lambda own, conclude: conclude(sent))
     assert resolve().value == "no"
     assert resolve().reason.removeprefix("as set") == (f"; the devices differ: {said}" if said else "")

@@ -237,11 +237,12 @@ class CountedStore:
     """A store that counts the calls of all processes."""
 
     def __init__(self) -> None:
-        self.store, self.num_calls = dist.HashStore(), 0
+        self.store, self.num_calls, self.num_keys = dist.HashStore(), 0, 0
 
     def __getattr__(self, name: str) -> Callable[..., object]:
         def call(*arguments: object) -> object:
             self.num_calls += 1
+            self.num_keys += len(arguments[0]) if isinstance(arguments[0], list) else 1
             return getattr(self.store, name)(*arguments)
 
         return call
@@ -274,6 +275,36 @@ def test_a_process_knows_its_machine_and_rank_0_and_reads_all_in_one_call_when_i
     assert store.num_calls == before + 1
     last.exchange()
     assert store.num_calls == before + 4
+
+
+def test_keys_that_a_late_step_reads_grow_with_the_processes_and_not_with_their_square() -> None:
+    read = {}
+    for ranks in (64, 512):
+        store, heartbeats = join(ranks, 8)
+        before = store.num_keys
+        for each in heartbeats:
+            each.look()
+            each.look()
+        read[ranks] = store.num_keys - before
+    assert read[512] < 1.1 * 8 * read[64]
+    assert read[512] < 40 * 512
+
+
+def test_rank_0_names_what_hangs_unless_it_sends_no_heartbeat_itself() -> None:
+    _, heartbeats = join(12, 4)
+    main, last = heartbeats[0], heartbeats[11]
+    before = {each.rank: each.look() for each in (main, last)}
+    for each in heartbeats[:5]:
+        each.exchange()
+    assert last.leaves_hang_to_rank_0(before[11], last.look())
+    assert not main.leaves_hang_to_rank_0(before[0], main.look())
+    assert sorted(find_hung(main, before[0], main.look())) == [5, 6, 7, 8, 9, 10, 11]
+    before[11] = last.look()
+    for each in heartbeats[8:]:
+        each.exchange()
+    after = last.look()
+    assert not last.leaves_hang_to_rank_0(before[11], after)
+    assert list(find_hung(last, before[11], after)) == [0]
 
 
 @pytest.mark.parametrize(("was_preparing", "event", "exit_code"), [(True, "preempted", 75), (False, "peer_failed", 5)])
