@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
 from pydantic import ValidationError
 
@@ -26,9 +26,16 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
     from torch.utils.data import Dataset
+    from transformers import PreTrainedModel
 
     from accel_train.core.state import Choice
     from accel_train.recipe.schema import Recipe
+
+
+def is_of_transformers(model: object) -> "TypeGuard[PreTrainedModel]":
+    """Return whether a model is one of transformers. For any other model, transformers is not imported."""
+    library = sys.modules.get("transformers.modeling_utils")
+    return library is not None and isinstance(model, library.PreTrainedModel)
 
 
 def rate_name(targets: str) -> str:
@@ -200,17 +207,14 @@ class Task(ABC):
 
         The default writes the configuration of a transformers model. Most tasks add a tokenizer or an image processor.
         """
-        from transformers import PreTrainedModel
-
-        if isinstance(model, PreTrainedModel):
+        if is_of_transformers(model):
             model.config.save_pretrained(folder)
 
     def save(self, model: "torch.nn.Module", data: TaskData, folder: Path) -> None:
         """Write the trained model into a folder that others can load: weights (safetensors) and description."""
         from safetensors.torch import save_model
-        from transformers import PreTrainedModel
 
-        if isinstance(model, PreTrainedModel):
+        if is_of_transformers(model):
             model.save_pretrained(folder)
         else:
             save_model(model, str(folder / "model.safetensors"), metadata={"format": "pt"})

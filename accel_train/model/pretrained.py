@@ -18,6 +18,7 @@ from accel_train.data.hub import look_for_hub, without_hub
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.writer import who_set
 from accel_train.recipe.yaml_core import show
+from accel_train.task import is_of_transformers
 
 if TYPE_CHECKING:
     import torch
@@ -440,13 +441,11 @@ def grow_embedding(model: "PreTrainedModel", rows: int) -> None:
 
 def describe_kernels(recipe: Recipe, model: "nn.Module") -> dict[str, Choice[Any]]:
     """Return the choices of attention and activations of a transformers model; empty for any other model."""
-    from transformers import PreTrainedModel
-
+    if not is_of_transformers(model):
+        return {}
     from accel_train.model.kernels.activations import describe_activations
     from accel_train.model.kernels.attention import describe_attention
 
-    if not isinstance(model, PreTrainedModel):
-        return {}
     section = recipe.model
     return {
         "model.attn_implementation": describe_attention(model, section.attn_implementation, recipe.data.window or 0),

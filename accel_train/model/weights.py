@@ -10,8 +10,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from transformers.pytorch_utils import Conv1D
 
 from accel_train.model.batch_norm import has_batch_norm
 from accel_train.model.compile import blocks_in_order, repeated_blocks
@@ -19,8 +17,8 @@ from accel_train.model.kernels.chunked_loss import has_plain_head
 from accel_train.model.tensors import unpacked_numel
 
 FP32_BYTES = 4
-_PRODUCTS = (nn.Linear, Conv1D, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d)
-"""Layers whose weights autocast rounds to 16 bits under every strategy."""
+_PRODUCTS = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d)
+"""Layers whose weights autocast rounds to 16 bits under every strategy, in addition to transformers' Conv1D."""
 Each = TypeVar("Each")
 
 
@@ -230,6 +228,8 @@ def group_weights(model: nn.Module, shapes: Mapping[int, Sequence[int]] | None =
 
 def gathers_two_types() -> bool:
     """Return whether FSDP2 can gather some weights of a group in 16 bits and others in fp32 (torch 2.15 or newer)."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
     return "param_dtype_override_fn" in signature(MixedPrecisionPolicy).parameters
 
 
@@ -253,7 +253,9 @@ def _is_rounded(module: nn.Module, parameter: nn.Parameter) -> bool:
     name = type(module).__name__
     if "Router" in name or "Norm" in name:
         return False
-    return isinstance(module, _PRODUCTS) or (parameter.dim() > 2 and not isinstance(module, nn.Embedding))
+    # By name, because a run without a model of transformers does not import them.
+    is_product = isinstance(module, _PRODUCTS) or any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
+    return is_product or (parameter.dim() > 2 and not isinstance(module, nn.Embedding))
 
 
 def _per_element(parameter: nn.Parameter) -> int:

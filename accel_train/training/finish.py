@@ -5,7 +5,7 @@ import copy
 import io
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ from accel_train.recipe.tasks import targets_of
 from accel_train.report.report import write_report
 from accel_train.runtime.doctor import environment, launch_facts
 from accel_train.runtime.process_group import COLLECTIVE_TIMEOUT_SECONDS, limit_collectives, wait_for_all
-from accel_train.task import rate_name
+from accel_train.task import is_of_transformers, rate_name
 from accel_train.training.build import makes_new_models
 from accel_train.training.model_selection import evaluate_at_end, load_best, short_name
 
@@ -243,7 +243,8 @@ def save_model(run: RunContext, model: nn.Module) -> None:
         model = without_adapters(model, merge=section.merge)
     if plan.recipe.checkpoint.model_dtype == "bf16":
         model = in_bf16(model)
-    with replacing(plan.output_dir / "model") as staging, quiet_bars():
+    bars = quiet_bars() if is_of_transformers(model) else nullcontext()
+    with replacing(plan.output_dir / "model") as staging, bars:
         plan.task.save(model, plan.data, staging)
 
 

@@ -1,5 +1,6 @@
 """Turn a recipe into a run that is ready to train: resolve and check everything, then build."""
 
+import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,6 @@ from accel_train.engine.loader import choose_reading
 from accel_train.engine.resolve import check_recipe, resolve_run
 from accel_train.engine.run import Extensions as Extensions
 from accel_train.engine.run import RunContext, RunPlan
-from accel_train.model.kernels.attention import masks_without_reading
 from accel_train.model.kernels.frozen import choose_frozen_dtype
 from accel_train.observe.goodput import LaunchClock
 from accel_train.optim.custom import try_custom
@@ -40,6 +40,7 @@ from accel_train.runtime.process_group import on_main, start_processes
 from accel_train.runtime.signals import StopRequest
 from accel_train.runtime.watchdog import Watchdog
 from accel_train.task import Task, prove_forward, read_data, with_data_of
+from accel_train.tasks.module import FittedModule
 from accel_train.training.build import Choices, build_run, check_lone_samples, settings_of
 from accel_train.training.finish import finished_before
 from accel_train.training.model_selection import check_metric_name
@@ -75,7 +76,11 @@ def _prepare(recipe: Recipe, task: Task | None, extensions: Extensions, stop: St
     with ExitStack() as resources, exits_are_errors():
         watchdog = extensions.watchdog or open_watchdog(recipe, strategy.accelerator, extensions, stop, resources)
         output = resources.enter_context(open_output(recipe, strategy.accelerator, clock))
-        resources.enter_context(masks_without_reading())
+        # A module that exists without transformers' masks does not use them. Importing them takes a second.
+        if not isinstance(task, FittedModule) or "transformers.masking_utils" in sys.modules:
+            from accel_train.model.kernels.attention import masks_without_reading
+
+            resources.enter_context(masks_without_reading())
         with clock.inside("data_preparation"):
             plan = plan_run(recipe, task, strategy, sizes, choices, extensions)
         # Lock after the data is read, so that unreadable data leaves no folder behind. Read the folder after the lock.

@@ -5,7 +5,6 @@ from typing import Any
 from torch import nn
 
 from accel_train.core.state import Choice
-from accel_train.model.lora import is_linear
 
 MULTIPLE = 16
 """Number that must divide both dimensions of a layer that float8 units multiply."""
@@ -31,6 +30,8 @@ def convert_to_float8(model: nn.Module, *, emulate: bool = False) -> Choice[str]
         ValueError: no layer can be converted.
     """
     from accelerate.utils import convert_model_to_fp8_ao
+
+    from accel_train.model.lora import is_linear
 
     linear = {
         name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and is_linear(module)
