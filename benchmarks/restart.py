@@ -2,8 +2,8 @@
 
     python -m benchmarks.restart [--rounds 3]
 
-Each round runs every program once, in turn, so that other load on the machine affects all of them alike. An optimizer is
-part of the comparison, because torch imports its compiler with the first one.
+Each round runs every program once, in turn, so that other load on the machine affects all of them alike. An optimizer
+is part of the comparison, because torch imports its compiler with the first one.
 """
 
 import argparse

@@ -55,7 +55,7 @@ class Preprocessing:
 
         The default of a new field must therefore do what the program did without it.
         """
-        values = {each.name: (getattr(self, each.name), each.default) for each in fields(self)}
+        values = {each.name: (getattr(self, each.name), each.default) for each in fields(self) if each.compare}
         return {name: value for name, (value, default) in values.items() if value != default}
 
     @property
