@@ -294,16 +294,16 @@ class CheckpointReader:
     def _read_parts(self, targets: Mapping[str, Tensor]) -> None:
         """Fill tensors from the shards. Each shard that holds a part of this process is opened once."""
         wanted: dict[str, list[tuple[str, Slices, Tensor]]] = {}
-        for name, target in targets.items():
-            whole = tuple(slice(0, size) for size in target.shape)
-            for there, here in cuts_of(target) if isinstance(target, DTensor) else [(whole, whole)]:
-                part = local_part(target)[here]
+        for name, tensor in targets.items():
+            whole = tuple(slice(0, size) for size in tensor.shape)
+            for there, here in cuts_of(tensor) if isinstance(tensor, DTensor) else [(whole, whole)]:
+                part = local_part(tensor)[here]
                 for file, within, into in self._index.find(name, there):
                     wanted.setdefault(file, []).append((name, within, part[into]))
         for file, parts in wanted.items():
             with safe_open(self._folder / file, "pt") as opened:
-                for name, within, into in parts:
-                    into.copy_(opened.get_slice(name)[within] if within else opened.get_tensor(name))
+                for name, within, target in parts:
+                    target.copy_(opened.get_slice(name)[within] if within else opened.get_tensor(name))
 
 
 @contextmanager

@@ -244,7 +244,8 @@ def makes_new_models(task: Task) -> bool:
 def _compare_sources(everywhere: list[tuple[str, Any, Any]]) -> tuple[str, bool, bool]:
     """Return the first problem of a process, and whether all have the same versions of files, and the same weights."""
     problems, files, weights = zip(*everywhere)
-    return first_problem(problems), *(all(each == found[0] for each in found) for found in (files, weights))
+    same_files, same_weights = (all(each == found[0] for each in found) for found in (files, weights))
+    return first_problem(problems), same_files, same_weights
 
 
 def check_base(
