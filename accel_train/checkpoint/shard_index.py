@@ -32,7 +32,7 @@ class Part(NamedTuple):
 
 
 class Division(NamedTuple):
-    """How a tensor is divided: the file of each part (N,), and where it begins and ends in the tensor, (N, dim)."""
+    """A division of a tensor: the file of each part (N,), and where it begins and ends in the tensor, (N, dim)."""
 
     files: tuple[str, ...]
     starts: NDArray[np.int64]

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from accelerate import Accelerator
+from torch import nn
 
 from accel_train.checkpoint.fingerprint import run_identity
 from accel_train.checkpoint.resume import ResumePoint, agree_on_checkpoint
@@ -40,7 +41,6 @@ from accel_train.runtime.process_group import on_main, start_processes
 from accel_train.runtime.signals import StopRequest
 from accel_train.runtime.watchdog import Watchdog
 from accel_train.task import Task, prove_forward, read_data, with_data_of
-from accel_train.tasks.module import FittedModule
 from accel_train.training.build import Choices, build_run, check_lone_samples, settings_of
 from accel_train.training.finish import finished_before
 from accel_train.training.model_selection import check_metric_name
@@ -77,7 +77,7 @@ def _prepare(recipe: Recipe, task: Task | None, extensions: Extensions, stop: St
         watchdog = extensions.watchdog or open_watchdog(recipe, strategy.accelerator, extensions, stop, resources)
         output = resources.enter_context(open_output(recipe, strategy.accelerator, clock))
         # A module that exists without transformers' masks does not use them. Importing them takes a second.
-        if not isinstance(task, FittedModule) or "transformers.masking_utils" in sys.modules:
+        if not isinstance(getattr(task, "module", None), nn.Module) or "transformers.masking_utils" in sys.modules:
             from accel_train.model.kernels.attention import masks_without_reading
 
             resources.enter_context(masks_without_reading())
