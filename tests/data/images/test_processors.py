@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import BitImageProcessorPil, SegformerConfig
 
 from accel_train.cli.main import main
 from accel_train.core.errors import SettingError
+from accel_train.data.images.first_format import first_repr
 from accel_train.data.images.preprocessing import Preprocessing
 from accel_train.data.images.processors import model_preprocessing, pretrained_image_size
 from accel_train.recipe.loader import make_recipe
@@ -149,11 +151,12 @@ def test_transparent_pixels_are_white_only_where_a_processor_converts_colors(tmp
 
 
 def test_fingerprints_of_plain_preprocessing_stay() -> None:
-    plain = "image_size=32, mean=(0.5,), std=(0.25,), crop_fraction=1.0, resample=3"
-    assert repr(Preprocessing(32, (0.5,), (0.25,), 1.0, 3)) == f"Preprocessing({plain})"
-    assert repr(Preprocessing(32, (0.5,), (0.25,), 1.0, 3, on_white=True, own_pixels="a")) == (
-        f"Preprocessing({plain}, on_white=True, own_pixels='a')"
-    )
+    plain = Preprocessing(32, (0.5,), (0.25,), 1.0, 3)
+    own = replace(plain, on_white=True, own=object(), own_pixels="a")
+    text = "Preprocessing(image_size=32, mean=(0.5,), std=(0.25,), crop_fraction=1.0, resample=3)"
+    assert first_repr(plain) == first_repr(own) == text
+    assert own.changed_fields() == plain.changed_fields() | {"on_white": True, "own_pixels": "a"}
+    assert plain.changed_fields() == {"image_size": 32, "mean": (0.5,), "std": (0.25,), "resample": 3}
 
 
 def test_a_processor_that_reduces_labels_is_told_where_the_recipe_does_not(tmp_path: Path) -> None:
