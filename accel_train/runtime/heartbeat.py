@@ -56,10 +56,19 @@ class ProcessStatus:
     """Line of code that the main thread executes."""
     is_waiting: bool = False
     """Whether the main thread waits for other processes in that line."""
+    work: str = ""
+    """Work of the main thread outside of steps; "" in a step."""
+    num_beats: int = 0
+    """Number of works begun and ended, and of parts of them that are done."""
     ended: str | None = None
     """Reason for an end without failure ("" for a finished run); None while the process runs."""
     was_preparing: bool = False
     """Whether the process still prepared the run when it was asked to stop. No step was done without it."""
+
+    def is_busy_since(self, before: "ProcessStatus") -> bool:
+        """Return whether the process has made progress since an earlier status, or is at work and alive."""
+        has_moved = (self.progress, self.num_beats) != (before.progress, before.num_beats)
+        return has_moved or bool(self.work and not self.is_waiting and self.heartbeat != before.heartbeat)
 
 
 Statuses = dict[int, ProcessStatus]
