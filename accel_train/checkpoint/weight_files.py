@@ -57,7 +57,7 @@ def changes_in(folder: Path) -> dict[str, str]:
     """
     noted = noted_digests(folder)
     compared = [name for name, known in noted.items() if known and name != CARD]
-    stamps = {name: (facts.st_size, facts.st_mtime_ns) for name in compared if (facts := _stat(folder / name))}
+    stamps = {name: (each.st_size, each.st_mtime_ns) for name in compared if (each := _stat(folder / name))}
     facts, key = (noted, stamps), folder.resolve()
     if key not in _found or _found[key][0] != facts:
         digests = digests_of(folder, list(stamps))
