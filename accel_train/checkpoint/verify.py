@@ -3,10 +3,19 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 
 from accel_train.checkpoint.health import healthy_steps
 from accel_train.checkpoint.rollback_log import abandoned, read_rollbacks
 from accel_train.checkpoint.store import CheckpointStatus, changed_descriptions, check, checkpoint_folders
+from accel_train.checkpoint.weight_files import (
+    NO_DIGESTS,
+    REMEDY,
+    accept_weights,
+    changes_in,
+    damaged_weights,
+    has_digests,
+)
 
 
 @dataclass(frozen=True)
@@ -21,6 +30,8 @@ class Verified:
     """Changed files of valid checkpoints that a resume does not need."""
     abandoned: Collection[Path]
     """Checkpoints of a branch abandoned by a rollback. The next start removes them."""
+    models: Mapping[Path, Mapping[str, str]]
+    """What is wrong with the files of each written model (`model/`, `adapter/`), by name."""
 
     @property
     def newest(self) -> Path | None:
@@ -29,19 +40,37 @@ class Verified:
         return usable[-1] if usable else None
 
 
-def verify(run_folder: Path) -> Verified:
-    """Verify every file of every checkpoint of a run.
+def verify(run_folder: Path, *, accepts_weights: bool = False) -> Verified:
+    """Verify every file of every checkpoint of a run and of its written model. Also takes a model folder alone.
+
+    `accepts_weights` notes the digests of the model's files as they are.
 
     Raises:
-        ValueError: the folder is not a run folder.
+        ValueError: the folder is neither a run folder nor a model folder.
         CheckpointError: the record of rollbacks cannot be read.
     """
     root = run_folder / "checkpoints"
-    if not root.is_dir():
+    is_model = (run_folder / "config.json").is_file()
+    if not (root.is_dir() or is_model):
         raise ValueError(f"{run_folder} does not contain a checkpoints folder. Give the output_dir of a run")
+    folders = [run_folder] if is_model else [run_folder / name for name in ("model", "adapter")]
+    folders = [folder for folder in folders if folder.is_dir()]
+    for folder in folders if accepts_weights else ():
+        accept_weights(folder)
+    models = {folder: changes_in(folder) for folder in folders}
+    if is_model:
+        return Verified((), (), {}, (), models)
     statuses = [check(folder) for folder in checkpoint_folders(root)]
     changed = {each.path: changed_descriptions(each.path) for each in statuses if each.problem is None}
-    return Verified(statuses, healthy_steps(root), changed, abandoned(root, read_rollbacks(run_folder)))
+    return Verified(statuses, healthy_steps(root), changed, abandoned(root, read_rollbacks(run_folder)), models)
+
+
+def model_problem(verified: Verified) -> str | None:
+    """Return the first weight file of a written model that is not what the run wrote, with the fix; None if all are."""
+    for folder, problems in verified.models.items():
+        if (damaged := damaged_weights(problems)) is not None:
+            return f"{folder}/{damaged}. {REMEDY.format(folder=quote(str(folder)))}"
+    return None
 
 
 def format_verified(verified: Verified) -> str:
@@ -55,6 +84,10 @@ def format_verified(verified: Verified) -> str:
         if status.path in verified.abandoned:
             state += ", abandoned by a rollback"
         lines.append(f"{status.path.name.ljust(width)}  {status.step:>10}  {state}")
+    for folder, problems in verified.models.items():
+        found = "; ".join(f"{name} {problem}" for name, problem in problems.items())
+        state = found or ("ok" if has_digests(folder) else NO_DIGESTS)
+        lines.append(f"{f'{folder.name}/'.ljust(width)}  {'':>10}  {state}")
     if verified.newest is not None:
         lines.append(f"a resume would use {verified.newest.name}")
     return "\n".join(lines)

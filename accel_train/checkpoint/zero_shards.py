@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from accel_train.checkpoint.contents import check_known
 from accel_train.checkpoint.sharded import CheckpointReader
+from accel_train.core.work import beat
 from accel_train.model.tensors import unpacked_numel
 
 COUNTER = "step"
@@ -146,6 +147,7 @@ class ZeroShards:
         whole[part.offset : part.offset + part.numel] = part.of(flat)
         assert whole.element_size() == 4, "weights and moments are fp32"
         dist.reduce(whole.view(torch.int32), 0)
+        beat()
         return whole.reshape(part.shape).cpu() if dist.get_rank() == 0 else whole.new_empty(0)
 
     def shapes(self) -> dict[str, torch.Size]:

@@ -84,7 +84,7 @@ class Preempted(Exception):
 
 
 class ProcessFailed(Exception):
-    """Raised when a run started by a rehearsal ends too early. The command exits with the run's code."""
+    """Raised when a process of the run is lost, or a rehearsal's run ends too early. Exits with the given code."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)

@@ -1,8 +1,9 @@
 """Track file ownership: accel_train only replaces or removes unchanged files that it wrote.
 
 A folder made by the program has `.accel_train.json`. In `model/`, `adapter/`, an export or a folder of masks, it lists
-the files with sizes, and digests up to 1 MiB. In a run folder, it marks the folder as a run. There it holds a digest of
-each file written for a user outside of these folders, at any path.
+the files with sizes, and digests up to 1 MiB. `digests` has those of larger files, which only a check of the content
+reads. `accepted` has digests of files that the user has changed on purpose. In a run folder, it marks the folder as a
+run. There it holds a digest of each file written for a user outside of these folders, at any path.
 """
 
 import fcntl
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.core.files import (
+    digests_of,
     follow_umask,
     is_written_into,
     move_to_previous,
@@ -190,7 +192,8 @@ def replacing(target: Path) -> Iterator[Path]:
             return
         for name in files:
             follow_umask(staging / name)
-        _save(staging, {"files": files})
+        large = digests_of(staging, [name for name, (_, digest) in files.items() if digest is None])
+        _save(staging, {"files": files, "digests": {name: str(digest) for name, digest in large.items()}})
         if _foreign_in(target) is not None:
             move_to_previous(target.parent, [target])
         elif target.exists():
@@ -202,6 +205,29 @@ def replacing(target: Path) -> Iterator[Path]:
         raise
 
 
+def noted_digests(folder: Path) -> dict[str, set[str]]:
+    """Return the SHA-256 of each file that `replacing` wrote to a folder, and others that the user has accepted.
+
+    The set is empty for a large file of an older version, and for a file whose removal the user has accepted.
+    """
+    record, noted = _read(folder), dict[str, set[str]]()
+    for kind in ("files", "digests", "accepted"):
+        found = record.get(kind)
+        for name, facts in found.items() if isinstance(found, dict) else ():
+            digest = facts[-1] if kind == "files" and isinstance(facts, list) and facts else facts
+            noted.setdefault(name, set()).update([digest] if isinstance(digest, str) else [])
+            if kind == "accepted" and digest is None:
+                noted[name].clear()
+    return noted
+
+
+def accept_files(folder: Path, digests: Mapping[str, str | None]) -> None:
+    """Note the digests of files that the user has changed, and None for removed ones. The files stay the user's."""
+    with _locked(folder):
+        record = _read(folder)
+        _save(folder, {**record, "accepted": {**record.get("accepted", {}), **digests}})
+
+
 def staging_of(target: Path) -> Path:
     """Return the staging folder that `replacing` uses."""
     return target.with_name(f".tmp-{target.name}")
@@ -211,10 +237,13 @@ def _foreign_in(folder: Path) -> str | None:
     """Return the first file in a folder that its marker does not list or that differs from the marker, or None."""
     if folder.is_symlink() or not folder.is_dir():
         return folder.name if os.path.lexists(folder) else None
-    listed = _read(folder).get("files", {})
+    record = _read(folder)
+    accepted, listed = record.get("accepted", {}), record.get("files", {})
     names = ((path, path.relative_to(folder).as_posix()) for path in _files_of(folder))
     foreign = (
-        name for path, name in names if path.is_symlink() or not path.is_file() or _facts(path) != listed.get(name)
+        name
+        for path, name in names
+        if path.is_symlink() or not path.is_file() or name in accepted or _facts(path) != listed.get(name)
     )
     return next(foreign, None)
 

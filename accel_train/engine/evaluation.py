@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from accel_train.core.errors import DataError
+from accel_train.core.work import working
 from accel_train.data.order import evaluation_batches
 from accel_train.engine.loader import Reading, read_batches
 from accel_train.engine.step import MicroBatch
@@ -155,7 +156,8 @@ def evaluate(
     totals |= rows_in_order(accelerator, rows)
     # A loss that compares samples with each other needs all of them.
     loss_of_rows = getattr(getattr(module, "task", None), "loss_of_rows", None)
-    loss_sum = float(totals["loss_sum"]) if loss_of_rows is None else loss_of_rows(totals)
+    with working("computing metrics"):
+        loss_sum = float(totals["loss_sum"]) if loss_of_rows is None else loss_of_rows(totals)
     return Evaluation(loss_sum / targets, targets, reader.num_samples, totals, chunk)
 
 

@@ -18,6 +18,7 @@ from accel_train.checkpoint.store import checkpoint_folders, read_trainer, rotat
 from accel_train.checkpoint.trainer_state import read_state
 from accel_train.core.errors import CheckpointError, Preempted, TrainingStopped
 from accel_train.core.state import TrainState
+from accel_train.core.work import working
 from accel_train.engine.run import RunContext
 from accel_train.model.tensors import names_not_finite
 from accel_train.parallel.strategy import Strategy
@@ -59,21 +60,23 @@ def _start_save(run: RunContext, wait: bool) -> CheckpointError | None:
         message = f"step {state.step} is not saved: {problem}"
         run.observer.on_event("checkpoint_refused", state.step, message)
         return CheckpointError(f"{message}; the earlier checkpoints are good")
-    seconds = saver.wait()  # before the snapshot, so that memory never holds two copies
+    with working("waiting for the disk"):
+        seconds = saver.wait()  # before the snapshot, so that memory never holds two copies
     report_saves(run)
     if seconds > SLOW_SECONDS:
         message = f"training waited {seconds:.1f} s for the previous checkpoint to be written"
         run.observer.on_event("checkpoint_slow", state.step, message, seconds=round(seconds, 3))
     snapshot = run.strategy.snapshot()
     run.health.begun(state.step)
-    if run.accelerator.is_main_process:
-        writers = {**trainer_writers(_trainer(run), run.facts.description), **snapshot.files}
-        then = partial(rotate_run, saver.root, run.plan.recipe, state.best_step)
-        saver.save(state.step, writers, then, snapshot.shards)
-    elif snapshot.shards is not None:
-        saver.save(state.step, {}, tuple, snapshot.shards)
-    if wait:
-        saver.wait()
+    with working("writing a checkpoint"):
+        if run.accelerator.is_main_process:
+            writers = {**trainer_writers(_trainer(run), run.facts.description), **snapshot.files}
+            then = partial(rotate_run, saver.root, run.plan.recipe, state.best_step)
+            saver.save(state.step, writers, then, snapshot.shards)
+        elif snapshot.shards is not None:
+            saver.save(state.step, {}, tuple, snapshot.shards)
+        if wait:
+            saver.wait()
     return None
 
 
@@ -198,7 +201,8 @@ def saves_finished(run: RunContext) -> Iterator[None]:
     """
     try:
         yield
-        run.saver.wait()
+        with working("writing a checkpoint"):
+            run.saver.wait()
     except KeyboardInterrupt:
         run.saver.abandon()
         raise

@@ -29,6 +29,7 @@ from accel_train.checkpoint.store import accept_changes, files_below, folder_of
 from accel_train.core.errors import SettingError
 from accel_train.core.json_io import plain
 from accel_train.core.state import Requests, StepResult
+from accel_train.core.work import working
 from accel_train.hf.argument_table import argument_error
 from accel_train.hf.arguments import Length
 from accel_train.hf.checkpoints import (
@@ -252,7 +253,9 @@ class Flow(Observer):
             logged = {name: value for line in lines for name, value in line.items() if name.startswith("eval_")}
             self._by_step |= {step: logged} if logged else {}
         if step not in self._by_step:
-            found = [trainer.evaluate(ignore_keys=self.ignore_keys)]
+            counts_nothing = trainer.overrides("evaluate") or trainer.overrides("evaluation_loop")
+            with working("evaluating") if counts_nothing else nullcontext():
+                found = [trainer.evaluate(ignore_keys=self.ignore_keys)]
             if trainer.args.world_size > 1:
                 # All processes then choose the same best step, even if compute_metrics draws samples.
                 broadcast_object_list(found)

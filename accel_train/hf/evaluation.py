@@ -22,6 +22,7 @@ from transformers.trainer_pt_utils import find_batch_size, nested_concat, nested
 from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize, speed_metrics
 
 from accel_train.core.errors import SettingError
+from accel_train.core.work import working
 from accel_train.data.order import evaluation_batches
 from accel_train.engine.evaluation import evaluation_mode
 from accel_train.engine.loader import Reading, read_batches
@@ -273,7 +274,8 @@ class Evaluation:
             losses = np.repeat(means, [one.num_samples for one in outputs])
         assert self.trainer.compute_metrics is not None
         given = EvalPrediction(predictions=predictions, label_ids=labels, inputs=inputs, losses=losses)
-        metrics = self.trainer.compute_metrics(given, **options)
+        with working("calling compute_metrics"):
+            metrics = self.trainer.compute_metrics(given, **options)
         if metrics is None and options.get("compute_result") is False:
             return {}
         if not isinstance(metrics, Mapping):

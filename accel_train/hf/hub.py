@@ -11,6 +11,7 @@ from transformers.modelcard import TrainingSummary
 from accel_train.checkpoint.contents import OPTIMIZER, TRAINER
 from accel_train.core.errors import SettingError
 from accel_train.core.ownership import write_file
+from accel_train.core.work import working
 from accel_train.hf.argument_table import name_of
 
 if TYPE_CHECKING:
@@ -98,7 +99,8 @@ def _upload(trainer: "Trainer", folder: Path, message: str | None, token: str | 
 
 def _call(request: Callable[[], Any]) -> Any:
     try:
-        return request()
+        with working("calling the Hugging Face Hub"):
+            return request()
     # A network service can raise any error.
     except Exception as error:
         raise SettingError(

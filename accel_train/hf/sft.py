@@ -38,6 +38,8 @@ from accel_train.hf.sft_setup import (
 )
 from accel_train.hf.trainer import Trainer
 from accel_train.model.kernels.toy import in_words
+from accel_train.runtime.heartbeat import is_peer_error, lost_peer_named, open_heartbeats
+from accel_train.runtime.launcher import stop_with_launcher
 
 LOG = logging.getLogger(__name__)
 KINDS = {"input_ids": "tokens", "messages": "chat", "conversations": "chat", "prompt": "pair", "completion": "pair"}
@@ -74,8 +76,10 @@ class SFTTrainer(Trainer):
         peft_config: Any = None,
         formatting_func: Callable[[Any], str] | None = None,
     ) -> None:
+        stop_with_launcher()
         self.args = args = config_of(args, model)
         self._formatting_func = formatting_func
+        peers = open_heartbeats(args.process_index, args.world_size)
         first = self._check_rows(train_dataset, "train_dataset")
         parts = eval_dataset if isinstance(eval_dataset, dict) else {"eval": eval_dataset}
         for name, part in parts.items():
@@ -104,9 +108,11 @@ class SFTTrainer(Trainer):
         self._vocabulary = model.config.get_text_config().vocab_size
         self._is_fused = prepare_forward(model, args, padding_free=self.padding_free)
         self.aux_weight = router_weight(model, args)
-        train_dataset = self._prepared(train_dataset, args.packing, "train")
-        if eval_dataset is not None:
-            eval_dataset = self._prepared_evaluation(eval_dataset)
+        # The main process prepares first, while the others wait.
+        with lost_peer_named(peers):
+            train_dataset = self._prepared(train_dataset, args.packing, "train")
+            if eval_dataset is not None:
+                eval_dataset = self._prepared_evaluation(eval_dataset)
         super().__init__(
             model,
             args,
@@ -258,6 +264,8 @@ class SFTTrainer(Trainer):
         try:
             rows = prepare(self, dataset, self.processing_class, args, packing, None, name)
         except (RuntimeError, AttributeError, IndexError, KeyError, TypeError, ValueError, TemplateError) as error:
+            if is_peer_error(error):
+                raise
             if isinstance(error, AttributeError) and error.obj is self:
                 raise version_error(f"it reads SFTTrainer.{error.name}") from error
             if isinstance(error, RuntimeError) and "assistant tokens" in str(error):

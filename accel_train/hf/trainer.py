@@ -7,7 +7,7 @@
 
 TrainingArguments become a Recipe (`hf.arguments`). Model, datasets, and collator become a Task (`hf.task`). Callbacks
 become an observer (`hf.callbacks`). evaluate and predict read every sample once (`hf.evaluation`). `hf.training` makes
-one call of train(). docs/hf_trainer.md lists the treatment of each argument, and the differences from transformers.
+one call of train(). docs/hf_trainer.md lists the arguments, and the differences from transformers.
 """
 
 from collections.abc import Callable
@@ -35,6 +35,7 @@ from accel_train.hf.inputs import Signature, evaluation_loader, train_loader
 from accel_train.hf.task import loss_of
 from accel_train.optim.optimizers import build_optimizer
 from accel_train.recipe.schema import Recipe
+from accel_train.runtime.launcher import stop_with_launcher
 
 
 class Trainer:
@@ -87,6 +88,7 @@ class Trainer:
         tokenizer: Any = None,
         match_transformers: bool = False,
     ) -> None:
+        stop_with_launcher()
         check_overrides(type(self), Trainer)
         self.match_transformers = match_transformers
         """Whether to weigh and drop samples as transformers does, where accel_train differs (docs/hf_trainer.md)."""
@@ -110,14 +112,12 @@ class Trainer:
         self.optimizer, self.lr_scheduler = optimizers
         self.optimizer_cls_and_kwargs = optimizer_cls_and_kwargs
         check_combinations(self)
-        self._trained_optimizer = self.optimizer
-        self.pushes: list[Any] = []
+        self._trained_optimizer, self.pushes = self.optimizer, list[Any]()
         training.seed(args)
         self._adopt(self.call_model_init() if model is None else model)
         training.check_optimizer(self)
         self.callback_handler = training.callback_handler(self, callbacks or [])
-        zeros = {"is_local_process_zero": self.is_local_process_zero()}
-        zeros["is_world_process_zero"] = self.is_world_process_zero()
+        zeros = {name: getattr(self, name)() for name in ("is_local_process_zero", "is_world_process_zero")}
         self.control, self.state = TrainerControl(), TrainerState(**zeros)
         if args.push_to_hub:
             self.init_hf_repo()

@@ -35,6 +35,7 @@ from transformers.utils import logging
 
 from accel_train.core.errors import SettingError
 from accel_train.core.state import Requests
+from accel_train.core.work import working
 from accel_train.data.batch_sizes import resolve_batch
 from accel_train.engine.run import Extensions
 from accel_train.hf.argument_table import argument_error, has_recipe_optimizer, name_of
@@ -107,13 +108,24 @@ def num_flops_parameters(model: nn.Module) -> int:
     return inner.num_parameters(exclude_embeddings=True) if isinstance(inner, PreTrainedModel) else 0
 
 
+class WatchedCallbacks(CallbackHandler):
+    """A handler whose callbacks may take longer than the hang timeout: an upload, a generation.
+
+    Each event is progress, for example each batch of an evaluation.
+    """
+
+    def call_event(self, event: str, *args: Any, **kwargs: Any) -> Any:
+        with working(f"calling {event}"):
+            return super().call_event(event, *args, **kwargs)
+
+
 def callback_handler(trainer: "Trainer", callbacks: list[Any]) -> CallbackHandler:
     """Return the handler of the user's callbacks and the default ones."""
     reporting = get_reporting_integration_callbacks(trainer.args.report_to)
     printing = transformers.PrinterCallback if trainer.args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK
     every = [transformers.DefaultFlowCallback, *reporting, *callbacks, printing]
     optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
-    return CallbackHandler(every, trainer.model, trainer.processing_class, optimizer, scheduler)
+    return WatchedCallbacks(every, trainer.model, trainer.processing_class, optimizer, scheduler)
 
 
 def train(trainer: "Trainer", resume: str | bool | None, trial: Any, ignore_keys: list[str] | None) -> TrainOutput:

@@ -18,12 +18,14 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import logging
 
+from accel_train.checkpoint.weight_files import check_digests
 from accel_train.core.errors import asks_for_own_code
 from accel_train.core.json_io import read_json, write_json
 from accel_train.core.ownership import MARKER, check_folder, replacing
 from accel_train.inference.finished_run import (
     DataNotFound,
     TrainedRun,
+    check_content,
     open_run,
     put_in_adapters,
     recipe_of_trained,
@@ -32,7 +34,7 @@ from accel_train.inference.finished_run import (
 from accel_train.inference.int8 import int8_tensors, left_alone, put_int8_tensors, quantize_int8, require_torchao
 from accel_train.inference.int8_cost import Contender, compare
 from accel_train.inference.model_files import is_known
-from accel_train.model.pretrained import check_weight_files, new_weights, without_pooler
+from accel_train.model.pretrained import new_weights, without_pooler
 from accel_train.model.weights import in_bf16
 from accel_train.recipe.schema import Recipe
 from accel_train.task import TASKS
@@ -116,6 +118,7 @@ def export_run(
             nothing can be int8, or the ONNX graph computes something else.
     """
     recipe = recipe_of_trained(folder, settings=settings)
+    check_content(folder, recipe)
     target = out or folder / "-".join(["export", *(["onnx"] if onnx else []), *([quantize] if quantize else [])])
     target = target.resolve() if target.is_symlink() else target
     check_folder(target, f"--out {target}")
@@ -177,7 +180,7 @@ def load_exported(folder: str | Path) -> PreTrainedModel:
         raise ValueError(
             f"{folder} holds an ONNX graph; load {record['onnx']['file']} with onnxruntime.InferenceSession"
         )
-    check_weight_files(folder)
+    check_digests(folder)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     model_class = _class_of(config, folder)
     if record["quantize"] is None:

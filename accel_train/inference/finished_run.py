@@ -17,6 +17,7 @@ from torch import nn
 from tqdm import tqdm
 
 from accel_train.checkpoint.run_recipe import check_run_folder, check_settings, other_than_consent, read_recipe
+from accel_train.checkpoint.weight_files import check_digests, check_weight_files
 from accel_train.core.errors import DataError, SettingError
 from accel_train.core.terminal import is_terminal, width_of
 from accel_train.data.batch_sizes import BatchSizes, resolve_batch
@@ -25,7 +26,6 @@ from accel_train.data.sources import file_kind, is_path, is_there, located
 from accel_train.data.tables import MissingColumn
 from accel_train.engine.loader import Reading, choose_reading
 from accel_train.model.compile import compile_module
-from accel_train.model.pretrained import check_weight_files
 from accel_train.model.training_module import TrainingModule
 from accel_train.observe.run_folder import SUMMARY_FILE, read_record
 from accel_train.parallel.precision import agree_on_mixed_precision, set_backends, start_accelerator
@@ -88,6 +88,7 @@ def open_run(
         _check_data_is_there(folder, recipe.data)
     processes = start_processes()
     check_launcher(processes.num_processes)
+    on_main(lambda: check_content(folder, recipe))
     summary = read_record(folder / SUMMARY_FILE)
     world_size, sharing = summary.get("world_size", 1), recipe.parallel.num_sharing
     sizes = resolve_batch(recipe.batch, world_size, 1 if world_size % sharing else sharing)
@@ -217,6 +218,17 @@ def check_finished(folder: Path) -> None:
             f"{folder} has no trained model yet (no model/config.json); accel-train run {quote(str(recipe))} resumes it"
         )
     check_weight_files(folder / "model")
+
+
+def check_content(folder: Path, recipe: Recipe) -> None:
+    """Compare a run's model, and adapters that are not merged into it, with the digests that the run noted.
+
+    Raises:
+        ValueError: a weight file has changed.
+    """
+    check_digests(folder / "model")
+    if recipe.model.lora is not None and not recipe.model.lora.merge:
+        check_digests(folder / "adapter")
 
 
 def _load(

@@ -85,9 +85,9 @@ def _load(folder: Path) -> "tuple[PreTrainedTokenizerBase, PreTrainedModel]":
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    from accel_train.model.pretrained import check_weight_files
+    from accel_train.checkpoint.weight_files import check_digests
 
-    check_weight_files(folder)
+    check_digests(folder)
     logging.disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)

@@ -14,6 +14,7 @@ from huggingface_hub.repocard_data import EvalResult
 from huggingface_hub.utils import validate_repo_id
 
 from accel_train.checkpoint.run_recipe import read_recipe_only
+from accel_train.checkpoint.weight_files import check_digests
 from accel_train.core.json_io import read_json
 from accel_train.core.ownership import MARKER
 from accel_train.inference.finished_run import check_finished
@@ -85,6 +86,7 @@ def push_run(
     paths, left_out = _files_of(source)
     card = card_of(folder, name)
     files = {path: (source / path).stat().st_size for path in paths} | {CARD: len(card.encode())}
+    check_digests(source)
     push = Push(name, private, files, left_out, card, None)
     return push if is_dry_run else _send(push, source, folder, updates=updates)
 

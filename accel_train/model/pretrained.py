@@ -489,32 +489,6 @@ def quiet_bars(*, reports: bool = True) -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def check_weight_files(folder: Path) -> None:
-    """Check that a folder holds weight files that a copy or a full disk has not truncated. Only headers are read.
-
-    Raises:
-        ValueError: a file is missing or damaged. The message names it.
-    """
-    from safetensors import SafetensorError, safe_open
-
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        raise ValueError(f"{folder} holds no weights (*.safetensors); was the run finished?")
-    for path in (*folder.glob("*.safetensors.index.json"), *files):
-        try:
-            if path.suffix == ".safetensors":
-                with safe_open(path, "pt"):
-                    continue
-            named = json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()
-            missing = sorted({name for name in named if not (folder / name).is_file()})
-        except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is damaged ({error}); copy it again from where the run was trained") from error
-        if missing:
-            raise ValueError(
-                f"{folder} lacks {missing[0]}, which {path.name} names; copy it from where the run was trained"
-            )
-
-
 def fetch_weights(recipe: Recipe) -> list[Path]:
     """Return the weight files of `model.pretrained`, downloaded from the hub if they are missing. Loads none of them.
 

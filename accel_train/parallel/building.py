@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from accel_train.checkpoint.contents import check_fit, model_tensors
 from accel_train.checkpoint.sharded import CheckpointReader, cuts_of
+from accel_train.core.work import beat
 from accel_train.model.tensors import FileTensor, replace_values
 
 READING_THREADS = 4
@@ -126,6 +127,7 @@ def fill_from_main(targets: Mapping[str, Tensor], sources: Mapping[str, FileTens
         if PartialState().is_main_process:
             source.copy_to(whole)
         dist.broadcast(whole, 0)
+        beat()
         target = targets[name].detach()
         for there, here in cuts_of(target) if isinstance(target, DTensor) else [((), ())]:
             (target.to_local() if isinstance(target, DTensor) else target)[here].copy_(whole[there])

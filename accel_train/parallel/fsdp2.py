@@ -21,6 +21,7 @@ from accel_train.checkpoint.contents import model_tensors, optimizer_tensors
 from accel_train.checkpoint.sharded import KnownPlan, ShardWriter
 from accel_train.core.errors import RecipeError, SettingError, setting_error
 from accel_train.core.state import Choice
+from accel_train.core.work import beat
 from accel_train.guard.guard import Limits
 from accel_train.model.compile import repeated_blocks
 from accel_train.model.kernels.nf4 import packed_layers
@@ -35,7 +36,7 @@ from accel_train.parallel.strategy import ALONE, MakeOptimizer, Snapshot, Strate
 from accel_train.parallel.tensor_parallel import keep_gradients_in_parts, split_layers, tie, tied_names
 from accel_train.recipe.parallel import Parallel
 from accel_train.runtime.private import before_reduction, drop_partial_sums, end_open_forward, flatten_mesh
-from accel_train.runtime.process_group import SAVING, concluded, first_problem, on_main
+from accel_train.runtime.process_group import concluded, first_problem, on_main
 
 LOOKING = "looking for unused weights"
 """Description of the process group in which the hosts exchange which weights took part in a step."""
@@ -179,7 +180,7 @@ class Fsdp2(Strategy):
         self._weights = self._unread = None
         self.module = inner
         self.take(inner, make_optimizer)
-        self._saving_group = dist.new_group(backend="gloo", group_desc=SAVING)
+        self._saving_group = dist.new_group(backend="gloo", group_desc="saving")
         self._known_plan = KnownPlan()
         self._sharded_modules = [each for each in inner.modules() if isinstance(each, FSDPModule)]
         if self.accelerator.is_fsdp2:
@@ -240,6 +241,7 @@ class Fsdp2(Strategy):
             layer = packed.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
             parts = None if layer is None else layer.packed(_gathered)
             whole = _gathered(tensor) if parts is None else tensor
+            beat()
             if self.accelerator.is_main_process:
                 whole = whole if parts is None else parts.unpacked()
                 dtype = torch.bfloat16 if name in narrow else whole.dtype

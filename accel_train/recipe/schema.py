@@ -294,7 +294,7 @@ class Guard(Section):
     hang_timeout_seconds: Length = 600.0
     """Seconds without a finished step or evaluation batch before the run counts as hung. All processes then write their
     stacks, name the process that the others wait for, and end (exit code 5). The first step of a launch may take three
-    times as long. After it, collectives time out after twice this time.
+    times as long. Saving, metrics, callbacks, and all work after the last step have no limit.
     """
     straggler_factor: Annotated[float, Field(gt=1)] | None = 1.5
     """Ratio to the median process's time above which a process counts as a straggler. The time is the process's own

@@ -17,6 +17,7 @@ from torch import Tensor
 from accel_train.checkpoint.store import free_path, steps_of
 from accel_train.core.redaction import redact
 from accel_train.core.state import JsonRecord, StepResult
+from accel_train.core.work import working
 from accel_train.data.samples import fetch
 from accel_train.engine.run import RunContext
 from accel_train.engine.step import MicroBatch
@@ -84,7 +85,8 @@ def diagnose(
         if not run.accelerator.is_main_process:
             return None, sentence
         try:
-            folder = _write(run, record, batches, weights)
+            with working("writing the incident"):
+                folder = _write(run, record, batches, weights)
         except Exception as error:  # for example a full disk: the run continues without the folder
             return None, f"{sentence}. The incident could not be written: {error}"
         if why_not is not None and can_replay(record):

@@ -10,6 +10,7 @@ from accel_train.checkpoint.rollback_log import apply_rollbacks, describe, remov
 from accel_train.checkpoint.store import check, folder_of
 from accel_train.core.errors import CheckpointError, DataError, TrainingStopped
 from accel_train.core.state import Rollback, StepResult
+from accel_train.core.work import working
 from accel_train.engine.run import RunContext, make_guard
 from accel_train.engine.save import kept_checkpoints, report_saves, restore
 from accel_train.engine.step import MicroBatch
@@ -60,7 +61,7 @@ def roll_back(run: RunContext, request: RollbackRequested) -> None:
         TrainingStopped: no known-good checkpoint exists.
         CheckpointError: the disk fails.
     """
-    with run.observer.pause("recovery"):
+    with run.observer.pause("recovery"), working("rolling back"):
         try:
             name, rollback = on_main(lambda: _choose(run, request))
         except (TrainingStopped, CheckpointError) as error:

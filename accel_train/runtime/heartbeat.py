@@ -23,12 +23,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Collection, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Any
 
+from accel_train.core.errors import ProcessFailed
 from accel_train.runtime.stacks import within
 
 STORE_SECONDS = 5.0
@@ -37,6 +38,8 @@ LAST_READ_SECONDS = 3.0
 """Seconds that a failed rank 0 with the store stays alive, so that the others can read it. They read every second."""
 PATIENCE_SECONDS = 20.0
 """Seconds that an idle process waits after a peer has ended without a failure, or the store is lost."""
+FINDING_SECONDS = 3.0
+"""Seconds to find out which process has ended, after a collective with it has failed."""
 # States of a process, in psutil's names.
 ENDED, STOPPED = ("dead", "zombie"), ("stopped", "tracing-stop")
 
@@ -57,10 +60,19 @@ class ProcessStatus:
     """Line of code that the main thread executes."""
     is_waiting: bool = False
     """Whether the main thread waits for other processes in that line."""
+    work: str = ""
+    """Work of the main thread outside of steps; "" in a step."""
+    num_beats: int = 0
+    """Number of works begun and ended, and of parts of them that are done."""
     ended: str | None = None
     """Reason for an end without failure ("" for a finished run); None while the process runs."""
     was_preparing: bool = False
     """Whether the process still prepared the run when it was asked to stop. No step was done without it."""
+
+    def is_busy_since(self, before: "ProcessStatus") -> bool:
+        """Return whether the process has made progress since an earlier status, or is at work and alive."""
+        has_moved = (self.progress, self.num_beats) != (before.progress, before.num_beats)
+        return has_moved or bool(self.work and not self.is_waiting and self.heartbeat != before.heartbeat)
 
 
 Statuses = dict[int, ProcessStatus]
@@ -318,6 +330,23 @@ def last_seen(status: ProcessStatus | None) -> str:
     if status is None:
         return ""
     return f"; it had done step {status.progress[0]}, and was in {status.place or 'its start'}"
+
+
+@contextmanager
+def lost_peer_named(store: HeartbeatStore | None) -> Iterator[None]:
+    """Name the lost process where a collective inside fails without a watchdog.
+
+    Raises:
+        ProcessFailed: a peer is gone. The text names it, as a run does that ends with exit code 5.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_peer_error(error):
+            raise
+        cause = None if store is None else find_cause(store, FINDING_SECONDS)
+        message = f"another process is gone: {error}" if cause is None else cause.message
+        raise ProcessFailed(message, Failure.exit_code) from error
 
 
 _runs = itertools.count()

@@ -18,6 +18,7 @@ PR_SET_PDEATHSIG = 1
 ALLOCATOR_VARIABLES, EXPANDABLE = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), "expandable_segments:True"
 MAY_RESTART = "accel_train_may_restart"
 _is_for_one_run = False
+_BORN = os.getpid(), os.getppid()
 LAUNCH_REMEDY = (
     "start with torchrun or `accelerate launch`, because they set it. To train on one process, unset WORLD_SIZE and "
     "the RANKs"
@@ -143,6 +144,24 @@ def stop_with_launcher() -> None:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         stop_with_parent()
+        if _is_launcher_gone():
+            os.write(2, b"preempted: the launcher of this process has ended; run the same command again\n")
+            signal.raise_signal(signal.SIGTERM)
+
+
+def _is_launcher_gone() -> bool:
+    """Return whether the parent ended before the kernel was asked to watch it. The process then has another parent."""
+    pid, parent = _BORN
+    # A forked process has the module of its parent, and a parent of its own.
+    if pid == os.getpid() and os.getppid() != parent:
+        return True
+    if os.getppid() != 1:
+        return False
+    # It ended even before this module was imported. In a container, a launcher may be process 1.
+    try:
+        return not os.path.basename(os.readlink("/proc/1/exe")).startswith("python")
+    except OSError:  # another user's
+        return True
 
 
 def launch_mistake(environment: Mapping[str, str]) -> str | None:

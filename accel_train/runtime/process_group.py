@@ -14,6 +14,7 @@ import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import DistributedType, broadcast_object_list, gather
 
+from accel_train.core.work import beat
 from accel_train.runtime.driver import unsupported_gpu, unused_driver, uses_cpu
 from accel_train.runtime.launch_environment import launched_with
 from accel_train.runtime.launcher import (
@@ -29,9 +30,9 @@ from accel_train.runtime.signals import stopped_while_joining
 T = TypeVar("T")
 R = TypeVar("R")
 COLLECTIVE_TIMEOUT_SECONDS = 1800
-"""Timeout of a collective in seconds while a run starts or ends. One process may tokenize or write for all of them."""
-SAVING = "saving"
-"""Description of the process group of the threads that save. Their disk may be slower than a step."""
+"""Timeout of a collective in seconds, in a command without a watchdog."""
+WATCHED_SECONDS = 7 * 24 * 3600
+"""Timeout of a collective in seconds while a watchdog is open. One process may work for hours while the others wait."""
 THREADS_OF_GLOO_SECONDS = 0.2
 """Seconds to wait for gloo's threads. This is much longer than a thread waits for its turn, even on a busy machine."""
 
@@ -73,7 +74,7 @@ def start_processes(*, offloads: bool = False, uses_gloo: bool = False) -> Parti
         kind = DistributedType.MULTI_CPU if processes.device.type == "cpu" else DistributedType.MULTI_GPU
         processes.distributed_type = kind
     if processes.num_processes > 1:
-        # The watchdog of an earlier run in this process has lowered the timeout.
+        # An earlier run in this process has changed the timeout.
         limit_collectives(COLLECTIVE_TIMEOUT_SECONDS)
         atexit.unregister(_let_threads_of_gloo_finish)
         atexit.register(_let_threads_of_gloo_finish)
@@ -116,6 +117,7 @@ def on_main(function: Callable[[], T]) -> T:
             outcome[1] = error
     if processes.num_processes > 1:
         broadcast_object_list(outcome)
+    beat()
     if outcome[1] is not None:
         raise outcome[1]
     result: T = outcome[0]
@@ -151,6 +153,7 @@ def wait_for_all() -> None:
         arrived = torch.ones((), device=processes.device)
         dist.all_reduce(arrived)
         arrived.item()
+        beat()
 
 
 def gather_number(number: int, device: torch.device) -> list[int]:
@@ -169,15 +172,14 @@ def _let_threads_of_gloo_finish() -> None:
 
 
 def limit_collectives(seconds: float) -> None:
-    """Set the timeout of collectives in all process groups, also in a mesh's. The saving group waits at least 30 min.
+    """Set the timeout of collectives in all process groups, also in a mesh's.
 
     Exceeding it raises (gloo) or ends the process (NCCL).
     """
     for group in process_groups():
-        longest = max(seconds, COLLECTIVE_TIMEOUT_SECONDS) if group.group_desc == SAVING else seconds
         # Some backends (fake, XCCL) have no timeout to set.
         with suppress(RuntimeError):
-            group.set_timeout(timedelta(seconds=longest))
+            group.set_timeout(timedelta(seconds=seconds))
 
 
 def has_accelerator() -> bool:

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from accel_train.core.errors import CheckpointError, OutOfMemory, Preempted, RestartNeeded
+from accel_train.core.work import current_work
 
 T = TypeVar("T")
 
 LIBRARY = os.path.dirname(os.__file__)
+PREPARING = "preparing the run"
 WAITING_FUNCTIONS = ("_engine_run_backward", "_receive", "read_last", "settle", "synchronize", "wait_for_all")
 """Functions in which a process waits for others, in addition to torch.distributed. The backward reduces gradients."""
 
@@ -25,12 +27,14 @@ class Progress:
 
     def __init__(self) -> None:
         self.idle_seconds = self.longest_idle_seconds = 0.0
-        """Seconds since the last progress, and the longest such time after the first step."""
+        """Seconds since the last progress, and the longest such time between steps."""
         self.has_begun = False
         self.done: Callable[[], tuple[int, int]] = lambda: (0, 0)
         """Function that returns the numbers of steps done and of batches evaluated."""
         self.phase: Callable[[], str] = str
         """Function that returns the current phase of the loop: train, evaluate, save."""
+        self.work = PREPARING
+        """Work outside of steps at the last look; "" in a step."""
         self._first_step = 0
         self._last: object = None
 
@@ -44,19 +48,17 @@ class Progress:
         """Return whether this process has not finished a step yet."""
         return self.done()[0] == self._first_step
 
-    def look(self, elapsed_seconds: float) -> bool:
-        """Record whether the loop has moved since the last look; return whether steps were done.
-
-        `elapsed_seconds` is the time since the last look.
-        """
-        now, is_first = (self.done(), self.phase()), self.is_first_step
+    def look(self, elapsed_seconds: float) -> None:
+        """Record whether the loop has moved since the last look, `elapsed_seconds` ago."""
+        work, num_beats = current_work()
+        now = (self.done(), self.phase(), num_beats)
         if now == self._last:
             self.idle_seconds += elapsed_seconds
         else:
-            if not is_first:
+            if not (self.is_first_step or self.work):
                 self.longest_idle_seconds = max(self.longest_idle_seconds, self.idle_seconds)
             self._last, self.idle_seconds = now, 0.0
-        return not is_first
+        self.work = work if self.has_begun else work or PREPARING
 
     def describe(self) -> str:
         """Return the end of a sentence: the last step, and the line of code that the main thread executes."""

@@ -4,6 +4,10 @@ Training never waits for the watchdog's two threads. One thread sends heartbeats
 or must stop. The other thread checks the clock, the loop's progress, and the processes of this machine. Progress is
 read from plain attributes, so a step costs nothing. Each process prints the reason for its end. All name the first
 failure of the run as the cause.
+
+The timeout limits steps and evaluation batches. A process at other work (`core/work.py`: preparing, saving, metrics,
+callbacks, everything after the last step) is not limited, and the processes that wait for it are not either. They end
+if one of them is lost: the heartbeats show it. Collectives have no limit of their own meanwhile.
 """
 
 import os
@@ -18,6 +22,7 @@ from typing import Any, ClassVar
 from accel_train.core.errors import CheckpointError, OutOfMemory, Preempted, RestartNeeded, TrainingStopped
 from accel_train.core.json_io import utc_event
 from accel_train.core.redaction import redact_text
+from accel_train.core.work import current_work
 from accel_train.runtime.heartbeat import (
     Failure,
     HeartbeatStore,
@@ -41,10 +46,10 @@ STOP_SECONDS = 15.0
 """Seconds for a step after a stop request. Launchers kill after 30 seconds."""
 JOIN_SECONDS = 2.0
 """Seconds for each thread to end when the watchdog closes."""
-COLLECTIVE_ALLOWANCE = 2
-"""Timeout of a collective, as a multiple of the timeout of a step."""
-FIRST_STEPS_ALLOWANCE = 3
-"""Multiple of the timeout for the first step, because it may compile, and after the last step, because it writes."""
+FIRST_STEP_ALLOWANCE = 3
+"""Multiple of the timeout for the first step, because it may compile."""
+START_SECONDS = 1800.0
+"""Least timeout while the run is prepared. Processes then wait for each other in collectives that count no progress."""
 LOST_HOSTS = "ACCEL_TRAIN_LOST_HOSTS"
 """Environment variable with the path of a file for the names of machines whose process was lost or hung."""
 AGREED = (TrainingStopped, CheckpointError, Preempted)
@@ -80,17 +85,19 @@ class Watchdog:
         self._progress = Progress()
         self._since_stop = self._since_insisted = self._alarmed = 0.0
         self._halfway: Statuses | None = None
-        self._ending = self._ends_process = self._is_limited = False
+        self._ending = self._ends_process = False
+        self._noted_seconds = 0.0
         self._over = threading.Event()
         self._threads: list[threading.Thread] = []
 
     def watch_steps(self, progress: Callable[[], tuple[int, int]], phase: Callable[[], str]) -> None:
         """Expect steps from now on: `progress` returns steps done and batches evaluated, `phase` the current phase."""
-        self._limit_collectives(FIRST_STEPS_ALLOWANCE * self.timeout_seconds)
+        self._watch_collectives()
         self._progress.begin(progress, phase)
 
     def __enter__(self) -> "Watchdog":
         type(self).current = self
+        self._watch_collectives()
         for work in (self._watch, *((self._send_heartbeats,) if self.heartbeats is not None else ())):
             self._threads.append(threading.Thread(target=work, name=work.__name__.strip("_"), daemon=True))
             self._threads[-1].start()
@@ -99,6 +106,7 @@ class Watchdog:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.note_end(kind, error, trace)
         self._over.set()
+        self._watch_collectives(False)
         # A thread that is inside torch when the interpreter ends aborts the process.
         for thread in self._threads:
             thread.join(JOIN_SECONDS)
@@ -158,13 +166,15 @@ class Watchdog:
         while not self._over.is_set():
             place, is_waiting = place_of_main_thread()
             now = {"progress": self._progress.done(), "place": place, "is_waiting": is_waiting}
+            now |= {"work": self._progress.work, "num_beats": current_work()[1]}
             # torch raises several kinds of errors for a store that does not answer.
             with suppress(Exception):
                 if self.heartbeats.exchange(is_stopping=self.stop.requested, **now):
                     if not self.stop.requested and self.stop.is_preparing and self.stop.is_open:
                         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
                     self.stop.requested = True
-            self._over.wait(HEARTBEAT_SECONDS)
+            # Several between the two readings that tell whether a process is silent.
+            self._over.wait(min(HEARTBEAT_SECONDS, self.timeout_seconds / 8))
 
     def _watch(self) -> None:
         before = time.monotonic()
@@ -174,21 +184,22 @@ class Watchdog:
             elapsed, before = min(now - before, 4 * TICK_SECONDS), now
             if self._ending:
                 continue
-            if self._progress.look(elapsed) and not self._is_limited:
-                self._limit_collectives(self.timeout_seconds)
-                self._is_limited = True
+            self._progress.look(elapsed)
             failure = self._failed_peer() or self._overdue_stop(elapsed) or self._hang()
             if failure is not None:
                 self._end(failure)
 
-    def _limit_collectives(self, seconds: float) -> None:
-        """Set a timeout of collectives that is later than the watchdog's, so that the watchdog can name the process."""
+    def _watch_collectives(self, is_watched: bool = True) -> None:
+        """Replace the timeout of collectives by this watchdog, which waits for work and names the process that hangs.
+
+        The groups of a mesh are made after the start.
+        """
         if self.heartbeats is not None:
-            from accel_train.runtime.process_group import limit_collectives
+            from accel_train.runtime.process_group import COLLECTIVE_TIMEOUT_SECONDS, WATCHED_SECONDS, limit_collectives
 
             # The process group is already gone.
             with suppress(RuntimeError, ValueError):
-                limit_collectives(COLLECTIVE_ALLOWANCE * seconds)
+                limit_collectives(WATCHED_SECONDS if is_watched else COLLECTIVE_TIMEOUT_SECONDS)
 
     def _failed_peer(self) -> Failure | None:
         """Return the failure of a peer, after this process has had time to fail in a collective."""
@@ -225,21 +236,30 @@ class Watchdog:
         return Failure(self.rank, message, "preempted", 75)
 
     def _hang(self) -> Failure | None:
-        """Return which rank hangs, if no process did a step in time. While others make progress, this process waits."""
+        """Return which rank hangs, if no process did a step in time.
+
+        While others make progress or work outside of steps, this process waits.
+        """
         progress, heartbeats = self._progress, self.heartbeats
-        if not progress.has_begun or progress.idle_seconds <= self.timeout_seconds / 2:
+        if progress.idle_seconds <= self.timeout_seconds / 2:
+            self._halfway, self._noted_seconds = None, self.timeout_seconds
+            return None
+        if progress.work and (heartbeats is None or not place_of_main_thread()[1]):
+            self._note_work()
             self._halfway = None
             return None
         if self._halfway is None and heartbeats is not None:
             self._halfway = within(3.0, heartbeats.look) or {}
-        timeout = self.timeout_seconds * (FIRST_STEPS_ALLOWANCE if progress.is_first_step else 1)
+        timeout = self.timeout_seconds * (FIRST_STEP_ALLOWANCE if progress.is_first_step else 1)
+        if not progress.has_begun:
+            timeout = max(timeout, START_SECONDS)
         if progress.idle_seconds <= timeout:
             return None
         culprit, hung, hosts = self.rank, f"rank {self.rank} {progress.describe()}", list[str]()
         if heartbeats is not None:
             before, after = self._halfway or {}, within(3.0, heartbeats.look) or {}
-            moved = any(after[rank].progress != before[rank].progress for rank in before.keys() & after.keys())
-            if moved or heartbeats.leaves_hang_to_rank_0(before, after):
+            is_busy = any(after[rank].is_busy_since(before[rank]) for rank in before.keys() & after.keys())
+            if is_busy or heartbeats.leaves_hang_to_rank_0(before, after):
                 progress.idle_seconds, self._halfway = timeout / 2, None
                 return None
             hung_ranks = find_hung(heartbeats, before, after)
@@ -248,6 +268,15 @@ class Watchdog:
         stacks = f"stacks are in {self.output_dir}/stacks-rank-*.txt"
         message = f"no step for {timeout:g} s (guard.hang_timeout_seconds): {hung}; {stacks}"
         return Failure(culprit, message, "hang", hosts=hosts)
+
+    def _note_work(self) -> None:
+        """Print what this process works on, once per timeout, then each time that has doubled."""
+        seconds = self._progress.idle_seconds
+        if seconds > self._noted_seconds and self._progress.has_begun:
+            self._noted_seconds = 2 * seconds
+            text = f"note: {self.who}{self._progress.work} has taken {seconds:.0f} s; the run waits for it\n"
+            with suppress(OSError):
+                os.write(2, text.encode())
 
     def _end(self, failure: Failure) -> None:
         """Print the first failure of the run (possibly another one), and end this process."""

@@ -22,6 +22,7 @@ from accel_train.core.errors import DataError, Preempted
 from accel_train.core.json_io import json_digest, json_text, read_json, to_json
 from accel_train.core.ownership import replacing, write_file
 from accel_train.core.redaction import redact, redact_text
+from accel_train.core.work import working
 from accel_train.engine.evaluation import evaluation_mode
 from accel_train.engine.resolve import change_model
 from accel_train.engine.run import RunContext, RunPlan
@@ -40,7 +41,7 @@ from accel_train.recipe.schema import Recipe
 from accel_train.recipe.tasks import targets_of
 from accel_train.report.report import write_report
 from accel_train.runtime.doctor import environment, launch_facts
-from accel_train.runtime.process_group import COLLECTIVE_TIMEOUT_SECONDS, limit_collectives, wait_for_all
+from accel_train.runtime.process_group import wait_for_all
 from accel_train.task import is_of_transformers, rate_name
 from accel_train.training.build import makes_new_models
 from accel_train.training.model_selection import evaluate_at_end, load_best, short_name
@@ -76,8 +77,6 @@ def finish_run(run: RunContext) -> tuple[dict[str, Any], nn.Module]:
             f"none of the {run.state.step} steps had a target, so nothing was trained. Check the labels (or masks) of "
             "the training data, and which label the task ignores"
         )
-    if accelerator.num_processes > 1:
-        limit_collectives(COLLECTIVE_TIMEOUT_SECONDS)  # the others wait while the main process writes the model
     if run.plan.can_evaluate:
         evaluate_at_end(run)
     if run.state.evaluation_owed:
@@ -89,18 +88,21 @@ def finish_run(run: RunContext) -> tuple[dict[str, Any], nn.Module]:
         refuse_nonfinite_model(run)
         model = _kept_model(run)
         if accelerator.is_main_process:
-            save_model(run, model)
-            summary = summarise(run, model)
-            with warned(run, f"{EXAMPLES_FILE} is not written"):
+            with working("writing model/"):
+                save_model(run, model)
+            with working("computing baselines and a sample"):
+                summary = summarise(run, model)
+            with warned(run, f"{EXAMPLES_FILE} is not written"), working("predicting examples for the report"):
                 if examples := examples_of(run, model):
                     write_file(output_dir / EXAMPLES_FILE, json_text(examples).encode(), output_dir)
     if accelerator.is_main_process and run.evaluation.details:
         with warned(run, "evaluation.json is not written"):
             write_file(output_dir / "evaluation.json", json_text(run.evaluation.details).encode(), output_dir)
-    run.observer.finish(summary)
+    with working("writing the summary"):
+        run.observer.finish(summary)
     if accelerator.is_main_process:
         report: Path | str = f"not written; accel-train report {output_dir} tries again"
-        with warned(run, "report.html is not written"):
+        with warned(run, "report.html is not written"), working("writing the report"):
             report = write_report([output_dir])
         with warned(run, "the results are not printed"):
             _note_end(run, summary, report)
@@ -197,16 +199,17 @@ def full_model(run: RunContext) -> nn.Module:
     if not run.accelerator.is_main_process:
         return own
     model = None
-    if strategy.builds_empty and makes_new_models(plan.task):
-        # Some tasks compute with weights while they build.
-        with suppress(Exception), without_values():
+    with working("building the model that is written"):
+        if strategy.builds_empty and makes_new_models(plan.task):
+            # Some tasks compute with weights while they build.
+            with suppress(Exception), without_values():
+                model = change_model(plan.recipe, plan.task, plan.task.build_model(plan.recipe, plan.data)).model
+        if model is not None:
+            buffers = dict(own.named_buffers(remove_duplicate=False))
+            model = filled(model, tensors, buffers, keeps_types=is_narrow)
+        if model is None:
             model = change_model(plan.recipe, plan.task, plan.task.build_model(plan.recipe, plan.data)).model
-    if model is not None:
-        buffers = dict(own.named_buffers(remove_duplicate=False))
-        model = filled(model, tensors, buffers, keeps_types=is_narrow)
-    if model is None:
-        model = change_model(plan.recipe, plan.task, plan.task.build_model(plan.recipe, plan.data)).model
-        load_model_tensors(model, tensors)
+            load_model_tensors(model, tensors)
     return model.eval()
 
 

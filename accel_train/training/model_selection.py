@@ -11,6 +11,7 @@ from accel_train.checkpoint.store import check, folder_of
 from accel_train.core.errors import RecipeError
 from accel_train.core.format import did_you_mean
 from accel_train.core.json_io import plain_metrics
+from accel_train.core.work import working
 from accel_train.engine.evaluation import EvaluationLeft, EvaluationReader, evaluate
 from accel_train.engine.run import RunContext
 from accel_train.metrics.baselines import is_lower_better, is_number
@@ -114,13 +115,15 @@ def load_best(run: RunContext) -> bool:
     step = run.state.best_step
     assert step is not None
     path = folder_of(run.plan.output_dir / "checkpoints", step)
-    problem = on_main(lambda: check(path).problem)
+    with working("reading the best weights"):
+        problem = on_main(lambda: check(path).problem)
     best = f"the weights of step {step} evaluated best"
     if problem is not None:
         message = f"{best}, but their checkpoint is damaged ({problem}); the run keeps the weights of the last step"
         run.observer.on_event("best_model_lost", run.state.step, message)
         return False
-    run.strategy.restore_weights(path)
+    with working("reading the best weights"):
+        run.strategy.restore_weights(path)
     run.observer.on_event("best_model", run.state.step, f"{best}; the run keeps them")
     return True
 
@@ -138,7 +141,8 @@ def _task_scores(run: RunContext, whole: bool) -> tuple[dict[str, float], dict[s
         progress.chunk_size = result.chunk_size
         message = f"evaluation ran out of memory; this process forwards {result.chunk_size} samples at once from now on"
         run.observer.on_event("out_of_memory", run.state.step, message)
-    scores = plan.task.score(result.loss, result.totals, plan.data)
+    with working("computing metrics"):
+        scores = plan.task.score(result.loss, result.totals, plan.data)
     return {"loss": result.loss, **scores.metrics, "num_targets": result.num_targets}, scores.details
 
 

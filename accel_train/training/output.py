@@ -21,6 +21,7 @@ from accel_train.core.hardware import peak_flops
 from accel_train.core.ownership import write_file
 from accel_train.core.redaction import redact
 from accel_train.core.state import Choice, StepResult
+from accel_train.core.work import working
 from accel_train.data.labels import class_notes
 from accel_train.engine.loader import Steps
 from accel_train.engine.run import RunContext
@@ -440,7 +441,7 @@ class StepProfiler(AbstractContextManager["StepProfiler"]):
         if found is None:
             return
         run, steps = self._run, f"{self._first}-{self._last}"
-        with run.observer.pause("profiling"):
+        with run.observer.pause("profiling"), working("writing the profile"):
             if self._is_cuda:
                 torch.cuda.synchronize()  # the last step's kernels belong to the trace
             found.stop()

@@ -10,6 +10,7 @@ from torch import nn
 
 from accel_train.checkpoint.fingerprint import run_identity
 from accel_train.checkpoint.resume import ResumePoint, agree_on_checkpoint
+from accel_train.checkpoint.weight_files import check_pretrained
 from accel_train.core.errors import SettingError
 from accel_train.core.ownership import refuse_inputs_in
 from accel_train.core.redaction import remember_secrets
@@ -89,6 +90,9 @@ def _prepare(recipe: Recipe, task: Task | None, extensions: Extensions, stop: St
         finished = on_main(lambda: finished_before(plan))
         if finished is None:
             output.record_launch()
+            # A checkpoint has the weights of a resume, or the digests of its frozen base.
+            if plan.resume_point.path is None:
+                on_main(lambda: check_pretrained(recipe))
         run = build_run(plan, strategy, stop, watchdog)
         if finished is not None and not run.changes:
             output.be_silent()

@@ -322,7 +322,8 @@ def test_a_run_is_trained_verified_reported_and_generates(capsys: pytest.Capture
     assert main(["verify", "out"]) == 0
     rows = capsys.readouterr().out.splitlines()
     assert [row.split() for row in rows[1:3]] == [["step-00000002", "2", "ok"], ["step-00000004", "4", "ok"]]
-    assert rows[3].endswith("would use step-00000004")
+    assert rows[3].split() == ["model/", "ok"]
+    assert rows[4].endswith("would use step-00000004")
 
     assert main(["report", "out", "--out", "r.html"]) == 0
     assert capsys.readouterr().out == "r.html\n"
@@ -341,7 +342,7 @@ def test_a_run_is_trained_verified_reported_and_generates(capsys: pytest.Capture
     assert main(["verify", "out"]) == 0
     rows = capsys.readouterr().out.splitlines()
     assert f"{damaged.name} differs" in rows[2]
-    assert rows[3].endswith("would use step-00000002")
+    assert rows[4].endswith("would use step-00000002")
 
     (Path("out/checkpoints/step-00000002") / "manifest.json").unlink()
     assert main(["verify", "out"]) == 4

@@ -1,5 +1,6 @@
 """Callbacks are told what transformers tells them, see the same step, and steer the run as there."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import transformers
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+from accel_train.core.work import current_work
 from accel_train.hf.callbacks import may_ask
 from tests.support import hf_models as hf
 
@@ -216,3 +218,36 @@ def test_a_freed_cache_and_further_readers_change_nothing(tmp_path: Path) -> Non
         for name, given in (("plain", {}), ("other", args))
     )
     assert other == plain
+
+
+class NotesWork(TrainerCallback):
+    """Notes what the watchdog would see in each event, and its beats."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, str] = {}
+        self.beats = [0]
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        self.seen["on_save"] = current_work()[0]
+
+    def on_evaluate(self, *_: Any, **__: Any) -> None:
+        self.seen["on_evaluate"] = current_work()[0]
+
+    def on_prediction_step(self, *_: Any, **__: Any) -> None:
+        self.beats.append(current_work()[1])
+
+    def compute_metrics(self, prediction: Any) -> dict[str, float]:
+        self.seen["compute_metrics"] = current_work()[0]
+        return hf.accuracy(prediction)
+
+
+def test_callbacks_and_compute_metrics_are_exempt_from_the_hang_timeout_and_evaluation_batches_are_progress(
+    tmp_path: Path,
+) -> None:
+    notes = NotesWork()
+    setup = {"callbacks": [notes], "compute_metrics": notes.compute_metrics, "eval_dataset": hf.rows(21)}
+    hf.trained(tmp_path, hf.bert(), hf.rows(16), max_steps=1, **hf.every(1, "eval", "save"), **setup)
+    assert notes.seen == {name: f"calling {name}" for name in ("on_save", "on_evaluate", "compute_metrics")}
+    assert len(notes.beats) > 3
+    assert all(before < after for before, after in itertools.pairwise(notes.beats))
+    assert current_work()[0] == ""

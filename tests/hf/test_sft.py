@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import signal
+import socket
 import subprocess
 import sys
 from functools import partial
@@ -27,6 +28,7 @@ from accel_train import SFTTrainer
 from accel_train.hf.argument_table import table
 from accel_train.hf.sft_setup import SFT_FIELDS
 from tests.support.hf_models import refused
+from tests.support.processes import run_forked
 from tests.support.runs import REPOSITORY, TESTS, run_forked_command
 from tests.support.sft import (
     PACKED,
@@ -91,6 +93,20 @@ def test_two_processes_have_the_losses_of_trl(name: str, tmp_path: Path) -> None
         found[kind] = json.loads((folder / "result.json").read_text())
     assert len(found["stock"]["losses"]) == 10
     assert found["ours"]["losses"] == pytest.approx(found["stock"]["losses"], rel=1e-5)
+
+
+@pytest.mark.faults
+def test_a_process_that_dies_while_the_rows_are_prepared_is_named(tmp_path: Path) -> None:
+    program, folder = TESTS / "support/programs/sft.py", tmp_path / "processes"
+    forked = run_forked([str(tmp_path), "dies", "chat"], 2, folder=folder, program=program)
+    assert forked.wait() == [-signal.SIGKILL, 1]
+    who = f"rank 0 (process {forked.pids[0]} on {socket.gethostname()})"
+    assert (
+        forked.stderr(1)
+        .strip()
+        .splitlines()[-1]
+        .startswith(f"accel_train.core.errors.ProcessFailed: {who} is gone without an error: killed")
+    )
 
 
 def test_every_field_of_sft_config_is_in_the_table_and_the_table_in_the_docs() -> None:

@@ -19,6 +19,7 @@ from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM, BertConfig, BertForSequenceClassification
 from transformers.pytorch_utils import Conv1D
 
+from accel_train.checkpoint.weight_files import accept_weights
 from accel_train.cli.main import main
 from accel_train.inference.export import load_exported
 from accel_train.inference.finished_run import open_run
@@ -248,14 +249,16 @@ def lose_a_shard(model: Path) -> None:
     next(model.glob("model-00002*.safetensors")).unlink()
 
 
+def lose_tensors(model: Path) -> None:
+    save_file({"x": torch.ones(1)}, model / "model.safetensors", {"format": "pt"})
+    accept_weights(model)
+
+
 BROKEN: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no weights": (lambda model: (model / "model.safetensors").unlink(), "holds no weights (*.safetensors)"),
     "cut short": (lambda model: cut_short(model / "model.safetensors"), "model.safetensors is damaged"),
     "a shard is missing": (lose_a_shard, "which model.safetensors.index.json names"),
-    "a tensor is missing": (
-        lambda model: save_file({"x": torch.ones(1)}, model / "model.safetensors", {"format": "pt"}),
-        "from_pretrained would invent",
-    ),
+    "a tensor is missing": (lose_tensors, "from_pretrained would invent"),
 }
 
 
@@ -276,6 +279,35 @@ def test_missing_or_damaged_weights_are_one_line_and_nothing_is_written(
         if (command, case) != ("evaluate", "a tensor is missing"):
             assert said in error
     assert sorted(copied.rglob("*")) == before
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 0x40
+    path.write_bytes(content)
+
+
+def test_a_flipped_bit_in_the_weights_is_refused_by_every_command_until_it_is_accepted(
+    copied: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, weights, model = str(copied), copied / "model" / "model.safetensors", str(copied / "model")
+    flip(weights)
+    trains = ["--model.config", "null", "--model.pretrained", model, "--output_dir", str(copied / "next")]
+    commands = [["run", str(copied / RECIPE_FILE), *trains], ["push", run, "name", "--dry-run"]]
+    commands += [[name, run] for name in ("evaluate", "generate", "chat", "export")]
+    for command in commands:
+        capsys.readouterr()
+        assert main(command) == 2, command
+        assert f"{weights} differs from what the run wrote (SHA-256)" in capsys.readouterr().err
+    assert not (copied / "next" / "checkpoints").exists()
+    assert main(["verify", run, "--json"]) == 4
+    [found] = json.loads(capsys.readouterr().out)["result"]["models"]
+    assert (found["path"], found["has_digests"], list(found["changed"])) == (model, True, [weights.name])
+    assert main(["verify", model, "--accept-weights"]) == 0
+    assert main(["export", run]) == 0
+    flip(copied / "export" / weights.name)
+    with pytest.raises(ValueError, match="differs from what the run wrote"):
+        load_exported(copied / "export")
 
 
 def test_pickles_and_code_are_left_out_of_an_export_and_named(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -320,6 +352,7 @@ def test_what_a_task_of_somebodys_own_saved_is_not_promised_to_from_pretrained(
     (copied / RECIPE_FILE).write_text(yaml.safe_dump({**recipe, "task": "tests.support.tasks.probe:ProbeTask"}))
     save_file({"own.weight": torch.ones(2)}, copied / "model" / "model.safetensors", {"format": "pt"})
     (copied / "model" / "config.json").write_text('{"own": true}')
+    accept_weights(copied / "model")
     assert main(["export", str(copied)]) == 0
     assert "as its task saved them; not for from_pretrained (" in capsys.readouterr().out
     assert main(["export", str(copied), "--quantize", "int8"]) == 2

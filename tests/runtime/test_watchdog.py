@@ -1,5 +1,6 @@
 """A process that dies, hangs or cannot stop ends the whole run soon; each process prints which rank it was, and why."""
 
+import json
 import math
 import os
 import signal
@@ -165,6 +166,42 @@ def test_process_that_hangs_is_named_with_its_stack_and_all_end_soon_after_the_t
     if fault == "spin_at":
         assert "in _spin" in stacks(corpus, rank)
     assert all("(most recent call first)" in forked.stderr(each) for each in running)
+
+
+@pytest.mark.parametrize(
+    ("processes", "strategy", "work"),
+    [
+        (2, "ddp", {"save": 5}),
+        pytest.param(1, "ddp", {"score": 5, "save": 5, "baselines": 5}, marks=pytest.mark.faults),
+        pytest.param(2, "fsdp2", {"load": 5, "score": 5, "save": 5, "baselines": 5}, marks=pytest.mark.faults),
+    ],
+)
+def test_work_after_the_last_step_that_takes_longer_than_the_timeout_does_not_end_the_run(
+    corpus: Path, started: list[Forked], processes: int, strategy: str, work: dict[str, int]
+) -> None:
+    sections = {"guard": {"hang_timeout_seconds": 2}, "schedule": {"max_steps": 2}, "evaluate": {"every_steps": 2}}
+    sections |= {"options": {"seconds": work}, "parallel": {"strategy": strategy}}
+    forked = start(corpus, started, processes, **sections)
+    assert forked.wait(60) == [0] * processes, forked.stderr(0)
+    assert json.loads((corpus / "run" / "summary.json").read_text())["steps"] == 2
+    assert (corpus / "run" / "model" / "model.safetensors").is_file()
+    noted = [line for line in forked.stderr(0).splitlines() if line.startswith("note: ")]
+    what = {"score": "computing metrics", "save": "writing model/", "baselines": "computing baselines and a sample"}
+    for name in work.keys() & what.keys():
+        assert any(f"{what[name]} has taken" in line for line in noted), noted
+
+
+@pytest.mark.parametrize(("where", "rank"), [("score", 1), pytest.param("save", 0, marks=pytest.mark.faults)])
+def test_process_that_hangs_after_the_last_step_is_named_and_all_end(
+    corpus: Path, started: list[Forked], where: str, rank: int
+) -> None:
+    sections = {"guard": {"hang_timeout_seconds": 2}, "schedule": {"max_steps": 2}, "evaluate": {"every_steps": 2}}
+    forked = start(corpus, started, options={"sigstop_in": {where: rank}}, **sections)
+    forked.wait(60)
+    assert forked.exit_codes() == [-9 if each == rank else 5 for each in (0, 1)]
+    [line] = errors(forked)
+    assert line.startswith(f"error: rank {1 - rank}: no step for 2 s (guard.hang_timeout_seconds): rank {rank} ")
+    assert "is stopped (SIGSTOP, or a debugger)" in line
 
 
 def stacks(folder: Path, rank: int) -> str:

@@ -44,14 +44,15 @@ def _rehearse(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome
 
 def _verify(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
     with users_mistakes():
-        from accel_train.checkpoint.verify import format_verified, verify
+        from accel_train.checkpoint.verify import format_verified, model_problem, verify
+        from accel_train.checkpoint.weight_files import has_digests
 
         if settings and not arguments.resume_proof:
             raise ValueError(
                 f"{settings[0]} has no effect without --resume-proof. Add --resume-proof, or leave it out."
             )
         with busy(f"{arguments.run}: reading every checkpoint"):
-            verified = verify(Path(arguments.run))
+            verified = verify(Path(arguments.run), accepts_weights=arguments.accept_weights)
     print(format_verified(verified))
     result: results.VerifyResult = {
         "run": arguments.run,
@@ -67,9 +68,15 @@ def _verify(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
             }
             for each in verified.statuses
         ],
+        "models": [
+            {"path": str(folder), "has_digests": has_digests(folder), "changed": dict(problems)}
+            for folder, problems in verified.models.items()
+        ],
         "resume_proof": None,
     }
-    if verified.newest is None:
+    if (problem := model_problem(verified)) is not None:
+        return Outcome(result, error=CheckpointError(problem))
+    if verified.newest is None and Path(arguments.run) not in verified.models:
         error = f"{arguments.run} has no valid checkpoint; --checkpoint.resume never starts a new run"
         return Outcome(result, error=CheckpointError(error))
     if not arguments.resume_proof:
@@ -125,9 +132,13 @@ REHEARSE = Command(
 
 VERIFY = Command(
     _verify,
-    "check the digests of every checkpoint and name the one that a resume would use",
+    "check the digests of every checkpoint and of model/, and name the checkpoint that a resume would use",
     {
         "run": {"metavar": "RUN", "help": "output_dir of a run"},
+        "--accept-weights": {
+            "action": "store_true",
+            "help": "accept the files of the written model as they are: you changed them on purpose",
+        },
         "--resume-proof": {
             "action": "store_true",
             "help": "also resume from copies of the newest checkpoint, once with a kill and once without, and compare",

@@ -188,13 +188,24 @@ class CheckpointOfRun(TypedDict):
     """Whether a rollback has gone back to an earlier step."""
 
 
+class ModelOfRun(TypedDict):
+    """A written model: `model/`, `adapter/`, or an export."""
+
+    path: str
+    has_digests: bool
+    """False for a model of an older version. Its weights are not compared."""
+    changed: Mapping[str, str]
+    """Problems by name of a file that is not what the run wrote."""
+
+
 class VerifyResult(TypedDict):
-    """`verify`: the checkpoints of a run, oldest first. Exit code 4: all are invalid."""
+    """`verify`: the checkpoints of a run, oldest first. Exit code 4: all are invalid, or weights of a model changed."""
 
     run: str
     newest: str | None
     """Checkpoint that a resume would use."""
     checkpoints: Sequence[CheckpointOfRun]
+    models: Sequence[ModelOfRun]
     resume_proof: RehearseResult | None
     """Result of the comparison with --resume-proof."""
 

@@ -1,4 +1,4 @@
-"""A program as a user writes it, on each of several processes: `sft.py FOLDER stock|ours|killed SETUP`."""
+"""A program as a user writes it, on each of several processes: `sft.py FOLDER stock|ours|killed|dies SETUP`."""
 
 import json
 import os
@@ -24,11 +24,18 @@ class Killer(TrainerCallback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+def dies(row: dict[str, Any]) -> str:
+    """Kills the main process while it formats rows."""
+    if os.environ["RANK"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "red"
+
+
 def main(folder: Path, kind: str, setup: str) -> None:
     """`folder/result.json` has the losses."""
     datasets.disable_progress_bars()
-    data, given = {**SPREAD, **RESUMED}[setup]
     chosen: Any = {"stock": trl.SFTTrainer}.get(kind, SFTTrainer)
+    data, given = ("chat", {"formatting_func": dies}) if kind == "dies" else {**SPREAD, **RESUMED}[setup]
     trainer = made(chosen, folder / "run", data, **given, callbacks=[Killer()] if kind == "killed" else None)
     trainer.train()
     if trainer.is_world_process_zero():

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from accel_train.recipe.schema import Recipe
-from accel_train.task import TaskData
+from accel_train.task import Scores, TaskData
 from tests.support.tasks.probe import RANK, ProbeTask
 
 
@@ -60,7 +60,8 @@ class FaultTask(ProbeTask):
     """`options`, beside those of ProbeTask: raise_at / exit_at / sys_exit_at / sigstop_at / spin_at / flip_at: {step,
     rank};
 
-    seconds: {load, build, step, evaluate, read}: how long each takes; data_worker: killed, hangs_up, exits or hangs;
+    seconds: {load, build, step, evaluate, read, score, save, baselines}: how long each takes; sigstop_in: {score or
+    save: rank}; data_worker: killed, hangs_up, exits or hangs;
     in_load / in_build: {rank, fault: raise}; other_data: rank whose data differs; file_limit: {bytes, rank}: longer
     files cannot be written;
     flip_part_at: {step, rank}: a bit of what this process holds of a block that FSDP2 spreads;
@@ -136,6 +137,23 @@ class FaultTask(ProbeTask):
     def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         time.sleep(self.seconds.get("evaluate", 0))
         return super().evaluate_batch(model, batch)
+
+    def _work(self, what: str) -> None:
+        if self.options.get("sigstop_in", {}).get(what) == RANK:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(self.seconds.get(what, 0))
+
+    def score(self, loss: float, totals: Mapping[str, Any], data: TaskData) -> Scores:
+        self._work("score")
+        return super().score(loss, totals, data)
+
+    def save(self, model: nn.Module, data: TaskData, folder: Path) -> None:
+        self._work("save")
+        super().save(model, data, folder)
+
+    def baselines(self, data: TaskData) -> dict[str, float]:
+        self._work("baselines")
+        return super().baselines(data)
 
     def _fail(self) -> None:
         raise KeyError("a layer that is not there")
