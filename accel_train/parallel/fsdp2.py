@@ -13,7 +13,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils import DistributedType, ParallelismConfig, fsdp2_prepare_model
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
@@ -367,7 +367,7 @@ def fsdp_plugin(section: Parallel, mixed_precision: str) -> FullyShardedDataPara
         # The model checkpoints its activations, by precision.gradient_checkpointing.
         activation_checkpointing=False,
         activation_checkpointing_offload=False,
-        mixed_precision_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32),
+        mixed_precision_policy=mixed.policy_of(dtype),
     )
 
 
@@ -407,6 +407,8 @@ def shard_model(
         keep_gradients_in_parts(inner)
     if accelerator.mixed_precision != "no":
         inner.forward = accelerator.autocast()(inner.forward)  # type: ignore[method-assign]
+        if accelerator.device.type == "cpu":
+            mixed.narrow_for_norms(inner)
     begun = "" if is_empty else "every process started with the whole model, because it cannot be built empty"
     said = [wrapped.reason, "" if split is None else split.reason, begun]
     return Choice(wrapped.value, "; ".join(each for each in said if each))
@@ -456,8 +458,7 @@ def _wrap_ends(accelerator: Accelerator, model: nn.Module) -> bool:
     shared = {
         "mesh": None if mesh is None else mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)],
         "offload_policy": plugin.cpu_offload,
-        # Inputs stay as they are in the root group.
-        "mp_policy": replace(plugin.mixed_precision_policy, cast_forward_inputs=False),
+        "mp_policy": plugin.mixed_precision_policy,
     }
     embedding = fully_shard(ends.embedding, reshard_after_forward=plugin.reshard_after_forward, **shared)
     embedding.set_unshard_in_backward(False)

@@ -1,6 +1,7 @@
 """Mixed precision of FSDP2: which weights it gathers in 16 bits, and which in fp32."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,11 +25,19 @@ def cost(precision: str) -> str:
     )
 
 
+def policy_of(dtype: torch.dtype | None) -> MixedPrecisionPolicy:
+    """Return the policy that gathers weights in `dtype` (None: as they are) and reduces gradients in fp32.
+
+    FSDP2 never casts inputs. The input of the root is the batch, whose labels, boxes, and scores are not rounded, and
+    blocks may take times or coordinates. Autocast casts the inputs of each product, as under DDP.
+    """
+    return MixedPrecisionPolicy(dtype, dtype and torch.float32, cast_forward_inputs=False)
+
+
 def policy(given: MixedPrecisionPolicy, model: nn.Module) -> tuple[MixedPrecisionPolicy, str]:
     """Return the policy for this model, and a note on weights that it gathers in fp32 against expectation, or "".
 
-    With torch 2.15, weights that autocast does not round stay in fp32, and autocast casts the inputs of each layer, as
-    under DDP. FSDP2 would round the inputs of each block.
+    With torch 2.15, weights that autocast does not round stay in fp32.
     """
     if gathers_two_types():
         kept = set(map(id, fp32_weights(model)))
@@ -36,8 +45,22 @@ def policy(given: MixedPrecisionPolicy, model: nn.Module) -> tuple[MixedPrecisio
         def dtype_of(parameter: nn.Parameter) -> torch.dtype | None:
             return parameter.dtype if id(parameter) in kept else None
 
-        return replace(given, cast_forward_inputs=False, **{_OVERRIDE: dtype_of}), ""  # type: ignore[arg-type]
+        return replace(given, **{_OVERRIDE: dtype_of}), ""  # type: ignore[arg-type]
     if has_batch_norm(model):
         # Autocast casts the weights, as under DDP.
-        return MixedPrecisionPolicy(), "; weights are gathered in fp32, because batch norm does not take 16-bit weights"
+        return policy_of(None), "; weights are gathered in fp32, because batch norm does not take 16-bit weights"
     return given, ""
+
+
+def narrow_for_norms(model: nn.Module) -> None:
+    """Cast the inputs of norms to the type of their gathered weights, for a CPU. On GPUs, autocast widens both."""
+    for module in model.modules():
+        if "Norm" in type(module).__name__:
+            module.register_forward_pre_hook(_narrow)
+
+
+def _narrow(norm: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    held = {each.dtype for each in norm.parameters(recurse=False)} - {torch.float32}
+    return tuple(
+        each.to(*held) if held and torch.is_tensor(each) and each.is_floating_point() else each for each in inputs
+    )

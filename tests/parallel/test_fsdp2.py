@@ -141,7 +141,6 @@ def test_batch_norm_trains_in_bf16_as_with_ddp(train: Train) -> None:
 @pytest.mark.skipif(not gathers_two_types(), reason="torch 2.15 has it")
 @pytest.mark.parametrize(
     ("config", "first"),
-    # Both gather experts in 16 bits; DDP multiplies some of them in fp32.
     [({}, 1e-7), (LLAMA, 1e-7), (MIXTRAL, 2e-5)],
     ids=["gpt2", "llama", "mixtral"],
 )

@@ -75,11 +75,7 @@ def test_policy_decides_by_weight_and_leaves_inputs_to_autocast() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.BatchNorm1d(4))
     given: Any = PolicyOf215(torch.bfloat16, torch.float32)
     policy, note = mixed.policy(given, model)
-    assert (policy.param_dtype, policy.reduce_dtype, policy.cast_forward_inputs) == (
-        torch.bfloat16,
-        torch.float32,
-        False,
-    )
+    assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
     assert [policy.param_dtype_override_fn(each) for each in model.parameters()] == [None] * 2 + [torch.float32] * 4
     assert note == ""
 
@@ -93,6 +89,16 @@ def test_without_it_nothing_is_kept_and_batch_norm_makes_all_fp32(monkeypatch: p
     policy, note = mixed.policy(given, nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
     assert policy.param_dtype is None
     assert "batch norm" in note
+
+
+def test_norms_of_a_cpu_take_wide_inputs_with_weights_in_16_bits_and_leave_others_alone() -> None:
+    model, seen = nn.Sequential(nn.LayerNorm(4), nn.LayerNorm(4, dtype=torch.bfloat16)), []
+    mixed.narrow_for_norms(model)
+    for each in model:
+        each.register_forward_hook(lambda _, inputs, output: seen.append((inputs[0].dtype, output.dtype)))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.ones(2, 4))
+    assert seen == [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)]
 
 
 @pytest.mark.usefixtures("torch_215")
