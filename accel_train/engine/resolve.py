@@ -14,6 +14,7 @@ from accel_train.data.order import DataOrder
 from accel_train.data.text.tokenizers import check_tokenizer
 from accel_train.model.activation_checkpointing import checkpoint_activations
 from accel_train.model.freeze import freeze
+from accel_train.model.kernels.experts import autocast_experts
 from accel_train.model.pretrained import check_model_config, describe_kernels, pretrained_config
 from accel_train.observe.notify import check_targets
 from accel_train.observe.trackers import check_tracker_names
@@ -129,7 +130,7 @@ def change_model(recipe: Recipe, task: Task, model: nn.Module) -> Changed:
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
     model.train()  # `from_pretrained` returns models in evaluation mode, without dropout
     checkpoint_activations(model, recipe.precision)
-    choices = describe_kernels(recipe, model)
+    choices = describe_kernels(recipe, model) | autocast_experts(model)
     if recipe.model.lora is not None:
         from accel_train.model.lora import add_adapters
 

@@ -1,0 +1,103 @@
+"""Experts of a mixture compute in the type of autocast: the same bits as with weights that FSDP2 gathers in 16 bits."""
+
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from accel_train.model.kernels.experts import AUTOCAST_GROUPED, autocast_experts
+from accel_train.plan.plan import resolve_plan
+from accel_train.recipe.schema import Recipe
+from tests.support.runs import LLAMA, recipe_dict, write_corpus
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mixtral": {**LLAMA, "num_local_experts": 4},
+    "qwen3_moe": {**LLAMA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+    "gpt_oss": {**LLAMA, "num_local_experts": 4, "head_dim": 8},  # transposed weights, and biases
+}
+
+
+def built(family: str, **changes: Any) -> nn.Module:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**{**FAMILIES[family], "model_type": family, "vocab_size": 64, **changes})
+    model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for each in model.parameters():
+            each.copy_(torch.randn(each.shape) * 0.2 if each.dim() > 1 else each)
+    return model
+
+
+def of_experts(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: each for name, each in model.named_parameters() if ".experts." in name}
+
+
+def computed(model: nn.Module, dtype: torch.dtype | None = torch.bfloat16) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss of a batch, and the gradients of the experts."""
+    ids = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(1))
+    with torch.autocast("cpu", dtype, enabled=dtype is not None):
+        loss: Tensor = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return loss.detach(), {name: each.grad for name, each in of_experts(model).items() if each.grad is not None}
+
+
+def distance(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """The largest distance of a gradient, as a share of its norm."""
+    assert ours.keys() == theirs.keys()
+    assert ours
+    return max(float((ours[name] - theirs[name]).norm() / theirs[name].norm()) for name in ours)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_gradients_are_those_of_weights_in_16_bits_to_the_bit(family: str) -> None:
+    ours, gathered, stock = built(family), built(family), built(family)
+    assert autocast_experts(ours)["experts"].value == AUTOCAST_GROUPED
+    for each in of_experts(gathered).values():
+        each.data = each.data.bfloat16()
+    (loss, grads), (expected, of_gathered), (other, of_stock) = map(computed, (ours, gathered, stock))
+    assert loss == expected
+    assert {each.dtype for each in grads.values()} == {torch.float32}
+    assert all(torch.equal(each, of_gathered[name].float()) for name, each in grads.items())
+    # Without it, products are in fp32.
+    assert any(not torch.equal(each, of_stock[name]) for name, each in grads.items())
+    assert distance(grads, of_stock) < 0.05
+    assert float(loss) == pytest.approx(float(other), rel=5e-3)
+
+
+def test_without_mixed_precision_and_in_rows_that_are_too_short_products_are_in_fp32() -> None:
+    plain, ours = built("mixtral"), built("mixtral")
+    autocast_experts(ours)
+    assert computed(ours, None)[0] == computed(plain, None)[0]
+    # `grouped_mm` raises for rows of 12 numbers in bf16.
+    odd, stock = built("mixtral", intermediate_size=12), built("mixtral", intermediate_size=12)
+    autocast_experts(odd)
+    assert all(torch.equal(each, other) for each, other in zip(computed(odd)[1].values(), computed(stock)[1].values()))
+    for each in of_experts(odd).values():
+        each.grad, each.data = None, each.data.bfloat16()  # as FSDP2 gathers them
+    computed(odd)
+
+
+def test_a_copy_and_the_saved_configuration_know_nothing_of_it(tmp_path: Path) -> None:
+    model: Any = built("mixtral")
+    autocast_experts(model)
+    assert computed(deepcopy(model))[0] == computed(model)[0]
+    model.save_pretrained(tmp_path)
+    assert AUTOCAST_GROUPED not in (tmp_path / "config.json").read_text()
+    assert autocast_experts(nn.Linear(2, 2)) == {}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "no"])
+def test_plan_knows_the_memory_of_experts(tmp_path: Path, precision: str) -> None:
+    write_corpus(tmp_path)
+    sections: dict[str, Any] = {"task": "causal-lm", "precision": {"mixed_precision": precision}}
+    config = {**FAMILIES["mixtral"], "model_type": "mixtral", "intermediate_size": 1024}
+    recipe = recipe_dict(tmp_path, model={"config": config}, **sections)
+    for world_size in (1, 2):
+        plan = resolve_plan(Recipe.model_validate(recipe), world_size, "H100")
+        parts = {each.name: each.num_bytes for each in plan.memory}
+        # Autocast keeps a copy in 16 bits for the backward.
+        weights = sum(each.numel() for each in of_experts(built("mixtral", intermediate_size=1024)).values())
+        assert (parts["activations"] or 0) > (0 if precision == "no" else 2 * weights)
