@@ -135,6 +135,9 @@ class Task(ABC):
     A task may set `metric_names = (...)`, the names that its `score` reports in addition to the loss. Without it, a few
     samples are evaluated before the first step if `evaluate.metric_for_best_model` is not the loss.
 
+    A task whose `loss_sum` reads values may define `loss_without_values(model, batch)`, a loss of the same size in
+    memory that reads none. The memory estimate calls it with tensors that have a shape only.
+
     A task whose initial model already gives usable results may set `evaluates_untrained = True`. Then
     `evaluate.at_start: auto` evaluates it before the first step.
 

@@ -40,7 +40,7 @@ class RunningStatistics:
         self._before: dict[torch.dtype, Tensor] = {}
         for part in module.modules():
             found = [_Buffer(part, name) for name, _ in part.named_buffers(recurse=False)]
-            if _can_keep_statistics(part):
+            if keeps_statistics(part):
                 self._add(found)
             else:
                 self._others += [each for each in found if is_writable(each.now)]
@@ -120,7 +120,7 @@ class _Buffer:
 
 def is_batch_norm(module: nn.Module) -> bool:
     """Return whether a module is a torch batch norm or derived from one."""
-    return _can_keep_statistics(module) and not isinstance(module, INSTANCE_NORMS)
+    return keeps_statistics(module) and not isinstance(module, INSTANCE_NORMS)
 
 
 def trained_batch_norms(module: nn.Module) -> list[nn.Module]:
@@ -220,11 +220,12 @@ def sync_batch_norms(module: nn.Module) -> int:
 
 def has_batch_norm(module: nn.Module) -> bool:
     """Return whether a module has batch or instance norms, whose kernels refuse 16-bit weights with fp32 statistics."""
-    return any(map(_can_keep_statistics, module.modules()))
+    return any(map(keeps_statistics, module.modules()))
 
 
-def _can_keep_statistics(module: nn.Module) -> bool:
-    # All batch and instance norms have this attribute.
+def keeps_statistics(module: nn.Module) -> bool:
+    """Return whether a module is a batch or instance norm, which may have running statistics."""
+    # They all have this attribute.
     return hasattr(module, "track_running_stats")
 
 

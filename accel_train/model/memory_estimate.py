@@ -7,8 +7,7 @@ any model and loss, with and without gradient checkpointing. FSDP2's buffers com
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -23,7 +22,7 @@ from accel_train.data.samples import Drawn, fetch
 from accel_train.model.freeze import check_rows_train
 from accel_train.model.kernels import chunked_loss
 from accel_train.model.pretrained import pretrained_config, value_of
-from accel_train.model.tensors import tensors_in, without_values
+from accel_train.model.tensors import FINITE, replaced, tensors_in, without_values
 from accel_train.model.training_module import checked_loss
 from accel_train.model.weights import (
     FP32_BYTES,
@@ -45,7 +44,7 @@ GiB.
 """
 
 IN_FP32: dict[Any, tuple[str, ...]] = {
-    functional: ("layer_norm", "group_norm", "softmax", "log_softmax", "softplus", "cosine_similarity"),
+    functional: ("layer_norm", "group_norm", "softmax", "log_softmax", "softplus", "cosine_similarity", "interpolate"),
     torch: ("pow", "rsqrt", "exp", "log", "softmax", "log_softmax", "cumsum", "layer_norm", "group_norm"),
 }
 """Functions that autocast computes in fp32 on CUDA, but not on a CPU."""
@@ -261,13 +260,14 @@ def simulate_step(
     sharded = holding.shard_size > 1
     with fake_tensors() as fake:
         is_cast = sharded and not group_weights(model).in_fp32
-        _take_shapes_only(model, dtype if is_cast else None, holding)
+        take_shapes_only(model, dtype if is_cast else None, holding)
         inputs = {name: fake.from_tensor(each) if isinstance(each, Tensor) else each for name, each in batch.items()}
         tracker = PeakTracker(vocabulary_rows(model))
         buffers = _Buffers(model, holding, tracker) if sharded else None
-        with watch_operators(tracker.see), _replaced(_like_a_run(like_cuda, holding.split_size)):
+        with watch_operators(tracker.see), replaced(_like_a_run(like_cuda, holding.split_size)):
             with torch.autocast("cpu", dtype=dtype, enabled=mixed_precision != "no"):
-                loss = checked_loss(task.loss_sum(model.train(), inputs))
+                compute = getattr(task, "loss_without_values", task.loss_sum)
+                loss = checked_loss(compute(model.train(), inputs))
             if buffers is not None:
                 buffers.begin_backward()
             loss.backward()
@@ -279,7 +279,7 @@ def simulate_step(
     return tracker.peak
 
 
-def _take_shapes_only(model: nn.Module, dtype: torch.dtype | None, holding: Holding) -> None:
+def take_shapes_only(model: nn.Module, dtype: torch.dtype | None = None, holding: Holding = Holding()) -> None:
     """Move a model from the meta device to fake CPU tensors of the active mode, with its ties.
 
     `dtype` is the new element type, except of weights that FSDP2 gathers in fp32; None keeps the types.
@@ -513,7 +513,9 @@ def _like_a_run(like_cuda: bool, split_size: int) -> dict[tuple[Any, str], Calla
     recomputation of a checkpointed block.
     """
     # The parts of a split output layer are plain tensors here.
-    found: dict[tuple[Any, str], Callable[..., Any]] = {(chunked_loss, "num_parts"): lambda head: split_size}
+    found: dict[tuple[Any, str], Callable[..., Any]] = {**FINITE, (chunked_loss, "num_parts"): lambda head: split_size}
+    if hasattr(functional, "grouped_mm"):  # from torch 2.10 on
+        found[functional, "grouped_mm"] = _grouped(functional.grouped_mm)
     if not like_cuda:
         return found
     attention = functional.scaled_dot_product_attention
@@ -532,6 +534,15 @@ def _like_a_run(like_cuda: bool, split_size: int) -> dict[tuple[Any, str], Calla
     return found | {(owner, name): _widened(getattr(owner, name)) for owner, names in IN_FP32.items() for name in names}
 
 
+def _grouped(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return experts' products that also run without values in other types than bf16: as one product of this size."""
+
+    def multiply(a: Tensor, b: Tensor, **offsets: Tensor) -> Tensor:
+        return function(a, b, **offsets) if b.dtype == torch.bfloat16 else a @ b[0]
+
+    return multiply
+
+
 def _widened(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def widen(tensor: Tensor) -> Tensor:
         return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
@@ -542,15 +553,3 @@ def _widened(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return function(*args, **kwargs)
 
     return compute
-
-
-@contextmanager
-def _replaced(functions: Mapping[tuple[Any, str], Callable[..., Any]]) -> Iterator[None]:
-    originals = {place: getattr(*place) for place in functions}
-    try:
-        for place, function in functions.items():
-            setattr(*place, function)
-        yield
-    finally:
-        for place, function in originals.items():
-            setattr(*place, function)

@@ -1,7 +1,7 @@
 """Tensors that are sharded over processes (DTensors) or lie in files, and the part that this process holds."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -17,6 +17,11 @@ from accel_train.runtime.private import norms_of
 
 BLOCK_BYTES = 8 * 2**20
 """Bytes of a file that one thread reads at once."""
+FINITE: Mapping[tuple[Any, str], Callable[..., Any]] = {
+    (torch, "isnan"): lambda _: torch.tensor(False, device="cpu"),
+    (torch, "isinf"): lambda _: torch.tensor(False, device="cpu"),
+}
+"""Answers for tensors without values, for models that clamp if a number is not finite."""
 Cut = Sequence[slice]
 """Part of a tensor: one slice per dimension, with start and stop."""
 
@@ -26,6 +31,19 @@ def without_values() -> Iterator[None]:
     """Create tensors on the meta device inside the context. The random numbers that they take are drawn again later."""
     with torch.random.fork_rng(devices=[]), torch.device("meta"):
         yield
+
+
+@contextmanager
+def replaced(functions: Mapping[tuple[Any, str], Callable[..., Any]]) -> Iterator[None]:
+    """Replace functions inside the context. They are named by the module that has them and their name in it."""
+    originals = {place: getattr(*place) for place in functions}
+    try:
+        for place, function in functions.items():
+            setattr(*place, function)
+        yield
+    finally:
+        for place, function in originals.items():
+            setattr(*place, function)
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ from accel_train.parallel.tensor_parallel import part_shapes, styles_of
 from accel_train.plan.formulas import spread_memory
 from accel_train.plan.place import Hardware, Layout, Place, choose_place, count_processes
 from accel_train.plan.step_time import Scale, estimate_scale
-from accel_train.plan.traffic import Collective, neighbour_collectives, with_exchange
+from accel_train.plan.traffic import Collective, buffer_collectives, neighbour_collectives, with_exchange
 from accel_train.recipe.optimizer import optimizer_kind
 from accel_train.recipe.schema import Recipe, TrainedTokenizer
 from accel_train.recipe.tasks import targets_of
@@ -170,7 +170,7 @@ def resolve_plan(
     model = _look_at_model(recipe, task, data, sizes, place)
     num_targets, flops = round(steps.num_epochs * model.num_targets_per_epoch), model.flops_per_target
     scale = estimate_scale(
-        recipe, place, model.held, model.of_neighbours,
+        recipe, place, model.held, model.others,
         num_micro_batches=sizes.gradient_accumulation_steps,
         flops_per_step=None if flops is None else flops * num_targets / steps.max_steps,
         checkpoint_bytes=model.checkpoint_bytes,
@@ -226,8 +226,8 @@ class _Model:
     checkpoint_bytes: int
     memory: Sequence[MemoryPart]
     """Memory parts of a process that holds the whole model."""
-    of_neighbours: Sequence[Collective]
-    """Collectives between processes that split layers or sequences."""
+    others: Sequence[Collective]
+    """Collectives of split layers, of split sequences, and of buffers."""
 
 
 def _look_at_model(recipe: Recipe, task: Task, data: TaskData, sizes: BatchSizes, place: Place) -> _Model:
@@ -267,10 +267,11 @@ def _look_at_model(recipe: Recipe, task: Task, data: TaskData, sizes: BatchSizes
         how = f"{NF4_BYTES:.2f} bytes each (nf4) of the frozen linear layers, 4 of the others"
         memory[0] = replace(memory[0], how=how)
     memory = with_exchange(memory, model, place.layout, num_positions, place.compute_bytes)
-    of_neighbours = neighbour_collectives(
+    others = neighbour_collectives(
         model, place.layout, num_positions, place.compute_bytes, checkpointed=checkpointed, chunked=chunked
     )
-    return _Model(weights, choices, held, vocabulary, flops, num_targets, checkpoint_bytes, memory, of_neighbours)
+    others += buffer_collectives(model, place.layout)
+    return _Model(weights, choices, held, vocabulary, flops, num_targets, checkpoint_bytes, memory, others)
 
 
 def _holding(model: nn.Module, layout: Layout, *, accumulates: bool, chunked: bool) -> Holding:

@@ -144,7 +144,7 @@ def estimate_scale(
     recipe: Recipe,
     place: Place,
     weights: ModelWeights,
-    of_neighbours: Sequence[Collective],
+    others: Sequence[Collective],
     *,
     num_micro_batches: int,
     flops_per_step: float | None,
@@ -152,15 +152,15 @@ def estimate_scale(
 ) -> Scale:
     """Return the estimate for a run in this place.
 
-    `flops_per_step` covers all processes together. `weights` are held by one group of neighbors, and `of_neighbours`
-    are the collectives within such a group.
+    `flops_per_step` covers all processes together. `weights` are held by one group of neighbors. `others`
+    are the collectives that do not follow from weights.
 
     Raises:
         ValueError: the interconnect is unknown, or --mfu or --mtbf is out of range.
     """
     layout = place.layout
     of_matrices = matrix_collectives(layout, weights) if recipe.optimizer.name == "muon" else ()
-    found = (*collectives(layout, weights, place.compute_bytes), *of_neighbours, *of_matrices)
+    found = (*collectives(layout, weights, place.compute_bytes), *others, *of_matrices)
     found_gpu, mfu = find_gpu(place.device), choose_mfu(recipe, place.hardware.mfu)
     gpu = found_gpu if found_gpu is not None and found_gpu.memory_gib else None
     network = choose_interconnect(place.hardware.interconnect, gpu)

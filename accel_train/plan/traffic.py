@@ -18,9 +18,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from accel_train.core.hardware import GB, LINK_EFFICIENCY, Gpu, Interconnect
+from accel_train.model.batch_norm import is_batch_norm, keeps_statistics
 from accel_train.model.compile import repeated_blocks
 from accel_train.model.memory_estimate import MemoryPart
 from accel_train.model.pretrained import value_of
@@ -28,7 +30,7 @@ from accel_train.model.weights import ModelWeights, Weight
 from accel_train.parallel.tensor_parallel import styles_of
 from accel_train.plan.place import Layout
 
-Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
+Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all", "broadcast"]
 Phase = Literal["forward", "backward"]
 # NVIDIA/nccl, src/graph/tuning.cc: baseLat and hwLat of the ring and the tree, protocol Simple, in microseconds.
 BASE_LATENCY_SECONDS, LINK_LATENCY_SECONDS, NETWORK_LATENCY_SECONDS = 8.4e-6, 3.4e-6, 14.0e-6
@@ -198,6 +200,23 @@ def neighbour_collectives(
     return tuple(
         Collective(kind, compute_bytes * num_positions * width, ring, phase, False, False, purpose)
         for kind, width, phase in exchanges
+    )
+
+
+def buffer_collectives(model: nn.Module, layout: Layout) -> tuple[Collective, ...]:
+    """Return the broadcasts of a model with batch norm: each step begins with the buffers of the first process.
+
+    DDP sends all buffers, one type at a time. The other strategies send the statistics of norms.
+    """
+    is_ddp = layout.strategy.name == "ddp" and any(map(is_batch_norm, model.modules()))
+    norms = [model] if is_ddp else [each for each in model.modules() if keeps_statistics(each)]
+    sizes: Counter[torch.dtype] = Counter()
+    for buffer in (each for norm in norms for each in norm.buffers()) if layout.world_size > 1 else ():
+        sizes[buffer.dtype] += buffer.nbytes
+    ring = Ring(layout.world_size, 1, layout.gpus_per_node)
+    return tuple(
+        Collective("broadcast", size, ring, "forward", True, False, f"buffers, {str(dtype).removeprefix('torch.')}")
+        for dtype, size in sizes.items()
     )
 
 

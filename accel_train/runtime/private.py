@@ -51,10 +51,22 @@ def move_towards(tensors: list[Tensor], others: list[Tensor], share: Tensor) -> 
 
 
 def fake_tensors() -> Any:
-    """Return a mode in which tensors have a shape but no storage; `torch._subclasses`, torch 2.13."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    """Return a mode in which tensors have a shape but no storage; `torch._subclasses`, torch 2.13.
 
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    A boolean that is read is True: models read whether a check holds, a mask is full, or all numbers are finite.
+    """
+    from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+    class Fake(FakeTensorMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            try:
+                return super().__torch_dispatch__(func, types, args, kwargs)
+            except DataDependentOutputException:
+                if func is torch.ops.aten._local_scalar_dense.default and args[0].dtype is torch.bool:
+                    return True
+                raise
+
+    return Fake(allow_non_fake_inputs=True)
 
 
 def watch_operators(see: Callable[[Any, Any], None]) -> AbstractContextManager[Any]:

@@ -1,6 +1,7 @@
 """Shared parts of classification tasks: losses, class weights, label names, further metrics, and FLOPs."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,9 @@ from transformers import PreTrainedConfig
 from accel_train.core.format import did_you_mean
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.metrics import load_metric
-from accel_train.model.tensors import without_values
+from accel_train.model.memory_estimate import take_shapes_only
+from accel_train.model.tensors import FINITE, replaced, without_values
+from accel_train.runtime.private import fake_tensors
 
 
 def classification_loss_sum(
@@ -157,30 +160,36 @@ def row_metrics(names: Sequence[str], totals: Mapping[str, NDArray[Any]], *, all
     return found
 
 
-def forward_flops(factory: Any, config: PreTrainedConfig, **input_shapes: tuple[int, ...]) -> int:
+def forward_flops(
+    factory: Any, config: PreTrainedConfig, *, is_assumed: bool = False, **input_shapes: tuple[int, ...]
+) -> int:
     """Return the floating-point operations of a forward pass, counted on a meta copy of the model without values.
 
-    Inputs whose names end in `input_ids` are integers.
+    Inputs whose names end in `input_ids` are integers. With `is_assumed`, the checks of values that the model makes are
+    assumed to hold. This takes several times as long.
 
     Raises:
         ValueError, RuntimeError: the model does not accept the input, or reads values that a meta tensor does not have.
     """
     counter = FlopCounterMode(display=False)
-    with without_values(), torch.no_grad():
-        model = factory.from_config(config, trust_remote_code=False).eval()
+    with without_values():
+        model = factory.from_config(config, trust_remote_code=False).eval().requires_grad_(False)
+    with fake_tensors() if is_assumed else without_values(), torch.no_grad():
+        if is_assumed:
+            take_shapes_only(model)
         inputs = {
             name: torch.zeros(shape, dtype=torch.long if name.endswith("input_ids") else torch.float32)
             for name, shape in input_shapes.items()
         }
-        with counter:
+        with counter, replaced(FINITE if is_assumed else {}):
             model(**inputs)
     return int(counter.get_total_flops())
 
 
 def training_flops(factory: Any, config: PreTrainedConfig, **input_shapes: tuple[int, ...]) -> float | None:
     """Return 3 x the FLOPs of a forward pass, for forward and backward, or None if they cannot be counted."""
-    try:
-        return 3.0 * forward_flops(factory, config, **input_shapes)
-    # AttributeError: the model needs an attention mask.
-    except (ValueError, RuntimeError, AttributeError):
-        return None
+    for is_assumed in (False, True):
+        # AttributeError: the model needs an attention mask.
+        with suppress(ValueError, RuntimeError, AttributeError):
+            return 3.0 * forward_flops(factory, config, is_assumed=is_assumed, **input_shapes)
+    return None
