@@ -20,16 +20,15 @@ from accel_train.observe.observer import Observer
 from accel_train.recovery import unused_parameters
 from accel_train.runtime.signals import StopRequest
 from accel_train.runtime.watchdog import Watchdog
+from accel_train.tasks.sentence_embedding import losses
+from accel_train.training import build
 from accel_train.training.loop import run_steps
 from accel_train.training.setup import prepare_run
+from tests.cuda_pretended import SMALL_BYTES
 from tests.cuda_pretended.pretend import Pretend, pretended_gpus
 
 WARM_STEPS, STEPS = 2, 4
 """Steps before the steady state, in which lazy state is made, and all steps."""
-
-
-SMALL_BYTES = 4096
-"""Most bytes of a collective that a plan leaves out: step sync, the gradient norm."""
 
 
 class Done(Exception):
@@ -58,14 +57,25 @@ def drive(sections: dict[str, Any], world_size: int) -> dict[str, Any]:
     def everywhere(number: int, _: torch.device) -> list[int]:
         return [number] * world_size
 
+    def exchanged(count: int, device: torch.device) -> list[int]:
+        exchange(count, device)
+        return [count] * world_size
+
+    def without_digests(_: Any, frozen: Any, *__: Any) -> dict[str, str]:
+        return dict.fromkeys(frozen, "")
+
     def with_targets(outcome: StepOutcome) -> Any:
         return tuple(each._replace(num_targets=each.num_targets or world_size) for each in unpack(outcome))
 
-    unpack = StepOutcome.unpack
+    unpack, exchange = StepOutcome.unpack, losses._exchange_count
     with ExitStack() as stack:
         # All values read from the device are 0, and a step without labels would end the run.
         stack.enter_context(mock.patch.object(StepOutcome, "unpack", with_targets))
         pretend = stack.enter_context(pretended_gpus(world_size))
+        # The other processes have as many texts.
+        stack.enter_context(mock.patch.object(losses, "_exchange_count", exchanged))
+        # Weights have no values to digest.
+        stack.enter_context(mock.patch.object(build, "digests_of_base", without_digests))
         # The other processes use the weights that this one uses.
         here = mock.patch.object(unused_parameters, "_without_gradient", lambda strategy: strategy.without_gradient())
         stack.enter_context(here)

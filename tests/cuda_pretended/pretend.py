@@ -35,7 +35,7 @@ KINDS = {
     "allreduce_": "all-reduce", "all_reduce": "all-reduce", "all_reduce_": "all-reduce",
     "_allgather_base_": "all-gather", "all_gather_into_tensor": "all-gather",
     "_reduce_scatter_base_": "reduce-scatter", "reduce_scatter_tensor": "reduce-scatter",
-    "alltoall_base_": "all-to-all", "broadcast_": "broadcast",
+    "alltoall_base_": "all-to-all", "dim_zero_all_to_all": "all-to-all", "broadcast_": "broadcast",
 }  # fmt: skip
 
 
@@ -143,7 +143,8 @@ class Pretend(TorchDispatchMode):
             if name is aten.nonzero:
                 return self.new(0, args[0].dim(), like=args[0], dtype=torch.int64)
             return self.new(0, *args[0].shape[1:], like=args[0]) if name is not aten.index_put_ else args[0]
-        if func.namespace == "_c10d_functional" and (kind := KINDS.get(name.__name__)) is not None:
+        # DeepSpeed's exchange is an operator: torch's fake one sends nothing.
+        if func.namespace in ("_c10d_functional", "deepspeed") and (kind := KINDS.get(name.__name__)) is not None:
             size = args[1] if kind == "all-gather" else 1
             self.count(kind, size * args[0].nbytes, tensors)
         if name in WITHOUT_FAKE:
