@@ -60,7 +60,7 @@ def narrow_for_norms(model: nn.Module) -> None:
 
 
 def _narrow(norm: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    held = {each.dtype for each in norm.parameters(recurse=False)} - {torch.float32}
-    return tuple(
-        each.to(*held) if held and torch.is_tensor(each) and each.is_floating_point() else each for each in inputs
-    )
+    dtype = next((each.dtype for each in norm.parameters(recurse=False)), torch.float32)
+    if dtype == torch.float32:
+        return inputs
+    return tuple(each.to(dtype) if torch.is_tensor(each) and each.is_floating_point() else each for each in inputs)

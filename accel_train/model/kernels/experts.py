@@ -19,7 +19,7 @@ def autocast_experts(model: nn.Module) -> dict[str, Choice[str]]:
     transformers casts the input of `grouped_mm` to the type of its weights. That is fp32 on one GPU and under DDP, and
     16 bits if FSDP2 gathers the weights.
     """
-    experts = [each for each in model.modules() if hasattr(each, "has_post_expert_norm")]
+    experts: list[Any] = [each for each in model.modules() if hasattr(each, "has_post_expert_norm")]
     if not experts:
         return {}
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
