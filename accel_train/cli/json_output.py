@@ -58,7 +58,7 @@ class JsonOutput:
         """Print why the watchdog ends this process. The process does not return to its caller."""
         if _is_main():
             line = self._line(exit_code, None, {"type": kind, "message": message})
-            os.write(self._kept, f"{line}\n".encode())
+            os.write(self._kept, f"{line}\n".encode(errors="backslashreplace"))
 
     def _line(self, exit_code: int, result: Any, error: JsonRecord | None) -> str:
         record = {

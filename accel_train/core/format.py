@@ -39,7 +39,7 @@ def format_bytes(num_bytes: float) -> str:
 
 def format_count(number: float, one: str = "", many: str = "") -> str:
     """Return `1,234`, or with a unit `1 run`, `1,234 runs`. Give `many` if the plural is not `one` with an s."""
-    count = f"{round(number):,}"
+    count = f"{round(number):,}" if math.isfinite(number) else str(number)
     return count if not one else f"{count} {one if number == 1 else many or f'{one}s'}"
 
 

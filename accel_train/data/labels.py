@@ -344,9 +344,9 @@ def _as_number(value: Any) -> float | None:
         return None
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
 
 
 def _is_integer(name: str) -> bool:
-    return name.removeprefix("-").isascii() and name.removeprefix("-").isdigit()
+    return re.fullmatch(r"-?[0-9]{1,18}", name) is not None

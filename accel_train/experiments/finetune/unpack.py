@@ -17,6 +17,7 @@ from typing import Any
 
 from accel_train.core.files import files_below, make_folders, publish_folder
 from accel_train.core.format import format_count
+from accel_train.core.json_io import parse_json
 from accel_train.data.delimited import table_delimiter
 from accel_train.data.encoding import read_lines, read_text
 from accel_train.data.sources import file_kind, is_about_data
@@ -182,9 +183,9 @@ def _splits_of(asked: Asked, path: Path) -> dict[str, bytes] | None:
     """
     try:
         text = read_text(path, asked.data)
-        document = json.loads(text) if text.lstrip()[:1] == "{" else {}
+        document = parse_json(text) if text.lstrip()[:1] == "{" else {}
     # Objects on lines, another encoding, or an error that the reader reports.
-    except (ValueError, RecursionError):
+    except ValueError:
         return None
     parts = {_PARTS.get(name, ""): rows for name, rows in document.items() if isinstance(rows, list)}
     if "train" not in parts or "" in parts or len(parts) != len(document):
