@@ -202,7 +202,9 @@ def _mask(drawing: Drawing, ids: Mapping[str, int]) -> Image.Image:
         fault = "states {} x {} pixels".format(*drawing.size)
     for name, points in drawing.shapes:
         outside = [(x, y) for x, y in points if not (-1 <= x <= width + 1 and -1 <= y <= height + 1)]
-        fault = fault or (f"a polygon of {name!r} has a corner at {outside[0]}" if outside else "")
+        fault = fault or (
+            f"a polygon of {name!r} has a corner at ({outside[0][0]:g}, {outside[0][1]:g})" if outside else ""
+        )
         if not fault:
             ImageDraw.Draw(mask).polygon(points, fill=ids[name])
     if fault:
