@@ -244,7 +244,7 @@ def output_path(text: str) -> Path:
 def move_to_previous(folder: Path, paths: Sequence[Path], below: str = "") -> Path:
     """Move files and folders into a new `previous-N/` in a folder, and return that subfolder."""
     used = [entry.name.removeprefix("previous-") for entry in folder.glob("previous-*")]
-    previous = folder / f"previous-{1 + max((int(number) for number in used if number.isdigit()), default=0)}"
+    previous = folder / f"previous-{1 + max((int(number) for number in used if number.isdecimal()), default=0)}"
     target = previous / below
     target.mkdir(parents=True)
     for path in paths:

@@ -12,6 +12,11 @@ LARGEST_COUNT = 2**31 - 1
 """Upper bound of integer settings. The product of two (such as steps and batch size) then fits 64 bits."""
 
 
+def is_whole(text: str) -> bool:
+    """Return whether a text is a whole number of up to 18 ASCII digits, which fits 64 bits."""
+    return re.fullmatch(r"-?[0-9]{1,18}", text) is not None
+
+
 def did_you_mean(
     word: str,
     names: Iterable[str],

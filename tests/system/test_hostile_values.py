@@ -27,6 +27,8 @@ from accel_train.inference.finished_run import recipe_of_trained
 from accel_train.model.pretrained import pretrained_config
 from accel_train.observe.incident_record import format_incident, next_actions, read_incident
 from accel_train.recipe.schema import Recipe
+from accel_train.tasks.multiple_choice.config import MultipleChoiceData
+from accel_train.tasks.multiple_choice.data import read_choices
 from accel_train.tasks.question_answering.config import QuestionAnsweringData
 from accel_train.tasks.question_answering.data import read_questions
 from accel_train.tasks.sentence_embedding.folder import pooling_of
@@ -224,6 +226,18 @@ def test_answers_and_tags(tmp_path: Path) -> None:
         tag_scheme(rows, resolve_sources(str(tags), tagged, key="data.train"), tagged)
 
     assert survives(sentences, tags, {"tokens": ["a", "b"], "tags": [0, 1]}) > 5
+
+
+@pytest.mark.parametrize("label", ["9" * 5000, "\u0663", "\u00b2", "1e999", LONG, "nan"])
+def test_labels_and_endings_of_a_table(label: str, tmp_path: Path) -> None:
+    file = tmp_path / "d.csv"
+    rows = "".join(f"text {number},a,b,{number % 2}\n" for number in range(8))
+    file.write_text(f"sentence,ending0,ending1,label\ntext,a,b,{label}\n{rows}")
+    data = MultipleChoiceData(train=str(file), text_columns=("sentence",), choices_columns=("ending0", "ending1"))
+    error = error_of(lambda: read_choices(resolve_sources(str(file), data, key="data.train"), data, key="data.train"))
+    assert error is not None
+    assert is_for_users(error)
+    assert main(["finetune", str(file), "--dry-run", "--task", "text-classification"]) in (0, 2)
 
 
 def test_polygons_and_json_of_folders(tmp_path: Path) -> None:

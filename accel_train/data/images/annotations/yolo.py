@@ -2,12 +2,12 @@
 
 import math
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from accel_train.core.files import read_regular
+from accel_train.core.format import is_whole
 from accel_train.data.images.annotations.records import (
     Annotated,
     BoxedImage,
@@ -140,7 +140,7 @@ def _yolo_yaml(path: Path, part: str) -> tuple[list[str], list[Path]]:
         raise ValueError(f"{path}: is not a YOLO file; it has names, and train or val with folders of images")
     names = settings["names"]
     if isinstance(names, dict):
-        keys = sorted(names, key=lambda key: int(key) if re.fullmatch(r"[0-9]{1,9}", str(key)) else -1)
+        keys = sorted(names, key=lambda key: int(key) if is_whole(str(key)) else -1)
         if [str(key) for key in keys] != [str(number) for number in range(len(keys))]:
             raise ValueError(f"{path}: names has the numbers {', '.join(map(str, keys[:10]))}, not 0, 1, 2, ...")
         names = [names[key] for key in keys]
