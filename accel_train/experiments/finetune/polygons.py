@@ -133,7 +133,7 @@ def _content(file: Path) -> dict[str, Any] | None:
 
 
 def _labelme(file: Path, content: Any, below: Mapping[str, Any], labels: dict[Any, str]) -> Iterator[Drawing]:
-    shapes = [(_label(shape["label"]), [_numbers(each, 2) for each in shape["points"]]) for shape in content["shapes"]]
+    shapes = [(_label(shape["label"]), [_point(each) for each in shape["points"]]) for shape in content["shapes"]]
     for shape, (name, points) in zip(content["shapes"], shapes):
         kind = shape.get("shape_type") or "polygon"
         if kind != "polygon" or len(points) < 3:
@@ -173,6 +173,11 @@ def _numbers(values: Any, count: int) -> tuple[float, ...]:
     if found is None:
         raise TypeError(f"{values!r:.60} are not {count} numbers")
     return found
+
+
+def _point(values: Any) -> tuple[float, float]:
+    x, y = _numbers(values, 2)
+    return x, y
 
 
 def _label(name: Any) -> str:

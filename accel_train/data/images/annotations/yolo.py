@@ -68,14 +68,16 @@ def read_yolo(path: Path, part: str, label_names: Sequence[str] | None = None) -
         notes.append(f"{num_alone:,} images have no label file, and so no boxes")
     if part == "train" and os.path.isfile(path):
         notes += [f"{path}: val names {place}, which does not exist" for place in _missing(path, "val")]
-    if names is None:
-        names, rows = numbered_classes(rows, faults)
+    if names is not None:
+        used = tuple(names)
+    else:
+        used, rows = numbered_classes(rows, faults)
     num_boxes = sum(len(record.rows) for record in rows)
     return Annotated(
         "YOLO",
         FileImages(*below_one_root(files)),
         rows,
-        tuple(names),
+        used,
         faults,
         f"{path}: {len(files):,} images with {num_boxes:,} boxes",
         is_named,
