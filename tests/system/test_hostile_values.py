@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
 
 from accel_train import train
 from accel_train.checkpoint.store import check
@@ -23,6 +22,8 @@ from accel_train.core.errors import CheckpointError
 from accel_train.data.images.pairs import pairs_pool
 from accel_train.data.sources import resolve_sources
 from accel_train.data.text.tokenizers import load_tokenizer
+from accel_train.experiments.finetune.polygons import find_polygons
+from accel_train.experiments.finetune.recipe import asked_of, minimal_recipe
 from accel_train.inference.finished_run import recipe_of_trained
 from accel_train.model.pretrained import pretrained_config
 from accel_train.observe.incident_record import format_incident, next_actions, read_incident
@@ -240,22 +241,35 @@ def test_labels_and_endings_of_a_table(label: str, tmp_path: Path) -> None:
     assert main(["finetune", str(file), "--dry-run", "--task", "text-classification"]) in (0, 2)
 
 
-def test_polygons_and_json_of_folders(tmp_path: Path) -> None:
-    folder = tmp_path / "drawn"
-    folder.mkdir()
-    for name in ("a", "b", "c"):
-        Image.new("RGB", (32, 32)).save(folder / f"{name}.png")
-        shape = {"label": "cat", "points": [[1, 1], [9, 1], [9, 9]], "shape_type": "polygon"}
-        content = {"shapes": [shape], "imagePath": f"{name}.png", "imageWidth": 32, "imageHeight": 32}
-        (folder / f"{name}.json").write_text(json.dumps(content))
-    tried = 0
-    for number, (description, text) in enumerate(hostile(content)):
-        (folder / "c.json").write_text(text)
-        if number % 4 == 0:
-            shutil.rmtree(tmp_path / "runs", ignore_errors=True)
-            assert main(["finetune", str(folder), "--dry-run"]) in (0, 2), description
-            tried += 1
-    assert tried > 20
+LABELME = {
+    "shapes": [{"label": "cat", "points": [[1, 1], [9, 1], [9, 9]], "shape_type": "polygon"}],
+    "imagePath": "a.png",
+    "imageWidth": 40,
+    "imageHeight": 30,
+}
+_THINGS = [
+    {"id": 1, "image_id": 1, "category_id": 1, "segmentation": [[1, 1, 9, 1, 9, 9]], "iscrowd": 0},
+    {"id": 2, "image_id": 1, "category_id": 2, "bbox": [1, 1, 8, 8], "iscrowd": 1},
+]
+COCO = {
+    "images": [{"id": 1, "file_name": "a.png", "width": 40, "height": 30}],
+    "categories": [{"id": 1, "name": "cat"}, {"id": 2, "name": "dog"}],
+    "annotations": _THINGS,
+}
+
+
+@pytest.mark.parametrize("document", [LABELME, COCO], ids=["labelme", "COCO"])
+def test_polygons(document: Any, tmp_path: Path) -> None:
+    write_images(tmp_path / "drawn", {"a.png": (40, 30)})
+
+    def read() -> None:
+        shutil.rmtree(tmp_path / "masks", ignore_errors=True)
+        (tmp_path / "masks").mkdir()
+        found = find_polygons(asked_of("drawn", minimal_recipe("drawn", [])), "drawn")
+        if found is not None:
+            found.write(tmp_path / "masks")
+
+    assert survives(read, tmp_path / "drawn" / "a.json", document) > 50
 
 
 def test_class_names_of_masks(tmp_path: Path) -> None:

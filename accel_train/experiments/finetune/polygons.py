@@ -144,7 +144,7 @@ def _labelme(file: Path, content: Any, below: Mapping[str, Any], labels: dict[An
 
 
 def _coco(file: Path, content: Any, below: Mapping[str, Any], labels: dict[Any, str]) -> Iterator[Drawing]:
-    names = {each["id"]: each["name"] for each in content["categories"]}
+    names = {each["id"]: _label(each["name"]) for each in content["categories"]}
     if any(labels.get(key, name) != name for key, name in names.items()):
         raise ValueError(f"{file}: its categories differ from the other files'. Export all with one list")
     labels |= names
@@ -162,7 +162,7 @@ def _coco(file: Path, content: Any, below: Mapping[str, Any], labels: dict[Any, 
         if fault or any(len(part) < 6 or len(part) % 2 for part in parts):
             raise ValueError(f"{file}: annotation {each.get('id')} is {fault or 'not a polygon'} (COCO). {_NO_BOXES}")
         corners = [_numbers(part, len(part)) for part in parts]
-        shapes[each["image_id"]] += [(_label(name), list(zip(part[::2], part[1::2]))) for part in corners]
+        shapes[each["image_id"]] += [(name, list(zip(part[::2], part[1::2]))) for part in corners]
     for each in content["images"]:
         name, size = each["file_name"], (each.get("width"), each.get("height"))
         yield Drawing(f"{file} ({name})", _image(file, name, below), size, shapes[each["id"]])
