@@ -353,10 +353,11 @@ def _see_current_folder() -> None:
         sys.path.append(str(Path.cwd()))
 
 
-def refuse_code_of_a_run(setting: str, name: str, folder: Path) -> None:
+def refuse_code_of_a_run(setting: str, name: str, folder: Path, *, is_of_a_run: bool = True) -> None:
     """Refuse a class that a run's recipe names, unless its module is installed by the reader of the run.
 
     An installed module is found without the current folder: a package, or a module on an absolute path of PYTHONPATH.
+    A recipe outside of a run folder may name other modules, but not below its own `folder`.
 
     Raises:
         ValueError: the module is not installed. The message names the file to read, and the flag that allows it.
@@ -368,10 +369,11 @@ def refuse_code_of_a_run(setting: str, name: str, folder: Path) -> None:
     own = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(place)]
     installed = [place for place in path if place in own or (os.path.isabs(place) and Path(place).resolve() != here)]
     places, trusted = _places(package, [*path, str(here)]), _places(package, installed)
-    if any(place.is_relative_to(folder.resolve()) for place in places) or places != trusted:
+    is_below = any(place.is_relative_to(folder.resolve()) for place in places)
+    if (is_below or places != trusted) if is_of_a_run else (is_below and places != trusted):
         raise ValueError(
             f"{setting}={name!r} of {folder} would run {places[0]}. It is not installed, and may have come with the "
-            f"run. Read it, and add --{setting} {quote(name)} if you trust it."
+            f"{'run' if is_of_a_run else 'recipe'}. Read it, and add --{setting} {quote(name)} if you trust it."
         )
 
 

@@ -186,6 +186,38 @@ def test_importing_starts_nothing_heavy(module: str) -> None:
     assert result.stderr == ""
 
 
+READERS = {
+    "core.json_io": {"json.loads"},  # bounds numbers and nesting
+    "data.images.decoding": {"Image.open"},  # only formats that start no program
+}
+
+
+def reads_of_files(tree: ast.AST) -> set[str]:
+    """Return the calls and imports that parse JSON or open an image in their own way."""
+    names = ("json.loads", "json.load", "json.JSONDecoder", "Image.open", "PIL.Image.open")
+    calls = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    imported = {
+        f"{node.module}.{each.name}".replace("PIL.", "")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for each in node.names
+    }
+    return (calls | imported) & {*names}
+
+
+@pytest.mark.parametrize(
+    "code", ["json.loads(text)", "Image.open(path)", "from json import loads", "from PIL.Image import open"]
+)
+def test_the_scan_for_readers_sees(code: str) -> None:
+    assert reads_of_files(ast.parse(code))
+    assert not reads_of_files(ast.parse("json.dumps(value); image.open(); parse_json(text)"))
+
+
+def test_json_and_images_of_files_are_read_in_one_place_each() -> None:
+    found = {name: reads_of_files(ast.parse(path.read_text())) for name, path in modules().items()}
+    assert {name: calls for name, calls in found.items() if calls} == READERS
+
+
 def runs_foreign_code(tree: ast.AST) -> Iterator[str]:
     """Calls and arguments by which data, weights or a hub could bring code that runs here."""
     for node in ast.walk(tree):

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from pydantic.fields import FieldInfo
 from torch import Tensor
 
+from accel_train.core.json_io import parse_json
 from accel_train.core.redaction import redact
 from accel_train.data.batch_sizes import BatchSizes
 from accel_train.data.images.first_format import FIELDS
@@ -117,7 +118,7 @@ def _dump(value: Any, without: set[str] | None = None) -> Any:
 
 def _normal(value: Any) -> Any:
     """Return a value as a checkpoint stores it. NaN becomes text: it is not JSON, and not equal to itself."""
-    return json.loads(json.dumps(value), parse_constant=str)
+    return parse_json(json.dumps(value), parse_constant=str)
 
 
 class Settings(NamedTuple):

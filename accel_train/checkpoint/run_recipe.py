@@ -41,6 +41,25 @@ def read_recipe(folder: Path, settings: Sequence[str] = ()) -> Recipe:
     return recipe
 
 
+def named_recipe(path: str | Path, settings: Sequence[str] = ()) -> Recipe:
+    """Return the recipe that a command names, with settings of the command line on top.
+
+    Code that came with the recipe runs only if `settings` name it. That is each module that is not installed, for the
+    recipe of a run folder. For others, it is a module below the recipe's folder; but in the current folder, recipe and
+    module are the user's own.
+
+    Raises:
+        ValueError: the recipe is invalid, or names code that is not allowed.
+    """
+    is_of_a_run = Path(path).name == RECIPE_FILE
+    recipe = load_recipe(path, arguments=[*(_WITHOUT_CONSENT if is_of_a_run else ()), *settings])
+    folder = Path(path).resolve().parent
+    for setting, name in (("task", recipe.task), ("optimizer.name", recipe.optimizer.name)):
+        if recipe.origin(setting).kind != "command line" and (is_of_a_run or folder != Path.cwd()):
+            refuse_code_of_a_run(setting, name, folder, is_of_a_run=is_of_a_run)
+    return recipe
+
+
 def read_recipe_only(folder: Path, settings: Sequence[str] = ()) -> Recipe:
     """Return the recipe of a run folder for its settings only. It may name code that must not run.
 

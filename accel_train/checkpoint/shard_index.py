@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 
 from accel_train.core.errors import CheckpointError
-from accel_train.core.json_io import read_plain_json
+from accel_train.core.json_io import parse_json, read_plain_json
 
 INDEX = "shards.json"
 Slices = tuple[slice, ...]
@@ -127,7 +127,7 @@ def _index_in(folder: Path, _: object) -> ShardIndex:
 
 def _parts_in(file: Path) -> Iterator[Part]:
     with safe_open(file, "pt") as opened:
-        places = json.loads((opened.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
+        places = parse_json((opened.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
         for name in opened.keys():  # noqa: SIM118
             part = opened.get_slice(name)
             size = tuple(part.get_shape())

@@ -1,6 +1,5 @@
 """Check the files of a model folder: weights are whole, and equal to what the run wrote."""
 
-import json
 import os
 import sys
 from collections.abc import Mapping
@@ -8,6 +7,7 @@ from pathlib import Path
 from shlex import quote
 
 from accel_train.core.files import digests_of
+from accel_train.core.json_io import parse_json
 from accel_train.core.ownership import accept_files, noted_digests
 from accel_train.recipe.schema import Recipe
 
@@ -39,8 +39,8 @@ def check_weight_files(folder: Path) -> None:
             if path.suffix == ".safetensors":
                 with safe_open(path, "pt"):
                     continue
-            named = json.loads(path.read_text(encoding="utf-8"))["weight_map"].values()
-            missing = sorted({name for name in named if not (folder / name).is_file()})
+            named = parse_json(path.read_text(encoding="utf-8"))["weight_map"].values()
+            missing = sorted({name for name in named if not os.path.isfile(folder / name)})
         except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is damaged ({error}); copy it again from where the run was trained") from error
         if missing:

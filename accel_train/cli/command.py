@@ -105,10 +105,10 @@ def users_mistakes() -> Iterator[None]:
 
 def recipe_of(arguments: argparse.Namespace, settings: Sequence[str]) -> "Recipe":
     """Return the recipe named on the command line, with the settings that override it."""
+    from accel_train.checkpoint.run_recipe import named_recipe
     from accel_train.cli.early import check_before_torch
-    from accel_train.recipe.loader import load_recipe
 
-    recipe = load_recipe(arguments.recipe, arguments=settings)
+    recipe = named_recipe(arguments.recipe, settings)
     if not getattr(arguments, "no_data", False):
         check_before_torch(recipe, trains=False)
     return recipe

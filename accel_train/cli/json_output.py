@@ -58,7 +58,7 @@ class JsonOutput:
         """Print why the watchdog ends this process. The process does not return to its caller."""
         if _is_main():
             line = self._line(exit_code, None, {"type": kind, "message": message})
-            os.write(self._kept, f"{line}\n".encode())
+            os.write(self._kept, f"{line}\n".encode(errors="backslashreplace"))
 
     def _line(self, exit_code: int, result: Any, error: JsonRecord | None) -> str:
         record = {
@@ -69,8 +69,9 @@ class JsonOutput:
             "result": result,
             "error": error,
         }
-        text = json.dumps(to_json(record), allow_nan=False, ensure_ascii=False)
-        # If a file name is not UTF-8, use the escape of JSON.
+        # Other encodings lack letters. Only JSON's own escapes may stand for them, and for names in no encoding.
+        is_utf8 = (self._stdout.encoding or "").lower().replace("_", "-") in ("utf-8", "utf8")
+        text = json.dumps(to_json(record), allow_nan=False, ensure_ascii=not is_utf8)
         return text.encode(errors="backslashreplace").decode()
 
 

@@ -213,10 +213,17 @@ def digests_of(folder: Path, names: Sequence[str]) -> dict[str, str | OSError]:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
+def has_variable(text: str) -> bool:
+    """Return whether a shell would replace a part of a path: `$HOME/runs`, `${HOME}/runs`."""
+    return re.search(r"\$\{?\w", text) is not None
+
+
 def path_problem(text: str) -> str | None:
     """Return the problem of an output path as the end of a sentence, or None."""
     if not text.strip():
         return "is blank: give a path (is a shell variable not set?)"
+    if has_variable(text):
+        return "has a shell variable, which is not replaced here: write the path"
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text):
         return "is a URL, not a path on this machine. Mount the storage, or write to a local folder and copy it later."
     return None
@@ -231,13 +238,13 @@ def output_path(text: str) -> Path:
     problem = path_problem(text)
     if problem is not None:
         raise ValueError(f"--out={text!r} {problem}")
-    return Path(text)
+    return Path(text).expanduser()
 
 
 def move_to_previous(folder: Path, paths: Sequence[Path], below: str = "") -> Path:
     """Move files and folders into a new `previous-N/` in a folder, and return that subfolder."""
     used = [entry.name.removeprefix("previous-") for entry in folder.glob("previous-*")]
-    previous = folder / f"previous-{1 + max((int(number) for number in used if number.isdigit()), default=0)}"
+    previous = folder / f"previous-{1 + max((int(number) for number in used if number.isdecimal()), default=0)}"
     target = previous / below
     target.mkdir(parents=True)
     for path in paths:

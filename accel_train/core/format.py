@@ -12,6 +12,11 @@ LARGEST_COUNT = 2**31 - 1
 """Upper bound of integer settings. The product of two (such as steps and batch size) then fits 64 bits."""
 
 
+def is_whole(text: str) -> bool:
+    """Return whether a text is a whole number of up to 18 ASCII digits, which fits 64 bits."""
+    return re.fullmatch(r"-?[0-9]{1,18}", text) is not None
+
+
 def did_you_mean(
     word: str,
     names: Iterable[str],
@@ -39,7 +44,7 @@ def format_bytes(num_bytes: float) -> str:
 
 def format_count(number: float, one: str = "", many: str = "") -> str:
     """Return `1,234`, or with a unit `1 run`, `1,234 runs`. Give `many` if the plural is not `one` with an s."""
-    count = f"{round(number):,}"
+    count = f"{round(number):,}" if math.isfinite(number) else str(number)
     return count if not one else f"{count} {one if number == 1 else many or f'{one}s'}"
 
 

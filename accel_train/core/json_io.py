@@ -22,6 +22,11 @@ from accel_train.core.state import JsonRecord
 NONFINITE_NAMES = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 LARGEST_PLAIN_BYTES = 2**26
 """Largest plain file in bytes. Plain files are read whole; trainer.json is thousands of times smaller."""
+DEEPEST_NESTING = 100
+"""Most levels of lists and objects in JSON text. Code that walks a value may recurse this far."""
+_DIGITS_OF_A_FLOAT = 309
+"""Digits from which a whole number may exceed the range of a float."""
+_AS_ZEROS = bytes(48 if 48 <= byte < 58 else byte for byte in range(256))
 _NUMBERS = re.compile(r"\[\s+-?\d[\d.e+-]*(?:,\s+-?\d[\d.e+-]*)*\s+\]")
 
 
@@ -30,17 +35,79 @@ def write_json(path: Path, value: object) -> Path:
     return write_atomically(path, json_text(value).encode())
 
 
+def parse_json(text: str | bytes, **options: Any) -> Any:
+    """Return the value of JSON text that another program may have written. `options` are for `json.loads`.
+
+    A whole number beyond the range of a float becomes infinite, as 1e999 does. So `float` and `math.isfinite` accept
+    every number, and a check for infinite numbers covers it.
+
+    Raises:
+        ValueError: not JSON, not text, or nested deeper than `DEEPEST_NESTING`.
+    """
+    if len(text) >= _DIGITS_OF_A_FLOAT:
+        # A translated copy is searched at memory speed; a `parse_int` for every number would double the time. UTF-16
+        # has a zero byte between two digits.
+        raw = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
+        if b"0" * _DIGITS_OF_A_FLOAT in raw.translate(_AS_ZEROS, b"\0"):
+            options["parse_int"] = _bounded_int
+    try:
+        value = json.loads(text, **options)
+    except RecursionError:
+        raise ValueError(f"nested deeper than {DEEPEST_NESTING} levels") from None
+    brackets = text.count("[") + text.count("{") if isinstance(text, str) else text.count(b"[") + text.count(b"{")
+    level, depth = [value] if brackets > DEEPEST_NESTING else [], 0
+    while level:
+        if depth == DEEPEST_NESTING:
+            raise ValueError(f"nested deeper than {DEEPEST_NESTING} levels")
+        items = (item for each in level for item in (each.values() if type(each) is dict else each))
+        level, depth = [item for item in items if type(item) in (dict, list)], depth + 1
+    return value
+
+
+def _bounded_int(digits: str) -> int | float:
+    number = float(digits)
+    return int(digits) if math.isfinite(number) else number
+
+
+def load_json(path: Path) -> Any:
+    """Return the value of a JSON file that another program may have written.
+
+    Raises:
+        ValueError: the file cannot be read or parsed; the message begins with its path.
+    """
+    try:
+        return parse_json(read_regular(path))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror}); check the path") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error}); is it complete?") from error
+
+
+def load_object(path: Path) -> dict[str, Any]:
+    """Return the object of a JSON file that another program may have written. Raises like `load_json`."""
+    value = load_json(path)
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: holds a {type(value).__name__}, not an object; is it the right file?")
+    return value
+
+
 def read_json(path: Path) -> JsonRecord:
     """Return a value written by `write_json`, with NaN and Infinity as floats."""
-    value: JsonRecord = from_json(json.loads(read_regular(Path(path)).decode()))
+    value: JsonRecord = from_json(parse_json(read_regular(Path(path))))
     return value
 
 
 def json_text(value: object) -> str:
     """Return a value as JSON text. NaN and Infinity become strings, as in metrics.jsonl."""
-    text = json.dumps(to_json(value), indent=2, allow_nan=False, ensure_ascii=False) + "\n"
+    text = json_line(value, indent=2).decode()
     # Puts each row of a matrix on one line.
     return _NUMBERS.sub(lambda row: " ".join(row.group().split()), text)
+
+
+def json_line(value: object, indent: int | None = None) -> bytes:
+    """Return a value as one line of metrics.jsonl. Half of a surrogate pair, as in names of files, is escaped."""
+    text = json.dumps(to_json(value), indent=indent, allow_nan=False, ensure_ascii=False)
+    return text.encode(errors="backslashreplace") + b"\n"
 
 
 def write_plain_json(path: Path, value: object, *, durable: bool = True) -> Path:
@@ -58,10 +125,7 @@ def read_plain_json(path: Path) -> Any:
         raise ValueError("not a plain file")
     if path.stat().st_size > LARGEST_PLAIN_BYTES:
         raise ValueError(f"{path.stat().st_size} bytes exceed the limit of {LARGEST_PLAIN_BYTES}")
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except RecursionError as error:
-        raise ValueError("nested too deep") from error
+    return parse_json(path.read_bytes())
 
 
 def json_digest(value: object) -> str:

@@ -8,7 +8,6 @@ run. There it holds a digest of each file written for a user outside of these fo
 
 import fcntl
 import hashlib
-import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -25,7 +24,7 @@ from accel_train.core.files import (
     sha256,
     write_atomically,
 )
-from accel_train.core.json_io import write_plain_json
+from accel_train.core.json_io import parse_json, write_plain_json
 from accel_train.core.version import __version__
 
 MARKER = ".accel_train.json"
@@ -265,7 +264,7 @@ def _holds_something(path: Path) -> bool:
 
 def _read(folder: Path) -> dict[str, Any]:
     try:
-        record = json.loads(read_regular(folder / MARKER))
+        record = parse_json(read_regular(folder / MARKER))
         return record if record["program"] == "accel_train" and record["format"] == FORMAT else {}
     except (OSError, ValueError, KeyError, TypeError):
         return {}

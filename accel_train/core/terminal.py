@@ -31,14 +31,28 @@ def without_controls(text: str) -> str:
     return _CONTROLS.sub(lambda found: found[1] or ("?" if found[2] else ""), text)
 
 
+def shown_on(stream: TextIO | None, text: str) -> str:
+    """Return a text without controls, with an escape for each character that the stream's encoding lacks."""
+    text, encoding = without_controls(text), getattr(stream, "encoding", None)
+    if text.isascii() or not encoding:
+        return text
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def print_line(text: str, stream: TextIO | None = None) -> None:
+    """Print a text as `shown_on` returns it, on standard output by default."""
+    stream = sys.stdout if stream is None else stream
+    print(shown_on(stream, text), file=stream, flush=True)
+
+
 class _Filtered:
-    """A stream that filters its text with `without_controls`."""
+    """A stream that filters its text with `shown_on`."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        self._stream.write(without_controls(text))
+        self._stream.write(shown_on(self._stream, text))
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
@@ -51,9 +65,9 @@ class _Filtered:
 
 @contextmanager
 def controls_kept_out() -> Iterator[None]:
-    """Filter printed text with `without_controls` inside the block.
+    """Filter printed text with `shown_on` inside the block.
 
-    Names and messages may come from another person's run or data.
+    Names and messages may come from another person's run or data, in letters that a file of Windows cannot hold.
     """
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = (cast(TextIO, stream and _Filtered(stream)) for stream in before)

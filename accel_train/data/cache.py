@@ -7,7 +7,6 @@ CACHE/text/digests.json    digests of source files, by path, size and modificati
 CACHE/text/latest/         newest KEY of each recipe, to detect a changed source
 """
 
-import json
 import os
 import threading
 import time
@@ -19,8 +18,8 @@ from typing import Any
 from filelock import BaseFileLock, FileLock
 
 from accel_train.core.errors import DataError
-from accel_train.core.files import sha256, sync, write_atomically
-from accel_train.core.json_io import write_plain_json
+from accel_train.core.files import path_problem, sha256, sync, write_atomically
+from accel_train.core.json_io import parse_json, write_plain_json
 from accel_train.recipe.data import Data
 
 CHECKED_AT_OPENING_BYTES = 2**28
@@ -38,7 +37,10 @@ def cache_root(data: Data) -> Path:
 
 def user_cache() -> Path:
     """Return $ACCEL_TRAIN_CACHE, or ~/.cache/accel_train by default. The folder may not exist yet."""
-    return Path(os.environ.get("ACCEL_TRAIN_CACHE") or "~/.cache/accel_train").expanduser().absolute()
+    path = os.environ.get("ACCEL_TRAIN_CACHE") or "~/.cache/accel_train"
+    if (problem := path_problem(path)) is not None:
+        raise ValueError(f"ACCEL_TRAIN_CACHE={path!r} {problem}")
+    return Path(path).expanduser().absolute()
 
 
 def cache_folder(data: Data) -> Path:
@@ -192,7 +194,7 @@ def complete(building: Path, meta: dict[str, Any]) -> dict[str, Any]:
 def read_json(path: Path) -> dict[str, Any] | None:
     """Return a JSON object, or None if the file is missing, not readable, or not an object."""
     try:
-        value = json.loads(path.read_bytes())
+        value = parse_json(path.read_bytes())
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from accel_train.core.format import did_you_mean
+from accel_train.core.format import did_you_mean, is_whole
 from accel_train.data.tables import show_cell
 
 # Label of a position or sample without a label. Cross-entropy and metrics ignore it.
@@ -164,14 +164,14 @@ def label_scheme(
         are_ids = feature_names is not None and set(feature_names) <= set(given)
         if are_ids:
             order = tuple(feature_names or ())
-        elif all(map(_is_integer, found)) and not found <= set(given) and not all(map(_is_integer, given)):
+        elif all(map(is_whole, found)) and not found <= set(given) and not all(map(is_whole, given)):
             are_ids = True
             ids = ", ".join(f"{number} is {name}" for number, name in enumerate(order[:12], start=first_id))
             notes = [f"column {column!r}: numbers are taken for ids: {ids}{' ...' if len(order) > 12 else ''}"]
         others = order if order != tuple(given) else ()
         scheme = LabelScheme(kind, tuple(given), column, are_ids, reason, first_id, others, tuple(notes))
     else:
-        ordered = sorted(found, key=int) if all(map(_is_integer, found)) else sorted(found)
+        ordered = sorted(found, key=int) if all(map(is_whole, found)) else sorted(found)
         if known_names is not None and sorted(known_names) == sorted(ordered):
             ordered = list(known_names)
         several = several_in_one(ordered) if kind == "single_label" and problem_type == "auto" else None
@@ -344,9 +344,5 @@ def _as_number(value: Any) -> float | None:
         return None
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
-
-
-def _is_integer(name: str) -> bool:
-    return name.removeprefix("-").isascii() and name.removeprefix("-").isdigit()

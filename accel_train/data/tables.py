@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from accel_train.core.format import did_you_mean
+from accel_train.core.json_io import parse_json
 from accel_train.data.delimited import LINE_COLUMNS, read_delimited, read_label_lines
 from accel_train.data.encoding import decode, read_lines, read_text
 from accel_train.data.sources import Source, file_kind, num_bytes_of
@@ -125,7 +126,7 @@ def _names_in_parquet(path: Path, column: str | None) -> tuple[str, ...] | None:
     with _parquet_file(path) as file:
         written = (file.schema_arrow.metadata or {}).get(b"huggingface")
     try:
-        feature = json.loads(written or b"{}")["info"]["features"][column]
+        feature = parse_json(written or b"{}")["info"]["features"][column]
         feature = feature[0] if isinstance(feature, list) else feature.get("feature", feature)
         return tuple(map(str, feature["names"]))
     except (ValueError, KeyError, TypeError, AttributeError, IndexError):
@@ -311,8 +312,8 @@ def has_object_lines(path: Path, data: Data) -> bool:
 
 def _array_objects(path: Path, data: Data, example_column: str) -> Iterator[tuple[dict[str, Any], str, float]]:
     try:
-        rows = json.loads(read_text(path, data))
-    except (ValueError, RecursionError) as error:
+        rows = parse_json(read_text(path, data))
+    except ValueError as error:
         raise ValueError(f"{path}: not JSON ({error}); write one array of objects") from None
     if not isinstance(rows, list):
         raise ValueError(
@@ -330,8 +331,8 @@ def _array_objects(path: Path, data: Data, example_column: str) -> Iterator[tupl
 
 def _json_object(line: str, where: str, example_column: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        row = parse_json(line)
+    except ValueError as error:
         raise ValueError(f"{where}: not JSON ({error}); each line must be one object; repair or drop it") from None
     if not isinstance(row, dict):
         raise ValueError(f"{where}: {show_cell(row)} is not an object; write {{{example_column!r}: ...}} on each line")

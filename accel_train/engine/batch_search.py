@@ -24,7 +24,7 @@ from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 from torch import Tensor, nn
 
 from accel_train.core.files import make_folders
-from accel_train.core.json_io import json_digest, write_plain_json
+from accel_train.core.json_io import json_digest, parse_json, write_plain_json
 from accel_train.core.state import Choice
 from accel_train.core.version import __version__
 from accel_train.data.batch_sizes import BatchSizes, divisors, is_open, resolve_batch
@@ -48,13 +48,13 @@ class BatchCache:
     """
 
     def __init__(self, folder: Path, key: Mapping[str, Any], share: int) -> None:
-        self.key, self.share = json.loads(json.dumps(key)), share
+        self.key, self.share = parse_json(json.dumps(key)), share
         self.path = folder / f"{json_digest(self.key)[:32]}.json"
 
     def read(self) -> tuple[int, str] | None:
         """Return the remembered micro-batch size and a sentence about its origin, or None if the file is not usable."""
         try:
-            kept = json.loads(self.path.read_text(encoding="utf-8"))
+            kept = parse_json(self.path.read_text(encoding="utf-8"))
             size, reason, found = kept["per_device_batch_size"], str(kept["said"]), str(kept["found"])
         except (OSError, ValueError, KeyError, TypeError):
             return None

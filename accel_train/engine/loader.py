@@ -3,6 +3,7 @@
 import multiprocessing
 import operator
 import os
+import resource
 import signal
 import threading
 from collections import deque
@@ -18,7 +19,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from accel_train.core.errors import DataError, DataWorkerGone, ExitedEarly
+from accel_train.core.errors import DataError, DataWorkerGone, ExitedEarly, SettingError
 from accel_train.core.state import Choice
 from accel_train.data.cache import DigestCheck
 from accel_train.data.samples import Drawn, SeededReads, fetch
@@ -246,13 +247,27 @@ def to_device(batch: dict[str, Any], device: torch.device, *, pin: bool) -> dict
     return {**batch, **copies}
 
 
+_NO_HANDLES = ("Too many open files", "items of ancdata")
+"""Words in errors of torch and multiprocessing when a process cannot open another file or receive one."""
+
+
 def _from_workers(loader: "DataLoader[Any]") -> Iterator[dict[str, Any]]:
     try:
         for batch in loader:
-            if isinstance(batch, ExitedEarly):
+            if isinstance(batch, ExitedEarly | DataError):
                 raise batch
             yield batch
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, RuntimeError) as error:
+        if any(words in str(error) for words in _NO_HANDLES):
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            problem = f"too many open files; this process may open {limit}"
+            raise SettingError(
+                problem,
+                "Raise the limit with `ulimit -n 4096`, or lower data.num_workers",
+                settings=("data.num_workers",),
+            ) from error
+        if isinstance(error, RuntimeError):
+            raise
         if str(error).startswith("Caught "):  # torch raises the error of a worker's read here again
             raise
         raise DataWorkerGone(f"DataLoader worker is gone, with a batch half sent ({error!r})") from error
@@ -293,11 +308,11 @@ class _InWorker(Dataset[Any]):
     def __init__(self, dataset: "Dataset[Any]", collate: Collate) -> None:
         self.dataset, self.collate = dataset, collate
 
-    def __getitems__(self, indices: list[int]) -> dict[str, Any] | ExitedEarly:
+    def __getitems__(self, indices: list[int]) -> dict[str, Any] | ExitedEarly | DataError:
         try:
             with exits_are_errors():
                 return self.collate(fetch(self.dataset, indices))
-        except ExitedEarly as error:
+        except (ExitedEarly, DataError) as error:
             return error  # raised, torch would make it a traceback in a text
 
 

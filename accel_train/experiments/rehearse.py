@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 from accel_train.checkpoint.health import TAGS
 from accel_train.checkpoint.rollback_log import ROLLBACKS, read_rollbacks
-from accel_train.checkpoint.run_recipe import check_settings, read_recipe, reader_settings
+from accel_train.checkpoint.run_recipe import check_settings, named_recipe, read_recipe, reader_settings
 from accel_train.checkpoint.store import checkpoint_folders, read_trainer, remove, step_of
 from accel_train.checkpoint.verify import verify
 from accel_train.core.errors import CheckpointError
@@ -29,7 +29,6 @@ from accel_train.experiments.subprocess_run import TrainingProcess
 from accel_train.guard.guard import is_skipped_by_rollback
 from accel_train.observe.run_folder import RECIPE_FILE, read_metrics
 from accel_train.plan.plan import Plan, resolve_plan
-from accel_train.recipe.loader import load_recipe
 
 STEPS = 8
 LEAST_STEPS = 4
@@ -55,7 +54,7 @@ def rehearse_recipe(
         CheckpointError: the disk does not have enough room.
     """
     _check(steps, processes)
-    recipe = load_recipe(path, arguments=settings)
+    recipe = named_recipe(path, settings)
     plan = resolve_plan(recipe, processes, progress=sys.stderr.isatty())
     return _rehearse(path, settings, plan, Path(recipe.output_dir), None, steps // 2, say)
 

@@ -1,6 +1,5 @@
 """A training run in child processes, started as a user starts it, watched through its files, and killed or stopped."""
 
-import json
 import os
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from tempfile import TemporaryFile
 import psutil
 
 from accel_train.core.errors import ProcessFailed
+from accel_train.core.json_io import parse_json
 from accel_train.core.state import JsonRecord
 from accel_train.observe.run_folder import EVENTS_FILE, METRICS_FILE, read_events, read_metrics
 from accel_train.runtime.launch_environment import child_environment
@@ -93,7 +93,7 @@ class TrainingProcess:
         lines = os.pread(self._result.fileno(), _LARGEST_RESULT, 0).splitlines()
         for line in lines if code else ():
             with suppress(ValueError):
-                result = json.loads(line)
+                result = parse_json(line)
                 # torchrun ends the main process if another process fails. Its result is then about torchrun's signal.
                 if result["exit_code"] == code and result["error"]:
                     return str(result["error"]["message"])

@@ -16,6 +16,7 @@ from transformers import Seq2SeqTrainingArguments, TrainingArguments
 from transformers.trainer import Trainer as StockTrainer
 
 from accel_train.core.errors import SettingError
+from accel_train.core.json_io import parse_json
 from accel_train.hf.argument_table import FIELDS, accelerator_settings, argument_error, name_of
 from accel_train.optim.optimizers import parameter_groups
 from accel_train.recipe.optimizer import ParameterGroup
@@ -297,7 +298,7 @@ def set_fields(args: TrainingArguments) -> dict[str, Any]:
         if (value := getattr(args, field.name)) not in (field.default, [], {}, None)
         and not field.name.endswith("_token")
     }
-    plain: dict[str, Any] = json.loads(json.dumps(changed, default=lambda value: getattr(value, "value", str(value))))
+    plain: dict[str, Any] = parse_json(json.dumps(changed, default=lambda value: getattr(value, "value", str(value))))
     return plain
 
 

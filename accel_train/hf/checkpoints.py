@@ -24,7 +24,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from accel_train.checkpoint.contents import load_model_tensors, model_tensors
 from accel_train.checkpoint.store import MANIFEST, checkpoint_folders, newest_valid, step_of
 from accel_train.core.errors import setting_error
-from accel_train.core.json_io import plain
+from accel_train.core.json_io import parse_json, plain
 from accel_train.optim.schedule import set_rate
 from accel_train.parallel.zero import import_deepspeed
 from accel_train.recipe.schema import Recipe
@@ -256,7 +256,7 @@ def first_state(
         for problem in restore_callbacks(trainer, state):
             note(problem)
     if scheduler is not None and (folder / SCHEDULER_STATE).exists():
-        scheduler.load_state_dict(json.loads((folder / SCHEDULER_STATE).read_text()))
+        scheduler.load_state_dict(parse_json((folder / SCHEDULER_STATE).read_text()))
         for group, rate in zip(scheduler.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
             set_rate(group, float(rate))
     return state

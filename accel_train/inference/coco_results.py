@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from accel_train.core.format import is_whole
 from accel_train.data.images.labelled import ImageSets
 
 
@@ -33,4 +34,4 @@ def _image_ids(columns: Mapping[str, Sequence[Any]], sets: ImageSets) -> Sequenc
     assert evaluation is not None
     if evaluation.boxes is not None:
         return [evaluation.boxes_of(index).image_id for index in range(len(evaluation))]
-    return [int(name) if str(name).isdigit() else name for name in columns["id"]]
+    return [int(name) if is_whole(str(name)) else name for name in columns["id"]]

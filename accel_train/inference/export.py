@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from accel_train.checkpoint.weight_files import check_digests
 from accel_train.core.errors import asks_for_own_code
-from accel_train.core.json_io import read_json, write_json
+from accel_train.core.json_io import load_object, write_json
 from accel_train.core.ownership import MARKER, check_folder, replacing
 from accel_train.inference.finished_run import (
     DataNotFound,
@@ -175,7 +175,7 @@ def load_exported(folder: str | Path) -> PreTrainedModel:
     folder = Path(folder)
     if not (folder / EXPORT_FILE).is_file():
         raise ValueError(f"{folder} is not an export (it has no {EXPORT_FILE}); `accel-train export RUN` writes one")
-    record = read_json(folder / EXPORT_FILE)
+    record = load_object(folder / EXPORT_FILE)
     if "onnx" in record:
         raise ValueError(
             f"{folder} holds an ONNX graph; load {record['onnx']['file']} with onnxruntime.InferenceSession"
@@ -318,7 +318,7 @@ def _how_to_run(
     takes_images = "pixel_values" in inputs
     processor = "AutoImageProcessor" if takes_images else "AutoTokenizer"
     given = "image" if takes_images else "texts, padding=True, truncation=True"
-    prompts = read_json(folder / PROMPTS_FILE)["prompts"] if EMBEDDING in outputs else {}
+    prompts = load_object(folder / PROMPTS_FILE)["prompts"] if EMBEDDING in outputs else {}
     notes = [f"\nPut `{prompt}` before each {name}.\n" for name, prompt in prompts.items() if prompt]
     return _HOW_TO_RUN.format(
         file=file,

@@ -1,6 +1,5 @@
 """Open a finished run with its model and data, to evaluate, predict or export."""
 
-import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from tqdm import tqdm
 from accel_train.checkpoint.run_recipe import check_run_folder, check_settings, other_than_consent, read_recipe
 from accel_train.checkpoint.weight_files import check_digests, check_weight_files
 from accel_train.core.errors import DataError, SettingError
+from accel_train.core.json_io import load_object
 from accel_train.core.terminal import is_terminal, width_of
 from accel_train.data.batch_sizes import BatchSizes, resolve_batch
 from accel_train.data.encoding import check_encoding, in_its_encoding
@@ -133,11 +133,11 @@ def recipe_of_trained(folder: Path, data: str | None = None, settings: Sequence[
     check_settings(settings)
     recipe = read_recipe(folder, settings)
     weights = folder / "model"
-    config = json.loads((weights / "config.json").read_text(encoding="utf-8"))
+    config = load_object(weights / "config.json")
     changes: dict[str, Any] = {"pretrained": str(weights), "config": None, "freeze": (), "freeze_batch_norm": False}
     # The saved weights are loaded as fp32.
     changes["frozen_dtype"] = "auto"
-    changes["problem_type"] = _PROBLEM_TYPES.get(config.get("problem_type"), recipe.model.problem_type)
+    changes["problem_type"] = _PROBLEM_TYPES.get(str(config.get("problem_type")), recipe.model.problem_type)
     model = recipe.model.model_copy(update=changes)
     section = located(recipe.data, _started_in(folder))
     if recipe.origin("data.cache_dir").kind == "command line":
@@ -148,8 +148,7 @@ def recipe_of_trained(folder: Path, data: str | None = None, settings: Sequence[
         shown: dict[str, Any] = {"train": data, "eval": data, "group_by_length": False}
         if isinstance(section, TextClassificationData) and recipe.origin("data.missing_labels").kind != "command line":
             shown["missing_labels"] = "error"
-        by_index = config.get("id2label") if changes["problem_type"] != "regression" else None
-        names = tuple(by_index[index] for index in sorted(by_index, key=int)) if by_index else None
+        names = _class_names(config, weights) if changes["problem_type"] != "regression" else None
         if isinstance(section, NamedClassesData) and names is not None:
             shown["label_names"] = names
             # The model's outputs keep their order, whatever the order in flags.
@@ -168,6 +167,16 @@ def recipe_of_trained(folder: Path, data: str | None = None, settings: Sequence[
     return recipe.model_copy(
         update={"model": model, "data": section, "tokenizer": tokenizer, "loss": loss, "precision": precision}
     )
+
+
+def _class_names(config: Mapping[str, Any], folder: Path) -> tuple[str, ...] | None:
+    by_index = config.get("id2label")
+    try:
+        return tuple(str(by_index[index]) for index in sorted(by_index, key=int)) if by_index else None
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{folder / 'config.json'}: id2label is not a mapping of numbers to class names; copy the file again"
+        ) from error
 
 
 def _started_in(folder: Path) -> str | None:

@@ -276,7 +276,7 @@ def write_table(columns: Columns, out: Path, home: Path) -> Path:
     else:
         for row in zip(*columns.values(), strict=True):
             text.write(json.dumps(dict(zip(columns, row)), ensure_ascii=False) + "\n")
-    return write_file(out, text.getvalue().encode(), home)
+    return write_file(out, text.getvalue().encode(errors="backslashreplace"), home)
 
 
 def _may_be_formula(value: Any) -> bool:

@@ -15,7 +15,7 @@ from huggingface_hub.utils import validate_repo_id
 
 from accel_train.checkpoint.run_recipe import read_recipe_only
 from accel_train.checkpoint.weight_files import check_digests
-from accel_train.core.json_io import read_json
+from accel_train.core.json_io import load_object
 from accel_train.core.ownership import MARKER
 from accel_train.inference.finished_run import check_finished
 from accel_train.inference.model_files import is_known
@@ -93,7 +93,7 @@ def push_run(
 
 def _files_of(source: Path) -> tuple[list[str], tuple[str, ...]]:
     """Return the files of a model folder to send, without the card, and those that are left out."""
-    config = read_json(source / "config.json")
+    config = load_object(source / "config.json")
     code = {str(value).rpartition("--")[2].split(".")[0] for value in (config.get("auto_map") or {}).values()}
     sent: list[str] = []
     left_out: list[str] = []
@@ -143,7 +143,7 @@ def card_of(folder: Path, name: str) -> str:
 
 
 def _new_card(task: str, folder: Path, summary: Mapping[str, Any]) -> str:
-    config, data = read_json(folder / "model" / "config.json"), summary.get("data") or {}
+    config, data = load_object(folder / "model" / "config.json"), summary.get("data") or {}
     (architecture,) = config.get("architectures") or ["AutoModel"]
     auto = "AutoModelForCausalLM" if task == "causal-lm" else architecture
     return (

@@ -1,7 +1,6 @@
 """transformers models: check `model.config`, load configurations and weights."""
 
 import inspect
-import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from accel_train.core.errors import asks_for_own_code
 from accel_train.core.format import LARGEST_COUNT, did_you_mean
-from accel_train.core.json_io import dotted_items
+from accel_train.core.json_io import dotted_items, load_object, parse_json
 from accel_train.core.state import Choice
 from accel_train.data.hub import look_for_hub, without_hub
 from accel_train.recipe.schema import Recipe
@@ -27,6 +26,8 @@ if TYPE_CHECKING:
 
     from accel_train.model.tensors import FileTensor
 
+MOST_LABELS = 1_000_000
+"""Most classes of a pretrained model."""
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Names in torch of the safetensors types that a model can be trained from."""
 
@@ -158,17 +159,25 @@ def pretrained_config(recipe: Recipe) -> "PreTrainedConfig":
     name = recipe.model.pretrained
     assert name is not None, "the recipe names a pretrained model"
     look_for_hub(name)
+    who = f"model.pretrained={name!r} ({who_set(recipe, 'model.pretrained')})"
+    file = Path(name) / "config.json"
+    if os.path.isfile(file):
+        # transformers makes a name for each of them.
+        number = load_object(file).get("num_labels", 0)
+        if not isinstance(number, int) or number > MOST_LABELS:
+            raise ValueError(f"{who}: {file} states {str(number)[:40]} labels, not up to {MOST_LABELS:,}; correct it")
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=recipe.model.trust_remote_code)
-    except (OSError, ValueError) as error:
+    # transformers raises other types for values that it does not expect, or that the model's own code does not.
+    except Exception as error:
+        if recipe.model.trust_remote_code and not isinstance(error, OSError | ValueError):
+            raise
         reason = str(error).strip().partition("\n")[0]
         if asks_for_own_code(error):
             reason = "it brings its own code. Read the code, and give --model.trust_remote_code true to run it"
         elif not os.path.exists(name):
             reason = f"it is not downloaded{remedy}" if (remedy := without_hub()) else reason
-        raise ValueError(
-            f"model.pretrained={name!r} ({who_set(recipe, 'model.pretrained')}) cannot be loaded: {reason}"
-        ) from error
+        raise ValueError(f"{who} cannot be loaded: {reason or type(error).__name__}") from error
 
 
 def num_pretrained_parameters(config: "PreTrainedConfig", folder: Path) -> int:
@@ -373,7 +382,7 @@ class _StandInFile:
         self._stand_ins, self._path, self._opened = stand_ins, Path(path), opener(path, *arguments, **named)
         with self._path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
-            self._header, self._begin = json.loads(file.read(length)), 8 + length
+            self._header, self._begin = parse_json(file.read(length)), 8 + length
 
     def __enter__(self) -> Any:
         return self._opened.__enter__()

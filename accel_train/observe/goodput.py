@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from accel_train.core.files import cut_incomplete_line, read_regular
+from accel_train.core.json_io import parse_json
 from accel_train.core.state import JsonRecord
 
 LAUNCHES_FILE = "launches.jsonl"
@@ -245,8 +246,8 @@ def read_launches(run_folder: Path) -> list[JsonRecord]:
         return []
     found = []
     for line in lines:
-        with suppress(ValueError, RecursionError):
-            if _is_launch(record := json.loads(line)):
+        with suppress(ValueError):
+            if _is_launch(record := parse_json(line)):
                 found.append(record)
     return sorted(found, key=lambda record: record["started"])
 

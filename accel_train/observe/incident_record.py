@@ -54,7 +54,7 @@ def read_incident(folder: Path) -> JsonRecord:
                 raise ValueError(f"its {name} is {record[name]!r:.40}")
     except KeyError as error:
         raise ValueError(f"{path} is damaged: it has no {error.args[0]}") from error
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
     return record
 

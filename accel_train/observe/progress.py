@@ -11,7 +11,7 @@ from typing import Any, Literal, TextIO
 
 from accel_train.core.format import format_seconds
 from accel_train.core.redaction import redact_text
-from accel_train.core.terminal import is_terminal, width_of, without_controls
+from accel_train.core.terminal import is_terminal, print_line, shown_on, width_of
 
 Style = Literal["bar", "notebook", "lines", "off"]
 
@@ -170,7 +170,7 @@ class Progress:
         if self._bar is None or self.style == "notebook":
             self._write_line(text)
         else:
-            self._guarded(lambda: type(self._bar).write(without_controls(text), file=self._stream))
+            self._guarded(lambda: type(self._bar).write(shown_on(self._stream, text), file=self._stream))
 
     def close(self) -> None:
         """Close the bar and leave its last state on the screen."""
@@ -205,7 +205,7 @@ class Progress:
         return format_seconds((time.monotonic() - self._begin) / done * (self._total_steps - step))
 
     def _write_line(self, text: str) -> None:
-        self._guarded(lambda: print(without_controls(text), file=self._stream, flush=True))
+        self._guarded(lambda: print_line(text, self._stream))
 
     def _guarded(self, draw: Callable[[], object]) -> None:
         """Call `draw`. If the output is gone (closed pipe, closed file, full disk), stop drawing."""

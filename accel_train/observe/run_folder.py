@@ -16,7 +16,7 @@ from typing import Any, Self
 from filelock import FileLock, Timeout
 
 from accel_train.core.files import TAIL_BYTES, cut_incomplete_line, make_folders, read_regular, sync, write_atomically
-from accel_train.core.json_io import from_json, json_text, read_json, to_json, utc_now
+from accel_train.core.json_io import from_json, json_line, json_text, parse_json, read_json, utc_now
 from accel_train.core.ownership import RECIPE_FILE as RECIPE_FILE
 from accel_train.core.ownership import check_claim, claim, write_file
 from accel_train.core.state import Choice, JsonRecord
@@ -114,7 +114,7 @@ class RunFolder:
 
     def write_text(self, name: str, text: str) -> Path:
         """Write a file of this folder (for example summary.json) atomically, and return its path."""
-        return write_file(self.path / name, text.encode(), self.path)
+        return write_file(self.path / name, text.encode(errors="backslashreplace"), self.path)
 
     def rewind(self, step: int, *, evaluated: bool = True) -> None:
         """Remove the metrics after `step`, because a resume computes them again. Events stay.
@@ -217,7 +217,7 @@ def read_record(path: Path, damage: list[str] | None = None) -> JsonRecord:
             raise ValueError(f"it holds a {type(record).__name__}, not an object")
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         note_damage(f"{path} is damaged ({error}) and not used", damage)
         return {}
     return record
@@ -288,7 +288,7 @@ def _is_dead(holder_path: Path) -> bool:
     import psutil
 
     try:
-        holder = json.loads(read_regular(holder_path))
+        holder = parse_json(read_regular(holder_path))
         if holder["host"] != socket.gethostname():
             return False
         return bool(psutil.Process(holder["pid"]).status() == psutil.STATUS_ZOMBIE)
@@ -300,7 +300,7 @@ def _is_dead(holder_path: Path) -> bool:
 
 def _describe_holder(holder_path: Path) -> str:
     try:
-        holder = json.loads(read_regular(holder_path))
+        holder = parse_json(read_regular(holder_path))
         return f"process {holder['pid']} on {holder['host']}, started {holder['started']}"
     # The lock was taken a moment ago, and its holder file is not written yet.
     except (OSError, ValueError, KeyError):
@@ -354,7 +354,7 @@ def _remove_from_end(path: Path, is_kept: Callable[[JsonRecord], bool], step: in
 
 def _append_line(fd: int, record: Mapping[str, Any]) -> None:
     """Append one line with a single write(), so a kill tears at most this line."""
-    line = json.dumps(to_json(record), allow_nan=False, ensure_ascii=False).encode() + b"\n"
+    line = json_line(record)
     size_before, written = os.fstat(fd).st_size, 0
     try:
         # A full disk first accepts a part of the line and then raises.
@@ -372,8 +372,8 @@ def parse_line(line: bytes, kind: str) -> tuple[JsonRecord | None, str]:
     `kind` is the key that holds the split or event.
     """
     try:
-        record = from_json(json.loads(line))
-    except (ValueError, RecursionError) as error:
+        record = from_json(parse_json(line))
+    except ValueError as error:
         return None, str(error)
     fault = _fault_of(record, kind)
     return (None, fault) if fault else (record, "")

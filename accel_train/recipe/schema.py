@@ -5,6 +5,7 @@ settings follow Accelerate and `transformers.TrainingArguments`. `accel-train ex
 field.
 """
 
+import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
@@ -19,7 +20,7 @@ from pydantic import (
 )
 
 from accel_train.core.errors import SettingError, setting_error
-from accel_train.core.files import path_problem
+from accel_train.core.files import has_variable, path_problem
 from accel_train.core.format import LARGEST_COUNT, did_you_mean
 from accel_train.recipe.data import Data, TrainedTokenizer
 from accel_train.recipe.evaluate import Evaluate
@@ -438,11 +439,29 @@ class Recipe(Section):
                 )
         return section.model_validate(given) if type(value) is not section else value
 
+    @field_validator("output_dir")
+    @classmethod
+    def in_the_home_folder(cls, output_dir: str) -> str:
+        return os.path.expanduser(output_dir)
+
     @model_validator(mode="after")
-    def writes_to_a_folder(self) -> "Recipe":
-        problem = path_problem(self.output_dir)
-        if problem is not None:
-            raise SettingError(f"output_dir {problem}", settings=("output_dir",))
+    def paths_are_written_out(self) -> "Recipe":
+        for name, path in (("output_dir", self.output_dir), ("data.cache_dir", self.data.cache_dir)):
+            if path is not None and (problem := path_problem(path)) is not None:
+                raise SettingError(f"{name} {problem}", settings=(name,))
+        read = {
+            "data.train": self.data.train,
+            "data.eval": self.data.eval,
+            "data.annotations": getattr(self.data, "annotations", None),
+            "model.pretrained": self.model.pretrained,
+            "tokenizer": self.tokenizer,
+            "checkpoint.resume": self.checkpoint.resume,
+        }
+        for name, value in read.items():
+            for path in value if isinstance(value, tuple) else (value,):
+                if isinstance(path, str) and has_variable(path) and not os.path.exists(path):
+                    problem = "a shell variable is not replaced here: write the path"
+                    raise SettingError(problem, at=f"{name}={path}", settings=(name,))
         return self
 
     @model_validator(mode="after")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from accel_train.checkpoint.store import remove_leftovers
 from accel_train.core.files import TAIL_BYTES, follow_umask, publish_folder, sync, write_atomically
-from accel_train.core.json_io import write_json
+from accel_train.core.json_io import parse_json, write_json
 from accel_train.engine.step import MicroBatch
 from accel_train.model.isolation import RandomState
 from accel_train.observe.incident_record import INCIDENTS, RECORD, TEXT, WEIGHTS, format_incident
@@ -62,7 +62,7 @@ def write_incident(
             follow_umask(path)
             sync(path)
         write_json(staging / RECORD, record)
-        write_atomically(staging / TEXT, format_incident(record).encode())
+        write_atomically(staging / TEXT, format_incident(record).encode(errors="backslashreplace"))
     return final
 
 
@@ -102,13 +102,14 @@ def read_micro_batches(path: Path, device: torch.device) -> list[KeptMicroBatch]
         ValueError: the file is missing or damaged.
     """
     try:
-        if path.exists() and not path.is_file():
+        if os.path.exists(path) and not os.path.isfile(path):
             raise OSError("not a regular file")
         with safe_open(path, framework="pt") as file:
             facts = file.metadata() or {}
-        num_targets, samples = json.loads(facts["num_targets"]), json.loads(facts["samples"])
+        num_targets, samples = parse_json(facts["num_targets"]), parse_json(facts["samples"])
+        num_targets = {key: int(targets) for key, targets in num_targets.items()}
         tensors = load_file(path)
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     kept: list[KeptMicroBatch] = []
     for key, targets in num_targets.items():
@@ -119,7 +120,7 @@ def read_micro_batches(path: Path, device: torch.device) -> list[KeptMicroBatch]
         if state.on_device is not None and on_device.shape == state.on_device.shape:
             state.on_device = on_device
         batch = {name: tensor.to(device) for name, tensor in named.items()}
-        kept.append(KeptMicroBatch(number, (batch, int(targets)), state, samples and samples[number]))
+        kept.append(KeptMicroBatch(number, (batch, targets), state, samples and samples[number]))
     return kept
 
 

@@ -77,7 +77,7 @@ class ReportServer(ThreadingHTTPServer):
         html = render_page(runs).replace(_STRICT, _MAY_ASK, 1)
         before, _, after = html.rpartition("</body>")
         script = _RENEW.replace("VERSION", json.dumps(version), 1)
-        return f"{before}<script>\n{script}</script>\n</body>{after}".encode()
+        return f"{before}<script>\n{script}</script>\n</body>{after}".encode(errors="replace")
 
     def file(self, path: str) -> Path | None:
         """Return an incident or profile file that the page of a single run links to, or None for other paths."""

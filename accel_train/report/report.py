@@ -59,7 +59,7 @@ def write_report(
     out = _output_file([Path(folder) for folder in run_folders], out)
     if refuse:
         check_file(out, home, str(out))
-    return write_file(out, render_page(runs, tables).encode(), home)
+    return write_file(out, render_page(runs, tables).encode(errors="replace"), home)
 
 
 def load_runs(run_folders: Sequence[Path], readers: Sequence[MetricsReader | None] = ()) -> list[Run]:

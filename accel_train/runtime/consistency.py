@@ -16,7 +16,7 @@ import torch.distributed as dist
 from accelerate.utils import broadcast_object_list
 
 from accel_train.core.files import is_seen
-from accel_train.core.json_io import dotted_items
+from accel_train.core.json_io import dotted_items, parse_json
 from accel_train.core.state import Choice
 from accel_train.core.version import __version__
 from accel_train.recipe.schema import Recipe
@@ -138,7 +138,7 @@ def facts_of(recipe: Recipe, data: TaskData) -> dict[str, Any]:
         "python": platform.python_version(),
         **{f"package {name}": _installed(name) for name in PACKAGES},
     }
-    return json.loads(json.dumps(facts, default=str))
+    return parse_json(json.dumps(facts, default=str))
 
 
 def disagreements(everywhere: Sequence[Mapping[str, Any]]) -> list[str]:

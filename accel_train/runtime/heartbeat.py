@@ -30,6 +30,7 @@ from datetime import timedelta
 from typing import Any
 
 from accel_train.core.errors import ProcessFailed
+from accel_train.core.json_io import parse_json
 from accel_train.runtime.stacks import within
 
 STORE_SECONDS = 5.0
@@ -147,7 +148,7 @@ class HeartbeatStore:
         """Return the last status that a process has published; None before its first heartbeat."""
         if not self._call("check", [f"status/{rank}"]):
             return None
-        self._known[rank] = ProcessStatus(**json.loads(self._call("get", f"status/{rank}")))
+        self._known[rank] = ProcessStatus(**parse_json(self._call("get", f"status/{rank}")))
         return self._known[rank]
 
     def statuses(self) -> Statuses:
@@ -155,7 +156,7 @@ class HeartbeatStore:
         if not self._is_complete:
             return {rank: status for rank in range(self.world_size) if (status := self.status(rank)) is not None}
         values = self._call("multi_get", [f"status/{rank}" for rank in range(self.world_size)])
-        self._known.update((rank, ProcessStatus(**json.loads(value))) for rank, value in enumerate(values))
+        self._known.update((rank, ProcessStatus(**parse_json(value))) for rank, value in enumerate(values))
         return dict(self._known)
 
     def look(self) -> Statuses:
@@ -213,7 +214,7 @@ class HeartbeatStore:
         if not self._is_complete:
             self._meet_machine()
         if self._call("check", ["failure"]):
-            self.known_failure = Failure(**json.loads(self._call("get", "failure")))
+            self.known_failure = Failure(**parse_json(self._call("get", "failure")))
         if is_stopping:
             self._call("set", "stop", str(self.rank))
         self.last_contact = time.monotonic()
@@ -221,7 +222,7 @@ class HeartbeatStore:
 
     def report_failure(self, failure: Failure) -> Failure:
         """Publish a failure; return the first failure of the run. Another process may have published it before."""
-        return Failure(**json.loads(self._call("compare_set", "failure", "", json.dumps(asdict(failure)))))
+        return Failure(**parse_json(self._call("compare_set", "failure", "", json.dumps(asdict(failure)))))
 
     def state(self, rank: int) -> str:
         """Return the state of a process in psutil's names; "" for a process on another machine."""

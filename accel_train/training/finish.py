@@ -22,6 +22,7 @@ from accel_train.core.errors import DataError, Preempted
 from accel_train.core.json_io import json_digest, json_text, read_json, to_json
 from accel_train.core.ownership import replacing, write_file
 from accel_train.core.redaction import redact, redact_text
+from accel_train.core.terminal import print_line
 from accel_train.core.work import working
 from accel_train.engine.evaluation import evaluation_mode
 from accel_train.engine.resolve import change_model
@@ -155,7 +156,7 @@ def report_finished(run: RunContext, summary: Mapping[str, Any]) -> nn.Module:
         if _lacks_report(run.plan.output_dir):
             with warned(run, "report.html is not written"):
                 write_report([run.plan.output_dir])
-        print(f"{run.plan.output_dir}: finished at step {step}{score}; {result}", flush=True)
+        print_line(f"{run.plan.output_dir}: finished at step {step}{score}; {result}")
     wait_for_all()  # one that ends early would count as lost
     return model
 

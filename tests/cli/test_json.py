@@ -266,3 +266,16 @@ program()
     answer = answer_in(done.stdout)
     assert (done.returncode, answer["exit_code"], answer["error"]["type"]) == (5, 5, "hang")
     assert "guard.hang_timeout_seconds" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "utf-8"])
+def test_json_on_an_output_without_these_letters_has_their_escapes(
+    encoding: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "Zürich 日本"
+    with capfd.disabled(), (tmp_path / "out").open("w", encoding=encoding) as stream:
+        monkeypatch.setattr(sys, "stdout", stream)
+        assert main(["plan", str(tmp_path / f"{name}.yaml"), "--json"]) == 2
+    raw = (tmp_path / "out").read_bytes()
+    assert name in json.loads(raw)["error"]["message"]
+    assert ("日本".encode() in raw) == (encoding == "utf-8")

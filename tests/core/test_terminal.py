@@ -10,7 +10,8 @@ from typing import TextIO
 
 import pytest
 
-from accel_train.core.terminal import busy, paint, use_colour
+from accel_train.core.terminal import busy, controls_kept_out, paint, print_line, use_colour
+from accel_train.observe.progress import Progress
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +28,33 @@ def terminal() -> Iterator[tuple[TextIO, int]]:
     with os.fdopen(writer, "w") as stream:
         yield stream, reader
     os.close(reader)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "utf-8", "shift_jis"])
+@pytest.mark.parametrize("seam", ["print_line", "command", "progress"])
+def test_letters_that_the_output_lacks_are_escaped_and_no_line_is_lost(
+    encoding: str, seam: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "Zürich 日本 \U0001f600"
+    shown = text.encode(encoding, "backslashreplace").decode(encoding)
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding=encoding)
+    if seam == "print_line":
+        print_line(text, stream)
+        print_line("next", stream)
+    elif seam == "command":
+        monkeypatch.setattr(sys, "stdout", stream)
+        monkeypatch.setattr(sys, "stderr", stream)
+        with controls_kept_out():
+            print(text)
+            print("next", file=sys.stderr)
+    else:
+        progress = Progress(False, total_steps=10, stream=stream)
+        progress.note(text)
+        progress.note("next")
+        progress.close()
+    stream.flush()
+    assert raw.getvalue().decode(encoding).splitlines() == [shown, "next"]
 
 
 @pytest.mark.parametrize(

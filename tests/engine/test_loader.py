@@ -1,5 +1,6 @@
 """Data workers: how many there are, and that they answer to the process that trains, and to nobody else."""
 
+import errno
 import multiprocessing
 import os
 import subprocess
@@ -11,9 +12,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import Dataset
 
-from accel_train.core.errors import DataWorkerGone, ExitedEarly
-from accel_train.engine.loader import _from_workers, _ignore_stop_signals, _InWorker, choose_num_workers, usable_cores
+from accel_train.core.errors import DataError, DataWorkerGone, ExitedEarly, SettingError
+from accel_train.engine.loader import (
+    Reading,
+    _from_workers,
+    _ignore_stop_signals,
+    _InWorker,
+    choose_num_workers,
+    read_batches,
+    usable_cores,
+)
 from accel_train.runtime.exit import exit_code, message_of
 from accel_train.task import TaskData
 
@@ -51,6 +62,45 @@ def test_sys_exit_in_a_worker_reaches_the_training_as_the_error_itself() -> None
     with pytest.raises(ExitedEarly) as caught:
         list(_from_workers(iter([found])))  # type: ignore[arg-type]
     assert caught.value is found
+
+
+class _Broken(Dataset[Any]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Any:
+        raise DataError("images/3.png: cannot be read as an image (cut off)")
+
+
+def _read(num_workers: int) -> None:
+    reading = Reading(num_workers, timeout_seconds=60 if num_workers else 0)
+    list(read_batches(_Broken(), len, iter([[0], [1]]), torch.device("cpu"), reading))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_damaged_sample_is_the_same_line_with_and_without_workers(num_workers: int) -> None:
+    with pytest.raises(DataError) as caught:
+        _read(num_workers)
+    assert str(caught.value) == "images/3.png: cannot be read as an image (cut off)"
+    assert exit_code(caught.value) == 2
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.EMFILE, os.strerror(errno.EMFILE)),
+        RuntimeError("received 0 items of ancdata"),
+        RuntimeError("unable to open shared memory object </torch_1>: Too many open files (24)"),
+    ],
+)
+def test_too_few_file_handles_are_a_line_that_names_the_setting(error: Exception) -> None:
+    def start() -> Iterator[Any]:
+        raise error
+        yield
+
+    with pytest.raises(SettingError) as caught:
+        list(_from_workers(start()))  # type: ignore[arg-type]
+    assert caught.value.settings == ("data.num_workers",)
 
 
 def test_a_worker_that_hangs_up_has_its_exit_code_whatever_the_words() -> None:

@@ -302,6 +302,18 @@ def test_a_wrong_value_is_named_with_place_rule_and_remedy(recipe_file: Path, ol
     assert said in error_of(recipe_file, RECIPE.replace(old, new))
 
 
+def test_a_tilde_is_the_home_folder_and_a_name_with_a_dollar_sign_is_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    tree: dict[str, Any] = parse_yaml(RECIPE, "r.yaml")[0]
+    assert Recipe.model_validate(tree | {"output_dir": "~/runs/a"}).output_dir == f"{tmp_path}/runs/a"
+    assert Recipe.model_validate(tree | {"output_dir": "runs/5$"}).output_dir == "runs/5$"
+    (tmp_path / "$data.txt").write_text("text")
+    named = Recipe.model_validate(tree | {"data": {"train": f"{tmp_path}/$data.txt"}})
+    assert named.data.train == f"{tmp_path}/$data.txt"
+
+
 @pytest.mark.parametrize(
     ("section", "about"),
     [
@@ -309,6 +321,14 @@ def test_a_wrong_value_is_named_with_place_rule_and_remedy(recipe_file: Path, ol
         ({"schedule": {"max_steps": 5, "num_epochs": 2}}, ("schedule.max_steps", "schedule.num_epochs")),
         ({"model": {"config": {"n_layer": 2}}}, ("model.config",)),
         ({"output_dir": "s3://bucket"}, ("output_dir",)),
+        ({"output_dir": "$HOME/x"}, ("output_dir",)),
+        ({"output_dir": "a/${USER}"}, ("output_dir",)),
+        ({"data": {"train": "a.txt", "cache_dir": "$SCRATCH"}}, ("data.cache_dir",)),
+        ({"data": {"train": ["a.txt", "$HOME/a.txt"]}}, ("data.train",)),
+        ({"data": {"train": "a.txt", "eval": "${HOME}/a.txt"}}, ("data.eval",)),
+        ({"model": {"pretrained": "$HOME/model"}}, ("model.pretrained",)),
+        ({"tokenizer": "$HOME/tokenizer"}, ("tokenizer",)),
+        ({"checkpoint": {"resume": "$HOME/run/checkpoints/step-1"}}, ("checkpoint.resume",)),
         ({"log": {"profile_steps": [5, 2]}}, ("log.profile_steps",)),
         ({"parallel": {"zero_stage": 3}}, ("parallel.zero_stage", "parallel.strategy")),
         ({"parallel": {"sp_size": 2, "tp_size": 2}}, ("parallel.sp_size", "parallel.tp_size", "parallel.strategy")),

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from accel_train import fit, train
+from accel_train.checkpoint.run_recipe import named_recipe
 from accel_train.checkpoint.trainer_state import read_state
 from accel_train.cli.main import main
 from accel_train.core.errors import CheckpointError
@@ -500,6 +501,64 @@ def test_attack_10_an_installed_module_needs_no_consent(
     monkeypatch.setattr(sys, "path", [str(tmp_path / "sent"), *sys.path])
     assert main(["evaluate", str(run)]) == 2
     assert "--task a_task_of_mine:Task" in capsys.readouterr().err
+
+
+def _canary_module(file: Path, canary: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f"open({str(canary)!r}, 'w').close()\nclass Task: pass\n")
+
+
+@pytest.mark.parametrize("named", ["task", "optimizer.name"])
+@pytest.mark.parametrize("place", ["a run folder", "below the current folder"])
+def test_code_beside_a_strangers_recipe_runs_by_consent_on_the_command_line_only(
+    place: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "stranger_a.code:Task" if place == "below the current folder" else "stranger_b:Task"
+    sections: dict[str, Any] = {"task": name} if named == "task" else {"optimizer": {"name": name}, "task": "causal-lm"}
+    if place == "a run folder":
+        recipe = _strangers_run(tmp_path, **sections) / RECIPE_FILE
+        _canary_module(tmp_path / "stranger_b.py", tmp_path / "canary")
+    else:
+        write_corpus(tmp_path)
+        _canary_module(tmp_path / "stranger_a" / "code.py", tmp_path / "canary")
+        recipe = tmp_path / "stranger_a" / "recipe.yaml"
+        recipe.write_text(yaml.safe_dump(recipe_dict(tmp_path, **sections)))
+    monkeypatch.setattr(sys, "path", [*sys.path, ""])
+    for words in (["plan"], ["prepare"], ["find-lr"], ["run"], ["rehearse"], ["sweep"]):
+        more = ["--seed", "0,1"] if words == ["sweep"] else []
+        assert main([*words, str(recipe), *more]) == 2, words
+        said = capsys.readouterr().err
+        assert f"--{named} {name}" in said, said
+        assert not (tmp_path / "canary").exists(), words
+    assert main(["plan", str(recipe), f"--{named}", name]) == 2  # not a class of the kind, which only its import shows
+    assert (tmp_path / "canary").exists()
+    for module in ("stranger_b", "stranger_a.code", "stranger_a"):
+        sys.modules.pop(module, None)
+
+
+def test_a_module_in_the_current_folder_needs_no_consent_for_a_recipe_of_ones_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_corpus(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, ""])
+    for folder in (tmp_path, tmp_path / "recipes"):
+        _canary_module(tmp_path / "of_ones_own.py", tmp_path / "canary")
+        folder.mkdir(exist_ok=True)
+        (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe_dict(tmp_path, task="of_ones_own:Task")))
+        assert main(["plan", str(folder / "recipe.yaml")]) == 2
+        assert "lacks" in capsys.readouterr().err
+        assert (tmp_path / "canary").exists()
+        (tmp_path / "canary").unlink()
+        sys.modules.pop("of_ones_own")
+
+
+def test_a_recipe_of_a_run_does_not_consent_to_the_code_of_a_model(tmp_path: Path) -> None:
+    run = _strangers_run(tmp_path, task="causal-lm", model={"trust_remote_code": True})
+    for path, consents in ((run / RECIPE_FILE, False), (tmp_path / "mine.yaml", True)):
+        if consents:
+            shutil.copy(run / RECIPE_FILE, path)
+        assert named_recipe(path).model.trust_remote_code is consents
+    assert named_recipe(run / RECIPE_FILE, ["--model.trust_remote_code", "true"]).model.trust_remote_code
 
 
 def test_attack_11_an_empty_kernel_in_the_kept_cache_is_removed_and_the_run_starts(

@@ -51,9 +51,9 @@ def run_recipe(path: str, settings: Sequence[str], *, verbose: bool = False) -> 
     # It stays open to the end of the process, because the process ends with a specific exit code. `main` closes it.
     stop = StopRequest().__enter__()
     with users_mistakes(), stop.preparing():
-        from accel_train.recipe.loader import load_recipe
+        from accel_train.checkpoint.run_recipe import named_recipe
 
-        recipe = load_recipe(path, arguments=settings)
+        recipe = named_recipe(path, settings)
         # This is known before torch is imported. Whether a GPU build finds the GPUs is only known after it.
         if (build := installed_torch()) is not None and build.is_for_cpu and (problem := unused_driver(os.environ)):
             raise ValueError(problem)

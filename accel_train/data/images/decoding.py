@@ -2,8 +2,9 @@
 
 import io
 import os
+from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import BinaryIO, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +17,20 @@ Mode = Literal["RGB", "L"]
 Content = Path | bytes | NDArray[np.uint8]
 """Content of an image in its source: a file, the bytes of a file, or pixels (H, W) or (H, W, C)."""
 
+FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "DIB", "TIFF", "PPM", "JPEG2000", "AVIF")
+"""Pillow's names of the formats that are opened, whatever a file is called. Pillow starts a program for others."""
 _END_BYTES = 1 << 16
+
+
+def open_header(source: Path | bytes | BinaryIO) -> Image.Image:
+    """Return an image before its pixels are decoded. All images of the package are opened here, as one of `FORMATS`.
+
+    Raises:
+        OSError, SyntaxError, ValueError: Pillow cannot read it.
+    """
+    Image.init()
+    formats = [name for name in FORMATS if name in Image.OPEN]
+    return Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=formats)
 
 
 def open_image(source: Content, where: str) -> Image.Image:
@@ -30,13 +44,13 @@ def open_image(source: Content, where: str) -> Image.Image:
     where = _with_file(source, where)
     _refuse_pipe(source, where)
     try:
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+        with open_header(source) as image:
             image.load()
             ImageOps.exif_transpose(image, in_place=True)
             return image
     # Pillow's decoders fail in different ways: OSError, SyntaxError, struct.error.
     except Exception as error:
-        raise DataError(f"{where}: {_fault(source, error)}; repair or remove it") from error
+        raise DataError(f"{where}: {_fault(source, error)}") from error
 
 
 def to_mode(image: Image.Image, mode: Mode, where: str) -> Image.Image:
@@ -82,12 +96,12 @@ def inspect_image(source: Content, where: str) -> int:
             file.seek(max(_END_BYTES, size - _END_BYTES))
             ends += file.read()
             file.seek(0)
-            Image.open(file)
+            open_header(file)
     # Any type, as in open_image.
     except Exception as error:
         if isinstance(error, OSError) and error.errno is not None:  # from the file system, not from Pillow
             raise ValueError(f"{where}: cannot be read ({error.strerror}); check the path") from error
-        raise ValueError(f"{where}: {_fault(source, error)}; repair or remove it") from error
+        raise ValueError(f"{where}: {_fault(source, error)}") from error
     return digest64(ends, size)
 
 
@@ -100,11 +114,11 @@ def image_header(source: Path | bytes, where: str) -> tuple[tuple[int, int], int
     where = _with_file(source, where)
     _refuse_pipe(source, where)
     try:
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source) as image:
+        with open_header(source) as image:
             return image.size, int(image.getexif().get(ExifTags.Base.Orientation, 1))
     # Any type, as in open_image.
     except Exception as error:
-        raise DataError(f"{where}: {_fault(source, error)}; repair or remove it") from error
+        raise DataError(f"{where}: {_fault(source, error)}") from error
 
 
 def _with_file(source: Path | bytes, where: str) -> str:
@@ -114,15 +128,30 @@ def _with_file(source: Path | bytes, where: str) -> str:
 
 def _refuse_pipe(source: Path | bytes, where: str) -> None:
     """Raise DataError for a pipe, because opening a pipe would block until it has a writer."""
-    if isinstance(source, Path) and source.exists() and not source.is_file():
+    if isinstance(source, Path) and os.path.exists(source) and not os.path.isfile(source):
         raise DataError(f"{where}: is not a regular file; repair or remove it")
 
 
 def _fault(source: Path | bytes, error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
-        return "the file does not exist"
+        return "the file does not exist; repair or remove it"
     size = len(source) if isinstance(source, bytes) else os.path.getsize(source) if os.path.isfile(source) else -1
     if size == 0:
-        return "is empty, no image"
+        return "is empty, no image; repair or remove it"
+    if isinstance(error, Image.UnidentifiedImageError) and (found := _other_format(source)) is not None:
+        return f"has the format {found}, which is not read; save it as PNG"
     reason = "unknown format" if isinstance(error, Image.UnidentifiedImageError) else str(error) or repr(error)
-    return f"cannot be read as an image ({reason})"
+    return f"cannot be read as an image ({reason}); repair or remove it"
+
+
+def _other_format(source: Path | bytes) -> str | None:
+    """Return the format outside `FORMATS` that the first bytes name, for messages, or None."""
+    with io.BytesIO(source) if isinstance(source, bytes) else source.open("rb") as file:
+        start = file.read(16)
+    if start.startswith(b"%PDF"):
+        return "PDF"
+    for name, (_, accepts) in Image.OPEN.items():
+        with suppress(Exception):  # a plugin's test of a short file
+            if name not in FORMATS and accepts is not None and accepts(start):
+                return name
+    return None

@@ -1,15 +1,14 @@
 """Detect folders that look like classes but hold masks, boxes, polygons, or splits of the data."""
 
-import json
 import os
 import re
 from collections.abc import Collection, Sequence
 from itertools import combinations
 from pathlib import Path
 
-from PIL import Image
-
 from accel_train.core.files import read_regular
+from accel_train.core.json_io import parse_json
+from accel_train.data.images.decoding import open_header
 from accel_train.data.images.images import evenly_spaced
 from accel_train.data.images.pairs import have_the_same_names, pairs_below
 
@@ -64,7 +63,7 @@ def refuse_annotations(folder: Path, files: Sequence[str], others: Sequence[str]
             kind = _kind_of_annotation(path, suffix)
         if kind is None:
             continue
-        folders = [entry for entry in sorted(folder.iterdir())[:_FOLDERS_LOOKED_IN] if entry.is_dir()]
+        folders = [entry for entry in sorted(folder.iterdir())[:_FOLDERS_LOOKED_IN] if os.path.isdir(entry)]
         masks = next((entry for entry in folders if pairs_below(entry)), None)
         hint = f" {masks} holds masks: name that folder for semantic segmentation." if masks else ""
         raise ValueError(
@@ -85,7 +84,7 @@ def _kind_of_annotation(path: Path, suffix: str) -> str | None:
     if suffix == ".txt":
         return "YOLO" if _YOLO.fullmatch(text.strip().partition("\n")[0]) else None
     try:
-        found = json.loads(text)
+        found = parse_json(text)
     except ValueError:
         return None
     keys = found.keys() if isinstance(found, dict) else ()
@@ -148,7 +147,7 @@ def _look(path: Path) -> tuple[tuple[int, int], bool] | None:
     None means a broken image. The reader reports it.
     """
     try:
-        with Image.open(path) as image:
+        with open_header(path) as image:
             return image.size, image.getcolors(_MOST_COLOURS) is not None
     except (OSError, SyntaxError, ValueError):
         return None

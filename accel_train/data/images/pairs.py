@@ -3,13 +3,13 @@
 Known layouts: images and masks, CamVid, VOC, ADE20K, and COCO pixel maps.
 """
 
-import json
 import os
 import re
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
 
+from accel_train.core.json_io import load_json
 from accel_train.data.encoding import read_lines
 from accel_train.data.images.images import IMAGE_SUFFIXES, FileImages, ImagePool, Target, list_images
 from accel_train.recipe.data import Data
@@ -50,7 +50,7 @@ def pair_of_folders(path: Path) -> tuple[Path, Path] | None:
 def pairs_below(path: Path) -> list[tuple[Path, Path]]:
     """Return (images, masks) for each image folder directly below a path. Each image folder has one mask folder."""
     pairs = []
-    for entry in sorted(path.iterdir()) if path.is_dir() else ():
+    for entry in sorted(path.iterdir()) if os.path.isdir(path) else ():
         if {*_words(entry.name)} & {*_IMAGES, *_MAYBE_IMAGES}:
             twins = (
                 twin for twin in _twins(path, entry.name) if _are_a_pair(entry, twin, _is_sure(entry.name, twin.name))
@@ -66,10 +66,10 @@ def _words(name: str) -> list[str]:
 def _twins(folder: Path, name: str) -> list[Path]:
     """Return the folders whose names have a mask word in place of the image word of `name`, most likely first."""
     words, found = _words(name), []
-    for entry in folder.iterdir() if folder.is_dir() else ():
+    for entry in folder.iterdir() if os.path.isdir(folder) else ():
         others = _words(entry.name)
         different = [pair for pair in zip(words, others) if pair[0] != pair[1]] if len(words) == len(others) else []
-        if len(different) == 1 and different[0][0] in (*_IMAGES, *_MAYBE_IMAGES) and entry.is_dir():
+        if len(different) == 1 and different[0][0] in (*_IMAGES, *_MAYBE_IMAGES) and os.path.isdir(entry):
             rank = (*_MASKS, *_MAYBE_MASKS)
             found += [(rank.index(different[0][1]), entry)] if different[0][1] in rank else []
     return [entry for _, entry in sorted(found)]
@@ -80,7 +80,7 @@ def _is_sure(images: str, masks: str) -> bool:
 
 
 def _are_a_pair(images: Path, masks: Path, is_sure: bool) -> bool:
-    if not images.is_dir() or not _holds_masks(masks):
+    if not os.path.isdir(images) or not _holds_masks(masks):
         return False
     return is_sure or have_the_same_names(list_images(images)[0], list_images(masks)[0])
 
@@ -94,7 +94,7 @@ def have_the_same_names(names: Sequence[str], others: Sequence[str]) -> bool:
 
 def _holds_masks(folder: Path) -> bool:
     """Return whether a folder holds masks: it is called mask or masks, or it has images."""
-    return folder.is_dir() and (folder.name.lower() in ("masks", "mask") or bool(list_images(folder)[0]))
+    return os.path.isdir(folder) and (folder.name.lower() in ("masks", "mask") or bool(list_images(folder)[0]))
 
 
 def pairs_pool(images: Path, masks: Path, stems: Sequence[str] | None = None) -> ImagePool:
@@ -135,15 +135,24 @@ def pairs_pool(images: Path, masks: Path, stems: Sequence[str] | None = None) ->
             f"{images / alone[0]} has no mask: there is no {masks / os.path.splitext(alone[0])[0]}.png (or another "
             f"image format){more}; add it, or remove the image"
         )
-    named = next((folder / CLASSES_FILE for folder in (masks, masks.parent) if (folder / CLASSES_FILE).is_file()), None)
+    named = next(
+        (folder / CLASSES_FILE for folder in (masks, masks.parent) if os.path.isfile(folder / CLASSES_FILE)), None
+    )
     left_out = 0 if stems is not None else len(mask_of) - len(set(wanted))
     return ImagePool(
         FileImages(images, tuple(image_of[stem] for stem in wanted)),
         f"{images} and {masks}: {len(wanted):,} pairs",
         masks=FileImages(masks, tuple(mask_of[stem] for stem in wanted)),
-        names=tuple(json.loads(named.read_text())) if named else None,
+        names=_class_names(named) if named else None,
         notes=(f"{masks}: left out {left_out} masks without an image",) if left_out else (),
     )
+
+
+def _class_names(file: Path) -> tuple[str, ...]:
+    names = load_json(file)
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{file}: is not a list of class names; write it again, or remove it")
+    return tuple(names)
 
 
 def listed_pool(path: Path, data: Data, target: Target) -> ImagePool:
@@ -188,7 +197,7 @@ def _listed_pairs(path: Path, lines: Sequence[tuple[int, str]]) -> ImagePool:
     for names in (images, masks):
         shortened = [str(Path(*Path(name).parts[skipped:])) for name in names]
         for (number, _), name in zip(lines, shortened):
-            if not (root / name).is_file():
+            if not os.path.isfile(root / name):
                 raise ValueError(f"{path}:{number}: no file {root / name}; add it, or take the line out")
         sides.append(FileImages(root, tuple(shortened)))
     return ImagePool(sides[0], "", masks=sides[1])
@@ -196,12 +205,12 @@ def _listed_pairs(path: Path, lines: Sequence[tuple[int, str]]) -> ImagePool:
 
 def _place_of(path: Path, number: int, name: str) -> tuple[Path, int]:
     """Return the root folder of a list's files, and the number of leading folders to strip from its paths."""
-    if Path(name).is_absolute() and Path(name).is_file():
+    if Path(name).is_absolute() and os.path.isfile(Path(name)):
         return Path("/"), 0
     parts = Path(name).parts
     for skipped in range(len(parts)):
         for folder in path.absolute().parents[:_LEVELS] if not parts[skipped].startswith("/") else ():
-            if (folder / Path(*parts[skipped:])).is_file():
+            if os.path.isfile(folder / Path(*parts[skipped:])):
                 return folder, skipped
     raise ValueError(
         f"{path}:{number}: no file {name!r}, seen from {path.parent} or above; check the paths in the list"

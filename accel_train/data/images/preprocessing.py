@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
+from accel_train.core.json_io import parse_json
 from accel_train.data.images.decoding import Mode, to_mode
 from accel_train.data.images.images import Images, evenly_spaced
 
@@ -133,7 +134,7 @@ class Preprocessing:
         """
         square = dict(zip(("height", "width"), height_width(self.image_size)))
         if self.own is not None:
-            settings = json.loads(self.own.to_json_string())
+            settings = parse_json(self.own.to_json_string())
             settings |= {} if crops else {"size": square, "do_reduce_labels": False}
         else:
             settings = {
@@ -160,7 +161,7 @@ class Preprocessing:
         """Write preprocessor_config.json for a detector. `processor` is a class of transformers with boxes."""
         self.save(folder, crops=False)
         path = folder / "preprocessor_config.json"
-        settings = json.loads(path.read_text(encoding="utf-8"))
+        settings = parse_json(path.read_text(encoding="utf-8"))
         del settings["do_reduce_labels"]
         settings |= {"image_processor_type": processor, "do_pad": False, "format": "coco_detection"}
         path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")

@@ -43,7 +43,7 @@ def table_pool(source: Source, data: ImageData, target: Target) -> ImagePool:
         check_columns(name, dataset.column_names, image_columns, data)
         source = replace(source, files=(), dataset=dataset, name=name)
         cells = list(zip(*(row.cells for row in read_rows(source, columns, data)))) if columns else []
-        images = [RowImages(_undecoded(dataset, column), folder, column, name) for column in image_columns]
+        images = [RowImages(_StoredCells(dataset, column), folder, column, name) for column in image_columns]
     else:
         rows = list(read_rows(source, (*image_columns, *columns), data))
         places = tuple(row.where for row in rows)
@@ -77,7 +77,9 @@ def find_images(folder: Path, table: str, values: Sequence[Any]) -> Sequence[Any
     probes = [names[index] for index in evenly_spaced(len(names), _NUM_PROBED)]
     if not probes or any(_file_of(folder, probe) == probe for probe in probes):
         return values if probes else None
-    folders = [entry.name for entry in sorted(folder.iterdir()) if entry.is_dir() and not entry.name.startswith(".")]
+    folders = [
+        entry.name for entry in sorted(folder.iterdir()) if os.path.isdir(entry) and not entry.name.startswith(".")
+    ]
     preferred = ["", *(name for name in folders if name == Path(table).stem)]
     places = [place for place in (*preferred, *folders) if any(_file_of(folder / place, probe) for probe in probes)]
     places = list(dict.fromkeys(places))
@@ -118,18 +120,20 @@ def open_parquet(path: Path, data: ImageData) -> "datasets.Dataset":
             datasets.enable_progress_bars()
 
 
-def _undecoded(dataset: "datasets.Dataset", column: str) -> Sequence[Any]:
-    """Return a column that is read cell by cell.
+class _StoredCells(Sequence[Any]):
+    """A column of a data set as stored: images are bytes and paths.
 
-    Images stay bytes and paths. This package decodes them, so that an error can name the broken row.
+    `datasets` would decode them itself, in any of Pillow's formats, and without the broken row in its error.
     """
-    import datasets
 
-    alone = dataset.select_columns([column]).with_format(None)
-    if isinstance(alone.features[column], datasets.Image):
-        alone = alone.cast_column(column, datasets.Image(decode=False))
-    cells: Sequence[Any] = alone[column]
-    return cells
+    def __init__(self, dataset: "datasets.Dataset", column: str) -> None:
+        self._rows = dataset.select_columns([column]).with_format("arrow")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._rows[index].column(0)[0].as_py()
 
 
 def array_pool(path: Path, data: ImageData, target: Target) -> ImagePool:
@@ -141,7 +145,7 @@ def array_pool(path: Path, data: ImageData, target: Target) -> ImagePool:
     Raises:
         ValueError: an array is missing or has the wrong shape or type.
     """
-    if path.exists() and not path.is_file():
+    if os.path.exists(path) and not os.path.isfile(path):
         raise ValueError(f"{path} is not a regular file (a pipe, a device or a folder); name an array file")
     array = _read(path, data.image_column, data.image_column)
     _check_images(path, array)
@@ -195,7 +199,7 @@ def _next_to(path: Path, name: str, image_column: str) -> Path:
     for old in (f"{image_column}s", image_column):
         if old in path.stem:
             several, one = (path.with_stem(path.stem.replace(old, new)) for new in (f"{name}s", name))
-            return one if one.is_file() and not several.is_file() else several
+            return one if os.path.isfile(one) and not os.path.isfile(several) else several
     raise KeyError(f"its name has no '{image_column}s' to find the file with '{name}s' by; rename it, or use .npz")
 
 

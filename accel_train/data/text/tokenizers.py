@@ -4,7 +4,6 @@ Each has one separator token that begins every document. No document can contain
 are encoded as plain characters.
 """
 
-import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from accel_train.core.errors import asks_for_own_code
-from accel_train.core.json_io import json_digest
+from accel_train.core.json_io import json_digest, parse_json
 from accel_train.data.hub import look_for_hub, without_hub
 from accel_train.recipe.data import TrainedTokenizer
 from accel_train.recipe.schema import Model, Recipe
@@ -199,7 +198,7 @@ def vocab_size_of(tokenizer: "PreTrainedTokenizerBase") -> int:
 def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
     """Return a hex digest of everything that determines the ids of a text."""
     if tokenizer.is_fast:
-        content = json.loads(tokenizer.backend_tokenizer.to_str())
+        content = parse_json(tokenizer.backend_tokenizer.to_str())
         for state in ("truncation", "padding", "post_processor"):  # not used on documents
             content.pop(state, None)
     else:

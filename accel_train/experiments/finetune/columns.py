@@ -9,6 +9,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any, NamedTuple
 
+from accel_train.core.format import is_whole
 from accel_train.core.state import Choice
 from accel_train.data.delimited import read_delimited
 from accel_train.data.encoding import check_western, guess_encoding, read_lines
@@ -412,7 +413,7 @@ def _are_the_same(one: Column, other: Column) -> bool:
 
 
 def _are_integers(column: Column) -> bool:
-    return bool(column.classes) and all(name.removeprefix("-").isdecimal() for name in column.classes)
+    return bool(column.classes) and all(map(is_whole, column.classes))
 
 
 def _with_names(asked: Asked, table: Table, label: Column, settings: Choices) -> int:

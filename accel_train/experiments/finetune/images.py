@@ -1,6 +1,5 @@
 """Images: folders by class or with masks, tables that name images, and the sizes and colors of the images."""
 
-import io
 import os
 import re
 from collections import Counter
@@ -11,11 +10,11 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
-from PIL import Image
 
 from accel_train.core.errors import DataError
 from accel_train.core.format import format_count
 from accel_train.core.state import Choice
+from accel_train.data.images.decoding import open_header
 from accel_train.data.images.images import (
     ImagePool,
     Images,
@@ -283,7 +282,7 @@ def sizes_of(images: Images) -> dict[str, Any]:
         try:
             content = images.content(index)
             assert not isinstance(content, np.ndarray)
-            with Image.open(io.BytesIO(content) if isinstance(content, bytes) else content) as image:
+            with open_header(content) as image:
                 edges.append(min(image.size))
                 aspects.append(image.width / image.height)
                 modes.add(image.mode)

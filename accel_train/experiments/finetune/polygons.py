@@ -11,6 +11,8 @@ from PIL import Image, ImageDraw
 
 from accel_train.core.files import read_regular, sha256
 from accel_train.core.format import format_count
+from accel_train.core.json_io import parse_json
+from accel_train.data.images.annotations.records import numbers
 from accel_train.data.images.decoding import open_image
 from accel_train.data.images.images import evenly_spaced, in_threads, list_files, text_digest
 from accel_train.data.images.pairs import CLASSES_FILE
@@ -74,7 +76,7 @@ def find_polygons(asked: Asked, place: str) -> Polygons | None:
     """
     path = root = Path(place).expanduser()
     files = [path / name for name in list_files(path)[1] if name.lower().endswith(".json")]
-    if path.is_file():
+    if os.path.isfile(path):
         files, root = [path], path.parent.parent if path.parent.name.lower() == "annotations" else path.parent
     is_asked = asked.task in (None, "semantic-segmentation")
     if not is_asked or not any(_content(files[index]) for index in evenly_spaced(len(files), _NUM_LOOKED_AT)):
@@ -82,7 +84,7 @@ def find_polygons(asked: Asked, place: str) -> Polygons | None:
     from accel_train.experiments.finetune.images import find_pairs  # imports torch
 
     images, others = list_files(root)
-    if not images or (path.is_dir() and find_pairs(place) is not None):
+    if not images or (os.path.isdir(path) and find_pairs(place) is not None):
         return None
     below, labels, drawings = defaultdict(list), dict[Any, str](), list[Drawing]()
     for name in images:
@@ -118,7 +120,7 @@ def find_polygons(asked: Asked, place: str) -> Polygons | None:
 def _content(file: Path) -> dict[str, Any] | None:
     """Return the content of an annotation file without labelme's copy of the image, or None for other JSON."""
     try:
-        content = json.loads(read_regular(file).decode("utf-8-sig"))
+        content = parse_json(read_regular(file).decode("utf-8-sig"))
         content.pop("imageData", None)
         shapes = content["annotations"] if {"images", "annotations"} <= {*content} else ()
     except (OSError, ValueError, TypeError, AttributeError):
@@ -131,7 +133,7 @@ def _content(file: Path) -> dict[str, Any] | None:
 
 
 def _labelme(file: Path, content: Any, below: Mapping[str, Any], labels: dict[Any, str]) -> Iterator[Drawing]:
-    shapes = [(shape["label"], [(x, y) for x, y in shape["points"]]) for shape in content["shapes"]]
+    shapes = [(_label(shape["label"]), [_point(each) for each in shape["points"]]) for shape in content["shapes"]]
     for shape, (name, points) in zip(content["shapes"], shapes):
         kind = shape.get("shape_type") or "polygon"
         if kind != "polygon" or len(points) < 3:
@@ -142,7 +144,7 @@ def _labelme(file: Path, content: Any, below: Mapping[str, Any], labels: dict[An
 
 
 def _coco(file: Path, content: Any, below: Mapping[str, Any], labels: dict[Any, str]) -> Iterator[Drawing]:
-    names = {each["id"]: each["name"] for each in content["categories"]}
+    names = {each["id"]: _label(each["name"]) for each in content["categories"]}
     if any(labels.get(key, name) != name for key, name in names.items()):
         raise ValueError(f"{file}: its categories differ from the other files'. Export all with one list")
     labels |= names
@@ -151,7 +153,7 @@ def _coco(file: Path, content: Any, below: Mapping[str, Any], labels: dict[Any, 
     for each in sorted(content["annotations"], key=lambda each: not each.get("iscrowd")):
         name, parts = names[each["category_id"]], each.get("segmentation")
         if each.get("iscrowd"):
-            left, top, width, height = each["bbox"]
+            left, top, width, height = _numbers(each["bbox"], 4)
             right, bottom = left + width, top + height
             name, parts = _IGNORED, [[left, top, right, top, right, bottom, left, bottom]]
         fault = (
@@ -159,16 +161,35 @@ def _coco(file: Path, content: Any, below: Mapping[str, Any], labels: dict[Any, 
         )
         if fault or any(len(part) < 6 or len(part) % 2 for part in parts):
             raise ValueError(f"{file}: annotation {each.get('id')} is {fault or 'not a polygon'} (COCO). {_NO_BOXES}")
-        shapes[each["image_id"]] += [(name, list(zip(part[::2], part[1::2]))) for part in parts]
+        corners = [_numbers(part, len(part)) for part in parts]
+        shapes[each["image_id"]] += [(name, list(zip(part[::2], part[1::2]))) for part in corners]
     for each in content["images"]:
         name, size = each["file_name"], (each.get("width"), each.get("height"))
         yield Drawing(f"{file} ({name})", _image(file, name, below), size, shapes[each["id"]])
 
 
+def _numbers(values: Any, count: int) -> tuple[float, ...]:
+    found = numbers(values, count)
+    if found is None:
+        raise TypeError(f"{values!r:.60} are not {count} numbers")
+    return found
+
+
+def _point(values: Any) -> tuple[float, float]:
+    x, y = _numbers(values, 2)
+    return x, y
+
+
+def _label(name: Any) -> str:
+    if not isinstance(name, str | int):
+        raise TypeError(f"{name!r:.60} is not the name of a class")
+    return str(name)
+
+
 def _image(file: Path, name: str, below: Mapping[str, Any]) -> Path:
     """Return the image that an annotation file names, relative to the file, or the only one with its name."""
     name = name.replace("\\", "/")
-    near = [folder / name for folder in (file.parent, file.parent.parent) if (folder / name).is_file()]
+    near = [folder / name for folder in (file.parent, file.parent.parent) if os.path.isfile(folder / name)]
     named = near[:1] or below.get(PurePosixPath(name).name, [])
     named = [path for path in named if path.as_posix().endswith(f"/{name}")] or named
     # instances_train2017.json names images in train2017/.
@@ -186,8 +207,11 @@ def _mask(drawing: Drawing, ids: Mapping[str, int]) -> Image.Image:
         fault = "states {} x {} pixels".format(*drawing.size)
     for name, points in drawing.shapes:
         outside = [(x, y) for x, y in points if not (-1 <= x <= width + 1 and -1 <= y <= height + 1)]
-        fault = fault or (f"a polygon of {name!r} has a corner at {outside[0]}" if outside else "")
-        ImageDraw.Draw(mask).polygon(points, fill=ids[name])
+        fault = fault or (
+            f"a polygon of {name!r} has a corner at ({outside[0][0]:g}, {outside[0][1]:g})" if outside else ""
+        )
+        if not fault:
+            ImageDraw.Draw(mask).polygon(points, fill=ids[name])
     if fault:
         raise ValueError(f"{drawing.where}: {fault}, and {drawing.image} has {width} x {height}. Annotate this image")
     return mask

@@ -8,6 +8,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from accel_train.core.redaction import redact_text
+from accel_train.core.terminal import print_line
 from accel_train.experiments.finetune import recipe as own
 from accel_train.experiments.finetune.unpack import unpacked
 from accel_train.recipe.loader import Recipe, make_recipe
@@ -78,7 +79,7 @@ def write_recipe(
     asked = own.asked_of(path, minimal, **flags)
     own.check_there(path)
     if is_first:
-        print(f"{path}: looking at the data ...", flush=True)
+        print_line(f"{path}: looking at the data ...")
     place, output_dir, note = unpacked(asked, output_dir, is_first=is_first)
     if note is not None:
         asked = own.asked_of(place, own.minimal_recipe(place, settings), **flags)
@@ -92,7 +93,7 @@ def write_recipe(
     pretrained = None
     if name := model or minimal.model.pretrained:
         if is_first:
-            print(f"{name}: looking at the model ...", flush=True)
+            print_line(f"{name}: looking at the model ...")
         pretrained = look_at(name, found.task, trust_remote_code=minimal.model.trust_remote_code)
         is_hidden = pretrained.has_chat_template and not pretrained.template_has_tools
         if is_hidden and "data.tools_column" in found.settings and "data.chat_template" not in asked.given:
@@ -164,7 +165,7 @@ def finetune(
         str(path), settings, model=model, text=texts, label=labels, group=group, task=task, output_dir=folder
     )
     if os.environ.get("RANK", "0") == "0":
-        print(redact_text("\n".join(written.lines())), flush=True)
+        print_line(redact_text("\n".join(written.lines())))
     return train(written.recipe)
 
 

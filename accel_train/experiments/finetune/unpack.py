@@ -17,6 +17,7 @@ from typing import Any
 
 from accel_train.core.files import files_below, make_folders, publish_folder
 from accel_train.core.format import format_count
+from accel_train.core.json_io import parse_json
 from accel_train.data.delimited import table_delimiter
 from accel_train.data.encoding import read_lines, read_text
 from accel_train.data.sources import file_kind, is_about_data
@@ -32,6 +33,11 @@ _NAMES_OF_PARTS = ("train training", "validation valid val dev eval testa", "tes
 _PARTS = {name: names.split()[0] for names in _NAMES_OF_PARTS for name in names.split()}
 """Split names by the names that data sets use. CoNLL 2002 and 2003 have testa and testb."""
 _MOST_TAGGED = 20
+_SMALL_BYTES = 100_000_000
+"""Size up to which an unpacked file may be any number of times larger than its archive."""
+_MOST_RATIO = 250
+"""Unpacked size over packed size. Text is packed to a third or a tenth, repeated rows to a hundredth."""
+_LARGEST_GZIP_RATIO = 1032
 _BY_SYSTEMS = ("__MACOSX", ".DS_Store", "Thumbs.db")
 
 
@@ -182,9 +188,9 @@ def _splits_of(asked: Asked, path: Path) -> dict[str, bytes] | None:
     """
     try:
         text = read_text(path, asked.data)
-        document = json.loads(text) if text.lstrip()[:1] == "{" else {}
+        document = parse_json(text) if text.lstrip()[:1] == "{" else {}
     # Objects on lines, another encoding, or an error that the reader reports.
-    except (ValueError, RecursionError):
+    except ValueError:
         return None
     parts = {_PARTS.get(name, ""): rows for name, rows in document.items() if isinstance(rows, list)}
     if "train" not in parts or "" in parts or len(parts) != len(document):
@@ -200,12 +206,16 @@ def _write(path: Path, kind: str, folder: Path) -> None:
         if kind in _MAYBE_TABLES:
             shutil.copyfile(path, folder / f"{path.stem}.tsv")
         elif kind.lower() in _SHEETS:
+            if zipfile.is_zipfile(path):
+                with zipfile.ZipFile(path) as archive:
+                    _check_space(path, folder, sum(each.file_size for each in archive.infolist()))
             _write_sheets(path, folder)
         elif kind.lower() == ".zip":
             with zipfile.ZipFile(path) as archive:
                 _check_space(path, folder, sum(each.file_size for each in archive.infolist()))
                 archive.extractall(folder, [name for name in archive.namelist() if not _is_of_system(name)])
         elif kind.lower() == ".gz":
+            _count_unpacked(path, folder)
             with gzip.open(path) as packed, (folder / path.stem).open("wb") as file:
                 shutil.copyfileobj(packed, file)
         else:
@@ -213,17 +223,45 @@ def _write(path: Path, kind: str, folder: Path) -> None:
                 members = [each for each in archive.getmembers() if not _is_of_system(each.name)]
                 _check_space(path, folder, sum(each.size for each in members))
                 archive.extractall(folder, members, filter="data")
+    except tarfile.FilterError as error:
+        raise ValueError(f"{path} cannot be unpacked ({error}). Ask for an archive of plain files") from error
     # RuntimeError: zipfile's own for a password. NotImplementedError: a compression that Python does not have.
     except (zipfile.BadZipFile, tarfile.TarError, zlib.error, EOFError, OSError, RuntimeError) as error:
         raise ValueError(f"{path} cannot be unpacked ({error}). Unpack it yourself, and name the folder") from error
 
 
+def _count_unpacked(path: Path, folder: Path) -> None:
+    """Read a .gz file to its end, and check its size. Its own record of the size may be wrong.
+
+    Raises:
+        ValueError: as for `_check_space`, before anything is written.
+    """
+    free, num_bytes = shutil.disk_usage(folder).free, 0
+    if path.stat().st_size * _LARGEST_GZIP_RATIO <= min(free, _SMALL_BYTES):
+        return
+    with gzip.open(path) as packed:
+        while chunk := packed.read(2**20):
+            num_bytes += len(chunk)
+            if num_bytes > free or _is_bomb(path, num_bytes):
+                break
+    _check_space(path, folder, num_bytes)
+
+
+def _is_bomb(path: Path, num_bytes: int) -> bool:
+    return num_bytes > max(_SMALL_BYTES, _MOST_RATIO * path.stat().st_size)
+
+
 def _check_space(path: Path, folder: Path, num_bytes: int) -> None:
+    if _is_bomb(path, num_bytes):
+        raise ValueError(
+            f"{path} unpacks to more than {_MOST_RATIO} times its size, as files that are made to fill a disk do. Do "
+            "not unpack it, unless you know its author"
+        )
     free = shutil.disk_usage(folder).free
     if num_bytes > free:
         raise ValueError(
-            f"{path} needs {num_bytes / 1e9:,.1f} GB unpacked, and {folder.parent} has {free / 1e9:,.1f} GB free. Name "
-            "another place: --output_dir DIR"
+            f"{path} needs {num_bytes / 1e9:,.1f} GB unpacked, and {folder.parent} has {free / 1e9:,.1f} GB free. "
+            "Name another place: --output_dir DIR"
         )
 
 

@@ -12,9 +12,10 @@ from importlib.util import find_spec
 from itertools import count, product
 from typing import Any, NamedTuple
 
+from accel_train.checkpoint.run_recipe import named_recipe
 from accel_train.core.errors import RecipeProblems
 from accel_train.core.json_io import json_digest
-from accel_train.recipe.loader import load_recipe, split_flags
+from accel_train.recipe.loader import split_flags
 from accel_train.recipe.names import numbers_of, recipe_names
 from accel_train.recipe.schema import Recipe
 
@@ -263,7 +264,7 @@ def with_recipes(path: str, space: Space, chosen: Iterable[Mapping[str, str]]) -
     for each, seed in product(chosen, space.seeds or [""]):
         values = {**each, **({SEED: seed} if seed else {})}
         try:
-            recipe = load_recipe(path, arguments=[*space.fixed, *flags_of(values)])
+            recipe = named_recipe(path, [*space.fixed, *flags_of(values)])
         except ValueError as error:
             problems.update(dict.fromkeys(error.args if isinstance(error, RecipeProblems) else [str(error)]))
         else:

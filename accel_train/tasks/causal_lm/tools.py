@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+from accel_train.core.json_io import parse_json
 from accel_train.data.tables import check_text, show_cell
 from accel_train.recipe.data import Data
 
@@ -44,7 +45,7 @@ def _json(value: Any, at: str, data: Data) -> Any:
     is_string = isinstance(value, str)
     without_null = None if is_string else (lambda each: {name: item for name, item in each.items() if item is not None})
     try:
-        text = json.dumps(json.loads(value or "null") if is_string else value, ensure_ascii=False, default=str)
-    except (ValueError, RecursionError) as error:
+        text = json.dumps(parse_json(value or "null") if is_string else value, ensure_ascii=False, default=str)
+    except ValueError as error:
         raise ValueError(f"{at}: {show_cell(value)} is not JSON ({error}); repair or drop the row") from None
-    return json.loads(check_text(text, at, data), object_hook=without_null)
+    return parse_json(check_text(text, at, data), object_hook=without_null)

@@ -288,7 +288,7 @@ def save_tokenizer_and_card(tokenizer: PreTrainedTokenizerBase, max_length: int,
     """Write the tokenizer, with `max_length` as its limit, and the model card `text` to the model's folder."""
     tokenizer.model_max_length = max_length
     tokenizer.save_pretrained(str(folder))
-    (folder / "README.md").write_text(text, encoding="utf-8")
+    (folder / "README.md").write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def refuse_metrics(recipe: Recipe, instead: str) -> None:

@@ -1,11 +1,11 @@
 """Rows with texts, their split into training and evaluation, and the tokenizers of encoders."""
 
-import json
 from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from accel_train.core.files import digest64
+from accel_train.core.json_io import parse_json
 from accel_train.data.samples import group_names, held_out_units
 from accel_train.data.sources import Source, describe
 from accel_train.data.tables import columns_read, read_rows, show_cell, text_of
@@ -95,7 +95,7 @@ def list_cell(cell: Any, column: str, where: str) -> Sequence[Any]:
     found = cell
     if isinstance(cell, str):
         try:
-            found = json.loads(cell) if cell.lstrip().startswith("[") else cell.split()
+            found = parse_json(cell) if cell.lstrip().startswith("[") else cell.split()
         except ValueError:
             found = None
     if not isinstance(found, list | tuple):

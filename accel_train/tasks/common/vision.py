@@ -239,7 +239,7 @@ class VisionTask(Task):
             # Transformers has no windows, so the image processor uses the window size.
             preprocessing = replace(preprocessing, image_size=self.windows.size)
         preprocessing.save(folder, crops=not self.resizes_whole_images)
-        (folder / "README.md").write_text(self._model_card(model, data), encoding="utf-8")
+        (folder / "README.md").write_text(self._model_card(model, data), encoding="utf-8", errors="backslashreplace")
 
     def _model_card(self, model: nn.Module, data: TaskData) -> str:
         facts, preprocessing, names = data.facts, data.source.preprocessing, data.source.label_names

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from accel_train.core.format import is_whole
 from accel_train.data.labels import IGNORED_LABEL, label_name
 from accel_train.data.sources import Source, describe, resolve_both
 from accel_train.data.tables import read_rows, show_cell, text_cell
@@ -134,7 +135,7 @@ def _place(cell: Any, count: int, where: str) -> int:
     name = label_name(cell) or ""
     if len(name) == 1 and "A" <= name <= "Z":
         name = str(ord(name) - ord("A"))
-    if not name.isdecimal() or int(name) >= count:
+    if not is_whole(name) or not 0 <= int(name) < count:
         last = chr(ord("A") + count - 1)
         raise ValueError(
             f"{where}: {show_cell(cell)} is the place of no ending; there are {count}, 0 to {count - 1} or A to {last}"

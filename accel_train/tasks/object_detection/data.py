@@ -3,6 +3,7 @@
 Augmentation is stateless: the same image and generator give the same bits in every process.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -70,7 +71,7 @@ def _to_predict(data: ObjectDetectionData, names: tuple[str, ...]) -> ImageSets:
     """Return images without boxes: of a folder, a table or an array, or the list of a COCO file."""
     sources = (data.train,) if isinstance(data.train, str) else data.train
     files = [Path(name).expanduser() for name in sources]
-    if all(file.suffix.lower() == ".json" and file.is_file() for file in files):
+    if all(file.suffix.lower() == ".json" and os.path.isfile(file) for file in files):
         found = [read_coco(file, needs_boxes=False) for file in files]
         refuse_faults([fault for each in found for fault in each.faults.files], data.train_key, "repair them")
         ids = [name for each in found for name in each.ids or ()]

@@ -1,6 +1,5 @@
 """Question answering: read rows with a context and answers in it, tokenize them in windows and batch them."""
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from tqdm import tqdm
 
+from accel_train.core.json_io import parse_json
 from accel_train.data.encoding import BOM, decode
 from accel_train.data.sources import Source, describe, file_kind, resolve_both
 from accel_train.data.tables import read_rows, show_cell, text_cell
@@ -109,7 +109,7 @@ def _table_questions(source: Source, data: QuestionAnsweringData) -> Iterator[Qu
 def _squad_questions(path: Path, data: QuestionAnsweringData) -> Iterator[Question]:
     """Yield the questions of a file in SQuAD format: articles with paragraphs with `qas`."""
     try:
-        articles = json.loads(decode(path.read_bytes().removeprefix(BOM), data, path))["data"]
+        articles = parse_json(decode(path.read_bytes().removeprefix(BOM), data, path))["data"]
         paragraphs = [paragraph for article in articles for paragraph in article["paragraphs"]]
         found = [(paragraph["context"], question) for paragraph in paragraphs for question in paragraph["qas"]]
         rows = [(context, each["question"], str(each["id"]), each.get("answers")) for context, each in found]
@@ -138,14 +138,16 @@ def _answers(cell: Any, context: str, where: str) -> tuple[Answer, ...]:
         f"{where}: the answers {show_cell(cell)} are not {{text: [...], answer_start: [...]}} (empty lists: no answer)"
     )
     try:
-        found = json.loads(cell) if isinstance(cell, str) else cell
+        found = parse_json(cell) if isinstance(cell, str) else cell
         if isinstance(found, dict):
             found = [
                 {"text": text, "answer_start": start}
                 for text, start in zip(found["text"], found["answer_start"], strict=True)
             ]
         answers = tuple(Answer(each["text"], int(each["answer_start"])) for each in found)
-    except (ValueError, KeyError, TypeError):
+        if not all(isinstance(answer.text, str) for answer in answers):
+            raise TypeError
+    except (ValueError, KeyError, TypeError, OverflowError):
         raise ValueError(f"{fault}; repair or drop the row") from None
     for answer in answers:
         there = context[answer.start : answer.start + len(answer.text)]

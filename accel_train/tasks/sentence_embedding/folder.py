@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from transformers.utils import cached_file
 
+from accel_train.core.json_io import load_json
 from accel_train.tasks.sentence_embedding.config import PROMPTS_FILE
 
 Pooling = Literal["mean", "cls", "last"]
@@ -91,4 +92,4 @@ def _read(pretrained: str, name: str) -> Any:
             f"model.pretrained={pretrained!r}: {name} cannot be read ({str(error).partition(chr(10))[0]}), so its "
             "pooling is unknown; download the model first"
         ) from error
-    return None if path is None else json.loads(Path(path).read_text(encoding="utf-8"))
+    return None if path is None else load_json(Path(path))

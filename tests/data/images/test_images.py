@@ -1,11 +1,13 @@
 """Images from files, tables and arrays: what is decoded, which label it has, what is held out, and what is refused."""
 
 import io
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 import torch
@@ -14,8 +16,8 @@ from transformers import ResNetConfig
 
 from accel_train.core.errors import DataError
 from accel_train.data.images import labelled as labelled_images
-from accel_train.data.images.decoding import open_image, to_mode
-from accel_train.data.images.images import FileImages, held_out, inspect_images
+from accel_train.data.images.decoding import image_header, inspect_image, open_image, to_mode
+from accel_train.data.images.images import IMAGE_SUFFIXES, FileImages, held_out, inspect_images
 from accel_train.data.images.labelled import ImageRows, ImageSets
 from accel_train.data.images.preprocessing import Preprocessing
 from accel_train.data.images.processors import model_preprocessing
@@ -509,3 +511,81 @@ def test_a_single_image_has_no_label_but_can_be_predicted(tmp_path: Path) -> Non
     refused(read, path, named=f"data.train: {path} is one image, without a label")
     sets = read(path, label_column=None, eval_fraction=0.0, label_names=("cat", "dog"))
     assert [sets.train.where(index) for index in range(len(sets.train))] == [str(path)]
+
+
+EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 40 40\n%%EndComments\nshowpage\n%%EOF\n"
+PROGRAMS = {
+    "EPS": EPS,
+    "a DOS file of EPS": b"\xc5\xd0\xd3\xc6" + np.array([30, len(EPS)], "<u4").tobytes() + bytes(18) + EPS,
+    "PDF": b"%PDF-1.4\n1 0 obj << /Type /Catalog >>\nendobj\n%%EOF",
+    "WMF": b"\xd7\xcd\xc6\x9a\0\0" + bytes(4) + b"\x40\0\x40\0\x48\0" + bytes(40),
+    "FPX": b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + bytes(600),
+}
+
+
+@pytest.fixture
+def no_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A Ghostscript in the path that leaves a trace if it is started."""
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    (folder / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path}/started\necho 10.0\n")
+    (folder / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    monkeypatch.setattr("PIL.EpsImagePlugin.gs_binary", None)
+    yield
+    assert not (tmp_path / "started").exists()
+
+
+@pytest.mark.usefixtures("no_program")
+@pytest.mark.parametrize("kind", PROGRAMS)
+@pytest.mark.parametrize("suffix", [".png", ".jpg", ".tif"])
+def test_a_file_that_is_no_raster_is_not_opened_whatever_its_name(kind: str, suffix: str, tmp_path: Path) -> None:
+    class_folders(tmp_path / "data")
+    path = (tmp_path / "data/cat/03.png").rename(tmp_path / f"data/cat/03{suffix}")
+    path.write_bytes(PROGRAMS[kind])
+    refused(read, tmp_path / "data", named=f"cat/03{suffix}")
+    for opens in (open_image, image_header, inspect_image):
+        for source in (path, PROGRAMS[kind]):
+            refused(opens, source, "here", named="03" if source is path else "here")
+    assert "EPS" not in kind or "has the format EPS" in str(refused(open_image, path, "here", named="03"))
+
+
+@pytest.mark.usefixtures("no_program")
+@pytest.mark.parametrize("nested", [False, True])
+def test_cells_that_datasets_would_decode_are_not_opened_by_it(nested: bool, tmp_path: Path) -> None:
+    cells = [{"bytes": png(number) if number != 3 else EPS, "path": None} for number in range(8)]
+    feature: Any = datasets.List(datasets.Image()) if nested else datasets.Image()
+    rows = {"image": [[cell] for cell in cells] if nested else cells, "label": ["a", "b"] * 4}
+    features = datasets.Features({"image": feature, "label": datasets.Value("string")})
+    datasets.Dataset.from_dict(rows, features=features).save_to_disk(tmp_path / "saved")
+    refused(read, tmp_path / "saved", named="a list, no image" if nested else "row 4|EPS")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "JPG",
+        "JPEG",
+        "jfif",
+        "jpe",
+        "WEBP",
+        "avif",
+        "jp2",
+        "Bmp",
+        "gif",
+        "TIFF",
+        "tif",
+        "png",
+        "ppm",
+        "pgm",
+        "pbm",
+        "pnm",
+    ],
+)
+def test_every_format_that_folders_list_is_opened(name: str, tmp_path: Path) -> None:
+    image = Image.fromarray(np.full((8, 8), 200, np.uint8))
+    path = tmp_path / f"a.{name}"
+    formats = {"jfif": "JPEG", "jpe": "JPEG", "jp2": "JPEG2000", "pnm": "PPM", "pbm": "PPM", "pgm": "PPM"}
+    image.convert("1" if name == "pbm" else "L").save(path, formats.get(name))
+    assert open_image(path, "here").size == (8, 8)
+    assert f".{name.lower()}" in IMAGE_SUFFIXES

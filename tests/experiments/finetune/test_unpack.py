@@ -6,6 +6,7 @@ import io
 import json
 import sys
 import tarfile
+import types
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -60,6 +61,49 @@ def test_a_packed_table_has_the_rows_of_the_table(name: str) -> None:
             member.size = len(content)
             archive.addfile(member, io.BytesIO(content))
     assert Path(unpack(name)[0]).read_bytes() == content
+
+
+def packed_bomb(name: str, num_bytes: int) -> None:
+    """Write an archive of a table with `num_bytes` blank lines after its rows."""
+    content = "\n".join(ROWS).encode() + b"\n" * num_bytes
+    if name.endswith(".csv.gz"):
+        Path(name).write_bytes(gzip.compress(content, 1))
+    elif name.endswith(".tar.gz"):
+        with tarfile.open(name, "w:gz", compresslevel=1) as archive:
+            member = tarfile.TarInfo("reviews.csv")
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    else:
+        with zipfile.ZipFile(name, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+            archive.writestr("xl/a.xml" if name.endswith("xlsx") else "reviews.csv", content)
+
+
+@pytest.mark.parametrize("name", ["b.csv.gz", "b.tar.gz", "b.zip", "b.xlsx"])
+@pytest.mark.parametrize("limit", ["the disk", "the ratio"])
+def test_an_archive_that_would_fill_the_disk_is_refused_before_it_is_written(
+    name: str, limit: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fills_the_disk, module = limit == "the disk", "accel_train.experiments.finetune.unpack"
+    monkeypatch.setattr(f"{module}._MOST_RATIO", 50)
+    monkeypatch.setattr(f"{module}._SMALL_BYTES", 2**30 if fills_the_disk else 2**21)
+    free = 2**21 if fills_the_disk else 2**40
+    monkeypatch.setattr("shutil.disk_usage", lambda _: types.SimpleNamespace(free=free))
+    written: list[int] = []
+    monkeypatch.setattr("shutil.copyfileobj", lambda *_: written.append(1))
+    packed_bomb(name, 2**22)
+    with pytest.raises(ValueError, match="GB free" if fills_the_disk else "more than 50 times") as refused:
+        unpack(name)
+    assert "Unpack it yourself" not in str(refused.value)
+    assert not written
+    assert not Path("runs/b-data").exists()
+
+
+def test_a_member_outside_of_the_folder_is_refused_without_advice_to_unpack_it() -> None:
+    with tarfile.open("b.tar", "w") as archive:
+        archive.addfile(tarfile.TarInfo("../../evil.csv"), io.BytesIO())
+    with pytest.raises(ValueError, match=r"evil\.csv") as refused:
+        unpack("b.tar")
+    assert "yourself" not in str(refused.value)
 
 
 def test_a_folder_with_other_data_is_not_written_to() -> None:

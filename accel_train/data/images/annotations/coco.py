@@ -1,12 +1,12 @@
 """Read the boxes of a COCO JSON file."""
 
-import json
+import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from accel_train.core.files import read_regular
+from accel_train.core.json_io import load_object
 from accel_train.data.images.annotations.records import (
     Annotated,
     BoxedImage,
@@ -29,7 +29,7 @@ def read_coco(path: Path, images: Path | None = None, *, needs_boxes: bool = Tru
     Raises:
         ValueError: the file is not JSON with `images`, `annotations` and `categories`, or lists no images.
     """
-    content = _json(path)
+    content = load_object(path)
     if not needs_boxes:
         content.setdefault("annotations", [])
     lists = {key: _list(path, content, key) for key in ("images", "annotations", "categories")}
@@ -85,18 +85,6 @@ def read_coco(path: Path, images: Path | None = None, *, needs_boxes: bool = Tru
     )
 
 
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(read_regular(path))
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read ({error.strerror}); check the path") from error
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON ({error}); is it complete?") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: is not a COCO file; it holds a {type(content).__name__}, not an object")
-    return content
-
-
 def _list(path: Path, content: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
     value = content.get(key)
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
@@ -144,6 +132,6 @@ def _place_of(path: Path, files: Sequence[str], images: Path | None) -> tuple[Pa
         for shorten in (str, lambda name: PurePosixPath(name).name):
             found = [shorten(name) for name in files]
             # Without their folders, different images may have one name.
-            if len({*found}) == len({*files}) and any((folder / shorten(name)).is_file() for name in probes):
+            if len({*found}) == len({*files}) and any(os.path.isfile(folder / shorten(name)) for name in probes):
                 return folder, found
     return images or path.parent, list(files)

@@ -1,7 +1,7 @@
 """Find boxes at a path: the format, and the parts for training, evaluation and tests."""
 
 import glob
-import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from accel_train.core.files import read_regular
+from accel_train.core.json_io import parse_json
 from accel_train.data.images.annotations.coco import read_coco
 from accel_train.data.images.annotations.records import Annotated
 from accel_train.data.images.annotations.tables import METADATA, OBJECTS, has_boxes, read_table, with_same_names
@@ -61,19 +62,19 @@ def locate(path: Path, objects_column: str = OBJECTS) -> Located | None:
         ValueError: a folder has several files of boxes, and their names do not tell the training part.
     """
     suffix = path.suffix.lower()
-    if path.is_dir() and is_saved_dataset(path):
+    if os.path.isdir(path) and is_saved_dataset(path):
         return _saved_dataset(path, objects_column)
-    if path.is_dir():
+    if os.path.isdir(path):
         tables = partial(_tables, path, objects_column)
         return _yolo_yaml(path) or _coco(path) or tables() or _voc(path) or _yolo_folders(path)
     if suffix in (".yaml", ".yml") and (settings := yolo_settings(path)) is not None:
-        held = any(place.exists() for place in yolo_places(path, settings, "val"))
+        held = any(os.path.exists(place) for place in yolo_places(path, settings, "val"))
         return Located("YOLO", path, path if held else None, None, f"{path.name} names images and classes")
-    if suffix == ".json" and path.is_file() and _is_coco(path):
+    if suffix == ".json" and os.path.isfile(path) and _is_coco(path):
         return Located("COCO", path, None, None, f"{path.name} holds boxes")
     if suffix == ".txt" and path.parent.name == "Main":
         return Located("Pascal VOC", path, None, None, f"{path.name} lists images")
-    files = [path] if path.is_file() else sorted(map(Path, glob.glob(str(path))))[:1]
+    files = [path] if os.path.isfile(path) else sorted(map(Path, glob.glob(str(path))))[:1]
     if suffix in TABLE_KINDS and files and has_boxes(Source(str(path), "", tuple(files)), objects_column):
         return Located("table", path, None, None, f"{path.name} has a column of boxes")
     return None
@@ -148,7 +149,7 @@ def _is_coco(path: Path) -> bool:
     if path.stat().st_size >= _LARGE_BYTES and path.name.lower().startswith("instances"):
         return True
     try:
-        content = json.loads(read_regular(path))
+        content = parse_json(read_regular(path))
     except (OSError, ValueError):
         return False
     if not isinstance(content, dict) or not {"images", "annotations", "categories"} <= content.keys():
@@ -164,7 +165,7 @@ def _tables(folder: Path, objects_column: str) -> Located | None:
     for file in [*sorted(folder.glob("*.parquet")), *sorted(folder.glob("*/*.parquet"))]:
         if file.name not in METADATA:
             shards.setdefault(file.with_name(_SHARD.sub(r"-*-of-\1", file.name)), file)
-    first = {**{file: file for file in files if file.is_file()}, **shards}
+    first = {**{file: file for file in files if os.path.isfile(file)}, **shards}
     found = [place for place, file in first.items() if has_boxes(Source(str(file), "", (file,)), objects_column)]
     return _chosen("table", folder, found)
 
@@ -178,12 +179,12 @@ def _saved_dataset(folder: Path, objects_column: str) -> Located | None:
         return None
     if not has_boxes(source, objects_column):
         return None
-    held = any((folder / name).is_dir() for name in _PARTS["eval"])
+    held = any(os.path.isdir(folder / name) for name in _PARTS["eval"])
     return Located("table", folder, folder if held else None, None, f"{source.name} has a column of boxes")
 
 
 def _voc(folder: Path) -> Located | None:
-    roots = [root for root in (folder, *sorted(folder.iterdir())) if root.is_dir()]
+    roots = [root for root in (folder, *sorted(folder.iterdir())) if os.path.isdir(root)]
     places = [root for root in roots if any(map(_holds_boxes, (root / "Annotations", root / "annotations")))]
     if folder in places or len(places) == 1:
         return _voc_parts(folder if folder in places else places[0])
@@ -198,7 +199,7 @@ def _voc_parts(root: Path) -> Located:
         ValueError: there are lists, but not for training.
     """
     lists = {part: root / "ImageSets" / "Main" / f"{part}.txt" for part in ("train", "trainval", "val", "test")}
-    there = {part: path for part, path in lists.items() if path.is_file()}
+    there = {part: path for part, path in lists.items() if os.path.isfile(path)}
     why = f"{root.name} holds boxes (Pascal VOC)"
     if not there:
         return Located("Pascal VOC", root, None, None, why)
@@ -226,7 +227,7 @@ def _holds_boxes(folder: Path) -> bool:
 def _yolo_folders(folder: Path) -> Located | None:
     """Return the boxes of images/PART or PART/images, of images/, or of a folder with images and text files."""
     # Images below images/ have their text files below labels/. LabelImg writes them next to images, with classes.txt.
-    may_be_images = "images" in folder.absolute().parts or any((folder / name).is_file() for name in CLASSES_FILES)
+    may_be_images = "images" in folder.absolute().parts or any(os.path.isfile(folder / name) for name in CLASSES_FILES)
     above = folder if folder.name == "images" else folder / "images"
     inner = {*above.glob("*"), *folder.glob("*/images"), *(folder.glob("*") if may_be_images else ())}
     places = [path for path in sorted(inner) if _has_labels(path)]
@@ -236,4 +237,4 @@ def _yolo_folders(folder: Path) -> Located | None:
 
 
 def _has_labels(images: Path) -> bool:
-    return images.is_dir() and any(label_file(images / name).is_file() for name in list_images(images)[0])
+    return os.path.isdir(images) and any(os.path.isfile(label_file(images / name)) for name in list_images(images)[0])

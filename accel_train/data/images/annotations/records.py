@@ -1,5 +1,6 @@
 """Boxes as stored, and the faults of their files."""
 
+import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,6 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from accel_train.data.images.images import Images
+
+LARGEST_CLASS_ID = 10_000
+"""Most classes of a source without class names. Each id up to the largest is a row of the head."""
+_LARGEST_EDGE = 2**31
+_UNUSED_IDS = 1_000, 10
+"""Number of unused ids that are accepted: a constant, and a multiple of the number of different ids."""
 
 
 class BoxRow(NamedTuple):
@@ -86,6 +93,26 @@ def with_names(source: Annotated, names: Sequence[str], key: str) -> Annotated:
     return replace(source, records=records, names=tuple(names), faults=Faults(files, source.faults.boxes))
 
 
+def numbered_classes(records: Sequence[BoxedImage], faults: Faults) -> tuple[tuple[str, ...], list[BoxedImage]]:
+    """Return the names 0, 1, ... for sources that only number their classes, and the records with ids among them.
+
+    Ids below 0, above `LARGEST_CLASS_ID`, or far above the number of different ids become faults.
+    """
+    used = {row.class_id for record in records for row in record.rows}
+    constant, multiple = _UNUSED_IDS
+    limit = min(LARGEST_CLASS_ID, constant + multiple * len(used))
+    kept = []
+    for record in records:
+        for row in record.rows:
+            if not 0 <= row.class_id < limit:
+                faults.files.append(
+                    f"{record.where}, {row.where}: the class id {str(row.class_id)[:20]} is not from 0 to {limit - 1}, "
+                    f"the range for {len(used)} different ids without names; correct it, or name the classes"
+                )
+        kept.append(record._replace(rows=[row for row in record.rows if 0 <= row.class_id < limit]))
+    return tuple(map(str, range(1 + max((each for each in used if 0 <= each < limit), default=-1)))), kept
+
+
 def box_row(where: str, box: Sequence[float], class_id: int, crowd: Any, area: Any) -> BoxRow:
     left, top, width, height = box
     areas = numbers([area], 1)
@@ -106,14 +133,16 @@ def numbers(values: Any, count: int) -> tuple[float, ...] | None:
         return None
     try:
         return tuple(float(each) for each in values)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return None
 
 
 def stated_size(width: Any, height: Any) -> tuple[int, int] | None:
     """Return a stated size in pixels, or None if it is not stated. Some tools write 0."""
     edges = numbers([width, height], 2)
-    return None if edges is None or not all(np.isfinite(edges)) or min(edges) <= 0 else (int(edges[0]), int(edges[1]))
+    if edges is None or not min(edges) > 0 or any(map(math.isnan, edges)):
+        return None
+    return int(min(edges[0], _LARGEST_EDGE)), int(min(edges[1], _LARGEST_EDGE))
 
 
 def repeated(values: Iterable[Any]) -> list[Any]:

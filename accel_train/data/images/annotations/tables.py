@@ -1,18 +1,19 @@
 """Read the boxes of tables: metadata.jsonl of `datasets`' ImageFolder, parquet files, and data sets."""
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
 
+from accel_train.core.json_io import parse_json
 from accel_train.data.images.annotations.records import (
     Annotated,
     BoxedImage,
     BoxRow,
     Faults,
     box_row,
+    numbered_classes,
     numbers,
     with_names,
 )
@@ -51,22 +52,22 @@ def read_table(source: Source, data: ImageData, objects_column: str) -> Annotate
     are_ids = all(isinstance(name, int) for name in classes)
     if known is None and not are_ids and any(isinstance(name, int) for name in classes):
         faults.files.append(f"{source.name}: some classes are numbers and others are names; write names or numbers")
-    if known is None and are_ids:
-        names, is_named = tuple(map(str, range(max(classes, default=-1) + 1))), False
-    else:
-        names, is_named = known or tuple(sorted(set(map(str, classes)))), True
+    is_named = known is not None or not are_ids
+    names = known or tuple(sorted(set(map(str, classes))))
     ids = {name: number for number, name in enumerate(names)}
-    rows: list[list[BoxRow]] = []
+    places: list[BoxedImage] = []
     for index, each in enumerate(found):
-        rows.append([])
+        rows, where = list[BoxRow](), pool.images.where(index)
         for name, row in each:
             number = name if isinstance(name, int) and are_ids else ids.get(str(name), -1)
-            if 0 <= number < len(names):
-                rows[-1].append(row._replace(class_id=number))
+            if 0 <= number < len(names) or not is_named:
+                rows.append(row._replace(class_id=number))
             else:
-                faults.files.append(f"{pool.images.where(index)}, {row.where}: the class {name!r} is unknown")
-    places = [BoxedImage(pool.images.where(index), each, is_upright=True) for index, each in enumerate(rows)]
-    description = f"{source.name}: {len(rows):,} images with {sum(map(len, rows)):,} boxes"
+                faults.files.append(f"{where}, {row.where}: the class {str(name)[:80]!r} is unknown")
+        places.append(BoxedImage(where, rows, is_upright=True))
+    if not is_named:
+        names, places = numbered_classes(places, faults)
+    description = f"{source.name}: {len(places):,} images with {sum(len(each.rows) for each in places):,} boxes"
     return Annotated("table", pool.images, places, names, faults, description, is_named, ids=pool.ids, notes=pool.notes)
 
 
@@ -111,12 +112,17 @@ def _cell_rows(cell: Any, where: str, faults: Faults) -> list[tuple[Any, BoxRow]
     """Return the classes and boxes of a cell: a mapping of lists, or a list of mappings."""
     if isinstance(cell, str):
         try:
-            cell = json.loads(cell)
+            cell = parse_json(cell)
         except ValueError:
             cell = None
     if isinstance(cell, list) and all(isinstance(each, dict) for each in cell):
         cell = {key: [each.get(key) for each in cell] for key in {key for each in cell for key in each}} or {"bbox": []}
-    if not isinstance(cell, dict) or cell.get("bbox") is None:
+    named = ("bbox", *_CLASS_KEYS, *_CROWD_KEYS, "area")
+    if (
+        not isinstance(cell, dict)
+        or cell.get("bbox") is None
+        or any(not isinstance(cell.get(key), list | None) for key in named)
+    ):
         faults.files.append(f"{where}: its objects are not a mapping with lists `bbox` and `category`")
         return []
     boxes = list(cell["bbox"])
@@ -136,7 +142,7 @@ def _cell_rows(cell: Any, where: str, faults: Faults) -> list[tuple[Any, BoxRow]
         if isinstance(name, float) and name.is_integer():
             # pandas writes whole numbers like this.
             name = int(name)
-        if name is None or name == "" or (isinstance(name, float) and math.isnan(name)):
+        if name is None or name == "" or (isinstance(name, float) and not math.isfinite(name)):
             faults.files.append(f"{where}, object {number}: has no class")
         elif box is None:
             faults.boxes.append(f"{where}, object {number}: its bbox {values} is not [left, top, width, height]")

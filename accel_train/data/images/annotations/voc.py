@@ -29,12 +29,12 @@ def read_voc(path: Path, images_folder: Path | None = None) -> Annotated:
     Raises:
         ValueError: no xml files were found.
     """
-    root = path if path.is_dir() else path.parent.parent.parent
-    folder = next((root / name for name in ("Annotations", "annotations") if (root / name).is_dir()), root)
-    places = [root / name for name in ("JPEGImages", "images", "Images") if (root / name).is_dir()] or [folder]
+    root = path if os.path.isdir(path) else path.parent.parent.parent
+    folder = next((root / name for name in ("Annotations", "annotations") if os.path.isdir(root / name)), root)
+    places = [root / name for name in ("JPEGImages", "images", "Images") if os.path.isdir(root / name)] or [folder]
     places = places if images_folder is None else [images_folder]
     faults = Faults()
-    if path.is_dir():
+    if os.path.isdir(path):
         files = [folder / name for name in list_files(folder)[1] if name.lower().endswith(".xml")]
     else:
         lines = [line.strip() for line in read_regular(path).decode("utf-8-sig").splitlines()]
@@ -49,7 +49,9 @@ def read_voc(path: Path, images_folder: Path | None = None) -> Annotated:
             continue
         named = (tree.findtext("filename") or "").replace("\\", "/").rpartition("/")[2]
         stem = os.path.splitext(file.relative_to(folder).as_posix())[0]
-        image = at.get(stem) or next((place / named for place in places if named and (place / named).is_file()), None)
+        image = at.get(stem) or next(
+            (place / named for place in places if named and os.path.isfile(place / named)), None
+        )
         if image is None:
             faults.files.append(f"{file}: its image {named or stem} is not in {places[0]}")
             continue
@@ -59,7 +61,7 @@ def read_voc(path: Path, images_folder: Path | None = None) -> Annotated:
     names = sorted({name for each in objects for name, _ in each})
     ids = {name: number for number, name in enumerate(names)}
     rows = [[row._replace(class_id=ids[name]) for name, row in each] for each in objects]
-    num_alone = len({*at.values()} - {*images}) if path.is_dir() else 0
+    num_alone = len({*at.values()} - {*images}) if os.path.isdir(path) else 0
     return Annotated(
         "Pascal VOC",
         FileImages(*below_one_root(images)),
@@ -75,7 +77,7 @@ def _listed(folder: Path, line: str) -> Path:
     """Return the xml file of a line: a name, `NAME 1` as in VOC's lists of a class, or the file of the image."""
     name = line.split()[0]
     places = [folder / f"{each}.xml" for each in (line, name, os.path.splitext(line)[0], os.path.splitext(name)[0])]
-    return next((place for place in places if place.is_file()), places[1])
+    return next((place for place in places if os.path.isfile(place)), places[1])
 
 
 def _xml(file: Path, faults: Faults) -> ElementTree.Element | None:

@@ -1,12 +1,22 @@
 """Read the boxes of YOLO: a data.yaml, folders of images, and a text file of boxes for each image."""
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from accel_train.core.files import read_regular
-from accel_train.data.images.annotations.records import Annotated, BoxedImage, BoxRow, Faults, below_one_root, numbers
+from accel_train.core.format import is_whole
+from accel_train.data.images.annotations.records import (
+    Annotated,
+    BoxedImage,
+    BoxRow,
+    Faults,
+    below_one_root,
+    numbered_classes,
+    numbers,
+)
 from accel_train.data.images.images import FileImages, list_images
 from accel_train.recipe.yaml_core import parse_yaml
 
@@ -22,18 +32,18 @@ def read_yolo(path: Path, part: str, label_names: Sequence[str] | None = None) -
     Raises:
         ValueError: the file has no class names or does not name the part, or a folder is missing or empty.
     """
-    if path.is_dir():
+    if os.path.isdir(path):
         names, places, root = _yolo_names_near(path), [path], path
     else:
         names, places, root = *_yolo_yaml(path, part), yolo_root(path, yolo_settings(path) or {})
     is_named = names is not None
     faults, files, rows, notes = Faults(), list[Path](), list[BoxedImage](), list[str]()
-    largest, num_labels, num_alone = -1, 0, 0
+    num_labels, num_alone = 0, 0
     limit = len(names) if names is not None else None if label_names is None else len(label_names)
     for place in places:
-        if place.is_dir():
+        if os.path.isdir(place):
             found = [place / name for name in list_images(place)[0]]
-        elif place.is_file():
+        elif os.path.isfile(place):
             found = _listed_images(place, root)
         else:
             raise ValueError(f"{path}: {part} names {place}, which does not exist; correct the path")
@@ -41,30 +51,33 @@ def read_yolo(path: Path, part: str, label_names: Sequence[str] | None = None) -
             raise ValueError(f"{path}: {place} holds no images; add some, or correct the path")
         for image in found:
             label = label_file(image)
-            if label.is_file():
+            if os.path.isfile(label):
                 num_labels += 1
                 boxes = _yolo_rows(label, limit, faults)
             else:
                 num_alone, boxes = num_alone + 1, []
-            largest = max([largest, *(row.class_id for row in boxes)])
             files.append(image)
             rows.append(BoxedImage(str(label), boxes, is_upright=True, is_relative=True))
-        if place.is_dir():
+        if os.path.isdir(place):
             notes += _labels_without_image(found)
-    if not num_labels and not files[0].exists():
+    if not num_labels and not os.path.exists(files[0]):
         raise ValueError(f"{path}: {part} lists {files[0]}, which does not exist; correct the list")
     if not num_labels:
         raise ValueError(f"{files[0]}: no image has a label file; expected {label_file(files[0])}")
     if num_alone:
         notes.append(f"{num_alone:,} images have no label file, and so no boxes")
-    if part == "train" and path.is_file():
+    if part == "train" and os.path.isfile(path):
         notes += [f"{path}: val names {place}, which does not exist" for place in _missing(path, "val")]
+    if names is not None:
+        used = tuple(names)
+    else:
+        used, rows = numbered_classes(rows, faults)
     num_boxes = sum(len(record.rows) for record in rows)
     return Annotated(
         "YOLO",
         FileImages(*below_one_root(files)),
         rows,
-        tuple(names) if names is not None else tuple(map(str, range(largest + 1))),
+        used,
         faults,
         f"{path}: {len(files):,} images with {num_boxes:,} boxes",
         is_named,
@@ -99,7 +112,7 @@ def yolo_places(path: Path, settings: Mapping[str, Any], part: str) -> list[Path
         place = root / str(name)
         # Roboflow writes ../train/images for the folder train/images next to the file.
         inside = root / str(name).removeprefix("../")
-        places.append(place if place.exists() or not inside.exists() else inside)
+        places.append(place if os.path.exists(place) or not os.path.exists(inside) else inside)
     return places
 
 
@@ -115,12 +128,12 @@ def yolo_root(path: Path, settings: Mapping[str, Any]) -> Path:
     names = [str(name) for each in named for name in (each if isinstance(each, list) else [each]) if name is not None]
     # Downloaded files name the folder of another machine; then the folder of the file itself is meant.
     places = (path.parent / Path(stated).expanduser(), Path(stated).expanduser())
-    return next((each for each in places if any((each / name).exists() for name in names)), path.parent)
+    return next((each for each in places if any(os.path.exists(each / name) for name in names)), path.parent)
 
 
 def _missing(path: Path, part: str) -> list[Path]:
     """Return the places that a data.yaml names for a part and that do not exist."""
-    return [place for place in yolo_places(path, yolo_settings(path) or {}, part) if not place.exists()]
+    return [place for place in yolo_places(path, yolo_settings(path) or {}, part) if not os.path.exists(place)]
 
 
 def _yolo_yaml(path: Path, part: str) -> tuple[list[str], list[Path]]:
@@ -129,7 +142,7 @@ def _yolo_yaml(path: Path, part: str) -> tuple[list[str], list[Path]]:
         raise ValueError(f"{path}: is not a YOLO file; it has names, and train or val with folders of images")
     names = settings["names"]
     if isinstance(names, dict):
-        keys = sorted(names, key=lambda key: int(key) if str(key).isdigit() else -1)
+        keys = sorted(names, key=lambda key: int(key) if is_whole(str(key)) else -1)
         if [str(key) for key in keys] != [str(number) for number in range(len(keys))]:
             raise ValueError(f"{path}: names has the numbers {', '.join(map(str, keys[:10]))}, not 0, 1, 2, ...")
         names = [names[key] for key in keys]
@@ -152,7 +165,7 @@ def _yolo_names_near(folder: Path) -> list[str] | None:
                 return _yolo_yaml(file, next(part for part in ("train", "val", "test") if settings.get(part)))[0]
         for name in CLASSES_FILES:
             for file in (above / name, above / "labels" / name):
-                if file.is_file():
+                if os.path.isfile(file):
                     return _class_lines(file)
     return None
 
@@ -173,7 +186,7 @@ def _listed_images(path: Path, root: Path) -> list[Path]:
     """Return the images that a text file lists: relative to the file, to `root`, or to the working directory."""
     lines = [line.strip().replace("\\", "/") for line in read_regular(path).decode("utf-8-sig").splitlines()]
     places = ([each / line for each in (path.parent, root, Path())] for line in lines if line)
-    return [next((place for place in each if place.is_file()), each[0]) for each in places]
+    return [next((place for place in each if os.path.isfile(place)), each[0]) for each in places]
 
 
 def _labels_without_image(images: Sequence[Path]) -> list[str]:
