@@ -1,15 +1,18 @@
 """Resume a run: find the checkpoint, check that it belongs to the run, and agree on it across processes."""
 
 import heapq
+import json
+import math
 import secrets
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
+from pydantic import TypeAdapter, ValidationError
 
 from accel_train.checkpoint.fingerprint import (
     Change,
@@ -22,6 +25,7 @@ from accel_train.checkpoint.fingerprint import (
 from accel_train.checkpoint.rollback_log import ROLLBACKS, read_rollbacks, remove_abandoned, rollbacks_of
 from accel_train.checkpoint.store import (
     MANIFEST,
+    TRAINER,
     CheckpointStatus,
     Digests,
     changed_descriptions,
@@ -33,11 +37,11 @@ from accel_train.checkpoint.store import (
     set_broken_aside,
     step_of,
 )
-from accel_train.checkpoint.trainer_state import read_state
 from accel_train.core.errors import CheckpointError, SettingError, setting_error
 from accel_train.core.files import digests_of, move_to_previous, write_atomically
+from accel_train.core.json_io import read_plain_json
 from accel_train.core.ownership import RUN_NAMES
-from accel_train.core.state import Rollback
+from accel_train.core.state import Rollback, TrainState
 from accel_train.recipe.schema import Recipe
 from accel_train.runtime.consistency import who_lacks
 from accel_train.runtime.process_group import on_main
@@ -47,6 +51,7 @@ BY_ITSELF = ("auto", "unchanged")
 """Values of `checkpoint.resume` with which a run finds its newest checkpoint."""
 _FINISHED = ("summary.json", "model")
 """Files that only a finished run leaves."""
+_STATE = TypeAdapter(TrainState)
 
 
 @dataclass(frozen=True)
@@ -251,3 +256,52 @@ def set_aside(run_folder: Path) -> Path | None:
     if not any((run_folder / name).exists() for name in (*_FINISHED, ROLLBACKS, "checkpoints")):
         return None
     return move_to_previous(run_folder, [run_folder / name for name in names if (run_folder / name).exists()])
+
+
+def read_state(folder: Path) -> TrainState:
+    """Return the counters of a checkpoint after checking that a run can have had them.
+
+    Raises:
+        CheckpointError: a counter has the wrong type or range, or the step is not the saved step.
+    """
+    trainer = read_trainer(folder)
+    try:
+        saved_step = read_plain_json(folder / MANIFEST)["step"]
+        state = _STATE.validate_json(json.dumps(trainer["state"]), strict=True)
+        unknown = trainer["state"].keys() - {field.name for field in fields(TrainState)}
+        last = trainer["identity"]["schedule.max_steps"]
+        problems = [f"{name} is unknown" for name in sorted(unknown)]
+        # Only losses, metrics and logarithms may be negative.
+        signed = ("losses", "grad_norms", "best_metric", "best_loss", "last_loss")
+        counters = asdict(state)
+        for name, value in counters.pop("untrained").items():
+            if not math.isfinite(value):
+                problems.append(f"untrained.{name}={value} is out of range")
+        for name, value in _numbers(counters):
+            if not math.isfinite(value) or (value < 0 and name not in signed):
+                problems.append(f"{name}={value} is out of range")
+        if state.step != saved_step:
+            problems.append(f"step={state.step}, but the checkpoint belongs to step {saved_step}")
+        if state.step > last:
+            problems.append(f"step={state.step}, but the run has {last} steps")
+        scaler = trainer["scaler"] or {}
+        for name, value in scaler.items():
+            if not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
+                problems.append(f"scaler.{name}={value!r} is out of range")
+    except ValidationError as error:
+        first = error.errors()[0]
+        problems = [f"{'.'.join(map(str, first['loc']))}={first['input']!r}: {first['msg']}"]
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        problems = [f"{type(error).__name__}: {error}"]
+    if problems:
+        raise CheckpointError(f"{folder / TRAINER}: invalid run state: {problems[0]} (of {len(problems)})")
+    return state
+
+
+def _numbers(tree: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in tree.items():
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, Mapping):
+                yield from _numbers(each)
+            elif each is not None:
+                yield name, each

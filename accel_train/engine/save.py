@@ -14,8 +14,8 @@ from accel_train.checkpoint.base import base_record
 from accel_train.checkpoint.contents import trainer_writers
 from accel_train.checkpoint.fingerprint import identity_origins
 from accel_train.checkpoint.health import protected_steps
+from accel_train.checkpoint.resume import read_state
 from accel_train.checkpoint.store import checkpoint_folders, read_trainer, rotate
-from accel_train.checkpoint.trainer_state import read_state
 from accel_train.core.errors import CheckpointError, Preempted, TrainingStopped
 from accel_train.core.state import TrainState
 from accel_train.core.work import working

@@ -16,7 +16,7 @@ from PIL import Image, ImageDraw
 from torch import Tensor, nn
 
 from accel_train.checkpoint.contents import load_model_tensors
-from accel_train.checkpoint.trainer_state import read_state
+from accel_train.checkpoint.resume import read_state
 from accel_train.checkpoint.zero_shards import whole_numel
 from accel_train.core.errors import DataError, Preempted
 from accel_train.core.json_io import json_digest, json_text, read_json, to_json

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from accel_train import Recipe, train
 from accel_train.checkpoint.fingerprint import Change, identity_changes
-from accel_train.checkpoint.resume import set_aside
+from accel_train.checkpoint.resume import read_state, set_aside
 from accel_train.checkpoint.rollback_log import ROLLBACKS
 from accel_train.checkpoint.store import facts_of
-from accel_train.checkpoint.trainer_state import read_state
 from accel_train.cli.main import main
 from accel_train.core.errors import CheckpointError
 from tests.support.runs import answers, checkpoint, events, losses, metrics, recipe_dict, write_corpus

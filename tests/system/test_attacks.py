@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from accel_train import fit, train
+from accel_train.checkpoint.resume import read_state
 from accel_train.checkpoint.run_recipe import named_recipe
-from accel_train.checkpoint.trainer_state import read_state
 from accel_train.cli.main import main
 from accel_train.core.errors import CheckpointError
 from accel_train.core.redaction import redact_text

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from accel_train import train
+from accel_train.checkpoint.resume import read_state
 from accel_train.checkpoint.store import check
-from accel_train.checkpoint.trainer_state import read_state
 from accel_train.cli.main import main
 from accel_train.core.errors import CheckpointError
 from accel_train.data.images.pairs import pairs_pool
