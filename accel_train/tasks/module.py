@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, default_collate
 
 from accel_train.core.json_io import json_digest
 from accel_train.data.digest import digest_of_code, digest_of_data, digest_of_module
+from accel_train.model.tensors import as_tensors
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Scores, Task, TaskData
 
@@ -93,7 +94,8 @@ class ModuleTask(Task):
         """Return `model()`, with the weights of a finished run if the recipe names its folder."""
         model = self.model()
         if recipe.model.pretrained is not None and not any(weight.is_meta for weight in model.parameters()):
-            load_model(model, Path(recipe.model.pretrained) / "model.safetensors")
+            with as_tensors(model):
+                load_model(model, Path(recipe.model.pretrained) / "model.safetensors")
         return model
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:

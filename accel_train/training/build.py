@@ -28,7 +28,7 @@ from accel_train.core.state import Choice, Requests, TrainState
 from accel_train.data.cache import DigestCheck
 from accel_train.engine.batch_search import BatchCache, Trials, fit_micro_batch
 from accel_train.engine.loader import Reading, read_batches
-from accel_train.engine.resolve import change_model
+from accel_train.engine.resolve import change_model, makes_new_models
 from accel_train.engine.run import Calendar, ModelFacts, RunContext, RunPlan, make_guard
 from accel_train.engine.run import Extensions as Extensions
 from accel_train.engine.save import restore
@@ -39,7 +39,7 @@ from accel_train.model.kernels.float8 import convert_to_float8
 from accel_train.model.kernels.frozen import keep_frozen
 from accel_train.model.memory_estimate import build_without_weights
 from accel_train.model.pretrained import StandIns, check_plain_weights
-from accel_train.model.tensors import FileTensor, without_values
+from accel_train.model.tensors import FileTensor, packed, split_state, without_values
 from accel_train.model.training_module import TrainingModule
 from accel_train.optim.optimizers import build_optimizer, describe_optimizer, name_parameters
 from accel_train.optim.schedule import make_schedule, scale_learning_rate
@@ -52,7 +52,6 @@ from accel_train.runtime.memory import PeakMemory
 from accel_train.runtime.process_group import concluded, first_problem, on_main
 from accel_train.runtime.signals import StopRequest
 from accel_train.runtime.watchdog import Watchdog
-from accel_train.task import Task
 from accel_train.training.output import device_peak
 
 Choices = dict[str, Choice[Any]]
@@ -207,6 +206,7 @@ def build_model(plan: RunPlan, strategy: Strategy) -> tuple[TrainingModule, RunP
         choices["initial weights"] = Choice(
             "whole", f"each process makes all of them, because {strategy.whole_because}"
         )
+    packed(split_state(model)[1])  # refuses extra state that no checkpoint can keep
     inner = TrainingModule(model, task, frozenset(frozen if recipe.model.pretrained is not None else ()))
     if strategy.accelerator.mixed_precision == "fp8":
         choices["precision.float8"] = convert_to_float8(inner.model)
@@ -233,12 +233,6 @@ def describe(unread: Unread, count: int, *, is_sharded: bool) -> Choice[str]:
     left = len(unread.sources)
     packed = f"; the main process reads the {count - left} to quantize" if left < count else ""
     return Choice("in parts", f"each process reads only its part of {left} weights{packed}")
-
-
-def makes_new_models(task: Task) -> bool:
-    """Return whether this package makes the task's model. A program may hold the model that it returns."""
-    module = type(task).build_model.__module__
-    return module.startswith("accel_train.tasks.") and module != "accel_train.tasks.module"
 
 
 def _compare_sources(everywhere: list[tuple[str, Any, Any]]) -> tuple[str, bool, bool]:
