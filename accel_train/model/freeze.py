@@ -63,7 +63,7 @@ def _nearest(pattern: str, names: Sequence[str]) -> str:
     return f"there is, for example, {near[0]}" if near else "it has none"
 
 
-def set_training(model: nn.Module) -> Choice[int] | None:
+def set_training(model: Any) -> Choice[int] | None:
     """Set a model to training mode except parts that the program set to evaluation mode; return their number.
 
     A model that is in evaluation mode itself is set to training with all of its parts: `from_pretrained` returns it so.
@@ -71,7 +71,8 @@ def set_training(model: nn.Module) -> Choice[int] | None:
     """
     from transformers import PreTrainedModel
 
-    if not model.training:
+    # The wrapper of peft is new, and trains.
+    if not model.training or (hasattr(model, "peft_config") and not model.get_base_model().training):
         model.train()
         return None
     woken = []

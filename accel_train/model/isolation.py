@@ -32,7 +32,7 @@ class RandomState:
 
 
 class Buffers:
-    """Copy of a module's buffers and extra state, for restoring them. Every forward changes those of batch norms."""
+    """Copy of a module's buffers, extra state, and plain numbers, for restoring what a forward may change."""
 
     def __init__(self, module: nn.Module) -> None:
         self._kept = [
@@ -41,11 +41,17 @@ class Buffers:
             for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False)
             if is_writable(buffer)
         ]
+        self._numbers = [
+            (part, {name: value for name, value in vars(part).items() if type(value) in (bool, int, float)})
+            for part in module.modules()
+        ]
         self._module = module
         self._extra = {name: each.clone() for name, each in packed(split_state(module)[1]).items()}
 
     def put_back(self) -> None:
-        """Restore the buffers, both the tensor objects and their contents, and the extra state."""
+        """Restore the buffers, both the tensor objects and their contents, extra state, and numbers."""
+        for part, numbers in self._numbers:
+            vars(part).update(numbers)
         with torch.no_grad():
             for part, name, buffer, content in self._kept:
                 buffer.copy_(content)

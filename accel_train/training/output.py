@@ -261,7 +261,8 @@ def note_changing_state(run: RunContext, names: Sequence[str], lost: Sequence[st
 def notable_choices(run: RunContext) -> dict[str, Choice[Any]]:
     """Return the choices that warn, or that differ from what the recipe says, and so are always printed."""
     choices, recipe = run.plan.choices, run.plan.recipe
-    names = {"gpus", "initial weights", "precision.float8", "model.lora", "launch", "no effect", "parts in eval()"}
+    names = {"gpus", "initial weights", "precision.float8", "model.lora", "launch", "no effect"}
+    names |= {"parts in eval()", "reading"}
     rate, probe = choices.get("optimizer.learning_rate"), choices.get("probe")
     if rate is not None and rate.value != recipe.optimizer.learning_rate:
         names.add("optimizer.learning_rate")

@@ -191,7 +191,10 @@ for folder, lengths in (("whole", [8]), ("cut", [4, 8])):
 """
 
 
-@pytest.mark.parametrize(("strategy", "kind"), [("ddp", "dict"), ("fsdp2", "dict of tensors"), ("fsdp2", "tensor")])
+@pytest.mark.parametrize(
+    ("strategy", "kind"),
+    [("ddp", "dict"), ("fsdp2", "dict of tensors"), pytest.param("fsdp2", "tensor", marks=pytest.mark.slow)],
+)
 def test_extra_state_is_resumed_to_the_bit_on_2_processes(tmp_path: Path, strategy: str, kind: str) -> None:
     program = tmp_path / "program.py"
     program.write_text(SHARDED)
