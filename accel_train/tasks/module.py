@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_model
 from torch import Tensor, nn
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, default_collate
 
 from accel_train.core.errors import RecipeError, SettingError
 from accel_train.core.json_io import json_digest
@@ -85,12 +85,13 @@ class ModuleTask(Task):
         """
         self.recipe = recipe
         train, evaluation = self.data()
-        for name, data in (("train_data", train), ("eval_data", evaluation)):
-            if data is not None and not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        for name, given in (("train_data", train), ("eval_data", evaluation)):
+            is_stream = isinstance(given, IterableDataset) or not hasattr(given, "__len__")
+            if given is not None and (is_stream or not hasattr(given, "__getitem__")):
                 raise SettingError(
-                    "samples are read by index, and it has no __len__ or no __getitem__",
+                    "samples are read by index, with __len__ and __getitem__, but it is a stream",
                     "Put the samples of a stream in a list, or write them to a file and index it",
-                    at=f"{name} of type {type(data).__name__}",
+                    at=f"{name} of type {type(given).__name__}",
                     settings=(name,),
                 )
         if not len(cast("Any", train)):
@@ -226,7 +227,7 @@ class FittedModule(ModuleTask):
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the result of the program's loss function."""
-        return self.functions["loss"](model, batch)  # type: ignore[no-any-return]
+        return self.functions["loss"](model, batch)
 
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         """Return the result of the program's metrics function, or nothing without one."""
@@ -235,7 +236,7 @@ class FittedModule(ModuleTask):
 
     def count_targets(self, batch: Any) -> int | None:
         """Return the result of the program's function."""
-        return self.functions["count_targets"](batch)  # type: ignore[no-any-return]
+        return self.functions["count_targets"](batch)
 
     def _batching(self) -> "tuple[Callable[[Sequence[Any]], Any] | None, Callable[[Any], int | None] | None]":
         return self.functions.get("collate"), self.functions.get("count_targets")

@@ -206,7 +206,7 @@ def plan_run(
     data = in_slices(data, strategy.dims)
     steps, order = resolve_run(recipe, data, sizes, extensions.epoch_order)
     context = extensions.reading.get("multiprocessing_context")
-    method = context.get_start_method() if hasattr(context, "get_start_method") else context
+    method = context if context is None or isinstance(context, str) else context.get_start_method()
     reading, reading_choices = choose_reading(recipe.data, data, accelerator, method)
     # A little less time than a step may take, so that what hangs is named.
     reading = replace(reading, timeout_seconds=0.8 * recipe.guard.hang_timeout_seconds, **extensions.reading)

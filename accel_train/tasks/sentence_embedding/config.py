@@ -56,7 +56,8 @@ class SentenceEmbeddingData(TextData):
     @property
     def prompt_names(self) -> "tuple[Literal['query', 'document'], ...]":
         """Return `column_prompts`, with the default resolved."""
-        return self.column_prompts or ("query", *["document" for _ in self.pair_columns[1:]])
+        rest: tuple[Literal["query", "document"], ...] = ("document",)
+        return self.column_prompts or ("query", *rest * (len(self.pair_columns) - 1))
 
     def prompted_as(self, trained: Self) -> Self:
         """Return this section with the prompt that each column had in training; the default for other columns."""
