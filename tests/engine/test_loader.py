@@ -72,17 +72,19 @@ sys.exit(5)
 
 
 @pytest.mark.parametrize("end", ["killed", pytest.param("normal", marks=pytest.mark.slow)])
-def test_a_stopped_worker_ends_with_its_training_process(end: str) -> None:
-    command = [sys.executable, "-c", STOPPED, end]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
-    assert done.returncode == 5, done.stderr
-    status = Path(f"/proc/{int(done.stdout)}/stat")
+def test_a_stopped_worker_ends_with_its_training_process(end: str, tmp_path: Path) -> None:
+    # A worker that stays would keep a pipe open.
+    with (tmp_path / "out").open("w") as out:
+        done = subprocess.run([sys.executable, "-c", STOPPED, end], env=environment(), stdout=out, timeout=120)
+    assert done.returncode == 5
+    pid = int((tmp_path / "out").read_text())
+    status = Path(f"/proc/{pid}/stat")
     for _ in range(50):
         # Z: it has ended, and its new parent has not asked for its exit code yet.
         if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
             return
         time.sleep(0.1)
-    os.kill(int(done.stdout), signal.SIGKILL)
+    os.kill(pid, signal.SIGKILL)
     pytest.fail("the worker outlived its training process")
 
 
