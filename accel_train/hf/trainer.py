@@ -54,8 +54,7 @@ class Trainer:
     """Strategy by which the last train() distributed the model. None before train()."""
     whole_model: nn.Module | None = None
     """Copy of a sharded model on the main process, for loading whole weights. None otherwise."""
-    modes: dict[nn.Module, bool]
-    """Mode of each part of the model before an evaluation or a training left it in evaluation mode."""
+    modes: dict[nn.Module, bool]  # of each part, before the model was left in evaluation mode
     is_in_train = False
     """Whether train() is running, including its evaluations."""
     hub_model_id: str | None = None
