@@ -14,6 +14,7 @@ from accel_train.core.state import Choice
 from accel_train.data.text.tokenizers import load_tokenizer
 from accel_train.model.batch_norm import is_batch_norm
 from accel_train.recipe.schema import Model, Recipe
+from accel_train.task import is_of_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,15 +70,13 @@ def set_training(model: Any) -> Choice[int] | None:
     A model that is in evaluation mode itself is set to training with all of its parts: `from_pretrained` returns it so.
     The same holds for a part from transformers with weights to train. None if nothing stays and no such part exists.
     """
-    from transformers import PreTrainedModel
-
     # The wrapper of peft is new, and trains.
     if not model.training or (hasattr(model, "peft_config") and not model.get_base_model().training):
         model.train()
         return None
     woken = []
     for name, part in model.named_modules():
-        is_pretrained = isinstance(part, PreTrainedModel) and any(each.requires_grad for each in part.parameters())
+        is_pretrained = is_of_transformers(part) and any(each.requires_grad for each in part.parameters())
         if is_pretrained and not part.training:
             part.train()
             woken.append(name)
