@@ -20,7 +20,7 @@ from accel_train.checkpoint.sharded import CheckpointReader, copy_to_host
 from accel_train.checkpoint.store import TRAINER, Writer
 from accel_train.core.errors import CheckpointError
 from accel_train.model.kernels.nf4 import packed_layers
-from accel_train.model.tensors import local_part
+from accel_train.model.tensors import PACKED, load_extra_state, local_part, packed, split_state, unpacked
 from accel_train.optim.ema import Average
 from accel_train.task import Task, TaskData
 
@@ -53,22 +53,33 @@ def trainer_writers(trainer: Mapping[str, Any], description: Mapping[str, bytes]
 
 
 def model_tensors(model: nn.Module, without: Collection[str] = ()) -> dict[str, Tensor]:
-    """Return the model's contiguous state by name, except the weights `without`.
+    """Return the model's contiguous state by name, except the weights `without`, and its extra state as tensors.
 
     Tied weights appear once, under their first name.
+
+    Raises:
+        SettingError: a module has extra state that a checkpoint cannot keep.
     """
-    return {name: tensor.contiguous() for name, tensor in _state(model).items() if name not in without}
+    own, extra = split_weights(model)
+    return {name: tensor.contiguous() for name, tensor in (own | packed(extra)).items() if name not in without}
 
 
-def _state(model: nn.Module) -> dict[str, Tensor]:
-    state = model.state_dict(keep_vars=True)
+def split_weights(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the model's weights and persistent buffers by name, each once and detached, and its extra state."""
+    own, extra = split_state(model)
     first_name: dict[int, str] = {}
     # Next to a 4-bit weight, the state has its scales. The base in `model.pretrained` provides them too.
     scales = {f"{name}.{part}" for name in packed_layers(model) for part in ("scales", "scales_of_scales")}
-    state = {name: tensor for name, tensor in state.items() if name not in scales}
-    for name, tensor in state.items():
-        first_name.setdefault(id(tensor), name)
-    return {name: tensor.detach() for name, tensor in state.items() if first_name[id(tensor)] == name}
+    for name in [name for name in own if name not in scales]:
+        first_name.setdefault(id(own[name]), name)
+    return {name: own[name].detach() for name in first_name.values()}, extra
+
+
+def model_shapes(model: nn.Module, without: Collection[str] = ()) -> dict[str, torch.Size | None]:
+    """Return the shapes of the model's state by name, except the weights `without`. None for extra state: any shape."""
+    own, extra = split_weights(model)
+    shapes = {name: each.shape for name, each in own.items() if name not in without}
+    return {**shapes, **dict.fromkeys(extra)}
 
 
 def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor], may_lack: Collection[str] = ()) -> None:
@@ -77,18 +88,24 @@ def load_model_tensors(model: nn.Module, tensors: Mapping[str, Tensor], may_lack
     Raises:
         ValueError: a required tensor is missing, or a tensor is unknown or has another shape.
     """
-    expected = model_tensors(model, [name for name in may_lack if name not in tensors])
-    check_fit(*({name: tensor.shape for name, tensor in each.items()} for each in (expected, tensors)))
-    model.load_state_dict(dict(tensors), strict=False)
+    expected = model_shapes(model, [name for name in may_lack if name not in tensors])
+    check_fit(expected, {name: tensor.shape for name, tensor in tensors.items()})
+    extra = {name: each for name, each in tensors.items() if expected.get(name) is None}
+    model.load_state_dict({name: each for name, each in tensors.items() if name not in extra}, strict=False)
+    load_extra_state(model, extra)
 
 
-def check_fit(expected: Mapping[str, torch.Size], stored: Mapping[str, torch.Size]) -> None:
-    """Check that saved weights have the names and shapes that a model expects.
+def check_fit(expected: Mapping[str, torch.Size | None], stored: Mapping[str, torch.Size]) -> None:
+    """Check that saved weights have the names and shapes that a model expects. None expects any shape.
 
     Raises:
         ValueError: they differ; the message names the first differences.
     """
-    wrong = sorted(name for name in expected.keys() | stored.keys() if expected.get(name) != stored.get(name))
+    stored = {name.removesuffix(PACKED): shape for name, shape in stored.items()}
+    wrong = sorted(
+        (expected.keys() ^ stored.keys())
+        | {name for name in expected.keys() & stored.keys() if expected[name] not in (None, stored[name])}
+    )
     if wrong:
         raise ValueError(
             f"the checkpoint's weights do not fit this model: {', '.join(wrong[:3])} (of {len(wrong)} differences)"
@@ -158,11 +175,18 @@ def restore_weights(folder: Path, model: nn.Module, average: Average | None) -> 
     is_whole = not base and all(local_part(each) is each for each in model.parameters())
     if is_whole and type(model).load_state_dict is not nn.Module.load_state_dict:
         # A model with a custom load_state_dict may first resize a buffer.
-        model.load_state_dict({name: stored.read(name) for name in stored.shapes}, strict=False)
-    weights = {name: tensor for name, tensor in _state(model).items() if name not in base}
-    check_fit({name: tensor.shape for name, tensor in weights.items()}, stored.shapes)
-    stored.read_into(weights)
+        state = unpacked({name: stored.read(name) for name in stored.shapes}, next(model.parameters()).device)
+        model.load_state_dict(state, strict=False)
+    check_fit(model_shapes(model, base), stored.shapes)
+    own, extra = split_weights(model)
+    stored.read_into({name: tensor for name, tensor in own.items() if name not in base})
+    restore_extra_state(stored, model, extra)
     restore_average(folder, average)
+
+
+def restore_extra_state(stored: CheckpointReader, model: nn.Module, extra: Collection[str]) -> None:
+    """Give the modules of a model their extra state, under these names, from a checkpoint."""
+    load_extra_state(model, {name: stored.read(name) for name in stored.shapes if name.removesuffix(PACKED) in extra})
 
 
 def restore_average(folder: Path, average: Average | None) -> None:
@@ -222,7 +246,7 @@ def check_tensors(folder: Path, model: nn.Module, optimizer: torch.optim.Optimiz
     stored, moments = (CheckpointReader(folder, kind) for kind in ("model", "optimizer"))
     parameters = dict(_named_parameters(optimizer))
     frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
-    for name, tensor in model_tensors(model).items():
+    for name, tensor in split_weights(model)[0].items():
         found = stored.dtypes.get(name, tensor.dtype)
         if found != tensor.dtype and not (name in frozen and found.is_floating_point and tensor.is_floating_point()):
             raise CheckpointError(f"{folder}: {name} is stored as {found}, but the model uses {tensor.dtype}")

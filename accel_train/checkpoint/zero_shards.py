@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from accel_train.checkpoint.contents import check_known
+from accel_train.checkpoint.contents import check_known, restore_extra_state
 from accel_train.checkpoint.sharded import CheckpointReader
 from accel_train.core.work import beat
-from accel_train.model.tensors import unpacked_numel
+from accel_train.model.tensors import packed, split_state, unpacked_numel
 
 COUNTER = "step"
 """Optimizer entry that is one number for all elements."""
@@ -104,9 +104,9 @@ class ZeroShards:
         return found
 
     def _state(self) -> Iterator[tuple[str, Tensor, Part | None]]:
-        """Yield (name, tensor, part) of the model's state. Tied tensors occur once."""
+        """Yield (name, tensor, part) of the model's weights and persistent buffers. Tied tensors occur once."""
         parts, seen = {id(part.parameter): part for part in self._parts.values()}, set()
-        for name, tensor in self._model.state_dict(keep_vars=True).items():
+        for name, tensor in split_state(self._model)[0].items():
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield name, tensor, parts.get(id(tensor))
@@ -126,7 +126,8 @@ class ZeroShards:
                 found[name] = tensor.detach().to("cpu", copy=True).contiguous()
             if name in narrow:
                 found[name] = found[name].bfloat16()
-        return found if dist.get_rank() == 0 else {}
+        extra = {name: each.cpu().contiguous() for name, each in packed(split_state(self._model)[1]).items()}
+        return found | extra if dist.get_rank() == 0 else {}
 
     def moments(self) -> dict[str, Tensor]:
         """Return `contents.optimizer_tensors` in host memory on the main process, and an empty dict on the others."""
@@ -151,7 +152,7 @@ class ZeroShards:
         return whole.reshape(part.shape).cpu() if dist.get_rank() == 0 else whole.new_empty(0)
 
     def shapes(self) -> dict[str, torch.Size]:
-        """Return the shapes of the model's full state by name."""
+        """Return the shapes of the model's full weights and persistent buffers by name."""
         return {name: tensor.shape if part is None else part.shape for name, tensor, part in self._state()}
 
     def load_weights(self, folder: Path) -> None:
@@ -169,6 +170,7 @@ class ZeroShards:
                     self._put(part, part.flat, whole)
                     if self._stage == 3:
                         self._put_in_3(part, whole)
+        restore_extra_state(stored, self._model, split_state(self._model)[1])
 
     @staticmethod
     def _put(part: Part, flat: Tensor, whole: Tensor) -> None:

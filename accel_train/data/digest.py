@@ -49,7 +49,7 @@ def digest_of_data(data: Any) -> tuple[str, bool]:
     """
     kind = f"{type(data).__qualname__} {len(data)}"
     numbers = np.unique(np.linspace(0, max(len(data) - 1, 0), NUM_ITEMS).astype(int)).tolist() if len(data) else []
-    twin = _apart(data)
+    twin = apart(data)
     with _same_random_numbers() as seed:
         first, second = ([_item(twin, number, seed) for number in numbers] for _ in range(2))
     is_stable = first == second
@@ -80,7 +80,7 @@ def _hash(parts: Sequence[str]) -> str:
     return hashlib.sha256("\0".join(parts).encode(errors="surrogatepass")).hexdigest()
 
 
-def _apart(data: Any) -> Any:
+def apart(data: Any) -> Any:
     """Return a shallow copy for reading that shares the samples.
 
     A read may open a file in the copy. The original stays clean, so that forked workers do not inherit the open file.
@@ -90,7 +90,7 @@ def _apart(data: Any) -> Any:
         twin = copy.copy(data)
         for name in {"dataset", "datasets"} & vars(twin).keys():
             inner = getattr(twin, name)
-            setattr(twin, name, [_apart(each) for each in inner] if isinstance(inner, list) else _apart(inner))
+            setattr(twin, name, [apart(each) for each in inner] if isinstance(inner, list) else apart(inner))
     return twin
 
 

@@ -1,19 +1,24 @@
 """Yield the micro-batches of each step: data order, reader processes, read-ahead, and copies to the device."""
 
+import ast
 import multiprocessing
 import operator
 import os
 import resource
 import signal
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor
@@ -29,6 +34,7 @@ from accel_train.parallel.dims import processes_on_machine
 from accel_train.recipe.data import Data
 from accel_train.runtime.exit import exits_are_errors
 from accel_train.runtime.launcher import stop_with_parent
+from accel_train.runtime.private import end_workers
 from accel_train.task import TaskData
 
 if TYPE_CHECKING:
@@ -143,14 +149,73 @@ class Reading:
     """Start method of workers (fork, spawn, forkserver). None: the platform's default."""
 
 
-def choose_reading(section: Data, data: TaskData, accelerator: Accelerator) -> tuple[Reading, dict[str, Choice[Any]]]:
-    """Return how a run reads, and its choices with their reasons."""
+def choose_reading(
+    section: Data, data: TaskData, accelerator: Accelerator, method: str | None = None
+) -> tuple[Reading, dict[str, Choice[Any]]]:
+    """Return how a run reads, and its choices with their reasons. `method` starts workers; None: the platform's."""
     workers, kind = choose_num_workers(section.num_workers, data, accelerator.num_processes), accelerator.device.type
+    choices: dict[str, Choice[Any]] = {}
+    if workers.value and data.step_batches is None and (problem := why_no_workers(data, method)):
+        workers = Choice(0, problem)
+        choices["reading"] = Choice("in the training process", f"data.num_workers is 0, because {problem}")
     reason = "copies to a GPU can overlap" if kind == "cuda" else f"no copy to make on {kind}"
     pin = Choice(kind == "cuda", reason)
     if isinstance(section.pin_memory, bool):
         pin = Choice(section.pin_memory, "as set")
-    return Reading(workers.value, pin.value), {"data.num_workers": workers, "data.pin_memory": pin}
+    return Reading(workers.value, pin.value), {**choices, "data.num_workers": workers, "data.pin_memory": pin}
+
+
+def why_no_workers(data: TaskData, method: str | None = None) -> str:
+    """Return why processes that read ahead cannot start here, or an empty string.
+
+    Processes that are not forked get the data and the collate function pickled, and run the main script once more.
+    """
+    if multiprocessing.current_process().daemon:
+        return "this process is daemonic and cannot start others"
+    method = method or multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+    if method == "fork":
+        return ""
+    if _is_unguarded():
+        return f'{method} runs the main script again, and it calls the training outside of `if __name__ == "__main__":`'
+    for name, value in (("the data", data.draw or data.train), ("the data", data.eval), ("collate", data.collate)):
+        try:
+            _Probe(_Sink()).dump(value)
+        # An object may fail in any way when it is pickled.
+        except Exception as error:
+            return f"{method} needs to pickle {name}, which fails: {str(error).partition(chr(10))[0]}"
+    return ""
+
+
+def _is_unguarded() -> bool:
+    """Return whether the main script's statement that runs now would run in a started process too."""
+    main = sys.modules["__main__"]
+    frame, path = sys._getframe(), getattr(main, "__file__", None)
+    while frame.f_back is not None and not (frame.f_globals is vars(main) and frame.f_code.co_name == "<module>"):
+        frame = frame.f_back
+    if path is None or frame.f_globals is not vars(main):
+        return False
+    try:
+        tree = ast.parse(Path(path).read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return False
+    around = [each for each in ast.walk(tree) if isinstance(each, ast.If)]
+    around = [each for each in around if each.lineno <= frame.f_lineno <= (each.end_lineno or each.lineno)]
+    return not any("__name__" in ast.unparse(each.test) for each in around)
+
+
+class _Probe(ForkingPickler):
+    """A pickler that fails where a started process could not read the object. It leaves out the content of arrays."""
+
+    def persistent_id(self, value: Any) -> str | None:
+        is_named = isinstance(value, type | FunctionType) and value.__module__ == "__main__"
+        if is_named and not hasattr(sys.modules["__main__"], "__file__"):
+            raise TypeError(f"{value.__qualname__} is defined in a notebook or an interactive session")
+        return "" if isinstance(value, Tensor | np.ndarray) else None
+
+
+class _Sink:
+    def write(self, content: Any) -> int:
+        return len(content)
 
 
 def choose_num_workers(requested: int | str, data: TaskData, world_size: int) -> Choice[int]:
@@ -252,8 +317,10 @@ _NO_HANDLES = ("Too many open files", "items of ancdata")
 
 
 def _from_workers(loader: "DataLoader[Any]") -> Iterator[dict[str, Any]]:
+    iterator: Any = None
     try:
-        for batch in loader:
+        iterator = iter(loader)
+        for batch in iterator:
             if isinstance(batch, ExitedEarly | DataError):
                 raise batch
             yield batch
@@ -267,10 +334,14 @@ def _from_workers(loader: "DataLoader[Any]") -> Iterator[dict[str, Any]]:
                 settings=("data.num_workers",),
             ) from error
         if isinstance(error, RuntimeError):
+            # A worker that hangs is not waited for.
+            end_workers(iterator, at_once=True)
             raise
         if str(error).startswith("Caught "):  # torch raises the error of a worker's read here again
             raise
         raise DataWorkerGone(f"DataLoader worker is gone, with a batch half sent ({error!r})") from error
+    finally:
+        end_workers(iterator)
 
 
 def _ignore_stop_signals(worker: int, *, stays: bool) -> None:
@@ -282,7 +353,8 @@ def _ignore_stop_signals(worker: int, *, stays: bool) -> None:
     safe only if the thread that starts the worker `stays` alive until then.
     """
     if stays:
-        stop_with_parent()
+        # SIGKILL also ends a worker that is stopped.
+        stop_with_parent(signal.SIGKILL)
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):

@@ -13,7 +13,7 @@ from accel_train.data.batch_sizes import BatchSizes
 from accel_train.data.order import DataOrder
 from accel_train.data.text.tokenizers import check_tokenizer
 from accel_train.model.activation_checkpointing import checkpoint_activations
-from accel_train.model.freeze import freeze
+from accel_train.model.freeze import freeze, set_training
 from accel_train.model.kernels.experts import autocast_experts
 from accel_train.model.pretrained import check_model_config, describe_kernels, pretrained_config
 from accel_train.observe.notify import check_targets
@@ -107,6 +107,12 @@ def resolve_run(
     return steps, order
 
 
+def makes_new_models(task: Task) -> bool:
+    """Return whether this package makes the task's model. A program may hold the model that it returns."""
+    module = type(task).build_model.__module__
+    return module.startswith("accel_train.tasks.") and module != "accel_train.tasks.module"
+
+
 class Changed(NamedTuple):
     """A model after the recipe's changes."""
 
@@ -120,6 +126,8 @@ class Changed(NamedTuple):
 def change_model(recipe: Recipe, task: Task, model: nn.Module) -> Changed:
     """Return the model in training mode with checkpointed blocks, adapters, and frozen parameters, and the choices.
 
+    Parts of a program's model stay in evaluation mode if the program set them (`set_training`).
+
     Raises:
         ValueError: a pattern of the recipe matches nothing, or the task did not build a module or rejects the
             model. Also raised if the model's blocks cannot be checkpointed.
@@ -128,9 +136,15 @@ def change_model(recipe: Recipe, task: Task, model: nn.Module) -> Changed:
         kind = "None" if model is None else f"a {type(model).__name__}"
         raise ValueError(f"build_model of task={recipe.task!r} returned {kind}; return a torch.nn.Module on the CPU")
     trained = {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
-    model.train()  # `from_pretrained` returns models in evaluation mode, without dropout
+    modes = None
+    if makes_new_models(task):
+        model.train()  # `from_pretrained` returns models in evaluation mode, without dropout
+    else:
+        modes = set_training(model)
     checkpoint_activations(model, recipe.precision)
     choices = describe_kernels(recipe, model) | autocast_experts(model)
+    if modes is not None:
+        choices["parts in eval()"] = modes
     if recipe.model.lora is not None:
         from accel_train.model.lora import add_adapters
 

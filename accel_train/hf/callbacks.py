@@ -39,6 +39,7 @@ from accel_train.hf.checkpoints import (
     as_text,
     exportable,
     first_state,
+    leave_in_evaluation_mode,
     state_text,
 )
 from accel_train.hf.hub import push_checkpoint
@@ -371,7 +372,7 @@ class Flow(Observer):
         self._sum_flops()
         if self.trainer.state.global_step in self._by_step:
             # Transformers leaves the model in this mode if an evaluation came last.
-            self.trainer.model.eval()
+            leave_in_evaluation_mode(self.trainer)
         self.names.note_best()
         self.names.find_best()
 

@@ -25,6 +25,7 @@ from accel_train.checkpoint.contents import load_model_tensors, model_tensors
 from accel_train.checkpoint.store import MANIFEST, checkpoint_folders, newest_valid, step_of
 from accel_train.core.errors import setting_error
 from accel_train.core.json_io import parse_json, plain
+from accel_train.model.tensors import as_tensors
 from accel_train.optim.schedule import set_rate
 from accel_train.parallel.zero import import_deepspeed
 from accel_train.recipe.schema import Recipe
@@ -338,6 +339,13 @@ def copy_whole(trainer: "Trainer", recipe: Recipe) -> nn.Module | None:
     return copy.deepcopy(trainer.model) if is_spread and trainer.args.process_index == 0 else None
 
 
+def leave_in_evaluation_mode(trainer: "Trainer") -> None:
+    """Set the model to evaluation mode, as transformers leaves it. The next training restores the mode of each part."""
+    if trainer.model.training:
+        trainer.modes = {part: part.training for part in trainer.model.modules()}
+    trainer.model.eval()
+
+
 def is_spread(trainer: "Trainer") -> bool:
     """Return whether the model's forward waits for the other processes."""
     return trainer.strategy is not None and trainer.strategy.meets_in_forward
@@ -374,7 +382,8 @@ def save_pretrained(trainer: "Trainer", model: Any, folder: Path) -> None:
     """Write weights, configuration, and tokenizer as transformers' Trainer.save_model does."""
     folder.mkdir(parents=True, exist_ok=True)
     if isinstance(model, PreTrainedModel) or _is_peft_model(model):
-        model.save_pretrained(folder)
+        with as_tensors(model):
+            model.save_pretrained(folder)
     else:
         tensors = {name: tensor.cpu() for name, tensor in model_tensors(model).items()}
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})

@@ -27,7 +27,7 @@ from accel_train.data.order import evaluation_batches
 from accel_train.engine.evaluation import evaluation_mode
 from accel_train.engine.loader import Reading, read_batches
 from accel_train.engine.step import MicroBatch
-from accel_train.hf.checkpoints import is_spread
+from accel_train.hf.checkpoints import is_spread, leave_in_evaluation_mode
 from accel_train.hf.inputs import (
     collate_of,
     collator_of,
@@ -173,7 +173,7 @@ class Evaluation:
                 outputs, scores = in_turn(accelerator.num_processes, _read_losses(list(own))), {}
         if not trainer.is_in_train:
             # The mode stays, as in transformers, because inference often follows.
-            trainer.model.eval()
+            leave_in_evaluation_mode(trainer)
         predictions, labels, inputs = (
             joined([getattr(one, name) for one in outputs], args.eval_do_concat_batches)
             for name in ("predictions", "labels", "inputs")

@@ -151,6 +151,9 @@ class HFTask(Task):
         if is_spread(trainer) and trainer.whole_model is not None:
             return trainer.whole_model
         model = trainer.model
+        if not model.training:
+            for part, training in trainer.modes.items():
+                part.training = training
         if trainer.whole_model is None:
             trainer.whole_model = copy_whole(trainer, recipe)
         if recipe.precision.recomputed == "blocks":

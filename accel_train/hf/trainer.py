@@ -54,6 +54,7 @@ class Trainer:
     """Strategy by which the last train() distributed the model. None before train()."""
     whole_model: nn.Module | None = None
     """Copy of a sharded model on the main process, for loading whole weights. None otherwise."""
+    modes: dict[nn.Module, bool]  # of each part, before the model was left in evaluation mode
     is_in_train = False
     """Whether train() is running, including its evaluations."""
     hub_model_id: str | None = None
@@ -175,7 +176,7 @@ class Trainer:
     def _adopt(self, model: nn.Module) -> None:
         """Set the model, and determine how it computes its loss."""
         self.model = self.model_wrapped = model = training.prepared(model, self.args)
-        self.strategy = None
+        self.strategy, self.modes = None, {}
         match = self.match_transformers and self.compute_loss_func is None
         self.signature = Signature.of(model, self.args.label_names, match=match)
         if self._accepts_loss_kwargs is not None:
@@ -255,7 +256,6 @@ class Trainer:
         that is passed to `backward`, or the sum of several losses, and runs backward once. Gradients do not exist yet
         when the call returns.
         """
-        model.train()
         with self.compute_loss_context_manager():
             loss: Tensor = self.compute_loss(model, inputs, num_items_in_batch=num_items_in_batch)
         self.accelerator.backward(loss)

@@ -15,7 +15,13 @@ from safetensors.torch import load_file
 from torch import nn
 from tqdm import tqdm
 
-from accel_train.checkpoint.run_recipe import check_run_folder, check_settings, other_than_consent, read_recipe
+from accel_train.checkpoint.run_recipe import (
+    check_run_folder,
+    check_settings,
+    other_than_consent,
+    read_recipe,
+    read_recipe_only,
+)
 from accel_train.checkpoint.weight_files import check_digests, check_weight_files
 from accel_train.core.errors import DataError, SettingError
 from accel_train.core.json_io import load_object
@@ -34,6 +40,7 @@ from accel_train.recipe.schema import Loss, Model, Recipe
 from accel_train.runtime.doctor import check_launcher
 from accel_train.runtime.process_group import on_main, start_processes
 from accel_train.task import Task, TaskData, load_task, prove_forward, read_data, with_data_of
+from accel_train.tasks.sentence_embedding.config import SentenceEmbeddingData
 from accel_train.tasks.text_classification.config import TextClassificationData
 
 T = TypeVar("T")
@@ -140,6 +147,9 @@ def recipe_of_trained(folder: Path, data: str | None = None, settings: Sequence[
     changes["problem_type"] = _PROBLEM_TYPES.get(str(config.get("problem_type")), recipe.model.problem_type)
     model = recipe.model.model_copy(update=changes)
     section = located(recipe.data, _started_in(folder))
+    trained = read_recipe_only(folder).data
+    if isinstance(section, SentenceEmbeddingData) and isinstance(trained, SentenceEmbeddingData):
+        section = section.prompted_as(trained)
     if recipe.origin("data.cache_dir").kind == "command line":
         section = section.model_copy(update={"cache_dir": recipe.data.cache_dir})
     if data is not None:

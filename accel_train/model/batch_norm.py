@@ -1,14 +1,16 @@
 """Running statistics of batch norms and other modules. A skipped step leaves them unchanged."""
 
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from accel_train.model.tensors import is_writable
+from accel_train.model.tensors import PACKED, is_writable, packed, split_state
 from accel_train.runtime.private import copy_all
 
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
@@ -38,8 +40,15 @@ class RunningStatistics:
         """Buffers that join the snapshot if the first step changes them."""
         self._copies: list[Tensor] = []
         self._before: dict[torch.dtype, Tensor] = {}
-        for part in module.modules():
-            found = [_Buffer(part, name) for name, _ in part.named_buffers(recurse=False)]
+        self._module, self._extra = module, dict[str, Tensor]()
+        self._has_extra = bool(split_state(module)[1])
+        """Whether modules have extra state, and the first step is not done."""
+        self.on_change: Callable[[Sequence[str], Sequence[str]], None] | None = None
+        """Function that gets the names of all state, batch norms aside, that the first step changed on any process,
+        and of the part that is not in checkpoints.
+        """
+        for path, part in module.named_modules():
+            found = [_Buffer(part, name, f"{path}.{name}".lstrip(".")) for name, _ in part.named_buffers(recurse=False)]
             if keeps_statistics(part):
                 self._add(found)
             else:
@@ -54,6 +63,8 @@ class RunningStatistics:
         if self._shared:
             self.share()
         self._copies = [each.now.clone() for each in self._others]
+        if self._has_extra:
+            self._extra = _copied_extra_state(self._module)
         self._before = {dtype: _flat(buffers) for dtype, buffers in self._groups.items()}
 
     def share(self) -> None:
@@ -65,7 +76,7 @@ class RunningStatistics:
 
     def put_back(self, skipped: Tensor) -> None:
         """Restore the buffers after the update if `skipped` (0-dim, on the device) is 1 or one became Inf or NaN."""
-        if self._others:
+        if self._others or self._has_extra:
             self._find_changing()
         if not self._groups:
             return
@@ -78,16 +89,17 @@ class RunningStatistics:
             _write(torch.where(is_bad, self._before[dtype], now[dtype]), buffers)
 
     def _find_changing(self) -> None:
-        """Add the other buffers that the first step has changed on any process."""
+        """Add the other buffers that the first step has changed on any process, and report all changed state."""
         is_other = [each.differs_from(copy) for each, copy in zip(self._others, self._copies, strict=True)]
+        now = _copied_extra_state(self._module)
+        is_other += [not _is_equal(self._extra.get(name), each) for name, each in now.items()]
         if dist.is_initialized():
-            flags = torch.tensor(is_other, dtype=torch.uint8, device=self._others[0].now.device)
+            device = next(chain(self._module.buffers(), self._module.parameters())).device
+            flags = torch.tensor(is_other, dtype=torch.uint8, device=device)
             dist.all_reduce(flags, op=dist.ReduceOp.MAX)
             is_other = flags.bool().tolist()
-        changing = [
-            (each, copy) for each, copy, other in zip(self._others, self._copies, is_other, strict=True) if other
-        ]
-        self._others, self._copies = [], []
+        changing = [(each, copy) for each, copy, other in zip(self._others, self._copies, is_other) if other]
+        self._others, self._copies, self._extra, self._has_extra = [], [], {}, False
         self._add([each for each, _ in changing])
         for dtype, buffers in self._groups.items():
             copies = [copy.reshape(-1) for each, copy in changing if each.now.dtype == dtype]
@@ -95,6 +107,11 @@ class RunningStatistics:
                 before = [self._before[dtype]] if dtype in self._before else []
                 self._before[dtype] = torch.cat((*before, *copies))
             assert self._before[dtype].numel() == sum(each.now.numel() for each in buffers), "in the order of the group"
+        names = [each.path for each, _ in changing]
+        names += [name for name, other in zip(reversed(now), reversed(is_other)) if other]
+        if names and self.on_change is not None:
+            kept = {*split_state(self._module)[0], *now}
+            self.on_change(names, [name for name in names if name not in kept])
 
 
 @dataclass(frozen=True)
@@ -103,6 +120,8 @@ class _Buffer:
 
     part: nn.Module
     name: str
+    path: str
+    """Name in the whole module."""
 
     @property
     def now(self) -> Tensor:
@@ -116,6 +135,16 @@ class _Buffer:
         if now.shape != copy.shape or now.dtype != copy.dtype:
             return False
         return not torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (now, copy)))
+
+
+def _copied_extra_state(module: nn.Module) -> dict[str, Tensor]:
+    """Return copies of extra state as tensors, under the names of `state_dict`, which are equal on all processes."""
+    tensors = packed(split_state(module)[1])
+    return {name.removesuffix(PACKED): each.clone() for name, each in tensors.items()}
+
+
+def _is_equal(one: Tensor | None, other: Tensor) -> bool:
+    return one is not None and one.dtype == other.dtype and torch.equal(one, other)
 
 
 def is_batch_norm(module: nn.Module) -> bool:

@@ -14,6 +14,7 @@ from accel_train.core.state import Choice
 from accel_train.data.text.tokenizers import load_tokenizer
 from accel_train.model.batch_norm import is_batch_norm
 from accel_train.recipe.schema import Model, Recipe
+from accel_train.task import is_of_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,6 +62,40 @@ def _nearest(pattern: str, names: Sequence[str]) -> str:
     near = get_close_matches(pattern.strip("*."), sorted(parts), n=1, cutoff=0.6)
     near = near or get_close_matches(pattern, names, n=1, cutoff=0.3) or list(names)[:1]
     return f"there is, for example, {near[0]}" if near else "it has none"
+
+
+def set_training(model: Any) -> Choice[int] | None:
+    """Set a model to training mode except parts that the program set to evaluation mode; return their number.
+
+    A model that is in evaluation mode itself is set to training with all of its parts: `from_pretrained` returns it so.
+    The same holds for a part from transformers with weights to train. None if nothing stays and no such part exists.
+    """
+    # The wrapper of peft is new, and trains.
+    if not model.training or (hasattr(model, "peft_config") and not model.get_base_model().training):
+        model.train()
+        return None
+    woken = []
+    for name, part in model.named_modules():
+        is_pretrained = is_of_transformers(part) and any(each.requires_grad for each in part.parameters())
+        if is_pretrained and not part.training:
+            part.train()
+            woken.append(name)
+    kept: list[str] = []
+    for name, part in model.named_modules():
+        if not part.training and not any(name.startswith(f"{outer}.") for outer in kept):
+            kept.append(name)
+    if not kept and not woken:
+        return None
+    reasons = [f"{named(kept)} {'stays' if len(kept) == 1 else 'stay'} in eval(), as given"] if kept else []
+    if woken:
+        reasons.append(f"{named(woken)} came in eval() from from_pretrained with weights to train: set to train()")
+    return Choice(len(kept), "; ".join(reasons))
+
+
+def named(names: Sequence[str]) -> str:
+    """Return the first three names, and the number of others."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(map(repr, names[:3]))}{more}"
 
 
 def freeze(model: nn.Module, section: Model) -> Choice[int]:

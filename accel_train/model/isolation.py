@@ -1,4 +1,4 @@
-"""Run a forward without side effects: restore random generators and buffers afterwards."""
+"""Run a forward without side effects: restore random generators, buffers, and extra state afterwards."""
 
 import random
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from accel_train.model.batch_norm import is_batch_norm
-from accel_train.model.tensors import is_writable
+from accel_train.model.tensors import is_writable, load_extra_state, packed, split_state
 
 
 class RandomState:
@@ -32,7 +32,7 @@ class RandomState:
 
 
 class Buffers:
-    """Copy of a module's buffers, for restoring them. For example, every forward changes the buffers of batch norms."""
+    """Copy of a module's buffers, extra state, and plain numbers, for restoring what a forward may change."""
 
     def __init__(self, module: nn.Module) -> None:
         self._kept = [
@@ -41,13 +41,22 @@ class Buffers:
             for name, buffer in part.named_buffers(recurse=False, remove_duplicate=False)
             if is_writable(buffer)
         ]
+        self._numbers = [
+            (part, {name: value for name, value in vars(part).items() if type(value) in (bool, int, float)})
+            for part in module.modules()
+        ]
+        self._module = module
+        self._extra = {name: each.clone() for name, each in packed(split_state(module)[1]).items()}
 
     def put_back(self) -> None:
-        """Restore the buffers: both the tensor objects and their contents."""
+        """Restore the buffers, both the tensor objects and their contents, extra state, and numbers."""
+        for part, numbers in self._numbers:
+            vars(part).update(numbers)
         with torch.no_grad():
             for part, name, buffer, content in self._kept:
                 buffer.copy_(content)
                 setattr(part, name, buffer)
+        load_extra_state(self._module, self._extra)
 
 
 @contextmanager

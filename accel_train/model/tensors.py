@@ -1,18 +1,22 @@
-"""Tensors that are sharded over processes (DTensors) or lie in files, and the part that this process holds."""
+"""Tensors that are sharded over processes (DTensors) or lie in files, this process's part of them, and extra state."""
 
+import json
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from safetensors.torch import load, save
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from accel_train.core.errors import SettingError
 from accel_train.runtime.private import norms_of
 
 BLOCK_BYTES = 8 * 2**20
@@ -24,6 +28,11 @@ FINITE: Mapping[tuple[Any, str], Callable[..., Any]] = {
 """Answers for tensors without values, for models that clamp if a number is not finite."""
 Cut = Sequence[slice]
 """Part of a tensor: one slice per dimension, with start and stop."""
+PACKED = "#packed"
+"""Suffix of the name of packed extra state: (N,) uint8, a safetensors file of the value's tensors and its tree."""
+_TREE = "tree"
+_SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple}
+_MAPPINGS: dict[str, Any] = {"dict": dict, "OrderedDict": OrderedDict}
 
 
 @contextmanager
@@ -147,8 +156,8 @@ def version_of(path: Path) -> tuple[int, int, int]:
 
 def replace_values(tensor: Tensor, values: Tensor) -> None:
     """Give a parameter or buffer other values, of any device, in place: it stays the same object."""
-    is_parameter = isinstance(tensor, torch.nn.Parameter)
-    new = torch.nn.Parameter(values, tensor.requires_grad) if is_parameter else values
+    is_parameter = isinstance(tensor, nn.Parameter)
+    new = nn.Parameter(values, tensor.requires_grad) if is_parameter else values
     vars(new).update(vars(tensor))
     torch.utils.swap_tensors(tensor, new)
 
@@ -158,6 +167,11 @@ def unpacked_numel(parameter: Tensor) -> int:
     if parameter.dtype != torch.uint8:
         return parameter.numel()
     return 2 * parameter.numel() if parameter.dim() == 2 else 0
+
+
+def plain_tensors(model: nn.Module) -> list[Tensor]:
+    """Return the tensors that modules hold as plain attributes, neither parameters nor buffers."""
+    return [each for part in model.modules() for each in vars(part).values() if isinstance(each, Tensor)]
 
 
 def tensors_in(tree: Any) -> Iterator[Tensor]:
@@ -193,3 +207,117 @@ def names_not_finite(tensors: Mapping[str, Tensor], *, across_ranks: bool = Fals
     if across_ranks:
         dist.all_reduce(is_broken, op=dist.ReduceOp.MAX)
     return [name for name, broken in zip(floats, is_broken.tolist(), strict=True) if broken]
+
+
+def split_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return a model's parameters and persistent buffers by name, and its extra state by name. Nothing is copied.
+
+    Extra state is every entry of `state_dict` that modules compute (`get_extra_state`, an own `_save_to_state_dict`).
+    Only `load_state_dict` can restore it.
+    """
+    held = {id(each) for each in chain(model.parameters(), model.buffers())}
+    state = model.state_dict(keep_vars=True)
+    own = {name: value for name, value in state.items() if id(value) in held}
+    return own, {name: value for name, value in state.items() if name not in own}
+
+
+def packed(extra: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return extra state as tensors by name. A value that is not a tensor becomes bytes, named with `PACKED`.
+
+    Raises:
+        SettingError: a value holds an object that a checkpoint cannot keep. The message names the module.
+    """
+    tensors = {name: value.detach() for name, value in extra.items() if isinstance(value, Tensor)}
+    return tensors | {name + PACKED: _packed(name, extra[name]) for name in extra.keys() - tensors.keys()}
+
+
+def unpacked(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Any]:
+    """Return the entries of `state_dict` that `packed` made tensors of. Tensors that were not on a CPU go to `device`.
+
+    Raises:
+        ValueError: packed bytes are damaged.
+    """
+    return {
+        name.removesuffix(PACKED): _unpacked(name, value, device) if name.endswith(PACKED) else value
+        for name, value in tensors.items()
+    }
+
+
+def load_extra_state(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Restore stored extra state through `load_state_dict`, on the devices of the model's own."""
+    if not tensors:
+        return
+    now, device = split_state(model)[1], next((each.device for each in model.parameters()), torch.device("cpu"))
+    state = unpacked(tensors, device)
+    for name, value in state.items():
+        if name + PACKED not in tensors:
+            state[name] = value.to(getattr(now.get(name), "device", device))
+    model.load_state_dict(state, strict=False)
+
+
+@contextmanager
+def as_tensors(model: nn.Module) -> Iterator[None]:
+    """Make `state_dict` and `load_state_dict` of a model use tensors only, inside the context, as files need them."""
+
+    def pack(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
+        for name in [name for name, value in state.items() if not isinstance(value, Tensor)]:
+            state |= packed({name: state.pop(name)})
+
+    def unpack(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
+        state |= unpacked({name: state.pop(name) for name in list(state) if name.endswith(PACKED)}, torch.device("cpu"))
+
+    handles = model.register_state_dict_post_hook(pack), model.register_load_state_dict_pre_hook(unpack)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _packed(name: str, value: Any) -> Tensor:
+    tensors: dict[str, Tensor] = {}
+
+    def tree(part: Any) -> Any:
+        kind = type(part)
+        if part is None or kind in (bool, int, float, str):
+            return part
+        if isinstance(part, Tensor):
+            key = str(len(tensors))
+            tensors[key] = part.detach().to("cpu", copy=True).contiguous()
+            return {"tensor": key, "on_host": part.device.type == "cpu"}
+        if kind in _SEQUENCES.values():
+            return {kind.__name__: [tree(each) for each in part]}
+        if kind in _MAPPINGS.values():
+            return {kind.__name__: [[tree(key), tree(each)] for key, each in part.items()]}
+        where = name.rpartition(".")[0]
+        raise SettingError(
+            f"the extra state of {f'module {where!r}' if where else 'the model'} holds a {kind.__qualname__}, which a "
+            "checkpoint cannot keep",
+            "Return tensors, numbers, texts, None, and lists, tuples, or dicts of them from get_extra_state",
+        )
+
+    text = json.dumps(tree(value)).encode()
+    return _bytes(save({**tensors, _TREE: _bytes(text)}))
+
+
+def _bytes(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
+
+
+def _unpacked(name: str, tensor: Tensor, device: torch.device) -> Any:
+    def value(part: Any) -> Any:
+        if not isinstance(part, dict):
+            return part
+        if "tensor" in part:
+            return tensors[part["tensor"]].to("cpu" if part["on_host"] else device)
+        [(kind, parts)] = part.items()
+        if kind in _SEQUENCES:
+            return _SEQUENCES[kind](value(each) for each in parts)
+        return _MAPPINGS[kind]((value(key), value(each)) for key, each in parts)
+
+    try:
+        tensors = load(tensor.cpu().numpy().tobytes())
+        return value(json.loads(tensors.pop(_TREE).numpy().tobytes()))
+    # Any damage ends the same way.
+    except Exception as error:
+        raise ValueError(f"{name} cannot be read ({type(error).__name__})") from error

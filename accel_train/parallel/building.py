@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from accel_train.checkpoint.contents import check_fit, model_tensors
+from accel_train.checkpoint.contents import check_fit, model_shapes
 from accel_train.checkpoint.sharded import CheckpointReader, cuts_of
 from accel_train.core.work import beat
-from accel_train.model.tensors import FileTensor, replace_values
+from accel_train.model.tensors import FileTensor, load_extra_state, plain_tensors, replace_values
 
 READING_THREADS = 4
 
@@ -57,14 +57,13 @@ def empty_until_restored(make: Callable[[], nn.Module], folder: Path) -> nn.Modu
     try:
         with _parameters_without_values():
             model = make()
-        tensors = model_tensors(model)
-        check_fit({name: each.shape for name, each in tensors.items()}, CheckpointReader(folder, "model").shapes)
+        check_fit(model_shapes(model), CheckpointReader(folder, "model").shapes)
     # A custom task may fail in any way on tensors without values. A full build reports the errors of the recipe.
     except Exception:
         torch.set_rng_state(generator)
         return None
     computed = [each for name, each in model.named_buffers() if name not in model.state_dict()]
-    computed += [each for part in model.modules() for each in vars(part).values() if isinstance(each, Tensor)]
+    computed += plain_tensors(model)
     needs_values = any(each.is_meta for each in [*computed, *model.buffers()])
     was_drawn = not torch.equal(generator, torch.get_rng_state())
     torch.set_rng_state(generator)
@@ -147,11 +146,14 @@ def filled(
         f"{name}.{leaf}".lstrip("."): (part, leaf) for name, part in model.named_modules() for leaf in part._buffers
     }
     owners = {name: (part, leaf) for name, (part, leaf) in owners.items() if part._buffers[leaf] is not None}
-    shapes = ({name: each.shape for name, each in found.items()} for found in (model_tensors(model), weights))
-    plain = [each for part in model.modules() for each in vars(part).values() if isinstance(each, Tensor)]
-    is_empty = all(each.is_meta for each in model.parameters()) and not any(each.is_meta for each in plain)
+    is_empty = all(each.is_meta for each in model.parameters())
+    is_empty &= not any(each.is_meta for each in plain_tensors(model))
     has_own_load = type(model).load_state_dict is not nn.Module.load_state_dict
-    if not is_empty or has_own_load or not owners.keys() <= buffers.keys() or next(shapes) != next(shapes):
+    if not is_empty or has_own_load or not owners.keys() <= buffers.keys():
+        return None
+    try:
+        check_fit(model_shapes(model), {name: each.shape for name, each in weights.items()})
+    except ValueError:
         return None
     for name, (part, leaf) in owners.items():
         part._buffers[leaf] = buffers[name].detach().to("cpu", copy=True)
@@ -160,6 +162,7 @@ def filled(
         values = weights.pop(name)
         values = values if keeps_types else values.to(parameter.dtype)
         torch.utils.swap_tensors(parameter, nn.Parameter(values, parameter.requires_grad))
+    load_extra_state(model, weights)
     return model
 
 

@@ -173,7 +173,7 @@ class Ddp(Strategy):
         self._reduce(batch)
 
     def _reduce(self, batch: Mapping[str, Tensor]) -> None:
-        kept = Buffers(self.module)
+        kept = Buffers(self.inner)
         loss_sum = self.module(batch)
         loss_sum.backward(torch.zeros_like(loss_sum))
         kept.put_back()

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.tensor import DTensor
 
-from accel_train.checkpoint.contents import model_tensors, optimizer_tensors
+from accel_train.checkpoint.contents import model_shapes, model_tensors, optimizer_tensors
 from accel_train.checkpoint.sharded import KnownPlan, ShardWriter
 from accel_train.core.errors import RecipeError, SettingError, setting_error
 from accel_train.core.state import Choice
@@ -25,7 +25,7 @@ from accel_train.core.work import beat
 from accel_train.guard.guard import Limits
 from accel_train.model.compile import repeated_blocks
 from accel_train.model.kernels.nf4 import packed_layers
-from accel_train.model.tensors import replace_values
+from accel_train.model.tensors import plain_tensors, replace_values
 from accel_train.model.training_module import TrainingModule
 from accel_train.model.weights import separate_blocks, separate_ends
 from accel_train.optim.update import Update
@@ -148,11 +148,15 @@ class Fsdp2(Strategy):
         # A custom task may fail in any way on tensors without values.
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"
-        if self.accelerator.is_main_process and model is not None:
+        if model is not None and any(each.is_meta for each in plain_tensors(model)):
+            problem = "it makes tensors that are neither parameters nor buffers"
+        if self.accelerator.is_main_process and model is not None and not problem:
             whole = builders.whole()
             self._weights = {**dict(whole.named_buffers()), **whole.state_dict()}
-            expected = {**dict(model.named_buffers()), **model.state_dict()}
-            shapes, other = ({name: each.shape for name, each in found.items()} for found in (self._weights, expected))
+            shapes, other = (
+                {**model_shapes(found), **{name: each.shape for name, each in found.named_buffers()}}
+                for found in (whole, model)
+            )
             if shapes != other:
                 problem = "its weights differ between an empty build and a full build"
         problem = concluded(problem, first_problem)

@@ -20,6 +20,7 @@ from accel_train.checkpoint.contents import (
     optimizer_tensors,
     restore_optimizer,
     restore_weights,
+    split_weights,
     tensor_writers,
 )
 from accel_train.checkpoint.sharded import ShardWriter, copy_to_host
@@ -238,11 +239,11 @@ class Strategy(ABC):
 
     def local_tensors(self) -> dict[str, Tensor]:
         """Return the non-empty weights and moments that this process holds. All processes have the same names."""
-        return {**model_tensors(self.inner.model), **optimizer_tensors(self.optimizer)}
+        return {**split_weights(self.inner.model)[0], **optimizer_tensors(self.optimizer)}
 
     def weight_shapes(self) -> dict[str, torch.Size]:
         """Return the shapes of the whole weights by name. Nothing is gathered."""
-        return {name: tensor.shape for name, tensor in model_tensors(self.inner.model).items()}
+        return {name: tensor.shape for name, tensor in split_weights(self.inner.model)[0].items()}
 
     def full_weights(self, without: Collection[str] = (), narrow: Collection[str] = ()) -> dict[str, Tensor]:
         """* Return all weights by name, without those in `without`, in the main process's host memory.

@@ -22,6 +22,7 @@ from accel_train.checkpoint.sharded import CheckpointReader
 from accel_train.checkpoint.zero_shards import ZeroShards
 from accel_train.core.state import Choice
 from accel_train.guard.guard import Limits
+from accel_train.model.tensors import split_state
 from accel_train.model.training_module import TrainingModule
 from accel_train.optim.update import Update, nan_without_targets
 from accel_train.parallel.dims import check_dimensions
@@ -153,7 +154,8 @@ class Zero(Strategy):
     def restore_weights(self, folder: Path) -> None:
         """Load weights and their average into DeepSpeed's parts."""
         base = left_out(folder)
-        expected = {name: shape for name, shape in self.parts.shapes().items() if name not in base}
+        expected: dict[str, torch.Size | None] = dict.fromkeys(split_state(self.inner.model)[1])
+        expected |= {name: shape for name, shape in self.parts.shapes().items() if name not in base}
         check_fit(expected, CheckpointReader(folder, "model").shapes)
         self.parts.load_weights(folder)
         restore_average(folder, self.average)

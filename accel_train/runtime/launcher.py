@@ -114,13 +114,13 @@ def own_environment() -> Mapping[str, str]:
         return {}
 
 
-def stop_with_parent() -> None:
-    """Ask the kernel for a SIGTERM when the parent dies. It lets a run save.
+def stop_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
+    """Ask the kernel for a signal when the parent dies. SIGTERM lets a run save.
 
     The end of the parent's thread that started this process also counts. Linux only (prctl(2)).
     """
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def allow_restart(reason: str) -> None:

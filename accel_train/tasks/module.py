@@ -13,10 +13,12 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_model
 from torch import Tensor, nn
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, IterableDataset, default_collate
 
+from accel_train.core.errors import RecipeError, SettingError
 from accel_train.core.json_io import json_digest
 from accel_train.data.digest import digest_of_code, digest_of_data, digest_of_module
+from accel_train.model.tensors import as_tensors
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Scores, Task, TaskData
 
@@ -48,7 +50,24 @@ class ModuleTask(Task):
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Return the loss: one number per sample (N,), or their mean as a 0-dim tensor."""
+        """Return the loss: one number per sample (N,), or their mean as a 0-dim tensor.
+
+        With `count_targets`, return the sum over all targets (0-dim), or one number per target (any shape).
+        """
+
+    loss_is_per_batch = False
+    """Whether each micro-batch's loss counts as it is, although it is not a mean over samples.
+
+    Training then depends on the number of processes and micro-batches. Otherwise, a run with several refuses such a
+    loss.
+    """
+
+    def count_targets(self, batch: Any) -> int | None:
+        """Return the number of targets in a batch on the host, for a mean over targets, such as tokens with a label.
+
+        The loss of a step is the sum over all its targets, divided by their number. None, the default, counts samples.
+        """
+        return None
 
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         """Return further evaluation metrics by name, shaped like `loss` and averaged over all samples."""
@@ -66,6 +85,15 @@ class ModuleTask(Task):
         """
         self.recipe = recipe
         train, evaluation = self.data()
+        for name, given in (("train_data", train), ("eval_data", evaluation)):
+            is_stream = isinstance(given, IterableDataset) or not hasattr(given, "__len__")
+            if given is not None and (is_stream or not hasattr(given, "__getitem__")):
+                raise SettingError(
+                    "samples are read by index, with __len__ and __getitem__, but it is a stream",
+                    "Put the samples of a stream in a list, or write them to a file and index it",
+                    at=f"{name} of type {type(given).__name__}",
+                    settings=(name,),
+                )
         if not len(cast("Any", train)):
             raise ValueError("the training data are empty; give at least one sample")
         facts: dict[str, Any] = {"num_train": len(cast("Any", train)), "num_eval": len(cast("Any", evaluation or ()))}
@@ -78,7 +106,7 @@ class ModuleTask(Task):
         return TaskData(
             train,
             evaluation,
-            self._named,
+            _Named(*self._batching()),
             fingerprint=json_digest(digests),
             inputs={f"{name} data": digest for name, digest in digests.items()} | self.code(),
             facts=facts,
@@ -93,12 +121,16 @@ class ModuleTask(Task):
         """Return `model()`, with the weights of a finished run if the recipe names its folder."""
         model = self.model()
         if recipe.model.pretrained is not None and not any(weight.is_meta for weight in model.parameters()):
-            load_model(model, Path(recipe.model.pretrained) / "model.safetensors")
+            with as_tensors(model):
+                load_model(model, Path(recipe.model.pretrained) / "model.safetensors")
         return model
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the fp32 loss summed over the samples."""
-        return _summed(self.loss(model, self._given(batch)), len(batch[_SAMPLES]), "loss")
+        """Return the fp32 loss summed over the samples, or over the targets that `count_targets` counts."""
+        loss = self.loss(model, self._given(batch))
+        if self._batching()[1] is not None and isinstance(loss, Tensor):
+            return loss.float().sum()
+        return _summed(loss, len(batch[_SAMPLES]), "loss")
 
     def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the loss and the metrics, summed over the samples."""
@@ -120,35 +152,20 @@ class ModuleTask(Task):
         if not (folder / "config.json").exists():
             (folder / "config.json").write_text(json.dumps({"module": type(model).__qualname__}) + "\n")
 
-    def _named(self, samples: Sequence[Any]) -> dict[str, Any]:
-        """Return the tensors of a batch by name, with the structure that `_given` needs to rebuild the batch."""
-        tensors: dict[str, Any] = {}
-
-        def take(leaf: Any, name: str) -> Any:
-            if not isinstance(leaf, Tensor):
-                return leaf
-            while not name or name in (_SAMPLES, _STRUCTURE, "num_targets", *tensors):
-                name += "_"
-            tensors[name] = leaf
-            return _Name(name)
-
-        structure = _Structure(_mapped(self.collate(samples), take))
-        # Only `collate` decides on shapes (time first, nodes of all graphs), so a separate tensor carries the sample
-        # count. It has 0 columns with a custom `collate`, because the sample dimension of the other tensors is then
-        # unknown.
-        rows = torch.zeros((len(samples),) if self._stacks() else (len(samples), 0), dtype=torch.uint8)
-        return {**tensors, _SAMPLES: rows, _STRUCTURE: structure, "num_targets": len(samples)}
-
-    def _stacks(self) -> bool:
-        """Return whether `collate` stacks samples in the first dimension, as the default does."""
-        return type(self).collate is ModuleTask.collate
+    def _batching(self) -> "tuple[Callable[[Sequence[Any]], Any] | None, Callable[[Any], int | None] | None]":
+        """Return the functions of `_Named`. None for each method that is not overridden, so that it is not pickled."""
+        kind = type(self)
+        return (
+            None if kind.collate is ModuleTask.collate else self.collate,
+            None if kind.count_targets is ModuleTask.count_targets else self.count_targets,
+        )
 
     def _given(self, batch: Mapping[str, Any]) -> Any:
         """Return the batch in the structure that `collate` returned."""
         structure, samples = batch.get(_STRUCTURE), batch[_SAMPLES]
         # A batch of an incident keeps only tensors.
         if structure is None:
-            example = self._named([cast("Any", self.data()[0])[0]] * len(samples))
+            example = _Named(*self._batching())([cast("Any", self.data()[0])[0]] * len(samples))
             structure = example[_STRUCTURE]
             if {name for name, value in example.items() if isinstance(value, Tensor)} != batch.keys():
                 raise ValueError("this micro-batch has another structure than a batch of the first training sample")
@@ -170,10 +187,14 @@ class FittedModule(ModuleTask):
         train: Any = None,
         evaluation: Any = None,
         functions: Mapping[str, Callable[..., Any] | None] | None = None,
+        *,
+        loss_is_per_batch: bool = False,
     ) -> None:
         if module is None:
             raise TypeError("it was trained by accel_train.fit(...) in a program; load model/model.safetensors there")
-        self.module, self.train, self.evaluation, self.functions = module, train, evaluation, functions or {}
+        self.module, self.train, self.evaluation = module, train, evaluation
+        self.functions = {name: each for name, each in (functions or {}).items() if each is not None}
+        self.loss_is_per_batch = loss_is_per_batch
 
     def data(self) -> "tuple[Dataset[Any], Dataset[Any] | None]":
         """Return the program's data."""
@@ -187,7 +208,7 @@ class FittedModule(ModuleTask):
 
     def code(self) -> dict[str, str]:
         """Return digests of the functions and of the module as it was before an earlier `fit` trained it in place."""
-        names = ("loss", "metrics", "collate")
+        names = dict.fromkeys(("loss", "metrics", "collate", *self.functions))
         return {name: digest_of_code(self.functions.get(name)) for name in names} | {"model": self._as_given()}
 
     def _as_given(self) -> str:
@@ -206,20 +227,56 @@ class FittedModule(ModuleTask):
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Return the result of the program's loss function."""
-        return self.functions["loss"](model, batch)  # type: ignore[misc]
+        return self.functions["loss"](model, batch)
 
     def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
         """Return the result of the program's metrics function, or nothing without one."""
         function = self.functions.get("metrics")
         return {} if function is None else function(model, batch)
 
-    def _stacks(self) -> bool:
-        return self.functions.get("collate") is None
+    def count_targets(self, batch: Any) -> int | None:
+        """Return the result of the program's function."""
+        return self.functions["count_targets"](batch)
+
+    def _batching(self) -> "tuple[Callable[[Sequence[Any]], Any] | None, Callable[[Any], int | None] | None]":
+        return self.functions.get("collate"), self.functions.get("count_targets")
 
     def collate(self, samples: Sequence[Any]) -> Any:
         """Return a batch made by the program's function, or by torch's DataLoader collation without one."""
         function = self.functions.get("collate")
         return super().collate(samples) if function is None else function(samples)
+
+
+class _Named:
+    """Collate that returns the tensors of a batch by name, with the structure that `ModuleTask._given` rebuilds.
+
+    Processes that read ahead get it: it holds two functions, but not the task with its loss and model.
+    """
+
+    def __init__(
+        self, collate: Callable[[Sequence[Any]], Any] | None, count_targets: Callable[[Any], int | None] | None
+    ) -> None:
+        self.collate, self.count_targets = collate, count_targets
+
+    def __call__(self, samples: Sequence[Any]) -> dict[str, Any]:
+        tensors: dict[str, Any] = {}
+
+        def take(leaf: Any, name: str) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            while not name or name in (_SAMPLES, _STRUCTURE, "num_targets", *tensors):
+                name += "_"
+            tensors[name] = leaf
+            return _Name(name)
+
+        collated = default_collate(list(samples)) if self.collate is None else self.collate(samples)
+        structure = _Structure(_mapped(collated, take))
+        # Only `collate` decides on shapes (time first, nodes of all graphs), so a separate tensor carries the sample
+        # count. It has 0 columns with a custom `collate`, because the sample dimension of the other tensors is then
+        # unknown.
+        rows = torch.zeros((len(samples),) if self.collate is None else (len(samples), 0), dtype=torch.uint8)
+        count = len(samples) if self.count_targets is None else self.count_targets(collated)
+        return {**tensors, _SAMPLES: rows, _STRUCTURE: structure, "num_targets": count}
 
 
 class _Name(str):
@@ -253,16 +310,21 @@ def _summed(value: Tensor, size: int, name: str) -> Tensor:
     """Return the fp32 sum over samples of `value`: one number per sample (size,), or their 0-dim mean.
 
     Raises:
-        ValueError: `value` is not a tensor, or has another shape.
+        RecipeError: `value` is not a tensor, has another shape, or is a whole number, which is no mean.
     """
     if not isinstance(value, Tensor):
-        raise ValueError(
+        raise RecipeError(
             f"{name} is a {type(value).__name__}; return a tensor of one number for each sample, or their mean"
+        )
+    if value.dim() == 0 and not value.is_floating_point():
+        raise RecipeError(
+            f"{name} is a whole number of type {value.dtype}, so it is a count, not a mean over samples; return one "
+            "number for each sample, or their mean"
         )
     if value.dim() == 0:
         return value.float() * size
     if value.shape != (size,):
-        raise ValueError(
+        raise RecipeError(
             f"{name} has shape {tuple(value.shape)} for {size} samples; "
             "return one number for each sample, or their mean"
         )

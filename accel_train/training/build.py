@@ -1,6 +1,5 @@
 """Build the run of a plan: its model, wrapped and restored, and everything else that a step needs."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -27,19 +26,17 @@ from accel_train.checkpoint.store import read_trainer
 from accel_train.core.state import Choice, Requests, TrainState
 from accel_train.data.cache import DigestCheck
 from accel_train.engine.batch_search import BatchCache, Trials, fit_micro_batch
-from accel_train.engine.loader import Reading, read_batches
-from accel_train.engine.resolve import change_model
+from accel_train.engine.resolve import change_model, makes_new_models
 from accel_train.engine.run import Calendar, ModelFacts, RunContext, RunPlan, make_guard
 from accel_train.engine.run import Extensions as Extensions
 from accel_train.engine.save import restore
-from accel_train.model.batch_norm import RunningStatistics, sync_batch_norms, trained_batch_norms
+from accel_train.model.batch_norm import RunningStatistics, sync_batch_norms
 from accel_train.model.compile import GraphCount, compile_module
-from accel_train.model.isolation import Buffers
 from accel_train.model.kernels.float8 import convert_to_float8
 from accel_train.model.kernels.frozen import keep_frozen
 from accel_train.model.memory_estimate import build_without_weights
 from accel_train.model.pretrained import StandIns, check_plain_weights
-from accel_train.model.tensors import FileTensor, without_values
+from accel_train.model.tensors import FileTensor, packed, split_state, without_values
 from accel_train.model.training_module import TrainingModule
 from accel_train.optim.optimizers import build_optimizer, describe_optimizer, name_parameters
 from accel_train.optim.schedule import make_schedule, scale_learning_rate
@@ -52,7 +49,6 @@ from accel_train.runtime.memory import PeakMemory
 from accel_train.runtime.process_group import concluded, first_problem, on_main
 from accel_train.runtime.signals import StopRequest
 from accel_train.runtime.watchdog import Watchdog
-from accel_train.task import Task
 from accel_train.training.output import device_peak
 
 Choices = dict[str, Choice[Any]]
@@ -207,6 +203,7 @@ def build_model(plan: RunPlan, strategy: Strategy) -> tuple[TrainingModule, RunP
         choices["initial weights"] = Choice(
             "whole", f"each process makes all of them, because {strategy.whole_because}"
         )
+    packed(split_state(model)[1])  # refuses extra state that no checkpoint can keep
     inner = TrainingModule(model, task, frozenset(frozen if recipe.model.pretrained is not None else ()))
     if strategy.accelerator.mixed_precision == "fp8":
         choices["precision.float8"] = convert_to_float8(inner.model)
@@ -233,12 +230,6 @@ def describe(unread: Unread, count: int, *, is_sharded: bool) -> Choice[str]:
     left = len(unread.sources)
     packed = f"; the main process reads the {count - left} to quantize" if left < count else ""
     return Choice("in parts", f"each process reads only its part of {left} weights{packed}")
-
-
-def makes_new_models(task: Task) -> bool:
-    """Return whether this package makes the task's model. A program may hold the model that it returns."""
-    module = type(task).build_model.__module__
-    return module.startswith("accel_train.tasks.") and module != "accel_train.tasks.module"
 
 
 def _compare_sources(everywhere: list[tuple[str, Any, Any]]) -> tuple[str, bool, bool]:
@@ -315,43 +306,3 @@ def restore_state(plan: RunPlan, strategy: Strategy, settings: Settings) -> tupl
             state.evaluations_without_improvement = 0
     apply_rollbacks(state, point.rollbacks)
     return state, changes
-
-
-def check_lone_samples(run: RunContext) -> None:
-    """Refuse a run in which a process forwards a single sample and a batch norm cannot train on it.
-
-    Raises:
-        ValueError: before the first step. Otherwise torch would fail in the middle of the run.
-    """
-    plan, sizes, strategy = run.plan, run.sizes, run.strategy
-    data, order = plan.data, plan.order
-    is_known = strategy.is_replicated and not strategy.meets_in_forward and data.step_batches is None
-    if not (is_known and trained_batch_norms(strategy.inner)):
-        return
-    world_size, size = strategy.dims.size, sizes.per_device_batch_size
-    step = math.ceil(order.steps_per_epoch) - 1  # last step of an epoch: with `short` it may have fewer samples
-    is_short = plan.recipe.data.last_batch == "short" and step < plan.max_steps
-    shares = [order.rank_micro_batches(step, rank, world_size, size) for rank in range(world_size)] if is_short else []
-    # A process without a share forwards one sample, because the others wait for it.
-    if size > 1 and not any(not share or any(len(part) == 1 for part in share) for share in shares):
-        return
-
-    def forward_one() -> str:
-        kept = Buffers(strategy.inner)
-        try:
-            batch, _ = next(read_batches(data.train, data.collate, iter([[0]]), run.accelerator.device, Reading()))
-            with torch.no_grad():
-                strategy.inner(batch)
-        except Exception as error:  # the step itself reports any other error
-            return str(error)
-        finally:
-            kept.put_back()
-        return ""
-
-    if "Expected more than 1 value per channel" in on_main(forward_one):
-        where = f"step {step + 1}, the last of an epoch," if size > 1 else "each step"
-        remedy = "data.last_batch to drop or carry" if size > 1 else "batch.per_device_batch_size to 2 or more"
-        raise ValueError(
-            f"in {where} a process forwards one sample alone, and this model's batch norm cannot train on one. "
-            f"Set {remedy}"
-        )

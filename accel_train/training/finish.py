@@ -25,7 +25,7 @@ from accel_train.core.redaction import redact, redact_text
 from accel_train.core.terminal import print_line
 from accel_train.core.work import working
 from accel_train.engine.evaluation import evaluation_mode
-from accel_train.engine.resolve import change_model
+from accel_train.engine.resolve import change_model, makes_new_models
 from accel_train.engine.run import RunContext, RunPlan
 from accel_train.engine.save import refuse_nonfinite_model
 from accel_train.inference.evaluate import format_augmentation
@@ -33,7 +33,7 @@ from accel_train.metrics.baselines import format_main_score, format_scores, like
 from accel_train.model.kernels.frozen import in_fp32
 from accel_train.model.kernels.nf4 import packed_layers
 from accel_train.model.pretrained import quiet_bars
-from accel_train.model.tensors import without_values
+from accel_train.model.tensors import as_tensors, without_values
 from accel_train.model.weights import in_bf16, narrow_names
 from accel_train.observe.progress import without_averages
 from accel_train.observe.run_folder import EXAMPLES_FILE, SUMMARY_FILE
@@ -44,7 +44,6 @@ from accel_train.report.report import write_report
 from accel_train.runtime.doctor import environment, launch_facts
 from accel_train.runtime.process_group import wait_for_all
 from accel_train.task import is_of_transformers, rate_name
-from accel_train.training.build import makes_new_models
 from accel_train.training.model_selection import evaluate_at_end, load_best, short_name
 
 MAX_TRIED = 256
@@ -248,7 +247,7 @@ def save_model(run: RunContext, model: nn.Module) -> None:
     if plan.recipe.checkpoint.model_dtype == "bf16":
         model = in_bf16(model)
     bars = quiet_bars() if is_of_transformers(model) else nullcontext()
-    with replacing(plan.output_dir / "model") as staging, bars:
+    with replacing(plan.output_dir / "model") as staging, bars, as_tensors(model):
         plan.task.save(model, plan.data, staging)
 
 

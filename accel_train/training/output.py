@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Self
@@ -27,6 +28,7 @@ from accel_train.engine.loader import Steps
 from accel_train.engine.run import RunContext
 from accel_train.engine.save import ALIKE
 from accel_train.model.batch_norm import SyncedBatchNorm, trained_batch_norms
+from accel_train.model.freeze import named
 from accel_train.observe.goodput import LaunchClock
 from accel_train.observe.notify import Notifier
 from accel_train.observe.observer import LogPlan, Observer, Observers, RunObserver
@@ -241,10 +243,26 @@ def describe_batch_norm(run: RunContext) -> str | None:
     )
 
 
+def note_changing_state(run: RunContext, names: Sequence[str], lost: Sequence[str]) -> None:
+    """Print how state that forwards change depends on how a step is cut, and what of it a resume loses."""
+    names, lost = ([name.removeprefix("model.") for name in each] for each in (names, lost))
+    if run.accelerator.num_processes > 1 or run.sizes.gradient_accumulation_steps > 1:
+        run.observer.note(
+            f"a forward changes {named(names)}: by the samples of its micro-batch, and process 0's values are kept. "
+            "Another number of processes or micro-batches changes the training"
+        )
+    if lost:
+        run.observer.note(
+            f"a forward changes {named(lost)}, but checkpoints do not hold it, so a resume starts it anew. Register "
+            "the buffer with persistent=True"
+        )
+
+
 def notable_choices(run: RunContext) -> dict[str, Choice[Any]]:
     """Return the choices that warn, or that differ from what the recipe says, and so are always printed."""
     choices, recipe = run.plan.choices, run.plan.recipe
     names = {"gpus", "initial weights", "precision.float8", "model.lora", "launch", "no effect"}
+    names |= {"parts in eval()", "reading"}
     rate, probe = choices.get("optimizer.learning_rate"), choices.get("probe")
     if rate is not None and rate.value != recipe.optimizer.learning_rate:
         names.add("optimizer.learning_rate")
@@ -278,6 +296,7 @@ def announce(run: RunContext, folder: RunFolder) -> None:
     observer.note(f"{'model'.ljust(width)}  {kind}, {num_parameters:,} trainable parameters")
     if (norms := describe_batch_norm(run)) is not None:
         observer.note(f"{'batch norm'.ljust(width)}  {norms}")
+    run.statistics.on_change = partial(note_changing_state, run)
     for note in _of_data(plan.data, plan.recipe) or [f"{plan.order.num_samples:,} samples to train on"]:
         observer.note(f"{'data'.ljust(width)}  {note}")
     if not folder.lock.value:

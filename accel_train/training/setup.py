@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
+import torch
 from accelerate import Accelerator
 from torch import nn
 
@@ -42,10 +43,11 @@ from accel_train.runtime.process_group import on_main, start_processes
 from accel_train.runtime.signals import StopRequest
 from accel_train.runtime.watchdog import Watchdog
 from accel_train.task import Task, prove_forward, read_data, with_data_of
-from accel_train.training.build import Choices, build_run, check_lone_samples, settings_of
+from accel_train.training.build import Choices, build_run, settings_of
 from accel_train.training.finish import finished_before
 from accel_train.training.model_selection import check_metric_name
 from accel_train.training.output import open_output
+from accel_train.training.trial import check_lone_samples, check_sums
 
 
 def prepare_run(
@@ -68,6 +70,8 @@ def prepare_run(
 
 
 def _prepare(recipe: Recipe, task: Task | None, extensions: Extensions, stop: StopRequest) -> RunContext:
+    if not torch.is_grad_enabled():
+        raise SettingError("gradients are off here (torch.no_grad or inference_mode)", "Train outside of that context")
     clock = LaunchClock(take_age_seconds())
     remember_secrets(recipe.model_dump())
     recipe = with_launch_environment(recipe)
@@ -101,6 +105,7 @@ def _prepare(recipe: Recipe, task: Task | None, extensions: Extensions, stop: St
         output.record_launch()
         check_metric_name(run)
         check_lone_samples(run)
+        check_sums(run)
         output.start(run)
         if run.digest_check is not None:
             resources.callback(run.digest_check.stop)
@@ -200,7 +205,9 @@ def plan_run(
     check_agreement(recipe, data, accelerator.num_processes)
     data = in_slices(data, strategy.dims)
     steps, order = resolve_run(recipe, data, sizes, extensions.epoch_order)
-    reading, reading_choices = choose_reading(recipe.data, data, accelerator)
+    context = extensions.reading.get("multiprocessing_context")
+    method = context if context is None or isinstance(context, str) else context.get_start_method()
+    reading, reading_choices = choose_reading(recipe.data, data, accelerator, method)
     # A little less time than a step may take, so that what hangs is named.
     reading = replace(reading, timeout_seconds=0.8 * recipe.guard.hang_timeout_seconds, **extensions.reading)
     choices |= {

@@ -3,11 +3,13 @@
 import html
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 
+from accel_train.core.errors import SettingError
 from accel_train.core.format import LARGEST_COUNT
 from accel_train.engine.run import RunContext
 from accel_train.recipe.loader import make_recipe
@@ -127,6 +129,8 @@ def fit(
     eval_data: "Dataset[Any] | None" = None,
     metrics: Callable[[nn.Module, Any], dict[str, Tensor]] | None = None,
     collate: Callable[[Sequence[Any]], Any] | None = None,
+    count_targets: Callable[[Any], int] | None = None,
+    loss_is_per_batch: bool = False,
     num_epochs: float | None = None,
     max_steps: int | None = None,
     batch_size: int = 32,
@@ -139,17 +143,23 @@ def fit(
     Call `fit` again to resume from the newest valid checkpoint of `output_dir`, or to get the finished model. If data,
     loss, metrics, model, or settings have changed, `fit` reports the change and trains a new run. The old run moves to
     `previous-N`. Initial weights are not compared. Under `accelerate launch` or torchrun, the same program trains on
-    all processes. The module is trained in place. If it is sharded, `result.model` has its weights.
+    all processes. The module is trained in place. If it is sharded, `result.model` has its weights. Parts that you have
+    set to `eval()` stay so (docs/tasks.md). Before the first step, `loss` and `metrics` are tried on a few samples.
 
     Args:
         model: model on the CPU, in fp32.
         train_data: samples by index. `collate` makes a batch of them.
-        loss: `loss(model, batch)` returns one number per sample (1-dim), or their mean (0-dim).
+        loss: `loss(model, batch)` returns one number per sample (1-dim), or their mean (0-dim). With `count_targets`,
+            it returns the sum over all targets, or one number per target.
         output_dir: run folder.
         eval_data: samples for evaluation, four times during training and at the end. None: no evaluation.
         metrics: `metrics(model, batch)` returns further numbers by name, each shaped like the loss. They are
             averaged over `eval_data`.
         collate: function that makes a batch of samples. None: as torch's DataLoader.
+        count_targets: `count_targets(batch)` returns the number of targets in a batch on the host, for example of
+            tokens with a label. The loss of a step is then the mean over all its targets. None: a target per sample.
+        loss_is_per_batch: whether a loss that is not a mean over samples is accepted although a step is cut into
+            micro-batches or over processes. Its value then depends on the cut.
         num_epochs: passes over the data. Default: 3 if `max_steps` is not given.
         max_steps: optimizer steps, instead of `num_epochs`.
         batch_size: samples per step, over all processes.
@@ -182,8 +192,11 @@ def fit(
         own[name] = {**own[name], **section} if isinstance(section, Mapping) and name in own else section
     recipe = make_recipe(own, "fit()", arguments=[])
     module = with_plain_names(model)
+    if any(each.is_meta for each in chain(module.parameters(), module.buffers())):
+        raise SettingError("the model has tensors on the meta device, without values", "Build it on the CPU", "model")
+    functions = {"loss": loss, "metrics": metrics, "collate": collate, "count_targets": count_targets}
     task = load_class("task", _TASK, "accel_train.task.Task")(
-        module, train_data, eval_data, {"loss": loss, "metrics": metrics, "collate": collate}
+        module, train_data, eval_data, functions, loss_is_per_batch=loss_is_per_batch
     )
     with StopRequest() as stop, task.remembered():
         result = train_run(prepare_run(recipe, task, stop=stop))

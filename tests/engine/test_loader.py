@@ -3,12 +3,14 @@
 import errno
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,9 +26,11 @@ from accel_train.engine.loader import (
     choose_num_workers,
     read_batches,
     usable_cores,
+    why_no_workers,
 )
 from accel_train.runtime.exit import exit_code, message_of
 from accel_train.task import TaskData
+from tests.support.runs import TESTS, environment
 
 
 def work(ready: Event) -> None:
@@ -51,6 +55,87 @@ def test_worker_ends_when_its_training_process_asks_and_at_no_other_signal(metho
         assert worker.exitcode == 0
     finally:
         worker.kill()
+
+
+STOPPED = """
+import os, signal, sys
+import torch
+from accel_train.engine.loader import Reading, read_batches
+
+def collate(samples):
+    return {"pid": torch.tensor(os.getpid()), "num_targets": 1}
+
+batches = read_batches(range(9), collate, iter([[0], [1]]), torch.device("cpu"), Reading(num_workers=1))
+batch, _ = next(batches)
+os.kill(int(batch["pid"]), signal.SIGSTOP)
+print(int(batch["pid"]), flush=True)
+if sys.argv[1] == "killed":
+    os._exit(5)  # as the watchdog ends a process
+batches.close()
+sys.exit(5)
+"""
+
+
+@pytest.mark.parametrize("end", ["killed", pytest.param("normal", marks=pytest.mark.slow)])
+def test_a_stopped_worker_ends_with_its_training_process(end: str, tmp_path: Path) -> None:
+    # A worker that stays would keep a pipe open.
+    with (tmp_path / "out").open("w") as out:
+        done = subprocess.run([sys.executable, "-c", STOPPED, end], env=environment(), stdout=out, timeout=120)
+    assert done.returncode == 5
+    pid = int((tmp_path / "out").read_text())
+    status = Path(f"/proc/{pid}/stat")
+    for _ in range(50):
+        # Z: it has ended, and its new parent has not asked for its exit code yet.
+        if not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z":
+            return
+        time.sleep(0.1)
+    os.kill(pid, signal.SIGKILL)
+    pytest.fail("the worker outlived its training process")
+
+
+PROGRAM = TESTS / "support/programs/start_methods.py"
+
+
+@pytest.mark.parametrize(
+    ("method", "case"),
+    [
+        ("spawn", "guarded"),
+        pytest.param("spawn", "unguarded", marks=pytest.mark.slow),
+        pytest.param("forkserver", "guarded", marks=pytest.mark.slow),
+        pytest.param("forkserver", "unguarded", marks=pytest.mark.slow),
+        pytest.param("fork", "daemonic", marks=pytest.mark.slow),
+    ],
+)
+def test_workers_get_the_data_and_the_collate_alone_or_the_training_process_reads(
+    method: str, case: str, tmp_path: Path
+) -> None:
+    command = [sys.executable, str(PROGRAM), method, case]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = done.stdout.splitlines()
+    read = dict(line.removeprefix("read elsewhere: ").rsplit(" ", 1) for line in lines if line.startswith("read else"))
+    said = [line for line in lines if line.startswith("reading ")]
+    if case == "guarded":
+        assert read == {"data and a lambda as loss": "True", "a lambda as collate": "False"}
+        assert len(said) == 2
+        assert all("pickle collate" in line for line in said)
+    else:
+        assert set(read.values()) == {"False"}
+        assert all({"unguarded": "__main__", "daemonic": "daemonic"}[case] in line for line in said)
+    assert len(said) == (1 if case == "unguarded" else 2)
+
+
+def test_what_a_notebook_defines_cannot_be_read_in_a_started_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    main = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+
+    def collate(samples: Sequence[Any]) -> dict[str, Any]:
+        return {}
+
+    collate.__module__ = "__main__"
+    data = TaskData([1], None, collate, "")  # type: ignore[arg-type]
+    assert "notebook" in why_no_workers(data, "spawn")
+    assert why_no_workers(data, "fork") == ""
 
 
 def test_sys_exit_in_a_worker_reaches_the_training_as_the_error_itself() -> None:

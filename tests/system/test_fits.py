@@ -296,7 +296,7 @@ def test_bugs_05_a_loss_of_another_shape_than_the_samples_is_refused(tmp_path: P
         fit(nn.Linear(3, 1), data, loss=lambda model, batch: (model(batch[0]) - batch[1]).square(), **arguments)
     with pytest.raises(ValueError, match=r"loss has shape \(4, 1\) for 4 samples"):
         fit(nn.Linear(3, 1), data, loss=lambda model, batch: model(batch[0]).square(), **arguments)
-    with pytest.raises(ValueError, match=r"wide .*\(8, 8\).* 8 samples"):
+    with pytest.raises(ValueError, match=r"wide .*\(4, 4\).* 4 samples"):
         fit(
             nn.Linear(3, 1),
             data,
@@ -311,7 +311,8 @@ def test_bugs_06_a_part_of_a_section_is_enough(tmp_path: Path) -> None:
     seen: list[float] = []
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
-        seen.extend(batch[0][:, 0].tolist())
+        if torch.is_grad_enabled():
+            seen.extend(batch[0][:, 0].tolist())
         return model(batch[0])[:, 0].square()
 
     rows = torch.arange(8.0)[:, None].expand(8, 3)

@@ -117,17 +117,33 @@ def test_two_processes_predict_each_row_once_in_order(tmp_path: Path) -> None:
             assert row[name] == pytest.approx(other[name], abs=1e-6)
 
 
-def test_the_similarity_of_a_row_is_the_product_of_its_two_embeddings(tmp_path: Path) -> None:
-    train_rows(tmp_path, "run", data=TRIPLETS)
+def test_the_similarity_of_a_row_is_the_product_of_its_two_embeddings_with_the_prompts_of_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_rows(tmp_path, "run", data={**TRIPLETS, "anchor_prompt": "query: ", "positive_prompt": "passage: "})
     rows = write_rows(tmp_path, 5)
-    found = []
-    for number, columns in enumerate(("[anchor]", "[positive]", "[anchor, positive]")):
+    found, said = [], []
+    for number, (columns, *more) in enumerate(
+        (
+            ("[anchor]",),
+            ("[positive]",),
+            ("[anchor, positive]",),
+            ("[positive, anchor]",),
+            ("[positive]", "--data.column_prompts", "[query]"),
+        )
+    ):
         out = tmp_path / f"{number}.jsonl"
         words = ["predict", str(tmp_path / "run"), str(rows), "--data.pair_columns", columns, "--out", str(out)]
-        assert main(words) == 0
+        assert main([*words, *more]) == 0
         found.append([json.loads(line) for line in out.read_text().splitlines()])
-    assert [len(each) for each in found] == [5, 5, 5]
-    for anchor, positive, both in zip(*found, strict=True):
+        said.append(capsys.readouterr().err)
+    assert [len(each) for each in found] == [5] * 5
+    assert "'anchor' gets the query prompt 'query: '" in said[0]
+    assert "'positive' gets the document prompt 'passage: '" in said[1]
+    assert "'positive' gets the query prompt 'query: '" in said[4]
+    for anchor, positive, both, turned, as_query in zip(*found, strict=True):
+        assert turned["similarity"] == pytest.approx(both["similarity"], abs=1e-6)
+        assert as_query["embedding"] != pytest.approx(positive["embedding"], abs=1e-3)
         product = torch.tensor(anchor["embedding"]) @ torch.tensor(positive["embedding"])
         assert both["similarity"] == pytest.approx(float(product), abs=1e-6)
         assert torch.tensor(anchor["embedding"]).norm() == pytest.approx(1.0, abs=1e-5)

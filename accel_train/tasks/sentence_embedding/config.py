@@ -48,6 +48,25 @@ class SentenceEmbeddingData(TextData):
     positive_prompt: str = Field(default="", examples=["passage: "])
     """Text before each positive and negative. `model/` has it as the prompt `document`."""
 
+    column_prompts: tuple[Literal["query", "document"], ...] = Field(default=(), examples=[["document"]])
+    """Prompt of each of pair_columns: query (anchor_prompt) or document (positive_prompt). Default: query for the first
+    column, document for the others. `predict` keeps the prompt that a column had in training.
+    """
+
+    @property
+    def prompt_names(self) -> "tuple[Literal['query', 'document'], ...]":
+        """Return `column_prompts`, with the default resolved."""
+        rest: tuple[Literal["query", "document"], ...] = ("document",)
+        return self.column_prompts or ("query", *rest * (len(self.pair_columns) - 1))
+
+    def prompted_as(self, trained: Self) -> Self:
+        """Return this section with the prompt that each column had in training; the default for other columns."""
+        if self.column_prompts:
+            return self
+        known = dict(zip(trained.pair_columns, trained.prompt_names, strict=True))
+        names = zip(self.pair_columns, self.prompt_names, strict=True)
+        return self.model_copy(update={"column_prompts": tuple(known.get(column, name) for column, name in names)})
+
     @property
     def loss_name(self) -> Literal["ranking", "cosent", "triplet"]:
         """Return the objective, with auto resolved."""
@@ -62,6 +81,9 @@ class SentenceEmbeddingData(TextData):
         problem, at, other = "", f"data.objective={self.objective}", "pair_columns"
         if not count:
             problem, at = "name at least one column", columns
+        elif len(self.column_prompts) not in (0, count):
+            problem, other = f"name a prompt for each of the {count} columns of data.pair_columns", "column_prompts"
+            at = f"data.column_prompts=[{', '.join(self.column_prompts)}]"
         elif name == "cosent" and self.score_column is None and self.objective == "cosent" and count > 1:
             problem, other = "needs the similarity of each pair, so set data.score_column", "score_column"
         elif name != "cosent" and self.score_column is not None:

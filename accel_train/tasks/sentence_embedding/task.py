@@ -82,13 +82,12 @@ class SentenceEmbedding(EncoderTask):
                 raise ValueError(f"loss.{name} is for classes, and sentence-embedding has none; leave it out")
         self.pooling, self.pooling_reason = _pooling(recipe, section)
         rows = rows_of.load_rows(recipe)
-        texts = chain.from_iterable(row.texts for row in rows.train)
-        reader = self.reader(recipe, texts, is_pair=False)
+        reader = self.reader(recipe, chain.from_iterable(row.texts for row in rows.train), is_pair=False)
         _check_config(recipe, reader.config, section)
-        prompts = [section.anchor_prompt, *[section.positive_prompt] * (len(section.pair_columns) - 1)]
+        texts = {"query": section.anchor_prompt, "document": section.positive_prompt}
         encode = partial(
             rows_of.tokenize_rows,
-            prompts=prompts,
+            prompts=[texts[name] for name in section.prompt_names],
             tokenizer=reader.tokenizer,
             max_length=reader.max_length,
             progress=progress,
@@ -118,10 +117,15 @@ class SentenceEmbedding(EncoderTask):
                 rows,
                 reader.tokenizer,
                 reader.config,
-                {"query": section.anchor_prompt, "document": section.positive_prompt},
+                texts,
             ),
             facts={"pooling": self.pooling, "objective": section.loss_name},
-            notes=[*rows.notes, *reader.notes, *cut_note(lengths, reader.max_length, section.of_training("rows"))],
+            notes=[
+                *rows.notes,
+                *_prompt_notes(section),
+                *reader.notes,
+                *cut_note(lengths, reader.max_length, section.of_training("rows")),
+            ],
         )
 
     def choices(self, recipe: Recipe, model: nn.Module) -> dict[str, Choice[Any]]:
@@ -280,6 +284,19 @@ def pooled(hidden: Tensor, mask: Tensor, pooling: Pooling) -> Tensor:
         return hidden.gather(1, last[:, None, None].expand(-1, 1, hidden.shape[-1]))[:, 0]
     weights = mask[..., None].float()
     return (hidden * weights).sum(1) / weights.sum(1)
+
+
+def _prompt_notes(section: SentenceEmbeddingData) -> list[str]:
+    """Return the prompt of each column to predict, if the prompts of queries and documents differ."""
+    if section.is_for_training or section.anchor_prompt == section.positive_prompt:
+        return []
+    texts = {"query": section.anchor_prompt, "document": section.positive_prompt}
+    named = [
+        f"column {column!r} gets the {name} prompt {texts[name]!r}"
+        for column, name in zip(section.pair_columns, section.prompt_names, strict=True)
+    ]
+    other = ", ".join({"query": "document", "document": "query"}[name] for name in section.prompt_names[:1])
+    return [f"{'; '.join(named)}. Set --data.column_prompts to change it, for example [{other}]"]
 
 
 def _pooling(recipe: Recipe, section: SentenceEmbeddingData) -> tuple[Pooling, str]:
