@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from accel_train.core.errors import SettingError
+from accel_train.core.json_io import parse_json
 from accel_train.runtime.private import norms_of
 
 BLOCK_BYTES = 8 * 2**20
@@ -317,7 +318,7 @@ def _unpacked(name: str, tensor: Tensor, device: torch.device) -> Any:
 
     try:
         tensors = load(tensor.cpu().numpy().tobytes())
-        return value(json.loads(tensors.pop(_TREE).numpy().tobytes()))
+        return value(parse_json(tensors.pop(_TREE).numpy().tobytes()))
     # Any damage ends the same way.
     except Exception as error:
         raise ValueError(f"{name} cannot be read ({type(error).__name__})") from error
