@@ -187,18 +187,35 @@ def resume_of(args: TrainingArguments, requested: str | bool | None) -> str:
 
 
 def adapter_files(trainer: "Trainer") -> dict[str, bytes]:
-    """Return the adapter weights of a PEFT model by file name, for `PeftModel.from_pretrained` of a checkpoint.
+    """Return the files of a PEFT model's adapters by name, as its `save_pretrained` writes them.
 
-    Empty for a sharded model: `save_model` gathers its weights.
+    `default` lies at the top, each other adapter in a folder of its name. Empty for a sharded model: `save_model`
+    gathers its weights.
     """
     model: Any = trainer.model
     if not _is_peft_model(model) or is_spread(trainer):
         return {}
     from peft import get_peft_model_state_dict
-    from peft.utils import SAFETENSORS_WEIGHTS_NAME
+    from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 
-    tensors = get_peft_model_state_dict(model, adapter_name=next(iter(model.peft_config)))
-    return {SAFETENSORS_WEIGHTS_NAME: save({name: each.detach().cpu().contiguous() for name, each in tensors.items()})}
+    files: dict[str, bytes] = {}
+    for name, config in model.peft_config.items():
+        tensors = get_peft_model_state_dict(model, adapter_name=name)
+        facts = {**config.to_dict(), "inference_mode": True}
+        if config.task_type is None:
+            base = model._get_base_model_class(is_prompt_tuning=config.is_prompt_learning)
+            facts["auto_mapping"] = {"base_model_class": base.__name__, "parent_library": base.__module__}
+        text = json.dumps({key: list(value) if isinstance(value, set) else value for key, value in facts.items()})
+        files[adapter_place(name) + CONFIG_NAME] = text.encode()
+        files[adapter_place(name) + SAFETENSORS_WEIGHTS_NAME] = save(
+            {key: each.detach().cpu().clone().contiguous() for key, each in tensors.items()}
+        )
+    return files
+
+
+def adapter_place(name: str) -> str:
+    """Return the folder of an adapter in a checkpoint, with its slash. Empty for the default adapter, as in peft."""
+    return "" if name == "default" else f"{name}/"
 
 
 class CheckpointNames:
@@ -362,9 +379,6 @@ def save_description(trainer: "Trainer", model: Any, folder: Path) -> None:
         model.config.save_pretrained(folder)
         if model.can_generate():
             model.generation_config.save_pretrained(folder)
-    if _is_peft_model(model):
-        for config in model.peft_config.values():
-            config.save_pretrained(folder)
     processing = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
     if processing is not None:
         processing.save_pretrained(folder)
