@@ -29,6 +29,10 @@ class Seq2SeqTrainer(Trainer):
     _gen_kwargs: dict[str, Any]
 
     @staticmethod
+    def replaces() -> type:
+        return StockSeq2SeqTrainer
+
+    @staticmethod
     def load_generation_config(gen_config_arg: Any) -> GenerationConfig:
         """Return the generation config of a file, a model, or an object, as in transformers."""
         return StockSeq2SeqTrainer.load_generation_config(gen_config_arg)

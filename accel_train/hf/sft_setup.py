@@ -192,27 +192,41 @@ def _check_combinations(args: Any) -> None:
         raise argument_error(problem, "Set packing=True, or max_length=None.", padding_free=True)
 
 
-def check_adapter(model: Any, peft_config: Any) -> None:
-    """Check `peft_config`, before a model is built.
+def check_adapter(model: Any, peft_config: Any, args: Any) -> None:
+    """Check `peft_config` and the adapters that the model already has, before a model is built.
 
     Raises:
-        SettingError: it is not a configuration of peft, its kind is not tested, or the model already has an adapter.
+        SettingError: it is not a configuration of peft, the model already has an adapter, or rows are packed although
+            an adapter depends on the whole sequence.
     """
-    if peft_config is None:
-        return
     at, settings, found = "peft_config", ("peft_config",), None
-    try:
-        from peft import PeftConfig, PeftModel
-    except ImportError as error:
-        raise SettingError("needs the package peft", "pip install 'accel-train[sft]'", at, settings) from error
-    if not isinstance(peft_config, PeftConfig):
-        found = f"got {type(peft_config).__name__}", "Give a peft.LoraConfig."
-    elif peft_config.is_prompt_learning:
-        found = f"{type(peft_config).__name__} adds virtual tokens, which is not tested", "Give a peft.LoraConfig."
-    elif isinstance(model, PeftModel):
-        found = "the model already has an adapter", "Leave it out, or call model.merge_and_unload() first."
+    configs = list(getattr(model, "peft_config", {}).values())
+    if peft_config is not None:
+        try:
+            from peft import PeftConfig
+        except ImportError as error:
+            raise SettingError("needs the package peft", "pip install 'accel-train[sft]'", at, settings) from error
+        if not isinstance(peft_config, PeftConfig):
+            found = f"got {type(peft_config).__name__}", "Give a peft.LoraConfig."
+        elif configs:
+            found = "the model already has an adapter", "Leave it out, or call model.merge_and_unload() first."
+        configs.append(peft_config)
     if found:
         raise SettingError(*found, at, settings)
+    for config in configs:
+        if (args.packing or args.padding_free) and depends_on_the_sequence(config):
+            name = "packing" if args.packing else "padding_free"
+            problem = (
+                f"{type(config).__name__} depends on the whole sequence, so rows in one sequence change each other"
+            )
+            raise argument_error(problem, "Set it False, or give a LoraConfig.", **{name: True})
+
+
+def depends_on_the_sequence(config: Any) -> bool:
+    """Return whether an adapter computes a token from more than the token's own inputs of a layer."""
+    # An activated LoRA starts at its invocation tokens, and X-LoRA scales by the hidden states of the sequence.
+    by_tokens = getattr(config, "alora_invocation_tokens", None) or str(config.peft_type).endswith("XLORA")
+    return config.is_prompt_learning or config.is_adaption_prompt or bool(by_tokens)
 
 
 def check_names(model: nn.Module, config: Any) -> None:

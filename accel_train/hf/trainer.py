@@ -45,6 +45,8 @@ class Trainer:
         SettingError: an argument or an overridden method is not supported. The message names it and the remedy.
     """
 
+    hooks: frozenset[str] = frozenset()
+    """Private methods of the replaced trainer that are called here too, so a subclass may override them."""
     generates = False
     """Whether evaluations may generate texts, as in Seq2SeqTrainer."""
     signature: Signature
@@ -89,7 +91,7 @@ class Trainer:
         match_transformers: bool = False,
     ) -> None:
         stop_with_launcher()
-        check_overrides(type(self), Trainer)
+        check_overrides(type(self))
         self.match_transformers = match_transformers
         """Whether to weigh and drop samples as transformers does, where accel_train differs (docs/hf_trainer.md)."""
         self.args = args = TrainingArguments("tmp_trainer") if args is None else args
@@ -130,6 +132,11 @@ class Trainer:
             problem = "derives from transformers.Trainer too, whose loop would train"
             remedy = "Derive only from accel_train.Trainer (SFTTrainer for TRL's). Other trainers do not work with it."
             raise SettingError(problem, remedy, f"class {cls.__name__}")
+
+    @staticmethod
+    def replaces() -> type:
+        """Return the class whose interface this is."""
+        return StockTrainer
 
     @property
     def model_accepts_loss_kwargs(self) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import (
     AttentionInterface,
     LlamaConfig,
@@ -26,6 +27,7 @@ from transformers import (
 
 from accel_train import SFTTrainer
 from accel_train.hf.argument_table import table
+from accel_train.hf.arguments import check_overrides
 from accel_train.hf.sft_setup import SFT_FIELDS
 from tests.support.hf_models import refused
 from tests.support.processes import run_forked
@@ -44,9 +46,11 @@ from tests.support.sft import (
     losses,
     made,
     padded,
+    prompt_tuned,
     quantized,
     rows,
     tokenizer,
+    virtual,
 )
 
 pytestmark = [
@@ -167,6 +171,11 @@ def t5(size: int) -> Any:
         (CHATS, {"peft_config": partial(lora, rank_pattern={"o_porj": 2})}, "peft_config.rank_pattern", "o_proj"),
         (CHATS, {"loss_type": "dft", "compute_loss_func": print}, "loss_type", "loss"),
         (CHATS, {"loss_type": "none"}, "loss_type", "none"),
+        (CHATS, {"model": prompt_tuned, **PACKED}, "packing", "PromptTuningConfig"),
+        (CHATS, {"model": prompt_tuned, "padding_free": True, "max_length": None}, "padding_free", "PromptTuning"),
+        (CHATS, {"peft_config": partial(virtual, "PrefixTuningConfig"), **PACKED}, "packing", "PrefixTuning"),
+        (CHATS, {"peft_config": partial(LoraConfig, task_type="CAUSAL_LM", alora_invocation_tokens=[7]), **PACKED},
+         "packing", "LoraConfig"),
         (CHATS, {"packing": True, "data_collator": padded}, "packing", "collator"),
         ({"text": None}, {}, "train_dataset", "row 0 has an empty text"),
         ({"input_ids": [1, 2]}, {"assistant_only_loss": True}, "train_dataset", "chats"),
@@ -184,6 +193,48 @@ def test_what_is_not_supported_is_refused_by_name(
 ) -> None:
     data = Dataset.from_list([row] * 4)
     assert fact in refused(lambda: made(SFTTrainer, tmp_path, "", train_dataset=data, **given), setting).problem
+
+
+class Tokens:
+    """Overrides the rows that TRL would make: the last three tokens of each are learned."""
+
+    def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        rows = [{"text": "".join(each["text"][::-1])} for each in dataset]
+        made: Any = super()._prepare_dataset(Dataset.from_list(rows), *args, **kwargs)  # type: ignore[misc]
+        return made.map(lambda row: {"labels": [-100] * (len(row["labels"]) - 3) + row["labels"][-3:]})
+
+
+def test_rows_that_an_override_prepares_are_trained_and_evaluated_as_in_trl(tmp_path: Path) -> None:
+    import trl
+
+    given: dict[str, Any] = {"max_steps": 2, "eval_dataset": rows("text", 4), "per_device_eval_batch_size": 4}
+    found = []
+    for kind in (trl.SFTTrainer, SFTTrainer):
+        trainer = made(type("Own", (Tokens, kind), {}), tmp_path / kind.__module__, "text", **given)
+        trainer.train()
+        found.append((losses(trainer), trainer.evaluate()["eval_loss"], trainer.evaluate(rows("text", 4))["eval_loss"]))
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-5)
+    assert found[1][1:] == pytest.approx(found[0][1:], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name", ["_reject_skip_prepare_without_labels", "_send_telemetry", "_save_checkpoint", "_prepared"]
+)
+def test_methods_that_only_trl_calls_are_refused_as_overrides_before_a_model_is_made(tmp_path: Path, name: str) -> None:
+    own = type("Own", (SFTTrainer,), {name: lambda self, *args: None})
+    refused(lambda: own("no/model", config(tmp_path), train_dataset=rows("text")), f"Own.{name}")
+
+
+def test_every_method_of_trl_is_called_offered_or_refused(tmp_path: Path) -> None:
+    from trl import SFTTrainer as Stock
+
+    of_trl = {name for cls in Stock.__mro__ if cls.__module__.startswith("trl.") for name in vars(cls)}
+    for name in sorted(name for name in of_trl if callable(getattr(Stock, name)) and not name.startswith("__")):
+        own = type("Own", (SFTTrainer,), {name: lambda self, *args: None})
+        if name in SFTTrainer.hooks or not name.startswith("_"):
+            assert callable(getattr(SFTTrainer, name)), name
+        else:
+            refused(lambda own=own: check_overrides(own), f"Own.{name}")
 
 
 def test_configurations_of_other_trainers_and_lists_are_refused(tmp_path: Path) -> None:

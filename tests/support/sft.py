@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -117,6 +118,15 @@ def dropped() -> Any:
     return made
 
 
+def virtual(name: str) -> Any:
+    """A configuration of peft that puts four learned tokens before each row."""
+    return getattr(peft, name)(task_type="CAUSAL_LM", num_virtual_tokens=4)
+
+
+def prompt_tuned(size: int) -> Any:
+    return peft.get_peft_model(llama(size), virtual("PromptTuningConfig"))
+
+
 def adapted(size: int) -> Any:
     """A model that has an adapter already."""
     from peft import get_peft_model
@@ -183,6 +193,9 @@ SETUPS: dict[str, tuple[str, dict[str, Any]]] = {
     "another end token": ("text", {"eos_token": "<|user|>"}),
     "an adapter of the user": ("chat", {"model": adapted}),
     "DoRA": ("chat", {"peft_config": dora}),
+    "prompt tuning": ("chat", {"peft_config": partial(virtual, "PromptTuningConfig")}),
+    "prefix tuning": ("chat", {"peft_config": partial(virtual, "PrefixTuningConfig"), "gradient_checkpointing": False}),
+    "prompt encoder": ("pair", {"peft_config": partial(virtual, "PromptEncoderConfig")}),
     "a collator of the user": ("chat", {"data_collator": padded}),
     "label smoothing": ("chat", {"label_smoothing_factor": 0.1}),
     "label smoothing in bf16": ("chat", {"label_smoothing_factor": 0.1, "bf16": True}),
