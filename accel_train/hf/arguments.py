@@ -75,10 +75,10 @@ def check_overrides(kind: "type[Trainer]") -> None:
         SettingError: a method is overridden that only the replaced trainer calls, or that accel_train needs for itself.
             The message names each with its remedy.
     """
-    stock, problems = kind.replaces(), {}
+    stock, problems = kind._replaces(), {}
     own = next(cls for cls in kind.__mro__ if cls.__module__.startswith("accel_train.hf."))
     for cls in kind.__mro__[: kind.__mro__.index(own)]:
-        for name in vars(cls).keys() - kind.hooks:
+        for name in vars(cls).keys() - kind._hooks:
             is_theirs, is_ours = (callable(getattr(each, name, None)) for each in (stock, own))
             # Overrides may call the helpers with an underscore, but nothing here calls an override of them.
             if name.startswith("__") or not (is_theirs or is_ours) or (is_ours and not name.startswith("_")):

@@ -107,6 +107,7 @@ class Flow(Observer):
         folder = self.stock_checkpoint or run.plan.resume_point.path
         state = first_state(trainer, folder, self.scheduler, run.observer.note)
         trainer._initial_num_input_tokens_seen = state.num_input_tokens_seen
+        trainer._num_tokens_seen = run.state.num_input_tokens_seen
         state.compute_steps(args, self.length.max_steps)
         state.train_batch_size = args.per_device_train_batch_size
         state.max_steps, state.num_train_epochs = self.length.max_steps, self.length.num_epochs
@@ -177,6 +178,9 @@ class Flow(Observer):
                 optimizer_tensors(self.run.strategy.optimizer)
             self._is_optimizer_checked = True
         self._since_log.append(result)
+        if result.counts and self.run is not None:
+            self.run.state.num_input_tokens_seen += int(result.counts[trainer._counts.index("num_tokens")])
+            trainer._num_tokens_seen = self.run.state.num_input_tokens_seen
         self._count_tokens()
         if (every := trainer.args.torch_empty_cache_steps) and result.step % every == 0:
             clear_device_cache()
@@ -217,6 +221,7 @@ class Flow(Observer):
         }
         if num_skipped := sum(each.skipped for each in self._since_log):
             logs["skipped_steps"] = num_skipped
+        logs |= self.trainer._counted_metrics([each.counts for each in self._since_log])
         self._since_log = []
         self.trainer.log(logs, self.began)
 
@@ -331,21 +336,22 @@ class Flow(Observer):
         # Remove links to checkpoints that a rotation has deleted since.
         self.names.link()
 
-    def count(self, inputs: dict[str, Any]) -> None:
+    def count(self, inputs: dict[str, Any]) -> bool:
         """Add the FLOPs and tokens of a micro-batch, and call on_substep_end for the previous one.
 
-        A compiled graph counts nothing.
+        Return whether the micro-batch counts. It does not if it only keeps processes together, or in a compiled graph.
         """
         if torch.compiler.is_compiling() or not self.trainer.model.training:
-            return
+            return False
         if self._num_micro_batches == self._num_own:
-            return
+            return False
         self._flops += self.trainer.floating_point_ops(inputs)
         if self._num_micro_batches and self.requests is not None:
             self._call("on_substep_end")
         self._num_micro_batches += 1
         if self.trainer.args.include_num_input_tokens_seen not in ("no", False):
             self._tokens.append(num_input_tokens(self.trainer, inputs))
+        return True
 
     def _own_micro_batches(self, step: int) -> int:
         """Return the number of a step's micro-batches with samples of this process.

@@ -29,7 +29,7 @@ class Seq2SeqTrainer(Trainer):
     _gen_kwargs: dict[str, Any]
 
     @staticmethod
-    def replaces() -> type:
+    def _replaces() -> type:
         return StockSeq2SeqTrainer
 
     @staticmethod

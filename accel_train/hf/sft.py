@@ -8,9 +8,13 @@ TRL tokenizes, masks, and packs the rows, so that both trainers see the same tok
 `hf.sft_setup` has the treatment of each field of SFTConfig, and docs/hf_trainer.md the differences from TRL.
 """
 
+import copy
 import logging
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.compute
@@ -23,12 +27,14 @@ from accel_train.core.errors import SettingError
 from accel_train.hf import training
 from accel_train.hf.argument_table import argument_error
 from accel_train.hf.arguments import check_overrides
+from accel_train.hf.hub import write_card
 from accel_train.hf.inputs import num_items_in
 from accel_train.hf.sft_setup import (
     check_adapter,
     collator_for,
     config_of,
     label_log_probs,
+    label_scores,
     loaded,
     prepare_forward,
     router_weight,
@@ -56,7 +62,10 @@ class SFTTrainer(Trainer):
     """
 
     args: Any
-    hooks = frozenset({"_prepare_dataset"})
+    _hooks = frozenset({"_prepare_dataset"})
+    # Read by TRL's model card, and set by subclasses.
+    _tag_names, _name, _paper, _template_file = ["trl", "sft"], "SFT", dict[str, str](), None
+    _counts = ("num_labels", "num_tokens", "entropy_sum", "num_correct", "aux_loss_sum")
     router_aux_loss_coef = 0.0
     """Weight of the router loss of a mixture-of-experts model."""
 
@@ -130,9 +139,11 @@ class SFTTrainer(Trainer):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
+        if hasattr(model, "add_model_tags"):
+            model.add_model_tags(self._tag_names)
 
     @staticmethod
-    def replaces() -> type:
+    def _replaces() -> type:
         from trl.trainer.sft_trainer import SFTTrainer as StockSFTTrainer
 
         return StockSFTTrainer
@@ -213,12 +224,12 @@ class SFTTrainer(Trainer):
                 problem = "formatting_func makes plain text, which has no assistant"
                 raise argument_error(problem, "Remove one of the two.", assistant_only_loss=True)
             return first
-        if not self.prepares_rows:
+        if not self._prepares_rows:
             self._check_kind(first, at)
         return first
 
     @property
-    def prepares_rows(self) -> bool:
+    def _prepares_rows(self) -> bool:
         """True if a subclass overrides `_prepare_dataset`, so rows may be of any kind."""
         return type(self)._prepare_dataset is not SFTTrainer._prepare_dataset
 
@@ -291,13 +302,13 @@ class SFTTrainer(Trainer):
             dataset = with_equal_lengths(dataset, at)
         elif formatting_func is not None:
             is_chat, dataset = False, formatted(dataset, formatting_func, args)
-        elif self.prepares_rows:
+        elif self._prepares_rows:
             self._check_kind(first, at)
         if is_chat and processing_class.chat_template is None:
             problem, remedy = "the tokenizer has no chat template", "Set chat_template_path in SFTConfig."
             raise SettingError(problem, remedy, "processing_class", ("processing_class", "chat_template_path"))
         before = len(dataset) if isinstance(dataset, Dataset) else None
-        prepare: Any = self.replaces()._prepare_dataset  # type: ignore[attr-defined]
+        prepare: Any = self._replaces()._prepare_dataset  # type: ignore[attr-defined]
         try:
             rows = prepare(self, dataset, processing_class, args, packing, None, dataset_name)
         except (RuntimeError, AttributeError, IndexError, KeyError, TypeError, ValueError, TemplateError) as error:
@@ -356,21 +367,62 @@ class SFTTrainer(Trainer):
         is_dft = self.args.loss_type == "dft"
         needs_logits = self.compute_loss_func is not None or (self.label_smoother is not None and not is_dft)
         if needs_logits or not (self._is_fused or is_dft) or (return_outputs and not is_dft):
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+            logits = getattr(outputs, "logits", None)
+            if logits is not None and inputs.get("labels") is not None:
+                self._note(inputs, outputs, *label_scores(logits, inputs["labels"]))
+            return (loss, outputs) if return_outputs else loss
         if self._is_fused:
             outputs = model(**inputs, fused_lm_head=True)
             log_probs, count = outputs.log_probs, outputs.label_mask.sum()
+            self._note(inputs, outputs, count, outputs.entropy.detach().sum(), outputs.is_top1.sum())
             if return_outputs:
                 with torch.no_grad():
                     outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
         else:
             outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
             log_probs, count = label_log_probs(outputs.logits, inputs["labels"])
+            self._note(inputs, outputs, *label_scores(outputs.logits, inputs["labels"]))
         losses = -log_probs * log_probs.exp().detach() if is_dft else -log_probs
         loss = losses.sum() / torch.as_tensor(count if num_items_in_batch is None else num_items_in_batch).clamp(min=1)
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * outputs.aux_loss
         return (loss, outputs) if return_outputs else loss
+
+    def create_model_card(
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
+        """Write TRL's `README.md` to output_dir."""
+        if not self.is_world_process_zero():
+            return
+        with TemporaryDirectory() as folder:
+            # TRL writes it into the output_dir of its arguments, over a README of the user.
+            view = copy.copy(self)
+            view.args = SimpleNamespace(output_dir=folder, process_index=0)
+            self._replaces().create_model_card(view, model_name, dataset_name, tags)  # type: ignore[attr-defined]
+            write_card(self, (Path(folder) / "README.md").read_text(encoding="utf-8"))
+
+    def _note(self, inputs: Mapping[str, Any], outputs: Any, count: Tensor, entropy: Tensor, correct: Tensor) -> None:
+        """Keep what the metrics of this micro-batch are made of, on the device."""
+        if torch.compiler.is_compiling():
+            return
+        aux = getattr(outputs, "aux_loss", None) if self.aux_loss_enabled else None
+        mask = inputs.get("attention_mask")
+        tokens = count.new_full((), inputs["labels"].numel()) if mask is None else mask.sum()
+        router = entropy.new_zeros(()) if aux is None else aux.detach() * count
+        self._noted = torch.stack([each.float() for each in (count, tokens, entropy, correct, router)])
+
+    def _counted_metrics(self, steps: Sequence[Sequence[float]]) -> dict[str, float]:
+        labeled = [dict(zip(self._counts, step, strict=True)) for step in steps if step and step[0]]
+        if not labeled:
+            return {}
+        names = {"entropy": "entropy_sum", "mean_token_accuracy": "num_correct"}
+        names |= {"aux_loss": "aux_loss_sum"} if self.aux_loss_enabled else {}
+        means = {
+            name: sum(step[part] / step["num_labels"] for step in labeled) / len(labeled)
+            for name, part in names.items()
+        }
+        return {**means, "num_tokens": float(self._num_tokens_seen)}
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None

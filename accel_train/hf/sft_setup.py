@@ -440,7 +440,7 @@ def prepare_forward(model: Any, args: Any, *, padding_free: bool) -> bool:
             raise argument_error(problem, "Set it False.", **{name: True}) from error
         return False
     if is_exact:
-        add_fused_lm_head(inner, outputs=("log_probs",))
+        add_fused_lm_head(inner, outputs=("log_probs", "entropy", "is_top1"))
     return is_exact
 
 
@@ -468,7 +468,28 @@ def router_weight(model: Any, args: Any) -> float:
 
 def label_log_probs(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return the log-probability of each next label, 0 at -100, and the number of labels."""
-    labels = labels[:, 1:].to(logits.device)
+    logits, labels = shifted(logits, labels)
     mask = labels.ne(-100)
-    found = logits[:, :-1].float().log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    found = logits.float().log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
     return found.masked_fill(~mask, 0.0), mask.sum()
+
+
+def shifted(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logits without virtual tokens, and the label that each of them predicts."""
+    return logits[:, -labels.shape[1] : -1], labels[:, 1:].to(logits.device)
+
+
+@torch.no_grad()
+def label_scores(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the number of labels, the sum of the entropies of their predictions (nats), and how many are right.
+
+    Works in parts of 1024 positions, so that no second copy of all logits is made.
+    """
+    logits, labels = shifted(logits, labels)
+    entropy, correct = logits.new_zeros((), dtype=torch.float32), labels.new_zeros(())
+    rows = zip(logits, labels, strict=True)
+    for part, wanted in ((a, b) for row, own in rows for a, b in zip(row.split(1024), own.split(1024), strict=True)):
+        mask, log_probs = wanted.ne(-100), part.float().log_softmax(-1)
+        entropy -= (log_probs.exp() * log_probs).sum(-1).masked_fill(~mask, 0.0).sum()
+        correct += (part.argmax(-1).eq(wanted) & mask).sum()
+    return labels.ne(-100).sum(), entropy, correct

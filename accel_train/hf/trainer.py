@@ -10,7 +10,7 @@ become an observer (`hf.callbacks`). evaluate and predict read every sample once
 one call of train(). docs/hf_trainer.md lists the arguments, and the differences from transformers.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -45,7 +45,7 @@ class Trainer:
         SettingError: an argument or an overridden method is not supported. The message names it and the remedy.
     """
 
-    hooks: frozenset[str] = frozenset()
+    _hooks: frozenset[str] = frozenset()
     """Private methods of the replaced trainer that are called here too, so a subclass may override them."""
     generates = False
     """Whether evaluations may generate texts, as in Seq2SeqTrainer."""
@@ -59,6 +59,12 @@ class Trainer:
     is_in_train = False
     """Whether train() is running, including its evaluations."""
     hub_model_id: str | None = None
+    _counts: tuple[str, ...] = ()
+    """Names of the numbers that `compute_loss` counts (`_noted`), of which `counted_metrics` makes metrics."""
+    _noted: Tensor | None = None
+    """Numbers that the last compute_loss counted."""
+    _num_tokens_seen = 0
+    """Tokens of all training batches so far, if compute_loss counts them."""
     current_gradient_accumulation_steps = 1
     """Divisor of a micro-batch's loss in a training_step copied from transformers. Always 1: the loop divides once."""
     # The loop shards the model, so plugins of Accelerate are not used.
@@ -134,7 +140,7 @@ class Trainer:
             raise SettingError(problem, remedy, f"class {cls.__name__}")
 
     @staticmethod
-    def replaces() -> type:
+    def _replaces() -> type:
         """Return the class whose interface this is."""
         return StockTrainer
 
@@ -250,6 +256,15 @@ class Trainer:
         """
         loss, outputs = loss_of(self, model, inputs, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
+
+    def _take_noted(self) -> Tensor | None:
+        """Return the numbers that the last compute_loss counted, once. None inside a compiled graph."""
+        noted, self._noted = self._noted, None
+        return noted
+
+    def _counted_metrics(self, steps: Sequence[Sequence[float]]) -> dict[str, float]:
+        """Return the metrics of the counts of several steps, or of one evaluation."""
+        return {}
 
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
         """Return the context in which `compute_loss` is called. Override it for a custom context."""

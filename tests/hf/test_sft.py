@@ -45,10 +45,13 @@ from tests.support.sft import (
     lora,
     losses,
     made,
+    mixtral,
     padded,
     prompt_tuned,
     quantized,
     rows,
+    same_scores,
+    scores,
     tokenizer,
     virtual,
 )
@@ -80,9 +83,13 @@ def test_the_losses_are_those_of_trl(name: str, tmp_path: Path) -> None:
     for kind in (trl.SFTTrainer, SFTTrainer):
         trainer = made(kind, tmp_path / kind.__module__, data, **given)
         trainer.train()
-        found.append(losses(trainer))
-    assert len(found[0]) == 10
-    assert found[1] == pytest.approx(found[0], rel=1e-5)
+        found.append((losses(trainer), scores(trainer)))
+    assert len(found[0][0]) == 10
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-5)
+    # TRL averages the means of micro-batches.
+    is_ragged = given.get("gradient_accumulation_steps", 1) > 1
+    assert len(found[0][1]) == 10
+    same_scores(found[1][1], found[0][1], 2e-2 if is_ragged else 2e-5)
     assert trainer._is_fused
 
 
@@ -97,6 +104,60 @@ def test_two_processes_have_the_losses_of_trl(name: str, tmp_path: Path) -> None
         found[kind] = json.loads((folder / "result.json").read_text())
     assert len(found["stock"]["losses"]) == 10
     assert found["ours"]["losses"] == pytest.approx(found["stock"]["losses"], rel=1e-5)
+    is_ragged = "gradient_accumulation_steps" in SPREAD[name][1]
+    same_scores(found["ours"]["scores"], found["stock"]["scores"], 5e-2 if is_ragged else 2e-5)
+
+
+def test_the_log_and_evaluations_have_the_metrics_of_trl(tmp_path: Path) -> None:
+    import trl
+
+    given: dict[str, Any] = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "logging_steps": 2, **PACKED}
+    given |= {"eval_dataset": rows("chat", 6), "per_device_eval_batch_size": 6, "model": mixtral}
+    given |= {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 2}
+    found = []
+    for kind in (trl.SFTTrainer, SFTTrainer):
+        more = {**given, "metric_for_best_model": "mean_token_accuracy"}
+        trainer = made(kind, tmp_path / kind.__module__, "chat", **more)
+        trainer.train()
+        lines = [line for line in trainer.state.log_history if "eval_loss" in line]
+        names = ("eval_entropy", "eval_mean_token_accuracy", "eval_num_tokens", "eval_aux_loss")
+        found.append((scores(trainer), [{name: line[name] for name in names} for line in lines], trainer.state))
+    for place in (0, 1):
+        assert len(found[0][place]) == 2
+        same_scores(found[1][place], found[0][place], 2e-5)
+    assert found[1][2].best_metric == pytest.approx(found[0][2].best_metric)
+    assert trainer.aux_loss_enabled
+
+
+@pytest.mark.parametrize("given", [{}, {"label_smoothing_factor": 0.1}], ids=["fused", "from logits"])
+def test_metrics_depend_on_neither_accumulation_nor_a_resume(tmp_path: Path, given: dict[str, Any]) -> None:
+    given = {"max_steps": 4, "assistant_only_loss": True, "save_strategy": "steps", "save_steps": 3, **given}
+    whole = made(SFTTrainer, tmp_path / "whole", "chat", per_device_train_batch_size=8, **given)
+    whole.train()
+    parts = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "eval_dataset": rows("chat", 7)}
+    accumulated = made(SFTTrainer, tmp_path / "parts", "chat", **parts, **given)
+    accumulated.train()
+    resumed = made(SFTTrainer, tmp_path / "parts", "chat", **parts, **given)
+    resumed.train(str(tmp_path / "parts/checkpoint-3"))
+    assert len(scores(whole)) == 4
+    for trainer in (accumulated, resumed):
+        same_scores(scores(trainer), scores(whole), 1e-5)
+    found = {name: accumulated.evaluate()[name] for name in ("eval_entropy", "eval_mean_token_accuracy")}
+    accumulated.args.per_device_eval_batch_size = 2
+    assert {name: accumulated.evaluate()[name] for name in found} == pytest.approx(found)
+
+
+def test_a_metric_that_evaluations_do_not_report_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    for name, data, known in (
+        ("accuracy", rows("chat", 4), "mean_token_accuracy"),
+        ("loss", {"one": rows("chat", 4)}, "one_loss"),
+    ):
+        more = {**given, "metric_for_best_model": name, "load_best_model_at_end": True, "eval_dataset": data}
+        trainer = made(SFTTrainer, tmp_path, "chat", **more)
+        assert known in refused(trainer.train, "metric_for_best_model").problem
+        assert trainer.state.global_step == 0
+        assert not (tmp_path / "recipe.resolved.yaml").exists()
 
 
 @pytest.mark.faults
@@ -231,7 +292,7 @@ def test_every_method_of_trl_is_called_offered_or_refused(tmp_path: Path) -> Non
     of_trl = {name for cls in Stock.__mro__ if cls.__module__.startswith("trl.") for name in vars(cls)}
     for name in sorted(name for name in of_trl if callable(getattr(Stock, name)) and not name.startswith("__")):
         own = type("Own", (SFTTrainer,), {name: lambda self, *args: None})
-        if name in SFTTrainer.hooks or not name.startswith("_"):
+        if name in SFTTrainer._hooks or not name.startswith("_"):
             assert callable(getattr(SFTTrainer, name)), name
         else:
             refused(lambda own=own: check_overrides(own), f"Own.{name}")

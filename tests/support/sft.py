@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import peft
+import pytest
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -164,6 +165,18 @@ def made(kind: Any, folder: Path | str, data: str, **given: Any) -> Any:
 
 def losses(trainer: Any) -> list[float]:
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
+
+
+def scores(trainer: Any) -> list[dict[str, float]]:
+    """What TRL logs in addition to transformers, line by line."""
+    names = ("entropy", "mean_token_accuracy", "num_tokens", "aux_loss")
+    lines = ({name: line[name] for name in names if name in line} for line in trainer.state.log_history)
+    return [line for line in lines if line]
+
+
+def same_scores(found: list[dict[str, float]], expected: list[dict[str, float]], rel: float) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=rel)
 
 
 SKIPPED: dict[str, Any] = {"dataset_kwargs": {"skip_prepare_dataset": True}}
