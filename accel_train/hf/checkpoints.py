@@ -208,7 +208,7 @@ def adapter_files(trainer: "Trainer") -> dict[str, bytes]:
         text = json.dumps({key: list(value) if isinstance(value, set) else value for key, value in facts.items()})
         files[adapter_place(name) + CONFIG_NAME] = text.encode()
         files[adapter_place(name) + SAFETENSORS_WEIGHTS_NAME] = save(
-            {key: each.detach().cpu().clone().contiguous() for key, each in tensors.items()}
+            {key: each.detach().cpu().clone().contiguous() for key, each in tensors.items()}, {"format": "pt"}
         )
     return files
 
