@@ -134,6 +134,29 @@ def test_each_adapter_is_saved_with_its_weights_and_configuration_where_peft_put
     assert not list((tmp_path / "ours/checkpoints").glob("kept-*"))
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's
+@pytest.mark.parametrize("make", [adapted, adapted_twice])
+def test_an_adapter_checkpoint_of_transformers_is_resumed_to_the_same_weights(tmp_path: Path, make: Any) -> None:
+    theirs = hf.trained(tmp_path, make(), hf.rows(32), kind=transformers.Trainer, **SAVING)
+    shutil.rmtree(tmp_path / "checkpoint-6")
+    model = make()
+    for name, weight in model.named_parameters():
+        if "lora_" in name:
+            weight.data.zero_()
+    ours = hf.trained(tmp_path, model, hf.rows(32), True, **SAVING)
+    assert ours.state.global_step == 6
+    assert hf.difference(theirs.model, ours.model) < hf.CLOSE
+    found, expected = ([line["loss"] for line in hf.history(each) if "loss" in line] for each in (ours, theirs))
+    assert found == pytest.approx(expected, abs=hf.CLOSE)
+    other = adapted_twice() if make is adapted else adapted()
+    old = str(tmp_path / "old")
+    shutil.copytree(tmp_path / "checkpoint-3", old)
+    error = hf.refused(
+        lambda: hf.trained(tmp_path / "other", other, hf.rows(32), old, **SAVING), "resume_from_checkpoint"
+    )
+    assert "adapter_model.safetensors not found" in error.problem
+
+
 class Scaled(Dataset[dict[str, Any]]):
     """A data set of a script: its items are made by code."""
 
