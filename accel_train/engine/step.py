@@ -220,7 +220,7 @@ class Agreement:
             known = {part: number_on_host(part) for part in set(parts)}  # some parts are the same tensor
             numbers: Tensor | list[float] = [known[part] for part in parts]
             if self.counted is not None:
-                numbers += self.counted.take(loss_sum).tolist()
+                numbers = [*numbers, *self.counted.take(loss_sum).tolist()]
         else:  # an offloaded optimizer's numbers come from the host
             numbers = torch.stack([part.to(self.device, non_blocking=True) for part in parts])
             if self.counted is not None:

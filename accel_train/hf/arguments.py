@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Collection
 from dataclasses import MISSING, dataclass
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -75,7 +76,7 @@ def check_overrides(kind: "type[Trainer]") -> None:
         SettingError: a method is overridden that only the replaced trainer calls, or that accel_train needs for itself.
             The message names each with its remedy.
     """
-    stock, problems = kind._replaces(), {}
+    stock, problems = resolve_name(kind._replaces), {}
     own = next(cls for cls in kind.__mro__ if cls.__module__.startswith("accel_train.hf."))
     for cls in kind.__mro__[: kind.__mro__.index(own)]:
         for name in vars(cls).keys() - kind._hooks:

@@ -44,6 +44,7 @@ from accel_train.hf.checkpoints import (
 from accel_train.hf.hub import push_checkpoint
 from accel_train.hf.inputs import num_input_tokens
 from accel_train.hf.search import report_to_search
+from accel_train.hf.token_metrics import SUMS
 from accel_train.observe.observer import Observer
 
 if TYPE_CHECKING:
@@ -107,7 +108,8 @@ class Flow(Observer):
         folder = self.stock_checkpoint or run.plan.resume_point.path
         state = first_state(trainer, folder, self.scheduler, run.observer.note)
         trainer._initial_num_input_tokens_seen = state.num_input_tokens_seen
-        trainer._num_tokens_seen = run.state.num_input_tokens_seen
+        if trainer._token_metrics is not None:
+            trainer._token_metrics.num_tokens = run.state.num_input_tokens_seen
         state.compute_steps(args, self.length.max_steps)
         state.train_batch_size = args.per_device_train_batch_size
         state.max_steps, state.num_train_epochs = self.length.max_steps, self.length.num_epochs
@@ -178,9 +180,9 @@ class Flow(Observer):
                 optimizer_tensors(self.run.strategy.optimizer)
             self._is_optimizer_checked = True
         self._since_log.append(result)
-        if result.counts and self.run is not None:
-            self.run.state.num_input_tokens_seen += int(result.counts[trainer._counts.index("num_tokens")])
-            trainer._num_tokens_seen = self.run.state.num_input_tokens_seen
+        if (metrics := trainer._token_metrics) is not None and self.run is not None:
+            metrics.num_tokens += int(result.counts[SUMS.index("num_tokens")])
+            self.run.state.num_input_tokens_seen = metrics.num_tokens
         self._count_tokens()
         if (every := trainer.args.torch_empty_cache_steps) and result.step % every == 0:
             clear_device_cache()
@@ -221,7 +223,8 @@ class Flow(Observer):
         }
         if num_skipped := sum(each.skipped for each in self._since_log):
             logs["skipped_steps"] = num_skipped
-        logs |= self.trainer._counted_metrics([each.counts for each in self._since_log])
+        if self.trainer._token_metrics is not None:
+            logs |= self.trainer._token_metrics.of([each.counts for each in self._since_log])
         self._since_log = []
         self.trainer.log(logs, self.began)
 
@@ -337,10 +340,7 @@ class Flow(Observer):
         self.names.link()
 
     def count(self, inputs: dict[str, Any]) -> bool:
-        """Add the FLOPs and tokens of a micro-batch, and call on_substep_end for the previous one.
-
-        Return whether the micro-batch counts. It does not if it only keeps processes together, or in a compiled graph.
-        """
+        """Add the FLOPs and tokens of a micro-batch, and announce the previous one. Return whether it counts."""
         if torch.compiler.is_compiling() or not self.trainer.model.training:
             return False
         if self._num_micro_batches == self._num_own:
@@ -354,10 +354,7 @@ class Flow(Observer):
         return True
 
     def _own_micro_batches(self, step: int) -> int:
-        """Return the number of a step's micro-batches with samples of this process.
-
-        Further micro-batches only keep the processes together.
-        """
+        """Return the number of a step's micro-batches with samples of this process. Others keep processes together."""
         assert self.run is not None
         plan, rank, sizes = self.run.plan, self.run.strategy.dims.rank, self.run.sizes
         if plan.data.step_batches is not None:

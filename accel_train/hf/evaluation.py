@@ -188,8 +188,8 @@ class Evaluation:
             # The loss of a batch without targets is NaN.
             total = sum(one.loss * weight for one, weight in zip(outputs, weights, strict=True) if weight)
             metrics["loss"] = total / max(sum(weights), 1)
-        if counts := [one.counts for one in outputs if one.counts is not None]:
-            metrics |= trainer._counted_metrics([[math.fsum(column) for column in zip(*counts, strict=True)]])
+        if trainer._token_metrics is not None and (counts := [one.counts for one in outputs if one.counts is not None]):
+            metrics |= trainer._token_metrics.of([[math.fsum(column) for column in zip(*counts, strict=True)]])
         metrics |= denumpify_detensorize(dict(scores))
         start = f"{self.prefix}_"
         metrics = {name if name.startswith(start) else start + name: value for name, value in metrics.items()}
@@ -243,7 +243,8 @@ class Evaluation:
         if not trainer.args.batch_eval_metrics:
             logits, labels, kept = (None if one is None else nested_numpify(one) for one in (logits, labels, kept))
         mean = None if loss is None else loss.detach().float().mean()
-        return BatchOutputs(mean, num_targets, rows, logits, labels, kept, trainer._take_noted())
+        counts = None if trainer._token_metrics is None else trainer._token_metrics.take()
+        return BatchOutputs(mean, num_targets, rows, logits, labels, kept, counts)
 
     def _score_by_batch(self, own: Iterator[BatchOutputs]) -> tuple[list[BatchOutputs], dict[str, Any]]:
         """Call compute_metrics with one batch at a time, in order. evaluate then keeps only losses."""

@@ -26,11 +26,8 @@ class Seq2SeqTrainer(Trainer):
     """
 
     generates = True
+    _replaces = "transformers.trainer_seq2seq:Seq2SeqTrainer"
     _gen_kwargs: dict[str, Any]
-
-    @staticmethod
-    def _replaces() -> type:
-        return StockSeq2SeqTrainer
 
     @staticmethod
     def load_generation_config(gen_config_arg: Any) -> GenerationConfig:

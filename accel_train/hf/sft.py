@@ -10,9 +10,10 @@ TRL tokenizes, masks, and packs the rows, so that both trainers see the same tok
 
 import copy
 import logging
-from collections.abc import Callable, Mapping, Sequence, Sized
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import replace
 from pathlib import Path
+from pkgutil import resolve_name
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
@@ -43,6 +44,7 @@ from accel_train.hf.sft_setup import (
     with_adapter,
     with_chat_template,
 )
+from accel_train.hf.token_metrics import TokenMetrics
 from accel_train.hf.trainer import Trainer
 from accel_train.model.kernels.toy import in_words
 from accel_train.runtime.heartbeat import is_peer_error, lost_peer_named, open_heartbeats
@@ -62,10 +64,11 @@ class SFTTrainer(Trainer):
     """
 
     args: Any
+    _replaces = "trl.trainer.sft_trainer:SFTTrainer"
     _hooks = frozenset({"_prepare_dataset"})
     # Read by TRL's model card, and set by subclasses.
     _tag_names, _name, _paper, _template_file = ["trl", "sft"], "SFT", dict[str, str](), None
-    _counts = ("num_labels", "num_tokens", "entropy_sum", "num_correct", "aux_loss_sum")
+    _token_metrics: TokenMetrics
     router_aux_loss_coef = 0.0
     """Weight of the router loss of a mixture-of-experts model."""
 
@@ -120,6 +123,7 @@ class SFTTrainer(Trainer):
         self._vocabulary = model.config.get_text_config().vocab_size
         self._is_fused = prepare_forward(model, args, padding_free=self.padding_free)
         self.router_aux_loss_coef = router_weight(model, args)
+        self._token_metrics = TokenMetrics(has_router=self.aux_loss_enabled)
         # The main process prepares first, while the others wait.
         with lost_peer_named(peers):
             train_dataset = self._prepared(train_dataset, args.packing, "train")
@@ -141,12 +145,6 @@ class SFTTrainer(Trainer):
         )
         if hasattr(model, "add_model_tags"):
             model.add_model_tags(self._tag_names)
-
-    @staticmethod
-    def _replaces() -> type:
-        from trl.trainer.sft_trainer import SFTTrainer as StockSFTTrainer
-
-        return StockSFTTrainer
 
     @property
     def aux_loss_enabled(self) -> bool:
@@ -308,7 +306,7 @@ class SFTTrainer(Trainer):
             problem, remedy = "the tokenizer has no chat template", "Set chat_template_path in SFTConfig."
             raise SettingError(problem, remedy, "processing_class", ("processing_class", "chat_template_path"))
         before = len(dataset) if isinstance(dataset, Dataset) else None
-        prepare: Any = self._replaces()._prepare_dataset  # type: ignore[attr-defined]
+        prepare: Any = resolve_name(self._replaces)._prepare_dataset
         try:
             rows = prepare(self, dataset, processing_class, args, packing, None, dataset_name)
         except (RuntimeError, AttributeError, IndexError, KeyError, TypeError, ValueError, TemplateError) as error:
@@ -370,26 +368,26 @@ class SFTTrainer(Trainer):
             loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
             logits = getattr(outputs, "logits", None)
             if logits is not None and inputs.get("labels") is not None:
-                self._note(inputs, outputs, *label_scores(logits, inputs["labels"]))
+                self._token_metrics.note(inputs, outputs, *label_scores(logits, inputs["labels"]))
             return (loss, outputs) if return_outputs else loss
         if self._is_fused:
             outputs = model(**inputs, fused_lm_head=True)
             log_probs, count = outputs.log_probs, outputs.label_mask.sum()
-            self._note(inputs, outputs, count, outputs.entropy.detach().sum(), outputs.is_top1.sum())
+            self._token_metrics.note(inputs, outputs, count, outputs.entropy.detach().sum(), outputs.is_top1.sum())
             if return_outputs:
                 with torch.no_grad():
                     outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
         else:
             outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
             log_probs, count = label_log_probs(outputs.logits, inputs["labels"])
-            self._note(inputs, outputs, *label_scores(outputs.logits, inputs["labels"]))
+            self._token_metrics.note(inputs, outputs, *label_scores(outputs.logits, inputs["labels"]))
         losses = -log_probs * log_probs.exp().detach() if is_dft else -log_probs
         loss = losses.sum() / torch.as_tensor(count if num_items_in_batch is None else num_items_in_batch).clamp(min=1)
         if self.aux_loss_enabled:
             loss = loss + self.router_aux_loss_coef * outputs.aux_loss
         return (loss, outputs) if return_outputs else loss
 
-    def create_model_card(
+    def create_model_card(  # type: ignore[override]
         self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
     ) -> None:
         """Write TRL's `README.md` to output_dir."""
@@ -399,30 +397,8 @@ class SFTTrainer(Trainer):
             # TRL writes it into the output_dir of its arguments, over a README of the user.
             view = copy.copy(self)
             view.args = SimpleNamespace(output_dir=folder, process_index=0)
-            self._replaces().create_model_card(view, model_name, dataset_name, tags)  # type: ignore[attr-defined]
+            resolve_name(self._replaces).create_model_card(view, model_name, dataset_name, tags)
             write_card(self, (Path(folder) / "README.md").read_text(encoding="utf-8"))
-
-    def _note(self, inputs: Mapping[str, Any], outputs: Any, count: Tensor, entropy: Tensor, correct: Tensor) -> None:
-        """Keep what the metrics of this micro-batch are made of, on the device."""
-        if torch.compiler.is_compiling():
-            return
-        aux = getattr(outputs, "aux_loss", None) if self.aux_loss_enabled else None
-        mask = inputs.get("attention_mask")
-        tokens = count.new_full((), inputs["labels"].numel()) if mask is None else mask.sum()
-        router = entropy.new_zeros(()) if aux is None else aux.detach() * count
-        self._noted = torch.stack([each.float() for each in (count, tokens, entropy, correct, router)])
-
-    def _counted_metrics(self, steps: Sequence[Sequence[float]]) -> dict[str, float]:
-        labeled = [dict(zip(self._counts, step, strict=True)) for step in steps if step and step[0]]
-        if not labeled:
-            return {}
-        names = {"entropy": "entropy_sum", "mean_token_accuracy": "num_correct"}
-        names |= {"aux_loss": "aux_loss_sum"} if self.aux_loss_enabled else {}
-        means = {
-            name: sum(step[part] / step["num_labels"] for step in labeled) / len(labeled)
-            for name, part in names.items()
-        }
-        return {**means, "num_tokens": float(self._num_tokens_seen)}
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None

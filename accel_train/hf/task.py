@@ -38,6 +38,7 @@ from accel_train.hf.inputs import (
     readable,
     targets_in,
 )
+from accel_train.hf.token_metrics import SUMS
 from accel_train.model.activation_checkpointing import enable_method
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Task, TaskData
@@ -59,7 +60,7 @@ class HFTask(Task):
         self.trainer, self.flow, self.length, self.source = trainer, flow, length, source
         self.loader = loader
         """Loader of an overridden get_train_dataloader. None otherwise."""
-        self.counted = Counted(len(trainer._counts)) if trainer._counts else None
+        self.counted = Counted(len(SUMS)) if trainer._token_metrics else None
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
         """Return the training data as rows in the loop's order, or as a stream."""
@@ -174,7 +175,8 @@ class HFTask(Task):
         is_own = self.flow.count(inputs)
         with as_prepared(trainer, model):
             loss_sum = loss_of_step(trainer, model, inputs).float() * targets_in(inputs, trainer.signature)
-        if is_own and self.counted is not None and (noted := trainer._take_noted()) is not None:
+        noted = trainer._token_metrics.take() if is_own and trainer._token_metrics is not None else None
+        if noted is not None and self.counted is not None:
             self.counted.add(noted)
         return loss_sum
 

@@ -10,7 +10,7 @@ become an observer (`hf.callbacks`). evaluate and predict read every sample once
 one call of train(). docs/hf_trainer.md lists the arguments, and the differences from transformers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -33,6 +33,7 @@ from accel_train.hf.checkpoints import save_pretrained, whole_model
 from accel_train.hf.evaluation import Evaluation, merged, parts_of, predict_batch
 from accel_train.hf.inputs import Signature, evaluation_loader, train_loader
 from accel_train.hf.task import loss_of
+from accel_train.hf.token_metrics import TokenMetrics
 from accel_train.optim.optimizers import build_optimizer
 from accel_train.recipe.schema import Recipe
 from accel_train.runtime.launcher import stop_with_launcher
@@ -45,6 +46,8 @@ class Trainer:
         SettingError: an argument or an overridden method is not supported. The message names it and the remedy.
     """
 
+    _replaces = "transformers.trainer:Trainer"
+    """The class whose interface this is."""
     _hooks: frozenset[str] = frozenset()
     """Private methods of the replaced trainer that are called here too, so a subclass may override them."""
     generates = False
@@ -59,12 +62,7 @@ class Trainer:
     is_in_train = False
     """Whether train() is running, including its evaluations."""
     hub_model_id: str | None = None
-    _counts: tuple[str, ...] = ()
-    """Names of the numbers that `compute_loss` counts (`_noted`), of which `counted_metrics` makes metrics."""
-    _noted: Tensor | None = None
-    """Numbers that the last compute_loss counted."""
-    _num_tokens_seen = 0
-    """Tokens of all training batches so far, if compute_loss counts them."""
+    _token_metrics: TokenMetrics | None = None
     current_gradient_accumulation_steps = 1
     """Divisor of a micro-batch's loss in a training_step copied from transformers. Always 1: the loop divides once."""
     # The loop shards the model, so plugins of Accelerate are not used.
@@ -138,11 +136,6 @@ class Trainer:
             problem = "derives from transformers.Trainer too, whose loop would train"
             remedy = "Derive only from accel_train.Trainer (SFTTrainer for TRL's). Other trainers do not work with it."
             raise SettingError(problem, remedy, f"class {cls.__name__}")
-
-    @staticmethod
-    def _replaces() -> type:
-        """Return the class whose interface this is."""
-        return StockTrainer
 
     @property
     def model_accepts_loss_kwargs(self) -> bool:
@@ -257,15 +250,6 @@ class Trainer:
         loss, outputs = loss_of(self, model, inputs, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
 
-    def _take_noted(self) -> Tensor | None:
-        """Return the numbers that the last compute_loss counted, once. None inside a compiled graph."""
-        noted, self._noted = self._noted, None
-        return noted
-
-    def _counted_metrics(self, steps: Sequence[Sequence[float]]) -> dict[str, float]:
-        """Return the metrics of the counts of several steps, or of one evaluation."""
-        return {}
-
     def compute_loss_context_manager(self) -> AbstractContextManager[Any]:
         """Return the context in which `compute_loss` is called. Override it for a custom context."""
         return nullcontext()
@@ -289,10 +273,7 @@ class Trainer:
         return 6 * main.numel() * self._num_flops_parameters if isinstance(main, Tensor) else 0
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Set and return the optimizer: the existing one, one of the given class, or the one that `optim` names.
-
-        train() uses an optimizer that was made before it.
-        """
+        """Set and return the optimizer: the existing one, or a new one. train() uses one that was made before it."""
         if self.recipe is None or self.optimizer is not None or training.makes_optimizer(self):
             return StockTrainer.create_optimizer(self, model)
         own = self.model if model is None else model
@@ -374,8 +355,7 @@ class Trainer:
     ) -> trainer_utils.EvalLoopOutput:
         """Return predictions, labels, and metrics of a loader.
 
-        Every process reads the whole loader and forwards its share of the batches. evaluate and predict use an override
-        of this method.
+        Every process reads the whole loader and forwards its share. evaluate and predict use an override of it.
         """
         self.callback_handler.eval_dataloader = dataloader
         loop = Evaluation(self, ignore_keys, metric_key_prefix, predicts=description != "Evaluation")
@@ -430,10 +410,7 @@ class Trainer:
         StockTrainer.save_state(self)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write weights, configuration, and tokenizer for `from_pretrained` on the main process.
-
-        All processes of a sharded model must call it.
-        """
+        """* Write weights, configuration, and tokenizer for `from_pretrained` on the main process."""
         model = whole_model(self)
         if self.is_world_process_zero():
             save_pretrained(self, model, Path(output_dir or self.args.output_dir))

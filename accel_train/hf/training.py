@@ -47,6 +47,7 @@ from accel_train.hf.hub import finish_pushes
 from accel_train.hf.inputs import TrainLoader, epoch_order, loader_of_override, readable, reading_of, train_loader
 from accel_train.hf.search import trial_arguments
 from accel_train.hf.task import HFTask
+from accel_train.hf.token_metrics import SUMS
 from accel_train.model.freeze import matching
 from accel_train.optim.custom import try_given
 from accel_train.optim.schedule import set_rate
@@ -383,7 +384,8 @@ def metric_names(trainer: "Trainer") -> set[str] | None:
     adds += [type(callback).__module__ for callback in trainer.callback_handler.callbacks]
     if trainer.compute_metrics is not None or any(each.split(".")[0] not in PACKAGES for each in adds):
         return None
-    names = {"loss", *trainer._counted_metrics([[1.0] * len(trainer._counts)])}
+    metrics = trainer._token_metrics
+    names = {"loss", *({} if metrics is None else metrics.of([[1.0] * len(SUMS)]))}
     parts = parts_of(trainer, None, "eval") or [(None, "eval")]
     return {f"{prefix}_{name}".removeprefix("eval_") for _, prefix in parts for name in names}
 
