@@ -42,9 +42,8 @@ from accel_train.hf.checkpoints import (
     state_text,
 )
 from accel_train.hf.hub import push_checkpoint
-from accel_train.hf.inputs import num_input_tokens
+from accel_train.hf.inputs import SUMS, num_input_tokens
 from accel_train.hf.search import report_to_search
-from accel_train.hf.token_metrics import SUMS
 from accel_train.observe.observer import Observer
 
 if TYPE_CHECKING:
@@ -80,14 +79,12 @@ class Flow(Observer):
         self.run: RunContext | None = None
         self._by_step: dict[int, dict[str, float]] = {}
         self._is_best_loaded, self._is_optimizer_checked = False, False
-        # Step of the last on_epoch_end.
         self._epoch_ended_at = 0
         self._since_log: list[StepResult] = []
         self._applied_sum, self._num_applied, self._num_skipped = 0.0, 0, 0
         self._begun_step, self._flops_at_step, self._shown_rate = -1, 0.0, 0.0
-        self._num_micro_batches = 0
-        """Micro-batches of the current step so far."""
-        self._num_own = 0
+        self._num_micro_batches = self._num_own = 0
+        """Micro-batches of the current step so far, and those with samples of this process."""
         self.own_of_short_steps: dict[int, int] = {}
         """Batches of this process by 0-based step, for steps of a stream in which it has fewer than usual."""
         self._tokens: list[Any] = []

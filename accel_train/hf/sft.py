@@ -29,7 +29,7 @@ from accel_train.hf import training
 from accel_train.hf.argument_table import argument_error
 from accel_train.hf.arguments import check_overrides
 from accel_train.hf.hub import write_card
-from accel_train.hf.inputs import num_items_in
+from accel_train.hf.inputs import TokenMetrics, num_items_in
 from accel_train.hf.sft_setup import (
     check_adapter,
     collator_for,
@@ -44,7 +44,6 @@ from accel_train.hf.sft_setup import (
     with_adapter,
     with_chat_template,
 )
-from accel_train.hf.token_metrics import TokenMetrics
 from accel_train.hf.trainer import Trainer
 from accel_train.model.kernels.toy import in_words
 from accel_train.runtime.heartbeat import is_peer_error, lost_peer_named, open_heartbeats

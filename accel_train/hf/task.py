@@ -27,6 +27,7 @@ from accel_train.hf.arguments import Length, train_batch_size
 from accel_train.hf.callbacks import Flow
 from accel_train.hf.checkpoints import copy_whole, is_spread, save_description, save_pretrained
 from accel_train.hf.inputs import (
+    SUMS,
     Columns,
     collate_of,
     collator_of,
@@ -38,7 +39,6 @@ from accel_train.hf.inputs import (
     readable,
     targets_in,
 )
-from accel_train.hf.token_metrics import SUMS
 from accel_train.model.activation_checkpointing import enable_method
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Task, TaskData

@@ -31,9 +31,8 @@ from accel_train.hf import hub, search, training
 from accel_train.hf.arguments import check_arguments, check_combinations, check_overrides, train_batch_size
 from accel_train.hf.checkpoints import save_pretrained, whole_model
 from accel_train.hf.evaluation import Evaluation, merged, parts_of, predict_batch
-from accel_train.hf.inputs import Signature, evaluation_loader, train_loader
+from accel_train.hf.inputs import Signature, TokenMetrics, evaluation_loader, train_loader
 from accel_train.hf.task import loss_of
-from accel_train.hf.token_metrics import TokenMetrics
 from accel_train.optim.optimizers import build_optimizer
 from accel_train.recipe.schema import Recipe
 from accel_train.runtime.launcher import stop_with_launcher

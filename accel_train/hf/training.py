@@ -44,10 +44,9 @@ from accel_train.hf.callbacks import Flow, RecipeRates, may_ask, rates_of
 from accel_train.hf.checkpoints import load_stock_weights, load_whole, resume_of, resume_stock, stock_checkpoint
 from accel_train.hf.evaluation import parts_of
 from accel_train.hf.hub import finish_pushes
-from accel_train.hf.inputs import TrainLoader, epoch_order, loader_of_override, readable, reading_of, train_loader
+from accel_train.hf.inputs import SUMS, TrainLoader, epoch_order, loader_of_override, readable, reading_of, train_loader
 from accel_train.hf.search import trial_arguments
 from accel_train.hf.task import HFTask
-from accel_train.hf.token_metrics import SUMS
 from accel_train.model.freeze import matching
 from accel_train.optim.custom import try_given
 from accel_train.optim.schedule import set_rate
