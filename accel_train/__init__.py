@@ -1,5 +1,7 @@
 """A multi-GPU trainer on Hugging Face Accelerate."""
 
+from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from accel_train.core.version import __version__ as __version__
@@ -55,4 +57,16 @@ def __getattr__(name: str) -> Any:
         from accel_train.inference import export
 
         return export.load_exported
+    if name[:1].isupper() and (home := _home_of(name)) is not None:
+        # An AttributeError would lose its text in `from accel_train import NAME`.
+        raise ImportError(f"accel_train has Trainer, Seq2SeqTrainer, and SFTTrainer alone; {name}: {home}")
     raise AttributeError(f"module 'accel_train' has no attribute {name!r}")
+
+
+def _home_of(name: str) -> str | None:
+    """Return the import of a name that belongs to transformers or TRL. None for other names."""
+    for package in ("transformers", "trl"):
+        # Both list their names without importing what they name.
+        if find_spec(package) is not None and name in dir(import_module(package)):
+            return f"from {package} import {name}"
+    return None

@@ -107,8 +107,11 @@ def publish(
             files = {**others(staging)}
             for name, write in writers.items():
                 _go_on_unless(given_up())
+                make_folders((staging / name).parent)
                 write(staging / name)
                 files[name] = facts_of(staging / name)
+                if (inner := (staging / name).parent) != staging:
+                    sync(inner)
             _check_written(staging, files)
             manifest = staging / MANIFEST
             manifest.write_text(
@@ -245,13 +248,15 @@ def _problem(folder: Path, step: int | None, digests: Digests) -> str | None:
     strict = [name for name in files if not describes(name)]
     for name in files:
         path = folder / name
-        if name != path.name or name in ("", ".", ".."):
-            return f"{MANIFEST} names {name!r}, which is not a plain file name"
+        parts = Path(name).parts
+        is_inside = len(parts) == 1 or path.parent.resolve().is_relative_to(folder.resolve())
+        if not is_inside or ".." in parts or str(Path(name)) != name or name == ".":
+            return f"{MANIFEST} names {name!r}, which is not a file of the checkpoint"
         if describes(name):
             if path.suffix == ".json" and _is_plain_file(path) and not _is_json(path):
                 return f"{name} is not JSON"
             continue
-        if name not in present or not _is_plain_file(path):
+        if parts[0] not in present or not _is_plain_file(path):
             return f"{name} is missing"
         if path.stat().st_size != files[name][0]:
             return f"{name} has {path.stat().st_size} bytes, not {files[name][0]}"

@@ -53,6 +53,8 @@ class StepResult(NamedTuple):
     """Sum of this process's scaled gradients. Finite if all gradients were finite or were not checked."""
     router_loss: float | None = None
     """Load-balancing loss of a mixture of experts over the global batch, without its coefficient."""
+    counts: tuple[float, ...] = ()
+    """Numbers that the task counted, summed over all processes."""
     ended: float | None = None
     """Time at which this process's host had queued its update, by `time.perf_counter`."""
 
@@ -90,6 +92,8 @@ class TrainState:
     step: int = 0
     """Number of attempted steps. Determines the data position."""
     num_targets_seen: int = 0
+    num_input_tokens_seen: int = 0
+    """Number of tokens in all batches, if the task counts them."""
     num_skipped_steps: int = 0
     recent_skips: list[int] = field(default_factory=list)
     """Step numbers of the guard's last skips, oldest first."""

@@ -11,12 +11,14 @@ import inspect
 import logging
 import random
 import re
+import site
 import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from enum import Enum
 from functools import cache, partial
+from pathlib import Path
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -29,8 +31,8 @@ NUM_ITEMS = 16
 """Number of items of a data set to read, evenly spaced."""
 MOST_VALUES = 100_000
 """Most values of a list to digest. Longer lists are subsampled evenly."""
+LOG = logging.getLogger(__name__)
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
-_LIBRARIES = tuple({*sysconfig.get_paths().values()} - {sysconfig.get_paths()["data"]})
 _IN_PLACE = re.compile(r"append|extend|add|update|insert|setdefault|pop|clear|[^_].*_")
 """Methods that change their object."""
 _DEEPEST = 12
@@ -58,22 +60,40 @@ def digest_of_data(data: Any) -> tuple[str, bool]:
 
 def digest_of_code(value: Any) -> str:
     """Return a digest of a function, class or object: code, constants, and the simple values and user code it uses."""
-    return _hash([*_parts(value, frozenset(), 0)])
+    return _digest(value, _parts(value, frozenset(), 0))
 
 
 def digest_of_module(module: nn.Module) -> str:
     """Return a digest of a module: structure, weight shapes, trainable flags, and the code of user classes."""
+    return _digest(module, _parts_of_module(module))
+
+
+def _parts_of_module(module: nn.Module) -> Iterator[str]:
     weights = [
         (name, tuple(each.shape), str(each.dtype), each.requires_grad) for name, each in module.named_parameters()
     ]
-    parts = [_ADDRESS.sub("", repr(module)), repr(weights)]
+    yield from (_ADDRESS.sub("", repr(module)), repr(weights))
     for kind in dict.fromkeys(map(type, module.modules())):
-        parts += _parts(kind, frozenset(), 0)
+        yield from _parts(kind, frozenset(), 0)
     for part in module.modules():
-        parts += _parts(_settings_of(part), frozenset(), 0)
+        yield from _parts(_settings_of(part), frozenset(), 0)
         if isinstance(part, _Loss):
-            parts += _parts(dict(part.named_buffers(recurse=False)), frozenset(), 0)
-    return _hash(parts)
+            yield from _parts(dict(part.named_buffers(recurse=False)), frozenset(), 0)
+
+
+def _digest(value: Any, parts: Iterator[str]) -> str:
+    """Return the digest of all parts, or of those before a failure.
+
+    A failure is logged: digests serve a note at a resume, and must not stop a run.
+    """
+    known: list[str] = []
+    try:
+        known.extend(parts)  # keeps the parts before a failure
+    # Anything that a program refers to can fail when it is looked at.
+    except Exception as error:
+        name = getattr(value, "__qualname__", type(value).__qualname__)
+        LOG.warning("%s: a resume compares only a part of it (%s: %s)", name, type(error).__name__, error)
+    return _hash(known)
 
 
 def _hash(parts: Sequence[str]) -> str:
@@ -323,7 +343,17 @@ def _is_library(value: Any) -> bool:
     if name.partition(".")[0] in {"accel_train", "torch", "builtins"}:
         return True
     code = getattr(value, "__code__", None)
-    file = code.co_filename if code is not None else getattr(sys.modules.get(name), "__file__", None)
+    file = code.co_filename if isinstance(code, CodeType) else getattr(sys.modules.get(name), "__file__", None)
     if file is None:
         return name != "__main__"
-    return str(file).startswith((*_LIBRARIES, "<frozen"))
+    return str(file).startswith((*_libraries(tuple(sys.path)), "<frozen"))
+
+
+@cache
+def _libraries(paths: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the folders of Python and of installed packages: those of this interpreter and user, and those of `paths`
+    that hold an installed distribution (`pip install --target`, a .pth file).
+    """
+    python = {*sysconfig.get_paths().values()} - {sysconfig.get_paths()["data"]}
+    holding = {path for path in paths if any(Path(path or ".").glob("*.dist-info"))}
+    return tuple(sorted({*python, *site.getsitepackages(), site.getusersitepackages(), *holding} - {""}))

@@ -47,21 +47,46 @@ class Wire(NamedTuple):
     """Sum of this process's gradients before they are reduced. The gradient norm for a single process; 0 if not
     measured."""
 
-    def pack(self, device: torch.device, dtype: torch.dtype, last: "StepOutcome | None") -> Tensor:
-        """Return the statistics to send, on the device, including the numbers of the `last` step.
+    def pack(self, device: torch.device, dtype: torch.dtype, last: "StepOutcome | None", num_counts: int) -> Tensor:
+        """Return the statistics to send, on the device, including the numbers and counts of the `last` step.
 
         The host does not know the last step's numbers yet, so they are copied on the device.
         """
-        sent = self._replace(ran_out_of_memory=last is not None and last.ran_out_of_memory)[:_SENT]
+        sent = (
+            self._replace(ran_out_of_memory=last is not None and last.ran_out_of_memory)[:_SENT] + (0.0,) * num_counts
+        )
         packed = torch.tensor(sent, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
         if last is not None:
             assert isinstance(last.numbers, Tensor), "several processes send tensors"
-            packed[_SIGNALS:] = last.numbers[: _SENT - _SIGNALS]
+            packed[_SIGNALS:_SENT] = last.numbers[: _SENT - _SIGNALS]
+            packed[_SENT:] = last.numbers[_OWN:]
         return packed
 
 
 _SIGNALS, _SENT = Wire._fields.index("loss_sum"), Wire._fields.index("loss_scale")
 """Number of fields that the host knows when a step begins, and number of fields that are sent."""
+_OWN = len(Wire._fields) - _SIGNALS
+"""Number of fields of an outcome. Its counts follow them."""
+
+
+class Counted:
+    """Numbers that a task counts in a step in addition to its loss. They travel with the step's statistics."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self._parts = size, list[Tensor]()
+
+    def add(self, numbers: Tensor) -> None:
+        """Add the numbers of a micro-batch: detached, 1-dim of `size`, on the device."""
+        self._parts.append(numbers)
+
+    def take(self, like: Tensor) -> Tensor:
+        """Return the sums since the last call, in the type and on the device of `like`."""
+        parts, self._parts = self._parts, []
+        return torch.stack(parts).sum(0).to(like) if parts else like.new_zeros(self.size)
+
+    def clear(self) -> None:
+        """Forget the numbers of a step that is repeated."""
+        self._parts.clear()
 
 
 class StepOutcome(NamedTuple):
@@ -70,7 +95,8 @@ class StepOutcome(NamedTuple):
     step: int
     learning_rate: float
     numbers: Tensor | list[float]
-    """Values of `Wire` from `loss_sum` on: a list if one process trains on a CPU, otherwise a tensor on the device."""
+    """Values of `Wire` from `loss_sum` on, and the counts: a list if one process trains on a CPU, otherwise a tensor on
+    the device."""
     began_with: Tensor | Wire
     """Sums of the step's collective: packed on the device, or a `Wire` on the host for a single process."""
     has_loss_scale: bool
@@ -79,14 +105,15 @@ class StepOutcome(NamedTuple):
     """Time at which the step's update was queued, by `time.perf_counter`, in seconds."""
     ran_out_of_memory: bool
 
-    def unpack(self) -> tuple[Wire, Wire, Wire]:
-        """Return this process's numbers, their sums over all processes, and the sums that the step began with."""
+    def unpack(self, num_counts: int) -> tuple[Wire, Wire, Wire, list[float]]:
+        """Return this process's numbers, their sums over all processes, the sums that the step began with, and the sums
+        of the counts."""
         values = self.numbers.tolist() if isinstance(self.numbers, Tensor) else self.numbers
-        num_own = len(Wire._fields) - _SIGNALS
-        here, sums = Wire(0, False, False, False, *values[:num_own]), values[num_own:]
+        here, counts, sums = Wire(0, False, False, False, *values[:_OWN]), values[_OWN:], values[_OWN + num_counts :]
         if isinstance(self.began_with, Wire):
-            return here, here, self.began_with
-        return here, Wire(*sums[:_SENT]), Wire(*sums[_SENT:])
+            return here, here, self.began_with, counts
+        then = sums[_SENT + num_counts :]
+        return here, Wire(*sums[:_SENT]), Wire(*then[:_SENT]), sums[_SENT : _SENT + num_counts]
 
 
 class Agreement:
@@ -97,7 +124,10 @@ class Agreement:
     step computes. A single process sends nothing.
     """
 
-    def __init__(self, accelerator: Accelerator, global_loss: GlobalLoss[Any] | None = None) -> None:
+    def __init__(
+        self, accelerator: Accelerator, global_loss: GlobalLoss[Any] | None = None, counted: Counted | None = None
+    ) -> None:
+        self.counted, self._num_counts = counted, 0 if counted is None else counted.size
         self.world_size, self.tp_size = accelerator.num_processes, parallel_dims(accelerator).tp_size
         self.device, self.global_loss = accelerator.device, global_loss
         # fp64 makes counts and sums equal for any world size. MPS does not support fp64.
@@ -114,10 +144,12 @@ class Agreement:
     def begin(self, here: Wire, last: StepOutcome | None) -> None:
         """Send this process's signals `here` and its part of the `last` step's outcome."""
         self._here, self._last = here, last
+        if self.counted is not None:
+            self.counted.clear()
         if self.world_size == 1:
             return
         self._share_of_all = None
-        self._sums = here.pack(self.device, self.dtype, last)
+        self._sums = here.pack(self.device, self.dtype, last, self._num_counts)
         self._work = dist.all_reduce(self._sums, async_op=True)
 
     def share_of_a_target(self) -> Tensor:
@@ -187,8 +219,12 @@ class Agreement:
         if self.world_size == 1 and self.device.type == "cpu":
             known = {part: number_on_host(part) for part in set(parts)}  # some parts are the same tensor
             numbers: Tensor | list[float] = [known[part] for part in parts]
+            if self.counted is not None:
+                numbers = [*numbers, *self.counted.take(loss_sum).tolist()]
         else:  # an offloaded optimizer's numbers come from the host
             numbers = torch.stack([part.to(self.device, non_blocking=True) for part in parts])
+            if self.counted is not None:
+                numbers = torch.cat((numbers, self.counted.take(numbers)))
         began_with, has_scale = self._here if self._sums is None else self._sums, loss_scale is not None
         ended = perf_counter()
         return StepOutcome(step, learning_rate, numbers, began_with, has_scale, limits.clip, ended, ran_out_of_memory)
@@ -203,7 +239,7 @@ class Agreement:
         (last, event), self._unread = self._unread, None
         if event is not None:
             event.synchronize()
-        here, sums, began_with = last.unpack()
+        here, sums, began_with, counts = last.unpack(self._num_counts)
         return StepResult(
             step=last.step,
             learning_rate=last.learning_rate,
@@ -220,6 +256,7 @@ class Agreement:
             loss_sum_here=here.loss_sum,
             gradient_sum_here=here.gradient_sum,
             router_loss=None if self.global_loss is None or self.global_loss.loss is None else here.router_loss,
+            counts=tuple(count / self.tp_size for count in counts),
             ended=last.ended,
         )
 
@@ -232,7 +269,7 @@ class Agreement:
         self._receive()
         result = self.read_last()
         assert result is not None, "a last step was given"
-        now = here if self._sums is None else Wire(*self._sums.tolist())
+        now = here if self._sums is None else Wire(*self._sums[:_SENT].tolist())
         return result._replace(
             stop_requested=result.stop_requested or bool(now.stop),
             save_failed=result.save_failed or bool(now.save_failed),

@@ -8,12 +8,12 @@ import json
 import math
 from collections.abc import Collection
 from dataclasses import MISSING, dataclass
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 from torch import nn
 from transformers import Seq2SeqTrainingArguments, TrainingArguments
-from transformers.trainer import Trainer as StockTrainer
 
 from accel_train.core.errors import SettingError
 from accel_train.core.json_io import parse_json
@@ -69,23 +69,28 @@ def check_arguments(args: TrainingArguments) -> None:
         raise SettingError("; ".join(problems.values()), at=at, settings=tuple(problems))
 
 
-def check_overrides(kind: type, base: type) -> None:
+def check_overrides(kind: "type[Trainer]") -> None:
     """Check that a subclass overrides only methods that accel_train calls.
 
     Raises:
-        SettingError: a method that only transformers' Trainer calls is overridden. The message names each with its
-            remedy.
+        SettingError: a method is overridden that only the replaced trainer calls, or that accel_train needs for itself.
+            The message names each with its remedy.
     """
-    problems = {}
-    for cls in kind.__mro__[: kind.__mro__.index(base)]:
-        for name in vars(cls):
-            known = callable(getattr(StockTrainer, name, None)) and not name.startswith("__")
+    stock, problems = resolve_name(kind._replaces), {}
+    own = next(cls for cls in kind.__mro__ if cls.__module__.startswith("accel_train.hf."))
+    for cls in kind.__mro__[: kind.__mro__.index(own)]:
+        for name in vars(cls).keys() - kind._hooks:
+            is_theirs, is_ours = (callable(getattr(each, name, None)) for each in (stock, own))
             # Overrides may call the helpers with an underscore, but nothing here calls an override of them.
-            if known and (name.startswith("_") or not hasattr(base, name)):
-                problems[f"{cls.__name__}.{name}"] = REMEDIES.get(name, "use a callback, or transformers.Trainer")
+            if name.startswith("__") or not (is_theirs or is_ours) or (is_ours and not name.startswith("_")):
+                continue
+            remedy = REMEDIES.get(name, f"use a callback, or {stock.__module__.split('.')[0]}.{stock.__name__}")
+            problems[f"{cls.__name__}.{name}"] = (
+                remedy if is_theirs else "accel_train has a method of this name; rename it"
+            )
     if problems:
-        problem = "; ".join(f"{name}: {remedy}" for name, remedy in problems.items())
-        at = "overridden methods that accel_train.Trainer never calls"
+        problem = "; ".join(f"{name}: {remedy}" for name, remedy in sorted(problems.items()))
+        at = f"methods that a subclass of accel_train.{own.__name__} cannot override"
         raise SettingError(problem, at=at, settings=tuple(problems))
 
 

@@ -43,7 +43,7 @@ from accel_train.hf.checkpoints import (
     state_text,
 )
 from accel_train.hf.hub import push_checkpoint
-from accel_train.hf.inputs import num_input_tokens
+from accel_train.hf.inputs import SUMS, num_input_tokens
 from accel_train.hf.search import report_to_search
 from accel_train.observe.observer import Observer
 
@@ -80,14 +80,12 @@ class Flow(Observer):
         self.run: RunContext | None = None
         self._by_step: dict[int, dict[str, float]] = {}
         self._is_best_loaded, self._is_optimizer_checked = False, False
-        # Step of the last on_epoch_end.
         self._epoch_ended_at = 0
         self._since_log: list[StepResult] = []
         self._applied_sum, self._num_applied, self._num_skipped = 0.0, 0, 0
         self._begun_step, self._flops_at_step, self._shown_rate = -1, 0.0, 0.0
-        self._num_micro_batches = 0
-        """Micro-batches of the current step so far."""
-        self._num_own = 0
+        self._num_micro_batches = self._num_own = 0
+        """Micro-batches of the current step so far, and those with samples of this process."""
         self.own_of_short_steps: dict[int, int] = {}
         """Batches of this process by 0-based step, for steps of a stream in which it has fewer than usual."""
         self._tokens: list[Any] = []
@@ -108,6 +106,8 @@ class Flow(Observer):
         folder = self.stock_checkpoint or run.plan.resume_point.path
         state = first_state(trainer, folder, self.scheduler, run.observer.note)
         trainer._initial_num_input_tokens_seen = state.num_input_tokens_seen
+        if trainer._token_metrics is not None:
+            trainer._token_metrics.num_tokens = run.state.num_input_tokens_seen
         state.compute_steps(args, self.length.max_steps)
         state.train_batch_size = args.per_device_train_batch_size
         state.max_steps, state.num_train_epochs = self.length.max_steps, self.length.num_epochs
@@ -178,6 +178,9 @@ class Flow(Observer):
                 optimizer_tensors(self.run.strategy.optimizer)
             self._is_optimizer_checked = True
         self._since_log.append(result)
+        if (metrics := trainer._token_metrics) is not None and self.run is not None:
+            metrics.num_tokens += int(result.counts[SUMS.index("num_tokens")])
+            self.run.state.num_input_tokens_seen = metrics.num_tokens
         self._count_tokens()
         if (every := trainer.args.torch_empty_cache_steps) and result.step % every == 0:
             clear_device_cache()
@@ -218,6 +221,8 @@ class Flow(Observer):
         }
         if num_skipped := sum(each.skipped for each in self._since_log):
             logs["skipped_steps"] = num_skipped
+        if self.trainer._token_metrics is not None:
+            logs |= self.trainer._token_metrics.of([each.counts for each in self._since_log])
         self._since_log = []
         self.trainer.log(logs, self.began)
 
@@ -332,27 +337,22 @@ class Flow(Observer):
         # Remove links to checkpoints that a rotation has deleted since.
         self.names.link()
 
-    def count(self, inputs: dict[str, Any]) -> None:
-        """Add the FLOPs and tokens of a micro-batch, and call on_substep_end for the previous one.
-
-        A compiled graph counts nothing.
-        """
+    def count(self, inputs: dict[str, Any]) -> bool:
+        """Add the FLOPs and tokens of a micro-batch, and announce the previous one. Return whether it counts."""
         if torch.compiler.is_compiling() or not self.trainer.model.training:
-            return
+            return False
         if self._num_micro_batches == self._num_own:
-            return
+            return False
         self._flops += self.trainer.floating_point_ops(inputs)
         if self._num_micro_batches and self.requests is not None:
             self._call("on_substep_end")
         self._num_micro_batches += 1
         if self.trainer.args.include_num_input_tokens_seen not in ("no", False):
             self._tokens.append(num_input_tokens(self.trainer, inputs))
+        return True
 
     def _own_micro_batches(self, step: int) -> int:
-        """Return the number of a step's micro-batches with samples of this process.
-
-        Further micro-batches only keep the processes together.
-        """
+        """Return the number of a step's micro-batches with samples of this process. Others keep processes together."""
         assert self.run is not None
         plan, rank, sizes = self.run.plan, self.run.strategy.dims.rank, self.run.sizes
         if plan.data.step_batches is not None:

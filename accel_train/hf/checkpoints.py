@@ -4,7 +4,7 @@ import copy
 import dataclasses
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,11 +87,13 @@ def stock_checkpoint(args: TrainingArguments, requested: str | bool | None) -> P
 
 
 def load_stock_weights(model: nn.Module, folder: Path) -> None:
-    """Load the weights of a transformers checkpoint into the model.
+    """Load the weights of a transformers checkpoint into the model: of a PEFT model, its adapters.
 
     Raises:
         SettingError: the weights are not in the safetensors format, or belong to another model.
     """
+    if _is_peft_model(model):
+        return _load_stock_adapters(model, folder)
     if not (folder / SAFE_WEIGHTS_NAME).is_file() and not (folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
         raise _resume_error(folder, f"{SAFE_WEIGHTS_NAME} not found", "Save the whole model as safetensors.")
     # Some models are saved under other weight names. `from_pretrained` handles these names.
@@ -100,12 +102,32 @@ def load_stock_weights(model: nn.Module, folder: Path) -> None:
         loaded, found = type(model).from_pretrained(folder, config=model.config, **options)
         wrong = sorted(map(str, [*found["missing_keys"], *found["unexpected_keys"], *found["mismatched_keys"]]))
         tensors = loaded.state_dict()
+        _check_same(folder, dict.fromkeys(wrong), {})
     else:
-        tensors, own = load_file(folder / SAFE_WEIGHTS_NAME), model.state_dict()
-        wrong = sorted(own.keys() ^ tensors.keys()) or [name for name in own if own[name].shape != tensors[name].shape]
+        tensors = load_file(folder / SAFE_WEIGHTS_NAME)
+        _check_same(folder, {name: each.shape for name, each in model.state_dict().items()}, tensors)
+    model.load_state_dict(tensors)
+
+
+def _load_stock_adapters(model: Any, folder: Path) -> None:
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+    from peft.utils import SAFETENSORS_WEIGHTS_NAME
+
+    for adapter in model.peft_config:
+        file = adapter_place(adapter) + SAFETENSORS_WEIGHTS_NAME
+        if not (folder / file).is_file():
+            remedy = f"Give a model with the adapters of the checkpoint; this model's is named {adapter}."
+            raise _resume_error(folder, f"{file} not found", remedy)
+        own, tensors = get_peft_model_state_dict(model, adapter_name=adapter), load_file(folder / file)
+        _check_same(folder, {name: each.shape for name, each in own.items()}, tensors)
+        set_peft_model_state_dict(model, tensors, adapter_name=adapter)
+
+
+def _check_same(folder: Path, own: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Check that saved weights have the names and shapes of the model's."""
+    wrong = sorted(own.keys() ^ tensors.keys()) or [name for name in own if own[name] != tensors[name].shape]
     if wrong:
         raise _resume_error(folder, f"the weight {wrong[0]} does not match", "The checkpoint is from another model.")
-    model.load_state_dict(tensors)
 
 
 def load_stock_optimizer(optimizer: torch.optim.Optimizer, groups: list[list[nn.Parameter]], folder: Path) -> bool:
@@ -188,18 +210,35 @@ def resume_of(args: TrainingArguments, requested: str | bool | None) -> str:
 
 
 def adapter_files(trainer: "Trainer") -> dict[str, bytes]:
-    """Return the adapter weights of a PEFT model by file name, for `PeftModel.from_pretrained` of a checkpoint.
+    """Return the files of a PEFT model's adapters by name, as its `save_pretrained` writes them.
 
-    Empty for a sharded model: `save_model` gathers its weights.
+    `default` lies at the top, each other adapter in a folder of its name. Empty for a sharded model: `save_model`
+    gathers its weights.
     """
     model: Any = trainer.model
     if not _is_peft_model(model) or is_spread(trainer):
         return {}
     from peft import get_peft_model_state_dict
-    from peft.utils import SAFETENSORS_WEIGHTS_NAME
+    from peft.utils import CONFIG_NAME, SAFETENSORS_WEIGHTS_NAME
 
-    tensors = get_peft_model_state_dict(model, adapter_name=next(iter(model.peft_config)))
-    return {SAFETENSORS_WEIGHTS_NAME: save({name: each.detach().cpu().contiguous() for name, each in tensors.items()})}
+    files: dict[str, bytes] = {}
+    for name, config in model.peft_config.items():
+        tensors = get_peft_model_state_dict(model, adapter_name=name)
+        facts = {**config.to_dict(), "inference_mode": True}
+        if config.task_type is None:
+            base = model._get_base_model_class(is_prompt_tuning=config.is_prompt_learning)
+            facts["auto_mapping"] = {"base_model_class": base.__name__, "parent_library": base.__module__}
+        text = json.dumps({key: list(value) if isinstance(value, set) else value for key, value in facts.items()})
+        files[adapter_place(name) + CONFIG_NAME] = text.encode()
+        files[adapter_place(name) + SAFETENSORS_WEIGHTS_NAME] = save(
+            {key: each.detach().cpu().clone().contiguous() for key, each in tensors.items()}, {"format": "pt"}
+        )
+    return files
+
+
+def adapter_place(name: str) -> str:
+    """Return the folder of an adapter in a checkpoint, with its slash. Empty for the default adapter, as in peft."""
+    return "" if name == "default" else f"{name}/"
 
 
 class CheckpointNames:
@@ -370,9 +409,6 @@ def save_description(trainer: "Trainer", model: Any, folder: Path) -> None:
         model.config.save_pretrained(folder)
         if model.can_generate():
             model.generation_config.save_pretrained(folder)
-    if _is_peft_model(model):
-        for config in model.peft_config.values():
-            config.save_pretrained(folder)
     processing = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
     if processing is not None:
         processing.save_pretrained(folder)

@@ -64,6 +64,8 @@ class BatchOutputs:
     predictions: Any
     labels: Any
     inputs: Any
+    counts: Any = None
+    """Numbers that compute_loss counted. None without them."""
 
 
 def parts_of(trainer: "Trainer", eval_dataset: Any, prefix: str) -> list[tuple[Any, str]] | None:
@@ -186,6 +188,8 @@ class Evaluation:
             # The loss of a batch without targets is NaN.
             total = sum(one.loss * weight for one, weight in zip(outputs, weights, strict=True) if weight)
             metrics["loss"] = total / max(sum(weights), 1)
+        if trainer._token_metrics is not None and (counts := [one.counts for one in outputs if one.counts is not None]):
+            metrics |= trainer._token_metrics.of([[math.fsum(column) for column in zip(*counts, strict=True)]])
         metrics |= denumpify_detensorize(dict(scores))
         start = f"{self.prefix}_"
         metrics = {name if name.startswith(start) else start + name: value for name, value in metrics.items()}
@@ -239,7 +243,8 @@ class Evaluation:
         if not trainer.args.batch_eval_metrics:
             logits, labels, kept = (None if one is None else nested_numpify(one) for one in (logits, labels, kept))
         mean = None if loss is None else loss.detach().float().mean()
-        return BatchOutputs(mean, num_targets, rows, logits, labels, kept)
+        counts = None if trainer._token_metrics is None else trainer._token_metrics.take()
+        return BatchOutputs(mean, num_targets, rows, logits, labels, kept, counts)
 
     def _score_by_batch(self, own: Iterator[BatchOutputs]) -> tuple[list[BatchOutputs], dict[str, Any]]:
         """Call compute_metrics with one batch at a time, in order. evaluate then keeps only losses."""
@@ -285,11 +290,12 @@ class Evaluation:
 
 
 def _read_losses(outputs: list[BatchOutputs]) -> list[BatchOutputs]:
-    """Copy all losses to the host at once."""
-    with_loss = [one for one in outputs if one.loss is not None]
-    if with_loss:
-        for one, loss in zip(with_loss, torch.stack([one.loss for one in with_loss]).tolist(), strict=True):
-            one.loss = loss
+    """Copy all losses, and all counts, to the host at once."""
+    for name in ("loss", "counts"):
+        having = [one for one in outputs if getattr(one, name) is not None]
+        values = torch.stack([getattr(one, name) for one in having]).tolist() if having else []
+        for one, value in zip(having, values, strict=True):
+            setattr(one, name, value)
     return outputs
 
 

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Any
 from huggingface_hub import HfApi, ModelCard
 from transformers import TrainingArguments
 from transformers.modelcard import TrainingSummary
+from transformers.trainer_utils import _is_peft_model
 
-from accel_train.checkpoint.contents import OPTIMIZER, TRAINER
+from accel_train.checkpoint.contents import AVERAGE, MODEL, OPTIMIZER, TRAINER
+from accel_train.checkpoint.store import MANIFEST
 from accel_train.core.errors import SettingError
 from accel_train.core.ownership import write_file
 from accel_train.core.work import working
@@ -17,11 +19,11 @@ from accel_train.hf.argument_table import name_of
 if TYPE_CHECKING:
     from accel_train.hf import Trainer
 
-ONLY_FOR_RESUMING = [OPTIMIZER, TRAINER, "manifest.json"]
+ONLY_FOR_RESUMING = [OPTIMIZER, AVERAGE, TRAINER, MANIFEST]
 NOT_PUSHED = [
     *("_*", ".*", "checkpoints/*", "checkpoint-*/*", "previous-*/*", "run-*/*"),
     # `save_model` writes the same weights to the run folder itself.
-    *("model/*", "adapter/*"),
+    "model/*",
     *("events.jsonl*", "metrics.jsonl*", "launches.jsonl", "incidents/*", "profile/*", "*.log"),
 ]
 """Patterns of files in a run folder that only matter to the person who trained. They are not uploaded."""
@@ -53,7 +55,9 @@ def push_checkpoint(trainer: "Trainer", folder: Path) -> None:
         return
     trainer.callback_handler.on_push_begin(args, trainer.state, trainer.control)
     message = f"Training in progress, step {trainer.state.global_step}"
-    trainer.pushes.append(_upload(trainer, folder, message, ignore_patterns=ONLY_FOR_RESUMING))
+    # The whole model of an adapter run only matters for resuming, and its base may not be the user's to publish.
+    unused = [*ONLY_FOR_RESUMING, MODEL] if _is_peft_model(trainer.model) else ONLY_FOR_RESUMING
+    trainer.pushes.append(_upload(trainer, folder, message, ignore_patterns=unused))
     if strategy in ("checkpoint", "all_checkpoints"):
         place = "last-checkpoint" if strategy == "checkpoint" else folder.name
         trainer.pushes.append(_upload(trainer, folder, f"{message}, checkpoint", path_in_repo=place))
@@ -63,7 +67,12 @@ def push_model(
     trainer: "Trainer", message: str | None, blocking: bool, token: str | None, revision: str | None, card: Any
 ) -> Any:
     """Upload the saved model and its card to the Hub. Return the commit, or its future if `blocking` is False."""
-    trainer.create_model_card(**card)
+    args = trainer.args
+    name = Path(args.output_dir).name if args.hub_model_id is None else args.hub_model_id.split("/")[-1]
+    tags = card.get("tags") or []
+    tags = [tags] if isinstance(tags, str) else list(tags)
+    tags += [tag for tag in getattr(trainer.model, "model_tags", None) or () if tag not in tags]
+    trainer.create_model_card(**{"model_name": name, **card, **({"tags": tags} if tags else {})})
     finish_pushes(trainer)
     options = {"revision": revision or trainer.args.hub_revision, "run_as_future": not blocking}
     folder = Path(trainer.args.output_dir)
@@ -83,9 +92,13 @@ def write_model_card(trainer: "Trainer", tags: str | list[str] | None = None, **
     tags = [tags] if isinstance(tags, str) else list(tags or [])
     if path.exists():
         tags += [tag for tag in ModelCard.load(path).data.tags or [] if tag not in tags]
+    write_card(trainer, TrainingSummary.from_trainer(trainer, tags=tags or None, **facts).to_model_card())
+
+
+def write_card(trainer: "Trainer", card: str) -> None:
+    """Write `README.md` to output_dir. A README of the user is kept in previous-N."""
+    path = Path(trainer.args.output_dir) / "README.md"
     path.parent.mkdir(parents=True, exist_ok=True)
-    card = TrainingSummary.from_trainer(trainer, tags=tags or None, **facts).to_model_card()
-    # A README of the user is kept in previous-N.
     write_file(path, card.encode(), path.parent)
 
 

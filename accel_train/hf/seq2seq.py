@@ -26,6 +26,7 @@ class Seq2SeqTrainer(Trainer):
     """
 
     generates = True
+    _replaces = "transformers.trainer_seq2seq:Seq2SeqTrainer"
     _gen_kwargs: dict[str, Any]
 
     @staticmethod

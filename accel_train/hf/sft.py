@@ -8,9 +8,14 @@ TRL tokenizes, masks, and packs the rows, so that both trainers see the same tok
 `hf.sft_setup` has the treatment of each field of SFTConfig, and docs/hf_trainer.md the differences from TRL.
 """
 
+import copy
 import logging
 from collections.abc import Callable, Mapping, Sized
 from dataclasses import replace
+from pathlib import Path
+from pkgutil import resolve_name
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.compute
@@ -22,12 +27,15 @@ from torch import Tensor, nn
 from accel_train.core.errors import SettingError
 from accel_train.hf import training
 from accel_train.hf.argument_table import argument_error
-from accel_train.hf.inputs import num_items_in
+from accel_train.hf.arguments import check_overrides
+from accel_train.hf.hub import write_card
+from accel_train.hf.inputs import TokenMetrics, num_items_in
 from accel_train.hf.sft_setup import (
     check_adapter,
     collator_for,
     config_of,
     label_log_probs,
+    label_scores,
     loaded,
     prepare_forward,
     router_weight,
@@ -55,7 +63,12 @@ class SFTTrainer(Trainer):
     """
 
     args: Any
-    aux_weight = 0.0
+    _replaces = "trl.trainer.sft_trainer:SFTTrainer"
+    _hooks = frozenset({"_prepare_dataset"})
+    # Read by TRL's model card, and set by subclasses.
+    _tag_names, _name, _paper, _template_file = ["trl", "sft"], "SFT", dict[str, str](), None
+    _token_metrics: TokenMetrics
+    router_aux_loss_coef = 0.0
     """Weight of the router loss of a mixture-of-experts model."""
 
     def __init__(
@@ -78,6 +91,7 @@ class SFTTrainer(Trainer):
     ) -> None:
         stop_with_launcher()
         self.args = args = config_of(args, model)
+        check_overrides(type(self))
         self._formatting_func = formatting_func
         peers = open_heartbeats(args.process_index, args.world_size)
         first = self._check_rows(train_dataset, "train_dataset")
@@ -93,7 +107,7 @@ class SFTTrainer(Trainer):
             raise argument_error("has its own loss", "Remove compute_loss_func.", loss_type="dft")
         is_pair = KINDS.get("prompt") in kinds_of(first, args.dataset_text_field) and formatting_func is None
         self.completion_only_loss = is_pair if args.completion_only_loss is None else args.completion_only_loss
-        check_adapter(model, peft_config)
+        check_adapter(model, peft_config, args)
 
         # Adapters start from the seed, as in TRL.
         training.seed(args)
@@ -107,7 +121,8 @@ class SFTTrainer(Trainer):
             data_collator = collator_for(model, processing_class, args, padding_free=self.padding_free)
         self._vocabulary = model.config.get_text_config().vocab_size
         self._is_fused = prepare_forward(model, args, padding_free=self.padding_free)
-        self.aux_weight = router_weight(model, args)
+        self.router_aux_loss_coef = router_weight(model, args)
+        self._token_metrics = TokenMetrics(has_router=self.aux_loss_enabled)
         # The main process prepares first, while the others wait.
         with lost_peer_named(peers):
             train_dataset = self._prepared(train_dataset, args.packing, "train")
@@ -127,6 +142,13 @@ class SFTTrainer(Trainer):
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
+        if hasattr(model, "add_model_tags"):
+            model.add_model_tags(self._tag_names)
+
+    @property
+    def aux_loss_enabled(self) -> bool:
+        """Return whether the router loss of a mixture-of-experts model is added."""
+        return self.router_aux_loss_coef != 0.0
 
     def _adopt(self, model: nn.Module) -> None:
         """Set the model. Labels are shifted for every model, and the collator's columns are the data's."""
@@ -199,8 +221,14 @@ class SFTTrainer(Trainer):
                 problem = "formatting_func makes plain text, which has no assistant"
                 raise argument_error(problem, "Remove one of the two.", assistant_only_loss=True)
             return first
-        self._check_kind(first, at)
+        if not self._prepares_rows:
+            self._check_kind(first, at)
         return first
+
+    @property
+    def _prepares_rows(self) -> bool:
+        """True if a subclass overrides `_prepare_dataset`, so rows may be of any kind."""
+        return type(self)._prepare_dataset is not SFTTrainer._prepare_dataset
 
     def _check_kind(self, first: Mapping[str, Any], at: str) -> None:
         """Check that a row is of one kind, which has the masks that the arguments ask for."""
@@ -240,36 +268,53 @@ class SFTTrainer(Trainer):
         return bool((self.args.dataset_kwargs or {}).get("skip_prepare_dataset"))
 
     def _prepared(self, dataset: Any, packing: bool, name: str) -> Any:
+        """Return the dataset as rows of tokens, checked against the model's vocabulary."""
+        if self._skips_preparation:
+            return dataset
+        at = "train_dataset" if name == "train" else "eval_dataset"
+        rows = self._prepare_dataset(dataset, self.processing_class, self.args, packing, self._formatting_func, name)
+        check_vocabulary(rows, self.processing_class, self._vocabulary, at)
+        return rows
+
+    def _prepare_dataset(
+        self,
+        dataset: Any,
+        processing_class: Any,
+        args: Any,
+        packing: bool,
+        formatting_func: Callable[[Any], str] | None,
+        dataset_name: str,
+    ) -> Any:
         """Return the dataset as rows of `input_ids` and `labels`, made by TRL; packed rows have `seq_lengths` too.
+
+        Override it to make other tokens and labels, as in TRL.
 
         Raises:
             SettingError: a row cannot be formatted, or has no assistant token that the loss could use.
         """
-        if self._skips_preparation:
-            return dataset
-        from trl.trainer.sft_trainer import SFTTrainer as StockSFTTrainer
-
-        args, at = self.args, "train_dataset" if name == "train" else "eval_dataset"
+        at = "train_dataset" if dataset_name == "train" else "eval_dataset"
         is_chat = not {"messages", "conversations"}.isdisjoint(first := next(iter(dataset)))
         is_chat = is_chat or isinstance(first.get("prompt"), list)
         if "input_ids" in first:
             dataset = with_equal_lengths(dataset, at)
-        elif self._formatting_func is not None:
-            is_chat, dataset = False, formatted(dataset, self._formatting_func, args)
-        if is_chat and self.processing_class.chat_template is None:
+        elif formatting_func is not None:
+            is_chat, dataset = False, formatted(dataset, formatting_func, args)
+        elif self._prepares_rows:
+            self._check_kind(first, at)
+        if is_chat and processing_class.chat_template is None:
             problem, remedy = "the tokenizer has no chat template", "Set chat_template_path in SFTConfig."
             raise SettingError(problem, remedy, "processing_class", ("processing_class", "chat_template_path"))
         before = len(dataset) if isinstance(dataset, Dataset) else None
-        prepare: Any = StockSFTTrainer._prepare_dataset
+        prepare: Any = resolve_name(self._replaces)._prepare_dataset
         try:
-            rows = prepare(self, dataset, self.processing_class, args, packing, None, name)
+            rows = prepare(self, dataset, processing_class, args, packing, None, dataset_name)
         except (RuntimeError, AttributeError, IndexError, KeyError, TypeError, ValueError, TemplateError) as error:
             if is_peer_error(error):
                 raise
             if isinstance(error, AttributeError) and error.obj is self:
                 raise version_error(f"it reads SFTTrainer.{error.name}") from error
             if isinstance(error, RuntimeError) and "assistant tokens" in str(error):
-                problem = f"a row of the {name} data has no token of the assistant by this chat template"
+                problem = f"a row of the {dataset_name} data has no token of the assistant by this chat template"
                 remedy = "Put {% generation %} around the assistant's text, and give each chat an assistant's turn."
                 raise argument_error(problem, remedy, assistant_only_loss=True) from error
             problem = f"TRL cannot prepare the rows{first_empty(dataset, args.dataset_text_field)}: {in_words(error)}"
@@ -279,8 +324,7 @@ class SFTTrainer(Trainer):
             if not len(rows):
                 raise SettingError(f"all rows have {cut}", "Raise max_length.", at, ("train_dataset",))
             if not packing and len(rows) < before:
-                self._warn(f"{before - len(rows)} of {before} {name} rows have {cut}; they are left out")
-        check_vocabulary(rows, self.processing_class, self._vocabulary, at)
+                self._warn(f"{before - len(rows)} of {before} {dataset_name} rows have {cut}; they are left out")
         return rows
 
     def _prepared_evaluation(self, data: Any, name: str = "eval") -> Any:
@@ -315,26 +359,45 @@ class SFTTrainer(Trainer):
         TRL's forward computes the log-probabilities of the labels without the logits of all tokens. With
         `return_outputs`, or a loss that needs logits, the model's own forward is used.
         """
-        if self.aux_weight:
+        if self.aux_loss_enabled:
             inputs = {**inputs, "output_router_logits": True}
         is_dft = self.args.loss_type == "dft"
         needs_logits = self.compute_loss_func is not None or (self.label_smoother is not None and not is_dft)
         if needs_logits or not (self._is_fused or is_dft) or (return_outputs and not is_dft):
-            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+            logits = getattr(outputs, "logits", None)
+            if logits is not None and inputs.get("labels") is not None:
+                self._token_metrics.note(inputs, outputs, *label_scores(logits, inputs["labels"]))
+            return (loss, outputs) if return_outputs else loss
         if self._is_fused:
             outputs = model(**inputs, fused_lm_head=True)
             log_probs, count = outputs.log_probs, outputs.label_mask.sum()
+            self._token_metrics.note(inputs, outputs, count, outputs.entropy.detach().sum(), outputs.is_top1.sum())
             if return_outputs:
                 with torch.no_grad():
                     outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
         else:
             outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
             log_probs, count = label_log_probs(outputs.logits, inputs["labels"])
+            self._token_metrics.note(inputs, outputs, *label_scores(outputs.logits, inputs["labels"]))
         losses = -log_probs * log_probs.exp().detach() if is_dft else -log_probs
         loss = losses.sum() / torch.as_tensor(count if num_items_in_batch is None else num_items_in_batch).clamp(min=1)
-        if self.aux_weight:
-            loss = loss + self.aux_weight * outputs.aux_loss
+        if self.aux_loss_enabled:
+            loss = loss + self.router_aux_loss_coef * outputs.aux_loss
         return (loss, outputs) if return_outputs else loss
+
+    def create_model_card(  # type: ignore[override]
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
+        """Write TRL's `README.md` to output_dir."""
+        if not self.is_world_process_zero():
+            return
+        with TemporaryDirectory() as folder:
+            # TRL writes it into the output_dir of its arguments, over a README of the user.
+            view = copy.copy(self)
+            view.args = SimpleNamespace(output_dir=folder, process_index=0)
+            resolve_name(self._replaces).create_model_card(view, model_name, dataset_name, tags)
+            write_card(self, (Path(folder) / "README.md").read_text(encoding="utf-8"))
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -401,13 +464,13 @@ def first_empty(dataset: Any, text_field: str) -> str:
 
 
 def check_vocabulary(rows: Any, tokenizer: Any, size: int, at: str) -> None:
-    """Check that the model has an embedding for each token of a dataset. A stream is not read.
+    """Check that the model has an embedding for each token of a dataset. Streams and rows without tokens are not read.
 
     Raises:
         SettingError: a token, or the padding token, is outside.
     """
     largest = tokenizer.pad_token_id or 0
-    if isinstance(rows, Dataset):
+    if isinstance(rows, Dataset) and "input_ids" in rows.column_names:
         for batch in rows.select_columns("input_ids").with_format("arrow").iter(10_000):
             largest = max(largest, pyarrow.compute.max(batch["input_ids"].combine_chunks().flatten()).as_py() or 0)
     if largest >= size:

@@ -192,27 +192,41 @@ def _check_combinations(args: Any) -> None:
         raise argument_error(problem, "Set packing=True, or max_length=None.", padding_free=True)
 
 
-def check_adapter(model: Any, peft_config: Any) -> None:
-    """Check `peft_config`, before a model is built.
+def check_adapter(model: Any, peft_config: Any, args: Any) -> None:
+    """Check `peft_config` and the adapters that the model already has, before a model is built.
 
     Raises:
-        SettingError: it is not a configuration of peft, its kind is not tested, or the model already has an adapter.
+        SettingError: it is not a configuration of peft, the model already has an adapter, or rows are packed although
+            an adapter depends on the whole sequence.
     """
-    if peft_config is None:
-        return
     at, settings, found = "peft_config", ("peft_config",), None
-    try:
-        from peft import PeftConfig, PeftModel
-    except ImportError as error:
-        raise SettingError("needs the package peft", "pip install 'accel-train[sft]'", at, settings) from error
-    if not isinstance(peft_config, PeftConfig):
-        found = f"got {type(peft_config).__name__}", "Give a peft.LoraConfig."
-    elif peft_config.is_prompt_learning:
-        found = f"{type(peft_config).__name__} adds virtual tokens, which is not tested", "Give a peft.LoraConfig."
-    elif isinstance(model, PeftModel):
-        found = "the model already has an adapter", "Leave it out, or call model.merge_and_unload() first."
+    configs = list(getattr(model, "peft_config", {}).values())
+    if peft_config is not None:
+        try:
+            from peft import PeftConfig
+        except ImportError as error:
+            raise SettingError("needs the package peft", "pip install 'accel-train[sft]'", at, settings) from error
+        if not isinstance(peft_config, PeftConfig):
+            found = f"got {type(peft_config).__name__}", "Give a peft.LoraConfig."
+        elif configs:
+            found = "the model already has an adapter", "Leave it out, or call model.merge_and_unload() first."
+        configs.append(peft_config)
     if found:
         raise SettingError(*found, at, settings)
+    for config in configs:
+        if (args.packing or args.padding_free) and depends_on_the_sequence(config):
+            name = "packing" if args.packing else "padding_free"
+            problem = (
+                f"{type(config).__name__} depends on the whole sequence, so rows in one sequence change each other"
+            )
+            raise argument_error(problem, "Set it False, or give a LoraConfig.", **{name: True})
+
+
+def depends_on_the_sequence(config: Any) -> bool:
+    """Return whether an adapter computes a token from more than the token's own inputs of a layer."""
+    # An activated LoRA starts at its invocation tokens, and X-LoRA scales by the hidden states of the sequence.
+    by_tokens = getattr(config, "alora_invocation_tokens", None) or str(config.peft_type).endswith("XLORA")
+    return config.is_prompt_learning or config.is_adaption_prompt or bool(by_tokens)
 
 
 def check_names(model: nn.Module, config: Any) -> None:
@@ -426,7 +440,7 @@ def prepare_forward(model: Any, args: Any, *, padding_free: bool) -> bool:
             raise argument_error(problem, "Set it False.", **{name: True}) from error
         return False
     if is_exact:
-        add_fused_lm_head(inner, outputs=("log_probs",))
+        add_fused_lm_head(inner, outputs=("log_probs", "entropy", "is_top1"))
     return is_exact
 
 
@@ -454,7 +468,28 @@ def router_weight(model: Any, args: Any) -> float:
 
 def label_log_probs(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return the log-probability of each next label, 0 at -100, and the number of labels."""
-    labels = labels[:, 1:].to(logits.device)
+    logits, labels = shifted(logits, labels)
     mask = labels.ne(-100)
-    found = logits[:, :-1].float().log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    found = logits.float().log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
     return found.masked_fill(~mask, 0.0), mask.sum()
+
+
+def shifted(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the logits without virtual tokens, and the label that each of them predicts."""
+    return logits[:, -labels.shape[1] : -1], labels[:, 1:].to(logits.device)
+
+
+@torch.no_grad()
+def label_scores(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the number of labels, the sum of the entropies of their predictions (nats), and how many are right.
+
+    Works in parts of 1024 positions, so that no second copy of all logits is made.
+    """
+    logits, labels = shifted(logits, labels)
+    entropy, correct = logits.new_zeros((), dtype=torch.float32), labels.new_zeros(())
+    rows = zip(logits, labels, strict=True)
+    for part, wanted in ((a, b) for row, own in rows for a, b in zip(row.split(1024), own.split(1024), strict=True)):
+        mask, log_probs = wanted.ne(-100), part.float().log_softmax(-1)
+        entropy -= (log_probs.exp() * log_probs).sum(-1).masked_fill(~mask, 0.0).sum()
+        correct += (part.argmax(-1).eq(wanted) & mask).sum()
+    return labels.ne(-100).sum(), entropy, correct

@@ -21,11 +21,13 @@ from transformers.trainer_utils import unwrap_peft_model
 
 from accel_train.core.errors import SettingError
 from accel_train.data.digest import digest_of_code, digest_of_data
+from accel_train.engine.step import Counted
 from accel_train.hf.argument_table import argument_error
 from accel_train.hf.arguments import Length, train_batch_size
 from accel_train.hf.callbacks import Flow
 from accel_train.hf.checkpoints import copy_whole, is_spread, save_description, save_pretrained
 from accel_train.hf.inputs import (
+    SUMS,
     Columns,
     collate_of,
     collator_of,
@@ -58,6 +60,7 @@ class HFTask(Task):
         self.trainer, self.flow, self.length, self.source = trainer, flow, length, source
         self.loader = loader
         """Loader of an overridden get_train_dataloader. None otherwise."""
+        self.counted = Counted(len(SUMS)) if trainer._token_metrics else None
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
         """Return the training data as rows in the loop's order, or as a stream."""
@@ -172,9 +175,13 @@ class HFTask(Task):
         if not all(isinstance(value, Tensor) for value in inputs.values()):
             # This moves nested values. The reader has moved the tensors.
             inputs = send_to_device(inputs, trainer.accelerator.device)
-        self.flow.count(inputs)
+        is_own = self.flow.count(inputs)
         with as_prepared(trainer, model):
-            return loss_of_step(trainer, model, inputs).float() * targets_in(inputs, trainer.signature)
+            loss_sum = loss_of_step(trainer, model, inputs).float() * targets_in(inputs, trainer.signature)
+        noted = trainer._token_metrics.take() if is_own and trainer._token_metrics is not None else None
+        if noted is not None and self.counted is not None:
+            self.counted.add(noted)
+        return loss_sum
 
     def predict_batch(self, model: nn.Module, batch: Any) -> Any:
         """Return the result of `prediction_step`. The forward of a sharded model must pass through here."""

@@ -31,7 +31,7 @@ from accel_train.hf import hub, search, training
 from accel_train.hf.arguments import check_arguments, check_combinations, check_overrides, train_batch_size
 from accel_train.hf.checkpoints import save_pretrained, whole_model
 from accel_train.hf.evaluation import Evaluation, merged, parts_of, predict_batch
-from accel_train.hf.inputs import Signature, evaluation_loader, train_loader
+from accel_train.hf.inputs import Signature, TokenMetrics, evaluation_loader, train_loader
 from accel_train.hf.task import loss_of
 from accel_train.optim.optimizers import build_optimizer
 from accel_train.recipe.schema import Recipe
@@ -45,6 +45,10 @@ class Trainer:
         SettingError: an argument or an overridden method is not supported. The message names it and the remedy.
     """
 
+    _replaces = "transformers.trainer:Trainer"
+    """The class whose interface this is."""
+    _hooks: frozenset[str] = frozenset()
+    """Private methods of the replaced trainer that are called here too, so a subclass may override them."""
     generates = False
     """Whether evaluations may generate texts, as in Seq2SeqTrainer."""
     signature: Signature
@@ -58,6 +62,7 @@ class Trainer:
     is_in_train = False
     """Whether train() is running, including its evaluations."""
     hub_model_id: str | None = None
+    _token_metrics: TokenMetrics | None = None
     current_gradient_accumulation_steps = 1
     """Divisor of a micro-batch's loss in a training_step copied from transformers. Always 1: the loop divides once."""
     # The loop shards the model, so plugins of Accelerate are not used.
@@ -90,7 +95,7 @@ class Trainer:
         match_transformers: bool = False,
     ) -> None:
         stop_with_launcher()
-        check_overrides(type(self), Trainer)
+        check_overrides(type(self))
         self.match_transformers = match_transformers
         """Whether to weigh and drop samples as transformers does, where accel_train differs (docs/hf_trainer.md)."""
         self.args = args = TrainingArguments("tmp_trainer") if args is None else args
@@ -267,10 +272,7 @@ class Trainer:
         return 6 * main.numel() * self._num_flops_parameters if isinstance(main, Tensor) else 0
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Set and return the optimizer: the existing one, one of the given class, or the one that `optim` names.
-
-        train() uses an optimizer that was made before it.
-        """
+        """Set and return the optimizer: the existing one, or a new one. train() uses one that was made before it."""
         if self.recipe is None or self.optimizer is not None or training.makes_optimizer(self):
             return StockTrainer.create_optimizer(self, model)
         own = self.model if model is None else model
@@ -352,8 +354,7 @@ class Trainer:
     ) -> trainer_utils.EvalLoopOutput:
         """Return predictions, labels, and metrics of a loader.
 
-        Every process reads the whole loader and forwards its share of the batches. evaluate and predict use an override
-        of this method.
+        Every process reads the whole loader and forwards its share. evaluate and predict use an override of it.
         """
         self.callback_handler.eval_dataloader = dataloader
         loop = Evaluation(self, ignore_keys, metric_key_prefix, predicts=description != "Evaluation")
@@ -408,10 +409,7 @@ class Trainer:
         StockTrainer.save_state(self)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write weights, configuration, and tokenizer for `from_pretrained` on the main process.
-
-        All processes of a sharded model must call it.
-        """
+        """* Write weights, configuration, and tokenizer for `from_pretrained` on the main process."""
         model = whole_model(self)
         if self.is_world_process_zero():
             save_pretrained(self, model, Path(output_dir or self.args.output_dir))

@@ -42,8 +42,9 @@ from accel_train.hf.argument_table import argument_error, has_recipe_optimizer, 
 from accel_train.hf.arguments import OURS, Length, length_of, precision_of, schedule_of, to_recipe, with_decay_of
 from accel_train.hf.callbacks import Flow, RecipeRates, may_ask, rates_of
 from accel_train.hf.checkpoints import load_stock_weights, load_whole, resume_of, resume_stock, stock_checkpoint
+from accel_train.hf.evaluation import parts_of
 from accel_train.hf.hub import finish_pushes
-from accel_train.hf.inputs import TrainLoader, epoch_order, loader_of_override, readable, reading_of, train_loader
+from accel_train.hf.inputs import SUMS, TrainLoader, epoch_order, loader_of_override, readable, reading_of, train_loader
 from accel_train.hf.search import trial_arguments
 from accel_train.hf.task import HFTask
 from accel_train.model.freeze import matching
@@ -62,6 +63,10 @@ from accel_train.training.train import train_run
 
 if TYPE_CHECKING:
     from accel_train.hf import Trainer
+
+
+PACKAGES = ("accel_train", "transformers")
+"""Packages whose methods and callbacks add no metrics to an evaluation."""
 
 
 def seed(args: TrainingArguments) -> None:
@@ -174,6 +179,7 @@ def run_training(
     """
     args = trainer.args
     method = "get_train_dataloader"
+    check_metric(trainer)
     loader = loader_of_override(trainer, method) if trainer.overrides(method) else None
     source = trainer.train_dataset
     if isinstance(loader, TrainLoader) and loader.is_as_made:
@@ -368,6 +374,34 @@ def model_hooks(trainer: "Trainer") -> Iterator[None]:
     finally:
         if handle is not None:
             deactivate_neftune(trainer.model, handle)
+
+
+def metric_names(trainer: "Trainer") -> set[str] | None:
+    """Return the metrics that evaluations will report, without `eval_`. None if the program may add others."""
+    own = ("evaluate", "evaluation_loop", "prediction_step", "compute_loss", "log")
+    adds = [getattr(trainer, name).__module__ for name in own]
+    adds += [type(callback).__module__ for callback in trainer.callback_handler.callbacks]
+    if trainer.compute_metrics is not None or any(each.split(".")[0] not in PACKAGES for each in adds):
+        return None
+    metrics = trainer._token_metrics
+    names = {"loss", *({} if metrics is None else metrics.of([[1.0] * len(SUMS)]))}
+    parts = parts_of(trainer, None, "eval") or [(None, "eval")]
+    return {f"{prefix}_{name}".removeprefix("eval_") for _, prefix in parts for name in names}
+
+
+def check_metric(trainer: "Trainer") -> None:
+    """Check that evaluations report `metric_for_best_model`, before the first step, if their metrics are known.
+
+    Raises:
+        SettingError: they do not. The message names the metrics.
+    """
+    args, names = trainer.args, metric_names(trainer)
+    wanted = args.metric_for_best_model
+    if wanted is None or names is None or args.eval_strategy == "no" or wanted.removeprefix("eval_") in names:
+        return
+    problem = f"evaluations report only {', '.join(sorted(names))}"
+    remedy = "Name one of them, or give compute_metrics."
+    raise argument_error(problem, remedy, metric_for_best_model=wanted)
 
 
 MAKERS = ("create_optimizer", "create_scheduler", "create_optimizer_and_scheduler")

@@ -1,6 +1,7 @@
 """The progress of this process, the stacks of its threads, and the wait for its writers, for the watchdog."""
 
 import faulthandler
+import gc
 import os
 import sys
 import threading
@@ -110,7 +111,14 @@ def finish_writing(seconds: float) -> None:
 
 def place_of_main_thread() -> tuple[str, bool]:
     """Return the main thread's innermost line outside of libraries, and whether it waits for other processes there."""
-    innermost = sys._current_frames().get(threading.main_thread().ident or 0)
+    # A garbage collection inside of the call crashes Python before 3.12 (python/cpython#106883).
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        innermost = sys._current_frames().get(threading.main_thread().ident or 0)
+    finally:
+        if was_enabled:
+            gc.enable()
     if innermost is None:
         return "no line of Python", False
     waits = False

@@ -1,5 +1,6 @@
 """Digests of data and code: equal for equal content, in every process, and different for different content."""
 
+import importlib
 import logging
 import os
 import random
@@ -444,3 +445,49 @@ def test_digests_are_the_same_in_processes_of_any_hash_seed(tmp_path: Path) -> N
     found = [run.communicate()[0].split() for run in runs]
     assert len(found[0]) == 3
     assert found[0] == found[1]
+
+
+def test_what_cannot_be_looked_at_is_logged_and_does_not_stop_a_run(caplog: Any) -> None:
+    class Broken:
+        @property
+        def __dict__(self) -> Any:  # type: ignore[override]
+            raise OSError("gone")
+
+    broken, size = Broken(), 1
+
+    def loss() -> Any:
+        return broken, size
+
+    class Layer(nn.Linear):
+        def extra_repr(self) -> str:
+            raise OSError("gone")
+
+    first = digest_of_code(loss)
+    assert digest_of_code(loss) == first
+    assert digest_of_module(Layer(1, 1)) == digest_of_module(Layer(1, 1))
+    assert [record.getMessage().partition(":")[0].rpartition(".")[2] for record in caplog.records] == [
+        *("loss", "loss"),
+        *("Layer", "Layer"),
+    ]
+
+
+@pytest.mark.parametrize("layout", ["on the path", "user site"])
+def test_packages_outside_the_interpreters_folder_are_libraries(tmp_path: Path, monkeypatch: Any, layout: str) -> None:
+    """`pip install --target` with PYTHONPATH or a .pth file, and `pip install --user`."""
+    module = f"package_of_{layout.replace(' ', '_')}"
+    (tmp_path / f"{module}.py").write_text("def used():\n    return LIMIT\nLIMIT = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    used = importlib.import_module(module).used
+    assert len([*digest._parts(used, frozenset(), 0)]) > 1  # the user's own code
+    digest._libraries.cache_clear()
+    if layout == "user site":
+        monkeypatch.setattr("site.getusersitepackages", lambda: str(tmp_path))
+    else:
+        (tmp_path / "some_package-1.0.dist-info").mkdir()
+    assert [*digest._parts(used, frozenset(), 0)] == [f"{module}.used"]
+
+
+def test_a_class_of_a_package_whose_code_is_a_descriptor_is_a_library() -> None:
+    assert digest._is_library(type(test_a_class_of_a_package_whose_code_is_a_descriptor_is_a_library))
+    made = type("Made", (), {"__code__": property(lambda self: None), "__module__": "datasets.table"})
+    assert digest._is_library(made)

@@ -6,11 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train.core.state import Choice
-from accel_train.engine.step import Agreement, MicroBatch, Wire, forward_backward, seed_step
+from accel_train.engine.step import Agreement, Counted, MicroBatch, Wire, forward_backward, seed_step
 from accel_train.guard.guard import Limits
 from accel_train.model.isolation import RandomState
 from accel_train.model.training_module import TrainingModule
@@ -291,6 +292,35 @@ def test_outcome_of_a_step_is_read_with_the_next_one(accelerator: Accelerator) -
     settled = agreement.settle(Wire(0), second)
     assert math.isnan(settled.loss)
     assert (settled.skipped, settled.stop_requested, settled.num_targets, settled.loss_scale) == (True, True, 7, None)
+
+
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_what_a_task_counts_is_read_with_its_step_and_not_with_a_repeated_one(
+    accelerator: Accelerator, num_processes: int
+) -> None:
+    """With 2, the statistics travel through a collective: a group of this process alone, whose sum is its part."""
+    counted = Counted(2)
+    agreement = Agreement(accelerator, counted=counted)
+    agreement.world_size = num_processes
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        last, results = None, []
+        for step in (1, 2, 3):
+            counted.add(torch.tensor([99.0, 99.0]))  # of an attempt that is repeated
+            agreement.begin(Wire(10 * step), last)
+            agreement.share_of_a_target()
+            results.append(agreement.read_last())
+            for part in ([step, 0.5], [1.0, 0.25])[: 3 - step]:  # the third step counts nothing
+                counted.add(torch.tensor(part))
+            update = Update(torch.tensor(float(step)), torch.tensor(0.0), None)
+            last = agreement.outcome(step, 0.5, Limits(1.0), torch.tensor(20.0 * step), update)
+        results.append(agreement.settle(Wire(0), last))
+    finally:
+        dist.destroy_process_group()
+    read = [result for result in results if result is not None]
+    assert [result.counts for result in read] == [(2.0, 0.75), (2.0, 0.5), (0.0, 0.0)]
+    assert [(each.step, each.loss, each.num_targets) for each in read] == [(1, 2.0, 10), (2, 2.0, 20), (3, 2.0, 30)]
+    assert [each.grad_norm * num_processes for each in read] == [1.0, 2.0, 3.0]
 
 
 def test_random_numbers_of_a_step_depend_on_seed_step_and_process_and_on_nothing_else() -> None:

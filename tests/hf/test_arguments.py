@@ -9,6 +9,7 @@ import pytest
 from torch import nn
 from transformers import TrainingArguments
 
+import accel_train
 from accel_train.hf import Trainer
 from accel_train.hf.argument_table import FIELDS, table
 from accel_train.hf.arguments import check_arguments, length_of, to_recipe, with_decay_of
@@ -274,3 +275,13 @@ def test_models_are_set_up_as_transformers_does(tmp_path: Path) -> None:
     assert trainer.signature.takes_num_items
     assert next(iter(trainer.get_train_dataloader()))["input_ids"].shape == (8, 12)
     assert trainer.is_world_process_zero() is trainer.is_local_process_zero() is True
+
+
+@pytest.mark.parametrize(
+    ("name", "package"), [("DPOTrainer", "trl"), ("SFTConfig", "trl"), ("EarlyStoppingCallback", "transformers")]
+)
+def test_a_name_of_trl_or_transformers_says_where_to_import_it_from(name: str, package: str) -> None:
+    with pytest.raises(ImportError, match=f"from {package} import {name}$"):
+        getattr(accel_train, name)
+    with pytest.raises(AttributeError):
+        accel_train.NoSuchTrainer  # noqa: B018

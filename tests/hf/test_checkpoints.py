@@ -1,5 +1,6 @@
 """Checkpoints that transformers' own Trainer wrote are resumed, and a resume says what has changed."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,68 @@ def test_a_checkpoint_of_an_adapted_model_is_loaded_by_peft_and_operations_are_c
     resumed = hf.trained(tmp_path / "ours", adapted(), hf.rows(24), str(tmp_path / "ours/checkpoint-2"), **args)
     assert hf.difference(resumed.model, ours.model) == 0.0
     assert theirs.state.total_flos == ours.state.total_flos == resumed.state.total_flos > 0
+
+
+def adapted_twice(seed: int = 1) -> Any:
+    """A model with two adapters of other layers and ranks, of which the second is trained."""
+    first, second = (
+        peft.LoraConfig(task_type="SEQ_CLS" if r == 2 else None, r=r, target_modules=[name], init_lora_weights=False)
+        for r, name in ((2, "query"), (4, "value"))
+    )
+    model = hf.bert()
+    torch.manual_seed(seed)
+    model = peft.get_peft_model(model, first, adapter_name="first")
+    model.add_adapter("second", second)
+    model.set_adapter("second")
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's
+def test_each_adapter_is_saved_with_its_weights_and_configuration_where_peft_puts_it(tmp_path: Path) -> None:
+    args = {"max_steps": 4, **hf.every(2, "save"), "save_total_limit": 1}
+    theirs, ours, *_ = hf.both(tmp_path, adapted_twice, train_dataset=hf.rows(24), **args)
+    for name, trainer in (("theirs", theirs), ("ours", ours)):
+        trainer.save_model(str(tmp_path / name / "saved"))
+    for place in ("saved", "checkpoint-4"):
+        here, there = (tmp_path / who / place for who in ("ours", "theirs"))
+        found, expected = (
+            {path.relative_to(folder).as_posix() for path in folder.rglob("adapter_*")} for folder in (here, there)
+        )
+        assert found == expected
+        assert found == {f"{a}/adapter_{b}" for a in ("first", "second") for b in ("config.json", "model.safetensors")}
+        for adapter in ("first", "second"):
+            texts = [(folder / adapter / "adapter_config.json").read_text() for folder in (here, there)]
+            assert json.loads(texts[0]) == json.loads(texts[1])
+            weights = load_file(here / adapter / "adapter_model.safetensors")
+            torch.testing.assert_close(
+                weights, peft.get_peft_model_state_dict(ours.model, adapter_name=adapter), rtol=0, atol=0
+            )
+    resumed = hf.trained(tmp_path / "ours", adapted_twice(2), hf.rows(24), True, **{**args, "max_steps": 6})
+    assert resumed.state.global_step == 6
+    assert not list((tmp_path / "ours/checkpoints").glob("kept-*"))
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's
+@pytest.mark.parametrize("make", [adapted, adapted_twice])
+def test_an_adapter_checkpoint_of_transformers_is_resumed_to_the_same_weights(tmp_path: Path, make: Any) -> None:
+    theirs = hf.trained(tmp_path, make(), hf.rows(32), kind=transformers.Trainer, **SAVING)
+    shutil.rmtree(tmp_path / "checkpoint-6")
+    model = make()
+    for name, weight in model.named_parameters():
+        if "lora_" in name:
+            weight.data.zero_()
+    ours = hf.trained(tmp_path, model, hf.rows(32), True, **SAVING)
+    assert ours.state.global_step == 6
+    assert hf.difference(theirs.model, ours.model) < hf.CLOSE
+    found, expected = ([line["loss"] for line in hf.history(each) if "loss" in line] for each in (ours, theirs))
+    assert found == pytest.approx(expected, abs=hf.CLOSE)
+    other = adapted_twice() if make is adapted else adapted()
+    old = str(tmp_path / "old")
+    shutil.copytree(tmp_path / "checkpoint-3", old)
+    error = hf.refused(
+        lambda: hf.trained(tmp_path / "other", other, hf.rows(32), old, **SAVING), "resume_from_checkpoint"
+    )
+    assert "adapter_model.safetensors not found" in error.problem
 
 
 class Scaled(Dataset[dict[str, Any]]):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from transformers import (
     AttentionInterface,
     LlamaConfig,
@@ -26,6 +27,7 @@ from transformers import (
 
 from accel_train import SFTTrainer
 from accel_train.hf.argument_table import table
+from accel_train.hf.arguments import check_overrides
 from accel_train.hf.sft_setup import SFT_FIELDS
 from tests.support.hf_models import refused
 from tests.support.processes import run_forked
@@ -43,10 +45,15 @@ from tests.support.sft import (
     lora,
     losses,
     made,
+    mixtral,
     padded,
+    prompt_tuned,
     quantized,
     rows,
+    same_scores,
+    scores,
     tokenizer,
+    virtual,
 )
 
 pytestmark = [
@@ -76,9 +83,13 @@ def test_the_losses_are_those_of_trl(name: str, tmp_path: Path) -> None:
     for kind in (trl.SFTTrainer, SFTTrainer):
         trainer = made(kind, tmp_path / kind.__module__, data, **given)
         trainer.train()
-        found.append(losses(trainer))
-    assert len(found[0]) == 10
-    assert found[1] == pytest.approx(found[0], rel=1e-5)
+        found.append((losses(trainer), scores(trainer)))
+    assert len(found[0][0]) == 10
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-5)
+    # TRL averages the means of micro-batches.
+    is_ragged = given.get("gradient_accumulation_steps", 1) > 1
+    assert len(found[0][1]) == 10
+    same_scores(found[1][1], found[0][1], 2e-2 if is_ragged else 2e-5)
     assert trainer._is_fused
 
 
@@ -93,6 +104,60 @@ def test_two_processes_have_the_losses_of_trl(name: str, tmp_path: Path) -> None
         found[kind] = json.loads((folder / "result.json").read_text())
     assert len(found["stock"]["losses"]) == 10
     assert found["ours"]["losses"] == pytest.approx(found["stock"]["losses"], rel=1e-5)
+    is_ragged = "gradient_accumulation_steps" in SPREAD[name][1]
+    same_scores(found["ours"]["scores"], found["stock"]["scores"], 5e-2 if is_ragged else 2e-5)
+
+
+def test_the_log_and_evaluations_have_the_metrics_of_trl(tmp_path: Path) -> None:
+    import trl
+
+    given: dict[str, Any] = {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2, "logging_steps": 2, **PACKED}
+    given |= {"eval_dataset": rows("chat", 6), "per_device_eval_batch_size": 6, "model": mixtral}
+    given |= {"load_best_model_at_end": True, "save_strategy": "steps", "save_steps": 2}
+    found = []
+    for kind in (trl.SFTTrainer, SFTTrainer):
+        more = {**given, "metric_for_best_model": "mean_token_accuracy"}
+        trainer = made(kind, tmp_path / kind.__module__, "chat", **more)
+        trainer.train()
+        lines = [line for line in trainer.state.log_history if "eval_loss" in line]
+        names = ("eval_entropy", "eval_mean_token_accuracy", "eval_num_tokens", "eval_aux_loss")
+        found.append((scores(trainer), [{name: line[name] for name in names} for line in lines], trainer.state))
+    for place in (0, 1):
+        assert len(found[0][place]) == 2
+        same_scores(found[1][place], found[0][place], 2e-5)
+    assert found[1][2].best_metric == pytest.approx(found[0][2].best_metric)
+    assert trainer.aux_loss_enabled
+
+
+@pytest.mark.parametrize("given", [{}, {"label_smoothing_factor": 0.1}], ids=["fused", "from logits"])
+def test_metrics_depend_on_neither_accumulation_nor_a_resume(tmp_path: Path, given: dict[str, Any]) -> None:
+    given = {"max_steps": 4, "assistant_only_loss": True, "save_strategy": "steps", "save_steps": 3, **given}
+    whole = made(SFTTrainer, tmp_path / "whole", "chat", per_device_train_batch_size=8, **given)
+    whole.train()
+    parts = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "eval_dataset": rows("chat", 7)}
+    accumulated = made(SFTTrainer, tmp_path / "parts", "chat", **parts, **given)
+    accumulated.train()
+    resumed = made(SFTTrainer, tmp_path / "parts", "chat", **parts, **given)
+    resumed.train(str(tmp_path / "parts/checkpoint-3"))
+    assert len(scores(whole)) == 4
+    for trainer in (accumulated, resumed):
+        same_scores(scores(trainer), scores(whole), 1e-5)
+    found = {name: accumulated.evaluate()[name] for name in ("eval_entropy", "eval_mean_token_accuracy")}
+    accumulated.args.per_device_eval_batch_size = 2
+    assert {name: accumulated.evaluate()[name] for name in found} == pytest.approx(found)
+
+
+def test_a_metric_that_evaluations_do_not_report_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    for name, data, known in (
+        ("accuracy", rows("chat", 4), "mean_token_accuracy"),
+        ("loss", {"one": rows("chat", 4)}, "one_loss"),
+    ):
+        more = {**given, "metric_for_best_model": name, "load_best_model_at_end": True, "eval_dataset": data}
+        trainer = made(SFTTrainer, tmp_path, "chat", **more)
+        assert known in refused(trainer.train, "metric_for_best_model").problem
+        assert trainer.state.global_step == 0
+        assert not (tmp_path / "recipe.resolved.yaml").exists()
 
 
 @pytest.mark.faults
@@ -167,6 +232,11 @@ def t5(size: int) -> Any:
         (CHATS, {"peft_config": partial(lora, rank_pattern={"o_porj": 2})}, "peft_config.rank_pattern", "o_proj"),
         (CHATS, {"loss_type": "dft", "compute_loss_func": print}, "loss_type", "loss"),
         (CHATS, {"loss_type": "none"}, "loss_type", "none"),
+        (CHATS, {"model": prompt_tuned, **PACKED}, "packing", "PromptTuningConfig"),
+        (CHATS, {"model": prompt_tuned, "padding_free": True, "max_length": None}, "padding_free", "PromptTuning"),
+        (CHATS, {"peft_config": partial(virtual, "PrefixTuningConfig"), **PACKED}, "packing", "PrefixTuning"),
+        (CHATS, {"peft_config": partial(LoraConfig, task_type="CAUSAL_LM", alora_invocation_tokens=[7]), **PACKED},
+         "packing", "LoraConfig"),
         (CHATS, {"packing": True, "data_collator": padded}, "packing", "collator"),
         ({"text": None}, {}, "train_dataset", "row 0 has an empty text"),
         ({"input_ids": [1, 2]}, {"assistant_only_loss": True}, "train_dataset", "chats"),
@@ -184,6 +254,48 @@ def test_what_is_not_supported_is_refused_by_name(
 ) -> None:
     data = Dataset.from_list([row] * 4)
     assert fact in refused(lambda: made(SFTTrainer, tmp_path, "", train_dataset=data, **given), setting).problem
+
+
+class Tokens:
+    """Overrides the rows that TRL would make: the last three tokens of each are learned."""
+
+    def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        rows = [{"text": "".join(each["text"][::-1])} for each in dataset]
+        made: Any = super()._prepare_dataset(Dataset.from_list(rows), *args, **kwargs)  # type: ignore[misc]
+        return made.map(lambda row: {"labels": [-100] * (len(row["labels"]) - 3) + row["labels"][-3:]})
+
+
+def test_rows_that_an_override_prepares_are_trained_and_evaluated_as_in_trl(tmp_path: Path) -> None:
+    import trl
+
+    given: dict[str, Any] = {"max_steps": 2, "eval_dataset": rows("text", 4), "per_device_eval_batch_size": 4}
+    found = []
+    for kind in (trl.SFTTrainer, SFTTrainer):
+        trainer = made(type("Own", (Tokens, kind), {}), tmp_path / kind.__module__, "text", **given)
+        trainer.train()
+        found.append((losses(trainer), trainer.evaluate()["eval_loss"], trainer.evaluate(rows("text", 4))["eval_loss"]))
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-5)
+    assert found[1][1:] == pytest.approx(found[0][1:], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "name", ["_reject_skip_prepare_without_labels", "_send_telemetry", "_save_checkpoint", "_prepared"]
+)
+def test_methods_that_only_trl_calls_are_refused_as_overrides_before_a_model_is_made(tmp_path: Path, name: str) -> None:
+    own = type("Own", (SFTTrainer,), {name: lambda self, *args: None})
+    refused(lambda: own("no/model", config(tmp_path), train_dataset=rows("text")), f"Own.{name}")
+
+
+def test_every_method_of_trl_is_called_offered_or_refused(tmp_path: Path) -> None:
+    from trl import SFTTrainer as Stock
+
+    of_trl = {name for cls in Stock.__mro__ if cls.__module__.startswith("trl.") for name in vars(cls)}
+    for name in sorted(name for name in of_trl if callable(getattr(Stock, name)) and not name.startswith("__")):
+        own = type("Own", (SFTTrainer,), {name: lambda self, *args: None})
+        if name in SFTTrainer._hooks or not name.startswith("_"):
+            assert callable(getattr(SFTTrainer, name)), name
+        else:
+            refused(lambda own=own: check_overrides(own), f"Own.{name}")
 
 
 def test_configurations_of_other_trainers_and_lists_are_refused(tmp_path: Path) -> None:

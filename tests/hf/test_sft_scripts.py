@@ -2,11 +2,14 @@
 
 import json
 import math
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import ModelCard
 
+from tests.support.hub import record_uploads
 from tests.support.sft import llama, losses, rows, tokenizer
 
 pytestmark = [
@@ -15,6 +18,7 @@ pytestmark = [
     pytest.mark.usefixtures("without_cuda"),
 ]
 IMPORT = "from trl import SFTTrainer\n"
+TRL_IMPORT = "from trl import SFTTrainer, get_dataset, get_peft_config, get_quantization_config"
 SCRIPTS = {
     "chats": """
 from datasets import load_dataset
@@ -155,6 +159,30 @@ def stand_ins(tmp_path: Path, monkeypatch: Any) -> Path:
     for name in ("chat", "pair", "text"):
         Path(f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows(name)))
     return tmp_path
+
+
+@pytest.mark.parametrize(
+    "more", [["--use_peft", "--lora_target_modules", "q_proj", "v_proj"], ["--packing"]], ids=["LoRA", "full"]
+)
+def test_trls_own_script_runs_to_its_last_line_and_pushes(
+    stand_ins: Path, monkeypatch: Any, capsys: Any, more: list[str]
+) -> None:
+    uploads = record_uploads(monkeypatch)
+    (data := stand_ins / "data").mkdir()
+    (stand_ins / "chat.jsonl").rename(data / "train.jsonl")
+    flags = "--max_steps 2 --max_length 64 --use_cpu --bf16 false --report_to none --logging_steps 1 --push_to_hub"
+    given = ["--model_name_or_path", "tiny", "--dataset_name", str(data), "--output_dir", "out"]
+    monkeypatch.setattr("sys.argv", ["sft.py", *given, *flags.split(), *more])
+    code = Path(find_spec("trl.scripts.sft").origin).read_text()
+    assert code.count(TRL_IMPORT) == 1
+    code = code.replace(TRL_IMPORT, f"{TRL_IMPORT.replace('SFTTrainer, ', '')}; from accel_train import SFTTrainer")
+    exec(compile(code, "sft.py", "exec"), {"__name__": "__main__"})
+    assert "Model pushed" in capsys.readouterr().out
+    card = ModelCard.load(stand_ins / "out/README.md")
+    assert card.data.datasets == str(data)
+    assert {"trl", "sft"} <= set(card.data.tags)
+    (weights,) = (name for name in uploads[-1]["files"] if name.endswith(".safetensors"))
+    assert weights == ("model.safetensors" if "--packing" in more else "adapter_model.safetensors")
 
 
 @pytest.mark.slow

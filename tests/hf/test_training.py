@@ -5,11 +5,11 @@ metrics, and checkpoints.
 import json
 import random
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import datasets
 import numpy as np
+import peft
 import pytest
 import torch
 import transformers
@@ -24,6 +24,7 @@ from accel_train.core.errors import TrainingStopped
 from accel_train.hf import get_last_checkpoint
 from accel_train.hf.callbacks import Flow
 from tests.support import hf_models as hf
+from tests.support.hub import record_uploads
 from tests.support.runs import events
 
 
@@ -489,26 +490,26 @@ def test_pushing_without_a_hub_says_what_to_do_and_keeps_what_was_trained(tmp_pa
 def test_saves_are_pushed_as_the_strategy_says(
     tmp_path: Path, monkeypatch: Any, strategy: str, expected: list[str | None]
 ) -> None:
-    uploads: list[dict[str, Any]] = []
-
-    class Hub:
-        def __init__(self, token: str | None) -> None:
-            assert token == "hf_secret"
-
-        def create_repo(self, name: str, **settings: Any) -> Any:
-            return SimpleNamespace(repo_id=f"someone/{name}")
-
-        def upload_folder(self, **what: Any) -> Any:
-            uploads.append(what)
-            return SimpleNamespace(done=lambda: True, result=lambda: None)
-
-    monkeypatch.setattr("accel_train.hf.hub.HfApi", Hub)
+    uploads = record_uploads(monkeypatch, "hf_secret")
     args = {"push_to_hub": True, "hub_strategy": strategy, "hub_token": "hf_secret", "max_steps": 4}
     hf.trained(tmp_path / "tiny", hf.bert(), hf.rows(16), **args, **hf.every(2, "save")).push_to_hub()
     assert [upload["path_in_repo"] for upload in uploads] == expected
     assert {upload["repo_id"] for upload in uploads} == {"someone/tiny"}
     assert "checkpoints/*" in uploads[-1]["ignore_patterns"]
     assert "hf_secret" not in "".join(path.read_text() for path in (tmp_path / "tiny").rglob("*.json"))
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's
+def test_of_an_adapter_run_the_adapter_alone_is_pushed(tmp_path: Path, monkeypatch: Any) -> None:
+    uploads = record_uploads(monkeypatch)
+    model = peft.get_peft_model(hf.bert(), peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"]))
+    args = {"push_to_hub": True, "hub_strategy": "every_save", "max_steps": 4}
+    hf.trained(tmp_path / "tiny", model, hf.rows(16), **args, **hf.every(2, "save")).push_to_hub()
+    assert len(uploads) == 3
+    for upload in uploads:
+        weights = {name for name in upload["files"] if name.endswith((".safetensors", ".bin"))}
+        assert weights == {"adapter_model.safetensors"}
+        assert "adapter_config.json" in upload["files"]
 
 
 @pytest.mark.parametrize("own", [False, True])

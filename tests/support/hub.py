@@ -1,4 +1,4 @@
-"""A hub on this machine: serves folders as model repositories, and notes what it was asked for."""
+"""Hubs of tests: one on this machine that serves folders as model repositories, and one that notes uploads."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -6,10 +6,13 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
+from typing import Any
 
 import datasets
 import huggingface_hub
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from accel_train.data import hub
 from tests.support.downloads import REVISION
@@ -64,3 +67,26 @@ def use_hub(monkeypatch: pytest.MonkeyPatch, endpoint: str, home: Path) -> None:
     monkeypatch.setattr(datasets.config, "HF_ENDPOINT", endpoint)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", home / "datasets")
     hub._go_offline_without_hub.cache_clear()
+
+
+def record_uploads(monkeypatch: pytest.MonkeyPatch, expected_token: str | None = None) -> list[dict[str, Any]]:
+    """Let the Trainer push to no hub. Return the list of its uploads: arguments, and the names of the `files`."""
+    uploads: list[dict[str, Any]] = []
+
+    class Hub:
+        def __init__(self, token: str | None) -> None:
+            assert token == expected_token
+
+        def create_repo(self, name: str, **settings: Any) -> Any:
+            return SimpleNamespace(repo_id=f"someone/{name}")
+
+        def upload_folder(self, **what: Any) -> Any:
+            folder = Path(what["folder_path"])
+            names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+            uploads.append(
+                {**what, "files": [*filter_repo_objects(names, ignore_patterns=what.get("ignore_patterns"))]}
+            )
+            return SimpleNamespace(done=lambda: True, result=lambda: None)
+
+    monkeypatch.setattr("accel_train.hf.hub.HfApi", Hub)
+    return uploads

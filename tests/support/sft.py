@@ -6,6 +6,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import peft
+import pytest
 import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -117,6 +119,15 @@ def dropped() -> Any:
     return made
 
 
+def virtual(name: str) -> Any:
+    """A configuration of peft that puts four learned tokens before each row."""
+    return getattr(peft, name)(task_type="CAUSAL_LM", num_virtual_tokens=4)
+
+
+def prompt_tuned(size: int) -> Any:
+    return peft.get_peft_model(llama(size), virtual("PromptTuningConfig"))
+
+
 def adapted(size: int) -> Any:
     """A model that has an adapter already."""
     from peft import get_peft_model
@@ -156,6 +167,18 @@ def losses(trainer: Any) -> list[float]:
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
 
+def scores(trainer: Any) -> list[dict[str, float]]:
+    """What TRL logs in addition to transformers, line by line."""
+    names = ("entropy", "mean_token_accuracy", "num_tokens", "aux_loss")
+    lines = ({name: line[name] for name in names if name in line} for line in trainer.state.log_history)
+    return [line for line in lines if line]
+
+
+def same_scores(found: list[dict[str, float]], expected: list[dict[str, float]], rel: float) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours == pytest.approx(theirs, rel=rel)
+
+
 SKIPPED: dict[str, Any] = {"dataset_kwargs": {"skip_prepare_dataset": True}}
 BEFORE = Dataset.from_list(
     [
@@ -183,6 +206,9 @@ SETUPS: dict[str, tuple[str, dict[str, Any]]] = {
     "another end token": ("text", {"eos_token": "<|user|>"}),
     "an adapter of the user": ("chat", {"model": adapted}),
     "DoRA": ("chat", {"peft_config": dora}),
+    "prompt tuning": ("chat", {"peft_config": partial(virtual, "PromptTuningConfig")}),
+    "prefix tuning": ("chat", {"peft_config": partial(virtual, "PrefixTuningConfig"), "gradient_checkpointing": False}),
+    "prompt encoder": ("pair", {"peft_config": partial(virtual, "PromptEncoderConfig")}),
     "a collator of the user": ("chat", {"data_collator": padded}),
     "label smoothing": ("chat", {"label_smoothing_factor": 0.1}),
     "label smoothing in bf16": ("chat", {"label_smoothing_factor": 0.1, "bf16": True}),

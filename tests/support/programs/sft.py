@@ -13,7 +13,7 @@ import trl
 from transformers import TrainerCallback
 
 from accel_train import SFTTrainer
-from tests.support.sft import RESUMED, SPREAD, losses, made
+from tests.support.sft import RESUMED, SPREAD, losses, made, scores
 
 
 class Killer(TrainerCallback):
@@ -32,14 +32,14 @@ def dies(row: dict[str, Any]) -> str:
 
 
 def main(folder: Path, kind: str, setup: str) -> None:
-    """`folder/result.json` has the losses."""
+    """`folder/result.json` has the losses and metrics."""
     datasets.disable_progress_bars()
     chosen: Any = {"stock": trl.SFTTrainer}.get(kind, SFTTrainer)
     data, given = ("chat", {"formatting_func": dies}) if kind == "dies" else {**SPREAD, **RESUMED}[setup]
     trainer = made(chosen, folder / "run", data, **given, callbacks=[Killer()] if kind == "killed" else None)
     trainer.train()
     if trainer.is_world_process_zero():
-        (folder / "result.json").write_text(json.dumps({"losses": losses(trainer)}))
+        (folder / "result.json").write_text(json.dumps({"losses": losses(trainer), "scores": scores(trainer)}))
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
