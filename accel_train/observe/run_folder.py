@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import re
 import secrets
@@ -26,6 +27,7 @@ METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
 SUMMARY_FILE = "summary.json"
 PROFILE_FOLDER = "profile"
+TOO_LARGE = "it has a number of more than 64 bits"
 """Folder of step traces and of memory snapshots from GPUs that ran out of memory."""
 
 
@@ -372,10 +374,14 @@ def parse_line(line: bytes, kind: str) -> tuple[JsonRecord | None, str]:
     `kind` is the key that holds the split or event.
     """
     try:
-        record = from_json(parse_json(line))
+        written = parse_json(line)
     except ValueError as error:
         return None, str(error)
+    record = from_json(written)
     fault = _fault_of(record, kind)
+    # Infinity is written as a string, so an infinite number had too many digits.
+    if not fault and any(value in (math.inf, -math.inf) for value in written.values()):
+        fault = TOO_LARGE
     return (None, fault) if fault else (record, "")
 
 
@@ -389,5 +395,5 @@ def _fault_of(record: Any, kind: str) -> str:
     if not isinstance(record.get(kind), str):
         return f"it has no {kind}"
     if any(type(value) is int and abs(value) >= 2**63 for value in record.values()):
-        return "it has a number of more than 64 bits"
+        return TOO_LARGE
     return "" if loss is None or type(loss) in (int, float) else f"its loss is {loss!r:.40}"

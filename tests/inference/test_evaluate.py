@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pty
+import shutil
 import struct
 import subprocess
 import sys
@@ -247,17 +248,17 @@ def test_a_run_that_was_moved_is_used_from_another_folder(
 
 
 def test_a_model_that_is_not_the_trained_one_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    # `text` is built for 300 tokens and more rows; a foreign weight file is noticed before any number is printed.
-    weights = Path("digits/model/model.safetensors")
-    before = weights.read_bytes()
+    # A foreign weight file is noticed before any number is printed, also if its change was accepted.
+    shutil.copytree("digits", "foreign")
+    weights = Path("foreign/model/model.safetensors")
     tensors = load_file(weights)
     tensors["classifier.1.weight"] = tensors["classifier.1.weight"][:7].contiguous()
     save_file(tensors, weights, metadata={"format": "pt"})
-    try:
-        assert main(["evaluate", "digits"]) == 2
-    finally:
-        weights.write_bytes(before)
-    assert "is not the one in digits/model (classifier.1.weight is another)" in capsys.readouterr().err
+    assert main(["evaluate", "foreign"]) == 2
+    assert main(["verify", "foreign", "--accept-weights"]) == 0
+    assert "foreign/model/model.safetensors" in capsys.readouterr().err
+    assert main(["evaluate", "foreign"]) == 2
+    assert "is not the one in foreign/model (classifier.1.weight is another)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def test_attack_01_an_interrupted_run_is_not_continued_under_another_loss(tmp_pa
         rows: Any = Rows()
         return fit(nn.Linear(4, 3), rows, loss=loss, output_dir=tmp_path, **{**common, **more})
 
-    Rows.left = 32 + 6 * 8
+    Rows.left = 32 + 16 + 6 * 8  # for the digest of the data, the trial of the loss, and six steps
     with pytest.raises(Killed):
         start(1.0)
     Rows.left = 0

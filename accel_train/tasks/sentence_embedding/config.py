@@ -48,7 +48,7 @@ class SentenceEmbeddingData(TextData):
     positive_prompt: str = Field(default="", examples=["passage: "])
     """Text before each positive and negative. `model/` has it as the prompt `document`."""
 
-    column_prompts: tuple[Literal["query", "document"], ...] = Field(default=(), examples=[["document"]])
+    column_prompts: tuple[Literal["query", "document"], ...] = Field(default=(), examples=[["query", "document"]])
     """Prompt of each of pair_columns: query (anchor_prompt) or document (positive_prompt). Default: query for the first
     column, document for the others. `predict` keeps the prompt that a column had in training.
     """
