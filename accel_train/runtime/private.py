@@ -263,9 +263,15 @@ def end_workers(iterator: Any, *, at_once: bool = False) -> None:
 
     A stopped process ignores torch's SIGTERM, and this process could not end before it.
     """
+    from torch.utils.data._utils import signal_handling
+
     shut_down = getattr(iterator, "_shutdown_workers", None)
     if shut_down is not None and not at_once:
         shut_down()
+    if getattr(iterator, "_worker_pids_set", False):
+        # torch raises an error at the signal of a worker's death.
+        signal_handling._remove_worker_pids(id(iterator))
+        iterator._worker_pids_set = False
     for worker in getattr(iterator, "_workers", ()):
         if worker.is_alive():
             worker.kill()

@@ -64,8 +64,9 @@ def drive(sections: dict[str, Any], world_size: int) -> dict[str, Any]:
     def without_digests(_: Any, frozen: Any, *__: Any) -> dict[str, str]:
         return dict.fromkeys(frozen, "")
 
-    def with_targets(outcome: StepOutcome) -> Any:
-        return tuple(each._replace(num_targets=each.num_targets or world_size) for each in unpack(outcome))
+    def with_targets(outcome: StepOutcome, num_counts: int) -> Any:
+        *wires, counts = unpack(outcome, num_counts)
+        return *(each._replace(num_targets=each.num_targets or world_size) for each in wires), counts
 
     unpack, exchange = StepOutcome.unpack, losses._exchange_count
     with ExitStack() as stack:

@@ -116,8 +116,9 @@ def patches(pretend: Pretend) -> Iterator[Any]:
     yield mock.patch.object(gpu_loops, "CHECKS", models)
     unpack = StepOutcome.unpack
 
-    def with_targets(outcome: StepOutcome) -> Any:
-        return tuple(each._replace(num_targets=each.num_targets or 1) for each in unpack(outcome))
+    def with_targets(outcome: StepOutcome, num_counts: int) -> Any:
+        *wires, counts = unpack(outcome, num_counts)
+        return *(each._replace(num_targets=each.num_targets or 1) for each in wires), counts
 
     def alone(number: int, _: torch.device) -> list[int]:
         return [number]
