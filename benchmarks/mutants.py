@@ -61,7 +61,7 @@ class Mutant(NamedTuple):
 
 
 def all_mutants() -> Iterator[Mutant]:
-    """Yield all mutants of `FILES`, without those of annotations, which no test executes."""
+    """Yield all mutants of `FILES` outside of annotations, because no test executes those."""
     from cosmic_ray import plugins
     from cosmic_ray.ast import ast_nodes, get_ast
 
