@@ -8,7 +8,7 @@ PYTHON ?= python3
 PIP_ARGS ?=
 # On two cores: a test often waits, for a process, a disk, a timeout.
 WORKERS ?= 3
-# Of `make test-part`.
+# Of `make test-part` and `make mutants`.
 MINUTES ?= 20
 # What `make golden` compares HEAD with.
 BEFORE ?= origin/main
@@ -20,13 +20,14 @@ INSTALLED := $(VENV)/.installed
 ENCODER := $(VENV)/.encoder
 OLDEST := $(VENV)/oldest
 DOCS := $(VENV)/.docs
+MUTANTS := $(VENV)/.mutants
 # One thread per process: tests start several, and threads that fight for the cores make each of them slower.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # The commit that a suite was green at, where no file differs from it.
 MARK = mkdir -p build/green && if [ -z "$$(git status --porcelain 2>&1)" ]; then git rev-parse HEAD > build/green/$@; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs notebooks test test-slow test-faults test-part test-oldest test-gpu test-all golden lint format dist clean
+.PHONY: help setup demo docs notebooks test test-slow test-faults test-part test-oldest mutants test-gpu test-all golden lint format dist clean
 
 help: ## List these targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -88,6 +89,13 @@ $(OLDEST): $(INSTALLED) # what the Trainer's tests run with in the oldest versio
 
 test-oldest: $(INSTALLED) $(OLDEST) ## The Trainer's tests with the oldest transformers and Accelerate that are supported.
 	PYTHONPATH=$(OLDEST) $(PYTEST) -n $(WORKERS) -m 'not slow' tests/hf
+
+$(MUTANTS): $(INSTALLED) # what plants the faults, and what finds the tests that execute a line
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) -c constraints.txt -e '.[mutants]'
+	@touch $@
+
+mutants: $(MUTANTS) $(ENCODER) ## Small faults in the numeric core, as many as MINUTES=20 carry: the fast tests must fail.
+	$(BIN)/python -m benchmarks.mutants --minutes $(MINUTES)
 
 test-gpu: $(INSTALLED) ## The tests that need a CUDA device.
 	$(PYTEST) -m gpu

@@ -66,7 +66,7 @@ def __getattr__(name: str) -> Any:
 def _home_of(name: str) -> str | None:
     """Return the import of a name that belongs to transformers or TRL. None for other names."""
     for package in ("transformers", "trl"):
-        # Both list their names without importing what they name.
+        # Both list names without importing the objects.
         if find_spec(package) is not None and name in dir(import_module(package)):
             return f"from {package} import {name}"
     return None

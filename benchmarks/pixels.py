@@ -227,7 +227,7 @@ def compare(folder: Path, family: Family) -> Verdict:
     try:
         processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
         right = [theirs(processor, image) for image in images()]
-    # Any type: what the family's code raises is for ours to refuse.
+    # Any type: an error of the family's code becomes a refusal.
     except Exception:
         processor = None
     shapes = {each.shape[1:] for each in right}

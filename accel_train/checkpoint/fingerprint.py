@@ -2,7 +2,7 @@
 
 The fingerprint (`identity`) determines whether a resume continues the same run. It holds values, so that a new setting
 does not change it: a setting that a checkpoint lacks is newer than the checkpoint, and counts with its default. The
-default of a new setting must therefore do what the program did without it.
+default of a new setting must therefore not change the program.
 """
 
 import json

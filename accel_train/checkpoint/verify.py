@@ -66,7 +66,7 @@ def verify(run_folder: Path, *, accepts_weights: bool = False) -> Verified:
 
 
 def model_problem(verified: Verified) -> str | None:
-    """Return the first weight file of a written model that is not what the run wrote, with the fix; None if all are."""
+    """Return the first weight file of a written model that differs from the run's, with the fix, or None."""
     for folder, problems in verified.models.items():
         if (damaged := damaged_weights(problems)) is not None:
             return f"{folder}/{damaged}. {REMEDY.format(folder=quote(str(folder)))}"

@@ -1,4 +1,4 @@
-"""Check the files of a model folder: weights are whole, and equal to what the run wrote."""
+"""Check the files of a model folder: weights are whole, and equal to the run's."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ from accel_train.core.ownership import accept_files, noted_digests
 from accel_train.recipe.schema import Recipe
 
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".onnx")
-"""Ends of the names of files that decide what a model computes. A change of another file is only noted."""
+"""Ends of the names of files that change a model's results. A change of another file is only noted."""
 CARD = "README.md"
 NO_DIGESTS = "no digests of the weights (written by an older version, or copied without hidden files): not compared"
 REMEDY = (
@@ -50,7 +50,7 @@ def check_weight_files(folder: Path) -> None:
 
 
 def changes_in(folder: Path) -> dict[str, str]:
-    """Return what is wrong with each file of a model folder, by name; empty if all are as the run wrote them.
+    """Return the problem of each file of a model folder, by name; empty if all are as the run wrote them.
 
     Each file is read once, also by several calls in one process: at 0.5 to 2 GB/s per core, several files at a time.
     Files without a digest, of an older version or of another program, are not compared.

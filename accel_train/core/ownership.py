@@ -1,9 +1,9 @@
 """Track file ownership: accel_train only replaces or removes unchanged files that it wrote.
 
 A folder made by the program has `.accel_train.json`. In `model/`, `adapter/`, an export or a folder of masks, it lists
-the files with sizes, and digests up to 1 MiB. `digests` has those of larger files, which only a check of the content
-reads. `accepted` has digests of files that the user has changed on purpose. In a run folder, it marks the folder as a
-run. There it holds a digest of each file written for a user outside of these folders, at any path.
+the files with sizes, and digests up to 1 MiB. `digests` has the SHA-256 of larger files, for checks of the content.
+`accepted` has digests of files that the user has changed on purpose. In a run folder, it marks the folder as a run.
+There it holds a digest of each file written for a user outside of these folders, at any path.
 """
 
 import fcntl

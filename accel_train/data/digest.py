@@ -351,7 +351,7 @@ def _is_library(value: Any) -> bool:
 
 @cache
 def _libraries(paths: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the folders of Python and of installed packages: those of this interpreter and user, and those of `paths`
+    """Return the folders of Python and of installed packages: of this interpreter and user, and the folders of `paths`
     that hold an installed distribution (`pip install --target`, a .pth file).
     """
     python = {*sysconfig.get_paths().values()} - {sysconfig.get_paths()["data"]}

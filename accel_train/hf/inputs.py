@@ -1,4 +1,4 @@
-"""Batches from the user's datasets: columns, collators, the number of targets per batch, and what is counted in it."""
+"""Batches from the user's datasets: columns, collators, the number of targets per batch, and other counts."""
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized

@@ -38,7 +38,7 @@ def matching(
     Args:
         names: dotted names of the model's parameters or modules.
         leaf: the setting that holds the patterns.
-        kind: what the names are, for the message.
+        kind: noun for a name, for the message.
         match: compares a name with a pattern. Default: `*`, `?`, `[0-3]` as in a shell.
 
     Raises:
@@ -149,7 +149,7 @@ def check_rows_train(recipe: Recipe, model: Any, tokenizer: "PreTrainedTokenizer
 
 
 def num_unknown(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase", rows: int) -> int:
-    """Return the number of tokens whose row of `rows` is not that of the same token in the pretrained tokenizer.
+    """Return the number of tokens whose row of `rows` belongs to another token in the pretrained tokenizer.
 
     Padding, which no model reads, does not count.
     """

@@ -32,7 +32,7 @@ class RandomState:
 
 
 class Buffers:
-    """Copy of a module's buffers, extra state, and plain numbers, for restoring what a forward may change."""
+    """Copy of a module's buffers, extra state, and plain numbers, to restore after a forward."""
 
     def __init__(self, module: nn.Module) -> None:
         self._kept = [

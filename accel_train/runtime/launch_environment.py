@@ -190,7 +190,7 @@ def child_environment() -> dict[str, str]:
 
 
 def launcher_flags(command: Sequence[str]) -> dict[str, str]:
-    """Return what the flags of `accelerate launch`, or its configuration file, say without setting a variable.
+    """Return the flags of `accelerate launch`, and settings of its configuration file, that set no variable.
 
     It exports steps and clipping for DeepSpeed alone, and does not tell `--mixed_precision no` from its default.
     """
@@ -306,7 +306,7 @@ def _precision(variables: Mapping[str, str], text: str) -> str | None:
 
 
 def _compiled(variables: Mapping[str, str]) -> str | None:
-    """Return what is compiled: the model, as by Accelerate, or its blocks; None if nothing is."""
+    """Return the compiled part: `model`, as by Accelerate, or `blocks`; None if nothing is compiled."""
     if variables.get(DYNAMO, "no").lower() in ("no", ""):
         return None
     return "blocks" if _flag(variables, "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION") else "model"

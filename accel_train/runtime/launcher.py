@@ -152,7 +152,7 @@ def stop_with_launcher() -> None:
 def _is_launcher_gone() -> bool:
     """Return whether the parent ended before the kernel was asked to watch it. The process then has another parent."""
     pid, parent = _BORN
-    # A forked process has the module of its parent, and a parent of its own.
+    # A forked process has the module of its parent, and another parent.
     if pid == os.getpid() and os.getppid() != parent:
         return True
     if os.getppid() != 1:

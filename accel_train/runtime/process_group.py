@@ -125,7 +125,7 @@ def on_main(function: Callable[[], T]) -> T:
 
 
 def concluded(here: T, conclude: Callable[[list[T]], R]) -> R:
-    """* Return on all processes what the main process concludes from the values of all, or raise its error on all.
+    """* Return the main process's conclusion from the values of all, on all processes, or raise its error on all.
 
     Only the main process receives the values. If each process received all of them, a start would cost the square of
     the number of processes.
@@ -139,7 +139,7 @@ def concluded(here: T, conclude: Callable[[list[T]], R]) -> R:
 
 
 def first_problem(problems: Sequence[str]) -> str:
-    """Return the first problem that is not empty; empty if there is none."""
+    """Return the first problem that is not empty, or an empty string."""
     return next((each for each in problems if each), "")
 
 

@@ -310,7 +310,7 @@ def _summed(value: Tensor, size: int, name: str) -> Tensor:
     """Return the fp32 sum over samples of `value`: one number per sample (size,), or their 0-dim mean.
 
     Raises:
-        RecipeError: `value` is not a tensor, has another shape, or is a whole number, which is no mean.
+        RecipeError: `value` is not a tensor, has another shape, or is a whole number, not a mean.
     """
     if not isinstance(value, Tensor):
         raise RecipeError(

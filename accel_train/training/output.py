@@ -253,7 +253,7 @@ def note_changing_state(run: RunContext, names: Sequence[str], lost: Sequence[st
         )
     if lost:
         run.observer.note(
-            f"a forward changes {named(lost)}, but checkpoints do not hold it, so a resume starts it anew. Register "
+            f"a forward changes {named(lost)}, but checkpoints do not hold it, so a resume restarts it. Register "
             "the buffer with persistent=True"
         )
 

@@ -195,7 +195,7 @@ class ModelOfRun(TypedDict):
     has_digests: bool
     """False for a model of an older version. Its weights are not compared."""
     changed: Mapping[str, str]
-    """Problems by name of a file that is not what the run wrote."""
+    """Problems by name of a file that differs from the run's."""
 
 
 class VerifyResult(TypedDict):

@@ -54,7 +54,7 @@ class Preprocessing:
     def changed_fields(self) -> dict[str, Any]:
         """Return the fields that differ from their defaults. A run's fingerprint holds them.
 
-        The default of a new field must therefore do what the program did without it.
+        The default of a new field must therefore not change the program.
         """
         values = {each.name: (getattr(self, each.name), each.default) for each in fields(self) if each.compare}
         return {name: value for name, (value, default) in values.items() if value != default}

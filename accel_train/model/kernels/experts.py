@@ -31,7 +31,7 @@ def autocast_experts(model: nn.Module) -> dict[str, Choice[str]]:
     used = experts[0].config._experts_implementation
     why = "as the model's configuration says"
     if used == AUTOCAST_GROUPED:
-        why = "products in 16 bits in mixed precision, as those of linear layers; transformers alone computes in fp32"
+        why = "products in 16 bits in mixed precision, like linear layers; transformers alone computes in fp32"
     return {"experts": Choice(used, why)}
 
 
