@@ -125,6 +125,7 @@ def main(folder: Path) -> None:
             for kept in ("checkpoints/step-00000003", "metrics.jsonl", "events.jsonl", "recipe.resolved.yaml"):
                 (shutil.copytree if "step" in kept else shutil.copy)(f"run/{kept}", _made(folder / name / kept))
             (folder / name / "losses.json").write_text(json.dumps(losses) + "\n")
+            _forget_machine(folder / name / "events.jsonl")
             os.chdir(folder)
     with tempfile.TemporaryDirectory() as work:
         os.chdir(work)
@@ -133,6 +134,14 @@ def main(folder: Path) -> None:
         os.chdir(folder)
     lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(each)}" for name, each in found.items())
     (folder / "fingerprints.json").write_text(f"{{\n{lines}\n}}\n")
+
+
+def _forget_machine(events: Path) -> None:
+    """Replace the names of this machine and its folders."""
+    neutral = {"command": "make.py FOLDER", "host": "host", "folder": "/run"}
+    lines = [json.loads(line) for line in events.read_text().splitlines()]
+    kept = [{name: neutral.get(name, value) for name, value in line.items()} for line in lines]
+    events.write_text("".join(json.dumps(line) + "\n" for line in kept))
 
 
 def _made(path: Path) -> Path:
