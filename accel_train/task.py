@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from accel_train.core.errors import SettingError
 from accel_train.core.format import did_you_mean
 from accel_train.recipe.data import Data, OwnData
-from accel_train.recipe.tasks import TASKS
+from accel_train.recipe.tasks import TASKS, TaskSpec
 
 if TYPE_CHECKING:
     import numpy as np
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from accel_train.core.state import Choice
+    from accel_train.engine.step import Counted
+    from accel_train.model.kernels.global_loss import GlobalLoss
     from accel_train.recipe.schema import Recipe
 
 
@@ -50,6 +52,10 @@ def target_rate(record: Mapping[str, Any]) -> Any:
     """Return the rate of targets in a line of metrics.jsonl or a summary, under any of its names; None if missing."""
     names = map(rate_name, ("tokens", "pixels", "words", "targets", "samples"))
     return next((record[name] for name in names if isinstance(record.get(name), int | float)), None)
+
+
+_OF_SPEC = ("Data", "loss_is_by_position", "loss_is_global", "evaluates_untrained")
+"""Attributes that a task had before its `spec`."""
 
 
 @dataclass(frozen=True)
@@ -125,27 +131,31 @@ class Task(ABC):
     """Base class of all tasks, with the methods that the loop, evaluation, and prediction call.
 
     Subclasses must define `load_data`, `build_model`, and `loss_sum`. The other methods have defaults. `load_data` is
-    called first, once. It stores in `self` the parts of recipe and data that `loss_sum` needs. A class that is not
-    derived from this one is also a task if it has all of these methods.
-
-    The class that defines `loss_sum` or `evaluate_batch` may set `loss_is_by_position = True`. It declares that their
-    sums depend only on the logits and label of each position. Sequences may then be split over processes
-    (`parallel.sp_size`).
-
-    A task may set `metric_names = (...)`, the names that its `score` reports in addition to the loss. Without it, a few
-    samples are evaluated before the first step if `evaluate.metric_for_best_model` is not the loss.
-
-    A task whose `loss_sum` reads values may define `loss_without_values(model, batch)`, a loss of the same size in
-    memory that reads none. The memory estimate calls it with tensors that have a shape only.
-
-    A task whose initial model already gives usable results may set `evaluates_untrained = True`. Then
-    `evaluate.at_start: auto` evaluates it before the first step.
-
-    A task declares its settings as `Data = MyData`, a class derived from `accel_train.recipe.data.Data` or from another
-    task's class. `MyData.of(recipe.data)` reads them. Without it, `data` has the settings that all tasks share.
+    called first, once. It stores in `self` the parts of recipe and data that `loss_sum` needs.
     """
 
-    Data: ClassVar[type[Data]] = Data
+    spec: ClassVar[TaskSpec] = TaskSpec()
+    """What the task reads and gives. A class derived from another task has that task's spec."""
+    metric_names: Sequence[str] | None = None
+    """Names that `score` reports for this data, in addition to the loss. None: a few samples are evaluated before the
+    first step if `evaluate.metric_for_best_model` is not the loss.
+    """
+    global_loss: "GlobalLoss[Any] | None" = None
+    """Loss over the global batch. None for a loss that is a sum over samples."""
+    counted: "Counted | None" = None
+    """Numbers that `loss_sum` counts in a step in addition to the loss."""
+    loss_is_per_batch: bool | None = None
+    """Whether a loss that is not a mean over samples is accepted. None: the loss is a sum by construction, and is not
+    tried before the first step.
+    """
+
+    def prove(self, recipe: "Recipe") -> "dict[str, Choice[Any]]":
+        """Check the forward of the recipe's model before data is read, and return what was found; by default nothing.
+
+        Raises:
+            ValueError: a setting changes the result of the model. The message names the setting and the fix.
+        """
+        return {}
 
     @abstractmethod
     def load_data(self, recipe: "Recipe", *, progress: bool) -> TaskData:
@@ -162,6 +172,14 @@ class Task(ABC):
     @abstractmethod
     def loss_sum(self, model: "torch.nn.Module", batch: "Mapping[str, torch.Tensor]") -> "torch.Tensor":
         """Compute the loss of a micro-batch, summed (not averaged) over its targets, fp32, 0-dim."""
+
+    def loss_without_values(self, model: "torch.nn.Module", batch: "Mapping[str, torch.Tensor]") -> "torch.Tensor":
+        """Compute a loss of the same size in memory that reads no values, for tensors that have a shape only."""
+        return self.loss_sum(model, batch)
+
+    def exportable(self, model: "torch.nn.Module") -> "torch.nn.Module":
+        """Return the module whose outputs an exported graph has."""
+        return model
 
     def flops_per_target(self, recipe: "Recipe", model: "torch.nn.Module") -> float | None:
         """Return the floating-point operations of forward and backward per target; None, the default, if unknown."""
@@ -234,18 +252,20 @@ def load_task(name: str) -> Task:
     Raises:
         ValueError: the task, module, or class does not exist, or lacks a method of `Task`.
     """
-    target = TASKS[name].path if name in TASKS else name
+    target = TASKS[name].where if name in TASKS else name
     if ":" not in target:
         hint = did_you_mean(name, TASKS, f"there are {', '.join(sorted(TASKS))}", show=repr)
         raise ValueError(f"unknown task={name!r}; {hint} Write a custom task as module:Class.")
     found = load_class("task", target, "accel_train.task.Task")
-    methods = [name for name in vars(Task) if not name.startswith("_") and name != "Data"]
+    if old := [name for name in _OF_SPEC if hasattr(found, name)]:
+        raise ValueError(f"task={name!r} sets {', '.join(old)}. Set it in its description: spec = TaskSpec(...)")
+    methods = [name for name, value in vars(Task).items() if callable(value) and not name.startswith("_")]
     abstract = sorted(getattr(found, "__abstractmethods__", ()))
     missing = abstract or [method for method in methods if not callable(getattr(found, method, None))]
-    if missing:
+    if missing or not issubclass(found, Task):
+        problem = f"lacks {', '.join(missing)}" if missing else "is another class"
         raise ValueError(
-            f"task={name!r} lacks {', '.join(missing)}. Derive it from accel_train.task.Task, which has defaults "
-            "for most methods."
+            f"task={name!r} {problem}. Derive it from accel_train.task.Task, which has defaults for most methods."
         )
     try:
         task: Task = found()
@@ -264,7 +284,7 @@ def with_data_of(task: Task, recipe: "Recipe") -> "Recipe":
     Raises:
         SettingError: the task has no such setting, or its class does not take the value.
     """
-    kind: type[Data] = getattr(task, "Data", Data)
+    kind = task.spec.data
     if isinstance(recipe.data, kind) and type(recipe.data) is not OwnData:
         return recipe
     try:
@@ -307,16 +327,6 @@ def load_class(setting: str, name: str, base: str) -> type[Any]:
             f"{setting}={name!r} is {_kind(found)}, not a class. Name a class derived from {base}, as module:Class."
         )
     return found
-
-
-def prove_forward(task: Task, recipe: "Recipe") -> "dict[str, Choice[Any]]":
-    """Return the checks that a task makes of its forward before data is read; empty without a method `prove`.
-
-    Raises:
-        ValueError: a setting changes the result of the model. The message names the setting and the fix.
-    """
-    prove = getattr(task, "prove", None)
-    return {} if prove is None else prove(recipe)
 
 
 def read_data(task: Task, recipe: "Recipe", *, progress: bool) -> TaskData:

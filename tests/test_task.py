@@ -175,13 +175,14 @@ def test_a_module_in_the_current_folder_is_found_by_the_installed_command_and_hi
 
 OWN_DATA = """
 from accel_train.recipe.data import Data
+from accel_train.task import TaskSpec
 from tests.support.tasks.number_faults import FaultyRegression
 
 class OwnData(Data):
     shift: float = 0.0
 
 class Shifted(FaultyRegression):
-    Data = OwnData
+    spec = TaskSpec(data=OwnData)
 
     def load_data(self, recipe, *, progress):
         print("shift", OwnData.of(recipe.data).shift)

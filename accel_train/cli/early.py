@@ -7,7 +7,7 @@ from pathlib import Path
 from accel_train.checkpoint.run_recipe import check_run_folder, read_recipe_only
 from accel_train.recipe.data import Data
 from accel_train.recipe.schema import Recipe
-from accel_train.recipe.tasks import TASKS
+from accel_train.recipe.tasks import TASKS, refuse_unused
 
 
 def check_before_torch(recipe: Recipe, *, trains: bool = True) -> None:
@@ -37,7 +37,8 @@ def check_before_torch(recipe: Recipe, *, trains: bool = True) -> None:
         if recipe.precision.mixed_precision == "fp16" and build is not None and build.is_for_cpu:
             problem = "this process runs on cpu, but fp16 needs a CUDA device"
             raise ValueError(f"precision.mixed_precision=fp16: {problem}. Use auto, bf16 or no")
-    if ":" not in recipe.task:
+    if recipe.task in TASKS:
+        refuse_unused(recipe, TASKS[recipe.task])
         check_paths(recipe.data)
         check_headers(recipe.data)
 

@@ -21,7 +21,7 @@ from accel_train.observe.trackers import check_tracker_names
 from accel_train.optim.schedule import StepPlan, resolve_steps
 from accel_train.parallel.compatibility import check_compatibility
 from accel_train.recipe.schema import Recipe
-from accel_train.recipe.tasks import TASKS, targets_of
+from accel_train.recipe.tasks import TASKS, refuse_unused
 from accel_train.recipe.writer import who_set
 from accel_train.task import Task, TaskData, load_task, with_data_of
 
@@ -37,31 +37,23 @@ def check_recipe(recipe: Recipe) -> tuple[Recipe, Task]:
     """
     task = load_task(recipe.task)
     recipe = with_data_of(task, recipe)
+    refuse_unused(recipe, task.spec)
     if recipe.task in TASKS:
         check_model_config(recipe)
         if recipe.model.pretrained is not None:
             pretrained_config(recipe)  # fails before the data is read if it cannot be loaded
-    if targets_of(recipe.task, "pixels") not in ("images", "pixels"):
+    if "tokenizer" in task.spec.uses:
         check_tokenizer(recipe)
     if not recipe.data.is_labelled:
         raise ValueError(
             f"data.{recipe.data.label_setting}=null leaves nothing to learn from. It is for `accel-train predict` only"
         )
-    for name in ("chunked", "router_aux"):
-        if getattr(recipe.loss, name) is True and recipe.task in TASKS and recipe.task != "causal-lm":
-            raise ValueError(f"loss.{name}=True works only for causal-lm, not for {recipe.task}. Set it to auto")
-    # A task of your own has a z-loss if it is derived from CausalLM. A cap is in the model that causal-lm builds.
-    for name, is_used in (("z_loss", hasattr(task, "z_loss")), ("logit_softcap", recipe.task == "causal-lm")):
-        if (value := getattr(recipe.loss, name)) and not is_used:
-            raise ValueError(f"loss.{name}={value:g} works only for causal-lm, not for {recipe.task}. Leave it out")
     lora = recipe.model.lora
     if recipe.loss.logit_softcap is not None and lora is not None and not lora.merge:
         raise ValueError(
             "loss.logit_softcap: adapter/ is used with its base model, whose configuration does not have this cap. "
             "Set model.lora.merge to true, or leave the cap out"
         )
-    if recipe.loss.class_weights is not None and recipe.task in ("causal-lm", "seq2seq", "masked-lm"):
-        raise ValueError(f"loss.class_weights is for classes, and {recipe.task} predicts tokens; leave it out")
     check_compatibility(recipe, task)
     if recipe.model.lora is not None and find_spec("peft") is None:
         raise ValueError("model.lora needs the package peft; install it: pip install 'accel-train[lora]'")

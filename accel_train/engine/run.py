@@ -113,7 +113,7 @@ class RunPlan:
     def evaluates_untrained(self) -> bool:
         """The `evaluate.at_start` setting, with `auto` resolved."""
         chosen = self.recipe.evaluate.at_start
-        is_wanted = getattr(self.task, "evaluates_untrained", False) if chosen == "auto" else chosen
+        is_wanted = self.task.spec.evaluates_untrained if chosen == "auto" else chosen
         return bool(is_wanted) and self.data.eval is not None and self.extensions.evaluate is None
 
     @property

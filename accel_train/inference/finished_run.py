@@ -39,7 +39,7 @@ from accel_train.recipe.data import Data, NamedClassesData
 from accel_train.recipe.schema import Loss, Model, Recipe
 from accel_train.runtime.doctor import check_launcher
 from accel_train.runtime.process_group import on_main, start_processes
-from accel_train.task import Task, TaskData, load_task, prove_forward, read_data, with_data_of
+from accel_train.task import Task, TaskData, load_task, read_data, with_data_of
 from accel_train.tasks.sentence_embedding.config import SentenceEmbeddingData
 from accel_train.tasks.text_classification.config import TextClassificationData
 
@@ -102,7 +102,7 @@ def open_run(
     precision = agree_on_mixed_precision(recipe.precision, processes.device, processes.num_processes)
     set_backends(recipe.precision, precision.value, processes.device)
     accelerator = start_accelerator(precision.value, recipe.precision, recipe.guard, sizes, processes.device)
-    on_main(lambda: prove_forward(load_task(recipe.task), recipe))
+    on_main(lambda: load_task(recipe.task).prove(recipe))
     recipe, task, task_data, notes = _load(
         recipe, is_other=data is not None, labels_optional=labels_optional, progress=accelerator.is_main_process
     )

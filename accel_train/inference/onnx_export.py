@@ -3,7 +3,7 @@
 import inspect
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
@@ -168,8 +168,7 @@ def write_onnx(run: TrainedRun, folder: Path, quantize: str | None = None) -> di
     example, file, detects = _example(run), folder / ONNX_FILE, run.recipe.task == "object-detection"
     model = run.inner.model
     # The output of sentence-embedding is computed from the model's.
-    wrap: Callable[[nn.Module], nn.Module] | None = getattr(run.task, "exportable", None)
-    model = model if wrap is None else wrap(model)
+    model = run.task.exportable(model)
     with busy(f"{run.folder}: writing the ONNX graph"), quiet():
         opset = _write(model, type(run.inner.model).__name__, example, file, is_any_size=not detects)
     model.to(run.accelerator.device)

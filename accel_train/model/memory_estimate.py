@@ -266,7 +266,7 @@ def simulate_step(
         buffers = _Buffers(model, holding, tracker) if sharded else None
         with watch_operators(tracker.see), replaced(_like_a_run(like_cuda, holding.split_size)):
             with torch.autocast("cpu", dtype=dtype, enabled=mixed_precision != "no"):
-                compute = getattr(task, "loss_without_values", task.loss_sum)
+                compute = task.loss_without_values
                 loss = checked_loss(compute(model.train(), inputs))
             if buffers is not None:
                 buffers.begin_backward()

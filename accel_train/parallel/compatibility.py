@@ -5,16 +5,10 @@ from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from accel_train.core.errors import SettingError
-from accel_train.model.kernels.global_loss import needs_global_batch
 from accel_train.model.pretrained import pretrained_config
 from accel_train.recipe.schema import Recipe
 from accel_train.task import TASKS, Task
 
-BY_POSITION = "loss_is_by_position"
-"""Name of the attribute by which a custom task declares its loss as a sum over positions, so sequences may be split.
-
-Each summand depends on the logits and label of one position.
-"""
 SP_OFF = ", or set parallel.sp_size to 1"
 UNTESTED = "training is not tested to match one process"
 ZERO_ALTERNATIVE = "parallel.strategy fsdp2 or ddp"
@@ -30,6 +24,11 @@ class Asked(NamedTuple):
     task: Task
     precision: str
     accumulation: int
+
+    @property
+    def has_global_loss(self) -> bool:
+        """Return whether the task's loss is over the global batch. `global_loss` is set only when data is read."""
+        return self.task.spec.loss_is_global or self.task.global_loss is not None
 
     @property
     def is_other_task(self) -> bool:
@@ -83,7 +82,7 @@ CONFLICTS = (
     Conflict(
         "cuda_graphs",
         "task",
-        lambda asked: needs_global_batch(asked.task),
+        lambda asked: asked.has_global_loss,
         "cannot be combined with the loss of {recipe.task} over the global batch: processes exchange its parts in the "
         f"forward, and {UNTESTED}",
         "Set precision.compile_mode to default",
@@ -91,7 +90,7 @@ CONFLICTS = (
     Conflict(
         "deepspeed",
         "task",
-        lambda asked: needs_global_batch(asked.task),
+        lambda asked: asked.has_global_loss,
         "cannot be combined with the loss of {recipe.task} over the global batch: a step reads its micro-batches "
         f"twice, and {UNTESTED}",
         f"Use {ZERO_ALTERNATIVE}",
@@ -138,7 +137,7 @@ CONFLICTS = (
         "task",
         lambda asked: not is_by_position(asked.task),
         "needs a loss that is a sum over positions, but {recipe.task} does not declare its own loss as such a sum",
-        f"If it is one, set {BY_POSITION} = True in the class that defines it{SP_OFF}",
+        f"If it is one, set loss_is_by_position in the spec of the class that defines it{SP_OFF}",
     ),
     Conflict(
         "sp_size",
@@ -354,12 +353,9 @@ def model_type(recipe: Recipe) -> str:
 def is_by_position(task: Task) -> bool:
     """Return whether the class that defines the task's loss declares the loss as a sum over positions."""
     classes = type(task).__mro__
-    for method in ("loss_sum", "evaluate_batch"):
-        defined = next((number for number, each in enumerate(classes) if method in vars(each)), 0)
-        said = (vars(each)[BY_POSITION] for each in classes[: defined + 1] if BY_POSITION in vars(each))
-        if next(said, False) is not True:
-            return False
-    return True
+    declared = next(number for number, each in enumerate(classes) if "spec" in vars(each))
+    own = {name for each in classes[:declared] for name in vars(each)}
+    return task.spec.loss_is_by_position and own.isdisjoint(("loss_sum", "evaluate_batch"))
 
 
 def _check_language_model(recipe: Recipe) -> None:

@@ -43,7 +43,7 @@ from accel_train.recipe.optimizer import optimizer_kind
 from accel_train.recipe.schema import Recipe, TrainedTokenizer
 from accel_train.recipe.tasks import targets_of
 from accel_train.runtime.launch_environment import with_launch_environment
-from accel_train.task import Task, TaskData, prove_forward, read_data
+from accel_train.task import Task, TaskData, read_data
 from accel_train.tasks.causal_lm.config import CausalLMData
 
 
@@ -161,7 +161,7 @@ def resolve_plan(
     is_sharded = place.layout.shard_size * place.layout.tp_size > 1
     try_custom(recipe.optimizer, torch.device("cpu"), is_sharded=is_sharded)
     sizes = resolve_batch(recipe.batch, processes, recipe.parallel.num_sharing, recipe.parallel.shared_by)
-    proved = prove_forward(task, recipe)
+    proved = task.prove(recipe)
     if no_data:
         short, data = without_data(recipe, sizes.global_batch_size)
     else:

@@ -16,7 +16,7 @@ from accel_train.model.pretrained import fetch_weights
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.tasks import targets_of
 from accel_train.runtime.launch_environment import with_launch_environment
-from accel_train.task import TaskData, prove_forward, read_data
+from accel_train.task import TaskData, read_data
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def prepare(recipe: Recipe, *, progress: bool = False) -> list[Part]:
     """
     since = time.time()
     recipe, task = check_recipe(with_launch_environment(recipe))
-    prove_forward(task, recipe)
+    task.prove(recipe)
     parts = list(_data_sets(recipe, since))
     data = read_data(task, recipe, progress=progress)
     parts.append(_samples(recipe, data, since))

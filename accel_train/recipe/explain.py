@@ -18,9 +18,9 @@ from accel_train.recipe.names import (
     recipe_names,
     remedy_for_unknown,
     rule_of,
-    tasks_of,
 )
 from accel_train.recipe.shipped import shipped_recipes
+from accel_train.recipe.tasks import tasks_with
 from accel_train.recipe.yaml_core import parse_yaml, show
 
 _FEW = 3
@@ -53,10 +53,11 @@ def explained(name: str) -> list[Explained]:
 def _explained(name: str) -> Explained:
     info = recipe_names()[name]
     if isinstance(info, type):
-        return Explained(name, rule_of(name), None, "", None, tasks_of(name))
+        return Explained(name, rule_of(name), None, "", None, tasks_with(name))
     default = None if info.is_required() else show(info.default)
     example = REQUIRED_EXAMPLES.get(name) if (found := example_of(name)) is None else found
-    return Explained(name, rule_of(name), default, " ".join((info.description or "").split()), example, tasks_of(name))
+    meaning = " ".join((info.description or "").split())
+    return Explained(name, rule_of(name), default, meaning, example, tasks_with(name))
 
 
 def _known(name: str) -> str:
@@ -86,8 +87,8 @@ def explain(name: str, width: int = 80) -> str:
         lines += ["", f"{name} has, with defaults:" if name else "A recipe has:"]
         tasks: tuple[str, ...] = ()
         for other in below:
-            if tasks_of(other) != tasks:
-                tasks = tasks_of(other)
+            if tasks_with(other) != tasks:
+                tasks = tasks_with(other)
                 lines += ["", *textwrap.wrap(f"for {', '.join(tasks)}:", width)]
             lines += _summary(other, width)
         lines += ["", *textwrap.wrap(f"`accel-train explain {below[-1]}` says more of one.", width)]

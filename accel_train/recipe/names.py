@@ -13,7 +13,7 @@ from accel_train.core.errors import SettingError
 from accel_train.core.format import LARGEST_COUNT, did_you_mean
 from accel_train.recipe.data import Data
 from accel_train.recipe.schema import Recipe
-from accel_train.recipe.tasks import TASKS, tasks_with
+from accel_train.recipe.tasks import TASKS
 from accel_train.recipe.values import Origin, Section
 from accel_train.recipe.yaml_core import Key, is_number, show
 
@@ -124,13 +124,6 @@ def _walk_schema(section: type[Section], prefix: str) -> Iterator[tuple[str, Fie
 def is_section(annotation: Any) -> TypeGuard[type[Section]]:
     """Return whether a type is a section of the recipe; False for a union that contains one."""
     return isinstance(annotation, type) and issubclass(annotation, Section)
-
-
-def tasks_of(name: str) -> tuple[str, ...]:
-    """Return the tasks that a setting of `data` belongs to; empty for a setting that all tasks share."""
-    section, _, field = name.partition(".")
-    tasks = tasks_with(field.partition(".")[0]) if section == "data" else ()
-    return () if len(tasks) == len(TASKS) else tasks
 
 
 def kinds_of(name: str) -> set[Any]:

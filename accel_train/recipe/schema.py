@@ -427,7 +427,7 @@ class Recipe(Section):
         section = data_section(task)
         given = value.model_dump(exclude_unset=True) if isinstance(value, Data) else value
         for name in given:
-            tasks = tasks_with(str(name))
+            tasks = tasks_with(f"data.{name}")
             if name not in section.model_fields and tasks and section.model_config["extra"] == "forbid":
                 is_label = name in {data_section(other).label_setting for other in tasks}
                 own = section.label_setting if is_label else None

@@ -1,56 +1,101 @@
-"""The table of tasks: where each is defined, and what its loss counts. A new task is a folder and a line here."""
+"""The description of a task, and the table of the built-in ones. A new task is a folder and a line here."""
 
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
-from types import MappingProxyType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
+from accel_train.core.errors import SettingError
 from accel_train.recipe.data import Data, OwnData
+
+if TYPE_CHECKING:
+    from accel_train.recipe.schema import Recipe
 
 ANY_TASK = "any"
 """Task of a recipe whose data is still to be recognized: its `data` takes the settings of all tasks."""
 
+Gives = Literal["text", "tokens", "class", "tags", "answer", "choice", "boxes", "mask", "vector"]
 
-class BuiltIn(NamedTuple):
-    """A task of the package."""
-
-    name: str
-    """Name of its class in `accel_train/tasks/FOLDER/task.py`. `config.py` has the class of its data, `{name}Data`."""
-    targets: str
-    """Unit that its loss is divided by."""
-    folder: str
-
-    @property
-    def path(self) -> str:
-        """Return the class as module:Class."""
-        return f"accel_train.tasks.{self.folder}.task:{self.name}"
-
-    @property
-    def data(self) -> type[Data]:
-        """Return the class of its `data` section, without importing torch."""
-        section: type[Data] = getattr(
-            importlib.import_module(f"accel_train.tasks.{self.folder}.config"), f"{self.name}Data"
-        )
-        return section
+TEXT = frozenset(("tokenizer", "model.accept_new_tokenizer", "model.pad_vocab_to_multiple_of"))
+"""Optional settings of tasks that read texts."""
 
 
-TASKS: Mapping[str, BuiltIn] = MappingProxyType(
-    {
-        "causal-lm": BuiltIn("CausalLM", "tokens", "causal_lm"),
-        "text-classification": BuiltIn("TextClassification", "samples", "text_classification"),
-        "image-classification": BuiltIn("ImageClassification", "images", "image_classification"),
-        "semantic-segmentation": BuiltIn("SemanticSegmentation", "pixels", "semantic_segmentation"),
-        "object-detection": BuiltIn("ObjectDetection", "images", "object_detection"),
-        "token-classification": BuiltIn("TokenClassification", "words", "token_classification"),
-        "seq2seq": BuiltIn("Seq2Seq", "tokens", "seq2seq"),
-        "masked-lm": BuiltIn("MaskedLM", "targets", "masked_lm"),
-        "question-answering": BuiltIn("QuestionAnswering", "samples", "question_answering"),
-        "multiple-choice": BuiltIn("MultipleChoice", "samples", "multiple_choice"),
-        "sentence-embedding": BuiltIn("SentenceEmbedding", "samples", "sentence_embedding"),
-    }
+@dataclass(frozen=True, kw_only=True)
+class TaskSpec:
+    """What a task reads, needs, and gives. Refusals, help, docs, predictions, cards, and reports follow from it."""
+
+    data: type[Data] = Data
+    """Class of the recipe's `data` section. `MyData.of(recipe.data)` reads it."""
+    uses: frozenset[str] = frozenset()
+    """Optional settings that the task reads, by dotted name. A setting that another task uses is an error here."""
+    targets: str = "targets"
+    """Unit that the loss is divided by."""
+    gives: Gives | None = None
+    """Prediction for a sample. None: there is none."""
+    learns: str = ""
+    """What its model does, after the word "to": `name the class of a text`."""
+    auto: str = ""
+    """Auto class of transformers that loads its model. Empty: the model is not one of transformers."""
+    pipeline: str = ""
+    """Pipeline tag on the Hugging Face Hub."""
+    metrics: tuple[str, ...] = ()
+    """Metrics that evaluations may report in addition to the loss, the main one first."""
+    extra: str = ""
+    """Extra of this package that it needs (`pip install 'accel-train[EXTRA]'`)."""
+    packages: tuple[str, ...] = ()
+    """Importable names of the packages of `extra`."""
+    loss_is_by_position: bool = False
+    """Whether `loss_sum` and `evaluate_batch` depend only on the logits and label of each position. Sequences may then
+    be split over processes (`parallel.sp_size`). It counts for the class that defines both methods, not for a class
+    that overrides one of them without a `spec` of its own.
+    """
+    loss_is_global: bool = False
+    """Whether the loss is over the global batch (`Task.global_loss`). Settings that do not support this are refused
+    before data is read.
+    """
+    evaluates_untrained: bool = False
+    """Whether the initial model already gives usable results. `evaluate.at_start: auto` then evaluates it."""
+    where: str = ""
+    """Class of a built-in task, as module:Class."""
+
+
+class _Table(Mapping[str, TaskSpec]):
+    """Specs by task. A spec stands in `config.py` of the task's folder, which is imported when it is asked for."""
+
+    def __init__(self, *names: str) -> None:
+        self._names = dict.fromkeys(names)
+
+    def __getitem__(self, name: str) -> TaskSpec:
+        if name not in self._names:
+            raise KeyError(name)
+        spec: TaskSpec = importlib.import_module(f"accel_train.tasks.{name.replace('-', '_')}.config").SPEC
+        return spec
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+TASKS: Mapping[str, TaskSpec] = _Table(
+    "causal-lm",
+    "text-classification",
+    "image-classification",
+    "semantic-segmentation",
+    "object-detection",
+    "token-classification",
+    "seq2seq",
+    "masked-lm",
+    "question-answering",
+    "multiple-choice",
+    "sentence-embedding",
 )
-"""Built-in tasks by the name that a recipe uses, imported only when used."""
+"""Built-in tasks by the name that a recipe uses."""
 
 
 def targets_of(task: str, default: str = "targets") -> str:
@@ -62,11 +107,49 @@ def targets_of(task: str, default: str = "targets") -> str:
 def data_section(task: str) -> type[Data]:
     """Return the class of a task's `data` section. A custom task's class is known once the task is loaded."""
     if task == ANY_TASK:
-        return type("AnyData", tuple(entry.data for entry in TASKS.values()), {"__doc__": "Settings of all tasks."})
+        return type("AnyData", tuple(spec.data for spec in TASKS.values()), {"__doc__": "Settings of all tasks."})
     return TASKS[task].data if task in TASKS else OwnData
 
 
 @cache
-def tasks_with(field: str) -> tuple[str, ...]:
-    """Return the tasks whose `data` has a setting; empty if it is unknown. A shared setting has all of them."""
-    return tuple(name for name, entry in TASKS.items() if field in entry.data.model_fields)
+def tasks_with(name: str) -> tuple[str, ...]:
+    """Return the tasks that read a setting, by its dotted name; empty for a setting that does not depend on the task.
+
+    A part of a setting (`evaluate.generation.num_beams`) belongs to the same tasks.
+    """
+    section, _, field = name.partition(".")
+    if section == "data":
+        found = tuple(task for task, spec in TASKS.items() if field.partition(".")[0] in spec.data.model_fields)
+        return () if len(found) == len(TASKS) else found
+    whole = next((used for used in optional_settings() if f"{name}.".startswith(f"{used}.")), None)
+    return () if whole is None else tuple(task for task, spec in TASKS.items() if whole in spec.uses)
+
+
+@cache
+def optional_settings() -> frozenset[str]:
+    """Return the settings outside of `data` that only some tasks read."""
+    return frozenset().union(*(spec.uses for spec in TASKS.values()))
+
+
+def refuse_unused(recipe: "Recipe", spec: TaskSpec) -> None:
+    """Refuse a setting that would do nothing, because the recipe's task does not read it.
+
+    `false`, 0, and null ask for nothing, and pass.
+
+    Raises:
+        SettingError: names the setting and the tasks that read it.
+    """
+    for name in sorted(optional_settings() - spec.uses):
+        section, _, field = name.rpartition(".")
+        holder: Any = getattr(recipe, section) if section else recipe
+        value = getattr(holder, field)
+        if name == "evaluate.metrics" and {*value} <= {*spec.metrics}:
+            # They are reported anyway.
+            continue
+        if value and value != type(holder).model_fields[field].get_default(call_default_factory=True):
+            remedy = "Leave it out"
+            if recipe.task not in TASKS:
+                remedy += f', or add it to the task: spec = TaskSpec(uses=frozenset({{"{name}"}}))'
+            raise SettingError(
+                f"is for {', '.join(tasks_with(name))}, and {recipe.task} does not read it", remedy, name, (name,)
+            )

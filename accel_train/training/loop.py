@@ -8,7 +8,6 @@ from accel_train.engine.loader import training_batches
 from accel_train.engine.run import RunContext
 from accel_train.engine.save import raise_save_error, report_saves, save_run, saves_finished
 from accel_train.engine.step import Agreement, MicroBatch, StepOutcome, forward_backward, seed_step
-from accel_train.model.kernels.global_loss import global_loss_of
 from accel_train.recovery.divergence import check_divergence
 from accel_train.recovery.out_of_memory import (
     MemoryCare,
@@ -49,7 +48,7 @@ def steps_in_order(run: RunContext, profiler: StepProfiler) -> None:
     the next update. The host waits only if an evaluation, a save, or the end is due.
     """
     state, seed, dims, device = run.state, run.plan.recipe.seed, run.strategy.dims, run.accelerator.device
-    agreement = Agreement(run.accelerator, global_loss_of(run.plan.task), getattr(run.plan.task, "counted", None))
+    agreement = Agreement(run.accelerator, run.plan.task.global_loss, run.plan.task.counted)
     care, stragglers, has_graphs = MemoryCare(run), StragglerWatch(run), run.plan.recipe.precision.has_cuda_graphs
     last: StepOutcome | None = None  # outcome of the previous step, on its way to the host
     last_batches: list[MicroBatch] = []

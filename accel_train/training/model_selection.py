@@ -212,9 +212,8 @@ def reported_names(run: RunContext) -> Collection[str] | None:
     steps; then the first evaluation tells.
     """
     plan, strategy = run.plan, run.strategy
-    declared = getattr(plan.task, "metric_names", None)
-    if declared is not None:
-        return ("loss", *declared)
+    if plan.task.metric_names is not None:
+        return ("loss", *plan.task.metric_names)
     if strategy.notes_forward_order:
         return None
     max_samples = max(NUM_SAMPLES, run.accelerator.num_processes)

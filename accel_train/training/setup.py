@@ -33,6 +33,7 @@ from accel_train.parallel.sequence_parallel import in_slices, tell_accelerator
 from accel_train.parallel.strategies import open_strategy
 from accel_train.parallel.strategy import Strategy
 from accel_train.recipe.schema import Recipe
+from accel_train.recipe.tasks import refuse_unused
 from accel_train.runtime.consistency import check_agreement, check_shared
 from accel_train.runtime.doctor import check_launcher, idle_gpus
 from accel_train.runtime.exit import exits_are_errors
@@ -42,7 +43,7 @@ from accel_train.runtime.launcher import take_age_seconds
 from accel_train.runtime.process_group import on_main, start_processes
 from accel_train.runtime.signals import StopRequest
 from accel_train.runtime.watchdog import Watchdog
-from accel_train.task import Task, prove_forward, read_data, with_data_of
+from accel_train.task import Task, read_data, with_data_of
 from accel_train.training.build import Choices, build_run, settings_of
 from accel_train.training.finish import finished_before
 from accel_train.training.model_selection import check_metric_name
@@ -75,7 +76,11 @@ def _prepare(recipe: Recipe, task: Task | None, extensions: Extensions, stop: St
     clock = LaunchClock(take_age_seconds())
     remember_secrets(recipe.model_dump())
     recipe = with_launch_environment(recipe)
-    recipe, task = check_recipe(recipe) if task is None else (with_data_of(task, recipe), task)
+    if task is None:
+        recipe, task = check_recipe(recipe)
+    else:
+        recipe = with_data_of(task, recipe)
+        refuse_unused(recipe, task.spec)
     refuse_inputs_in_output(recipe)
     strategy, sizes, choices = open_processes(recipe, task)
     with ExitStack() as resources, exits_are_errors():
@@ -195,7 +200,7 @@ def plan_run(
     """
     accelerator = strategy.accelerator
     # Measured on one process, so that all of them go on, or none does.
-    proved = on_main(lambda: prove_forward(task, recipe))
+    proved = on_main(lambda: task.prove(recipe))
     data = read_data(task, recipe, progress=accelerator.is_main_process)
     if ":" in recipe.task and not type(task).__module__.startswith("accel_train."):
         data = replace(data, inputs={**data.inputs, "task": digest_of_code(type(task))})

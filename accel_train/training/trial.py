@@ -42,7 +42,7 @@ def check_sums(run: RunContext) -> None:
         RecipeError: the loss or a metric has a wrong type or shape.
     """
     plan, strategy = run.plan, run.strategy
-    data, is_per_batch = plan.data, getattr(plan.task, "loss_is_per_batch", None)
+    data, is_per_batch = plan.data, plan.task.loss_is_per_batch
     if is_per_batch is None or data.step_batches is not None or strategy.notes_forward_order:
         return
     notes: list[str] = []

@@ -2,6 +2,7 @@
 
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -139,7 +140,7 @@ class LooksAhead(CausalLM):
 
 
 class LooksAheadNot(LooksAhead):
-    loss_is_by_position = True
+    spec = CausalLM.spec
 
 
 class SaysItTooEarly(LooksAheadNot):
@@ -148,7 +149,7 @@ class SaysItTooEarly(LooksAheadNot):
 
 
 class TakesItBack(LooksAheadNot):
-    loss_is_by_position = False
+    spec = replace(CausalLM.spec, loss_is_by_position=False)
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,9 @@ from accel_train.core.redaction import is_secret, redact
 from accel_train.core.state import Choice
 from accel_train.model.pretrained import check_model_config
 from accel_train.recipe.loader import load_recipe
-from accel_train.recipe.names import nearest_names, numbers_of, recipe_names, tasks_of, value_of
+from accel_train.recipe.names import nearest_names, numbers_of, recipe_names, value_of
 from accel_train.recipe.schema import Recipe
+from accel_train.recipe.tasks import tasks_with
 from accel_train.recipe.values import Origin
 from accel_train.recipe.writer import format_recipe
 from accel_train.recipe.yaml_core import one_line, parse_yaml
@@ -189,7 +190,7 @@ def test_a_flag_sets_its_leaf(recipe_file: Path, flag: str, text: str, leaf: str
     ],
 )
 def test_one_text_stands_for_a_list_of_one(recipe_file: Path, setting: str, text: str, value: object) -> None:
-    task = ["--task", next(iter(tasks_of(setting)), "causal-lm")]
+    task = ["--task", next(iter(tasks_with(setting)), "causal-lm")]
     assert value_of(load_recipe(recipe_file, arguments=[*task, f"--{setting}", text]), setting) == value
     section, field = setting.split(".")
     given = [part.strip() for part in text.strip("[]").split(",")] if text.startswith("[") else text
@@ -699,8 +700,8 @@ def test_a_number_that_no_run_can_use_is_refused_by_its_setting(
         if name == "seed" and number == "9223372036854775808":  # torch's seeds have 64 bits without a sign
             continue
         arguments = [f"--{name}={form.replace('#', number)}"]
-        if tasks_of(name):
-            arguments.append(f"--task={tasks_of(name)[0]}")
+        if tasks_with(name):
+            arguments.append(f"--task={tasks_with(name)[0]}")
         if name == "schedule.num_epochs":
             arguments.append("--schedule.max_steps=null")
         with pytest.raises(ValueError, match=r".") as caught:

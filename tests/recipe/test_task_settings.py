@@ -5,23 +5,25 @@ from typing import Any
 
 import pytest
 
-from accel_train.core.errors import RecipeProblems
+from accel_train.core.errors import RecipeProblems, SettingError
 from accel_train.recipe.data import Data
 from accel_train.recipe.explain import example_of, explain, explained
 from accel_train.recipe.loader import make_recipe
 from accel_train.recipe.names import is_section, recipe_names
-from accel_train.recipe.tasks import TASKS
+from accel_train.recipe.tasks import TASKS, TaskSpec, optional_settings, refuse_unused
+from accel_train.task import Task
 
 SETTINGS = [name for name in recipe_names() if name.startswith("data.") and name.count(".") == 1]
 
 
-def recipe_of(task: str, **data: Any) -> Any:
+def recipe_of(task: str, *, other: dict[str, Any] | None = None, **data: Any) -> Any:
     tree = {
         "task": task,
         "output_dir": "run",
         "model": {"config": {"model_type": "gpt2"}},
         "data": {"train": "x", **data},
         "schedule": {"max_steps": 1},
+        **(other or {}),
     }
     return make_recipe(tree, "recipe")
 
@@ -56,3 +58,55 @@ def test_a_setting_of_a_task_has_the_same_type_and_default_in_every_task() -> No
     for field in {field for entry in TASKS.values() for field in entry.data.model_fields}:
         infos = [entry.data.model_fields[field] for entry in TASKS.values() if field in entry.data.model_fields]
         assert len({(str(info.annotation), repr(info.default)) for info in infos}) == 1, field
+
+
+OTHER = {
+    "evaluate.metrics": ["no_metric"],
+    "evaluate.num_examples": 5,
+    "loss.chunked": True,
+    "loss.class_weights": "balanced",
+    "loss.router_aux": True,
+    "model.pad_vocab_to_multiple_of": 8,
+    "tokenizer": "other",
+}
+"""Values of settings whose example is a default, asks for nothing, or belongs to another setting."""
+
+
+def with_setting(task: str, name: str) -> Any:
+    section, _, field = name.rpartition(".")
+    value = OTHER.get(name) or (
+        {"num_beams": 3} if is_section(recipe_names()[name]) else example_of(name) or 7  # 7: a number, where 0 is shown
+    )
+    model = {"config": {"model_type": "gpt2"}} if section == "model" else {}
+    return recipe_of(task, other={section: {**model, field: value}} if section else {field: value})
+
+
+def test_17_settings_or_more_depend_on_the_task() -> None:
+    assert len(optional_settings()) >= 17
+    assert {"tokenizer", "evaluate.metrics", "evaluate.generation", "loss.z_loss"} <= optional_settings()
+
+
+@pytest.mark.parametrize("name", sorted(optional_settings()))
+def test_a_setting_that_a_task_does_not_read_is_refused_and_names_the_tasks_that_do(name: str) -> None:
+    users = [task for task, spec in TASKS.items() if name in spec.uses]
+    assert users
+    assert len(users) < len(TASKS)
+    for task, spec in TASKS.items():
+        recipe = with_setting(task, name)
+        if task in users:
+            refuse_unused(recipe, spec)
+            continue
+        with pytest.raises(SettingError) as refused:
+            refuse_unused(recipe, spec)
+        assert refused.value.settings == (name,)
+        assert all(user in refused.value.problem for user in users)
+    own = with_setting("my_module:MyTask", name)
+    with pytest.raises(SettingError) as refused:
+        refuse_unused(own, Task.spec)
+    assert name in refused.value.remedy
+    refuse_unused(own, TaskSpec(uses=frozenset((name,))))
+
+
+def test_metrics_that_a_task_reports_anyway_may_be_named() -> None:
+    for task, spec in TASKS.items():
+        refuse_unused(recipe_of(task, other={"evaluate": {"metrics": list(spec.metrics)}}), spec)

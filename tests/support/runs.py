@@ -87,6 +87,8 @@ def recipe_dict(folder: Path, *, windows: bool = True, **sections: Any) -> dict[
     name = recipe["task"]
     if (name in TASKS and "sequence_length" not in data_section(name).model_fields) or not windows:
         del recipe["data"]["sequence_length"]
+    if "tokenizer" not in sections and ("tokenizer" not in TASKS[name].uses if name in TASKS else not windows):
+        del recipe["tokenizer"]
     return recipe
 
 

@@ -29,7 +29,7 @@ from accel_train.metrics.texts import require_packages
 from accel_train.model.pretrained import num_pretrained_parameters, pretrained_config
 from accel_train.recipe.loader import load_recipe, make_recipe
 from accel_train.recipe.shipped import shipped_recipes
-from accel_train.task import load_task, prove_forward
+from accel_train.task import load_task
 
 LONGEST = 1024
 """Maximum length of a pretrained language model's windows, in tokens."""
@@ -126,7 +126,7 @@ def _document_masks(tree: dict[str, Any], config: Any) -> Choice[bool]:
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or LONGEST
     data = {"train": ".", "mask_documents": True, "sequence_length": min(LONGEST, positions)}
     try:
-        prove_forward(load_task("causal-lm"), make_recipe({**tree, "data": data}, "--model"))
+        load_task("causal-lm").prove(make_recipe({**tree, "data": data}, "--model"))
     except ValueError as error:
         reason = str(error)
         if isinstance(error, SettingError) and "data.mask_documents" in error.settings:

@@ -9,7 +9,7 @@ processes or on accumulation.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -127,17 +127,3 @@ class SummedParts(GlobalLoss[Tensor]):
 def sums_dtype(device: torch.device) -> torch.dtype:
     """Return fp64, which holds every count exactly, or fp32 on MPS, which does not support it."""
     return torch.float32 if device.type == "mps" else torch.float64
-
-
-def global_loss_of(task: Any) -> GlobalLoss[Any] | None:
-    """Return the task's loss over the global batch; None for a loss that is a sum over samples."""
-    found: GlobalLoss[Any] | None = getattr(task, "global_loss", None)
-    return found
-
-
-def needs_global_batch(task: Any) -> bool:
-    """Return whether a task's loss is over the global batch.
-
-    A class that always has such a loss says so by `loss_is_global = True`, because `global_loss` is set later.
-    """
-    return getattr(task, "loss_is_global", False) is True or global_loss_of(task) is not None

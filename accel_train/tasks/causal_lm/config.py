@@ -5,6 +5,7 @@ from typing import Literal
 from pydantic import Field
 
 from accel_train.recipe.data import WindowData
+from accel_train.recipe.tasks import TEXT, TaskSpec
 from accel_train.recipe.values import PositiveInt
 
 
@@ -41,3 +42,26 @@ class CausalLMData(WindowData):
     """
     pad_to_multiple_of: PositiveInt = 8
     """Multiple to which the padded length of a batch of texts is rounded up."""
+
+
+SPEC = TaskSpec(
+    where="accel_train.tasks.causal_lm.task:CausalLM",
+    data=CausalLMData,
+    uses=TEXT
+    | {
+        "loss.label_smoothing",
+        "loss.chunked",
+        "loss.router_aux",
+        "loss.z_loss",
+        "loss.logit_softcap",
+        "evaluate.sample_prompt",
+        "evaluate.sample_tokens",
+    },
+    targets="tokens",
+    gives="text",
+    learns="continue a text",
+    auto="AutoModelForCausalLM",
+    pipeline="text-generation",
+    metrics=("bits_per_byte", "perplexity", "token_accuracy"),
+    loss_is_by_position=True,
+)

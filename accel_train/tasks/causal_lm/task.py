@@ -42,7 +42,7 @@ from accel_train.model.tensors import unpacked_numel
 from accel_train.observe.throughput import model_flops_per_token
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Scores, Task, TaskData
-from accel_train.tasks.causal_lm.config import CausalLMData
+from accel_train.tasks.causal_lm.config import SPEC, CausalLMData
 from accel_train.tasks.causal_lm.data import prepare_rows
 from accel_train.tasks.causal_lm.probe import SOFTCAP, Forward, prove
 from accel_train.tasks.causal_lm.rows import rows_as_samples, shares_windows
@@ -52,10 +52,8 @@ from accel_train.tasks.common.vocabulary import fields_with_vocabulary, grow_voc
 class CausalLM(Task):
     """Pretrain a GPT-style model, continue training pretrained weights, or fine-tune on completions or chats."""
 
-    Data = CausalLMData
+    spec = SPEC
 
-    loss_is_by_position = True
-    """Each position contributes to the loss independently, so `parallel.sp_size` may split sequences."""
     positions_per_target = 1.0
     """Positions that the model computes per position with a label."""
     counts_hits = False

@@ -289,13 +289,3 @@ def save_tokenizer_and_card(tokenizer: PreTrainedTokenizerBase, max_length: int,
     tokenizer.model_max_length = max_length
     tokenizer.save_pretrained(str(folder))
     (folder / "README.md").write_text(text, encoding="utf-8", errors="backslashreplace")
-
-
-def refuse_metrics(recipe: Recipe, instead: str) -> None:
-    """Check that a task whose scores are fixed was not asked for further metrics.
-
-    Raises:
-        ValueError: `evaluate.metrics` is not empty.
-    """
-    if recipe.evaluate.metrics:
-        raise ValueError(f"evaluate.metrics names {recipe.evaluate.metrics[0]!r}, but {instead} anyway; leave it out")

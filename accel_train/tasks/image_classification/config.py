@@ -1,7 +1,39 @@
 """The settings of `data` for image classification."""
 
 from accel_train.recipe.data import ClassData, ImageData
+from accel_train.recipe.tasks import TaskSpec
 
 
 class ImageClassificationData(ImageData, ClassData):
     """Settings of `data` for image classification."""
+
+
+SPEC = TaskSpec(
+    where="accel_train.tasks.image_classification.task:ImageClassification",
+    data=ImageClassificationData,
+    uses=frozenset(
+        (
+            "loss.label_smoothing",
+            "loss.class_weights",
+            "evaluate.metrics",
+            "evaluate.allow_hub_metrics",
+            "evaluate.num_examples",
+            "evaluate.test_time_augmentation",
+        )
+    ),
+    targets="images",
+    gives="class",
+    learns="name the class of an image",
+    auto="AutoModelForImageClassification",
+    pipeline="image-classification",
+    metrics=(
+        "f1_macro",
+        "accuracy",
+        "precision_macro",
+        "recall_macro",
+        "f1_weighted",
+        "mcc",
+        "top_5_accuracy",
+        "auroc",
+    ),
+)

@@ -24,7 +24,7 @@ from accel_train.recipe.schema import Recipe
 from accel_train.task import Scores, TaskData
 from accel_train.tasks.common import classification
 from accel_train.tasks.common.vision import VisionTask, image_logits
-from accel_train.tasks.image_classification.config import ImageClassificationData
+from accel_train.tasks.image_classification.config import SPEC, ImageClassificationData
 from accel_train.tasks.image_classification.data import (
     ClassificationImages,
     collate_images,
@@ -43,7 +43,7 @@ _THUMBNAIL_EDGE = 8
 class ImageClassification(VisionTask):
     """Train ResNets, vision transformers, and similar models from random or pretrained weights."""
 
-    Data = ImageClassificationData
+    spec = SPEC
 
     factory, models = AutoModelForImageClassification, MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
     purpose, predicts_pixels = "image classification", False

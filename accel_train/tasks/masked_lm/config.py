@@ -5,6 +5,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from accel_train.recipe.data import WindowData
+from accel_train.recipe.tasks import TEXT, TaskSpec
 
 
 class MaskedLMData(WindowData):
@@ -19,3 +20,16 @@ class MaskedLMData(WindowData):
     """Share of the tokens to predict. Of these, 80 % are masked, 10 % replaced at random, and 10 %
     unchanged.
     """
+
+
+SPEC = TaskSpec(
+    where="accel_train.tasks.masked_lm.task:MaskedLM",
+    data=MaskedLMData,
+    uses=TEXT | {"loss.label_smoothing"},
+    targets="targets",
+    gives="tokens",
+    learns="fill in masked tokens",
+    auto="AutoModelForMaskedLM",
+    pipeline="fill-mask",
+    metrics=("perplexity", "token_accuracy"),
+)

@@ -31,7 +31,7 @@ from accel_train.tasks.common import classification
 from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.generation import NO_TOKEN, decoded
 from accel_train.tasks.common.texts import TextRow, with_frame
-from accel_train.tasks.masked_lm.config import MaskedLMData
+from accel_train.tasks.masked_lm.config import SPEC, MaskedLMData
 from accel_train.tasks.masked_lm.data import MaskedWindows, Masking, collate_masked, mask_rows, masking_of, rows_to_fill
 
 MASKED_LM = models.Head("masked language modelling", AutoModelForMaskedLM, MODEL_FOR_MASKED_LM_MAPPING)
@@ -62,7 +62,7 @@ class Source:
 class MaskedLM(Task):
     """Pretrain a BERT or RoBERTa on text, or continue training pretrained weights."""
 
-    Data = MaskedLMData
+    spec = SPEC
 
     metric_names = ("perplexity", "token_accuracy")
 

@@ -3,6 +3,7 @@
 from typing import ClassVar
 
 from accel_train.recipe.data import TextData
+from accel_train.recipe.tasks import TEXT, TaskSpec
 
 
 class MultipleChoiceData(TextData):
@@ -19,3 +20,16 @@ class MultipleChoiceData(TextData):
     """Column with the label: a name, an integer, a number (regression), or a list of names (multi_label). null: rows to
     predict, without labels.
     """
+
+
+SPEC = TaskSpec(
+    where="accel_train.tasks.multiple_choice.task:MultipleChoice",
+    data=MultipleChoiceData,
+    uses=TEXT | {"loss.label_smoothing"},
+    targets="samples",
+    gives="choice",
+    learns="choose the right ending of a text",
+    auto="AutoModelForMultipleChoice",
+    pipeline="multiple-choice",
+    metrics=("accuracy",),
+)

@@ -20,7 +20,7 @@ from accel_train.tasks.common import classification
 from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.encoder import EncoderTask, cut_note
 from accel_train.tasks.multiple_choice import data as choices
-from accel_train.tasks.multiple_choice.config import MultipleChoiceData
+from accel_train.tasks.multiple_choice.config import SPEC, MultipleChoiceData
 
 _EXAMPLE = """
 tokenizer = AutoTokenizer.from_pretrained("path/of/this/folder")
@@ -55,7 +55,7 @@ class Source:
 class MultipleChoice(EncoderTask):
     """Fine-tune any multiple-choice model of transformers, or train one from a configuration."""
 
-    Data = MultipleChoiceData
+    spec = SPEC
     head = models.CHOICES
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
@@ -67,9 +67,6 @@ class MultipleChoice(EncoderTask):
         """
         section = MultipleChoiceData.of(recipe.data)
         models.check_model(recipe, self.head)
-        models.refuse_metrics(recipe, "multiple-choice reports the accuracy")
-        if recipe.loss.class_weights is not None:
-            raise ValueError("loss.class_weights is for classes, and multiple-choice finds places; leave it out")
         rows = choices.load_choices(recipe)
         texts = (text for row in rows.train for text in (row.text, *row.endings))
         reader = self.reader(recipe, texts, is_pair=True)

@@ -5,6 +5,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from accel_train.recipe.data import ImageData
+from accel_train.recipe.tasks import TaskSpec
 from accel_train.recipe.values import Fraction
 
 
@@ -28,3 +29,19 @@ class ObjectDetectionData(ImageData):
     """
     min_visible: Fraction = 0.3
     """Least share of a box's area inside a training crop. Boxes with a smaller share are left out of the sample."""
+
+
+SPEC = TaskSpec(
+    where="accel_train.tasks.object_detection.task:ObjectDetection",
+    data=ObjectDetectionData,
+    uses=frozenset(("evaluate.num_examples",)),
+    targets="images",
+    gives="boxes",
+    learns="find objects in an image, each with a box and a class",
+    auto="AutoModelForObjectDetection",
+    pipeline="object-detection",
+    metrics=("map", "map_50", "map_75"),
+    extra="detection",
+    packages=("pycocotools",),
+    loss_is_global=True,
+)

@@ -1,6 +1,6 @@
 """Object detection: find the objects of an image with a detector of transformers that matches them to queries."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from accel_train.tasks.common.vision import ImageSource, VisionTask
 from accel_train.tasks.object_detection import data as detection
 from accel_train.tasks.object_detection import losses
 from accel_train.tasks.object_detection import metrics as scores_of
-from accel_train.tasks.object_detection.config import ObjectDetectionData
+from accel_train.tasks.object_detection.config import SPEC, ObjectDetectionData
 
 _NUM_TRIED = 64
 """Evenly spaced images that are decoded before training starts, to find errors that affect all of them."""
@@ -38,7 +38,7 @@ _PROCESSORS = {"conditional_detr": "ConditionalDetr", "deformable_detr": "Deform
 class ObjectDetection(VisionTask):
     """Train DETR, Deformable DETR, RT-DETR, D-FINE, and YOLOS from random or pretrained weights."""
 
-    Data = ObjectDetectionData
+    spec = SPEC
 
     factory, models = AutoModelForObjectDetection, MODEL_FOR_OBJECT_DETECTION_MAPPING
     purpose, predicts_pixels = "object detection", False
@@ -51,8 +51,6 @@ class ObjectDetection(VisionTask):
 found = processor.post_process_object_detection(model(**inputs), threshold=0.5, target_sizes=sizes)[0]
 print(found["labels"], found["scores"], found["boxes"])""",
     )
-    loss_is_global = True
-    """Whether settings that a loss over the global batch does not support are refused before data is read."""
     global_loss: losses.GlobalCounts
 
     def model_config(self, recipe: Recipe) -> tuple[PreTrainedConfig, list[str]]:
@@ -82,7 +80,6 @@ print(found["labels"], found["scores"], found["boxes"])""",
         data = ObjectDetectionData.of(recipe.data)
         check_augment(data.augment, boxes=True)
         scores_of.require_pycocotools()
-        _refuse_settings(recipe)
         source, notes = self.read_images(recipe, detection.read_boxed_images)
         sets = source.sets
         if sets.eval is not None and sets.eval.boxes is not None and _has_no_box(sets.eval):
@@ -271,21 +268,3 @@ def _check_layer_decay(decay: float, config: PreTrainedConfig) -> None:
         return
     remedy = "Leave it out, and set lower rates by optimizer.groups"
     raise SettingError(reason, remedy, f"optimizer.layer_decay={decay:g}", ("optimizer.layer_decay", "model.config"))
-
-
-def _refuse_settings(recipe: Recipe) -> None:
-    """Refuse settings that have no effect on boxes.
-
-    Raises:
-        ValueError: one of them is set; the message names it.
-    """
-    unused: Sequence[tuple[str, Any]] = (
-        ("loss.class_weights", recipe.loss.class_weights),
-        ("loss.label_smoothing", recipe.loss.label_smoothing),
-        ("evaluate.metrics", recipe.evaluate.metrics),
-        ("evaluate.test_time_augmentation", recipe.evaluate.test_time_augmentation),
-        ("evaluate.window_stride", recipe.evaluate.window_stride),
-    )
-    for name, value in unused:
-        if value:
-            raise ValueError(f"{name} is not for object-detection, which reports mAP; leave it out")

@@ -3,6 +3,7 @@
 from typing import ClassVar
 
 from accel_train.recipe.data import TextData
+from accel_train.recipe.tasks import TEXT, TaskSpec
 from accel_train.recipe.values import PositiveInt
 
 
@@ -24,3 +25,16 @@ class QuestionAnsweringData(TextData):
     """
     max_answer_length: PositiveInt = 30
     """Maximum length of an answer, in tokens."""
+
+
+SPEC = TaskSpec(
+    where="accel_train.tasks.question_answering.task:QuestionAnswering",
+    data=QuestionAnsweringData,
+    uses=TEXT | {"loss.label_smoothing", "evaluate.null_score_diff_threshold"},
+    targets="samples",
+    gives="answer",
+    learns="find the answer to a question in a text",
+    auto="AutoModelForQuestionAnswering",
+    pipeline="question-answering",
+    metrics=("f1", "exact_match"),
+)

@@ -18,7 +18,7 @@ from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.encoder import EncoderTask
 from accel_train.tasks.question_answering import data as questions
 from accel_train.tasks.question_answering.answers import Best, best_spans, overlap_answers, position_loss_sum, ranked
-from accel_train.tasks.question_answering.config import QuestionAnsweringData
+from accel_train.tasks.question_answering.config import SPEC, QuestionAnsweringData
 
 NUM_BEST = 20
 """Number of likeliest answers that are kept per question."""
@@ -65,7 +65,7 @@ class QuestionAnswering(EncoderTask):
     windows.
     """
 
-    Data = QuestionAnsweringData
+    spec = SPEC
     head = models.ANSWERS
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
@@ -76,9 +76,6 @@ class QuestionAnswering(EncoderTask):
         """
         section = QuestionAnsweringData.of(recipe.data)
         models.check_model(recipe, self.head)
-        models.refuse_metrics(recipe, "question-answering reports exact match and F1")
-        if recipe.loss.class_weights is not None:
-            raise ValueError("loss.class_weights is for classes, and question-answering finds places; leave it out")
         asked = questions.load_questions(recipe)
         pairs = (text for row in asked.train for text in (row.question, row.context))
         reader = self.reader(recipe, pairs, is_pair=True)

@@ -5,6 +5,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from accel_train.recipe.data import ImageData
+from accel_train.recipe.tasks import TaskSpec
 from accel_train.recipe.values import PositiveInt
 
 
@@ -26,3 +27,24 @@ class SemanticSegmentationData(ImageData):
     """Side of the training crops in pixels, or [height, width]. Default: image_size."""
     ignore_index: Annotated[int, Field(ge=0, le=255)] = 255
     """Value of mask pixels that are not counted."""
+
+
+SPEC = TaskSpec(
+    where="accel_train.tasks.semantic_segmentation.task:SemanticSegmentation",
+    data=SemanticSegmentationData,
+    uses=frozenset(
+        (
+            "loss.label_smoothing",
+            "loss.class_weights",
+            "evaluate.num_examples",
+            "evaluate.test_time_augmentation",
+            "evaluate.window_stride",
+        )
+    ),
+    targets="pixels",
+    gives="mask",
+    learns="name the class of each pixel of an image",
+    auto="AutoModelForSemanticSegmentation",
+    pipeline="image-segmentation",
+    metrics=("mean_iou", "pixel_accuracy"),
+)

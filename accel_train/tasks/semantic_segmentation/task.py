@@ -22,9 +22,8 @@ from accel_train.tasks.common.classification import ClassLoss, resolve_class_wei
 from accel_train.tasks.common.image_views import at_label_size, mean_pixel_probabilities, one_at_a_time
 from accel_train.tasks.common.vision import ImageSource, VisionTask, image_logits
 from accel_train.tasks.semantic_segmentation import data as segmentation
-from accel_train.tasks.semantic_segmentation.config import SemanticSegmentationData
+from accel_train.tasks.semantic_segmentation.config import SPEC, SemanticSegmentationData
 
-_OWN_METRICS = ("mean_iou", "pixel_accuracy")
 _BASELINE_MASKS = 2_000
 _NUM_TRIED = 64
 """Evenly spaced pairs that are decoded before training starts, to find errors that affect all of them."""
@@ -33,7 +32,7 @@ _NUM_TRIED = 64
 class SemanticSegmentation(VisionTask):
     """Train SegFormer, UPerNet, MobileNet, and similar models from random or pretrained weights."""
 
-    Data = SemanticSegmentationData
+    spec = SPEC
 
     factory, models = AutoModelForSemanticSegmentation, MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING
     purpose, predicts_pixels = "semantic segmentation", True
@@ -53,11 +52,6 @@ mask = processor.post_process_semantic_segmentation(model(**inputs), target_size
         """Read folders of images and masks, tables, arrays, or the embedded scenes. Pairs are decoded when drawn."""
         data = SemanticSegmentationData.of(recipe.data)
         check_augment(data.augment, masks=True)
-        for name in recipe.evaluate.metrics:
-            if name not in _OWN_METRICS:
-                raise ValueError(
-                    f"evaluate.metrics: {name!r} is not for masks; {' and '.join(_OWN_METRICS)} are reported"
-                )
         source, notes = self.read_images(recipe, segmentation.read_masked_images)
         sets, preprocessing = source.sets, source.preprocessing
         num_classes = len(sets.label_names)
@@ -170,4 +164,4 @@ mask = processor.post_process_semantic_segmentation(model(**inputs), target_size
         confusion = np.zeros((num_classes, num_classes), np.int64)
         confusion[:, counts[0][:num_classes].argmax()] = counts[1][:num_classes]
         metrics = segmentation_scores(confusion, source.label_names).metrics
-        return {f"majority_{name}": metrics[name] for name in _OWN_METRICS}
+        return {f"majority_{name}": metrics[name] for name in self.spec.metrics}

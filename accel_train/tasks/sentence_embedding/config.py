@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from accel_train.core.errors import SettingError
 from accel_train.recipe.data import TextData
+from accel_train.recipe.tasks import TEXT, TaskSpec
 from accel_train.recipe.values import PositiveFloat, PositiveInt
 
 EMBEDDING = "sentence_embedding"
@@ -116,3 +117,18 @@ class SentenceEmbeddingData(TextData):
     def without_labels(self) -> Self:
         """Return this section for samples to predict."""
         return self.model_copy(update={"score_column": None})
+
+
+SPEC = TaskSpec(
+    where="accel_train.tasks.sentence_embedding.task:SentenceEmbedding",
+    data=SentenceEmbeddingData,
+    uses=TEXT,
+    targets="samples",
+    gives="vector",
+    learns="turn a text into a vector that is near to those of similar texts",
+    auto="AutoModel",
+    pipeline="sentence-similarity",
+    metrics=("ndcg_at_10", "mrr_at_10", "recall_at_1", "recall_at_10", "spearman", "pearson"),
+    loss_is_global=True,
+    evaluates_untrained=True,
+)

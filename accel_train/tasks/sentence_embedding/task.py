@@ -22,7 +22,7 @@ from accel_train.task import Scores, TaskData
 from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.encoder import EncoderTask, cut_note
 from accel_train.tasks.sentence_embedding import data as rows_of
-from accel_train.tasks.sentence_embedding.config import EMBEDDING, SentenceEmbeddingData
+from accel_train.tasks.sentence_embedding.config import EMBEDDING, SPEC, SentenceEmbeddingData
 from accel_train.tasks.sentence_embedding.folder import Pooling, pooling_of, write_folder
 from accel_train.tasks.sentence_embedding.losses import GlobalBatch, Objective, Table
 from accel_train.tasks.sentence_embedding.metrics import CORRELATIONS, RETRIEVAL, correlations, retrieval
@@ -56,11 +56,8 @@ class Source:
 class SentenceEmbedding(EncoderTask):
     """Train any encoder of transformers to embed texts. Its last hidden states are pooled to one vector per text."""
 
-    Data = SentenceEmbeddingData
+    spec = SPEC
     head = models.ENCODERS
-    evaluates_untrained = True
-    loss_is_global = True
-    """Whether settings that a loss over the global batch does not support are refused before data is read."""
     global_loss: GlobalBatch | None = None
     """Loss over the global batch. None for a loss of single rows (triplet)."""
 
@@ -73,13 +70,6 @@ class SentenceEmbedding(EncoderTask):
         """
         section = SentenceEmbeddingData.of(recipe.data)
         models.check_model(recipe, self.head)
-        models.refuse_metrics(recipe, "sentence-embedding reports recall, or correlations of scored pairs")
-        for name, value in (
-            ("class_weights", recipe.loss.class_weights),
-            ("label_smoothing", recipe.loss.label_smoothing),
-        ):
-            if value:
-                raise ValueError(f"loss.{name} is for classes, and sentence-embedding has none; leave it out")
         self.pooling, self.pooling_reason = _pooling(recipe, section)
         rows = rows_of.load_rows(recipe)
         reader = self.reader(recipe, chain.from_iterable(row.texts for row in rows.train), is_pair=False)

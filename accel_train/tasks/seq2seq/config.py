@@ -5,6 +5,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from accel_train.recipe.data import TextData
+from accel_train.recipe.tasks import TEXT, TaskSpec
 from accel_train.recipe.values import PositiveInt
 
 
@@ -22,3 +23,16 @@ class Seq2SeqData(TextData):
     """Maximum length of targets and of generated texts, in tokens. Longer targets are cut. Sources are cut to
     max_length.
     """
+
+
+SPEC = TaskSpec(
+    where="accel_train.tasks.seq2seq.task:Seq2Seq",
+    data=Seq2SeqData,
+    uses=TEXT | {"loss.label_smoothing", "evaluate.sample_prompt", "evaluate.generation"},
+    targets="tokens",
+    gives="text",
+    learns="write a text from another one",
+    auto="AutoModelForSeq2SeqLM",
+    pipeline="text-generation",
+    metrics=("chrf", "bleu", "rouge1", "rouge2", "rougeL", "exact_match", "perplexity", "token_accuracy"),
+)

@@ -26,7 +26,7 @@ from accel_train.tasks.common import classification
 from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.generation import TextGenerator, decoded, spaced
 from accel_train.tasks.common.texts import TextRow
-from accel_train.tasks.seq2seq.config import Seq2SeqData
+from accel_train.tasks.seq2seq.config import SPEC, Seq2SeqData
 from accel_train.tasks.seq2seq.data import Pair, collate_pairs, load_pairs, pair_tokenizer, tokenize_pairs
 from accel_train.tasks.seq2seq.model import (
     SEQ2SEQ,
@@ -71,7 +71,7 @@ class Source:
 class Seq2Seq(Task):
     """Fine-tune any encoder-decoder of transformers on pairs of texts, or train one from a configuration."""
 
-    Data = Seq2SeqData
+    spec = SPEC
 
     metric_names: tuple[str, ...]
     """Metrics that evaluations report. Includes metrics of generated texts if `evaluate.generation` asks for texts."""

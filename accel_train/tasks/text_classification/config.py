@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from accel_train.core.errors import SettingError
 from accel_train.recipe.data import ClassData, TextData
+from accel_train.recipe.tasks import TEXT, TaskSpec
 
 
 class TextClassificationData(TextData, ClassData):
@@ -63,3 +64,27 @@ class TextClassificationData(TextData, ClassData):
     def without_labels(self) -> Self:
         """Return this section for samples to predict."""
         return super().without_labels().model_copy(update={"label_columns": None})
+
+
+SPEC = TaskSpec(
+    where="accel_train.tasks.text_classification.task:TextClassification",
+    data=TextClassificationData,
+    uses=TEXT
+    | {
+        "model.problem_type",
+        "loss.label_smoothing",
+        "loss.class_weights",
+        "evaluate.metrics",
+        "evaluate.allow_hub_metrics",
+        "evaluate.num_examples",
+    },
+    targets="samples",
+    gives="class",
+    learns="name the class of a text, or its number",
+    auto="AutoModelForSequenceClassification",
+    pipeline="text-classification",
+    metrics=(
+        *("f1_macro", "accuracy", "precision_macro", "recall_macro", "f1_weighted", "mcc", "auroc"),
+        *("f1_micro", "subset_accuracy", "hamming_loss", "mae", "mse", "r2", "pearson", "spearman"),
+    ),
+)

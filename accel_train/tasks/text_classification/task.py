@@ -23,7 +23,7 @@ from accel_train.tasks.common import classification
 from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.encoder import EncoderTask, cut_note
 from accel_train.tasks.text_classification import data as labelled
-from accel_train.tasks.text_classification.config import TextClassificationData
+from accel_train.tasks.text_classification.config import SPEC, TextClassificationData
 from accel_train.tasks.text_classification.metrics import (
     baseline_scores,
     check_metrics,
@@ -59,7 +59,7 @@ class Source:
 class TextClassification(EncoderTask):
     """Fine-tune any sequence classifier of transformers, or train one from a configuration."""
 
-    Data = TextClassificationData
+    spec = SPEC
     head = models.SEQUENCES
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:

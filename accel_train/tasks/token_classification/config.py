@@ -3,6 +3,7 @@
 from typing import ClassVar
 
 from accel_train.recipe.data import NamedClassesData, TextData
+from accel_train.recipe.tasks import TEXT, TaskSpec
 
 
 class TokenClassificationData(TextData, NamedClassesData):
@@ -15,3 +16,16 @@ class TokenClassificationData(TextData, NamedClassesData):
     """
     tags_column: str | None = "tags"
     """Column with one tag per word, as a list of names or ids. null: sentences to predict."""
+
+
+SPEC = TaskSpec(
+    where="accel_train.tasks.token_classification.task:TokenClassification",
+    data=TokenClassificationData,
+    uses=TEXT | {"loss.label_smoothing", "loss.class_weights"},
+    targets="words",
+    gives="tags",
+    learns="tag each word of a sentence",
+    auto="AutoModelForTokenClassification",
+    pipeline="token-classification",
+    metrics=("f1", "precision", "recall", "accuracy", "f1_macro", "mcc"),
+)

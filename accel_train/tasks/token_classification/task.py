@@ -23,7 +23,7 @@ from accel_train.tasks.common import classification
 from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.encoder import EncoderTask
 from accel_train.tasks.token_classification import data as words
-from accel_train.tasks.token_classification.config import TokenClassificationData
+from accel_train.tasks.token_classification.config import SPEC, TokenClassificationData
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class TokenClassification(EncoderTask):
     The first token of a word learns and predicts the word's label. The loss is divided by the number of labeled words.
     """
 
-    Data = TokenClassificationData
+    spec = SPEC
     head = models.TOKENS
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
@@ -65,9 +65,6 @@ class TokenClassification(EncoderTask):
         """
         section = TokenClassificationData.of(recipe.data)
         models.check_model(recipe, self.head)
-        models.refuse_metrics(
-            recipe, "token-classification reports the scores of entities (for other tags, of classes)"
-        )
         sentences = words.load_sentences(recipe, models.known_names(recipe))
         names, num_of_label = sentences.scheme.names, sentences.num_train_of_label
         weights = classification.resolve_class_weights(

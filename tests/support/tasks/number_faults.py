@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from accel_train.recipe.schema import Recipe
-from accel_train.task import Scores, TaskData
+from accel_train.task import Task, TaskData
 from accel_train.tasks.causal_lm.task import CausalLM
 
 NUM_FEATURES = 6
@@ -155,7 +155,7 @@ class Regressor(nn.Module):
         return result
 
 
-class FaultyRegression:
+class FaultyRegression(Task):
     """A regression on random features; `options`: num_samples, width, faults (each a `Fault` as a mapping)."""
 
     def __init__(self) -> None:
@@ -185,9 +185,6 @@ class FaultyRegression:
         self.put_in([Fault(**fault) for fault in recipe.options.get("faults", ())], model, data)
         return model
 
-    def choices(self, recipe: Recipe, model: nn.Module) -> dict[str, Any]:
-        return {}
-
     def put_in(self, faults: Sequence[Fault], model: nn.Module, data: TaskData) -> None:
         """Break these samples from now on."""
         self.faults.put_into(model, faults)
@@ -201,27 +198,6 @@ class FaultyRegression:
         self.faults.samples = batch["sample"]
         errors = (model(batch["features"]).float() - batch["wanted"]).square() * batch["counts"]
         return self.faults.break_loss(errors.sum())
-
-    def flops_per_target(self, recipe: Recipe, model: nn.Module) -> float | None:
-        return None
-
-    def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {"loss_sum": self.loss_sum(model, batch)}
-
-    def score(self, loss: float, totals: Mapping[str, NDArray[Any]], data: TaskData) -> Scores:
-        return Scores({})
-
-    def predict_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {}
-
-    def prediction_columns(self, rows: Mapping[str, NDArray[Any]], data: TaskData) -> dict[str, list[Any]]:
-        return {}
-
-    def baselines(self, data: TaskData) -> dict[str, float]:
-        return {}
-
-    def sample(self, recipe: Recipe, model: nn.Module, data: TaskData) -> dict[str, Any] | None:
-        return None
 
     def save_description(self, model: nn.Module, data: TaskData, folder: Path) -> None:
         """Nothing to describe."""

@@ -83,7 +83,7 @@ class ProbeTask(CausalLM):
     seconds_a_forward: how long each takes at least; logits_at_once: how many, where
     the loss is computed in chunks."""
 
-    loss_is_by_position = True
+    spec = CausalLM.spec
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
         self.options = recipe.options
