@@ -10,7 +10,7 @@ PIP_ARGS ?=
 WORKERS ?= 3
 # Of `make test-part` and `make mutants`.
 MINUTES ?= 20
-# What `make golden` compares HEAD with.
+# What `make golden` and `make size` compare with.
 BEFORE ?= origin/main
 
 VENV := .venv
@@ -27,7 +27,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 MARK = mkdir -p build/green && if [ -z "$$(git status --porcelain 2>&1)" ]; then git rev-parse HEAD > build/green/$@; fi
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo docs notebooks test test-slow test-faults test-part test-oldest mutants test-gpu test-all golden lint format dist clean
+.PHONY: help setup demo docs notebooks test test-slow test-faults test-part test-oldest mutants test-gpu test-all golden size lint format dist clean
 
 help: ## List these targets.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -102,6 +102,9 @@ test-gpu: $(INSTALLED) ## The tests that need a CUDA device.
 	@$(MARK)
 
 test-all: test test-slow test-faults ## Everything that needs no GPU.
+
+size: ## Print the size of the code in tokens by package, and its growth: make size BEFORE=main~5
+	$(PYTHON) -m benchmarks.size --base $(BEFORE)
 
 golden: $(INSTALLED) ## Compare what HEAD and another revision compute, to the last bit: make golden BEFORE=main~5
 	$(BIN)/python -m benchmarks.golden --before $(BEFORE) $(foreach word,$(ONLY),--only $(word))

@@ -156,3 +156,24 @@ def test_files_that_a_page_names_are_there(page: str) -> None:
     assert page != "docs/architecture.md" or len(names) > 40
     folders = (REPOSITORY / "accel_train", REPOSITORY)
     assert [name for name in names if not any((folder / name).exists() for folder in folders)] == []
+
+
+def test_the_table_of_files_to_change_names_files_and_functions_that_exist() -> None:
+    page = (REPOSITORY / "docs" / "architecture.md").read_text()
+    rows = [row for row in page.partition("## Find the file to change")[2].splitlines() if row.startswith("| ")][1:]
+    assert len(rows) >= 45
+    package, tests, lacking = REPOSITORY / "accel_train", REPOSITORY / "tests", []
+    for row in rows:
+        folder, path = package, package
+        for name in re.findall(r"`([^`]+)`", row.split(" | ", 1)[1]):
+            if name.endswith((".py", ".js")):
+                # A name without a folder lies beside the one before it.
+                places = [base / name for base in (package, REPOSITORY, tests, folder)]
+                path = next((place for place in places if place.exists()), package)
+                folder = path.parent
+                lacking += [] if path.is_file() else [(row, name)]
+            elif "/" in name:
+                lacking += [] if any((base / name).is_dir() for base in (package, REPOSITORY)) else [(row, name)]
+            elif name.isidentifier() and path.is_file() and path.suffix == ".py":
+                lacking += [] if re.search(rf"^\s*(?:def |class |){name}\b", path.read_text(), re.M) else [(row, name)]
+    assert lacking == []
