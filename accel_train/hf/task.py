@@ -41,6 +41,7 @@ from accel_train.hf.inputs import (
 )
 from accel_train.model.activation_checkpointing import enable_method
 from accel_train.recipe.schema import Recipe
+from accel_train.recipe.tasks import TaskSpec
 from accel_train.task import Task, TaskData
 
 if TYPE_CHECKING:
@@ -53,6 +54,8 @@ PLAIN = (TableDataset, list, tuple, Columns)
 
 class HFTask(Task):
     """A Trainer as a task: its data in order, its model, and `compute_loss`. `Flow.evaluate` evaluates."""
+
+    spec = TaskSpec(uses=frozenset(("loss.label_smoothing",)))
 
     def __init__(
         self, trainer: "Trainer", flow: Flow, length: Length, source: Any, loader: DataLoader[Any] | None

@@ -136,18 +136,6 @@ def test_a_model_whose_loss_is_not_proved_is_refused(tmp_path: Path, config: Any
     refused(load, Recipe.model_validate(sections_of(tmp_path, model=config)), named=f"model|{named}")
 
 
-@pytest.mark.parametrize(
-    ("sections", "named"),
-    [
-        ({"loss": {"label_smoothing": 0.1}}, "loss.label_smoothing"),
-        ({"loss": {"class_weights": "balanced"}}, "loss.class_weights"),
-        ({"evaluate": {"test_time_augmentation": {"horizontal_flip": True}}}, "evaluate.test_time_augmentation"),
-    ],
-)
-def test_a_setting_without_effect_on_boxes_is_refused(tmp_path: Path, sections: Any, named: str) -> None:
-    refused(load, Recipe.model_validate(sections_of(tmp_path, **sections)), named=named)
-
-
 def test_denoising_queries_are_left_out_and_a_note_says_so(tmp_path: Path) -> None:
     config = DETECTORS["rt_detr"] | {"num_denoising": 10}
     _, data, model = load(Recipe.model_validate(sections_of(tmp_path, model=config)))
