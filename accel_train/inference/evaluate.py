@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.core.json_io import json_text
+from accel_train.core.metric_names import label, show_metric
 from accel_train.core.ownership import check_file, write_file
 from accel_train.data.tables import MissingColumn
 from accel_train.engine.evaluation import EvaluationReader, evaluate
@@ -80,7 +81,7 @@ def format_augmentation(details: Mapping[str, Any]) -> str:
     if not part:
         return ""
     rows = [
-        f"  {name.replace('_', ' '):24}{value:>14,.4f}   (without: {part['without'][name]:,.4f})"
+        f"  {label(name):24}{show_metric(name, value):>14}   (without: {show_metric(name, part['without'][name])})"
         for name, value in part["with"].items()
     ]
     return "\n".join(["With test-time augmentation:", *rows])

@@ -3,6 +3,6 @@
 This package does not depend on a model or a data set. `evaluate` is Hugging Face's package.
 """
 
-from accel_train.metrics.registry import METRICS, load_metric
+from accel_train.metrics.registry import METRICS, fits, load_metric
 
-__all__ = ["METRICS", "load_metric"]
+__all__ = ["METRICS", "fits", "load_metric"]

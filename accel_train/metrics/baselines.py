@@ -4,8 +4,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, TypeGuard
 
-LOWER_IS_BETTER = ("loss", "perplexity", "error", "mse", "mae", "bits_per_byte")
-"""Words in a metric's name that make smaller values better. For all other metrics, greater values are better."""
+from accel_train.core.metric_names import is_lower_better, label, show_metric
 
 
 class Unbeaten(NamedTuple):
@@ -17,17 +16,9 @@ class Unbeaten(NamedTuple):
     baseline_value: float
 
     def __str__(self) -> str:
-        name = self.metric.replace("_", " ")
         other = "the untrained model" if self.baseline == "untrained" else self.baseline
-        return (
-            f"The model does not beat a baseline on held-out data: {name} {self.model_value:.4g}, and "
-            f"{self.baseline_value:.4g} by {other}"
-        )
-
-
-def is_lower_better(metric: str) -> bool:
-    """Return whether smaller values of a metric are better, by its name."""
-    return any(word in metric for word in LOWER_IS_BETTER)
+        own, best = (show_metric(self.metric, value) for value in (self.model_value, self.baseline_value))
+        return f"The model does not beat a baseline on held-out data: {label(self.metric)} {own}, and {best} by {other}"
 
 
 def by_baseline(baselines: Mapping[str, Any], metrics: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -48,19 +39,16 @@ def by_baseline(baselines: Mapping[str, Any], metrics: Iterable[str]) -> dict[st
 def format_scores(scores: Mapping[str, Any], baselines: Mapping[str, Any]) -> str:
     """Return a table with a row for each metric, and a column for the model and for each baseline."""
     columns: dict[str, Mapping[str, Any]] = {"this model": scores, **by_baseline(baselines, scores)}
-    cells = [[_show(values.get(metric)) for values in columns.values()] for metric in scores]
+    cells = [
+        [show_metric(metric, values[metric]) if metric in values else "" for values in columns.values()]
+        for metric in scores
+    ]
     widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
-    names = ["", *(metric.replace("_", " ") for metric in scores)]
+    names = ["", *map(label, scores)]
     width = max(map(len, names))
     rows = zip(names, [[*columns], *cells], strict=True)
     lines = (f"  {name:{width}}  {'  '.join(map(str.rjust, row, widths))}".rstrip() for name, row in rows)
     return "\n".join(lines)
-
-
-def _show(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:,.4f}"
-    return f"{value:,}" if isinstance(value, int) else "" if value is None else str(value)
 
 
 def unbeaten_baseline(scores: Mapping[str, Any], baselines: Mapping[str, Any], main_metric: str) -> Unbeaten | None:
@@ -92,7 +80,8 @@ def format_main_score(scores: Mapping[str, Any], baselines: Mapping[str, Any], m
     metrics = [metric for values in found.values() for metric in values]
     metrics = [each for each in metrics if all(each in values for values in found.values())] or metrics
     metric = main_metric if main_metric in metrics or not metrics else metrics[0]
-    texts = [f"{name.replace('_', ' ')} {_show(scores.get(name))}" for name in dict.fromkeys((main_metric, metric))]
+    names = dict.fromkeys((main_metric, metric))
+    texts = [f"{label(name)} {show_metric(name, scores.get(name))}" for name in names]
     values = {name: each[metric] for name, each in found.items() if metric in each and is_number(each[metric])}
     if not values:
         return ", ".join(texts)
@@ -100,7 +89,7 @@ def format_main_score(scores: Mapping[str, Any], baselines: Mapping[str, Any], m
     best = (min if lower else max)(values, key=lambda name: values[name])
     is_beaten = own < values[best] if lower else own > values[best]
     verdict = "beaten" if is_beaten else "equaled" if own == values[best] else "not beaten"
-    return f"{', '.join(texts)}; best baseline: {best} {_show(values[best])} ({verdict})"
+    return f"{', '.join(texts)}; best baseline: {best} {show_metric(metric, values[best])} ({verdict})"
 
 
 def likely_causes(

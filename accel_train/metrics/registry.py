@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from accel_train.core.format import did_you_mean
+from accel_train.core.metric_names import AVERAGED, AVERAGES
 from accel_train.metrics import scores
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ _LABELS, _NUMBERS, _MASKS = (
     dict.fromkeys(("predictions", "references"), kind) for kind in ("int64", "float64", [["int32"]])
 )
 _SCORES = tuple({"prediction_scores": kind, "references": "int64"} for kind in ("float64", ["float64"]))
-_AVERAGED, _AVERAGES = ("precision", "recall", "f1"), ("binary", "macro", "micro", "weighted")
+_CLASSES = ("single_label", "multi_label")
 
 
 class _Definition(NamedTuple):
@@ -33,6 +34,8 @@ class _Definition(NamedTuple):
     numbers."""
     schemas: tuple[dict[str, Any], ...] = (_LABELS,)
     """Types of the columns by name. Several schemas if columns may have several types."""
+    problems: tuple[str, ...] = ()
+    """Problems of `model.problem_type` whose predictions it scores."""
 
 
 def _score_labels(function: str, predictions: ArrayLike, references: ArrayLike, **options: Any) -> float:
@@ -47,7 +50,8 @@ def _score_labels(function: str, predictions: ArrayLike, references: ArrayLike, 
 
 def _averaged(name: str, meaning: str) -> _Definition:
     usage = "`compute(average=...)` or `config_name`: macro (default), micro, weighted, or binary (`pos_label` alone)."
-    return _Definition(f"{meaning}; `{name}`.\n\n{usage}", partial(_score_labels, f"{name}_score", zero_division=0))
+    score = partial(_score_labels, f"{name}_score", zero_division=0)
+    return _Definition(f"{meaning}; `{name}`.\n\n{usage}", score, problems=_CLASSES)
 
 
 def _mean_iou(
@@ -75,10 +79,13 @@ def _perplexity(loss_sums: ArrayLike, num_targets: ArrayLike) -> float:
 
 
 _DEFINITIONS = {
-    "accuracy": _Definition("Share of right predictions; `accuracy`.", partial(_score_labels, "accuracy_score")),
+    "accuracy": _Definition(
+        "Share of right predictions; `accuracy`.", partial(_score_labels, "accuracy_score"), problems=_CLASSES
+    ),
     "mcc": _Definition(
         "Matthews' correlation of labels and predictions, for any number of classes; `mcc`.",
         partial(_score_labels, "matthews_corrcoef"),
+        problems=("single_label",),
     ),
     "precision": _averaged("precision", "Share of the samples given a label that have it"),
     "recall": _averaged("recall", "Share of the samples that have a label that are given it"),
@@ -88,14 +95,19 @@ _DEFINITIONS = {
         "for labels 0 and 1, or a list with one per class: one-versus-rest, averaged over the classes that occur.",
         scores.auroc,
         _SCORES,
+        _CLASSES,
     ),
     "pearson": _Definition(
-        "Pearson's correlation; `pearson`, NaN if one side is constant.", scores.pearson_correlation, (_NUMBERS,)
+        "Pearson's correlation; `pearson`, NaN if one side is constant.",
+        scores.pearson_correlation,
+        (_NUMBERS,),
+        ("regression",),
     ),
     "spearman": _Definition(
         "Spearman's rank correlation; `spearman`, NaN if one side is constant.",
         scores.spearman_correlation,
         (_NUMBERS,),
+        ("regression",),
     ),
     "mean_iou": _Definition(
         "Intersection over union of masks; `mean_iou` over the classes that occur, `per_class_iou` (NaN for others), "
@@ -112,9 +124,15 @@ _DEFINITIONS = {
     ),
 }
 METRICS = {name: (name, None) for name in _DEFINITIONS} | {
-    f"{name}_{average}": (name, average) for name in _AVERAGED for average in _AVERAGES
+    f"{name}_{average}": (name, average) for name in AVERAGED for average in AVERAGES
 }
 """Metrics by name, each with its module and the average that the module is configured for."""
+
+
+def fits(name: str, problem: str) -> bool:
+    """Return whether a metric of METRICS scores the predictions of a problem of `model.problem_type`."""
+    base, average = METRICS[name]
+    return problem in _DEFINITIONS[base].problems and (problem, average) != ("multi_label", "binary")
 
 
 def load_metric(name: str, *, allow_hub: bool = False, **options: Any) -> "EvaluationModule":
@@ -158,7 +176,7 @@ def _module(name: str) -> "type[EvaluationModule]":
     from datasets import Features, Value
     from evaluate import Metric, MetricInfo
 
-    usage, score, schemas = _DEFINITIONS[name]
+    usage, score, schemas, _ = _DEFINITIONS[name]
 
     def feature(kind: Any) -> Any:
         return Value(kind) if isinstance(kind, str) else [feature(kind[0])]
@@ -177,7 +195,7 @@ def _module(name: str) -> "type[EvaluationModule]":
 
     def compute(module: "EvaluationModule", **inputs: Any) -> dict[str, Any]:
         key = name
-        if name in _AVERAGED:
+        if name in AVERAGED:
             chosen = "" if module.config_name == "default" else module.config_name
             inputs["average"] = inputs.get("average") or chosen or "macro"
             key = f"{name}_{chosen}".rstrip("_")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, TextIO
 
 from accel_train.core.format import format_seconds
+from accel_train.core.metric_names import is_variant
 from accel_train.core.redaction import redact_text
 from accel_train.core.terminal import is_terminal, print_line, shown_on, width_of
 
@@ -243,10 +244,7 @@ def without_averages(scores: Mapping[str, Any], kept: str = "") -> dict[str, Any
 
     Without a macro F1, all metrics stay. A metric named `kept` always stays.
     """
-    averaged = re.compile(r"(precision|recall|f1)_(macro|micro|weighted|samples)")
-    stands = ("f1_macro", kept)
-    is_left_out = {name for name in scores if averaged.fullmatch(name) and name not in stands}
-    return {name: value for name, value in scores.items() if "f1_macro" not in scores or name not in is_left_out}
+    return {name: value for name, value in scores.items() if name == kept or not is_variant(name, scores)}
 
 
 def describe_metrics(metrics: Mapping[str, Any], kept: str = "") -> str:

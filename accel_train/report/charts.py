@@ -7,8 +7,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from accel_train.core.metric_names import label as metric_label
 from accel_train.core.state import JsonRecord
-from accel_train.report.metric_names import label as metric_label
 from accel_train.report.metric_names import metrics_with_curves
 from accel_train.report.run import Run
 

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from accel_train.core.metric_names import MISSING, follows_from_loss, is_variant, label, show_metric, show_value
 from accel_train.metrics.baselines import by_baseline, is_number
 from accel_train.metrics.scores import SUMMARY_ROWS
-from accel_train.report.metric_names import FOLLOWS_FROM_LOSS, MISSING, NOT_A_SCORE, is_variant, label, show_value
+from accel_train.report.metric_names import NOT_A_SCORE
 from accel_train.report.run import Run
 
 MAX_CLASSES = 25
@@ -122,7 +123,7 @@ def _table_of_metrics(runs: Sequence[Run]) -> Block:
     """
     columns = [{name: value for name, value in run.final_metrics().items() if name not in NOT_A_SCORE} for run in runs]
     head, names = [run.name for run in runs], list(dict.fromkeys(name for metrics in columns for name in metrics))
-    if not set(names) - FOLLOWS_FROM_LOSS:
+    if all(map(follows_from_loss, names)):
         return {}
     if len(runs) == 1:
         baselines = by_baseline(runs[0].summary.get("baselines", {}), names)
@@ -130,7 +131,7 @@ def _table_of_metrics(runs: Sequence[Run]) -> Block:
         if _mapping(runs[0].details("classification").get("report")):
             names = [name for name in names if name in compared or not is_variant(name, names)]
         head, columns = ["this run" if baselines else "", *baselines], [*columns, *baselines.values()]
-    rows = [_row(label(name), [show_value(metrics.get(name)) for metrics in columns]) for name in names]
+    rows = [_row(label(name), [show_metric(name, metrics.get(name)) for metrics in columns]) for name in names]
     return _table("Metrics", ["", *head], rows)
 
 
@@ -249,7 +250,7 @@ def _describe_augmentation(part: Mapping[str, Any]) -> Block:
     for name in dict.fromkeys((*plain, *augmented)):
         before, after = plain.get(name), augmented.get(name)
         change = f"{after - before:+.4f}" if is_number(before) and is_number(after) else MISSING
-        rows.append(_row(label(name), [show_value(before), show_value(after), change]))
+        rows.append(_row(label(name), [show_metric(name, before), show_metric(name, after), change]))
     return _table("Test-time augmentation", ["", "without", "with", "change"], rows) if rows else {}
 
 

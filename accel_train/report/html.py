@@ -9,13 +9,18 @@ from typing import Any
 
 from accel_train.core.format import format_count, format_seconds
 from accel_train.core.json_io import dotted_items
+from accel_train.core.metric_names import MISSING, is_lower_better, is_variant, label, show_metric, show_value
 from accel_train.core.state import JsonRecord
-from accel_train.metrics.baselines import is_lower_better, is_number
+from accel_train.metrics.baselines import is_number
 from accel_train.observe.goodput import ACCOUNTS
 from accel_train.observe.trackers import flatten
-from accel_train.report.metric_names import LABELS, MISSING, label, show_value, words
+from accel_train.recipe.names import look_up
+from accel_train.recipe.tasks import TASKS
+from accel_train.report.metric_names import LABELS, NOT_A_SCORE, words
 from accel_train.report.run import Run
 
+MOST_SCORES = 5
+"""Maximum number of the task's metrics among the headline numbers of a run. The table contains all metrics."""
 MOST_EVENTS = 1_000
 """Maximum number of rows in the table of events, half from the start and half from the end."""
 BAD_EVENTS = frozenset({"skip", "stop", "checkpoint_invalid", "tracker_failed", "notify_failed"})
@@ -75,16 +80,7 @@ def _peak_memory(run: Run) -> float | None:
     return max((size for size in phases.values() if isinstance(size, int | float)), default=None)
 
 
-_four_decimals = "{:.4f}".format
-_SCORES = ("accuracy", "f1_macro", "mcc", "auroc", "hamming_loss", "mean_iou", "pixel_accuracy", "mae", "r2")
 HEADLINES = (
-    Headline("Evaluation loss", partial(final_metric, "loss"), _four_decimals, better=min),
-    Headline("Perplexity", partial(final_metric, "perplexity"), "{:.4g}".format, better=min),
-    Headline("Bits per byte", partial(final_metric, "bits_per_byte"), _four_decimals, better=min),
-    *(
-        Headline(label(name), partial(final_metric, name), _four_decimals, "", min if is_lower_better(name) else max)
-        for name in (*_SCORES, "pearson", "spearman")
-    ),
     Headline("Steps", partial(_logged, "steps", "step"), large_number),
     Headline("{targets}", lambda run: run.summary.get("num_targets"), large_number),
     Headline("Training time", partial(_logged, "train_seconds", "train_seconds"), format_seconds),
@@ -96,6 +92,42 @@ HEADLINES = (
     Headline("Peak memory", _peak_memory, lambda value: f"{value / 2**30:.1f}", "GiB per device", min),
     Headline("Skipped steps", lambda run: run.summary.get("skipped_steps"), large_number, better=min),
 )
+
+
+def main_metrics(run: Run) -> list[str]:
+    """Return the metrics that a person looks at first: the one that chooses the best weights, then those of
+    `evaluate.metrics` and of the task, the main one first, then the loss.
+
+    A custom task's metrics come in the order in which they are reported.
+    """
+    reported = run.final_metrics()
+    best = str(look_up(run.recipe, "evaluate.metric_for_best_model") or "loss").removeprefix("eval_")
+    own = TASKS[run.task].metrics if run.task in TASKS else ()
+    asked = look_up(run.recipe, "evaluate.metrics")
+    names = dict.fromkeys((*(asked if isinstance(asked, list) else ()), *own, *reported))
+    shown = [
+        name
+        for name in names
+        if isinstance(reported.get(name), int | float)
+        and name not in (*NOT_A_SCORE, "loss")
+        and not is_variant(name, reported)
+    ]
+    return list(dict.fromkeys((best, *shown[:MOST_SCORES], "loss")))
+
+
+def headlines(runs: Sequence[Run]) -> list[Headline]:
+    """Return the headline numbers of runs: their main metrics, then the numbers of every run."""
+    names = dict.fromkeys(name for run in runs for name in main_metrics(run))
+    scores = [
+        Headline(
+            "Evaluation loss" if name == "loss" else label(name).replace("{", "{{").replace("}", "}}"),
+            partial(final_metric, name),
+            partial(show_metric, name),
+            better=min if is_lower_better(name) else max,
+        )
+        for name in names
+    ]
+    return [*scores, *HEADLINES]
 
 
 def describe_run(run: Run) -> dict[str, Any]:
@@ -113,7 +145,7 @@ def describe_run(run: Run) -> dict[str, Any]:
         "lead": _lead(run, targets),
         "numbers": [
             {"label": each.label_for(targets), "value": each.text(value), "unit": each.unit.format(targets=targets)}
-            for each in HEADLINES
+            for each in headlines([run])
             if (value := each.read(run)) is not None
         ],
         "sample": {"prompt": prompt, "text": str(sample.get("text") or "").removeprefix(prompt)} if sample else None,
@@ -154,7 +186,7 @@ def compare_headlines(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """
     is_unlike = len({_machine_and_model(run) for run in runs}) > 1
     rows, targets, is_other = [], shared_targets(runs), differ_in_evaluation_data(runs)
-    for headline in HEADLINES:
+    for headline in headlines(runs):
         values = [headline.read(run) for run in runs]
         if all(value is None for value in values):
             continue

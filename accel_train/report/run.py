@@ -88,10 +88,14 @@ class Run:
         return recipe if isinstance(recipe, dict) else None
 
     @property
+    def task(self) -> str:
+        """Task of the recipe, or an empty text if the recipe cannot be read."""
+        return "" if self.recipe is None else str(self.recipe.get("task", "causal-lm"))
+
+    @property
     def targets(self) -> str:
         """Unit of `num_targets`: `tokens`, `images`, ... For a custom task, `targets`."""
-        recipe = self.recipe
-        return "targets" if recipe is None else targets_of(str(recipe.get("task", "causal-lm")))
+        return targets_of(self.task)
 
 
 def load_run(folder: Path, name: str | None = None, reader: MetricsReader | None = None) -> Run:

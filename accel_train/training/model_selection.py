@@ -11,10 +11,11 @@ from accel_train.checkpoint.store import check, folder_of
 from accel_train.core.errors import RecipeError
 from accel_train.core.format import did_you_mean
 from accel_train.core.json_io import plain_metrics
+from accel_train.core.metric_names import is_lower_better
 from accel_train.core.work import working
 from accel_train.engine.evaluation import EvaluationLeft, EvaluationReader, evaluate
 from accel_train.engine.run import RunContext
-from accel_train.metrics.baselines import is_lower_better, is_number
+from accel_train.metrics.baselines import is_number
 from accel_train.parallel.dims import parallel_dims
 from accel_train.recipe.evaluate import Evaluate
 from accel_train.runtime.process_group import on_main

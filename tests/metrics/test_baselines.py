@@ -73,21 +73,21 @@ def test_the_best_baseline_that_the_model_does_not_beat_is_found(
         (
             {"accuracy": 0.9},
             {"a_accuracy": 0.7, "b_accuracy": 0.8},
-            "accuracy 0.9000; best baseline: b 0.8000 (beaten)",
+            "Accuracy 0.9000; best baseline: b 0.8000 (beaten)",
         ),
-        ({"accuracy": 0.8}, {"b_accuracy": 0.8}, "accuracy 0.8000; best baseline: b 0.8000 (equaled)"),
-        ({"accuracy": math.nan}, {"b_accuracy": 0.8}, "accuracy nan; best baseline: b 0.8000 (not beaten)"),
+        ({"accuracy": 0.8}, {"b_accuracy": 0.8}, "Accuracy 0.8000; best baseline: b 0.8000 (equaled)"),
+        ({"accuracy": math.nan}, {"b_accuracy": 0.8}, "Accuracy NaN; best baseline: b 0.8000 (not beaten)"),
         (
             {"accuracy": 0.1, "mse": 2.0},
             {"mean_mse": 3.0, "zero_mse": 1.0},
-            "accuracy 0.1000, mse 2.0000; best baseline: zero 1.0000 (not beaten)",
+            "Accuracy 0.1000, Mean squared error 2.000; best baseline: zero 1.000 (not beaten)",
         ),
         (
             {"accuracy": 0.6, "mse": 2.0},
             {"untrained_accuracy": 0.5, "untrained_mse": 9.0, "mean_mse": 3.0},
-            "accuracy 0.6000, mse 2.0000; best baseline: mean 3.0000 (beaten)",
+            "Accuracy 0.6000, Mean squared error 2.000; best baseline: mean 3.000 (beaten)",
         ),
-        ({"accuracy": 0.9}, {}, "accuracy 0.9000"),
+        ({"accuracy": 0.9}, {}, "Accuracy 0.9000"),
     ],
 )
 def test_one_line_compares_the_main_score_with_the_best_baseline(
@@ -98,7 +98,7 @@ def test_one_line_compares_the_main_score_with_the_best_baseline(
 
 def test_the_sentence_has_both_numbers() -> None:
     sentence = str(Unbeaten("bag of words", "f1_macro", 0.80812, 0.874))
-    assert sentence.endswith("on held-out data: f1 macro 0.8081, and 0.874 by bag of words")
+    assert sentence.endswith("on held-out data: F1, macro 0.8081, and 0.8740 by bag of words")
 
 
 def test_the_likeliest_cause_comes_first() -> None:
@@ -134,9 +134,9 @@ def test_scores_are_a_table_with_a_column_for_each_baseline() -> None:
     scores = {"loss": 0.25, "accuracy": 0.9, "f1_macro": 0.88, "num_targets": 12345}
     baselines = {"majority_accuracy": 0.5, "tfidf_accuracy": 0.8, "tfidf_f1_macro": 0.75, "of_no_metric": 1.0}
     assert format_scores(scores, baselines).splitlines() == [
-        "               this model  majority   tfidf",
-        "  loss             0.2500",
-        "  accuracy         0.9000    0.5000  0.8000",
-        "  f1 macro         0.8800            0.7500",
-        "  num targets      12,345",
+        "             this model  majority   tfidf",
+        "  Loss           0.2500",
+        "  Accuracy       0.9000    0.5000  0.8000",
+        "  F1, macro      0.8800            0.7500",
+        "  Targets        12,345",
     ]

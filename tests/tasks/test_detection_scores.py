@@ -17,8 +17,8 @@ from accel_train.core.errors import SettingError
 from accel_train.data.images.boxes import Boxes
 from accel_train.model.lora import add_adapters
 from accel_train.recipe.schema import LoRA
+from accel_train.tasks.object_detection.config import SPEC
 from accel_train.tasks.object_detection.metrics import (
-    METRICS,
     Detection,
     average_precision,
     mean_boxes,
@@ -55,7 +55,7 @@ A, B = (10, 10, 30, 30, 0), (50, 40, 90, 80, 1)
 
 def test_right_boxes_have_a_precision_of_1_and_a_class_without_boxes_does_not_count() -> None:
     scores = average_precision([boxes(A)], [found((*A, 0.9))], NAMES)
-    assert scores.metrics == dict.fromkeys(METRICS, pytest.approx(1.0))
+    assert scores.metrics == dict.fromkeys(SPEC.metrics, pytest.approx(1.0))
     assert scores.details["detection"] == {
         "label_names": ["cat", "dog"],
         "average_precision": [pytest.approx(1.0), None],
@@ -124,7 +124,7 @@ def test_images_do_not_share_boxes() -> None:
 
 
 def test_no_prediction_is_0_and_no_truth_is_unknown() -> None:
-    assert average_precision([boxes(A)], [found()], NAMES).metrics == dict.fromkeys(METRICS, 0.0)
+    assert average_precision([boxes(A)], [found()], NAMES).metrics == dict.fromkeys(SPEC.metrics, 0.0)
     assert all(np.isnan(value) for value in average_precision([boxes()], [found((*A, 0.9))], NAMES).metrics.values())
 
 
@@ -186,8 +186,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_run_reports_the_scores_and_the_baseline_of_the_held_out_images(trained: Path) -> None:
     end = json.loads((trained / "summary.json").read_text())
-    assert set(METRICS) <= set(end["eval"])
-    assert set(end["baselines"]) == {f"mean_box_{name}" for name in METRICS}
+    assert set(SPEC.metrics) <= set(end["eval"])
+    assert set(end["baselines"]) == {f"mean_box_{name}" for name in SPEC.metrics}
     assert all(np.isfinite(line["loss"]) for line in metrics(trained))
 
 

@@ -21,17 +21,17 @@ from accel_train.core.errors import Preempted
 from accel_train.core.files import digests_of, make_folders
 from accel_train.core.format import format_count, format_seconds
 from accel_train.core.json_io import json_digest, json_text
+from accel_train.core.metric_names import MISSING, is_lower_better, label, show_metric
 from accel_train.core.ownership import check_file, write_file
 from accel_train.core.state import JsonRecord
 from accel_train.data.digest import digest_of_code
 from accel_train.experiments.subprocess_run import TrainingProcess
 from accel_train.experiments.sweep import values as sweep_values
 from accel_train.experiments.sweep.values import SEED, Combination, Outcome, Space
-from accel_train.metrics.baselines import is_lower_better
+from accel_train.metrics.baselines import is_number
 from accel_train.observe.run_folder import METRICS_FILE, SUMMARY_FILE, read_record
 from accel_train.plan.place import count_processes
 from accel_train.recipe.schema import Recipe
-from accel_train.report.metric_names import MISSING, is_number
 from accel_train.report.report import write_report
 from accel_train.report.run import load_run
 from accel_train.runtime.signals import StopRequest
@@ -215,7 +215,7 @@ class _Sweep:
         record.update(metric=row.metric, value=row.value)
         self._write()
         if code == 0 and row.value is not None:
-            reason = f"{row.metric} {row.value:.4g}"
+            reason = f"{label(row.metric)} {show_metric(row.metric, row.value)}"
         elif self.stop.requested:
             reason = ""
         self.say(f"{where}: {record['status']} in {format_seconds(record['seconds'])}{f': {reason}' if reason else ''}")
@@ -252,7 +252,7 @@ class _Sweep:
         order = [fact["combination"] for fact in facts]
         best_first = sorted(zip(rows, self.runs), key=lambda pair: order.index(pair[0].name))
         trained = [folder for _, each in best_first if ((folder := self.root / each.name) / METRICS_FILE).is_file()]
-        head = ["combination", f"{facts[0]['metric']}, mean", "spread", "finished", "values"]
+        head = ["combination", f"{label(facts[0]['metric'])}, mean", "spread", "finished", "values"]
         lines = [_cells(fact) for fact in facts]
         report = None
         if trained:

@@ -1,5 +1,6 @@
 """The settings of `data` for image classification."""
 
+from accel_train.core.metric_names import OF_CLASSES
 from accel_train.recipe.data import ClassData, ImageData
 from accel_train.recipe.tasks import TaskSpec
 
@@ -26,14 +27,5 @@ SPEC = TaskSpec(
     learns="name the class of an image",
     auto="AutoModelForImageClassification",
     pipeline="image-classification",
-    metrics=(
-        "f1_macro",
-        "accuracy",
-        "precision_macro",
-        "recall_macro",
-        "f1_weighted",
-        "mcc",
-        "top_5_accuracy",
-        "auroc",
-    ),
+    metrics=(*OF_CLASSES, "top_5_accuracy"),
 )

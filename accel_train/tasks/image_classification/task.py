@@ -16,7 +16,7 @@ from accel_train.data.images.decoding import to_mode
 from accel_train.data.images.first_format import FIELDS, first_repr
 from accel_train.data.images.images import evenly_spaced, text_digest
 from accel_train.data.images.labelled import ImageRows, ImageSets
-from accel_train.metrics import METRICS, load_metric, tally
+from accel_train.metrics import METRICS, fits, load_metric, tally
 from accel_train.metrics.scores import auroc_from_histogram, classification_scores
 from accel_train.recipe.data import Augment
 from accel_train.recipe.evaluate import Evaluate
@@ -34,7 +34,6 @@ from accel_train.tasks.image_classification.data import (
 
 _TOP_5_FROM_CLASSES = 11
 """Number of classes from which top-5 accuracy is reported. With ten or fewer, it is too easy."""
-_OTHER_TASKS = frozenset(("mean_iou", "perplexity", "pearson", "spearman"))
 _BASELINE_IMAGES = 2_000
 """Images per split that baselines read, evenly spaced. Decoding them takes a few seconds."""
 _THUMBNAIL_EDGE = 8
@@ -189,7 +188,7 @@ def _thumbnails(images: ImageRows) -> tuple[NDArray[np.float32], NDArray[np.int6
 
 def _check_metrics(section: Evaluate) -> None:
     for name in section.metrics:
-        if name in _OTHER_TASKS:
+        if name in METRICS and not fits(name, "single_label"):
             raise ValueError(
                 f"evaluate.metrics: {name!r} is not for classes; "
                 "accuracy, f1_macro, mcc and auroc are among those that are"

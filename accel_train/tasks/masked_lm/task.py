@@ -64,7 +64,7 @@ class MaskedLM(Task):
 
     spec = SPEC
 
-    metric_names = ("perplexity", "token_accuracy")
+    metric_names = SPEC.metrics
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
         """Read windows of the recipe's text, tokenized once and reused, or texts to fill.

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from accel_train.core.errors import SettingError
 from accel_train.data.images.boxes import Boxes
 from accel_train.task import Scores
+from accel_train.tasks.object_detection.config import SPEC
 
-METRICS = ("map", "map_50", "map_75")
 MAX_BOXES = 100
 """Boxes of an image that count, by score: COCO's largest number of detections."""
 
@@ -82,7 +82,7 @@ def average_precision(truth: Sequence[Boxes], found: Sequence[Detection], names:
     with contextlib.redirect_stdout(io.StringIO()):
         known.createIndex()
         if not annotations or not results:
-            metrics = dict.fromkeys(METRICS, 0.0 if annotations else float("nan"))
+            metrics = dict.fromkeys(SPEC.metrics, 0.0 if annotations else float("nan"))
             return Scores(metrics, _details(names, [0.0] * len(names), annotations))
         evaluation = COCOeval(known, known.loadRes(results), "bbox")
         evaluation.params.maxDets = [1, 10, MAX_BOXES]
@@ -94,7 +94,7 @@ def average_precision(truth: Sequence[Boxes], found: Sequence[Detection], names:
     by_class = [
         float(each[each > -1].mean()) if (each > -1).any() else float("nan") for each in precision.transpose(2, 0, 1)
     ]
-    metrics = dict(zip(METRICS, map(float, evaluation.stats[:3])))
+    metrics = dict(zip(SPEC.metrics, map(float, evaluation.stats[:3])))
     details = _details(names, by_class, annotations)
     details["detection"]["best_f1"] = _best_cut(evaluation)
     return Scores(metrics, details)

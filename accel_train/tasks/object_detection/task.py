@@ -43,7 +43,7 @@ class ObjectDetection(VisionTask):
     factory, models = AutoModelForObjectDetection, MODEL_FOR_OBJECT_DETECTION_MAPPING
     purpose, predicts_pixels = "object detection", False
     resizes_whole_images = True
-    metric_names = scores_of.METRICS
+    metric_names = SPEC.metrics
     card = (
         "object-detection",
         "A detector of {classes}.",

@@ -36,5 +36,5 @@ SPEC = TaskSpec(
     learns="find the answer to a question in a text",
     auto="AutoModelForQuestionAnswering",
     pipeline="question-answering",
-    metrics=("f1", "exact_match"),
+    metrics=("f1", "exact_match", "has_answer_f1", "no_answer_accuracy", "best_f1", "best_f1_threshold"),
 )

@@ -34,5 +34,5 @@ SPEC = TaskSpec(
     learns="write a text from another one",
     auto="AutoModelForSeq2SeqLM",
     pipeline="text-generation",
-    metrics=("chrf", "bleu", "rouge1", "rouge2", "rougeL", "exact_match", "perplexity", "token_accuracy"),
+    metrics=("chrf", "bleu", "exact_match", "rougeL", "rouge1", "rouge2", "perplexity", "token_accuracy"),
 )

@@ -5,6 +5,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from accel_train.core.errors import SettingError
+from accel_train.core.metric_names import OF_CLASSES
 from accel_train.recipe.data import ClassData, TextData
 from accel_train.recipe.tasks import TEXT, TaskSpec
 
@@ -83,8 +84,5 @@ SPEC = TaskSpec(
     learns="name the class of a text, or its number",
     auto="AutoModelForSequenceClassification",
     pipeline="text-classification",
-    metrics=(
-        *("f1_macro", "accuracy", "precision_macro", "recall_macro", "f1_weighted", "mcc", "auroc"),
-        *("f1_micro", "subset_accuracy", "hamming_loss", "mae", "mse", "r2", "pearson", "spearman"),
-    ),
+    metrics=(*OF_CLASSES, "hamming_loss", "pearson", "spearman", "mae", "r2", "rmse", "mse"),
 )

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from accel_train.data.labels import LabelScheme
-from accel_train.metrics import METRICS, load_metric, scores, tally
+from accel_train.metrics import METRICS, fits, load_metric, scores, tally
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Scores
 from accel_train.tasks.common.texts import joined
@@ -19,13 +19,6 @@ from accel_train.tasks.text_classification.data import LabelledTexts
 MAX_SAMPLES = 20_000
 """Training texts that a bag of words reads, drawn at random. Fitting takes at most about 20 seconds."""
 _MAX_WORDS = 50_000
-_MULTI_LABEL = (
-    "accuracy",
-    "auroc",
-    *(f"{name}{kind}" for name in ("precision", "recall", "f1") for kind in ("", "_macro", "_micro", "_weighted")),
-)
-_REGRESSION = ("pearson", "spearman")
-_OTHER_TASKS = ("mean_iou", "perplexity")
 
 
 def check_metrics(recipe: Recipe, scheme: LabelScheme) -> None:
@@ -36,12 +29,7 @@ def check_metrics(recipe: Recipe, scheme: LabelScheme) -> None:
     """
     for name in recipe.evaluate.metrics:
         load_metric(name, allow_hub=recipe.evaluate.allow_hub_metrics)
-        fits = {
-            "single_label": name not in (*_REGRESSION, *_OTHER_TASKS),
-            "multi_label": name in _MULTI_LABEL,
-            "regression": name in _REGRESSION,
-        }[scheme.problem_type]
-        if name in METRICS and not fits:
+        if name in METRICS and not fits(name, scheme.problem_type):
             raise ValueError(
                 f"evaluate.metrics names {name!r}: it does not fit a {scheme.problem_type} problem "
                 f"({scheme.reason}); leave it out: what fits is reported anyway"

@@ -2,6 +2,7 @@
 
 from typing import ClassVar
 
+from accel_train.core.metric_names import OF_CLASSES
 from accel_train.recipe.data import NamedClassesData, TextData
 from accel_train.recipe.tasks import TEXT, TaskSpec
 
@@ -27,5 +28,5 @@ SPEC = TaskSpec(
     learns="tag each word of a sentence",
     auto="AutoModelForTokenClassification",
     pipeline="token-classification",
-    metrics=("f1", "precision", "recall", "accuracy", "f1_macro", "mcc"),
+    metrics=("f1", "precision", "recall", *OF_CLASSES),
 )

@@ -1,0 +1,115 @@
+"""The table of metrics: the label, direction, and number format of every name that a built-in task reports."""
+
+import math
+from collections.abc import Container
+from typing import Any, NamedTuple
+
+MISSING = "–"
+AVERAGED = {"precision": "Precision", "recall": "Recall", "f1": "F1"}
+AVERAGES = ("binary", "macro", "micro", "weighted")
+
+
+class Metric(NamedTuple):
+    """A metric as people see it."""
+
+    label: str
+    is_lower_better: bool = False
+    places: int | None = 4
+    """Decimal places. None: four significant digits, for values of any size."""
+    follows_from_loss: bool = False
+    is_average: bool = False
+    """Whether it is an average of precision, recall, or F1 over the classes. A macro F1 represents the others."""
+
+
+METRICS = {
+    "loss": Metric("Loss", is_lower_better=True, follows_from_loss=True),
+    "num_targets": Metric("Targets"),
+    "perplexity": Metric("Perplexity", is_lower_better=True, places=None, follows_from_loss=True),
+    "bits_per_byte": Metric("Bits per byte", is_lower_better=True, follows_from_loss=True),
+    "token_accuracy": Metric("Token accuracy"),
+    "accuracy": Metric("Accuracy"),
+    "top_5_accuracy": Metric("Top-5 accuracy"),
+    **{name: Metric(text) for name, text in AVERAGED.items()},
+    **{
+        f"{name}_{average}": Metric(f"{text}, {average}", is_average=average != "binary")
+        for name, text in AVERAGED.items()
+        for average in AVERAGES
+    },
+    "mcc": Metric("Matthews correlation"),
+    "auroc": Metric("AUROC"),
+    "hamming_loss": Metric("Hamming loss", is_lower_better=True),
+    "mse": Metric("Mean squared error", is_lower_better=True, places=None),
+    "rmse": Metric("Root mean squared error", is_lower_better=True, places=None),
+    "mae": Metric("Mean absolute error", is_lower_better=True, places=None),
+    "r2": Metric("r²"),
+    "pearson": Metric("Pearson correlation"),
+    "spearman": Metric("Spearman correlation"),
+    "mean_iou": Metric("Mean IoU"),
+    "pixel_accuracy": Metric("Pixel accuracy"),
+    "map": Metric("Mean average precision"),
+    "map_50": Metric("mAP at IoU 0.5"),
+    "map_75": Metric("mAP at IoU 0.75"),
+    "bleu": Metric("BLEU", places=None),
+    "chrf": Metric("chrF", places=None),
+    "rouge1": Metric("ROUGE-1"),
+    "rouge2": Metric("ROUGE-2"),
+    "rougeL": Metric("ROUGE-L"),
+    "exact_match": Metric("Exact match"),
+    "has_answer_f1": Metric("F1 with an answer"),
+    "no_answer_accuracy": Metric("Accuracy without an answer"),
+    "best_f1": Metric("F1 at the best threshold"),
+    "best_f1_threshold": Metric("Best threshold", places=None),
+    "recall_at_1": Metric("Recall@1"),
+    "recall_at_10": Metric("Recall@10"),
+    "mrr_at_10": Metric("MRR@10"),
+    "ndcg_at_10": Metric("nDCG@10"),
+}
+_OVER_CLASSES = (name for name, metric in METRICS.items() if metric.is_average)
+OF_CLASSES = tuple(dict.fromkeys(("f1_macro", "accuracy", "mcc", *_OVER_CLASSES)))
+"""Metrics of predicted classes."""
+OF_EVERY_EVALUATION = ("loss", "num_targets")
+"""Names that an evaluation of any task reports."""
+LOWER_IS_BETTER = ("loss", "perplexity", "error", "mse", "mae", "bits_per_byte")
+"""Words in the name of an unknown metric that make smaller values better. Otherwise, greater values are better."""
+
+
+def is_lower_better(name: str) -> bool:
+    """Return whether smaller values of a metric are better. The name of an unknown metric decides by its words."""
+    known = METRICS.get(name.removeprefix("eval_"))
+    return any(word in name for word in LOWER_IS_BETTER) if known is None else known.is_lower_better
+
+
+def label(name: str) -> str:
+    """Return the display name of a metric: `F1, macro` for `f1_macro`. An unknown name loses its underscores."""
+    return METRICS[name].label if name in METRICS else name.replace("_", " ")
+
+
+def follows_from_loss(name: str) -> bool:
+    """Return whether a metric is the loss in another unit."""
+    return name in METRICS and METRICS[name].follows_from_loss
+
+
+def is_variant(name: str, names: Container[str]) -> bool:
+    """Return whether a metric is an average of precision, recall or F1 that the macro F1 in `names` represents."""
+    return name != "f1_macro" and name in METRICS and METRICS[name].is_average and "f1_macro" in names
+
+
+def show_metric(name: str, value: Any) -> str:
+    """Return the value of a metric as text, by its format in the table."""
+    return show_value(value, METRICS[name].places if name in METRICS else 4)
+
+
+def show_value(value: Any, places: int | None = 4) -> str:
+    """Return a value for a table, with four decimals by default, or fewer for large numbers."""
+    if value is None:
+        return MISSING
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if isinstance(value, int):
+        return f"{value:,}"
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "∞" if value > 0 else "−∞"
+    if 1000 <= abs(value) < 1e7:
+        return f"{value:,.1f}"
+    usual = "#.4g" if places is None else f".{places}f"
+    return format(value, usual if value == 0 or 1e-3 <= abs(value) < 1000 else ".4g")
