@@ -5,7 +5,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -58,6 +58,8 @@ class Command(NamedTuple):
     """Whether `--section.field VALUE` overrides a setting of the command's recipe."""
     processes: Literal["all", "rank 0", "one"] = "rank 0"
     """Processes of a launch that run the command; `one` refuses a launch of several processes."""
+    tasks: Callable[[], Iterable[str]] = tuple
+    """Tasks that its help lists, each with what its model learns."""
 
 
 def whole_number(least: int = 0, most: int = LARGEST_COUNT) -> Callable[[str], int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from accel_train.checkpoint.run_recipe import check_run_folder, read_recipe_only
 from accel_train.recipe.data import Data
 from accel_train.recipe.schema import Recipe
-from accel_train.recipe.tasks import TASKS, refuse_unused
+from accel_train.recipe.tasks import TASKS, refuse_unreported, refuse_unused
 
 
 def check_before_torch(recipe: Recipe, *, trains: bool = True) -> None:
@@ -39,6 +39,7 @@ def check_before_torch(recipe: Recipe, *, trains: bool = True) -> None:
             raise ValueError(f"precision.mixed_precision=fp16: {problem}. Use auto, bf16 or no")
     if recipe.task in TASKS:
         refuse_unused(recipe, TASKS[recipe.task])
+        refuse_unreported(recipe, TASKS[recipe.task])
         check_paths(recipe.data)
         check_headers(recipe.data)
 

@@ -24,7 +24,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
 from accel_train.cli.command import Command, Outcome, users_mistakes
@@ -35,6 +35,7 @@ from accel_train.core.format import did_you_mean
 from accel_train.core.redaction import keep_secrets_out_of_tracebacks
 from accel_train.core.terminal import controls_kept_out
 from accel_train.core.version import __version__
+from accel_train.recipe.tasks import TASKS, describe_tasks
 from accel_train.runtime.exit import OUTPUT_CLOSED, exit_code, exit_process, exits_are_errors, is_output_closed, report
 from accel_train.runtime.launcher import launch_mistake, note_start, stop_with_launcher
 from accel_train.runtime.signals import signals_put_back
@@ -174,6 +175,14 @@ def _accepted(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 class _Parser(argparse.ArgumentParser):
+    tasks: Callable[[], Iterable[str]] = tuple
+    """Tasks that the help lists. Their descriptions are read only if the help is printed."""
+
+    def format_help(self) -> str:
+        rows = describe_tasks(self.tasks(), self._get_formatter()._width)
+        text = super().format_help()
+        return "\n".join([text, "tasks, and what a model learns:", *rows, ""]) if rows else text
+
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message.removeprefix('argument ')}; see {self.prog} --help")
 
@@ -202,6 +211,7 @@ def build_parser(extend: Callable[[argparse.ArgumentParser, Command], None] | No
         allow_abbrev=False,
         formatter_class=_GroupedCommands,
     )
+    parser.tasks = lambda: TASKS
     parser.add_argument("--version", action="version", version=f"accel-train {__version__}")
     commands = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
@@ -213,6 +223,7 @@ def build_parser(extend: Callable[[argparse.ArgumentParser, Command], None] | No
             own.add_argument(argument, **options)
         own.add_argument(FLAG, action="store_true", help=FLAG_HELP)
         # For `completion`, which cannot import this module: it is one of the commands.
+        own.tasks = command.tasks
         own.set_defaults(build_parser=build_parser)
         if extend is not None:
             extend(own, command)

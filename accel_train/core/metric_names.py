@@ -80,8 +80,8 @@ def is_lower_better(name: str) -> bool:
 
 
 def label(name: str) -> str:
-    """Return the display name of a metric: `F1, macro` for `f1_macro`. An unknown name loses its underscores."""
-    return METRICS[name].label if name in METRICS else name.replace("_", " ")
+    """Return the display name of a metric: `F1, macro` for `f1_macro`. The words of an unknown name: `My score`."""
+    return METRICS[name].label if name in METRICS else f"{name[:1].upper()}{name[1:]}".replace("_", " ")
 
 
 def follows_from_loss(name: str) -> bool:

@@ -75,9 +75,7 @@ class Augment(Section):
     draws one of the two.
     """
     scale_range: tuple[PositiveFloat, PositiveFloat] | None = (0.5, 2.0)
-    """Range of the factor that resizes images with their masks or boxes before a crop is cut out.
-    semantic-segmentation and object-detection.
-    """
+    """Range of the factor that resizes images with their masks or boxes before a crop is cut out."""
 
 
 class Data(Section):
@@ -280,8 +278,8 @@ class ImageData(NamedClassesData):
     image_column: str = "image"
     """Column with the image: bytes, a `datasets` image, or a path relative to the table."""
     image_size: PositiveInt | tuple[PositiveInt, PositiveInt] = 224
-    """Side of the square, in pixels, to which images are resized and cropped. semantic-segmentation and
-    object-detection: or [height, width], to keep the aspect ratio.
+    """Side of the square, in pixels, to which images are resized and cropped. With masks or boxes: or
+    [height, width], to keep the aspect ratio.
     """
     image_resize: Literal["processor", "whole"] = "processor"
     """How evaluation images get `image_size`. processor: as the image processor of `model.pretrained` resizes, crops,

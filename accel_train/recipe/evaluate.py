@@ -10,7 +10,7 @@ from accel_train.recipe.values import Auto, NonNegativeFloat, NonNegativeInt, Po
 
 class Generation(Section):
     max_samples: NonNegativeInt | None = 200
-    """seq2seq: number of evenly spaced samples for which an evaluation generates and scores texts. null: all samples.
+    """Number of evenly spaced samples for which an evaluation generates and scores texts. null: all samples.
     0: none.
     """
     num_beams: PositiveInt = 1
@@ -40,7 +40,7 @@ class Evaluate(Section):
     """Number of passes over the training data between two evaluations. If set, it replaces every_steps."""
     at_start: Auto | bool = "auto"
     """Whether to evaluate the initial weights before the first step, on all samples. Their metrics are the baseline
-    `untrained` of the trained model. auto: for sentence-embedding.
+    `untrained` of the trained model. auto: if the initial weights already give usable results (sentence encoders).
     """
     metrics: tuple[str, ...] = ()
     """Metrics in addition to the task's metrics: names of accel_train.metrics, or of the hub with allow_hub_metrics."""
@@ -63,7 +63,7 @@ class Evaluate(Section):
     test_time_augmentation: TestTimeAugmentation | None = Field(default=None, examples=[{"horizontal_flip": True}])
     """Averaging over flips and scales, for images. Evaluations report results with and without it."""
     window_stride: PositiveInt | tuple[PositiveInt, PositiveInt] | None = Field(default=None, examples=[384])
-    """semantic-segmentation: distance between evaluation and prediction windows of `data.crop_size`, in pixels, or
+    """Distance between evaluation and prediction windows of `data.crop_size`, in pixels, or
     [down, right]. Logits are averaged where windows overlap. Default: the whole image at `data.image_size`.
     """
     max_samples: PositiveInt | None = None
@@ -73,13 +73,13 @@ class Evaluate(Section):
     num_examples: NonNegativeInt = 12
     """Number of misclassified held-out samples to show in the report, with their text or picture. 0: none."""
     null_score_diff_threshold: Annotated[float, Field(allow_inf_nan=False)] = 0.0
-    """question-answering: threshold for an empty answer. The answer is empty if the score of no answer exceeds the best
+    """Threshold for an empty answer. The answer is empty if the score of no answer exceeds the best
     answer's score by more than this.
     """
     sample_prompt: str | None = None
-    """Prompt for a sample text at the end of the run. causal-lm: the printed text begins with it. seq2seq: it is the
+    """Prompt for a sample text at the end of the run. A language model continues it. A seq2seq model gets it as its
     source.
     """
     sample_tokens: PositiveInt = 200
-    """causal-lm: length of the sample text, in tokens."""
+    """Length of the sample text, in tokens."""
     generation: Generation = Generation()

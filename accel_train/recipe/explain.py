@@ -20,7 +20,7 @@ from accel_train.recipe.names import (
     rule_of,
 )
 from accel_train.recipe.shipped import shipped_recipes
-from accel_train.recipe.tasks import tasks_with
+from accel_train.recipe.tasks import TASKS, describe_tasks, tasks_with
 from accel_train.recipe.yaml_core import parse_yaml, show
 
 _FEW = 3
@@ -80,6 +80,8 @@ def explain(name: str, width: int = 80) -> str:
     info = recipe_names().get(name)
     below = [other for other in recipe_names() if other.rpartition(".")[0] == name]
     lines = _lines_of_setting(name, width) if isinstance(info, FieldInfo) else []
+    if name == "task":
+        lines += ["", "Built-in tasks, and what a model learns:", *describe_tasks(TASKS, width)]
     if 0 < len(below) <= _FEW:
         for other in below:
             lines += ["", explain(other, width)]

@@ -95,7 +95,7 @@ class Model(Section):
     in half the memory), otherwise fp32. nf4: linear layers in 4 bits (bitsandbytes), an eighth of fp32, with rounding.
     """
     problem_type: Literal["auto", "single_label", "multi_label", "regression"] = "auto"
-    """text-classification: meaning of the labels. auto: lists of labels are multi_label, decimal numbers regression."""
+    """Meaning of the labels. auto: lists of labels are multi_label, decimal numbers regression."""
 
     @property
     def freezes(self) -> bool:
@@ -128,21 +128,21 @@ class Loss(Section):
     weighted sum is divided by the number of targets. torch's `CrossEntropyLoss` divides by the sum of their weights.
     """
     chunked: Auto | bool = "auto"
-    """causal-lm: whether to compute the logits of a few positions at a time. Loss and gradients are the same. auto: if
+    """Whether to compute the logits of a few positions at a time. Loss and gradients are the same. auto: if
     the model allows it, and the logits exceed 256 MiB or are split over processes (`parallel.tp_size`).
     """
     router_aux: Auto | bool = "auto"
-    """causal-lm: whether to add the load-balancing loss of a mixture of experts to the training loss. It covers the
+    """Whether to add the load-balancing loss of a mixture of experts to the training loss. It covers the
     whole global batch, times the model's `router_aux_loss_coef`. auto: if `output_router_logits` is true in the model's
     configuration. `router_aux_loss` in metrics.jsonl omits the coefficient. With gradient accumulation, it costs one
     more forward per micro-batch.
     """
     z_loss: NonNegativeFloat = Field(default=0.0, examples=[1e-4])
-    """causal-lm: coefficient of the z-loss, coefficient * logsumexp(logits)^2 for each target (PaLM, section 5). It
+    """Coefficient of the z-loss, coefficient * logsumexp(logits)^2 for each target (PaLM, section 5). It
     keeps logits from drifting, and is part of the training loss. Evaluation does not use it.
     """
     logit_softcap: PositiveFloat | None = Field(default=None, examples=[30.0])
-    """causal-lm: cap of the logits, cap * tanh(logits / cap), in training, evaluation, and generation. It is written to
+    """Cap of the logits, cap * tanh(logits / cap), in training, evaluation, and generation. It is written to
     the model's configuration as `final_logit_softcapping`, so only models with this field (Gemma 2 and 3) support it.
     """
 

@@ -1,12 +1,15 @@
 """The description of a task, and the table of the built-in ones. A new task is a folder and a line here."""
 
 import importlib
-from collections.abc import Iterator, Mapping
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from accel_train.core.errors import SettingError
+from accel_train.core.errors import SettingError, setting_error
+from accel_train.core.format import did_you_mean
+from accel_train.core.metric_names import OF_EVERY_EVALUATION
 from accel_train.recipe.data import Data, OwnData
 
 if TYPE_CHECKING:
@@ -34,13 +37,19 @@ class TaskSpec:
     gives: Gives | None = None
     """Prediction for a sample. None: there is none."""
     learns: str = ""
-    """What its model does, after the word "to": `name the class of a text`."""
+    """What its model learns to do, as a verb phrase: `name the class of a text`."""
+    takes: str = ""
+    """Data that it takes, in words."""
+    finetune: bool = False
+    """Whether `accel-train finetune` recognizes its data and writes a recipe for it."""
     auto: str = ""
     """Auto class of transformers that loads its model. Empty: the model is not one of transformers."""
     pipeline: str = ""
     """Pipeline tag on the Hugging Face Hub."""
     metrics: tuple[str, ...] = ()
-    """Metrics that evaluations may report in addition to the loss, the main one first."""
+    """Metrics that evaluations report for some data and settings, without the loss and `evaluate.metrics`. The main one
+    comes first. A test compares them with the metrics of real runs.
+    """
     extra: str = ""
     """Extra of this package that it needs (`pip install 'accel-train[EXTRA]'`)."""
     packages: tuple[str, ...] = ()
@@ -129,6 +138,41 @@ def tasks_with(name: str) -> tuple[str, ...]:
 def optional_settings() -> frozenset[str]:
     """Return the settings outside of `data` that only some tasks read."""
     return frozenset().union(*(spec.uses for spec in TASKS.values()))
+
+
+@cache
+def finetune_tasks() -> tuple[str, ...]:
+    """Return the tasks for which `accel-train finetune` writes a recipe."""
+    return tuple(task for task, spec in TASKS.items() if spec.finetune)
+
+
+def describe_tasks(tasks: Iterable[str], width: int = 80) -> list[str]:
+    """Return a line for each task, or several if it is long: its name, and what its model learns."""
+    return [
+        line
+        for task in tasks
+        for line in textwrap.wrap(TASKS[task].learns, width, initial_indent=f"  {task:24}", subsequent_indent=" " * 26)
+    ]
+
+
+def refuse_unreported(recipe: "Recipe", spec: TaskSpec) -> None:
+    """Refuse an `evaluate.metric_for_best_model` that no evaluation of the task reports, whatever the data.
+
+    Raises:
+        SettingError: names the nearest metric.
+    """
+    section = recipe.evaluate
+    name = section.metric_for_best_model.removeprefix("eval_")
+    reported = (*OF_EVERY_EVALUATION, *spec.metrics, *section.metrics)
+    if name in reported or section.allow_hub_metrics:
+        return
+    adds = " evaluate.metrics adds others" if "evaluate.metrics" in spec.uses else ""
+    raise setting_error(
+        "evaluate.metric_for_best_model",
+        section.metric_for_best_model,
+        f"evaluations of {recipe.task} do not report this metric",
+        did_you_mean(name, reported, f"there are {', '.join(reported)}") + adds,
+    )
 
 
 def refuse_unused(recipe: "Recipe", spec: TaskSpec) -> None:

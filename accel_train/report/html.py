@@ -42,9 +42,8 @@ class Headline:
         return value if isinstance(value, int | float) else None
 
     def label_for(self, targets: str) -> str:
-        """Return the capitalized label, with `targets` filled in."""
-        text = self.label.format(targets=targets)
-        return text[:1].upper() + text[1:]
+        """Return the label, with the capitalized `targets` filled in."""
+        return self.label.format(targets=targets[:1].upper() + targets[1:])
 
     def text(self, value: float) -> str:
         return self.show(value) if math.isfinite(value) else show_value(value)

@@ -235,7 +235,7 @@ def test_an_early_stop_is_marked_on_the_loss(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name, text", [("f1_macro", "F1, macro"), ("mean_iou", "Mean IoU"), ("my_metric_macro", "my metric macro")]
+    "name, text", [("f1_macro", "F1, macro"), ("mean_iou", "Mean IoU"), ("my_metric_macro", "My metric macro")]
 )
 def test_metrics_have_names_that_people_say(name: str, text: str) -> None:
     assert label(name) == text

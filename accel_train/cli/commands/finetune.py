@@ -8,6 +8,7 @@ from accel_train.cli.command import VERBOSE, Command, Outcome, show, users_mista
 from accel_train.cli.commands.train import run_recipe
 from accel_train.cli.results import training as results
 from accel_train.core.redaction import redact_text
+from accel_train.recipe.tasks import finetune_tasks
 
 
 def _finetune(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
@@ -64,10 +65,7 @@ FINETUNE = Command(
         },
         "--task": {
             "metavar": "TASK",
-            "help": (
-                "text-classification, causal-lm, token-classification, question-answering, seq2seq, "
-                "image-classification, or semantic-segmentation; default: found from the data"
-            ),
+            "help": "a task of the list below; default: found from the data",
         },
         "--output_dir": {"metavar": "DIR", "help": "run folder; default: runs/NAME, named after the data"},
         "--recipe": {"metavar": "FILE", "help": "recipe file to write; default: DIR.yaml"},
@@ -75,4 +73,5 @@ FINETUNE = Command(
         "--dry-run": {"action": "store_true", "help": "print the findings and write the recipe, but do not train"},
     },
     processes="all",
+    tasks=finetune_tasks,
 )

@@ -22,19 +22,6 @@ from accel_train.recipe.loader import Recipe, load_recipe, make_recipe
 from accel_train.recipe.tasks import ANY_TASK
 from accel_train.recipe.yaml_core import one_line
 
-TASKS = (
-    "text-classification",
-    "causal-lm",
-    "image-classification",
-    "semantic-segmentation",
-    "object-detection",
-    "token-classification",
-    "question-answering",
-    "seq2seq",
-    "sentence-embedding",
-)
-"""Tasks for which `accel-train finetune` writes a recipe."""
-
 Choices = dict[str, Choice[Any]]
 """Settings by dotted name, with reasons. Self-explanatory settings have an empty reason."""
 

@@ -45,7 +45,6 @@ from accel_train.experiments.finetune.images import (
 )
 from accel_train.experiments.finetune.recipe import (
     MOST_LISTED,
-    TASKS,
     Asked,
     Choices,
     Found,
@@ -55,6 +54,7 @@ from accel_train.experiments.finetune.recipe import (
 )
 from accel_train.experiments.finetune.tables import recognise_table
 from accel_train.experiments.finetune.text_tasks import holds_questions, holds_tags, recognise_annotated
+from accel_train.recipe.tasks import finetune_tasks
 
 _EVAL = re.compile(r"(?:^|[^a-z])(?:val|valid|validation|dev|eval)(?:[^a-z]|$)")
 _TEST = re.compile(r"(?:^|[^a-z])test(?:ing)?(?:[^a-z]|$)")
@@ -73,8 +73,8 @@ def recognise(asked: Asked) -> Found:
     Raises:
         ValueError: the data are not suited for training, or are ambiguous. The message shows the flag.
     """
-    if asked.task is not None and asked.task not in TASKS:
-        meant = did_you_mean(asked.task, TASKS, f"it knows {', '.join(TASKS)}")
+    if asked.task is not None and asked.task not in finetune_tasks():
+        meant = did_you_mean(asked.task, finetune_tasks(), f"it knows {', '.join(finetune_tasks())}")
         raise ValueError(f"--task {asked.task}: finetune does not know this task; {meant}")
     found = _recognise(asked)
     is_beside = found.task == "image-classification" and eval_beside_train(asked.data)[1] is not None

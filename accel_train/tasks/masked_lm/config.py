@@ -29,6 +29,7 @@ SPEC = TaskSpec(
     targets="targets",
     gives="tokens",
     learns="fill in masked tokens",
+    takes="text",
     auto="AutoModelForMaskedLM",
     pipeline="fill-mask",
     metrics=("perplexity", "token_accuracy"),

@@ -29,6 +29,7 @@ SPEC = TaskSpec(
     targets="samples",
     gives="choice",
     learns="choose the right ending of a text",
+    takes="a text with several endings (SWAG, RACE)",
     auto="AutoModelForMultipleChoice",
     pipeline="multiple-choice",
     metrics=("accuracy",),

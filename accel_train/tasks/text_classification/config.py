@@ -81,8 +81,10 @@ SPEC = TaskSpec(
     },
     targets="samples",
     gives="class",
-    learns="name the class of a text, or its number",
+    learns="name the class of a text, or predict a number",
+    takes="one or two columns of text, with a label, several labels, or a number",
+    finetune=True,
     auto="AutoModelForSequenceClassification",
     pipeline="text-classification",
-    metrics=(*OF_CLASSES, "hamming_loss", "pearson", "spearman", "mae", "r2", "rmse", "mse"),
+    metrics=(*OF_CLASSES, "auroc", "hamming_loss", "pearson", "spearman", "mae", "r2", "rmse", "mse"),
 )

@@ -9,8 +9,9 @@ from transformers import RTDetrImageProcessorPil, YolosConfig, YolosForObjectDet
 from accel_train.core.state import Choice
 from accel_train.experiments.finetune.amounts import Pretrained
 from accel_train.experiments.finetune.models import choose, look_at
-from accel_train.experiments.finetune.recipe import TASKS, Found, tree_of
+from accel_train.experiments.finetune.recipe import Found, tree_of
 from accel_train.recipe.loader import make_recipe
+from accel_train.recipe.tasks import finetune_tasks
 
 
 def found(task: str = "text-classification", number: int = 1_000, **facts: Any) -> Found:
@@ -29,7 +30,7 @@ def pretrained(num_parameters: float, **facts: Any) -> Pretrained:
 def test_the_learning_rate_falls_with_the_size_and_large_models_take_adapters(
     num_parameters: float, rate: float
 ) -> None:
-    for task in TASKS:
+    for task in finetune_tasks():
         chosen = choose(found(task), pretrained(num_parameters))
         # Detectors and sentence encoders have usual rates.
         usual = {"object-detection": 5e-5, "sentence-embedding": 2e-5 if num_parameters < 1e9 else rate}
@@ -44,7 +45,7 @@ def test_a_batch_of_embeddings_has_many_negatives_and_an_epoch_has_several_steps
         assert chosen["batch.global_batch_size"].value == batch
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", finetune_tasks())
 @pytest.mark.parametrize("number", [4, 500, 5_000, 100_000])
 @pytest.mark.parametrize("model", [None, pretrained(110e6)])
 def test_what_is_chosen_is_a_recipe(task: str, number: int, model: Pretrained | None) -> None:
