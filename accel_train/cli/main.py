@@ -11,6 +11,7 @@ Exit codes:
     6    out of memory
     75   preempted; run the command again to resume
     130  interrupted
+    141  standard output was closed
 
 A mistake of the user is reported as one line, `error: ...`. ACCEL_TRAIN_DEBUG=1 adds its traceback. An unexpected error
 keeps its traceback.

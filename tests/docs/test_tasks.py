@@ -1,0 +1,62 @@
+"""The pages' lists of tasks, extras, and exit codes are those of the program."""
+
+import ast
+import inspect
+import os
+import re
+import tomllib
+
+from accel_train.cli import main
+from accel_train.cli.reference import tasks_table
+from accel_train.recipe.tasks import TASKS
+from accel_train.runtime import exit as ending
+from tests.support.runs import REPOSITORY
+from tests.support.wording import WRITE
+
+FOR_DEVELOPERS = {"dev", "docs", "mutants"}
+PAGE = REPOSITORY / "docs" / "tasks.md"
+GENERATED = re.compile(
+    r"(<!-- generated from the description of each task: [^\n]* -->\n)(.*?)(<!-- end -->\n)", re.DOTALL
+)
+
+
+def test_the_page_about_tasks_has_the_table_of_the_program() -> None:
+    wanted = f"\n{tasks_table()}\n"
+    if os.environ.get(WRITE):
+        PAGE.write_text(GENERATED.sub(lambda found: found[1] + wanted + found[3], PAGE.read_text()))
+    (found,) = GENERATED.findall(PAGE.read_text())
+    assert found[1] == wanted
+    for task, spec in TASKS.items():
+        (row,) = (line for line in found[1].splitlines() if line.startswith(f"| `{task}` |"))
+        assert spec.learns in row
+        assert spec.takes in row
+        assert f" | `{spec.metrics[0]}`" in row
+        assert re.search(r"\| `\w+`", row.partition(spec.metrics[0])[2]), "each task has a recipe"
+
+
+def extras() -> set[str]:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    return {*project["optional-dependencies"]} - FOR_DEVELOPERS
+
+
+def test_the_readme_names_every_extra_and_tasks_name_extras_that_exist() -> None:
+    (listed,) = re.findall(r"^Extras, as in (?:.*?): (.*?)\.", (REPOSITORY / "README.md").read_text(), re.M | re.S)
+    assert {*re.findall(r"`(\w+)`", listed)} == extras()
+    assert {spec.extra for spec in TASKS.values()} - {""} <= extras()
+
+
+def test_pages_and_help_name_the_exit_codes_of_the_program() -> None:
+    tree = ast.parse(inspect.getsource(ending.exit_code))
+    codes = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and type(node.value) is int}
+    codes |= {0, ending.INTERRUPTED, ending.OUTPUT_CLOSED}
+    table = (REPOSITORY / "AGENTS.md").read_text().partition("## Exit codes")[2].partition("##")[0]
+    (listed,) = re.findall(r"Exit codes: (.*?)\. No\scommand", (REPOSITORY / "README.md").read_text(), re.S)
+    scaling = (REPOSITORY / "docs" / "scaling.md").read_text().partition("## Read exit codes")[2].partition("##")[0]
+    rows = [
+        {int(code) for row in re.findall(r"^\| ([\d, ]+) \|", text, re.M) for code in row.split(",")}
+        for text in (table, scaling)
+    ]
+    assert rows[0] == codes
+    assert rows[1] < codes
+    assert {*map(int, re.findall(r"^    (\d+) ", main.__doc__ or "", re.M))} == codes
+    assert {*map(int, re.findall(r"(?:^|,\s)(\d+) ", listed))} == codes
