@@ -1,7 +1,7 @@
 """Compare the model with baselines that need no training, and report the baselines that it does not beat."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeGuard
 
 from accel_train.core.metric_names import is_lower_better, label, show_metric
@@ -51,7 +51,12 @@ def format_scores(scores: Mapping[str, Any], baselines: Mapping[str, Any]) -> st
     return "\n".join(lines)
 
 
-def unbeaten_baseline(scores: Mapping[str, Any], baselines: Mapping[str, Any], main_metric: str) -> Unbeaten | None:
+def unbeaten_baseline(
+    scores: Mapping[str, Any],
+    baselines: Mapping[str, Any],
+    main_metric: str,
+    is_lower_better: Callable[[str], bool] = is_lower_better,
+) -> Unbeaten | None:
     """Return the best baseline that the model does not beat; None if the model beats all.
 
     The comparison uses the main metric, or the baseline's first metric if it does not have the main metric. A perfect
@@ -74,7 +79,12 @@ def unbeaten_baseline(scores: Mapping[str, Any], baselines: Mapping[str, Any], m
     return (min if is_lower_better(alike[0].metric) else max)(alike, key=lambda each: each.baseline_value)
 
 
-def format_main_score(scores: Mapping[str, Any], baselines: Mapping[str, Any], main_metric: str) -> str:
+def format_main_score(
+    scores: Mapping[str, Any],
+    baselines: Mapping[str, Any],
+    main_metric: str,
+    is_lower_better: Callable[[str], bool] = is_lower_better,
+) -> str:
     """Return the main metric next to its best baseline; with another metric if some baseline lacks the main one."""
     found = by_baseline(baselines, scores)
     metrics = [metric for values in found.values() for metric in values]

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from accel_train.core.format import LARGEST_COUNT
+from accel_train.core.metric_names import is_lower_better
 from accel_train.recipe.values import Auto, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
 
@@ -83,3 +84,13 @@ class Evaluate(Section):
     sample_tokens: PositiveInt = 200
     """Length of the sample text, in tokens."""
     generation: Generation = Generation()
+
+    @property
+    def best_metric(self) -> str:
+        """Name of metric_for_best_model without `eval_`, which transformers puts before it."""
+        return self.metric_for_best_model.removeprefix("eval_")
+
+    def is_lower_better(self, metric: str) -> bool:
+        """Return whether smaller values of a metric are better; greater_is_better decides on metric_for_best_model."""
+        is_chosen = metric == self.best_metric and self.greater_is_better != "auto"
+        return not self.greater_is_better if is_chosen else is_lower_better(metric)

@@ -162,7 +162,7 @@ def refuse_unreported(recipe: "Recipe", spec: TaskSpec) -> None:
         SettingError: names the nearest metric.
     """
     section = recipe.evaluate
-    name = section.metric_for_best_model.removeprefix("eval_")
+    name = section.best_metric
     reported = (*OF_EVERY_EVALUATION, *spec.metrics, *section.metrics)
     if name in reported or section.allow_hub_metrics:
         return

@@ -100,7 +100,6 @@ def main_metrics(run: Run) -> list[str]:
     A custom task's metrics come in the order in which they are reported.
     """
     reported = run.final_metrics()
-    best = str(look_up(run.recipe, "evaluate.metric_for_best_model") or "loss").removeprefix("eval_")
     own = TASKS[run.task].metrics if run.task in TASKS else ()
     asked = look_up(run.recipe, "evaluate.metrics")
     names = dict.fromkeys((*(asked if isinstance(asked, list) else ()), *own, *reported))
@@ -111,7 +110,20 @@ def main_metrics(run: Run) -> list[str]:
         and name not in (*NOT_A_SCORE, "loss")
         and not is_variant(name, reported)
     ]
-    return list(dict.fromkeys((best, *shown[:MOST_SCORES], "loss")))
+    return list(dict.fromkeys((_best_metric(run), *shown[:MOST_SCORES], "loss")))
+
+
+def _is_lower_better(name: str, runs: Sequence[Run]) -> bool:
+    """Return whether smaller values of a metric are better, by the first recipe that says so, or by the name."""
+    for run in runs:
+        is_greater_better = look_up(run.recipe, "evaluate.greater_is_better")
+        if name == _best_metric(run) and isinstance(is_greater_better, bool):
+            return not is_greater_better
+    return is_lower_better(name)
+
+
+def _best_metric(run: Run) -> str:
+    return str(look_up(run.recipe, "evaluate.metric_for_best_model") or "loss").removeprefix("eval_")
 
 
 def headlines(runs: Sequence[Run]) -> list[Headline]:
@@ -122,7 +134,7 @@ def headlines(runs: Sequence[Run]) -> list[Headline]:
             "Evaluation loss" if name == "loss" else label(name).replace("{", "{{").replace("}", "}}"),
             partial(final_metric, name),
             partial(show_metric, name),
-            better=min if is_lower_better(name) else max,
+            better=min if _is_lower_better(name, runs) else max,
         )
         for name in names
     ]

@@ -44,7 +44,7 @@ from accel_train.report.report import write_report
 from accel_train.runtime.doctor import environment, launch_facts
 from accel_train.runtime.process_group import wait_for_all
 from accel_train.task import is_of_transformers, rate_name
-from accel_train.training.model_selection import evaluate_at_end, load_best, short_name
+from accel_train.training.model_selection import evaluate_at_end, load_best
 
 MAX_TRIED = 256
 """Samples that are predicted once more, evenly spaced: seconds, whatever the size of the evaluation data."""
@@ -148,7 +148,7 @@ def report_finished(run: RunContext, summary: Mapping[str, Any]) -> nn.Module:
         result += f". The checkpoint of step {run.state.best_step} is damaged: take the best weights from model/"
     with run.strategy.averaged():
         model = _kept_model(run)
-    metric = short_name(run.plan.recipe.evaluate.metric_for_best_model)
+    metric = run.plan.recipe.evaluate.best_metric
     value = (summary.get("eval") or {}).get(metric)
     score = f" ({metric.replace('_', ' ')} {value:.4g})" if isinstance(value, float) else ""
     if run.accelerator.is_main_process:
@@ -290,8 +290,8 @@ def summarise(run: RunContext, model: nn.Module) -> dict[str, Any]:
 def describe_defeat(run: RunContext, baselines: Mapping[str, float]) -> dict[str, Any] | None:
     """Return which baseline the model does not beat, in a sentence, and the likely causes; None where it beats all."""
     plan, state = run.plan, run.state
-    metric = short_name(plan.recipe.evaluate.metric_for_best_model)
-    found = unbeaten_baseline(run.evaluation.scores, baselines, metric)
+    section = plan.recipe.evaluate
+    found = unbeaten_baseline(run.evaluation.scores, baselines, section.best_metric, section.is_lower_better)
     if found is None:
         return None
     causes = likely_causes(
@@ -310,11 +310,13 @@ def describe_defeat(run: RunContext, baselines: Mapping[str, float]) -> dict[str
 def _note_end(run: RunContext, summary: dict[str, Any], report: Path | str) -> None:
     """Print the end of a run: a sample, the numbers, and where everything lies."""
     note, verbose = run.observer.note, run.plan.extensions.verbose
-    main = short_name(run.plan.recipe.evaluate.metric_for_best_model)
+    section = run.plan.recipe.evaluate
+    main = section.best_metric
     if summary["sample"]:
         note(f"\nA sample (prompt {summary['sample']['prompt']!r}):\n\n{summary['sample']['text']}\n")
     if summary["eval"] and not verbose:
-        note(f"held-out data: {format_main_score(summary['eval'], summary['baselines'], main)}")
+        compared = format_main_score(summary["eval"], summary["baselines"], main, section.is_lower_better)
+        note(f"held-out data: {compared}")
     if summary["eval"] and verbose:
         note(f"Evaluation on all held-out data{', next to baselines' if summary['baselines'] else ''}:")
         note(format_scores(without_averages(summary["eval"], main), summary["baselines"]))
@@ -326,7 +328,7 @@ def _note_end(run: RunContext, summary: dict[str, Any], report: Path | str) -> N
             note(f"  - {cause}")
     state, plan = run.state, run.plan
     metric = plan.recipe.evaluate.metric_for_best_model
-    is_best = state.best_step in (None, state.step) or summary["eval"].get(short_name(metric)) == state.best_metric
+    is_best = state.best_step in (None, state.step) or summary["eval"].get(main) == state.best_metric
     if not is_best and not plan.recipe.loads_best_model:
         note(
             f"model/ holds the weights of the last step, but step {state.best_step} evaluated better ({metric} "

@@ -11,7 +11,6 @@ from accel_train.checkpoint.store import check, folder_of
 from accel_train.core.errors import RecipeError
 from accel_train.core.format import did_you_mean
 from accel_train.core.json_io import plain_metrics
-from accel_train.core.metric_names import is_lower_better
 from accel_train.core.work import working
 from accel_train.engine.evaluation import EvaluationLeft, EvaluationReader, evaluate
 from accel_train.engine.run import RunContext
@@ -165,10 +164,7 @@ def is_better(value: float, best: float | None, section: Evaluate) -> bool:
         return False
     if best is None:
         return True
-    greater = section.greater_is_better
-    if greater == "auto":
-        greater = not is_lower_better(section.metric_for_best_model)
-    gain = value - best if greater else best - value
+    gain = best - value if section.is_lower_better(section.best_metric) else value - best
     return gain > section.early_stopping_threshold
 
 
@@ -199,7 +195,7 @@ def check_metric_name(run: RunContext) -> None:
         RecipeError: evaluations do not report the metric. The message names the nearest one.
     """
     name, plan = run.plan.recipe.evaluate.metric_for_best_model, run.plan
-    if short_name(name) != "loss" and plan.extensions.evaluate is None and plan.data.eval is not None:
+    if plan.recipe.evaluate.best_metric != "loss" and plan.extensions.evaluate is None and plan.data.eval is not None:
         names = reported_names(run)
         if names is not None:
             check_reported(name, names)

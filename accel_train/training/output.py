@@ -46,7 +46,6 @@ from accel_train.runtime.exit import exit_code, message_of
 from accel_train.runtime.private import watch_compiling
 from accel_train.runtime.watchdog import Watchdog
 from accel_train.task import TaskData
-from accel_train.training.model_selection import short_name
 
 FEW_HELD_OUT = 100
 """Fewer held-out samples of a classifier than this are warned of."""
@@ -140,7 +139,7 @@ def open_observer(run: RunContext, folder: RunFolder, clock: LaunchClock) -> Run
             total_steps=plan.max_steps,
             initial_step=state.step,
             targets=targets,
-            metric=short_name(recipe.evaluate.metric_for_best_model),
+            metric=recipe.evaluate.best_metric,
             pause_seconds=0.0 if every_line else CALM_SECONDS,
         ),
         Trackers(

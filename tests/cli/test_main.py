@@ -20,6 +20,7 @@ from accel_train.cli.command import Command, data_of
 from accel_train.cli.commands import COMMANDS
 from accel_train.cli.main import build_parser, main, parse_arguments
 from accel_train.core.errors import CheckpointError, Preempted, TrainingStopped
+from accel_train.recipe.tasks import TASKS, finetune_tasks
 from tests.support.runs import REPOSITORY, run_forked_command
 
 ROOT = REPOSITORY
@@ -178,12 +179,16 @@ def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     printed = capsys.readouterr().out
     assert all(command in printed for command in COMMANDS)
+    assert all(f"\n  {task:24}{TASKS[task].learns[:20]}" in printed for task in TASKS)
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_each_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
-    assert capsys.readouterr().out.startswith(f"usage: accel-train {command}")
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"usage: accel-train {command}")
+    listed = [task for task in TASKS if f"\n  {task:24}{TASKS[task].learns[:20]}" in printed]
+    assert listed == ([*finetune_tasks()] if command == "finetune" else [])
 
 
 def test_the_module_is_the_same_program() -> None:

@@ -3,11 +3,11 @@ from typing import Any
 
 import pytest
 
+from accel_train.core.metric_names import is_lower_better, show_metric
 from accel_train.metrics.baselines import (
     Unbeaten,
     format_main_score,
     format_scores,
-    is_lower_better,
     likely_causes,
     unbeaten_baseline,
 )
@@ -128,6 +128,33 @@ def test_who_has_pretrained_weights_is_not_told_to_take_some() -> None:
 def test_errors_are_better_when_they_are_smaller() -> None:
     assert all(map(is_lower_better, ("eval_loss", "hamming_loss", "rmse", "perplexity", "bits_per_byte")))
     assert not any(map(is_lower_better, ("accuracy", "f1_macro", "mean_iou", "r2")))
+    # The words of an unknown name decide.
+    assert is_lower_better("word_error_rate")
+    assert not is_lower_better("my_score")
+
+
+def test_a_recipe_may_say_which_values_are_better() -> None:
+    scores, baselines = {"cost": 3.0}, {"zero_cost": 2.0}
+    assert unbeaten_baseline(scores, baselines, "cost") is None
+    assert unbeaten_baseline(scores, baselines, "cost", lambda name: name == "cost") == ("zero", "cost", 3.0, 2.0)
+    assert format_main_score(scores, baselines, "cost", lambda name: name == "cost").endswith("(not beaten)")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("accuracy", 0.5, "0.5000"),
+        ("bleu", 100.0, "100.0"),
+        ("perplexity", 7.48912, "7.489"),
+        ("perplexity", 50257.0, "50,257.0"),
+        ("mse", 1e-5, "1e-05"),
+        ("mine", math.inf, "∞"),
+        ("num_targets", 12345, "12,345"),
+        ("mine", None, "–"),
+    ],
+)
+def test_a_metric_is_shown_in_its_own_format(name: str, value: Any, text: str) -> None:
+    assert show_metric(name, value) == text
 
 
 def test_scores_are_a_table_with_a_column_for_each_baseline() -> None:

@@ -7,10 +7,11 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
-from accel_train.recipe.explain import example_of, explain
+from accel_train.recipe.explain import example_of, explain, explained
 from accel_train.recipe.loader import load_recipe
 from accel_train.recipe.names import is_section, recipe_names
 from accel_train.recipe.shipped import shipped_recipes
+from accel_train.recipe.tasks import TASKS, optional_settings, tasks_with
 
 SETTINGS = [name for name, info in recipe_names().items() if not is_section(info)]
 
@@ -75,3 +76,18 @@ def test_examples_are_taken_as_flags() -> None:
 
 def test_every_setting_has_an_example_that_says_something() -> None:
     assert [name for name in SETTINGS if example_of(name) in (None, "", (), [], {})] == []
+
+
+def test_the_tasks_of_a_setting_follow_from_the_tasks_and_its_text_does_not_repeat_them() -> None:
+    of_tasks = [each for each in explained("") if each.tasks]
+    assert {*optional_settings()} <= {each.name for each in of_tasks}
+    for each in of_tasks:
+        assert each.tasks == tasks_with(each.name)
+        assert not any(each.meaning.startswith(f"{task}:") for task in TASKS), each.name
+        if not is_section(recipe_names()[each.name]):
+            assert all(task in explain(each.name, 500) for task in each.tasks)
+
+
+def test_the_explanation_of_task_says_what_each_task_learns() -> None:
+    said = explain("task", 200)
+    assert [task for task, spec in TASKS.items() if f"{task:24}{spec.learns}" not in said] == []

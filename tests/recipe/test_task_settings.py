@@ -10,7 +10,7 @@ from accel_train.recipe.data import Data
 from accel_train.recipe.explain import example_of, explain, explained
 from accel_train.recipe.loader import make_recipe
 from accel_train.recipe.names import is_section, recipe_names
-from accel_train.recipe.tasks import TASKS, TaskSpec, optional_settings, refuse_unused
+from accel_train.recipe.tasks import TASKS, TaskSpec, optional_settings, refuse_unreported, refuse_unused
 from accel_train.task import Task
 
 SETTINGS = [name for name in recipe_names() if name.startswith("data.") and name.count(".") == 1]
@@ -110,3 +110,27 @@ def test_a_setting_that_a_task_does_not_read_is_refused_and_names_the_tasks_that
 def test_metrics_that_a_task_reports_anyway_may_be_named() -> None:
     for task, spec in TASKS.items():
         refuse_unused(recipe_of(task, other={"evaluate": {"metrics": list(spec.metrics)}}), spec)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_metric_that_no_evaluation_of_the_task_reports_cannot_choose_the_best_model(task: str) -> None:
+    spec = TASKS[task]
+    others = {name for other in TASKS.values() for name in other.metrics} - {*spec.metrics}
+    for name in ("loss", "eval_loss", "num_targets", *spec.metrics):
+        refuse_unreported(recipe_of(task, other={"evaluate": {"metric_for_best_model": name}}), spec)
+    for name in (*others, f"{spec.metrics[0]}x"):
+        evaluate = {"metric_for_best_model": name}
+        with pytest.raises(SettingError) as refused:
+            refuse_unreported(recipe_of(task, other={"evaluate": evaluate}), spec)
+        assert refused.value.settings == ("evaluate.metric_for_best_model",)
+        refuse_unreported(recipe_of(task, other={"evaluate": {**evaluate, "metrics": [name]}}), spec)
+        refuse_unreported(recipe_of(task, other={"evaluate": {**evaluate, "allow_hub_metrics": True}}), spec)
+    assert spec.metrics[0] in refused.value.remedy
+
+
+def test_greater_is_better_decides_on_the_metric_for_the_best_model_alone() -> None:
+    own = recipe_of("a:B", other={"evaluate": {"metric_for_best_model": "eval_cost", "greater_is_better": False}})
+    assert own.evaluate.best_metric == "cost"
+    assert own.evaluate.is_lower_better("cost")
+    assert not own.evaluate.is_lower_better("accuracy")
+    assert not recipe_of("a:B").evaluate.is_lower_better("cost")

@@ -163,8 +163,8 @@ def test_a_metric_of_any_name_is_drawn_and_escaped(tmp_path: Path) -> None:
     html = write_report([run]).read_text()
     assert "<i>" not in html
     assert not Page(html).handlers
-    assert Page(html).texts.count(name) == 1  # the table
-    assert Page(html).charts[f"eval_{name}"]["title"] == name
+    assert Page(html).texts.count(label(name)) == 2  # the headline numbers and the table
+    assert Page(html).charts[f"eval_{name}"]["title"] == label(name)
 
 
 def test_several_runs_are_compared_metric_by_metric(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_several_runs_are_compared_metric_by_metric(tmp_path: Path) -> None:
     ]
     html = write_report(runs).read_text()
     text = Page(html).text
-    rows = ("Accuracy 0.9000 0.8000", "Matthews correlation NaN –", "rouge l – 0.2500")
+    rows = ("Accuracy 0.9000 0.8000", "Matthews correlation NaN –", "Rouge l – 0.2500")
     assert_table(text, "Metrics one two", *rows)
     assert '<td class="number best">0.9000</td><td class="number">0.8000</td>' in html
     assert "Samples 640 640" in text

@@ -9,7 +9,7 @@ import pytest
 
 from accel_train.observe.run_folder import RunFolder
 from accel_train.report.charts import MOST_MARKS, describe_charts, part_means, short_number, thin
-from accel_train.report.html import MOST_EVENTS, compare_headlines, differ_in_evaluation_data
+from accel_train.report.html import MOST_EVENTS, compare_headlines, differ_in_evaluation_data, main_metrics
 from accel_train.report.report import render_page, write_report
 from accel_train.report.run import Run, load_run
 from tests.report.tables import assert_table
@@ -171,6 +171,19 @@ def test_no_score_is_best_where_runs_were_evaluated_on_different_data(other: boo
     assert differ_in_evaluation_data(runs) == other
     assert best["Evaluation loss"] == best["Accuracy"] == ([] if other else [0])
     assert best["Model FLOP utilization"] == [1]
+
+
+def test_the_first_numbers_of_a_custom_task_are_what_it_reports_and_its_recipe_says_what_is_better() -> None:
+    recipe = "task: a:B\nevaluate: {metric_for_best_model: eval_my_cost, greater_is_better: false}"
+    runs = [
+        Run(str(cost), summary={"eval": {"loss": 0.2, "score {1}": 0.5, "my_cost": cost}}, recipe_text=recipe)
+        for cost in (3.0, 2.0)
+    ]
+    assert main_metrics(runs[0]) == ["my_cost", "score {1}", "loss"]
+    rows = {row["label"]: row["best"] for row in compare_headlines(runs)}
+    assert list(rows) == ["My cost", "Score {1}", "Evaluation loss"]
+    assert rows["My cost"] == [1]
+    assert {name for text in ("[", "evaluate: [1]") for name in main_metrics(Run("a", recipe_text=text))} == {"loss"}
 
 
 @pytest.mark.parametrize("setting", ["split_seed: 1", "group_column: author", "stratify: true", "eval_fraction: 0.2"])

@@ -21,7 +21,7 @@ from accel_train.core.errors import Preempted
 from accel_train.core.files import digests_of, make_folders
 from accel_train.core.format import format_count, format_seconds
 from accel_train.core.json_io import json_digest, json_text
-from accel_train.core.metric_names import MISSING, is_lower_better, label, show_metric
+from accel_train.core.metric_names import MISSING, label, show_metric
 from accel_train.core.ownership import check_file, write_file
 from accel_train.core.state import JsonRecord
 from accel_train.data.digest import digest_of_code
@@ -196,7 +196,7 @@ class _Sweep:
             has_diverged = any(run["exit_code"] == 3 for run in seeds)
             outcomes.append(Outcome(_without_seed(self.runs[at].values), mean, has_diverged))
         metric = next((record["metric"] for record in self.records if record.get("value") is not None), "loss")
-        greater = bool(self.runs) and is_greater_better(self.runs[0].recipe, metric)
+        greater = bool(self.runs) and not self.runs[0].recipe.evaluate.is_lower_better(metric)
         return sweep_values.propose(self.space, outcomes, greater_is_better=greater, draw_seed=self.selection.draw_seed)
 
     def _train(self, place: int, num_runs: int) -> None:
@@ -305,7 +305,7 @@ def row_of(folder: Path, each: Combination, status: str) -> Row:
     The training loss is used only for a run without evaluations.
     """
     name = ", ".join(f"{name} {value}" for name, value in _without_seed(each.values).items()) or "all seeds"
-    metric = each.recipe.evaluate.metric_for_best_model.removeprefix("eval_")
+    metric = each.recipe.evaluate.best_metric
     if status != FINISHED or not (folder / METRICS_FILE).is_file():
         return Row(name, metric, None)
     run = load_run(folder)
@@ -314,19 +314,13 @@ def row_of(folder: Path, each: Combination, status: str) -> Row:
     return Row(name, "training loss", _number(run.train[-1].get("loss") if run.train else None))
 
 
-def is_greater_better(recipe: Recipe, metric: str) -> bool:
-    """Return whether a greater value of a metric is better, by `evaluate.greater_is_better` or the metric's name."""
-    greater = recipe.evaluate.greater_is_better
-    return not is_lower_better(metric) if greater == "auto" or metric == "training loss" else bool(greater)
-
-
 def describe_rows(rows: Sequence[Row], recipe: Recipe) -> list[JsonRecord]:
     """Return mean, sample standard deviation, and number of runs per combination, best first.
 
     Of equal means, the lower loss comes first.
     """
     metric = next((row.metric for row in rows if row.value is not None), rows[0].metric)
-    sign = -1 if is_greater_better(recipe, metric) else 1
+    sign = 1 if recipe.evaluate.is_lower_better(metric) else -1
     facts = []
     for name in dict.fromkeys(row.name for row in rows):
         runs = [row for row in rows if row.name == name]
