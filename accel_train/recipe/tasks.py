@@ -109,7 +109,10 @@ def targets_of(task: str, default: str = "targets") -> str:
 def data_section(task: str) -> type[Data]:
     """Return the class of a task's `data` section. A custom task's class is known once the task is loaded."""
     if task == ANY_TASK:
-        return type("AnyData", tuple(spec.data for spec in TASKS.values()), {"__doc__": "Settings of all tasks."})
+        kinds = {spec.data: None for spec in TASKS.values()}
+        # A class before one that is derived from it has no method resolution order.
+        last = tuple(kind for kind in kinds if not any(kind in other.__mro__[1:] for other in kinds))
+        return type("AnyData", last, {"__doc__": "Settings of all tasks."})
     return TASKS[task].data if task in TASKS else OwnData
 
 
