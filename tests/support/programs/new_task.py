@@ -5,7 +5,6 @@ import io
 import json
 import os
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -57,7 +56,8 @@ def add_task(folder: Path) -> None:
     (package / "config.py").write_text(CONFIG)
     (package / "task.py").write_text(TASK)
     accel_train.tasks.__path__.append(str(folder))
-    cast("Mapping[str, Any] | Any", TASKS)._names[NAME] = None  # the line in the table of tasks
+    # The line in the table of tasks.
+    cast("Any", TASKS)._names[NAME] = None
 
 
 def main() -> None:
