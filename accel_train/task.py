@@ -19,7 +19,8 @@ from pydantic import ValidationError
 from accel_train.core.errors import SettingError
 from accel_train.core.format import did_you_mean
 from accel_train.recipe.data import Data, OwnData
-from accel_train.recipe.tasks import TASKS, TaskSpec
+from accel_train.recipe.tasks import TASKS
+from accel_train.recipe.tasks import TaskSpec as TaskSpec
 
 if TYPE_CHECKING:
     import numpy as np
@@ -259,13 +260,14 @@ def load_task(name: str) -> Task:
     found = load_class("task", target, "accel_train.task.Task")
     if old := [name for name in _OF_SPEC if hasattr(found, name)]:
         raise ValueError(f"task={name!r} sets {', '.join(old)}. Set it in its description: spec = TaskSpec(...)")
+    if not issubclass(found, Task):
+        raise ValueError(f"task={name!r} is not derived from accel_train.task.Task. Derive it, and add its methods.")
     methods = [name for name, value in vars(Task).items() if callable(value) and not name.startswith("_")]
-    abstract = sorted(getattr(found, "__abstractmethods__", ()))
-    missing = abstract or [method for method in methods if not callable(getattr(found, method, None))]
-    if missing or not issubclass(found, Task):
-        problem = f"lacks {', '.join(missing)}" if missing else "is another class"
+    missing = sorted(found.__abstractmethods__) or [each for each in methods if not callable(getattr(found, each))]
+    if missing:
         raise ValueError(
-            f"task={name!r} {problem}. Derive it from accel_train.task.Task, which has defaults for most methods."
+            f"task={name!r} lacks {', '.join(missing)}. Derive it from accel_train.task.Task, which has defaults for "
+            "most methods."
         )
     try:
         task: Task = found()

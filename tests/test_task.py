@@ -34,6 +34,9 @@ def make():
 
 made = Own()
 
+class NoTask:
+    pass
+
 class NeedsMore(Own):
     def __init__(self, folder):
         super().__init__()
@@ -85,6 +88,7 @@ STRANGE: dict[str, tuple[str, str, str]] = {
     "instance": ("made", "pass", "task='TASK' is an object of Own, not a class"),
     "module": ("torch", "pass", "task='TASK' is a module, not a class"),
     "arguments": ("NeedsMore", "pass", "task='TASK' cannot be created without arguments: .*'folder'"),
+    "no task": ("NoTask", "pass", "task='TASK' is not derived from accel_train.task.Task"),
     "no method": ("Own", "score = predict_batch = None", "task='TASK' lacks score, predict_batch"),
     "no loss of a derived class": (
         "Half",

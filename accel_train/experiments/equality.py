@@ -26,7 +26,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from accel_train.checkpoint.sharded import CheckpointReader
 from accel_train.core.json_io import json_digest, to_json
 from accel_train.observe.run_folder import read_metrics
-from accel_train.recipe.data import ImageData
 from accel_train.recipe.evaluate import Evaluate
 from accel_train.recipe.optimizer import Optimizer
 from accel_train.recipe.schedule import Schedule
@@ -344,7 +343,8 @@ def _with_toy_model(recipe: Recipe, toy: Recipe) -> Recipe:
     of_tokenizer = {"vocab_size", "bos_token_id", "eos_token_id"} if given is not None else set()
     lora = recipe.model.lora and {**recipe.model.lora.model_dump(), "dropout": 0.0}
     update: dict[str, Any] = {"pretrained": None, "lora": lora, "frozen_dtype": "auto"}
-    tokenizer = recipe.tokenizer if isinstance(recipe.data, ImageData) else recipe.tokenizer_in_use
+    reads_texts = "tokenizer" in load_task(recipe.task).spec.uses
+    tokenizer = recipe.tokenizer_in_use if reads_texts else recipe.tokenizer
 
     def check(fields: dict[str, Any]) -> None:
         kept = {name: value for name, value in fields.items() if name in (given or ()) or name not in of_tokenizer}

@@ -4,6 +4,7 @@ Each task adds its own settings in `accel_train/tasks/TASK/config.py`.
 """
 
 import codecs
+from collections.abc import Mapping
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, ConfigDict, Field, PrivateAttr, model_validator
@@ -50,6 +51,9 @@ class TrainedTokenizer(Section):
     """Byte-level BPE tokenizer, trained on the training documents."""
 
 
+RAND_AUGMENT_MAGNITUDE = 9.0
+
+
 class Augment(Section):
     """Augmentation of training images. Evaluation images are not augmented. Random numbers depend only on (seed, epoch,
     sample).
@@ -66,7 +70,7 @@ class Augment(Section):
     """
     rand_augment_ops: NonNegativeInt = 0
     """Number of RandAugment operations per image (Cubuk et al. 2020)."""
-    rand_augment_magnitude: Annotated[float, Field(ge=0, le=30)] = 9.0
+    rand_augment_magnitude: Annotated[float, Field(ge=0, le=30)] = RAND_AUGMENT_MAGNITUDE
     """Strength of RandAugment, from 0 to 30."""
     mixup_alpha: NonNegativeFloat = 0.0
     """Parameter of mixup (Zhang et al. 2018). Images and labels are mixed by a Beta(alpha, alpha) share; 0: off."""
@@ -76,6 +80,19 @@ class Augment(Section):
     """
     scale_range: tuple[PositiveFloat, PositiveFloat] | None = (0.5, 2.0)
     """Range of the factor that resizes images with their masks or boxes before a crop is cut out."""
+
+    @model_validator(mode="after")
+    def ranges_and_operations(self) -> Self:
+        for name in ("random_resized_crop", "scale_range"):
+            bounds = getattr(self, name)
+            if bounds is not None and not 0 < bounds[0] <= bounds[1]:
+                problem = "is not a range. Put the smaller number first, and both above 0."
+                raise SettingError(problem, "", f"data.augment.{name}={list(bounds)}", (f"data.augment.{name}",))
+        if not self.rand_augment_ops and self.rand_augment_magnitude != RAND_AUGMENT_MAGNITUDE:
+            names = ("data.augment.rand_augment_magnitude", "data.augment.rand_augment_ops")
+            at = f"{names[0]}={self.rand_augment_magnitude:g}"
+            raise SettingError("is not read without operations", f"Set {names[1]}, or leave it out", at, names)
+        return self
 
 
 class Data(Section):
@@ -188,6 +205,13 @@ class Data(Section):
     def is_labelled(self) -> bool:
         """Return whether the samples have labels."""
         return self.label_setting is None or getattr(self, self.label_setting) is not None
+
+    def unread(self) -> Mapping[str, str]:
+        """Return settings of this section that have no effect with the others, each with the reason.
+
+        A training refuses them unless they are defaults.
+        """
+        return {}
 
     def without_labels(self) -> Self:
         """Return this section for samples to predict."""

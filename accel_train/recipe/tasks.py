@@ -31,7 +31,9 @@ class TaskSpec:
     data: type[Data] = Data
     """Class of the recipe's `data` section. `MyData.of(recipe.data)` reads it."""
     uses: frozenset[str] = frozenset()
-    """Optional settings that the task reads, by dotted name. A setting that another task uses is an error here."""
+    """Optional settings that the task reads, by dotted name. A setting that another task uses is an error here. A
+    setting of `data` that depends on other settings is in `Data.unread` instead.
+    """
     targets: str = "targets"
     """Unit that the loss is divided by."""
     gives: Gives | None = None
@@ -116,7 +118,10 @@ def targets_of(task: str, default: str = "targets") -> str:
 def data_section(task: str) -> type[Data]:
     """Return the class of a task's `data` section. A custom task's class is known once the task is loaded."""
     if task == ANY_TASK:
-        return type("AnyData", tuple(spec.data for spec in TASKS.values()), {"__doc__": "Settings of all tasks."})
+        kinds = {spec.data: None for spec in TASKS.values()}
+        # A class before one that is derived from it has no method resolution order.
+        last = tuple(kind for kind in kinds if not any(kind in other.__mro__[1:] for other in kinds))
+        return type("AnyData", last, {"__doc__": "Settings of all tasks."})
     return TASKS[task].data if task in TASKS else OwnData
 
 
@@ -127,16 +132,17 @@ def tasks_with(name: str) -> tuple[str, ...]:
     A part of a setting (`evaluate.generation.num_beams`) belongs to the same tasks.
     """
     section, _, field = name.partition(".")
-    if section == "data":
-        found = tuple(task for task, spec in TASKS.items() if field.partition(".")[0] in spec.data.model_fields)
-        return () if len(found) == len(TASKS) else found
-    whole = next((used for used in optional_settings() if f"{name}.".startswith(f"{used}.")), None)
-    return () if whole is None else tuple(task for task, spec in TASKS.items() if whole in spec.uses)
+    if (whole := next((used for used in optional_settings() if f"{name}.".startswith(f"{used}.")), None)) is not None:
+        return tuple(task for task, spec in TASKS.items() if whole in spec.uses)
+    if section != "data":
+        return ()
+    found = tuple(task for task, spec in TASKS.items() if field.partition(".")[0] in spec.data.model_fields)
+    return () if len(found) == len(TASKS) else found
 
 
 @cache
 def optional_settings() -> frozenset[str]:
-    """Return the settings outside of `data` that only some tasks read."""
+    """Return the settings that only some of the tasks that have them read."""
     return frozenset().union(*(spec.uses for spec in TASKS.values()))
 
 
@@ -178,22 +184,34 @@ def refuse_unreported(recipe: "Recipe", spec: TaskSpec) -> None:
 def refuse_unused(recipe: "Recipe", spec: TaskSpec) -> None:
     """Refuse a setting that would do nothing, because the recipe's task does not read it.
 
-    `false`, 0, and null ask for nothing, and pass.
+    Defaults pass, and `false`, 0, and null, which ask for nothing (`false` asks for something if the default is true).
 
     Raises:
         SettingError: names the setting and the tasks that read it.
     """
+    remedy = "Leave it out"
     for name in sorted(optional_settings() - spec.uses):
-        section, _, field = name.rpartition(".")
-        holder: Any = getattr(recipe, section) if section else recipe
-        value = getattr(holder, field)
-        if name == "evaluate.metrics" and {*value} <= {*spec.metrics}:
+        if name == "evaluate.metrics" and {*recipe.evaluate.metrics} <= {*spec.metrics}:
             # They are reported anyway.
             continue
-        if value and value != type(holder).model_fields[field].get_default(call_default_factory=True):
-            remedy = "Leave it out"
+        if _is_asked(recipe, name):
             if recipe.task not in TASKS:
                 remedy += f', or add it to the task: spec = TaskSpec(uses=frozenset({{"{name}"}}))'
             raise SettingError(
                 f"is for {', '.join(tasks_with(name))}, and {recipe.task} does not read it", remedy, name, (name,)
             )
+    for field, reason in recipe.data.unread().items():
+        if _is_asked(recipe, name := f"data.{field}"):
+            raise SettingError(f"is not read: {reason}", remedy, name, (name,))
+
+
+def _is_asked(recipe: "Recipe", name: str) -> bool:
+    """Return whether a setting is in the recipe, differs from its default, and asks for something."""
+    holder: Any = recipe
+    *sections, field = name.split(".")
+    for section in sections:
+        holder = getattr(holder, section, None)
+    if not hasattr(holder, field):
+        return False
+    value, default = getattr(holder, field), type(holder).model_fields[field].get_default(call_default_factory=True)
+    return bool(value != default and (value or default is True))

@@ -19,7 +19,9 @@ from accel_train.core.errors import RecipeError, SettingError
 from accel_train.core.json_io import json_digest
 from accel_train.data.digest import digest_of_code, digest_of_data, digest_of_module
 from accel_train.model.tensors import as_tensors
+from accel_train.recipe.data import Data
 from accel_train.recipe.schema import Recipe
+from accel_train.recipe.tasks import TaskSpec
 from accel_train.task import Scores, Task, TaskData
 
 _SAMPLES, _STRUCTURE = "samples", "structure"
@@ -178,8 +180,19 @@ class ModuleTask(Task):
         return _mapped(structure.tree, put)
 
 
+class FitData(Data):
+    """Settings of `data` for `fit`, which gets its samples from the program."""
+
+    def unread(self) -> Mapping[str, str]:
+        read = ("shuffle", "group_by_length", "last_batch", "num_workers", "pin_memory")
+        names = Data.model_fields.keys() - {*read, *(("train",) if self.train == "custom" else ())}
+        return dict.fromkeys(sorted(names), "the program's train_data and eval_data are used as they are")
+
+
 class FittedModule(ModuleTask):
     """The task of `accel_train.fit`, made from a program's model, data, and functions."""
+
+    spec = TaskSpec(data=FitData)
 
     def __init__(
         self,

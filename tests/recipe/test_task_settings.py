@@ -1,17 +1,32 @@
 """Each task has its own settings of `data`, and another task's setting is an error before anything is read."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
+from pydantic import ValidationError
 
 from accel_train.core.errors import RecipeProblems, SettingError
-from accel_train.recipe.data import Data
+from accel_train.recipe.data import Augment, Data
+from accel_train.recipe.evaluate import Generation
 from accel_train.recipe.explain import example_of, explain, explained
-from accel_train.recipe.loader import make_recipe
+from accel_train.recipe.loader import Recipe, make_recipe
 from accel_train.recipe.names import is_section, recipe_names
 from accel_train.recipe.tasks import TASKS, TaskSpec, optional_settings, refuse_unreported, refuse_unused
-from accel_train.task import Task
+from accel_train.recipe.values import Section
+from accel_train.task import Task, load_task
+from accel_train.tasks.causal_lm.config import CausalLMData
+from accel_train.tasks.masked_lm.config import MaskedLMData
+from accel_train.tasks.module import FitData
+from tests.support.every_task import CASES, task_of
+from tests.support.every_task import recipe_of as small_recipe
+from tests.support.runs import write_jsonl
+from tests.support.text_tasks import questions, sentence
 
 SETTINGS = [name for name in recipe_names() if name.startswith("data.") and name.count(".") == 1]
 
@@ -68,12 +83,18 @@ OTHER = {
     "loss.router_aux": True,
     "model.pad_vocab_to_multiple_of": 8,
     "tokenizer": "other",
+    "data.augment.random_resized_crop": (0.5, 0.5),
+    "data.augment.rand_augment_magnitude": 5.0,
+    "data.augment.scale_range": (1.0, 1.5),
 }
 """Values of settings whose example is a default, asks for nothing, or belongs to another setting."""
 
 
 def with_setting(task: str, name: str) -> Any:
     section, _, field = name.rpartition(".")
+    if section == "data.augment":
+        operations = {"rand_augment_ops": 1} if "magnitude" in field else {}
+        return recipe_of(task, augment={**operations, field: OTHER.get(name) or 1})
     value = OTHER.get(name) or (
         {"num_beams": 3} if is_section(recipe_names()[name]) else example_of(name) or 7  # 7: a number, where 0 is shown
     )
@@ -92,6 +113,8 @@ def test_a_setting_that_a_task_does_not_read_is_refused_and_names_the_tasks_that
     assert users
     assert len(users) < len(TASKS)
     for task, spec in TASKS.items():
+        if name.startswith("data.") and "augment" not in spec.data.model_fields:
+            continue
         recipe = with_setting(task, name)
         if task in users:
             refuse_unused(recipe, spec)
@@ -100,11 +123,12 @@ def test_a_setting_that_a_task_does_not_read_is_refused_and_names_the_tasks_that
             refuse_unused(recipe, spec)
         assert refused.value.settings == (name,)
         assert all(user in refused.value.problem for user in users)
-    own = with_setting("my_module:MyTask", name)
+    own = with_setting(users[0] if name.startswith("data.") else "my_module:MyTask", name)
+    own = own.model_copy(update={"task": "my_module:MyTask"})
     with pytest.raises(SettingError) as refused:
         refuse_unused(own, Task.spec)
     assert name in refused.value.remedy
-    refuse_unused(own, TaskSpec(uses=frozenset((name,))))
+    refuse_unused(own, TaskSpec(uses=frozenset((name, "data.augment.rand_augment_ops"))))
 
 
 def test_metrics_that_a_task_reports_anyway_may_be_named() -> None:
@@ -134,3 +158,147 @@ def test_greater_is_better_decides_on_the_metric_for_the_best_model_alone() -> N
     assert own.evaluate.is_lower_better("cost")
     assert not own.evaluate.is_lower_better("accuracy")
     assert not recipe_of("a:B").evaluate.is_lower_better("cost")
+
+
+def of_rows(case: str, folder: Path) -> dict[str, Any]:
+    """Write rows for a task, and return its `data`, so that a run reads what it leaves unread in other cases."""
+    said = {"messages": [{"role": role, "content": "one two"} for role in ("user", "assistant")], "tools": []}
+    rows: dict[str, list[dict[str, Any]]] = {
+        "causal-lm of prompts": [{"prompt": f"say {n}", "completion": f"one {n}", "input": "now"} for n in range(20)],
+        "causal-lm of chats": [said] * 20,
+        "token-classification": [dict(zip(("tokens", "tags"), sentence(number))) for number in range(20)],
+        "question-answering": questions(20, unanswered=3),
+    }
+    settings: dict[str, dict[str, Any]] = {
+        "causal-lm of prompts": {"format": "prompt_completion", "input_column": "input"},
+        "causal-lm of chats": {"format": "chat", "tools_column": "tools", "chat_template": TEMPLATE},
+    }
+    if case not in rows:
+        return {}
+    return {"train": str(write_jsonl(folder / "rows.jsonl", rows[case])), **settings.get(case, {})}
+
+
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'assistant' %}{% generation %}{{ message.content }}"
+    "{% endgeneration %}{% else %}{{ message.content }}{% endif %}{% endfor %}{{ tools }}"
+)
+IN_A_CASE = {
+    "data.image_column": "a table of images",
+    "data.pad_to_multiple_of": "rows that are not packed, of causal-lm",
+    "evaluate.allow_hub_metrics": "metrics of the hub",
+    "model.accept_new_tokenizer": "pretrained weights with another tokenizer",
+}
+"""Settings that these recipes do not reach, with what they are for."""
+
+
+@contextmanager
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
+    """Collect the dotted names of all settings that are read."""
+    names: set[str] = set()
+    sections = {kind: name for name, kind in recipe_names().items() if is_section(kind)} | {Recipe: ""}
+    read = Section.__getattribute__
+
+    def note(self: Section, field: str) -> Any:
+        kind = next((each for each in type(self).__mro__ if each in sections), None)
+        if kind is not None and field in type(self).model_fields:
+            names.add(f"{sections[kind]}.{field}".lstrip("."))
+        return read(self, field)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Section, "__getattribute__", note)
+        yield names
+
+
+def use(task: Task, recipe: Recipe) -> None:
+    """Call the methods of a task that a training and its evaluation call."""
+    data = task.load_data(recipe, progress=False)
+    torch.manual_seed(0)
+    model = task.build_model(recipe, data)
+    task.choices(recipe, model)
+    both: Any = ((True, data.train), (False, data.eval or data.train))
+    for side, samples in both:
+        draw = data.draw if side else None
+        drawn = [
+            samples[at] if draw is None else draw(at, np.random.default_rng(at)) for at in range(min(4, len(samples)))
+        ]
+        batch = data.collate(drawn)
+        batch.pop("num_targets")
+        model.train(side)
+        if side and task.global_loss is None:
+            task.loss_sum(model, batch)
+        elif not side:
+            with torch.no_grad():
+                task.evaluate_batch(model, batch)
+    task.sample(recipe, model, data)
+    if hasattr(data.source, "shown"):
+        # Reports show these samples (training/finish.py).
+        assert recipe.evaluate.num_examples
+
+
+@pytest.mark.parametrize("case", [*CASES, "causal-lm of prompts", "causal-lm of chats"])
+def test_a_task_reads_every_setting_that_it_uses(tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = load_task(task_of(case))
+    spec = task.spec
+    sections: dict[str, Any] = {"data": of_rows(case, tmp_path)}
+    if "evaluate.sample_prompt" in spec.uses:
+        more = {"generation": {"num_beams": 2}} if "evaluate.generation" in spec.uses else {"sample_tokens": 2}
+        sections["evaluate"] = {"sample_prompt": "a", **more}
+    recipe = Recipe.model_validate(small_recipe(case if case in CASES else task_of(case), tmp_path, **sections))
+    refuse_unused(recipe, spec)
+    with recorded(monkeypatch) as names:
+        use(task, recipe)
+    fields = {f"data.{name}" for name in spec.data.model_fields.keys() - Data.model_fields.keys()}
+    if "data.augment" in fields:
+        fields |= {f"data.augment.{name}" for name in Augment.model_fields} - optional_settings()
+    unread = {f"data.{name}" for name in recipe.data.unread()}
+    assert (spec.uses | fields) - unread - names <= IN_A_CASE.keys()
+
+
+UNREAD: list[tuple[str, type[Data], dict[str, Any]]] = [
+    ("messages_column", CausalLMData, {"messages_column": "talk"}),
+    ("completion_only_loss", CausalLMData, {"completion_only_loss": False}),
+    ("mask_documents", CausalLMData, {"mask_documents": True, "format": "chat"}),
+    ("prompt_column", CausalLMData, {"prompt_column": "say", "format": "chat"}),
+    ("id_column", CausalLMData, {"id_column": "id"}),
+    ("label_column", MaskedLMData, {"label_column": "class"}),
+    ("eval_fraction", FitData, {"eval_fraction": 0.5}),
+    ("train", FitData, {"train": "rows.csv"}),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "data"), UNREAD)
+def test_a_setting_of_data_that_others_leave_unread_is_refused(
+    name: str, kind: type[Data], data: dict[str, Any]
+) -> None:
+    recipe = recipe_of("causal-lm")
+
+    def check(**data: Any) -> None:
+        section = kind.model_validate({"train": "custom", **data})
+        refuse_unused(recipe.model_copy(update={"data": section}), TaskSpec(data=kind))
+
+    with pytest.raises(SettingError) as refused:
+        check(**data)
+    assert refused.value.settings == (f"data.{name}",)
+    check()
+    check(**kind.model_validate({"train": "custom"}).model_dump())
+
+
+@pytest.mark.parametrize(
+    ("section", "settings", "more"),
+    [
+        (Augment, {"rand_augment_magnitude": 5.0}, {"rand_augment_ops": 1}),
+        (Augment, {"scale_range": (2.0, 1.0)}, {"scale_range": (1.0, 2.0)}),
+        (Generation, {"length_penalty": 2.0}, {"num_beams": 2}),
+    ],
+)
+def test_a_setting_that_needs_another_one_is_refused_without_it(
+    section: type[Section], settings: dict[str, Any], more: dict[str, Any]
+) -> None:
+    with pytest.raises(ValidationError) as refused:
+        section(**settings)
+    problem = refused.value.errors()[0].get("ctx", {})["error"]
+    assert isinstance(problem, SettingError)
+    assert problem.settings[0].endswith(f".{next(iter(settings))}")
+    section(
+        **{**settings, "scale_range": (1.0, 2.0), "rand_augment_ops": 1} if section is Augment else {"num_beams": 2}
+    )

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +9,6 @@ import torch
 from PIL import Image
 
 from accel_train.core.errors import DataError
-from accel_train.data.images.augment import check_augment
 from accel_train.data.images.boxes import Boxes
 from accel_train.data.images.images import ArrayImages
 from accel_train.data.images.labelled import ImageRows
@@ -28,7 +26,6 @@ from accel_train.tasks.object_detection.data import (
     read_boxed_images,
 )
 from tests.support.boxes import coco_content, write_coco
-from tests.support.runs import refused
 
 STILL = Augment(horizontal_flip=0.0, scale_range=None)
 BLACK = (0.0, 0.0, 0.0)
@@ -197,15 +194,6 @@ def test_outside_its_image_a_crop_has_the_mean_color() -> None:
     sample = augment_boxes(Image.new("RGB", (64, 64), (255, 0, 0)), boxes_of(), chosen, np.random.default_rng(1))
     colors = {tuple(color) for color in sample.image.reshape(-1, 3).tolist()}
     assert colors == {(255, 0, 0), (51, 102, 153)}
-
-
-@pytest.mark.parametrize(
-    "setting", [{"rand_augment_ops": 1}, {"mixup_alpha": 0.2}, {"cutmix_alpha": 1.0}, {"random_resized_crop": (0.5, 1)}]
-)
-def test_augmentation_that_boxes_do_not_follow_is_refused(setting: dict[str, Any]) -> None:
-    refused(check_augment, Augment(**setting), boxes=True, named=f"data.augment.{next(iter(setting))}|scale_range")
-    check_augment(Augment(), boxes=True)
-    check_augment(Augment(**Augment().model_dump()), boxes=True)
 
 
 def test_coco_results_have_the_ids_of_the_evaluation_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -428,9 +428,7 @@ def test_fault_names_image_and_mask_before_training(pairs: Path, seg_recipe: Mak
 @pytest.mark.parametrize(
     "settings, named",
     [
-        ({"data": {"augment": {"mixup_alpha": 0.2}}}, "data.augment.mixup_alpha=0.2|image-classification"),
         ({"data": {"mask_column": None}}, "data.mask_column: none"),
-        ({"evaluate": {"metrics": ["mcc"]}}, "evaluate.metrics|'mcc'"),
         ({"model": SEGFORMER | {"model_type": "gpt2"}}, "gpt2|semantic segmentation"),
     ],
 )

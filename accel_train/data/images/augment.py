@@ -23,34 +23,6 @@ _ASPECTS = (3 / 4, 4 / 3)
 _BILINEAR = Image.Resampling.BILINEAR
 
 
-def check_augment(settings: Augment, *, masks: bool = False, boxes: bool = False) -> None:
-    """Check the ranges of the augmentation settings, and that all of them apply to `masks` or `boxes`.
-
-    Raises:
-        ValueError: a range is empty or a setting does not apply; the message names the setting.
-    """
-    for name in ("random_resized_crop", "scale_range"):
-        bounds = getattr(settings, name)
-        if bounds is not None and not 0 < bounds[0] <= bounds[1]:
-            raise ValueError(
-                f"data.augment.{name}={list(bounds)} is not a range; the smaller number comes first, and both are "
-                f"above 0"
-            )
-    for name in ("rand_augment_ops", "mixup_alpha", "cutmix_alpha") if masks or boxes else ():
-        if getattr(settings, name):
-            raise ValueError(
-                f"data.augment.{name}={getattr(settings, name)} is for image-classification; "
-                f"{'boxes' if boxes else 'a mask'} would not follow it: use scale_range, flips and color_jitter"
-            )
-    usual = Augment.model_fields["random_resized_crop"].default
-    # The default is not used either, but a recipe with every setting written out has it.
-    if boxes and settings.random_resized_crop not in (None, usual):
-        raise ValueError(
-            f"data.augment.random_resized_crop={settings.random_resized_crop} is for image-classification; "
-            "object-detection cuts crops by scale_range: use scale_range, flips and color_jitter"
-        )
-
-
 def augment_image(
     image: Image.Image, settings: Augment, preprocessing: Preprocessing, generator: np.random.Generator
 ) -> Image.Image:

@@ -1,5 +1,6 @@
 """The settings of `data` for causal language modeling."""
 
+from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import Field
@@ -7,6 +8,15 @@ from pydantic import Field
 from accel_train.recipe.data import WindowData
 from accel_train.recipe.tasks import TEXT, TaskSpec
 from accel_train.recipe.values import PositiveInt
+
+_ROWS, _PROMPTS, _CHATS = ("prompt_completion", "chat"), ("prompt_completion",), ("chat",)
+_FORMATS = {
+    **dict.fromkeys(("text_column", "mask_documents"), ("text",)),
+    **dict.fromkeys(("completion_only_loss", "pad_to_multiple_of"), _ROWS),
+    **dict.fromkeys(("prompt_column", "completion_column", "input_column"), _PROMPTS),
+    **dict.fromkeys(("messages_column", "tools_column", "chat_template"), _CHATS),
+}
+"""Formats that read a setting."""
 
 
 class CausalLMData(WindowData):
@@ -42,6 +52,10 @@ class CausalLMData(WindowData):
     """
     pad_to_multiple_of: PositiveInt = 8
     """Multiple to which the padded length of a batch of texts is rounded up."""
+
+    def unread(self) -> Mapping[str, str]:
+        reasons = {name: f"data.format is {self.format}" for name, read in _FORMATS.items() if self.format not in read}
+        return reasons | {"id_column": "causal-lm predicts no rows"}
 
 
 SPEC = TaskSpec(

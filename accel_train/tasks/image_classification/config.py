@@ -20,6 +20,11 @@ SPEC = TaskSpec(
             "evaluate.allow_hub_metrics",
             "evaluate.num_examples",
             "evaluate.test_time_augmentation",
+            "data.augment.random_resized_crop",
+            "data.augment.rand_augment_ops",
+            "data.augment.rand_augment_magnitude",
+            "data.augment.mixup_alpha",
+            "data.augment.cutmix_alpha",
         )
     ),
     targets="images",

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING, AutoModelForImageClassification
 
-from accel_train.data.images.augment import check_augment
 from accel_train.data.images.decoding import to_mode
 from accel_train.data.images.first_format import FIELDS, first_repr
 from accel_train.data.images.images import evenly_spaced, text_digest
@@ -58,7 +57,6 @@ print(model.config.id2label[int(scores.argmax())], float(scores.max()))""",
         """Read class folders, tables, arrays, or the embedded digits. Images are decoded when they are drawn."""
         data = ImageClassificationData.of(recipe.data)
         settings = data.augment
-        check_augment(settings)
         if not isinstance(data.image_size, int):
             raise ValueError(
                 f"data.image_size={list(data.image_size)}: image-classification cuts squares out of images; "

@@ -1,5 +1,6 @@
 """The settings of `data` for masked language modeling."""
 
+from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
 from pydantic import Field
@@ -13,13 +14,14 @@ class MaskedLMData(WindowData):
 
     label_setting: ClassVar[str | None] = "label_column"
     label_column: str | None = "label"
-    """Column with the label: a name, an integer, a number (regression), or a list of names (multi_label). null: rows to
-    predict, without labels.
-    """
+    """null: texts to predict, with masks to fill. Training makes its own masks and reads no other value."""
     mlm_probability: Annotated[float, Field(gt=0, lt=1)] = 0.15
     """Share of the tokens to predict. Of these, 80 % are masked, 10 % replaced at random, and 10 %
     unchanged.
     """
+
+    def unread(self) -> Mapping[str, str]:
+        return {"label_column": "the masked tokens are the labels"}
 
 
 SPEC = TaskSpec(

@@ -34,7 +34,7 @@ class ObjectDetectionData(ImageData):
 SPEC = TaskSpec(
     where="accel_train.tasks.object_detection.task:ObjectDetection",
     data=ObjectDetectionData,
-    uses=frozenset(("evaluate.num_examples",)),
+    uses=frozenset(("evaluate.num_examples", "data.augment.scale_range")),
     targets="images",
     gives="boxes",
     learns="find objects in an image, each with a box and a class",

@@ -18,7 +18,6 @@ from transformers import (
 
 from accel_train.core.errors import DataError, SettingError
 from accel_train.core.state import Choice
-from accel_train.data.images.augment import check_augment
 from accel_train.data.images.first_format import first_repr
 from accel_train.data.images.images import evenly_spaced, text_digest
 from accel_train.data.images.labelled import ImageRows
@@ -78,7 +77,6 @@ print(found["labels"], found["scores"], found["boxes"])""",
             ValueError: data is missing or broken, or a setting is for another task.
         """
         data = ObjectDetectionData.of(recipe.data)
-        check_augment(data.augment, boxes=True)
         scores_of.require_pycocotools()
         source, notes = self.read_images(recipe, detection.read_boxed_images)
         sets = source.sets

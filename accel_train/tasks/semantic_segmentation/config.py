@@ -39,6 +39,7 @@ SPEC = TaskSpec(
             "evaluate.num_examples",
             "evaluate.test_time_augmentation",
             "evaluate.window_stride",
+            "data.augment.scale_range",
         )
     ),
     targets="pixels",

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING, AutoModelForSemanticSegmentation
 
-from accel_train.data.images.augment import check_augment
 from accel_train.data.images.first_format import first_repr
 from accel_train.data.images.images import evenly_spaced, text_digest
 from accel_train.data.images.preprocessing import Size
@@ -51,7 +50,6 @@ mask = processor.post_process_semantic_segmentation(model(**inputs), target_size
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
         """Read folders of images and masks, tables, arrays, or the embedded scenes. Pairs are decoded when drawn."""
         data = SemanticSegmentationData.of(recipe.data)
-        check_augment(data.augment, masks=True)
         source, notes = self.read_images(recipe, segmentation.read_masked_images)
         sets, preprocessing = source.sets, source.preprocessing
         num_classes = len(sets.label_names)
