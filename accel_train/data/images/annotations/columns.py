@@ -63,10 +63,14 @@ _CROWDS = ("iscrowd", "crowd", "isgroupof", "difficult", "isdifficult")
 _SIZES = ("imagewidth imageheight", "imgwidth imgheight", "imgw imgh", "width height", "w h")
 _VIA_SHAPE, _VIA_LABEL = "regionshapeattributes", "regionattributes"
 _SEPARATORS = re.compile(r"[\s,;]+")
+_FOLDERS = ("images", "imgs", "JPEGImages")
+"""Folders next to the folder of a table that may hold its images."""
 _ONE_CLASS = "object"
 _NUM_LOOKED_AT = 20
 _SIZES_READ = 1_000
 """Evenly spaced images whose headers are read for the order of numbers."""
+_LEAST_SHARE = 0.05
+"""Share of boxes that must misfit one order, so that a single careless box does not tell it."""
 _SCALE = 1_000
 """Size of an image in which fractions are checked like pixels."""
 _TIMES_AS_MANY = 4
@@ -320,7 +324,8 @@ def _images_of(
     for row, name in enumerate(names):
         groups[name.replace("\\", "/")].append(row)
     folder = source.files[0].parent if source.files else Path.cwd()
-    for place in (folder, folder.parent) if images is None else (images,):
+    near = [place for name in _FOLDERS if (place := folder.parent / name).is_dir()]
+    for place in (folder, *near) if images is None else (images,):
         # The folders of another machine are left out, unless different images have one name.
         for shown in (list(groups), [PurePosixPath(name).name for name in groups]):
             files = find_images(place, source.name, shown) if len({*shown}) == len(groups) else None
@@ -341,6 +346,7 @@ def _size_of(rows: Sequence[Mapping[str, Any]], where: str, found: Columns, faul
     sizes = {stated_size(*(row[name] for name in found.size)) for row in rows if found.size} - {None}
     if len(sizes) > 1:
         faults.files.append(f"{where}: its rows state the sizes {' and '.join(map(str, sorted(filter(None, sizes))))}")
+        return None
     return next(iter(sizes), None)
 
 
@@ -380,12 +386,13 @@ def _order_by_values(
             return order
         misfits[order] = np.count_nonzero(~fits_image(boxes, order, edges.reshape(-1, 2).T))
     order = min(misfits, key=lambda each: misfits[each])
-    if max(misfits.values()) > _TIMES_AS_MANY * misfits[order]:
+    if max(misfits.values()) > max(_TIMES_AS_MANY * misfits[order], _LEAST_SHARE * len(areas)):
         return order
     # Files without header are of tools that write corners.
     if not found.has_header and not any(misfits.values()):
         return "xyxy"
+    counts = " and ".join(f"{number:,} as {ORDERS[each]}" for each, number in misfits.items())
     raise ValueError(
-        f"{source.name}: its boxes do not tell whether they are {ORDERS['xywh']} or {ORDERS['xyxy']}. Set "
-        "data.box_format: xywh or xyxy"
+        f"{source.name}: the order of numbers is not clear; of {len(areas):,} boxes, {counts} do not fit their images. "
+        "Set data.box_format: xywh or xyxy"
     )
