@@ -98,9 +98,10 @@ def _read_files(located: Located, images: Sequence[Images], root: Path) -> list[
         settings = yolo_settings(located.train) if located.train.is_file() else None
         parts = ("train", "val") if settings is not None else ()
         files |= {place for part in parts for place in yolo_places(located.train, settings or {}, part)}
-    if located.train.suffix != ".parquet" and not is_saved_dataset(located.train):
-        for each in images:
-            found = [path for index in range(len(each)) if isinstance(path := each.content(index), Path)]
-            files |= {file for path in found for file in (path, label_file(path), path.with_suffix(".xml"))}
+    for each in images:
+        # Bytes in a table would all be read.
+        found = range(len(each)) if isinstance(each.content(0), Path) else ()
+        paths = [path for index in found if isinstance(path := each.content(index), Path)]
+        files |= {file for path in paths for file in (path, label_file(path), path.with_suffix(".xml"))}
     tops = {Path(os.path.relpath(file, root)).parts[:1] for file in files}
     return [root.joinpath(*parts) for parts in tops if parts not in ((), ("..",))]

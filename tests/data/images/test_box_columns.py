@@ -1,14 +1,14 @@
 """Boxes in the columns of tables: csv files of many tools, and lists in jsonl and parquet."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 
-from tests.support.boxes import SIZES, THINGS, boxes_by_image, write_images
+from tests.support.box_tables import BY_VALUES, FORMATS, csv_lines, write_table
+from tests.support.boxes import SIZES, boxes_by_image, write_images
 from tests.support.boxes import read_boxes as read
 from tests.support.runs import refused
 
@@ -26,120 +26,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def fields_of(number: int) -> dict[str, Any]:
-    """Return a box under the names that templates of rows use. Fractions are exact in binary, or rounded by csv."""
-    thing = THINGS[number]
-    (left, top, w, h), (width, height) = thing.box, SIZES[thing.image]
-    corners = {"l": left, "t": top, "r": left + w, "b": top + h}
-    edges = {"l": width, "t": height, "r": width, "b": height}
-    return {
-        **corners,
-        **{f"f{name}": value / edges[name] for name, value in corners.items()},
-        **{"w": w, "h": h, "cx": left + w / 2, "cy": top + h / 2, "W": width, "H": height},
-        **{"image": thing.image, "stem": Path(thing.image).stem, "class": thing.name},
-        **{"id": ("cat", "dog").index(thing.name), "area": w * h},
-    }
-
-
-def lines(header: str, row: str, empty: str = "") -> str:
-    """Return a csv with a row for each box, and a row for the image without boxes."""
-    return "\n".join([*([header] if header else []), *(row.format(**fields_of(n)) for n in range(3)), empty]) + "\n"
-
-
-def via(path: Path) -> None:
-    rows = [("filename", "file_size", "file_attributes", "region_count", "region_id")]
-    text = ",".join([*rows[0], "region_shape_attributes", "region_attributes"]) + "\n"
-    for number in range(3):
-        each = fields_of(number)
-        shape = {"name": "rect", "x": each["l"], "y": each["t"], "width": each["w"], "height": each["h"]}
-        cells = [json.dumps(value).replace('"', '""') for value in (shape, {"kind": each["class"]})]
-        text += f'{each["image"]},123,"{{}}",1,0,"{cells[0]}","{cells[1]}"\n'
-    path.write_text(text + 'empty.png,123,"{}",0,0,"{}","{}"\n')
-
-
-def jsonl(path: Path) -> None:
-    rows = [
-        {"image": f"images/{each['image']}", "label": each["class"], "x1": each["l"], "y1": each["t"], "x2": each["r"],
-         "y2": each["b"]} for each in map(fields_of, range(3))
-    ] + [{"image": "images/empty.png", "label": None, "x1": None, "y1": None, "x2": None, "y2": None}]  # fmt: skip
-    path.write_text("\n".join(map(json.dumps, rows)))
-
-
-def parquet(path: Path, *, is_bytes: bool) -> None:
-    rows = []
-    for name in SIZES:
-        own = [thing for thing in THINGS if thing.image == name]
-        image = Path("set/images", name).read_bytes() if is_bytes else f"images/{name}"
-        boxes = [[x, y, x + w, y + h] for x, y, w, h in (thing.box for thing in own)]
-        rows.append({"image": image, "bboxes": boxes, "labels": [thing.name for thing in own]})
-    datasets.Dataset.from_list(rows).to_parquet(str(path))
-
-
-TENSORFLOW = "filename,width,height,class,xmin,ymin,xmax,ymax"
-FORMATS: Mapping[str, Callable[[Path], Any] | tuple[str, str, str]] = {
-    "tensorflow.csv": (TENSORFLOW, "{image},{W},{H},{class},{l},{t},{r},{b}", "empty.png,16,16,,,,,"),
-    "tabs.tsv": (
-        TENSORFLOW.replace(",", "\t"),
-        "{image}\t{W}\t{H}\t{class}\t{l}\t{t}\t{r}\t{b}",
-        "empty.png\t16\t16\t\t\t\t\t",
-    ),
-    "wheat.csv": (
-        "image_id,width,height,bbox,label",
-        '{stem},{W},{H},"[{l}, {t}, {w}, {h}]",{class}',
-        "empty,16,16,,",
-    ),
-    "corners.csv": ("image_id,bbox,label", '{stem},"[{l}, {t}, {r}, {b}]",{class}', "empty,[],"),
-    "spaces.csv": ("image,box,name", "images/{image},{l} {t} {r} {b},{class}", "images/empty.png,,"),
-    "area.csv": ("image,area,bbox,class", '{image},{area},"[{l}, {t}, {w}, {h}]",{class}', "empty.png,,[],"),
-    "retinanet.csv": ("", "images/{image},{l},{t},{r},{b},{class}", "images/empty.png,,,,,"),
-    "sku.csv": ("", "{image},{l},{t},{r},{b},{class},{W},{H}", "empty.png,,,,,,16,16"),
-    "open_images.csv": (
-        "ImageID,Source,LabelName,Confidence,XMin,XMax,YMin,YMax,IsOccluded,IsGroupOf",
-        "{stem},x,{class},1,{fl},{fr},{ft},{fb},0,0",
-        "empty,x,,,,,,,,",
-    ),
-    "vott.csv": (
-        '"image","xmin","ymin","xmax","ymax","label"',
-        '"{image}",{l},{t},{r},{b},"{class}"',
-        "empty.png,,,,,",
-    ),
-    "sizes.csv": ("image_name,x_min,y_min,width,height,category", "{image},{l},{t},{w},{h},{class}", "empty.png,,,,,"),
-    "centers.csv": ("img;x_center;y_center;w;h;class", "{image};{cx};{cy};{w};{h};{class}", "empty.png;;;;;"),
-    "cars.csv": ("fname,bbox_x1,bbox_y1,bbox_x2,bbox_y2,class", "{image},{l},{t},{r},{b},{class}", "empty.png,,,,,"),
-    "finding.csv": (
-        "image_id,class_name,class_id,rad_id,x_min,y_min,x_max,y_max",
-        "{stem},{class},{id},R{id},{l},{t},{r},{b}",
-        "empty,No finding,14,R1,,,,",
-    ),
-    "windows.csv": (
-        "filename,width,height,class,xmin,ymin,xmax,ymax",
-        "C:\\data\\{image},{W},{H},{class},{l},{t},{r},{b}",
-        "C:\\data\\empty.png,16,16,,,,,",
-    ),
-    "via.csv": via,
-    "rows.jsonl": jsonl,
-    "paths.parquet": lambda path: parquet(path, is_bytes=False),
-    "bytes.parquet": lambda path: parquet(path, is_bytes=True),
-}
-
-
-def write(name: str) -> Path:
-    path, form = Path("set", name), FORMATS[name]
-    path.parent.mkdir(exist_ok=True)
-    if isinstance(form, tuple):
-        path.write_text(lines(*form))
-    else:
-        form(path)
-    return path
-
-
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("is_folder", [False, True])
 def test_every_table_holds_the_same_boxes(name: str, is_folder: bool) -> None:
-    path = write(name)
+    path = write_table(name)
     sets = read("set" if is_folder else str(path))
     found = boxes_by_image(sets.train, sets.label_names)
     assert sets.label_names == ("cat", "dog")
+    assert (sets.box_format is not None) == (name in BY_VALUES)
     assert {key: {(kind, tuple(map(round, box))) for kind, box in each} for key, each in found.items()} == EXPECTED
     assert all(abs(value - round(value)) < 1e-5 for each in found.values() for _, box in each for value in box)
 
@@ -148,7 +42,7 @@ def broken(name: str, old: str, new: str) -> Callable[[], str]:
     """Return a writer of a table in which a text is replaced."""
 
     def write_broken() -> str:
-        path = write(name)
+        path = write_table(name)
         text = path.read_text()
         assert old in text
         path.write_text(text.replace(old, new, 1))
@@ -194,7 +88,7 @@ def test_a_fault_names_file_and_line(change: tuple[str, str, str], named: str) -
     ],
 )
 def test_values_tell_the_order_of_four_numbers(header: str, row: str, empty: str) -> None:
-    Path("set/boxes.csv").write_text(lines(header, row, empty))
+    Path("set/boxes.csv").write_text(csv_lines(header, row, empty))
     sets = read("set/boxes.csv")
     assert sets.box_format == ("xyxy" if "{r}" in row or "{fr}" in row else "xywh")
     assert sets.train.boxes_of(0).corners.round(3).tolist() == [[4, 6, 14, 14], [20, 10, 36, 30]]
@@ -224,11 +118,13 @@ def test_an_order_that_values_do_not_tell_is_asked_for() -> None:
 
 
 def test_an_order_against_the_names_of_columns_is_refused() -> None:
-    refused(read, str(write("tensorflow.csv")), box_format="xywh", named="data.box_format=xywh|xmin, ymin, xmax, ymax")
+    refused(
+        read, str(write_table("tensorflow.csv")), box_format="xywh", named="data.box_format=xywh|xmin, ymin, xmax, ymax"
+    )
 
 
 def test_a_class_is_a_column_by_its_name_or_is_asked_for() -> None:
-    named = lines("image,kind,xmin,ymin,xmax,ymax", "{image},{class},{l},{t},{r},{b}")
+    named = csv_lines("image,kind,xmin,ymin,xmax,ymax", "{image},{class},{l},{t},{r},{b}")
     Path("set/boxes.csv").write_text(named)
     refused(read, "set/boxes.csv", named="set/boxes.csv|data.class_column: kind|data.label_names: [object]")
     assert read("set/boxes.csv", class_column="kind").label_names == ("cat", "dog")
@@ -238,17 +134,19 @@ def test_a_class_is_a_column_by_its_name_or_is_asked_for() -> None:
     # A column that is the same in all boxes of an image describes the image.
     Path("set/boxes.csv").write_text(named.replace(",dog,0,0", ",cat,0,0").replace("dog", "cat"))
     assert read("set/boxes.csv").label_names == ("object",)
-    Path("set/boxes.csv").write_text(lines("image,class,category,bbox", '{image},{class},{id}{l},"{l} {t} {w} {h}"'))
+    Path("set/boxes.csv").write_text(
+        csv_lines("image,class,category,bbox", '{image},{class},{id}{l},"{l} {t} {w} {h}"')
+    )
     refused(read, "set/boxes.csv", named="set/boxes.csv: class and category|data.class_column: class")
 
 
 def test_classes_are_whole_numbers_up_to_a_limit() -> None:
     path = Path("set/boxes.csv")
-    path.write_text(lines("image,class_id,xmin,ymin,xmax,ymax", "{image},{id},{l},{t},{r},{b}"))
+    path.write_text(csv_lines("image,class_id,xmin,ymin,xmax,ymax", "{image},{id},{l},{t},{r},{b}"))
     assert read(str(path)).label_names == ("0", "1")
     assert read(str(path), label_names=("cat", "dog")).train.boxes_of(0).class_ids.tolist() == [0, 1]
     for number in ("4000000000", "-1"):
-        path.write_text(lines("image,class_id,xmin,ymin,xmax,ymax", number.join(("{image},", ",{l},{t},{r},{b}"))))
+        path.write_text(csv_lines("image,class_id,xmin,ymin,xmax,ymax", number.join(("{image},", ",{l},{t},{r},{b}"))))
         refused(read, str(path), named=f"3 faults|set/boxes.csv:2|{number}")
 
 
@@ -277,7 +175,7 @@ def test_words_with_a_box_each_are_no_objects() -> None:
 
 def test_parts_are_told_by_the_names_of_tables() -> None:
     for part in ("train", "val", "test"):
-        write("tensorflow.csv").rename(f"set/{part}_labels.csv")
+        write_table("tensorflow.csv").rename(f"set/{part}_labels.csv")
     sets = read("set")
     assert sets.eval is not None
     assert (len(sets.train), len(sets.eval)) == (3, 3)
@@ -290,13 +188,13 @@ def test_parts_are_told_by_the_names_of_tables() -> None:
 
 def test_images_of_another_folder_need_its_name() -> None:
     Path("set/images").rename("elsewhere")
-    path = write("tensorflow.csv")
+    path = write_table("tensorflow.csv")
     refused(read, str(path), named="set/tensorflow.csv|'filename'|a.png|data.annotations")
     sets = read("elsewhere", annotations=str(path))
     assert boxes_by_image(sets.train, sets.label_names) == EXPECTED
 
 
 def test_images_to_predict_are_each_read_once() -> None:
-    sets = read(str(write("tensorflow.csv")), annotations=None, label_names=("cat", "dog"))
+    sets = read(str(write_table("tensorflow.csv")), annotations=None, label_names=("cat", "dog"))
     assert [Path(sets.train.where(index)).name for index in range(len(sets.train))] == list(SIZES)
     assert sets.train.boxes is None
