@@ -255,6 +255,7 @@ def broken_table(objects: Any) -> Callable[[], str]:
         (broken_yolo("0 10 10 5 5"), "b.txt, line 2|outside"),
         (broken_yolo("1 0.5 0.5 1.0 1.0"), "b.txt, line 2|repeats line 1"),
         (broken_voc("<xmax>20", "<xmax>29"), "v/Annotations/b.xml, object 1 (v/JPEGImages/b.png)|outside"),
+        (broken_voc("<xmax>20", f"<xmax>{'9' * 400}"), "b.xml, object 1|not finite"),
         (broken_voc("<xmax>20</xmax>", ""), "b.xml, object 1|bndbox"),
         (broken_voc("<name>dog</name>", ""), "b.xml, object 1|no name"),
         (broken_voc("</annotation>", ""), "b.xml|not XML"),

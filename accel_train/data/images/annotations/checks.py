@@ -20,6 +20,8 @@ from accel_train.data.images.images import Images, in_threads
 _MOST_SHOWN = 20
 _FEWEST_BOXES = 3
 """Number of boxes above which their order of numbers is guessed."""
+_LARGEST_FRACTION = 2
+"""Fraction of an image above which the number is of another unit."""
 _TURNS = {5: (False, False), 6: (True, False), 7: (True, True), 8: (False, True)}
 """Flips of x and y after x and y are swapped, for each EXIF orientation that swaps width and height."""
 
@@ -76,6 +78,7 @@ def repeated_images(checked: Sequence[Checked]) -> list[str]:
     ]
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def other_order(source: Annotated, found: Checked) -> str | None:
     """Return why the boxes of a source are in another order than its format says, or None.
 
@@ -171,6 +174,8 @@ def _checked(record: BoxedImage, size: tuple[int, int], image: str) -> tuple[Box
             problem = "has a number that is not finite"
         elif outside[number]:
             problem = f"lies outside the image of {size[0]} x {size[1]} pixels"
+            if record.is_relative and max(row.corners) > _LARGEST_FRACTION:
+                problem += "; its numbers are no fractions of the image, but pixels or percent"
         elif is_empty[number]:
             problem = "has no area"
         elif has_area[number] and areas[number] < 0:

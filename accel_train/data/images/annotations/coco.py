@@ -60,11 +60,13 @@ def read_coco(path: Path, images: Path | None = None, *, needs_boxes: bool = Tru
         if key in seen:
             faults.files.append(f"{where}: the id occurs twice")
         elif image not in index_of:
-            faults.files.append(f"{where}: its image_id {each.get('image_id')!r} is not among the images")
+            faults.files.append(f"{where}: its image_id {str(each.get('image_id'))[:80]} is not among the images")
         elif category not in class_of:
-            faults.files.append(f"{where}: its category_id {each.get('category_id')} is not among the categories")
+            faults.files.append(
+                f"{where}: its category_id {str(each.get('category_id'))[:80]} is not among the categories"
+            )
         elif box is None:
-            faults.boxes.append(f"{where}: its bbox {each.get('bbox')} is not [left, top, width, height]")
+            faults.boxes.append(f"{where}: its bbox {str(each.get('bbox'))[:80]} is not [left, top, width, height]")
         else:
             row = box_row(where, box, class_of[category], crowd=each.get("iscrowd"), area=each.get("area"))
             rows[index_of[image]].append(row)

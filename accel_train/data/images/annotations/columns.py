@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from accel_train.core.errors import DataError
-from accel_train.core.format import is_whole
 from accel_train.core.json_io import parse_json
 from accel_train.data.delimited import read_delimited
 from accel_train.data.images.annotations.orders import ORDERS, fits_image, order_by_area, to_corners
@@ -62,6 +61,7 @@ _CLASS_IDS = ("classid", "labelid", "categoryid", "classindex")
 _CROWDS = ("iscrowd", "crowd", "isgroupof", "difficult", "isdifficult")
 _SIZES = ("imagewidth imageheight", "imgwidth imgheight", "imgw imgh", "width height", "w h")
 _VIA_SHAPE, _VIA_LABEL = "regionshapeattributes", "regionattributes"
+_NUMBER = re.compile(r"-?[0-9]+(?:\.0*)?")
 _SEPARATORS = re.compile(r"[\s,;]+")
 _FOLDERS = ("images", "imgs", "JPEGImages")
 """Folders next to the folder of a table that may hold its images."""
@@ -259,8 +259,9 @@ def _labels_of(
     if columns:
         values = [row[columns[0]] for row in cells]
         texts = [value for value in values if not is_empty(value)]
-        if all(isinstance(value, str) and is_whole(value) for value in texts):
-            values = [value if is_empty(value) else int(value) for value in values]
+        if all(isinstance(value, str) and _NUMBER.fullmatch(value) for value in texts):
+            # More digits are out of range as well.
+            values = [value if is_empty(value) else int(value.partition(".")[0][:19]) for value in values]
         return values, class_names(source, columns[0])
     others = [name for name in found.names if name not in (found.image, *found.box, *found.size)]
     may_be = next((name for name in others if _may_be_class(cells, name, found.image)), None)

@@ -32,6 +32,7 @@ def from_corners(corners: Iterable[Any], order: str) -> tuple[Any, Any, Any, Any
     return *first, right - left, bottom - top
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def fits_image(boxes: NDArray[np.float64], order: str, sizes: NDArray[np.float64]) -> NDArray[np.bool_]:
     """Return whether each box (4, N) has an area and lies in its image of `sizes` (2, N). A size of NaN is unknown."""
     left, top, right, bottom = to_corners(boxes, order)
@@ -40,6 +41,7 @@ def fits_image(boxes: NDArray[np.float64], order: str, sizes: NDArray[np.float64
     return np.asarray(is_inside & ~(right > width) & ~(bottom > height))
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def order_by_area(boxes: NDArray[np.float64], order: str, areas: NDArray[np.float64]) -> str | None:
     """Return another order in which every box (4, N) has its stated area if `order` contradicts them, or None.
 

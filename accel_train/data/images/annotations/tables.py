@@ -131,7 +131,7 @@ def cell_rows(cell: Any, where: str, faults: Faults, order: str, *, is_one: bool
         if is_empty(name) or (isinstance(name, float) and not math.isfinite(name)):
             faults.files.append(f"{place}: has no class")
         elif box is None:
-            faults.boxes.append(f"{place}: its bbox {values} is not {ORDERS[order]}")
+            faults.boxes.append(f"{place}: its bbox {str(values)[:80]} is not {ORDERS[order]}")
         else:
             label = name if isinstance(name, int) else str(name)
             rows.append(box_row(place, box, label, order, crowd, area))

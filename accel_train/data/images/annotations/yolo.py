@@ -209,9 +209,9 @@ def _yolo_rows(path: Path, faults: Faults) -> list[BoxRow]:
         if len(fields) > _YOLO_NUMBERS:
             faults.files.append(f"{where}: {len(fields)} numbers are a polygon or a rotated box, not `class x y w h`")
         elif values is None or len(fields) < _YOLO_NUMBERS:
-            faults.files.append(f"{where}: {line.strip()!r} is not `class x y w h`")
+            faults.files.append(f"{where}: {line.strip()[:80]!r} is not `class x y w h`")
         elif values[0] % 1:
-            faults.files.append(f"{where}: the class {fields[0]} is not a whole number")
+            faults.files.append(f"{where}: the class {fields[0][:20]} is not a whole number")
         elif " ".join(fields) in seen:
             faults.boxes.append(f"{where}: repeats line {seen[' '.join(fields)]}")
         else:
