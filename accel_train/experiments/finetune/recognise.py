@@ -43,6 +43,7 @@ from accel_train.experiments.finetune.images import (
     refuse_other_classes,
     table_of_images,
 )
+from accel_train.experiments.finetune.media import refuse_other_data
 from accel_train.experiments.finetune.recipe import (
     MOST_LISTED,
     TASKS,
@@ -76,6 +77,7 @@ def recognise(asked: Asked) -> Found:
     if asked.task is not None and asked.task not in TASKS:
         meant = did_you_mean(asked.task, TASKS, f"it knows {', '.join(TASKS)}")
         raise ValueError(f"--task {asked.task}: finetune does not know this task; {meant}")
+    refuse_other_data(asked)
     found = _recognise(asked)
     is_beside = found.task == "image-classification" and eval_beside_train(asked.data)[1] is not None
     if is_beside or "data.eval" in {*found.settings, *asked.given}:
