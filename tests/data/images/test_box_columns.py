@@ -1,12 +1,16 @@
 """Boxes in the columns of tables: csv files of many tools, and lists in jsonl and parquet."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from accel_train.data.images.annotations import columns
+from accel_train.data.sources import Source
+from accel_train.data.tables import Row, read_rows
+from accel_train.recipe.data import Data
 from tests.support.box_tables import BY_VALUES, FORMATS, csv_lines, write_table
 from tests.support.boxes import SIZES, boxes_by_image, write_images
 from tests.support.boxes import read_boxes as read
@@ -200,3 +204,25 @@ def test_images_to_predict_are_each_read_once() -> None:
     sets = read(str(write_table("tensorflow.csv")), annotations=None, label_names=("cat", "dog"))
     assert [Path(sets.train.where(index)).name for index in range(len(sets.train))] == list(SIZES)
     assert sets.train.boxes is None
+
+
+def test_a_broken_row_is_named_and_a_box_is_looked_for_in_many_rows() -> None:
+    path = write_table("retinanet.csv")
+    text = path.read_text()
+    path.write_text("".join(f"images/{number}.png,,,,,\n" for number in range(30)) + text)
+    write_images(Path("set/images"), {f"{number}.png": (8, 8) for number in range(30)})
+    assert len(read(str(path)).train) == 33
+    path.write_text(text + "images/a.png,1,2\n")
+    refused(read, str(path), named="set/retinanet.csv:5: the row has 3 fields")
+
+
+def test_images_in_the_table_are_not_read_with_its_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    path, wanted = str(write_table("bytes.parquet")), list[str]()
+
+    def watched(source: Source, names: Sequence[str], data: Data) -> Iterator[Row]:
+        wanted.extend(names)
+        return read_rows(source, names, data)
+
+    monkeypatch.setattr(columns, "read_rows", watched)
+    assert len(read(path).train) == 3
+    assert {*wanted} == {"bboxes", "labels"}

@@ -66,7 +66,8 @@ _SEPARATORS = re.compile(r"[\s,;]+")
 _FOLDERS = ("images", "imgs", "JPEGImages")
 """Folders next to the folder of a table that may hold its images."""
 _ONE_CLASS = "object"
-_NUM_LOOKED_AT = 20
+_NUM_LOOKED_AT = 1_000
+"""Rows that are read for a first box. Many images may have none."""
 _SIZES_READ = 1_000
 """Evenly spaced images whose headers are read for the order of numbers."""
 _LEAST_SHARE = 0.05
@@ -103,20 +104,22 @@ class Columns:
 
 
 def find_columns(source: Source, data: BoxData) -> Columns | None:
-    """Return the columns of a table of boxes, or None for another table. The first rows must hold a box."""
+    """Return the columns of a table of boxes, or None for another table. One of the first rows must hold a box."""
     try:
         found = _without_header(source, data) or _by_name(column_names(source, data), data)
         if found is None:
             return None
-        rows = islice(read_rows(source, found.names, found.opened(data)), _NUM_LOOKED_AT)
-        cells = [dict(zip(found.names, row.cells)) for row in rows]
+        labels = [name for name in found.labels if name in found.names]
+        for row in islice(read_rows(source, (*found.box, *labels), found.opened(data)), _NUM_LOOKED_AT):
+            boxes = _boxes_of(dict(zip(found.box, row.cells)), found) or ()
+            # Words with a box each have lists of other labels.
+            if len(boxes) > 1 and not any(isinstance(cell, list) for cell in row.cells[len(found.box) :]):
+                return None
+            if any(numbers(box, 4) for box in boxes):
+                return found
     except ValueError:
         return None
-    boxes = [_boxes_of(row, found) or () for row in cells]
-    # Words with a box each have lists of other labels.
-    is_labelled = any(isinstance(cells[0].get(name), list) for name in found.labels) if cells else False
-    has_lists = any(len(each) > 1 for each in boxes)
-    return found if any(numbers(box, 4) for each in boxes for box in each) and has_lists <= is_labelled else None
+    return None
 
 
 def _without_header(source: Source, data: BoxData) -> Columns | None:
@@ -192,8 +195,11 @@ def read_columns(
     Raises:
         ValueError: the images are not found, or the table does not tell the classes or the order of numbers.
     """
-    further = [name for name in (data.class_column, data.id_column) if name and not found.is_via]
-    wanted = list(dict.fromkeys((*found.names, *further)))
+    used = [*found.box, *found.size, *(found.further or {}).values(), *([data.id_column] if data.id_column else [])]
+    # Images in the table itself are read on request.
+    used += [found.image] if _names_images(source, found) else []
+    others = [name for name in found.names if name != found.image] if needs_boxes and not found.labels else []
+    wanted = list(dict.fromkeys((*used, *found.labels, *others)))
     rows = list(read_rows(source, wanted, found.opened(data)))
     cells, wheres = [dict(zip(wanted, row.cells)) for row in rows], [row.where for row in rows]
     faults, labels, names = Faults(), list[Any]([None] * len(rows)), None
@@ -263,7 +269,8 @@ def _labels_of(
             # More digits are out of range as well.
             values = [value if is_empty(value) else int(value.partition(".")[0][:19]) for value in values]
         return values, class_names(source, columns[0])
-    others = [name for name in found.names if name not in (found.image, *found.box, *found.size)]
+    known = (found.image, data.id_column, *found.box, *found.size, *(found.further or {}).values())
+    others = [name for name in found.names if name not in known]
     may_be = next((name for name in others if _may_be_class(cells, name, found.image)), None)
     if len(data.label_names or ()) > 1 or (may_be is not None and data.label_names is None):
         raise ValueError(
@@ -290,7 +297,7 @@ def _may_be_class(cells: Sequence[Mapping[str, Any]], name: str, image: str) -> 
     """Return whether a column repeats some texts that are not the same in all boxes of each image."""
     values = [str(row[name]) for row in cells]
     is_text = not any(numbers([value], 1) or is_empty(value) for value in values)
-    images = [str(row[image]) for row in cells]
+    images = [row.get(image, index) for index, row in enumerate(cells)]
     is_of_image = len({*zip(images, values)}) == len({*images}) < len(images)
     return is_text and 1 < len({*values}) < len(values) and not is_of_image
 
@@ -317,7 +324,7 @@ def _images_of(
     Raises:
         ValueError: no file of the named images exists.
     """
-    names = [row[found.image] for row in cells]
+    names = [row.get(found.image) for row in cells]
     if not all(isinstance(name, str) and name for name in names):
         opened = found.opened(data).model_copy(update={"image_column": found.image})
         return table_pool(source, opened, Target(None, is_mask=False)).images, [[row] for row in range(len(names))], []
@@ -341,6 +348,18 @@ def _images_of(
         f"{source.name}: the images of column {found.image!r} are not found (first: {names[0]}). Put them into one "
         "folder next to the table, or set data.train to their folder and data.annotations to the table"
     )
+
+
+def _names_images(source: Source, found: Columns) -> bool:
+    """Return whether the images of a table are texts, not bytes."""
+    if source.dataset is not None:
+        return getattr(source.dataset.features[found.image], "dtype", None) in ("string", "large_string")
+    if file_kind(source.files[0]) != "parquet":
+        return True
+    from pyarrow import parquet, types
+
+    kind = parquet.read_schema(source.files[0]).field(found.image).type
+    return bool(types.is_string(kind) or types.is_large_string(kind))
 
 
 def _size_of(rows: Sequence[Mapping[str, Any]], where: str, found: Columns, faults: Faults) -> tuple[int, int] | None:
