@@ -32,8 +32,8 @@ from accel_train.data.images.misread import are_parts, refuse_annotations
 from accel_train.data.images.pairs import BESIDE, pair_of_folders, pairs_below
 from accel_train.data.images.pools import read_pools
 from accel_train.data.images.tables import find_images
+from accel_train.data.media import NO_TASK, medium_of
 from accel_train.experiments.finetune.columns import Column, Table, read_table, recognise_label
-from accel_train.experiments.finetune.media import medium_of, refuse_media
 from accel_train.experiments.finetune.recipe import Asked, Found
 from accel_train.tasks.semantic_segmentation.data import masked_pool
 
@@ -310,7 +310,7 @@ def image_column(table: Table) -> tuple[Column, Sequence[Any]] | None:
     Raises:
         ValueError: several columns name images, or the named files do not exist.
     """
-    others = [column for column in table.columns.values() if medium_of(column) is None]
+    others = [column for column in table.columns.values() if medium_of(column.cells) is None]
     columns = [column for column in others if column.is_image]
     if len(columns) > 1:
         raise ValueError(
@@ -329,7 +329,13 @@ def recognise_images(asked: Asked, table: Table) -> dict[str, Any] | None:
     """Return the facts of a table with a column of images and a column of labels, or None without images."""
     if asked.text or asked.task not in (None, "image-classification"):
         return None
-    refuse_media(table)
+    media = [(column, kind) for column in table.columns.values() if (kind := medium_of(column.cells)) is not None]
+    if media and not any(column.is_text for column in table.columns.values()):
+        column, kind = media[0]
+        raise ValueError(
+            f"{table.path}: column {column.name!r} names {kind} files, and {NO_TASK.format(kind)}. For a column of "
+            "texts: --text COLUMN"
+        )
     found = image_column(table)
     if found is None:
         return None

@@ -17,6 +17,7 @@ from accel_train.data.encoding import read_lines, read_text
 from accel_train.data.images.images import IMAGE_SUFFIXES, list_images
 from accel_train.data.images.labelled import eval_beside_train
 from accel_train.data.images.pairs import LISTED_SUFFIXES, lists_pairs
+from accel_train.data.media import refuse_other_data
 from accel_train.data.sources import file_kind, files_of, is_about_data, is_saved_dataset, resolve_sources
 from accel_train.data.tables import has_object_lines, read_rows
 from accel_train.data.text.documents import read_documents
@@ -43,7 +44,6 @@ from accel_train.experiments.finetune.images import (
     refuse_other_classes,
     table_of_images,
 )
-from accel_train.experiments.finetune.media import refuse_other_data
 from accel_train.experiments.finetune.recipe import (
     MOST_LISTED,
     TASKS,
@@ -63,8 +63,6 @@ _TRAIN = re.compile(r"(?:^|[^a-z])train(?:ing)?(?:[^a-z]|$)")
 _UNLABELED = ("unsup", "unlabeled", "unlabelled")
 """Names of text folders without a class."""
 _SHARD = re.compile(r"(.+)-[0-9]{5}-of-([0-9]{5})\.parquet")
-
-
 _TABLES = ("csv", "jsonl", "parquet")
 
 
@@ -77,7 +75,7 @@ def recognise(asked: Asked) -> Found:
     if asked.task is not None and asked.task not in TASKS:
         meant = did_you_mean(asked.task, TASKS, f"it knows {', '.join(TASKS)}")
         raise ValueError(f"--task {asked.task}: finetune does not know this task; {meant}")
-    refuse_other_data(asked)
+    refuse_other_data(asked.path, is_asked=asked.task is not None)
     found = _recognise(asked)
     is_beside = found.task == "image-classification" and eval_beside_train(asked.data)[1] is not None
     if is_beside or "data.eval" in {*found.settings, *asked.given}:

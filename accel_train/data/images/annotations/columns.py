@@ -324,7 +324,7 @@ def _images_of(
     Raises:
         ValueError: no file of the named images exists.
     """
-    names = [row.get(found.image) for row in cells]
+    names: list[Any] = [row.get(found.image) for row in cells]
     if not all(isinstance(name, str) and name for name in names):
         opened = found.opened(data).model_copy(update={"image_column": found.image})
         return table_pool(source, opened, Target(None, is_mask=False)).images, [[row] for row in range(len(names))], []
@@ -400,11 +400,11 @@ def _order_by_values(
     known |= zip(read, in_threads(upright, read))
     edges = np.array([known[index] or (np.nan, np.nan) for index, each in enumerate(stored) for _ in each], np.float64)
     areas = np.array([np.nan if box.area is None else box.area for each in stored for box in each], np.float64)
-    misfits = {}
+    misfits = dict[str, int]()
     for order, other in (("xywh", "xyxy"), ("xyxy", "xywh")):
         if order_by_area(boxes, other, areas) == order:
             return order
-        misfits[order] = np.count_nonzero(~fits_image(boxes, order, edges.reshape(-1, 2).T))
+        misfits[order] = int(np.count_nonzero(~fits_image(boxes, order, edges.reshape(-1, 2).T)))
     order = min(misfits, key=lambda each: misfits[each])
     if max(misfits.values()) > max(_TIMES_AS_MANY * misfits[order], _LEAST_SHARE * len(areas)):
         return order
