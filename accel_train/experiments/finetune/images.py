@@ -28,11 +28,10 @@ from accel_train.data.images.images import (
 )
 from accel_train.data.images.labelled import eval_beside_train
 from accel_train.data.images.masks import mask_values
-from accel_train.data.images.misread import are_parts, refuse_annotations
+from accel_train.data.images.misread import NO_TASK, are_parts, medium_of, refuse_annotations
 from accel_train.data.images.pairs import BESIDE, pair_of_folders, pairs_below
 from accel_train.data.images.pools import read_pools
 from accel_train.data.images.tables import find_images
-from accel_train.data.media import NO_TASK, medium_of
 from accel_train.experiments.finetune.columns import Column, Table, read_table, recognise_label
 from accel_train.experiments.finetune.recipe import Asked, Found
 from accel_train.tasks.semantic_segmentation.data import masked_pool

@@ -16,8 +16,8 @@ from accel_train.data.delimited import FASTTEXT_PREFIX, read_label_lines, table_
 from accel_train.data.encoding import read_lines, read_text
 from accel_train.data.images.images import IMAGE_SUFFIXES, list_images
 from accel_train.data.images.labelled import eval_beside_train
+from accel_train.data.images.misread import refuse_other_data
 from accel_train.data.images.pairs import LISTED_SUFFIXES, lists_pairs
-from accel_train.data.media import refuse_other_data
 from accel_train.data.sources import file_kind, files_of, is_about_data, is_saved_dataset, resolve_sources
 from accel_train.data.tables import has_object_lines, read_rows
 from accel_train.data.text.documents import read_documents
