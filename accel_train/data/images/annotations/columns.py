@@ -207,9 +207,9 @@ def read_columns(
     if needs_boxes:
         labels, names = _labels_of(source, cells, found, data)
     boxes = [_rows_of(*each, found, faults) for each in zip(cells, raw, labels, wheres)]
-    used = {box.label for each in boxes for box in each}
+    with_boxes = {box.label for each in boxes for box in each}
     for each, label, where in zip(raw, labels, wheres):
-        if each == [] and not isinstance(label, list) and label in used and found.labels:
+        if each == [] and not isinstance(label, list) and label in with_boxes and found.labels:
             faults.files.append(f"{where}: has the class {label!r}, but no box")
     pool, groups, notes = _images_of(source, data, cells, found, images)
     places = [wheres[group[0]] for group in groups]
