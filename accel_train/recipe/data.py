@@ -315,3 +315,21 @@ class ImageData(NamedClassesData):
     image_std: tuple[PositiveFloat, ...] | None = Field(default=None, examples=[[0.229, 0.224, 0.225]])
     """Standard deviation of each color, as a fraction of 255. Default: as for image_mean."""
     augment: Augment = Augment()
+
+
+class BoxData(ImageData):
+    """Settings of tables with boxes."""
+
+    objects_column: str = "objects"
+    """Column of a table with the boxes of an image: a mapping of `bbox` and `category` (or `categories`) to lists. A
+    table with other columns of boxes, such as xmin, ymin, xmax and ymax, does not need it.
+    """
+    class_column: str | None = Field(default=None, examples=["species"])
+    """Column with the class of a box, in a table with columns of boxes. Default: found by its name (class, label,
+    category, ...).
+    """
+    box_format: Literal["auto", "xyxy", "xywh", "cxcywh"] = "auto"
+    """Order of the four numbers of a box in a table whose column names do not tell. xyxy: left, top, right, bottom.
+    xywh: left, top, width, height. cxcywh: center x, center y, width, height. auto: xywh in `objects_column`; in other
+    columns, the order in which the boxes fit their images.
+    """

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from accel_train.data.images.labelled import ImageSets
+from accel_train.data.images.labelled import ImageRows, ImageSets
 from accel_train.tasks.object_detection.config import ObjectDetectionData
 from accel_train.tasks.object_detection.data import read_boxed_images
 
@@ -35,6 +35,18 @@ THINGS = (
 def read_boxes(train: str, eval_fraction: float = 0.0, **data: Any) -> ImageSets:
     """Read images and boxes as the task does. Nothing is held out unless it is said."""
     return read_boxed_images(ObjectDetectionData(train=train, eval_fraction=eval_fraction, **data))
+
+
+def boxes_by_image(side: ImageRows, names: tuple[str, ...]) -> dict[str, Any]:
+    """Return (class name, corners) of all boxes of each image. Images in a table are named by their number."""
+    found = {}
+    for index in range(len(side)):
+        boxes, content = side.boxes_of(index), side.images.content(int(side.rows[index]))
+        name = content.name if isinstance(content, Path) else [*SIZES][index]
+        corners = (tuple(each) for each in boxes.corners.tolist())
+        found[name] = {(names[number], each) for number, each in zip(boxes.class_ids, corners)}
+        assert (boxes.width, boxes.height) == SIZES[name]
+    return found
 
 
 def write_images(folder: Path, sizes: dict[str, tuple[int, int]] | None = None, orientation: int = 1) -> None:

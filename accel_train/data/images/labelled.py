@@ -73,6 +73,8 @@ class ImageSets:
     """Class names in the order of their ids."""
     category_ids: tuple[int, ...] | None = None
     """Id of each class in the COCO file that the evaluation images come from. None in other formats."""
+    box_format: str | None = None
+    """Order of the numbers of boxes in a table, if their values decided it."""
 
     @property
     def identity(self) -> str:

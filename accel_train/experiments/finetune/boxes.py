@@ -1,4 +1,4 @@
-"""Recognition of images with boxes: COCO, YOLO, Pascal VOC, and tables such as metadata.jsonl."""
+"""Recognition of images with boxes: COCO, YOLO, Pascal VOC, and tables."""
 
 import os
 from collections import Counter
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from accel_train.core.format import format_count
 from accel_train.core.state import Choice
+from accel_train.data.images.annotations.columns import KIND as COLUMNS
 from accel_train.data.images.annotations.folders import LAYOUTS, Located, locate
 from accel_train.data.images.annotations.yolo import CLASSES_FILES, label_file, yolo_places, yolo_settings
 from accel_train.data.images.images import Images
@@ -29,10 +30,11 @@ def find_boxes(asked: Asked, path: Path) -> Located | None:
         return None
     if "data.annotations" in asked.given and asked.data.annotations is not None:
         path = Path(asked.data.annotations).expanduser()
-    found = locate(path, asked.data.objects_column)
+    found = locate(path, asked.data)
     if found is None and asked.task == TASK:
         raise ValueError(f"--task {TASK}: {path} has no boxes; expected {LAYOUTS}")
-    return found
+    # A table may hold texts about boxes.
+    return None if found is not None and found.kind == COLUMNS and asked.text and asked.task is None else found
 
 
 def recognise_boxes(asked: Asked, located: Located) -> Found:
@@ -41,8 +43,11 @@ def recognise_boxes(asked: Asked, located: Located) -> Found:
     Raises:
         ValueError: annotations have faults. The message has a line for each.
     """
-    refuse_columns(asked, asked.path, "images with boxes")
     settings: Choices = {"data.train": Choice(asked.path, "")}
+    if located.kind == COLUMNS and len(asked.label) == 1:
+        settings["data.class_column"] = Choice(asked.label[0], "from --label")
+    else:
+        refuse_columns(asked, asked.path, "images with boxes")
     if "data.annotations" not in asked.given:
         settings["data.train"] = Choice(str(located.train), "")
         if located.eval is not None and "data.eval" not in asked.given:
@@ -51,6 +56,8 @@ def recognise_boxes(asked: Asked, located: Located) -> Found:
     update = {name.removeprefix("data."): choice.value for name, choice in settings.items()}
     fields = {name: getattr(asked.data, name) for name in ObjectDetectionData.model_fields}
     sets = read_boxed_images(ObjectDetectionData.model_validate({**fields, **update}))
+    if sets.box_format is not None:
+        settings["data.box_format"] = Choice(sets.box_format, "the order of numbers in which the boxes fit the images")
     num_images = len(sets.train) + (len(sets.eval) if sets.eval is not None and "data.eval" not in settings else 0)
     sides = [sets.train] if sets.eval is None or "data.eval" in settings else [sets.train, sets.eval]
     counts = Counter(
@@ -91,9 +98,10 @@ def _read_files(located: Located, images: Sequence[Images], root: Path) -> list[
         settings = yolo_settings(located.train) if located.train.is_file() else None
         parts = ("train", "val") if settings is not None else ()
         files |= {place for part in parts for place in yolo_places(located.train, settings or {}, part)}
-    if located.train.suffix != ".parquet" and not is_saved_dataset(located.train):
-        for each in images:
-            found = [path for index in range(len(each)) if isinstance(path := each.content(index), Path)]
-            files |= {file for path in found for file in (path, label_file(path), path.with_suffix(".xml"))}
+    for each in images:
+        # Bytes in a table would all be read.
+        found = range(len(each)) if isinstance(each.content(0), Path) else ()
+        paths = [path for index in found if isinstance(path := each.content(index), Path)]
+        files |= {file for path in paths for file in (path, label_file(path), path.with_suffix(".xml"))}
     tops = {Path(os.path.relpath(file, root)).parts[:1] for file in files}
     return [root.joinpath(*parts) for parts in tops if parts not in ((), ("..",))]

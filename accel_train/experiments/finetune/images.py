@@ -14,6 +14,7 @@ import numpy as np
 from accel_train.core.errors import DataError
 from accel_train.core.format import format_count
 from accel_train.core.state import Choice
+from accel_train.data.images.annotations.folders import LAYOUTS
 from accel_train.data.images.decoding import open_header
 from accel_train.data.images.images import (
     ImagePool,
@@ -27,7 +28,7 @@ from accel_train.data.images.images import (
 )
 from accel_train.data.images.labelled import eval_beside_train
 from accel_train.data.images.masks import mask_values
-from accel_train.data.images.misread import are_parts, refuse_annotations
+from accel_train.data.images.misread import NO_TASK, are_parts, medium_of, refuse_annotations
 from accel_train.data.images.pairs import BESIDE, pair_of_folders, pairs_below
 from accel_train.data.images.pools import read_pools
 from accel_train.data.images.tables import find_images
@@ -308,14 +309,15 @@ def image_column(table: Table) -> tuple[Column, Sequence[Any]] | None:
     Raises:
         ValueError: several columns name images, or the named files do not exist.
     """
-    columns = [column for column in table.columns.values() if column.is_image]
+    others = [column for column in table.columns.values() if medium_of(column.cells) is None]
+    columns = [column for column in others if column.is_image]
     if len(columns) > 1:
         raise ValueError(
             f"{table.path}: {' and '.join(column.name for column in columns)} both name images. To train with masks: "
             f"accel-train run segmentation --data.train {table.path} --data.image_column {columns[0].name} "
             f"--data.mask_column {columns[1].name}"
         )
-    for column in columns or (column for column in table.columns.values() if column.is_ids):
+    for column in columns or (column for column in others if column.is_ids):
         found = find_images(table.path.parent, str(table.path), column.cells)
         if columns or found is not None:
             return column, column.cells if found is None else found
@@ -326,15 +328,23 @@ def recognise_images(asked: Asked, table: Table) -> dict[str, Any] | None:
     """Return the facts of a table with a column of images and a column of labels, or None without images."""
     if asked.text or asked.task not in (None, "image-classification"):
         return None
+    media = [(column, kind) for column in table.columns.values() if (kind := medium_of(column.cells)) is not None]
+    if media and not any(column.is_text for column in table.columns.values()):
+        column, kind = media[0]
+        raise ValueError(
+            f"{table.path}: column {column.name!r} names {kind} files, and {NO_TASK.format(kind)}. For a column of "
+            "texts: --text COLUMN"
+        )
     found = image_column(table)
     if found is None:
         return None
     column, cells = found
     names = {name.lower() for name in table.columns}
-    if any(box <= names for box in _BOXES):
+    # Boxes in a known form were recognized before.
+    if any(box <= names for box in _BOXES) and (asked.task is None or len({*map(str, cells)}) < len(cells)):
         raise ValueError(
-            f"{table.path} holds boxes (columns {table.names}), and finetune does not detect objects. "
-            "For classes of whole images, remove the box columns and keep one row per image."
+            f"{table.path} holds boxes (columns {table.names}) that are not read; expected {LAYOUTS}. For classes of "
+            "whole images, keep one row for each image, and use --task image-classification"
         )
     folder = table.path.parent
     missing = [index for index, cell in enumerate(cells) if isinstance(cell, str) and not os.path.isfile(folder / cell)]

@@ -16,6 +16,7 @@ from accel_train.data.delimited import FASTTEXT_PREFIX, read_label_lines, table_
 from accel_train.data.encoding import read_lines, read_text
 from accel_train.data.images.images import IMAGE_SUFFIXES, list_images
 from accel_train.data.images.labelled import eval_beside_train
+from accel_train.data.images.misread import refuse_other_data
 from accel_train.data.images.pairs import LISTED_SUFFIXES, lists_pairs
 from accel_train.data.sources import file_kind, files_of, is_about_data, is_saved_dataset, resolve_sources
 from accel_train.data.tables import has_object_lines, read_rows
@@ -62,8 +63,6 @@ _TRAIN = re.compile(r"(?:^|[^a-z])train(?:ing)?(?:[^a-z]|$)")
 _UNLABELED = ("unsup", "unlabeled", "unlabelled")
 """Names of text folders without a class."""
 _SHARD = re.compile(r"(.+)-[0-9]{5}-of-([0-9]{5})\.parquet")
-
-
 _TABLES = ("csv", "jsonl", "parquet")
 
 
@@ -76,6 +75,7 @@ def recognise(asked: Asked) -> Found:
     if asked.task is not None and asked.task not in finetune_tasks():
         meant = did_you_mean(asked.task, finetune_tasks(), f"it knows {', '.join(finetune_tasks())}")
         raise ValueError(f"--task {asked.task}: finetune does not know this task; {meant}")
+    refuse_other_data(asked.path, is_asked=asked.task is not None)
     found = _recognise(asked)
     is_beside = found.task == "image-classification" and eval_beside_train(asked.data)[1] is not None
     if is_beside or "data.eval" in {*found.settings, *asked.given}:

@@ -17,8 +17,9 @@ from torch.utils.data import Dataset
 
 from accel_train.core.errors import DataError
 from accel_train.data.builtin.digit_scenes import NAME as DIGIT_SCENES
-from accel_train.data.images.annotations.checks import check_boxes, look_like_corners, refuse_faults, repeated_images
+from accel_train.data.images.annotations.checks import check_boxes, other_order, refuse_faults, repeated_images
 from accel_train.data.images.annotations.coco import read_coco
+from accel_train.data.images.annotations.columns import KIND as COLUMNS
 from accel_train.data.images.annotations.folders import LAYOUTS, Located, locate, read_annotated
 from accel_train.data.images.annotations.records import Annotated, with_names
 from accel_train.data.images.augment import Pixels, color_jitter, draw_start, place_crop
@@ -63,24 +64,47 @@ def read_boxed_images(data: ObjectDetectionData, known_names: tuple[str, ...] | 
     sides = [[with_names(each, names, key) for each in side] for side in (sources, others) if side]
     pools, dropped = checked_pools(sides, data)
     sets = divide_pools(pools[0], None if held is None else pools[-1], data)
-    sets = replace(sets, category_ids=_category_ids([*others, *sources], names))
+    orders = sorted({each.order for each in (*sources, *others) if each.is_by_values})
+    if len(orders) > 1:
+        raise ValueError(f"{data.train_key}: its tables have boxes of several orders ({', '.join(orders)}); write one")
+    sets = replace(sets, category_ids=_category_ids([*others, *sources], names), box_format=next(iter(orders), None))
     return sets.named(names, (*notes, *further_notes, *dropped, *_untrained_classes(sets, names, data)))
 
 
 def _to_predict(data: ObjectDetectionData, names: tuple[str, ...]) -> ImageSets:
-    """Return images without boxes: of a folder, a table or an array, or the list of a COCO file."""
-    sources = (data.train,) if isinstance(data.train, str) else data.train
-    files = [Path(name).expanduser() for name in sources]
-    if all(file.suffix.lower() == ".json" and os.path.isfile(file) for file in files):
-        found = [read_coco(file, needs_boxes=False) for file in files]
+    """Return images without boxes: of a folder, a table or an array, or those that a file of boxes lists."""
+    listed = [
+        _listed(Path(name).expanduser(), data)
+        for name in (data.train if isinstance(data.train, tuple) else [data.train])
+    ]
+    if all(listed):
+        found = [each for one in listed for each in one]
         refuse_faults([fault for each in found for fault in each.faults.files], data.train_key, "repair them")
-        ids = [name for each in found for name in each.ids or ()]
-        images = join_images([each.images for each in found])
-        pool = ImagePool(images, ", ".join(each.description for each in found), ids=ids)
+        pool = _joined(found)
         sets = divide_pools(pool, None if data.eval is None else pool, data)
-        return replace(sets, category_ids=_category_ids(found, names)).named(names, ())
+        return replace(sets, category_ids=_category_ids(found, names)).named(names, pool.notes)
     pool = read_pools(data.train, data, data.train_key, Target(None, is_mask=False))
     return divide_pools(pool, None if data.eval is None else pool, data).named(names, ())
+
+
+def _listed(file: Path, data: ObjectDetectionData) -> list[Annotated]:
+    """Return the images that a COCO file or a table of boxes lists; empty for another source."""
+    if file.suffix.lower() == ".json" and os.path.isfile(file):
+        return [read_coco(file, needs_boxes=False)]
+    located = locate(file, data) if os.path.isfile(file) else None
+    is_table = located is not None and located.kind == COLUMNS
+    return read_annotated(located, "train", data, needs_boxes=False) if located is not None and is_table else []
+
+
+def _joined(sources: Sequence[Annotated], boxes: tuple[Boxes, ...] | None = None) -> ImagePool:
+    ids = [name for each in sources for name in each.ids or map(each.images.where, range(len(each.images)))]
+    return ImagePool(
+        join_images([source.images for source in sources]),
+        ", ".join(source.description for source in sources),
+        ids=ids if any(source.ids for source in sources) else None,
+        notes=tuple(note for source in sources for note in source.notes),
+        boxes=boxes,
+    )
 
 
 def _category_ids(sources: Sequence[Annotated], names: tuple[str, ...]) -> tuple[int, ...] | None:
@@ -126,7 +150,7 @@ def _parts(data: ObjectDetectionData) -> tuple[list[_Part], list[_Part] | None, 
 
 
 def _read(part: _Part, data: ObjectDetectionData) -> list[Annotated]:
-    return read_annotated(part.found, part.part, data, data.objects_column, part.images)
+    return read_annotated(part.found, part.part, data, part.images)
 
 
 def _part(name: str, annotations: str, key: str, data: ObjectDetectionData) -> _Part:
@@ -135,7 +159,7 @@ def _part(name: str, annotations: str, key: str, data: ObjectDetectionData) -> _
         setting = {"data.train": "data.annotations"}.get(key, "data.eval_annotations")
         setting = key if annotations == "auto" else setting
         raise ValueError(f"{setting}: {place} does not exist (seen from {Path.cwd()}); check the path")
-    found = locate(place, data.objects_column)
+    found = locate(place, data)
     if found is None:
         raise ValueError(f"{key}: {place} has no boxes; expected {LAYOUTS}. Images without boxes are for predict")
     return _Part(key, found, "train", None if annotations == "auto" else Path(name).expanduser())
@@ -174,23 +198,11 @@ def checked_pools(
         for source, found in zip(sources, checked):
             file_faults += [*source.faults.files, *found.file_faults]
             box_faults += [*source.faults.boxes, *found.box_faults]
-            if source.kind in ("COCO", "table") and look_like_corners(source.records, found):
-                file_faults.append(
-                    f"{source.records[0].where}: every box fits its image as [left, top, right, bottom]; write [left, "
-                    "top, width, height]"
-                )
+            file_faults += [fault for fault in (other_order(source, found),) if fault is not None]
         file_faults += repeated_images(checked)
         boxes = tuple(each for found in checked for each in found.boxes)
         num_crowds += sum(int(each.is_crowd.sum()) for each in boxes)
-        ids = [name for each in sources for name in each.ids or map(each.images.where, range(len(each.images)))]
-        pool = ImagePool(
-            join_images([source.images for source in sources]),
-            ", ".join(source.description for source in sources),
-            ids=ids if any(source.ids for source in sources) else None,
-            notes=tuple(note for source in sources for note in source.notes),
-            boxes=boxes,
-        )
-        pools.append(pool)
+        pools.append(_joined(sources, boxes))
     is_dropping = data.invalid_boxes == "drop"
     remedy = "repair them"
     if box_faults and not is_dropping:

@@ -405,3 +405,51 @@ def test_a_missing_file_of_a_table_is_named() -> None:
     write_metadata(Path("set"))
     Path("set/b.png").unlink()
     refused(read, "set", named="set/metadata.jsonl:2: set/b.png: the file does not exist")
+
+
+def with_areas(of: Callable[[float, float, float, float], float]) -> Path:
+    """Write COCO whose boxes are [left, top, right, bottom] inside their images, with a stated area of each."""
+    content = coco_content()
+    for each in content["annotations"]:
+        left, top, width, height = (value / 2 for value in each["bbox"])
+        each |= {"bbox": [left, top, left + width, top + height], "area": of(left, top, width, height)}
+    write_coco(Path("c.json"), Path("images"), content)
+    return Path("c.json")
+
+
+def test_areas_tell_that_boxes_are_corners() -> None:
+    # No box leaves its image, so the areas alone tell it. Right and bottom are outside of a box, or its last pixels.
+    for area in (lambda left, top, w, h: w * h, lambda left, top, w, h: (w + 1) * (h + 1)):
+        path = with_areas(area)
+        refused(read, str(path), named="1 fault|c.json: every box has its stated area as [left, top, right, bottom]")
+    # The areas of masks are smaller than their boxes.
+    assert len(read(str(with_areas(lambda left, top, w, h: w * h * 0.7))).train) == 3
+    # Right boxes with their areas, and one area that fits both.
+    assert len(read(str(with_areas(lambda left, top, w, h: (left + w) * (top + h)))).train) == 3
+
+
+def test_areas_of_objects_tell_that_boxes_are_corners() -> None:
+    def corners(cell: dict[str, Any]) -> None:
+        cell["area"] = [w * h / 4 for _, _, w, h in cell["bbox"]]
+        cell["bbox"] = [[x / 2, y / 2, (x + w) / 2, (y + h) / 2] for x, y, w, h in cell["bbox"]]
+
+    changed(corners)
+    refused(read, "set", named="1 fault|set/metadata.jsonl: every box has its stated area|data.box_format: xyxy")
+    assert read("set", box_format="xyxy").train.boxes_of(0).corners.tolist() == [[2, 3, 7, 7], [10, 5, 18, 15]]
+
+
+def yolo_lines(text: str) -> None:
+    write_yolo(Path("set"))
+    Path("set/labels/train/a.txt").write_text(text)
+    Path("set/labels/train/b.txt").write_text("")
+
+
+def test_corners_in_the_place_of_yolos_centers_are_a_fault() -> None:
+    yolo_lines("0 0.1 0.2 0.35 0.46\n0 0.5 0.33 0.9 1\n1 0.6 0.1 0.8 0.3\n1 0.1 0.1 0.4 0.5\n")
+    named = "1 fault|every box fits its image as [left, top, right, bottom]; write [center x, center y, width, height]"
+    refused(read, "set", named=named, invalid_boxes="drop")
+
+
+def test_pixels_in_the_place_of_yolos_fractions_are_named() -> None:
+    yolo_lines("0 9 10 10 8\n")
+    refused(read, "set", named="1 fault|set/labels/train/a.txt, line 1|outside|pixels or percent")

@@ -14,13 +14,13 @@ from PIL import Image
 from pycocotools.coco import COCO
 
 from accel_train.data.builtin.digit_scenes import boxed_scenes, digit_scenes
-from accel_train.data.images.labelled import ImageRows
 from accel_train.tasks.object_detection.config import ObjectDetectionData
 from accel_train.tasks.object_detection.data import read_boxed_images
 from tests.support.boxes import (
     SIZES,
     THINGS,
     Thing,
+    boxes_by_image,
     coco_content,
     voc_xml,
     write_coco,
@@ -44,18 +44,6 @@ EXPECTED = {
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     return tmp_path
-
-
-def boxes_by_image(side: ImageRows, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return (class name, corners) of all boxes of each image."""
-    found = {}
-    for index in range(len(side)):
-        boxes, content = side.boxes_of(index), side.images.content(int(side.rows[index]))
-        assert isinstance(content, Path)
-        corners = (tuple(each) for each in boxes.corners.tolist())
-        found[content.name] = {(names[number], each) for number, each in zip(boxes.class_ids, corners)}
-        assert (boxes.width, boxes.height) == SIZES[content.name]
-    return found
 
 
 def write_every_kind() -> None:
@@ -267,6 +255,7 @@ def broken_table(objects: Any) -> Callable[[], str]:
         (broken_yolo("0 10 10 5 5"), "b.txt, line 2|outside"),
         (broken_yolo("1 0.5 0.5 1.0 1.0"), "b.txt, line 2|repeats line 1"),
         (broken_voc("<xmax>20", "<xmax>29"), "v/Annotations/b.xml, object 1 (v/JPEGImages/b.png)|outside"),
+        (broken_voc("<xmax>20", f"<xmax>{'9' * 400}"), "b.xml, object 1|not finite"),
         (broken_voc("<xmax>20</xmax>", ""), "b.xml, object 1|bndbox"),
         (broken_voc("<name>dog</name>", ""), "b.xml, object 1|no name"),
         (broken_voc("</annotation>", ""), "b.xml|not XML"),

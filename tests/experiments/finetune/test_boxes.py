@@ -16,6 +16,7 @@ from accel_train.experiments.finetune.recognise import recognise
 from accel_train.experiments.finetune.start import write_recipe
 from accel_train.tasks.object_detection.config import ObjectDetectionData
 from accel_train.tasks.object_detection.data import read_boxed_images
+from tests.support.box_tables import BY_VALUES, FORMATS, csv_lines, write_table
 from tests.support.boxes import THINGS, coco_content, write_coco, write_images, write_metadata, write_voc, write_yolo
 from tests.support.runs import refused
 
@@ -252,3 +253,50 @@ def test_finetune_trains_evaluates_and_predicts_boxes(not_launched: None, capsys
     capsys.readouterr()
     assert main(["predict", run, "digits-coco/val", "--out", "boxes.csv"]) == 0
     assert len(Path("boxes.csv").read_text().splitlines()) == 1 + 24
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_tables_of_boxes_are_found_with_the_order_of_their_numbers(name: str) -> None:
+    write_images(Path("set/images"))
+    write_table(name)
+    found = find("set")
+    assert (found.task, found.num_samples, dict(found.counts)) == ("object-detection", 3, {"cat": 1, "dog": 2})
+    assert ("data.box_format" in found.settings) == (name in BY_VALUES)
+    unused = "images/" if name == "bytes.parquet" else "nothing"
+    assert [note for note in found.notes if note.startswith("not used")] == [f"not used: {unused}"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FORMATS)
+def test_finetune_trains_on_tables_of_boxes(name: str, not_launched: None) -> None:
+    write_images(Path("set/images"))
+    path = str(write_table(name))
+    result = accel_train.finetune(path, schedule={"max_steps": 2}, log={"progress": False}, data={"eval": path})
+    run = str(result.output_dir)
+    assert result.summary["steps"] == 2
+    assert main(["evaluate", run, path, "--json"]) == 0
+    assert main(["predict", run, path, "--out", "boxes.csv"]) == 0
+    assert len(Path("boxes.csv").read_text().splitlines()) == 1 + 3
+
+
+def test_boxes_in_an_unknown_form_are_no_classes_of_images() -> None:
+    write_images(Path("set"))
+    Path("set/boxes.csv").write_text("image,bbox,label\n" + "a.png,left,cat\nb.png,right,dog\n" * 3)
+    refused(find, "set/boxes.csv", named="set/boxes.csv holds boxes (columns image, bbox, label)|filename, class, xmin")
+    refused(find, "set/boxes.csv", task="image-classification", named="one row for each image")
+    Path("set/boxes.csv").write_text("image,bbox,label\na.png,1 1 3 3,cat\nb.png,1 1 3 3,dog\n")
+    assert find("set/boxes.csv", task="image-classification").task == "image-classification"
+
+
+def test_a_flag_names_the_class_of_boxes_or_the_texts_about_them() -> None:
+    write_images(Path("set/images"))
+    Path("set/boxes.csv").write_text(csv_lines("image,kind,xmin,ymin,xmax,ymax", "{image},{class},{l},{t},{r},{b}"))
+    refused(find, "set/boxes.csv", named="data.class_column: kind")
+    found = find("set/boxes.csv", label=("kind",))
+    assert found.settings["data.class_column"].value == "kind"
+    assert dict(found.counts) == {"cat": 1, "dog": 2}
+    refused(find, "set/boxes.csv", label=("kind", "image"), named="--label")
+    text = csv_lines("image,xmin,ymin,xmax,ymax,text,label", "{image},{l},{t},{r},{b},some words {class},{class}")
+    Path("set/boxes.csv").write_text(text + text.partition("\n")[2] * 2)
+    assert find("set/boxes.csv", text=("text",)).task == "text-classification"
+    refused(find, "set/boxes.csv", text=("text",), task="object-detection", named="--text")

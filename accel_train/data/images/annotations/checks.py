@@ -11,16 +11,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from accel_train.core.errors import DataError
-from accel_train.data.images.annotations.records import BoxedImage
+from accel_train.data.images.annotations.orders import ORDERS, TOLERANCE, fits_image, from_corners, order_by_area
+from accel_train.data.images.annotations.records import Annotated, BoxedImage
 from accel_train.data.images.boxes import Boxes, no_boxes
 from accel_train.data.images.decoding import Content, image_header
 from accel_train.data.images.images import Images, in_threads
 
-TOLERANCE = 1.0
-"""Pixels by which a box may leave its image. Such boxes are clipped: tools round differently."""
 _MOST_SHOWN = 20
 _FEWEST_BOXES = 3
 """Number of boxes above which their order of numbers is guessed."""
+_LARGEST_FRACTION = 2
+"""Fraction of an image above which the number is of another unit."""
 _TURNS = {5: (False, False), 6: (True, False), 7: (True, True), 8: (False, True)}
 """Flips of x and y after x and y are swapped, for each EXIF orientation that swaps width and height."""
 
@@ -77,26 +78,40 @@ def repeated_images(checked: Sequence[Checked]) -> list[str]:
     ]
 
 
-def look_like_corners(records: Sequence[BoxedImage], found: Checked) -> bool:
-    """Return whether boxes with faults are [left, top, right, bottom], taken for [left, top, width, height]."""
-    fits = []
-    for record, boxes in zip(records, found.boxes):
-        for left, top, right, bottom in (row.corners for row in record.rows):
-            width, height = right - left, bottom - top
-            fits.append(left < width <= boxes.width + TOLERANCE and top < height <= boxes.height + TOLERANCE)
+@np.errstate(over="ignore", invalid="ignore")
+def other_order(source: Annotated, found: Checked) -> str | None:
+    """Return why the boxes of a source are in another order than its format says, or None.
+
+    Either many boxes leave their images, and all fit them in the other order; or the stated areas fit only the other.
+    """
+    rows = [(row, record, boxes) for record, boxes in zip(source.records, found.boxes) for row in record.rows]
+    sizes = np.array([(boxes.width, boxes.height) for _, _, boxes in rows], np.float64).reshape(-1, 2).T
+    corners = np.array([row.corners for row, _, _ in rows], np.float64).reshape(-1, 4).T
+    corners *= np.where([record.is_relative for _, record, _ in rows], np.tile(sizes, (2, 1)), 1)
+    boxes = np.array(from_corners(corners, source.order))
+    is_counted = np.array([not row.is_crowd for row, _, _ in rows], np.bool_)
+    areas = np.array([np.nan if row.area is None else row.area for row, _, _ in rows], np.float64)
+    order, why = order_by_area(boxes[:, is_counted], source.order, areas[is_counted]), "has its stated area"
     # Half of all random corners leave the image if they are read as sizes. Careless edges of large boxes do so rarely.
-    return 4 * len(found.box_faults) > len(fits) > _FEWEST_BOXES and all(fits)
+    if order is None and 4 * len(found.box_faults) > len(rows) > _FEWEST_BOXES:
+        others = (each for each in ORDERS if each != source.order and fits_image(boxes, each, sizes).all())
+        order, why = next(others, None), "fits its image"
+    if order is None:
+        return None
+    name = source.description.rpartition(": ")[0]
+    also = f", or set data.box_format: {order}" if source.kind in ("table", "table of boxes") else ""
+    return f"{name}: every box {why} as {ORDERS[order]}; write {ORDERS[source.order]}{also}"
 
 
 def _fractions(records: Sequence[BoxedImage]) -> list[str]:
     """Return a fault if all boxes in pixels lie within the first pixel."""
-    rows = [(record, row) for record in records if not record.is_relative for row in record.rows]
-    if not rows or not all(max(row.corners) <= 1 for _, row in rows):
+    rows = [row for record in records if not record.is_relative for row in record.rows]
+    if not rows or not all(max(row.corners) <= 1 for row in rows):
         return []
-    record, row = rows[0]
+    row = rows[0]
     shown = ", ".join(f"{value:g}" for value in row.corners)
     return [
-        f"{record.where}, {row.where}: all boxes lie within the first pixel, as {shown} (left, top, right, bottom). "
+        f"{row.where}: all boxes lie within the first pixel, as {shown} (left, top, right, bottom). "
         "They look like fractions of the image; multiply them by its width and height"
     ]
 
@@ -159,20 +174,20 @@ def _checked(record: BoxedImage, size: tuple[int, int], image: str) -> tuple[Box
             problem = "has a number that is not finite"
         elif outside[number]:
             problem = f"lies outside the image of {size[0]} x {size[1]} pixels"
+            if record.is_relative and max(row.corners) > _LARGEST_FRACTION:
+                problem += "; its numbers are no fractions of the image, but pixels or percent"
         elif is_empty[number]:
             problem = "has no area"
         elif has_area[number] and areas[number] < 0:
             problem = f"states the area {row.area:g}"
         if problem:
             shown = ", ".join(f"{value:g}" for value in corners[number])
-            faults.append(
-                f"{record.where}, {row.where} ({image}): the box {shown} (left, top, right, bottom) {problem}"
-            )
+            faults.append(f"{row.where} ({image}): the box {shown} (left, top, right, bottom) {problem}")
             kept[number] = False
     box_areas = (clipped[:, 2] - clipped[:, 0]) * (clipped[:, 3] - clipped[:, 1])
     boxes = Boxes(
         clipped[kept].astype(np.float32),
-        np.array([row.class_id for row in record.rows], np.int64)[kept],
+        np.array([row.label for row in record.rows], np.int64)[kept],
         np.array([row.is_crowd for row in record.rows], np.bool_)[kept],
         np.where(has_area, areas, box_areas)[kept].astype(np.float32),
         *size,

@@ -12,6 +12,7 @@ from accel_train.data.images.annotations.records import (
     BoxedImage,
     BoxRow,
     Faults,
+    annotated,
     box_row,
     numbers,
     repeated,
@@ -54,32 +55,33 @@ def read_coco(path: Path, images: Path | None = None, *, needs_boxes: bool = Tru
     for number, each in enumerate(lists["annotations"] if needs_boxes else ()):
         key, image, category = (_key(each, name) for name in ("id", "image_id", "category_id"))
         key = f"number {number + 1}" if key is None else key
-        where = f"annotation {key}"
+        where = f"{path}, annotation {key}"
         box = numbers(each.get("bbox"), 4)
         if key in seen:
-            faults.files.append(f"{path}, {where}: the id occurs twice")
+            faults.files.append(f"{where}: the id occurs twice")
         elif image not in index_of:
-            faults.files.append(f"{path}, {where}: its image_id {each.get('image_id')!r} is not among the images")
+            faults.files.append(f"{where}: its image_id {str(each.get('image_id'))[:80]} is not among the images")
         elif category not in class_of:
             faults.files.append(
-                f"{path}, {where}: its category_id {each.get('category_id')} is not among the categories"
+                f"{where}: its category_id {str(each.get('category_id'))[:80]} is not among the categories"
             )
         elif box is None:
-            faults.boxes.append(f"{path}, {where}: its bbox {each.get('bbox')} is not [left, top, width, height]")
+            faults.boxes.append(f"{where}: its bbox {str(each.get('bbox'))[:80]} is not [left, top, width, height]")
         else:
-            rows[index_of[image]].append(box_row(where, box, class_of[category], each.get("iscrowd"), each.get("area")))
+            row = box_row(where, box, class_of[category], crowd=each.get("iscrowd"), area=each.get("area"))
+            rows[index_of[image]].append(row)
         seen.add(key)
     root, files = _place_of(path, files, images)
     keys = list(index_of)
     records = [BoxedImage(str(path), *found, image_id=key) for key, found in zip(keys, zip(rows, sizes))]
-    num_boxes = sum(map(len, rows))
-    return Annotated(
+    return annotated(
         "COCO",
+        path,
         FileImages(root, tuple(files)),
         records,
-        names,
         faults,
-        f"{path}: {len(files):,} images with {num_boxes:,} boxes",
+        "xywh",
+        names,
         ids=None if needs_boxes else [str(key) for key in keys],
         category_ids={names[number]: key for key, number in class_of.items()},
     )

@@ -12,8 +12,9 @@ from typing import NamedTuple
 from accel_train.core.files import read_regular
 from accel_train.core.json_io import parse_json
 from accel_train.data.images.annotations.coco import read_coco
+from accel_train.data.images.annotations.columns import KIND, find_columns, read_columns
 from accel_train.data.images.annotations.records import Annotated
-from accel_train.data.images.annotations.tables import METADATA, OBJECTS, has_boxes, read_table, with_same_names
+from accel_train.data.images.annotations.tables import METADATA, has_objects, read_table, with_same_names
 from accel_train.data.images.annotations.voc import read_voc
 from accel_train.data.images.annotations.yolo import (
     CLASSES_FILES,
@@ -24,11 +25,12 @@ from accel_train.data.images.annotations.yolo import (
 )
 from accel_train.data.images.images import evenly_spaced, list_images
 from accel_train.data.sources import TABLE_KINDS, Source, is_saved_dataset, resolve_sources
-from accel_train.recipe.data import ImageData
+from accel_train.recipe.data import BoxData
 
 LAYOUTS = (
     "a COCO file (annotations/instances_train.json), a YOLO data.yaml, a Pascal VOC folder (Annotations/ and "
-    "JPEGImages/), or metadata.jsonl with objects next to the images"
+    "JPEGImages/), metadata.jsonl with objects next to the images, or a table with a box in each row "
+    "(filename, class, xmin, ymin, xmax, ymax; or bbox)"
 )
 _PARTS = {
     "test": {"test", "testing"},
@@ -39,6 +41,9 @@ _COCO_NAME = re.compile(r"(?:.*[^a-z])?(?:annotations?|instances|coco|labels)(?:
 _LARGE_BYTES = 50_000_000
 """Size from which a JSON file with COCO's name is taken for COCO's without reading it."""
 _NUM_LOOKED_AT = 20
+_BOX_TABLES = (".csv", ".tsv", ".jsonl", ".ndjson")
+_MOST_TABLES = 100
+"""Number of tables in a folder up to which each is opened for columns of boxes."""
 _SHARD = re.compile(r"-\d+-of-(\d+)(?=\.parquet$)")
 
 
@@ -55,7 +60,7 @@ class Located(NamedTuple):
     why: str
 
 
-def locate(path: Path, objects_column: str = OBJECTS) -> Located | None:
+def locate(path: Path, data: BoxData) -> Located | None:
     """Return the boxes at a file, a folder, or the tables of a pattern, or None without boxes.
 
     Raises:
@@ -63,36 +68,41 @@ def locate(path: Path, objects_column: str = OBJECTS) -> Located | None:
     """
     suffix = path.suffix.lower()
     if os.path.isdir(path) and is_saved_dataset(path):
-        return _saved_dataset(path, objects_column)
+        return _saved_dataset(path, data)
     if os.path.isdir(path):
-        tables = partial(_tables, path, objects_column)
-        return _yolo_yaml(path) or _coco(path) or tables() or _voc(path) or _yolo_folders(path)
-    if suffix in (".yaml", ".yml") and (settings := yolo_settings(path)) is not None:
-        held = any(os.path.exists(place) for place in yolo_places(path, settings, "val"))
-        return Located("YOLO", path, path if held else None, None, f"{path.name} names images and classes")
+        tables, others = partial(_tables, path, data), partial(_box_tables, path, data)
+        return _yolo_yaml(path) or _coco(path) or tables() or _voc(path) or _yolo_folders(path) or others()
+    if suffix in (".yaml", ".yml") and (found := _yolo_file(path)) is not None:
+        return found
     if suffix == ".json" and os.path.isfile(path) and _is_coco(path):
         return Located("COCO", path, None, None, f"{path.name} holds boxes")
     if suffix == ".txt" and path.parent.name == "Main":
         return Located("Pascal VOC", path, None, None, f"{path.name} lists images")
     files = [path] if os.path.isfile(path) else sorted(map(Path, glob.glob(str(path))))[:1]
-    if suffix in TABLE_KINDS and files and has_boxes(Source(str(path), "", tuple(files)), objects_column):
-        return Located("table", path, None, None, f"{path.name} has a column of boxes")
-    return None
+    kind = _kind_of(Source(str(path), "", tuple(files)), data) if suffix in TABLE_KINDS and files else None
+    what = "columns" if kind == KIND else "a column"
+    return None if kind is None else Located(kind, path, None, None, f"{path.name} has {what} of boxes")
+
+
+def _kind_of(source: Source, data: BoxData) -> str | None:
+    """Return the kind of a table with boxes, or None without boxes."""
+    return "table" if has_objects(source, data) else KIND if find_columns(source, data) is not None else None
 
 
 def read_annotated(
-    found: Located, part: str, data: ImageData, objects_column: str, images: Path | None = None
+    found: Located, part: str, data: BoxData, images: Path | None = None, *, needs_boxes: bool = True
 ) -> list[Annotated]:
     """Return the images and boxes of one part, `train`, `eval` or `test`: one set, or one for each shard of a table.
 
-    `images` is the folder of the images if it is not next to the annotations.
+    `images` is the folder of the images if it is not next to the annotations. Without `needs_boxes`, a table of boxes
+    only lists its images.
 
     Raises:
         ValueError: a file is broken, or `images` is set for a format that does not need it.
     """
     place = {"train": found.train, "eval": found.eval, "test": found.test}[part]
     assert place is not None
-    if images is not None and found.kind not in ("COCO", "Pascal VOC"):
+    if images is not None and found.kind not in ("COCO", "Pascal VOC", KIND):
         raise ValueError(
             f"data.annotations={place}: {found.kind} names its images. Set data.train to it, and leave "
             "data.annotations out"
@@ -102,10 +112,18 @@ def read_annotated(
     if found.kind == "Pascal VOC":
         return [read_voc(place, images)]
     if found.kind == "YOLO":
-        return [read_yolo(place, "val" if part == "eval" else part, data.label_names)]
+        return [read_yolo(place, "val" if part == "eval" else part)]
     (source,) = resolve_sources(str(place), data, key="data.eval" if part == "eval" else data.train_key)
     tables = [replace(source, name=str(file), files=(file,)) for file in source.files] or [source]
-    return with_same_names([read_table(table, data, objects_column) for table in tables])
+    columns = [find_columns(table, data) if found.kind == KIND else None for table in tables]
+    return with_same_names(
+        [
+            read_table(table, data)
+            if each is None
+            else read_columns(table, data, each, images, needs_boxes=needs_boxes)
+            for table, each in zip(tables, columns)
+        ]
+    )
 
 
 def part_of(path: Path) -> str | None:
@@ -132,9 +150,16 @@ def _chosen(kind: str, folder: Path, places: Sequence[Path]) -> Located | None:
     return Located(kind, train[0], held, test, f"{train[0].relative_to(folder.parent)} holds boxes ({kind})")
 
 
+def _yolo_file(path: Path) -> Located | None:
+    if (settings := yolo_settings(path)) is None:
+        return None
+    held = any(os.path.exists(place) for place in yolo_places(path, settings, "val"))
+    return Located("YOLO", path, path if held else None, None, f"{path.name} names images and classes")
+
+
 def _yolo_yaml(folder: Path) -> Located | None:
     files = [*sorted(folder.glob("*.yaml")), *sorted(folder.glob("*.yml"))]
-    return next((found for file in files if (found := locate(file)) is not None), None)
+    return next((found for file in files if (found := _yolo_file(file)) is not None), None)
 
 
 def _coco(folder: Path) -> Located | None:
@@ -158,29 +183,42 @@ def _is_coco(path: Path) -> bool:
     return isinstance(annotations, list) and all("bbox" in each for each in annotations[:1] if isinstance(each, dict))
 
 
-def _tables(folder: Path, objects_column: str) -> Located | None:
-    """Return the boxes of metadata.jsonl, or of parquet files in the folder or one below. Shards are one place."""
+def _tables(folder: Path, data: BoxData) -> Located | None:
+    """Return the objects of metadata.jsonl, or of parquet files in the folder or one below. Shards are one place."""
     files = [file for name in METADATA for file in (folder / name, *sorted(folder.glob(f"*/{name}")))]
+    first = {**{file: file for file in files if os.path.isfile(file)}, **_parquet_files(folder)}
+    found = [place for place, file in first.items() if has_objects(Source(str(file), "", (file,)), data)]
+    return _chosen("table", folder, found)
+
+
+def _box_tables(folder: Path, data: BoxData) -> Located | None:
+    """Return the tables with columns of boxes in the folder or one below."""
+    files = [file for file in (*folder.glob("*"), *folder.glob("*/*")) if file.suffix.lower() in _BOX_TABLES]
+    first = {**{file: file for file in sorted(files)[:_MOST_TABLES] if os.path.isfile(file)}, **_parquet_files(folder)}
+    found = [place for place, file in first.items() if find_columns(Source(str(file), "", (file,)), data) is not None]
+    return _chosen(KIND, folder, found)
+
+
+def _parquet_files(folder: Path) -> dict[Path, Path]:
+    """Return a file for each parquet file, or for each pattern of shards, in the folder or one below."""
     shards: dict[Path, Path] = {}
     for file in [*sorted(folder.glob("*.parquet")), *sorted(folder.glob("*/*.parquet"))]:
         if file.name not in METADATA:
             shards.setdefault(file.with_name(_SHARD.sub(r"-*-of-\1", file.name)), file)
-    first = {**{file: file for file in files if os.path.isfile(file)}, **shards}
-    found = [place for place, file in first.items() if has_boxes(Source(str(file), "", (file,)), objects_column)]
-    return _chosen("table", folder, found)
+    return shards
 
 
-def _saved_dataset(folder: Path, objects_column: str) -> Located | None:
+def _saved_dataset(folder: Path, data: BoxData) -> Located | None:
     """Return the boxes of a folder of `save_to_disk`, or None without a column of boxes."""
-    data = ImageData(train=str(folder), eval=str(folder))
+    opened = data.model_copy(update={"train": str(folder), "eval": str(folder)})
     try:
-        (source,) = resolve_sources(str(folder), data, key="data.train")
+        (source,) = resolve_sources(str(folder), opened, key="data.train")
     except ValueError:
         return None
-    if not has_boxes(source, objects_column):
+    if (kind := _kind_of(source, data)) is None:
         return None
     held = any(os.path.isdir(folder / name) for name in _PARTS["eval"])
-    return Located("table", folder, folder if held else None, None, f"{source.name} has a column of boxes")
+    return Located(kind, folder, folder if held else None, None, f"{source.name} has a column of boxes")
 
 
 def _voc(folder: Path) -> Located | None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from accel_train.data.images.annotations.orders import to_corners
 from accel_train.data.images.images import Images
 
 LARGEST_CLASS_ID = 10_000
@@ -23,10 +24,11 @@ class BoxRow(NamedTuple):
     """One box as stored."""
 
     where: str
-    """Annotation in its file, for messages: `annotation 17`, `line 3`."""
+    """File and annotation, for messages: `c.json, annotation 17`, `boxes.csv:3`."""
     corners: tuple[float, float, float, float]
     """Left, top, right and bottom, in pixels, or as fractions of the image if the record is relative."""
-    class_id: int
+    label: int | str
+    """Class: its name, or its number among the names of the source."""
     is_crowd: bool = False
     area: float | None = None
 
@@ -58,7 +60,7 @@ class Faults:
 
 @dataclass(frozen=True)
 class Annotated:
-    """Images with boxes as stored, from one source. A class id counts `names`."""
+    """Images with boxes as stored, from one source. The label of each box is a number among `names`."""
 
     kind: str
     """Format: COCO, YOLO, Pascal VOC, or a table."""
@@ -67,12 +69,57 @@ class Annotated:
     names: tuple[str, ...]
     faults: Faults
     description: str
-    is_named: bool = True
+    is_named: bool
     """Whether the source has names for its classes. False: the names are numbers."""
+    order: str
+    """Order of the four numbers of a box in the format (`ORDERS`)."""
+    is_by_values: bool = False
+    """Whether the values of the boxes decided the order."""
     ids: list[str] | None = None
     notes: tuple[str, ...] = ()
     category_ids: Mapping[str, int] = field(default_factory=dict)
     """Ids of the classes in a COCO file, by name. Empty in other formats."""
+
+
+def annotated(
+    kind: str,
+    source: object,
+    images: Images,
+    records: Sequence[BoxedImage],
+    faults: Faults,
+    order: str,
+    names: Sequence[str] | None = None,
+    **further: Any,
+) -> Annotated:
+    """Return the images and boxes of one source, with class ids. Boxes of unknown classes become faults.
+
+    `names` are the classes that the source names. None: the names in its boxes, sorted; or the numbers in its boxes.
+    """
+    labels = {row.label for record in records for row in record.rows}
+    has_numbers = [isinstance(label, int) for label in labels]
+    is_named = names is not None or not all(has_numbers)
+    if names is None and is_named and any(has_numbers):
+        faults.files.append(f"{source}: some classes are numbers and others are names; write names or numbers")
+    if names is None and is_named:
+        names = sorted(map(str, labels))
+    if names is None:
+        names, records = numbered_classes(records, faults)
+    else:
+        ids = {name: number for number, name in enumerate(names)}
+        numbers_too = all(has_numbers)
+
+        def known(row: BoxRow) -> BoxRow | None:
+            number = row.label if isinstance(row.label, int) and numbers_too else ids.get(str(row.label), -1)
+            if 0 <= number < len(ids):
+                return row._replace(label=number)
+            shown = repr(row.label)[:80]
+            faults.files.append(f"{row.where}: the class {shown} is unknown; there are {len(ids)} classes")
+            return None
+
+        records = [each._replace(rows=[row for row in map(known, each.rows) if row is not None]) for each in records]
+    number = sum(len(record.rows) for record in records)
+    description = f"{source}: {len(records):,} images with {number:,} boxes"
+    return Annotated(kind, images, records, tuple(names), faults, description, is_named, order, **further)
 
 
 def with_names(source: Annotated, names: Sequence[str], key: str) -> Annotated:
@@ -84,11 +131,14 @@ def with_names(source: Annotated, names: Sequence[str], key: str) -> Annotated:
         ids = {number: position[name] for number, name in enumerate(source.names) if name in position}
     files, records = list(source.faults.files), []
     for record in source.records:
+        rows = []
         for row in record.rows:
-            if row.class_id not in ids:
-                shown = source.names[row.class_id]
-                files.append(f"{record.where}, {row.where}: the class {shown!r} is not among the classes of {key}")
-        rows = [row._replace(class_id=ids[row.class_id]) for row in record.rows if row.class_id in ids]
+            assert isinstance(row.label, int)
+            if row.label in ids:
+                rows.append(row._replace(label=ids[row.label]))
+            else:
+                shown = source.names[row.label]
+                files.append(f"{row.where}: the class {shown!r} is not among the classes of {key}")
         records.append(record._replace(rows=rows))
     return replace(source, records=records, names=tuple(names), faults=Faults(files, source.faults.boxes))
 
@@ -98,26 +148,28 @@ def numbered_classes(records: Sequence[BoxedImage], faults: Faults) -> tuple[tup
 
     Ids below 0, above `LARGEST_CLASS_ID`, or far above the number of different ids become faults.
     """
-    used = {row.class_id for record in records for row in record.rows}
+    used = {int(row.label) for record in records for row in record.rows}
     constant, multiple = _UNUSED_IDS
     limit = min(LARGEST_CLASS_ID, constant + multiple * len(used))
     kept = []
     for record in records:
-        for row in record.rows:
-            if not 0 <= row.class_id < limit:
+        rows = [row for row in record.rows if 0 <= int(row.label) < limit]
+        for row in record.rows if len(rows) < len(record.rows) else ():
+            if not 0 <= int(row.label) < limit:
                 faults.files.append(
-                    f"{record.where}, {row.where}: the class id {str(row.class_id)[:20]} is not from 0 to {limit - 1}, "
-                    f"the range for {len(used)} different ids without names; correct it, or name the classes"
+                    f"{row.where}: the class id {str(row.label)[:20]} is not from 0 to {limit - 1}, the range for "
+                    f"{len(used)} different ids without names; correct it, or name the classes"
                 )
-        kept.append(record._replace(rows=[row for row in record.rows if 0 <= row.class_id < limit]))
+        kept.append(record._replace(rows=rows))
     return tuple(map(str, range(1 + max((each for each in used if 0 <= each < limit), default=-1)))), kept
 
 
-def box_row(where: str, box: Sequence[float], class_id: int, crowd: Any, area: Any) -> BoxRow:
-    left, top, width, height = box
-    areas = numbers([area], 1)
-    stated = areas[0] if areas is not None else None if area is None else float("nan")
-    return BoxRow(where, (left, top, left + width, top + height), class_id, is_set(crowd), stated)
+def box_row(
+    where: str, box: Sequence[float], label: int | str, order: str = "xywh", crowd: Any = None, area: Any = None
+) -> BoxRow:
+    """Return a box of four numbers in an order."""
+    stated = None if area is None else (numbers([area], 1) or [math.nan])[0]
+    return BoxRow(where, to_corners(box, order), label, is_set(crowd), stated)
 
 
 def is_set(flag: Any) -> bool:

@@ -7,13 +7,14 @@ from itertools import islice
 from typing import Any
 
 from accel_train.core.json_io import parse_json
+from accel_train.data.images.annotations.orders import ORDERS
 from accel_train.data.images.annotations.records import (
     Annotated,
     BoxedImage,
     BoxRow,
     Faults,
+    annotated,
     box_row,
-    numbered_classes,
     numbers,
     with_names,
 )
@@ -21,54 +22,34 @@ from accel_train.data.images.images import Target
 from accel_train.data.images.tables import open_parquet, table_pool
 from accel_train.data.sources import Source, file_kind
 from accel_train.data.tables import class_names, column_names, read_rows
-from accel_train.recipe.data import ImageData
+from accel_train.recipe.data import BoxData
 
 METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 """Tables of `datasets`' ImageFolder. Their column `file_name` has the image."""
 FILE_NAME = "file_name"
-OBJECTS = "objects"
 _CLASS_KEYS = ("category", "categories", "category_id", "label", "labels")
 _CROWD_KEYS = ("iscrowd", "is_crowd")
 _NUM_LOOKED_AT = 20
 
 
-def read_table(source: Source, data: ImageData, objects_column: str) -> Annotated:
-    """Return the images of a table or data set with a column of boxes.
+def read_table(source: Source, data: BoxData) -> Annotated:
+    """Return the images of a table or data set with a column of objects.
 
-    A cell has lists `bbox` ([left, top, width, height] in pixels) and `category` or `categories`: names or ids. `area`
-    and `iscrowd` are optional.
+    A cell has lists `bbox` and `category` or `categories`: names or ids. `area` and `iscrowd` are optional.
 
     Raises:
         ValueError: the source is not a table, or a column is missing.
     """
-    columns = column_names(source, data)
-    if data.image_column not in columns and FILE_NAME in columns:
+    if data.image_column not in (columns := column_names(source, data)) and FILE_NAME in columns:
         data = data.model_copy(update={"image_column": FILE_NAME})
     pool = table_pool(source, data, Target(None, is_mask=False))
-    faults, cells = Faults(), [row.cells[0] for row in read_rows(source, [objects_column], data)]
-    found = [_cell_rows(cell, pool.images.where(index), faults) for index, cell in enumerate(cells)]
-    classes = [name for each in found for name, _ in each]
-    known = class_names(source, objects_column) or _nested_names(source, data, objects_column)
-    are_ids = all(isinstance(name, int) for name in classes)
-    if known is None and not are_ids and any(isinstance(name, int) for name in classes):
-        faults.files.append(f"{source.name}: some classes are numbers and others are names; write names or numbers")
-    is_named = known is not None or not are_ids
-    names = known or tuple(sorted(set(map(str, classes))))
-    ids = {name: number for number, name in enumerate(names)}
-    places: list[BoxedImage] = []
-    for index, each in enumerate(found):
-        rows, where = list[BoxRow](), pool.images.where(index)
-        for name, row in each:
-            number = name if isinstance(name, int) and are_ids else ids.get(str(name), -1)
-            if 0 <= number < len(names) or not is_named:
-                rows.append(row._replace(class_id=number))
-            else:
-                faults.files.append(f"{where}, {row.where}: the class {str(name)[:80]!r} is unknown")
-        places.append(BoxedImage(where, rows, is_upright=True))
-    if not is_named:
-        names, places = numbered_classes(places, faults)
-    description = f"{source.name}: {len(places):,} images with {sum(len(each.rows) for each in places):,} boxes"
-    return Annotated("table", pool.images, places, names, faults, description, is_named, ids=pool.ids, notes=pool.notes)
+    faults, order = Faults(), "xywh" if data.box_format == "auto" else data.box_format
+    records = []
+    for index, row in enumerate(read_rows(source, [data.objects_column], data)):
+        where = pool.images.where(index)
+        records.append(BoxedImage(where, cell_rows(row.cells[0], where, faults, order), is_upright=True))
+    known = class_names(source, data.objects_column) or _nested_names(source, data)
+    return annotated("table", source.name, pool.images, records, faults, order, known, ids=pool.ids, notes=pool.notes)
 
 
 def with_same_names(shards: Sequence[Annotated]) -> list[Annotated]:
@@ -83,23 +64,28 @@ def with_same_names(shards: Sequence[Annotated]) -> list[Annotated]:
     return [replace(with_names(each, sorted(names), each.description), is_named=True) for each in shards]
 
 
-def has_boxes(source: Source, column: str = OBJECTS) -> bool:
-    """Return whether one of the first rows of a table has a column of boxes. A broken table has none."""
+def has_objects(source: Source, data: BoxData) -> bool:
+    """Return whether one of the first rows of a table has a column of objects. A broken table has none."""
     try:
-        rows = islice(read_rows(source, [column], ImageData(train=source.name)), _NUM_LOOKED_AT)
+        rows = islice(read_rows(source, [data.objects_column], data), _NUM_LOOKED_AT)
         return any("bbox" in str(row.cells[0]) for row in rows)
     except ValueError:
         return False
 
 
-def _nested_names(source: Source, data: ImageData, column: str) -> tuple[str, ...] | None:
+def is_empty(cell: Any) -> bool:
+    """Return whether a cell is empty, also as pandas writes it."""
+    return cell is None or cell == "" or (isinstance(cell, float) and math.isnan(cell))
+
+
+def _nested_names(source: Source, data: BoxData) -> tuple[str, ...] | None:
     """Return the class names of a nested class column of `datasets`, or None."""
     dataset = source.dataset
     if source.files and file_kind(source.files[0]) == "parquet":
         dataset = open_parquet(source.files[0], data)
     if dataset is None:
         return None
-    feature: Any = dataset.features.get(column)
+    feature: Any = dataset.features.get(data.objects_column)
     feature = getattr(feature, "feature", feature)
     for key in _CLASS_KEYS if isinstance(feature, dict) else ():
         names = getattr(getattr(feature.get(key), "feature", feature.get(key)), "names", None)
@@ -108,8 +94,8 @@ def _nested_names(source: Source, data: ImageData, column: str) -> tuple[str, ..
     return None
 
 
-def _cell_rows(cell: Any, where: str, faults: Faults) -> list[tuple[Any, BoxRow]]:
-    """Return the classes and boxes of a cell: a mapping of lists, or a list of mappings."""
+def cell_rows(cell: Any, where: str, faults: Faults, order: str, *, is_one: bool = False) -> list[BoxRow]:
+    """Return the boxes of a cell: a mapping of lists, or a list of mappings. `is_one`: the row has one box."""
     if isinstance(cell, str):
         try:
             cell = parse_json(cell)
@@ -136,16 +122,17 @@ def _cell_rows(cell: Any, where: str, faults: Faults) -> list[tuple[Any, BoxRow]
     if len(crowds) != len(boxes) or len(areas) != len(boxes):
         faults.files.append(f"{where}: {len(boxes)} boxes, {len(areas)} areas and {len(crowds)} crowd flags")
         return []
-    rows = []
+    rows = list[BoxRow]()
     for number, (values, name, crowd, area) in enumerate(zip(boxes, classes, crowds, areas), start=1):
-        box = numbers(values, 4)
+        box, place = numbers(values, 4), where if is_one else f"{where}, object {number}"
         if isinstance(name, float) and name.is_integer():
             # pandas writes whole numbers like this.
             name = int(name)
-        if name is None or name == "" or (isinstance(name, float) and not math.isfinite(name)):
-            faults.files.append(f"{where}, object {number}: has no class")
+        if is_empty(name) or (isinstance(name, float) and not math.isfinite(name)):
+            faults.files.append(f"{place}: has no class")
         elif box is None:
-            faults.boxes.append(f"{where}, object {number}: its bbox {values} is not [left, top, width, height]")
+            faults.boxes.append(f"{place}: its bbox {str(values)[:80]} is not {ORDERS[order]}")
         else:
-            rows.append((name, box_row(f"object {number}", box, 0, crowd, area)))
+            label = name if isinstance(name, int) else str(name)
+            rows.append(box_row(place, box, label, order, crowd, area))
     return rows

@@ -2,7 +2,6 @@
 
 import os
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 from accel_train.core.files import read_regular
@@ -11,6 +10,7 @@ from accel_train.data.images.annotations.records import (
     BoxedImage,
     BoxRow,
     Faults,
+    annotated,
     below_one_root,
     is_set,
     numbers,
@@ -42,7 +42,7 @@ def read_voc(path: Path, images_folder: Path | None = None) -> Annotated:
     if not files:
         raise ValueError(f"{path}: no Pascal VOC annotations (xml files) in {folder}; name another folder")
     at = {os.path.splitext(name)[0]: place / name for place in places for name in list_images(place)[0]}
-    images, records, objects = list[Path](), list[tuple[Path, Any]](), list[list[tuple[str, BoxRow]]]()
+    images, records = list[Path](), list[BoxedImage]()
     for file in files:
         tree = _xml(file, faults)
         if tree is None:
@@ -56,21 +56,11 @@ def read_voc(path: Path, images_folder: Path | None = None) -> Annotated:
             faults.files.append(f"{file}: its image {named or stem} is not in {places[0]}")
             continue
         images.append(image)
-        records.append((file, stated_size(tree.findtext("size/width"), tree.findtext("size/height"))))
-        objects.append(_voc_objects(file, tree, faults))
-    names = sorted({name for each in objects for name, _ in each})
-    ids = {name: number for number, name in enumerate(names)}
-    rows = [[row._replace(class_id=ids[name]) for name, row in each] for each in objects]
+        size = stated_size(tree.findtext("size/width"), tree.findtext("size/height"))
+        records.append(BoxedImage(str(file), _voc_objects(file, tree, faults), size))
     num_alone = len({*at.values()} - {*images}) if os.path.isdir(path) else 0
-    return Annotated(
-        "Pascal VOC",
-        FileImages(*below_one_root(images)),
-        [BoxedImage(str(file), boxes, size) for (file, size), boxes in zip(records, rows)],
-        tuple(names),
-        faults,
-        f"{path}: {len(images):,} images with {sum(map(len, rows)):,} boxes",
-        notes=(f"{places[0]}: left out {num_alone:,} images without an xml file",) if num_alone else (),
-    )
+    notes = (f"{places[0]}: left out {num_alone:,} images without an xml file",) if num_alone else ()
+    return annotated("Pascal VOC", path, FileImages(*below_one_root(images)), records, faults, "xyxy", notes=notes)
 
 
 def _listed(folder: Path, line: str) -> Path:
@@ -94,16 +84,17 @@ def _xml(file: Path, faults: Faults) -> ElementTree.Element | None:
     return None
 
 
-def _voc_objects(file: Path, tree: ElementTree.Element, faults: Faults) -> list[tuple[str, BoxRow]]:
+def _voc_objects(file: Path, tree: ElementTree.Element, faults: Faults) -> list[BoxRow]:
     objects = []
     for number, each in enumerate(tree.iter("object"), start=1):
         name = (each.findtext("name") or "").strip()
         box = numbers([each.findtext(f"bndbox/{key}") for key in ("xmin", "ymin", "xmax", "ymax")], 4)
+        where = f"{file}, object {number}"
         if not name:
-            faults.files.append(f"{file}, object {number}: has no name")
+            faults.files.append(f"{where}: has no name")
         elif box is None:
-            faults.boxes.append(f"{file}, object {number} ({name}): its bndbox has no xmin, ymin, xmax and ymax")
+            faults.boxes.append(f"{where} ({name}): its bndbox has no xmin, ymin, xmax and ymax")
         else:
             corners = (box[0] - 1, box[1] - 1, box[2], box[3])
-            objects.append((name, BoxRow(f"object {number}", corners, 0, is_set(each.findtext("difficult")))))
+            objects.append(BoxRow(where, corners, name, is_set(each.findtext("difficult"))))
     return objects

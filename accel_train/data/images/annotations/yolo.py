@@ -1,6 +1,5 @@
 """Read the boxes of YOLO: a data.yaml, folders of images, and a text file of boxes for each image."""
 
-import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,8 +12,9 @@ from accel_train.data.images.annotations.records import (
     BoxedImage,
     BoxRow,
     Faults,
+    annotated,
     below_one_root,
-    numbered_classes,
+    box_row,
     numbers,
 )
 from accel_train.data.images.images import FileImages, list_images
@@ -24,7 +24,7 @@ _YOLO_NUMBERS = 5
 CLASSES_FILES = ("classes.txt", "obj.names")
 
 
-def read_yolo(path: Path, part: str, label_names: Sequence[str] | None = None) -> Annotated:
+def read_yolo(path: Path, part: str) -> Annotated:
     """Return the images of one part (`train`, `val` or `test`) of a YOLO data.yaml, or of a folder of images.
 
     The labels of `images/a.jpg` are in `labels/a.txt`, or next to the image. Without that file, the image has no boxes.
@@ -36,10 +36,8 @@ def read_yolo(path: Path, part: str, label_names: Sequence[str] | None = None) -
         names, places, root = _yolo_names_near(path), [path], path
     else:
         names, places, root = *_yolo_yaml(path, part), yolo_root(path, yolo_settings(path) or {})
-    is_named = names is not None
     faults, files, rows, notes = Faults(), list[Path](), list[BoxedImage](), list[str]()
     num_labels, num_alone = 0, 0
-    limit = len(names) if names is not None else None if label_names is None else len(label_names)
     for place in places:
         if os.path.isdir(place):
             found = [place / name for name in list_images(place)[0]]
@@ -53,7 +51,7 @@ def read_yolo(path: Path, part: str, label_names: Sequence[str] | None = None) -
             label = label_file(image)
             if os.path.isfile(label):
                 num_labels += 1
-                boxes = _yolo_rows(label, limit, faults)
+                boxes = _yolo_rows(label, faults)
             else:
                 num_alone, boxes = num_alone + 1, []
             files.append(image)
@@ -68,21 +66,8 @@ def read_yolo(path: Path, part: str, label_names: Sequence[str] | None = None) -
         notes.append(f"{num_alone:,} images have no label file, and so no boxes")
     if part == "train" and os.path.isfile(path):
         notes += [f"{path}: val names {place}, which does not exist" for place in _missing(path, "val")]
-    if names is not None:
-        used = tuple(names)
-    else:
-        used, rows = numbered_classes(rows, faults)
-    num_boxes = sum(len(record.rows) for record in rows)
-    return Annotated(
-        "YOLO",
-        FileImages(*below_one_root(files)),
-        rows,
-        used,
-        faults,
-        f"{path}: {len(files):,} images with {num_boxes:,} boxes",
-        is_named,
-        notes=tuple(notes),
-    )
+    images = FileImages(*below_one_root(files))
+    return annotated("YOLO", path, images, rows, faults, "cxcywh", names, notes=tuple(notes))
 
 
 def yolo_settings(path: Path) -> dict[str, Any] | None:
@@ -208,7 +193,7 @@ def label_file(image: Path) -> Path:
     return Path(*parts).with_suffix(".txt")
 
 
-def _yolo_rows(path: Path, num_classes: int | None, faults: Faults) -> list[BoxRow]:
+def _yolo_rows(path: Path, faults: Faults) -> list[BoxRow]:
     rows, seen = list[BoxRow](), dict[str, int]()
     try:
         text = read_regular(path).decode("utf-8-sig")
@@ -224,15 +209,12 @@ def _yolo_rows(path: Path, num_classes: int | None, faults: Faults) -> list[BoxR
         if len(fields) > _YOLO_NUMBERS:
             faults.files.append(f"{where}: {len(fields)} numbers are a polygon or a rotated box, not `class x y w h`")
         elif values is None or len(fields) < _YOLO_NUMBERS:
-            faults.files.append(f"{where}: {line.strip()!r} is not `class x y w h`")
-        elif values[0] % 1 or not 0 <= values[0] < (num_classes or math.inf):
-            known = "" if num_classes is None else f"; there are {num_classes} classes, from 0"
-            faults.files.append(f"{where}: the class {fields[0]} is unknown{known}")
+            faults.files.append(f"{where}: {line.strip()[:80]!r} is not `class x y w h`")
+        elif values[0] % 1:
+            faults.files.append(f"{where}: the class {fields[0][:20]} is not a whole number")
         elif " ".join(fields) in seen:
             faults.boxes.append(f"{where}: repeats line {seen[' '.join(fields)]}")
         else:
             seen[" ".join(fields)] = number
-            class_id, x, y, width, height = values
-            corners = (x - width / 2, y - height / 2, x + width / 2, y + height / 2)
-            rows.append(BoxRow(f"line {number}", corners, int(class_id)))
+            rows.append(box_row(where, values[1:], int(values[0]), "cxcywh"))
     return rows
