@@ -26,7 +26,10 @@ TEXT = frozenset(("tokenizer", "model.accept_new_tokenizer", "model.pad_vocab_to
 
 @dataclass(frozen=True, kw_only=True)
 class TaskSpec:
-    """Description of a task: settings, needs, and results. Refusals, help, docs, predictions, cards, and reports follow from it."""
+    """Description of a task: settings, needs, and results.
+
+    Refusals, help, docs, predictions, cards, and reports follow from it.
+    """
 
     data: type[Data] = Data
     """Class of the recipe's `data` section. `MyData.of(recipe.data)` reads it."""
