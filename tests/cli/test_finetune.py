@@ -499,7 +499,7 @@ def text(*lines: str) -> Callable[[], None]:
 
 def parts_in_place_of_classes() -> None:
     write_digits("t")
-    for name, part in (("digit-0", "Training"), ("digit-1", "Testing")):
+    for name, part in (("digit-0", "Validation"), ("digit-1", "Testing")):
         Path("t", part).mkdir()
         Path("t", name).rename(Path("t", part, name))
 
@@ -579,8 +579,8 @@ WRONG: dict[str, tuple[Callable[[], None], str, tuple[str, ...], tuple[str, ...]
         "t.jsonl", (), ("t.jsonl:", "some rows: mood", *NO_LABEL)),
     "labels as rows of zeros and ones": (jsonl(lambda n: {"text": f"{WORDS[n % 4]} {n}", "labels": [n % 2, 1, 0]}),
         "t.jsonl", (), ("t.jsonl:1, column 'labels'", "[0, 1, 0]", "zeros and ones")),
-    "folders of training and test images in place of classes": (parts_in_place_of_classes, "t", (),
-        ("t: Testing, Training", "accel-train finetune t/Training;", "accel-train evaluate RUN t/Testing")),
+    "folders of held-out images in place of classes": (parts_in_place_of_classes, "t", (),
+        ("t: Testing, Validation", "accel-train finetune t/Validation", "accel-train evaluate RUN t/Testing")),
     "an empty text file": (lambda: Path("t.txt").touch(), "t.txt", (), ("t.txt is empty",)),
     "one JSON document": (lambda: write_lines("t.json", ["{}"]), "t.json", (),
         ("t.json", ".jsonl", "SQuAD", "[row, row, ...]")),

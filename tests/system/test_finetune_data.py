@@ -473,8 +473,8 @@ def test_train_and_train_masks_are_images_and_masks() -> None:
     assert _recipe("runs/set.yaml")["task"] == "semantic-segmentation"
 
 
-@pytest.mark.parametrize("held_out, num_eval", [("eval", 8), ("Test", None), (None, None)])
-def test_only_the_folder_train_is_trained_on(held_out: str | None, num_eval: int | None) -> None:
+@pytest.mark.parametrize("held_out, num_eval, num_shown", [("eval", 8, 8), ("Test", None, 8), (None, None, 16)])
+def test_only_the_folder_train_is_trained_on(held_out: str | None, num_eval: int | None, num_shown: int) -> None:
     for number in range(24):
         part = "train" if number < 16 else held_out
         if part is not None:
@@ -486,7 +486,7 @@ def test_only_the_folder_train_is_trained_on(held_out: str | None, num_eval: int
     assert len(sets.eval) == (num_eval or 16 - len(sets.train))
     shown = read_labelled_images(ImageClassificationData(train="set", eval="set"))
     assert shown.label_names == ("a", "b")
-    assert len(shown.train) == (num_eval or 16)
+    assert len(shown.train) == num_shown
 
 
 @pytest.mark.parametrize("encoding", ["gbk", "cp1251", "koi8_r"])

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from accel_train.core.json_io import parse_json
 from accel_train.data.images.decoding import open_header
 from accel_train.data.images.images import evenly_spaced
 from accel_train.data.images.pairs import have_the_same_names, pairs_below
+from accel_train.data.parts import are_parts
 
 _COCO = re.compile(r"(?:.*[^a-z])?(?:annotations?|instances|coco)(?:[^a-z].*)?\.json")
 _YOLO = re.compile(r"\d+(?:\s+(?:[01]|[01]?\.\d+)(?:e-?\d+)?){4,}\s*")
@@ -22,13 +23,6 @@ _NUM_LOOKED_AT = 12
 _FOLDERS_LOOKED_IN = 50
 _TEXTS_LOOKED_AT = 200
 """Number of same-named text files to read for boxes and polygons, evenly spaced."""
-_PARTS = re.compile(r"(?:.*[^a-z])?(?:train(?:ing)?|val(?:id|idation)?|dev|test(?:ing)?)(?:[^a-z].*)?")
-"""Lower-case names of splits of a data set."""
-
-
-def are_parts(folders: Collection[str]) -> bool:
-    """Return whether several folders are splits by their names, not classes."""
-    return len(folders) > 1 and all(_PARTS.fullmatch(name.lower()) for name in folders)
 
 
 def refuse_parts_as_classes(folder: Path, files: Sequence[str]) -> None:

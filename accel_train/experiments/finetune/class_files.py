@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import median
 
 from accel_train.data.encoding import read_lines
+from accel_train.data.parts import part_of
 from accel_train.data.sources import file_kind, is_about_data
 from accel_train.experiments.finetune.recipe import Asked
 
@@ -16,21 +17,20 @@ _MOST_CONTINUED, _MOST_SHARED = 0.2, 0.5
 """Largest share of lines that continue a sentence, and of distinct lines that another file has too."""
 _LABELS = frozenset(["pos", "neg", "positive", "negative", "neutral", "ham", "spam"])
 _NO_CLASS = re.compile(
-    r"\d|(?<![a-z])(?:train(?:ing)?|test(?:ing|[ab])?|val|valid(?:ation)?|dev|eval|chapter|part|section|vol|volume"
-    r"|books?"
+    r"\d|(?<![a-z])(?:chapter|part|section|vol|volume|books?"
     r"|act|scene|page|shard|split|fold|chunk|half|first|second|third|last|one|two|three|four|five|six|seven|eight|nine"
     r"|ten|[ivx]+|[a-z]|prologue|epilogue|intro|introduction|preface|appendix|corpus|data|texts?|raw|clean|all|src|tgt"
     r"|source|target|input|output|vocab|vocabulary|(?:stop)?words|dictionary|labels?|classes|merges|news|web|wiki"
     r"|wikipedia|logs?|out|err|errors?|access|requirements|old|new|bak|notes|todo)(?![a-z])"
 )
-"""Names of parts, chapters, kinds of text for a language model, and files about other files."""
+"""Names of chapters, kinds of text for a language model, and files about other files."""
 _LOG_OR_CODE = re.compile(r"\s|[\[{(<#\d]|//|.*[{};]$")
 
 
 def are_classes(files: Mapping[str, Path], asked: Asked) -> bool:
     """Return whether files by name hold a short text on each line, and can hardly be anything but classes."""
     names = {name.lower() for name in files}
-    if len(names) < 2 or any(map(_NO_CLASS.search, names)):
+    if len(names) < 2 or any(_NO_CLASS.search(name) or part_of(name) for name in names):
         return False
     texts = [[line.rstrip() for line, _ in read_lines(path, asked.data)] for path in files.values()]
     # Files with equally many lines may be aligned: sentences and their translations, or words and tags.

@@ -17,6 +17,7 @@ from accel_train.data.encoding import read_lines, read_text
 from accel_train.data.images.images import IMAGE_SUFFIXES, list_images
 from accel_train.data.images.labelled import eval_beside_train
 from accel_train.data.images.pairs import LISTED_SUFFIXES, lists_pairs
+from accel_train.data.parts import folders_of_parts, is_unlabeled, part_of, pick, top_part
 from accel_train.data.sources import file_kind, files_of, is_about_data, is_saved_dataset, resolve_sources
 from accel_train.data.tables import has_object_lines, read_rows
 from accel_train.data.text.documents import read_documents
@@ -56,11 +57,6 @@ from accel_train.experiments.finetune.recipe import (
 from accel_train.experiments.finetune.tables import recognise_table
 from accel_train.experiments.finetune.text_tasks import holds_questions, holds_tags, recognise_annotated
 
-_EVAL = re.compile(r"(?:^|[^a-z])(?:val|valid|validation|dev|eval)(?:[^a-z]|$)")
-_TEST = re.compile(r"(?:^|[^a-z])test(?:ing)?(?:[^a-z]|$)")
-_TRAIN = re.compile(r"(?:^|[^a-z])train(?:ing)?(?:[^a-z]|$)")
-_UNLABELED = ("unsup", "unlabeled", "unlabelled")
-"""Names of text folders without a class."""
 _SHARD = re.compile(r"(.+)-[0-9]{5}-of-([0-9]{5})\.parquet")
 
 
@@ -135,10 +131,10 @@ def _recognise_folder(asked: Asked, folder: Path) -> Found:
     if is_saved_dataset(folder):
         if (located := find_boxes(asked, folder)) is not None:
             return recognise_boxes(asked, located)
-        held_out = any((folder / name).is_dir() for name in ("validation", "valid", "val", "dev", "eval"))
-        found = recognise_table(asked, folder, folder if held_out else None)
-        tests = ("split test",) if (folder / "test").is_dir() else ()
-        return replace(found, unused=(*(found.unused or ()), *tests))
+        splits = [each.name for each in folder.iterdir() if each.is_dir()]
+        found = recognise_table(asked, folder, folder if pick(splits, "eval") else None)
+        test = pick(splits, "test")
+        return replace(found, unused=(*(found.unused or ()), *((f"split {test}",) if test else ())))
     is_for_masks = asked.task not in ("image-classification", "object-detection")
     if is_for_masks and (pairs := find_pairs(asked.path)) is not None:
         return recognise_masks(asked, pairs)
@@ -195,9 +191,9 @@ def _is_tagged(asked: Asked, path: Path) -> bool:
 def _training_table(folder: Path, tables: Sequence[Path]) -> tuple[Path, Path | None]:
     """Return the table to train on, and the table to evaluate on if a name shows one."""
     tables = list(dict.fromkeys(map(_shards_of, tables)))
-    held_out = [path for path in tables if _EVAL.search(path.stem.lower())]
-    others = [path for path in tables if path not in held_out and not _TEST.search(path.stem.lower())]
-    others = [path for path in others if _TRAIN.search(path.stem.lower())] or others
+    parts = {path: part_of(path.name) or part_of(path.relative_to(folder).as_posix()) for path in tables}
+    held_out = [path for path in tables if parts[path] == "eval"]
+    others = [path for path in tables if parts[path] == "train"] or [path for path in tables if parts[path] is None]
     if len(others) != 1 or len(held_out) > 1:
         named = ", ".join(str(path) for path in tables[:5])
         raise ValueError(
@@ -220,20 +216,17 @@ _WORDS_OF_A_LINE = 60
 
 def _find_classes(folder: Path, texts: Sequence[Path]) -> tuple[list[Path], Path | None] | None:
     """Return the folders CLASS/*.txt or train/CLASS/*.txt, and the folder to evaluate on, or None without classes."""
-    parts = [path for path in sorted(folder.iterdir()) if path.is_dir()]
-    train = [path for path in parts if _TRAIN.search(path.name.lower())]
-    root = train[0] if len(train) == 1 else folder
+    parts = folders_of_parts(folder)
+    root = parts.get("train", folder)
     counts = Counter(path.parent for path in texts if path.suffix.lower() == ".txt" and path.parent.parent == root)
     below = [path for path in texts if root in path.parents]
     is_flat = all(path.parent in counts or path.parent == root for path in below)
     num_loose = sum(path.parent == root for path in below)
     if not is_flat or len(counts) < 2 or min(counts.values()) < max(2, num_loose):
         return None
-    are_parts = [any(name.search(each.name.lower()) for name in (_TRAIN, _EVAL, _TEST)) for each in counts]
-    if any(are_parts):
+    if any(part_of(each.name) for each in counts):
         return None
-    held_out = [path for path in parts if root != folder and _EVAL.search(path.name.lower())]
-    return sorted(counts), held_out[0] if len(held_out) == 1 else None
+    return sorted(counts), parts.get("eval") if root != folder else None
 
 
 def _recognise_classes_of_texts(asked: Asked, folder: Path, found: tuple[list[Path], Path | None]) -> Found:
@@ -244,7 +237,7 @@ def _recognise_classes_of_texts(asked: Asked, folder: Path, found: tuple[list[Pa
     """
     refuse_columns(asked, folder, "plain text")
     folders, held_out = found
-    named = [path for path in folders if path.name.lower() not in _UNLABELED]
+    named = [path for path in folders if not is_unlabeled(path.name)]
     root, is_whole = named[0].parent, len(named) == len(folders)
     # The path stays as the user gave it if it is the folder of classes.
     train = (asked.path if root == folder else str(root)) if is_whole else [str(path) for path in named]
@@ -279,8 +272,7 @@ def _are_files_of_classes(asked: Asked, folder: Path, texts: Sequence[Path]) -> 
         return False
     if asked.data.lines is not None:
         return asked.data.lines == "file_names"
-    parts = [path for path in texts if any(name.search(path.stem.lower()) for name in (_TRAIN, _EVAL, _TEST))]
-    if parts or any(char.isdigit() for path in texts for char in path.stem):
+    if any(part_of(path.name) for path in texts) or any(char.isdigit() for path in texts for char in path.stem):
         return False
     return asked.task is not None or all(_has_a_text_per_line(path, asked) for path in texts)
 
@@ -323,13 +315,14 @@ def _recognise_texts_by_file(asked: Asked, folder: Path) -> Found:
 
 def _training_texts(asked: Asked, texts: Sequence[Path], folder: Path) -> tuple[Sequence[Path], Path, Choices]:
     """Return the texts to train on, the folder, and settings. Files named train, val, and test are separated."""
-    if not any(_is_part(path, folder, _TRAIN) for path in texts) or "data.eval" in asked.given:
+    tops = {path: top_part(path.relative_to(folder)) for path in texts}
+    if not any(part == "train" for _, part in tops.values()) or "data.eval" in asked.given:
         return texts, folder, {}
-    held_out = [path for path in texts if _is_part(path, folder, _EVAL)]
-    train = [path for path in texts if path not in held_out and not _is_part(path, folder, _TEST)]
+    held_out = [path for path in texts if tops[path][1] == "eval"]
+    train = [path for path in texts if tops[path][1] in ("train", None)]
 
     def names(paths: Sequence[Path]) -> str | list[str]:
-        top = sorted({str(_part_of(path, folder)) for path in paths})
+        top = sorted({str(folder / tops[path][0]) for path in paths})
         return top if len(top) > 1 else top[0]
 
     settings = {"data.train": Choice[Any](names(train), "training data by their names")}
@@ -434,22 +427,6 @@ def _first_words(asked: Asked, path: Path) -> Counter[str] | None:
     return words if is_few and words.total() == len(lines) else None
 
 
-def _part_of(path: Path, folder: Path) -> Path:
-    """Return the highest folder (or the file) named after training, evaluation, or tests.
-
-    Without such a name, return the top folder or the file.
-    """
-    below = [*reversed(path.relative_to(folder).parents[:-1]), path.relative_to(folder)]
-    patterns = (_TRAIN, _EVAL, _TEST)
-    said = (each for each in below if any(pattern.search(each.stem.lower()) for pattern in patterns))
-    return folder / next(said, below[0])
-
-
-def _is_part(path: Path, folder: Path, pattern: re.Pattern[str]) -> bool:
-    """Return whether the part of the data that holds a file matches `pattern`, for example `_TRAIN`."""
-    return pattern.search(_part_of(path, folder).stem.lower()) is not None
-
-
 def _shards_of(path: Path) -> Path:
     """Return the pattern of all shards of a parquet file, as the hub names them. Other paths are returned unchanged."""
     shard = _SHARD.fullmatch(path.name)
@@ -472,13 +449,14 @@ def _with_unused_files(found: Found, asked: Asked, path: Path) -> Found:
         beside = [Path(str(data.train)).with_name(name) for name in NAME_FILES]
         read_names = next((file for file in beside if file in others and names_in(file, asked.data) == names), None)
         others = [file for file in others if file != read_names]
-    tests = [file for file in others if _is_part(file, folder, _TEST) and file_kind(file) is not None]
+    tops = {file: top_part(file.relative_to(folder)) for file in others}
+    tests = [file for file in others if tops[file][1] == "test" and file_kind(file) and not is_unlabeled(file.name)]
     if not path.is_dir():
-        held_out = [file for file in others if _EVAL.search(file.stem.lower())]
+        held_out = [file for file in others if tops[file][1] == "eval"]
         shards = [file for file in others if _shards_of(file) == _shards_of(path) != path]
         others = [file for file in (*held_out, *shards, *tests) if file.suffix == path.suffix]
         tests = [file for file in tests if file in others]
-    top = sorted({_shards_of(_part_of(test, folder)) for test in tests})
+    top = sorted({_shards_of(folder / tops[test][0]) for test in tests})
     test = str(top[0]) if top else None
     rest = _by_folder([file.relative_to(folder) for file in others if file not in tests])
     unused = (*found.unused, *((f"files {rest}",) if rest else ()))

@@ -20,6 +20,7 @@ from accel_train.core.format import format_count
 from accel_train.core.json_io import parse_json
 from accel_train.data.delimited import table_delimiter
 from accel_train.data.encoding import read_lines, read_text
+from accel_train.data.parts import part_of
 from accel_train.data.sources import file_kind, is_about_data
 from accel_train.experiments.finetune.class_files import classes_by_suffix
 from accel_train.experiments.finetune.recipe import WAIT_SECONDS, Asked, default_output_dir
@@ -29,9 +30,8 @@ _SHEETS = (".xlsx", ".xls", ".xlsb", ".ods")
 _MAYBE_TABLES = ("", ".txt", ".dat", ".data")
 _SOURCE = ".source"
 """File in the folder with the digest of the file it was made from."""
-_NAMES_OF_PARTS = ("train training", "validation valid val dev eval testa", "test testing testb")
-_PARTS = {name: names.split()[0] for names in _NAMES_OF_PARTS for name in names.split()}
-"""Split names by the names that data sets use. CoNLL 2002 and 2003 have testa and testb."""
+_SPLITS = {"train": "train", "eval": "validation", "test": "test"}
+"""Names of files by part, as `datasets` names splits."""
 _MOST_TAGGED = 20
 _SMALL_BYTES = 100_000_000
 """Size up to which an unpacked file may be any number of times larger than its archive."""
@@ -152,9 +152,14 @@ def _parts_of(asked: Asked, path: Path) -> dict[str, bytes] | None:
         return None
     from accel_train.experiments.finetune.text_tasks import holds_tags  # imports torch
 
-    parts = {file: _PARTS.get(file.suffix[1:].lower(), file.suffix[1:] or "data") for file in files}
+    parts = {file: _split_of(file.suffix[1:]) or "data" for file in files}
     found = {f"{file.stem}.{part}.conll": file.read_bytes() for file, part in parts.items() if holds_tags(file, asked)}
     return found if len(found) == len(files) else None
+
+
+def _split_of(name: str) -> str:
+    """Return the split that a name tells, or the name."""
+    return _SPLITS.get(part_of(name) or "", name)
 
 
 def _aligned_lines(asked: Asked, path: Path) -> dict[str, bytes]:
@@ -175,9 +180,9 @@ def _aligned_lines(asked: Asked, path: Path) -> dict[str, bytes]:
                 raise ValueError(
                     f"{tags}:{number} has {has}; repair the files: lines with the same number belong together"
                 )
-        name = "train" if words.parent == path else words.parent.name.lower()
+        name = "train" if words.parent == path else words.parent.name
         blocks = ["".join(f"{word} {tag}\n" for word, tag in zip(*sentence)) for sentence in sentences if sentence[0]]
-        found[f"{_PARTS.get(name, name)}.conll"] = "\n".join(blocks).encode()
+        found[f"{_split_of(name)}.conll"] = "\n".join(blocks).encode()
     return found
 
 
@@ -192,7 +197,7 @@ def _splits_of(asked: Asked, path: Path) -> dict[str, bytes] | None:
     # Objects on lines, another encoding, or an error that the reader reports.
     except ValueError:
         return None
-    parts = {_PARTS.get(name, ""): rows for name, rows in document.items() if isinstance(rows, list)}
+    parts = {_SPLITS.get(part_of(name) or "", ""): rows for name, rows in document.items() if isinstance(rows, list)}
     if "train" not in parts or "" in parts or len(parts) != len(document):
         return None
     if "validation" not in parts and "test" in parts:
