@@ -20,6 +20,7 @@ A name with words for two parts belongs to the first of them: COCO's test-dev is
 _ORDER = {part: {name: number for number, name in enumerate(names.split())} for part, names in _NAMES.items()}
 _WORD = {part: re.compile(rf"(?<![a-z])(?:{'|'.join(names)})(?![a-z])") for part, names in _ORDER.items()}
 _UNLABELED = re.compile(r"(?<![a-z])(?:unsup(?:ervised)?|unlabell?ed|submissions?)(?![a-z])")
+_ABOUT_DATA = re.compile(r"(?:readme|licen[cs]e|copying|notice|changelog|contributing)(?:[._-].*)?")
 _SPELLINGS = (
     (re.compile(r"(?<=[a-z])(?=[A-Z])"), "_"),
     (re.compile(r"(?<![a-z])(h[eo]ld)[^a-z/]out(?![a-z])", re.IGNORECASE), r"\1out"),
@@ -44,13 +45,13 @@ def part_of(name: str) -> Part | None:
     return next((part for part, word in _WORD.items() if word.search(plain)), None)
 
 
-def top_part(path: PurePath) -> tuple[PurePath, Part | None]:
+def top_part(path: PurePath, *, suffix: str = "") -> tuple[PurePath, Part | None]:
     """Return the highest folder of a relative path (or the file) that is a part by its name, and the part.
 
-    Without a part, return the top folder or the file, and None.
+    Without a part, return the top folder or the file, and None. With a suffix, only files with this suffix are parts.
     """
-    places = [*reversed(path.parents[:-1]), path]
-    return next(((place, part) for place in places if (part := part_of(place.name))), (places[0], None))
+    places = [*reversed(path.parents[:-1]), *([path] if path.suffix.endswith(suffix) else [])]
+    return next(((place, part) for place in places if (part := part_of(place.name))), ([*places, path][0], None))
 
 
 def are_parts(names: Collection[str]) -> bool:
@@ -64,12 +65,17 @@ def is_unlabeled(name: str) -> bool:
     return _UNLABELED.search(_plain(name)) is not None
 
 
+def is_about(name: str) -> bool:
+    """Return whether a file describes the data by its name: README.md, LICENSE."""
+    return _ABOUT_DATA.fullmatch(name.lower()) is not None
+
+
 def pick(names: Iterable[str], part: Part, beside: str | None = None) -> str | None:
     """Return the name of a part: the only one, or the first usual name of several, or None.
 
     A name that differs from `beside` only in the word for the part comes first: val2014 for train2014.
     """
-    found = sorted(name for name in names if part_of(name) == part)
+    found = sorted(name for name in names if part_of(name) == part and not is_unlabeled(name))
     found = [name for name in found if beside is not None and _frame(name) == _frame(beside)] or found
     order = _ORDER[part]
     usual = sorted((name for name in found if _plain(name) in order), key=lambda name: order[_plain(name)])
@@ -101,4 +107,16 @@ def folders_beside(train: Path) -> dict[Part, Path]:
 def _folders(parent: Path, names: Sequence[str]) -> dict[Part, Path]:
     train = pick(names, "train")
     found = {"train": train} | {part: pick(names, part, train) for part in ("eval", "test")}
-    return {part: parent / name for part in _NAMES if (name := found[part]) is not None}
+    return {part: unwrapped(parent / name) for part in _NAMES if (name := found[part]) is not None}
+
+
+def unwrapped(folder: Path) -> Path:
+    """Return the folder with the data: `pets/pets` or `archive/pets` where nothing else lies above several folders."""
+    entries = [
+        each for each in folder.iterdir() if not each.name.startswith((".", "__MACOSX")) and not is_about(each.name)
+    ]
+    if len(entries) != 1 or not entries[0].is_dir():
+        return folder
+    inner = entries[0]
+    num_folders = sum(each.is_dir() and not each.name.startswith(".") for each in inner.iterdir())
+    return unwrapped(inner) if inner.name == folder.name or num_folders > 1 else folder

@@ -6,7 +6,6 @@ A name is looked up in this order: embedded corpus, glob, existing file or folde
 import glob
 import os
 import platform
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from accel_train.core.format import did_you_mean, format_count
 from accel_train.data.delimited import DELIMITERS, delimiter_of, quoting_of
 from accel_train.data.encoding import check_encoding, encoding_of
 from accel_train.data.hub import look_for_hub, without_hub
-from accel_train.data.parts import pick, top_part
+from accel_train.data.parts import is_about, pick, top_part
 from accel_train.recipe.data import Data
 
 if TYPE_CHECKING:
@@ -54,7 +53,6 @@ In `.bin` files, a separator token divides documents. In CoNLL files, a blank li
 """
 
 _KNOWN_SUFFIXES = ".txt, .md, .py, " + ", ".join(TABLE_KINDS)
-_ABOUT_DATA = re.compile(r"(?:readme|licen[cs]e|copying|notice|changelog|contributing)(?:[._-].*)?")
 
 
 @dataclass(frozen=True)
@@ -176,7 +174,7 @@ def is_saved_dataset(folder: Path) -> bool:
 def is_about_data(path: Path, folder: Path) -> bool:
     """Return whether a file at the top of a data folder only describes the data, by its name: README.md, LICENSE."""
     is_text = not path.suffix or file_kind(path) == "text"
-    return is_text and path.parent == folder and _ABOUT_DATA.fullmatch(path.name.lower()) is not None
+    return is_text and path.parent == folder and is_about(path.name)
 
 
 def _resolve(name: str, data: Data, key: str) -> Source:
@@ -278,8 +276,11 @@ def _refuse_held_out_files(name: str, folder: Path, files: list[Path], data: Dat
     program has files such as test.py.
     """
     for are_texts in (False, True):
-        of_kind = [path for path in files if (file_kind(path) == "text") is are_texts]
-        tops = [top_part(path.relative_to(folder)) for path in of_kind if not are_texts or path.suffix == ".txt"]
+        tops = [
+            top_part(path.relative_to(folder), suffix=".txt" if are_texts else "")
+            for path in files
+            if (file_kind(path) == "text") is are_texts
+        ]
         held_out = [place for place, part in tops if part in ("eval", "test")]
         if held_out and len(held_out) < len(tops) and (not are_texts or any(part == "train" for _, part in tops)):
             raise ValueError(

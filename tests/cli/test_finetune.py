@@ -567,7 +567,7 @@ WRONG: dict[str, tuple[Callable[[], None], str, tuple[str, ...], tuple[str, ...]
         "--data.prompt_column instruction --data.completion_column output")),
     "lines that may begin with labels": (text(*(f"{'ab'[n % 2]} {WORDS[n % 4]}" for n in range(20))), "t.txt", (),
         ("t.txt:", "2 words (a, b", "--task text-classification", "--task causal-lm")),
-    "a table that is called a text": (text("text|label", *(f"{WORDS[n % 4]} {n}|{n % 2}" for n in range(20))),
+    "a table that is called a text": (text("text|label", *(f"{WORDS[n % 4]} {n}|{n % 2}" for n in range(5))),
         "t.txt", (), ("t.txt: vertical bars", "t.csv", "--task causal-lm")),
     "a row without a label": (table("text,label", lambda n: f"{WORDS[n % 4]},{'xy'[n % 2] if n != 7 else ''}"),
         "t.csv", (), ("t.csv:9, column 'label'", "1 of 40", "data.missing_labels: drop")),

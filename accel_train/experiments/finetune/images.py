@@ -32,7 +32,7 @@ from accel_train.data.images.pools import read_pools
 from accel_train.data.images.tables import find_images
 from accel_train.data.parts import Part, are_parts, folders_of_parts, part_of, pick
 from accel_train.experiments.finetune.columns import Column, Table, read_table, recognise_label
-from accel_train.experiments.finetune.recipe import Asked, Found
+from accel_train.experiments.finetune.recipe import Asked, Found, refuse_columns
 from accel_train.tasks.semantic_segmentation.data import masked_pool
 
 _NUM_LOOKED_AT = 200
@@ -58,7 +58,7 @@ def _root_of(folder: Path) -> tuple[Path, str]:
     are_all = are_parts([each.name for each in folder.iterdir() if each.is_dir()])
     if train is None or not (are_all or any(each.is_dir() for each in train.iterdir())):
         return folder, ""
-    return train, f"{train.name}/"
+    return train, f"{train.relative_to(folder).as_posix()}/"
 
 
 def recognise_classes(asked: Asked, folder: Path, tables: Sequence[Path] = ()) -> Found:
@@ -266,12 +266,6 @@ def _classes_of(asked: Asked, pool: ImagePool) -> tuple[dict[str, Choice[Any]], 
     if classes[:1] == [0] and len(classes) > 2:
         return {}, ("0 in a mask is a class like the others; if 0 means no class (ADE20K): --data.reduce_labels true",)
     return {}, ()
-
-
-def refuse_columns(asked: Asked, folder: str | Path, what: str) -> None:
-    for flag, given in (("--text", asked.text), ("--label", asked.label)):
-        if given:
-            raise ValueError(f"{flag}: {folder} holds {what}, not columns. Leave the flag out, or name a table")
 
 
 def sizes_of(images: Images) -> dict[str, Any]:

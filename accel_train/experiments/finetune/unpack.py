@@ -5,12 +5,14 @@ import gzip
 import hashlib
 import json
 import os
+import re
 import shutil
 import tarfile
 import time
 import zipfile
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path, PurePath
 from typing import Any
@@ -18,12 +20,12 @@ from typing import Any
 from accel_train.core.files import files_below, make_folders, publish_folder
 from accel_train.core.format import format_count
 from accel_train.core.json_io import parse_json
-from accel_train.data.delimited import table_delimiter
+from accel_train.data.delimited import DELIMITERS, table_delimiter
 from accel_train.data.encoding import read_lines, read_text
-from accel_train.data.parts import part_of
-from accel_train.data.sources import file_kind, is_about_data
-from accel_train.experiments.finetune.class_files import classes_by_suffix
+from accel_train.data.parts import part_of, unwrapped
+from accel_train.data.sources import file_kind, is_about_data, is_saved_dataset
 from accel_train.experiments.finetune.recipe import WAIT_SECONDS, Asked, default_output_dir
+from accel_train.experiments.finetune.texts import classes_by_suffix
 
 _ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 _SHEETS = (".xlsx", ".xls", ".xlsb", ".ods")
@@ -52,11 +54,14 @@ def unpacked(asked: Asked, output_dir: str | None, *, is_first: bool = True) -> 
         ValueError: the file is damaged, needs a password or a package, or does not fit the disk; or the folder exists
             with other data.
     """
-    path = Path(asked.path).expanduser()
+    path, notes = Path(asked.path).expanduser(), []
     kind = _kind_of(asked, path) if path.is_file() else None
-    parts = _parts_of(asked, path) if kind is None else None
     run = output_dir or default_output_dir(path.name.removesuffix(kind) if kind else asked.path)
-    place, notes, folder = asked.path, [], Path(f"{run.rstrip('/')}-data")
+    if path.is_dir() and not is_saved_dataset(path) and (inner := unwrapped(path)) != path:
+        notes.append(f"{path}: {inner} is read, the only folder in it")
+        asked, path = replace(asked, path=str(inner)), inner
+    parts = _parts_of(asked, path) if kind is None else None
+    place, folder = asked.path, Path(f"{run.rstrip('/')}-data")
     if kind is not None or parts is not None:
         digest = hashlib.sha256(repr(parts).encode()).hexdigest()
         if parts is None:
@@ -72,13 +77,13 @@ def unpacked(asked: Asked, output_dir: str | None, *, is_first: bool = True) -> 
         _publish(folder, path, digest, write, is_first=is_first)
         place = str(_data_in(folder))
         if parts is not None:
-            notes = [f"{path}: written to {folder} as {', '.join(parts)}"]
+            notes.append(f"{path}: written to {folder} as {', '.join(parts)}")
             if any(path.glob("*/label")):
                 notes.append("the files named label are not read")
         elif kind in _MAYBE_TABLES:
-            notes = [f"{path}: tabs divide all lines into equal columns, so it is copied to {folder} as a table"]
+            notes += [f"{path}: tabs divide all lines into equal columns, so it is copied to {folder} as a table"]
         else:
-            notes = [f"{path}: unpacked to {folder} ({format_count(len(files_below(folder)), 'file')})"]
+            notes += [f"{path}: unpacked to {folder} ({format_count(len(files_below(folder)), 'file')})"]
         folder = Path(f"{run.rstrip('/')}-masks")
     if Path(place).expanduser().is_dir() or place.lower().endswith(".json"):
         from accel_train.experiments.finetune.palettes import find_palette
@@ -145,6 +150,8 @@ def _parts_of(asked: Asked, path: Path) -> dict[str, bytes] | None:
         return {f"{name}.txt": file.read_bytes() for name, file in classes.items()}
     if asked.task in (None, "token-classification") and (aligned := _aligned_lines(asked, path)):
         return aligned
+    if found := _labels_beside(asked, path) or _tables_in_texts(asked, path):
+        return found
     files = [path] if path.is_file() else [each for each in files_below(path) if each.is_file()]
     files = [file for file in files if not is_about_data(file, path)]
     is_usual = not 0 < len(files) <= _MOST_TAGGED or any(file_kind(file) is not None for file in files)
@@ -184,6 +191,81 @@ def _aligned_lines(asked: Asked, path: Path) -> dict[str, bytes]:
         blocks = ["".join(f"{word} {tag}\n" for word, tag in zip(*sentence)) for sentence in sentences if sentence[0]]
         found[f"{_split_of(name)}.conll"] = "\n".join(blocks).encode()
     return found
+
+
+_TEXTS = {"text", "texts", "sentence", "sentences", "input", "inputs", "x"}
+_LABELS = {"label", "labels", "tag", "tags", "y"}
+"""Words in the names of two aligned files: train_text.txt and train_labels.txt."""
+_WORDS_OF_A_LABEL = 3
+
+
+def _labels_beside(asked: Asked, path: Path) -> dict[str, bytes]:
+    """Return tables of files with a text on each line and files with its label; mapping.txt may name the labels.
+
+    Raises:
+        ValueError: two files differ in lines.
+    """
+    if not path.is_dir() or asked.task not in (None, "text-classification") or asked.data.lines is not None:
+        return {}
+    files = [file for file in files_below(path) if not is_about_data(file, path)]
+    mapping = next((file for file in files if file.name == "mapping.txt"), None)
+    places = {file: (file.parent, *re.split(r"[^a-z0-9]+", file.stem.lower())) for file in files if file != mapping}
+    found = {}
+    for file, words in places.items():
+        for other in places if file.suffix == ".txt" and _LABELS & {*words[1:]} else ():
+            different = [pair for pair in zip(words, places[other], strict=False) if pair[0] != pair[1]]
+            is_pair = len(words) == len(places[other]) and len(different) == 1 and other.suffix == file.suffix
+            if is_pair and different[0][0] in _LABELS and different[0][1] in _TEXTS:
+                found[file] = other
+    if 2 * len(found) != len(places):
+        return {}
+    names = {}
+    if mapping is not None:
+        pairs = [line.split(maxsplit=1) for line in read_text(mapping, asked.data).splitlines()]
+        names = {pair[0]: pair[1].strip() for pair in pairs if len(pair) == 2}
+    parts = {}
+    for labels, texts in found.items():
+        sides = [read_text(file, asked.data).splitlines() for file in (texts, labels)]
+        if len(sides[0]) != len(sides[1]):
+            raise ValueError(
+                f"{labels} has {len(sides[1]):,} lines, and {texts} has {len(sides[0]):,}. Lines with the same number "
+                "belong together; repair the files"
+            )
+        if any(len(line.split()) > _WORDS_OF_A_LABEL for line in sides[1]):
+            return {}
+        rows = [{"text": text, "label": names.get(label.strip(), label.strip())} for text, label in zip(*sides)]
+        name = _SPLITS.get(part_of(labels.relative_to(path).as_posix()) or "train")
+        parts[f"{name}.jsonl"] = "".join(f"{json.dumps(row)}\n" for row in rows).encode()
+    return parts if len(parts) == len(found) else {}
+
+
+_FEWEST_RECORDS = 10
+"""Lines of all files from which semicolons and vertical bars in equal number divide columns. Tabs need three lines."""
+
+
+def _tables_in_texts(asked: Asked, path: Path) -> dict[str, bytes]:
+    """Return tables of text files whose lines all have equally many fields, of which none is empty."""
+    files = [path] if path.is_file() else files_below(path)
+    files = [file for file in files if file.is_file() and not is_about_data(file, path)]
+    is_asked = asked.task is not None or asked.data.lines is not None
+    if is_asked or len(files) > _MOST_TAGGED or any(file.suffix.lower() not in _MAYBE_TABLES for file in files):
+        return {}
+    found, num_rows, has_tabs = dict[str, bytes](), 0, True
+    for file in files:
+        try:
+            name = table_delimiter(file, asked.data)
+            lines = [line.strip("\r\n") for line, _ in read_lines(file, asked.data)] if name else []
+        # The reader of plain text will report the byte.
+        except ValueError:
+            return {}
+        between = next((each for each in DELIMITERS if DELIMITERS[each] == name), "")
+        rows = [line.split(between) for line in lines] if between else []
+        is_full = between == "\t" or all(field.strip() for row in rows for field in row)
+        if not is_full or len({*map(len, rows)}) != 1 or not all(map(str.strip, lines)):
+            return {}
+        num_rows, has_tabs = num_rows + len(rows), has_tabs and between == "\t"
+        found[f"{file.stem}{'.tsv' if between == chr(9) else '.csv'}"] = file.read_bytes()
+    return found if len(found) == len(files) and (has_tabs or num_rows >= _FEWEST_RECORDS) else {}
 
 
 def _splits_of(asked: Asked, path: Path) -> dict[str, bytes] | None:
