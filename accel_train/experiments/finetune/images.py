@@ -24,13 +24,13 @@ from accel_train.data.images.images import (
     list_files,
     list_images,
 )
-from accel_train.data.images.labelled import eval_beside_train
+from accel_train.data.images.labelled import eval_beside_train, parts_of_classes
 from accel_train.data.images.masks import mask_values
 from accel_train.data.images.misread import refuse_annotations
 from accel_train.data.images.pairs import BESIDE, pair_of_folders, pairs_below
 from accel_train.data.images.pools import read_pools
 from accel_train.data.images.tables import find_images
-from accel_train.data.parts import Part, are_parts, folders_of_parts, part_of, pick
+from accel_train.data.parts import Part, are_parts, part_of, pick
 from accel_train.experiments.finetune.columns import Column, Table, read_table, recognise_label
 from accel_train.experiments.finetune.recipe import Asked, Found, refuse_columns
 from accel_train.tasks.semantic_segmentation.data import masked_pool
@@ -53,12 +53,9 @@ def lie_in_classes(folder: Path, names: Sequence[str]) -> bool:
 
 
 def _root_of(folder: Path) -> tuple[Path, str]:
-    """Return the folder of the classes, and how names relative to `folder` begin there: the training part, or all."""
-    train = folders_of_parts(folder).get("train")
-    are_all = are_parts([each.name for each in folder.iterdir() if each.is_dir()])
-    if train is None or not (are_all or any(each.is_dir() for each in train.iterdir())):
-        return folder, ""
-    return train, f"{train.relative_to(folder).as_posix()}/"
+    """Return the folder of the classes, and how names relative to `folder` begin there."""
+    root = parts_of_classes(folder).get("train", folder)
+    return root, "" if root == folder else f"{root.relative_to(folder).as_posix()}/"
 
 
 def recognise_classes(asked: Asked, folder: Path, tables: Sequence[Path] = ()) -> Found:
@@ -84,8 +81,8 @@ def recognise_classes(asked: Asked, folder: Path, tables: Sequence[Path] = ()) -
     classes = sorted({name.split("/", 1)[0] for name in names})
     if are_parts(classes):
         raise ValueError(
-            f"{root}: {', '.join(classes)} are parts of the data by their names, not classes. Train on one: "
-            + _command_for_parts(root, classes)
+            f"{root}: {', '.join(classes)} are parts of the data by their names, not classes. Put the images to train "
+            f"on into {root}/train/CLASS/, or name one folder: accel-train finetune {quote(str(root / classes[-1]))}"
         )
     # This raises for empty class folders, and names them.
     pool = read_pools(
@@ -120,20 +117,6 @@ def _tables_there(tables: Sequence[Path]) -> str:
         return ""
     names = ", ".join(map(str, tables[:3]))
     return f". No column of {names} names these images. A table needs a column of file names relative to the table"
-
-
-def _command_for_parts(root: Path, parts: Sequence[str]) -> str:
-    """Return the command that trains on one part of the data. Only the trained model sees a test set."""
-    train = next((name for wanted in ("train", "eval") for name in parts if part_of(name) == wanted), parts[0])
-    others = [name for name in parts if name != train]
-    held = [name for name in others if part_of(name) != "test"]
-    command = f"accel-train finetune {quote(str(root / train))}" + "".join(
-        f" --data.eval {quote(str(root / name))}" for name in held[:1]
-    )
-    tests = [name for name in others if name not in held]
-    return command + "".join(
-        f"; after training: accel-train evaluate RUN {quote(str(root / name))}" for name in tests[:1]
-    )
 
 
 def not_used(root: Path, used: Sequence[Path], num_others: int = 0) -> str:

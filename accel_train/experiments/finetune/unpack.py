@@ -55,7 +55,7 @@ def unpacked(asked: Asked, output_dir: str | None, *, is_first: bool = True) -> 
             with other data.
     """
     path, notes = Path(asked.path).expanduser(), []
-    kind = _kind_of(asked, path) if path.is_file() else None
+    kind = _kind_of(path) if path.is_file() else None
     run = output_dir or default_output_dir(path.name.removesuffix(kind) if kind else asked.path)
     if path.is_dir() and not is_saved_dataset(path) and (inner := unwrapped(path)) != path:
         notes.append(f"{path}: {inner} is read, the only folder in it")
@@ -80,8 +80,6 @@ def unpacked(asked: Asked, output_dir: str | None, *, is_first: bool = True) -> 
             notes.append(f"{path}: written to {folder} as {', '.join(parts)}")
             if any(path.glob("*/label")):
                 notes.append("the files named label are not read")
-        elif kind in _MAYBE_TABLES:
-            notes += [f"{path}: tabs divide all lines into equal columns, so it is copied to {folder} as a table"]
         else:
             notes += [f"{path}: unpacked to {folder} ({format_count(len(files_below(folder)), 'file')})"]
         folder = Path(f"{run.rstrip('/')}-masks")
@@ -125,19 +123,13 @@ def _wait_for(folder: Path, staging: Path) -> None:
         time.sleep(0.1)
 
 
-def _kind_of(asked: Asked, path: Path) -> str | None:
+def _kind_of(path: Path) -> str | None:
     """Return the ending that tells how to unpack a file, or None if it is read as it is."""
     name = path.name.lower()
     for ending in (*_ARCHIVES, *_SHEETS):
         if name.endswith(ending):
             return path.name[-len(ending) :]
-    if name.endswith(".gz") and file_kind(Path(name.removesuffix(".gz"))) is not None:
-        return path.name[-3:]
-    is_asked = asked.task is not None or asked.data.lines is not None
-    if path.suffix.lower() in _MAYBE_TABLES and not is_asked and table_delimiter(path, asked.data) == "tabs":
-        # Blank lines divide the sentences of CoNLL.
-        return path.suffix if all(line.strip() for line, _ in read_lines(path, asked.data)) else None
-    return None
+    return path.name[-3:] if name.endswith(".gz") and file_kind(Path(name.removesuffix(".gz"))) is not None else None
 
 
 def _parts_of(asked: Asked, path: Path) -> dict[str, bytes] | None:
@@ -244,28 +236,28 @@ _FEWEST_RECORDS = 10
 
 
 def _tables_in_texts(asked: Asked, path: Path) -> dict[str, bytes]:
-    """Return tables of text files whose lines all have equally many fields, of which none is empty."""
+    """Return tables of text files: lines with tabs, or with equally many fields of which none is empty."""
     files = [path] if path.is_file() else files_below(path)
     files = [file for file in files if file.is_file() and not is_about_data(file, path)]
     is_asked = asked.task is not None or asked.data.lines is not None
     if is_asked or len(files) > _MOST_TAGGED or any(file.suffix.lower() not in _MAYBE_TABLES for file in files):
         return {}
-    found, num_rows, has_tabs = dict[str, bytes](), 0, True
+    found, num_rows = dict[str, bytes](), 0
     for file in files:
         try:
             name = table_delimiter(file, asked.data)
-            lines = [line.strip("\r\n") for line, _ in read_lines(file, asked.data)] if name else []
+            between = next((each for each in DELIMITERS if DELIMITERS[each] == name), "")
+            rows = [line.split(between) for line, _ in read_lines(file, asked.data)] if between else []
         # The reader of plain text will report the byte.
         except ValueError:
             return {}
-        between = next((each for each in DELIMITERS if DELIMITERS[each] == name), "")
-        rows = [line.split(between) for line in lines] if between else []
-        is_full = between == "\t" or all(field.strip() for row in rows for field in row)
-        if not is_full or len({*map(len, rows)}) != 1 or not all(map(str.strip, lines)):
+        is_full = len({*map(len, rows)}) == 1 and all(field.strip() for row in rows for field in row)
+        # Blank lines divide the sentences of CoNLL.
+        if not rows or not (between == "\t" or is_full) or not all("".join(row).strip() for row in rows):
             return {}
-        num_rows, has_tabs = num_rows + len(rows), has_tabs and between == "\t"
+        num_rows += len(rows) if between != "\t" else _FEWEST_RECORDS
         found[f"{file.stem}{'.tsv' if between == chr(9) else '.csv'}"] = file.read_bytes()
-    return found if len(found) == len(files) and (has_tabs or num_rows >= _FEWEST_RECORDS) else {}
+    return found if len(found) == len(files) and num_rows >= _FEWEST_RECORDS else {}
 
 
 def _splits_of(asked: Asked, path: Path) -> dict[str, bytes] | None:
@@ -290,9 +282,7 @@ def _splits_of(asked: Asked, path: Path) -> dict[str, bytes] | None:
 
 def _write(path: Path, kind: str, folder: Path) -> None:
     try:
-        if kind in _MAYBE_TABLES:
-            shutil.copyfile(path, folder / f"{path.stem}.tsv")
-        elif kind.lower() in _SHEETS:
+        if kind.lower() in _SHEETS:
             if zipfile.is_zipfile(path):
                 with zipfile.ZipFile(path) as archive:
                     _check_space(path, folder, sum(each.file_size for each in archive.infolist()))

@@ -233,7 +233,7 @@ GALLERY: dict[str, tuple[Files, Read | str]] = {
     "images two folders lower": (each("data/pets/{a,b}/1.png", PHOTO), "only the class folder"),
     "images, one class": (each("a/{1,2}.png", PHOTO), "only the class folder"),
     "images without classes": (each("{1,2}.png", PHOTO), "not in a class folder"),
-    "images in parts without classes": (each("{train,test}/{1,2}.png", PHOTO), "not in a class folder"),
+    "images in parts without classes": (each("{train,test}/{1,2}.png", PHOTO), "parts of the data"),
     "images of vehicles": (each("{bus,train,car}/1.png", PHOTO), Read(IMAGES, classes="bus car train")),
     "images of trains": (each("{freight_train,bus}/old/1.png", PHOTO), Read(IMAGES, classes="bus freight_train")),
     "images in val and test": (each("{val,test}/{a,b}/1.png", PHOTO), "parts of the data"),
