@@ -112,11 +112,17 @@ def _folders(parent: Path, names: Sequence[str]) -> dict[Part, Path]:
 
 def unwrapped(folder: Path) -> Path:
     """Return the folder with the data: `pets/pets` or `archive/pets` where nothing else lies above several folders."""
+    inner = only_entry(folder)
+    if inner is None or not inner.is_dir():
+        return folder
+    deeper = unwrapped(inner)
+    num_folders = sum(each.is_dir() and not each.name.startswith(".") for each in deeper.iterdir())
+    return deeper if deeper != inner or inner.name == folder.name or num_folders > 1 else folder
+
+
+def only_entry(folder: Path) -> Path | None:
+    """Return the only file or folder, apart from hidden ones and those that describe the data, or None."""
     entries = [
         each for each in folder.iterdir() if not each.name.startswith((".", "__MACOSX")) and not is_about(each.name)
     ]
-    if len(entries) != 1 or not entries[0].is_dir():
-        return folder
-    inner = entries[0]
-    num_folders = sum(each.is_dir() and not each.name.startswith(".") for each in inner.iterdir())
-    return unwrapped(inner) if inner.name == folder.name or num_folders > 1 else folder
+    return entries[0] if len(entries) == 1 else None

@@ -277,9 +277,9 @@ def _refuse_held_out_files(name: str, folder: Path, files: list[Path], data: Dat
     """
     for are_texts in (False, True):
         tops = [
-            top_part(path.relative_to(folder), suffix=".txt" if are_texts else "")
+            top_part(path.relative_to(folder))
             for path in files
-            if (file_kind(path) == "text") is are_texts
+            if (file_kind(path) == "text") is are_texts and (path.suffix == ".txt" or not are_texts)
         ]
         held_out = [place for place, part in tops if part in ("eval", "test")]
         if held_out and len(held_out) < len(tops) and (not are_texts or any(part == "train" for _, part in tops)):

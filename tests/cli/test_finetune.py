@@ -381,14 +381,6 @@ def test_words_with_tags_are_read_from_files(name: str, dry_run: DryRun) -> None
     assert recipe["model"]["config"]["model_type"] == "modernbert"
 
 
-def test_a_folder_of_conll_files_evaluates_on_the_validation_file_and_leaves_the_test_file(dry_run: DryRun) -> None:
-    for name in ("wnut17train", "emerging.dev", "emerging.test"):
-        write_conll(f"t/{name}.conll")
-    printed, recipe = dry_run("t")
-    assert (recipe["data"]["train"], recipe["data"]["eval"]) == ("t/wnut17train.conll", "t/emerging.dev.conll")
-    assert "accel-train evaluate runs/t t/emerging.test.conll" in printed
-
-
 def test_lists_of_words_and_tags_are_columns_and_other_tags_are_named(dry_run: DryRun) -> None:
     rows = [{"tokens": [w for w, _ in WALK], "pos_tags": [len(w) for w, _ in WALK], "ner_tags": [t for _, t in WALK]}]
     write_lines("t.jsonl", [json.dumps(row) for row in rows * 20])

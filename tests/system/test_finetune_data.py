@@ -412,16 +412,6 @@ def test_tables_of_numbers_are_refused(capsys: pytest.CaptureFixture[str]) -> No
         assert "tables of numbers" in capsys.readouterr().err
 
 
-def test_texts_named_train_and_test_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("wiki").mkdir()
-    for part in ("train", "valid", "test"):
-        Path("wiki", f"wiki.{part}.txt").write_text(f"text of {part}\n" * 50)
-    assert main(["finetune", "wiki", "--dry-run"]) == 0
-    data = _recipe("runs/wiki.yaml")["data"]
-    assert (data["train"], data["eval"]) == ("wiki/wiki.train.txt", "wiki/wiki.valid.txt")
-    assert "accel-train evaluate runs/wiki wiki/wiki.test.txt" in capsys.readouterr().out
-
-
 BOXES = {
     "a/1.txt": "0 0.5 0.5 0.2 0.3\n",
     "a/1.xml": "<annotation><object><bndbox></bndbox></object></annotation>",

@@ -22,10 +22,10 @@ from accel_train.core.format import format_count
 from accel_train.core.json_io import parse_json
 from accel_train.data.delimited import DELIMITERS, table_delimiter
 from accel_train.data.encoding import read_lines, read_text
-from accel_train.data.parts import part_of, unwrapped
+from accel_train.data.parts import only_entry, part_of, unwrapped
 from accel_train.data.sources import file_kind, is_about_data, is_saved_dataset
 from accel_train.experiments.finetune.recipe import WAIT_SECONDS, Asked, default_output_dir
-from accel_train.experiments.finetune.texts import classes_by_suffix
+from accel_train.experiments.finetune.texts import classes_by_suffix, find_label_lines
 
 _ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 _SHEETS = (".xlsx", ".xls", ".xlsb", ".ods")
@@ -57,9 +57,15 @@ def unpacked(asked: Asked, output_dir: str | None, *, is_first: bool = True) -> 
     path, notes = Path(asked.path).expanduser(), []
     kind = _kind_of(path) if path.is_file() else None
     run = output_dir or default_output_dir(path.name.removesuffix(kind) if kind else asked.path)
-    if path.is_dir() and not is_saved_dataset(path) and (inner := unwrapped(path)) != path:
-        notes.append(f"{path}: {inner} is read, the only folder in it")
-        asked, path = replace(asked, path=str(inner)), inner
+    if path.is_dir() and not is_saved_dataset(path):
+        inner = unwrapped(path)
+        only = only_entry(inner)
+        # An archive, or a file that may be written in another form.
+        if only is not None and only.is_file() and (_kind_of(only) or file_kind(only) == "json"):
+            inner, kind = only, _kind_of(only)
+        if inner != path:
+            notes.append(f"{path}: {inner} is read, the only {'file' if inner == only else 'folder'} in it")
+            asked, path = replace(asked, path=str(inner)), inner
     parts = _parts_of(asked, path) if kind is None else None
     place, folder = asked.path, Path(f"{run.rstrip('/')}-data")
     if kind is not None or parts is not None:
@@ -239,12 +245,14 @@ def _tables_in_texts(asked: Asked, path: Path) -> dict[str, bytes]:
     """Return tables of text files: lines with tabs, or with equally many fields of which none is empty."""
     files = [path] if path.is_file() else files_below(path)
     files = [file for file in files if file.is_file() and not is_about_data(file, path)]
-    is_asked = asked.task is not None or asked.data.lines is not None
+    is_asked = asked.task not in (None, "text-classification") or asked.data.lines is not None
     if is_asked or len(files) > _MOST_TAGGED or any(file.suffix.lower() not in _MAYBE_TABLES for file in files):
         return {}
     found, num_rows = dict[str, bytes](), 0
     for file in files:
         try:
+            if asked.task is not None and find_label_lines(asked, [file], are_parts=True) is not None:
+                return {}
             name = table_delimiter(file, asked.data)
             between = next((each for each in DELIMITERS if DELIMITERS[each] == name), "")
             rows = [line.split(between) for line, _ in read_lines(file, asked.data)] if between else []

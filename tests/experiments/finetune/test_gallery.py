@@ -230,7 +230,7 @@ GALLERY: dict[str, tuple[Files, Read | str]] = {
         Read(IMAGES),
     ),
     "images one folder lower": (each("pets/{a,b}/1.png", PHOTO), Read(IMAGES, "pets")),
-    "images two folders lower": (each("data/pets/{a,b}/1.png", PHOTO), "only the class folder"),
+    "images two folders lower": (each("data/pets/{a,b}/1.png", PHOTO), Read(IMAGES, "data/pets")),
     "images, one class": (each("a/{1,2}.png", PHOTO), "only the class folder"),
     "images without classes": (each("{1,2}.png", PHOTO), "not in a class folder"),
     "images in parts without classes": (each("{train,test}/{1,2}.png", PHOTO), "parts of the data"),
@@ -249,6 +249,10 @@ GALLERY: dict[str, tuple[Files, Read | str]] = {
         each("{train2017,annotations/panoptic_train2017}/{1,2}.png", PHOTO)
         | {"annotations/panoptic_train2017.json": PANOPTIC},
         "panoptic",
+    ),
+    "panoptic by its annotations": (
+        each("{photos,maps}/{1,2}.png", PHOTO) | {"panoptic.json": PANOPTIC},
+        "panoptic.json belongs to COCO's panoptic",
     ),
     "panoptic maps alone": (each("{train2017,panoptic_train2017}/{1,2}.png", PHOTO), "panoptic"),
     # Masks.
@@ -291,6 +295,31 @@ def test_a_folder_is_read_as_its_form_says_or_refused(name: str) -> None:
     else:
         with pytest.raises(ValueError, match=expected):
             found_in(files)
+
+
+TSV, JSONL = CSV.replace(",", "\t"), "".join(f"{json.dumps(row)}\n" for row in json.loads(ROWS))
+FORMS: Files = {
+    "rows.csv": CSV, "rows.tsv": TSV, "rows.jsonl": JSONL, "rows.json": ROWS, "lines.json": JSONL, "squad.json": SQUAD,
+    "splits.json": json.dumps({"train": json.loads(ROWS), "test": json.loads(ROWS)}), "prose.txt": PROSE,
+    "prose.md": PROSE, "fast.txt": FASTTEXT, "semicolons.txt": SEMICOLONS, "tabs.txt": TABS, "words.txt": CONLL,
+    "words.conll": CONLL, "word_first.txt": FIRST_WORD, "code.txt": lines("f({n});"), "object.json": "{}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("task", [None, TEXT, LM])
+@pytest.mark.parametrize("name", FORMS)
+def test_a_folder_with_one_file_is_read_like_the_file(name: str, task: str | None, monkeypatch: Any) -> None:
+    readings = []
+    for place in ("file", "folder"):
+        Path(place).mkdir()
+        monkeypatch.chdir(Path(place).absolute())
+        try:
+            found = found_in({name: FORMS[name]}, f"set/{name}" if place == "file" else "set", task=task)
+            readings.append((found.task, found.counts, found.num_samples, found.num_chars))
+        except ValueError:
+            readings.append(("refused", {}, 0, 0))
+        monkeypatch.chdir("..")
+    assert readings[0] == readings[1]
 
 
 def test_an_archive_is_read_like_its_folder() -> None:
