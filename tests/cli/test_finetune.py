@@ -572,7 +572,7 @@ WRONG: dict[str, tuple[Callable[[], None], str, tuple[str, ...], tuple[str, ...]
     "labels as rows of zeros and ones": (jsonl(lambda n: {"text": f"{WORDS[n % 4]} {n}", "labels": [n % 2, 1, 0]}),
         "t.jsonl", (), ("t.jsonl:1, column 'labels'", "[0, 1, 0]", "zeros and ones")),
     "folders of held-out images in place of classes": (parts_in_place_of_classes, "t", (),
-        ("t: Testing, Validation", "accel-train finetune t/Validation", "accel-train evaluate RUN t/Testing")),
+        ("t: Testing, Validation", "t/train/CLASS/", "accel-train finetune t/Validation")),
     "an empty text file": (lambda: Path("t.txt").touch(), "t.txt", (), ("t.txt is empty",)),
     "one JSON document": (lambda: write_lines("t.json", ["{}"]), "t.json", (),
         ("t.json", ".jsonl", "SQuAD", "[row, row, ...]")),

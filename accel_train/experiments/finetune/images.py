@@ -80,9 +80,10 @@ def recognise_classes(asked: Asked, folder: Path, tables: Sequence[Path] = ()) -
         )
     classes = sorted({name.split("/", 1)[0] for name in names})
     if are_parts(classes):
+        one = next((name for name in classes if part_of(name) != "test"), classes[0])
         raise ValueError(
             f"{root}: {', '.join(classes)} are parts of the data by their names, not classes. Put the images to train "
-            f"on into {root}/train/CLASS/, or name one folder: accel-train finetune {quote(str(root / classes[-1]))}"
+            f"on into {root}/train/CLASS/, or name one folder: accel-train finetune {quote(str(root / one))}"
         )
     # This raises for empty class folders, and names them.
     pool = read_pools(

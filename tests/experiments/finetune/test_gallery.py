@@ -398,17 +398,18 @@ def test_every_reader_of_images_knows_the_names_of_parts(folder: Path, monkeypat
             assert list(facts(found_in(boxes))[1:3]) == files, name
 
 
-def test_a_run_knows_the_names_of_parts() -> None:
+@pytest.mark.parametrize("suffix", [".csv", ".txt", ".py"])
+def test_a_run_knows_the_names_of_parts(suffix: str) -> None:
     for name, part in PARTS.items():
-        data = Data(train="set")
         if part in ("eval", "test") and "submission" not in name:
-            assert _pick_split("set", ["train", name], data, "data.eval") == name
+            assert _pick_split("set", ["train", name], Data(train="set"), "data.eval") == name
         folder = Path("files", name)
         folder.mkdir(parents=True)
-        for each_name in ("train", name):
-            (folder / f"{each_name}.csv").write_text(CSV)
+        for stem in ("train", name):
+            (folder / f"{stem}{suffix}").write_text(CSV)
         data = Data(train=str(folder))
-        if part in ("eval", "test"):
+        # A program has files such as test.py.
+        if part in ("eval", "test") and suffix != ".py":
             with pytest.raises(ValueError, match="next to training files"):
                 resolve_sources(data.train, data, key="data.train")
         else:
