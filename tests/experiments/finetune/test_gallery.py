@@ -3,7 +3,6 @@
 import io
 import json
 import zipfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ from accel_train.recipe.data import Data
 from accel_train.tasks.image_classification.config import ImageClassificationData
 from tests.data.test_parts import PARTS
 
-Files = Mapping[str, str | bytes]
+Files = dict[str, str | bytes]
 
 WORDS = ("a long and quiet film", "few people laughed here", "the end came too soon", "we went home by train")
 
@@ -103,8 +102,8 @@ def found_in(files: Files, path: str = "set", **flags: Any) -> Found:
         place = Path("set", name)
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_bytes(content.encode() if isinstance(content, str) else content)
-    place, _, _ = unpacked(asked_of(path, minimal_recipe(path, []), **flags), None)
-    return recognise(asked_of(place, minimal_recipe(place, []), **flags))
+    read, _, _ = unpacked(asked_of(path, minimal_recipe(path, []), **flags), None)
+    return recognise(asked_of(read, minimal_recipe(read, []), **flags))
 
 
 LM, TEXT = "causal-lm", "text-classification"
@@ -371,7 +370,11 @@ def test_every_reader_of_files_knows_the_names_of_parts(reader: str, folder: Pat
         found = facts(found_in(_by_part(name, other, form, content)))
         train, held = (name, other) if part == "train" else (other, name if part == "eval" else None)
         is_test = part == "test" and "submission" not in name
-        expected = (place.format(train), held and place.format(held), place.format(name) if is_test else None)
+        expected: tuple[Any, ...] = (
+            place.format(train),
+            held and place.format(held),
+            place.format(name) if is_test else None,
+        )
         if part is None and reader == "texts":
             # Texts of no part are trained on.
             expected = (sorted(map(place.format, (train, name))), None, None)
