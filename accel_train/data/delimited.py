@@ -85,6 +85,8 @@ def read_delimited(path: Path, data: Data) -> Iterator[Record]:
 
 
 def _remedy(path: Path, data: Data, num_fields: int, num_columns: int) -> str:
+    if next(read_lines(path, data), ("", 0))[0].startswith("#"):
+        return "if the lines with # at the beginning are comments, remove them"
     if num_fields < num_columns:
         name = DELIMITERS.get(delimiter_of(path, data), "separators")
         return f"{name} are missing, or the row ends early; repair or drop it"

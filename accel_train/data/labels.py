@@ -1,12 +1,13 @@
-"""Turn the cells of a label column into training labels: class ids, sets of class ids, or numbers."""
+"""Turn the cells of a label column into class ids, sets of class ids, or numbers, and doubt odd names of classes."""
 
+import json
 import math
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,13 +18,24 @@ from accel_train.data.tables import show_cell
 # Label of a position or sample without a label. Cross-entropy and metrics ignore it.
 IGNORED_LABEL = -100
 
-CLASSES_SHOWN = 12
-"""Most classes that a message lists one by one."""
-_DECIMAL_COMMA = re.compile(r"[-+]?\d+,\d+")
 _BINARY = {"0": False, "1": True, "0.0": False, "1.0": True, "false": False, "true": True}
 _NO_LABEL = "the row has no label; fill it in, or drop the row"
 
 ProblemType = Literal["single_label", "multi_label", "regression"]
+
+CLASSES_SHOWN = 12
+"""Most classes that a message lists one by one."""
+_MOST_NUMBERS = 20
+"""Different numbers up to which they are usually classes: stars, grades."""
+_MISSING = re.compile(r"[-?.]+|#?n\.?/?a\.?|<na>|nan|null|none", re.IGNORECASE)
+_PLAIN_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
+_CURRENCY = "[$€£¥₹]"
+_WRITTEN_NUMBER = re.compile(rf"[-+]?{_CURRENCY}?\s?\d{{1,3}}(?:[.,\s]?\d{{3}})*(?:[.,]\d+)?\s?(?:%|‰|{_CURRENCY})?")
+_LIST = re.compile(r"[\[{]\s*['\"]")
+_FEWEST_IDS = 3
+"""Ids from 0 beside which -1 is no class. -1, 0, and 1 are a scale."""
+_FEWEST_FREE_WORDS = 2
+"""Words that stand both last and before another word, from which words between spaces are labels."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +98,9 @@ class LabelScheme:
             return np.isin(np.arange(len(self.names)), [self._class_id(label) for label in value])
         number = _as_number(value)
         if number is None or not math.isfinite(number):
-            raise _fault(value, "is not a number", "repair or drop the row, or set model.problem_type")
+            words = f"data.missing_labels: {json.dumps([value])} leaves such rows out, or "
+            remedy = words if isinstance(value, str) and means_missing(value) else ""
+            raise _fault(value, "is not a number", f"{remedy}repair or drop the row, or set model.problem_type")
         return number
 
     def _class_id(self, value: Any) -> int:
@@ -95,19 +109,24 @@ class LabelScheme:
         if name is None:
             raise _fault(value, "is not a label (a name or an integer)", "repair it, or set model.problem_type")
         if not self.are_ids:
-            if name in self._ids:
-                return self._ids[name]
+            if (found := self._ids.get(name, self._ids_of_numbers.get(number_in(name)))) is not None:
+                return found
             listed = ", ".join(self.names[:12]) + (" ..." if len(self.names) > 12 else "")
             remedy = did_you_mean(name, self.names, remedy, show=repr)
             raise _fault(value, f"is not one of the labels ({listed})", remedy)
         number, count, first = _as_number(value), len(self.id_names or self.names), self.first_id
-        if number is None or not first <= number < first + count:
+        if number is None or number % 1 or not first <= number < first + count:
             raise _fault(value, f"is not an id of the {count} classes, {first} to {first + count - 1}", remedy)
         return self._ids[self.id_names[int(number) - first]] if self.id_names else int(number) - first
 
     @cached_property
     def _ids(self) -> dict[str, int]:
         return {name: index for index, name in enumerate(self.names)}
+
+    @cached_property
+    def _ids_of_numbers(self) -> dict[float | None, int]:
+        """Class ids by number, because a file may have 1.0 for the class "1"."""
+        return {number: index for name, index in self._ids.items() if (number := number_in(name)) is not None}
 
 
 def label_scheme(
@@ -142,7 +161,7 @@ def label_scheme(
         drop = _how_to_drop(len(missing), len(values)) if may_drop else ""
         raise ValueError(f"{where(missing[0])}, column {column!r}: {_NO_LABEL}{drop}")
     given = label_names if label_names is not None else feature_names
-    kind, reason = _problem_type(values, problem_type, given is not None)
+    kind, reason = _problem_type(values, column, problem_type, given is not None)
     if kind == "regression":
         if label_names is not None and len(label_names) != 1:
             raise ValueError(
@@ -164,7 +183,7 @@ def label_scheme(
         are_ids = feature_names is not None and set(feature_names) <= set(given)
         if are_ids:
             order = tuple(feature_names or ())
-        elif all(map(is_whole, found)) and not found <= set(given) and not all(map(is_whole, given)):
+        elif all(map(is_whole_number, found)) and not found <= set(given) and not all(map(is_whole_number, given)):
             are_ids = True
             ids = ", ".join(f"{number} is {name}" for number, name in enumerate(order[:12], start=first_id))
             notes = [f"column {column!r}: numbers are taken for ids: {ids}{' ...' if len(order) > 12 else ''}"]
@@ -174,14 +193,7 @@ def label_scheme(
         ordered = sorted(found, key=int) if all(map(is_whole, found)) else sorted(found)
         if known_names is not None and sorted(known_names) == sorted(ordered):
             ordered = list(known_names)
-        several = several_in_one(ordered) if kind == "single_label" and problem_type == "auto" else None
-        said = (
-            ()
-            if several is None
-            else (f"column {column!r}: {several[0]!r} is one class, not several with {several[1]}",)
-        )
-        kinds = tuple(_mixed_kinds(labels, column))
-        scheme = LabelScheme(kind, tuple(ordered), column, False, reason, notes=(*said, *kinds))
+        scheme = LabelScheme(kind, tuple(ordered), column, False, reason, notes=tuple(_mixed_kinds(labels, column)))
     if len(scheme.names) < (2 if kind == "single_label" else 1):
         # If a label has the wrong type, this raises a better message.
         scheme.encode(values, where)
@@ -247,40 +259,6 @@ def label_name(value: Any) -> str | None:
     return str(int(value)) if is_whole else None
 
 
-def class_counts(counts: Mapping[str, int]) -> str:
-    """Return the sample count of each class, or of the most and least frequent classes if there are many.
-
-    Spaces around a name are shown.
-    """
-    shown = [
-        f"{repr(name) if name != name.strip() else name} {count:,}"
-        for name, count in sorted(counts.items(), key=lambda item: -item[1])
-    ]
-    return ", ".join(shown if len(shown) <= CLASSES_SHOWN else [*shown[:8], "...", *shown[-3:]])
-
-
-def class_notes(counts: Mapping[str, int]) -> list[str]:
-    """Return a line with the classes and their sample counts, and a line for each kind of suspicious name."""
-    notes = [f"{len(counts)} classes: {class_counts(counts)}"]
-    alike: dict[str, list[str]] = {}
-    for name in counts:
-        alike.setdefault(" ".join(name.split()).casefold(), []).append(name)
-    groups = [group for group in alike.values() if len(group) > 1]
-    if groups:
-        shown = "; ".join(", ".join(map(repr, group)) for group in groups[:3]) + ("; ..." if len(groups) > 3 else "")
-        notes.append(
-            f"class names that differ only by case or blanks: {shown}. Each is a separate class. Write one name in "
-            f"the data if they mean the same"
-        )
-    decimals = [name for name in counts if _DECIMAL_COMMA.fullmatch(name.strip())]
-    if decimals and len(decimals) > len(counts) // 2:
-        notes.append(
-            f"class names that look like numbers with a decimal comma: {', '.join(map(repr, decimals[:3]))}. For a "
-            "regression write a decimal point"
-        )
-    return notes
-
-
 def _mixed_kinds(labels: Sequence[Any], column: str) -> list[str]:
     """Return a note if one column mixes text, numbers and true/false, or an empty list."""
     first: dict[str, Any] = {}
@@ -296,45 +274,39 @@ def _mixed_kinds(labels: Sequence[Any], column: str) -> list[str]:
     return [f"column {column!r} mixes labels of several types: {shown}. Write all of them in one way"]
 
 
-def several_in_one(names: Iterable[str]) -> tuple[str, str] | None:
-    """Return (class name, separator) of a class that looks like several labels in one, or None.
-
-    Names in brackets count if more than half of the names have them. A name with separators counts only if a part also
-    occurs in another name: "css,html" next to "css". A shared last part does not count: "Austin, TX" and "Dallas, TX".
-    """
-    names = sorted(names)
-    in_brackets = [name for name in names if len(name) > 1 and name[0] + name[-1] in ("[]", "{}", "()")]
-    if 2 * len(in_brackets) > len(names):
-        return in_brackets[-1], "brackets"
-    for separator, called in ((",", "commas"), ("|", "vertical bars"), (";", "semicolons")):
-        parts_of = {name: [part.strip() for part in name.split(separator)] for name in names}
-        counts = Counter(part for parts in parts_of.values() for part in set(parts))
-        before_last = {part for parts in parts_of.values() for part in parts[:-1] or parts}
-        for name, parts in parts_of.items():
-            if len(parts) > 1 and any(counts[part] > 1 and part in before_last for part in parts):
-                return name, called
-    return None
-
-
 def _fault(value: Any, fault: str, remedy: str) -> ValueError:
     return ValueError(f"{show_cell(value)} {fault}; {remedy}")
 
 
-def is_missing(value: Any) -> bool:
-    """Return whether a label cell is empty."""
-    return value is None or value == ""
+def is_missing(value: Any, words: Collection[str] = ()) -> bool:
+    """Return whether a label cell is empty: None, NaN, spaces, or one of the words for a missing label."""
+    if isinstance(value, str):
+        return not value.strip() or value in words
+    is_empty = value is None or (isinstance(value, float) and math.isnan(value))
+    return is_empty or (bool(words) and label_name(value) in words)
 
 
-def _problem_type(values: Sequence[Any], asked: str, are_named: bool) -> tuple[ProblemType, str]:
+def _problem_type(values: Sequence[Any], column: str, asked: str, are_named: bool) -> tuple[ProblemType, str]:
+    """Return the problem type and the reason. It depends on the values: 1.0 is read as 1, and "1" of a csv file too.
+
+    Raises:
+        ValueError: many whole numbers are written with decimals, so they may be classes or numbers.
+    """
     if asked in ("single_label", "multi_label", "regression"):
         return asked, "as set"  # type: ignore[return-value]
     if all(isinstance(value, list | tuple) for value in values):
         return "multi_label", "the labels are lists"
     numbers = [_as_number(value) for value in values]
     if not are_named and None not in numbers:
-        decimals = (number for number in numbers if number is not None and math.isfinite(number) and number % 1)
-        if any(isinstance(value, float) for value in values) or any(decimals):
+        different = {number for number in numbers if number is not None and math.isfinite(number)}
+        if any(number % 1 for number in different):
             return "regression", "the labels are decimal numbers"
+        decimal = next((value for value in values if isinstance(value, float) or "." in str(value)), None)
+        if decimal is not None and different and not may_be_ids(different):
+            raise ValueError(
+                f"column {column!r} holds {len(different):,} different whole numbers, written with decimals "
+                f"({show_cell(decimal)}): classes or numbers? Set model.problem_type to single_label or regression"
+            )
     return "single_label", "the labels are names or integers"
 
 
@@ -346,3 +318,182 @@ def _as_number(value: Any) -> float | None:
         return float(value)
     except (TypeError, ValueError, OverflowError):
         return None
+
+
+class Doubt(NamedTuple):
+    """A sign that the values of a label column are not the classes that they seem to be."""
+
+    problem: str
+    remedy: str
+    setting: tuple[str, str] = ("", "")
+    """Setting that follows the remedy, and its value. Empty if the data has to be repaired."""
+    is_question: bool = True
+    """Whether the values are probably not classes. False: a remark on what is probably right."""
+
+
+def class_doubts(counts: Mapping[str, int]) -> list[Doubt]:
+    """Return what is doubtful about classes, from their names and sample counts. Questions come first."""
+    names = list(counts)
+    combined = _written_numbers(names) or _several(names)
+    found = (_missing(counts), combined, _alike(names), _numbers(names), _single(counts))
+    return sorted((doubt for doubt in found if doubt is not None), key=lambda doubt: not doubt.is_question)
+
+
+def class_notes(counts: Mapping[str, int]) -> list[str]:
+    """Return a line with the classes and their sample counts, and a line for each doubt."""
+    notes = [f"{len(counts)} classes: {class_counts(counts)}"]
+    for doubt in class_doubts(counts):
+        setting = f": {': '.join(doubt.setting)}" if doubt.setting[0] else ""
+        notes.append(f"{doubt.problem}. {doubt.remedy}{setting}")
+    return notes
+
+
+def class_counts(counts: Mapping[str, int]) -> str:
+    """Return the sample count of each class, or of the most and least frequent classes if there are many."""
+    shown = [
+        f"{repr(name) if name != name.strip() else name} {count:,}"
+        for name, count in sorted(counts.items(), key=lambda item: -item[1])
+    ]
+    return ", ".join(shown if len(shown) <= CLASSES_SHOWN else [*shown[:8], "...", *shown[-3:]])
+
+
+def number_in(name: str) -> float | None:
+    """Return the number that a class name is, or None: 1, 1.0, and 01 are one number."""
+    return float(name) if _PLAIN_NUMBER.fullmatch(name.strip()) else None
+
+
+def means_missing(name: str) -> bool:
+    """Return whether a text is a usual sign of a missing value: NA, nan, None, -, ?"""
+    return _MISSING.fullmatch(name.strip()) is not None
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:3])) + (", ..." if len(names) > 3 else "")
+
+
+def _missing(counts: Mapping[str, int]) -> Doubt | None:
+    """Doubt words for "no label", and -1 before ids from 0 to 2 or more. A sign among signs (+ and -) is a class."""
+    before_ids = {"-1", *map(str, range(max(_FEWEST_IDS, len(counts) - 1)))}
+    words = ["-1"] if counts.keys() == before_ids else list(filter(means_missing, counts))
+    others = [name.strip() for name in counts if name not in words]
+    if not all(any(map(str.isalnum, name)) for name in others):
+        return None
+    words = [word for word in words if not (others and _is_usual(word.strip(), others))]
+    if not words:
+        return None
+    rows = sum(counts[word] for word in words)
+    looks = f"{_few(words)} ({rows:,} of {sum(counts.values()):,} rows) {'looks' if len(words) == 1 else 'look'}"
+    setting = ("data.missing_labels", json.dumps(words, ensure_ascii=False))
+    return Doubt(f"{looks} like a missing label, not a class", "To leave these rows out", setting)
+
+
+def _is_usual(word: str, others: Sequence[str]) -> bool:
+    """Return whether "None" is among words in the same case, or "NA" among codes of two letters."""
+    if word.lower() == "none":
+        # Both words in capitals, both capitalized, or neither.
+        case = (word[0].isupper(), word.isupper())
+        return all(name[:1].isalpha() and (name[0].isupper(), name[:2].isupper()) == case for name in others)
+    return word == "NA" and all(len(name) == 2 and name.isalpha() and name.isupper() for name in others)
+
+
+def _written_numbers(names: Sequence[str]) -> Doubt | None:
+    written = [name for name in names if number_in(name) is None and _WRITTEN_NUMBER.fullmatch(name.strip())]
+    if 2 * len(written) <= len(names) or len(written) + sum(number_in(name) is not None for name in names) < len(names):
+        return None
+    have_commas = all(re.fullmatch(r"[-+]?\d+,\d+", name.strip()) for name in written)
+    return Doubt(
+        f"class names that look like numbers with {'a decimal comma' if have_commas else 'signs'}: {_few(written)}",
+        "To predict numbers, write plain numbers with a decimal point, for example 4.5",
+    )
+
+
+def _several(names: Sequence[str]) -> Doubt | None:
+    """Doubt classes that look like several labels in one.
+
+    Lists with quotes count. Names in brackets count if more than half of the names have them. A name with separators
+    counts only if a part also occurs in another name: "css,html" next to "css". A shared last part does not count:
+    "Austin, TX" and "Dallas, TX".
+    """
+    names, found = sorted(names), _several_words(names)
+    for separator, called in ((";", "semicolons"), ("|", "vertical bars"), (",", "commas")):
+        parts_of = {name: [part.strip() for part in name.split(separator)] for name in names}
+        counts = Counter(part for parts in parts_of.values() for part in set(parts))
+        before_last = {part for parts in parts_of.values() for part in parts[:-1] or parts}
+        for name, parts in parts_of.items():
+            if len(parts) > 1 and any(counts[part] > 1 and part in before_last for part in parts):
+                found = name, called
+                break
+    in_brackets = [name for name in names if len(name) > 1 and name[0] + name[-1] in ("[]", "{}", "()")]
+    written = [name for name in names if _LIST.match(name)]
+    if 2 * len(in_brackets) > len(names) or written:
+        found = (written or in_brackets)[-1], "brackets"
+    return found and Doubt(
+        f"{found[0]!r} looks like several labels in one cell, with {found[1]}, and each combination is a class",
+        "For several labels, write lists of names in a .jsonl or .parquet file",
+    )
+
+
+def _several_words(names: Sequence[str]) -> tuple[str, str] | None:
+    """Return (class name, "spaces") if the words of names combine freely, as labels do, or None.
+
+    In "New York" and "very good", a word keeps its place: before others, or last. The words of labels stand anywhere.
+    """
+    words_of = [name.split() for name in names]
+    before = {word for words in words_of for word in words[:-1]}
+    free = before & {words[-1] for words in words_of if words}
+    several = [words for words in words_of if len(words) > 1]
+    combined = [words for words in several if not free.isdisjoint(words)]
+    if len(free) < _FEWEST_FREE_WORDS or 2 * len(combined) <= len(several):
+        return None
+    return " ".join(sorted(combined, key=len)[-1]), "spaces"
+
+
+def _alike(names: Sequence[str]) -> Doubt | None:
+    alike: dict[object, list[str]] = defaultdict(list)
+    for name in names:
+        number = number_in(name)
+        alike[" ".join(name.split()).casefold() if number is None else number].append(name)
+    groups = [group for group in alike.values() if len(group) > 1]
+    # Letters are classes of their own (A and a).
+    if not groups or all(len(name) == 1 for group in groups for name in group):
+        return None
+    shown = "; ".join(", ".join(map(repr, group)) for group in groups[:3]) + ("; ..." if len(groups) > 3 else "")
+    return Doubt(
+        f"classes with one name in several spellings: {shown}",
+        "Write one name in the data if they mean the same",
+    )
+
+
+def _numbers(names: Sequence[str]) -> Doubt | None:
+    numbers = [number for name in names if (number := number_in(name)) is not None]
+    if len(numbers) < len(names) or len(numbers) <= _MOST_NUMBERS:
+        return None
+    low, high = min(numbers), max(numbers)
+    return Doubt(
+        f"{len(numbers):,} classes are the numbers {low:,.15g} to {high:,.15g}, without an order",
+        "To predict numbers",
+        ("model.problem_type", "regression"),
+        is_question=not may_be_ids(numbers),
+    )
+
+
+def may_be_ids(numbers: Collection[float]) -> bool:
+    """Return whether different numbers may be ids of classes: few, or from 0 or 1 on and at least half of them used."""
+    return len(numbers) <= _MOST_NUMBERS or (min(numbers) >= 0 and max(numbers) < 2 * len(numbers))
+
+
+def _single(counts: Mapping[str, int]) -> Doubt | None:
+    rare = [name for name, count in counts.items() if count == 1]
+    if not rare:
+        return None
+    shown = _few([name if len(name) <= 60 else f"{name[:57]}..." for name in rare])
+    return Doubt(
+        f"{len(rare):,} of {len(counts):,} classes have one row: {shown}",
+        "Check that these are labels: a class of one row is not learned",
+        is_question=False,
+    )
+
+
+def is_whole_number(name: str) -> bool:
+    """Return whether a class name is a whole number, also with zeros for decimals: 3, 3.0."""
+    return is_whole(re.sub(r"\.0+$", "", name))

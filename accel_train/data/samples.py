@@ -85,7 +85,7 @@ def group_names(cells: Sequence[Any], wheres: Sequence[str], column: str) -> lis
         SettingError: a cell is empty, or all rows are one group.
     """
     at, settings = f"data.group_column={column}", ("data.group_column",)
-    names: list[Hashable] = [None if cell != cell or is_missing(cell) else str(cell) for cell in cells]
+    names: list[Hashable] = [None if is_missing(cell) else str(cell) for cell in cells]
     if None in names:
         problem = f"{wheres[names.index(None)]} has no group"
         raise SettingError(problem, "Fill in the cell, or drop the row", at, settings)

@@ -531,7 +531,7 @@ WRONG: dict[str, tuple[Callable[[], None], str, tuple[str, ...], tuple[str, ...]
         ("t.tsv: 4 columns", "--label rater or --label anger", "the 3 columns of 0 and 1 together",
         "--label anger,fear,joy")),
     "columns of 0 and 1 for a regression": (lambda: write_emotions("t.tsv"), "t.tsv",
-        ("--model.problem_type", "regression"), ("t.tsv: 3 columns", "--label anger,fear,joy")),
+        ("--model.problem_type", "regression"), ("t.tsv: 3 columns", "--label fear or --label joy")),
     "a label column that is neither 0 nor 1": (lambda: write_emotions("t.tsv", cell="2"), "t.tsv",
         ("--label", "anger,joy"), ("t.tsv:9, column 'joy'", '"2" is not 0 or 1')),
     "a row without one of its labels": (lambda: write_emotions("t.tsv", cell=""), "t.tsv", (),
@@ -615,7 +615,7 @@ def test_wrong_data_are_one_line_that_shows_the_flag(what: str, capsys: pytest.C
 def test_a_table_as_spreadsheets_write_it_has_its_own_header_and_every_class_is_listed(dry_run: DryRun) -> None:
     rows = [f"{WORDS[n % 4]} {n};{'good' if n % 2 else 'bad'}{' ' * (n == 7)};;" for n in range(60)]
     write_lines("t.csv", ["sep=;", "text;label;;", *rows])
-    printed, recipe = dry_run("t.csv")
+    printed, recipe = dry_run("t.csv", "--model.problem_type", "single_label")
     assert "t.csv: 60 rows, columns text, label" in printed.splitlines()
     assert "  3 classes: bad 30, good 29, 'good ' 1" in printed.splitlines()
     assert "(1 of 60 are 'good '" in printed

@@ -165,7 +165,8 @@ def test_three_text_columns_are_refused(tmp_path: Path) -> None:
         ((True, False), "single_label", ("false", "true")),
         ((["b"], ["a", "b"], []), "multi_label", ("a", "b")),
         ((1.5, 2.0), "regression", ("label",)),
-        ((1.0, 2.0), "regression", ("label",)),
+        ((1.0, 2.0), "single_label", ("1", "2")),
+        (("1.0", "2.0"), "single_label", ("1.0", "2.0")),
         (("1.5", "2"), "regression", ("label",)),
     ],
 )
@@ -231,7 +232,9 @@ def test_ids_of_a_data_set_mean_what_it_calls_them_whatever_the_order_of_a_train
         ((0, 1), {"label_names": ("a", "a")}, "twice"),
         ((1.5, 2), {"problem_type": "single_label"}, "1.5|a name or an integer"),
         (("a", "b"), {"problem_type": "regression"}, '"a"|a number'),
-        ((1.0, float("nan")), {}, "NaN|a number"),
+        ((1.0, float("nan")), {}, "rows.csv:3|'label'"),
+        (("a", " "), {}, "rows.csv:3|'label'"),
+        (("1.5", "nan"), {}, 'rows.csv:9|"nan"|a number|data.missing_labels: ["nan"]'),
         (("a", "b"), {"problem_type": "multi_label"}, '"a"|a list'),
         ((["a"], "b"), {}, '["a"]|a label'),
         ((1.5, 2.5), {"problem_type": "regression", "label_names": ("a", "b")}, "label_names|regression"),
@@ -299,9 +302,10 @@ def test_functions_of_the_library_are_labelled_by_their_package_and_none_is_ther
 def test_classes_are_counted_and_names_that_differ_by_case_or_blanks_alone_are_named() -> None:
     first, *others = class_notes({"pos": 3, "pos ": 2, "POS": 1, "neg": 4})
     assert first == "4 classes: neg 4, pos 3, 'pos ' 2, POS 1"
-    [alike] = others
+    alike, single = others
     assert "'pos', 'pos ', 'POS'" in alike
-    assert class_notes({"a": 1, "b": 2}) == ["2 classes: b 2, a 1"]
+    assert "1 of 4 classes" in single
+    assert class_notes({"a": 3, "b": 4}) == ["2 classes: b 4, a 3"]
     assert len(class_notes({str(number): number for number in range(100)})[0].split(", ")) == 12
 
 

@@ -32,8 +32,9 @@ from accel_train.data.images.pairs import BESIDE, pair_of_folders, pairs_below
 from accel_train.data.images.pools import read_pools
 from accel_train.data.images.tables import find_images
 from accel_train.data.parts import Part, are_parts, part_of, pick
-from accel_train.experiments.finetune.columns import Column, Table, read_table, recognise_label
+from accel_train.experiments.finetune.columns import Column, Table, read_table
 from accel_train.experiments.finetune.recipe import Asked, Found, refuse_columns
+from accel_train.experiments.finetune.values.labels import recognise_label
 from accel_train.tasks.semantic_segmentation.data import masked_pool
 
 _NUM_LOOKED_AT = 200

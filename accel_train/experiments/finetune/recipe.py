@@ -15,7 +15,7 @@ from accel_train.core.redaction import redact
 from accel_train.core.state import Choice
 from accel_train.core.terminal import printable
 from accel_train.data.builtin.digit_scenes import EMBEDDED_IMAGES
-from accel_train.data.labels import class_counts
+from accel_train.data.labels import class_notes
 from accel_train.data.sources import EMBEDDED_CORPORA, Source, file_kind
 from accel_train.data.tables import column_names, columns_read
 from accel_train.recipe.loader import Recipe, load_recipe, make_recipe
@@ -257,7 +257,7 @@ def format_choices(found: Found, chosen: Choices, recipe: Recipe, *, show_all: b
         name: choice for name, choice in {**found.settings, **chosen}.items() if choice.reason and name not in flags
     }
     lines = [found.description, *(f"  {note}" for note in found.notes), f"  task: {found.task} ({found.why})"]
-    lines += [f"  {len(found.counts)} classes: {class_counts(found.counts)}"] if found.counts else []
+    lines += [f"  {note}" for note in class_notes(found.counts)] if found.counts else []
     columns = [] if show_all else [name for name in named if name.endswith(("_column", "_columns"))]
     if columns:
         kinds = {name: name.removeprefix("data.").partition("_column")[0] for name in columns}

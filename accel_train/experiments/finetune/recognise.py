@@ -20,7 +20,7 @@ from accel_train.data.parts import is_unlabeled, part_of, pick, top_part
 from accel_train.data.sources import file_kind, files_of, is_about_data, is_saved_dataset, resolve_sources
 from accel_train.data.tables import column_names, has_object_lines
 from accel_train.experiments.finetune.boxes import find_boxes, recognise_boxes
-from accel_train.experiments.finetune.columns import NAME_FILES, files_at, names_in, source_of, with_settings
+from accel_train.experiments.finetune.columns import files_at, source_of, with_settings
 from accel_train.experiments.finetune.images import (
     Pairs,
     find_pairs,
@@ -43,6 +43,7 @@ from accel_train.experiments.finetune.texts import (
     recognise_text,
     training_texts,
 )
+from accel_train.experiments.finetune.values.labels import NAME_FILES, names_in
 from accel_train.recipe.data import Data
 from accel_train.recipe.tasks import finetune_tasks
 

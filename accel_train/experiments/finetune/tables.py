@@ -16,10 +16,13 @@ from accel_train.core.state import Choice
 from accel_train.data.encoding import check_encoding
 from accel_train.data.samples import group_names
 from accel_train.data.tables import Row, columns_read, text_of
-from accel_train.experiments.finetune.columns import Column, Table, read_table, recognise_label, with_settings
+from accel_train.experiments.finetune.columns import Column, Table, read_table, with_settings
 from accel_train.experiments.finetune.images import recognise_images
 from accel_train.experiments.finetune.recipe import Asked, Choices, Found, lengths, listed, missing_column
 from accel_train.experiments.finetune.text_tasks import anchored, annotated
+from accel_train.experiments.finetune.values.labels import recognise_label
+from accel_train.experiments.finetune.values.misread import refuse_bad_answers, refuse_lists_as_text, refuse_media
+from accel_train.experiments.finetune.values.parts import refuse_parts
 from accel_train.tasks.causal_lm.data import check_row, columns_of
 
 _USUAL = "text sentence review content comment message tweet body question document abstract description"
@@ -60,6 +63,8 @@ def recognise_table(asked: Asked, path: Path, held_out: Path | None = None) -> F
         if held_out.is_file():
             check_encoding(held_out, with_settings(asked.data, table.settings))
         settings["data.eval"] = Choice(str(held_out), "evaluation data by its name")
+    refuse_lists_as_text(asked, table)
+    refuse_parts(asked, table)
     found = _chats(asked, table) or annotated(asked, table) or anchored(asked, table) or _pairs(asked, table)
     found = found or recognise_images(asked, table) or _plain_text(asked, table) or _labelled(asked, table)
     if "data.eval" in settings and "data.group_column" not in asked.given:
@@ -110,7 +115,8 @@ def _check_flags(asked: Asked, table: Table) -> None:
 def _chats(asked: Asked, table: Table) -> dict[str, Any] | None:
     """Return the facts of a table with a column of chats, or None."""
     chats = [column for column in table.columns.values() if column.is_chat]
-    _refuse_preferences(asked, table, [column.name for column in chats])
+    pair = None if chats else _pair_of(asked, table)
+    refuse_bad_answers(asked, table, {"messages_column": chats[0].name} if chats else _named(*pair) if pair else {})
     if not chats or asked.label or asked.task not in (None, "causal-lm"):
         return None
     named = [column for column in chats if column.name == asked.data.messages_column] or chats
@@ -124,6 +130,8 @@ def _chats(asked: Asked, table: Table) -> dict[str, Any] | None:
             f"column {column.name!r} holds messages with the keys {', '.join(sorted(keys))}. Write each message as "
             "{role: user or assistant, content: ...}"
         )
+    texts = (str(each.get("content") or each.get("value")) for cell in column.cells for each in cell or ())
+    refuse_media(asked, table, {"messages_column": column.name}, texts)
     others = [name for name in (*table.columns, *table.partial) if name in _FURTHER_OF_CHATS]
     if others and "data.messages_column" not in asked.given:
         raise ValueError(
@@ -165,52 +173,38 @@ def _chats(asked: Asked, table: Table) -> dict[str, Any] | None:
     }
 
 
-def _refuse_preferences(asked: Asked, table: Table, chats: Sequence[str]) -> None:
-    """Raise ValueError if some rows are examples of bad answers, because training would learn them like good ones."""
-    if asked.text or asked.label or {"data.messages_column", "data.completion_column"} & asked.given:
-        return
-    if {"chosen", "rejected"} <= {*table.columns}:
-        columns = (
-            "--data.messages_column chosen"
-            if "chosen" in chats
-            else f"--data.prompt_column {_prompt_of(table)} --data.completion_column chosen"
-        )
-        raise ValueError(
-            f"{table.path}: chosen and rejected are preferences (DPO), and accel_train has no task for them. "
-            f"To learn only the chosen answers: {columns}"
-        )
-    answers = chats[0] if chats else "completion" if {"prompt", "completion"} <= {*table.columns} else None
-    bad = sum(cell is False for cell in table["label"].cells) if "label" in table else 0
-    if answers is not None and bad:
-        raise ValueError(
-            f"{table.path}: column 'label' is false in {bad:,} of {format_count(len(table.wheres), 'row')}, "
-            "examples of bad answers (KTO), and accel_train has no task for them. "
-            "Drop the rows with false and the column to learn the other rows"
-        )
+def _named(prompt: str, completion: str) -> dict[str, str]:
+    return {"prompt_column": prompt, "completion_column": completion}
 
 
-def _prompt_of(table: Table) -> str:
-    names = [name for name in ("prompt", "instruction", "question", "input") if name in table]
-    return names[0] if names else "COLUMN"
+def _pair_of(asked: Asked, table: Table) -> tuple[str, str] | None:
+    """Return the columns of prompts and completions, or None. Capitals in their names do not matter."""
+    own = (asked.data.prompt_column, asked.data.completion_column)
+    names = {name.lower(): name for name in table.columns}
+    pairs = (own, *((names.get(one, one), names.get(other, other)) for one, other in _PAIRS))
+    pair = next((pair for pair in pairs if set(pair) <= set(table.columns)), None)
+    return pair if pair is not None and all(table[name].is_strings for name in pair) else None
 
 
 def _pairs(asked: Asked, table: Table) -> dict[str, Any] | None:
     """Return the facts of a table with columns of prompts and completions, or None."""
     if asked.text or asked.label or asked.task not in (None, "causal-lm") or "data.text_column" in asked.given:
         return None
-    own = (asked.data.prompt_column, asked.data.completion_column)
     is_given = bool({"data.prompt_column", "data.completion_column"} & asked.given)
-    pair = next((pair for pair in (own, *_PAIRS) if set(pair) <= set(table.columns)), None)
-    if pair is None or not all(table[name].is_strings for name in pair) or ("label" in table and not is_given):
+    pair = _pair_of(asked, table)
+    if pair is None or ("label" in table and not is_given):
         return None
+    refuse_media(asked, table, _named(*pair), (text for name in pair for text in table[name].cells))
     inputs = asked.data.input_column
-    if inputs is None and pair == ("instruction", "output") and "input" in table and table["input"].is_strings:
-        inputs = "input"
+    if inputs is None and (pair[0].lower(), pair[1].lower()) == ("instruction", "output"):
+        inputs = next(
+            (name for name, column in table.columns.items() if name.lower() == "input" and column.is_strings), None
+        )
     others = [
         name
         for name, column in table.columns.items()
-        if name not in (*pair, inputs) and (column.is_text or (name in _FURTHER_INPUTS and any(column.cells)))
-    ] + [name for name in table.partial if name in _FURTHER_INPUTS]
+        if name not in (*pair, inputs) and (column.is_text or (name.lower() in _FURTHER_INPUTS and any(column.cells)))
+    ] + [name for name in table.partial if name.lower() in _FURTHER_INPUTS]
     if others and not is_given:
         raise ValueError(
             f"{table.path}: {' and '.join(pair)} look like prompt and completion, "
@@ -332,13 +326,12 @@ _NO_TABLES = (
 
 def _text_of(asked: Asked, table: Table, labels: Sequence[str]) -> tuple[list[Column], str]:
     named = [table[name] for name in asked.text] or list(table.columns.values())
-    if all(column.is_numbers for column in named):
-        raise ValueError(
-            f"{table.path}: {'the columns of --text' if asked.text else 'all columns'} hold numbers, and {_NO_TABLES}"
-        )
+    if all(column.is_numbers or column.is_dates for column in named):
+        columns = "the columns of --text" if asked.text else "all columns"
+        raise ValueError(f"{table.path}: {columns} hold numbers or dates, and {_NO_TABLES}")
     if asked.text:
         return [table[name] for name in asked.text], "from --text"
-    others = [column for column in table.columns.values() if column.name not in labels]
+    others = [column for column in table.columns.values() if column.name not in labels and not column.is_dates]
     if "text" in table and table["text"].is_strings:
         ignored = [column.name for column in others if column.is_text and column.name != "text"]
         also = f"; {', '.join(ignored)} is not read (for both: --text text,{ignored[0]})" if ignored else ""
@@ -364,10 +357,11 @@ def _text_of(asked: Asked, table: Table, labels: Sequence[str]) -> tuple[list[Co
         )
     if len(strings) == 1 and not strings[0].may_be_labels:
         return strings, "the only column of strings"
-    num_numbers = sum(column.is_numbers for column in table.columns.values())
-    if 2 * num_numbers > len(table.columns):
+    num_numbers = sum(column.is_numbers or column.is_dates for column in table.columns.values())
+    num_classes = sum(column.may_be_labels for column in strings)
+    if 2 * num_numbers > len(table.columns) or (num_numbers and num_numbers + num_classes == len(table.columns)):
         raise ValueError(
-            f"{table.path}: {num_numbers} of {len(table.columns)} columns hold numbers, and {_NO_TABLES}. "
+            f"{table.path}: {num_numbers} of {len(table.columns)} columns hold numbers or dates, and {_NO_TABLES}. "
             "For a column of text: --text COLUMN"
         )
     raise ValueError(f"{table.path}: no column is clearly text (columns: {table.names}). Name it: --text COLUMN")

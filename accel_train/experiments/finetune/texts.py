@@ -21,8 +21,9 @@ from accel_train.data.parts import folders_of_parts, is_unlabeled, part_of, top_
 from accel_train.data.sources import file_kind, is_about_data, resolve_sources
 from accel_train.data.tables import read_rows
 from accel_train.data.text.documents import read_documents
-from accel_train.experiments.finetune.columns import Column, Table, readings, recognise_label, source_of, with_settings
+from accel_train.experiments.finetune.columns import Column, Table, readings, source_of, with_settings
 from accel_train.experiments.finetune.recipe import Asked, Choices, Found, lengths, listed, refuse_columns
+from accel_train.experiments.finetune.values.labels import recognise_label
 from accel_train.recipe.data import Data
 
 _READ_AT_MOST = 50_000_000

@@ -26,13 +26,13 @@ from accel_train.data.parts import only_entry, part_of, unwrapped
 from accel_train.data.sources import file_kind, is_about_data, is_saved_dataset
 from accel_train.experiments.finetune.recipe import WAIT_SECONDS, Asked, default_output_dir
 from accel_train.experiments.finetune.texts import classes_by_suffix, find_label_lines
+from accel_train.experiments.finetune.values.parts import SPLITS, rows_by_part
 
 _ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 _SHEETS = (".xlsx", ".xls", ".xlsb", ".ods")
 _MAYBE_TABLES = ("", ".txt", ".dat", ".data")
 _SOURCE = ".source"
 """File in the folder with the digest of the file it was made from."""
-_SPLITS = {"train": "train", "eval": "validation", "test": "test"}
 """Names of files by part, as `datasets` names splits."""
 _MOST_TAGGED = 20
 _SMALL_BYTES = 100_000_000
@@ -67,6 +67,9 @@ def unpacked(asked: Asked, output_dir: str | None, *, is_first: bool = True) -> 
             notes.append(f"{path}: {inner} is read, the only {'file' if inner == only else 'folder'} in it")
             asked, path = replace(asked, path=str(inner)), inner
     parts = _parts_of(asked, path) if kind is None else None
+    column = None
+    if kind is None and parts is None and path.is_file() and (divided := rows_by_part(asked, path)) is not None:
+        column, parts = divided
     place, folder = asked.path, Path(f"{run.rstrip('/')}-data")
     if kind is not None or parts is not None:
         digest = hashlib.sha256(repr(parts).encode()).hexdigest()
@@ -83,7 +86,8 @@ def unpacked(asked: Asked, output_dir: str | None, *, is_first: bool = True) -> 
         _publish(folder, path, digest, write, is_first=is_first)
         place = str(_data_in(folder))
         if parts is not None:
-            notes.append(f"{path}: written to {folder} as {', '.join(parts)}")
+            by = "" if column is None else f" by column {column!r}"
+            notes.append(f"{path}: written to {folder} as {', '.join(parts)}{by}")
             if any(path.glob("*/label")):
                 notes.append("the files named label are not read")
         else:
@@ -164,7 +168,7 @@ def _parts_of(asked: Asked, path: Path) -> dict[str, bytes] | None:
 
 def _split_of(name: str) -> str:
     """Return the split that a name tells, or the name."""
-    return _SPLITS.get(part_of(name) or "", name)
+    return name if (part := part_of(name)) is None else SPLITS[part]
 
 
 def _aligned_lines(asked: Asked, path: Path) -> dict[str, bytes]:
@@ -232,7 +236,7 @@ def _labels_beside(asked: Asked, path: Path) -> dict[str, bytes]:
         if any(len(line.split()) > _WORDS_OF_A_LABEL for line in sides[1]):
             return {}
         rows = [{"text": text, "label": names.get(label.strip(), label.strip())} for text, label in zip(*sides)]
-        name = _SPLITS.get(part_of(labels.relative_to(path).as_posix()) or "train")
+        name = SPLITS.get(part_of(labels.relative_to(path).as_posix()) or "train")
         parts[f"{name}.jsonl"] = "".join(f"{json.dumps(row)}\n" for row in rows).encode()
     return parts if len(parts) == len(found) else {}
 
@@ -269,9 +273,12 @@ def _tables_in_texts(asked: Asked, path: Path) -> dict[str, bytes]:
 
 
 def _splits_of(asked: Asked, path: Path) -> dict[str, bytes] | None:
-    """Return the splits of a JSON object, with arrays as rows of columns 1, 2, ... None if a key is not a split.
+    """Return the splits of a JSON object, with arrays as rows of columns 1, 2, ... None without splits.
 
     Without validation, test is evaluated on.
+
+    Raises:
+        ValueError: a key is not a split, or is the same split as another.
     """
     try:
         text = read_text(path, asked.data)
@@ -279,9 +286,19 @@ def _splits_of(asked: Asked, path: Path) -> dict[str, bytes] | None:
     # Objects on lines, another encoding, or an error that the reader reports.
     except ValueError:
         return None
-    parts = {_SPLITS.get(part_of(name) or "", ""): rows for name, rows in document.items() if isinstance(rows, list)}
-    if "train" not in parts or "" in parts or len(parts) != len(document):
+    keys: dict[str, str] = {}
+    # The shortest name of a part is its own: train before oos_train.
+    for name in sorted(document, key=len):
+        if (part := part_of(name)) is not None and isinstance(document[name], list):
+            keys.setdefault(SPLITS[part], name)
+    if "train" not in keys or len(keys) < 2:
         return None
+    if others := [repr(name) for name in document if name not in keys.values()]:
+        raise ValueError(
+            f"{path}: finetune reads an array of rows for each of {', '.join(map(repr, keys.values()))}, and does not "
+            f"know the part of {', '.join(others)}. Move the rows to one of these keys, or to another file"
+        )
+    parts = {part: document[name] for part, name in keys.items()}
     if "validation" not in parts and "test" in parts:
         parts["eval_from_test"] = parts.pop("test")
     lines = {name: [dict(enumerate(row, 1)) if isinstance(row, list) else row for row in parts[name]] for name in parts}

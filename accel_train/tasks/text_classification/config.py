@@ -19,9 +19,10 @@ class TextClassificationData(TextData, ClassData):
     """Columns of 0 and 1, one for each label of a multi-label problem. Their names are the class names, in this order.
     They replace label_column.
     """
-    missing_labels: Literal["error", "drop"] = "error"
+    missing_labels: Literal["error", "drop"] | tuple[str, ...] = Field(default="error", examples=[["NA"]])
     """Handling of rows without a label. error: the run stops and names the row. drop: rows are
-    left out, and the run log prints their number.
+    left out, and the run log prints their number. A list of words: rows with one of them in place of a label are left
+    out too.
     """
 
     @model_validator(mode="before")
@@ -56,6 +57,11 @@ class TextClassificationData(TextData, ClassData):
             settings = ("data.label_columns", *([f"data.{other}"] if other else []))
             raise SettingError(problem, remedy, at=f"data.label_columns=[{', '.join(columns)}]", settings=settings)
         return self
+
+    @property
+    def words_for_missing(self) -> tuple[str, ...]:
+        """Return the words that stand for a missing label."""
+        return () if isinstance(self.missing_labels, str) else self.missing_labels
 
     @property
     def is_labelled(self) -> bool:

@@ -144,10 +144,13 @@ def shared_sides(train: Sequence[TextRow], evaluation: Sequence[TextRow], column
 
 
 def _with_labels(rows: list[TextRow], data: TextClassificationData, key: str) -> tuple[list[TextRow], list[str]]:
-    """Return the rows that have a label, and a note on the others if `data.missing_labels` drops them."""
+    """Return the rows that have a label, and a note on the others unless `data.missing_labels` is error."""
     if data.missing_labels == "error" or not data.is_labelled:
         return rows, []
-    lacks = [any(map(is_missing, row.label if data.label_columns else (row.label,))) for row in rows]
+    words = data.words_for_missing
+    lacks = [
+        any(is_missing(cell, words) for cell in (row.label if data.label_columns else (row.label,))) for row in rows
+    ]
     kept = [row for row, is_without in zip(rows, lacks) if not is_without]
     if not kept:
         setting, columns = "label_column", repr(data.label_column)
