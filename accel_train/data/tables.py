@@ -83,7 +83,7 @@ def column_names(source: Source, data: Data) -> list[str]:
         header = next(read_delimited(path, data), None)
         names = [] if header is None else header.fields
     else:
-        names = list(next((row for row, _, _ in _json_objects(path, data, "text")), ()))
+        names = list(next((row for row, _, _ in json_objects(path, data, "text")), ()))
     if not names:
         raise ValueError(f"{path} holds no rows; name a table with rows")
     return names
@@ -100,7 +100,7 @@ def shared_keys(files: Sequence[Path], data: Data) -> tuple[list[str], dict[str,
     keys: dict[str, None] = {}
     lacking: dict[str, str] = {}
     first = None
-    for row, where, _ in (each for path in files for each in _json_objects(path, data, "text")):
+    for row, where, _ in (each for path in files for each in json_objects(path, data, "text")):
         first = first or where
         for key in keys.keys() - row.keys():
             lacking.setdefault(key, where)
@@ -200,7 +200,7 @@ def _label_line_rows(path: Path, columns: Sequence[str], data: Data) -> Iterator
 
 
 def _jsonl_rows(path: Path, columns: Sequence[str], data: Data) -> Iterator[Row]:
-    for row, where, num_bytes in _json_objects(path, data, columns[0]):
+    for row, where, num_bytes in json_objects(path, data, columns[0]):
         check_columns(where, list(row), columns, data)
         yield Row(tuple(row[column] for column in columns), where, num_bytes)
 
@@ -293,7 +293,7 @@ def setting_of(column: str, data: Data) -> str:
     return " or ".join(f"data.{name}" for name in found) or "the recipe"
 
 
-def _json_objects(path: Path, data: Data, example_column: str) -> Iterator[tuple[dict[str, Any], str, float]]:
+def json_objects(path: Path, data: Data, example_column: str) -> Iterator[tuple[dict[str, Any], str, float]]:
     """Yield (object, file and line, bytes) for each object of a jsonl file or a json array, without blank lines."""
     if file_kind(path) == "json" and not has_object_lines(path, data):
         yield from _array_objects(path, data, example_column)

@@ -20,6 +20,7 @@ from accel_train.data.images.pairs import LISTED_SUFFIXES, lists_pairs
 from accel_train.data.sources import file_kind, files_of, is_about_data, is_saved_dataset, resolve_sources
 from accel_train.data.tables import has_object_lines, read_rows
 from accel_train.data.text.documents import read_documents
+from accel_train.experiments.finetune.annotations import refuse_files_of_tools
 from accel_train.experiments.finetune.boxes import find_boxes, recognise_boxes
 from accel_train.experiments.finetune.class_files import are_classes
 from accel_train.experiments.finetune.columns import (
@@ -104,6 +105,7 @@ def _recognise_file(asked: Asked, path: Path) -> Found:
             return recognise_masks(asked, Pairs(asked.path, None, "from --task: a list of images with their masks"))
         if path.exists() and lists_pairs(path, asked.data):
             return recognise_masks(asked, Pairs(asked.path, None, "each line names an image and its mask"))
+    refuse_files_of_tools(files_at(path), asked)
     if kind in _TABLES:
         return recognise_table(asked, path)
     if kind == "conll" or (kind == "text" and _is_tagged(asked, files_at(path)[0])):
@@ -155,6 +157,7 @@ def _recognise_folder(asked: Asked, folder: Path) -> Found:
         elif asked.task is None:
             refuse_other_classes(asked, folder, images, tables)
         return recognise_classes(asked, folder, tables)
+    refuse_files_of_tools(files, asked)
     if tables:
         return recognise_table(asked, *_training_table(folder, tables))
     texts = [path for path in files if file_kind(path) == "text"]
