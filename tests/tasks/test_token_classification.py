@@ -71,7 +71,7 @@ def test_a_word_of_conll_ends_at_a_plain_blank(tmp_path: Path) -> None:
     path = tmp_path / "a.conll"
     path.write_text("10\u00a0000 B-NUM\neuros O\n\n" * 9 + "and O\n")
     (source,) = resolve_sources(str(path), data := TokenClassificationData(train=str(path)), key="data.train")
-    assert read_sentences([source], data, key="data.train")[0].words == ("10\u00a0000", "euros")
+    assert read_sentences([source], data, key="data.train", notes=[])[0].words == ("10\u00a0000", "euros")
 
 
 def test_plain_tags_are_scored_as_classes_and_the_baseline_knows_each_words_tag(tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ from accel_train.experiments.finetune.recipe import (
 )
 from accel_train.experiments.finetune.tables import recognise_table
 from accel_train.experiments.finetune.text_tasks import holds_questions, holds_tags, recognise_annotated
+from accel_train.experiments.finetune.translations import find_aligned, recognise_aligned
 
 _EVAL = re.compile(r"(?:^|[^a-z])(?:val|valid|validation|dev|eval)(?:[^a-z]|$)")
 _TEST = re.compile(r"(?:^|[^a-z])test(?:ing)?(?:[^a-z]|$)")
@@ -106,6 +107,9 @@ def _recognise_file(asked: Asked, path: Path) -> Found:
         if path.exists() and lists_pairs(path, asked.data):
             return recognise_masks(asked, Pairs(asked.path, None, "each line names an image and its mask"))
     refuse_files_of_tools(files_at(path), asked)
+    beside = list(path.parent.glob(f"{path.with_suffix('').name}.*")) if kind in (None, "text") else []
+    if (aligned := find_aligned(asked, path, sorted(beside))) is not None:
+        return recognise_aligned(asked, aligned.target_suffix, path)
     if kind in _TABLES:
         return recognise_table(asked, path)
     if kind == "conll" or (kind == "text" and _is_tagged(asked, files_at(path)[0])):
@@ -158,6 +162,8 @@ def _recognise_folder(asked: Asked, folder: Path) -> Found:
             refuse_other_classes(asked, folder, images, tables)
         return recognise_classes(asked, folder, tables)
     refuse_files_of_tools(files, asked)
+    if (aligned := find_aligned(asked, folder, files)) is not None:
+        return recognise_aligned(asked, aligned.target_suffix, *_training_table(folder, aligned.sources))
     if tables:
         return recognise_table(asked, *_training_table(folder, tables))
     texts = [path for path in files if file_kind(path) == "text"]
@@ -185,7 +191,8 @@ def _recognise_folder(asked: Asked, folder: Path) -> Found:
     raise ValueError(
         f"{folder}: finetune cannot read these files ({there or 'no files'}). It reads a table (.csv, .tsv, "
         ".jsonl, .parquet), text files, CLASS/ folders of images or texts, or images/ and masks/. "
-        "For files STEM.CLASS with a text per line, use --task text-classification, or a table of text and label"
+        "For files STEM.CLASS with a text per line, use --task text-classification, or a table of text and label. For "
+        "aligned lines of STEM.ONE and STEM.OTHER, use --task seq2seq --text ONE --label OTHER"
     )
 
 
@@ -470,12 +477,14 @@ def _with_unused_files(found: Found, asked: Asked, path: Path) -> Found:
     folder = path if path.is_dir() else path.parent
     others = [file for file in (files_below(folder) if path.is_dir() else sorted(folder.iterdir())) if file.is_file()]
     others = [file for file in others if file.resolve() not in read]
+    if "data.target_suffix" in found.settings:
+        others = [file for file in others if file.suffix != f".{found.settings['data.target_suffix'].value}"]
     if "data.label_names" in found.settings:
         names = found.settings["data.label_names"].value
         beside = [Path(str(data.train)).with_name(name) for name in NAME_FILES]
         read_names = next((file for file in beside if file in others and names_in(file, asked.data) == names), None)
         others = [file for file in others if file != read_names]
-    tests = [file for file in others if _is_part(file, folder, _TEST) and file_kind(file) is not None]
+    tests = [file for file in others if _is_part(file, folder, _TEST) and (file_kind(file) or data.reads_any_suffix)]
     if not path.is_dir():
         held_out = [file for file in others if _EVAL.search(file.stem.lower())]
         shards = [file for file in others if _shards_of(file) == _shards_of(path) != path]

@@ -19,7 +19,14 @@ from accel_train.data.tables import Row, columns_read, text_of
 from accel_train.experiments.finetune.columns import Column, Table, files_at, read_table, recognise_label, with_settings
 from accel_train.experiments.finetune.images import recognise_images
 from accel_train.experiments.finetune.recipe import Asked, Choices, Found, lengths, listed, missing_column
-from accel_train.experiments.finetune.text_tasks import anchored, annotated, conll_settings, marked, recognise_annotated
+from accel_train.experiments.finetune.text_tasks import (
+    anchored,
+    annotated,
+    conll_settings,
+    marked,
+    recognise_annotated,
+)
+from accel_train.experiments.finetune.translations import with_languages
 from accel_train.tasks.causal_lm.data import check_row, columns_of
 
 _USUAL = "text sentence review content comment message tweet body question document abstract description"
@@ -51,7 +58,7 @@ def recognise_table(asked: Asked, path: Path, held_out: Path | None = None) -> F
     """
     if conll_settings(files_at(path)[0], asked) is not None:
         return recognise_annotated(asked, "token-classification", path, held_out)
-    table = read_table(path, asked.data, asked.given)
+    asked, table = with_languages(asked, read_table(path, asked.data, asked.given))
     if len(asked.label) == 1 and asked.label[0] not in table:
         asked = replace(asked, label=tuple(asked.label[0].split(",")))
     _check_flags(asked, table)

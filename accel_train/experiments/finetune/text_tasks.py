@@ -70,12 +70,13 @@ _SENTENCE = re.compile(r"sent(?:ence)?[ _]?(?:#|id|idx|no|num|number)?", re.IGNO
 """Columns that number sentences, in tables with a word in each row."""
 _LINES_LOOKED_AT = 1_000
 _NAMES = "source-target src-tgt src-trg article-highlights article-summary document-summary text-summary"
-_PAIRS = [tuple(pair.split("-")) for pair in (*_NAMES.split(), "dialogue-summary")]
+PAIRS = [tuple(pair.split("-")) for pair in (*_NAMES.split(), "dialogue-summary")]
+"""Names of sources and targets."""
 _CODES = (
     "af ar bg bn ca cs cy da de el en es et eu fa fi fr ga gl gu he hi hr hu hy is it ja ka kk kn ko lt lv mk ml mr ms "
     "mt nb ne nl nn no pa pl pt ro ru si sk sl sq sr sv sw ta te th tl tr uk ur uz vi zh zu"
 )
-_LANGUAGES = frozenset(_CODES.split())
+LANGUAGES = frozenset(_CODES.split())
 """Two-letter codes of languages, without `id` (Indonesian), which usually names a column of ids."""
 
 
@@ -147,7 +148,7 @@ def recognise_annotated(asked: Asked, task: str, path: Path, held_out: Path | No
     settings = readings(files_at(path)[0], asked.data, asked.given) if task == "token-classification" else {}
     if (lines := conll_settings(path, asked)) is not None:
         settings = {name: choice for name, choice in settings.items() if name != "data.header"} | lines
-    facts = _facts(asked, task, str(path), settings)
+    facts = facts_of(asked, task, str(path), settings)
     settings["data.train"] = Choice(str(path), "")
     if held_out is not None and "data.eval" not in asked.given:
         settings["data.eval"] = Choice(str(held_out), "evaluation data by its name")
@@ -174,7 +175,7 @@ def annotated(asked: Asked, table: Table) -> dict[str, Any] | None:
         settings: Choices = {f"data.{setting}": Choice(name, why) for setting, name in zip(kind.settings, names)}
         if task == "token-classification":
             settings |= _numbers_of_words(table, names)
-        facts = _facts(asked, task, str(table.path), {**table.settings, **settings})
+        facts = facts_of(asked, task, str(table.path), {**table.settings, **settings})
         return {"task": task, "why": kind.table.format(*names), "settings": settings, **facts}
     if asked.task is not None:
         raise ValueError(f"--task {asked.task} needs {_KINDS[asked.task].needs}. {table.path} has: {table.names}")
@@ -191,7 +192,7 @@ def marked(asked: Asked, table: Table) -> dict[str, Any] | None:
     if found is None:
         return None
     settings = found.settings
-    facts = _facts(asked, "token-classification", str(table.path), {**table.settings, **settings})
+    facts = facts_of(asked, "token-classification", str(table.path), {**table.settings, **settings})
     why = f"column {found.spans!r} holds spans of column {found.text!r}"
     return {"task": "token-classification", "why": why, "settings": settings, "read": found.read, **facts}
 
@@ -299,9 +300,9 @@ def _questions(asked: Asked, table: Table) -> tuple[str, ...] | None:
 
 def _pair(asked: Asked, table: Table) -> tuple[str, ...] | None:
     strings = [name for name, column in table.columns.items() if column.is_strings]
-    languages = tuple(name for name in strings if name.lower() in _LANGUAGES)
+    languages = tuple(name for name in strings if name.lower() in LANGUAGES)
     own = (asked.data.source_column, asked.data.target_column)
-    pairs = [pair for pair in (own, *_PAIRS, languages) if len(pair) == 2 and set(pair) <= set(strings)]
+    pairs = [pair for pair in (own, *PAIRS, languages) if len(pair) == 2 and set(pair) <= set(strings)]
     if not pairs:
         return None
     columns = [table[name] for name in pairs[0]]
@@ -311,12 +312,12 @@ def _pair(asked: Asked, table: Table) -> tuple[str, ...] | None:
     return pairs[0] if is_clear or asked.task is not None else None
 
 
-def _facts(asked: Asked, task: str, path: str, settings: Choices) -> dict[str, Any]:
+def facts_of(asked: Asked, task: str, path: str, settings: Choices) -> dict[str, Any]:
     """Return sizes, classes, and notes of annotated texts, read as the run will read them."""
     data: Any = with_settings(asked.data, settings)
     sources = resolve_sources(path, data, key=path)
+    notes: list[str] = []
     if task == "token-classification":
-        notes: list[str] = []
         sentences = read_sentences(sources, data, key=path, notes=notes)
         scheme = tag_scheme(sentences, sources, data)
         numbers = np.bincount(np.concatenate(encode_tags(scheme, sentences)), minlength=len(scheme.names)).tolist()
@@ -329,7 +330,7 @@ def _facts(asked: Asked, task: str, path: str, settings: Choices) -> dict[str, A
         texts = [f"{row.question} {row.context}" for row in rows]
         facts = {"notes": () if count.startswith("0 ") else (f"{count} without an answer in the text",)}
     else:
-        pairs = read_pairs(sources, data, key=path)
+        pairs = read_pairs(sources, data, key=path, notes=notes)
         texts = [row.texts[0] for row in pairs]
-        facts = {"longest_target": lengths([len(row.label) for row in pairs])["longest"]}
+        facts = {"longest_target": lengths([len(row.label) for row in pairs])["longest"], "notes": tuple(notes)}
     return {"num_samples": len(texts), **facts, **lengths([len(text) for text in texts])}
