@@ -126,7 +126,9 @@ def _tagged_lines(path: Path, asked: Asked) -> list[list[list[str]]]:
             blocks[-1].append(fields)
     words = [fields for block in blocks for fields in block]
     are_tagged = all(len(fields) > 1 and _TAG.fullmatch(fields[-1]) for fields in words)
-    return [block for block in blocks if block] if are_tagged and any(fields[-1] != "O" for fields in words) else []
+    # The last of several columns of tags may have no entity.
+    tags = {field for fields in words for field in fields[1:] if _TAG.fullmatch(field)}
+    return [block for block in blocks if block] if are_tagged and tags - {"O"} else []
 
 
 def holds_questions(path: Path, asked: Asked) -> bool:
