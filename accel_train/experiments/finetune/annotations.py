@@ -125,13 +125,14 @@ def _label_studio(asked: Asked, table: Table, rows: Rows) -> Marked | str:
     regions = [region for row in rows for region in _regions(row)]
     if not any("labels" in region and "start" in region for region in regions):
         return "For classes of texts, export JSON_MIN, and name its columns: --text text --label COLUMN"
-    tasks = [_mapping(row.get("data")) for row in rows]
-    texts = [key for key in tasks[0] if all(isinstance(task.get(key), str) for task in tasks)]
-    if len(texts) > 1:
-        held = [(task, region) for row, task in zip(rows, tasks) for region in _regions(row) if region.get("text")]
-        texts = [key for key in texts if all(str(region["text"]).strip() in task[key] for task, region in held)]
+    texts = [key for key in _mapping(rows[0].get("data")) if all(_holds_regions(row, key) for row in rows)]
     text = _one_of(asked, table, "tokens_column", texts, asked.text)
     return Marked("label_studio", text, "annotations", "Label Studio's export JSON", ("data", *ANNOTATIONS))
+
+
+def _holds_regions(row: Mapping[str, Any], key: str) -> bool:
+    text = _mapping(row.get("data")).get(key)
+    return isinstance(text, str) and all(str(region.get("text", "")).strip() in text for region in _regions(row))
 
 
 def _prodigy(asked: Asked, table: Table, rows: Rows) -> Marked | str | None:

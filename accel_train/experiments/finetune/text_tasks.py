@@ -63,7 +63,7 @@ _SENTENCES = (("sentence1", "sentence2"), ("text1", "text2"))
 """Columns of pairs whose names do not show whether they are embedded or classified."""
 _NEGATIVE = re.compile(r"negative(?:_?[0-9]+)?")
 _SCORES = ("score", "similarity", "similarity_score")
-_WORDS = ("tokens", "words")
+_WORDS = ("tokens", "words", "token", "word")
 _TAGS = ("ner_tags", "tags", "labels")
 _TAG = re.compile(r"O|[BIES]-\S+")
 _SENTENCE = re.compile(r"sent(?:ence)?[ _]?(?:#|id|idx|no|num|number)?", re.IGNORECASE)
@@ -175,8 +175,8 @@ def annotated(asked: Asked, table: Table) -> dict[str, Any] | None:
             continue
         why = "from the command line" if given else "by its name and its cells"
         settings: Choices = {f"data.{setting}": Choice(name, why) for setting, name in zip(kind.settings, names)}
-        if task == "token-classification":
-            settings |= _numbers_of_words(table, names)
+        if task == "token-classification" and (numbers := _number_of_sentences(table, names[0])) is not None:
+            settings["data.sentence_column"] = Choice(numbers, "each row is one word of a sentence")
         facts = facts_of(asked, task, str(table.path), {**table.settings, **settings})
         return {"task": task, "why": kind.table.format(*names), "settings": settings, **facts}
     if asked.task is not None:
@@ -255,9 +255,12 @@ def anchored(asked: Asked, table: Table) -> dict[str, Any] | None:
 
 
 def _tagged(asked: Asked, table: Table) -> tuple[str, ...] | None:
-    if (rows := _word_rows(table)) is not None:
-        return rows
-    words = next((name for name in (asked.data.tokens_column, *_WORDS) if name in table), None)
+    usual = (asked.data.tokens_column.lower(), *_WORDS)
+    own = (name for name in (asked.data.tokens_column, *table.columns) if name in table and name.lower() in usual)
+    words = next(own, None)
+    if words is not None and _number_of_sentences(table, words) is not None:
+        tags = [name for name, column in table.columns.items() if all(map(_TAG.fullmatch, map(str, column.cells)))]
+        return (words, tags[0]) if len(tags) == 1 else None
     sizes = None if words is None else _sizes(table[words])
     if words is None or sizes is None or not all(isinstance(each, str) for cell in table[words].cells for each in cell):
         return None
@@ -272,21 +275,10 @@ def _tagged(asked: Asked, table: Table) -> tuple[str, ...] | None:
     return (words, usual[0]) if usual else None
 
 
-def _word_rows(table: Table) -> tuple[str, str] | None:
-    """Return the columns of words and tags of a table with a word in each row, or None."""
-    if not any(map(_SENTENCE.fullmatch, table.columns)):
-        return None
-    tags = [name for name, column in table.columns.items() if all(_TAG.fullmatch(str(cell)) for cell in column.cells)]
-    words = [name for name in table.columns if name.lower() in ("word", "words", "token", "tokens")]
-    return (words[0], tags[0]) if len(words) == len(tags) == 1 and table[words[0]].is_strings else None
-
-
-def _numbers_of_words(table: Table, names: Sequence[str]) -> Choices:
-    """Return the column that numbers sentences, if each row has one word."""
-    numbers = next((name for name in table.columns if _SENTENCE.fullmatch(name) and name not in names), None)
-    if numbers is None or not table[names[1]].is_strings or not table[names[0]].mean_words <= 1:
-        return {}
-    return {"data.sentence_column": Choice(numbers, "each row is one word of a sentence")}
+def _number_of_sentences(table: Table, words: str) -> str | None:
+    """Return the column that numbers the sentences of a table with a word in each row, or None."""
+    has_words = table[words].is_strings and table[words].mean_words <= 1
+    return next((name for name in table.columns if has_words and _SENTENCE.fullmatch(name)), None)
 
 
 def _sizes(column: Column) -> list[int] | None:

@@ -35,12 +35,7 @@ def with_languages(asked: Asked, table: Table) -> tuple[Asked, Table]:
         are_texts = len(keys) > 1 and all(map(_is_language, keys)) and all(map(_has_texts(keys), column.cells))
         if asked.task not in (None, "seq2seq") or not are_texts:
             continue
-        given = [
-            getattr(asked.data, setting) if f"data.{setting}" in asked.given else None
-            for setting in ("source_column", "target_column")
-        ]
-        text, label = (flag or tuple(filter(None, [own])) for flag, own in zip((asked.text, asked.label), given))
-        source, target = _direction(replace(asked, text=text, label=label), keys, table.path)
+        source, target = _direction(asked, keys, table.path)
         columns = {key: Column(key, tuple(cell[key] for cell in column.cells)) for key in keys}
         others = {other: each for other, each in table.columns.items() if other != name}
         settings = {**table.settings, "data.translation_column": Choice(name, "it maps languages to texts")}

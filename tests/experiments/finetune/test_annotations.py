@@ -272,10 +272,8 @@ def test_a_column_of_languages_needs_a_direction() -> None:
     rows = [{"id": n, "translation": {"en": f"one more text {n}", "de": f"ein Text mehr {n}"}} for n in range(40)]
     write_jsonl(Path("a.jsonl"), rows)
     refused(write_recipe, "a.jsonl", [], named="--text en --label de, or --text de --label en")
-    for number, (flags, given) in enumerate(
-        (([], {"text": ("de",)}), ([], {"label": ("en",)}), (["--data.source_column", "de"], {}))
-    ):
-        written = write_recipe("a.jsonl", flags, file=f"{number}.yaml", **given)  # type: ignore[arg-type]
+    for number, given in enumerate(({"text": ("de",)}, {"label": ("en",)}, {"text": ("de",), "label": ("en",)})):
+        written = write_recipe("a.jsonl", [], file=f"{number}.yaml", **given)  # type: ignore[arg-type]
         data = written.recipe.data
         assert (written.recipe.task, data.translation_column) == ("seq2seq", "translation")
         assert (data.source_column, data.target_column) == ("de", "en")
