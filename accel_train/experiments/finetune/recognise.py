@@ -20,7 +20,9 @@ from accel_train.data.images.pairs import LISTED_SUFFIXES, lists_pairs
 from accel_train.data.sources import file_kind, files_of, is_about_data, is_saved_dataset, resolve_sources
 from accel_train.data.tables import has_object_lines, read_rows
 from accel_train.data.text.documents import read_documents
-from accel_train.experiments.finetune.annotations import refuse_files_of_tools
+from accel_train.experiments.finetune.annotated.annotations import refuse_files_of_tools
+from accel_train.experiments.finetune.annotated.text_tasks import holds_questions, holds_tags, recognise_annotated
+from accel_train.experiments.finetune.annotated.translations import find_aligned, recognise_aligned
 from accel_train.experiments.finetune.boxes import find_boxes, recognise_boxes
 from accel_train.experiments.finetune.class_files import are_classes
 from accel_train.experiments.finetune.columns import (
@@ -55,8 +57,6 @@ from accel_train.experiments.finetune.recipe import (
     listed,
 )
 from accel_train.experiments.finetune.tables import recognise_table
-from accel_train.experiments.finetune.text_tasks import holds_questions, holds_tags, recognise_annotated
-from accel_train.experiments.finetune.translations import find_aligned, recognise_aligned
 
 _EVAL = re.compile(r"(?:^|[^a-z])(?:val|valid|validation|dev|eval)(?:[^a-z]|$)")
 _TEST = re.compile(r"(?:^|[^a-z])test(?:ing)?(?:[^a-z]|$)")

@@ -16,17 +16,17 @@ from accel_train.core.state import Choice
 from accel_train.data.encoding import check_encoding
 from accel_train.data.samples import group_names
 from accel_train.data.tables import Row, columns_read, text_of
-from accel_train.experiments.finetune.columns import Column, Table, files_at, read_table, recognise_label, with_settings
-from accel_train.experiments.finetune.images import recognise_images
-from accel_train.experiments.finetune.recipe import Asked, Choices, Found, lengths, listed, missing_column
-from accel_train.experiments.finetune.text_tasks import (
+from accel_train.experiments.finetune.annotated.text_tasks import (
     anchored,
     annotated,
     conll_settings,
     marked,
     recognise_annotated,
 )
-from accel_train.experiments.finetune.translations import with_languages
+from accel_train.experiments.finetune.annotated.translations import with_languages
+from accel_train.experiments.finetune.columns import Column, Table, files_at, read_table, recognise_label, with_settings
+from accel_train.experiments.finetune.images import recognise_images
+from accel_train.experiments.finetune.recipe import Asked, Choices, Found, lengths, listed, missing_column
 from accel_train.tasks.causal_lm.data import check_row, columns_of
 
 _USUAL = "text sentence review content comment message tweet body question document abstract description"

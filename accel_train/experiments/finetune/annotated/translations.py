@@ -10,9 +10,9 @@ from accel_train.core.format import format_count
 from accel_train.core.state import Choice
 from accel_train.data.sources import file_kind
 from accel_train.data.text.aligned import target_file
+from accel_train.experiments.finetune.annotated.text_tasks import LANGUAGES, PAIRS, facts_of
 from accel_train.experiments.finetune.columns import Column, Table, readings
 from accel_train.experiments.finetune.recipe import Asked, Found, listed
-from accel_train.experiments.finetune.text_tasks import LANGUAGES, PAIRS, facts_of
 
 _SIDES = frozenset(side for pair in PAIRS for side in pair)
 

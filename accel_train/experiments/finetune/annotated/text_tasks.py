@@ -12,7 +12,7 @@ from accel_train.core.format import format_count
 from accel_train.core.state import Choice
 from accel_train.data.encoding import read_lines, read_text
 from accel_train.data.sources import resolve_sources
-from accel_train.experiments.finetune.annotations import find_spans
+from accel_train.experiments.finetune.annotated.annotations import find_spans
 from accel_train.experiments.finetune.columns import Column, Table, files_at, readings, with_settings
 from accel_train.experiments.finetune.images import refuse_columns
 from accel_train.experiments.finetune.recipe import Asked, Choices, Found, lengths, listed
