@@ -255,8 +255,8 @@ def anchored(asked: Asked, table: Table) -> dict[str, Any] | None:
 
 
 def _tagged(asked: Asked, table: Table) -> tuple[str, ...] | None:
-    usual = (asked.data.tokens_column.lower(), *_WORDS)
-    own = (name for name in (asked.data.tokens_column, *table.columns) if name in table and name.lower() in usual)
+    known = (asked.data.tokens_column.lower(), *_WORDS)
+    own = (name for name in (asked.data.tokens_column, *table.columns) if name in table and name.lower() in known)
     words = next(own, None)
     if words is not None and _number_of_sentences(table, words) is not None:
         tags = [name for name, column in table.columns.items() if all(map(_TAG.fullmatch, map(str, column.cells)))]
