@@ -108,8 +108,8 @@ def read_marked(
         yield MarkedText(text, places, tags, where, name)
     if len(cut) > _MOST_CUT * num_spans:
         raise ValueError(
-            f"{cut[0]}: {len(cut):,} of {num_spans:,} spans begin or end inside a word; count characters from 0 up to "
-            "the first one after the span"
+            f"{cut[0]}: {len(cut):,} of {num_spans:,} spans begin or end inside a word. Write start and end in "
+            "characters: the first is 0, and the end is the place after the last"
         )
     for where in cut:
         remarks.add("spans begin or end inside a word, and are extended to the whole word", where)
