@@ -6,7 +6,6 @@ A name is looked up in this order: embedded corpus, glob, existing file or folde
 import glob
 import os
 import platform
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from accel_train.core.format import did_you_mean, format_count
 from accel_train.data.delimited import DELIMITERS, delimiter_of, quoting_of
 from accel_train.data.encoding import check_encoding, encoding_of
 from accel_train.data.hub import look_for_hub, without_hub
+from accel_train.data.parts import is_about, pick, top_part
 from accel_train.recipe.data import Data
 
 if TYPE_CHECKING:
@@ -53,8 +53,6 @@ In `.bin` files, a separator token divides documents. In CoNLL files, a blank li
 """
 
 _KNOWN_SUFFIXES = ".txt, .md, .py, " + ", ".join(TABLE_KINDS)
-_ABOUT_DATA = re.compile(r"(?:readme|licen[cs]e|copying|notice|changelog|contributing)(?:[._-].*)?")
-_HELD_OUT_NAME = re.compile(r"(?:^|[^a-z])(?:val|valid|validation|dev|test|eval)(?:[^a-z]|$)")
 
 
 @dataclass(frozen=True)
@@ -176,7 +174,7 @@ def is_saved_dataset(folder: Path) -> bool:
 def is_about_data(path: Path, folder: Path) -> bool:
     """Return whether a file at the top of a data folder only describes the data, by its name: README.md, LICENSE."""
     is_text = not path.suffix or file_kind(path) == "text"
-    return is_text and path.parent == folder and _ABOUT_DATA.fullmatch(path.name.lower()) is not None
+    return is_text and path.parent == folder and is_about(path.name)
 
 
 def _resolve(name: str, data: Data, key: str) -> Source:
@@ -230,7 +228,8 @@ def _resolve_folder(name: str, folder: Path, data: Data, key: str) -> Source:
             f"{key}: the folder {name!r} holds no file of a known kind (known: {_KNOWN_SUFFIXES}; "
             f"found: {_suffix_counts(paths) or 'nothing'})"
         )
-    _refuse_held_out_tables(name, files, data, key)
+    if data.lines != "folder_names":
+        _refuse_held_out_files(name, folder, files, data, key)
     left_out = sorted({*paths} - {*files})
     notes: tuple[str, ...] = (
         (f"{name}: left out {len(left_out)} files of other kinds ({_suffix_counts(left_out)})",) if left_out else ()
@@ -270,19 +269,24 @@ def _load_saved_dataset(name: str, folder: Path, data: Data, key: str) -> Source
     return _describe_dataset(name, saved)
 
 
-def _refuse_held_out_tables(name: str, files: list[Path], data: Data, key: str) -> None:
-    """Refuse a folder that holds both training and held-out tables, such as `train.bin` and `val.bin`.
+def _refuse_held_out_files(name: str, folder: Path, files: list[Path], data: Data, key: str) -> None:
+    """Refuse a folder with both training and held-out files: `train.bin` and `val.bin`, `train/` and `test/`.
 
-    Training on such a folder would train on the evaluation data.
+    Training on this folder would train on the evaluation data. Of texts, only .txt files with a training part count: a
+    program has files such as test.py.
     """
-    tables = [file for file in files if file_kind(file) != "text"]
-    held_out = [path for path in tables if _HELD_OUT_NAME.search(path.stem.lower())]
-    if held_out and len(held_out) < len(tables):
-        suffix = held_out[0].suffix
-        raise ValueError(
-            f"{key}: the folder {name!r} holds {held_out[0].name} next to training files; name them apart, for "
-            f"example {data.train_key}: {name}/*train*{suffix} and data.eval: {name}/{held_out[0].name}"
-        )
+    for are_texts in (False, True):
+        tops = [
+            top_part(path.relative_to(folder))
+            for path in files
+            if (file_kind(path) == "text") is are_texts and (path.suffix == ".txt" or not are_texts)
+        ]
+        held_out = [place for place, part in tops if part in ("eval", "test")]
+        if held_out and len(held_out) < len(tops) and (not are_texts or any(part == "train" for _, part in tops)):
+            raise ValueError(
+                f"{key}: the folder {name!r} holds {held_out[0]} next to training files; name them apart, for example "
+                f"{data.train_key}: {name}/*train*{held_out[0].suffix} and data.eval: {name}/{held_out[0]}"
+            )
 
 
 def _load_dataset(name: str, data: Data, key: str) -> Source:
@@ -308,11 +312,14 @@ def _load_dataset(name: str, data: Data, key: str) -> Source:
 
 def _pick_split(name: str, available: list[str], data: Data, key: str) -> str:
     """Return the split to use: `data.split` for training, the usual name of a held-out split for evaluation."""
-    wanted = ["validation", "valid", "val", "dev", "eval", "test"] if key == "data.eval" else [data.split]
-    for split in wanted:
-        if split in available:
-            return split
-    raise ValueError(f"{name} has no split {' or '.join(wanted)}; it has {', '.join(map(str, available))}")
+    if key == "data.eval":
+        split = pick(available, "eval") or pick(available, "test")
+    else:
+        split = data.split if data.split in available else None
+    if split is None:
+        wanted = "validation or test" if key == "data.eval" else data.split
+        raise ValueError(f"{name} has no split {wanted}; it has {', '.join(map(str, available))}")
+    return split
 
 
 def _describe_dataset(name: str, dataset: Any) -> Source:

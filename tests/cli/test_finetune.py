@@ -381,14 +381,6 @@ def test_words_with_tags_are_read_from_files(name: str, dry_run: DryRun) -> None
     assert recipe["model"]["config"]["model_type"] == "modernbert"
 
 
-def test_a_folder_of_conll_files_evaluates_on_the_validation_file_and_leaves_the_test_file(dry_run: DryRun) -> None:
-    for name in ("wnut17train", "emerging.dev", "emerging.test"):
-        write_conll(f"t/{name}.conll")
-    printed, recipe = dry_run("t")
-    assert (recipe["data"]["train"], recipe["data"]["eval"]) == ("t/wnut17train.conll", "t/emerging.dev.conll")
-    assert "accel-train evaluate runs/t t/emerging.test.conll" in printed
-
-
 def test_lists_of_words_and_tags_are_columns_and_other_tags_are_named(dry_run: DryRun) -> None:
     rows = [{"tokens": [w for w, _ in WALK], "pos_tags": [len(w) for w, _ in WALK], "ner_tags": [t for _, t in WALK]}]
     write_lines("t.jsonl", [json.dumps(row) for row in rows * 20])
@@ -499,7 +491,7 @@ def text(*lines: str) -> Callable[[], None]:
 
 def parts_in_place_of_classes() -> None:
     write_digits("t")
-    for name, part in (("digit-0", "Training"), ("digit-1", "Testing")):
+    for name, part in (("digit-0", "Validation"), ("digit-1", "Testing")):
         Path("t", part).mkdir()
         Path("t", name).rename(Path("t", part, name))
 
@@ -567,7 +559,7 @@ WRONG: dict[str, tuple[Callable[[], None], str, tuple[str, ...], tuple[str, ...]
         "--data.prompt_column instruction --data.completion_column output")),
     "lines that may begin with labels": (text(*(f"{'ab'[n % 2]} {WORDS[n % 4]}" for n in range(20))), "t.txt", (),
         ("t.txt:", "2 words (a, b", "--task text-classification", "--task causal-lm")),
-    "a table that is called a text": (text("text|label", *(f"{WORDS[n % 4]} {n}|{n % 2}" for n in range(20))),
+    "a table that is called a text": (text("text|label", *(f"{WORDS[n % 4]} {n}|{n % 2}" for n in range(5))),
         "t.txt", (), ("t.txt: vertical bars", "t.csv", "--task causal-lm")),
     "a row without a label": (table("text,label", lambda n: f"{WORDS[n % 4]},{'xy'[n % 2] if n != 7 else ''}"),
         "t.csv", (), ("t.csv:9, column 'label'", "1 of 40", "data.missing_labels: drop")),
@@ -579,8 +571,8 @@ WRONG: dict[str, tuple[Callable[[], None], str, tuple[str, ...], tuple[str, ...]
         "t.jsonl", (), ("t.jsonl:", "some rows: mood", *NO_LABEL)),
     "labels as rows of zeros and ones": (jsonl(lambda n: {"text": f"{WORDS[n % 4]} {n}", "labels": [n % 2, 1, 0]}),
         "t.jsonl", (), ("t.jsonl:1, column 'labels'", "[0, 1, 0]", "zeros and ones")),
-    "folders of training and test images in place of classes": (parts_in_place_of_classes, "t", (),
-        ("t: Testing, Training", "accel-train finetune t/Training;", "accel-train evaluate RUN t/Testing")),
+    "folders of held-out images in place of classes": (parts_in_place_of_classes, "t", (),
+        ("t: Testing, Validation", "accel-train finetune t/Validation", "accel-train evaluate RUN t/Testing")),
     "an empty text file": (lambda: Path("t.txt").touch(), "t.txt", (), ("t.txt is empty",)),
     "one JSON document": (lambda: write_lines("t.json", ["{}"]), "t.json", (),
         ("t.json", ".jsonl", "SQuAD", "[row, row, ...]")),

@@ -412,16 +412,6 @@ def test_tables_of_numbers_are_refused(capsys: pytest.CaptureFixture[str]) -> No
         assert "tables of numbers" in capsys.readouterr().err
 
 
-def test_texts_named_train_and_test_are_told_apart(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("wiki").mkdir()
-    for part in ("train", "valid", "test"):
-        Path("wiki", f"wiki.{part}.txt").write_text(f"text of {part}\n" * 50)
-    assert main(["finetune", "wiki", "--dry-run"]) == 0
-    data = _recipe("runs/wiki.yaml")["data"]
-    assert (data["train"], data["eval"]) == ("wiki/wiki.train.txt", "wiki/wiki.valid.txt")
-    assert "accel-train evaluate runs/wiki wiki/wiki.test.txt" in capsys.readouterr().out
-
-
 BOXES = {
     "a/1.txt": "0 0.5 0.5 0.2 0.3\n",
     "a/1.xml": "<annotation><object><bndbox></bndbox></object></annotation>",
@@ -473,8 +463,8 @@ def test_train_and_train_masks_are_images_and_masks() -> None:
     assert _recipe("runs/set.yaml")["task"] == "semantic-segmentation"
 
 
-@pytest.mark.parametrize("held_out, num_eval", [("eval", 8), ("Test", None), (None, None)])
-def test_only_the_folder_train_is_trained_on(held_out: str | None, num_eval: int | None) -> None:
+@pytest.mark.parametrize("held_out, num_eval, num_shown", [("eval", 8, 8), ("Test", None, 8), (None, None, 16)])
+def test_only_the_folder_train_is_trained_on(held_out: str | None, num_eval: int | None, num_shown: int) -> None:
     for number in range(24):
         part = "train" if number < 16 else held_out
         if part is not None:
@@ -486,7 +476,7 @@ def test_only_the_folder_train_is_trained_on(held_out: str | None, num_eval: int
     assert len(sets.eval) == (num_eval or 16 - len(sets.train))
     shown = read_labelled_images(ImageClassificationData(train="set", eval="set"))
     assert shown.label_names == ("a", "b")
-    assert len(shown.train) == (num_eval or 16)
+    assert len(shown.train) == num_shown
 
 
 @pytest.mark.parametrize("encoding", ["gbk", "cp1251", "koi8_r"])

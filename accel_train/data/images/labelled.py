@@ -20,10 +20,9 @@ from accel_train.data.images.images import (
     text_digest,
 )
 from accel_train.data.labels import IGNORED_LABEL
+from accel_train.data.parts import Part, folders_beside, folders_of_parts, part_of
 from accel_train.data.samples import held_out_units
 from accel_train.recipe.data import ClassData, Data
-
-_EVAL_NAMES = ("val", "validation", "valid", "dev", "eval")
 
 
 @dataclass(frozen=True)
@@ -140,29 +139,36 @@ def _rows(pool: ImagePool, rows: NDArray[np.int64]) -> ImageRows:
 def eval_beside_train(data: Data) -> tuple[tuple[str, ...], tuple[str, ...] | None, tuple[str, ...]]:
     """Return the names to train on, the names to evaluate on, and notes.
 
-    In a folder with splits, these are `train` and the held-out split. A `test` folder is left alone: selecting the best
-    weights on the test set would invalidate it.
+    In a folder with parts, these are the training part and the evaluation part. The test part is left alone: selecting
+    the best weights on it would invalidate it.
     """
     train = (data.train,) if isinstance(data.train, str) else data.train
     held = (data.eval,) if isinstance(data.eval, str) else data.eval
     root = Path(train[0]).expanduser() if len(train) == 1 else None
     if root is None or not root.is_dir():
         return train, held, ()
-    folder = root if root.name == "train" else root / "train"
-    # Otherwise, `train` may be the name of a class.
-    if not folder.is_dir() or not any(entry.is_dir() for entry in folder.iterdir()):
+    parts = parts_of_classes(root)
+    if not parts:
         return train, held, ()
-    beside = next((found for name in _EVAL_NAMES if (found := folder.with_name(name)).is_dir()), None)
-    test = folder.with_name("test")
+    folder, beside, test = parts["train"], parts.get("eval"), parts.get("test")
     if held == train and folder != root:
-        shown = beside or (test if test.is_dir() else folder)
+        shown = beside or test or folder
         return (str(shown),), (str(shown),), (f"of {root}, {shown.name} is read",)  # evaluation of a trained model
-    notes = (f"{test} is left alone; after training: accel-train evaluate RUN {test}",) if test.is_dir() else ()
+    notes = (f"{test} is left alone; after training: accel-train evaluate RUN {test}",) if test else ()
     if beside is None:
         return train if folder == root else (str(folder),), held, notes if held is None else ()
     if held is None:
         return (str(folder),), (str(beside),), (f"evaluation is on {beside}, found next to {folder}", *notes)
     return (str(folder),), held, ()
+
+
+def parts_of_classes(root: Path) -> dict[Part, Path]:
+    """Return the parts in a folder, or next to it if it is the training part. Empty without PART/CLASS/."""
+    parts = folders_of_parts(root)
+    if "train" not in parts:
+        parts = folders_beside(root) if part_of(root.name) == "train" else {}
+    # Otherwise, `train` may be the name of a class.
+    return parts if parts and any(entry.is_dir() for entry in parts["train"].iterdir()) else {}
 
 
 def _look_at(images: Images, *, needed: bool) -> NDArray[np.uint64] | None:

@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 
@@ -11,8 +11,9 @@ from accel_train.core.json_io import parse_json
 from accel_train.data.images.decoding import open_header
 from accel_train.data.images.images import evenly_spaced
 from accel_train.data.images.pairs import have_the_same_names, pairs_below
+from accel_train.data.parts import are_parts
 
-_COCO = re.compile(r"(?:.*[^a-z])?(?:annotations?|instances|coco)(?:[^a-z].*)?\.json")
+_COCO = re.compile(r"(?:.*[^a-z])?(?:annotations?|instances|coco|panoptic)(?:[^a-z].*)?\.json")
 _YOLO = re.compile(r"\d+(?:\s+(?:[01]|[01]?\.\d+)(?:e-?\d+)?){4,}\s*")
 _MOST_FOLDERS = 6
 """Most folders to compare as images and masks. A larger number means class folders."""
@@ -22,13 +23,6 @@ _NUM_LOOKED_AT = 12
 _FOLDERS_LOOKED_IN = 50
 _TEXTS_LOOKED_AT = 200
 """Number of same-named text files to read for boxes and polygons, evenly spaced."""
-_PARTS = re.compile(r"(?:.*[^a-z])?(?:train(?:ing)?|val(?:id|idation)?|dev|test(?:ing)?)(?:[^a-z].*)?")
-"""Lower-case names of splits of a data set."""
-
-
-def are_parts(folders: Collection[str]) -> bool:
-    """Return whether several folders are splits by their names, not classes."""
-    return len(folders) > 1 and all(_PARTS.fullmatch(name.lower()) for name in folders)
 
 
 def refuse_parts_as_classes(folder: Path, files: Sequence[str]) -> None:
@@ -53,6 +47,9 @@ def refuse_annotations(folder: Path, files: Sequence[str], others: Sequence[str]
     Raises:
         ValueError: an annotation file is found; the message names it, and a folder of masks if one lies below.
     """
+    maps = next((file for file in files if "panoptic" in os.path.dirname(file).lower()), None)
+    if maps is not None:
+        raise ValueError(_PANOPTIC.format(folder / maps))
     stems = {Path(name).stem for name in files}
     texts = [name for name in others if name.lower().endswith((".xml", ".txt", ".json")) and Path(name).stem in stems]
     looked_at = {texts[index] for index in evenly_spaced(len(texts), _TEXTS_LOOKED_AT)}
@@ -60,9 +57,11 @@ def refuse_annotations(folder: Path, files: Sequence[str], others: Sequence[str]
         suffix, kind = path.suffix.lower(), None
         is_for_all = suffix == ".json" and _COCO.fullmatch(path.name.lower())
         if is_for_all or path.relative_to(folder).as_posix() in looked_at:
-            kind = _kind_of_annotation(path, suffix)
+            kind = kind_of_annotation(path)
         if kind is None:
             continue
+        if kind == "COCO panoptic":
+            raise ValueError(_PANOPTIC.format(path))
         folders = [entry for entry in sorted(folder.iterdir())[:_FOLDERS_LOOKED_IN] if os.path.isdir(entry)]
         masks = next((entry for entry in folders if pairs_below(entry)), None)
         hint = f" {masks} holds masks: name that folder for semantic segmentation." if masks else ""
@@ -73,12 +72,13 @@ def refuse_annotations(folder: Path, files: Sequence[str], others: Sequence[str]
         )
 
 
-def _kind_of_annotation(path: Path, suffix: str) -> str | None:
+def kind_of_annotation(path: Path) -> str | None:
     """Return the format of a file with boxes or polygons. None for captions, class names and other text."""
     try:
         text = read_regular(path).decode("utf-8", "replace")
     except OSError:
         return None
+    suffix = path.suffix.lower()
     if suffix == ".xml":
         return "Pascal VOC" if "<bndbox" in text else None
     if suffix == ".txt":
@@ -88,7 +88,20 @@ def _kind_of_annotation(path: Path, suffix: str) -> str | None:
     except ValueError:
         return None
     keys = found.keys() if isinstance(found, dict) else ()
-    return "labelme" if "shapes" in keys else "COCO" if {"images", "annotations"} <= {*keys} else None
+    if not {"images", "annotations"} <= {*keys}:
+        return "labelme" if "shapes" in keys else None
+    shapes = found["annotations"]
+    is_panoptic = isinstance(shapes, list) and any(
+        isinstance(each, dict) and "segments_info" in each for each in shapes
+    )
+    return "COCO panoptic" if is_panoptic else "COCO"
+
+
+_PANOPTIC = (
+    "{} belongs to COCO's panoptic segmentation, whose maps hold a number for each object, and accel_train has no task "
+    "for them. For semantic segmentation, write masks of class numbers (panoptic2semantic_segmentation.py of "
+    "panopticapi) into masks/ next to images/"
+)
 
 
 def refuse_masks_as_classes(folder: Path, files: Sequence[str]) -> None:

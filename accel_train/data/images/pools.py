@@ -96,9 +96,9 @@ def _folder_pool(path: Path, data: ImageData, key: str, target: Target) -> Image
     pool = ImagePool(FileImages(folder, tuple(files)), f"{folder}: {len(files):,} images", notes=notes)
     if target.label is not None:
         if data.label_names is None:
+            refuse_annotations(folder, files, others)
             refuse_masks_as_classes(folder, files)
             refuse_parts_as_classes(folder, files)
-            refuse_annotations(folder, files, others)
         return _with_class_folders(pool, folder, files, key)
     if target.mask is not None:
         raise ValueError(

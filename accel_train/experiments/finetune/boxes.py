@@ -11,8 +11,8 @@ from accel_train.data.images.annotations.folders import LAYOUTS, Located, locate
 from accel_train.data.images.annotations.yolo import CLASSES_FILES, label_file, yolo_places, yolo_settings
 from accel_train.data.images.images import Images
 from accel_train.data.sources import is_saved_dataset
-from accel_train.experiments.finetune.images import not_used, refuse_columns, sizes_of
-from accel_train.experiments.finetune.recipe import Asked, Choices, Found
+from accel_train.experiments.finetune.images import not_used, sizes_of
+from accel_train.experiments.finetune.recipe import Asked, Choices, Found, refuse_columns
 from accel_train.tasks.object_detection.config import ObjectDetectionData
 from accel_train.tasks.object_detection.data import read_boxed_images
 

@@ -1,7 +1,6 @@
 """Images: folders by class or with masks, tables that name images, and the sizes and colors of the images."""
 
 import os
-import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,22 +24,20 @@ from accel_train.data.images.images import (
     list_files,
     list_images,
 )
-from accel_train.data.images.labelled import eval_beside_train
+from accel_train.data.images.labelled import eval_beside_train, parts_of_classes
 from accel_train.data.images.masks import mask_values
-from accel_train.data.images.misread import are_parts, refuse_annotations
+from accel_train.data.images.misread import refuse_annotations
 from accel_train.data.images.pairs import BESIDE, pair_of_folders, pairs_below
 from accel_train.data.images.pools import read_pools
 from accel_train.data.images.tables import find_images
+from accel_train.data.parts import Part, are_parts, part_of, pick
 from accel_train.experiments.finetune.columns import Column, Table, read_table, recognise_label
-from accel_train.experiments.finetune.recipe import Asked, Found
+from accel_train.experiments.finetune.recipe import Asked, Found, refuse_columns
 from accel_train.tasks.semantic_segmentation.data import masked_pool
 
 _NUM_LOOKED_AT = 200
 """Evenly spaced images whose headers are read for sizes and colors."""
 _MASKS_LOOKED_AT = 2_000
-_TRAIN = re.compile("(?:.*[^a-z])?train(?:ing|[0-9]+)?(?:[^a-z].*)?")
-_EVAL = re.compile("(?:.*[^a-z])?(?:val|valid|validation|dev)(?:[0-9]+)?(?:[^a-z].*)?")
-_TEST = re.compile("(?:.*[^a-z])?test(?:ing|[0-9]+)?(?:[^a-z].*)?")
 _VOC = ("JPEGImages", "SegmentationClass")
 _MOST_NUMBERS = 200
 """Maximum different numbers in masks. More indicate photos, or masks that were resized with smoothing."""
@@ -49,9 +46,16 @@ _GREY_MODES = ("1", "L", "LA", "I", "I;16", "I;16B", "F")
 
 def lie_in_classes(folder: Path, names: Sequence[str]) -> bool:
     """Return whether images lie in two or more folders that may be classes: CLASS/*.jpg or train/CLASS/*.jpg."""
-    inner = [name.removeprefix("train/") for name in names if name.startswith("train/")] or names
+    begin = _root_of(folder)[1]
+    inner = [name.removeprefix(begin) for name in names if name.startswith(begin)]
     classes = {name.split("/", 1)[0] for name in inner}
     return all("/" in name for name in inner) and len(classes) > 1 and not are_parts(classes)
+
+
+def _root_of(folder: Path) -> tuple[Path, str]:
+    """Return the folder of the classes, and how names relative to `folder` begin there."""
+    root = parts_of_classes(folder).get("train", folder)
+    return root, "" if root == folder else f"{root.relative_to(folder).as_posix()}/"
 
 
 def recognise_classes(asked: Asked, folder: Path, tables: Sequence[Path] = ()) -> Found:
@@ -61,11 +65,10 @@ def recognise_classes(asked: Asked, folder: Path, tables: Sequence[Path] = ()) -
         ValueError: images lie outside of class folders, or there is one class. The message shows the right layout.
     """
     refuse_columns(asked, folder, "images")
-    root = folder / "train" if (folder / "train").is_dir() else folder
+    root, begin = _root_of(folder)
     images, others = list_files(folder)
     if asked.data.label_names is None:
         refuse_annotations(folder, images, others)
-    begin = "" if root is folder else "train/"
     names = [name.removeprefix(begin) for name in images if name.startswith(begin)]
     num_others = sum(name.startswith(begin) for name in others)
     loose = [name for name in names if "/" not in name]
@@ -78,8 +81,8 @@ def recognise_classes(asked: Asked, folder: Path, tables: Sequence[Path] = ()) -
     classes = sorted({name.split("/", 1)[0] for name in names})
     if are_parts(classes):
         raise ValueError(
-            f"{root}: {', '.join(classes)} are parts of the data by their names, not classes. Train on one: "
-            + _command_for_parts(root, classes)
+            f"{root}: {', '.join(classes)} are parts of the data by their names, not classes. Put the images to train "
+            f"on into {root}/train/CLASS/, or name one folder: accel-train finetune {quote(str(root / classes[-1]))}"
         )
     # This raises for empty class folders, and names them.
     pool = read_pools(
@@ -116,20 +119,6 @@ def _tables_there(tables: Sequence[Path]) -> str:
     return f". No column of {names} names these images. A table needs a column of file names relative to the table"
 
 
-def _command_for_parts(root: Path, parts: Sequence[str]) -> str:
-    """Return the command that trains on one part of the data. Only the trained model sees a test set."""
-    train = next((name for name in parts if _TRAIN.fullmatch(name.lower())), parts[0])
-    others = [name for name in parts if name != train]
-    held = [name for name in others if not _TEST.fullmatch(name.lower())]
-    command = f"accel-train finetune {quote(str(root / train))}" + "".join(
-        f" --data.eval {quote(str(root / name))}" for name in held[:1]
-    )
-    tests = [name for name in others if name not in held]
-    return command + "".join(
-        f"; after training: accel-train evaluate RUN {quote(str(root / name))}" for name in tests[:1]
-    )
-
-
 def not_used(root: Path, used: Sequence[Path], num_others: int = 0) -> str:
     """Return the line that names unused files and folders of `root`. `num_others` lie in used folders."""
     left = [
@@ -160,7 +149,7 @@ def find_pairs(name: str) -> Pairs | None:
         )
     if len(below := pairs_below(folder)) > 1:
         train_pair, held_pair = (
-            [pair for pair in below if part.fullmatch(pair[0].name.lower())] for part in (_TRAIN, _EVAL)
+            [pair for pair in below if part_of(pair[0].name) == part] for part in ("train", "eval")
         )
         if len(train_pair) != 1 or len(held_pair) > 1:
             listed = ", ".join(str(images) for images, _ in below)
@@ -172,10 +161,10 @@ def find_pairs(name: str) -> Pairs | None:
         why = f"{images.name}/ and {masks.name}/ hold images and masks with the same names"
         return Pairs(str(images), str(held_pair[0][0]) if held_pair else None, why)
     whole = pair_of_folders(folder)
-    train = _side(whole[0] if whole else folder, _TRAIN)
+    train = _side(whole[0] if whole else folder, "train")
     pair = pair_of_folders(train) if train is not None else None
     if train is not None and pair is not None:
-        held_out = _side(train.parent, _EVAL)
+        held_out = _side(train.parent, "eval")
         is_pair = held_out is not None and pair_of_folders(held_out) is not None
         return Pairs(
             str(train),
@@ -187,12 +176,11 @@ def find_pairs(name: str) -> Pairs | None:
     return Pairs(name, None, f"{whole[0].name}/ and {whole[1].name}/ hold images and masks with the same names")
 
 
-def _side(folder: Path, pattern: re.Pattern[str]) -> Path | None:
-    """Return the only folder below `folder` with a name that matches `pattern`, or None."""
-    found = [path for path in sorted(folder.iterdir()) if path.is_dir() and pattern.fullmatch(path.name.lower())]
-    masks = {path.name + end for path in found for end in BESIDE}
-    found = [path for path in found if path.name not in masks]
-    return found[0] if len(found) == 1 else None
+def _side(folder: Path, part: Part) -> Path | None:
+    """Return the folder of a part below `folder`, apart from folders of masks, or None."""
+    names = {path.name for path in folder.iterdir() if path.is_dir()}
+    name = pick(names - {name + end for name in names for end in BESIDE}, part)
+    return None if name is None else folder / name
 
 
 def recognise_masks(asked: Asked, pairs: Pairs) -> Found:
@@ -263,12 +251,6 @@ def _classes_of(asked: Asked, pool: ImagePool) -> tuple[dict[str, Choice[Any]], 
     return {}, ()
 
 
-def refuse_columns(asked: Asked, folder: str | Path, what: str) -> None:
-    for flag, given in (("--text", asked.text), ("--label", asked.label)):
-        if given:
-            raise ValueError(f"{flag}: {folder} holds {what}, not columns. Leave the flag out, or name a table")
-
-
 def sizes_of(images: Images) -> dict[str, Any]:
     """Return the short edge and aspect ratio of the median image, and whether all images are gray.
 
@@ -298,8 +280,6 @@ def _listed(names: Sequence[str]) -> str:
 
 
 _BOXES = ({"xmin", "ymin"}, {"x_min", "y_min"}, {"bbox"}, {"x1", "y1", "x2", "y2"})
-_HELD_OUT = ("val", "valid", "validation", "dev", "eval")
-_NOT_FOR_TRAINING = ("test", "submission")
 
 
 def image_column(table: Table) -> tuple[Column, Sequence[Any]] | None:
@@ -369,14 +349,10 @@ def _not_used(table: Table, cells: Sequence[Any], *used: str) -> str:
     left = [
         entry.name + "/" * entry.is_dir()
         for entry in sorted(table.path.parent.iterdir())
-        if not _words(entry.name).isdisjoint(_NOT_FOR_TRAINING) and os.path.normpath(entry) not in places
+        if part_of(entry.name) == "test" and os.path.normpath(entry) not in places
     ]
     said += left[:6]
     return f"not used: {'; '.join(said) or 'nothing'}"
-
-
-def _words(name: str) -> set[str]:
-    return set(re.split(r"[^a-z0-9]+", name.lower()))
 
 
 def table_of_images(asked: Asked, folder: Path, tables: Sequence[Path]) -> tuple[Path, Path | None] | None:
@@ -387,9 +363,9 @@ def table_of_images(asked: Asked, folder: Path, tables: Sequence[Path]) -> tuple
     """
     named = []
     for path in tables:
-        words = _words(path.relative_to(folder).as_posix())
-        if words.isdisjoint(_NOT_FOR_TRAINING) and image_column(read_table(path, asked.data, asked.given)) is not None:
-            named.append((path, not words.isdisjoint(_HELD_OUT)))
+        part = part_of(path.relative_to(folder).as_posix())
+        if part != "test" and image_column(read_table(path, asked.data, asked.given)) is not None:
+            named.append((path, part == "eval"))
     train, held = ([path for path, is_held in named if is_held is wanted] for wanted in (False, True))
     if not train:
         return None
@@ -405,7 +381,8 @@ def refuse_other_classes(asked: Asked, folder: Path, images: Sequence[str], tabl
     Raises:
         ValueError: a table does not. The message names the table and two of the folders.
     """
-    images = [name.removeprefix("train/") for name in images if name.startswith("train/")] or images
+    begin = _root_of(folder)[1]
+    images = [name.removeprefix(begin) for name in images if name.startswith(begin)]
     class_of = {Path(name).stem: name.split("/", 1)[0] for name in images}
     for path in tables if len(class_of) == len(images) else ():
         try:

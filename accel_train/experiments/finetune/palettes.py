@@ -14,6 +14,7 @@ from accel_train.data.encoding import read_text
 from accel_train.data.images.decoding import open_image
 from accel_train.data.images.images import FileImages, evenly_spaced, in_threads, list_images, text_digest
 from accel_train.data.images.pairs import pair_of_folders
+from accel_train.data.parts import folders_beside
 from accel_train.experiments.finetune.polygons import write_masks
 from accel_train.experiments.finetune.recipe import Asked
 
@@ -88,8 +89,8 @@ def find_palette(asked: Asked, place: str) -> Palette | None:
     if (pairs := find_pairs(place)) is None:
         return None
     parts = {"train": pairs.train} | ({"val": pairs.eval} if pairs.eval and "data.eval" not in asked.given else {})
-    test = Path(pairs.train).expanduser().with_name("test")
-    if pairs.train != place and test.is_dir() and pair_of_folders(test):
+    test = folders_beside(Path(pairs.train).expanduser()).get("test")
+    if pairs.train != place and test is not None and pair_of_folders(test):
         parts["test"] = str(test)
     files, stamps, roots = dict[str, tuple[Path, Path]](), list[str](), list[Path]()
     for part, source in parts.items():

@@ -92,6 +92,7 @@ class Found:
     """Columns and files that are not read. None if unknown."""
     test: str | None = None
     """File or folder of test data. Training does not use it."""
+    test_has_labels: bool = True
     notes: tuple[str, ...] = ()
     """Sentences about how the data are read."""
 
@@ -162,6 +163,12 @@ def missing_column(flag: str, name: str, path: str, names: Sequence[str]) -> str
     """Return the message about a column that a flag names and a table does not have."""
     meant = did_you_mean(name, names, "choose another.", show=repr)
     return f"{flag} {name}: {path} does not have this column; {meant} Its columns: {', '.join(names)}"
+
+
+def refuse_columns(asked: Asked, folder: str | Path, what: str) -> None:
+    for flag, given in (("--text", asked.text), ("--label", asked.label)):
+        if given:
+            raise ValueError(f"{flag}: {folder} holds {what}, not columns. Leave the flag out, or name a table")
 
 
 def tree_of(found: Found, chosen: Choices, output_dir: str) -> dict[str, Any]:
@@ -278,8 +285,11 @@ def format_choices(found: Found, chosen: Choices, recipe: Recipe, *, show_all: b
         return lines
     tests = []
     if found.test is not None:
-        command = f"accel-train evaluate {quote(recipe.output_dir)} {quote(found.test)}"
-        tests = [f"{found.test}, test data by its name (after training: {command})"]
+        command, what = f"accel-train evaluate {quote(recipe.output_dir)} {quote(found.test)}", "test data by its name"
+        if not found.test_has_labels:
+            command = f"accel-train predict {quote(recipe.output_dir)} {quote(found.test)} --out predictions.csv"
+            what = "test data without labels"
+        tests = [f"{found.test}, {what} (after training: {command})"]
     return [*lines, f"  not used: {'; '.join((*found.unused, *tests)) or 'nothing'}"]
 
 

@@ -5,12 +5,14 @@ import gzip
 import hashlib
 import json
 import os
+import re
 import shutil
 import tarfile
 import time
 import zipfile
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path, PurePath
 from typing import Any
@@ -18,20 +20,20 @@ from typing import Any
 from accel_train.core.files import files_below, make_folders, publish_folder
 from accel_train.core.format import format_count
 from accel_train.core.json_io import parse_json
-from accel_train.data.delimited import table_delimiter
+from accel_train.data.delimited import DELIMITERS, table_delimiter
 from accel_train.data.encoding import read_lines, read_text
-from accel_train.data.sources import file_kind, is_about_data
-from accel_train.experiments.finetune.class_files import classes_by_suffix
+from accel_train.data.parts import only_entry, part_of, unwrapped
+from accel_train.data.sources import file_kind, is_about_data, is_saved_dataset
 from accel_train.experiments.finetune.recipe import WAIT_SECONDS, Asked, default_output_dir
+from accel_train.experiments.finetune.texts import classes_by_suffix, find_label_lines
 
 _ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 _SHEETS = (".xlsx", ".xls", ".xlsb", ".ods")
 _MAYBE_TABLES = ("", ".txt", ".dat", ".data")
 _SOURCE = ".source"
 """File in the folder with the digest of the file it was made from."""
-_NAMES_OF_PARTS = ("train training", "validation valid val dev eval testa", "test testing testb")
-_PARTS = {name: names.split()[0] for names in _NAMES_OF_PARTS for name in names.split()}
-"""Split names by the names that data sets use. CoNLL 2002 and 2003 have testa and testb."""
+_SPLITS = {"train": "train", "eval": "validation", "test": "test"}
+"""Names of files by part, as `datasets` names splits."""
 _MOST_TAGGED = 20
 _SMALL_BYTES = 100_000_000
 """Size up to which an unpacked file may be any number of times larger than its archive."""
@@ -52,11 +54,20 @@ def unpacked(asked: Asked, output_dir: str | None, *, is_first: bool = True) -> 
         ValueError: the file is damaged, needs a password or a package, or does not fit the disk; or the folder exists
             with other data.
     """
-    path = Path(asked.path).expanduser()
-    kind = _kind_of(asked, path) if path.is_file() else None
-    parts = _parts_of(asked, path) if kind is None else None
+    path, notes = Path(asked.path).expanduser(), []
+    kind = _kind_of(path) if path.is_file() else None
     run = output_dir or default_output_dir(path.name.removesuffix(kind) if kind else asked.path)
-    place, notes, folder = asked.path, [], Path(f"{run.rstrip('/')}-data")
+    if path.is_dir() and not is_saved_dataset(path):
+        inner = unwrapped(path)
+        only = only_entry(inner)
+        # An archive, or a file that may be written in another form.
+        if only is not None and only.is_file() and (_kind_of(only) or file_kind(only) == "json"):
+            inner, kind = only, _kind_of(only)
+        if inner != path:
+            notes.append(f"{path}: {inner} is read, the only {'file' if inner == only else 'folder'} in it")
+            asked, path = replace(asked, path=str(inner)), inner
+    parts = _parts_of(asked, path) if kind is None else None
+    place, folder = asked.path, Path(f"{run.rstrip('/')}-data")
     if kind is not None or parts is not None:
         digest = hashlib.sha256(repr(parts).encode()).hexdigest()
         if parts is None:
@@ -72,13 +83,11 @@ def unpacked(asked: Asked, output_dir: str | None, *, is_first: bool = True) -> 
         _publish(folder, path, digest, write, is_first=is_first)
         place = str(_data_in(folder))
         if parts is not None:
-            notes = [f"{path}: written to {folder} as {', '.join(parts)}"]
+            notes.append(f"{path}: written to {folder} as {', '.join(parts)}")
             if any(path.glob("*/label")):
                 notes.append("the files named label are not read")
-        elif kind in _MAYBE_TABLES:
-            notes = [f"{path}: tabs divide all lines into equal columns, so it is copied to {folder} as a table"]
         else:
-            notes = [f"{path}: unpacked to {folder} ({format_count(len(files_below(folder)), 'file')})"]
+            notes += [f"{path}: unpacked to {folder} ({format_count(len(files_below(folder)), 'file')})"]
         folder = Path(f"{run.rstrip('/')}-masks")
     if Path(place).expanduser().is_dir() or place.lower().endswith(".json"):
         from accel_train.experiments.finetune.palettes import find_palette
@@ -120,19 +129,13 @@ def _wait_for(folder: Path, staging: Path) -> None:
         time.sleep(0.1)
 
 
-def _kind_of(asked: Asked, path: Path) -> str | None:
+def _kind_of(path: Path) -> str | None:
     """Return the ending that tells how to unpack a file, or None if it is read as it is."""
     name = path.name.lower()
     for ending in (*_ARCHIVES, *_SHEETS):
         if name.endswith(ending):
             return path.name[-len(ending) :]
-    if name.endswith(".gz") and file_kind(Path(name.removesuffix(".gz"))) is not None:
-        return path.name[-3:]
-    is_asked = asked.task is not None or asked.data.lines is not None
-    if path.suffix.lower() in _MAYBE_TABLES and not is_asked and table_delimiter(path, asked.data) == "tabs":
-        # Blank lines divide the sentences of CoNLL.
-        return path.suffix if all(line.strip() for line, _ in read_lines(path, asked.data)) else None
-    return None
+    return path.name[-3:] if name.endswith(".gz") and file_kind(Path(name.removesuffix(".gz"))) is not None else None
 
 
 def _parts_of(asked: Asked, path: Path) -> dict[str, bytes] | None:
@@ -145,6 +148,8 @@ def _parts_of(asked: Asked, path: Path) -> dict[str, bytes] | None:
         return {f"{name}.txt": file.read_bytes() for name, file in classes.items()}
     if asked.task in (None, "token-classification") and (aligned := _aligned_lines(asked, path)):
         return aligned
+    if found := _labels_beside(asked, path) or _tables_in_texts(asked, path):
+        return found
     files = [path] if path.is_file() else [each for each in files_below(path) if each.is_file()]
     files = [file for file in files if not is_about_data(file, path)]
     is_usual = not 0 < len(files) <= _MOST_TAGGED or any(file_kind(file) is not None for file in files)
@@ -152,9 +157,14 @@ def _parts_of(asked: Asked, path: Path) -> dict[str, bytes] | None:
         return None
     from accel_train.experiments.finetune.annotated.text_tasks import holds_tags  # imports torch
 
-    parts = {file: _PARTS.get(file.suffix[1:].lower(), file.suffix[1:] or "data") for file in files}
+    parts = {file: _split_of(file.suffix[1:]) or "data" for file in files}
     found = {f"{file.stem}.{part}.conll": file.read_bytes() for file, part in parts.items() if holds_tags(file, asked)}
     return found if len(found) == len(files) else None
+
+
+def _split_of(name: str) -> str:
+    """Return the split that a name tells, or the name."""
+    return _SPLITS.get(part_of(name) or "", name)
 
 
 def _aligned_lines(asked: Asked, path: Path) -> dict[str, bytes]:
@@ -175,10 +185,87 @@ def _aligned_lines(asked: Asked, path: Path) -> dict[str, bytes]:
                 raise ValueError(
                     f"{tags}:{number} has {has}; repair the files: lines with the same number belong together"
                 )
-        name = "train" if words.parent == path else words.parent.name.lower()
+        name = "train" if words.parent == path else words.parent.name
         blocks = ["".join(f"{word} {tag}\n" for word, tag in zip(*sentence)) for sentence in sentences if sentence[0]]
-        found[f"{_PARTS.get(name, name)}.conll"] = "\n".join(blocks).encode()
+        found[f"{_split_of(name)}.conll"] = "\n".join(blocks).encode()
     return found
+
+
+_TEXTS = {"text", "texts", "sentence", "sentences", "input", "inputs", "x"}
+_LABELS = {"label", "labels", "tag", "tags", "y"}
+"""Words in the names of two aligned files: train_text.txt and train_labels.txt."""
+_WORDS_OF_A_LABEL = 3
+
+
+def _labels_beside(asked: Asked, path: Path) -> dict[str, bytes]:
+    """Return tables of files with a text on each line and files with its label; mapping.txt may name the labels.
+
+    Raises:
+        ValueError: two files differ in lines.
+    """
+    if not path.is_dir() or asked.task not in (None, "text-classification") or asked.data.lines is not None:
+        return {}
+    files = [file for file in files_below(path) if not is_about_data(file, path)]
+    mapping = next((file for file in files if file.name == "mapping.txt"), None)
+    places = {file: (file.parent, *re.split(r"[^a-z0-9]+", file.stem.lower())) for file in files if file != mapping}
+    found = {}
+    for file, words in places.items():
+        for other in places if file.suffix == ".txt" and _LABELS & {*words[1:]} else ():
+            different = [pair for pair in zip(words, places[other], strict=False) if pair[0] != pair[1]]
+            is_pair = len(words) == len(places[other]) and len(different) == 1 and other.suffix == file.suffix
+            if is_pair and different[0][0] in _LABELS and different[0][1] in _TEXTS:
+                found[file] = other
+    if 2 * len(found) != len(places):
+        return {}
+    names = {}
+    if mapping is not None:
+        pairs = [line.split(maxsplit=1) for line in read_text(mapping, asked.data).splitlines()]
+        names = {pair[0]: pair[1].strip() for pair in pairs if len(pair) == 2}
+    parts = {}
+    for labels, texts in found.items():
+        sides = [read_text(file, asked.data).splitlines() for file in (texts, labels)]
+        if len(sides[0]) != len(sides[1]):
+            raise ValueError(
+                f"{labels} has {len(sides[1]):,} lines, and {texts} has {len(sides[0]):,}. Lines with the same number "
+                "belong together; repair the files"
+            )
+        if any(len(line.split()) > _WORDS_OF_A_LABEL for line in sides[1]):
+            return {}
+        rows = [{"text": text, "label": names.get(label.strip(), label.strip())} for text, label in zip(*sides)]
+        name = _SPLITS.get(part_of(labels.relative_to(path).as_posix()) or "train")
+        parts[f"{name}.jsonl"] = "".join(f"{json.dumps(row)}\n" for row in rows).encode()
+    return parts if len(parts) == len(found) else {}
+
+
+_FEWEST_RECORDS = 10
+"""Lines of all files from which semicolons and vertical bars in equal number divide columns. Tabs need three lines."""
+
+
+def _tables_in_texts(asked: Asked, path: Path) -> dict[str, bytes]:
+    """Return tables of text files: lines with tabs, or with equally many fields of which none is empty."""
+    files = [path] if path.is_file() else files_below(path)
+    files = [file for file in files if file.is_file() and not is_about_data(file, path)]
+    is_asked = asked.task not in (None, "text-classification") or asked.data.lines is not None
+    if is_asked or len(files) > _MOST_TAGGED or any(file.suffix.lower() not in _MAYBE_TABLES for file in files):
+        return {}
+    found, num_rows = dict[str, bytes](), 0
+    for file in files:
+        try:
+            if asked.task is not None and find_label_lines(asked, [file], are_parts=True) is not None:
+                return {}
+            name = table_delimiter(file, asked.data)
+            between = next((each for each in DELIMITERS if DELIMITERS[each] == name), "")
+            rows = [line.split(between) for line, _ in read_lines(file, asked.data)] if between else []
+        # The reader of plain text will report the byte.
+        except ValueError:
+            return {}
+        is_full = len({*map(len, rows)}) == 1 and all(field.strip() for row in rows for field in row)
+        # Blank lines divide the sentences of CoNLL.
+        if not rows or not (between == "\t" or is_full) or not all("".join(row).strip() for row in rows):
+            return {}
+        num_rows += len(rows) if between != "\t" else _FEWEST_RECORDS
+        found[f"{file.stem}{'.tsv' if between == chr(9) else '.csv'}"] = file.read_bytes()
+    return found if len(found) == len(files) and num_rows >= _FEWEST_RECORDS else {}
 
 
 def _splits_of(asked: Asked, path: Path) -> dict[str, bytes] | None:
@@ -192,7 +279,7 @@ def _splits_of(asked: Asked, path: Path) -> dict[str, bytes] | None:
     # Objects on lines, another encoding, or an error that the reader reports.
     except ValueError:
         return None
-    parts = {_PARTS.get(name, ""): rows for name, rows in document.items() if isinstance(rows, list)}
+    parts = {_SPLITS.get(part_of(name) or "", ""): rows for name, rows in document.items() if isinstance(rows, list)}
     if "train" not in parts or "" in parts or len(parts) != len(document):
         return None
     if "validation" not in parts and "test" in parts:
@@ -203,9 +290,7 @@ def _splits_of(asked: Asked, path: Path) -> dict[str, bytes] | None:
 
 def _write(path: Path, kind: str, folder: Path) -> None:
     try:
-        if kind in _MAYBE_TABLES:
-            shutil.copyfile(path, folder / f"{path.stem}.tsv")
-        elif kind.lower() in _SHEETS:
+        if kind.lower() in _SHEETS:
             if zipfile.is_zipfile(path):
                 with zipfile.ZipFile(path) as archive:
                     _check_space(path, folder, sum(each.file_size for each in archive.infolist()))

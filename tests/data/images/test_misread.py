@@ -11,6 +11,7 @@ from PIL import Image
 
 from accel_train.cli.main import main
 from accel_train.data.images import images, misread
+from accel_train.recipe.loader import load_recipe
 from accel_train.tasks.image_classification.config import ImageClassificationData
 from accel_train.tasks.image_classification.data import read_labelled_images
 from tests.support.runs import refused
@@ -156,25 +157,35 @@ def test_class_folders_of_keras_are_read_with_their_validation_part() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parts", "train", "test"),
+    ("parts", "train", "held", "test"),
     [
-        (("Train", "Test"), "Train", "Test"),
-        (("Training", "Testing"), "Training", "Testing"),
-        (("train_set", "test_set", "val_set"), "train_set", "test_set"),
+        ("Train Test", "Train", None, "Test"),
+        ("Training Testing", "Training", None, "Testing"),
+        ("train_set test_set val_set", "train_set", "val_set", "test_set"),
+        ("training eval", "training", "eval", None),
+        ("trainset testset extra", "trainset", None, "testset"),
     ],
 )
-def test_parts_of_the_data_are_not_classes(
-    parts: tuple[str, ...], train: str, test: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write(*(f"set/{part}/{kind}/{number}.jpg" for part in parts for kind in ("cats", "dogs") for number in range(3)))
-    refused(read, "set", named="|".join((*parts, "data.label_names")))
-    assert main(["finetune", "set", "--dry-run"]) == 2
-    said = capsys.readouterr().err
-    assert f"accel-train finetune set/{train}" in said
-    assert f"accel-train evaluate RUN set/{test}" in said
-    assert main(["finetune", f"set/{train}", "--dry-run"]) == 0
-    assert read(f"set/{parts[0]}").keys() == {"cats", "dogs"}
-    assert read("set", label_names=sorted(parts)).keys() == set(parts)
+def test_parts_of_the_data_are_not_classes(parts: str, train: str, held: str | None, test: str | None) -> None:
+    for part in parts.split():
+        write(*(f"set/{part}/{kind}/{part}{number}.jpg" for kind in ("cats", "dogs") for number in range(3)))
+    assert main(["finetune", "set", "--dry-run"]) == 0
+    for data in (load_recipe(Path("runs/set.yaml")).data, ImageClassificationData(train=f"set/{train}")):
+        sets = read_labelled_images(data)
+        assert sets.eval is not None
+        sides = (sets.train, sets.eval)
+        read_from = [{Path(side.where(n)).parts[1] for n in range(len(side))} for side in sides]
+        assert read_from == [{train}, {held or train}]
+        assert sets.label_names == ("cats", "dogs")
+        assert (
+            (f"evaluate RUN {Path('set', test)}" in str(sets.notes)) if test else "evaluate RUN" not in str(sets.notes)
+        )
+
+
+def test_parts_without_a_training_part_are_refused() -> None:
+    write("set/val/a/1.jpg", "set/test/a/2.jpg")
+    refused(read, "set", named="val|test|data.label_names")
+    assert read("set", label_names=["test", "val"]).keys() == {"test", "val"}
 
 
 def test_classes_with_one_name_of_a_part_stay_classes() -> None:

@@ -6,9 +6,9 @@ import pytest
 
 from accel_train.data.sources import resolve_sources
 from accel_train.data.tables import read_rows
-from accel_train.experiments.finetune.class_files import are_classes, classes_by_suffix
 from accel_train.experiments.finetune.recipe import asked_of, minimal_recipe
 from accel_train.experiments.finetune.start import write_recipe
+from accel_train.experiments.finetune.texts import are_classes, classes_by_suffix
 from benchmarks import shapes
 from benchmarks.shapes import SHAPES, Shape, read
 

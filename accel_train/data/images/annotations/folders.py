@@ -23,6 +23,7 @@ from accel_train.data.images.annotations.yolo import (
     yolo_settings,
 )
 from accel_train.data.images.images import evenly_spaced, list_images
+from accel_train.data.parts import part_of, pick
 from accel_train.data.sources import TABLE_KINDS, Source, is_saved_dataset, resolve_sources
 from accel_train.recipe.data import ImageData
 
@@ -30,11 +31,6 @@ LAYOUTS = (
     "a COCO file (annotations/instances_train.json), a YOLO data.yaml, a Pascal VOC folder (Annotations/ and "
     "JPEGImages/), or metadata.jsonl with objects next to the images"
 )
-_PARTS = {
-    "test": {"test", "testing"},
-    "eval": {"val", "valid", "validation", "dev", "eval"},
-    "train": {"train", "training"},
-}
 _COCO_NAME = re.compile(r"(?:.*[^a-z])?(?:annotations?|instances|coco|labels)(?:[^a-z].*)?\.json")
 _LARGE_BYTES = 50_000_000
 """Size from which a JSON file with COCO's name is taken for COCO's without reading it."""
@@ -108,12 +104,6 @@ def read_annotated(
     return with_same_names([read_table(table, data, objects_column) for table in tables])
 
 
-def part_of(path: Path) -> str | None:
-    """Return the part (train, eval or test) that the name of a file or folder tells, or None."""
-    words = {*re.split(r"[^a-z]+", path.as_posix().lower())}
-    return next((part for part, names in _PARTS.items() if words & names), None)
-
-
 def _chosen(kind: str, folder: Path, places: Sequence[Path]) -> Located | None:
     """Return the places by their parts, or None without places.
 
@@ -122,9 +112,10 @@ def _chosen(kind: str, folder: Path, places: Sequence[Path]) -> Located | None:
     """
     if not places:
         return None
-    parts = {place: part_of(place.relative_to(folder)) for place in places}
+    parts = {place: part_of(place.relative_to(folder).as_posix()) for place in places}
     train = [place for place in places if parts[place] == "train"] or [p for p in places if parts[p] is None]
-    train = train or list(places)
+    # Beside train, trainval would repeat its images.
+    train = [place for place in train if "trainval" not in place.name] or train or list(places)
     if len(train) > 1:
         shown = ", ".join(map(str, train[:5]))
         raise ValueError(f"{folder} holds several files of boxes ({shown}). Name one of them instead of the folder")
@@ -179,7 +170,7 @@ def _saved_dataset(folder: Path, objects_column: str) -> Located | None:
         return None
     if not has_boxes(source, objects_column):
         return None
-    held = any(os.path.isdir(folder / name) for name in _PARTS["eval"])
+    held = pick([each.name for each in folder.iterdir() if each.is_dir()], "eval") is not None
     return Located("table", folder, folder if held else None, None, f"{source.name} has a column of boxes")
 
 
@@ -231,7 +222,7 @@ def _yolo_folders(folder: Path) -> Located | None:
     above = folder if folder.name == "images" else folder / "images"
     inner = {*above.glob("*"), *folder.glob("*/images"), *(folder.glob("*") if may_be_images else ())}
     places = [path for path in sorted(inner) if _has_labels(path)]
-    if not any(part_of(path.relative_to(folder)) for path in places):
+    if not any(part_of(path.relative_to(folder).as_posix()) for path in places):
         places = [path for path in (above, *[folder] * may_be_images) if _has_labels(path)][:1]
     return _chosen("YOLO", folder, places)
 

@@ -14,8 +14,7 @@ from accel_train.data.encoding import read_lines, read_text
 from accel_train.data.sources import resolve_sources
 from accel_train.experiments.finetune.annotated.annotations import find_spans
 from accel_train.experiments.finetune.columns import Column, Table, files_at, readings, with_settings
-from accel_train.experiments.finetune.images import refuse_columns
-from accel_train.experiments.finetune.recipe import Asked, Choices, Found, lengths, listed
+from accel_train.experiments.finetune.recipe import Asked, Choices, Found, lengths, listed, refuse_columns
 from accel_train.tasks.question_answering.data import read_questions
 from accel_train.tasks.sentence_embedding.data import read_anchor_rows
 from accel_train.tasks.seq2seq.data import read_pairs
