@@ -268,6 +268,11 @@ def test_classes_by_suffix_are_no_translations() -> None:
     assert write_recipe("lid", [], task="text-classification").found.counts == {"de": 40, "en": 40, "fr": 40}
 
 
+def test_programs_of_the_same_name_are_no_translations() -> None:
+    write_aligned("src", "tool.pl", "tool.cs")
+    assert write_recipe("src", []).recipe.task == "causal-lm"
+
+
 def test_a_column_of_languages_needs_a_direction() -> None:
     rows = [{"id": n, "translation": {"en": f"one more text {n}", "de": f"ein Text mehr {n}"}} for n in range(40)]
     write_jsonl(Path("a.jsonl"), rows)
