@@ -268,6 +268,14 @@ def test_classes_by_suffix_are_no_translations() -> None:
     assert write_recipe("lid", [], task="text-classification").found.counts == {"de": 40, "en": 40, "fr": 40}
 
 
+def test_tokens_of_a_text_with_a_class_are_no_annotations() -> None:
+    rows = rows_of(
+        lambda text, spans: {"text": text, "label": "AB"[len(spans) > 0], "tokens": [{"start": 0, "end": 3}]}
+    )
+    write_jsonl(Path("a.jsonl"), rows)
+    assert write_recipe("a.jsonl", [], text=("text",), label=("label",)).recipe.task == "text-classification"
+
+
 def test_programs_of_the_same_name_are_no_translations() -> None:
     write_aligned("src", "tool.pl", "tool.cs")
     assert write_recipe("src", []).recipe.task == "causal-lm"
