@@ -194,7 +194,7 @@ def _resolve(name: str, data: Data, key: str) -> Source:
         return _resolve_folder(name, path, data, key)
     if path.exists():
         return _describe_files(name, [path], data, key=key)
-    if name.startswith(("/", ".", "~")) or file_kind(path) is not None or not name.strip():
+    if name.startswith(("/", ".", "~")) or file_kind(path) is not None or data.reads_any_suffix or not name.strip():
         raise ValueError(f"{key}: no file or folder {name!r} (seen from {Path.cwd()}){_nearest(path)}")
     return _load_dataset(name, data, key)
 
@@ -335,7 +335,7 @@ def _describe_files(
         ValueError: a file is of an unknown kind or not a regular file.
     """
     for file in files:
-        if file_kind(file) is None:
+        if file_kind(file) is None and not data.reads_any_suffix:
             raise ValueError(
                 f"{key}: {file} has an unknown extension {file.suffix!r}; known are {_KNOWN_SUFFIXES} "
                 f"and more text formats; rename a plain text file to .txt"

@@ -202,6 +202,11 @@ class Data(Section):
         return None
 
     @property
+    def reads_any_suffix(self) -> bool:
+        """Return whether files are read as lines of text, whatever their suffix."""
+        return False
+
+    @property
     def is_labelled(self) -> bool:
         """Return whether the samples have labels."""
         return self.label_setting is None or getattr(self, self.label_setting) is not None

@@ -104,6 +104,25 @@ def write_conll(path: Path, num_rows: int = 60) -> Path:
     return path
 
 
+def write_spans(folder: Path) -> dict[str, Any]:
+    """Label Studio's export of people in sentences; returns the settings that read it."""
+    rows = []
+    for number in range(60):
+        text = " ".join(sentence(number)[0])
+        found = [(text.find(name), name) for name in PEOPLE if name in text]
+        values = [{"start": at, "end": at + len(name), "labels": ["PER"], "text": name} for at, name in found[:1]]
+        rows.append({"data": {"text": text}, "annotations": [{"result": [{"value": value} for value in values]}]})
+    (folder / "a.json").write_text(json.dumps(rows))
+    return {"train": str(folder / "a.json"), "tag_format": "label_studio", "tokens_column": "text"}
+
+
+def write_lines(folder: Path) -> dict[str, Any]:
+    """Line-aligned files; returns the settings that read them."""
+    for suffix in ("de", "en"):
+        (folder / f"a.{suffix}").write_text("".join(f"{suffix} {number % 7}\n" for number in range(40)))
+    return {"train": str(folder / "a.de"), "target_suffix": "en", "max_length": 24, "max_target_length": 24}
+
+
 def questions(count: int = 60, *, unanswered: int = 0) -> list[dict[str, Any]]:
     """Which color something has, in contexts of very different lengths; each `unanswered`-th question has no answer."""
     found: list[dict[str, Any]] = []

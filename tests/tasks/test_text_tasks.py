@@ -4,6 +4,7 @@ nothing, mistakes are named, and saved weights are loaded again.
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,8 @@ from tests.support.text_tasks import (
     recipe_for,
     several_topics,
     write_data,
+    write_lines,
+    write_spans,
 )
 
 PAIR = {"data": {"text_columns": ["text", "more"]}}
@@ -414,6 +417,22 @@ def test_ddp_fsdp2_zero_and_a_run_that_is_stopped_on_two_processes_and_resumed_o
         generation = theirs["details"]["generation"]
         assert generation["num_texts"] == 7
         assert any(each["generated"] for each in generation["samples"])
+
+
+@pytest.mark.parametrize(("task", "write"), [("token-classification", write_spans), ("seq2seq", write_lines)])
+def test_a_run_on_files_that_are_read_in_place_is_stopped_and_resumed_as_one_run(
+    task: str, write: Callable[[Path], dict[str, Any]], tmp_path: Path
+) -> None:
+    for name in ("alone", "stopped"):
+        (tmp_path / name).mkdir()
+    data = {"eval_fraction": 0.3, **write(tmp_path)}
+    run(faulty_recipe(tmp_path / "alone", task, data=data))
+    term = {"term_at": {"step": 2, "rank": 0}}
+    run(faulty_recipe(tmp_path / "stopped", task, data=data, options=term), expect=75)
+    run(faulty_recipe(tmp_path / "stopped", task, data=data))
+    assert len(events(tmp_path / "stopped" / "run", "resume")) == 1
+    assert losses(tmp_path / "stopped" / "run") == losses(tmp_path / "alone" / "run")
+    assert last_evaluation(tmp_path / "stopped" / "run") == last_evaluation(tmp_path / "alone" / "run")
 
 
 @FAULTY

@@ -12,11 +12,12 @@ from transformers import AutoModelForTokenClassification, AutoTokenizer, pipelin
 from accel_train.cli.main import main
 from accel_train.data.builtin.stdlib_tags import tagged_words
 from accel_train.data.sources import resolve_sources
+from accel_train.data.text.spans import spans_of, word_places
 from accel_train.task import load_task
 from accel_train.tasks.token_classification.config import TokenClassificationData
 from accel_train.tasks.token_classification.data import read_sentences
 from tests.support import text_tasks
-from tests.support.runs import metrics, write_jsonl
+from tests.support.runs import metrics, refused, settings_refused, write_jsonl
 from tests.support.text_tasks import batch_of, load, predict, sentence, train, write_conll
 
 recipe_for = partial(text_tasks.recipe_for, "token-classification")
@@ -71,7 +72,7 @@ def test_a_word_of_conll_ends_at_a_plain_blank(tmp_path: Path) -> None:
     path = tmp_path / "a.conll"
     path.write_text("10\u00a0000 B-NUM\neuros O\n\n" * 9 + "and O\n")
     (source,) = resolve_sources(str(path), data := TokenClassificationData(train=str(path)), key="data.train")
-    assert read_sentences([source], data, key="data.train")[0].words == ("10\u00a0000", "euros")
+    assert read_sentences([source], data, key="data.train", notes=[])[0].words == ("10\u00a0000", "euros")
 
 
 def test_plain_tags_are_scored_as_classes_and_the_baseline_knows_each_words_tag(tmp_path: Path) -> None:
@@ -174,3 +175,95 @@ def test_the_saved_model_answers_the_same_through_transformers_pipeline(finished
     ]
     assert AutoModelForTokenClassification.from_pretrained(folder).config.num_labels == 5
     assert AutoTokenizer.from_pretrained(folder).model_max_length == 24
+
+
+def marked(number: int) -> dict[str, Any]:
+    """A sentence as a text with spans."""
+    words, tags = sentence(number)
+    text = " ".join(words)
+    return {"text": text, "label": spans_of(text, word_places(text), tags)}
+
+
+def test_forms_of_the_same_spans_are_read_as_the_same_samples(tmp_path: Path) -> None:
+    rows = [marked(number) for number in range(60)]
+    write_jsonl(tmp_path / "spans.jsonl", rows)
+    write_jsonl(tmp_path / "prodigy.jsonl", ({**row, "answer": "accept"} for row in rows))
+    results = [[{"value": {**span, "labels": [span["label"]]}} for span in row["label"]] for row in rows]
+    tasks = [{"data": {"text": row["text"]}, "annotations": [{"result": each}]} for row, each in zip(rows, results)]
+    (tmp_path / "label_studio.json").write_text(json.dumps(tasks))
+    task, found = load_task("token-classification"), {}
+    for path in tmp_path.iterdir():
+        data = {"tokens_column": "text", "tags_column": "label", "tag_format": path.stem}
+        found[path.stem] = task.load_data(recipe_for(path, data=data), progress=False)
+    # Words without punctuation are the same in CoNLL.
+    found["conll"] = task.load_data(recipe_for(write_conll(tmp_path / "a.conll")), progress=False)
+    assert len({data.fingerprint for data in found.values()}) == 1
+    assert found["spans"].facts["label_names"] == ["B-LOC", "B-PER", "I-LOC", "I-PER", "O"]
+
+
+def test_predicted_spans_have_their_places_in_the_text(tmp_path: Path, not_launched: None) -> None:
+    path = write_jsonl(tmp_path / "spans.jsonl", (marked(number) for number in range(60)))
+    folder = train(
+        "token-classification",
+        tmp_path,
+        tokenizer={"train_bpe": {"vocab_size": 300}},
+        data={"train": str(path), "tokens_column": "text", "tags_column": "label", "tag_format": "spans"},
+        batch={"global_batch_size": 16},
+        optimizer={"learning_rate": 1e-2},
+        schedule={"max_steps": 40},
+    )
+    text = "to  New York\n went Zoë"
+    new = write_jsonl(tmp_path / "new.jsonl", [{"text": text}, {"text": "Ada left Bonn .", "label": [[0, 3, "PER"]]}])
+    (row, _) = predict(folder, tmp_path / "found.jsonl", new)
+    expected = [{"start": 4, "end": 12, "label": "LOC"}, {"start": 19, "end": 22, "label": "PER"}]
+    assert row["words"] == text.split()
+    assert row["spans"] == [{**span, "text": text[span["start"] : span["end"]]} for span in expected]
+    rows = predict(folder, tmp_path / "own.jsonl", path)
+    assert [len(each["true_tags"]) for each in rows] == [len(sentence(number)[0]) for number in range(60)]
+
+
+def test_a_span_of_several_words_in_evaluation_data_has_a_tag_although_training_data_have_none(tmp_path: Path) -> None:
+    one = {"text": "Ada left", "label": [[0, 3, "PER"]]}
+    train_rows = write_jsonl(tmp_path / "train.jsonl", [one] * 3)
+    held_out = write_jsonl(tmp_path / "eval.jsonl", [{"text": "Ada Lovelace left", "label": [[0, 12, "PER"]]}])
+    data = {"tokens_column": "text", "tags_column": "label", "tag_format": "spans", "eval": str(held_out)}
+    _, found, _ = load(recipe_for(train_rows, data=data))
+    names = found.facts["label_names"]
+    assert [names[tag] for tag in found.eval[0].labels] == ["B-PER", "I-PER", "O"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "settings", "words", "tags"),
+    [
+        ("# id 1\tx\nAda\t_\tB-X\nwent\t_\tO\n", {}, ["Ada", "went"], ["B-X", "O"]),
+        ("# B-X\nwent O\n", {}, ["#", "went"], ["B-X", "O"]),
+        ("1\tAda\tB-X\tO\n2\twent\tO\tO\n", {"tokens_column": "2", "tags_column": "3"}, ["Ada", "went"], ["B-X", "O"]),
+    ],
+)
+def test_comments_and_columns_of_conll(
+    lines: str, settings: dict[str, str], words: list[str], tags: list[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "a.tsv"
+    path.write_text(f"{lines}\n{lines}")
+    data = TokenClassificationData(train=str(path), tag_format="conll", **settings)  # type: ignore[arg-type]
+    rows = read_sentences(resolve_sources(str(path), data, key="data.train"), data, key="data.train", notes=[])
+    assert [(list(row.words), list(row.tags)) for row in rows] == [(words, tags)] * 2
+    assert rows[1].where == f"{path}:{lines.count(chr(10)) + 2 + lines.startswith('# id')}"
+
+
+def test_rows_of_a_word_are_sentences_by_their_number(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    data = TokenClassificationData(train=str(path), tokens_column="w", tags_column="t", sentence_column="s")
+
+    def read(rows: str) -> list[Any]:
+        path.write_text(f"s,w,t\n{rows}")
+        return read_sentences(resolve_sources(str(path), data, key="data.train"), data, key="data.train", notes=[])
+
+    rows = read("1,Ada,B-X\n,went,O\n2,she,O\n2,left,O\n")
+    assert [(row.words, row.tags, row.where) for row in rows] == [
+        (("Ada", "went"), ("B-X", "O"), f"{path}:2"),
+        (("she", "left"), ("O", "O"), f"{path}:4"),
+    ]
+    refused(read, ",Ada,B-X\n", named="a.csv:2|column 's' is empty")
+    named = settings_refused(lambda: TokenClassificationData(train="a", sentence_column="s", tag_format="conll"))
+    assert named == ("data.sentence_column",)

@@ -229,9 +229,8 @@ def read_table(path: Path, data: Data, given: frozenset[str]) -> Table:
     if not rows:
         raise ValueError(f"{path} has no rows. Name a table with rows")
     columns = {name: Column(name, cells) for name, cells in zip(names, zip(*(row.cells for row in rows)))}
-    notes = [f"column {name!r} is left out: {where} does not have it" for name, where in partial.items()]
     known = {name: found for name in names if (found := class_names(source, name)) is not None}
-    return Table(path, columns, [row.where for row in rows], settings, [*source.notes, *notes], partial, known)
+    return Table(path, columns, [row.where for row in rows], settings, source.notes, partial, known)
 
 
 def source_of(path: Path) -> Source:

@@ -306,6 +306,7 @@ def how_to_use(found: Found, recipe: Recipe) -> list[str]:
     prompt = "Hello" if found.is_chat else "Once upon a time"
     given = '[{"role": "user", "content": "Hello"}]' if found.is_chat else f'"{prompt}"'
     text = '{"text": "a text", "text_pair": "another text"}' if is_pair else '"a text"'
+    suffix = Path(str(found.settings["data.train"].value)).suffix
     kind, arguments, data = {
         "text-classification": ("text-classification", f"{text}, truncation=True", "NEW.csv"),
         "causal-lm": ("text-generation", given, ""),
@@ -314,7 +315,7 @@ def how_to_use(found: Found, recipe: Recipe) -> list[str]:
         "object-detection": ("object-detection", '"an_image.jpg"', "FOLDER"),
         "token-classification": ("token-classification", '"a sentence"', "NEW.jsonl"),
         "question-answering": ("", "", "NEW.jsonl"),
-        "seq2seq": ("", "", "NEW.csv"),
+        "seq2seq": ("", "", f"NEW{suffix if 'data.target_suffix' in found.settings else '.csv'}"),
     }[found.task]
     if found.task == "token-classification":
         consent = ', aggregation_strategy="first"'

@@ -19,6 +19,9 @@ from accel_train.data.images.pairs import LISTED_SUFFIXES, lists_pairs
 from accel_train.data.parts import is_unlabeled, part_of, pick, top_part
 from accel_train.data.sources import file_kind, files_of, is_about_data, is_saved_dataset, resolve_sources
 from accel_train.data.tables import column_names, has_object_lines
+from accel_train.experiments.finetune.annotated.annotations import refuse_files_of_tools
+from accel_train.experiments.finetune.annotated.text_tasks import holds_questions, holds_tags, recognise_annotated
+from accel_train.experiments.finetune.annotated.translations import find_aligned, recognise_aligned
 from accel_train.experiments.finetune.boxes import find_boxes, recognise_boxes
 from accel_train.experiments.finetune.columns import files_at, source_of, with_settings
 from accel_train.experiments.finetune.images import (
@@ -32,7 +35,6 @@ from accel_train.experiments.finetune.images import (
 )
 from accel_train.experiments.finetune.recipe import MOST_LISTED, Asked, Found, check_there, listed
 from accel_train.experiments.finetune.tables import recognise_table
-from accel_train.experiments.finetune.text_tasks import holds_questions, holds_tags, recognise_annotated
 from accel_train.experiments.finetune.texts import (
     class_folders,
     find_label_lines,
@@ -135,7 +137,8 @@ def _recognise(asked: Asked, tree: Tree) -> Found:
     raise ValueError(
         f"{tree.path}: finetune cannot read these files ({there or 'no files'}). It tried: {', '.join(failed)}. "
         "Write a table with a column of texts and a column of labels; for files STEM.CLASS with a text per line, use "
-        "--task text-classification"
+        "--task text-classification; for aligned lines of STEM.ONE and STEM.OTHER, use --task seq2seq --text ONE "
+        "--label OTHER"
     )
 
 
@@ -204,13 +207,19 @@ def _images(asked: Asked, tree: Tree) -> Reader | str:
 
 
 def _of_tools(asked: Asked, tree: Tree) -> Reader | str:
-    stems = {path.with_suffix("") for path in tree.files if path.suffix == ".ann"}
-    if asked.task != "causal-lm" and any(path.with_suffix("") in stems for path in tree.of_kind("text")):
-        raise ValueError(
-            f"{tree.path}: .ann files next to the texts are brat's annotations, which finetune does not read. Write "
-            "them as CoNLL (a word and its tag on each line); for a language model of the texts: --task causal-lm"
-        )
-    return "no .ann"
+    refuse_files_of_tools(tree.files, asked)
+    return "no .ann, .spacy, or .xmi"
+
+
+def _aligned(asked: Asked, tree: Tree) -> Reader | str:
+    files = tree.files
+    if not tree.is_folder:
+        is_text = file_kind(tree.path) in (None, "text")
+        files = sorted(tree.folder.glob(f"{tree.path.with_suffix('').name}.*")) if is_text else []
+    if (found := find_aligned(asked, tree.path, files)) is None:
+        return "no STEM.de and STEM.en"
+    chosen = _training_table(tree.path, found.sources) if tree.is_folder else (tree.path, None)
+    return partial(recognise_aligned, asked, found.target_suffix, *chosen)
 
 
 def _table(asked: Asked, tree: Tree) -> Reader | str:
@@ -287,6 +296,7 @@ FORMS = (
     Form("images with boxes", ("object-detection",), _boxes),
     Form("images by class", ("image-classification",), _images),
     Form("files of annotation tools", (), _of_tools),
+    Form("translations, line by line", ("seq2seq",), _aligned),
     Form(
         "table",
         tuple(task for task in finetune_tasks() if task not in ("semantic-segmentation", "object-detection")),
@@ -334,13 +344,17 @@ def _with_unused_files(found: Found, asked: Asked, tree: Tree) -> Found:
             read |= {file.resolve() for file in files_of(resolve_sources(names, data, key=str(path)))}
     others = tree.listed if tree.is_folder else [file for file in sorted(folder.iterdir()) if file.is_file()]
     others = [file for file in others if file.resolve() not in read]
+    if "data.target_suffix" in found.settings:
+        others = [file for file in others if file.suffix != f".{found.settings['data.target_suffix'].value}"]
     if "data.label_names" in found.settings:
         names = found.settings["data.label_names"].value
         beside = [Path(str(data.train)).with_name(name) for name in NAME_FILES]
         read_names = next((file for file in beside if file in others and names_in(file, asked.data) == names), None)
         others = [file for file in others if file != read_names]
     tops = {file: top_part(file.relative_to(folder)) for file in others}
-    tests = [file for file, (top, part) in tops.items() if part == "test" and file_kind(file)]
+    tests = [
+        file for file, (top, part) in tops.items() if part == "test" and (file_kind(file) or data.reads_any_suffix)
+    ]
     tests = [file for file in tests if not is_unlabeled(tops[file][0].name)]
     if not tree.is_folder:
         held_out = [file for file in others if tops[file][1] == "eval"]

@@ -16,10 +16,17 @@ from accel_train.core.state import Choice
 from accel_train.data.encoding import check_encoding
 from accel_train.data.samples import group_names
 from accel_train.data.tables import Row, columns_read, text_of
-from accel_train.experiments.finetune.columns import Column, Table, read_table, with_settings
+from accel_train.experiments.finetune.annotated.text_tasks import (
+    anchored,
+    annotated,
+    conll_settings,
+    marked,
+    recognise_annotated,
+)
+from accel_train.experiments.finetune.annotated.translations import with_languages
+from accel_train.experiments.finetune.columns import Column, Table, files_at, read_table, with_settings
 from accel_train.experiments.finetune.images import recognise_images
 from accel_train.experiments.finetune.recipe import Asked, Choices, Found, lengths, listed, missing_column
-from accel_train.experiments.finetune.text_tasks import anchored, annotated
 from accel_train.experiments.finetune.values.labels import recognise_label
 from accel_train.experiments.finetune.values.misread import refuse_bad_answers, refuse_lists_as_text, refuse_media
 from accel_train.experiments.finetune.values.parts import refuse_parts
@@ -52,7 +59,9 @@ def recognise_table(asked: Asked, path: Path, held_out: Path | None = None) -> F
     Raises:
         ValueError: a row cannot be read, or no column or several columns fit. The message shows the flag.
     """
-    table = read_table(path, asked.data, asked.given)
+    if conll_settings(files_at(path)[0], asked) is not None:
+        return recognise_annotated(asked, "token-classification", path, held_out)
+    asked, table = with_languages(asked, read_table(path, asked.data, asked.given))
     if len(asked.label) == 1 and asked.label[0] not in table:
         asked = replace(asked, label=tuple(asked.label[0].split(",")))
     _check_flags(asked, table)
@@ -63,20 +72,29 @@ def recognise_table(asked: Asked, path: Path, held_out: Path | None = None) -> F
         if held_out.is_file():
             check_encoding(held_out, with_settings(asked.data, table.settings))
         settings["data.eval"] = Choice(str(held_out), "evaluation data by its name")
-    refuse_lists_as_text(asked, table)
+    found = marked(asked, table)
+    if found is None:
+        refuse_lists_as_text(asked, table)
     refuse_parts(asked, table)
-    found = _chats(asked, table) or annotated(asked, table) or anchored(asked, table) or _pairs(asked, table)
+    found = found or _chats(asked, table) or annotated(asked, table) or anchored(asked, table) or _pairs(asked, table)
     found = found or recognise_images(asked, table) or _plain_text(asked, table) or _labelled(asked, table)
     if "data.eval" in settings and "data.group_column" not in asked.given:
         found["settings"].pop("data.group_column", None)
     found["settings"] = {**settings, **found["settings"]}
+    read = {*found.pop("read", ()), *_columns_read(found["settings"])}
+    left_out = [
+        f"column {name!r} is left out: {where} does not have it"
+        for name, where in table.partial.items()
+        if name not in read
+    ]
     dropped = found.pop("num_dropped", 0)
     rows = (f"{format_count(dropped, 'row')} without a label",) if dropped else ()
     # The notes of image classification already list unused columns and images.
     if found["task"] != "image-classification":
-        found["unused"] = (*_unused_columns(found["settings"], table), *rows)
-    notes = (*table.notes, *found.pop("notes", ()))
-    return Found(description=about, num_samples=len(table.wheres) - dropped, notes=notes, **found)
+        found["unused"] = (*_unused_columns(table, read), *rows)
+    notes = (*table.notes, *left_out, *found.pop("notes", ()))
+    num_samples = found.pop("num_samples", len(table.wheres) - dropped)
+    return Found(description=about, num_samples=num_samples, notes=notes, **found)
 
 
 def _with_templates(asked: Asked, table: Table) -> Table:
@@ -92,9 +110,12 @@ def _with_templates(asked: Asked, table: Table) -> Table:
     return replace(table, columns=columns)
 
 
-def _unused_columns(settings: Choices, table: Table) -> tuple[str, ...]:
+def _columns_read(settings: Choices) -> set[str]:
     values = [each.value for name, each in settings.items() if "_column" in name]
-    read = {name for value in values for name in ([value] if isinstance(value, str) else value)}
+    return {name for value in values for name in ([value] if isinstance(value, str) else value)}
+
+
+def _unused_columns(table: Table, read: set[str]) -> tuple[str, ...]:
     names = [repr(name) for name in (*table.columns, *table.partial) if name not in read]
     return (f"{'column' if len(names) == 1 else 'columns'} {listed(names)}",) if names else ()
 

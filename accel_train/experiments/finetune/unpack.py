@@ -159,7 +159,7 @@ def _parts_of(asked: Asked, path: Path) -> dict[str, bytes] | None:
     is_usual = not 0 < len(files) <= _MOST_TAGGED or any(file_kind(file) is not None for file in files)
     if is_usual or asked.task not in (None, "token-classification"):
         return None
-    from accel_train.experiments.finetune.text_tasks import holds_tags  # imports torch
+    from accel_train.experiments.finetune.annotated.text_tasks import holds_tags  # imports torch
 
     parts = {file: _split_of(file.suffix[1:]) or "data" for file in files}
     found = {f"{file.stem}.{part}.conll": file.read_bytes() for file, part in parts.items() if holds_tags(file, asked)}

@@ -1,9 +1,10 @@
 """The settings of `data` for sequence-to-sequence text generation."""
 
-from typing import ClassVar
+from typing import ClassVar, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from accel_train.core.errors import SettingError
 from accel_train.recipe.data import TextData
 from accel_train.recipe.tasks import TEXT, TaskSpec
 from accel_train.recipe.values import PositiveInt
@@ -17,12 +18,38 @@ class Seq2SeqData(TextData):
     """Column with the text to read."""
     target_column: str | None = "target"
     """Column with the text to learn. null: rows to predict, without targets."""
+    translation_column: str | None = Field(default=None, examples=["translation"])
+    """Column that maps languages to texts (Translation of `datasets`). source_column and target_column then name
+    languages.
+    """
+    target_suffix: str | None = Field(default=None, examples=["en"])
+    """Suffix of the files with the targets, for line-aligned files. With `train: train.de` and `target_suffix: en`, the
+    target of a line is the same line of train.en. Tables are read by their columns.
+    """
     source_prefix: str = Field(default="", examples=["summarize: "])
     """Text in front of each source, for example `summarize: `."""
     max_target_length: PositiveInt = 128
     """Maximum length of targets and of generated texts, in tokens. Longer targets are cut. Sources are cut to
     max_length.
     """
+
+    @model_validator(mode="after")
+    def lines_have_no_columns(self) -> Self:
+        named = [
+            name for name in ("id_column", "group_column", "translation_column") if getattr(self, name) is not None
+        ]
+        if self.target_suffix is not None and named:
+            raise SettingError(
+                "lines of text have no columns",
+                f"Leave data.{named[0]} out",
+                f"data.target_suffix={self.target_suffix}",
+                ("data.target_suffix", f"data.{named[0]}"),
+            )
+        return self
+
+    @property
+    def reads_any_suffix(self) -> bool:
+        return self.target_suffix is not None
 
 
 SPEC = TaskSpec(

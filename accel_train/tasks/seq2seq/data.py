@@ -1,8 +1,9 @@
 """Text pairs (source and target): read table rows, tokenize and batch them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -11,8 +12,9 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from accel_train.data.labels import IGNORED_LABEL
-from accel_train.data.sources import Source, describe, resolve_both
-from accel_train.data.tables import text_cell
+from accel_train.data.sources import Source, describe, file_kind, files_of, resolve_both
+from accel_train.data.tables import MissingColumn, show_cell, text_cell
+from accel_train.data.text.aligned import read_aligned
 from accel_train.data.text.padding import padded, padded_inputs
 from accel_train.data.text.tokenizers import use_rust_threads
 from accel_train.recipe.schema import Recipe
@@ -56,26 +58,62 @@ def load_pairs(recipe: Recipe) -> TextPairs:
     """
     data = Seq2SeqData.of(recipe.data)
     sources, eval_sources, notes = resolve_both(data)
-    rows = read_pairs(sources, data, key=data.train_key)
+    rows = read_pairs(sources, data, key=data.train_key, notes=notes)
     train, evaluation, split_notes = hold_out(rows, data, sources, eval_sources)
     notes += split_notes
     if eval_sources:
-        evaluation = read_pairs(eval_sources, data, key="data.eval")
+        evaluation = read_pairs(eval_sources, data, key="data.eval", notes=notes)
         notes += repeated_texts(train, evaluation, data) if data.target_column is not None else []
     return TextPairs(train, evaluation, describe(sources, eval_sources), notes)
 
 
-def read_pairs(sources: Sequence[Source], data: Seq2SeqData, *, key: str) -> list[TextRow]:
-    """Return all pairs of sources, in memory.
+def read_pairs(sources: Sequence[Source], data: Seq2SeqData, *, key: str, notes: list[str]) -> list[TextRow]:
+    """Return all pairs of sources, in memory. Adds to `notes`.
 
     Raises:
-        ValueError: no rows exist, a column is missing, or a cell is not text; the message names file, row and column.
+        ValueError: no rows exist, a column is missing, a cell is not text, or aligned files differ in lines; the
+            message names file, row and column.
     """
     column = data.target_column
+    if data.target_suffix is not None and all(file_kind(file) in (None, "text") for file in files_of(sources)):
+        suffix = None if column is None else data.target_suffix
+        rows = [row for file in files_of(sources) for row in _aligned_rows(file, suffix, data, notes)]
+        if not rows:
+            raise ValueError(f"{key} holds no pairs of lines: {describe(sources)}; name a file with text")
+        return rows
+    if data.translation_column is not None:
+        rows = text_rows(sources, data, (), data.translation_column, key=key)
+        return [_translated(row, data, data.translation_column) for row in rows]
     rows = text_rows(sources, data, (data.source_column,), column, key=key)
     return [
         row if column is None else row._replace(label=text_cell(row.label, column, row.where, data)) for row in rows
     ]
+
+
+def _aligned_rows(file: Path, suffix: str | None, data: Seq2SeqData, notes: list[str]) -> list[TextRow]:
+    """Return the pairs of line-aligned files, without pairs that lack a text. Adds to `notes`."""
+    lines = list(read_aligned(file, suffix, data))
+    kept = [each for each in lines if each.target is None or (each.source.strip() and each.target.strip())]
+    if len(kept) < len(lines):
+        notes.append(f"{file}: {len(lines) - len(kept):,} of {len(lines):,} pairs have an empty line and are left out")
+    return [TextRow((each.source,), each.target, each.where, each.where) for each in kept]
+
+
+def _translated(row: TextRow, data: Seq2SeqData, column: str) -> TextRow:
+    """Return a row whose label maps languages to texts as a pair of these texts."""
+    texts = []
+    for language in [name for name in (data.source_column, data.target_column) if name is not None]:
+        if not isinstance(row.label, Mapping):
+            raise ValueError(
+                f"{row.where}: column {column!r} holds {show_cell(row.label)}, not texts by language; repair or drop "
+                "the row"
+            )
+        if language not in row.label:
+            raise MissingColumn(
+                language, f"{row.where}: column {column!r} has no {language!r}; it has {', '.join(row.label)}"
+            )
+        texts.append(text_cell(row.label[language], language, row.where, data))
+    return row._replace(texts=(texts[0],), label=texts[1] if len(texts) > 1 else None)
 
 
 def pair_tokenizer(recipe: Recipe, train: Sequence[TextRow]) -> tuple["PreTrainedTokenizerBase", list[str]]:

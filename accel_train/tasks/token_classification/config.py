@@ -1,7 +1,10 @@
 """The settings of `data` for token classification."""
 
-from typing import ClassVar
+from typing import ClassVar, Literal, Self
 
+from pydantic import model_validator
+
+from accel_train.core.errors import setting_error
 from accel_train.core.metric_names import OF_CLASSES
 from accel_train.recipe.data import NamedClassesData, TextData
 from accel_train.recipe.tasks import TEXT, TaskSpec
@@ -13,10 +16,32 @@ class TokenClassificationData(TextData, NamedClassesData):
     label_setting: ClassVar[str | None] = "tags_column"
     tokens_column: str = "tokens"
     """Column with the words of a sentence, as a list. In csv it is a JSON list, or words
-    separated by blanks.
+    separated by blanks. With spans, the column of the text. In CoNLL files, a number chooses the column of the words.
     """
     tags_column: str | None = "tags"
-    """Column with one tag per word, as a list of names or ids. null: sentences to predict."""
+    """Column with one tag per word, as a list of names or ids, or with the spans of a text. In CoNLL files, a number
+    chooses the column of the tags. null: sentences to predict.
+    """
+    tag_format: Literal["auto", "conll", "spans", "prodigy", "label_studio"] = "auto"
+    """How words and tags are written. auto: CoNLL in .conll and text files, otherwise one list of words and one of
+    tags. conll: CoNLL in files of any kind. spans: a text, and a list of [start, end, label] or {start, end, label} in
+    characters (doccano, spaCy's JSON, Label Studio's JSON_MIN). prodigy: the same, with `answer`. label_studio: Label
+    Studio's export JSON.
+    """
+    sentence_column: str | None = None
+    """Column that numbers sentences, in tables with one word and one tag in each row. Empty cells continue a sentence.
+    """
+
+    @model_validator(mode="after")
+    def one_word_a_row_or_a_format(self) -> Self:
+        if self.sentence_column is not None and self.tag_format != "auto":
+            raise setting_error(
+                "data.sentence_column",
+                self.sentence_column,
+                f"is not read with data.tag_format={self.tag_format}",
+                "Leave one of them out",
+            )
+        return self
 
 
 SPEC = TaskSpec(

@@ -16,6 +16,7 @@ from accel_train.data.labels import IGNORED_LABEL, LabelScheme, label_scheme
 from accel_train.data.sources import Source, describe, file_kind, resolve_both
 from accel_train.data.tables import class_names, read_rows, show_cell, text_cell
 from accel_train.data.text.padding import padded, padded_inputs
+from accel_train.data.text.spans import SPAN_FORMS, Remarks, complete_tags, read_marked
 from accel_train.data.text.tokenizers import use_rust_threads
 from accel_train.recipe.schema import Recipe
 from accel_train.tasks.common.texts import hold_out, list_cell, repeated_texts
@@ -37,11 +38,24 @@ class Sentence(NamedTuple):
     """File and line or row."""
     id: str
     """Name of the sentence in predictions: its id column, or `where`."""
+    text: str | None = None
+    """Text that the words are part of. None: the words joined by spaces."""
+    text_places: tuple[tuple[int, int], ...] = ()
+    """Start and end of each word in `text`."""
 
     @property
     def key(self) -> str:
         """Return the sentence as the model reads it."""
-        return " ".join(self.words)
+        return " ".join(self.words) if self.text is None else self.text
+
+    @property
+    def places(self) -> NDArray[np.int64]:
+        """Return start and end (W, 2) of each word in `key`, in characters."""
+        if self.text is not None:
+            return np.array(self.text_places, dtype=np.int64).reshape(-1, 2)
+        sizes = np.array([len(word) for word in self.words], dtype=np.int64)
+        ends = np.cumsum(sizes + 1) - 1
+        return np.stack([ends - sizes, ends], axis=1)
 
 
 @dataclass(frozen=True)
@@ -75,12 +89,12 @@ def load_sentences(recipe: Recipe, known_names: tuple[str, ...] | None) -> Tagge
     """
     data = TokenClassificationData.of(recipe.data)
     sources, eval_sources, notes = resolve_both(data)
-    rows = read_sentences(sources, data, key=data.train_key)
+    rows = read_sentences(sources, data, key=data.train_key, notes=notes)
     scheme = tag_scheme(rows, sources, data, known_names)
     train, evaluation, split_notes = hold_out(rows, data, sources, eval_sources)
     notes += [*scheme.notes, *split_notes]
     if eval_sources:
-        evaluation = read_sentences(eval_sources, data, key="data.eval")
+        evaluation = read_sentences(eval_sources, data, key="data.eval", notes=notes)
         notes += repeated_texts(train, evaluation, data) if data.tags_column is not None else []
     train_tags, eval_tags = encode_tags(scheme, train), encode_tags(scheme, evaluation or [])
     description = describe(sources, eval_sources)
@@ -98,8 +112,11 @@ def tag_scheme(
     Raises:
         ValueError: a tag is missing or unknown; the message names file, row and word.
     """
+    tags = [tag for row in rows for tag in row.tags]
+    if data.tag_format in SPAN_FORMS:
+        tags += sorted(complete_tags({*tags}) - {*tags}) if tags else []
     return label_scheme(
-        [tag for row in rows for tag in row.tags],
+        tags,
         lambda index: _place_of_word(rows, index),
         column=data.tags_column,
         problem_type="single_label",
@@ -109,18 +126,32 @@ def tag_scheme(
     )
 
 
-def read_sentences(sources: Sequence[Source], data: TokenClassificationData, *, key: str) -> list[Sentence]:
-    """Return all sentences of sources, in memory. Sentences without words are left out.
+def read_sentences(
+    sources: Sequence[Source], data: TokenClassificationData, *, key: str, notes: list[str]
+) -> list[Sentence]:
+    """Return all sentences of sources, in memory. Sentences without words are left out. Adds to `notes`.
 
     Raises:
         ValueError: no sentences exist, or a sentence cannot be read; the message names file, row or line, and column.
     """
     sentences: list[Sentence] = []
+    remarks = Remarks()
     for source in sources:
         for part in [replace(source, files=(file,)) for file in source.files] or [source]:
-            is_conll = bool(part.files) and file_kind(part.files[0]) in ("conll", "text")
-            found = _conll_sentences(part.files[0], data) if is_conll else _table_sentences(part, data)
+            is_conll = bool(part.files) and (
+                data.tag_format == "conll"
+                or (data.tag_format == "auto" and file_kind(part.files[0]) in ("conll", "text"))
+            )
+            if is_conll:
+                found = _conll_sentences(part.files[0], data)
+            elif data.tag_format in SPAN_FORMS:
+                found = _marked_sentences(part, data, remarks)
+            elif data.sentence_column is not None:
+                found = _sentences_of_word_rows(part, data, data.sentence_column)
+            else:
+                found = _table_sentences(part, data)
             sentences += (sentence for sentence in found if sentence.words)
+    notes += remarks.notes
     if not sentences:
         raise ValueError(f"{key} holds no sentences: {describe(sources)}; name a file that has some")
     return sentences
@@ -142,36 +173,77 @@ def _table_sentences(source: Source, data: TokenClassificationData) -> Iterator[
         yield Sentence(words, tags, row.where, row.where if data.id_column is None else str(row.cells[-1]))
 
 
+def _marked_sentences(source: Source, data: TokenClassificationData, remarks: Remarks) -> Iterator[Sentence]:
+    """Yield texts with spans. Their words are the parts of the text, which stays as it is."""
+    for text, places, tags, where, name in read_marked(
+        source,
+        data,
+        data.tag_format,
+        text_column=data.tokens_column,
+        spans_column=data.tags_column,
+        remarks=remarks,
+    ):
+        yield Sentence(tuple(text[start:end] for start, end in places), tags, where, name, text, places)
+
+
+def _sentences_of_word_rows(source: Source, data: TokenClassificationData, numbers: str) -> Iterator[Sentence]:
+    """Yield the sentences of a table with one word in each row. Another number begins another sentence."""
+    columns = [column for column in (numbers, data.tokens_column, data.tags_column) if column is not None]
+    sentence, number = Sentence((), (), "", ""), None
+    for row in read_rows(source, columns, data):
+        if row.cells[0] not in (None, "", number):
+            yield sentence
+            sentence, number = Sentence((), (), row.where, row.where), row.cells[0]
+        if number is None:
+            raise ValueError(f"{row.where}: column {numbers!r} is empty in the first row; number the first sentence")
+        word = text_cell(row.cells[1], data.tokens_column, row.where, data)
+        sentence = sentence._replace(words=(*sentence.words, word), tags=(*sentence.tags, *row.cells[2:]))
+    yield sentence
+
+
 def _conll_sentences(path: Path, data: TokenClassificationData) -> Iterator[Sentence]:
-    """Yield the sentences of a file with one word per line, its tag in the last column, and blank lines in between."""
-    words: list[str] = []
-    tags: list[str] = []
+    """Yield the sentences of a file with one word per line, its tag in the last column, and blank lines in between.
+
+    Lines that begin with # at the start of a sentence, and do not have the columns of its last word, are comments.
+    """
+    column_of_words, column_of_tags = _position(data.tokens_column, 0), _position(data.tags_column, -1)
     # Line of the first word, and its number of columns.
     first: tuple[int, int] | None = None
+    block: list[tuple[int, list[str]]] = []
     for number, (line, _) in enumerate(chain(read_lines(path, data), [("", 0)]), start=1):
         fields = line.rstrip("\r\n").split("\t") if "\t" in line else re.split(" +", line.strip(" \r\n"))
-        if not line.strip() or fields[0] == "-DOCSTART-":
-            where = f"{path}:{number - len(words)}"
-            if len(words) > 2 and words == [str(place) for place in range(1, len(words) + 1)]:
-                raise ValueError(
-                    f"{where}: the first column numbers the words (CoNLL-U); take it out, so that words come first"
-                )
-            yield Sentence(tuple(words), tuple(tags), where, where)
-            words, tags = [], []
+        if line.strip() and fields[0] != "-DOCSTART-":
+            block.append((number, fields))
             continue
-        if data.tags_column is not None and len(fields) < 2:
+        while len(block) > 1 and block[0][1][0].startswith("#") and len(block[0][1]) != len(block[-1][1]):
+            del block[0]
+        for place, each in block:
+            if data.tags_column is not None and len(each) < 2:
+                raise ValueError(
+                    f"{path}:{place}: {show_cell(' '.join(each))} has no tag; write a word, a tab (or a blank) and its "
+                    "tag on each line, and a blank line between sentences"
+                )
+            first = first or (place, len(each))
+            if len(each) != first[1] or column_of_words >= len(each) or column_of_tags >= len(each):
+                raise ValueError(
+                    f"{path}:{place}: {show_cell(' '.join(each))} has {len(each)} columns, and line {first[0]} has "
+                    f"{first[1]}; write as many for each word, and no comments"
+                )
+        words = tuple(each[column_of_words] for _, each in block)
+        where = f"{path}:{block[0][0] if block else number}"
+        if len(words) > 2 and words == tuple(str(place) for place in range(1, len(words) + 1)):
             raise ValueError(
-                f"{path}:{number}: {show_cell(line.strip())} has no tag; write a word, a tab (or a blank) and its tag "
-                "on each line, and a blank line between sentences"
+                f"{where}: the first column numbers the words (CoNLL-U). Choose the columns of words and tags: "
+                "data.tokens_column: '2', data.tags_column: '4'"
             )
-        first = first or (number, len(fields))
-        if len(fields) != first[1]:
-            raise ValueError(
-                f"{path}:{number}: {show_cell(line.strip())} has {len(fields)} columns, and line {first[0]} has "
-                f"{first[1]}; write as many for each word, and no comments"
-            )
-        words.append(fields[0])
-        tags += [] if data.tags_column is None else [fields[-1]]
+        tags = () if data.tags_column is None else tuple(each[column_of_tags] for _, each in block)
+        yield Sentence(words, tags, where, where)
+        block = []
+
+
+def _position(column: str | None, default: int) -> int:
+    """Return the position of a column of a CoNLL file from its number, which counts from 1."""
+    return int(column) - 1 if column is not None and column.isdigit() and int(column) else default
 
 
 def encode_tags(scheme: LabelScheme, rows: Sequence[Sentence]) -> list[NDArray[np.int64]]:
@@ -216,8 +288,8 @@ def tokenize_sentences(
 ) -> list[Sample]:
     """Return sentences as token ids with the tokenizer's special tokens. Longer sentences are truncated.
 
-    A sentence is encoded as its words joined by spaces, so that a pipeline on plain text gives the same tokens. A token
-    belongs to the word in which it ends. Special tokens in a word are encoded as plain characters.
+    A sentence is encoded as its text, or as its words joined by spaces, so that a pipeline on plain text gives the same
+    tokens. A token belongs to the word in which it ends. Special tokens in a word are encoded as plain characters.
     """
     use_rust_threads()
     samples: list[Sample] = []
@@ -236,24 +308,22 @@ def tokenize_sentences(
                 verbose=False,
             )
             for number, (ids, offsets) in enumerate(zip(encoded["input_ids"], encoded["offset_mapping"]), start=start):
-                words, starts = first_tokens(rows[number].words, np.array(offsets, dtype=np.int64).reshape(-1, 2))
+                words, starts = first_tokens(rows[number].places, np.array(offsets, dtype=np.int64).reshape(-1, 2))
                 samples.append(Sample(np.array(ids, dtype=np.int32), starts, words, tags[number][words]))
             bar.update(len(part))
     return samples
 
 
-def first_tokens(words: Sequence[str], offsets: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+def first_tokens(places: NDArray[np.int64], offsets: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Return the indices of the words that have tokens, and the position of the first token of each.
 
-    `offsets` (T, 2) are the character spans of tokens in " ".join(words). Start and end are equal for a token without
-    characters.
+    `places` (W, 2) and `offsets` (T, 2) are the character spans of words and tokens in the text. Start and end are
+    equal for a token without characters.
     """
-    # The space after each word.
-    ends = np.cumsum([len(word) + 1 for word in words]) - 1
     last = offsets[:, 1] - 1
-    word_of = np.searchsorted(ends, last, side="left")
-    stands = (offsets[:, 1] > offsets[:, 0]) & ~np.isin(last, ends)
-    tokens = np.flatnonzero(stands)
+    word_of = np.searchsorted(places[:, 1], last, side="right")
+    begin = np.append(places[:, 0], np.iinfo(np.int64).max)[word_of]
+    tokens = np.flatnonzero((offsets[:, 1] > offsets[:, 0]) & (begin <= last))
     found, first = np.unique(word_of[tokens], return_index=True)
     return found.astype(np.int32), tokens[first].astype(np.int32)
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.text.padding import joined_arrays, padded, samples_digest
+from accel_train.data.text.spans import spans_of
 from accel_train.metrics import tally
 from accel_train.metrics.entities import entity_counts, entity_tags
 from accel_train.metrics.scores import classification_scores, entity_scores
@@ -143,7 +144,7 @@ class TokenClassification(EncoderTask):
         }
 
     def prediction_columns(self, rows: Mapping[str, NDArray[Any]], data: TaskData) -> dict[str, list[Any]]:
-        """Return the words, their tags and probabilities, and the true tags if known.
+        """Return the words, their tags and probabilities, and the true tags if known. Texts have their spans, too.
 
         Words that were cut off have the tag and probability None.
         """
@@ -151,6 +152,7 @@ class TokenClassification(EncoderTask):
         assert source.sentences.eval is not None
         columns: dict[str, list[Any]] = {"words": [], "tags": [], "scores": []}
         columns |= {"true_tags": []} if self.is_labelled else {}
+        columns |= {} if source.sentences.eval[0].text is None else {"spans": []}
         for index, tags, scores in zip(rows["index"].tolist(), rows["tags"], rows["tag_scores"]):
             sentence, sample = source.sentences.eval[index], source.samples[index]
             found: dict[int, tuple[str, float]] = {
@@ -161,6 +163,8 @@ class TokenClassification(EncoderTask):
             columns["words"].append(list(sentence.words))
             columns["tags"].append([found[place][0] if place in found else None for place in places])
             columns["scores"].append([found[place][1] if place in found else None for place in places])
+            if sentence.text is not None:
+                columns["spans"].append(spans_of(sentence.text, sentence.text_places, columns["tags"][-1]))
             if self.is_labelled:
                 columns["true_tags"].append([self.names[tag] for tag in source.sentences.eval_tags[index].tolist()])
         return columns

@@ -1,7 +1,7 @@
 """Recognition of words with tags, questions with answers, and texts to rewrite. The readers of the tasks check them."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from accel_train.core.format import format_count
 from accel_train.core.state import Choice
 from accel_train.data.encoding import read_lines, read_text
 from accel_train.data.sources import resolve_sources
+from accel_train.experiments.finetune.annotated.annotations import find_spans
 from accel_train.experiments.finetune.columns import Column, Table, files_at, readings, with_settings
 from accel_train.experiments.finetune.recipe import Asked, Choices, Found, lengths, listed, refuse_columns
 from accel_train.tasks.question_answering.data import read_questions
@@ -61,31 +62,72 @@ _SENTENCES = (("sentence1", "sentence2"), ("text1", "text2"))
 """Columns of pairs whose names do not show whether they are embedded or classified."""
 _NEGATIVE = re.compile(r"negative(?:_?[0-9]+)?")
 _SCORES = ("score", "similarity", "similarity_score")
-_WORDS = ("tokens", "words")
+_WORDS = ("tokens", "words", "token", "word")
 _TAGS = ("ner_tags", "tags", "labels")
 _TAG = re.compile(r"O|[BIES]-\S+")
+_SENTENCE = re.compile(r"sent(?:ence)?[ _]?(?:#|id|idx|no|num|number)?", re.IGNORECASE)
+"""Columns that number sentences, in tables with a word in each row."""
 _LINES_LOOKED_AT = 1_000
 _NAMES = "source-target src-tgt src-trg article-highlights article-summary document-summary text-summary"
-_PAIRS = [tuple(pair.split("-")) for pair in (*_NAMES.split(), "dialogue-summary")]
+PAIRS = [tuple(pair.split("-")) for pair in (*_NAMES.split(), "dialogue-summary")]
+"""Names of sources and targets."""
 _CODES = (
     "af ar bg bn ca cs cy da de el en es et eu fa fi fr ga gl gu he hi hr hu hy is it ja ka kk kn ko lt lv mk ml mr ms "
     "mt nb ne nl nn no pa pl pt ro ru si sk sl sq sr sv sw ta te th tl tr uk ur uz vi zh zu"
 )
-_LANGUAGES = frozenset(_CODES.split())
+LANGUAGES = frozenset(_CODES.split())
 """Two-letter codes of languages, without `id` (Indonesian), which usually names a column of ids."""
 
 
 def holds_tags(path: Path, asked: Asked) -> bool:
     """Return whether the lines of a text file end with entity tags (O, B-PER), as in CoNLL files."""
+    return bool(_tagged_lines(path, asked))
+
+
+def conll_settings(path: Path, asked: Asked) -> Choices | None:
+    """Return the settings to read a .tsv file as CoNLL, or None for a table."""
+    if asked.task not in (None, "token-classification") or path.suffix.lower() != ".tsv" or asked.text or asked.label:
+        return None
+    blocks = _tagged_lines(path, asked)
+    if len(blocks) < 2:
+        return None
+    settings: Choices = {"data.tag_format": Choice("conll", "blank lines between sentences, and a tag in each line")}
+    numbers = [[fields[0] for fields in block] for block in blocks]
+    if any(len(each) > 1 for each in numbers) and all(each == _counted(each) for each in numbers):
+        settings["data.tokens_column"] = Choice("2", "the first column numbers the words")
+        fields = [fields for block in blocks for fields in block]
+        columns = list(zip(*fields))[2:]
+        tags = next((place for place, column in enumerate(columns, 2) if all(map(_TAG.fullmatch, column))), 2)
+        more = f"; column {len(fields[0])} is not read" if tags < len(fields[0]) - 1 else ""
+        settings["data.tags_column"] = Choice(str(tags + 1), f"the first column of tags{more}")
+    return settings
+
+
+def _counted(numbers: Sequence[str]) -> list[str]:
+    return [str(place) for place in range(1, len(numbers) + 1)]
+
+
+def _tagged_lines(path: Path, asked: Asked) -> list[list[list[str]]]:
+    """Return the first sentences of a file, as fields of lines that end with entity tags. Empty for another file."""
     try:
         data = with_settings(asked.data, readings(path, asked.data, asked.given))
-        lines = [line.split() for line, _ in islice(read_lines(path, data), _LINES_LOOKED_AT)]
+        lines = [line.strip() for line, _ in islice(read_lines(path, data), _LINES_LOOKED_AT)]
     # The reader of plain text will report the line.
     except ValueError:
-        return False
-    words = [fields for fields in lines if fields and fields[0] != "-DOCSTART-"]
+        return []
+    blocks: list[list[list[str]]] = [[]]
+    for line in lines:
+        fields = line.split("\t" if "\t" in line else None)
+        if not line or fields[0] == "-DOCSTART-":
+            blocks.append([])
+        # A comment in front of a sentence.
+        elif blocks[-1] or not fields[0].startswith("#") or _TAG.fullmatch(fields[-1]):
+            blocks[-1].append(fields)
+    words = [fields for block in blocks for fields in block]
     are_tagged = all(len(fields) > 1 and _TAG.fullmatch(fields[-1]) for fields in words)
-    return are_tagged and any(fields[-1] != "O" for fields in words)
+    # The last of several columns of tags may have no entity.
+    tags = {field for fields in words for field in fields[1:] if _TAG.fullmatch(field)}
+    return [block for block in blocks if block] if are_tagged and tags - {"O"} else []
 
 
 def holds_questions(path: Path, asked: Asked) -> bool:
@@ -105,7 +147,9 @@ def recognise_annotated(asked: Asked, task: str, path: Path, held_out: Path | No
         raise ValueError(f"--task {asked.task}: {path} holds {kind.file}. Leave the flag out")
     refuse_columns(asked, path, kind.file)
     settings = readings(files_at(path)[0], asked.data, asked.given) if task == "token-classification" else {}
-    facts = _facts(asked, task, str(path), settings)
+    if (lines := conll_settings(path, asked)) is not None:
+        settings = {name: choice for name, choice in settings.items() if name != "data.header"} | lines
+    facts = facts_of(asked, task, str(path), settings)
     settings["data.train"] = Choice(str(path), "")
     if held_out is not None and "data.eval" not in asked.given:
         settings["data.eval"] = Choice(str(held_out), "evaluation data by its name")
@@ -130,12 +174,28 @@ def annotated(asked: Asked, table: Table) -> dict[str, Any] | None:
             continue
         why = "from the command line" if given else "by its name and its cells"
         settings: Choices = {f"data.{setting}": Choice(name, why) for setting, name in zip(kind.settings, names)}
-        facts = _facts(asked, task, str(table.path), {**table.settings, **settings})
-        del facts["num_samples"]
+        if task == "token-classification" and (numbers := _number_of_sentences(table, names[0])) is not None:
+            settings["data.sentence_column"] = Choice(numbers, "each row is one word of a sentence")
+        facts = facts_of(asked, task, str(table.path), {**table.settings, **settings})
         return {"task": task, "why": kind.table.format(*names), "settings": settings, **facts}
     if asked.task is not None:
         raise ValueError(f"--task {asked.task} needs {_KINDS[asked.task].needs}. {table.path} has: {table.names}")
     return None
+
+
+def marked(asked: Asked, table: Table) -> dict[str, Any] | None:
+    """Return the facts of a table of texts with spans, or None.
+
+    Raises:
+        ValueError: a span cannot be read, or annotations of the table are not read.
+    """
+    found = find_spans(asked, table)
+    if found is None:
+        return None
+    settings = found.settings
+    facts = facts_of(asked, "token-classification", str(table.path), {**table.settings, **settings})
+    why = f"column {found.spans!r} holds spans of column {found.text!r}"
+    return {"task": "token-classification", "why": why, "settings": settings, "read": found.read, **facts}
 
 
 def anchored(asked: Asked, table: Table) -> dict[str, Any] | None:
@@ -194,7 +254,12 @@ def anchored(asked: Asked, table: Table) -> dict[str, Any] | None:
 
 
 def _tagged(asked: Asked, table: Table) -> tuple[str, ...] | None:
-    words = next((name for name in (asked.data.tokens_column, *_WORDS) if name in table), None)
+    known = (asked.data.tokens_column.lower(), *_WORDS)
+    own = (name for name in (asked.data.tokens_column, *table.columns) if name in table and name.lower() in known)
+    words = next(own, None)
+    if words is not None and _number_of_sentences(table, words) is not None:
+        tags = [name for name, column in table.columns.items() if all(map(_TAG.fullmatch, map(str, column.cells)))]
+        return (words, tags[0]) if len(tags) == 1 else None
     sizes = None if words is None else _sizes(table[words])
     if words is None or sizes is None or not all(isinstance(each, str) for cell in table[words].cells for each in cell):
         return None
@@ -207,6 +272,12 @@ def _tagged(asked: Asked, table: Table) -> tuple[str, ...] | None:
             f"{table.path}: columns {listed(names)} may each hold the tags. Choose one: --data.tags_column {names[0]}"
         )
     return (words, usual[0]) if usual else None
+
+
+def _number_of_sentences(table: Table, words: str) -> str | None:
+    """Return the column that numbers the sentences of a table with a word in each row, or None."""
+    has_words = table[words].is_strings and table[words].mean_words <= 1
+    return next((name for name in table.columns if has_words and _SENTENCE.fullmatch(name)), None)
 
 
 def _sizes(column: Column) -> list[int] | None:
@@ -222,9 +293,9 @@ def _questions(asked: Asked, table: Table) -> tuple[str, ...] | None:
 
 def _pair(asked: Asked, table: Table) -> tuple[str, ...] | None:
     strings = [name for name, column in table.columns.items() if column.is_strings]
-    languages = tuple(name for name in strings if name.lower() in _LANGUAGES)
+    languages = tuple(name for name in strings if name.lower() in LANGUAGES)
     own = (asked.data.source_column, asked.data.target_column)
-    pairs = [pair for pair in (own, *_PAIRS, languages) if len(pair) == 2 and set(pair) <= set(strings)]
+    pairs = [pair for pair in (own, *PAIRS, languages) if len(pair) == 2 and set(pair) <= set(strings)]
     if not pairs:
         return None
     columns = [table[name] for name in pairs[0]]
@@ -234,24 +305,25 @@ def _pair(asked: Asked, table: Table) -> tuple[str, ...] | None:
     return pairs[0] if is_clear or asked.task is not None else None
 
 
-def _facts(asked: Asked, task: str, path: str, settings: Choices) -> dict[str, Any]:
+def facts_of(asked: Asked, task: str, path: str, settings: Choices) -> dict[str, Any]:
     """Return sizes, classes, and notes of annotated texts, read as the run will read them."""
     data: Any = with_settings(asked.data, settings)
     sources = resolve_sources(path, data, key=path)
+    notes: list[str] = []
     if task == "token-classification":
-        sentences = read_sentences(sources, data, key=path)
+        sentences = read_sentences(sources, data, key=path, notes=notes)
         scheme = tag_scheme(sentences, sources, data)
         numbers = np.bincount(np.concatenate(encode_tags(scheme, sentences)), minlength=len(scheme.names)).tolist()
         counts = {name: number for name, number in zip(scheme.names, numbers, strict=True) if number}
         texts = [sentence.key for sentence in sentences]
-        facts: dict[str, Any] = {"counts": counts}
+        facts: dict[str, Any] = {"counts": counts, "notes": tuple(notes)}
     elif task == "question-answering":
         rows = read_questions(sources, data, key=path)
         count = format_count(sum(not row.answers for row in rows), "question")
         texts = [f"{row.question} {row.context}" for row in rows]
         facts = {"notes": () if count.startswith("0 ") else (f"{count} without an answer in the text",)}
     else:
-        pairs = read_pairs(sources, data, key=path)
+        pairs = read_pairs(sources, data, key=path, notes=notes)
         texts = [row.texts[0] for row in pairs]
-        facts = {"longest_target": lengths([len(row.label) for row in pairs])["longest"]}
+        facts = {"longest_target": lengths([len(row.label) for row in pairs])["longest"], "notes": tuple(notes)}
     return {"num_samples": len(texts), **facts, **lengths([len(text) for text in texts])}

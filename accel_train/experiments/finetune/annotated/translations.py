@@ -1,0 +1,123 @@
+"""Texts with their translations: line-aligned files (train.de, train.en), and columns of texts by language."""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from accel_train.core.format import format_count
+from accel_train.core.state import Choice
+from accel_train.data.sources import file_kind
+from accel_train.data.text.aligned import target_file
+from accel_train.experiments.finetune.annotated.text_tasks import LANGUAGES, PAIRS, facts_of
+from accel_train.experiments.finetune.columns import Column, Table, readings
+from accel_train.experiments.finetune.recipe import Asked, Found, listed
+
+_SIDES = frozenset(side for pair in PAIRS for side in pair)
+
+
+class Aligned(NamedTuple):
+    """Line-aligned files."""
+
+    sources: Sequence[Path]
+    target_suffix: str
+
+
+def with_languages(asked: Asked, table: Table) -> tuple[Asked, Table]:
+    """Return a table with a column for each language of a column that maps languages to texts, and their direction.
+
+    Raises:
+        ValueError: the direction is open.
+    """
+    for name, column in table.columns.items():
+        keys = list(column.cells[0]) if isinstance(column.cells[0], Mapping) else []
+        are_texts = len(keys) > 1 and all(map(_is_language, keys)) and all(map(_has_texts(keys), column.cells))
+        if asked.task not in (None, "seq2seq") or not are_texts:
+            continue
+        source, target = _direction(asked, keys, table.path)
+        columns = {key: Column(key, tuple(cell[key] for cell in column.cells)) for key in keys}
+        others = {other: each for other, each in table.columns.items() if other != name}
+        settings = {**table.settings, "data.translation_column": Choice(name, "it maps languages to texts")}
+        asked = replace(asked, task="seq2seq", text=(source,), label=(target,))
+        return asked, replace(table, columns={**others, **columns}, settings=settings)
+    return asked, table
+
+
+def find_aligned(asked: Asked, path: Path, files: Sequence[Path]) -> Aligned | None:
+    """Return the line-aligned files among `files`: STEM.de and STEM.en. If `path` is one of them, it is the source.
+
+    Raises:
+        ValueError: the direction is open, or the files are packed.
+    """
+    if asked.task not in (None, "seq2seq"):
+        return None
+    named = {*asked.text, *asked.label} if asked.task == "seq2seq" else frozenset[str]()
+    stems: dict[Path, dict[str, Path]] = {}
+    for file in files:
+        name = file.with_suffix("") if file.suffix == ".gz" else file
+        suffix = name.suffix[1:]
+        if _is_language(suffix) or suffix in _SIDES or suffix in named:
+            stems.setdefault(name.with_suffix(""), {})[suffix] = file
+    # .cs, .pl, and others are suffixes of programs, too.
+    found = [each for each in stems.values() if len(each) > 1 and not all(map(file_kind, each.values()))]
+    if path in files:
+        found = [each for each in found if path in each.values()]
+        asked = replace(asked, text=asked.text or (path.suffix[1:],))
+    if not found:
+        return None
+    if packed := [file for each in found for file in each.values() if file.suffix == ".gz"]:
+        raise ValueError(f"{packed[0]}: aligned files are read in place. Unpack them: gunzip {packed[0].parent}/*.gz")
+    names = sorted({suffix for each in found for suffix in each})
+    are_classes = "; if they are classes: --task text-classification" if len(stems) == 1 else ""
+    source, target = _direction(asked, names, path, are_classes)
+    return Aligned([each[source] for each in found if {source, target} <= {*each}], target)
+
+
+def recognise_aligned(asked: Asked, target_suffix: str, path: Path, held_out: Path | None = None) -> Found:
+    """Return the facts of a file of sources, whose targets are in a file with another suffix.
+
+    Raises:
+        ValueError: a file cannot be read, or the two differ in lines.
+    """
+    why = f"a line belongs to the same line of {target_file(path, target_suffix).name}"
+    settings = {**readings(path, asked.data, asked.given), "data.target_suffix": Choice(target_suffix, why)}
+    facts = facts_of(asked, "seq2seq", str(path), settings)
+    settings["data.train"] = Choice(str(path), "")
+    if held_out is not None and "data.eval" not in asked.given:
+        settings["data.eval"] = Choice(str(held_out), "evaluation data by its name")
+    about = f"{path}: {format_count(facts['num_samples'], 'pair')} of lines"
+    return Found("seq2seq", "two files hold the same texts, line by line", about, settings=settings, unused=(), **facts)
+
+
+def _is_language(name: str) -> bool:
+    """Return whether a name is the code of a language, perhaps with a region or script: de, pt_BR, zh-Hans."""
+    return re.fullmatch(r"[a-z]{2}(?:[-_][A-Za-z]{2,4})?", name) is not None and name[:2] in (*LANGUAGES, "id")
+
+
+def _has_texts(keys: Sequence[str]) -> Callable[[object], bool]:
+    return lambda cell: (
+        isinstance(cell, Mapping) and {*cell} == {*keys} and all(isinstance(cell[key], str) for key in keys)
+    )
+
+
+def _direction(asked: Asked, names: Sequence[str], where: Path, otherwise: str = "") -> tuple[str, str]:
+    """Return source and target among the names of languages or sides, by --text and --label or by their names.
+
+    Raises:
+        ValueError: a flag names something else, or the direction is open.
+    """
+    for flag, given in (("--text", asked.text), ("--label", asked.label)):
+        if len(given) > 1 or not {*given} <= {*names}:
+            raise ValueError(f"{flag} {','.join(given)}: {where} has {', '.join(names)}. Name one of them")
+    usual = next((pair for pair in PAIRS if {*pair} == {*names}), None)
+    if usual is not None and not asked.text and not asked.label:
+        return usual[0], usual[1]
+    sources = asked.text or [name for name in names if name not in asked.label]
+    targets = asked.label or [name for name in names if name not in asked.text]
+    if len(sources) != 1 or len(targets) != 1 or sources[0] == targets[0]:
+        raise ValueError(
+            f"{where}: {listed(names)} look like translations. Choose the direction: --text {names[0]} --label "
+            f"{names[1]}, or --text {names[1]} --label {names[0]}{otherwise}"
+        )
+    return sources[0], targets[0]
