@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from accel_train.core.model_card import FILE, FOLDER
 from accel_train.core.state import JsonRecord
 from accel_train.observe import run_folder
 from accel_train.observe.goodput import goodput_of, read_launches
@@ -143,10 +144,10 @@ def load_run(folder: Path, name: str | None = None, reader: MetricsReader | None
 
 def _example(model: Path) -> str:
     """Return the first Python lines in the README of a model, with its path."""
-    card = model / "README.md"
+    card = model / FILE
     text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     found = re.search(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
-    return "" if found is None else found[1].replace("path/of/this/folder", model.as_posix()).rstrip()
+    return "" if found is None else found[1].replace(FOLDER, model.as_posix()).rstrip()
 
 
 def _usable_incidents(folder: Path, damage: list[str]) -> list[JsonRecord]:
