@@ -14,7 +14,7 @@ from accel_train.observe import run_folder
 from accel_train.observe.goodput import goodput_of, read_launches
 from accel_train.observe.incident_record import INCIDENTS, RECORD, TEXT, incident_folders, main_facts, read_incident
 from accel_train.observe.metrics_reader import MetricsReader
-from accel_train.recipe.tasks import targets_of
+from accel_train.recipe.tasks import DEFAULT_TASK, targets_of
 from accel_train.recipe.yaml_core import parse_yaml
 from accel_train.task import target_rate
 
@@ -91,7 +91,7 @@ class Run:
     @property
     def task(self) -> str:
         """Task of the recipe, or an empty text if the recipe cannot be read."""
-        return "" if self.recipe is None else str(self.recipe.get("task", "causal-lm"))
+        return "" if self.recipe is None else str(self.recipe.get("task", DEFAULT_TASK))
 
     @property
     def targets(self) -> str:
