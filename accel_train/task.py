@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from accel_train.core.errors import SettingError
 from accel_train.core.format import did_you_mean
+from accel_train.core.model_card import FILE, OF_TENSORS, Use, new_card, of_transformers
 from accel_train.recipe.data import Data, OwnData
 from accel_train.recipe.tasks import TASKS
 from accel_train.recipe.tasks import TaskSpec as TaskSpec
@@ -182,6 +183,14 @@ class Task(ABC):
         """Return the module whose outputs an exported graph has."""
         return model
 
+    def export_batch(self, batch: "Mapping[str, torch.Tensor]") -> "Mapping[str, torch.Tensor]":
+        """Return a batch of samples as `exportable` takes it, with tensors that it may ignore."""
+        return batch
+
+    def stand_in_data(self, recipe: "Recipe", num_samples: int) -> TaskData | None:
+        """Return data of the recipe's size that reads nothing, for a plan; None, the default, if data decides sizes."""
+        return None
+
     def flops_per_target(self, recipe: "Recipe", model: "torch.nn.Module") -> float | None:
         """Return the floating-point operations of forward and backward per target; None, the default, if unknown."""
         return None
@@ -227,10 +236,26 @@ class Task(ABC):
     def save_description(self, model: "torch.nn.Module", data: TaskData, folder: Path) -> None:
         """Write the files that loading the model needs in addition to its weights. Each checkpoint contains them.
 
-        The default writes the configuration of a transformers model. Most tasks add a tokenizer or an image processor.
+        The default writes the configuration of a transformers model, and the model card. Most tasks add a tokenizer or
+        an image processor.
         """
+        title, library = type(model).__name__, ""
+        kind = title
         if is_of_transformers(model):
             model.config.save_pretrained(folder)
+            kind, library = model.config.model_type, self.spec.library
+        card = new_card(title, kind, self.spec.learns, self.use(model, data), data.facts, library, self.spec.pipeline)
+        (folder / FILE).write_text(str(card), encoding="utf-8", errors="backslashreplace")
+
+    def use(self, model: "torch.nn.Module", data: TaskData) -> Use:
+        """Return the code for the model card, and facts on the model. The default code loads the model."""
+        name, module = type(model).__name__, type(model).__module__
+        if not is_of_transformers(model) or (module == "__main__" and not self.spec.auto):
+            return Use(OF_TENSORS)
+        is_own = not module.startswith("transformers.")
+        if self.spec.auto or not is_own:
+            name, module = self.spec.auto or name, "transformers"
+        return Use(of_transformers(name, module, ", trust_remote_code=True" if is_own and self.spec.auto else ""))
 
     def save(self, model: "torch.nn.Module", data: TaskData, folder: Path) -> None:
         """Write the trained model into a folder that others can load: weights (safetensors) and description."""

@@ -1,13 +1,13 @@
 """Checks of a recipe that need no torch: a mistake that is visible now should not cost the seconds of its import."""
 
 import os
-from importlib.util import find_spec
 from pathlib import Path
 
 from accel_train.checkpoint.run_recipe import check_run_folder, read_recipe_only
+from accel_train.core.errors import check_packages
 from accel_train.recipe.data import Data
 from accel_train.recipe.schema import Recipe
-from accel_train.recipe.tasks import TASKS, refuse_unreported, refuse_unused
+from accel_train.recipe.tasks import TASKS, check_spec, refuse_unreported
 
 
 def check_before_torch(recipe: Recipe, *, trains: bool = True) -> None:
@@ -38,7 +38,7 @@ def check_before_torch(recipe: Recipe, *, trains: bool = True) -> None:
             problem = "this process runs on cpu, but fp16 needs a CUDA device"
             raise ValueError(f"precision.mixed_precision=fp16: {problem}. Use auto, bf16 or no")
     if recipe.task in TASKS:
-        refuse_unused(recipe, TASKS[recipe.task])
+        check_spec(recipe, TASKS[recipe.task])
         refuse_unreported(recipe, TASKS[recipe.task])
         check_paths(recipe.data)
         check_headers(recipe.data)
@@ -50,12 +50,10 @@ def check_onnx(run: Path) -> None:
     Raises:
         ValueError: the message names the fix.
     """
-    missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
-    if missing:
-        raise ValueError(f"--onnx needs the package {missing[0]}. Install it: pip install 'accel-train[onnx]'")
+    check_packages(("onnx", "onnxscript", "onnxruntime"), "onnx", "--onnx")
     check_run_folder(run)
     task = read_recipe_only(run).task
-    if task in ("causal-lm", "seq2seq"):
+    if task in TASKS and TASKS[task].gives in ("continuation", "text"):
         raise ValueError(
             f"--onnx: {task} generates text token by token, and a single graph has no such loop. Export {run}/model "
             "with optimum: pip install 'optimum[onnx]', then optimum-cli export onnx"

@@ -1,5 +1,8 @@
 """Errors that end a run or a command, each with its exit code."""
 
+from collections.abc import Iterable
+from importlib.util import find_spec
+
 
 class TrainingStopped(Exception):
     """Raised when the guard stops the run. The last checkpoint is good. The command exits with 3."""
@@ -51,6 +54,24 @@ class SettingError(ValueError):
 def setting_error(setting: str, value: object, problem: str, remedy: str = "") -> SettingError:
     """Return the error about the value of one setting."""
     return SettingError(problem, remedy, f"{setting}={value}", (setting,))
+
+
+def missing_packages(names: Iterable[str]) -> list[str]:
+    """Return the packages that are not installed, without importing any."""
+    return [name for name in names if find_spec(name) is None]
+
+
+def check_packages(names: Iterable[str], extra: str, at: str, remedy: str = "") -> None:
+    """Check, without importing them, that packages are installed. `remedy` continues the advice.
+
+    Raises:
+        SettingError: one is missing. The message names the extra of this package that installs it, if there is one.
+    """
+    if missing := missing_packages(names):
+        wanted = f"'accel-train[{extra}]'" if extra else " ".join(missing)
+        needed = f"needs the package{'s' if len(missing) > 1 else ''} {' and '.join(missing)}"
+        settings = (at.partition("=")[0],) if "=" in at else ()
+        raise SettingError(needed, f"Install it: pip install {wanted}{remedy}", at, settings)
 
 
 class RecipeProblems(ValueError):

@@ -1,13 +1,13 @@
 """Check a recipe and resolve its steps and data order before the model is built, for a run and for its plan."""
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
+from accel_train.core.errors import check_packages
 from accel_train.core.state import Choice
 from accel_train.data.batch_sizes import BatchSizes
 from accel_train.data.order import DataOrder
@@ -21,7 +21,7 @@ from accel_train.observe.trackers import check_tracker_names
 from accel_train.optim.schedule import StepPlan, resolve_steps
 from accel_train.parallel.compatibility import check_compatibility
 from accel_train.recipe.schema import Recipe
-from accel_train.recipe.tasks import TASKS, refuse_unused
+from accel_train.recipe.tasks import TASKS, check_spec
 from accel_train.recipe.writer import who_set
 from accel_train.task import Task, TaskData, load_task, with_data_of
 
@@ -37,7 +37,7 @@ def check_recipe(recipe: Recipe) -> tuple[Recipe, Task]:
     """
     task = load_task(recipe.task)
     recipe = with_data_of(task, recipe)
-    refuse_unused(recipe, task.spec)
+    check_spec(recipe, task.spec)
     if recipe.task in TASKS:
         check_model_config(recipe)
         if recipe.model.pretrained is not None:
@@ -55,8 +55,8 @@ def check_recipe(recipe: Recipe) -> tuple[Recipe, Task]:
             "Set model.lora.merge to true, or leave the cap out"
         )
     check_compatibility(recipe, task)
-    if recipe.model.lora is not None and find_spec("peft") is None:
-        raise ValueError("model.lora needs the package peft; install it: pip install 'accel-train[lora]'")
+    if recipe.model.lora is not None:
+        check_packages(("peft",), "lora", "model.lora")
     check_tracker_names(recipe.log.trackers)
     check_targets(recipe.log.notify)
     if recipe.loads_best_model and not recipe.checkpoint.keep_best:

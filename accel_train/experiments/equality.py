@@ -259,7 +259,7 @@ def toy_layouts(recipe: Recipe, world_size: int) -> tuple[Layout, Layout]:
     chunked = recipe.loss.chunked if recipe.loss.chunked != "auto" else _is_large(recipe)
     layout = _changed(layout, loss={"chunked": chunked and "auto" if tp_size > 1 else chunked})
     # Attention of transformers itself. Rows of a table are packed as attention allows, so they need the recipe's own.
-    is_text = recipe.task == "causal-lm" and getattr(recipe.data, "format", "") == "text"
+    is_text = getattr(recipe.data, "format", "") == "text"
     model = {"attn_implementation": "eager"} if is_text and recipe.model.attn_implementation == "auto" else {}
     plain = _changed(
         layout,
@@ -284,7 +284,7 @@ def _is_large(recipe: Recipe) -> bool:
     """Return whether the recipe's own logits come in chunks; a toy's fit into one."""
     from accel_train.model.kernels.toy import chunks_loss, config_of
 
-    if recipe.task != "causal-lm":
+    if "loss.chunked" not in TASKS[recipe.task].uses:
         return False
     each = recipe.batch.per_device_batch_size
     samples = each if isinstance(each, int) else recipe.batch.global_batch_size or 1
@@ -356,7 +356,7 @@ def _with_toy_model(recipe: Recipe, toy: Recipe) -> Recipe:
     config = config_of(recipe)
     check_compatibility(recipe, load_task(recipe.task))
     try:
-        toy_fields(config, is_causal=recipe.task == "causal-lm", check=check)
+        toy_fields(config, is_causal=TASKS[recipe.task].gives == "continuation", check=check)
     except ValueError as error:
         raise ValueError(f"{NO_TOY}: {error}") from error
     return found[-1]

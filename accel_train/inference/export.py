@@ -4,15 +4,16 @@
 """
 
 import copy
-import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import transformers
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
@@ -21,6 +22,7 @@ from transformers.utils import logging
 from accel_train.checkpoint.weight_files import check_digests
 from accel_train.core.errors import asks_for_own_code
 from accel_train.core.json_io import load_object, write_json
+from accel_train.core.model_card import FILE, USE, Card
 from accel_train.core.ownership import MARKER, check_folder, replacing
 from accel_train.inference.finished_run import (
     DataNotFound,
@@ -43,10 +45,7 @@ from accel_train.tasks.sentence_embedding.config import EMBEDDING, PROMPTS_FILE
 EXPORT_FILE = "export.json"
 INT8_FILE = "model-int8.safetensors"
 """Name of the int8 file. With `model.safetensors`, `from_pretrained` would leave unknown weights random."""
-_CODE_BLOCK = re.compile(r"```python\n.*?```\n", re.DOTALL)
 _HOW_TO_LOAD = """
-## int8
-
 The matrices are int8 (weight-only, by torchao), in `{file}`; `from_pretrained` does not know them, \
 and refuses this folder.
 Load the model so (a tokenizer or image processor loads with transformers as ever):
@@ -58,8 +57,6 @@ model = load_exported(".")  # this folder; or its path
 ```
 """
 _HOW_TO_RUN = """
-## ONNX
-
 The model is an ONNX graph, in `{file}`. It takes the tensors that this folder's {processor} returns: {inputs}.
 
 ```python
@@ -187,10 +184,14 @@ def load_exported(folder: str | Path) -> PreTrainedModel:
         whole: PreTrainedModel = model_class.from_pretrained(folder, use_safetensors=True)
         return whole.eval()
     tensors = load_file(folder / INT8_FILE)
-    has_pooler = any(name.startswith("pooler.") for name in tensors)
-    model = model_class(config, **({} if has_pooler else without_pooler(model_class))).eval()
+    model = model_class(config, **_pooler_of(model_class, tensors)).eval()
     put_int8_tensors(model, tuple(record["int8"]["matrices"]), tensors)
     return model
+
+
+def _pooler_of(model_class: type, names: Iterable[str]) -> dict[str, Any]:
+    """Return the argument that builds a model without a pooler, if its saved weights have none."""
+    return {} if any(name.startswith("pooler.") for name in names) else without_pooler(model_class)
 
 
 def _class_of(config: Any, folder: Path) -> Any:
@@ -224,9 +225,13 @@ def _load_whole(folder: Path, recipe: Recipe, record: dict[str, Any], *, needed:
     logging.disable_progress_bar()
     try:
         model_class = _transformers_class(source)
-        arguments = without_pooler(model_class) if recipe.task == "sentence-embedding" else {}
+        names = chain.from_iterable(safe_open(file, "pt").keys() for file in source.glob("*.safetensors"))
         model, found = model_class.from_pretrained(
-            source, use_safetensors=True, dtype=torch.float32, output_loading_info=True, **arguments
+            source,
+            use_safetensors=True,
+            dtype=torch.float32,
+            output_loading_info=True,
+            **_pooler_of(model_class, names),
         )
         lacking = new_weights(found)
         if lacking:
@@ -304,10 +309,10 @@ def _make_int8(run: TrainedRun | None, whole: nn.Module, folder: Path) -> dict[s
 
 
 def _rewrite_card(folder: Path, title: str, how_to: str) -> None:
-    """Replace the code in the model card, which would load files that no longer exist."""
-    card = folder / "README.md"
-    text = card.read_text(encoding="utf-8") if card.is_file() else f"# {title}\n"
-    card.write_text(_CODE_BLOCK.sub("", text) + how_to, encoding="utf-8")
+    """Replace the use in the model card, whose code would load files that no longer exist."""
+    path = folder / FILE
+    text = path.read_text(encoding="utf-8") if path.is_file() else f"# {title}\n"
+    path.write_text(str(Card.parse(text).with_section(USE, how_to)), encoding="utf-8")
 
 
 def _how_to_run(

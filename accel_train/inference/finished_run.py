@@ -37,11 +37,10 @@ from accel_train.observe.run_folder import SUMMARY_FILE, read_record
 from accel_train.parallel.precision import agree_on_mixed_precision, set_backends, start_accelerator
 from accel_train.recipe.data import Data, NamedClassesData
 from accel_train.recipe.schema import Loss, Model, Recipe
+from accel_train.recipe.tasks import check_extra
 from accel_train.runtime.doctor import check_launcher
 from accel_train.runtime.process_group import on_main, start_processes
 from accel_train.task import Task, TaskData, load_task, read_data, with_data_of
-from accel_train.tasks.sentence_embedding.config import SentenceEmbeddingData
-from accel_train.tasks.text_classification.config import TextClassificationData
 
 T = TypeVar("T")
 
@@ -91,6 +90,8 @@ def open_run(
         DataNotFound: the run's own data is missing, and no other data is given.
     """
     recipe = recipe_of_trained(folder, data, settings)
+    if not labels_optional:
+        check_extra(recipe, load_task(recipe.task).spec)
     if data is None:
         _check_data_is_there(folder, recipe.data)
     processes = start_processes()
@@ -148,15 +149,17 @@ def recipe_of_trained(folder: Path, data: str | None = None, settings: Sequence[
     model = recipe.model.model_copy(update=changes)
     section = located(recipe.data, _started_in(folder))
     trained = read_recipe_only(folder).data
-    if isinstance(section, SentenceEmbeddingData) and isinstance(trained, SentenceEmbeddingData):
-        section = section.prompted_as(trained)
+    section = section.as_trained(trained)
     if recipe.origin("data.cache_dir").kind == "command line":
         section = section.model_copy(update={"cache_dir": recipe.data.cache_dir})
     if data is not None:
         check_own_encoding(folder, section)
         # Each row of other data needs a prediction.
         shown: dict[str, Any] = {"train": data, "eval": data, "group_by_length": False}
-        if isinstance(section, TextClassificationData) and recipe.origin("data.missing_labels").kind != "command line":
+        if (
+            "missing_labels" in type(section).model_fields
+            and recipe.origin("data.missing_labels").kind != "command line"
+        ):
             shown["missing_labels"] = "error"
         names = _class_names(config, weights) if changes["problem_type"] != "regression" else None
         if isinstance(section, NamedClassesData) and names is not None:

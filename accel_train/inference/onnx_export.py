@@ -165,7 +165,7 @@ def write_onnx(run: TrainedRun, folder: Path, quantize: str | None = None) -> di
     Raises:
         ValueError: the model has no ONNX graph, the graph computes other outputs or metrics, or nothing can be int8.
     """
-    example, file, detects = _example(run), folder / ONNX_FILE, run.recipe.task == "object-detection"
+    example, file, detects = _example(run), folder / ONNX_FILE, run.task.spec.gives == "boxes"
     model = run.inner.model
     # The output of sentence-embedding is computed from the model's.
     model = run.task.exportable(model)
@@ -242,9 +242,7 @@ def _example(run: TrainedRun) -> dict[str, Tensor]:
     batch = run.data.collate([run.data.eval[0], run.data.eval[last]])
     if "pixel_values" in batch:
         return {"pixel_values": batch["pixel_values"]}
-    if run.recipe.task == "sentence-embedding":
-        # The texts of a row, one after another.
-        batch = {name: batch[name].flatten(0, 1) for name in ("input_ids", "attention_mask")}
+    batch = {**run.task.export_batch(batch)}
     ids = batch["input_ids"].long()
     names = AutoTokenizer.from_pretrained(run.folder / "model").model_input_names
     known = inspect.signature(run.inner.model.forward).parameters

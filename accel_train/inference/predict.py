@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -29,10 +30,11 @@ from accel_train.engine.evaluation import EvaluationReader, evaluation_mode, row
 from accel_train.inference.coco_results import coco_results
 from accel_train.inference.finished_run import TrainedRun, counted, open_run, recipe_of_trained
 from accel_train.recipe.schema import Recipe
+from accel_train.recipe.tasks import Gives
 from accel_train.recipe.yaml_core import is_number
 from accel_train.runtime.process_group import wait_for_all
+from accel_train.task import load_task
 
-SUFFIXES = (".csv", ".jsonl", ".parquet")
 COCO_SUFFIX = ".json"
 """Suffix of a file with boxes as COCO results."""
 MAX_SCORE_COLUMNS = 20
@@ -44,6 +46,28 @@ Columns = dict[str, list[Any]]
 """Plain values by column, None if missing. All columns have equal length."""
 
 
+@dataclass(frozen=True)
+class Writer:
+    """How predictions of one kind are written."""
+
+    suffixes: tuple[str, ...] = (".csv", ".jsonl", ".parquet")
+    """Endings of the file's name, which set its format."""
+    has_masks: bool = False
+    """Whether a folder of images belongs to the table. Rows in memory would lack them."""
+    settings: tuple[str, ...] = ()
+    """Settings for other data than the run's own."""
+
+
+ROWS = Writer()
+WRITERS: Mapping[Gives | None, Writer] = {
+    "boxes": Writer((*ROWS.suffixes, COCO_SUFFIX)),
+    "mask": Writer(has_masks=True),
+    # Other rows have masks to fill. The run's own texts have none.
+    "tokens": Writer(settings=("--data.label_column", "null")),
+}
+"""Writers of predictions that are more than rows."""
+
+
 def open_for_prediction(
     folder: Path, data: str | None, out: str | None, settings: Sequence[str] = ()
 ) -> tuple[TrainedRun, Path]:
@@ -53,29 +77,38 @@ def open_for_prediction(
         ValueError: the run is not finished, has no data, or its task has no predictions, or the table has an unknown
             format.
     """
-    task = recipe_of_trained(folder, data, settings).task
+    gives = _given_by(recipe_of_trained(folder, data, settings), folder)
+    writer = WRITERS.get(gives, ROWS)
     table = folder / "predictions.csv" if out is None else output_path(out)
-    suffixes = (*SUFFIXES, COCO_SUFFIX) if task == "object-detection" else SUFFIXES
-    if table.suffix.lower() not in suffixes and not is_written_into(table):
+    if table.suffix.lower() not in writer.suffixes and not is_written_into(table):
         raise ValueError(
-            f"--out {table}: its name must end in {', '.join(suffixes)}, because the suffix sets the format"
+            f"--out {table}: its name must end in {', '.join(writer.suffixes)}, because the suffix sets the format"
         )
     check_file(table, folder, f"--out {table}")
-    if task == "semantic-segmentation" and is_written_into(table):
-        raise ValueError(f"--out {table} is not a regular file, and masks need a folder next to it; give a file")
-    if task == "semantic-segmentation":
+    if writer.has_masks:
+        if is_written_into(table):
+            raise ValueError(f"--out {table} is not a regular file, and masks need a folder next to it; give a file")
         check_folder(_masks_of(table), f"{_masks_of(table)} (for the masks of --out {table})")
-    return _open(folder, task, data, settings), table
+    return _open(folder, writer, data, settings), table
 
 
-def _open(folder: Path, task: str, data: str | None, settings: Sequence[str] = ()) -> TrainedRun:
-    if task == "causal-lm":
+def _given_by(recipe: Recipe, folder: Path) -> Gives | None:
+    """Return the kind of a task's predictions; None if only the predictions say it.
+
+    Raises:
+        ValueError: the task continues texts, and predicts nothing for a sample.
+    """
+    gives = load_task(recipe.task).spec.gives
+    if gives == "continuation":
         raise ValueError(
             f"{folder} is a language model and predicts no labels; `accel-train generate {folder}` writes text"
         )
-    if task == "masked-lm" and data is not None:
-        # Reads rows with masks to fill, not text to mask.
-        settings = (*settings, "--data.label_column", "null")
+    return gives
+
+
+def _open(folder: Path, writer: Writer, data: str | None, settings: Sequence[str] = ()) -> TrainedRun:
+    if data is not None:
+        settings = (*settings, *writer.settings)
     run = open_run(folder, data=data, settings=settings, labels_optional=True)
     if run.data.eval is None:
         raise ValueError(f"{folder} held out no data to predict; name some: accel-train predict {folder} DATA")
@@ -93,14 +126,15 @@ def predict_rows(folder: Path, data: Any) -> list[dict[str, Any]]:
         ValueError: the task has no predictions per row, or the data do not fit.
     """
     recipe = recipe_of_trained(folder)
-    if recipe.task == "semantic-segmentation":
+    writer = WRITERS.get(_given_by(recipe, folder), ROWS)
+    if writer.has_masks:
         raise ValueError(f"{folder} predicts masks, not rows; write them: accel-train predict {folder} FOLDER")
     with TemporaryDirectory() as name:
         if not isinstance(data, str | os.PathLike):
             path = Path(name) / "rows.jsonl"
             path.write_text("".join(f"{json.dumps(row)}\n" for row in _rows_of(data, recipe)), encoding="utf-8")
             data = path
-        run = _open(folder, recipe.task, os.fspath(data))
+        run = _open(folder, writer, os.fspath(data))
         columns = predict_columns(run, Path(name))
     rows = [dict(zip(columns, values)) for values in zip(*columns.values(), strict=True)]
     for row in rows if data is not None and Path(data).parent == Path(name) else ():

@@ -6,6 +6,7 @@ The Hub gets one commit: all files, or none.
 import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,26 +17,13 @@ from huggingface_hub.utils import validate_repo_id
 from accel_train.checkpoint.run_recipe import read_recipe_only
 from accel_train.checkpoint.weight_files import check_digests
 from accel_train.core.json_io import load_object
+from accel_train.core.model_card import FILE, FOLDER, OF_TENSORS, SCORES, Card, Use, new_card, of_transformers
 from accel_train.core.ownership import MARKER
 from accel_train.inference.finished_run import check_finished
 from accel_train.inference.model_files import is_known
 from accel_train.observe.run_folder import SUMMARY_FILE, read_summary
+from accel_train.recipe.tasks import TASKS, TaskSpec
 
-CARD = "README.md"
-PIPELINES = {
-    "causal-lm": "text-generation",
-    "image-classification": "image-classification",
-    "masked-lm": "fill-mask",
-    "multiple-choice": "multiple-choice",
-    "object-detection": "object-detection",
-    "question-answering": "question-answering",
-    "semantic-segmentation": "image-segmentation",
-    "sentence-embedding": "sentence-similarity",
-    "seq2seq": "text-generation",
-    "text-classification": "text-classification",
-    "token-classification": "token-classification",
-}
-"""The Hub's name of each task."""
 _FOLDERS = re.compile(r"(?<![\w.:/])(?:~|[A-Za-z]:)?[/\\](?:[^\s/\\`'\"]+[/\\])+")
 """Folders of an absolute path. A public card has only the last part."""
 Answer = TypeVar("Answer")
@@ -85,7 +73,7 @@ def push_run(
         raise ValueError(f"{str(error).rstrip('.')}. Give a name, or owner/name") from error
     paths, left_out = _files_of(source)
     card = card_of(folder, name)
-    files = {path: (source / path).stat().st_size for path in paths} | {CARD: len(card.encode())}
+    files = {path: (source / path).stat().st_size for path in paths} | {FILE: len(card.encode())}
     check_digests(source)
     push = Push(name, private, files, left_out, card, None)
     return push if is_dry_run else _send(push, source, folder, updates=updates)
@@ -99,7 +87,7 @@ def _files_of(source: Path) -> tuple[list[str], tuple[str, ...]]:
     left_out: list[str] = []
     for path in sorted(source.rglob("*")):
         name = path.relative_to(source).as_posix()
-        if path.is_dir() or name in (CARD, MARKER):
+        if path.is_dir() or name in (FILE, MARKER):
             continue
         is_hidden = any(part.startswith(".") for part in name.split("/"))
         is_own_code = path.suffix == ".py" and path.parent == source and path.stem in code
@@ -111,49 +99,41 @@ def card_of(folder: Path, name: str) -> str:
     """Return the model card of a run: model/README.md if it exists, with the scores and the metadata for the Hub."""
     recipe = read_recipe_only(folder)
     summary = read_summary(folder) if (folder / SUMMARY_FILE).is_file() else {}
-    path = folder / "model" / CARD
-    pipeline = PIPELINES.get(recipe.task)
-    card = ModelCard(path.read_text(encoding="utf-8") if path.is_file() else _new_card(recipe.task, folder, summary))
-    data: Any = card.data
-    data.library_name = data.library_name or "transformers"
-    data.pipeline_tag = data.pipeline_tag or pipeline
+    path, facts = folder / "model" / FILE, summary.get("data") or {}
+    card = Card.parse(path.read_text(encoding="utf-8")) if path.is_file() else _new_card(folder, recipe.task, facts)
+    data: Any = ModelCard(str(card)).data
     data.tags = [*(data.tags or ()), *({"accel_train"} - {*(data.tags or ())})]
     scores = {
         key: value
         for key, value in (summary.get("eval") or {}).items()
         if isinstance(value, int | float) and math.isfinite(value) and key != "num_targets"
     }
-    sources = _FOLDERS.sub("", str((summary.get("data") or {}).get("sources", "held-out data")))
     if scores:
         data.model_name = name.rpartition("/")[2]
         data.eval_results = [
             EvalResult(
                 task_type=data.pipeline_tag or recipe.task,
                 dataset_type="held-out",
-                dataset_name=sources,
+                dataset_name=_FOLDERS.sub("", str(facts.get("sources", "held-out data"))),
                 metric_type=key,
                 metric_value=value,
             )
             for key, value in scores.items()
         ]
-    text = _FOLDERS.sub("", card.text.strip()).replace("path/of/this/folder", name)
-    text = text.replace("The scores are in `summary.json` and `report.html` of the run folder.\n\n", "")
-    # `ModelCard` writes the metadata again.
-    return f"---\n{data.to_yaml()}\n---\n\n{text}\n{_scores_table(scores, summary)}"
+    card = card.with_section(SCORES, _scores_table(scores, summary))
+    # Metadata have no folders, and their scores are nested.
+    public = Card.parse(_FOLDERS.sub("", str(replace(card, metadata=""))).replace(FOLDER, name))
+    return str(replace(public, metadata=data.to_yaml()))
 
 
-def _new_card(task: str, folder: Path, summary: Mapping[str, Any]) -> str:
-    config, data = load_object(folder / "model" / "config.json"), summary.get("data") or {}
-    (architecture,) = config.get("architectures") or ["AutoModel"]
-    auto = "AutoModelForCausalLM" if task == "causal-lm" else architecture
-    return (
-        "---\nlibrary_name: transformers\n---\n\n"
-        f"# {folder.absolute().name}\n\n"
-        f"A `{config.get('model_type')}` model, trained with accel_train (task {task}).\n\n"
-        f"- Data: {data.get('sources', 'not recorded')}\n"
-        f"- Steps: {summary.get('steps')}\n\n"
-        f'```python\nfrom transformers import {auto}\n\nmodel = {auto}.from_pretrained("path/of/this/folder")\n```\n'
-    )
+def _new_card(folder: Path, task: str, facts: Mapping[str, Any]) -> Card:
+    """Return the card of a model that was saved without one."""
+    config = load_object(folder / "model" / "config.json")
+    spec = TASKS[task] if task in TASKS else TaskSpec()
+    (name,) = config.get("architectures") or [spec.auto]
+    use = Use(of_transformers(spec.auto or name) if name else OF_TENSORS)
+    kind = str(config.get("model_type") or config.get("module", "torch"))
+    return new_card(folder.absolute().name, kind, spec.learns, use, facts, spec.library if name else "", spec.pipeline)
 
 
 def _scores_table(scores: Mapping[str, float], summary: Mapping[str, Any]) -> str:
@@ -161,7 +141,7 @@ def _scores_table(scores: Mapping[str, float], summary: Mapping[str, Any]) -> st
         return ""
     rows = [f"| {key} | {value:.4g} |" for key, value in scores.items()]
     rows += [f"| baseline {key} | {value:.4g} |" for key, value in (summary.get("baselines") or {}).items()]
-    return "\n".join(["\n## Scores on the held-out data\n", "| metric | value |", "|---|---|", *rows, ""])
+    return "\n".join(["On the held-out data:\n", "| metric | value |", "|---|---|", *rows])
 
 
 def _send(push: Push, source: Path, folder: Path, *, updates: bool) -> Push:
@@ -184,10 +164,10 @@ def _send(push: Push, source: Path, folder: Path, *, updates: bool) -> Push:
                 f"the repository {name} exists and is public. Make it private on the Hub, or leave out --private"
             )
     _ask(lambda: api.create_repo(name, private=push.private, exist_ok=True))
-    files: list[Any] = [CommitOperationAdd(path, source / path) for path in push.files if path != CARD]
-    files.append(CommitOperationAdd(CARD, push.card.encode()))
+    files: list[Any] = [CommitOperationAdd(path, source / path) for path in push.files if path != FILE]
+    files.append(CommitOperationAdd(FILE, push.card.encode()))
     commit = _ask(lambda: api.create_commit(name, files, commit_message=f"Add the model of {folder.absolute().name}"))
-    sizes = {**push.files, CARD: len(push.card.encode())}
+    sizes = {**push.files, FILE: len(push.card.encode())}
     return push._replace(files=sizes, url=str(commit.commit_url), kept=tuple(sorted(kept - {*push.files})))
 
 
@@ -215,5 +195,5 @@ def format_push(push: Push) -> str:
     if push.kept:
         lines.append(f"also there, from before: {', '.join(push.kept)}")
     if push.url is None:
-        lines += [f"{CARD}:", *(f"  {line}".rstrip() for line in push.card.splitlines())]
+        lines += [f"{FILE}:", *(f"  {line}".rstrip() for line in push.card.splitlines())]
     return "\n".join(lines)

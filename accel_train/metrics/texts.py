@@ -5,31 +5,15 @@ import re
 import string
 from collections import Counter
 from collections.abc import Sequence
-from importlib.util import find_spec
 
 import numpy as np
 
-_PACKAGES = {"sacrebleu": "sacrebleu", "rouge_score": "rouge-score"}
 _ROUGE = ("rouge1", "rouge2", "rougeL")
 TEXT_SCORES = ("bleu", "chrf", *_ROUGE, "exact_match")
 """Names of the scores that `text_scores` returns."""
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
-
-
-def require_packages() -> None:
-    """Check that the packages for scoring texts are installed.
-
-    Raises:
-        ValueError: a package is missing. The message names it and the extra that installs it.
-    """
-    missing = [package for module, package in _PACKAGES.items() if find_spec(module) is None]
-    if missing:
-        raise ValueError(
-            f"seq2seq scores generated texts by {' and '.join(missing)}; install it: pip install "
-            "'accel-train[seq2seq]', or set evaluate.generation.max_samples to 0"
-        )
 
 
 def text_scores(

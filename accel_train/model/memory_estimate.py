@@ -152,9 +152,9 @@ def build_without_weights(recipe: Recipe, task: Task, data: TaskData) -> nn.Modu
     if recipe.model.pretrained is not None and recipe.task in TASKS:
         config = pretrained_config(recipe)
         fields = config.to_dict()
-        if recipe.task == "causal-lm":
+        if (size := getattr(data.source, "vocab_size", None)) is not None:
             multiple = recipe.model.pad_vocab_to_multiple_of or 1
-            rows = -(-data.source.vocab_size // multiple) * multiple
+            rows = -(-size // multiple) * multiple
             fields["vocab_size"] = max(fields.get("vocab_size") or 0, rows)
         section = recipe.model.model_copy(update={"pretrained": None, "config": fields})
         recipe = recipe.model_copy(update={"model": section})

@@ -15,6 +15,7 @@ from accel_train.core.json_io import dotted_items, load_object, parse_json
 from accel_train.core.state import Choice
 from accel_train.data.hub import look_for_hub, without_hub
 from accel_train.recipe.schema import Recipe
+from accel_train.recipe.tasks import TASKS
 from accel_train.recipe.writer import who_set
 from accel_train.recipe.yaml_core import show
 from accel_train.task import is_of_transformers
@@ -135,7 +136,9 @@ def _check_heads(config: Any, at: str) -> None:
 def _check_positions(recipe: Recipe, config: Any) -> None:
     is_rotary = getattr(config, "rope_parameters", None) is not None
     positions = getattr(config, "max_position_embeddings", None)
-    length = None if recipe.task == "masked-lm" else recipe.data.window
+    # Other models may have relative positions, which their task counts.
+    is_causal = recipe.task in TASKS and TASKS[recipe.task].gives == "continuation"
+    length = recipe.data.window if is_causal else None
     if length is not None and positions is not None and not is_rotary and length > positions:
         field = config.attribute_map.get("max_position_embeddings", "max_position_embeddings")
         raise ValueError(

@@ -7,12 +7,12 @@ A recipe names them by a short name or by module:Class. They cannot read the fla
 import inspect
 import math
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from accel_train.core.errors import check_packages
 from accel_train.guard.guard import Limits
 from accel_train.model.weights import embeddings
 from accel_train.optim.update import update_within
@@ -42,10 +42,8 @@ def build_custom(
     """
     setting = f"optimizer.name={section.name}"
     kind = optimizer_kind(section.name)
-    if kind.package and find_spec(kind.package) is None:
-        raise ValueError(
-            f"{setting} needs the package {kind.package}; install it: pip install 'accel-train[{kind.package}]'"
-        )
+    if kind.package:
+        check_packages((kind.package,), kind.package, setting)
     name = section.name if kind is CUSTOM else kind.of_class
     found: Any = load_class("optimizer.name", name, "torch.optim.Optimizer")
     if not issubclass(found, torch.optim.Optimizer):

@@ -31,9 +31,9 @@ class Asked(NamedTuple):
         return self.task.spec.loss_is_global or self.task.global_loss is not None
 
     @property
-    def is_other_task(self) -> bool:
-        """Return whether the task is built in and not a language model."""
-        return self.recipe.task in TASKS and self.recipe.task != "causal-lm"
+    def cannot_split(self) -> bool:
+        """Return whether the task is built in, and its samples or layers cannot be split over processes."""
+        return self.recipe.task in TASKS and not self.task.spec.loss_is_by_position
 
 
 class Conflict(NamedTuple):
@@ -113,8 +113,8 @@ CONFLICTS = (
     Conflict(
         "tp_size",
         "task",
-        lambda asked: asked.is_other_task,
-        "only causal-lm can split layers, but task is {recipe.task}",
+        lambda asked: asked.cannot_split,
+        "only {splitting} can split layers, but task is {recipe.task}",
         "Set parallel.tp_size to 1",
     ),
     Conflict(
@@ -128,8 +128,8 @@ CONFLICTS = (
     Conflict(
         "sp_size",
         "task",
-        lambda asked: asked.is_other_task,
-        "only causal-lm can split sequences, but task is {recipe.task}",
+        lambda asked: asked.cannot_split,
+        "only {splitting} can split sequences, but task is {recipe.task}",
         "Set parallel.sp_size to 1",
     ),
     Conflict(
@@ -249,7 +249,7 @@ CONFLICTS = (
         "evaluate.generation.max_samples",
         lambda asked: (
             asked.recipe.parallel.zero_stage == 3
-            and asked.recipe.task == "seq2seq"
+            and "evaluate.generation" in asked.task.spec.uses
             and asked.recipe.evaluate.generation.max_samples != 0
         ),
         "cannot be combined with evaluate.generation.max_samples at zero_stage 3: processes gather weights together, "
@@ -330,9 +330,10 @@ def check_compatibility(
         if is_on and refuses(asked):
             facts = {"recipe": recipe, "precision": asked.precision, "accumulation": accumulation, "lengths": lengths}
             facts |= {"model_type": model_type(recipe)} if "{model_type}" in problem else {}
+            facts |= {"splitting": ", ".join(name for name, spec in TASKS.items() if spec.loss_is_by_position)}
             settings = (setting, other) if other else (setting,)
             raise SettingError(problem.format(**facts), remedy.format(**facts), f"{setting}={value}", settings)
-    if recipe.task == "causal-lm" and section.num_sharing > 1:
+    if recipe.task in TASKS and section.num_sharing > 1:
         _check_language_model(recipe)
 
 

@@ -2,20 +2,15 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
 from accel_train.checkpoint.store import checkpoint_folders
 from accel_train.core.state import Choice
 from accel_train.data.batch_sizes import BatchSizes, divisors, is_open, resolve_batch
-from accel_train.data.text.tokenizers import pretrained_tokenizer
-from accel_train.data.text.tokens import collate_windows
 from accel_train.engine.resolve import change_model, check_recipe, resolve_run
 from accel_train.model.kernels.frozen import choose_frozen_dtype, keep_frozen
 from accel_train.model.kernels.nf4 import NF4_BYTES
@@ -40,11 +35,10 @@ from accel_train.plan.place import Hardware, Layout, Place, choose_place, count_
 from accel_train.plan.step_time import Scale, estimate_scale
 from accel_train.plan.traffic import Collective, buffer_collectives, neighbour_collectives, with_exchange
 from accel_train.recipe.optimizer import optimizer_kind
-from accel_train.recipe.schema import Recipe, TrainedTokenizer
+from accel_train.recipe.schema import Recipe
 from accel_train.recipe.tasks import targets_of
 from accel_train.runtime.launch_environment import with_launch_environment
 from accel_train.task import Task, TaskData, read_data
-from accel_train.tasks.causal_lm.config import CausalLMData
 
 
 @dataclass(frozen=True)
@@ -163,7 +157,7 @@ def resolve_plan(
     sizes = resolve_batch(recipe.batch, processes, recipe.parallel.num_sharing, recipe.parallel.shared_by)
     proved = task.prove(recipe)
     if no_data:
-        short, data = without_data(recipe, sizes.global_batch_size)
+        short, data = without_data(task, recipe, sizes.global_batch_size)
     else:
         short, data = recipe, read_data(task, recipe, progress=progress)
     steps, _ = resolve_run(short, data, sizes)
@@ -329,8 +323,8 @@ def _notes(recipe: Recipe, data: TaskData, gpu: str | None, sizes: BatchSizes, p
         yield f"{recipe.output_dir} holds {found[-1].name}: the run resumes there if it is valid and from this run"
 
 
-def without_data(recipe: Recipe, global_batch_size: int) -> tuple[Recipe, TaskData]:
-    """Return the recipe for a plan that reads no data, and stand-in data: full windows, as many as the run reads.
+def without_data(task: Task, recipe: Recipe, global_batch_size: int) -> tuple[Recipe, TaskData]:
+    """Return the recipe for a plan that reads no data, and stand-in data: full samples, as many as the run reads.
 
     If only `schedule.num_epochs` says how long the run is, its steps are not known without the data. Then the recipe
     has one step more than its warmup, for what a plan says of one step, and profiles none.
@@ -338,26 +332,12 @@ def without_data(recipe: Recipe, global_batch_size: int) -> tuple[Recipe, TaskDa
     Raises:
         ValueError: the task needs its data for more than their length, or the tokenizer cannot be loaded.
     """
-    if recipe.task != "causal-lm":
-        raise ValueError(
-            f"--no-data: only causal-lm can be planned without data. task={recipe.task} needs the data for labels or "
-            "sizes"
-        )
-    section = CausalLMData.of(recipe.data)
-    choice, schedule, length = recipe.tokenizer_in_use, recipe.schedule, section.sequence_length
-    if isinstance(choice, TrainedTokenizer):
-        tokenizer: Any = SimpleNamespace(vocab_size=choice.train_bpe.vocab_size, separator_id=0)
-    else:
-        tokenizer = pretrained_tokenizer(choice, trust_remote_code=recipe.model.trust_remote_code)
+    schedule = recipe.schedule
     max_steps = schedule.max_steps or (schedule.warmup_steps or 0) + 1
-    windows: Any = np.broadcast_to(np.int64(0), (max_steps * global_batch_size, length + 1))  # takes no memory
-    collate = partial(collate_windows, separator_id=tokenizer.separator_id, mask_documents=section.mask_documents)
-    facts = {
-        "sources": f"not read (--no-data): each sample counts as data.sequence_length={length} tokens with a label"
-    }
-    has_eval = recipe.data.eval is not None or recipe.data.eval_fraction > 0
-    data = TaskData(windows, windows if has_eval else None, collate, "", facts, source=tokenizer)
+    data = task.stand_in_data(recipe, max_steps * global_batch_size)
+    if data is None:
+        raise ValueError(f"--no-data: {recipe.task} needs its data for labels or sizes. Leave --no-data out")
     steps = schedule.model_copy(update={"max_steps": max_steps, "num_epochs": None})
-    section = section.model_copy(update={"group_by_length": False})
+    section = recipe.data.model_copy(update={"group_by_length": False})
     log = recipe.log if schedule.max_steps else recipe.log.model_copy(update={"profile_steps": None})
     return recipe.model_copy(update={"schedule": steps, "data": section, "log": log}), data

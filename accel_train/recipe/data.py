@@ -196,6 +196,10 @@ class Data(Section):
             )
         return data
 
+    def as_trained(self, trained: "Data") -> Self:
+        """Return this section, for other data, with what the model learned of each column in training."""
+        return self
+
     @property
     def window(self) -> int | None:
         """Return the number of tokens in each sample, or None if samples have lengths of their own or no tokens."""

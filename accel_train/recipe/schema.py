@@ -27,7 +27,7 @@ from accel_train.recipe.evaluate import Evaluate
 from accel_train.recipe.optimizer import SCHEDULE_FREE, Optimizer
 from accel_train.recipe.parallel import Parallel
 from accel_train.recipe.schedule import Schedule
-from accel_train.recipe.tasks import data_section, tasks_with
+from accel_train.recipe.tasks import DEFAULT_TASK, data_section, tasks_with
 from accel_train.recipe.values import (
     Auto,
     Length,
@@ -381,7 +381,7 @@ class Log(Section):
 class Recipe(Section):
     """All settings of a run, as programs pass them on. `loader.Recipe` reads them from a file."""
 
-    task: str = "causal-lm"
+    task: str = DEFAULT_TASK
     """Name of a built-in task, or `my_module:MyTask`."""
     seed: Seed = 0
     """Seed of all random numbers: weights, data order, augmentation, and dropout."""

@@ -4,10 +4,10 @@ import importlib
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from typing import TYPE_CHECKING, Any, Literal
 
-from accel_train.core.errors import SettingError, setting_error
+from accel_train.core.errors import SettingError, check_packages, setting_error
 from accel_train.core.format import did_you_mean
 from accel_train.core.metric_names import OF_EVERY_EVALUATION
 from accel_train.recipe.data import Data, OwnData
@@ -15,10 +15,12 @@ from accel_train.recipe.data import Data, OwnData
 if TYPE_CHECKING:
     from accel_train.recipe.schema import Recipe
 
+DEFAULT_TASK = "causal-lm"
+"""Task of a recipe that names none."""
 ANY_TASK = "any"
 """Task of a recipe whose data is still to be recognized: its `data` takes the settings of all tasks."""
 
-Gives = Literal["text", "tokens", "class", "tags", "answer", "choice", "boxes", "mask", "vector"]
+Gives = Literal["continuation", "text", "tokens", "class", "tags", "answer", "choice", "boxes", "mask", "vector"]
 
 TEXT = frozenset(("tokenizer", "model.accept_new_tokenizer", "model.pad_vocab_to_multiple_of"))
 """Optional settings of tasks that read texts."""
@@ -49,6 +51,8 @@ class TaskSpec:
     """Whether `accel-train finetune` recognizes its data and writes a recipe for it."""
     auto: str = ""
     """Auto class of transformers that loads its model. Empty: the model is not one of transformers."""
+    library: str = "transformers"
+    """Library on the Hugging Face Hub that loads its model, if the model is one of transformers."""
     pipeline: str = ""
     """Pipeline tag on the Hugging Face Hub."""
     metrics: tuple[str, ...] = ()
@@ -56,9 +60,13 @@ class TaskSpec:
     comes first. A test compares them with the metrics of real runs.
     """
     extra: str = ""
-    """Extra of this package that it needs (`pip install 'accel-train[EXTRA]'`)."""
+    """Extra of this package that it needs (`pip install 'accel-train[EXTRA]'`). Empty for packages of other origin."""
+    extra_is_for: str = ""
+    """Setting of evaluations that the extra serves, by dotted name. The extra is not needed if the setting is 0 or if
+    nothing is held out. Empty: the extra is always needed.
+    """
     packages: tuple[str, ...] = ()
-    """Importable names of the packages of `extra`."""
+    """Importable names of the packages that it needs."""
     loss_is_by_position: bool = False
     """Whether `loss_sum` and `evaluate_batch` depend only on the logits and label of each position. Sequences may then
     be split over processes (`parallel.sp_size`). It counts for the class that defines both methods, not for a class
@@ -182,6 +190,35 @@ def refuse_unreported(recipe: "Recipe", spec: TaskSpec) -> None:
         f"evaluations of {recipe.task} do not report this metric",
         did_you_mean(name, reported, f"there are {', '.join(reported)}") + adds,
     )
+
+
+def check_spec(recipe: "Recipe", spec: TaskSpec) -> None:
+    """Check that the task reads the recipe's settings, and that the packages it needs are installed.
+
+    Raises:
+        SettingError: a setting would do nothing, or a package is missing.
+    """
+    refuse_unused(recipe, spec)
+    check_extra(recipe, spec)
+
+
+def check_extra(recipe: "Recipe", spec: TaskSpec) -> None:
+    """Check that the packages that a task needs for a recipe are installed.
+
+    Raises:
+        SettingError: one is missing. The message names the extra.
+    """
+    remedy = ""
+    if spec.extra_is_for:
+        if setting_of(recipe, spec.extra_is_for) == 0 or not (recipe.data.eval or recipe.data.eval_fraction):
+            return
+        remedy = f", or set {spec.extra_is_for} to 0"
+    check_packages(spec.packages, spec.extra, f"task={recipe.task}", remedy)
+
+
+def setting_of(recipe: "Recipe", name: str) -> Any:
+    """Return the value of a setting by its dotted name."""
+    return reduce(getattr, name.split("."), recipe)
 
 
 def refuse_unused(recipe: "Recipe", spec: TaskSpec) -> None:

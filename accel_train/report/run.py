@@ -8,12 +8,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from accel_train.core.model_card import FILE, FOLDER
 from accel_train.core.state import JsonRecord
 from accel_train.observe import run_folder
 from accel_train.observe.goodput import goodput_of, read_launches
 from accel_train.observe.incident_record import INCIDENTS, RECORD, TEXT, incident_folders, main_facts, read_incident
 from accel_train.observe.metrics_reader import MetricsReader
-from accel_train.recipe.tasks import targets_of
+from accel_train.recipe.tasks import DEFAULT_TASK, targets_of
 from accel_train.recipe.yaml_core import parse_yaml
 from accel_train.task import target_rate
 
@@ -90,7 +91,7 @@ class Run:
     @property
     def task(self) -> str:
         """Task of the recipe, or an empty text if the recipe cannot be read."""
-        return "" if self.recipe is None else str(self.recipe.get("task", "causal-lm"))
+        return "" if self.recipe is None else str(self.recipe.get("task", DEFAULT_TASK))
 
     @property
     def targets(self) -> str:
@@ -143,10 +144,10 @@ def load_run(folder: Path, name: str | None = None, reader: MetricsReader | None
 
 def _example(model: Path) -> str:
     """Return the first Python lines in the README of a model, with its path."""
-    card = model / "README.md"
+    card = model / FILE
     text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     found = re.search(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
-    return "" if found is None else found[1].replace("path/of/this/folder", model.as_posix()).rstrip()
+    return "" if found is None else found[1].replace(FOLDER, model.as_posix()).rstrip()
 
 
 def _usable_incidents(folder: Path, damage: list[str]) -> list[JsonRecord]:

@@ -33,7 +33,7 @@ from accel_train.parallel.sequence_parallel import in_slices, tell_accelerator
 from accel_train.parallel.strategies import open_strategy
 from accel_train.parallel.strategy import Strategy
 from accel_train.recipe.schema import Recipe
-from accel_train.recipe.tasks import refuse_unused
+from accel_train.recipe.tasks import check_spec
 from accel_train.runtime.consistency import check_agreement, check_shared
 from accel_train.runtime.doctor import check_launcher, idle_gpus
 from accel_train.runtime.exit import exits_are_errors
@@ -80,7 +80,7 @@ def _prepare(recipe: Recipe, task: Task | None, extensions: Extensions, stop: St
         recipe, task = check_recipe(recipe)
     else:
         recipe = with_data_of(task, recipe)
-        refuse_unused(recipe, task.spec)
+        check_spec(recipe, task.spec)
     refuse_inputs_in_output(recipe)
     strategy, sizes, choices = open_processes(recipe, task)
     with ExitStack() as resources, exits_are_errors():

@@ -327,7 +327,7 @@ def test_pickles_and_code_are_left_out_of_an_export_and_named(copied: Path, caps
 
 @pytest.mark.slow
 def test_code_in_the_card_of_an_int8_export_works_as_it_stands(copied: Path) -> None:
-    card = "# A card\n\n```python\nfrom transformers import AutoModel\nAutoModel.from_pretrained('.')\n```\n"
+    card = "# A card\n\n## Use\n\n```python\nfrom transformers import AutoModel\nAutoModel.from_pretrained('.')\n```\n"
     (copied / "model" / "README.md").write_text(card)
     assert main(["export", str(copied), "--quantize", "int8"]) == 0
     folder = copied / "export-int8"

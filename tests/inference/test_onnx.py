@@ -18,8 +18,8 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer
 from transformers.pytorch_utils import Conv1D
 
-from accel_train.cli import early
 from accel_train.cli.main import main
+from accel_train.core import errors
 from accel_train.inference import onnx_export, onnx_int8
 from accel_train.inference.export import load_exported
 from accel_train.model.ngrams import register
@@ -199,7 +199,11 @@ def test_one_bad_batch_of_many_refuses_the_graph(name: str, graph: list[float], 
         ("causal-lm", [], "optimum-cli export onnx"),
         ("seq2seq", [], "seq2seq generates text token by token"),
         ("own:Task", [], "own:Task is custom"),
-        ("text-classification", [], "--onnx needs the package onnxscript. Install it: pip install 'accel-train[onnx]'"),
+        (
+            "text-classification",
+            [],
+            "--onnx: needs the package onnxscript. Install it: pip install 'accel-train[onnx]'",
+        ),
     ],
 )
 def test_a_refusal_comes_before_torch_and_names_the_fix(
@@ -210,7 +214,7 @@ def test_a_refusal_comes_before_torch_and_names_the_fix(
         f"task: {task}\noutput_dir: run\nmodel: {{pretrained: m}}\ndata: {{train: d}}\nschedule: {{max_steps: 1}}\n"
     )
     if "needs" in said:
-        monkeypatch.setattr(early, "find_spec", lambda name: None if name == "onnxscript" else name)
+        monkeypatch.setattr(errors, "find_spec", lambda name: None if name == "onnxscript" else name)
     assert main(["export", "run", "--onnx", *more]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert said in lines[0]

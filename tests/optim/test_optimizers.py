@@ -323,8 +323,8 @@ def test_state_of_packages_is_restored_to_the_bit(name: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("name", PACKAGED)
 def test_a_missing_package_is_named_with_the_extra_that_brings_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("accel_train.optim.custom.find_spec", lambda _: None)
-    with pytest.raises(ValueError, match=rf"^optimizer\.name={name} needs the package (\w+); .*'accel-train\[\1\]'$"):
+    monkeypatch.setattr("accel_train.core.errors.find_spec", lambda _: None)
+    with pytest.raises(ValueError, match=rf"^optimizer\.name={name}: needs the package (\w+)\. .*'accel-train\[\1\]'$"):
         try_custom(Optimizer.model_validate({"name": name}), CPU, is_sharded=False)
 
 

@@ -1,7 +1,6 @@
 """Object detection: average precision counted by hand, the mean-box baseline, and predictions of the trained model."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForObjectDetection, pipeline
 
-from accel_train.core.errors import SettingError
 from accel_train.data.images.boxes import Boxes
 from accel_train.model.lora import add_adapters
 from accel_train.recipe.schema import LoRA
@@ -22,7 +20,6 @@ from accel_train.tasks.object_detection.metrics import (
     Detection,
     average_precision,
     mean_boxes,
-    require_pycocotools,
 )
 from tests.support.detectors import DEFORMABLE
 from tests.support.runs import metrics, run, run_forked_command, write_recipe_file
@@ -137,13 +134,6 @@ def test_mean_box_is_relative_to_the_image_and_scored_by_the_share_of_images() -
     assert detection.class_ids.tolist() == [0, 1]
     assert detection.scores.tolist() == pytest.approx([2 / 3, 1 / 3])
     assert detection.corners[0] == pytest.approx([200 * 0.2 / 3, 0, 200 * (0.2 + 0.4 + 0.4) / 3, (40 + 40 + 8) / 3])
-
-
-def test_without_pycocotools_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pycocotools.cocoeval", None)
-    with pytest.raises(SettingError) as caught:
-        require_pycocotools()
-    assert "accel-train[detection]" in str(caught.value)
 
 
 def write_coco(folder: Path, number: int = 12) -> Path:

@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from accel_train.cli.main import main
+from accel_train.core.model_card import FOLDER
 from accel_train.recipe.evaluate import TestTimeAugmentation as Averaging
 from accel_train.recipe.schema import Recipe
 from accel_train.task import TaskData
@@ -337,7 +338,7 @@ def test_the_code_in_the_written_readme_answers_as_we_do_and_so_does_the_pipelin
     ours = task.predict_batch(model, batch_of(data, [at])[0])
     name, score = data.source.label_names[int(ours["label"][0])], pytest.approx(float(ours["score"][0]), abs=1e-4)
     code = (tmp_path / "README.md").read_text().split("```python")[1].split("```")[0]
-    exec(code.replace("PATH OF THIS FOLDER", str(tmp_path)).replace("AN IMAGE", str(image)), {})
+    exec(code.replace(FOLDER, str(tmp_path)).replace("image.png", str(image)), {})
     said, probability = capsys.readouterr().out.split()
     assert (said, float(probability)) == (name, score)
     if channels == 3:

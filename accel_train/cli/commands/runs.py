@@ -33,12 +33,14 @@ if TYPE_CHECKING:
     from accel_train.recovery.replay import Replay
 
 LOADING = "loading the model and the data ..."
+GENERATES = "causal-lm"
+"""Task whose runs `generate` and `chat` read."""
 
 
 def _evaluate(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
     with users_mistakes():
         data, folder = data_of(arguments), Path(arguments.run)
-        with importing_for(folder, settings):
+        with importing_for(folder, settings, scores=True):
             from accel_train.inference import evaluate
         say(LOADING)
         run = evaluate.open_for_evaluation(folder, data, settings)
@@ -96,7 +98,7 @@ def _sampling_of(arguments: argparse.Namespace) -> dict[str, Any]:
 @users_mistakes()
 def _generate(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
     sampling = _sampling_of(arguments)
-    with importing(arguments.run, "causal-lm"):
+    with importing(arguments.run, GENERATES):
         from accel_train.inference.generate import generate_from_run
     text = generate_from_run(Path(arguments.run), arguments.prompt, **sampling)
     print(text)
@@ -107,7 +109,7 @@ def _generate(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
 @users_mistakes()
 def _chat(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
     sampling = _sampling_of(arguments)
-    with importing(arguments.run, "causal-lm"):
+    with importing(arguments.run, GENERATES):
         from accel_train.inference.generate import chat_with_run
     messages = chat_with_run(Path(arguments.run), _typed(), **sampling)
     result: results.ChatResult = {"messages": messages}

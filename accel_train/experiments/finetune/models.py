@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from accel_train.core.errors import SettingError
+from accel_train.core.errors import SettingError, missing_packages
 from accel_train.core.state import Choice
 from accel_train.data.images.processors import model_preprocessing, pretrained_image_size
 from accel_train.data.text.tokenizers import load_tokenizer
@@ -25,10 +25,10 @@ from accel_train.experiments.finetune.amounts import (
 )
 from accel_train.experiments.finetune.recipe import Choices, Found
 from accel_train.metrics.entities import entity_tags
-from accel_train.metrics.texts import require_packages
 from accel_train.model.pretrained import num_pretrained_parameters, pretrained_config
 from accel_train.recipe.loader import load_recipe, make_recipe
 from accel_train.recipe.shipped import shipped_recipes
+from accel_train.recipe.tasks import TASKS
 from accel_train.task import load_task
 
 LONGEST = 1024
@@ -438,9 +438,7 @@ def answerer(found: Found, pretrained: Pretrained | None) -> Choices:
 
 def translator(found: Found, pretrained: Pretrained | None) -> Choices:
     metric, number = Choice("chrf", "the characters that generated texts share with targets"), Choice(100, "")
-    try:
-        require_packages()
-    except ValueError:
+    if missing_packages(TASKS["seq2seq"].packages):
         why = "scores of generated texts need pip install 'accel-train[seq2seq]'"
         metric, number = Choice("loss", why), Choice(0, why)
     room = 512 if pretrained is None else min(512, pretrained.num_positions or 512)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from filelock import FileLock, Timeout
 
-from accel_train.core.errors import Preempted
+from accel_train.core.errors import Preempted, check_packages
 from accel_train.core.files import digests_of, make_folders
 from accel_train.core.format import format_count, format_seconds
 from accel_train.core.json_io import json_digest, json_text
@@ -122,7 +122,7 @@ def combine(path: str, space: Space, selection: Selection) -> list[Combination]:
     if random is not None and optuna is not None:
         raise ValueError(f"--random={random} and --optuna={optuna} exclude each other. Give one")
     if optuna is not None:
-        sweep_values.check_optuna()
+        check_packages(("optuna",), "optuna", "--optuna")
         sweep_values.check_number(space, optuna, "--optuna")
         return sweep_values.with_recipes(path, space, sweep_values.extremes(space))
     if random is not None:

@@ -8,7 +8,6 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from importlib.util import find_spec
 from itertools import count, product
 from typing import Any, NamedTuple
 
@@ -241,12 +240,6 @@ def propose(space: Space, outcomes: Sequence[Outcome], *, greater_is_better: boo
     }
     before = [each.values for each in outcomes]
     return chosen if chosen not in before else next(each for each in draws(space, draw_seed) if each not in before)
-
-
-def check_optuna() -> None:
-    """Raise ValueError if Optuna is not installed."""
-    if find_spec("optuna") is None:
-        raise ValueError("--optuna needs the package optuna. Install it: pip install 'accel-train[optuna]'")
 
 
 def with_recipes(path: str, space: Space, chosen: Iterable[Mapping[str, str]]) -> list[Combination]:

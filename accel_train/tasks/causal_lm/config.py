@@ -72,7 +72,7 @@ SPEC = TaskSpec(
         "evaluate.sample_tokens",
     },
     targets="tokens",
-    gives="text",
+    gives="continuation",
     learns="continue a text",
     takes="text; prompts and completions; chats",
     finetune=True,

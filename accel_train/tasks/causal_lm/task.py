@@ -4,8 +4,10 @@ import math
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
@@ -17,9 +19,11 @@ from transformers import (
     PreTrainedModel,
 )
 
+from accel_train.core.model_card import FOLDER, Use
 from accel_train.core.state import Choice
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.text.corpus import Corpus, prepare_text
+from accel_train.data.text.tokenizers import pretrained_tokenizer
 from accel_train.data.text.tokens import collate_windows
 from accel_train.model.kernels.attention import (
     attention_window,
@@ -40,6 +44,7 @@ from accel_train.model.kernels.router_loss import RouterLoss, choose_router_loss
 from accel_train.model.pretrained import pretrained_config, transformers_model
 from accel_train.model.tensors import unpacked_numel
 from accel_train.observe.throughput import model_flops_per_token
+from accel_train.recipe.data import TrainedTokenizer
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Scores, Task, TaskData
 from accel_train.tasks.causal_lm.config import SPEC, CausalLMData
@@ -111,6 +116,20 @@ class CausalLM(Task):
             self.positions_per_target, self.counts_hits = data.facts["positions_per_target"], True
         data.facts["notes"] = [*tokenizer_notes, *data.facts["notes"]]
         return data
+
+    def stand_in_data(self, recipe: Recipe, num_samples: int) -> TaskData:
+        section, choice = CausalLMData.of(recipe.data), recipe.tokenizer_in_use
+        if isinstance(choice, TrainedTokenizer):
+            tokenizer: Any = SimpleNamespace(vocab_size=choice.train_bpe.vocab_size, separator_id=0)
+        else:
+            tokenizer = pretrained_tokenizer(choice, trust_remote_code=recipe.model.trust_remote_code)
+        length = section.sequence_length
+        # Takes no memory.
+        windows: Any = np.broadcast_to(np.int64(0), (num_samples, length + 1))
+        collate = partial(collate_windows, separator_id=tokenizer.separator_id, mask_documents=section.mask_documents)
+        sources = f"not read (--no-data): each sample counts as data.sequence_length={length} tokens with a label"
+        has_eval = section.eval is not None or section.eval_fraction > 0
+        return TaskData(windows, windows if has_eval else None, collate, "", {"sources": sources}, source=tokenizer)
 
     def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
         """Build the recipe's causal LM, with a vocabulary padded to a multiple that suits the hardware.
@@ -239,9 +258,23 @@ class CausalLM(Task):
         return {name: data.facts[name] for name in names if data.facts.get(name) is not None}
 
     def save_description(self, model: nn.Module, data: TaskData, folder: Path) -> None:
-        """Write the configuration and the tokenizer to `folder` in the layout of transformers."""
+        """Write the configuration and the tokenizer to `folder` in the layout of transformers, and a model card."""
         super().save_description(model, data, folder)
         data.source.tokenizer.save_pretrained(folder)
+
+    def use(self, model: nn.Module, data: TaskData) -> Use:
+        start, read = '"a text"', ""
+        if getattr(data.source.tokenizer, "chat_template", None):
+            start, read = '[{"role": "user", "content": "a message"}]', '[-1]["content"]'
+        # A model with code of its own is saved with it.
+        consent = "" if type(model).__module__.startswith("transformers.") else ", trust_remote_code=True"
+        return Use(
+            f"""from transformers import pipeline
+
+write = pipeline("text-generation", model="{FOLDER}"{consent})
+print(write({start}, max_new_tokens=40)[0]["generated_text"]{read})""",
+            samples="windows",
+        )
 
     def sample(self, recipe: Recipe, model: nn.Module, data: TaskData) -> dict[str, Any] | None:
         """Generate a text that begins with `evaluate.sample_prompt`. Return None without a prompt."""

@@ -1,6 +1,5 @@
 """Base class of the tasks that put a head on a text encoder of transformers."""
 
-from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -121,14 +120,8 @@ class EncoderTask(Task):
 
     def save_description(self, model: nn.Module, data: TaskData, folder: Path) -> None:
         """Write the configuration, the tokenizer, and a model card."""
-        assert isinstance(model, PreTrainedModel)
         super().save_description(model, data, folder)
-        text = self.card(model.config.model_type, data)
-        models.save_tokenizer_and_card(data.source.tokenizer, data.facts["max_length"], text, folder)
-
-    @abstractmethod
-    def card(self, model_type: str, data: TaskData) -> str:
-        """Return the model card in Markdown."""
+        models.save_tokenizer(data.source.tokenizer, data.facts["max_length"], folder)
 
 
 def cut_note(lengths: NDArray[np.int64], max_length: int, rows: str) -> list[str]:

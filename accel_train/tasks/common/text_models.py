@@ -1,7 +1,6 @@
 """Models that read text, with a head for sequences, tokens, answers, or choices or without one, and their cards."""
 
 import inspect
-from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,7 +30,7 @@ from accel_train.data.text.tokenizers import vocab_size_of
 from accel_train.model import pretrained
 from accel_train.model.tensors import without_values
 from accel_train.recipe.schema import Recipe
-from accel_train.tasks.common.classification import listed, with_labels
+from accel_train.tasks.common.classification import with_labels
 from accel_train.tasks.common.vocabulary import fields_with_vocabulary, grow_vocabulary
 
 # Maximum tokens per sample, unless the recipe or the model sets fewer.
@@ -226,66 +225,12 @@ def build_model(
     return model, [*notes, *grow_vocabulary(recipe, model, tokenizer)]
 
 
-def model_card(facts: Mapping[str, Any], model_type: str) -> str:
-    """Return the model card of a text classifier."""
-    names = facts["label_names"]
-    is_regression = not facts["num_train_of_label"]
-    # The code of an ngrams model is saved in the folder of its weights.
-    consent = ", trust_remote_code=True" if model_type == "ngrams" else ""
-    labels = f"{len(names)} labels: {listed(names, 40, ' (config.json has all)')}"
-    return card(
-        facts,
-        model_type,
-        title="A text classifier",
-        pipeline_tag="text-classification",
-        lines=[
-            f"Problem: {facts['problem_type']}",
-            f"Gives: {f'a number ({names[0]})' if is_regression else labels}",
-            f"Reads: up to {facts['max_length']} tokens; longer texts are cut",
-        ],
-        example=(
-            f'classify = pipeline("text-classification", model="path/of/this/folder"{consent})\n'
-            'classify("a text", truncation=True)'
-        ),
-    )
-
-
-def card(
-    facts: Mapping[str, Any],
-    model_type: str,
-    *,
-    title: str,
-    pipeline_tag: str,
-    lines: list[str],
-    example: str,
-    imported: str = "pipeline",
-    unit: str = "texts",
-) -> str:
-    """Return a model card in Markdown, with the metadata block that the hub reads.
-
-    `example` is Python code that follows the import of `imported` from transformers. `unit` names the samples that the
-    facts `num_train` and `num_eval` count.
-    """
-    described = "\n".join(f"- {line}" for line in [*lines, f"Data: {facts['sources']}"])
-    how = f"\n```python\nfrom transformers import {imported}\n\n{example}\n```\n" if example else ""
-    return f"""---
-library_name: transformers
-pipeline_tag: {pipeline_tag}
----
-
-# {title}
-
-A `{model_type}` model, trained with accel_train on {facts["num_train"]:,} {unit}, \
-evaluated on {facts["num_eval"]:,} others.
-
-{described}
-
-The scores are in `summary.json` and `report.html` of the run folder.
-{how}"""
-
-
-def save_tokenizer_and_card(tokenizer: PreTrainedTokenizerBase, max_length: int, text: str, folder: Path) -> None:
-    """Write the tokenizer, with `max_length` as its limit, and the model card `text` to the model's folder."""
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, max_length: int, folder: Path) -> None:
+    """Write the tokenizer, with `max_length` as its limit, to the model's folder."""
     tokenizer.model_max_length = max_length
     tokenizer.save_pretrained(str(folder))
-    (folder / "README.md").write_text(text, encoding="utf-8", errors="backslashreplace")
+
+
+def reads(max_length: int, rest: str = "longer texts are cut") -> str:
+    """Return the line of a model card on the length of texts."""
+    return f"Reads: up to {max_length} tokens; {rest}"

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
+from accel_train.core.model_card import FOLDER, Use
 from accel_train.data.images.labelled import ImageSets
 from accel_train.data.images.preprocessing import (
     Preprocessing,
@@ -74,8 +75,8 @@ class VisionTask(Task):
     """Whether the model is trained on crops and predicts a class per pixel. False: one class per image."""
     resizes_whole_images: bool
     """Whether evaluation images are not cropped, because masks or boxes belong to them."""
-    card: tuple[str, str, str]
-    """Model card: pipeline tag, description with `{classes}`, and code that uses `model(**inputs)`."""
+    example: str
+    """Code of the model card that uses `model(**inputs)`."""
 
     def read_images(
         self, recipe: Recipe, read: Callable[[Any, tuple[str, ...] | None], ImageSets]
@@ -239,38 +240,27 @@ class VisionTask(Task):
             # Transformers has no windows, so the image processor uses the window size.
             preprocessing = replace(preprocessing, image_size=self.windows.size)
         preprocessing.save(folder, crops=not self.resizes_whole_images)
-        (folder / "README.md").write_text(self._model_card(model, data), encoding="utf-8", errors="backslashreplace")
 
-    def _model_card(self, model: nn.Module, data: TaskData) -> str:
-        facts, preprocessing, names = data.facts, data.source.preprocessing, data.source.label_names
-        tag, gives, code = self.card
-        classes = f"{len(names)} classes: {listed(names, 20, ' (config.json)')}"
+    def use(self, model: nn.Module, data: TaskData) -> Use:
+        preprocessing, names = data.source.preprocessing, data.source.label_names
         (height, width), factory = height_width(preprocessing.image_size), self.factory.__name__
-        only = " It takes one channel: images must be converted to grayscale, and `pipeline()` does not do this."
-        return f"""---
-library_name: transformers
-pipeline_tag: {tag}
-tags: [{self.purpose.replace(" ", "-")}, accel_train]
----
-# {type(model).__name__}
-
-{gives.format(classes=classes)}
-It takes images of {width} x {height} pixels; `preprocessor_config.json` says how they are made.\
-{only if preprocessing.mode == "L" else ""}
-
-Trained with accel_train on {facts["num_train"]:,} images ({facts["sources"]}), and evaluated on {facts["num_eval"]:,}.
-
-```python
-from PIL import Image
+        only = ". It takes one channel: images must be converted to grayscale, and `pipeline()` does not do this"
+        return Use(
+            f"""from PIL import Image
 from transformers import AutoImageProcessor, {factory}
 
-model = {factory}.from_pretrained("PATH OF THIS FOLDER")
-processor = AutoImageProcessor.from_pretrained("PATH OF THIS FOLDER")
-image = Image.open("AN IMAGE").convert("{preprocessing.mode}")
+model = {factory}.from_pretrained("{FOLDER}")
+processor = AutoImageProcessor.from_pretrained("{FOLDER}")
+image = Image.open("image.png").convert("{preprocessing.mode}")
 inputs = processor(image, return_tensors="pt")
-{code}
-```
-"""
+{self.example}""",
+            [
+                f"Knows: {len(names)} classes: {listed(names, 20, ' (config.json)')}",
+                f"Reads: images of {width} x {height} pixels; `preprocessor_config.json` says how they are made"
+                f"{only if preprocessing.mode == 'L' else ''}",
+            ],
+            "images",
+        )
 
 
 def image_logits(model: nn.Module, pixel_values: Tensor) -> Tensor:

@@ -46,12 +46,9 @@ class ImageClassification(VisionTask):
     factory, models = AutoModelForImageClassification, MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING
     purpose, predicts_pixels = "image classification", False
     resizes_whole_images = False
-    card = (
-        "image-classification",
-        "An image classifier of {classes}.",
-        """scores = model(**inputs).logits.softmax(-1)[0]
-print(model.config.id2label[int(scores.argmax())], float(scores.max()))""",
-    )
+    example = """\
+scores = model(**inputs).logits.softmax(-1)[0]
+print(model.config.id2label[int(scores.argmax())], scores.max().item())"""
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
         """Read class folders, tables, arrays, or the embedded digits. Images are decoded when they are drawn."""

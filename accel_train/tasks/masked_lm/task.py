@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from accel_train.core.model_card import FOLDER, Use
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.text.corpus import TextCorpus, prepare_text
 from accel_train.data.text.tokenizers import byte_tokenizer, load_tokenizer, vocab_size_of
@@ -230,23 +231,23 @@ class MaskedLM(Task):
 
     def save_description(self, model: nn.Module, data: TaskData, folder: Path) -> None:
         """Write the configuration and tokenizer in the layout of transformers, and a model card."""
-        assert isinstance(model, PreTrainedModel)
         super().save_description(model, data, folder)
+        models.save_tokenizer(data.source.tokenizer, self.length, folder)
+
+    def use(self, model: nn.Module, data: TaskData) -> Use:
         mask = data.source.tokenizer.mask_token
-        text = models.card(
-            data.facts,
-            model.config.model_type,
-            title="A masked language model",
-            pipeline_tag="fill-mask",
-            unit=f"windows of {self.length} tokens",
-            lines=[
+        return Use(
+            f"""from transformers import pipeline
+
+fill = pipeline("fill-mask", model="{FOLDER}")
+print(fill("a text with a {mask}"))""",
+            [
                 f"Gives: the tokens that stand at `{mask}`; {self.probability:.0%} of all tokens were predicted in "
-                f"training",
+                "training",
                 f"Reads: up to {self.length} tokens",
             ],
-            example=f'fill = pipeline("fill-mask", model="path/of/this/folder")\nfill("a text with a {mask}")',
+            f"windows of {self.length} tokens",
         )
-        models.save_tokenizer_and_card(data.source.tokenizer, self.length, text, folder)
 
 
 def _logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:

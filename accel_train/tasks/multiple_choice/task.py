@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from accel_train.core.model_card import FOLDER, Use
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.text.padding import joined_arrays, samples_digest
 from accel_train.metrics import tally
@@ -22,14 +23,16 @@ from accel_train.tasks.common.encoder import EncoderTask, cut_note
 from accel_train.tasks.multiple_choice import data as choices
 from accel_train.tasks.multiple_choice.config import SPEC, MultipleChoiceData
 
-_EXAMPLE = """
-tokenizer = AutoTokenizer.from_pretrained("path/of/this/folder")
-model = AutoModelForMultipleChoice.from_pretrained("path/of/this/folder")
+_EXAMPLE = f"""
+from transformers import AutoModelForMultipleChoice, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{FOLDER}")
+model = AutoModelForMultipleChoice.from_pretrained("{FOLDER}")
 text, endings = "a text", ["one ending", "another ending"]
 tokens = tokenizer([text] * len(endings), endings, truncation=True, padding=True, return_tensors="pt")
-scores = model(**{name: rows[None] for name, rows in tokens.items()}).logits[0]
+scores = model(**{{name: rows[None] for name, rows in tokens.items()}}).logits[0]
 print(endings[scores.argmax()])
-""".strip()
+"""
 _WORD = re.compile(r"\w+")
 
 
@@ -145,20 +148,14 @@ class MultipleChoice(EncoderTask):
             "word_overlap_accuracy": float((truth == overlap).mean()),
         }
 
-    def card(self, model_type: str, data: TaskData) -> str:
-        """Return the model card in Markdown."""
-        facts = data.facts
-        return models.card(
-            facts,
-            model_type,
-            title="A model for multiple choice",
-            pipeline_tag="multiple-choice",
-            lines=[
+    def use(self, model: nn.Module, data: TaskData) -> Use:
+        return Use(
+            _EXAMPLE,
+            [
                 f"Gives: a score for each of {self.num_choices} endings of a text",
-                f"Reads: up to {facts['max_length']} tokens, text and ending together; longer ones are cut",
+                models.reads(data.facts["max_length"], "text and ending together; longer ones are cut"),
             ],
-            imported="AutoModelForMultipleChoice, AutoTokenizer",
-            example=_EXAMPLE,
+            "texts",
         )
 
 

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from accel_train.core.errors import SettingError
 from accel_train.data.images.boxes import Boxes
 from accel_train.task import Scores
 from accel_train.tasks.object_detection.config import SPEC
@@ -24,22 +23,6 @@ class Detection(NamedTuple):
     class_ids: NDArray[np.int64]
     corners: NDArray[np.float32]
     """Left, top, right, bottom in pixels of the image, (K, 4)."""
-
-
-def require_pycocotools() -> None:
-    """Raise unless pycocotools is installed.
-
-    Raises:
-        SettingError: it is missing; the message names the extra.
-    """
-    try:
-        import pycocotools.cocoeval  # noqa: F401
-    except ImportError as error:
-        raise SettingError(
-            "object-detection needs the package pycocotools for its scores",
-            "Install it: pip install 'accel-train[detection]'",
-            settings=("task",),
-        ) from error
 
 
 def average_precision(truth: Sequence[Boxes], found: Sequence[Detection], names: Sequence[str]) -> Scores:

@@ -43,13 +43,10 @@ class ObjectDetection(VisionTask):
     purpose, predicts_pixels = "object detection", False
     resizes_whole_images = True
     metric_names = SPEC.metrics
-    card = (
-        "object-detection",
-        "A detector of {classes}.",
-        """sizes = [(image.height, image.width)]
+    example = """\
+sizes = [(image.height, image.width)]
 found = processor.post_process_object_detection(model(**inputs), threshold=0.5, target_sizes=sizes)[0]
-print(found["labels"], found["scores"], found["boxes"])""",
-    )
+print(found["labels"], found["scores"], found["boxes"])"""
     global_loss: losses.GlobalCounts
 
     def model_config(self, recipe: Recipe) -> tuple[PreTrainedConfig, list[str]]:
@@ -77,7 +74,6 @@ print(found["labels"], found["scores"], found["boxes"])""",
             ValueError: data is missing or broken, or a setting is for another task.
         """
         data = ObjectDetectionData.of(recipe.data)
-        scores_of.require_pycocotools()
         source, notes = self.read_images(recipe, detection.read_boxed_images)
         sets = source.sets
         if sets.eval is not None and sets.eval.boxes is not None and _has_no_box(sets.eval):

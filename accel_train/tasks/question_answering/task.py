@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from accel_train.core.errors import SettingError
+from accel_train.core.model_card import FOLDER, Use
 from accel_train.data.text.padding import joined_arrays, samples_digest
 from accel_train.metrics.texts import answer_scores
 from accel_train.recipe.schema import Recipe
@@ -24,9 +25,11 @@ from accel_train.tasks.question_answering.config import SPEC, QuestionAnsweringD
 NUM_BEST = 20
 """Number of likeliest answers that are kept per question."""
 _SHOWN_MISTAKES = 20
-_EXAMPLE = """
-tokenizer = AutoTokenizer.from_pretrained("path/of/this/folder")
-model = AutoModelForQuestionAnswering.from_pretrained("path/of/this/folder")
+_EXAMPLE = f"""
+from transformers import AutoModelForQuestionAnswering, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{FOLDER}")
+model = AutoModelForQuestionAnswering.from_pretrained("{FOLDER}")
 question, context = "a question", "a text"
 tokens = tokenizer(question, context, truncation="only_second", return_offsets_mapping=True, return_tensors="pt")
 letters = tokens.pop("offset_mapping")[0]
@@ -35,7 +38,7 @@ answer = range(tokens.sequence_ids().index(1), len(letters) - 1)  # the context'
 first = max(answer, key=lambda place: found.start_logits[0, place])
 last = max(answer[answer.index(first) :], key=lambda place: found.end_logits[0, place])
 print(context[letters[first, 0] : letters[last, 1]])
-""".strip()
+"""
 # Field in the configuration of a model that has learned to return no answer.
 _MAY_BE_UNANSWERED = "may_be_unanswered"
 
@@ -238,22 +241,16 @@ class QuestionAnswering(EncoderTask):
             for metric in ("exact_match", "f1")
         }
 
-    def card(self, model_type: str, data: TaskData) -> str:
-        """Return the model card in Markdown."""
-        facts = data.facts
-        return models.card(
-            facts,
-            model_type,
-            title="An extractive reader",
-            pipeline_tag="question-answering",
-            lines=[
-                "Gives: the first and the last token of the answer in the context"
-                + (", or its first token ([CLS]) for none" if self.may_be_unanswered else ""),
-                f"Reads: up to {facts['max_length']} tokens, question and context together; "
-                "longer contexts in several windows",
+    def use(self, model: nn.Module, data: TaskData) -> Use:
+        none = ", or its first token ([CLS]) for none" if self.may_be_unanswered else ""
+        windows = "question and context together; longer contexts in several windows"
+        return Use(
+            _EXAMPLE,
+            [
+                f"Gives: the first and the last token of the answer in the context{none}",
+                models.reads(data.facts["max_length"], windows),
             ],
-            imported="AutoModelForQuestionAnswering, AutoTokenizer",
-            example=_EXAMPLE,
+            "questions",
         )
 
 

@@ -36,12 +36,10 @@ class SemanticSegmentation(VisionTask):
     factory, models = AutoModelForSemanticSegmentation, MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING
     purpose, predicts_pixels = "semantic segmentation", True
     resizes_whole_images = True
-    card = (
-        "image-segmentation",
-        "It gives each pixel of an image one of {classes}.",
-        """sizes = [(image.height, image.width)]
-mask = processor.post_process_semantic_segmentation(model(**inputs), target_sizes=sizes)[0]""",
-    )
+    example = """\
+sizes = [(image.height, image.width)]
+mask = processor.post_process_semantic_segmentation(model(**inputs), target_sizes=sizes)[0]
+print(mask.shape, mask.unique())"""
 
     def train_size(self, recipe: Recipe) -> Size:
         """Return the size of the training crops."""

@@ -5,7 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from accel_train.core.errors import SettingError
-from accel_train.recipe.data import TextData
+from accel_train.recipe.data import Data, TextData
 from accel_train.recipe.tasks import TEXT, TaskSpec
 from accel_train.recipe.values import PositiveFloat, PositiveInt
 
@@ -60,9 +60,9 @@ class SentenceEmbeddingData(TextData):
         rest: tuple[Literal["query", "document"], ...] = ("document",)
         return self.column_prompts or ("query", *rest * (len(self.pair_columns) - 1))
 
-    def prompted_as(self, trained: Self) -> Self:
+    def as_trained(self, trained: Data) -> Self:
         """Return this section with the prompt that each column had in training; the default for other columns."""
-        if self.column_prompts:
+        if self.column_prompts or not isinstance(trained, SentenceEmbeddingData):
             return self
         known = dict(zip(trained.pair_columns, trained.prompt_names, strict=True))
         names = zip(self.pair_columns, self.prompt_names, strict=True)
@@ -129,6 +129,7 @@ SPEC = TaskSpec(
     takes="pairs of texts that belong together, or scored pairs",
     finetune=True,
     auto="AutoModel",
+    library="sentence-transformers",
     pipeline="sentence-similarity",
     metrics=("ndcg_at_10", "mrr_at_10", "recall_at_1", "recall_at_10", "spearman", "pearson"),
     loss_is_global=True,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from accel_train.core.model_card import FOLDER, Use
 from accel_train.core.state import Choice
 from accel_train.data.text.padding import joined_arrays, samples_digest
 from accel_train.model.pretrained import value_of
@@ -29,12 +30,14 @@ from accel_train.tasks.sentence_embedding.metrics import CORRELATIONS, RETRIEVAL
 
 _MOST_ROWS_TO_FIT = 20_000
 """Most training rows that the TF-IDF baselines are fitted on."""
-_EXAMPLE = """
-model = SentenceTransformer("path/of/this/folder")
+_EXAMPLE = f"""
+from sentence_transformers import SentenceTransformer
+
+model = SentenceTransformer("{FOLDER}")
 queries = model.encode(["a text"], prompt_name="query")
 documents = model.encode(["another text"], prompt_name="document")
 print(model.similarity(queries, documents))
-""".strip()
+"""
 
 
 @dataclass(frozen=True)
@@ -214,31 +217,22 @@ class SentenceEmbedding(EncoderTask):
             folder, self.pooling, data.source.config.hidden_size, data.facts["max_length"], data.source.prompts
         )
 
-    def card(self, model_type: str, data: TaskData) -> str:
-        """Return the model card in Markdown."""
-        lines = [
+    def use(self, model: nn.Module, data: TaskData) -> Use:
+        facts = [
             f"Gives: vectors of {data.source.config.hidden_size} numbers, normalized; compare by cosine similarity",
-            f"Reads: up to {data.facts['max_length']} tokens; longer texts are cut",
+            models.reads(data.facts["max_length"]),
             f"Loss: {data.facts['objective']}; pooling: {data.facts['pooling']}",
         ]
         if self.objective.dims:
-            lines.append(f"Leading dimensions that work alone: {', '.join(map(str, self.objective.dims))}")
-        text = models.card(
-            data.facts,
-            model_type,
-            title="A sentence encoder",
-            pipeline_tag="sentence-similarity",
-            lines=lines,
-            example=_EXAMPLE,
-            imported="SentenceTransformer",
-            unit="rows",
-        )
-        text = text.replace("library_name: transformers", "library_name: sentence-transformers")
-        return text.replace("from transformers import", "from sentence_transformers import")
+            facts.append(f"Leading dimensions that work alone: {', '.join(map(str, self.objective.dims))}")
+        return Use(_EXAMPLE, facts, "rows")
 
     def exportable(self, model: nn.Module) -> nn.Module:
         """Return the model with its pooling and normalization."""
         return Embedder(model, self.pooling)
+
+    def export_batch(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: batch[name].flatten(0, 1) for name in ("input_ids", "attention_mask")}
 
     def _table(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Table:
         """Return the pooled vectors of a batch in fp32, with its other columns."""

@@ -64,4 +64,7 @@ SPEC = TaskSpec(
     auto="AutoModelForSeq2SeqLM",
     pipeline="text-generation",
     metrics=("chrf", "bleu", "exact_match", "rougeL", "rouge1", "rouge2", "perplexity", "token_accuracy"),
+    extra="seq2seq",
+    extra_is_for="evaluate.generation.max_samples",
+    packages=("sacrebleu", "rouge_score"),
 )

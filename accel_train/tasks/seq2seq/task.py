@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from accel_train.core.model_card import FOLDER, Use
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.text.padding import joined_arrays, samples_digest
 from accel_train.data.text.tokenizers import vocab_size_of
 from accel_train.metrics.scores import perplexity
-from accel_train.metrics.texts import TEXT_SCORES, require_packages, text_scores
+from accel_train.metrics.texts import TEXT_SCORES, text_scores
 from accel_train.model.kernels.chunked_loss import summed_loss
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Scores, Task, TaskData
@@ -38,13 +39,6 @@ from accel_train.tasks.seq2seq.model import (
 
 NUM_SHOWN = 10
 """Number of generated texts in the report."""
-
-_EXAMPLE = """
-tokenizer = AutoTokenizer.from_pretrained("path/of/this/folder")
-model = AutoModelForSeq2SeqLM.from_pretrained("path/of/this/folder")
-tokens = tokenizer("{prefix}a text", truncation=True, return_tensors="pt")
-print(tokenizer.decode(model.generate(**tokens)[0], skip_special_tokens=True))
-""".strip()
 
 
 @dataclass(frozen=True)
@@ -92,8 +86,6 @@ class Seq2Seq(Task):
         rows = texts.eval or []
         is_scored = data.target_column is not None and section.max_samples != 0
         generated = _generated_rows(recipe, len(rows)) if is_scored else []
-        if generated:
-            require_packages()
         encode = partial(
             tokenize_pairs, tokenizer=tokenizer, max_lengths=lengths, prefix=data.source_prefix, progress=progress
         )
@@ -225,22 +217,24 @@ class Seq2Seq(Task):
         assert isinstance(model, PreTrainedModel)
         super().save_description(model, data, folder)
         self.generator.config(model).save_pretrained(folder)
+        models.save_tokenizer(data.source.tokenizer, data.facts["max_source_length"], folder)
+
+    def use(self, model: nn.Module, data: TaskData) -> Use:
         facts = data.facts
-        text = models.card(
-            facts,
-            model.config.model_type,
-            title="A model that writes one text from another",
-            pipeline_tag="text2text-generation",
-            unit="pairs of texts",
-            lines=[
+        return Use(
+            f"""from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("{FOLDER}")
+model = AutoModelForSeq2SeqLM.from_pretrained("{FOLDER}")
+tokens = tokenizer({self.source_prefix + "a text"!r}, truncation=True, return_tensors="pt")
+print(tokenizer.decode(model.generate(**tokens)[0], skip_special_tokens=True))""",
+            [
                 f"Gives: up to {facts['max_target_length']} tokens",
-                f"Reads: up to {facts['max_source_length']} tokens; longer texts are cut",
+                models.reads(facts["max_source_length"]),
                 *([f"Before each text stands: `{self.source_prefix}`"] if self.source_prefix else []),
             ],
-            imported="AutoModelForSeq2SeqLM, AutoTokenizer",
-            example=_EXAMPLE.format(prefix=self.source_prefix),
+            "pairs of texts",
         )
-        models.save_tokenizer_and_card(data.source.tokenizer, facts["max_source_length"], text, folder)
 
     def sample(self, recipe: Recipe, model: nn.Module, data: TaskData) -> dict[str, Any] | None:
         """Generate a text for the source `evaluate.sample_prompt`. Return None without a prompt."""

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from accel_train.core.model_card import FOLDER, Use
 from accel_train.data.labels import LabelScheme
 from accel_train.data.text.padding import joined_arrays, samples_digest
 from accel_train.metrics import METRICS, tally
@@ -188,9 +189,24 @@ class TextClassification(EncoderTask):
         """Return the scores of a constant answer and of bags of words on the same split."""
         return {} if data.eval is None else baseline_scores(data.source.texts)
 
-    def card(self, model_type: str, data: TaskData) -> str:
-        """Return the model card in Markdown."""
-        return models.model_card(data.facts, model_type)
+    def use(self, model: nn.Module, data: TaskData) -> Use:
+        facts, names = data.facts, data.facts["label_names"]
+        is_regression = not facts["num_train_of_label"]
+        # The code of an ngrams model is saved in the folder of its weights.
+        consent = ", trust_remote_code=True" if isinstance(model, NgramsForSequenceClassification) else ""
+        labels = f"{len(names)} labels: {classification.listed(names, 40, ' (config.json has all)')}"
+        return Use(
+            f"""from transformers import pipeline
+
+classify = pipeline("text-classification", model="{FOLDER}"{consent})
+print(classify("a text", truncation=True))""",
+            [
+                f"Problem: {facts['problem_type']}",
+                f"Gives: {f'a number ({names[0]})' if is_regression else labels}",
+                models.reads(facts["max_length"]),
+            ],
+            "texts",
+        )
 
     def _loss_sum(self, logits: Tensor, labels: Tensor, *, training: bool) -> Tensor:
         if self.scheme.problem_type == "regression":

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from accel_train.core.model_card import FOLDER, Use
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.text.padding import joined_arrays, padded, samples_digest
 from accel_train.data.text.spans import spans_of
@@ -194,22 +195,18 @@ class TokenClassification(EncoderTask):
         shown = ("accuracy", "f1_macro") if self.tags is None else ("f1", "accuracy")
         return {f"most_frequent_tag_{metric}": found[metric] for metric in shown}
 
-    def card(self, model_type: str, data: TaskData) -> str:
-        """Return the model card in Markdown."""
-        facts = data.facts
-        return models.card(
-            facts,
-            model_type,
-            title="A token classifier",
-            pipeline_tag="token-classification",
-            lines=[
-                f"Gives: {len(self.names)} tags: {classification.listed(self.names, 40, ' (config.json has all)')}",
-                f"Reads: up to {facts['max_length']} tokens; the rest is cut. A word has the tag of its first token",
+    def use(self, model: nn.Module, data: TaskData) -> Use:
+        names = classification.listed(self.names, 40, " (config.json has all)")
+        return Use(
+            f"""from transformers import pipeline
+
+tag = pipeline("token-classification", model="{FOLDER}", aggregation_strategy="first")
+print(tag("a sentence"))""",
+            [
+                f"Gives: {len(self.names)} tags: {names}",
+                models.reads(data.facts["max_length"], "the rest is cut. A word has the tag of its first token"),
             ],
-            example=(
-                'tag = pipeline("token-classification", model="path/of/this/folder", aggregation_strategy="first")\n'
-                'tag("a sentence")'
-            ),
+            "sentences",
         )
 
     def _counts(self, labels: Tensor, predictions: Tensor) -> dict[str, Tensor]:

@@ -1,0 +1,113 @@
+"""A run of each task predicts what its description says, is exported, and has a card whose code runs."""
+
+import json
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from PIL import Image
+
+from accel_train.cli.main import main
+from accel_train.core.model_card import FILE, FOLDER, SCORES, USE, Card
+from accel_train.inference.export import load_exported
+from accel_train.inference.predict import predict_rows
+from accel_train.inference.push import push_run
+from accel_train.recipe.tasks import TASKS
+from accel_train.task import is_of_transformers
+from tests.support.every_task import CASES, recipe_of, task_of
+
+COLUMNS = {
+    "text": {"generated"},
+    "tokens": {"filled", "tokens", "score"},
+    "class": {"label", "score"},
+    "tags": {"words", "tags", "scores"},
+    "answer": {"question", "answer", "score"},
+    "choice": {"label", "ending", "score"},
+    "boxes": {"labels", "scores", "boxes"},
+    "mask": {"mask"},
+    "vector": {"similarity"},
+}
+"""Columns by what a task gives. A row of one text has an `embedding` instead."""
+OTHER_COLUMNS = {"text-classification of numbers": {"value"}}
+
+
+@pytest.fixture(scope="module", params=CASES)
+def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """The name of a case, and its finished run."""
+    folder = tmp_path_factory.mktemp("finished")
+    recipe = recipe_of(request.param, folder, schedule={"max_steps": 2, "warmup_steps": 0})
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    assert main(["run", str(folder / "recipe.yaml")]) == 0
+    return request.param, folder / "run"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, not_launched: None) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_predictions_have_the_columns_of_what_the_task_gives(
+    finished: tuple[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    case, run = finished
+    gives = TASKS[task_of(case)].gives
+    code = main(["predict", str(run), "--out", "rows.jsonl"])
+    if gives == "continuation":
+        assert code == 2
+        assert f"accel-train generate {run}" in capsys.readouterr().err
+        return
+    assert code == 0
+    rows = [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()]
+    assert gives is not None
+    assert OTHER_COLUMNS.get(case, COLUMNS[gives]) <= rows[0].keys()
+    # The rows in memory would name masks that nobody wrote.
+    if gives == "mask":
+        assert {Path(row["mask"]).is_file() for row in rows} == {True}
+        with pytest.raises(ValueError, match="predicts masks"):
+            predict_rows(run, "x")
+    assert main(["predict", str(run), "--out", "rows.json"]) == (0 if gives == "boxes" else 2)
+
+
+def code_of(card: str) -> str:
+    return dict(Card.parse(card).sections)[USE].split("```python")[1].split("```")[0]
+
+
+@pytest.mark.filterwarnings("ignore:Tokenizer does not support real words")  # the tokenizer of bytes
+def test_the_code_of_the_card_runs_on_the_saved_model(finished: tuple[str, Path]) -> None:
+    _, run = finished
+    Image.new("RGB", (40, 30)).save("image.png")
+    code = code_of((run / "model" / FILE).read_text())
+    assert FOLDER in code
+    with redirect_stdout(StringIO()) as printed:
+        exec(code.replace(FOLDER, str(run / "model")), {})
+    assert printed.getvalue().strip()
+
+
+def test_a_pushed_card_has_the_tasks_names_and_the_scores(finished: tuple[str, Path]) -> None:
+    case, run = finished
+    spec, card = TASKS[task_of(case)], push_run(run, "me/tiny", is_dry_run=True).card
+    metadata = yaml.safe_load(Card.parse(card).metadata)
+    assert (metadata["library_name"], metadata["pipeline_tag"]) == (spec.library, spec.pipeline)
+    assert "license" not in metadata
+    assert metadata["tags"] == ["accel_train"]
+    assert spec.learns in card
+    assert (FOLDER in card, str(run.parent) in card) == (False, False)
+    assert '"me/tiny"' in code_of(card)
+    summary: dict[str, Any] = json.loads((run / "summary.json").read_text())["eval"]
+    scores = dict(Card.parse(card).sections)[SCORES]
+    assert all(f"| {name} |" in scores for name in summary.keys() - {"num_targets"})
+
+
+def test_an_export_is_for_from_pretrained_and_a_graph_of_what_is_generated_is_refused(
+    finished: tuple[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    case, run = finished
+    assert main(["export", str(run), "--out", "out"]) == 0
+    assert is_of_transformers(load_exported("out"))
+    assert code_of(Path("out", FILE).read_text())
+    if TASKS[task_of(case)].gives in ("text", "continuation"):
+        assert main(["export", str(run), "--onnx"]) == 2
+        assert "token by token" in capsys.readouterr().err
