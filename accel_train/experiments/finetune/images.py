@@ -103,7 +103,8 @@ def recognise_classes(asked: Asked, folder: Path, tables: Sequence[Path] = ()) -
         num_samples=len(names),
         settings={"data.train": Choice(asked.path, "")},
         counts=counts,
-        notes=(*notes, not_used(folder, used, num_others - sum(entry.is_file() for entry in root.glob("[!.]*")))),
+        unused=not_used(folder, used, num_others - sum(entry.is_file() for entry in root.glob("[!.]*"))),
+        notes=notes,
         **sizes_of(pool.images),
     )
 
@@ -130,8 +131,8 @@ def _command_for_parts(root: Path, parts: Sequence[str]) -> str:
     )
 
 
-def not_used(root: Path, used: Sequence[Path], num_others: int = 0) -> str:
-    """Return the line that names unused files and folders of `root`. `num_others` lie in used folders."""
+def not_used(root: Path, used: Sequence[Path], num_others: int = 0) -> tuple[str, ...]:
+    """Return the unused files and folders of `root`. `num_others` lie in used folders."""
     left = [
         entry.name + "/" * entry.is_dir()
         for entry in sorted(root.iterdir())
@@ -139,7 +140,7 @@ def not_used(root: Path, used: Sequence[Path], num_others: int = 0) -> str:
     ]
     shown = [*left[:6], *([f"{len(left) - 6} more"] if len(left) > 6 else [])]
     within = [f"{format_count(num_others, 'other file')} in class folders"] if num_others else []
-    return f"not used: {', '.join([*shown, *within]) or 'nothing'}"
+    return (*shown, *within)
 
 
 class Pairs(NamedTuple):
@@ -223,7 +224,8 @@ def recognise_masks(asked: Asked, pairs: Pairs) -> Found:
         pool.description,
         num_samples=len(pool.images),
         settings={**settings, **classes},
-        notes=(*pool.notes, *notes, *((not_used(root, used),) if root.is_dir() else ())),
+        unused=not_used(root, used) if root.is_dir() else (),
+        notes=(*pool.notes, *notes),
         **sizes_of(pool.images),
     )
 
@@ -353,12 +355,12 @@ def recognise_images(asked: Asked, table: Table) -> dict[str, Any] | None:
         "why": f"column {column.name!r} names images, column {label.name!r} their classes",
         "settings": {"data.image_column": Choice(column.name, where), **label.settings},
         "counts": label.counts,
-        "notes": (_not_used(table, cells, column.name, label.name),),
+        "unused": _not_used(table, cells, column.name, label.name),
         **sizes_of(RowImages(cells, folder, column.name, str(table.path), tuple(table.wheres))),
     }
 
 
-def _not_used(table: Table, cells: Sequence[Any], *used: str) -> str:
+def _not_used(table: Table, cells: Sequence[Any], *used: str) -> tuple[str, ...]:
     left = [name for name in table.columns if name not in used]
     said = [f"columns {', '.join(left)}"] if left else []
     files = {os.path.normpath(table.path.parent / cell) for cell in cells if isinstance(cell, str)}
@@ -371,8 +373,7 @@ def _not_used(table: Table, cells: Sequence[Any], *used: str) -> str:
         for entry in sorted(table.path.parent.iterdir())
         if not _words(entry.name).isdisjoint(_NOT_FOR_TRAINING) and os.path.normpath(entry) not in places
     ]
-    said += left[:6]
-    return f"not used: {'; '.join(said) or 'nothing'}"
+    return (*said, *left[:6])
 
 
 def _words(name: str) -> set[str]:

@@ -67,9 +67,8 @@ def recognise_table(asked: Asked, path: Path, held_out: Path | None = None) -> F
     found["settings"] = {**settings, **found["settings"]}
     dropped = found.pop("num_dropped", 0)
     rows = (f"{format_count(dropped, 'row')} without a label",) if dropped else ()
-    # The notes of image classification already list unused columns and images.
-    if found["task"] != "image-classification":
-        found["unused"] = (*_unused_columns(found["settings"], table), *rows)
+    # Image classification lists unused columns itself, and unused images.
+    found["unused"] = found.get("unused", (*_unused_columns(found["settings"], table), *rows))
     notes = (*table.notes, *found.pop("notes", ()))
     return Found(description=about, num_samples=len(table.wheres) - dropped, notes=notes, **found)
 
