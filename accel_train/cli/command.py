@@ -24,6 +24,8 @@ VERBOSE = {
     "action": "store_true",
     "help": "print every choice with its reason, every logged step, and all scores; report.html has them, too",
 }
+SEVERAL_FILES = "for several files, name their folder, or a pattern in quotes: 'part-*.csv'"
+"""Advice where a command takes one PATH or DATA, and the shell has written out a pattern."""
 RUN = {"metavar": "RUN", "help": "output_dir of a finished run"}
 DATA = {
     "data": {
@@ -142,7 +144,7 @@ def importing(name: str, task: str | None = None) -> Iterator[None]:
     """
     from accel_train.task import TASKS, load_task
 
-    with busy(redact_text(f"{name}: importing torch and transformers")):
+    with busy(redact_text(f"{name}: importing torch and transformers".removeprefix(": "))):
         yield
         if task is not None and task in TASKS:
             load_task(task)

@@ -79,4 +79,4 @@ def check_headers(data: Data) -> None:
         if path.is_file() and file_kind(path) == "csv":
             names = column_names(Source(str(path), "", (path,)), data)
             read = [each for name in wanted for each in ([name] if name in names else columns_read(name))]
-            check_columns(str(path), names, read, data, is_csv=data.header != "none")
+            check_columns(str(path), names, read, data, is_csv=data.header == "first_line")

@@ -28,7 +28,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
-from accel_train.cli.command import Command, Outcome, users_mistakes
+from accel_train.cli.command import SEVERAL_FILES, Command, Outcome, users_mistakes
 from accel_train.cli.commands import COMMANDS, GROUPS
 from accel_train.cli.json_output import FLAG, FLAG_HELP, JsonOutput, asks_for_json
 from accel_train.core.errors import UserError
@@ -244,7 +244,7 @@ def parse_arguments(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]
     parsed, unknown = parser.parse_known_args(rest)
     command = COMMANDS[parsed.command]
     if not command.takes_settings:
-        return parser.parse_args(rest), []
+        return _without_rest(parser, rest), []
     own: list[str] = []
     settings: list[str] = []
     while rest:
@@ -258,4 +258,16 @@ def parse_arguments(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]
         (settings if is_setting else own).append(word)
         if is_setting and not equals and rest and not rest[0].startswith("--"):
             settings.append(rest.pop(0))
-    return parser.parse_args(own), settings
+    return _without_rest(parser, own), settings
+
+
+def _without_rest(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+    parsed, rest = parser.parse_known_args(words)
+    if not rest:
+        return parsed
+    arguments = COMMANDS[parsed.command].arguments
+    places = [options.get("metavar", name) for name, options in arguments.items() if name[0] != "-"]
+    takes = "no such flag" if rest[0].startswith("-") else f"one {' and one '.join(places)}" if places else "no words"
+    is_data = {*places} & {"PATH", "DATA"} and not rest[0].startswith("-")
+    remedy = SEVERAL_FILES if is_data else f"see accel-train {parsed.command} --help"
+    raise UserError(f"{' '.join(rest)}: {parsed.command} takes {takes}; {remedy}")

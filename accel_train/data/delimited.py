@@ -3,7 +3,7 @@
 import csv
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from accel_train.data.encoding import read_lines
 from accel_train.recipe.data import Data
+from accel_train.recipe.yaml_core import is_number
 
 DELIMITERS = {",": "commas", "\t": "tabs", ";": "semicolons", "|": "vertical bars"}
 """Delimiters to try, in this order, with their names."""
@@ -18,6 +19,12 @@ LINE_COLUMNS = ("label", "text")
 """Columns of a file read with `data.lines`."""
 FASTTEXT_PREFIX = "__label__"
 _LINES_LOOKED_AT = 20
+_NAME = re.compile(r"(?=.*[^\W\d_])\w[^.!?,;:]{,49}")
+"""Possible name of a column: it has a letter, and no sign of a sentence."""
+_ROWS_LOOKED_AT = 100
+_FEWEST_ROWS = 10
+_FEWEST_WORDS = 3
+"""Rows, and words in each of them, from which a first line of single words is a header."""
 _DELIMITER_LINE = re.compile(r"sep=(.)\s*")
 """Excel's optional first line, for example `sep=;`."""
 
@@ -34,7 +41,7 @@ class Record(NamedTuple):
 def read_delimited(path: Path, data: Data) -> Iterator[Record]:
     """Yield the column names, then each row that is not blank. An empty file yields nothing.
 
-    With `data.header: none`, columns are named by number, from 1.
+    Unless `data.header` is first_line, columns are named by number, from 1.
 
     Raises:
         ValueError: a row has the wrong number of fields, or quotes do not close; the message names file and line.
@@ -63,7 +70,8 @@ def read_delimited(path: Path, data: Data) -> Iterator[Record]:
                 if not row:
                     number = reader.line_num + 1
                     continue
-                header = [str(column) for column in range(1, len(row) + 1)] if is_row else row
+                is_named = data.header == "first_line"
+                header = row if is_named else [str(column) for column in range(1, len(row) + 1)]
                 yield Record(header, number, 0)
                 if not is_row:
                     number = reader.line_num + 1
@@ -193,6 +201,54 @@ def _divides(lines: list[str], delimiter: str) -> bool:
         return False
     whole = rows[:-1] if len(lines) == _LINES_LOOKED_AT and len(rows) > 1 else rows
     return bool(whole) and len(whole[0]) > 1 and all(len(row) == len(whole[0]) for row in whole)
+
+
+def why_header(path: Path, data: Data, columns: Sequence[str], classes: Mapping[str, Sequence[str]]) -> str | None:
+    """Return why the first line of a file without a header holds column names all the same; or None.
+
+    Args:
+        columns: numbers of the columns that are read.
+        classes: known classes by label column.
+    """
+    try:
+        records = [record.fields for record in islice(read_delimited(path, data), 1, 2 + _ROWS_LOOKED_AT)]
+    except ValueError:
+        # The reader will report the row.
+        return None
+    first, *rows = [[cell.strip() for cell in fields] for fields in records] or [[]]
+    below = {str(number): [*filter(None, cells)] for number, cells in enumerate(zip(*rows), start=1)}
+    names = {str(number): name for number, name in enumerate(first, start=1) if name}
+    if len({*names.values()}) < len(names) or not all(map(_NAME.fullmatch, names.values())):
+        return None
+    labels = [column for column in classes if column in names]
+    if any(names[column] in classes[column] for column in labels):
+        return None
+    for column in labels:
+        if below.get(column) and {*below[column]} <= {*classes[column]}:
+            return f"{names[column]!r} is not a class, and the rows below have classes"
+    for column, name in names.items():
+        if len(below.get(column, ())) > 1 and all(map(is_number, below[column])):
+            return f"the rows below {name!r} have numbers"
+    texts = [column for column in columns if column in names and column not in classes]
+    for column in texts:
+        if names[column].lower() in _default_columns(data):
+            return f"{names[column]!r} is a usual name of a column"
+    if (
+        texts
+        and len(rows) >= _FEWEST_ROWS
+        and all(
+            names[column].isidentifier() and min(len(cell.split()) for cell in below[column]) >= _FEWEST_WORDS
+            for column in texts
+        )
+    ):
+        return f"{names[texts[0]]!r} is one word, and the rows below have texts"
+    return None
+
+
+def _default_columns(data: Data) -> set[str]:
+    """Return the names of columns that a section reads by default."""
+    defaults = [field.default for name, field in type(data).model_fields.items() if "_column" in name]
+    return {name for each in defaults if each for name in ([each] if isinstance(each, str) else each)}
 
 
 def read_label_lines(path: Path, data: Data) -> Iterator[Record]:

@@ -184,7 +184,7 @@ def _csv_rows(path: Path, columns: Sequence[str], data: Data) -> Iterator[Row]:
     header = next(records, None)
     if header is None:
         return
-    check_columns(f"{path}:{header.line}", header.fields, columns, data, is_csv=data.header != "none")
+    check_columns(f"{path}:{header.line}", header.fields, columns, data, is_csv=data.header == "first_line")
     positions = [header.fields.index(column) for column in columns]
     for record in records:
         cells = tuple(record.fields[position] for position in positions)
@@ -292,7 +292,7 @@ def check_columns(
             raise ValueError(f"{where}: column {column!r} occurs {count} times; choose another. {listed}")
         remedy = did_you_mean(column, available, show=repr)
         if is_csv and not remedy:
-            listed += "; the first line must hold the column names; data.header: none reads a file without them"
+            listed += "; the first line must hold the column names; data.header: none calls columns 1, 2, ..."
         raise MissingColumn(column, f"{where}: no column {column!r}; {remedy or 'choose another.'} {listed}")
 
 

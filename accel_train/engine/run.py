@@ -267,7 +267,7 @@ class RunContext:
 
     def undo_forward(self) -> None:
         """Restore the running statistics from before a forward whose step is repeated."""
-        self.statistics.put_back(torch.ones((), device=self.accelerator.device))
+        self.statistics.undo()
 
     def leaves_evaluation(self) -> bool:
         """Count a batch of an evaluation; return whether the evaluation must end because the run was asked to stop."""

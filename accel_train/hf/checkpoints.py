@@ -21,7 +21,7 @@ from transformers.trainer_utils import _is_peft_model
 from transformers.trainer_utils import get_last_checkpoint as newest_of_transformers
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from accel_train.checkpoint.contents import load_model_tensors, model_tensors
+from accel_train.checkpoint.contents import OPTIMIZER, load_model_tensors, model_tensors
 from accel_train.checkpoint.store import MANIFEST, checkpoint_folders, newest_valid, step_of
 from accel_train.core.errors import setting_error
 from accel_train.core.json_io import parse_json, plain
@@ -167,11 +167,17 @@ def load_stock_optimizer(optimizer: torch.optim.Optimizer, groups: list[list[nn.
 
 
 def resume_stock(trainer: "Trainer", run: "RunContext", folder: Path) -> None:
-    """Restore optimizer state and step from a checkpoint of transformers' Trainer. Its weights are loaded already."""
+    """Restore optimizer state and step from a checkpoint of transformers' Trainer, or from an adapter run's on the Hub.
+
+    Its weights are loaded already.
+    """
     decayed = set(trainer.get_decay_parameter_names(trainer.model))
     trained = [(name, each) for name, each in trainer.model.named_parameters() if each.requires_grad]
     groups = [[each for name, each in trained if (name in decayed) is is_decayed] for is_decayed in (True, False)]
-    has_state = load_stock_optimizer(run.strategy.optimizer, groups, folder)
+    is_own = (folder / OPTIMIZER).is_file()
+    if is_own:
+        run.strategy.restore_optimizer(folder)
+    has_state = is_own or load_stock_optimizer(run.strategy.optimizer, groups, folder)
     lost = "" if has_state else f"{OPTIMIZER_NAME} not found, so the optimizer starts without state; "
     run.state.step = TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME)).global_step
     run.observer.on_event(

@@ -15,6 +15,7 @@ from accel_train.core.errors import SettingError
 from accel_train.core.ownership import write_file
 from accel_train.core.work import working
 from accel_train.hf.argument_table import name_of
+from accel_train.hf.checkpoints import is_spread
 
 if TYPE_CHECKING:
     from accel_train.hf import Trainer
@@ -55,12 +56,15 @@ def push_checkpoint(trainer: "Trainer", folder: Path) -> None:
         return
     trainer.callback_handler.on_push_begin(args, trainer.state, trainer.control)
     message = f"Training in progress, step {trainer.state.global_step}"
-    # The whole model of an adapter run only matters for resuming, and its base may not be the user's to publish.
-    unused = [*ONLY_FOR_RESUMING, MODEL] if _is_peft_model(trainer.model) else ONLY_FOR_RESUMING
-    trainer.pushes.append(_upload(trainer, folder, message, ignore_patterns=unused))
+    # An adapter run resumes from its adapters. Its base may not be the user's to publish.
+    base = [MODEL] if _is_peft_model(trainer.model) else []
+    trainer.pushes.append(_upload(trainer, folder, message, ignore_patterns=[*ONLY_FOR_RESUMING, *base]))
     if strategy in ("checkpoint", "all_checkpoints"):
         place = "last-checkpoint" if strategy == "checkpoint" else folder.name
-        trainer.pushes.append(_upload(trainer, folder, f"{message}, checkpoint", path_in_repo=place))
+        # Without its base, it is no checkpoint with a manifest. It resumes as transformers' checkpoints do.
+        unused = [*base, MANIFEST] if base and not is_spread(trainer) else None
+        job = _upload(trainer, folder, f"{message}, checkpoint", path_in_repo=place, ignore_patterns=unused)
+        trainer.pushes.append(job)
 
 
 def push_model(

@@ -27,9 +27,10 @@ from accel_train.core.errors import DataError, SettingError
 from accel_train.core.json_io import load_object
 from accel_train.core.terminal import is_terminal, width_of
 from accel_train.data.batch_sizes import BatchSizes, resolve_batch
+from accel_train.data.delimited import why_header
 from accel_train.data.encoding import check_encoding, in_its_encoding
-from accel_train.data.sources import file_kind, is_path, is_there, located
-from accel_train.data.tables import MissingColumn
+from accel_train.data.sources import file_kind, files_of, is_path, is_there, located, resolve_sources
+from accel_train.data.tables import MissingColumn, columns_read
 from accel_train.engine.loader import Reading, choose_reading
 from accel_train.model.compile import compile_module
 from accel_train.model.training_module import TrainingModule
@@ -261,9 +262,10 @@ def _load(
     if is_other:
         section = recipe.data.shown_as("DATA" if labels_optional else "--data")
         recipe = recipe.model_copy(update={"data": section})
-    if is_other and recipe.origin("data.encoding").kind != "command line":
-        section, notes = in_its_encoding(recipe.data)
-        recipe = recipe.model_copy(update={"data": section})
+    for name, in_its_own in (("encoding", in_its_encoding), ("header", in_its_header)):
+        if is_other and recipe.origin(f"data.{name}").kind != "command line":
+            section, found_notes = in_its_own(recipe.data)
+            recipe, notes = recipe.model_copy(update={"data": section}), [*notes, *found_notes]
     while True:
         task = load_task(recipe.task)
         recipe = with_data_of(task, recipe)
@@ -283,6 +285,31 @@ def _load(
             else:
                 raise error from None
             recipe = recipe.model_copy(update={"data": left})
+
+
+def in_its_header(data: Data) -> tuple[Data, list[str]]:
+    """Return data settings that leave out a header although the trained run's table had none, and a note.
+
+    Raises:
+        ValueError: some files have a header, and others have none.
+    """
+    if data.header != "none" or not is_there(str(data.train)):
+        return data, []
+    named = {name: getattr(data, name) for name in type(data).model_fields if "_column" in name and getattr(data, name)}
+    columns = {name: [value] if isinstance(value, str) else [*value] for name, value in named.items()}
+    classes = {column: getattr(data, "label_names", None) or () for column in columns.get(data.label_setting or "", ())}
+    read = [each for names in columns.values() for name in names for each in columns_read(name)]
+    sources = resolve_sources(data.train, data, key=data.train_key)
+    files = [path for path in files_of(sources) if file_kind(path) == "csv"]
+    whys = {path: why_header(path, data, read, classes) for path in files}
+    headed = [path for path, why in whys.items() if why is not None]
+    if not headed:
+        return data, []
+    rule = f"{headed[0]}: the first line has column names ({whys[headed[0]]}), and the run's own data have none"
+    if len(headed) < len(files):
+        other = next(path for path in files if path not in headed)
+        raise ValueError(f"{rule}. {other} has none either; remove the line, or set --data.header none to read it")
+    return data.model_copy(update={"header": "left_out"}), [f"{rule}; it is left out (--data.header none reads it)"]
 
 
 def changes_of(before: Any, facts: Mapping[str, Any], folder: Path) -> list[str]:

@@ -10,23 +10,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from accel_train.model.tensors import PACKED, is_writable, packed, split_state
+from accel_train.model.tensors import PACKED, is_writable, load_extra_state, packed, split_state
 from accel_train.runtime.private import copy_all
 
 INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 class RunningStatistics:
-    """Snapshot of the buffers that a training forward changes, restored when the step is skipped.
+    """Snapshot of the buffers and extra state that a training forward changes, restored when the step is skipped.
 
-    It covers batch norms and every other buffer that the first step changes (a codebook, a moving average). One NaN in
-    a batch would otherwise make a running mean NaN permanently, and evaluation uses that mean.
+    It covers batch norms, and every other buffer and extra state that the first step changes (a codebook, a moving
+    average). One NaN in a batch would otherwise make a running mean NaN permanently, and evaluation uses that mean.
 
     Statistics that were finite and are now infinite or NaN are restored even if the step was applied. A feature of 1e30
     has an infinite variance but is normalized to 0, so neither the loss nor the gradients show it.
 
     All work runs on the device, in about a dozen kernels per step. A model without such buffers costs one comparison in
-    the first step.
+    the first step. For a model whose extra state changes, the host copies it in each step, and waits for the update.
     """
 
     def __init__(self, module: nn.Module, *, shared: bool = False) -> None:
@@ -42,7 +42,8 @@ class RunningStatistics:
         self._before: dict[torch.dtype, Tensor] = {}
         self._module, self._extra = module, dict[str, Tensor]()
         self._has_extra = bool(split_state(module)[1])
-        """Whether modules have extra state, and the first step is not done."""
+        """Whether modules have extra state. From the second step on: whether the first step has changed it."""
+        self._is_first = True
         self.on_change: Callable[[Sequence[str], Sequence[str]], None] | None = None
         """Function that gets the names of all state, batch norms aside, that the first step changed on any process,
         and of the part that is not in checkpoints.
@@ -64,7 +65,7 @@ class RunningStatistics:
             self.share()
         self._copies = [each.now.clone() for each in self._others]
         if self._has_extra:
-            self._extra = _copied_extra_state(self._module)
+            self._extra = {name: each.clone() for name, each in packed(split_state(self._module)[1]).items()}
         self._before = {dtype: _flat(buffers) for dtype, buffers in self._groups.items()}
 
     def share(self) -> None:
@@ -76,8 +77,11 @@ class RunningStatistics:
 
     def put_back(self, skipped: Tensor) -> None:
         """Restore the buffers after the update if `skipped` (0-dim, on the device) is 1 or one became Inf or NaN."""
-        if self._others or self._has_extra:
+        if self._is_first and (self._others or self._has_extra):
             self._find_changing()
+        self._is_first = False
+        if self._has_extra and bool(skipped):
+            load_extra_state(self._module, self._extra)
         if not self._groups:
             return
         now = {dtype: _flat(buffers) for dtype, buffers in self._groups.items()}
@@ -88,10 +92,19 @@ class RunningStatistics:
         for dtype, buffers in self._groups.items():
             _write(torch.where(is_bad, self._before[dtype], now[dtype]), buffers)
 
+    def undo(self) -> None:
+        """Restore the buffers and the extra state from before a forward whose step is repeated."""
+        for dtype, buffers in self._groups.items():
+            _write(self._before[dtype], buffers)
+        for each, copy in zip(self._others, self._copies):
+            if each.differs_from(copy):
+                each.now.copy_(copy)
+        load_extra_state(self._module, self._extra)
+
     def _find_changing(self) -> None:
         """Add the other buffers that the first step has changed on any process, and report all changed state."""
         is_other = [each.differs_from(copy) for each, copy in zip(self._others, self._copies, strict=True)]
-        now = _copied_extra_state(self._module)
+        now = packed(split_state(self._module)[1])
         is_other += [not _is_equal(self._extra.get(name), each) for name, each in now.items()]
         if dist.is_initialized():
             device = next(chain(self._module.buffers(), self._module.parameters())).device
@@ -99,7 +112,8 @@ class RunningStatistics:
             dist.all_reduce(flags, op=dist.ReduceOp.MAX)
             is_other = flags.bool().tolist()
         changing = [(each, copy) for each, copy, other in zip(self._others, self._copies, is_other) if other]
-        self._others, self._copies, self._extra, self._has_extra = [], [], {}, False
+        self._has_extra = any(is_other[len(self._others) :])
+        self._others, self._copies, self._extra = [], [], self._extra if self._has_extra else {}
         self._add([each for each, _ in changing])
         for dtype, buffers in self._groups.items():
             copies = [copy.reshape(-1) for each, copy in changing if each.now.dtype == dtype]
@@ -108,9 +122,10 @@ class RunningStatistics:
                 self._before[dtype] = torch.cat((*before, *copies))
             assert self._before[dtype].numel() == sum(each.now.numel() for each in buffers), "in the order of the group"
         names = [each.path for each, _ in changing]
-        names += [name for name, other in zip(reversed(now), reversed(is_other)) if other]
+        extra = [name.removesuffix(PACKED) for name in now]
+        names += [name for name, other in zip(reversed(extra), reversed(is_other)) if other]
         if names and self.on_change is not None:
-            kept = {*split_state(self._module)[0], *now}
+            kept = {*split_state(self._module)[0], *extra}
             self.on_change(names, [name for name in names if name not in kept])
 
 
@@ -135,12 +150,6 @@ class _Buffer:
         if now.shape != copy.shape or now.dtype != copy.dtype:
             return False
         return not torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (now, copy)))
-
-
-def _copied_extra_state(module: nn.Module) -> dict[str, Tensor]:
-    """Return copies of extra state as tensors, under the names of `state_dict`, which are equal on all processes."""
-    tensors = packed(split_state(module)[1])
-    return {name.removesuffix(PACKED): each.clone() for name, each in tensors.items()}
 
 
 def _is_equal(one: Tensor | None, other: Tensor) -> bool:

@@ -126,8 +126,9 @@ class Data(Section):
     """Handling of bytes that are invalid in the encoding. strict: the run stops and names the file and position.
     replace: they become U+FFFD.
     """
-    header: Literal["first_line", "none"] = "first_line"
+    header: Literal["first_line", "none", "left_out"] = "first_line"
     """Location of the column names in csv and tsv. none: the file has no header, and columns are called "1", "2", ...
+    left_out: the same names, and the first line is not read.
     """
     delimiter: Annotated[str, AfterValidator(_one_character)] = "auto"
     """Delimiter of csv: one character, or tab. auto: the first of comma, tab, semicolon, and bar that divides the first

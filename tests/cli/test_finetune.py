@@ -23,7 +23,10 @@ from accel_train.data.text.tokenizers import byte_tokenizer
 from accel_train.experiments.finetune.recipe import asked_of, minimal_recipe
 from accel_train.experiments.finetune.recognise import recognise
 from benchmarks.shapes import sharegpt_with_tools
-from tests.support.runs import run_forked_command, write_base
+from tests.support.boxes import write_yolo
+from tests.support.runs import run_forked_command, write_base, write_corpus, write_jsonl
+from tests.support.text_tasks import write_questions, write_texts
+from tests.support.wording import assert_wording
 
 QUICK = ("--schedule.max_steps", "2", "--log.progress", "false", "--data.cache_dir", "cache")
 WORDS = ("the film was long and dull", "a bright and funny story", "nobody laughed at the end of it", "we all cried")
@@ -280,7 +283,7 @@ def test_adjacent_columns_of_0_and_1_are_several_labels_and_one_of_them_can_be_c
     assert "data.label_columns: [anger, fear, joy, trust] (4 adjacent columns hold only 0 and 1; " in printed
     assert "for one of them: --label anger)" in printed
     assert "  4 classes: joy 38, anger 20, fear 20, trust 0" in printed.splitlines()
-    assert "not used: column 'ID'" in printed
+    assert "leaves out column 'ID'" in printed
     assert recipe["data"]["label_columns"] == list(EMOTIONS)
     assert recipe["evaluate"]["metric_for_best_model"] == "f1_macro"
     assert "label_column" not in recipe["data"]
@@ -386,7 +389,7 @@ def test_lists_of_words_and_tags_are_columns_and_other_tags_are_named(dry_run: D
     write_lines("t.jsonl", [json.dumps(row) for row in rows * 20])
     printed, recipe = dry_run("t.jsonl")
     assert (recipe["task"], recipe["data"]["tags_column"]) == ("token-classification", "ner_tags")
-    assert "not used: column 'pos_tags'" in printed
+    assert "leaves out column 'pos_tags'" in printed
     _, recipe = dry_run("t.jsonl", "--data.tags_column", "pos_tags", "--output_dir", "runs/pos")
     assert recipe["evaluate"]["metric_for_best_model"] != "f1", "plain tags have no entities"
 
@@ -414,7 +417,7 @@ def test_pairs_of_texts_are_read_in_the_order_of_their_names(source: str, target
     printed, recipe = dry_run("t.csv")
     assert (recipe["task"], recipe["data"]["source_column"]) == ("seq2seq", source)
     assert recipe["data"]["target_column"] == target
-    assert "not used: column 'id'" in printed
+    assert "leaves out column 'id'" in printed
     _, recipe = dry_run("t.csv", "--task", "seq2seq", "--text", target, "--label", source, "--output_dir", "runs/back")
     assert (recipe["data"]["source_column"], recipe["data"]["target_column"]) == (target, source)
 
@@ -436,7 +439,7 @@ def test_shards_that_match_a_pattern_are_one_data_set(suffix: str, dry_run: DryR
     printed, recipe = dry_run(f"t/train-*.{suffix}", "--output_dir", "runs/t")
     assert recipe["data"]["train"] == f"t/train-*.{suffix}"
     assert {"csv": "30 rows", "jsonl": "30 rows", "txt": "3 files", "conll": "30 sentences"}[suffix] in printed
-    assert "not used: nothing" in printed
+    assert "leaves out nothing" in printed
 
 
 def test_a_folder_of_save_to_disk_evaluates_on_its_validation_split(dry_run: DryRun) -> None:
@@ -446,7 +449,7 @@ def test_a_folder_of_save_to_disk_evaluates_on_its_validation_split(dry_run: Dry
     rows.save_to_disk("alone")
     printed, recipe = dry_run("saved")
     assert "saved: 40 rows, columns text, label" in printed
-    assert "not used: split test" in printed
+    assert "leaves out split test" in printed
     assert (recipe["data"]["train"], recipe["data"]["eval"]) == ("saved", "saved")
     _, recipe = dry_run("alone")
     assert "eval" not in recipe["data"]
@@ -620,3 +623,57 @@ def test_a_table_as_spreadsheets_write_it_has_its_own_header_and_every_class_is_
     assert "  3 classes: bad 30, good 29, 'good ' 1" in printed.splitlines()
     assert "(1 of 60 are 'good '" in printed
     assert recipe["evaluate"]["metric_for_best_model"] == "f1_macro"
+
+
+def _with_test_data() -> None:
+    for name in ("train", "val", "test"):
+        write_reviews(f"{name}.csv")
+    Path("notes.md").write_text("about\n")
+
+
+def _with_missing_labels() -> None:
+    write_reviews()
+    write_lines("reviews.csv", re.sub("2,bad", "2,", Path("reviews.csv").read_text()).splitlines())
+
+
+def _with_classes_of_images() -> None:
+    write_digits("images/train")
+    write_digits("images/val")
+    Path("images/notes.md").write_text("about\n")
+
+
+FORMS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+    "a table with ids": (write_reviews, ("reviews.csv",)),
+    "labels are missing": (_with_missing_labels, ("reviews.csv", "--data.missing_labels", "drop")),
+    "numbers": (lambda: write_texts(Path("t.csv"), label=lambda number: number / 3), ("t.csv",)),
+    "parts": (_with_test_data, (".",)),
+    "lines": (lambda: write_lines("t.txt", [f"{n % 2}\t{WORDS[n % 4]} {n}" for n in range(60)]), ("t.txt",)),
+    "pairs": (
+        lambda: write_jsonl(
+            Path("p.jsonl"), ({"en": f"{n} {WORDS[n % 4]}", "de": f"so {WORDS[0]}"} for n in range(40))
+        ),
+        ("p.jsonl",),
+    ),
+    "words": (lambda: write_conll("w.conll"), ("w.conll",)),
+    "questions": (lambda: write_questions(Path("q.jsonl")), ("q.jsonl",)),
+    "embeddings": (
+        lambda: write_jsonl(Path("e.jsonl"), [{"query": f"{n} {WORDS[n % 4]}", "document": f"{n}"} for n in range(40)]),
+        ("e.jsonl",),
+    ),
+    "chats": (write_chats, ("chats.jsonl",)),
+    "plain text": (lambda: write_lines("t.txt", ["".join(WORDS)] * 40), ("t.txt", "--task", "causal-lm")),
+    "files of text": (lambda: write_corpus(Path()), (".",)),
+    "images by class": (_with_classes_of_images, ("images",)),
+    "masks": (write_scenes, ("scenes",)),
+    "boxes": (lambda: write_yolo(Path("yolo"), ("train", "val")), ("yolo",)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_sentence_before_the_run_names_what_is_learned_and_what_is_left_out(form: str, dry_run: DryRun) -> None:
+    write, arguments = FORMS[form]
+    write()
+    printed, _ = dry_run(*arguments)
+    (sentence,) = (line for line in printed.splitlines() if line.startswith("Learns "))
+    assert len(sentence) <= 2 * 80
+    assert_wording("learns", f"finetune: {form}", sentence)

@@ -5,11 +5,12 @@ from typing import Any
 
 import pytest
 
-from accel_train.data.delimited import delimiter_of
+from accel_train.data.delimited import delimiter_of, why_header
 from accel_train.data.encoding import guess_encoding, read_lines
 from accel_train.data.sources import resolve_sources
 from accel_train.data.tables import read_rows
 from accel_train.recipe.data import Data
+from accel_train.tasks.text_classification.config import TextClassificationData
 from tests.support.runs import refused
 
 
@@ -56,6 +57,42 @@ def test_columns_without_a_header_are_called_by_their_numbers_from_1(tmp_path: P
     path.write_text('\n3,"title, long",body\n4,t,b\n')
     assert rows_of(path, "3", "1", header="none") == [("body", "3"), ("b", "4")]
     refused(rows_of, path, "text", header="none", named="a.csv:2|'text'|1, 2, 3")
+    assert rows_of(path, "3", "1", header="left_out") == [("b", "4")]
+
+
+LONG = "".join(f"a film of {number} words,x\n" for number in range(12))
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("review,sentiment\na fine film,x\na bad film,y\n", "'sentiment' is not a class"),
+        ("review,sentiment\na fine film,x\na bad film,\n", "'sentiment' is not a class"),
+        ("body,stars\nfine,3\nbad,1.5\n", "the rows below 'stars' have numbers"),
+        ("Text\na fine film\n", "'Text' is a usual name"),
+        ("Text\n", "'Text' is a usual name"),
+        (f"msg,kind\n{LONG}".replace(",x", ",z"), "'msg' is one word"),
+        # Rows of the data:
+        ("fine,x\na bad film,y\n", None),
+        ("text,x\na bad film,y\n", None),
+        (f"fine,x\n{LONG}", None),
+        ("a fine film,z\na bad film,q\n", None),
+        ("A fine film.,z\nA bad film.,y\n", None),
+        ("fine\na bad film\nso so\n", None),
+        ("3,x\n4,y\n", None),
+        ("good,good\nbad,x\n", None),
+        ("", None),
+        ('text,"label\n', None),
+    ],
+)
+def test_a_header_that_the_run_does_not_expect_is_told_from_a_row(
+    tmp_path: Path, content: str, why: str | None
+) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text(content)
+    data = TextClassificationData(train=str(path), header="none")
+    found = why_header(path, data, ["1", "2"], {"2": ("x", "y")})
+    assert found == why if why is None else (found or "").startswith(why)
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "utf-16", "utf-8-sig"])

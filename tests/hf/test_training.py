@@ -512,6 +512,31 @@ def test_of_an_adapter_run_the_adapter_alone_is_pushed(tmp_path: Path, monkeypat
         assert "adapter_config.json" in upload["files"]
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's
+@pytest.mark.parametrize("strategy", ["checkpoint", "all_checkpoints"])
+def test_a_pushed_checkpoint_of_an_adapter_run_has_no_base_and_resumes_to_the_bit(
+    tmp_path: Path, monkeypatch: Any, strategy: str
+) -> None:
+    def adapted() -> Any:
+        torch.manual_seed(0)
+        return peft.get_peft_model(hf.bert(), peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"]))
+
+    uploads = record_uploads(monkeypatch)
+    args = {"max_steps": 4, "optim": "adamw_torch", **hf.every(2, "save")}
+    pushed = {"push_to_hub": True, "hub_strategy": strategy, **args}
+    whole = hf.trained(tmp_path / "tiny", adapted(), hf.rows(16), **pushed)
+    for upload in uploads:
+        assert "model.safetensors" not in upload["files"]
+        assert "adapter_model.safetensors" in upload["files"]
+    (first, _) = (upload for upload in uploads if upload["path_in_repo"] is not None)
+    folder = tmp_path / "downloaded" / "checkpoint-2"
+    for name, content in first["content"].items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    again = hf.trained(tmp_path / "again", adapted(), hf.rows(16), str(folder), **args)
+    torch.testing.assert_close(dict(again.model.state_dict()), dict(whole.model.state_dict()), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("own", [False, True])
 def test_a_changed_learning_rate_is_an_event_of_a_resume_and_nothing_else_is(tmp_path: Path, own: bool) -> None:
     for rate, resume in ((0.01, None), (0.01, tmp_path / "checkpoint-2"), (0.02, tmp_path / "checkpoint-2")):

@@ -58,8 +58,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
             writer.writerow([f"row-{number}", f"{text} {number}", name])
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        Path("texts.yaml").write_text(yaml.safe_dump(TEXTS))
-        assert main(["run", "texts.yaml"]) == 0
+        rows = Path("texts.csv").read_text().splitlines(keepends=True)[1:]
+        Path("plain.csv").write_text("".join(rows))
+        columns = {"header": "none", "id_column": "1", "text_columns": ["2"], "label_column": "3"}
+        plain = {**TEXTS, "output_dir": "plain", "data": {"train": "plain.csv", "eval_fraction": 0.4, **columns}}
+        for name, recipe in (("texts", TEXTS), ("plain", plain)):
+            Path(f"{name}.yaml").write_text(yaml.safe_dump(recipe))
+            assert main(["run", f"{name}.yaml"]) == 0
     return folder
 
 
@@ -142,6 +147,39 @@ def test_other_data_in_utf_8_is_read_as_such_whatever_the_encoding_of_the_runs_o
     found, (note,) = in_its_encoding(data)
     assert found.encoding == "auto"
     assert "is read as UTF-8, because it is UTF-8, and not as cp1252" in note
+
+
+def test_a_header_is_no_sample_for_a_run_on_a_table_without_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, numbers = tmp_path / "found.csv", []
+    for data in ("plain.csv", "texts.csv"):
+        assert main(["predict", "plain", data, "--out", str(out)]) == 0
+        assert main(["evaluate", "plain", data]) == 0
+        scores = json.loads(Path(f"plain/evaluation-{Path(data).stem}.json").read_text())["metrics"]
+        numbers.append((read_csv(out), scores))
+    assert numbers[0] == numbers[1]
+    assert len(numbers[0][0]) == 90
+    assert "true_label" in numbers[0][0][0]
+    assert "texts.csv: the first line has column names" in capsys.readouterr().err
+    assert main(["predict", "plain", "texts.csv", "--data.header", "none", "--out", str(out)]) == 0
+    assert len(read_csv(out)) == 91
+
+
+def test_files_with_and_without_a_header_are_refused_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("plain", "texts"):
+        (tmp_path / f"{name}.csv").write_text(Path(f"{name}.csv").read_text())
+    for command in ("predict", "evaluate"):
+        assert main([command, "plain", str(tmp_path)]) == 2
+    assert "plain.csv has none either" in capsys.readouterr().err
+
+
+def test_a_table_without_a_header_is_refused_by_a_run_on_one_with_it(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("predict", "evaluate"):
+        assert main([command, "texts", "plain.csv"]) == 2
+        assert "no column 'text'" in capsys.readouterr().err
 
 
 def test_a_model_of_utf8_that_was_read_as_latin_1_is_refused(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def use_hub(monkeypatch: pytest.MonkeyPatch, endpoint: str, home: Path) -> None:
 
 
 def record_uploads(monkeypatch: pytest.MonkeyPatch, expected_token: str | None = None) -> list[dict[str, Any]]:
-    """Let the Trainer push to no hub. Return the list of its uploads: arguments, and the names of the `files`."""
+    """Let the Trainer push to no hub. Return its uploads: arguments, and the `files` with their `content`."""
     uploads: list[dict[str, Any]] = []
 
     class Hub:
@@ -83,9 +83,8 @@ def record_uploads(monkeypatch: pytest.MonkeyPatch, expected_token: str | None =
         def upload_folder(self, **what: Any) -> Any:
             folder = Path(what["folder_path"])
             names = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
-            uploads.append(
-                {**what, "files": [*filter_repo_objects(names, ignore_patterns=what.get("ignore_patterns"))]}
-            )
+            kept = [*filter_repo_objects(names, ignore_patterns=what.get("ignore_patterns"))]
+            uploads.append({**what, "files": kept, "content": {name: (folder / name).read_bytes() for name in kept}})
             return SimpleNamespace(done=lambda: True, result=lambda: None)
 
     monkeypatch.setattr("accel_train.hf.hub.HfApi", Hub)

@@ -133,7 +133,7 @@ def test_data_05_bad_examples_are_not_learned(capsys: pytest.CaptureFixture[str]
     flags = ("--data.prompt_column", "prompt", "--data.completion_column", "chosen")
     assert " ".join(flags) in said
     assert main(["finetune", "dpo.jsonl", "--dry-run", *flags]) == 0
-    assert "not used: column 'rejected'" in capsys.readouterr().out
+    assert "leaves out column 'rejected'" in capsys.readouterr().out
     assert not Path("runs/kto.yaml").exists()
 
 
@@ -170,9 +170,9 @@ def test_data_07_class_folders_of_texts_are_labels(capsys: pytest.CaptureFixture
     assert recipe["task"] == "text-classification"
     assert recipe["data"]["train"] == ["imdb/train/neg", "imdb/train/pos"]
     assert "eval" not in recipe["data"]
-    assert "accel-train evaluate runs/imdb imdb/test)" in printed
+    assert "accel-train evaluate runs/imdb imdb/test\n" in printed
     for name in ("README", "imdb.vocab", "train/urls_pos.txt", "train/unsup/* (8 files)"):
-        assert name in printed[printed.index("  not used: ") :].splitlines()[0]
+        assert name in printed[printed.index("leaves out ") :].splitlines()[0]
     facts = json.loads(Path("runs/imdb/summary.json").read_text())["data"]
     assert facts["num_train"] + facts["num_eval"] == 16
     assert facts["label_names"] == ["neg", "pos"]
@@ -235,7 +235,7 @@ def test_data_09_images_with_masks_are_pairs_and_never_two_classes(capsys: pytes
         recipe = _recipe(f"runs/set{number}.yaml")
         assert recipe["task"] == "semantic-segmentation"
         assert recipe["data"]["mask_values"] == [0, 255]
-    assert "not used: nothing" in capsys.readouterr().out
+    assert "leaves out nothing" in capsys.readouterr().out
     _pairs_of_images(Path("unknown"), "left", "right")
     for folder in ("set0", "set2", "unknown"):
         assert main(["plan", "image_classification", "--data.train", folder]) == 2
@@ -260,7 +260,7 @@ def test_data_10_tools_inputs_and_parts_of_messages_are_read_or_refused(capsys: 
     for name in ("alpaca.json", "alpaca.jsonl"):
         flags = ("--output_dir", f"runs/{name}", "--data.eval_fraction", "0")
         assert main(["finetune", name, "--dry-run", *flags]) == 0
-        assert "not used: nothing" in capsys.readouterr().out
+        assert "leaves out nothing" in capsys.readouterr().out
         recipe = load_recipe(Path(f"runs/{name}.yaml"))
         (source,) = resolve_sources(name, recipe.data, key="data.train")
         parts = [check_row(row, recipe.data).parts for row in read_rows(source, columns_of(recipe.data), recipe.data)]
@@ -321,7 +321,7 @@ def test_data_12_shards_are_one_table_and_test_shards_are_left_alone(capsys: pyt
     assert len(texts.train) + len(texts.eval or []) == 40
     assert main(["finetune", "hub/data/train-*.parquet", "--dry-run", "--output_dir", "runs/b"]) == 0
     assert main(["finetune", "hub/data/train-00000-of-00002.parquet", "--dry-run", "--output_dir", "runs/c"]) == 0
-    assert "train-00001-of-00002.parquet" in capsys.readouterr().out.split("not used:")[-1]
+    assert "train-00001-of-00002.parquet" in capsys.readouterr().out.split("leaves out")[-1]
 
 
 def test_data_13_a_readme_is_not_the_corpus(capsys: pytest.CaptureFixture[str]) -> None:
@@ -337,7 +337,7 @@ def test_data_13_a_readme_is_not_the_corpus(capsys: pytest.CaptureFixture[str]) 
     assert main(["finetune", "polarity", "--dry-run"]) == 0
     printed = capsys.readouterr().out
     assert "1 file, 140 characters" in printed
-    assert "not used: files README.txt, rt.neg" in printed
+    assert "leaves out files README.txt, rt.neg" in printed
     (source,) = resolve_sources("polarity", Data(train="polarity"), key="data.train")
     assert [path.name for path in source.files] == ["more.txt"]
     assert any("README.txt" in note for note in source.notes)
@@ -367,9 +367,8 @@ def test_test_data_next_to_the_training_data_is_named(capsys: pytest.CaptureFixt
         rows = [f"{n},{_WORDS[n % 4]} {n},{'xy'[n % 2]}" for n in range(40)]
         Path(f"{name}.csv").write_text("\n".join(["id,text,label", *rows, ""]))
     assert main(["finetune", "train.csv", "--dry-run"]) == 0
-    unused = capsys.readouterr().out.split("not used: ")[1]
-    assert unused.startswith("column 'id'; files val.csv; test.csv, ")
-    assert "accel-train evaluate runs/train test.csv" in unused
+    unused = capsys.readouterr().out.split("leaves out ")[1]
+    assert unused.startswith("column 'id', files val.csv and test.csv (test data).")
     assert main(["finetune", ".", "--dry-run", "--output_dir", "runs/b"]) == 0
     printed = capsys.readouterr().out
     assert "data.eval_fraction" not in printed

@@ -57,11 +57,11 @@ def test_each_ending_is_read_with_its_text_and_knows_where_it_begins(tmp_path: P
     assert data.source.row_ids(0) == row.where
 
 
-def test_baselines_are_a_place_and_the_words_that_the_text_has(tmp_path: Path) -> None:
-    samples = [
-        {"text": f"a red hat {number}", "endings": ["is blue", "is a red hat"], "label": int(number % 4 > 0)}
-        for number in range(60)
-    ]
+@pytest.mark.parametrize(
+    ("text", "endings"), [("a red hat", ["is blue", "is a red hat"]), ("这是红帽子", ["天空很蓝", "帽子是红的"])]
+)
+def test_baselines_are_a_place_and_the_words_that_the_text_has(tmp_path: Path, text: str, endings: list[str]) -> None:
+    samples = [{"text": f"{text} {number}", "endings": endings, "label": int(number % 4 > 0)} for number in range(60)]
     task, data, _ = load(recipe_for(write_jsonl(tmp_path / "a.jsonl", samples)))
     share = np.mean([row.label for row in data.source.choices.eval])
     assert task.baselines(data) == {

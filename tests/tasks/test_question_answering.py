@@ -129,6 +129,7 @@ def test_the_baselines_are_the_words_near_those_of_the_question_and_no_answer(tm
     train = [Question("?", "a b", (), "", ""), Question("?", "x", (), "", "")]
     context = "cats sleep well . the small red boat sinks . dogs bark"
     assert overlap_answers(train, [Question("which small boat sinks ?", context, (), "", "")]) == ["red"]
+    assert overlap_answers(train, [Question("小 船 ?", "猫睡了。小红船沉了", (), "", "")]) == ["红"]
     task, data, _ = load(recipe_for(write_jsonl(tmp_path / "a.jsonl", questions(unanswered=3))))
     wanted = [bool(row.answers) for row in data.source.asked]
     baselines = task.baselines(data)

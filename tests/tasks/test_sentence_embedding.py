@@ -9,16 +9,19 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from sklearn.feature_extraction.text import TfidfVectorizer
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from accel_train import load_exported
 from accel_train.cli.main import main
+from accel_train.recipe.schema import Recipe
 from accel_train.tasks.sentence_embedding import losses
 from accel_train.tasks.sentence_embedding.losses import Objective, Table
 from accel_train.tasks.sentence_embedding.metrics import retrieval
 from accel_train.tasks.sentence_embedding.task import SentenceEmbedding
-from tests.support.runs import checkpoint, events, metrics, train_recipe
+from tests.support.runs import checkpoint, events, metrics, train_recipe, write_jsonl
+from tests.support.text_tasks import load
 
 BERT = {
     "model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48,
@@ -279,6 +282,26 @@ def test_retrieval_counts_equal_texts_once_and_ties_against_the_model() -> None:
     assert found["ndcg_at_10"] == pytest.approx((1 + 1 + 1 / np.log2(3)) / 3)
     alike = retrieval(texts, lambda rows, others: np.ones((len(rows), len(others))))
     assert alike["recall_at_1"] == 0
+
+
+def test_baselines_of_scripts_without_spaces_compare_characters(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    rows: list[dict[str, Any]] = []
+    for _ in range(200):
+        anchor, positive = ("".join(chr(0x4E00 + draw.randrange(90)) for _ in range(12)) for _side in range(2))
+        rows.append({"anchor": anchor, "positive": positive[:6] + anchor[3:6] + positive[6:]})
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    data = {"train": str(path), "pair_columns": ["anchor", "positive"], "eval_fraction": 0.3}
+    sections = {"model": {"config": BERT}, "data": data, "schedule": {"max_steps": 1}, "tokenizer": "bytes"}
+    task, found, _ = load(Recipe.model_validate({"task": "sentence-embedding", "output_dir": "run", **sections}))
+    pairs = [row.texts for row in found.source.rows.eval]
+    vectorizer = TfidfVectorizer(sublinear_tf=True, analyzer="char", ngram_range=(1, 3))
+    vectorizer.fit(text for row in found.source.rows.train for text in row.texts)
+    first, second = (vectorizer.transform(side) for side in zip(*pairs, strict=True))
+    places = np.arange(len(pairs))
+    expected = retrieval(np.stack([places, places], 1), lambda of, others: (first[of] @ second[others].T).toarray())
+    assert task.baselines(found) == pytest.approx({f"tfidf_of_characters_{name}": expected[name] for name in expected})
+    assert expected["recall_at_1"] > 0.5
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,13 @@ import json
 import math
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from sklearn.feature_extraction.text import TfidfVectorizer
+from sklearn.linear_model import LogisticRegression
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -24,6 +27,8 @@ from accel_train.data.text.tokenizers import byte_tokenizer, train_bpe
 from accel_train.metrics.scores import auroc, auroc_from_histogram
 from accel_train.metrics.tally import score_histogram
 from accel_train.task import load_task
+from accel_train.tasks.text_classification.data import LabelledTexts
+from accel_train.tasks.text_classification.metrics import baseline_scores
 from tests.support import text_tasks
 from tests.support.runs import metrics, refused
 from tests.support.text_tasks import (
@@ -36,6 +41,7 @@ from tests.support.text_tasks import (
     load,
     several_topics,
     train,
+    write_csv,
     write_texts,
 )
 
@@ -272,6 +278,57 @@ def test_a_constant_a_bag_of_words_and_a_weighted_one_are_scored_on_the_same_tex
     assert baselines["mean_rmse"] > baselines["tfidf_rmse"] > 0
     _, without, _ = load(recipe_for(tmp_path / "a.csv", data={"eval_fraction": 0.0}))
     assert task.baselines(without) == {}
+
+
+def tfidf_accuracy(texts: LabelledTexts, **settings: Any) -> float:
+    vectorizer = TfidfVectorizer(sublinear_tf=True, **settings)
+    model = LogisticRegression(C=10.0, max_iter=200)
+    assert texts.eval is not None
+    model.fit(vectorizer.fit_transform(row.texts[0] for row in texts.train), texts.train_labels)
+    answers = model.predict(vectorizer.transform(row.texts[0] for row in texts.eval))
+    return float((answers == texts.eval_labels).mean())
+
+
+@pytest.mark.parametrize("share", [1.0, 0.1])
+@pytest.mark.parametrize("first", ["一", "ぁ", "ก", "ກ", "က", "ក", "\U00020000"])
+def test_baselines_of_scripts_without_spaces_count_characters(tmp_path: Path, first: str, share: float) -> None:
+    """The class is the order of two letters. Other texts of the corpus are English, and of either class."""
+    draw, letters = np.random.default_rng(0), [chr(ord(first) + place) for place in range(22)]
+    rows: list[list[Any]] = []
+    for number in range(int(300 / share)):
+        label, text = (number + number // 10) % 2, "".join(draw.choice(letters[2:], 12))
+        if number % (1 / share) < 1:
+            place = int(draw.integers(12))
+            text = text[:place] + "".join(letters[:2] if label else letters[1::-1]) + text[place:]
+        else:
+            text = f"{['cats', 'dogs'][label]} sleep {number}"
+        rows.append([text, f"c{label}"])
+    _, data, _ = load(recipe_for(write_csv(tmp_path / "a.csv", ["text", "label"], *rows)))
+    texts = data.source.texts
+    found = baseline_scores(texts)
+    assert {name.removesuffix("_accuracy") for name in found if name.endswith("accuracy")} == {
+        "majority",
+        "bag_of_characters",
+        "tfidf_of_characters",
+    }
+    assert found["tfidf_of_characters_accuracy"] > 0.95
+    assert tfidf_accuracy(texts) < 1 - 0.3 * share
+    if share == 1:
+        expected = tfidf_accuracy(texts, analyzer="char", ngram_range=(1, 3), max_features=50_000)
+        assert found["tfidf_of_characters_accuracy"] == expected
+
+
+@pytest.mark.parametrize(
+    "words", [*TOPICS.values(), "좋은 나쁜 영화 음식", "अच्छा बुरा खाना फिल्म", "хорошо плохо кино еда"]
+)
+def test_baselines_of_scripts_with_spaces_count_words(tmp_path: Path, words: str) -> None:
+    known = words.split()
+    rows = [[f"{known[number % 2]} {known[2]} {number}", (number + number // 7) % 2] for number in range(200)]
+    rows[7][0] = "这 一 条 是 中文"
+    _, data, _ = load(recipe_for(write_csv(tmp_path / "a.csv", ["text", "label"], *rows)))
+    found = baseline_scores(data.source.texts)
+    assert found["tfidf_accuracy"] == tfidf_accuracy(data.source.texts)
+    assert "bag_of_words_accuracy" in found
 
 
 def test_a_run_learns_the_topics_and_reports_scores_next_to_baselines(tmp_path: Path) -> None:

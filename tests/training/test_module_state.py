@@ -143,6 +143,38 @@ def test_a_rollback_and_the_best_model_have_their_own_extra_state() -> None:
     assert model.done == 6
 
 
+@pytest.mark.parametrize("bad", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_that_is_skipped_leaves_extra_state_as_it_was(kind: str, bad: int) -> None:
+    def loss(model: Any, batch: Any) -> Tensor:
+        return cross_entropy(model, batch) * (float("nan") if len(model.seen) == bad else 1)
+
+    model = made(kind)
+    fit(model, DATA, loss=loss, output_dir="run", max_steps=6, **SETTINGS)
+    assert [event["step"] for event in events(Path("run"), "skip")] == [bad]
+    assert model.done == 5
+
+
+@pytest.mark.parametrize("bad", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_that_is_repeated_after_out_of_memory_counts_once_in_extra_state(
+    kind: str, bad: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACCEL_TRAIN_CACHE", str(tmp_path / "cache"))
+
+    def loss(model: Any, batch: Any) -> Tensor:
+        value = cross_entropy(model, batch)
+        if len(model.seen) == bad:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return value
+
+    model = made(kind)
+    fit(model, DATA, loss=loss, output_dir="run", max_steps=5, **SETTINGS)
+    assert [event["step"] for event in events(Path("run"), "out_of_memory")] == [bad]
+    # From the repeated step on, each step has two micro-batches.
+    assert model.done == bad - 1 + 2 * (6 - bad)
+
+
 def test_extra_state_that_no_checkpoint_can_keep_is_refused_by_module_before_the_first_step() -> None:
     class Odd(Counted):
         def get_extra_state(self) -> Any:

@@ -36,7 +36,7 @@ def _finetune(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome
     }
     if arguments.dry_run:
         return Outcome(result)
-    result["run"] = run_recipe(result["recipe"], [], verbose=arguments.verbose)
+    result["run"] = run_recipe(result["recipe"], [], verbose=arguments.verbose, is_named=True)
     if is_first:
         print("\n".join(how_to_use(written.found, written.recipe)))
     return Outcome(result)

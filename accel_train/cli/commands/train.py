@@ -43,8 +43,13 @@ def _run(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
     return Outcome(run_recipe(arguments.recipe, [*settings, *accept], verbose=arguments.verbose))
 
 
-def run_recipe(path: str, settings: Sequence[str], *, verbose: bool = False) -> results.RunResult:
-    """Train the recipe in a file, or resume it; return the result. The process ends after it."""
+def run_recipe(
+    path: str, settings: Sequence[str], *, verbose: bool = False, is_named: bool = False
+) -> results.RunResult:
+    """Train the recipe in a file, or resume it; return the result. The process ends after it.
+
+    `is_named` says that the user has just read the name of the file.
+    """
     # OpenMP reads this when torch is imported. On a busy CPU, OpenMP threads with a long spin made steps ten times
     # slower.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -58,9 +63,9 @@ def run_recipe(path: str, settings: Sequence[str], *, verbose: bool = False) -> 
         if (build := installed_torch()) is not None and build.is_for_cpu and (problem := unused_driver(os.environ)):
             raise ValueError(problem)
         check_before_torch(recipe)
-        if os.environ.get("RANK", "0") == "0":
+        if os.environ.get("RANK", "0") == "0" and not is_named:
             print(redact_text(f"{path}: to be trained in {recipe.output_dir}"), flush=True)
-        with importing(path, recipe.task):
+        with importing("" if is_named else path, recipe.task):
             from accel_train.engine.run import Extensions
             from accel_train.training.setup import prepare_run
         run = prepare_run(recipe, extensions=Extensions(owns_process=True, verbose=verbose), stop=stop)

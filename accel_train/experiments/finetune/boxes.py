@@ -68,9 +68,9 @@ def recognise_boxes(asked: Asked, located: Located) -> Found:
     )
     root = Path(asked.path).expanduser()
     images = [side.images for side in (sets.train, sets.eval) if side is not None]
-    others = (not_used(root, _read_files(located, images, root)),) if root.is_dir() else ()
+    unused = not_used(root, _read_files(located, images, root)) if root.is_dir() else ()
     if is_saved_dataset(root):
-        others = (f"not used: {'test/' if (root / 'test').is_dir() else 'nothing'}",)
+        unused = ("test/",) if (root / "test").is_dir() else ()
     left = f"{located.test} is left alone; after training: accel-train evaluate RUN {located.test}"
     notes = (*sets.notes, *([left] if located.test is not None and left not in sets.notes else []))
     return Found(
@@ -81,7 +81,8 @@ def recognise_boxes(asked: Asked, located: Located) -> Found:
         settings=settings,
         counts={name: counts[name] for name in sets.label_names},
         test=None if located.test is None else str(located.test),
-        notes=(*notes, *others),
+        unused=unused,
+        notes=notes,
         **sizes_of(sets.train.images),
     )
 

@@ -109,7 +109,8 @@ def recognise_classes(asked: Asked, folder: Path, tables: Sequence[Path] = ()) -
         num_samples=len(names),
         settings={"data.train": Choice(asked.path, "")},
         counts=counts,
-        notes=(*notes, not_used(folder, used, num_others - sum(entry.is_file() for entry in root.glob("[!.]*")))),
+        unused=not_used(folder, used, num_others - sum(entry.is_file() for entry in root.glob("[!.]*"))),
+        notes=notes,
         **sizes_of(pool.images),
     )
 
@@ -122,8 +123,8 @@ def _tables_there(tables: Sequence[Path]) -> str:
     return f". No column of {names} names these images. A table needs a column of file names relative to the table"
 
 
-def not_used(root: Path, used: Sequence[Path], num_others: int = 0) -> str:
-    """Return the line that names unused files and folders of `root`. `num_others` lie in used folders."""
+def not_used(root: Path, used: Sequence[Path], num_others: int = 0) -> tuple[str, ...]:
+    """Return the unused files and folders of `root`. `num_others` lie in used folders."""
     left = [
         entry.name + "/" * entry.is_dir()
         for entry in sorted(root.iterdir())
@@ -131,7 +132,7 @@ def not_used(root: Path, used: Sequence[Path], num_others: int = 0) -> str:
     ]
     shown = [*left[:6], *([f"{len(left) - 6} more"] if len(left) > 6 else [])]
     within = [f"{format_count(num_others, 'other file')} in class folders"] if num_others else []
-    return f"not used: {', '.join([*shown, *within]) or 'nothing'}"
+    return (*shown, *within)
 
 
 class Pairs(NamedTuple):
@@ -214,7 +215,8 @@ def recognise_masks(asked: Asked, pairs: Pairs) -> Found:
         pool.description,
         num_samples=len(pool.images),
         settings={**settings, **classes},
-        notes=(*pool.notes, *notes, *((not_used(root, used),) if root.is_dir() else ())),
+        unused=not_used(root, used) if root.is_dir() else (),
+        notes=(*pool.notes, *notes),
         **sizes_of(pool.images),
     )
 
@@ -345,12 +347,12 @@ def recognise_images(asked: Asked, table: Table) -> dict[str, Any] | None:
         "why": f"column {column.name!r} names images, column {label.name!r} their classes",
         "settings": {"data.image_column": Choice(column.name, where), **label.settings},
         "counts": label.counts,
-        "notes": (_not_used(table, cells, column.name, label.name),),
+        "unused": _not_used(table, cells, column.name, label.name),
         **sizes_of(RowImages(cells, folder, column.name, str(table.path), tuple(table.wheres))),
     }
 
 
-def _not_used(table: Table, cells: Sequence[Any], *used: str) -> str:
+def _not_used(table: Table, cells: Sequence[Any], *used: str) -> tuple[str, ...]:
     left = [name for name in table.columns if name not in used]
     said = [f"columns {', '.join(left)}"] if left else []
     files = {os.path.normpath(table.path.parent / cell) for cell in cells if isinstance(cell, str)}
@@ -363,8 +365,7 @@ def _not_used(table: Table, cells: Sequence[Any], *used: str) -> str:
         for entry in sorted(table.path.parent.iterdir())
         if part_of(entry.name) == "test" and os.path.normpath(entry) not in places
     ]
-    said += left[:6]
-    return f"not used: {'; '.join(said) or 'nothing'}"
+    return (*said, *left[:6])
 
 
 def table_of_images(asked: Asked, folder: Path, tables: Sequence[Path]) -> tuple[Path, Path | None] | None:

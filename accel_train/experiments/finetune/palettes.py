@@ -121,8 +121,8 @@ def find_palette(asked: Asked, place: str) -> Palette | None:
         ignored = ", ".join(filter(_NOT_COUNTED.fullmatch, colors.values())) or "nothing"
         note = f"colors of the masks are classes by {file}; not counted: {ignored}"
     stamps += [repr(colors), str(asked.data.ignore_index), *(f"{name} {each}" for name, each in files.items())]
-    unused = not_used(top, [*roots, file])
-    return Palette(files, colors, file, asked.data.ignore_index, text_digest(stamps), f"{note}; {unused}")
+    unused = ", ".join(not_used(top, [*roots, file])) or "nothing"
+    return Palette(files, colors, file, asked.data.ignore_index, text_digest(stamps), f"{note}; not used: {unused}")
 
 
 def _named_colors(file: Path, asked: Asked) -> dict[int, str]:

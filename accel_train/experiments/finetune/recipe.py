@@ -10,7 +10,7 @@ from shlex import quote
 from typing import Any
 
 from accel_train.core.files import make_folders, write_atomically
-from accel_train.core.format import did_you_mean
+from accel_train.core.format import did_you_mean, format_count
 from accel_train.core.redaction import redact
 from accel_train.core.state import Choice
 from accel_train.core.terminal import printable
@@ -19,7 +19,7 @@ from accel_train.data.labels import class_notes
 from accel_train.data.sources import EMBEDDED_CORPORA, Source, file_kind
 from accel_train.data.tables import column_names, columns_read
 from accel_train.recipe.loader import Recipe, load_recipe, make_recipe
-from accel_train.recipe.tasks import ANY_TASK
+from accel_train.recipe.tasks import ANY_TASK, TASKS
 from accel_train.recipe.yaml_core import one_line
 
 Choices = dict[str, Choice[Any]]
@@ -268,16 +268,71 @@ def format_choices(found: Found, chosen: Choices, recipe: Recipe, *, show_all: b
         is_main = section == "model" or (section == "data" and key.partition(".")[0] not in ROUTINE)
         if show_all or (is_main and name not in columns):
             lines.append(f"  {name}: {_short(choice)} ({choice.reason})")
-    if found.unused is None:
-        return lines
-    tests = []
-    if found.test is not None:
-        command, what = f"accel-train evaluate {quote(recipe.output_dir)} {quote(found.test)}", "test data by its name"
-        if not found.test_has_labels:
-            command = f"accel-train predict {quote(recipe.output_dir)} {quote(found.test)} --out predictions.csv"
-            what = "test data without labels"
-        tests = [f"{found.test}, {what} (after training: {command})"]
-    return [*lines, f"  not used: {'; '.join((*found.unused, *tests)) or 'nothing'}"]
+    return [*lines, summary(found, recipe)]
+
+
+def summary(found: Found, recipe: Recipe) -> str:
+    """Return the sentence that a person checks before training: what is learned from what, and what is left out."""
+    data = recipe.data
+    is_read = data.model_fields_set if data.lines is None else {"label_column", "text_columns"}
+    columns = {
+        name: [f"column {each}" if each.isdigit() else each for each in ([value] if isinstance(value, str) else value)]
+        for name in type(data).model_fields
+        if "_column" in name and name in is_read and (value := getattr(data, name))
+    }
+    targets = [each for name in (data.label_setting, *_TARGETS) for each in columns.pop(name or "", ())]
+    inputs = [each for name, names in columns.items() if name not in _NOT_LEARNED for each in names]
+    unit = "image" if found.edge else "file" if found.task == "causal-lm" else "text"
+    unit = "row" if (targets or inputs) and data.lines is None else unit
+    classes = len(found.counts) or len(getattr(data, "label_names", None) or ())
+    kind = f" ({format_count(classes, 'class', 'classes')})" if classes and len(targets) < 2 else ""
+    kind = " (a number)" if recipe.model.problem_type == "regression" else kind
+    learned = f"{listed(targets)}{kind} from " if targets else f"to {TASKS[found.task].learns}{kind}, from "
+    place = data.train if isinstance(data.train, str) else format_count(len(data.train), "place")
+    folder = Path(found.settings["data.train"].value if isinstance(data.train, str) else os.curdir).expanduser().parent
+    fed = f"{_joined(inputs)}, " if inputs else ""
+    parts = [
+        f"Learns {learned}{fed}{format_count(found.num_samples, unit)} of {_below(place, folder)}",
+        f"evaluates on {_held_out(found, recipe, unit, folder)}",
+    ]
+    if found.unused is not None:
+        test = [] if found.test is None else [_below(_below(found.test, folder), Path(_below(place, folder)))]
+        left = [each for each in found.unused if each.rstrip("/") not in test]
+        parts.append(f"leaves out {_joined([*left, *(f'{name} (test data)' for name in test)]) or 'nothing'}")
+    return f"{'; '.join(parts)}."
+
+
+_TARGETS = ("label_columns", "completion_column", "score_column")
+"""Columns that a model learns to give, besides `label_setting`."""
+_NOT_LEARNED = ("id_column", "group_column")
+
+
+def _held_out(found: Found, recipe: Recipe, unit: str, folder: Path) -> str:
+    data, held = recipe.data, recipe.data.eval
+    if held is None and found.task == "image-classification":
+        from accel_train.data.images.labelled import eval_beside_train
+
+        held = eval_beside_train(data)[1]
+    if held is not None:
+        places = [held] if isinstance(held, str) else held
+        return "its validation part" if held == data.train else _joined([_below(place, folder) for place in places])
+    if not data.eval_fraction:
+        return "nothing"
+    if found.num_samples == 1:
+        return f"its last {data.eval_fraction:.0%}"
+    group = getattr(data, "group_column", None)
+    count = format_count(max(1, round(found.num_samples * data.eval_fraction)), f"held-out {unit}")
+    return f"about {count}{f', by {group}' if group else ''}"
+
+
+def _below(path: str, folder: Path) -> str:
+    """Return a path relative to a folder above it."""
+    place = Path(path).expanduser()
+    return str(place.relative_to(folder)) if place.is_relative_to(folder) else path
+
+
+def _joined(names: Sequence[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
 
 
 def _short(choice: Choice[Any]) -> str:
@@ -287,16 +342,26 @@ def _short(choice: Choice[Any]) -> str:
     return shown if len(shown) <= 60 else f"{shown[:57]}..."
 
 
+def how_to_test(found: Found, recipe: Recipe) -> list[str]:
+    """Return a line with the command for the test data, if some lie next to the training data."""
+    if found.test is None:
+        return []
+    run, test = quote(recipe.output_dir), quote(found.test)
+    command = f"evaluate {run} {test}" if found.test_has_labels else f"predict {run} {test} --out predictions.csv"
+    return [f"Test it: accel-train {command}"]
+
+
 def how_to_use(found: Found, recipe: Recipe) -> list[str]:
     """Return lines that show how to use the trained model."""
     output_dir = recipe.output_dir
     model = os.path.join(output_dir, "model")
+    lines = [*how_to_test(found, recipe), "Use it:"]
     # The model's code is a file in the folder of its weights.
     has_own_code = (recipe.model.config or {}).get("model_type") == "ngrams"
     consent = ", trust_remote_code=True" if has_own_code else ""
     if found.task == "sentence-embedding":
         return [
-            "Use it:",
+            *lines,
             f"  accel-train predict {quote(output_dir)} NEW.csv --out predictions.csv",
             "  from sentence_transformers import SentenceTransformer",
             f'  SentenceTransformer("{model}").encode(["a text"])',
@@ -324,8 +389,8 @@ def how_to_use(found: Found, recipe: Recipe) -> list[str]:
     if not data:
         command = f"accel-train generate {quote(output_dir)} --prompt '{prompt}'"
     if not kind:
-        return ["Use it:", f"  {command}", f"  {os.path.join(model, 'README.md')} shows how to use it in Python"]
-    return ["Use it:", f"  {command}", "  from transformers import pipeline", f"  {call}"]
+        return [*lines, f"  {command}", f"  {os.path.join(model, 'README.md')} shows how to use it in Python"]
+    return [*lines, f"  {command}", "  from transformers import pipeline", f"  {call}"]
 
 
 def minimal_recipe(path: str, arguments: Sequence[str]) -> Recipe:

@@ -336,7 +336,7 @@ def _shards_of(path: Path) -> Path:
 def _with_unused_files(found: Found, asked: Asked, tree: Tree) -> Found:
     """Return `found` with the files that the run will not read: all below a folder, or test data next to a file."""
     path, folder = tree.path, tree.folder
-    if found.unused is None or is_saved_dataset(path):
+    if found.unused is None or found.edge or is_saved_dataset(path):
         return found
     data, read = with_settings(asked.data, found.settings), set[Path]()
     for names in (data.train, data.eval):

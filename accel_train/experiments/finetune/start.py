@@ -40,7 +40,8 @@ class Written:
         file = (
             f"recipe: {self.path} ({'written' if self.is_new else 'as it was'}; edit it, and `accel-train run {place}`)"
         )
-        return [*own.format_choices(self.found, self.choices, self.recipe), file]
+        lines = own.format_choices(self.found, self.choices, self.recipe)
+        return [*lines, file, *own.how_to_test(self.found, self.recipe)]
 
 
 def write_recipe(

@@ -89,9 +89,8 @@ def recognise_table(asked: Asked, path: Path, held_out: Path | None = None) -> F
     ]
     dropped = found.pop("num_dropped", 0)
     rows = (f"{format_count(dropped, 'row')} without a label",) if dropped else ()
-    # The notes of image classification already list unused columns and images.
-    if found["task"] != "image-classification":
-        found["unused"] = (*_unused_columns(table, read), *rows)
+    # Image classification lists unused columns itself, and unused images.
+    found["unused"] = found.get("unused", (*_unused_columns(table, read), *rows))
     notes = (*table.notes, *left_out, *found.pop("notes", ()))
     num_samples = found.pop("num_samples", len(table.wheres) - dropped)
     return Found(description=about, num_samples=num_samples, notes=notes, **found)

@@ -1,6 +1,7 @@
-"""Rows with texts, their split into training and evaluation, and the tokenizers of encoders."""
+"""Rows with texts, their split into training and evaluation, their words, and the tokenizers of encoders."""
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
@@ -16,6 +17,18 @@ from accel_train.recipe.schema import Recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_UNSPACED = (
+    # Thai, Lao, Tibetan, Burmese; Khmer; Tai; Balinese; Chinese and Japanese; Javanese.
+    "\u0e00-\u109f\u1780-\u17ff\u1950-\u19ff\u1a20-\u1aaf\u1b00-\u1b7f\u3005-\u3007\u3040-\u30ff\u31f0-\u31ff"
+    "\u3400-\u4dbf\u4e00-\u9fff\ua980-\ua9ff\uaa60-\uaadf\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff"
+)
+"""Ranges of letters and vowel signs of scripts that put no space between words."""
+_RUNS = re.compile(f"[{_UNSPACED}]+")
+WORD = rf"[{_UNSPACED}]|[^\W{_UNSPACED}]+"
+"""Pattern of a word; or of a character, for scripts without spaces."""
+_LEAST_UNSPACED_TEXTS = 0.05
+_MOST_CHARACTERS = 3
 
 # Joins a pair into one text for hashing. ASCII's record separator does not occur in written text.
 _BETWEEN_TEXTS = "\x1e"
@@ -56,6 +69,33 @@ class TextRow(NamedTuple):
 def joined(rows: Iterable[TextRow]) -> list[str]:
     """Return each row's texts joined into one, for hashing and for counting words."""
     return [row.key for row in rows]
+
+
+def characters_as_words(texts: Sequence[str]) -> Callable[[str], list[str]] | None:
+    """Return an analyzer for scikit-learn's vectorizers if texts are in a script without spaces, or None.
+
+    It counts 1 to 3 characters of these scripts, and words elsewhere. Returns None if fewer than 5 % of the texts are
+    mainly in these scripts.
+    """
+    from sklearn.feature_extraction.text import CountVectorizer
+
+    if sum(map(_is_unspaced, texts)) < _LEAST_UNSPACED_TEXTS * len(texts):
+        return None
+    words = CountVectorizer().build_analyzer()
+    characters = CountVectorizer(analyzer="char", ngram_range=(1, _MOST_CHARACTERS)).build_analyzer()
+
+    def analyze(text: str) -> list[str]:
+        runs = _RUNS.findall(text)
+        return [*words(_RUNS.sub(" ", text)), *(each for run in runs for each in characters(run))]
+
+    return analyze
+
+
+def _is_unspaced(text: str) -> bool:
+    """Return whether most letters of a text's beginning are of a script without spaces."""
+    start = text[:1000]
+    letters = sum(map(str.isalpha, start))
+    return letters > 0 and 2 * sum(map(len, _RUNS.findall(start))) > letters
 
 
 def text_rows(

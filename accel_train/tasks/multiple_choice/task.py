@@ -20,6 +20,7 @@ from accel_train.task import Scores, TaskData
 from accel_train.tasks.common import classification
 from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.encoder import EncoderTask, cut_note
+from accel_train.tasks.common.texts import WORD
 from accel_train.tasks.multiple_choice import data as choices
 from accel_train.tasks.multiple_choice.config import SPEC, MultipleChoiceData
 
@@ -33,7 +34,7 @@ tokens = tokenizer([text] * len(endings), endings, truncation=True, padding=True
 scores = model(**{{name: rows[None] for name, rows in tokens.items()}}).logits[0]
 print(endings[scores.argmax()])
 """
-_WORD = re.compile(r"\w+")
+_WORD = re.compile(WORD)
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
+from accel_train.tasks.common.texts import WORD
 from accel_train.tasks.question_answering.data import Question
 
-_WORD = re.compile(r"\w+|[^\w\s]")
+_WORD = re.compile(rf"{WORD}|[^\w\s]")
 # Number of words on each side of an answer that are searched for words of the question.
 _NEAR = 10
 

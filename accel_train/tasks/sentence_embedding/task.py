@@ -22,6 +22,7 @@ from accel_train.recipe.schema import Recipe
 from accel_train.task import Scores, TaskData
 from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.encoder import EncoderTask, cut_note
+from accel_train.tasks.common.texts import characters_as_words
 from accel_train.tasks.sentence_embedding import data as rows_of
 from accel_train.tasks.sentence_embedding.config import EMBEDDING, SPEC, SentenceEmbeddingData
 from accel_train.tasks.sentence_embedding.folder import Pooling, pooling_of, write_folder
@@ -166,7 +167,7 @@ class SentenceEmbedding(EncoderTask):
     def baselines(self, data: TaskData) -> dict[str, float]:
         """Return the scores of the cosine similarity of TF-IDF vectors, of words and of 3 to 5 characters in words.
 
-        They are fitted on training texts.
+        They are fitted on training texts. Texts in scripts without spaces have one baseline, of 1 to 3 characters.
         """
         if data.eval is None:
             return {}
@@ -175,11 +176,14 @@ class SentenceEmbedding(EncoderTask):
         rows, samples = data.source.rows, cast("list[rows_of.Sample]", data.eval)
         train = list(chain.from_iterable(row.texts for row in rows.train[:_MOST_ROWS_TO_FIT]))
         texts = np.array([sample.texts for sample in samples])
-        baselines = dict[str, float]()
+        baselines, characters = dict[str, float](), characters_as_words(train)
+        analyzers: dict[str, dict[str, Any]] = {
+            "tfidf": {},
+            "tfidf_of_characters": {"analyzer": "char_wb", "ngram_range": (3, 5)},
+        }
         for name, analyzer in (
-            ("tfidf", {}),
-            ("tfidf_of_characters", {"analyzer": "char_wb", "ngram_range": (3, 5)}),
-        ):
+            analyzers if characters is None else {"tfidf_of_characters": {"analyzer": characters}}
+        ).items():
             vectorizer = TfidfVectorizer(sublinear_tf=True, **analyzer)
             try:
                 vectorizer.fit(train)

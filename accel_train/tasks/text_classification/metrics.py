@@ -13,11 +13,13 @@ from accel_train.data.labels import LabelScheme
 from accel_train.metrics import METRICS, fits, load_metric, scores, tally
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Scores
-from accel_train.tasks.common.texts import joined
+from accel_train.tasks.common.texts import characters_as_words, joined
 from accel_train.tasks.text_classification.data import LabelledTexts
 
 MAX_SAMPLES = 20_000
 """Training texts that a bag of words reads, drawn at random. Fitting takes at most about 20 seconds."""
+_MAX_CHARACTERS = 2_000_000
+"""The same limit for texts whose characters are counted, in characters."""
 _MAX_WORDS = 50_000
 
 
@@ -74,16 +76,23 @@ def baseline_scores(texts: LabelledTexts) -> dict[str, float]:
     `majority` (or `mean`) always gives the same answer: the most frequent class, the labels that most texts have, or
     the mean. `bag_of_words` and `tfidf` are linear models of words: logistic regression, one per label, or ridge
     regression. `bag_of_words` uses scikit-learn's defaults on word counts. `tfidf` is stronger: rare words weigh more,
-    counts enter as 1 + log(count), and C = 10. A pair counts as one text.
+    counts enter as 1 + log(count), and C = 10. A pair counts as one text. For texts in scripts without spaces, the two
+    count characters too, and are `bag_of_characters` and `tfidf_of_characters`.
     """
     from sklearn.feature_extraction.text import CountVectorizer, TfidfVectorizer
 
     constant = "mean" if texts.scheme.problem_type == "regression" else "majority"
-    answers = {
-        constant: _constant_answer(texts),
-        "bag_of_words": _linear_answer(texts, CountVectorizer(max_features=_MAX_WORDS), 1.0),
-        "tfidf": _linear_answer(texts, TfidfVectorizer(sublinear_tf=True, max_features=_MAX_WORDS), 10.0),
-    }
+    chosen = np.random.default_rng(0).permutation(len(texts.train))[:MAX_SAMPLES]
+    train = joined(texts.train[index] for index in chosen)
+    analyzer = characters_as_words(train)
+    if analyzer is not None:
+        train = train[: max(1, int(np.searchsorted(np.cumsum([*map(len, train)]), _MAX_CHARACTERS, "right")))]
+    labels = texts.train_labels[chosen[: len(train)]]
+    names = ("bag_of_words", "tfidf") if analyzer is None else ("bag_of_characters", "tfidf_of_characters")
+    words: dict[str, Any] = {"analyzer": analyzer or "word", "max_features": _MAX_WORDS}
+    models = ((CountVectorizer(**words), 1.0), (TfidfVectorizer(**words, sublinear_tf=True), 10.0))
+    answers: dict[str, NDArray[Any] | None] = {constant: _constant_answer(texts)}
+    answers |= {name: _linear_answer(texts, train, labels, *model) for name, model in zip(names, models)}
     shown = {
         "single_label": ("accuracy", "f1_macro"),
         "multi_label": ("f1_micro", "f1_macro"),
@@ -107,7 +116,9 @@ def _constant_answer(texts: LabelledTexts) -> NDArray[Any]:
     return answer
 
 
-def _linear_answer(texts: LabelledTexts, vectorizer: Any, c: float) -> NDArray[Any] | None:
+def _linear_answer(
+    texts: LabelledTexts, train: Sequence[str], labels: NDArray[Any], vectorizer: Any, c: float
+) -> NDArray[Any] | None:
     """Fit a linear model and return its answers for the evaluation texts, or None if the texts cannot be fitted."""
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression, Ridge
@@ -115,7 +126,6 @@ def _linear_answer(texts: LabelledTexts, vectorizer: Any, c: float) -> NDArray[A
     from sklearn.pipeline import make_pipeline
 
     assert texts.eval is not None
-    chosen = np.random.default_rng(0).permutation(len(texts.train))[:MAX_SAMPLES]
     model: Any = LogisticRegression(C=c, max_iter=200)
     if texts.scheme.problem_type == "regression":
         model = Ridge()
@@ -126,7 +136,7 @@ def _linear_answer(texts: LabelledTexts, vectorizer: Any, c: float) -> NDArray[A
         warnings.filterwarnings("ignore", message="Label .* is present in", category=UserWarning)
         try:
             words = make_pipeline(vectorizer, model)
-            words.fit(joined(texts.train[index] for index in chosen), texts.train_labels[chosen])
+            words.fit(train, labels)
         # The texts have no word of two letters, or only one class.
         except ValueError:
             return None

@@ -117,7 +117,7 @@ def test_only_files_that_are_not_read_are_called_unused(path: str, left: str) ->
     Path("yolo/extra.txt").write_text("")
     Path("voc/notes").mkdir()
     Path("table/x").write_text("")
-    assert [note for note in find(path).notes if note.startswith("not used")] == [f"not used: {left}"]
+    assert ", ".join(find(path).unused or ["nothing"]) == left
 
 
 def test_tables_with_boxes_are_found_in_another_column_and_in_shards() -> None:
@@ -140,11 +140,11 @@ def test_tables_with_boxes_are_found_in_another_column_and_in_shards() -> None:
     for path in ("saved", "shards", "shards/train-*.parquet"):
         found = find(path)
         assert (found.task, found.num_samples, dict(found.counts)) == ("object-detection", 3, {"cat": 1, "dog": 2})
-    assert find("saved").notes[-1] == "not used: nothing"
+    assert find("saved").unused == ()
     assert find("shards").description.startswith("shards/train-00000-of-00002.parquet: 2 images with 3 boxes, shards/")
     datasets.DatasetDict(train=table, validation=table, test=table).save_to_disk("parts")
     found = find("parts")
-    assert found.notes[-1] == "not used: test/"
+    assert found.unused == ("test/",)
     assert found.settings["data.eval"].value == "parts"
 
 

@@ -279,7 +279,7 @@ def test_polygons_of_labelme_become_masks_with_names_in_order() -> None:
     assert (drawn == expected)[~ignored].all()
     assert mask_at("runs/set-data/masks/train/b.png") == np.zeros((10, 12), int).tolist()
     assert "5 polygons on 4 images" in written.found.notes[0]
-    assert "not used: test/" in written.found.notes
+    assert written.found.unused == ("test/",)
     assert not write_recipe("set", []).is_new
     write_labelme("set/val/a.json", ("roof", SQUARE))
     with pytest.raises(ValueError, match="runs/set-data exists and was not made from set"):
