@@ -183,7 +183,10 @@ TEMPLATE = (
     "{% endgeneration %}{% else %}{{ message.content }}{% endif %}{% endfor %}{{ tools }}"
 )
 IN_A_CASE = {
+    "data.box_format": "tables of boxes",
+    "data.class_column": "tables of boxes",
     "data.image_column": "a table of images",
+    "data.objects_column": "tables of images with lists of boxes",
     "data.pad_to_multiple_of": "rows that are not packed, of causal-lm",
     "evaluate.allow_hub_metrics": "metrics of the hub",
     "model.accept_new_tokenizer": "pretrained weights with another tokenizer",

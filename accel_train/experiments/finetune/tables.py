@@ -28,7 +28,12 @@ from accel_train.experiments.finetune.columns import Column, Table, files_at, re
 from accel_train.experiments.finetune.images import recognise_images
 from accel_train.experiments.finetune.recipe import Asked, Choices, Found, lengths, listed, missing_column
 from accel_train.experiments.finetune.values.labels import recognise_label
-from accel_train.experiments.finetune.values.misread import refuse_bad_answers, refuse_lists_as_text, refuse_media
+from accel_train.experiments.finetune.values.misread import (
+    refuse_bad_answers,
+    refuse_lists_as_text,
+    refuse_media,
+    refuse_words_by_row,
+)
 from accel_train.experiments.finetune.values.parts import refuse_parts
 from accel_train.tasks.causal_lm.data import check_row, columns_of
 
@@ -76,7 +81,10 @@ def recognise_table(asked: Asked, path: Path, held_out: Path | None = None) -> F
     if found is None:
         refuse_lists_as_text(asked, table)
     refuse_parts(asked, table)
-    found = found or _chats(asked, table) or annotated(asked, table) or anchored(asked, table) or _pairs(asked, table)
+    found = found or _chats(asked, table) or annotated(asked, table)
+    if found is None:
+        refuse_words_by_row(asked, table)
+    found = found or anchored(asked, table) or _pairs(asked, table)
     found = found or recognise_images(asked, table) or _plain_text(asked, table) or _labelled(asked, table)
     if "data.eval" in settings and "data.group_column" not in asked.given:
         found["settings"].pop("data.group_column", None)

@@ -429,7 +429,7 @@ def test_tables_of_numbers_and_dates_are_for_trees(what: str) -> None:
 
 
 def test_words_with_tags_in_rows_and_lists_as_text_are_named() -> None:
-    words = [{"Sentence #": "1", "Word": "word", "POS": "NN", "Tag": ("O", "B-geo", "I-geo")[n % 3]} for n in range(60)]
+    words = [{"Word": "word", "POS": "NN", "Tag": ("O", "B-geo", "I-geo")[n % 3]} for n in range(60)]
     lists = [{"tokens": "['EU', 'rejects']", "ner_tags": "['B-ORG', 'O']"} for _ in range(20)]
     chats = [{"messages": str(chat(n))} for n in range(20)]
     for rows, fact in ((words, "'Tag'"), (lists, "'tokens'"), (chats, "'messages'")):

@@ -144,7 +144,7 @@ def refuse_media(asked: Asked, table: Table, answers: Mapping[str, str], texts: 
 
 
 def refuse_lists_as_text(asked: Asked, table: Table) -> None:
-    """Check that words, tags, and chats are not written as text, and that a row is not a single word with its tag.
+    """Check that words, tags, and chats are not written as text.
 
     Raises:
         ValueError: they are. The message says how to write them.
@@ -159,6 +159,17 @@ def refuse_lists_as_text(asked: Asked, table: Table) -> None:
             f"{table.path}: column {meant[0]!r} holds lists written as text "
             f"({show_cell(table[meant[0]].cells[0])}). Write them as lists into a .jsonl or .parquet file"
         )
+
+
+def refuse_words_by_row(asked: Asked, table: Table) -> None:
+    """Check that a row is not a single word with its tag.
+
+    Raises:
+        ValueError: it is. The message says how to write sentences.
+    """
+    if asked.task is not None or asked.text or asked.label:
+        return
+    strings = [column for column in table.columns.values() if column.is_strings]
     tags = next((column for column in strings if _are_tags(column.cells)), None)
     words = [column for column in strings if column is not tags and column.mean_words < _WORDS_OF_A_TOKEN]
     if tags is not None and words and not any(column.is_text for column in strings):
