@@ -137,7 +137,7 @@ class Task(ABC):
     """
 
     spec: ClassVar[TaskSpec] = TaskSpec()
-    """What the task reads and gives. A class derived from another task has that task's spec."""
+    """Description of the task. A class derived from another task has that task's spec."""
     metric_names: Sequence[str] | None = None
     """Names that `score` reports for this data, in addition to the loss. None: a few samples are evaluated before the
     first step if `evaluate.metric_for_best_model` is not the loss.

@@ -26,7 +26,7 @@ class Use(NamedTuple):
     code: str
     """Python lines that load the model from `FOLDER` and use it."""
     facts: Sequence[str] = ()
-    """Lines on what the model gives and reads."""
+    """Lines about input and output of the model."""
     samples: str = "samples"
     """Name of the training samples, in the plural."""
 

@@ -328,11 +328,11 @@ class Doubt(NamedTuple):
     setting: tuple[str, str] = ("", "")
     """Setting that follows the remedy, and its value. Empty if the data has to be repaired."""
     is_question: bool = True
-    """Whether the values are probably not classes. False: a remark on what is probably right."""
+    """Whether the values are probably not classes. False: they probably are, and the doubt is only noted."""
 
 
 def class_doubts(counts: Mapping[str, int]) -> list[Doubt]:
-    """Return what is doubtful about classes, from their names and sample counts. Questions come first."""
+    """Return the doubts about classes, from their names and sample counts. Questions come first."""
     names = list(counts)
     combined = _written_numbers(names) or _several(names)
     found = (_missing(counts), combined, _alike(names), _numbers(names), _single(counts))

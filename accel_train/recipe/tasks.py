@@ -42,9 +42,9 @@ class TaskSpec:
     targets: str = "targets"
     """Unit that the loss is divided by."""
     gives: Gives | None = None
-    """Prediction for a sample. None: there is none."""
+    """Prediction for a sample. None: no predictions."""
     learns: str = ""
-    """What its model learns to do, as a verb phrase: `name the class of a text`."""
+    """Skill that its model learns, as a verb phrase: `name the class of a text`."""
     takes: str = ""
     """Data that it takes, in words."""
     finetune: bool = False
@@ -83,7 +83,7 @@ class TaskSpec:
 
 
 class _Table(Mapping[str, TaskSpec]):
-    """Specs by task. A spec stands in `config.py` of the task's folder, which is imported when it is asked for."""
+    """Specs by task. Reading one imports `config.py` of the task's folder."""
 
     def __init__(self, *names: str) -> None:
         self._names = dict.fromkeys(names)
@@ -224,7 +224,7 @@ def setting_of(recipe: "Recipe", name: str) -> Any:
 def refuse_unused(recipe: "Recipe", spec: TaskSpec) -> None:
     """Refuse a setting that would do nothing, because the recipe's task does not read it.
 
-    Defaults pass, and `false`, 0, and null, which ask for nothing (`false` asks for something if the default is true).
+    Defaults pass. `false`, 0, and null pass too, because they ask for nothing, unless the default is true.
 
     Raises:
         SettingError: names the setting and the tasks that read it.

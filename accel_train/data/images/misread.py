@@ -199,7 +199,7 @@ def refuse_other_data(name: str, *, is_asked: bool) -> None:
     if path.is_dir() and files and len(shards) == len(files):
         raise ValueError(f"{name} holds tar files ({shards[0].name}). Unpack them; for WebDataset, {_AS_TABLE}")
     if (sample := _sample_of(files)) is not None:
-        raise ValueError(f"{name} holds samples of WebDataset ({sample}), which finetune does not read; {_AS_TABLE}")
+        raise ValueError(f"{name} holds samples of WebDataset ({sample}). finetune does not read these; {_AS_TABLE}")
 
 
 def _sample_of(files: list[Path]) -> str | None:

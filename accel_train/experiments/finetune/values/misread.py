@@ -53,7 +53,7 @@ def refuse_bad_answers(asked: Asked, table: Table, answers: Mapping[str, str]) -
     for name, where in table.partial.items() if answers else ():
         if not (_GOOD | _BAD | _JUDGES).isdisjoint(_names_of(name)):
             raise ValueError(
-                f"{where} does not have {name!r}, which may say in other rows that an answer is bad. Fill it in; or "
+                f"{where} does not have {name!r}. In other rows, it may say that an answer is bad. Fill it in; or "
                 f"learn all rows: {_flags(answers)}"
             )
     for column in table.columns.values() if answers else ():
@@ -91,7 +91,7 @@ def bad_rows(column: Column) -> list[int]:
 
 
 def _names_of(name: str) -> set[str]:
-    """Return the words of a name that may say what it judges, and the name: thumbs_down does, follow_up does not."""
+    """Return the name and its words, without words that mean nothing alone: the "up" of follow_up."""
     words = words_of(name)
     return {"_".join(words), *words} - {"up", "down", "like", "pass"}
 

@@ -1,4 +1,4 @@
-"""A column that says the part of each row (train, validation, test): the rows of the parts, as files of their own."""
+"""Split a table by a column that names the part of each row (train, validation, test), into one file per part."""
 
 import json
 from collections import defaultdict
