@@ -214,10 +214,10 @@ FIELDS: dict[str, Rule] = {
     "batch_eval_metrics": honored("compute_metrics receives one batch at a time; compute_result=True marks the last"),
     # Checkpoints
     "save_only_model": refused("a resume needs the optimizer in each checkpoint; `model/` holds only weights"),
-    "save_strategy": computed("checkpoint.every_steps", "checkpoint.keep_best", note="the last step is always saved"),
+    "save_strategy": computed("checkpoint.every_steps", "checkpoint.keep_best", note="no saves the last step, too"),
     "save_steps": computed("checkpoint.every_steps", note="below 1, a fraction of all steps"),
     "save_on_each_node": refused("the main process writes checkpoints; put output_dir on storage that all nodes share"),
-    "save_total_limit": leaf("checkpoint.keep", lambda value: value or KEEP_ALL, note="newest ones, and the best"),
+    "save_total_limit": leaf("checkpoint.keep", lambda value: value or KEEP_ALL, note="one more until the end"),
     "enable_jit_checkpoint": honored("always: SIGTERM saves after the current step, and train() raises Preempted"),
     "load_best_model_at_end": leaf("checkpoint.load_best_model_at_end"),
     "metric_for_best_model": leaf(

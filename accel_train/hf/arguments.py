@@ -226,6 +226,9 @@ def to_recipe(
     check_arguments(args)
     translated = {name: rule for name, rule in FIELDS.items() if rule.value_of and hasattr(args, name)}
     leaves = {rule.leaves[0]: rule.value_of(getattr(args, name)) for name, rule in translated.items() if rule.value_of}
+    if args.save_strategy == "best" and args.save_total_limit:
+        # With the last step's, which is removed at the end.
+        leaves["checkpoint.keep"] += 1
     leaves |= _schedule_leaves(args, length) | {
         "task": "hf-trainer",
         "model.config": _describe(model),

@@ -22,7 +22,16 @@ from transformers.trainer_utils import get_last_checkpoint as newest_of_transfor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from accel_train.checkpoint.contents import OPTIMIZER, load_model_tensors, model_tensors
-from accel_train.checkpoint.store import MANIFEST, checkpoint_folders, newest_valid, step_of
+from accel_train.checkpoint.store import (
+    MANIFEST,
+    checkpoint_folders,
+    folder_of,
+    newest_valid,
+    remove,
+    rotate,
+    step_of,
+    steps_of,
+)
 from accel_train.core.errors import setting_error
 from accel_train.core.json_io import parse_json, plain
 from accel_train.model.tensors import as_tensors
@@ -269,6 +278,23 @@ class CheckpointNames:
                 self.run.observer.note(f"checkpoint-N: cannot link to checkpoints/ here ({error})")
             for path in in_the_way:
                 self.run.observer.note(f"{path} already exists and stays unchanged. This run's is in checkpoints/.")
+
+    def leave_as_transformers(self) -> None:
+        """Remove checkpoints that transformers does not keep, when a finished run needs them no more.
+
+        `save_total_limit` counts the best checkpoint, and 1 keeps it alone. `save_strategy="best"` does not keep the
+        last step's.
+        """
+        args, root, best = self.trainer.args, self.run.saver.root, self.run.state.best_step
+        limit, steps = args.save_total_limit, steps_of(root)
+        is_kept = self.run.plan.recipe.checkpoint.keep_best and best in steps
+        if not self.trainer.is_world_process_zero() or not is_kept:
+            return
+        if steps[-1] != best and (args.save_strategy == "best" or limit == 1):
+            remove(folder_of(root, steps.pop()))
+        if limit:
+            rotate(root, limit if best in steps[-limit:] else max(1, limit - 1), {best})
+        self.link()
 
     def note_best(self) -> None:
         """Copy the best metric so far and its step from the loop."""

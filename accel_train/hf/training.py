@@ -240,6 +240,7 @@ def run_training(
                 if name in averages:
                     parameter.copy_(averages[name])
     flow.end()
+    flow.names.leave_as_transformers()
     return flow, run.state.step - first_step
 
 

@@ -343,6 +343,28 @@ def test_checkpoints_are_where_transformers_looks_for_them(tmp_path: Path) -> No
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
 
 
+@pytest.mark.parametrize("limit", [None, 1, 2, 3])
+@pytest.mark.parametrize("losses", [(3, 2, 1, 4, 5), (5, 4, 3, 2, 1), (1, 2, 3, 4, 5), (2, 5, 1, 4, 3)])
+@pytest.mark.parametrize("strategy", ["best", "steps"])
+def test_checkpoints_that_are_left_are_those_of_transformers(
+    tmp_path: Path, strategy: str, losses: tuple[int, ...], limit: int | None
+) -> None:
+    class Given:
+        def evaluate(self: Any, *_: Any, **__: Any) -> dict[str, float]:
+            metrics = {"eval_loss": float(losses[self.state.global_step // 2 - 1])}
+            self.log(metrics)
+            self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+            return metrics
+
+    args = {"max_steps": 11, "save_strategy": strategy, "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
+    args |= {"metric_for_best_model": "loss", "greater_is_better": False, "save_total_limit": limit}
+    args |= {"load_best_model_at_end": strategy == "steps"}
+    data = hf.plain_rows(16)
+    hf.both(tmp_path, hf.Plain, overrides=Given, args=args, train_dataset=data, eval_dataset=data[:4])
+    theirs, ours = ({path.name for path in (tmp_path / name).glob("checkpoint-*")} for name in ("theirs", "ours"))
+    assert ours == theirs
+
+
 def test_what_has_the_name_of_a_checkpoint_already_is_left_alone(tmp_path: Path, capsys: Any) -> None:
     theirs = tmp_path / "checkpoint-2"
     theirs.mkdir()

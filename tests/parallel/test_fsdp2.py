@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from accel_train.checkpoint.store import newest_valid, step_of
 from accel_train.core.errors import SettingError
@@ -63,6 +64,18 @@ def test_losses_are_those_of_one_process_with_clipping_accumulation_and_averaged
 def test_losses_are_those_of_ddp_however_the_model_is_changed(train: Train, sections: dict[str, Any]) -> None:
     text = {name: section for name, section in TEXT.items() if name != "optimizer"}
     assert_same_run(train("sharded", 2, parallel=FSDP2, **text, **sections), train("ddp", 2, **text, **sections))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("merge", [True, False])
+def test_adapters_and_the_model_at_the_end_are_those_of_one_process(train: Train, merge: bool) -> None:
+    text = {name: section for name, section in TEXT.items() if name != "optimizer"}
+    lora = {"model": {"lora": {"rank": 2, "merge": merge}}}
+    one, sharded = train("one", 1, **text, **lora), train("sharded", 2, parallel=FSDP2, **text, **lora)
+    for name in ("adapter/adapter_model.safetensors", "model/model.safetensors"):
+        ours, theirs = load_file(sharded / name), load_file(one / name)
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+    assert (sharded / "adapter/adapter_config.json").read_text() == (one / "adapter/adapter_config.json").read_text()
 
 
 @pytest.mark.slow
