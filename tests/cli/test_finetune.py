@@ -675,5 +675,6 @@ def test_the_sentence_before_the_run_names_what_is_learned_and_what_is_left_out(
     write()
     printed, _ = dry_run(*arguments)
     (sentence,) = (line for line in printed.splitlines() if line.startswith("Learns "))
-    assert len(sentence) <= 2 * 80
+    # Two lines of 88 columns.
+    assert len(sentence) <= 176
     assert_wording("learns", f"finetune: {form}", sentence)
