@@ -8,9 +8,11 @@ missing ones. At the end, docs/models.md shows all cells of the file.
 import argparse
 import json
 import shutil
+import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -26,8 +28,10 @@ from accel_train.core.files import write_atomically
 from accel_train.experiments import equality
 from accel_train.experiments.equality import Equality, Layout, Processes
 from accel_train.observe.run_folder import read_metrics
+from accel_train.recipe.optimizer import Optimizer
 from accel_train.recipe.schema import Recipe
-from benchmarks import families
+from accel_train.recipe.tasks import TASKS as BUILT_IN
+from benchmarks import doubled, families
 
 MOST_BYTES, VOCABULARY = 255, 320
 FSDP2: Mapping[str, Any] = {"strategy": "fsdp2"}
@@ -45,9 +49,18 @@ CELLS: Mapping[str, tuple[int, Mapping[str, Any]]] = {
     "checkpointing": (1, {"precision": {"gradient_checkpointing": "blocks"}}),
     "resumed": (2, {"parallel": FSDP2}),
     "from_pretrained": (2, {"parallel": FSDP2}),
+    "AdamW": (2, {"parallel": FSDP2}),
 }
-"""Processes and sections of the recipe, by cell. The last two also resume from the one process's checkpoint, and load
-the final weights by `from_pretrained`."""
+"""Processes and sections of the recipe, by cell. *resumed* and *from_pretrained* also resume from the one process's
+checkpoint, and load the final weights by `from_pretrained`."""
+AMPLIFIERS = (
+    *("gemma3n_text", "gemma4_text", "gemma4_unified_text"),
+    *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+)
+"""Families that amplify rounding so much that fp32 proves nothing after the first steps. They are compared in fp64."""
+SMALL_RATE = 5e-4
+"""Learning rate in fp64. Rounding is then far below a change of the weights, even in models that amplify it."""
+IN_DOUBLE = "in fp64"
 _SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 _IDS = {f"{name}_token_id": 0 for name in ("pad", "cls", "sep")}
 _TEXTS = {"task": "text-classification", "model": {"config": {"model_type": "bert", **_SMALL}}}
@@ -70,13 +83,44 @@ TASKS: Mapping[str, Mapping[str, Any]] = {
         "task": "image-classification",
         "model": {"config": {"model_type": "vit", **_SMALL, "image_size": 16, "patch_size": 4, "num_channels": 1}},
     },
+    "semantic-segmentation (segformer)": {
+        "task": "semantic-segmentation",
+        "parallel": {"sync_batch_norm": True},
+        "model": {
+            "config": {
+                "model_type": "segformer",
+                "hidden_sizes": [8, 8, 8, 8],
+                "depths": [1, 1, 1, 1],
+                "num_attention_heads": [1, 1, 1, 1],
+                "decoder_hidden_size": 8,
+            }
+        },
+    },
+    "object-detection (yolos)": {
+        "task": "object-detection",
+        "model": {
+            "config": {
+                "model_type": "yolos",
+                "hidden_size": 16,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "intermediate_size": 16,
+                "image_size": [64, 64],
+                "patch_size": 16,
+                "num_detection_tokens": 7,
+            }
+        },
+    },
+    "sentence-embedding (bert)": {"task": "sentence-embedding", "model": _TEXTS["model"]},
 }
 """Recipes of the other tasks, by the name of their row."""
 ROUNDS = "rounding"
-MULTIPLY = (
-    "These models amplify rounding. One process also trained three times with each initial weight changed in its last "
-    "bit. Differences up to 10 times as large as in those runs count as equal. Only the first steps prove much here:"
+AMPLIFY = (
+    "These families amplify rounding, a thousand times a step and more. They are compared in fp64, with a learning "
+    f"rate of {SMALL_RATE:g}:"
 )
+TESTED = ("engine", "model", "optim", "parallel", "tasks", "training")
+"""Packages that a cell tests. A row that is older than their last change is marked."""
 HEAD = """
 ## Layouts
 
@@ -89,8 +133,10 @@ python -m benchmarks.equality --save benchmarks/results/equality.json
 ```
 
 Processes: 2 DDP, 2 FSDP2, 4 HSDP, 2 TP, 2 SP; 2 FSDP2 for *resumed* (from the checkpoint of one process) and for
-*from_pretrained* (the final weights, loaded by transformers). The numbers are the largest relative differences. Up to
-1e-5 is rounding. *Refused* layouts end with exit code 2 before the first step.
+*from_pretrained* (the final weights, loaded by transformers); 2 FSDP2 in fp64 for *AdamW*, because in fp32 AdamW turns
+the rounding of a gradient that is 0 into a whole update. The numbers are the largest relative differences. Up to 1e-5
+is rounding. *Refused* layouts end with exit code 2 before the first step. In bf16, every task is compared under DDP,
+FSDP2, and HSDP by `tests/parallel/test_every_task.py`. Dropout is off: its masks depend on the process.
 """
 
 
@@ -119,6 +165,7 @@ def write_data(folder: Path) -> None:
             }
             for index, text in enumerate(texts)
         ],
+        "sentence-embedding": [{"anchor": text, "positive": text[::-1]} for text in texts],
         "seq2seq": [{"source": text, "target": text[::-1][: 5 + len(text) % 20]} for text in texts],
     }
     for task, lines in rows.items():
@@ -127,6 +174,14 @@ def write_data(folder: Path) -> None:
         (folder / "images" / str(number % 2)).mkdir(parents=True, exist_ok=True)
         image = Image.fromarray(draw.integers(0, 255, (16, 16), np.uint8))
         image.save(folder / "images" / str(number % 2) / f"{number}.png")
+    (folder / "boxes").mkdir()
+    lines = []
+    for number in range(64):
+        Image.fromarray(draw.integers(0, 255, (64, 64, 3), np.uint8)).save(folder / "boxes" / f"{number}.png")
+        left, top, width, height = (int(each) for each in (*draw.integers(0, 30, 2), *draw.integers(8, 30, 2)))
+        objects = {"bbox": [[left, top, width, height]], "category": [number % 2]}
+        lines.append(json.dumps({"file_name": f"{number}.png", "objects": objects}))
+    (folder / "boxes" / "metadata.jsonl").write_text("\n".join(lines))
 
 
 def recipe_of(row: str, cell: str, folder: Path) -> Recipe:
@@ -142,6 +197,10 @@ def recipe_of(row: str, cell: str, folder: Path) -> Recipe:
     data: dict[str, Any] = {"train": str(folder / f"{own['task']}.jsonl"), "cache_dir": str(folder / "cache")}
     if own["task"] == "image-classification":
         data |= {"train": str(folder / "images"), "image_size": 16}
+    if own["task"] == "object-detection":
+        data |= {"train": str(folder / "boxes"), "image_size": 64}
+    if own["task"] == "semantic-segmentation":
+        data |= {"train": "digit-scenes", "image_size": 32}
     if own["task"] in ("causal-lm", "masked-lm"):
         data["sequence_length"] = 64
     return Recipe.model_validate(
@@ -153,12 +212,16 @@ def recipe_of(row: str, cell: str, folder: Path) -> Recipe:
             "batch": {"global_batch_size": 8, **sections.get("batch", {})},
             "schedule": {"max_steps": 100},
             **{name: values for name, values in sections.items() if name not in ("model", "data", "batch")},
+            "parallel": {**own.get("parallel", {}), **sections.get("parallel", {})},
         }
     )
 
 
-def measure(row: str, cell: str, pools: Mapping[int, Processes], folder: Path) -> Equality:
-    """Return the comparison of a cell. `folder` keeps what the cells of a row share."""
+def measure(row: str, cell: str, pools: Mapping[int, Processes], folder: Path, *, is_double: bool = False) -> Equality:
+    """Return the comparison of a cell. `folder` keeps what the cells of a row share.
+
+    With `is_double`, the processes compute in fp64.
+    """
     try:
         layout, plain = equality.toy_layouts(recipe_of(row, cell, folder.parent), CELLS[cell][0])
     except ValueError as error:
@@ -166,6 +229,11 @@ def measure(row: str, cell: str, pools: Mapping[int, Processes], folder: Path) -
             error = ValueError(error.errors()[0]["msg"].removeprefix("Value error, "))
         return Equality(0, reason=" ".join(str(error).split()))
     several = pools[layout.processes]
+    if is_double:
+        optimizer = Optimizer(name="adamw" if cell == "AdamW" else "sgd", learning_rate=SMALL_RATE)
+        layout, plain = (
+            each._replace(recipe=each.recipe.model_copy(update={"optimizer": optimizer})) for each in (layout, plain)
+        )
     if cell == "resumed":
         return _resumed(layout, plain, pools[1], several, folder)
     if cell == "from_pretrained":
@@ -214,9 +282,7 @@ def load_and_save(run: Path, task: str) -> None:
     """
     from safetensors.torch import load_file, save_file
 
-    lms = {"causal-lm": "CausalLM", "masked-lm": "MaskedLM", "seq2seq": "Seq2SeqLM"}
-    kind = lms.get(task) or task.replace("text", "sequence").title().replace("-", "")
-    factory = getattr(transformers, f"AutoModelFor{kind}")
+    factory = getattr(transformers, BUILT_IN[task].auto)
     model, info = factory.from_pretrained(run / "model", output_loading_info=True)
     if wrong := {name: found for name, found in info.items() if found and name.endswith("keys")}:
         raise RuntimeError(f"from_pretrained: {wrong}")
@@ -229,17 +295,26 @@ def load_and_save(run: Path, task: str) -> None:
 
 def run(rows: Sequence[str], cells: Sequence[str], save: Path | None = None) -> dict[str, dict[str, str]]:
     """Measure the cells of rows that `save` does not have yet, and return all of them as text, by row and cell."""
+    commit = subprocess.run(["git", "rev-parse", "--short=7", "HEAD"], capture_output=True, text=True).stdout.strip()
     measured: dict[str, dict[str, str]] = json.loads(save.read_text()) if save and save.exists() else {}
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         write_data(folder)
-        pools = {size: stack.enter_context(Processes(size)) for size in (1, 2, 4)}
+        pools = {
+            begin: {size: stack.enter_context(Processes(size, begin)) for size in (1, 2, 4)}
+            for begin in (None, doubled.begin)
+        }
         for row, cell in missing(rows, cells, measured):
             place, began = folder / row.replace(" ", "-"), time.monotonic()
-            found = measure(row, cell, pools, place)
+            # In fp32, AdamW turns the rounding of a gradient that is 0 into a whole update.
+            is_double = cell == "AdamW" or row in AMPLIFIERS
+            place = place.with_name(f"{place.name}-fp64") if is_double else place
+            found = measure(row, cell, pools[doubled.begin if is_double else None], place, is_double=is_double)
             is_left_out = (found.reason or "").startswith((equality.ALONE, equality.NO_TOY))
             text = str(found) if is_left_out else str(found).replace("not compared", "refused")
+            text += f" {IN_DOUBLE}" if is_double and text.startswith("equal") else ""
             measured.setdefault(row, {})[cell] = text
+            measured[row]["commit"] = commit
             print(f"{row:24} {cell:18} {text[:300]} ({time.monotonic() - began:.1f} s)", flush=True)
             if save is not None:
                 write_atomically(save, json.dumps(measured, indent=1).encode())
@@ -262,31 +337,51 @@ def section_of(measured: Mapping[str, Mapping[str, str]]) -> str:
     """Return the section of docs/models.md: rows with the same verdicts are one line."""
     groups: dict[tuple[str, ...], list[str]] = {}
     left_out: list[str] = []
-    multiply: list[str] = []
     for row, cells in measured.items():
-        verdicts = tuple(cells.get(name, "-").split(":")[0].split(" to ")[0] for name in CELLS)
-        if any(ROUNDS in each for each in cells.values()):
-            multiply.append(f"`{row}`")
-        if "not compared" in verdicts:
+        # Few rows are measured with AdamW, so a sentence names them.
+        verdicts = tuple(cells.get(name, "-").split(":")[0].split(" to ")[0] for name in CELLS if name != "AdamW")
+        if "not compared" in verdicts[:1]:
             left_out.append(f"`{row}`")
         else:
-            groups.setdefault(verdicts, []).append(row)
+            groups.setdefault((*verdicts, str(row in AMPLIFIERS)), []).append(row)
     lines = ["| equal | refused | different | families |", "|---|---|---|---|"]
     for verdicts, members in sorted(groups.items(), key=lambda group: -len(group[1])):
         equal, refused, different = (
-            ", ".join(name for name, each in zip(CELLS, verdicts, strict=True) if each == kind)
+            ", ".join(name for name, each in zip(CELLS, verdicts, strict=False) if each == kind)
             for kind in ("equal", "refused", "DIFFERENT")
         )
-        cells_of = [cell for row in members for cell in measured[row].values()]
-        shown = [float(cell.split()[2]) for cell in cells_of if cell.startswith("equal") and ROUNDS not in cell]
-        worst = f" ({max(shown):.0e})" if shown else ""
-        names = ", ".join(f"`{row}`" for row in members)
+        worst = _worst(cell for row in members for name, cell in measured[row].items() if name != "AdamW")
+        names = ", ".join(f"`{row}`" + "*" * (row in AMPLIFIERS) for row in members)
         lines.append(f"| {equal or '-'}{worst} | {refused or '-'} | {different or '-'} | {names} |")
-    counts = f"{len(measured) - len(left_out)} rows, transformers {transformers.__version__}."
+    by_commit = Counter(cells["commit"] for cells in measured.values())
+    dated = [f"{number} at `{commit}`{_changed_since(commit)}" for commit, number in by_commit.most_common()]
+    counts = (
+        f"{len(measured) - len(left_out)} rows, transformers {transformers.__version__}. Measured: {', '.join(dated)}."
+    )
     without = "Not compared, because one process cannot train them, or they do not shrink:\n" if left_out else ""
-    if multiply:
-        lines += ["", fill(f"{MULTIPLY} {', '.join(multiply)}.", 118)]
-    return "\n".join([HEAD, counts, "", *lines, "", without + fill(", ".join(left_out), 118)]).rstrip() + "\n"
+    adamw = {row: cells["AdamW"] for row, cells in measured.items() if cells.get("AdamW", "").startswith("equal")}
+    named = ", ".join(f"`{row}`" for row in adamw)
+    alike = fill(f"AdamW, 2 FSDP2 processes, in fp64: equal{_worst(adamw.values())} for {named}.", 118)
+    marked = fill(f"\\* {AMPLIFY} {', '.join(f'`{row}`' for row in AMPLIFIERS)}.", 118)
+    return (
+        "\n".join(
+            [HEAD, fill(counts, 118), "", *lines, "", marked, "", alike, "", without + fill(", ".join(left_out), 118)]
+        ).rstrip()
+        + "\n"
+    )
+
+
+def _worst(cells: Iterable[str]) -> str:
+    """Return the largest difference of equal cells, in parentheses, or an empty string."""
+    found = [float(cell.split()[2]) for cell in cells if cell.startswith("equal")]
+    return f" ({max(found):.0e})" if found else ""
+
+
+def _changed_since(commit: str) -> str:
+    """Return a note if the code that a cell tests has changed since it was measured."""
+    paths = [f"accel_train/{name}" for name in TESTED]
+    found = subprocess.run(["git", "diff", "--stat", commit, "HEAD", "--", *paths], capture_output=True, text=True)
+    return " (the code has changed since)" if found.stdout else ""
 
 
 def main() -> None:
