@@ -34,7 +34,7 @@ def begin() -> None:
         is_kept = sys._getframe(1).f_globals["__name__"] in KEPT
         return to_single(tensor) if is_kept else tensor.double()
 
-    torch.float32 = torch.float = torch.float64  # type: ignore[misc]
+    torch.float32 = torch.float = torch.float64
     torch.Tensor.float = to_double  # type: ignore[method-assign,assignment]
-    torch.nn.Module.float = torch.nn.Module.double  # type: ignore[method-assign,assignment]
+    torch.nn.Module.float = torch.nn.Module.double  # type: ignore[method-assign]
     torch.set_default_dtype(torch.float64)
