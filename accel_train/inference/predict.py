@@ -48,7 +48,7 @@ Columns = dict[str, list[Any]]
 
 @dataclass(frozen=True)
 class Writer:
-    """How predictions of one kind are written."""
+    """Writer of predictions of one kind."""
 
     suffixes: tuple[str, ...] = (".csv", ".jsonl", ".parquet")
     """Endings of the file's name, which set its format."""

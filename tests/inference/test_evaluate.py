@@ -19,6 +19,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from accel_train.cli.main import main
+from accel_train.core.metric_names import label as label_of
 from accel_train.inference.evaluate import short_name
 from accel_train.inference.finished_run import DataNotFound, changes_of, counted, open_run
 from accel_train.metrics.baselines import format_scores
@@ -209,7 +210,7 @@ def test_numbers_of_test_time_augmentation_are_printed_by_the_run_and_by_evaluat
         found = json.loads(Path("augmented/evaluation.json").read_text())["details"]["test_time_augmentation"]
         assert "With test-time augmentation:\n" in printed
         for name, value in found["with"].items():
-            start = f"  {name.replace('_', ' '):24}"
+            start = f"  {label_of(name):24}"
             [line] = [line for line in printed.splitlines() if line.startswith(start) and "without" in line]
             assert line[26:].split() == [f"{value:.4f}", "(without:", f"{found['without'][name]:.4f})"]
 

@@ -11,6 +11,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from accel_train.cli.main import main
+from accel_train.core.model_card import FILE as CARD
 from accel_train.inference import push
 from tests.support import runs
 
@@ -108,13 +109,13 @@ def test_the_hub_gets_the_model_and_the_scores_of_the_summary(hub: Hub, capsys: 
     assert is_private
     assert result["url"] == "https://huggingface.co/me/tiny/commit/1"
     for path in model_files():
-        assert files[path.name] == path.read_bytes()
+        assert path.name == CARD or files[path.name] == path.read_bytes()
     card = ModelCard(files["README.md"].decode())
     found = {each.metric_type: each.metric_value for each in card.data.eval_results}
     summary = json.loads(Path("run/summary.json").read_text())["eval"]
     assert found == {name: value for name, value in summary.items() if name != "num_targets"}
     assert card.data.pipeline_tag == "text-generation"
-    assert 'from_pretrained("me/tiny")' in card.text
+    assert 'model="me/tiny"' in card.text
     assert str(Path.cwd()) not in files["README.md"].decode()
 
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from accel_train.model.tensors import without_values
 from accel_train.model.weights import in_bf16
 from accel_train.parallel.building import allocate, empty_until_restored, filled
-from tests.support.comparisons import Train, assert_same_bits, assert_same_run, tensors
+from tests.support.comparisons import Train, assert_same_bits, assert_same_run, files_of_model, tensors
 from tests.support.runs import LLAMA, losses, write_base
 
 DDP: dict[str, Any] = {}
@@ -78,7 +78,7 @@ def test_a_resume_makes_no_weight_and_goes_on_to_the_bit(
     assert losses(resumed) == losses(whole)
     for kind in ("model", "optimizer", "average"):
         assert_same_bits(tensors(resumed, 4, kind), tensors(whole, 4, kind))
-    written = [{f.name: f.read_bytes() for f in (run / "model").iterdir()} for run in (resumed, whole)]
+    written = [files_of_model(run) for run in (resumed, whole)]
     assert written[0] == written[1]
 
 

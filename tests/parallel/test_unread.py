@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForMaskedLM
 
 from tests.parallel.conftest import train_in
-from tests.support.comparisons import assert_same_bits, tensors
+from tests.support.comparisons import assert_same_bits, files_of_model, tensors
 from tests.support.runs import LLAMA, TINY_MODEL, events, losses, write_base
 from tests.support.text_tasks import BERT, write_texts
 
@@ -64,7 +64,7 @@ def assert_same_runs(run: Path, other: Path) -> None:
         assert_same_bits(tensors(run, 4, kind), tensors(other, 4, kind))
     records = [json.loads((each / "checkpoints/step-00000004/trainer.json").read_text()) for each in (run, other)]
     assert records[0].get("base") == records[1].get("base")
-    written = [{f.name: f.read_bytes() for f in (each / "model").iterdir()} for each in (run, other)]
+    written = [files_of_model(each) for each in (run, other)]
     assert written[0] == written[1]
 
 

@@ -24,6 +24,7 @@ from accel_train.plan.plan import Plan, resolve_plan
 from accel_train.recipe.loader import load_recipe
 from accel_train.task import TaskData, load_task
 from tests.support.plan_recipe import GOOD
+from tests.support.tasks.number_faults import FaultyRegression
 
 GPT2 = "{model_type: gpt2, vocab_size: 50304}"
 LLAMA = "{model_type: llama, num_hidden_layers: 2, hidden_size: 64, num_attention_heads: 2, intermediate_size: 128}"
@@ -336,7 +337,7 @@ def test_the_largest_micro_batch_has_the_longest_samples_as_training_draws_them(
     assert longest == ([("drawn", index) for index in (1, 3, 4)] if is_drawn else [1, 3, 4])
 
 
-class ReadsValues:
+class ReadsValues(FaultyRegression):
     """A task whose loss depends on values."""
 
     def loss_sum(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -354,7 +355,7 @@ def test_a_model_that_needs_values_has_unknown_activations() -> None:
     assert "without values" in found[-1].how
 
 
-class Two:
+class Two(FaultyRegression):
     """A task whose memory can be counted by hand."""
 
     def loss_sum(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

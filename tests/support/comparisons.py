@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from accel_train.checkpoint.sharded import CheckpointReader
+from accel_train.checkpoint.weight_files import CARD
+from accel_train.core.ownership import MARKER
 from tests.support.runs import events, losses, metrics
 
 Train = Callable[..., Path]
@@ -37,6 +39,11 @@ def tensors(run: Path, step: int, kind: str) -> dict[str, torch.Tensor]:
 def assert_same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
     assert left.keys() == right.keys()
     assert [name for name in left if not torch.equal(left[name], right[name])] == []
+
+
+def files_of_model(run: Path) -> dict[str, bytes]:
+    """Return the files in `model/` by name, without the card, which names the data by their place, and its digest."""
+    return {path.name: path.read_bytes() for path in (run / "model").iterdir() if path.name not in (CARD, MARKER)}
 
 
 Layout = tuple[int, dict[str, Any]]

@@ -223,7 +223,7 @@ def test_answers_and_tags(tmp_path: Path) -> None:
     tagged = TokenClassificationData(train=str(tags))
 
     def sentences() -> None:
-        rows = read_sentences(resolve_sources(str(tags), tagged, key="data.train", notes=[]), tagged, key="data.train")
+        rows = read_sentences(resolve_sources(str(tags), tagged, key="data.train"), tagged, key="data.train", notes=[])
         tag_scheme(rows, resolve_sources(str(tags), tagged, key="data.train"), tagged)
 
     assert survives(sentences, tags, {"tokens": ["a", "b"], "tags": [0, 1]}) > 5

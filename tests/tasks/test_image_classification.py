@@ -408,7 +408,6 @@ def test_only_arrays_that_are_seen_as_they_are_cost_nothing_to_read(colours: Pat
         ({"evaluate": {"metrics": ["perplexity"]}}, "'perplexity'"),
         ({"evaluate": {"metrics": ["acuracy"]}}, "did you mean 'accuracy'"),
         ({"loss": {"class_weights": [1.0, 2.0]}}, "class_weights|2 weights for 3 classes"),
-        ({"data": {"augment": {"random_resized_crop": [1.0, 0.5]}}}, "random_resized_crop=[1.0, 0.5]"),
         (
             {"model": {"config": VIT}, "evaluate": {"test_time_augmentation": {"scales": [0.75]}}},
             "scales: 0.75|one size only",

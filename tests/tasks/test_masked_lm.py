@@ -131,7 +131,7 @@ def test_a_run_learns_and_its_model_opens_in_transformers(trained: Path) -> None
     assert AutoTokenizer.from_pretrained(trained / "model").mask_token_id < model.config.vocab_size
     card = (trained / "model" / "README.md").read_text()
     assert f"on {summary['data']['num_train']:,} windows of" in card
-    printed = {'fill("a text with a [MASK]")': 'print(fill("a [MASK]")[0]["score"] > 0)'}
+    printed = {'fill("a text with a [MASK]")': 'fill("a [MASK]")[0]["score"] > 0'}
     assert run_card(trained / "model", printed) == "True"
 
 

@@ -236,7 +236,6 @@ ROWS: list[tuple[str, Any, str]] = [
     ("token-classification", [{"tokens": ["a"], "ner_tags": ["O"]}], "a.jsonl:1|'tags'|'ner_tags'"),
     ("token-classification", [{"tokens": ["a", 3], "tags": ["O", "O"]}], "a.jsonl:1|'tokens'|holds 3"),
     ("token-classification", "Ada\tB-PER\nsleeps\n", "a.conll:2|sleeps|no tag|a tab"),
-    ("token-classification", "# id 7\tdomain=en\nParis _ _ LOC\n", "a.conll:2|Paris _ _ LOC|4 columns|line 1 has 2"),
     ("token-classification", "1\ta\tO\n2\tb\tO\n3\tc\tO\n4\td\tO\n", "a.conll:1: the first column"),
     ("question-answering", [{**QUESTION, "answers": None}], "a.jsonl:1|no answers|empty list"),
     (

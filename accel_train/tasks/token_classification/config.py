@@ -2,7 +2,7 @@
 
 from typing import ClassVar, Literal, Self
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from accel_train.core.errors import setting_error
 from accel_train.core.metric_names import OF_CLASSES
@@ -28,7 +28,7 @@ class TokenClassificationData(TextData, NamedClassesData):
     characters (doccano, spaCy's JSON, Label Studio's JSON_MIN). prodigy: the same, with `answer`. label_studio: Label
     Studio's export JSON.
     """
-    sentence_column: str | None = None
+    sentence_column: str | None = Field(default=None, examples=["Sentence #"])
     """Column that numbers sentences, in tables with one word and one tag in each row. Empty cells continue a sentence.
     """
 

@@ -1,0 +1,53 @@
+"""The code grows only by decision: each package has a budget of tokens, and a commit that needs more raises it here.
+
+The body of that commit says why. `make size` prints the sizes.
+"""
+
+import subprocess
+
+import pytest
+
+from benchmarks.size import ROOT, sizes, tokens_of
+
+BUDGETS: dict[str, int] = {
+    "accel_train": 3_500,
+    "accel_train/checkpoint": 18_800,
+    "accel_train/cli": 15_200,
+    "accel_train/core": 10_900,
+    "accel_train/data": 69_700,
+    "accel_train/engine": 12_400,
+    "accel_train/experiments": 59_600,
+    "accel_train/guard": 2_000,
+    "accel_train/hf": 35_700,
+    "accel_train/inference": 17_200,
+    "accel_train/metrics": 7_000,
+    "accel_train/model": 35_300,
+    "accel_train/observe": 14_800,
+    "accel_train/optim": 10_000,
+    "accel_train/parallel": 16_200,
+    "accel_train/plan": 11_700,
+    "accel_train/recipe": 16_500,
+    "accel_train/recovery": 13_300,
+    "accel_train/report": 14_100,
+    "accel_train/runtime": 18_000,
+    "accel_train/tasks": 75_100,
+    "accel_train/training": 17_700,
+    "benchmarks": 64_800,
+    "tests": 583_500,
+}
+"""Tokens by package."""
+
+
+def test_explanations_and_line_breaks_are_free() -> None:
+    plain = "def add(a, b):\n    return a + b\n"
+    told = 'def add(\n    a,\n    b,\n):\n    """Return the sum."""\n\n    # Of two numbers.\n    return a + b\n'
+    assert tokens_of(plain) == 12
+    assert tokens_of(told) == 13  # the comma after the last argument
+
+
+def test_each_package_is_within_its_budget() -> None:
+    if subprocess.run(["git", "rev-parse"], cwd=ROOT, capture_output=True).returncode:
+        pytest.skip("needs a git checkout")
+    found = sizes()
+    assert found.keys() == BUDGETS.keys()
+    assert {name: count for name, count in found.items() if count > BUDGETS[name]} == {}
