@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import accel_train.tasks
+from accel_train.cli.reference import tasks_table
 from accel_train.recipe.tasks import TASKS
 
 NAME = "mood-of-text"
@@ -23,7 +24,14 @@ class MoodData(TextClassificationData):
     mood_setting: int = 3
     """Number of moods."""
 
-SPEC = replace(TEXTS, data=MoodData, learns="name the mood of a text", where="accel_train.tasks.mood_of_text.task:Mood")
+SPEC = replace(
+    TEXTS,
+    data=MoodData,
+    learns="name the mood of a text",
+    pipeline="mood-detection",
+    metrics=("mcc", *TEXTS.metrics),
+    where="accel_train.tasks.mood_of_text.task:Mood",
+)
 '''
 TASK = """
 from accel_train.tasks.mood_of_text.config import SPEC
@@ -77,6 +85,7 @@ def main() -> None:
         "explain": ("explain", "data.mood_setting"),
         "explain of a setting that it uses": ("explain", "loss.class_weights"),
         "setting of another task": ("run", "other.yaml"),
+        "help": ("--help",),
         "unknown task": ("run", "r.yaml", "--task", "mood-of-txt"),
         "finetune": ("finetune", "rows.jsonl", "--task", NAME, "--dry-run"),
         "plan": ("plan", "r.yaml"),
@@ -87,6 +96,7 @@ def main() -> None:
         "export": ("export", "run", "--out", "exported"),
     }
     found = {name: called(*words) for name, words in commands.items()}
+    found["docs"] = {"code": 0, "text": tasks_table()}
     Path("found.json").write_text(json.dumps(found))
 
 
