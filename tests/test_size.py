@@ -32,7 +32,7 @@ BUDGETS: dict[str, int] = {
     "accel_train/runtime": 18_000,
     "accel_train/tasks": 75_100,
     "accel_train/training": 17_700,
-    "benchmarks": 64_800,
+    "benchmarks": 64_900,
     "tests": 583_500,
 }
 """Tokens by package."""

@@ -230,10 +230,10 @@ def test_measured_cells_are_kept_and_only_missing_ones_are_measured(
     cells = benchmark.run(["llama", "gpt2"], ["DDP", "TP"], save)
     assert asked == [("llama", "DDP"), ("llama", "TP"), ("gpt2", "DDP"), ("gpt2", "TP")]
     assert "| DDP (2e-07) | TP | - | `llama`, `gpt2` |" in benchmark.section_of(cells)
-    cells |= {"qwen3_next": {"DDP": "equal to 3.0e-09 in fp64", "TP": "refused: no plan", "commit": "0000000"}}
+    cells |= {"qwen3_5_text": {"DDP": "equal to 3.0e-09 in fp64", "TP": "refused: no plan", "commit": "0000000"}}
     cells["gpt2"]["AdamW"] = "equal to 4.0e-12 in fp64"
     section = benchmark.section_of(cells)
     assert "| DDP (2e-07) | TP | - | `llama`, `gpt2` |" in section
-    assert "| DDP (3e-09) | TP | - | `qwen3_next`* |" in section
+    assert "| DDP (3e-09) | TP | - | `qwen3_5_text`* |" in section
     assert "in fp64: equal (4e-12) for `gpt2`." in section
     assert "1 at `0000000`" in section
