@@ -33,7 +33,7 @@ _CURRENCY = "[$€£¥₹]"
 _WRITTEN_NUMBER = re.compile(rf"[-+]?{_CURRENCY}?\s?\d{{1,3}}(?:[.,\s]?\d{{3}})*(?:[.,]\d+)?\s?(?:%|‰|{_CURRENCY})?")
 _LIST = re.compile(r"[\[{]\s*['\"]")
 _FEWEST_IDS = 3
-"""Ids from 0 beside which -1 is no class. -1, 0, and 1 are a scale."""
+"""Ids from 0. Among them, -1 is a missing label. -1, 0, and 1 are a scale."""
 _FEWEST_FREE_WORDS = 2
 """Words that stand both last and before another word, from which words between spaces are labels."""
 

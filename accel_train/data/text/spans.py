@@ -21,7 +21,7 @@ ANNOTATIONS = ("annotations", "completions")
 """Keys of Label Studio's annotations; the second up to version 0.9."""
 _MOST_CUT = 0.5
 """Share of spans that cut a word above which their offsets do not count characters."""
-# A letter of a script without spaces between words is a word of its own. So is a syllable of Hangul, because particles
+# A letter of a script without spaces between words is a word. So is a syllable of Hangul, because particles
 # are written together with the noun.
 _SCRIPTS = r"\p{Han}\p{Hiragana}\p{Katakana}\p{Hangul}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}"
 _WORD = rf"[{_SCRIPTS}]\p{{M}}*|[[\p{{L}}\p{{M}}\p{{N}}_]&&[^{_SCRIPTS}]]+|\S"
@@ -68,7 +68,7 @@ class Remarks:
 def read_marked(
     source: Source, data: Data, form: str, *, text_column: str, spans_column: str | None, remarks: Remarks
 ) -> Iterator[MarkedText]:
-    """Yield the texts of a source in a form of `SPAN_FORMS`, without those that nobody annotated.
+    """Yield the texts of a source in a form of `SPAN_FORMS`, without texts that have no annotation.
 
     Without `spans_column`, the spans are not read, and each text is yielded.
 

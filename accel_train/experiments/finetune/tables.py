@@ -78,12 +78,13 @@ def recognise_table(asked: Asked, path: Path, held_out: Path | None = None) -> F
             check_encoding(held_out, with_settings(asked.data, table.settings))
         settings["data.eval"] = Choice(str(held_out), "evaluation data by its name")
     found = marked(asked, table)
-    if found is None:
-        refuse_lists_as_text(asked, table)
+    is_free = asked.task is None and not asked.text and not asked.label
+    if found is None and is_free:
+        refuse_lists_as_text(table)
     refuse_parts(asked, table)
     found = found or _chats(asked, table) or annotated(asked, table)
-    if found is None:
-        refuse_words_by_row(asked, table)
+    if found is None and is_free:
+        refuse_words_by_row(table)
     found = found or anchored(asked, table) or _pairs(asked, table)
     found = found or recognise_images(asked, table) or _plain_text(asked, table) or _labelled(asked, table)
     if "data.eval" in settings and "data.group_column" not in asked.given:

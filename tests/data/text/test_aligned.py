@@ -1,6 +1,8 @@
 """Line-aligned files: pairs, empty lines, and files that differ in lines."""
 
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,7 +67,8 @@ def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         read, write(tmp_path, "é\n".encode(), "é\n".encode()), target_suffix="en", encoding="latin-1", named="UTF-8"
     )
     for setting in ("id_column", "group_column", "translation_column"):
-        settings = settings_refused(lambda name=setting: Seq2SeqData(train="a.de", target_suffix="en", **{name: "x"}))  # type: ignore[misc]
+        more: dict[str, Any] = {"train": "a.de", "target_suffix": "en", setting: "x"}
+        settings = settings_refused(partial(Seq2SeqData, **more))
         assert settings == ("data.target_suffix", f"data.{setting}")
 
 

@@ -34,7 +34,8 @@ def read(path: Path, rows: list[Any], form: str, tags: str | None = "label") -> 
         path.write_text("\n".join(["text,label", *cells]))
     else:
         path.write_text(json.dumps(rows) if path.suffix == ".json" else "\n".join(map(json.dumps, rows)))
-    data = TokenClassificationData(train=str(path), tokens_column="text", tags_column=tags, tag_format=form)  # type: ignore[arg-type]
+    settings: dict[str, Any] = {"tokens_column": "text", "tags_column": tags, "tag_format": form}
+    data = TokenClassificationData(train=str(path), **settings)
     notes: list[str] = []
     return read_sentences(
         resolve_sources(str(path), data, key="data.train"), data, key="data.train", notes=notes

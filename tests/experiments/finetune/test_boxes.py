@@ -299,3 +299,9 @@ def test_a_flag_names_the_class_of_boxes_or_the_texts_about_them() -> None:
     Path("set/boxes.csv").write_text(text + text.partition("\n")[2] * 2)
     assert find("set/boxes.csv", text=("text",)).task == "text-classification"
     refused(find, "set/boxes.csv", text=("text",), task="object-detection", named="--text")
+
+
+def test_a_folder_named_like_a_parquet_file_is_no_file_of_boxes() -> None:
+    Path("set/rows.parquet").mkdir(parents=True)
+    Path("set/rows.csv").write_text("text,label\n" + "".join(f"text {n} of {n % 2},{'ab'[n % 2]}\n" for n in range(40)))
+    assert find("set").task == "text-classification"

@@ -132,7 +132,7 @@ def _chosen(kind: str, folder: Path, places: Sequence[Path]) -> Located | None:
         return None
     parts = {place: part_of(place.relative_to(folder).as_posix()) for place in places}
     train = [place for place in places if parts[place] == "train"] or [p for p in places if parts[p] is None]
-    # Beside train, trainval would repeat its images.
+    # trainval would repeat the images of train.
     train = [place for place in train if "trainval" not in place.name] or train or list(places)
     if len(train) > 1:
         shown = ", ".join(map(str, train[:5]))
@@ -194,7 +194,7 @@ def _parquet_files(folder: Path) -> dict[Path, Path]:
     """Return a file for each parquet file, or for each pattern of shards, in the folder or one below."""
     shards: dict[Path, Path] = {}
     for file in [*sorted(folder.glob("*.parquet")), *sorted(folder.glob("*/*.parquet"))]:
-        if file.name not in METADATA:
+        if file.name not in METADATA and file.is_file():
             shards.setdefault(file.with_name(_SHARD.sub(r"-*-of-\1", file.name)), file)
     return shards
 

@@ -69,7 +69,7 @@ def refuse_bad_answers(asked: Asked, table: Table, answers: Mapping[str, str]) -
 
 
 def _may_judge_label(answers: Mapping[str, str]) -> bool:
-    """Return whether a column `label` says if answers are good. Beside a question and an answer, it is a class."""
+    """Return whether a column `label` says if answers are good. With a question and an answer, it is a class."""
     return "messages_column" in answers or answers.get("completion_column") == "completion"
 
 
@@ -136,21 +136,19 @@ def refuse_media(asked: Asked, table: Table, answers: Mapping[str, str], texts: 
     names += [name for name in table.partial if not _MEDIA.isdisjoint(words_of(name))]
     places = [found[0] for text in texts if (found := _PLACE.search(text))]
     if names or 2 * len(places) > len(table.wheres):
-        what = f"column {', '.join(map(repr, names))}" if names else f"what stands at {places[0]}"
+        what = f"column {', '.join(map(repr, names))}" if names else f"the contents of {places[0]}"
         raise ValueError(
             f"{table.path}: the texts are about images, videos or sounds, and the model would not see {what}. "
             f"Remove these rows; or learn the text alone: {_flags(answers)}"
         )
 
 
-def refuse_lists_as_text(asked: Asked, table: Table) -> None:
+def refuse_lists_as_text(table: Table) -> None:
     """Check that words, tags, and chats are not written as text.
 
     Raises:
         ValueError: they are. The message says how to write them.
     """
-    if asked.task is not None or asked.text or asked.label:
-        return
     strings = [column for column in table.columns.values() if column.is_strings]
     lists = [column.name for column in strings if all(map(_LIST.fullmatch, column.cells))]
     meant = [name for name in lists if name.lower() in _WORDS or table[name].has_chat_name]
@@ -161,14 +159,12 @@ def refuse_lists_as_text(asked: Asked, table: Table) -> None:
         )
 
 
-def refuse_words_by_row(asked: Asked, table: Table) -> None:
+def refuse_words_by_row(table: Table) -> None:
     """Check that a row is not a single word with its tag.
 
     Raises:
         ValueError: it is. The message says how to write sentences.
     """
-    if asked.task is not None or asked.text or asked.label:
-        return
     strings = [column for column in table.columns.values() if column.is_strings]
     tags = next((column for column in strings if _are_tags(column.cells)), None)
     words = [column for column in strings if column is not tags and column.mean_words < _WORDS_OF_A_TOKEN]

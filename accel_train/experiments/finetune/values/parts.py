@@ -86,7 +86,7 @@ def _objects(path: Path, names: Sequence[str], data: Any) -> list[dict[str, Any]
 
 
 def _part_of_cell(name: str, cell: str, names: Sequence[str]) -> Part | None:
-    """Return the part that a cell names, or that a column with 0 and 1 has in its name: is_valid beside a label."""
+    """Return the part that a cell names, or that a column with 0 and 1 has in its name: is_valid."""
     if name.lower() in LABEL_NAMES:
         return None
     begin, _, named = name.lower().partition("_")
