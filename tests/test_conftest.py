@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.processes import run_forked
 from tests.support.runs import environment
 
 TWO_TESTS = """
@@ -82,3 +83,14 @@ def test_what_would_begin_after_the_minutes_is_skipped_and_each_commit_begins_wi
         begin_order.unlink()
     assert sorted(orders[0]) == sorted(orders[1]) == list("abcdefgh")
     assert orders[0] != orders[1]
+
+
+def test_the_error_of_a_run_shows_what_the_process_that_ended_badly_wrote(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import os\nif os.environ['RANK'] == '1':\n    os.abort()\n")
+    forked = run_forked([], 2, folder=tmp_path / "processes", program=program)
+    with pytest.raises(AssertionError) as caught:
+        forked.expect(0)
+    assert "[0, -6]" in str(caught.value)
+    assert "process 1:\nFatal Python error: Aborted" in str(caught.value)
+    assert "process 0" not in str(caught.value)

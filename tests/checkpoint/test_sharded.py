@@ -15,7 +15,7 @@ def test_plans_are_exchanged_and_memory_is_taken_once_for_each_layout_and_every_
     forked = run_forked(
         [str(tmp_path / "checkpoints")], 2, folder=tmp_path / "processes", program=Path(sharded_saves.__file__)
     )
-    assert forked.wait() == [0, 0], forked.stderr(0)
+    forked.expect(0)
     main, other = (json.loads((tmp_path / f"processes/rank-{rank}.out").read_text()) for rank in range(2))
     # Each part and the table are copied once, the step counters together, and the number.
     copies = [[5, 5], [5, 0], [6, 1], [6, 0]]
@@ -26,7 +26,7 @@ def test_plans_are_exchanged_and_memory_is_taken_once_for_each_layout_and_every_
 def test_a_process_opens_the_shards_that_hold_its_parts_however_many_there_are(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     forked = run_forked([str(folder)], 1, folder=tmp_path / "process", program=Path(many_shards.__file__))
-    assert forked.wait() == [0], forked.stderr(0)
+    forked.expect(0)
     indexed, headers = json.loads((tmp_path / "process/rank-0.out").read_text().splitlines()[-1])
     num_shards, num_others, num_bytes, is_right, index_bytes = indexed
     # One for each of four reads; what all processes hold alike is opened for each kind and each read.

@@ -63,7 +63,7 @@ def test_a_stored_fingerprint_equals_that_of_the_same_recipe_today(stored: Path,
 def test_a_new_setting_in_any_section_leaves_older_runs_as_they_are(stored: Path, tmp_path: Path) -> None:
     program = TESTS / "support/programs/newer_version.py"
     run = run_forked([str(stored)], 1, folder=tmp_path / "log", cwd=str(tmp_path), program=program)
-    assert run.wait() == [0], run.stderr(0)
+    run.expect(0)
     found = json.loads((tmp_path / "log/rank-0.out").read_text().splitlines()[-1])
     assert {name: changes for name, (changes, _) in found.items()} == {name: [] for name in FINGERPRINTS}
     # The new setting is in the fingerprint wherever a section is, so a value of it would be noticed.

@@ -23,7 +23,7 @@ def test_a_vote_to_stop_is_read_after_the_next_batch_is_queued_and_ends_all_proc
     tmp_path: Path, stops: int, forwards: int
 ) -> None:
     forked = run_forked(["{rank}", str(stops)], 2, folder=tmp_path, program=PROGRAM)
-    assert forked.wait() == [0, 0], forked.stderr(0)
+    forked.expect(0)
     for rank in range(2):
         done, left = json.loads((tmp_path / f"rank-{rank}.out").read_text())
         assert (done.count("forward"), left) == (forwards, stops >= 0)

@@ -51,6 +51,6 @@ def test_any_buffer_that_the_first_step_changes_is_as_before_after_a_skipped_one
 def test_processes_begin_a_step_with_such_buffers_of_process_0(tmp_path: Path) -> None:
     program = Path(__file__).parent.parent / "support/programs/shared_buffers.py"
     forked = run_forked([], 2, folder=tmp_path, program=program)
-    assert forked.wait() == [0, 0], forked.stderr(0)
+    forked.expect(0)
     for rank in range(2):
         assert json.loads((tmp_path / f"rank-{rank}.out").read_text()) == [[0, 0], [0.5, 0.5], [0.75, 0.75]]

@@ -308,7 +308,7 @@ def test_a_second_start_loads_what_two_processes_have_compiled_at_once(tmp_path:
         recipe = write_recipe_file(tmp_path, **sections)
         cache = {"ACCEL_TRAIN_CACHE": str(tmp_path / "cache")}
         forked = run_forked(["run", str(recipe)], 2, folder=tmp_path / f"{name} processes", **cache)
-        assert forked.wait(300) == [0, 0]
+        forked.expect(0, 300)
         compiled += events(tmp_path / name, "compiled")
     assert [event["warm"] for event in compiled] == [False, True]
     assert [event["num_graphs"] for event in compiled] == [1, 1]

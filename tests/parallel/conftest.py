@@ -54,7 +54,7 @@ def train_in(
     preload = ["deepspeed"] if (parallel or {}).get("strategy") == "deepspeed" else []
     preload += ["deepspeed.runtime.sequence_parallel.ulysses_sp"] if "sp_size" in (parallel or {}) else []
     forked = run_forked(["run", str(recipe)], processes, folder=folder / "processes", preload=preload)
-    assert forked.wait() == [code] * processes, forked.stderr(0)
+    forked.expect(code)
     assert not preload or "Warning" not in forked.stderr(0)
     return folder / "run"
 

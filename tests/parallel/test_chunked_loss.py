@@ -119,7 +119,7 @@ def test_processes_that_split_the_output_layer_make_the_loss_the_gradients_and_t
     tmp_path: Path,
 ) -> None:
     forked = run_forked([str(tmp_path)], 2, folder=tmp_path / "processes", program=PROGRAM)
-    assert forked.wait() == [0, 0], forked.stderr(0)
+    forked.expect(0)
     first, second = (json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2))
     for case, found in first.items():
         for fact in ("errors", "num_hits"):

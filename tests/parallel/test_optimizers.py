@@ -153,7 +153,7 @@ def test_each_sharded_matrix_is_made_orthogonal_by_one_process_alone_as_a_whole_
     tmp_path: Path, processes: int, copies: int
 ) -> None:
     forked = run_forked([str(copies)], processes, folder=tmp_path, program=Path(sharded_muon.__file__))
-    assert forked.wait() == [0] * processes, forked.stderr(0)
+    forked.expect(0)
     made = [json.loads((tmp_path / f"rank-{rank}.out").read_text()) for rank in range(processes)]
     assert sorted(shape for each in made for shape in each) == sorted(map(list, sharded_muon.SHAPES * copies))
     fewest, most = (pick(map(len, made)) for pick in (min, max))
@@ -165,7 +165,7 @@ def test_an_update_of_sharded_weights_has_torchs_bits_without_an_operator_on_dte
     tmp_path: Path, processes: int
 ) -> None:
     forked = run_forked([], processes, folder=tmp_path, program=Path(sharded_update.__file__))
-    assert forked.wait() == [0] * processes, forked.stderr(0)
+    forked.expect(0)
     for rank in range(processes):
         layouts = json.loads((tmp_path / f"rank-{rank}.out").read_text())
         # torch's own step creates the state.

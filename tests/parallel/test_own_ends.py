@@ -58,7 +58,7 @@ def test_losses_gradients_norms_and_weights_are_those_of_one_root_group_to_the_b
 ) -> None:
     arguments = [str(tmp_path), json.dumps(cases)]
     forked = run_forked(arguments, processes, folder=tmp_path / "out", program=PROGRAM, timeout_seconds=400)
-    assert forked.wait(400) == [0] * processes, forked.stderr(0)
+    forked.expect(0, 400)
     # FSDP2 warns of blocks that return a view, such as OPT's.
     assert not re.findall(r"FSDPEmbedding\) returned|FSDPLinear\) returned", forked.stderr(0))
     for rank in range(processes):

@@ -100,7 +100,7 @@ def test_zero_sends_what_the_plan_says(tmp_path: Path, stage: int) -> None:
         "options": {"held": str(tmp_path), "calls_a_step": 2 if stage == 3 else 1},
     }
     forked = run_forked(["run", str(write_recipe_file(tmp_path, **sections))], 2, folder=tmp_path / "out")
-    assert forked.wait() == [0, 0], forked.stderr(0)
+    forked.expect(0)
     sections["options"]["planned"] = True
     plan = resolve_plan(Recipe.model_validate(recipe_dict(tmp_path, **sections)), 2)
     planned = Counter[str]()

@@ -67,7 +67,7 @@ def train(
         folder=folder / f"processes {name}",
         preload=["tests.support.tasks.number_faults_sharded"],
     )
-    assert set(forked.wait()) == {0}, forked.stderr(0) + forked.stderr(1)
+    forked.expect(0)
     return samples
 
 

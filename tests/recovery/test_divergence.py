@@ -41,7 +41,7 @@ def test_a_weight_that_changes_on_one_process_is_found_within_the_check_interval
         options={"flip_at": {"step": 17, "rank": rank}},
     )
     forked = run_forked(["run", str(recipe)], processes, folder=tmp_path / "processes")
-    assert forked.wait() == [0] * processes, forked.stderr(0)
+    forked.expect(0)
     [drift] = events(tmp_path / "run", "drift")
     assert drift["step"] == 18  # a checkpoint was due there, and is not made of what differs
     assert drift["parameters"] == ["transformer.wte.weight", "transformer.ln_f.bias"]  # the first and the last
@@ -66,7 +66,7 @@ def test_a_part_that_differs_from_its_copy_is_found_with_several_copies_of_a_mod
         options={"flip_part_at": {"step": 8, "rank": rank}},
     )
     forked = run_forked(["run", str(recipe)], 4, folder=tmp_path / "processes")
-    assert forked.wait() == [0] * 4, forked.stderr(0)
+    forked.expect(0)
     [drift] = events(tmp_path / "run", "drift")
     assert (drift["step"], drift["parameters"]) == (8, ["transformer.h.1.ln_2.weight"])
     [rollback] = events(tmp_path / "run", "rollback")

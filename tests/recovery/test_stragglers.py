@@ -38,7 +38,7 @@ def start(folder: Path, started: list[Forked], processes: int, slow: dict[str, A
     )
     forked = run_forked(["run", str(recipe)], processes, folder=folder / "processes")
     started.append(forked)
-    assert forked.wait(60) == [0] * processes, forked.stderr(0)[-3000:]
+    forked.expect(0, 60)
     return forked
 
 

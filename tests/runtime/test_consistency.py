@@ -61,7 +61,7 @@ def test_processes_that_disagree_exit_with_2_and_say_in_what_before_a_model_is_b
     (tmp_path / "rank-1.yaml").write_text(yaml.safe_dump({**yaml.safe_load(recipe.read_text()), **changed}))
     (tmp_path / "rank-0.yaml").write_text(recipe.read_text())
     forked = run_forked(["run", str(tmp_path / "rank-{rank}.yaml")], 2, folder=tmp_path / "processes")
-    assert forked.wait() == [2, 2]
+    forked.expect(2)
     lines = [line for rank in (0, 1) for line in forked.stderr(rank).splitlines() if line.startswith("error")]
     assert len(lines) == 1
     assert lines[0].removeprefix("error: rank ")[1:].startswith(": the processes of this run do not agree: ")
@@ -80,7 +80,7 @@ def test_an_output_dir_that_the_processes_do_not_share_is_refused_before_a_model
     here, there = tmp_path / "machine-0", tmp_path / "machine-1"
     words = ["run", str(recipe), "--output_dir", str(tmp_path / "machine-{rank}")]
     forked = run_forked(words, 2, folder=tmp_path / "processes")
-    assert forked.wait() == [2, 2]
+    forked.expect(2)
     lines = [line for rank in (0, 1) for line in forked.stderr(rank).splitlines() if line.startswith("error")]
     assert len(lines) == 1
     assert f": output_dir={here} is not shared: rank 1 (process {forked.pids[1]} on " in lines[0]
@@ -101,7 +101,7 @@ def test_an_output_dir_that_has_another_path_on_each_machine_trains_and_resumes(
     words, run = ["run", str(recipe), "--output_dir", "mount-{rank}/run"], tmp_path / "storage" / "run"
     for _ in range(2):
         forked = run_forked(words, 2, folder=tmp_path / "processes", cwd=str(tmp_path / "machine-{rank}"))
-        assert forked.wait() == [0, 0], forked.stderr(0) + forked.stderr(1)
+        forked.expect(0)
         assert list(losses(run)) == [1, 2, 3, 4, 5, 6]
         shutil.rmtree(run / "checkpoints" / "step-00000006")
     assert [event["step"] for event in events(run, "resume")] == [3]
@@ -117,5 +117,5 @@ def test_a_checkpoint_to_resume_that_a_process_does_not_see_is_refused(tmp_path:
     (tmp_path / "run" / "checkpoints" / "step-00000003").rename(tmp_path / "machine-0" / "step-00000003")
     words = ["run", str(recipe), "--output_dir", str(tmp_path / "next"), "--checkpoint.resume", "step-00000003"]
     forked = run_forked(words, 2, folder=tmp_path / "processes", cwd=str(tmp_path / "machine-{rank}"))
-    assert forked.wait() == [2, 2], forked.stderr(0)
+    forked.expect(2)
     assert ": checkpoint.resume=step-00000003: rank 1 (process " in forked.stderr(0) + forked.stderr(1)

@@ -404,7 +404,7 @@ def test_run_of_two_processes_is_sharded_because_the_launcher_said_so(tmp_path: 
     variables = {**FSDP, "FSDP_OFFLOAD_PARAMS": "false"}
     recipe = write_recipe_file(tmp_path, schedule={"max_steps": 3})
     forked = run_forked(["run", str(recipe)], 2, folder=tmp_path / "processes", **variables)
-    assert forked.wait() == [0, 0], forked.stderr(0)
+    forked.expect(0)
     written = (tmp_path / "run" / "recipe.resolved.yaml").read_text()
     assert "strategy: fsdp2  # ACCELERATE_USE_FSDP of the launch" in written
     assert "reshard_after_forward: false  # FSDP_RESHARD_AFTER_FORWARD of the launch" in written

@@ -52,7 +52,7 @@ def test_ctrl_c_once_saves_and_ctrl_c_twice_ends_at_once(corpus: Path, started: 
     once = start(corpus, started)
     wait_for_step(once, corpus)
     once.kill(None, signal.SIGINT)
-    assert once.wait() == [75]
+    once.expect(75)
     assert "press Ctrl-C again to stop at once" in once.stderr(0)
     twice = start(corpus, started, options={"seconds": {"step": 5.0}})
     wait_for_step(twice, corpus, events(corpus / "run", "preempted")[-1]["step"])
@@ -73,7 +73,7 @@ def test_each_signal_to_stop_saves_where_no_checkpoints_are_due(
     wait_for_step(forked, corpus, 2)
     for pid in (*children(forked.pids[0]), forked.pids[0]):  # as a terminal that is closed does
         os.kill(pid, number)
-    assert forked.wait() == [75], forked.stderr(0)
+    forked.expect(75)
     step = events(corpus / "run", "preempted")[0]["step"]
     assert (corpus / "run" / "checkpoints" / f"step-{step:08d}").is_dir()
 
@@ -131,7 +131,7 @@ def test_evaluation_is_left_at_a_signal_to_one_process_and_done_when_the_run_goe
         "batch": {"global_batch_size": 8, "per_device_eval_batch_size": 1},
     }
     whole = start(corpus, started, 2, **sections, output_dir=str(corpus / "whole"))
-    assert whole.wait() == [0, 0]
+    whole.expect(0)
     cut = start(corpus, started, 2, **sections, options={"seconds": {"evaluate": 2.0}})
     wait_for_step(cut, corpus, 2)
     time.sleep(1)
@@ -141,7 +141,7 @@ def test_evaluation_is_left_at_a_signal_to_one_process_and_done_when_the_run_goe
     assert [event["step"] for event in events(corpus / "run", "preempted")] == [2]
     assert "evaluation:" not in (corpus / "processes-1" / "rank-0.out").read_text()
     last = start(corpus, started, 2, **sections)
-    assert last.wait() == [0, 0]
+    last.expect(0)
     summaries = [json.loads((corpus / name / "summary.json").read_text()) for name in ("whole", "run")]
     assert summaries[0]["eval"] == summaries[1]["eval"]
     assert summaries[0]["best_step"] == summaries[1]["best_step"]
@@ -195,7 +195,7 @@ def test_data_worker_that_dies_or_hangs_ends_the_run_with_an_error_and_the_run_g
     [line] = [line for line in forked.stderr(0).splitlines() if line.startswith("error: ")]
     assert re.search(said, line)
     again = start(corpus, started, **sections)
-    assert again.wait(60) == [0]
+    again.expect(0, 60)
     assert events(corpus / "run", "resume")[0]["step"] > 0
     assert list(losses(corpus / "run")) == list(range(1, 21))
 
@@ -241,7 +241,7 @@ def test_signal_to_all_processes_of_a_job_leaves_the_data_workers_to_the_trainin
     assert len(workers) >= 2
     for pid in (*workers, forked.pids[0]):
         os.kill(pid, signal.SIGTERM)
-    assert forked.wait() == [75], forked.stderr(0)
+    forked.expect(75)
     assert [pid for pid in workers if is_alive(pid)] == []
 
 
@@ -279,7 +279,7 @@ def test_second_run_in_a_folder_exits_with_2_at_once_naming_the_first_and_the_fo
     first.kill(None, signal.SIGKILL)
     assert first.wait() == [-9]
     third = start(corpus, started, schedule={"max_steps": 2})
-    assert third.wait() == [0]
+    third.expect(0)
 
 
 def test_what_a_holder_on_another_host_left_does_not_keep_a_run_out(corpus: Path, started: list[Forked]) -> None:
@@ -289,7 +289,7 @@ def test_what_a_holder_on_another_host_left_does_not_keep_a_run_out(corpus: Path
     (corpus / "run" / ".lock.holder").write_text(json.dumps(holder))
     (corpus / "run" / ".lock").touch()
     forked = start(corpus, started, schedule={"max_steps": 2})
-    assert forked.wait() == [0]
+    forked.expect(0)
 
 
 @pytest.fixture

@@ -81,7 +81,7 @@ class KilledRun:
     def finish(self) -> None:
         """Let it go on to its end."""
         forked = self._start({})
-        assert forked.wait(120) == [0, 0], forked.stderr(0)[-3000:]
+        forked.expect(0, 120)
 
     def _start_and_kill(self) -> bool:
         generator = self.generator

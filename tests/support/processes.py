@@ -6,6 +6,7 @@ seconds sooner. Each writes `rank-R.out` and `rank-R.err` into `folder`, and cou
 there.
 """
 
+import faulthandler
 import gc
 import json
 import logging
@@ -85,6 +86,14 @@ class Forked:
             f"not over after {timeout_seconds:g} s: {codes_now}\n"
             + "\n".join(self.stderr(rank)[-3000:] for rank in range(len(self.pids)))
         )
+
+    def expect(self, code: int, timeout_seconds: float = PATIENCE_SECONDS) -> None:
+        """Wait until all have ended, each with `code`; the error shows what each of the others wrote."""
+        codes = self.wait(timeout_seconds)
+        wrong = [rank for rank, found in enumerate(codes) if found != code]
+        # A crash ends with a list of 190 modules.
+        said = {rank: self.stderr(rank).partition("\nExtension modules: ")[0][-5000:] for rank in wrong}
+        assert not wrong, f"{codes}\n" + "\n".join(f"process {rank}:\n{words}" for rank, words in said.items())
 
     def first_failure(self) -> int:
         """The exit code of the process that failed first, which is what torchrun says; 0 where none did."""
@@ -237,6 +246,7 @@ def _run_rank(job: dict[str, Any], rank: int) -> int:
     sys.argv = [job["program"] or "accel-train", *(word.replace("{rank}", str(rank)) for word in job["argv"])]
     try:
         if job["program"]:
+            faulthandler.enable(2)
             runpy.run_path(job["program"], run_name="__main__")
             return 0
         program()

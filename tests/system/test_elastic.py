@@ -126,5 +126,5 @@ def test_a_world_size_that_cannot_carry_the_global_batch_is_refused_with_those_t
     write_corpus(tmp_path)
     recipe = write_recipe_file(tmp_path, **{**RUN, "batch": {"global_batch_size": 9}})
     forked = run_forked(["run", str(recipe)], 2, folder=tmp_path / "processes")
-    assert forked.wait() == [2, 2]
+    forked.expect(2)
     assert "run on 1, 3 or 9 processes" in forked.stderr(0)

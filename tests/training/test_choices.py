@@ -221,7 +221,7 @@ def test_the_last_step_competes_for_the_best_on_the_samples_of_the_evaluations_b
 def test_a_metric_that_no_evaluation_reports_is_found_before_the_first_step(corpus: Path, processes: int) -> None:
     recipe = write_recipe_file(corpus, evaluate={"every_steps": 2, "metric_for_best_model": "eval_perplexty"})
     forked = run_forked(["run", str(recipe)], processes, folder=corpus / "processes")
-    assert forked.wait() == [2] * processes
+    forked.expect(2)
     lines = [line for rank in range(processes) for line in forked.stderr(rank).splitlines()]
     [line] = [line for line in lines if line.startswith("error: ")]
     who = r"error: " if processes == 1 else r"error: rank [01]: "

@@ -77,7 +77,7 @@ def test_a_model_that_is_not_finite_is_not_published(
         options={"poison": poison, "rank": processes - 1},
     )
     forked = run_forked(["run", str(recipe)], processes, folder=corpus / "processes")
-    assert forked.wait() == [3] * processes, forked.stderr(0)
+    forked.expect(3)
     [line] = [line for line in forked.stderr(0).splitlines() if line.startswith("error: ")]
     assert said in line
     assert line.endswith("step-00000002 is the newest")
