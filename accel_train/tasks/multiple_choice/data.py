@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from accel_train.core.format import is_whole
 from accel_train.data.labels import IGNORED_LABEL, label_name
 from accel_train.data.sources import Source, describe, resolve_both
 from accel_train.data.tables import read_rows, show_cell, text_cell
 from accel_train.data.text.padding import padded, padded_inputs
-from accel_train.data.text.tokenizers import use_rust_threads
+from accel_train.data.text.tokenizers import parts_to_tokenize, plain_encoder
 from accel_train.recipe.schema import Recipe
 from accel_train.tasks.common.texts import hold_out, list_cell, repeated_texts
 from accel_train.tasks.multiple_choice.config import MultipleChoiceData
@@ -159,29 +158,17 @@ def tokenize_choices(
 
     Pairs over `max_length` are truncated, the longer part first.
     """
-    use_rust_threads()
     samples: list[Sample] = []
-    with tqdm(
-        total=len(rows), desc="tokenising", unit=" rows", disable=not progress or None, leave=False, delay=1
-    ) as bar:
-        for start in range(0, len(rows), _ROWS_PER_CALL):
-            part = rows[start : start + _ROWS_PER_CALL]
-            encoded = tokenizer(
-                [row.text for row in part for _ in row.endings],
-                [ending for row in part for ending in row.endings],
-                truncation=True,
-                max_length=max_length,
-                split_special_tokens=True,
-                return_token_type_ids=True,
-                return_attention_mask=False,
-                verbose=False,
-            )
-            pairs = zip(encoded["input_ids"], encoded["token_type_ids"])
-            for row in part:
-                ids, types = zip(*(next(pairs) for _ in row.endings))
-                second_from = tuple(each.index(1) if 1 in each else len(each) for each in types)
-                samples.append(Sample(tuple(np.array(each, dtype=np.int32) for each in ids), second_from, row.label))
-            bar.update(len(part))
+    encode = plain_encoder(tokenizer, max_length=max_length, return_token_type_ids=True)
+    for _, part in parts_to_tokenize(rows, _ROWS_PER_CALL, "rows", progress=progress):
+        encoded = encode(
+            [row.text for row in part for _ in row.endings], [ending for row in part for ending in row.endings]
+        )
+        pairs = zip(encoded["input_ids"], encoded["token_type_ids"])
+        for row in part:
+            ids, types = zip(*(next(pairs) for _ in row.endings))
+            second_from = tuple(each.index(1) if 1 in each else len(each) for each in types)
+            samples.append(Sample(tuple(np.array(each, dtype=np.int32) for each in ids), second_from, row.label))
     return samples
 
 

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from accel_train.core.files import digest64
 from accel_train.data.sources import Source, describe, resolve_both
 from accel_train.data.tables import show_cell
 from accel_train.data.text.padding import padded_inputs
-from accel_train.data.text.tokenizers import use_rust_threads
+from accel_train.data.text.tokenizers import parts_to_tokenize, plain_encoder
 from accel_train.recipe.schema import Recipe
 from accel_train.tasks.common.texts import TextRow, hold_out, repeated_texts, text_rows
 from accel_train.tasks.sentence_embedding.config import SentenceEmbeddingData
@@ -130,27 +129,16 @@ def tokenize_rows(
     Raises:
         ValueError: a text has no tokens.
     """
-    use_rust_threads()
     samples: list[Sample] = []
-    hidden = None if progress else True
-    with tqdm(total=len(rows), desc="tokenising", unit=" rows", disable=hidden, leave=False, delay=1) as bar:
-        for start in range(0, len(rows), _ROWS_PER_CALL):
-            part = rows[start : start + _ROWS_PER_CALL]
-            encoded = tokenizer(
-                [prompt + text for row in part for prompt, text in zip(prompts, row.texts, strict=True)],
-                truncation=True,
-                max_length=max_length,
-                split_special_tokens=True,
-                return_attention_mask=False,
-                verbose=False,
-            )
-            found = iter(encoded["input_ids"])
-            for row in part:
-                ids = tuple(np.array(next(found), dtype=np.int32) for _ in row.texts)
-                if not all(map(len, ids)):
-                    raise ValueError(f"{row.where}: a text has no tokens; drop the row")
-                samples.append(Sample(ids, tuple(map(text_hash, row.texts)), row.label or 0.0))
-            bar.update(len(part))
+    encode = plain_encoder(tokenizer, max_length=max_length)
+    for _, part in parts_to_tokenize(rows, _ROWS_PER_CALL, "rows", progress=progress):
+        encoded = encode([prompt + text for row in part for prompt, text in zip(prompts, row.texts, strict=True)])
+        found = iter(encoded["input_ids"])
+        for row in part:
+            ids = tuple(np.array(next(found), dtype=np.int32) for _ in row.texts)
+            if not all(map(len, ids)):
+                raise ValueError(f"{row.where}: a text has no tokens; drop the row")
+            samples.append(Sample(ids, tuple(map(text_hash, row.texts)), row.label or 0.0))
     return samples
 
 

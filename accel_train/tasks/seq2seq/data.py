@@ -2,21 +2,19 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.sources import Source, describe, file_kind, files_of, resolve_both
 from accel_train.data.tables import MissingColumn, show_cell, text_cell
 from accel_train.data.text.aligned import read_aligned
 from accel_train.data.text.padding import padded, padded_inputs
-from accel_train.data.text.tokenizers import use_rust_threads
+from accel_train.data.text.tokenizers import parts_to_tokenize, plain_encoder
 from accel_train.recipe.schema import Recipe
 from accel_train.tasks.common.texts import TextRow, hold_out, repeated_texts, text_rows, text_tokenizer
 from accel_train.tasks.seq2seq.config import Seq2SeqData
@@ -155,23 +153,17 @@ def tokenize_pairs(
     `prefix` precedes each source. `generated` lists the rows that texts are generated for. Special tokens in a text are
     encoded as plain characters.
     """
-    use_rust_threads()
     chosen = set(generated)
     pairs: list[Pair] = []
-    encode = partial(tokenizer, truncation=True, split_special_tokens=True, return_attention_mask=False, verbose=False)
-    with tqdm(
-        total=len(rows), desc="tokenising", unit=" pairs", disable=None if progress else True, leave=False
-    ) as bar:
-        for start in range(0, len(rows), _TEXTS_PER_CALL):
-            part = rows[start : start + _TEXTS_PER_CALL]
-            sources = encode([prefix + row.texts[0] for row in part], max_length=max_lengths[0])["input_ids"]
-            targets: list[Any] = [[]] * len(part)
-            if part[0].label is not None:
-                targets = encode(text_target=[row.label for row in part], max_length=max_lengths[1])["input_ids"]
-            for number, (source, target) in enumerate(zip(sources, targets), start=start):
-                row = number if number in chosen else -1
-                pairs.append(Pair(np.array(source, dtype=np.int32), np.array(target, dtype=np.int32), row))
-            bar.update(len(part))
+    encode = plain_encoder(tokenizer)
+    for start, part in parts_to_tokenize(rows, _TEXTS_PER_CALL, "pairs", progress=progress):
+        sources = encode([prefix + row.texts[0] for row in part], max_length=max_lengths[0])["input_ids"]
+        targets: list[Any] = [[]] * len(part)
+        if part[0].label is not None:
+            targets = encode(text_target=[row.label for row in part], max_length=max_lengths[1])["input_ids"]
+        for number, (source, target) in enumerate(zip(sources, targets), start=start):
+            row = number if number in chosen else -1
+            pairs.append(Pair(np.array(source, dtype=np.int32), np.array(target, dtype=np.int32), row))
     return pairs
 
 
