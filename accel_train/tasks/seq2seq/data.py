@@ -1,7 +1,6 @@
 """Text pairs (source and target): read table rows, tokenize and batch them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,13 +9,13 @@ import torch
 from numpy.typing import NDArray
 
 from accel_train.data.labels import IGNORED_LABEL
-from accel_train.data.sources import Source, describe, file_kind, files_of, resolve_both
+from accel_train.data.sources import Source, describe, file_kind, files_of
 from accel_train.data.tables import MissingColumn, show_cell, text_cell
 from accel_train.data.text.aligned import read_aligned
 from accel_train.data.text.padding import padded, padded_inputs
 from accel_train.data.text.tokenizers import parts_to_tokenize, plain_encoder
 from accel_train.recipe.schema import Recipe
-from accel_train.tasks.common.texts import TextRow, hold_out, repeated_texts, text_rows, text_tokenizer
+from accel_train.tasks.common.texts import Divided, TextRow, read_both, text_rows, text_tokenizer
 from accel_train.tasks.seq2seq.config import Seq2SeqData
 
 if TYPE_CHECKING:
@@ -35,19 +34,8 @@ class Pair(NamedTuple):
     """Index of an evaluation row that a text is generated for. -1 for all other rows."""
 
 
-@dataclass(frozen=True)
-class TextPairs:
-    """Rows in memory. `texts` holds the source, `label` the target or None."""
-
-    train: list[TextRow]
-    eval: list[TextRow] | None
-    description: str
-    notes: list[str]
-    """Notes for the user, as sentences."""
-
-
-def load_pairs(recipe: Recipe) -> TextPairs:
-    """Return the pairs of `data.train` and `data.eval`. Without `data.eval`, a part of `data.train` is held out.
+def load_pairs(recipe: Recipe) -> Divided[TextRow]:
+    """Return the pairs of `data.train` and `data.eval`: `texts` holds the source, `label` the target or None.
 
     The source's hash decides the side, so equal sources stay together.
 
@@ -55,14 +43,11 @@ def load_pairs(recipe: Recipe) -> TextPairs:
         ValueError: a row cannot be read, or a cell is not text; the message names file, row and column.
     """
     data = Seq2SeqData.of(recipe.data)
-    sources, eval_sources, notes = resolve_both(data)
-    rows = read_pairs(sources, data, key=data.train_key, notes=notes)
-    train, evaluation, split_notes = hold_out(rows, data, sources, eval_sources)
-    notes += split_notes
-    if eval_sources:
-        evaluation = read_pairs(eval_sources, data, key="data.eval", notes=notes)
-        notes += repeated_texts(train, evaluation, data) if data.target_column is not None else []
-    return TextPairs(train, evaluation, describe(sources, eval_sources), notes)
+    return read_both(
+        data,
+        lambda sources, key, notes: read_pairs(sources, data, key=key, notes=notes),
+        is_labelled=data.target_column is not None,
+    )
 
 
 def read_pairs(sources: Sequence[Source], data: Seq2SeqData, *, key: str, notes: list[str]) -> list[TextRow]:
