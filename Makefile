@@ -95,7 +95,7 @@ $(MUTANTS): $(INSTALLED) # what plants the faults, and what finds the tests that
 	@touch $@
 
 mutants: $(MUTANTS) $(ENCODER) ## Small faults in the numeric core, as many as MINUTES=20 carry: the fast tests must fail.
-	$(BIN)/python -m benchmarks.mutants --minutes $(MINUTES)
+	$(BIN)/python -m benchmarks.mutants --minutes $(MINUTES) --workers $(WORKERS)
 
 test-gpu: $(INSTALLED) ## The tests that need a CUDA device.
 	$(PYTEST) -m gpu

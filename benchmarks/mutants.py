@@ -20,6 +20,7 @@ import time
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -209,21 +210,26 @@ def change_of(mutant: Mutant) -> str:
     return f"{old.strip()} -> {new.strip()}".replace("|", "\\|").replace("`", "'")
 
 
-def measure(minutes: float, results: dict[str, dict[str, Any]]) -> None:
+def measure(minutes: float, workers: int, results: dict[str, dict[str, Any]]) -> None:
     """Measure the drawn mutants that `results` lacks, until the time is over; save after each."""
     deadline, tests = time.monotonic() + 60 * minutes, tests_by_line()
-    for mutant in drawn():
-        if mutant.name in results:
-            continue
-        if time.monotonic() > deadline:
-            return
+
+    def one(mutant: Mutant) -> tuple[bool, str] | None:
         near = tests.get((mutant.file, mutant.line), [])
-        caught, by = is_caught(mutant, near) if near else (False, "no test executes this line")
-        results[mutant.name] = {"caught": caught, "by": by, "change": change_of(mutant), **_code_of(mutant.file)}
-        print(
-            f"{'caught  ' if caught else 'SURVIVED'} {mutant.name}: {results[mutant.name]['change']} ({by})", flush=True
-        )
-        write_atomically(SAVED, json.dumps(results, indent=1).encode())
+        if time.monotonic() > deadline:
+            return None
+        return is_caught(mutant, near) if near else (False, "no test executes this line")
+
+    left = [mutant for mutant in drawn() if mutant.name not in results]
+    with ThreadPoolExecutor(workers) as pool:
+        for mutant, found in zip(left, pool.map(one, left), strict=True):
+            if found is None:
+                return
+            caught, by = found
+            change = change_of(mutant)
+            results[mutant.name] = {"caught": caught, "by": by, "change": change, **_code_of(mutant.file)}
+            print(f"{'caught  ' if caught else 'SURVIVED'} {mutant.name}: {change} ({by})", flush=True)
+            write_atomically(SAVED, json.dumps(results, indent=1).encode())
 
 
 def _code_of(file: str) -> dict[str, str]:
@@ -251,13 +257,14 @@ def main() -> None:
     parser.add_argument(
         "--minutes", type=float, default=60, help="begin no mutant later; without the run that finds tests"
     )
+    parser.add_argument("--workers", type=int, default=1, help="mutants at a time, and processes that find tests")
     arguments = parser.parse_args()
     results = json.loads(SAVED.read_text()) if SAVED.exists() else {}
     # A result holds for the text of its file.
     results = {name: each for name, each in results.items() if _code_of(name.partition(":")[0]).items() <= each.items()}
     if not (MAP / "coverage").exists():
-        find_tests()
-    measure(arguments.minutes, results)
+        find_tests(("-n", str(arguments.workers), "tests"))
+    measure(arguments.minutes, arguments.workers, results)
     head, _, rest = PAGE.read_text().partition(BEGIN)
     write_atomically(PAGE, f"{head}{BEGIN}\n\n{table_of(results)}\n\n{END}{rest.partition(END)[2]}".encode())
 
