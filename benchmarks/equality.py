@@ -315,7 +315,8 @@ def run(rows: Sequence[str], cells: Sequence[str], save: Path | None = None) -> 
             text = str(found) if is_left_out else str(found).replace("not compared", "refused")
             text += f" {IN_DOUBLE}" if is_double and text.startswith("equal") else ""
             measured.setdefault(row, {})[cell] = text
-            measured[row]["commit"] = commit
+            # A row is as old as its first cell.
+            measured[row].setdefault("commit", commit)
             print(f"{row:24} {cell:18} {text[:300]} ({time.monotonic() - began:.1f} s)", flush=True)
             if save is not None:
                 write_atomically(save, json.dumps(measured, indent=1).encode())
