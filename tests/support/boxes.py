@@ -37,6 +37,14 @@ def read_boxes(train: str, eval_fraction: float = 0.0, **data: Any) -> ImageSets
     return read_boxed_images(ObjectDetectionData(train=train, eval_fraction=eval_fraction, **data))
 
 
+EXPECTED = {
+    "a.png": {("cat", (4, 6, 14, 14)), ("dog", (20, 10, 36, 30))},
+    "b.png": {("dog", (0, 0, 20, 50))},
+    "empty.png": set[Any](),
+}
+"""(Class name, corners) of the boxes of each image."""
+
+
 def boxes_by_image(side: ImageRows, names: tuple[str, ...]) -> dict[str, Any]:
     """Return (class name, corners) of all boxes of each image. Images in a table are named by their number."""
     found = {}

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,15 +11,9 @@ from accel_train.data.sources import Source
 from accel_train.data.tables import Row, read_rows
 from accel_train.recipe.data import Data
 from tests.support.box_tables import BY_VALUES, FORMATS, csv_lines, write_table
-from tests.support.boxes import SIZES, boxes_by_image, write_images
+from tests.support.boxes import EXPECTED, SIZES, boxes_by_image, write_images
 from tests.support.boxes import read_boxes as read
 from tests.support.runs import refused
-
-EXPECTED = {
-    "a.png": {("cat", (4, 6, 14, 14)), ("dog", (20, 10, 36, 30))},
-    "b.png": {("dog", (0, 0, 20, 50))},
-    "empty.png": set[Any](),
-}
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,7 @@ from accel_train.data.builtin.digit_scenes import boxed_scenes, digit_scenes
 from accel_train.tasks.object_detection.config import ObjectDetectionData
 from accel_train.tasks.object_detection.data import read_boxed_images
 from tests.support.boxes import (
+    EXPECTED,
     SIZES,
     THINGS,
     Thing,
@@ -33,11 +34,6 @@ from tests.support.boxes import read_boxes as read
 from tests.support.runs import refused
 
 CROWD = Thing("b.png", "cat", (2, 3, 4, 5), is_crowd=True)
-EXPECTED = {
-    "a.png": {("cat", (4, 6, 14, 14)), ("dog", (20, 10, 36, 30))},
-    "b.png": {("dog", (0, 0, 20, 50))},
-    "empty.png": set[Any](),
-}
 
 
 @pytest.fixture(autouse=True)
