@@ -2,18 +2,16 @@
 
 import inspect
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from accel_train.core.errors import asks_for_own_code
 from accel_train.core.format import LARGEST_COUNT, did_you_mean
-from accel_train.core.json_io import dotted_items, load_object, parse_json
+from accel_train.core.json_io import dotted_items, parse_json
 from accel_train.core.state import Choice
-from accel_train.data.hub import look_for_hub, without_hub
+from accel_train.data.hub import read_config
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.tasks import TASKS
 from accel_train.recipe.writer import who_set
@@ -27,8 +25,6 @@ if TYPE_CHECKING:
 
     from accel_train.model.tensors import FileTensor
 
-MOST_LABELS = 1_000_000
-"""Most classes of a pretrained model."""
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Names in torch of the safetensors types that a model can be trained from."""
 
@@ -154,33 +150,21 @@ def pretrained_config(recipe: Recipe) -> "PreTrainedConfig":
     Raises:
         ValueError: the model cannot be found or loaded.
     """
-    from transformers import AutoConfig
-
     from accel_train.model import ngrams
 
     ngrams.register()
-    name = recipe.model.pretrained
+    section, name = recipe.model, recipe.model.pretrained
     assert name is not None, "the recipe names a pretrained model"
-    look_for_hub(name)
     who = f"model.pretrained={name!r} ({who_set(recipe, 'model.pretrained')})"
-    file = Path(name) / "config.json"
-    if os.path.isfile(file):
-        # transformers makes a name for each of them.
-        number = load_object(file).get("num_labels", 0)
-        if not isinstance(number, int) or number > MOST_LABELS:
-            raise ValueError(f"{who}: {file} states {str(number)[:40]} labels, not up to {MOST_LABELS:,}; correct it")
-    try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=recipe.model.trust_remote_code)
-    # transformers raises other types for values that it does not expect, or that the model's own code does not.
-    except Exception as error:
-        if recipe.model.trust_remote_code and not isinstance(error, OSError | ValueError):
-            raise
-        reason = str(error).strip().partition("\n")[0]
-        if asks_for_own_code(error):
-            reason = "it brings its own code. Read the code, and give --model.trust_remote_code true to run it"
-        elif not os.path.exists(name):
-            reason = f"it is not downloaded{remedy}" if (remedy := without_hub()) else reason
-        raise ValueError(f"{who} cannot be loaded: {reason or type(error).__name__}") from error
+    return read_config(name, section.trust_remote_code, who)
+
+
+def config_of(recipe: Recipe) -> Any:
+    """Return the configuration of the recipe's model, pretrained or new."""
+    from transformers import AutoConfig
+
+    fields = recipe.model.config
+    return pretrained_config(recipe) if fields is None else AutoConfig.for_model(**fields)
 
 
 def num_pretrained_parameters(config: "PreTrainedConfig", folder: Path) -> int:
@@ -510,7 +494,7 @@ def fetch_weights(recipe: Recipe) -> list[Path]:
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
     from transformers.utils.hub import get_checkpoint_shard_files
 
-    name = os.path.expanduser(str(recipe.model.pretrained))
+    name = str(recipe.model.pretrained)
     try:
         # `from_pretrained` reads it, too. Not every model has it.
         cached_file(name, "generation_config.json", _raise_exceptions_for_missing_entries=False)

@@ -6,6 +6,7 @@ are encoded as plain characters.
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 
 from accel_train.core.errors import asks_for_own_code
 from accel_train.core.json_io import json_digest, parse_json
-from accel_train.data.hub import look_for_hub, without_hub
+from accel_train.data.hub import read_config, without_hub
 from accel_train.recipe.data import TrainedTokenizer
 from accel_train.recipe.schema import Model, Recipe
 from accel_train.recipe.writer import who_set
@@ -113,9 +114,12 @@ def load_tokenizer(name: str, *, trust_remote_code: bool) -> "PreTrainedTokenize
     """
     from transformers import AutoTokenizer
 
-    look_for_hub(name)
+    place, config = os.path.expanduser(name), None
     try:
-        return AutoTokenizer.from_pretrained(os.path.expanduser(name), trust_remote_code=trust_remote_code)
+        # Without it, transformers reads the configuration again, or does without.
+        with suppress(ValueError):
+            config = read_config(place, trust_remote_code)
+        return AutoTokenizer.from_pretrained(place, config=config, trust_remote_code=trust_remote_code)
     # transformers raises OSError, ValueError, KeyError and others for a wrong name.
     except Exception as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
@@ -127,7 +131,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool) -> "PreTrainedTokenize
         raise ValueError(
             f"tokenizer: {name!r} cannot be loaded as a folder (seen from {os.getcwd()}) or as a "
             f"tokenizer of the hub: {reason}; other choices: bytes, or {{train_bpe: {{vocab_size: 4096}}}}"
-            f"{'' if os.path.exists(os.path.expanduser(name)) else without_hub()}"
+            f"{'' if os.path.exists(place) else without_hub()}"
         ) from error
 
 
