@@ -10,17 +10,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from accel_train.core.format import LARGEST_COUNT, did_you_mean
 from accel_train.core.json_io import dotted_items, parse_json
-from accel_train.core.state import Choice
 from accel_train.data.hub import read_config
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.tasks import TASKS
 from accel_train.recipe.writer import who_set
 from accel_train.recipe.yaml_core import show
-from accel_train.task import is_of_transformers
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor, nn
+    from torch import Tensor
     from transformers import PreTrainedConfig, PreTrainedModel
 
     from accel_train.model.tensors import FileTensor
@@ -213,7 +211,7 @@ def transformers_model(
     from transformers import GenerationConfig
 
     from accel_train.model.kernels.activations import fuse_activations
-    from accel_train.model.kernels.router_loss import choose_router_loss
+    from accel_train.model.kernels.experts import choose_router_loss
 
     section = recipe.model
     kwargs = {"dtype": torch.float32, "trust_remote_code": section.trust_remote_code, **attention}
@@ -433,20 +431,6 @@ def grow_embedding(model: "PreTrainedModel", rows: int) -> None:
             for each in (getattr(layer, "weight", None), getattr(layer, "bias", None)):
                 if each is not None and each.shape[0] == rows:
                     each[num_rows:] = each[:num_rows].mean(0)
-
-
-def describe_kernels(recipe: Recipe, model: "nn.Module") -> dict[str, Choice[Any]]:
-    """Return the choices of attention and activations of a transformers model; empty for any other model."""
-    if not is_of_transformers(model):
-        return {}
-    from accel_train.model.kernels.activations import describe_activations
-    from accel_train.model.kernels.attention import describe_attention
-
-    section = recipe.model
-    return {
-        "model.attn_implementation": describe_attention(model, section.attn_implementation, recipe.data.window or 0),
-        "model.fused_kernels": describe_activations(model, section.fused_kernels),
-    }
 
 
 def chosen_attention(recipe: Recipe) -> dict[str, str]:

@@ -8,7 +8,7 @@ import torch
 
 from accel_train.observe import read_metrics
 from accel_train.observe.run_folder import RunFolder
-from accel_train.observe.system_metrics import LARGEST_SHARE, LEAST_SECONDS, SystemMetrics
+from accel_train.observe.throughput import LARGEST_SHARE, LEAST_SECONDS, SystemMetrics
 from tests.observe.test_observer import STEP, observing
 
 

@@ -26,8 +26,7 @@ from accel_train.experiments.finetune.amounts import (
 from accel_train.experiments.finetune.recipe import Choices, Found
 from accel_train.metrics.entities import entity_tags
 from accel_train.model.pretrained import num_pretrained_parameters, pretrained_config
-from accel_train.recipe.loader import load_recipe, make_recipe
-from accel_train.recipe.shipped import shipped_recipes
+from accel_train.recipe.loader import load_recipe, make_recipe, shipped_recipes
 from accel_train.recipe.tasks import TASKS
 from accel_train.task import load_task
 

@@ -40,7 +40,7 @@ from accel_train.model.kernels.chunked_loss import (
     head_for_chunks,
     summed_loss,
 )
-from accel_train.model.kernels.router_loss import RouterLoss, choose_router_loss
+from accel_train.model.kernels.experts import RouterLoss, choose_router_loss
 from accel_train.model.pretrained import config_of, pretrained_config, transformers_model
 from accel_train.model.tensors import unpacked_numel
 from accel_train.observe.throughput import model_flops_per_token

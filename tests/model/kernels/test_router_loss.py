@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from accel_train.model.activation_checkpointing import enable_method
-from accel_train.model.kernels.router_loss import RouterLoss, choose_router_loss
+from accel_train.model.kernels.experts import RouterLoss, choose_router_loss
 from accel_train.tasks.causal_lm.task import CausalLM
 from tests.support.hf_models import small_config
 
