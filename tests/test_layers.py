@@ -36,7 +36,7 @@ LINES = (
 )
 LARGEST_PACKAGE = 15  # modules, packages inside counted as one
 PURE = {"core": (), "guard": ("core", "recipe")}  # the standard library, and these packages
-MAY_KNOW_TRANSFORMERS = ("task", "model", "hf", "data.hub", "data.text", "data.images", "parallel", "inference")
+MAY_KNOW_TRANSFORMERS = ("task", "model", "hf", "data.text", "data.images", "parallel", "inference")
 RUNS_FOREIGN_CODE_BY_CONSENT = {
     "metrics.registry": ["loading.load"],  # a metric of the hub, when evaluate.allow_hub_metrics says so
 }

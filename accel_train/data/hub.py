@@ -5,65 +5,34 @@ Without this try, each file of a name costs `huggingface_hub` 23 seconds of retr
 
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from accel_train.core.errors import asks_for_own_code
-from accel_train.core.json_io import load_object
 from accel_train.data.cache import stamp_of
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
-MOST_LABELS = 1_000_000
-"""Most classes of a pretrained model."""
 CONNECT_SECONDS = 3.0
 """Seconds to wait for a connection. A slow answer is waited for as long as the libraries wait."""
 _NO_CONNECTION = {"ConnectError", "ConnectTimeout", "ProxyError"}
 """Errors of httpx and httpx2, which versions of `huggingface_hub` use."""
-_configs: dict[tuple[object, ...], "PreTrainedConfig"] = {}
+_configs: dict[tuple[object, ...], Any] = {}
 """Configurations that this process has read, by name, consent, and the sizes and times of their files."""
 
 
-def read_config(name: str, trust_remote_code: bool, who: str = "") -> "PreTrainedConfig":
-    """Return a copy of a pretrained model's configuration. Its files are read once, and again after a change.
+def known_config(name: str, trust_remote_code: bool, read: Callable[[], Any] | None = None) -> Any:
+    """Return a copy of a model's configuration if this process has read it and its files have not changed.
 
-    Raises:
-        ValueError: the model cannot be found or loaded. The message begins with `who`.
+    Otherwise, `read` reads it; None without `read`.
     """
-    look_for_hub(name)
     folder = Path(name) if os.path.isdir(name) else downloaded(name)
     files = () if folder is None else (*folder.glob("config.json"), *folder.glob("*.py"))
     version = name, trust_remote_code, *(each for file in files for each in stamp_of(file))
-    if version not in _configs:
-        _configs[version] = _read_config(name, trust_remote_code, who)
-    return deepcopy(_configs[version])
-
-
-def _read_config(name: str, trust_remote_code: bool, who: str) -> "PreTrainedConfig":
-    from transformers import AutoConfig
-
-    file = Path(name) / "config.json"
-    if os.path.isfile(file):
-        # transformers makes a name for each of them.
-        number = load_object(file).get("num_labels", 0)
-        if not isinstance(number, int) or number > MOST_LABELS:
-            raise ValueError(f"{who}: {file} states {str(number)[:40]} labels, not up to {MOST_LABELS:,}; correct it")
-    try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
-    # transformers raises other types for values that it does not expect, or that the model's own code does not.
-    except Exception as error:
-        if trust_remote_code and not isinstance(error, OSError | ValueError):
-            raise
-        reason = str(error).strip().partition("\n")[0]
-        if asks_for_own_code(error):
-            reason = "it brings its own code. Read the code, and give --model.trust_remote_code true to run it"
-        elif not os.path.exists(name):
-            reason = f"it is not downloaded{remedy}" if (remedy := without_hub()) else reason
-        raise ValueError(f"{who} cannot be loaded: {reason or type(error).__name__}") from error
+    if version not in _configs and read is not None:
+        _configs[version] = read()
+    return deepcopy(_configs.get(version))
 
 
 def look_for_hub(name: str) -> None:

@@ -1,4 +1,4 @@
-"""Load a recipe from its layers (a file or a shipped recipe, Python overrides, the command line), and record who set each value.
+"""Load a recipe from its layers (a file, Python overrides, the command line), and record who set each value.
 
 Later layers win. If two settings exclude each other (`EXCLUSIVE`), the later layer's setting replaces the earlier
 layer's. A flag can therefore override either one.

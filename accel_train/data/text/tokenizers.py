@@ -6,7 +6,6 @@ are encoded as plain characters.
 
 import os
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from numpy.typing import NDArray
 
 from accel_train.core.errors import asks_for_own_code
 from accel_train.core.json_io import json_digest, parse_json
-from accel_train.data.hub import read_config, without_hub
+from accel_train.data.hub import known_config, look_for_hub, without_hub
 from accel_train.recipe.data import TrainedTokenizer
 from accel_train.recipe.schema import Model, Recipe
 from accel_train.recipe.writer import who_set
@@ -114,11 +113,11 @@ def load_tokenizer(name: str, *, trust_remote_code: bool) -> "PreTrainedTokenize
     """
     from transformers import AutoTokenizer
 
-    place, config = os.path.expanduser(name), None
+    place = os.path.expanduser(name)
+    look_for_hub(place)
+    # Without it, transformers reads the configuration again.
+    config = known_config(place, trust_remote_code)
     try:
-        # Without it, transformers reads the configuration again, or does without.
-        with suppress(ValueError):
-            config = read_config(place, trust_remote_code)
         return AutoTokenizer.from_pretrained(place, config=config, trust_remote_code=trust_remote_code)
     # transformers raises OSError, ValueError, KeyError and others for a wrong name.
     except Exception as error:
