@@ -40,7 +40,7 @@ def look_for_hub(name: str) -> None:
 
     The first call tries once, with the proxies of the environment and HF_ENDPOINT. HF_HUB_OFFLINE needs no try.
     """
-    if not os.path.exists(os.path.expanduser(name)):
+    if not os.path.exists(name):
         _go_offline_without_hub()
 
 

@@ -15,7 +15,7 @@ from accel_train.data.text.tokenizers import check_tokenizer
 from accel_train.model.activation_checkpointing import checkpoint_activations
 from accel_train.model.freeze import freeze, set_training
 from accel_train.model.kernels.experts import autocast_experts
-from accel_train.model.pretrained import check_model_config, pretrained_config
+from accel_train.model.pretrained import check_model_config, describe_kernels, pretrained_config
 from accel_train.observe.notify import check_targets
 from accel_train.observe.trackers import check_tracker_names
 from accel_train.optim.schedule import StepPlan, resolve_steps
@@ -23,7 +23,7 @@ from accel_train.parallel.compatibility import check_compatibility
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.tasks import TASKS, check_spec
 from accel_train.recipe.writer import who_set
-from accel_train.task import Task, TaskData, is_of_transformers, load_task, with_data_of
+from accel_train.task import Task, TaskData, load_task, with_data_of
 
 MOST_READS_PER_STEP = 100
 """Limit of passes over the data per step. More is a mistake, and the order alone would fill the memory."""
@@ -146,17 +146,3 @@ def change_model(recipe: Recipe, task: Task, model: nn.Module) -> Changed:
     named = model.named_parameters()
     frozen = frozenset(name for name, each in named if id(each) in trained and not each.requires_grad)
     return Changed(model, choices | task.choices(recipe, model), frozen)
-
-
-def describe_kernels(recipe: Recipe, model: nn.Module) -> dict[str, Choice[Any]]:
-    """Return the choices of attention and activations of a transformers model; empty for any other model."""
-    if not is_of_transformers(model):
-        return {}
-    from accel_train.model.kernels.activations import describe_activations
-    from accel_train.model.kernels.attention import describe_attention
-
-    section = recipe.model
-    return {
-        "model.attn_implementation": describe_attention(model, section.attn_implementation, recipe.data.window or 0),
-        "model.fused_kernels": describe_activations(model, section.fused_kernels),
-    }

@@ -23,12 +23,12 @@ from accel_train.core.state import Choice
 from accel_train.model import tensors
 from accel_train.model.kernels.frozen import keep_frozen
 from accel_train.model.pretrained import (
-    StandIns,
     check_plain_weights,
     grow_embedding,
     pretrained_config,
     transformers_model,
 )
+from accel_train.model.tensors import StandIns
 from accel_train.parallel.building import allocate
 from accel_train.plan.plan import resolve_plan
 from accel_train.recipe.loader import load_recipe

@@ -151,7 +151,7 @@ def check_tokenizer(recipe: Recipe) -> None:
             f"tokenizer={show(spec)} trains a new vocabulary, and the weights of model.pretrained={model.pretrained} "
             f"know another; {remedy}"
         )
-    own = _vocabulary_of_model(model)
+    own = vocabulary_of(model)
     tokenizer = byte_tokenizer() if spec == "bytes" else load_tokenizer(spec, trust_remote_code=model.trust_remote_code)
     new = tokenizer.get_vocab()
     if own is None or own.items() <= new.items() or new.items() <= own.items():
@@ -165,7 +165,7 @@ def check_tokenizer(recipe: Recipe) -> None:
     )
 
 
-def _vocabulary_of_model(model: Model) -> dict[str, int] | None:
+def vocabulary_of(model: Model) -> dict[str, int] | None:
     """Return the vocabulary that a pretrained model was trained with, or None if no tokenizer is stored with it."""
     assert model.pretrained is not None
     try:

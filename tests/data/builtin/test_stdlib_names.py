@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from accel_train.data.builtin.stdlib_names import NUM_CHOICES, stdlib_names
+from accel_train.data.builtin.stdlib import NUM_CHOICES, stdlib_names
 
 
 @pytest.mark.slow

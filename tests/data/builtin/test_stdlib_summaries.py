@@ -2,7 +2,7 @@
 
 import pytest
 
-from accel_train.data.builtin.stdlib_summaries import _documented, stdlib_summaries
+from accel_train.data.builtin.stdlib import _documented, stdlib_summaries
 
 SOURCE = '''
 class Stack:
