@@ -305,24 +305,22 @@ def test_a_process_reads_a_configuration_once_and_again_after_a_change(
     monkeypatch.chdir(tmp_path)
     save_bert(base := tmp_path / "bert")
     (data := tmp_path / "a.csv").write_text("text,label\n" + "".join(f"good {n},a\nbad {n},b\n" for n in range(20)))
-    opened: list[object] = []
+    opened: list[str] = []
     # Python cannot remove a hook, which keeps the list.
-    sys.addaudithook(lambda event, given: opened.append(given[0]) if event == "open" else None)
+    sys.addaudithook(lambda event, given: opened.append(str(given[0])) if event == "open" else None)
     file = str(base / "config.json")
-    num_reads = lambda: sum(str(each) == file for each in opened)  # noqa: E731
-    finetune(data, model=str(base), schedule={"max_steps": 1, "num_epochs": None})
+    finetune(data, model=str(base), schedule={"max_steps": 1})
     # One bounds its numbers and nesting, and one is transformers'.
-    assert num_reads() == 2
+    assert opened.count(file) == 2
     recipe = load_recipe("runs/a.yaml")
     resolve_plan(recipe)
-    assert num_reads() == 2
-    fields = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps({**fields, "hidden_dropout_prob": 0.25}))
+    assert opened.count(file) == 2
+    change_config(base, hidden_dropout_prob=0.25)
     opened.clear()
     assert pretrained_config(recipe).hidden_dropout_prob == 0.25
     pretrained_config(recipe).hidden_dropout_prob = 0.5
     assert pretrained_config(recipe).hidden_dropout_prob == 0.25
-    assert num_reads() == 2
+    assert opened.count(file) == 2
 
 
 def test_a_pretrained_model_may_lie_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -330,7 +328,6 @@ def test_a_pretrained_model_may_lie_in_the_home_folder(tmp_path: Path, monkeypat
     save_bert(tmp_path / "bert")
     recipe = Recipe.model_validate(recipe_dict(Path("run"), model={"config": None, "pretrained": "~/bert"}))
     assert pretrained_config(recipe).model_type == "bert"
-    assert recipe.model.pretrained == str(tmp_path / "bert")
 
 
 @pytest.mark.parametrize(

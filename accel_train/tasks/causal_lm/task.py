@@ -49,8 +49,8 @@ from accel_train.recipe.schema import Recipe
 from accel_train.task import Scores, Task, TaskData
 from accel_train.tasks.causal_lm.config import SPEC, CausalLMData
 from accel_train.tasks.causal_lm.data import prepare_rows
+from accel_train.tasks.causal_lm.packing import rows_as_samples, shares_windows
 from accel_train.tasks.causal_lm.probe import SOFTCAP, Forward, prove
-from accel_train.tasks.causal_lm.rows import rows_as_samples, shares_windows
 from accel_train.tasks.common.vocabulary import fields_with_vocabulary, grow_vocabulary
 
 
