@@ -161,7 +161,7 @@ def _reasons_to_build(inputs: Inputs, tokenizer_contents: Any, root: Path, folde
     before = cache.note_latest(root, recipe_digest, folder.name)
     reasons = []
     if before:
-        reasons.append(f"the sources changed since their tokens were kept in {root / before}: tokenising anew")
+        reasons.append(f"the sources changed since their tokens were kept in {root / before}: tokenizing again")
     if folder.exists():
         reasons.append(f"the kept tokens in {folder} are damaged: tokenizing again")
     return reasons
@@ -360,7 +360,7 @@ def _tokenise(
 ) -> None:
     """Write document tokens to the training or the held-out shard. A separator precedes each document."""
     separator = np.array([tokenizer.separator_id])
-    for batch in _batches(_chunks(_texts(sources, inputs, title="tokenising"), split, counts)):
+    for batch in _batches(_chunks(_texts(sources, inputs, title="tokenizing"), split, counts)):
         sides: tuple[list[Tokens], list[Tokens]] = ([], [])
         for chunk, tokens in zip(batch, tokenizer.encode([chunk.text for chunk in batch])):
             sides[chunk.held_out].extend([separator, tokens] if chunk.begins_document else [tokens])
