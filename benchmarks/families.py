@@ -15,9 +15,9 @@ import transformers
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
 from accel_train.recipe.schema import Recipe
+from accel_train.tasks.causal_lm.packing import can_keep_rows_apart
 from accel_train.tasks.causal_lm.probe import CHECKPOINTING, CHUNKED, DOCUMENTS, ROWS, Proof, examine
 from accel_train.tasks.causal_lm.probe import FORWARD as FORWARD_CHECK
-from accel_train.tasks.causal_lm.rows import can_keep_rows_apart
 from accel_train.tasks.causal_lm.task import FORWARD
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"

@@ -72,18 +72,18 @@ BUGS = (
     Bug(
         "routers get no gradient from their loss",
         "huggingface/transformers#48687",
-        "model/kernels/router_loss.py",
+        "model/kernels/experts.py",
         "of_layer = logits.flatten(0, -2).float().softmax(-1)",
         "of_layer = logits.flatten(0, -2).float().softmax(-1).detach()",
-        "tests/model/kernels/test_router_loss.py gradients",
+        "tests/model/kernels/test_experts.py gradients",
     ),
     Bug(
         "the auxiliary loss is not normalized by layers",
         "huggingface/transformers#31464",
-        "model/kernels/router_loss.py",
+        "model/kernels/experts.py",
         "counts.sum() * num_layers",
         "counts.sum()",
-        "tests/model/kernels/test_router_loss.py gradients",
+        "tests/model/kernels/test_experts.py gradients",
     ),
     Bug(
         "the loss is divided by the tokens of one process",

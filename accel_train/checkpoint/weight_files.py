@@ -120,7 +120,7 @@ def check_pretrained(recipe: Recipe) -> None:
     Raises:
         ValueError: a weight file has changed.
     """
-    if recipe.model.pretrained is not None and (folder := Path(recipe.model.pretrained).expanduser()).is_dir():
+    if recipe.model.pretrained is not None and (folder := Path(recipe.model.pretrained)).is_dir():
         check_digests(folder, is_ours=False)
 
 

@@ -10,8 +10,8 @@ from accel_train.cli.commands import COMMANDS
 from accel_train.cli.main import build_parser
 from accel_train.core.metric_names import is_variant
 from accel_train.recipe.explain import Explained, explained, written_example
+from accel_train.recipe.loader import shipped_recipes
 from accel_train.recipe.names import is_section, recipe_names
-from accel_train.recipe.shipped import shipped_recipes
 from accel_train.recipe.tasks import TASKS
 from accel_train.recipe.yaml_core import parse_yaml
 

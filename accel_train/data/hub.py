@@ -5,14 +5,34 @@ Without this try, each file of a name costs `huggingface_hub` 23 seconds of retr
 
 import os
 import sys
+from collections.abc import Callable
+from contextlib import suppress
+from copy import deepcopy
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+from accel_train.data.cache import stamp_of
 
 CONNECT_SECONDS = 3.0
 """Seconds to wait for a connection. A slow answer is waited for as long as the libraries wait."""
 _NO_CONNECTION = {"ConnectError", "ConnectTimeout", "ProxyError"}
 """Errors of httpx and httpx2, which versions of `huggingface_hub` use."""
+_configs: dict[tuple[object, ...], Any] = {}
+"""Configurations that this process has read, by name, consent, and the sizes and times of their files."""
+
+
+def known_config(name: str, trust_remote_code: bool, read: Callable[[], Any] | None = None) -> Any:
+    """Return a copy of a model's configuration if this process has read it and its files have not changed.
+
+    Otherwise, `read` reads it; None without `read`.
+    """
+    folder = Path(name) if os.path.isdir(name) else downloaded(name)
+    files = () if folder is None else (*folder.glob("config.json"), *folder.glob("*.py"))
+    version = name, trust_remote_code, *(each for file in files for each in stamp_of(file))
+    if version not in _configs and read is not None:
+        _configs[version] = read()
+    return deepcopy(_configs.get(version))
 
 
 def look_for_hub(name: str) -> None:
@@ -20,7 +40,7 @@ def look_for_hub(name: str) -> None:
 
     The first call tries once, with the proxies of the environment and HF_ENDPOINT. HF_HUB_OFFLINE needs no try.
     """
-    if not os.path.exists(os.path.expanduser(name)):
+    if not os.path.exists(name):
         _go_offline_without_hub()
 
 
@@ -41,7 +61,10 @@ def downloaded(name: str) -> Path | None:
     """Return the folder with the downloaded files of a model on the hub, or None."""
     from huggingface_hub import try_to_load_from_cache
 
-    config = try_to_load_from_cache(name, "config.json")
+    config = None
+    # Not every name can be one of the hub.
+    with suppress(ValueError):
+        config = try_to_load_from_cache(name, "config.json")
     return Path(config).parent if isinstance(config, str) else None
 
 

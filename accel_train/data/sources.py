@@ -200,7 +200,7 @@ def _resolve(name: str, data: Data, key: str) -> Source:
 
 
 def _embedded(name: str, data: Data) -> Source:
-    from accel_train.data.builtin import hangul, stdlib, stdlib_names, stdlib_questions, stdlib_summaries, stdlib_tags
+    from accel_train.data.builtin import hangul, stdlib, stdlib_questions, stdlib_tags
 
     title = f"{name} of Python {platform.python_version()}"
     if name == "python-stdlib":
@@ -211,8 +211,8 @@ def _embedded(name: str, data: Data) -> Source:
         "stdlib-tags": stdlib_tags.stdlib_tags,
         "hangul-letters": hangul.hangul_letters,
         "stdlib-questions": stdlib_questions.stdlib_questions,
-        "stdlib-names": stdlib_names.stdlib_names,
-        "stdlib-summaries": stdlib_summaries.stdlib_summaries,
+        "stdlib-names": stdlib.stdlib_names,
+        "stdlib-summaries": stdlib.stdlib_summaries,
     }
     return _describe_dataset(title, makers[name]())
 

@@ -282,7 +282,8 @@ def _accumulates(recipe: Recipe, world_size: int) -> bool:
 
 def _is_large(recipe: Recipe) -> bool:
     """Return whether the recipe's own logits come in chunks; a toy's fit into one."""
-    from accel_train.model.kernels.toy import chunks_loss, config_of
+    from accel_train.model.kernels.toy import chunks_loss
+    from accel_train.model.pretrained import config_of
 
     if "loss.chunked" not in TASKS[recipe.task].uses:
         return False
@@ -335,7 +336,8 @@ def _changed(recipe: Recipe, **sections: Mapping[str, Any]) -> Recipe:
 
 def _with_toy_model(recipe: Recipe, toy: Recipe) -> Recipe:
     """Return `toy` with the smallest model of its kind that fits its layout."""
-    from accel_train.model.kernels.toy import config_of, toy_fields
+    from accel_train.model.kernels.toy import toy_fields
+    from accel_train.model.pretrained import config_of
     from accel_train.parallel.compatibility import check_compatibility
     from accel_train.task import load_task
 

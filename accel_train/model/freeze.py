@@ -1,7 +1,6 @@
 """Freeze parts of a model: parameters by name pattern, and batch norms with their running statistics. Check names."""
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ from torch import nn
 from accel_train.core.errors import SettingError
 from accel_train.core.format import format_count
 from accel_train.core.state import Choice
-from accel_train.data.text.tokenizers import load_tokenizer
+from accel_train.data.text.tokenizers import vocabulary_of
 from accel_train.model.batch_norm import is_batch_norm
 from accel_train.recipe.schema import Model, Recipe
 from accel_train.task import is_of_transformers
@@ -153,13 +152,10 @@ def num_unknown(recipe: Recipe, tokenizer: "PreTrainedTokenizerBase", rows: int)
 
     Padding, which no model reads, does not count.
     """
-    base, known = recipe.model.pretrained, None
-    if base is not None and recipe.tokenizer_in_use != base:
-        # Weights may come without a tokenizer.
-        with suppress(ValueError):
-            known = load_tokenizer(base, trust_remote_code=recipe.model.trust_remote_code).get_vocab()
-        # transformers makes an empty tokenizer for weights without one.
-        known = known if known is not None and 2 * len(known) > rows else None
+    known = None if recipe.tokenizer_in_use == recipe.model.pretrained else vocabulary_of(recipe.model)
+    # transformers makes an empty tokenizer for weights without one.
+    if known is not None and 2 * len(known) <= rows:
+        known = None
     others = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.sep_token, tokenizer.cls_token, tokenizer.mask_token)
     padding = None if tokenizer.pad_token in others else tokenizer.pad_token
     return sum(

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from accel_train.core.errors import asks_for_own_code
 from accel_train.core.format import LARGEST_COUNT, did_you_mean
-from accel_train.core.json_io import dotted_items, load_object, parse_json
+from accel_train.core.json_io import dotted_items, load_object
 from accel_train.core.state import Choice
-from accel_train.data.hub import look_for_hub, without_hub
+from accel_train.data.hub import known_config, look_for_hub, without_hub
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.tasks import TASKS
 from accel_train.recipe.writer import who_set
@@ -22,19 +22,15 @@ from accel_train.recipe.yaml_core import show
 from accel_train.task import is_of_transformers
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
+    from torch import nn
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from accel_train.model.tensors import FileTensor
 
 MOST_LABELS = 1_000_000
 """Most classes of a pretrained model."""
 MOST_LAYERS, MOST_ROWS = 1000, 1 << 24
 """Layers and other sizes that a pretrained model's config.json may state, whatever its weight files hold."""
 _LAYERS = re.compile(r"(num|n|encoder|decoder)_(\w+_)?layers?|depth")
-FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-"""Names in torch of the safetensors types that a model can be trained from."""
 
 
 def check_model_config(recipe: Recipe) -> None:
@@ -158,27 +154,39 @@ def pretrained_config(recipe: Recipe) -> "PreTrainedConfig":
     Raises:
         ValueError: the model cannot be found or loaded.
     """
-    from transformers import AutoConfig
-
     from accel_train.model import ngrams
 
     ngrams.register()
-    name = recipe.model.pretrained
+    section, name = recipe.model, recipe.model.pretrained
     assert name is not None, "the recipe names a pretrained model"
     look_for_hub(name)
     who = f"model.pretrained={name!r} ({who_set(recipe, 'model.pretrained')})"
+    return known_config(name, section.trust_remote_code, partial(_read_config, name, section.trust_remote_code, who))
+
+
+def config_of(recipe: Recipe) -> Any:
+    """Return the configuration of the recipe's model, pretrained or new."""
+    from transformers import AutoConfig
+
+    fields = recipe.model.config
+    return pretrained_config(recipe) if fields is None else AutoConfig.for_model(**fields)
+
+
+def _read_config(name: str, trust_remote_code: bool, who: str) -> "PreTrainedConfig":
+    from transformers import AutoConfig
+
     file = Path(name) / "config.json"
     if os.path.isfile(file):
         # transformers makes a name for each of them.
-        number = load_object(file).get("num_labels", 0)
+        number = (fields := load_object(file)).get("num_labels", 0)
         if not isinstance(number, int) or number > MOST_LABELS:
             raise ValueError(f"{who}: {file} states {str(number)[:40]} labels, not up to {MOST_LABELS:,}; correct it")
-        _check_sizes(file, who)
+        _check_sizes(file, fields, who)
     try:
-        return AutoConfig.from_pretrained(name, trust_remote_code=recipe.model.trust_remote_code)
+        return AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code)
     # transformers raises other types for values that it does not expect, or that the model's own code does not.
     except Exception as error:
-        if recipe.model.trust_remote_code and not isinstance(error, OSError | ValueError):
+        if trust_remote_code and not isinstance(error, OSError | ValueError):
             raise
         reason = str(error).strip().partition("\n")[0]
         if asks_for_own_code(error):
@@ -188,7 +196,7 @@ def pretrained_config(recipe: Recipe) -> "PreTrainedConfig":
         raise ValueError(f"{who} cannot be loaded: {reason or type(error).__name__}") from error
 
 
-def _check_sizes(file: Path, who: str) -> None:
+def _check_sizes(file: Path, fields: Mapping[str, Any], who: str) -> None:
     """Raise ValueError if a config.json states a size that the weight files beside it cannot have.
 
     transformers would build each layer, and allocate each new weight.
@@ -199,7 +207,7 @@ def _check_sizes(file: Path, who: str) -> None:
     with suppress(SafetensorError):
         shapes = _shapes_in(file.parent)
         limits = {True: max(MOST_LAYERS, len(shapes)), False: max(MOST_ROWS, sum(map(math.prod, shapes)))}
-        for name, value in dotted_items(load_object(file)):
+        for name, value in dotted_items(fields):
             sizes = [each for each in (value if isinstance(value, list) else [value]) if type(each) is int]
             limit = limits[bool(_LAYERS.fullmatch(name.rpartition(".")[2]))]
             if shapes and max(sizes, default=0) > limit:
@@ -260,7 +268,8 @@ def transformers_model(
     from transformers import GenerationConfig
 
     from accel_train.model.kernels.activations import fuse_activations
-    from accel_train.model.kernels.router_loss import choose_router_loss
+    from accel_train.model.kernels.experts import choose_router_loss
+    from accel_train.model.tensors import StandIns
 
     section = recipe.model
     kwargs = {"dtype": torch.float32, "trust_remote_code": section.trust_remote_code, **attention}
@@ -304,156 +313,6 @@ def transformers_model(
     return model, loaded
 
 
-class StandIns:
-    """Tensors without values that transformers loads in place of the weights in safetensors files.
-
-    `from_pretrained` itself finds the files and the weight of each name, makes new heads, and ties weights. A stand-in
-    takes a few kilobytes, cannot be written to, and is all NaN. A value computed from it is therefore noticed.
-    """
-
-    _active: ClassVar["StandIns | None"] = None
-
-    def __init__(self) -> None:
-        self._known: dict[int, tuple[Tensor, FileTensor]] = {}
-        self.integers: set[tuple[str, torch.Size]] = set()
-        """Last part of the name, and shape, of the tensors in files that are not floating-point."""
-
-    @classmethod
-    @contextmanager
-    def active(cls) -> Iterator["StandIns"]:
-        """Let `transformers_model` load stand-ins inside the context."""
-        cls._active = stand_ins = cls()
-        try:
-            yield stand_ins
-        finally:
-            cls._active = None
-
-    @classmethod
-    @contextmanager
-    def loading(cls) -> Iterator[None]:
-        """Let `from_pretrained` load stand-ins inside the context, if they are active.
-
-        Uses `modeling_utils.safe_open`, transformers 5.17 to 5.23. Without it, the weights have values.
-        """
-        from transformers import modeling_utils
-
-        stand_ins, opened = cls._active, getattr(modeling_utils, "safe_open", None)
-        if stand_ins is None or opened is None:
-            yield
-            return
-        modeling_utils.safe_open = partial(_StandInFile, stand_ins, opened)
-        try:
-            yield
-        finally:
-            modeling_utils.safe_open = opened
-
-    def make(self, source: "FileTensor") -> "Tensor":
-        """Return a stand-in for a weight of more than one element."""
-        import torch
-
-        # A stride of 0 makes writing an error. The others differ, so that a transposed stand-in is not recognized.
-        strides = list(range(1, len(source.shape) + 1))
-        strides[max(number for number, size in enumerate(source.shape) if size > 1)] = 0
-        length = 1 + sum((size - 1) * stride for size, stride in zip(source.shape, strides, strict=True))
-        made = torch.full((length,), math.nan).as_strided(source.shape, strides)
-        self._known[made.data_ptr()] = made, source
-        return made
-
-    def source_of(self, tensor: "Tensor") -> "FileTensor | None":
-        """Return the tensor in a file that a stand-in stands for; None for any other tensor."""
-        if (known := self._known.get(tensor.data_ptr())) is None:
-            return None
-        made, source = known
-        layouts = [(each.shape, each.stride(), each.dtype) for each in (made, tensor)]
-        return source if layouts[0] == layouts[1] else None
-
-    @classmethod
-    def read(cls, tensors: Iterable["Tensor"]) -> None:
-        """Give the stand-ins among these tensors their values, in place."""
-        import torch
-
-        from accel_train.model.tensors import replace_values
-
-        if (stand_ins := cls._active) is None:
-            return
-        for each in tensors:
-            if (source := stand_ins.source_of(each)) is not None:
-                source.copy_to(values := torch.empty(source.shape))
-                replace_values(each, values)
-
-    def take_out(self, model: Any, ties: Mapping[str, str]) -> dict[str, "FileTensor"]:
-        """Move the parameters that are stand-ins to the meta device; return their tensors in files, by name.
-
-        `ties` are the names of weights that this kind of model ties.
-
-        Raises:
-            ValueError: another tensor of the model may have been computed from a stand-in.
-        """
-        import torch
-
-        from accel_train.model.tensors import replace_values
-
-        # If a file holds tied weights twice, their values decide whether they are tied.
-        if ties.keys() != model.all_tied_weights_keys.keys():
-            raise ValueError("its files hold tied weights twice")
-        found: dict[str, FileTensor] = {}
-        others: dict[str, Any] = dict(model.named_buffers())
-        for name, parameter in model.named_parameters():
-            if (source := self.source_of(parameter)) is None:
-                others[name] = parameter
-            else:
-                found[name] = source
-                replace_values(parameter, torch.empty(parameter.shape, device="meta"))
-        for path, module in model.named_modules():
-            others |= {f"{path}.{name}": each for name, each in vars(module).items() if isinstance(each, torch.Tensor)}
-        stored = model.state_dict()
-        for name, each in others.items():
-            if each.is_floating_point() or each.is_complex():
-                is_computed = bool(each.isnan().any())
-            else:
-                # NaN has become some integer, unless the integers come from a file.
-                is_computed = name in stored and (name.rpartition(".")[2], each.shape) not in self.integers
-            if is_computed:
-                raise ValueError(f"{name} may depend on the values of other weights")
-        if not found:
-            raise ValueError("transformers did not read safetensors files")
-        return found
-
-
-class _StandInFile:
-    """An open safetensors file that gives stand-ins for its floating-point matrices."""
-
-    def __init__(self, stand_ins: StandIns, opener: Any, path: Any, *arguments: Any, **named: Any) -> None:
-        self._stand_ins, self._path, self._opened = stand_ins, Path(path), opener(path, *arguments, **named)
-        with self._path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            self._header, self._begin = parse_json(file.read(length)), 8 + length
-
-    def __enter__(self) -> Any:
-        return self._opened.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._opened.__exit__(*error)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._opened, name)
-
-    def get_slice(self, name: str) -> Any:
-        """Return a stand-in for a matrix, or a slice of the file for integers and for vectors: these are small."""
-        import torch
-
-        from accel_train.model.tensors import FileTensor, version_of
-
-        dtype, shape = self._header[name]["dtype"], torch.Size(self._header[name]["shape"])
-        if dtype not in FLOATS or len(shape) < 2 or shape.numel() < 2:
-            if dtype not in FLOATS:
-                self._stand_ins.integers.add((name.rpartition(".")[2], shape))
-            return self._opened.get_slice(name)
-        start = self._begin + self._header[name]["data_offsets"][0]
-        source = FileTensor(self._path, version_of(self._path), getattr(torch, FLOATS[dtype]), shape, start)
-        return self._stand_ins.make(source)
-
-
 def check_plain_weights(model: Any) -> None:
     """Check that transformers loads the weights of a model as they are in its files. `model` may be empty.
 
@@ -482,6 +341,8 @@ def grow_embedding(model: "PreTrainedModel", rows: int) -> None:
     Logits of pretrained models are far below 0. Random rows have logits near 0, which would outweigh all tokens.
     """
     import torch
+
+    from accel_train.model.tensors import StandIns
 
     num_rows = model.get_input_embeddings().num_embeddings
     StandIns.read(each for each in model.parameters() if num_rows in each.shape)
@@ -552,7 +413,7 @@ def fetch_weights(recipe: Recipe) -> list[Path]:
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
     from transformers.utils.hub import get_checkpoint_shard_files
 
-    name = os.path.expanduser(str(recipe.model.pretrained))
+    name = str(recipe.model.pretrained)
     try:
         # `from_pretrained` reads it, too. Not every model has it.
         cached_file(name, "generation_config.json", _raise_exceptions_for_missing_entries=False)

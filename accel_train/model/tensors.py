@@ -3,12 +3,13 @@
 import json
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,8 @@ Cut = Sequence[slice]
 """Part of a tensor: one slice per dimension, with start and stop."""
 PACKED = "#packed"
 """Suffix of the name of packed extra state: (N,) uint8, a safetensors file of the value's tensors and its tree."""
+FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Types of safetensors that a model can be trained from."""
 _TREE = "tree"
 _SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple}
 _MAPPINGS: dict[str, Any] = {"dict": dict, "OrderedDict": OrderedDict}
@@ -161,6 +164,142 @@ def replace_values(tensor: Tensor, values: Tensor) -> None:
     new = nn.Parameter(values, tensor.requires_grad) if is_parameter else values
     vars(new).update(vars(tensor))
     torch.utils.swap_tensors(tensor, new)
+
+
+class StandIns:
+    """Tensors without values that transformers loads in place of the weights in safetensors files.
+
+    `from_pretrained` itself finds the files and the weight of each name, makes new heads, and ties weights. A stand-in
+    takes a few kilobytes, cannot be written to, and is all NaN. A value computed from it is therefore noticed.
+    """
+
+    _active: ClassVar["StandIns | None"] = None
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Tensor, FileTensor]] = {}
+        self.integers: set[tuple[str, torch.Size]] = set()
+        """Last part of the name, and shape, of the tensors in files that are not floating-point."""
+
+    @classmethod
+    @contextmanager
+    def active(cls) -> Iterator["StandIns"]:
+        """Let `transformers_model` load stand-ins inside the context."""
+        cls._active = stand_ins = cls()
+        try:
+            yield stand_ins
+        finally:
+            cls._active = None
+
+    @classmethod
+    @contextmanager
+    def loading(cls) -> Iterator[None]:
+        """Let `from_pretrained` load stand-ins inside the context, if they are active.
+
+        Uses `modeling_utils.safe_open`, transformers 5.17 to 5.23. Without it, the weights have values.
+        """
+        from transformers import modeling_utils
+
+        stand_ins, opened = cls._active, getattr(modeling_utils, "safe_open", None)
+        if stand_ins is None or opened is None:
+            yield
+            return
+        modeling_utils.safe_open = partial(_StandInFile, stand_ins, opened)
+        try:
+            yield
+        finally:
+            modeling_utils.safe_open = opened
+
+    def make(self, source: FileTensor) -> Tensor:
+        """Return a stand-in for a weight of more than one element."""
+        # A stride of 0 makes writing an error. The others differ, so that a transposed stand-in is not recognized.
+        strides = list(range(1, len(source.shape) + 1))
+        strides[max(number for number, size in enumerate(source.shape) if size > 1)] = 0
+        length = 1 + sum((size - 1) * stride for size, stride in zip(source.shape, strides, strict=True))
+        made = torch.full((length,), math.nan).as_strided(source.shape, strides)
+        self._known[made.data_ptr()] = made, source
+        return made
+
+    def source_of(self, tensor: Tensor) -> FileTensor | None:
+        """Return the tensor in a file that a stand-in stands for; None for any other tensor."""
+        if (known := self._known.get(tensor.data_ptr())) is None:
+            return None
+        made, source = known
+        layouts = [(each.shape, each.stride(), each.dtype) for each in (made, tensor)]
+        return source if layouts[0] == layouts[1] else None
+
+    @classmethod
+    def read(cls, tensors: Iterable[Tensor]) -> None:
+        """Give the stand-ins among these tensors their values, in place."""
+        if (stand_ins := cls._active) is None:
+            return
+        for each in tensors:
+            if (source := stand_ins.source_of(each)) is not None:
+                source.copy_to(values := torch.empty(source.shape))
+                replace_values(each, values)
+
+    def take_out(self, model: Any, ties: Mapping[str, str]) -> dict[str, FileTensor]:
+        """Move the parameters that are stand-ins to the meta device; return their tensors in files, by name.
+
+        `ties` are the names of weights that this kind of model ties.
+
+        Raises:
+            ValueError: another tensor of the model may have been computed from a stand-in.
+        """
+        # If a file holds tied weights twice, their values decide whether they are tied.
+        if ties.keys() != model.all_tied_weights_keys.keys():
+            raise ValueError("its files hold tied weights twice")
+        found: dict[str, FileTensor] = {}
+        others: dict[str, Any] = dict(model.named_buffers())
+        for name, parameter in model.named_parameters():
+            if (source := self.source_of(parameter)) is None:
+                others[name] = parameter
+            else:
+                found[name] = source
+                replace_values(parameter, torch.empty(parameter.shape, device="meta"))
+        for path, module in model.named_modules():
+            others |= {f"{path}.{name}": each for name, each in vars(module).items() if isinstance(each, torch.Tensor)}
+        stored = model.state_dict()
+        for name, each in others.items():
+            if each.is_floating_point() or each.is_complex():
+                is_computed = bool(each.isnan().any())
+            else:
+                # NaN has become some integer, unless the integers come from a file.
+                is_computed = name in stored and (name.rpartition(".")[2], each.shape) not in self.integers
+            if is_computed:
+                raise ValueError(f"{name} may depend on the values of other weights")
+        if not found:
+            raise ValueError("transformers did not read safetensors files")
+        return found
+
+
+class _StandInFile:
+    """An open safetensors file that gives stand-ins for its floating-point matrices."""
+
+    def __init__(self, stand_ins: StandIns, opener: Any, path: Any, *arguments: Any, **named: Any) -> None:
+        self._stand_ins, self._path, self._opened = stand_ins, Path(path), opener(path, *arguments, **named)
+        with self._path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            self._header, self._begin = parse_json(file.read(length)), 8 + length
+
+    def __enter__(self) -> Any:
+        return self._opened.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._opened.__exit__(*error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._opened, name)
+
+    def get_slice(self, name: str) -> Any:
+        """Return a stand-in for a matrix, or a slice of the file for integers and for vectors: these are small."""
+        dtype, shape = self._header[name]["dtype"], torch.Size(self._header[name]["shape"])
+        if dtype not in FLOATS or len(shape) < 2 or shape.numel() < 2:
+            if dtype not in FLOATS:
+                self._stand_ins.integers.add((name.rpartition(".")[2], shape))
+            return self._opened.get_slice(name)
+        start = self._begin + self._header[name]["data_offsets"][0]
+        source = FileTensor(self._path, version_of(self._path), FLOATS[dtype], shape, start)
+        return self._stand_ins.make(source)
 
 
 def unpacked_numel(parameter: Tensor) -> int:

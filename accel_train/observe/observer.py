@@ -11,8 +11,7 @@ from accel_train.core.state import JsonRecord, StepResult
 from accel_train.observe.goodput import LaunchClock
 from accel_train.observe.progress import Progress
 from accel_train.observe.run_folder import RunFolder
-from accel_train.observe.system_metrics import SystemMetrics
-from accel_train.observe.throughput import Meter
+from accel_train.observe.throughput import Meter, SystemMetrics
 from accel_train.observe.trackers import Trackers
 from accel_train.task import rate_name
 

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from accel_train.core.errors import SettingError
-from accel_train.model.pretrained import pretrained_config
+from accel_train.model.pretrained import config_of, pretrained_config
 from accel_train.recipe.schema import Recipe
 from accel_train.task import TASKS, Task
 
@@ -360,14 +360,13 @@ def is_by_position(task: Task) -> bool:
 
 
 def _check_language_model(recipe: Recipe) -> None:
-    from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     from accel_train.model.kernels.attention import choose_attention
     from accel_train.parallel.sequence_parallel import check_attention
     from accel_train.parallel.tensor_parallel import check_plan
 
-    fields = dict(recipe.model.config or {})
-    config: Any = pretrained_config(recipe) if not fields else CONFIG_MAPPING[fields.pop("model_type")](**fields)
+    config = config_of(recipe)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         # The task reports that it is not a language model.
         return

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from pydantic.fields import FieldInfo
 
+from accel_train.recipe.loader import shipped_recipes
 from accel_train.recipe.names import (
     REQUIRED_EXAMPLES,
     choices_of,
@@ -19,7 +20,6 @@ from accel_train.recipe.names import (
     remedy_for_unknown,
     rule_of,
 )
-from accel_train.recipe.shipped import shipped_recipes
 from accel_train.recipe.tasks import TASKS, describe_tasks, tasks_with
 from accel_train.recipe.yaml_core import parse_yaml, show
 

@@ -35,6 +35,7 @@ from accel_train.recipe.values import (
     NonNegativeInt,
     NotifyTarget,
     Origin,
+    Place,
     PositiveFloat,
     PositiveInt,
     Section,
@@ -62,7 +63,7 @@ class LoRA(Section):
 
 
 class Model(Section):
-    pretrained: str | None = None
+    pretrained: Place | None = None
     """Name on the hub or local folder of the pretrained weights to start from."""
     config: dict[str, Any] | None = Field(default=None, examples=[{"model_type": "gpt2", "n_layer": 6}])
     """transformers configuration (`model_type` and its fields). The weights are random."""
@@ -385,7 +386,7 @@ class Recipe(Section):
     """Name of a built-in task, or `my_module:MyTask`."""
     seed: Seed = 0
     """Seed of all random numbers: weights, data order, augmentation, and dropout."""
-    output_dir: str
+    output_dir: Place
     """Run folder for checkpoints, logs, and the model."""
     model: Model
     tokenizer: str | TrainedTokenizer = "auto"
@@ -438,11 +439,6 @@ class Recipe(Section):
                     settings=(f"data.{name}", "task"),
                 )
         return section.model_validate(given) if type(value) is not section else value
-
-    @field_validator("output_dir")
-    @classmethod
-    def in_the_home_folder(cls, output_dir: str) -> str:
-        return os.path.expanduser(output_dir)
 
     @model_validator(mode="after")
     def paths_are_written_out(self) -> "Recipe":

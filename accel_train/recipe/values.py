@@ -1,11 +1,12 @@
 """Types of a recipe's values, the origin of a value, and the base class of all sections."""
 
+import os
 import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from accel_train.core.format import LARGEST_COUNT
 from accel_train.core.redaction import REDACTED
@@ -20,6 +21,8 @@ Length = Annotated[float, Field(gt=0, le=LARGEST_COUNT, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Auto = Literal["auto"]
+Place = Annotated[str, AfterValidator(os.path.expanduser)]
+"""A path, or a name on the hub. `~` is the home folder."""
 
 
 def _check_target(target: Any) -> Any:

@@ -35,8 +35,8 @@ from accel_train.model.compile import GraphCount, compile_module
 from accel_train.model.kernels.float8 import convert_to_float8
 from accel_train.model.kernels.frozen import keep_frozen
 from accel_train.model.memory_estimate import build_without_weights
-from accel_train.model.pretrained import StandIns, check_plain_weights
-from accel_train.model.tensors import FileTensor, packed, split_state, without_values
+from accel_train.model.pretrained import check_plain_weights
+from accel_train.model.tensors import FileTensor, StandIns, packed, split_state, without_values
 from accel_train.model.training_module import TrainingModule
 from accel_train.optim.optimizers import build_optimizer, describe_optimizer, name_parameters
 from accel_train.optim.schedule import make_schedule, scale_learning_rate

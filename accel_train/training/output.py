@@ -34,8 +34,7 @@ from accel_train.observe.notify import Notifier
 from accel_train.observe.observer import LogPlan, Observer, Observers, RunObserver
 from accel_train.observe.progress import CALM_SECONDS, Progress
 from accel_train.observe.run_folder import PROFILE_FOLDER, RECIPE_FILE, RunFolder, read_events
-from accel_train.observe.system_metrics import SystemMetrics
-from accel_train.observe.throughput import Meter
+from accel_train.observe.throughput import Meter, SystemMetrics
 from accel_train.observe.trackers import Trackers
 from accel_train.parallel.precision import choose_mixed_precision
 from accel_train.recipe.schema import Recipe

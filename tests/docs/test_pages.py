@@ -20,10 +20,9 @@ from accel_train.core.errors import UserError
 from accel_train.experiments.sweep.sweep import Selection, combine
 from accel_train.experiments.sweep.values import read_space
 from accel_train.recipe.explain import explained
-from accel_train.recipe.loader import load_recipe
+from accel_train.recipe.loader import load_recipe, shipped_recipes
 from accel_train.recipe.names import free_names, is_section, recipe_names
 from accel_train.recipe.schema import Recipe
-from accel_train.recipe.shipped import shipped_recipes
 from tests.docs.test_scaling_guide import is_taken
 from tests.support.runs import REPOSITORY
 

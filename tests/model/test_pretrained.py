@@ -4,6 +4,7 @@ import ast
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,20 +17,23 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from accel_train import finetune
 from accel_train.checkpoint.base import digests_of_base
 from accel_train.core.state import Choice
 from accel_train.model import tensors
 from accel_train.model.kernels.frozen import keep_frozen
 from accel_train.model.pretrained import (
-    StandIns,
     check_plain_weights,
     grow_embedding,
     pretrained_config,
     transformers_model,
 )
+from accel_train.model.tensors import StandIns
 from accel_train.parallel.building import allocate
+from accel_train.plan.plan import resolve_plan
+from accel_train.recipe.loader import load_recipe
 from accel_train.recipe.schema import Recipe
-from tests.support.downloads import REVISION
+from tests.support.downloads import REVISION, save_bert
 from tests.support.runs import LLAMA, TINY_MODEL, recipe_dict
 from tests.support.text_tasks import BART, BERT, MODERNBERT, ROBERTA, T5
 
@@ -293,6 +297,37 @@ def test_a_file_that_is_replaced_after_its_header_was_read_is_an_error(tmp_path:
     (tmp_path / "new").replace(tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="changed"):
         allocate(layer, CPU, sources)
+
+
+def test_a_process_reads_a_configuration_once_and_again_after_a_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_bert(base := tmp_path / "bert")
+    (data := tmp_path / "a.csv").write_text("text,label\n" + "".join(f"good {n},a\nbad {n},b\n" for n in range(20)))
+    opened: list[str] = []
+    # Python cannot remove a hook, which keeps the list.
+    sys.addaudithook(lambda event, given: opened.append(str(given[0])) if event == "open" else None)
+    file = str(base / "config.json")
+    finetune(data, model=str(base), schedule={"max_steps": 1})
+    # One bounds its numbers and nesting, and one is transformers'.
+    assert opened.count(file) == 2
+    recipe = load_recipe("runs/a.yaml")
+    resolve_plan(recipe)
+    assert opened.count(file) == 2
+    change_config(base, hidden_dropout_prob=0.25)
+    opened.clear()
+    assert pretrained_config(recipe).hidden_dropout_prob == 0.25
+    pretrained_config(recipe).hidden_dropout_prob = 0.5
+    assert pretrained_config(recipe).hidden_dropout_prob == 0.25
+    assert opened.count(file) == 2
+
+
+def test_a_pretrained_model_may_lie_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    save_bert(tmp_path / "bert")
+    recipe = Recipe.model_validate(recipe_dict(Path("run"), model={"config": None, "pretrained": "~/bert"}))
+    assert pretrained_config(recipe).model_type == "bert"
 
 
 @pytest.mark.parametrize(

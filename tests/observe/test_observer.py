@@ -19,8 +19,7 @@ from accel_train.observe import read_events, read_metrics, read_summary
 from accel_train.observe.observer import LogPlan, Observer, RunObserver
 from accel_train.observe.progress import Progress
 from accel_train.observe.run_folder import RunFolder
-from accel_train.observe.system_metrics import SystemMetrics
-from accel_train.observe.throughput import Meter
+from accel_train.observe.throughput import Meter, SystemMetrics
 from accel_train.observe.trackers import Trackers
 
 STEP = StepResult(

@@ -15,7 +15,7 @@ from accel_train.cli.main import main
 from accel_train.core.errors import SettingError
 from accel_train.core.state import Choice
 from accel_train.data.batch_sizes import resolve_batch
-from accel_train.model.kernels.router_loss import RouterLoss
+from accel_train.model.kernels.experts import RouterLoss
 from accel_train.model.training_module import TrainingModule
 from accel_train.parallel.compatibility import check_compatibility
 from accel_train.parallel.ddp import Ddp

@@ -8,9 +8,8 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from accel_train.recipe.explain import example_of, explain, explained
-from accel_train.recipe.loader import load_recipe
+from accel_train.recipe.loader import load_recipe, shipped_recipes
 from accel_train.recipe.names import is_section, recipe_names
-from accel_train.recipe.shipped import shipped_recipes
 from accel_train.recipe.tasks import TASKS, optional_settings, tasks_with
 
 SETTINGS = [name for name, info in recipe_names().items() if not is_section(info)]

@@ -7,8 +7,7 @@ import pytest
 import yaml
 
 from accel_train.cli.main import main
-from accel_train.recipe.loader import load_recipe
-from accel_train.recipe.shipped import shipped_recipes
+from accel_train.recipe.loader import load_recipe, shipped_recipes
 from tests.support.runs import REPOSITORY
 
 

@@ -18,8 +18,7 @@ from accel_train.cli.main import main
 from accel_train.recipe.schema import Recipe
 from accel_train.tasks.sentence_embedding import losses
 from accel_train.tasks.sentence_embedding.losses import Objective, Table
-from accel_train.tasks.sentence_embedding.metrics import retrieval
-from accel_train.tasks.sentence_embedding.task import SentenceEmbedding
+from accel_train.tasks.sentence_embedding.task import SentenceEmbedding, retrieval
 from tests.support.runs import checkpoint, events, metrics, train_recipe, write_jsonl
 from tests.support.text_tasks import load
 

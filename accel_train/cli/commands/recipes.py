@@ -15,7 +15,7 @@ from accel_train.core.format import did_you_mean
 
 
 def _recipes(_: argparse.Namespace, __: Sequence[str]) -> Outcome:
-    from accel_train.recipe.shipped import shipped_recipes
+    from accel_train.recipe.loader import shipped_recipes
 
     width = shutil.get_terminal_size().columns
     for name, recipe in shipped_recipes().items():
@@ -37,7 +37,7 @@ def _recipes(_: argparse.Namespace, __: Sequence[str]) -> Outcome:
 
 @users_mistakes()
 def _init(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
-    from accel_train.recipe.shipped import copy_text, shipped_recipes
+    from accel_train.recipe.loader import copy_text, shipped_recipes
 
     name = Path(arguments.name).stem
     if name not in shipped_recipes():

@@ -1,4 +1,8 @@
-"""Python's standard library as offline data: `python-stdlib`, `stdlib-docstrings`, `stdlib-functions`."""
+"""Python's standard library as offline data.
+
+`python-stdlib`, `stdlib-docstrings`, `stdlib-functions`; `stdlib-summaries`: functions with the first sentence of their
+docstrings; `stdlib-names`: functions with the name blanked and four names to choose from.
+"""
 
 import ast
 import re
@@ -10,14 +14,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from accel_train.core.files import files_below
 
 if TYPE_CHECKING:
     import datasets
 
 MAX_CHARACTERS = 600
-"""Longest function of stdlib-docstrings, in characters. Two thirds of all functions fit, in a few hundred tokens each.
-"""
+"""Longest function of stdlib-docstrings and stdlib-names, in characters. Two thirds of the first fit, and 4 of 5."""
 
 NUM_PACKAGES = 10
 """Number of classes of stdlib-functions: the packages with the most functions. A module counts as a package."""
@@ -186,3 +191,95 @@ def _code_of(function: Function, lines: list[str]) -> str:
         assert docstring.end_lineno is not None
         text = lines[function.lineno - 1 : docstring.lineno - 1] + lines[docstring.end_lineno : function.end_lineno]
     return textwrap.dedent("".join(text)).rstrip() + "\n"
+
+
+MIN_WORDS = 3
+"""Fewest words of a sentence. Shorter ones ("Close.") say too little."""
+
+
+def stdlib_summaries() -> "datasets.Dataset":
+    """Return columns `anchor` (a sentence), `positive` (a signature), `package`, and `id`, in file order.
+
+    A signature is a name with its class and its arguments: `Stack.push(item)`. Each text appears once in the whole
+    library, so no text is in two packages. Takes about two seconds.
+    """
+    import datasets
+
+    seen: set[str] = set()
+    rows = []
+    for package, files in largest_packages(None).items():
+        for name, source in files:
+            for sentence, signature, line in _documented(source):
+                texts = {sentence, signature}
+                if len(sentence.split()) >= MIN_WORDS and len(texts) == 2 and not texts & seen:
+                    seen |= texts
+                    rows.append((sentence, signature, package, f"{name}:{line}"))
+    return datasets.Dataset.from_dict(dict(zip(("anchor", "positive", "package", "id"), map(list, zip(*rows)))))
+
+
+def _documented(source: str) -> Iterator[tuple[str, str, int]]:
+    """Yield (first sentence, signature, line) of each function and method of a file that has a docstring."""
+    body: list[tuple[ast.AST, str]] = [(statement, "") for statement in parse(source).body]
+    # The list grows: bodies of classes and branches are appended.
+    for statement, owner in body:
+        if isinstance(statement, Function):
+            paragraph = re.split(r"\n\s*\n", (ast.get_docstring(statement) or "").strip())[0]
+            sentence = re.split(r"(?<=[.!?])\s+(?=[A-Z])", " ".join(paragraph.split()))[0]
+            given = statement.args
+            names = [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+            listed = ", ".join(name for name in names if name not in ("self", "cls"))
+            yield sentence, f"{owner}{statement.name}({listed})", statement.lineno
+        else:
+            owner = f"{statement.name}." if isinstance(statement, ast.ClassDef) else owner
+            for block in ("body", "handlers", "orelse", "finalbody"):
+                body += [(inner, owner) for inner in getattr(statement, block, [])]
+
+
+NUM_CHOICES = 4
+BLANK = "_"
+
+_NAME = re.compile(r"(?:async )?def (\w+)")
+# The last two names are a twentieth of all functions, and the first line reveals them.
+_LEFT_OUT = (BLANK, "__init__", "getregentry")
+_SEED = 14
+
+
+def stdlib_names() -> "datasets.Dataset":
+    """Return columns `text`, `endings` (four names), `label` (index of the right name) and `id`, in file order.
+
+    `text` is a function in which `_` replaces its name everywhere. The three wrong names are drawn from the whole
+    library in proportion to their frequency, so a name alone carries no signal. Texts are distinct.
+    """
+    import datasets
+
+    functions: dict[str, tuple[str, str]] = {}
+    for text, name, where in _functions():
+        functions.setdefault(text, (name, where))
+    names = [name for name, _ in functions.values()]
+    generator = np.random.default_rng(_SEED)
+    endings, labels = [], []
+    for name in names:
+        chosen = [name]
+        while len(chosen) < NUM_CHOICES:
+            other = names[int(generator.integers(len(names)))]
+            if other not in chosen:
+                chosen.append(other)
+        order = generator.permutation(NUM_CHOICES).tolist()
+        endings.append([chosen[place] for place in order])
+        labels.append(order.index(0))
+    columns = {
+        "text": list(functions),
+        "endings": endings,
+        "label": labels,
+        "id": [where for _, where in functions.values()],
+    }
+    return datasets.Dataset.from_dict(columns)
+
+
+def _functions() -> Iterator[tuple[str, str, str]]:
+    """Yield (function with its name blanked, name, place)."""
+    for name, source in (file for files in largest_packages(None).values() for file in files):
+        for text, line in functions_of(source):
+            found = _NAME.match(text)
+            if found and len(text) <= MAX_CHARACTERS and found[1] not in _LEFT_OUT:
+                yield re.sub(rf"\b{found[1]}\b", BLANK, text), found[1], f"{name}:{line}"

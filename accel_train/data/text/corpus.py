@@ -1,22 +1,38 @@
 """Tokenize a recipe's text into shards on disk, once, and reuse them (`prepare_text`)."""
 
+import lzma
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from tqdm import tqdm
 
+from accel_train.core.errors import SettingError
 from accel_train.core.files import publish_folder
 from accel_train.core.json_io import json_digest
 from accel_train.data import cache
-from accel_train.data.sources import Source, files_of, holds_tokens, resolve_both
-from accel_train.data.text.build import Inputs, build_shards, byte_bar
-from accel_train.data.text.tokenizers import TextTokenizer, load_tokenizer, prepare_tokenizer, pretrained_tokenizer
-from accel_train.data.text.tokens import WindowDataset
+from accel_train.data.sources import Source, describe, files_of, holds_tokens, num_bytes_of, resolve_both
+from accel_train.data.text.documents import Split, choose_split, read_documents
+from accel_train.data.text.tokenizers import (
+    TextTokenizer,
+    load_tokenizer,
+    prepare_tokenizer,
+    pretrained_tokenizer,
+    train_bpe,
+)
+from accel_train.data.text.tokens import (
+    ShardWriter,
+    TokenFile,
+    Tokens,
+    WindowDataset,
+    inspect_token_file,
+    tail_start,
+    token_chunks,
+)
 from accel_train.recipe.data import TrainedTokenizer, WindowData
 from accel_train.recipe.schema import Recipe
 
@@ -48,6 +64,19 @@ class Corpus(Generic[Samples]):
 
 
 TextCorpus = Corpus[WindowDataset]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The sources and settings of shards."""
+
+    data: WindowData
+    train: tuple[Source, ...]
+    eval: tuple[Source, ...]
+    """Evaluation sources. Empty if a part of `train` is held out."""
+    tokenizer: TextTokenizer | TrainedTokenizer
+    notes: list[str]
+    progress: bool
 
 
 def prepare_text(recipe: Recipe, *, progress: bool) -> TextCorpus:
@@ -192,3 +221,262 @@ def _open(
         facts=facts,
         large_files=cache.digests_of_large_files(folder, meta),
     )
+
+
+# A larger sample no longer changes which frequent pairs become tokens, but costs minutes and gigabytes.
+_BPE_LIMIT_CHARACTERS = 1 << 30
+# Size of the chunks that a long document is encoded in. One file then keeps all cores busy, and the encodings (about
+# 100 bytes per token) stay small.
+_CHUNK_CHARACTERS = 1 << 17
+_BATCH_CHARACTERS = 1 << 21
+# Most evaluation text that xz reads (takes a few seconds).
+_XZ_LIMIT_BYTES = 8_000_000
+
+
+@dataclass
+class Counts:
+    """Counters that are updated as documents pass."""
+
+    num_documents: int = 0
+    num_empty_documents: int = 0
+    num_eval_documents: int = 0
+    train_bytes: int = 0
+    eval_bytes: int = 0
+    eval_start: bytearray = field(default_factory=bytearray)
+    """First megabytes of the evaluation text."""
+    notes: list[str] = field(default_factory=list)
+
+
+class Chunk(NamedTuple):
+    """A part of one document, encoded in one call."""
+
+    text: str
+    begins_document: bool
+    held_out: bool
+
+
+def build_shards(folder: Path, inputs: Inputs) -> tuple[TextTokenizer, dict[str, Any]]:
+    """Write train.bin, eval.bin and a trained tokenizer to a folder. Return the tokenizer and the content of meta.json.
+
+    Raises:
+        ValueError: a document cannot be read, or no training document is left.
+    """
+    counts = Counts(notes=[*inputs.notes, *_leaks(inputs)])
+    split = Split()
+    if not inputs.eval and not holds_tokens(inputs.train):
+        split = choose_split(_texts(inputs.train, inputs), inputs.data.eval_fraction, seed=inputs.data.split_seed)
+        counts.notes += [split.note] if split.note else []
+    tokenizer = inputs.tokenizer
+    if isinstance(tokenizer, TrainedTokenizer):
+        tokenizer = _train_tokenizer(tokenizer.train_bpe.vocab_size, inputs, split, counts.notes)
+        tokenizer.tokenizer.save_pretrained(str(folder / "tokenizer"))
+    fits_in_two_bytes = tokenizer.vocab_size <= 1 << 16
+    if holds_tokens(inputs.train) and (not inputs.eval or holds_tokens(inputs.eval)):
+        files = _token_files((*inputs.train, *inputs.eval))
+        fits_in_two_bytes = fits_in_two_bytes or all(file.dtype == np.dtype("<u2") for file in files)
+    dtype = np.dtype("<u2" if fits_in_two_bytes else "<u4")
+    with (
+        ShardWriter(folder / "train.bin", dtype, tokenizer.vocab_size) as train,
+        ShardWriter(folder / "eval.bin", dtype, tokenizer.vocab_size) as held_out,
+    ):
+        if holds_tokens(inputs.train):
+            _copy_training_tokens(inputs, tokenizer, train, held_out, counts.notes)
+        else:
+            _tokenise(inputs.train, split, inputs, tokenizer, (train, held_out), counts)
+        if holds_tokens(inputs.eval):
+            for chunk in token_chunks(_token_files(inputs.eval), tokenizer.vocab_size):
+                held_out.write(chunk)
+        elif inputs.eval and train.num_tokens:
+            _tokenise(inputs.eval, Split(eval_fraction=1.0), inputs, tokenizer, (train, held_out), counts)
+        for key, sources, shard in ((inputs.data.train_key, inputs.train, train), ("data.eval", inputs.eval, held_out)):
+            if sources and not shard.num_tokens:
+                raise ValueError(f"{key} holds no documents: {describe(sources)}; every file or row is empty")
+    return tokenizer, {
+        "dtype": dtype.name,
+        "separator_id": tokenizer.separator_id,
+        "vocab_size": tokenizer.vocab_size,
+        "tokenizer_digest": tokenizer.digest,
+        "facts": _corpus_facts(inputs, tokenizer.separator_id, train, held_out, counts),
+    }
+
+
+def cut_text(text: str, limit: int = _CHUNK_CHARACTERS) -> Iterator[str]:
+    """Yield a text in chunks of at most `limit` characters. An empty text yields nothing.
+
+    If possible, cuts fall before a line that directly follows another line, without other white space at the cut. The
+    pre-tokenizers of GPT-2, Llama 3 and similar models split there too, so the tokens do not change.
+    """
+    start = 0
+    while len(text) - start > limit:
+        end = text.rfind("\n", start + 1, start + limit) + 1
+        while end > 0 and (text[end - 2].isspace() or text[end].isspace()):
+            end = text.rfind("\n", start + 1, end - 1) + 1
+        end = end or start + limit
+        yield text[start:end]
+        start = end
+    if start < len(text):
+        yield text[start:]
+
+
+def byte_bar(title: str, total_bytes: float, shown: bool) -> "tqdm[Any]":
+    """Return a progress bar in bytes on standard error."""
+    return tqdm(total=total_bytes, desc=title, unit="B", unit_scale=True, disable=None if shown else True, leave=False)
+
+
+def _leaks(inputs: Inputs) -> list[str]:
+    if not inputs.data.is_for_training:
+        return []
+    trained, held_out = ({file.resolve() for file in files_of(side)} for side in (inputs.train, inputs.eval))
+    both = sorted(trained & held_out)
+    return [f"{len(both)} files of data.eval are in data.train too ({both[0]}): they are trained on"] if both else []
+
+
+def _train_tokenizer(vocab_size: int, inputs: Inputs, split: Split, notes: list[str]) -> TextTokenizer:
+    num_characters = 0
+
+    def training_texts() -> Iterator[str]:
+        nonlocal num_characters
+        for text in _texts(inputs.train, inputs, title="training the tokenizer"):
+            for chunk in cut_text(split.divide(text)[0]):
+                num_characters += len(chunk)
+                yield chunk
+            if num_characters > _BPE_LIMIT_CHARACTERS:
+                notes.append(f"the tokenizer was trained on the first {num_characters:,} characters")
+                return
+
+    tokenizer = prepare_tokenizer(train_bpe(training_texts(), vocab_size))
+    if tokenizer.vocab_size < vocab_size:
+        notes.append(f"the training text supports {tokenizer.vocab_size} tokens, not tokenizer.vocab_size={vocab_size}")
+    return tokenizer
+
+
+def _tokenise(
+    sources: Sequence[Source],
+    split: Split,
+    inputs: Inputs,
+    tokenizer: TextTokenizer,
+    writers: tuple[ShardWriter, ShardWriter],
+    counts: Counts,
+) -> None:
+    """Write document tokens to the training or the held-out shard. A separator precedes each document."""
+    separator = np.array([tokenizer.separator_id])
+    for batch in _batches(_chunks(_texts(sources, inputs, title="tokenizing"), split, counts)):
+        sides: tuple[list[Tokens], list[Tokens]] = ([], [])
+        for chunk, tokens in zip(batch, tokenizer.encode([chunk.text for chunk in batch])):
+            sides[chunk.held_out].extend([separator, tokens] if chunk.begins_document else [tokens])
+        for writer, parts in zip(writers, sides):
+            if parts:
+                writer.write(np.concatenate(parts))
+
+
+def _chunks(texts: Iterable[str], split: Split, counts: Counts) -> Iterator[Chunk]:
+    """Yield the chunks of all documents in order and update the counts. Empty documents are skipped."""
+    for text in texts:
+        if not text:
+            counts.num_empty_documents += 1
+            continue
+        counts.num_documents += 1
+        train, held_out = split.divide(text)
+        counts.train_bytes += len(train.encode())
+        if held_out:
+            utf8 = held_out.encode()
+            counts.num_eval_documents += 1
+            counts.eval_bytes += len(utf8)
+            counts.eval_start += utf8[: _XZ_LIMIT_BYTES - len(counts.eval_start)]
+        for is_held_out, side in enumerate((train, held_out)):
+            for index, chunk in enumerate(cut_text(side)):
+                yield Chunk(chunk, index == 0, bool(is_held_out))
+
+
+def _batches(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
+    """Yield lists of chunks with about two million characters each."""
+    batch: list[Chunk] = []
+    num_characters = 0
+    for chunk in chunks:
+        batch.append(chunk)
+        num_characters += len(chunk.text)
+        if num_characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, num_characters = [], 0
+    if batch:
+        yield batch
+
+
+def _texts(sources: Sequence[Source], inputs: Inputs, title: str = "") -> Iterator[str]:
+    """Yield the texts of all documents in order.
+
+    With a title, and if progress is wanted, this shows a progress bar of the bytes read.
+    """
+    total = sum(map(num_bytes_of, sources))
+    with byte_bar(title, total, inputs.progress and bool(title)) as bar:
+        for source in sources:
+            for document in read_documents(source, inputs.data):
+                yield document.text
+                bar.update(document.num_source_bytes)
+
+
+def _copy_training_tokens(
+    inputs: Inputs, tokenizer: TextTokenizer, train: ShardWriter, held_out: ShardWriter, notes: list[str]
+) -> None:
+    files = _token_files(inputs.train)
+    total = sum(file.num_tokens for file in files)
+    cut = total
+    if not inputs.eval and inputs.data.eval_fraction > 0:
+        if inputs.data.split_seed:
+            raise SettingError(
+                "token files hold out their end, which does not depend on a seed",
+                "Leave the setting out, or name evaluation data in data.eval",
+                f"data.split_seed={inputs.data.split_seed}",
+                ("data.split_seed",),
+            )
+        cut, at_document = tail_start(files, tokenizer.separator_id, inputs.data.eval_fraction)
+        place = "from the beginning of a document" if at_document else "not at a separator: none is near"
+        notes.append(f"the last {total - cut:,} tokens are held out for evaluation, {place} (data.eval_fraction)")
+    with byte_bar("copying tokens", total, inputs.progress) as bar:
+        position = 0
+        for chunk in token_chunks(files, tokenizer.vocab_size):
+            here = min(max(cut - position, 0), len(chunk))
+            train.write(chunk[:here])
+            held_out.write(chunk[here:])
+            position += len(chunk)
+            bar.update(len(chunk))
+
+
+def _token_files(sources: Sequence[Source]) -> list[TokenFile]:
+    return [inspect_token_file(file) for file in files_of(sources)]
+
+
+def _corpus_facts(
+    inputs: Inputs, separator_id: int, train_shard: ShardWriter, eval_shard: ShardWriter, counts: Counts
+) -> dict[str, Any]:
+    """Return the facts of a built corpus as JSON values. Facts on text are None if the source holds tokens.
+
+    `num_documents` includes evaluation documents (separators, in token shards) but not empty documents.
+    `unigram_bits_per_byte` is the loss of the training token frequencies on the evaluation targets, without context.
+    `xz_bits_per_byte` is the xz-compressed size of the evaluation text, or of its first 8 MB.
+    """
+    train_is_text, eval_is_text = not holds_tokens(inputs.train), not holds_tokens(inputs.eval or inputs.train)
+    num_train_separators = int(train_shard.token_counts[separator_id])
+    num_eval_separators = int(eval_shard.token_counts[separator_id])
+    from_tokens = (0 if train_is_text else num_train_separators) + (0 if eval_is_text else num_eval_separators)
+    unigram = None
+    if eval_is_text and eval_shard.num_tokens > 1:
+        targets = eval_shard.token_counts.copy()
+        # The first token of the stream is not a target for a model either.
+        targets[separator_id] -= 1
+        with_one_added = train_shard.token_counts + 1
+        unigram = float(-(targets * np.log2(with_one_added / with_one_added.sum())).sum()) / counts.eval_bytes
+    text = bytes(counts.eval_start)
+    return {
+        "sources": describe(inputs.train, inputs.eval),
+        "num_documents": counts.num_documents + from_tokens,
+        "num_empty_documents": counts.num_empty_documents,
+        "num_eval_documents": counts.num_eval_documents if eval_is_text else num_eval_separators,
+        "train_tokens": train_shard.num_tokens,
+        "eval_tokens": eval_shard.num_tokens,
+        "train_bytes": counts.train_bytes if train_is_text else None,
+        "eval_bytes": counts.eval_bytes if eval_is_text else None,
+        "unigram_bits_per_byte": unigram,
+        "xz_bits_per_byte": 8 * len(lzma.compress(text)) / len(text) if text else None,
+        "notes": counts.notes,
+    }

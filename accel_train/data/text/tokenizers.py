@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from accel_train.core.errors import asks_for_own_code
 from accel_train.core.json_io import json_digest, parse_json
-from accel_train.data.hub import look_for_hub, without_hub
+from accel_train.data.hub import known_config, look_for_hub, without_hub
 from accel_train.recipe.data import TrainedTokenizer
 from accel_train.recipe.schema import Model, Recipe
 from accel_train.recipe.writer import who_set
@@ -116,9 +116,12 @@ def load_tokenizer(name: str, *, trust_remote_code: bool) -> "PreTrainedTokenize
     """
     from transformers import AutoTokenizer
 
-    look_for_hub(name)
+    place = os.path.expanduser(name)
+    look_for_hub(place)
+    # Without it, transformers reads the configuration again.
+    config = known_config(place, trust_remote_code)
     try:
-        return AutoTokenizer.from_pretrained(os.path.expanduser(name), trust_remote_code=trust_remote_code)
+        return AutoTokenizer.from_pretrained(place, config=config, trust_remote_code=trust_remote_code)
     # transformers raises OSError, ValueError, KeyError and others for a wrong name.
     except Exception as error:
         reason = " ".join(str(error).split())[:300] or type(error).__name__
@@ -130,7 +133,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool) -> "PreTrainedTokenize
         raise ValueError(
             f"tokenizer: {name!r} cannot be loaded as a folder (seen from {os.getcwd()}) or as a "
             f"tokenizer of the hub: {reason}; other choices: bytes, or {{train_bpe: {{vocab_size: 4096}}}}"
-            f"{'' if os.path.exists(os.path.expanduser(name)) else without_hub()}"
+            f"{'' if os.path.exists(place) else without_hub()}"
         ) from error
 
 
@@ -151,7 +154,7 @@ def check_tokenizer(recipe: Recipe) -> None:
             f"tokenizer={show(spec)} trains a new vocabulary, and the weights of model.pretrained={model.pretrained} "
             f"know another; {remedy}"
         )
-    own = _vocabulary_of_model(model)
+    own = vocabulary_of(model)
     tokenizer = byte_tokenizer() if spec == "bytes" else load_tokenizer(spec, trust_remote_code=model.trust_remote_code)
     new = tokenizer.get_vocab()
     if own is None or own.items() <= new.items() or new.items() <= own.items():
@@ -165,7 +168,7 @@ def check_tokenizer(recipe: Recipe) -> None:
     )
 
 
-def _vocabulary_of_model(model: Model) -> dict[str, int] | None:
+def vocabulary_of(model: Model) -> dict[str, int] | None:
     """Return the vocabulary that a pretrained model was trained with, or None if no tokenizer is stored with it."""
     assert model.pretrained is not None
     try:

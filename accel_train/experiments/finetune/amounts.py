@@ -109,3 +109,17 @@ def training_of(
         "evaluate.metric_for_best_model": metric or metric_for(found),
         "checkpoint.every_steps": Choice(0, "saves after each best evaluation, and when the run is stopped"),
     }
+
+
+def stratified(found: Found) -> Choices:
+    has_classes = found.task == "image-classification" or (found.task == "text-classification" and found.has_one_label)
+    if not has_classes or eval_fraction_for(found) == 0 or "data.group_column" in found.settings:
+        return {}
+    return {"data.stratify": Choice(True, "each class has the same share of its samples held out")}
+
+
+def adapters(pretrained: Pretrained) -> Choices:
+    if pretrained.num_parameters < LORA_FROM_PARAMETERS:
+        return {}
+    why = f"{num_parameters_in_words(pretrained.num_parameters)} parameters: adapters need a fraction of the memory"
+    return {"model.lora": Choice({"rank": 16, "alpha": 32.0}, why)}

@@ -15,19 +15,20 @@ from accel_train.data.text.tokenizers import load_tokenizer
 from accel_train.experiments.finetune.amounts import (
     LORA_FROM_PARAMETERS,
     Pretrained,
+    adapters,
     batch_for,
     eval_fraction_for,
     held_out_for,
     learning_rate_of,
     metric_for,
     num_parameters_in_words,
+    stratified,
     training_of,
 )
 from accel_train.experiments.finetune.recipe import Choices, Found
 from accel_train.metrics.entities import entity_tags
 from accel_train.model.pretrained import num_pretrained_parameters, pretrained_config
-from accel_train.recipe.loader import load_recipe, make_recipe
-from accel_train.recipe.shipped import shipped_recipes
+from accel_train.recipe.loader import load_recipe, make_recipe, shipped_recipes
 from accel_train.recipe.tasks import TASKS
 from accel_train.task import load_task
 
@@ -56,28 +57,14 @@ def choose(found: Found, pretrained: Pretrained | None) -> Choices:
             ),
             **chosen,
             **({} if pretrained.image_resize is None else {"data.image_resize": pretrained.image_resize}),
-            **_adapters(pretrained),
+            **adapters(pretrained),
         }
     return {
         **chosen,
         **({"data.eval_fraction": held_out_for(found)} if found.eval_fraction is None else {}),
-        **_stratified(found),
+        **stratified(found),
         "checkpoint.load_best_model_at_end": Choice(True, "model/ holds the weights with the best evaluation"),
     }
-
-
-def _stratified(found: Found) -> Choices:
-    has_classes = found.task == "image-classification" or (found.task == "text-classification" and found.has_one_label)
-    if not has_classes or eval_fraction_for(found) == 0 or "data.group_column" in found.settings:
-        return {}
-    return {"data.stratify": Choice(True, "each class has the same share of its samples held out")}
-
-
-def _adapters(pretrained: Pretrained) -> Choices:
-    if pretrained.num_parameters < LORA_FROM_PARAMETERS:
-        return {}
-    why = f"{num_parameters_in_words(pretrained.num_parameters)} parameters: adapters need a fraction of the memory"
-    return {"model.lora": Choice({"rank": 16, "alpha": 32.0}, why)}
 
 
 def look_at(name: str, task: str, *, trust_remote_code: bool) -> Pretrained:

@@ -8,12 +8,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from accel_train.model.kernels.chunked_loss import LOGITS_AT_ONCE, why_whole
-from accel_train.model.pretrained import pretrained_config
 from accel_train.model.tensors import without_values
-from accel_train.recipe.schema import Recipe
 
 SMALL = 2_000_000
 """Parameters up to which a model is probed at its own size."""
@@ -56,13 +54,6 @@ def toy_model(config: PreTrainedConfig, *, trust_remote_code: bool = False) -> P
         return model
 
     return _find(config, build, check)
-
-
-def config_of(recipe: Recipe) -> PreTrainedConfig:
-    """Return the configuration of the recipe's model."""
-    fields = recipe.model.config
-    config: PreTrainedConfig = pretrained_config(recipe) if fields is None else AutoConfig.for_model(**fields)
-    return config
 
 
 def chunks_loss(config: PreTrainedConfig, num_positions: int) -> bool:

@@ -8,18 +8,18 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from accel_train.core.json_io import parse_json
 from accel_train.data.sources import Source, describe, resolve_both
 from accel_train.data.tables import Row, check_text, column_names, read_rows, show_cell, text_cell
 from accel_train.data.text.corpus import Corpus
 from accel_train.data.text.documents import divide_rows
 from accel_train.data.text.tokenizers import prepare_tokenizer, pretrained_tokenizer, train_bpe
-from accel_train.recipe.data import TrainedTokenizer
+from accel_train.recipe.data import Data, TrainedTokenizer
 from accel_train.recipe.schema import Recipe
 from accel_train.tasks.causal_lm import encoding
 from accel_train.tasks.causal_lm.config import CausalLMData
 from accel_train.tasks.causal_lm.encoding import Encoder, Example, Messages
 from accel_train.tasks.causal_lm.packing import TokenRows
-from accel_train.tasks.causal_lm.tools import read_calls, read_tools
 
 _ROWS_AT_ONCE = 1024
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
@@ -241,3 +241,46 @@ def _unigram_perplexity(train: TokenRows, evaluation: TokenRows, vocab_size: int
         return None
     counts = np.bincount(train.targets, minlength=vocab_size) + 1
     return float(np.exp(-np.log(counts / counts.sum())[evaluation.targets].mean()))
+
+
+def read_calls(value: Any, at: str, data: Data) -> list[dict[str, Any]]:
+    """Return the calls of a message as {type: function, function: {name, arguments}}, with arguments as an object.
+
+    OpenAI writes the arguments as a string, which templates would quote again. ShareGPT writes one call or a list.
+
+    Raises:
+        ValueError: a call is not JSON, or has no name or no arguments.
+    """
+    calls = read_tools(value, at, data)
+    for call in calls:
+        arguments = _json(call["function"].get("arguments"), at, data)
+        if not isinstance(arguments, dict):
+            raise ValueError(f"{at}: the arguments of a call are {show_cell(arguments)}, not an object; write {{}}")
+        call["function"] = {**call["function"], "arguments": arguments}
+    return calls
+
+
+def read_tools(cell: Any, at: str, data: Data) -> list[dict[str, Any]]:
+    """Return the tools in a cell (JSON, or a string of it) as {type: function, function: {name, ...}}.
+
+    Raises:
+        ValueError: the cell is not JSON, or a tool has no name.
+    """
+    tools, found = [], _json(cell, at, data) or []
+    for tool in found if isinstance(found, list) else [found]:
+        function = tool.get("function", tool) if isinstance(tool, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ValueError(f"{at}: {show_cell(tool)} is not a function with a name; write {{name: ..., ...}}")
+        tools.append({"type": "function", **(tool if "function" in tool else {"function": tool})})
+    return tools
+
+
+def _json(value: Any, at: str, data: Data) -> Any:
+    """Return the value of a JSON string, or other values without null, with which Arrow fills absent keys."""
+    is_string = isinstance(value, str)
+    without_null = None if is_string else (lambda each: {name: item for name, item in each.items() if item is not None})
+    try:
+        text = json.dumps(parse_json(value or "null") if is_string else value, ensure_ascii=False, default=str)
+    except ValueError as error:
+        raise ValueError(f"{at}: {show_cell(value)} is not JSON ({error}); repair or drop the row") from None
+    return parse_json(check_text(text, at, data), object_hook=without_null)

@@ -36,8 +36,7 @@ from accel_train.model.kernels.toy import in_words, numel, toy_model
 from accel_train.model.pretrained import quiet_bars, transformers_model
 from accel_train.recipe.schema import Recipe
 from accel_train.tasks.causal_lm.config import CausalLMData
-from accel_train.tasks.causal_lm.packing import PackedRows, TokenRows, collate_packed, pack
-from accel_train.tasks.causal_lm.rows import can_keep_rows_apart
+from accel_train.tasks.causal_lm.packing import PackedRows, TokenRows, can_keep_rows_apart, collate_packed, pack
 
 SAME = 1e-5
 """Largest difference that counts as rounding, as a share of the largest logit, loss, or gradient."""

@@ -40,8 +40,8 @@ from accel_train.model.kernels.chunked_loss import (
     head_for_chunks,
     summed_loss,
 )
-from accel_train.model.kernels.router_loss import RouterLoss, choose_router_loss
-from accel_train.model.pretrained import pretrained_config, transformers_model
+from accel_train.model.kernels.experts import RouterLoss, choose_router_loss
+from accel_train.model.pretrained import config_of, pretrained_config, transformers_model
 from accel_train.model.tensors import unpacked_numel
 from accel_train.observe.throughput import model_flops_per_token
 from accel_train.recipe.data import TrainedTokenizer
@@ -49,8 +49,8 @@ from accel_train.recipe.schema import Recipe
 from accel_train.task import Scores, Task, TaskData
 from accel_train.tasks.causal_lm.config import SPEC, CausalLMData
 from accel_train.tasks.causal_lm.data import prepare_rows
+from accel_train.tasks.causal_lm.packing import rows_as_samples, shares_windows
 from accel_train.tasks.causal_lm.probe import SOFTCAP, Forward, prove
-from accel_train.tasks.causal_lm.rows import rows_as_samples, shares_windows
 from accel_train.tasks.common.vocabulary import fields_with_vocabulary, grow_vocabulary
 
 
@@ -85,8 +85,7 @@ class CausalLM(Task):
         if recipe.task != "causal-lm" or type(self).build_model is not CausalLM.build_model:
             # The program builds its own model.
             return {}
-        fields = recipe.model.config
-        config = pretrained_config(recipe) if fields is None else AutoConfig.for_model(**fields)
+        config = config_of(recipe)
         cap_logits(config, recipe.loss.logit_softcap)
         return prove(recipe, config, FORWARD)
 

@@ -1,6 +1,6 @@
 """Sentence embedding: train vectors whose cosine similarity tells which texts belong together."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from accel_train.core.model_card import FOLDER, Use
 from accel_train.core.state import Choice
 from accel_train.data.text.padding import joined_arrays, samples_digest
+from accel_train.metrics.scores import pearson_correlation, spearman_correlation
 from accel_train.model.pretrained import value_of
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Scores, TaskData
@@ -27,7 +28,6 @@ from accel_train.tasks.sentence_embedding import data as rows_of
 from accel_train.tasks.sentence_embedding.config import EMBEDDING, SPEC, SentenceEmbeddingData
 from accel_train.tasks.sentence_embedding.folder import Pooling, pooling_of, write_folder
 from accel_train.tasks.sentence_embedding.losses import GlobalBatch, Objective, Table
-from accel_train.tasks.sentence_embedding.metrics import CORRELATIONS, RETRIEVAL, correlations, retrieval
 
 _MOST_ROWS_TO_FIT = 20_000
 """Most training rows that the TF-IDF baselines are fitted on."""
@@ -321,3 +321,58 @@ def _fingerprint(train: list[rows_of.Sample], evaluation: list[rows_of.Sample] |
             arrays += joined_arrays([each for sample in side for each in sample.ids])
             arrays += [np.array([sample.texts for sample in side]), np.array([sample.score for sample in side])]
     return samples_digest(("sentence-embedding",), arrays)
+
+
+Floats = NDArray[np.floating[Any]]
+CORRELATIONS = ("spearman", "pearson")
+RETRIEVAL = ("recall_at_1", "recall_at_10", "mrr_at_10", "ndcg_at_10")
+_LARGEST_CHUNK = 2**24
+"""Most similarities in memory at a time."""
+
+
+def correlations(similarities: Floats, scores: Floats) -> dict[str, float]:
+    """Return Spearman's and Pearson's correlation of similarities with the scores of the pairs."""
+    return {
+        "spearman": spearman_correlation(similarities, scores),
+        "pearson": pearson_correlation(similarities, scores),
+    }
+
+
+def retrieval(
+    texts: NDArray[np.int64], similarities: Callable[[NDArray[Any], NDArray[Any]], Floats]
+) -> dict[str, float]:
+    """Return the mean over distinct anchors of recall@1, recall@10, MRR@10, and nDCG@10.
+
+    The documents are the distinct positives of all rows. Those of an anchor are the positives of its rows. A document
+    with an equal similarity counts as ranked before, so equal vectors score nothing.
+
+    Args:
+        texts: (N, K) a hash of each text: anchor, positive, and others that are not read.
+        similarities: returns the matrix between the anchors of some rows and the positives of other rows.
+    """
+    _, rows, queries = np.unique(texts[:, 0], return_index=True, return_inverse=True)
+    _, documents, targets = np.unique(texts[:, 1], return_index=True, return_inverse=True)
+    pairs = np.unique(np.stack([queries, targets]), axis=1)
+    ranks = []
+    for chunk in np.array_split(pairs, -(-pairs.shape[1] * len(documents) // _LARGEST_CHUNK) or 1, axis=1):
+        found = similarities(rows[chunk[0]], documents)
+        own = np.take_along_axis(found, chunk[1][:, None], axis=1)
+        # A NaN ranks last.
+        ranks.append(len(documents) - (found < own).sum(1))
+    rank, query = np.concatenate(ranks), pairs[0]
+
+    def summed(values: NDArray[Any]) -> Floats:
+        return np.bincount(query, values.astype(np.float64), minlength=len(rows)).astype(np.float64)
+
+    number = np.bincount(query)
+    gains = 1 / np.log2(np.arange(2, 12))
+    ideal = np.cumsum(gains)[np.minimum(number, 10) - 1]
+    best = np.full(len(rows), np.iinfo(np.int64).max)
+    np.minimum.at(best, query, rank)
+    scores = {
+        "recall_at_1": summed(rank <= 1) / number,
+        "recall_at_10": summed(rank <= 10) / number,
+        "mrr_at_10": np.where(best <= 10, 1 / best, 0.0),
+        "ndcg_at_10": summed(np.where(rank <= 10, 1 / np.log2(rank + 1), 0.0)) / ideal,
+    }
+    return {name: float(values.mean()) for name, values in scores.items()}
