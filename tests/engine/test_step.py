@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from accel_train.core.state import Choice
+from accel_train.engine import step as engine_step
 from accel_train.engine.step import Agreement, Counted, MicroBatch, Wire, forward_backward, seed_step
 from accel_train.guard.guard import Limits
 from accel_train.model.isolation import RandomState
@@ -355,6 +356,15 @@ def test_what_the_kernel_is_told_is_the_same_decided_on_the_host_and_on_the_devi
 def test_norm_is_nan_exactly_if_a_target_has_no_weight(number: Callable[..., Tensor], norm: float) -> None:
     assert update.nan_without_targets(torch.tensor(norm), number(0.25)).item() == norm
     assert math.isnan(update.nan_without_targets(torch.tensor(norm), number(math.nan)))
+
+
+@pytest.mark.parametrize("number", [torch.tensor, on_gpu], ids=["host", "device"])
+@pytest.mark.parametrize("loss", [0.0, 2.5, math.inf, -math.inf, math.nan])
+def test_a_loss_that_is_not_finite_makes_its_gradients_so_and_another_one_keeps_its_share(
+    number: Callable[..., Tensor], loss: float
+) -> None:
+    weight = float(engine_step._weight(torch.tensor(0.25), number(loss)))
+    assert weight == 0.25 if math.isfinite(loss) else math.isnan(weight)
 
 
 @pytest.mark.parametrize("growth_interval", [1, 2000])
