@@ -13,12 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from accel_train.core.format import did_you_mean, is_whole
-from accel_train.data.tables import show_cell
+from accel_train.data.tables import binary_value, show_cell
 
 # Label of a position or sample without a label. Cross-entropy and metrics ignore it.
 IGNORED_LABEL = -100
 
-_BINARY = {"0": False, "1": True, "0.0": False, "1.0": True, "false": False, "true": True}
 _NO_LABEL = "the row has no label; fill it in, or drop the row"
 
 ProblemType = Literal["single_label", "multi_label", "regression"]
@@ -228,13 +227,6 @@ def columns_scheme(
         raise ValueError(f"{where(missing[0])}, column {column!r}: {_NO_LABEL}{_how_to_drop(len(missing), len(rows))}")
     names = tuple(columns)
     return LabelScheme("multi_label", names, ", ".join(names), False, "columns of 0 and 1", columns=names)
-
-
-def binary_value(cell: Any) -> bool | None:
-    """Return whether a cell is 1 or true; None if it is neither 0 nor 1. Text as pandas writes it: 1, 1.0, True."""
-    if isinstance(cell, list | tuple | dict):
-        return None
-    return _BINARY.get(str(cell).lower())
 
 
 def _read_binary(cell: Any, column: str, where: str) -> bool:

@@ -13,7 +13,8 @@ from tqdm import tqdm
 from accel_train.core.files import publish_folder
 from accel_train.core.json_io import json_digest
 from accel_train.data import cache
-from accel_train.data.sources import Source, files_of, holds_tokens, resolve_both
+from accel_train.data.sources import Source, files_of, holds_tokens
+from accel_train.data.tables import resolve_both
 from accel_train.data.text.build import Inputs, build_shards, byte_bar
 from accel_train.data.text.tokenizers import TextTokenizer, load_tokenizer, prepare_tokenizer, pretrained_tokenizer
 from accel_train.data.text.tokens import WindowDataset

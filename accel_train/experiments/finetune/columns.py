@@ -14,14 +14,12 @@ from accel_train.core.state import Choice
 from accel_train.data.delimited import read_delimited
 from accel_train.data.encoding import check_western, guess_encoding
 from accel_train.data.images.images import IMAGE_SUFFIXES
-from accel_train.data.labels import binary_value, is_missing, label_name, means_missing
+from accel_train.data.labels import is_missing, label_name, means_missing
 from accel_train.data.sources import Source, file_kind, resolve_sources
-from accel_train.data.tables import class_names, column_names, read_rows, shared_keys
+from accel_train.data.tables import LABEL_NAMES, binary_value, class_names, column_names, read_rows, shared_keys
 from accel_train.experiments.finetune.recipe import Choices
 from accel_train.recipe.data import Data
 
-_USUAL = "label labels class category target sentiment intent topic genre stars rating overall tag y"
-LABEL_NAMES = frozenset(_USUAL.split())
 _CHAT_NAMES = ("messages", "conversation", "conversations", "chat", "dialog", "dialogue", "turns")
 _ID_NAMES = ("id", "uid", "uuid", "guid", "asin", "isbn", "sku", "url", "key", "hash")
 _MOST_CLASSES = 1000

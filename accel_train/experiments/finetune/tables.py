@@ -15,7 +15,7 @@ from accel_train.core.format import format_count
 from accel_train.core.state import Choice
 from accel_train.data.encoding import check_encoding
 from accel_train.data.samples import group_names
-from accel_train.data.tables import Row, columns_read, text_of
+from accel_train.data.tables import Row, columns_read, refuse_parts, text_of
 from accel_train.experiments.finetune.annotated.text_tasks import (
     anchored,
     annotated,
@@ -34,7 +34,6 @@ from accel_train.experiments.finetune.values.misread import (
     refuse_media,
     refuse_words_by_row,
 )
-from accel_train.experiments.finetune.values.parts import refuse_parts
 from accel_train.tasks.causal_lm.data import check_row, columns_of
 
 _USUAL = "text sentence review content comment message tweet body question document abstract description"
@@ -81,7 +80,8 @@ def recognise_table(asked: Asked, path: Path, held_out: Path | None = None) -> F
     is_free = asked.task is None and not asked.text and not asked.label
     if found is None and is_free:
         refuse_lists_as_text(table)
-    refuse_parts(asked, table)
+    columns = {name: column.cells for name, column in table.columns.items() if name not in (*asked.label, *asked.text)}
+    refuse_parts(str(path), columns, table.columns)
     found = found or _chats(asked, table) or annotated(asked, table)
     if found is None and is_free:
         refuse_words_by_row(table)

@@ -24,9 +24,10 @@ from accel_train.data.delimited import DELIMITERS, table_delimiter
 from accel_train.data.encoding import read_lines, read_text
 from accel_train.data.parts import only_entry, part_of, unwrapped
 from accel_train.data.sources import file_kind, is_about_data, is_saved_dataset
+from accel_train.data.tables import SPLITS
 from accel_train.experiments.finetune.recipe import WAIT_SECONDS, Asked, default_output_dir
 from accel_train.experiments.finetune.texts import classes_by_suffix, find_label_lines
-from accel_train.experiments.finetune.values.parts import SPLITS, rows_by_part
+from accel_train.experiments.finetune.values.parts import rows_by_part
 
 _ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 _SHEETS = (".xlsx", ".xls", ".xlsb", ".ods")

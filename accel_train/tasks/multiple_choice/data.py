@@ -11,8 +11,8 @@ from tqdm import tqdm
 
 from accel_train.core.format import is_whole
 from accel_train.data.labels import IGNORED_LABEL, label_name
-from accel_train.data.sources import Source, describe, resolve_both
-from accel_train.data.tables import read_rows, show_cell, text_cell
+from accel_train.data.sources import Source, describe
+from accel_train.data.tables import read_rows, resolve_both, show_cell, text_cell
 from accel_train.data.text.padding import padded, padded_inputs
 from accel_train.data.text.tokenizers import use_rust_threads
 from accel_train.recipe.schema import Recipe

@@ -12,8 +12,8 @@ from tqdm import tqdm
 
 from accel_train.core.json_io import parse_json
 from accel_train.data.encoding import BOM, decode
-from accel_train.data.sources import Source, describe, file_kind, resolve_both
-from accel_train.data.tables import read_rows, show_cell, text_cell
+from accel_train.data.sources import Source, describe, file_kind
+from accel_train.data.tables import read_rows, resolve_both, show_cell, text_cell
 from accel_train.data.text.padding import padded, padded_inputs
 from accel_train.data.text.tokenizers import use_rust_threads
 from accel_train.recipe.schema import Recipe

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from accel_train.core.files import digest64
-from accel_train.data.sources import Source, describe, resolve_both
-from accel_train.data.tables import show_cell
+from accel_train.data.sources import Source, describe
+from accel_train.data.tables import resolve_both, show_cell
 from accel_train.data.text.padding import padded_inputs
 from accel_train.data.text.tokenizers import use_rust_threads
 from accel_train.recipe.schema import Recipe

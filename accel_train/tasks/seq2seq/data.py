@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from accel_train.data.labels import IGNORED_LABEL
-from accel_train.data.sources import Source, describe, file_kind, files_of, resolve_both
-from accel_train.data.tables import MissingColumn, show_cell, text_cell
+from accel_train.data.sources import Source, describe, file_kind, files_of
+from accel_train.data.tables import MissingColumn, resolve_both, show_cell, text_cell
 from accel_train.data.text.aligned import read_aligned
 from accel_train.data.text.padding import padded, padded_inputs
 from accel_train.data.text.tokenizers import use_rust_threads

@@ -18,7 +18,8 @@ from accel_train.data.labels import (
     is_whole_number,
     label_scheme,
 )
-from accel_train.experiments.finetune.columns import LABEL_NAMES, Column, Table
+from accel_train.data.tables import LABEL_NAMES
+from accel_train.experiments.finetune.columns import Column, Table
 from accel_train.experiments.finetune.recipe import Asked, Choices, listed
 from accel_train.recipe.data import Data
 
