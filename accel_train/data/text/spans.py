@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
-from accel_train.core.json_io import parse_json
+from accel_train.core.json_io import nested
 from accel_train.data.sources import Source, file_kind
 from accel_train.data.tables import MissingColumn, json_objects, read_rows, show_cell, text_cell
 from accel_train.recipe.data import Data
@@ -203,12 +203,8 @@ SPAN_FORMS = tuple(_READERS)
 
 def spans_in(cell: object) -> list[Any] | None:
     """Return a cell as a list of spans that are not checked, or None. In csv it is a JSON list, or empty."""
-    if isinstance(cell, str):
-        try:
-            cell = parse_json(cell) if cell.strip() else []
-        except ValueError:
-            return None
-    return list(cell) if isinstance(cell, list | tuple) else None
+    found = [] if isinstance(cell, str) and not cell.strip() else nested(cell)
+    return list(found) if isinstance(found, list | tuple) else None
 
 
 def fields_of(span: object) -> tuple[Any, Any, Any] | None:

@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from accel_train.core.json_io import nested
 from accel_train.core.state import Choice
 from accel_train.data.delimited import read_delimited
 from accel_train.data.encoding import check_western, guess_encoding
@@ -69,13 +70,22 @@ class Column(NamedTuple):
         return found if len(self.cells) - len(found) <= self.most_missing * len(self.cells) else []
 
     @property
+    def values(self) -> list[Any]:
+        """Return the filled cells. If each is a list or an object, or the text of one, they are returned as such."""
+        found = self.filled
+        if not found or nested(found[0]) is None:
+            return found
+        read = [nested(cell) for cell in found]
+        return found if None in read else read
+
+    @property
     def classes(self) -> Counter[str]:
         """Return the counts of classes, if nearly every cell is a class name, a class number, or a list of them.
 
         Empty otherwise.
         """
         names: list[str | None] = []
-        for cell in self.filled:
+        for cell in self.values:
             names += map(label_name, cell) if isinstance(cell, list) else [label_name(cell)]
         return Counter() if None in names or "" in names else Counter(name for name in names if name is not None)
 
@@ -101,7 +111,7 @@ class Column(NamedTuple):
     def is_text(self) -> bool:
         """Return whether the cells are long enough to be texts."""
         is_long = self.is_strings and self.mean_words >= _WORDS_OF_TEXT and len(set(self.cells)) > 1
-        return is_long and not self.is_dates
+        return is_long and not self.is_dates and isinstance(next(iter(self.values), ""), str)
 
     @property
     def may_be_labels(self) -> bool:
@@ -127,8 +137,8 @@ class Column(NamedTuple):
 
     @property
     def keys(self) -> frozenset[str]:
-        """Return the keys of the first mapping, if the cells are mappings or lists of mappings."""
-        first = next(filter(None, self.cells), None)
+        """Return the keys of the first mapping, if the cells are mappings or lists of mappings, also as text."""
+        first = nested(next(filter(None, self.cells), None))
         each = first if isinstance(first, list) else [first]
         mappings = [mapping for mapping in each if isinstance(mapping, dict)]
         return frozenset(mappings[0]) if mappings and len(mappings) == len(each) else frozenset()
