@@ -164,8 +164,7 @@ def _label_studio(row: Mapping[str, Any], column: str, text: str, where: str, re
     key = next((key for key in ANNOTATIONS if key in row), None)
     if key is None:
         raise MissingColumn(ANNOTATIONS[0], f"{where}: no 'annotations', as Label Studio's export JSON has them")
-    made = [each for each in _objects(row[key], where) if not each.get("was_cancelled")]
-    made = [each for each in made if each.get("ground_truth")] or made
+    made = finished(_objects(row[key], where))
     if not made:
         remarks.add("texts without an annotation in Label Studio are left out", where)
         return None
@@ -187,6 +186,12 @@ def _label_studio(row: Mapping[str, Any], column: str, text: str, where: str, re
             "drop the others"
         )
     return found[0]
+
+
+def finished(annotations: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Return the annotations of Label Studio that count: those called ground truth, or all that are not cancelled."""
+    made = [each for each in annotations if not each.get("was_cancelled")]
+    return [each for each in made if each.get("ground_truth")] or made
 
 
 def _objects(cell: object, where: str) -> list[Mapping[str, Any]]:

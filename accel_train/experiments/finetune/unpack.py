@@ -25,6 +25,7 @@ from accel_train.data.encoding import read_lines, read_text
 from accel_train.data.parts import only_entry, part_of, unwrapped
 from accel_train.data.sources import file_kind, is_about_data, is_saved_dataset
 from accel_train.data.tables import SPLITS
+from accel_train.experiments.finetune.annotated.classes import tables_of_classes
 from accel_train.experiments.finetune.recipe import WAIT_SECONDS, Asked, default_output_dir
 from accel_train.experiments.finetune.texts import classes_by_suffix, find_label_lines
 from accel_train.experiments.finetune.values.parts import rows_by_part
@@ -61,16 +62,17 @@ def unpacked(asked: Asked, output_dir: str | None, *, is_first: bool = True) -> 
     if path.is_dir() and not is_saved_dataset(path):
         inner = unwrapped(path)
         only = only_entry(inner)
-        # An archive, or a file that may be written in another form.
-        if only is not None and only.is_file() and (_kind_of(only) or file_kind(only) == "json"):
+        # An archive, or a table that may be written in another form.
+        is_table = only is not None and file_kind(only) in ("csv", "jsonl", "json", "parquet")
+        if only is not None and only.is_file() and (is_table or _kind_of(only)):
             inner, kind = only, _kind_of(only)
         if inner != path:
             notes.append(f"{path}: {inner} is read, the only {'file' if inner == only else 'folder'} in it")
             asked, path = replace(asked, path=str(inner)), inner
     parts = _parts_of(asked, path) if kind is None else None
-    column = None
-    if kind is None and parts is None and path.is_file() and (divided := rows_by_part(asked, path)) is not None:
-        column, parts = divided
+    how = ""
+    if kind is None and parts is None:
+        how, parts = tables_of_classes(asked, path) or rows_by_part(asked, path) or ("", None)
     place, folder = asked.path, Path(f"{run.rstrip('/')}-data")
     if kind is not None or parts is not None:
         digest = hashlib.sha256(repr(parts).encode()).hexdigest()
@@ -87,8 +89,7 @@ def unpacked(asked: Asked, output_dir: str | None, *, is_first: bool = True) -> 
         _publish(folder, path, digest, write, is_first=is_first)
         place = str(_data_in(folder))
         if parts is not None:
-            by = "" if column is None else f" by column {column!r}"
-            notes.append(f"{path}: written to {folder} as {', '.join(parts)}{by}")
+            notes.append(f"{path}: written to {folder} as {', '.join(parts)}{how}")
             if any(path.glob("*/label")):
                 notes.append("the files named label are not read")
         else:

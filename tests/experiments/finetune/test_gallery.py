@@ -39,6 +39,10 @@ CONLL = "Ann B-PER\nsleeps O\n\nin O\nBonn B-LOC\n\n" * 6
 SQUAD = json.dumps({"data": [{"title": "t", "paragraphs": [{"context": "Bonn is old", "qas": [
     {"id": "1", "question": "which?", "answers": [{"text": "Bonn", "answer_start": 0}]}]}]}]})  # fmt: skip
 ROWS = json.dumps([{"text": f"{WORDS[n % 4]} {n}", "label": "ab"[n % 2]} for n in range(24)])
+ANSWERS = "".join(
+    f"{json.dumps({'text': WORDS[n % 4], 'options': [], 'accept': ['ab'[n % 2]], 'answer': 'accept'})}\n"
+    for n in range(24)
+)
 YOLO, XML = "0 0.5 0.5 0.25 0.25\n", "<post class='a' user='b' time='c'><t pos='UH' word='hi'/></post>\n" * 20
 VOC = "<annotation><object><name>cat</name><bndbox><xmin>1</xmin></bndbox></object></annotation>"
 BOXES = [{"id": 1, "image_id": 1, "category_id": 1, "bbox": [1, 1, 4, 4]}]
@@ -129,6 +133,14 @@ GALLERY: dict[str, tuple[Files, Read | str]] = {
     "csv, two for validation": (each("{train,val,dev}.csv", CSV), "several files of data"),
     "csv beside texts": ({"data.csv": CSV, "notes.txt": PROSE}, Read(TEXT, "data.csv")),
     "csv one folder lower": ({"inner/data.csv": CSV}, Read(TEXT, "inner/data.csv")),
+    "one csv with parts": (
+        {"data.csv": "text,label,split\n" + lines("{text},{ab},train") + lines("{text},{ab},test"), "README.md": PROSE},
+        Read(TEXT, "train.jsonl", test="test.jsonl"),
+    ),
+    "Prodigy's answers in parts": (
+        each("{train,dev}.jsonl", ANSWERS),
+        Read(TEXT, "train.jsonl", "validation.jsonl"),
+    ),
     "json with an array": ({"data.json": ROWS}, Read(TEXT, "data.json")),
     "json arrays of parts": (each("{train,valid}.json", ROWS), Read(TEXT, "train.json", "valid.json")),
     "tables with tabs in .txt": (each("{train,test}.txt", TABS), Read(TEXT, "train.tsv", test="test.tsv")),

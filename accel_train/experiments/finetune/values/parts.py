@@ -11,13 +11,15 @@ from accel_train.experiments.finetune.recipe import Asked
 
 
 def rows_by_part(asked: Asked, path: Path) -> tuple[str, dict[str, bytes]] | None:
-    """Return the column of parts in a table, and a file for each part: parquet as parquet, other rows as jsonl.
+    """Return words for the column of parts in a table, and a file for each: parquet as parquet, other rows as jsonl.
 
     Returns None without this column, and for a table that names image files, because its paths are relative to it.
 
     Raises:
         ValueError: some rows of the column are of no part.
     """
+    if not path.is_file():
+        return None
     source, kind = source_of(path), file_kind(path)
     try:
         data = with_settings(asked.data, readings(path, asked.data, asked.given))
@@ -29,13 +31,14 @@ def rows_by_part(asked: Asked, path: Path) -> tuple[str, dict[str, bytes]] | Non
         parts = parts_in(str(path), name, cells, names)
         if parts is None or _names_images(asked, path):
             continue
+        by = f" by column {name!r}"
         found = {SPLITS[part]: numbers for part, numbers in parts.items()}
         if kind == "parquet":
-            return name, {f"{split}.parquet": _parquet_of(path, numbers) for split, numbers in found.items()}
+            return by, {f"{split}.parquet": _parquet_of(path, numbers) for split, numbers in found.items()}
         encoding = data.encoding if "data.encoding" in asked.given else "utf-8"
         lines = [f"{json.dumps(row)}\n" for row in rows_of(source, names, data)]
         texts = {split: "".join(lines[number] for number in numbers) for split, numbers in found.items()}
-        return name, {f"{split}.jsonl": text.encode(encoding) for split, text in texts.items()}
+        return by, {f"{split}.jsonl": text.encode(encoding) for split, text in texts.items()}
     return None
 
 
