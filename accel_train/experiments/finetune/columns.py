@@ -1,6 +1,7 @@
 """A table's format (delimiter, header, encoding), and its columns (texts, numbers, labels, chats, images)."""
 
 import csv
+import glob
 import math
 import re
 from collections import Counter
@@ -194,7 +195,7 @@ class Table:
 
 def files_at(path: Path) -> list[Path]:
     """Return the files that match the pattern of a path, sorted, or the path if it exists."""
-    return [path] if path.exists() else sorted(path.parent.glob(path.name))
+    return [path] if path.exists() else sorted(map(Path, glob.glob(str(path), recursive=True)))
 
 
 def readings(path: Path, data: Data, given: frozenset[str]) -> Choices:

@@ -16,7 +16,7 @@ from accel_train.data.images.images import IMAGE_SUFFIXES, list_images
 from accel_train.data.images.labelled import eval_beside_train
 from accel_train.data.images.misread import refuse_other_data
 from accel_train.data.images.pairs import LISTED_SUFFIXES, lists_pairs
-from accel_train.data.parts import is_unlabeled, part_of, pick, top_part
+from accel_train.data.parts import Part, is_unlabeled, part_of, pick, top_part
 from accel_train.data.sources import file_kind, files_of, is_about_data, is_saved_dataset, resolve_sources
 from accel_train.data.tables import column_names, has_object_lines
 from accel_train.experiments.finetune.annotated.annotations import refuse_files_of_tools
@@ -46,6 +46,7 @@ from accel_train.experiments.finetune.texts import (
     training_texts,
 )
 from accel_train.experiments.finetune.values.labels import NAME_FILES, names_in
+from accel_train.experiments.finetune.values.parts import parts_of_card
 from accel_train.recipe.data import Data
 from accel_train.recipe.tasks import finetune_tasks
 
@@ -78,6 +79,13 @@ class Tree:
     def images(self) -> list[str]:
         """Return the names of images below a folder, relative to it."""
         return list_images(self.path)[0] if self.is_folder else []
+
+    @cached_property
+    def card(self) -> dict[Part, Path]:
+        """Return the tables of the parts that the README.md of a folder names."""
+        parts = parts_of_card(self.path) if self.is_folder else {}
+        are_tables = all(file_kind(file) in _TABLES for path in parts.values() for file in files_at(path))
+        return parts if "train" in parts and are_tables else {}
 
     def of_kind(self, *kinds: str) -> list[Path]:
         return [path for path in self.files if file_kind(path) in kinds]
@@ -228,7 +236,9 @@ def _table(asked: Asked, tree: Tree) -> Reader | str:
         tables = [path for path in tree.of_kind("json") if _holds_rows(path, asked)]
     if not tables:
         return "no .csv, .tsv, .jsonl, .parquet, or .json with an array"
-    chosen = _training_table(tree.path, tables) if tree.is_folder else (tree.path, None)
+    chosen = _training_table(tree.path, tables) if tree.is_folder and not tree.card else (tree.path, None)
+    if tree.card:
+        chosen = tree.card["train"], tree.card.get("eval")
     return partial(recognise_table, asked, *chosen)
 
 
@@ -356,13 +366,15 @@ def _with_unused_files(found: Found, asked: Asked, tree: Tree) -> Found:
         file for file, (top, part) in tops.items() if part == "test" and (file_kind(file) or data.reads_any_suffix)
     ]
     tests = [file for file in tests if not is_unlabeled(tops[file][0].name)]
+    if tree.card:
+        tests = files_at(tree.card["test"]) if "test" in tree.card else []
     if not tree.is_folder:
         held_out = [file for file in others if tops[file][1] == "eval"]
         shards = [file for file in others if _shards_of(file) == _shards_of(path) != path]
         others = [file for file in (*held_out, *shards, *tests) if file.suffix == path.suffix]
         tests = [file for file in tests if file in others]
     top = sorted({_shards_of(folder / tops[test][0]) for test in tests})
-    test = str(top[0]) if top else None
+    test = str(tree.card.get("test", top[0])) if top else None
     rest = _by_folder([file.relative_to(folder) for file in others if file not in tests])
     unused = (*found.unused, *((f"files {rest}",) if rest else ()))
     return replace(

@@ -28,7 +28,7 @@ from accel_train.data.tables import SPLITS
 from accel_train.experiments.finetune.annotated.classes import tables_of_classes
 from accel_train.experiments.finetune.recipe import WAIT_SECONDS, Asked, default_output_dir
 from accel_train.experiments.finetune.texts import classes_by_suffix, find_label_lines
-from accel_train.experiments.finetune.values.parts import rows_by_part
+from accel_train.experiments.finetune.values.parts import parts_of_card, rows_by_part
 
 _ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 _SHEETS = (".xlsx", ".xls", ".xlsb", ".ods")
@@ -60,7 +60,8 @@ def unpacked(asked: Asked, output_dir: str | None, *, is_first: bool = True) -> 
     kind = _kind_of(path) if path.is_file() else None
     run = output_dir or default_output_dir(path.name.removesuffix(kind) if kind else asked.path)
     if path.is_dir() and not is_saved_dataset(path):
-        inner = unwrapped(path)
+        # The paths of a README.md are relative to its folder.
+        inner = path if parts_of_card(path) else unwrapped(path)
         only = only_entry(inner)
         # An archive, or a table that may be written in another form.
         is_table = only is not None and file_kind(only) in ("csv", "jsonl", "json", "parquet")

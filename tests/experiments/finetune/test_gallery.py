@@ -63,6 +63,12 @@ def image(number: int = 0, values: int = 256) -> bytes:
     return content.getvalue()
 
 
+def card(name: str, **places: str) -> str:
+    """A README.md of the hub. Several in a row are one."""
+    files = "".join(f"  - split: {split}\n    path: '{place}'\n" for split, place in places.items())
+    return f"- config_name: {name}\n  data_files:\n{files}"
+
+
 PHOTO, MASK = image(), image(values=3)
 
 
@@ -103,6 +109,8 @@ def facts(found: Found) -> Read:
 
 def found_in(files: Files, path: str = "set", **flags: Any) -> Found:
     for name, content in files.items():
+        if isinstance(content, str) and content.startswith("- config_name"):
+            content = f"---\nlicense: mit\nconfigs:\n{content}---\n# About\n"
         place = Path("set", name)
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -162,6 +170,46 @@ GALLERY: dict[str, tuple[Files, Read | str]] = {
         {"train_text.txt": lines("{text}"), "train_labels.txt": lines("{ab}", 20)},
         "train_labels.txt has 20 lines",
     ),
+    # The card of a data set on the hub.
+    "a card": (
+        {"README.md": card("d", train="data/a.csv", validation="data/b.csv", test="data/c.csv")}
+        | each("data/{a,b,c,d}.csv", CSV),
+        Read(TEXT, "data/a.csv", "data/b.csv", "data/c.csv"),
+    ),
+    "a card with shards": (
+        {"README.md": card("d", train="data/x-*.csv", test="data/y-*.csv")} | each("data/{x,y}-{0,1}.csv", CSV),
+        Read(TEXT, "data/x-*.csv", None, "data/y-*.csv"),
+    ),
+    "a card with a pattern of folders": (
+        {"README.md": card("d", train="**/x.csv", dev="*/y.csv")} | each("{a,b}/{x,y}.csv", CSV),
+        Read(TEXT, "**/x.csv", "*/y.csv"),
+    ),
+    "a card with a mapping": (
+        {"README.md": "---\nconfigs:\n- data_files: {train: a.csv, dev: [b.csv]}\n---\n"} | each("{a,b}.csv", CSV),
+        Read(TEXT, "a.csv", "b.csv"),
+    ),
+    "a card with one pattern": (
+        {"README.md": "---\nconfigs:\n- data_files: a.csv\n---\n"} | each("{a,b}.csv", CSV),
+        Read(TEXT, "a.csv"),
+    ),
+    "a card of two data sets": (
+        {
+            "README.md": card("en", train="en/a.csv", test="en/b.csv")
+            + card("de", train="de/a.csv", validation="de/b.csv")
+        }
+        | each("{en,de}/{a,b}.csv", CSV),
+        "2 data sets.*en: accel-train finetune set/en/a.csv; de: .*/de/a.csv --data.eval set/de/b.csv",
+    ),
+    "a card without its files": ({"README.md": card("d", train="x-*.csv"), **each("{a,b}.csv", CSV)}, "x-.*not in the"),
+    "a card that names other places": (
+        {"README.md": card("d", train="../set/a.csv"), **each("{a,b}.csv", CSV)},
+        "not in the folder",
+    ),
+    "a card with two patterns": (
+        {"README.md": "---\nconfigs:\n- data_files: [a.csv, b.csv]\n---\n"} | each("{a,b}.csv", CSV),
+        "several patterns",
+    ),
+    "a card without files": ({"README.md": "---\nlicense: mit\n---\n", "data.csv": CSV}, Read(TEXT, "data.csv")),
     # Lines that begin with labels.
     "fastText": (each("{train,test}.txt", FASTTEXT), Read(TEXT, "train.txt", test="test.txt")),
     "fastText in shards": (each("{one,two}.txt", FASTTEXT), Read(TEXT)),

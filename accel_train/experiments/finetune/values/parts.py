@@ -1,13 +1,20 @@
-"""Split a table by a column that names the part of each row (train, validation, test), into one file per part."""
+"""The parts of a data set by a column of its table, which is split into one file per part, or by a hub's README.md."""
 
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from shlex import quote
+from typing import Any
 
+from accel_train.data.parts import Part, pick
 from accel_train.data.sources import file_kind
 from accel_train.data.tables import SPLITS, columns_with_parts, parts_in, rows_of
-from accel_train.experiments.finetune.columns import read_table, readings, source_of, with_settings
-from accel_train.experiments.finetune.recipe import Asked
+from accel_train.experiments.finetune.columns import files_at, read_table, readings, source_of, with_settings
+from accel_train.experiments.finetune.recipe import MOST_LISTED, Asked
+from accel_train.recipe.yaml_core import parse_yaml
+
+_HEAD = re.compile(r"---\s*\n(.*?)\n---\s*(?:\n|$)", re.DOTALL)
 
 
 def rows_by_part(asked: Asked, path: Path) -> tuple[str, dict[str, bytes]] | None:
@@ -57,3 +64,58 @@ def _parquet_of(path: Path, rows: Sequence[int]) -> bytes:
     pyarrow.parquet.write_table(pyarrow.parquet.read_table(path).take(rows), sink)
     content: bytes = sink.getvalue().to_pybytes()
     return content
+
+
+def parts_of_card(folder: Path) -> dict[Part, Path]:
+    """Return the path or pattern of each part that the README.md of a data set on the hub names, or nothing.
+
+    Raises:
+        ValueError: it names several data sets, no files for training, or several patterns for a part.
+    """
+    card = folder / "README.md"
+    head = _HEAD.match(card.read_text(errors="replace")) if card.is_file() else None
+    try:
+        content = parse_yaml(head[1], str(card))[0] if head is not None else None
+    # The card of something else.
+    except ValueError:
+        return {}
+    configs = content.get("configs") if isinstance(content, dict) else None
+    named = [each for each in configs if isinstance(each, dict)] if isinstance(configs, list) else []
+    found = {str(each.get("config_name")): _files_of(each["data_files"]) for each in named if each.get("data_files")}
+    places = {name: {part: _place(folder, name, files) for part, files in each.items()} for name, each in found.items()}
+    if len(places) > 1:
+        commands = [_command(name, each) for name, each in places.items()][:MOST_LISTED]
+        raise ValueError(f"{card} names {len(places)} data sets. Choose one: {'; '.join(commands)}")
+    return next(iter(places.values()), {})
+
+
+def _command(name: str, places: Mapping[Part, Path]) -> str:
+    train, held = (quote(str(places[part])) if part in places else "" for part in SPLITS if part != "test")
+    return f"{name}: accel-train finetune {train}{f' --data.eval {held}' if held else ''}"
+
+
+def _files_of(data_files: Any) -> dict[Part, list[str]]:
+    """Return the patterns of each part: a pattern, a list of them, or of {split, path}, or a mapping of splits."""
+    if isinstance(data_files, Mapping):
+        data_files = [{"split": split, "path": path} for split, path in data_files.items()]
+    files: dict[str, list[str]] = {}
+    for each in data_files if isinstance(data_files, list) else [data_files]:
+        each = each if isinstance(each, Mapping) else {"split": "train", "path": each}
+        paths = each.get("path")
+        files.setdefault(str(each.get("split")), []).extend(map(str, paths if isinstance(paths, list) else [paths]))
+    names: dict[Part, str | None] = {part: pick(files, part) for part in SPLITS}
+    names["train"] = names["train"] or (next(iter(files)) if len(files) == 1 else None)
+    return {part: files[name] for part, name in names.items() if name is not None}
+
+
+def _place(folder: Path, name: str, files: Sequence[str]) -> Path:
+    found = [folder / file for file in files]
+    # A stranger's file names nothing outside of its folder.
+    is_inside = folder in found[0].parents and ".." not in found[0].parts[len(folder.parts) :]
+    if len(found) > 1 or not is_inside or not files_at(found[0]):
+        problem = "several patterns for a part" if len(found) > 1 else f"{files[0]}, which is not in the folder"
+        raise ValueError(
+            f"{folder / 'README.md'}: {name} names {problem}. Name the files: accel-train finetune "
+            f"{quote(str(found[0]))}"
+        )
+    return found[0]
