@@ -36,6 +36,7 @@ UNLABELED = "id,text\n" + lines("{n},{text}")
 SEMICOLONS, TABS = lines("{text};{ab}"), lines("{text}\t{ab}")
 FASTTEXT, FIRST_WORD = lines("__label__{ab} {text}"), lines("{ab}: {text}")
 CONLL = "Ann B-PER\nsleeps O\n\nin O\nBonn B-LOC\n\n" * 6
+TAGGED = ("Ann sleeps\nin Bonn\n" * 12, "B-PER O\nO B-LOC\n" * 12)
 SQUAD = json.dumps({"data": [{"title": "t", "paragraphs": [{"context": "Bonn is old", "qas": [
     {"id": "1", "question": "which?", "answers": [{"text": "Bonn", "answer_start": 0}]}]}]}]})  # fmt: skip
 ROWS = json.dumps([{"text": f"{WORDS[n % 4]} {n}", "label": "ab"[n % 2]} for n in range(24)])
@@ -169,6 +170,34 @@ GALLERY: dict[str, tuple[Files, Read | str]] = {
     "texts and labels of other lengths": (
         {"train_text.txt": lines("{text}"), "train_labels.txt": lines("{ab}", 20)},
         "train_labels.txt has 20 lines",
+    ),
+    "words and tags, line by line": (
+        {
+            **each("{train,dev}.words.txt", TAGGED[0]),
+            **each("{train,dev}.tags.txt", TAGGED[1]),
+            "vocab.txt": "O\nB-PER\n",
+        },
+        Read(TAGS, "train.conll", "validation.conll", None, "B-LOC B-PER O"),
+    ),
+    "words and tags by suffix": (
+        {"a.words": TAGGED[0], "a.tags": TAGGED[1]},
+        Read(TAGS, "train.conll", classes="B-LOC B-PER O"),
+    ),
+    "words and parts of speech in folders": (
+        {**each("{train,test}/sentences.txt", TAGGED[0]), **each("{train,test}/labels.txt", "N V\nP N\n" * 12)},
+        Read(TAGS, "train.conll", test="test.conll", classes="N P V"),
+    ),
+    "words and a tag too few": (
+        {"train.words.txt": TAGGED[0] + "in Bonn\n", "train.tags.txt": TAGGED[1] + "O\n", "vocab.txt": "O\n"},
+        r"train\.tags\.txt:25 has 1 tag for the 2 words of train\.words\.txt",
+    ),
+    "texts and long labels": (
+        {"sentences.txt": lines("{text}"), "labels.txt": lines("{ab} c d e")},
+        "labels.txt:1 has 4 tags for the",
+    ),
+    "words and tags, twice": (
+        {**each("{a,b}.words.txt", TAGGED[0]), **each("{a,b}.tags.txt", TAGGED[1])},
+        "2 pairs of files",
     ),
     # The card of a data set on the hub.
     "a card": (
