@@ -29,6 +29,8 @@ _MOST_MISSING = 0.2
 """Maximum share of empty cells in a column of labels."""
 _ROWS_LOOKED_AT = 200
 _WORDS_OF_A_NAME = 5
+_LEAST_NAMES = 0.9
+"""Share of different cells, and of words with a capital, in a column of names."""
 _WORDS_OF_TEXT = 3.0
 """Mean words per cell from which a column counts as text."""
 _FEWEST_CODES = 10
@@ -113,6 +115,14 @@ class Column(NamedTuple):
         """Return whether the cells are long enough to be texts."""
         is_long = self.is_strings and self.mean_words >= _WORDS_OF_TEXT and len(set(self.cells)) > 1
         return is_long and not self.is_dates and isinstance(next(iter(self.values), ""), str)
+
+    @property
+    def is_names(self) -> bool:
+        """Return whether nearly every cell is a name of a person, a place, or a product: few words with capitals."""
+        words = [word for cell in self.cells for word in str(cell).split()]
+        num_small = sum(word[0].islower() for word in words)
+        are_different = len(set(self.cells)) > _LEAST_NAMES * len(self.cells)
+        return are_different and self.mean_words <= _WORDS_OF_A_NAME and num_small <= (1 - _LEAST_NAMES) * len(words)
 
     @property
     def may_be_labels(self) -> bool:

@@ -345,6 +345,8 @@ def _group_of(asked: Asked, table: Table, texts: Sequence[Column]) -> Choices:
 
 _MOST_SHARED = 0.05
 """Share of rows with a repeated text above which pairs are held out by this text."""
+_MOST_FEATURES = 3
+"""Columns of numbers and classes next to names, up to which one of them is the label."""
 _LEAST_GROUPS = 20
 """Groups below which the held-out share would be far from the fraction that was asked for."""
 _NO_TABLES = (
@@ -368,10 +370,18 @@ def _text_of(asked: Asked, table: Table, labels: Sequence[str]) -> tuple[list[Co
     texts = [column for column in others if column.is_text]
     texts = texts or [column for column in others if column.is_strings and column.name.lower() in _TEXT_NAMES]
     if len(texts) == 1:
+        if asked.task != "causal-lm":
+            _refuse_features(table, texts[0], labels)
         return texts, f"the only text column: {texts[0].mean_words:.0f} words on average"
     if len(texts) == 2 and asked.task != "causal-lm" and _may_be_pair(*texts):
         names = [column.name for column in texts]
         return texts, f"the only two text columns, read as a pair (for one: --text {quote(names[0])})"
+    unnamed = [column for column in texts if not column.is_names]
+    if len(unnamed) == 1:
+        return (
+            unnamed,
+            f"the only text column besides {listed([each.name for each in texts if each.is_names])}, of names",
+        )
     if texts:
         names = [quote(column.name) for column in texts]
         pair = f", or --text {names[0]},{names[1]} for both as a pair" if asked.task != "causal-lm" else ""
@@ -394,6 +404,19 @@ def _text_of(asked: Asked, table: Table, labels: Sequence[str]) -> tuple[list[Co
             "For a column of text: --text COLUMN"
         )
     raise ValueError(f"{table.path}: no column is clearly text (columns: {table.names}). Name it: --text COLUMN")
+
+
+def _refuse_features(table: Table, text: Column, labels: Sequence[str]) -> None:
+    """Raise ValueError if the only text are names, and the other columns describe what is named (Titanic)."""
+    others = [column for column in table.columns.values() if column.name not in (text.name, *labels)]
+    features = [column.name for column in others if column.is_numbers or column.may_be_labels]
+    if text.is_names and len(features) > _MOST_FEATURES:
+        more = f"{{{text.name}}}, {{{features[-1]}}}"
+        raise ValueError(
+            f"{table.path}: the only text, column {text.name!r}, holds names, and a text classifier would not see "
+            f"{listed(features)}. {_NO_TABLES}. To learn from the names alone: --text {quote(text.name)}; with other "
+            f"columns: --text {quote(more)}"
+        )
 
 
 def _may_be_pair(one: Column, other: Column) -> bool:

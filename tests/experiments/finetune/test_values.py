@@ -480,6 +480,37 @@ def test_tables_of_numbers_and_dates_are_for_trees(what: str) -> None:
             assert "trees" in message
 
 
+NAMES = ("John", "Mary Ann", "Owen", "Laura")
+
+
+def test_names_next_to_many_features_are_not_the_text_unless_they_are_asked_for() -> None:
+    rows: list[Row] = [
+        {"Survived": n % 3 % 2, "Name": f"Braund{n}, Mr. {NAMES[n % 4]}", "Sex": "mf"[n % 2], "Age": n % 40 + 0.5,
+         "SibSp": n % 4, "Fare": n / 7} for n in range(60)
+    ]  # fmt: skip
+    for suffix in FORMATS:
+        path = write(rows, suffix)
+        for flags in ((), ("--label", "Survived")):
+            message = refusal(path, flags)
+            assert message is not None
+            assert "'Name'" in message
+            assert "trees" in message
+            assert offers(message) == [("--text", "Name"), ("--text", "{Name}, {Fare}")]
+            assert dead_ends(partial(refusal, path), flags) == []
+        named = write([{key: row[key] for key in ("Name", "Sex")} for row in rows], suffix, "names")
+        assert finetune(named).recipe.data.text_columns == ("Name",)
+        plain = write([{**row, "Name": f"{WORDS[n % 4]} {n}"} for n, row in enumerate(rows)], suffix, "plain")
+        assert finetune(plain, label=("Survived",)).recipe.data.text_columns == ("Name",)
+
+
+def test_names_next_to_a_text_are_left_out() -> None:
+    rows = [{"user": f"{NAMES[n % 4]} Smith {n}", "review": f"{WORDS[n % 4]} {n}", "stars": n % 5} for n in range(60)]
+    for suffix in FORMATS:
+        written = finetune(write(rows, suffix))
+        assert written.recipe.data.text_columns == ("review",)
+        assert written.found.unused == ("column 'user'",)
+
+
 def test_words_with_tags_in_rows_and_lists_as_text_are_named() -> None:
     words = [{"Word": "word", "POS": "NN", "Tag": ("O", "B-geo", "I-geo")[n % 3]} for n in range(60)]
     lists = [{"tokens": "['EU', 'rejects']", "ner_tags": "['B-ORG', 'O']"} for _ in range(20)]
