@@ -109,7 +109,8 @@ def read_annotated(
     if found.kind == "Pascal VOC":
         return [read_voc(place, images)]
     if found.kind == "YOLO":
-        return [read_yolo(place, "val" if part == "eval" else part)]
+        order = "cxcywh" if data.box_format == "auto" else data.box_format
+        return [read_yolo(place, "val" if part == "eval" else part, order)]
     (source,) = resolve_sources(str(place), data, key="data.eval" if part == "eval" else data.train_key)
     if part == "train":
         refuse_parts_of(source, data)
