@@ -23,15 +23,15 @@ from accel_train.experiments.finetune.annotated.annotations import refuse_files_
 from accel_train.experiments.finetune.annotated.text_tasks import holds_questions, holds_tags, recognise_annotated
 from accel_train.experiments.finetune.annotated.translations import find_aligned, recognise_aligned
 from accel_train.experiments.finetune.boxes import find_boxes, recognise_boxes
-from accel_train.experiments.finetune.columns import files_at, source_of, with_settings
+from accel_train.experiments.finetune.columns import files_at, read_table, source_of, with_settings
 from accel_train.experiments.finetune.images import (
     Pairs,
     find_pairs,
+    image_column,
     lie_in_classes,
     recognise_classes,
     recognise_masks,
     refuse_other_classes,
-    table_of_images,
 )
 from accel_train.experiments.finetune.recipe import MOST_LISTED, Asked, Found, check_there, listed
 from accel_train.experiments.finetune.tables import recognise_table
@@ -207,8 +207,10 @@ def _images(asked: Asked, tree: Tree) -> Reader | str:
         return "no images"
     tables = tree.of_kind(*_TABLES)
     if tables and not lie_in_classes(tree.path, tree.images):
-        if (named := table_of_images(asked, tree.path, tables)) is not None:
-            return partial(recognise_table, asked, *named)
+        named = [path for path in tables if part_of(path.relative_to(tree.path).as_posix()) != "test"]
+        named = [path for path in named if image_column(read_table(path, asked.data, asked.given)) is not None]
+        if named:
+            return partial(recognise_table, asked, *_chosen(tree, named))
     elif asked.task is None:
         refuse_other_classes(asked, tree.path, tree.images, tables)
     return partial(recognise_classes, asked, tree.path, tables)
@@ -226,8 +228,7 @@ def _aligned(asked: Asked, tree: Tree) -> Reader | str:
         files = sorted(tree.folder.glob(f"{tree.path.with_suffix('').name}.*")) if is_text else []
     if (found := find_aligned(asked, tree.path, files)) is None:
         return "no STEM.de and STEM.en"
-    chosen = _training_table(tree.path, found.sources) if tree.is_folder else (tree.path, None)
-    return partial(recognise_aligned, asked, found.target_suffix, *chosen)
+    return partial(recognise_aligned, asked, found.target_suffix, *_chosen(tree, found.sources))
 
 
 def _table(asked: Asked, tree: Tree) -> Reader | str:
@@ -236,10 +237,7 @@ def _table(asked: Asked, tree: Tree) -> Reader | str:
         tables = [path for path in tree.of_kind("json") if _holds_rows(path, asked)]
     if not tables:
         return "no .csv, .tsv, .jsonl, .parquet, or .json with an array"
-    chosen = _training_table(tree.path, tables) if tree.is_folder and not tree.card else (tree.path, None)
-    if tree.card:
-        chosen = tree.card["train"], tree.card.get("eval")
-    return partial(recognise_table, asked, *chosen)
+    return partial(recognise_table, asked, *_chosen(tree, tables))
 
 
 def _holds_rows(path: Path, asked: Asked) -> bool:
@@ -252,8 +250,7 @@ def _tags(asked: Asked, tree: Tree) -> Reader | str:
     tagged = tree.of_kind("conll") or [path for path in texts if is_few and _is_tagged(asked, path)]
     if not tagged:
         return "no tag like B-PER at the end of each line"
-    chosen = _training_table(tree.path, tagged) if tree.is_folder else (tree.path, None)
-    return partial(recognise_annotated, asked, "token-classification", *chosen)
+    return partial(recognise_annotated, asked, "token-classification", *_chosen(tree, tagged))
 
 
 def _is_tagged(asked: Asked, path: Path) -> bool:
@@ -266,8 +263,7 @@ def _questions(asked: Asked, tree: Tree) -> Reader | str:
     files = [path for path in tree.of_kind("json") if holds_questions(path, asked)]
     if not files:
         return "no .json with paragraphs and qas"
-    chosen = _training_table(tree.path, files) if tree.is_folder else (tree.path, None)
-    return partial(recognise_annotated, asked, "question-answering", *chosen)
+    return partial(recognise_annotated, asked, "question-answering", *_chosen(tree, files))
 
 
 def _class_folders(asked: Asked, tree: Tree) -> Reader | str:
@@ -322,8 +318,13 @@ FORMS = (
 """Forms of data, the surest evidence first: the first that is found is read."""
 
 
-def _training_table(folder: Path, tables: Sequence[Path]) -> tuple[Path, Path | None]:
-    """Return the table to train on, and the table to evaluate on if a name shows one."""
+def _chosen(tree: Tree, tables: Sequence[Path]) -> tuple[Path, Path | None]:
+    """Return the table to train on, and the table to evaluate on if a name or the README.md shows one."""
+    if not tree.is_folder:
+        return tree.path, None
+    if tree.card and {*files_at(tree.card["train"])} <= {*tables}:
+        return tree.card["train"], tree.card.get("eval")
+    folder = tree.path
     tables = list(dict.fromkeys(map(_shards_of, tables)))
     parts = {path: part_of(path.name) or part_of(path.relative_to(folder).as_posix()) for path in tables}
     held_out = [path for path in tables if parts[path] == "eval"]

@@ -26,7 +26,7 @@ from accel_train.experiments.finetune.annotated.text_tasks import (
 from accel_train.experiments.finetune.annotated.translations import with_languages
 from accel_train.experiments.finetune.columns import Column, Table, files_at, read_table, with_settings
 from accel_train.experiments.finetune.images import recognise_images
-from accel_train.experiments.finetune.recipe import Asked, Choices, Found, lengths, listed, missing_column
+from accel_train.experiments.finetune.recipe import Asked, Choices, Found, lengths, listed, missing_column, places_of
 from accel_train.experiments.finetune.values.labels import recognise_label
 from accel_train.experiments.finetune.values.misread import (
     refuse_bad_answers,
@@ -71,11 +71,9 @@ def recognise_table(asked: Asked, path: Path, held_out: Path | None = None) -> F
     _check_flags(asked, table)
     table = _with_templates(asked, table)
     about = f"{path}: {format_count(len(table.wheres), 'row')}, columns {table.names}"
-    settings = {"data.train": Choice(str(path), ""), **table.settings}
-    if held_out is not None and "data.eval" not in asked.given:
-        if held_out.is_file():
-            check_encoding(held_out, with_settings(asked.data, table.settings))
-        settings["data.eval"] = Choice(str(held_out), "evaluation data by its name")
+    settings = {**places_of(asked, path, held_out), **table.settings}
+    if held_out is not None and held_out.is_file() and "data.eval" in settings:
+        check_encoding(held_out, with_settings(asked.data, table.settings))
     found = marked(asked, table)
     is_free = asked.task is None and not asked.text and not asked.label
     if found is None and is_free:
