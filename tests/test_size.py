@@ -33,7 +33,7 @@ BUDGETS: dict[str, int] = {
     "accel_train/tasks": 75_100,
     "accel_train/training": 17_700,
     "benchmarks": 64_900,
-    "tests": 583_500,
+    "tests": 587_000,
 }
 """Tokens by package."""
 
