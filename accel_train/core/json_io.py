@@ -3,6 +3,7 @@
 Files for users and other programs store NaN and Infinity as strings. Plain files are internal and have no such values.
 """
 
+import ast
 import hashlib
 import json
 import math
@@ -27,6 +28,8 @@ DEEPEST_NESTING = 100
 _DIGITS_OF_A_FLOAT = 309
 """Digits from which a whole number may exceed the range of a float."""
 _AS_ZEROS = bytes(48 if 48 <= byte < 58 else byte for byte in range(256))
+_PYTHON_LIST = re.compile(r"""\[\s*((?:'[^'\\]*'|"[^"\\]*"|-?\d+)\s*(?:,\s*(?=\S)|(?=\])))+\]""")
+"""List of names or numbers as Python writes it. NumPy leaves out the commas, and Python would join the names."""
 _NUMBERS = re.compile(r"\[\s+-?\d[\d.e+-]*(?:,\s+-?\d[\d.e+-]*)*\s+\]")
 
 
@@ -199,6 +202,19 @@ def from_json(value: Any) -> Any:
     if isinstance(value, list):
         return [from_json(item) for item in value]
     return value
+
+
+def nested(cell: object) -> list[Any] | tuple[Any, ...] | dict[str, Any] | None:
+    """Return a cell that is a list or an object, or the text of one (JSON, or as Python writes it), or None."""
+    if isinstance(cell, str) and (text := cell.strip())[:1] in ("[", "{"):
+        try:
+            cell = parse_json(text)
+        except ValueError:
+            try:
+                cell = ast.literal_eval(text) if "{" in text[:2] or _PYTHON_LIST.fullmatch(text) else None
+            except (ValueError, SyntaxError, MemoryError, RecursionError):
+                return None
+    return cell if isinstance(cell, list | tuple | dict) else None
 
 
 def utc_event(kind: str, step: int, message: str, rank: int | None, facts: Mapping[str, Any]) -> JsonRecord:

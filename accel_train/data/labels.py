@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from accel_train.core.format import did_you_mean, is_whole
-from accel_train.data.tables import show_cell
+from accel_train.core.json_io import nested
+from accel_train.data.tables import LABEL_NAMES, binary_value, show_cell
 
 # Label of a position or sample without a label. Cross-entropy and metrics ignore it.
 IGNORED_LABEL = -100
 
-_BINARY = {"0": False, "1": True, "0.0": False, "1.0": True, "false": False, "true": True}
 _NO_LABEL = "the row has no label; fill it in, or drop the row"
 
 ProblemType = Literal["single_label", "multi_label", "regression"]
@@ -89,13 +89,14 @@ class LabelScheme:
         if self.problem_type == "single_label":
             return self._class_id(value)
         if self.problem_type == "multi_label":
-            if not isinstance(value, list | tuple):
+            labels = labels_in(value)
+            if labels is None:
                 raise _fault(value, "is not a list of labels", "write [] for none, or set model.problem_type")
-            if len(value) > 2 and len({*map(str, value)}) <= 2 and {*map(str, value)} <= {"0", "1"}:
+            if len(labels) > 2 and len({*map(str, labels)}) <= 2 and {*map(str, labels)} <= {"0", "1"}:
                 raise _fault(
                     value, "is a row of zeros and ones", "write the labels that a text has, as a list of their names"
                 )
-            return np.isin(np.arange(len(self.names)), [self._class_id(label) for label in value])
+            return np.isin(np.arange(len(self.names)), [self._class_id(label) for label in labels])
         number = _as_number(value)
         if number is None or not math.isfinite(number):
             words = f"data.missing_labels: {json.dumps([value])} leaves such rows out, or "
@@ -160,6 +161,8 @@ def label_scheme(
     if missing:
         drop = _how_to_drop(len(missing), len(values)) if may_drop else ""
         raise ValueError(f"{where(missing[0])}, column {column!r}: {_NO_LABEL}{drop}")
+    if problem_type == "auto" and values:
+        refuse_objects(values, str(column), where(0))
     given = label_names if label_names is not None else feature_names
     kind, reason = _problem_type(values, column, problem_type, given is not None)
     if kind == "regression":
@@ -172,7 +175,7 @@ def label_scheme(
         return LabelScheme(kind, tuple(label_names or (column,)), column, False, reason, notes=mixed)
     labels = values
     if kind == "multi_label":
-        labels = [label for value in values if isinstance(value, list | tuple) for label in value]
+        labels = [label for value in values for label in labels_in(value) or ()]
     found = {name for label in labels if (name := label_name(label)) is not None}
     if given is not None:
         if len(set(given)) != len(given):
@@ -230,11 +233,22 @@ def columns_scheme(
     return LabelScheme("multi_label", names, ", ".join(names), False, "columns of 0 and 1", columns=names)
 
 
-def binary_value(cell: Any) -> bool | None:
-    """Return whether a cell is 1 or true; None if it is neither 0 nor 1. Text as pandas writes it: 1, 1.0, True."""
-    if isinstance(cell, list | tuple | dict):
-        return None
-    return _BINARY.get(str(cell).lower())
+def labels_in(cell: Any) -> Sequence[Any] | None:
+    """Return the labels in a list, or in the text of one, or None for another cell."""
+    found = nested(cell)
+    return None if isinstance(found, dict) else found
+
+
+def refuse_objects(cells: Sequence[Any], column: str, where: str) -> None:
+    """Raise ValueError if the first cell is an object or a list of objects, or the text of one."""
+    found = nested(next(iter(cells), None))
+    first = found if isinstance(found, dict) else next(iter(found or ()), None)
+    if isinstance(first, dict):
+        named = [key for key in first if key.lower() in LABEL_NAMES]
+        raise ValueError(
+            f"{where}: column {column!r} holds objects ({show_cell(found)}), not labels. Write the value of "
+            f"{repr(named[0]) if len(named) == 1 else 'one key'} into a column of its own"
+        )
 
 
 def _read_binary(cell: Any, column: str, where: str) -> bool:
@@ -294,7 +308,7 @@ def _problem_type(values: Sequence[Any], column: str, asked: str, are_named: boo
     """
     if asked in ("single_label", "multi_label", "regression"):
         return asked, "as set"  # type: ignore[return-value]
-    if all(isinstance(value, list | tuple) for value in values):
+    if None not in map(labels_in, values):
         return "multi_label", "the labels are lists"
     numbers = [_as_number(value) for value in values]
     if not are_named and None not in numbers:

@@ -83,16 +83,6 @@ def resolve_sources(names: str | tuple[str, ...], data: Data, *, key: str) -> tu
     return sources
 
 
-def resolve_both(data: Data) -> tuple[tuple[Source, ...], tuple[Source, ...], list[str]]:
-    """Return the sources of `data.train`, the sources of `data.eval`, and the notes on both.
-
-    The sources of `data.eval` are empty if a part of the training data is held out.
-    """
-    train = resolve_sources(data.train, data, key=data.train_key)
-    held_out = () if data.eval is None else resolve_sources(data.eval, data, key="data.eval")
-    return train, held_out, [note for source in (*train, *held_out) for note in source.notes]
-
-
 def located(data: Data, started_in: str | None) -> Data:
     """Return the data settings of a moved run. Names that do not exist here are looked up where the run started."""
 

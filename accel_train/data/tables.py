@@ -1,8 +1,12 @@
-"""Read rows of csv, tsv, jsonl, parquet and data sets; errors name file, line or row, and byte."""
+"""Read rows of csv, tsv, jsonl, parquet and data sets; errors name file, line or row, and byte.
+
+A column that names the part of each row (`split`: train, validation, test) is found by its cells.
+"""
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,13 +15,25 @@ from accel_train.core.format import did_you_mean
 from accel_train.core.json_io import parse_json
 from accel_train.data.delimited import LINE_COLUMNS, read_delimited, read_label_lines
 from accel_train.data.encoding import decode, read_lines, read_text
-from accel_train.data.sources import Source, file_kind, num_bytes_of
+from accel_train.data.parts import Part, part_of
+from accel_train.data.sources import Source, file_kind, num_bytes_of, resolve_sources
 from accel_train.recipe.data import Data
 
 _ROWS_PER_BATCH = 1024
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _FIELD = re.compile(r"\{([^{}]+)\}")
 """Column in a template of texts: `{title}. {body}`."""
+
+
+_USUAL = "label labels class category target sentiment intent topic genre stars rating overall tag y"
+LABEL_NAMES = frozenset(_USUAL.split())
+"""Usual names of columns of labels."""
+_BINARY = {"0": False, "1": True, "0.0": False, "1.0": True, "false": False, "true": True}
+SPLITS: dict[Part, str] = {"train": "train", "eval": "validation", "test": "test"}
+_ROWS_LOOKED_AT = 200
+_MOST_PARTS = 10
+"""Different values in a column of parts."""
+_WORDS_OF_A_PART = 3
 
 
 class MissingColumn(ValueError):
@@ -373,3 +389,108 @@ def show_cell(value: object) -> str:
     """Return a cell as JSON, shortened to 60 characters, for messages."""
     shown = json.dumps(value, ensure_ascii=False, default=str)
     return shown if len(shown) <= 60 else shown[:57] + "..."
+
+
+def binary_value(cell: Any) -> bool | None:
+    """Return whether a cell is 1 or true; None if it is neither 0 nor 1. Text as pandas writes it: 1, 1.0, True."""
+    if isinstance(cell, list | tuple | dict):
+        return None
+    return _BINARY.get(str(cell).lower())
+
+
+def resolve_both(data: Data) -> tuple[tuple[Source, ...], tuple[Source, ...], list[str]]:
+    """Return the sources of `data.train`, the sources of `data.eval`, and the notes on both.
+
+    The sources of `data.eval` are empty if a part of the training data is held out.
+
+    Raises:
+        ValueError: a source is missing, or a column divides the rows of `data.train` into parts.
+    """
+    train = resolve_sources(data.train, data, key=data.train_key)
+    for source in train:
+        refuse_parts_of(source, data)
+    held_out = () if data.eval is None else resolve_sources(data.eval, data, key="data.eval")
+    return train, held_out, [note for source in (*train, *held_out) for note in source.notes]
+
+
+def refuse_parts_of(source: Source, data: Data) -> None:
+    """Raise ValueError if a column that the task does not read divides the rows of training data into parts."""
+    named = [value for name, value in data if "_column" in name and value is not None]
+    read = {name for value in named for name in ([value] if isinstance(value, str) else value)}
+    if data.is_for_training:
+        refuse_parts(source.name, *columns_with_parts(source, data, read))
+
+
+def refuse_parts(where: str, columns: Mapping[str, Sequence[Any]], names: Collection[str]) -> None:
+    """Raise ValueError if one of the columns divides the rows into parts. `names` are those of the whole table."""
+    for name, cells in columns.items():
+        if (parts := parts_in(where, name, cells, names)) is not None:
+            shown = ", ".join(f"{SPLITS[part]} {len(rows):,}" for part, rows in parts.items())
+            raise ValueError(
+                f"{where}: column {name!r} divides the rows into parts ({shown}), and all of them would be trained "
+                "on. Write a table for each part (train, validation, test), as `accel-train finetune` does for tables "
+                "of texts; or remove the column to train on all rows"
+            )
+
+
+def columns_with_parts(
+    source: Source, data: Data, skipped: Collection[str] = ()
+) -> tuple[dict[str, list[Any]], list[str]]:
+    """Return the columns in whose first rows a cell names a part, and the names of all columns of a readable table."""
+    if source.files and file_kind(source.files[0]) not in ("csv", "jsonl", "json", "parquet"):
+        return {}, []
+    try:
+        names = [name for name in column_names(source, data) if name]
+        others = [name for name in names if name not in skipped]
+        first = list(islice(rows_of(source, others, data), _ROWS_LOOKED_AT)) if others else []
+        likely = [name for name in others if any(_part_of_cell(name, str(row.get(name)), names) for row in first)]
+        return {name: [row.get(name) for row in rows_of(source, [name], data)] for name in likely}, names
+    # The reader of the table will report the row.
+    except ValueError:
+        return {}, []
+
+
+def rows_of(source: Source, names: Sequence[str], data: Data) -> Iterator[dict[str, Any]]:
+    """Yield the rows as mappings. Rows of JSON have their own keys."""
+    if source.files and file_kind(source.files[0]) in ("json", "jsonl"):
+        yield from (row for path in source.files for row, _, _ in json_objects(path, data, "text"))
+        return
+    yield from (dict(zip(names, row.cells)) for row in read_rows(source, names, data))
+
+
+def _part_of_cell(name: str, cell: str, names: Collection[str]) -> Part | None:
+    """Return the part that a cell names, or that a column with 0 and 1 has in its name: is_valid."""
+    if name.lower() in LABEL_NAMES:
+        return None
+    begin, _, named = name.lower().partition("_")
+    has_label = not LABEL_NAMES.isdisjoint(map(str.lower, names))
+    if begin == "is" and has_label and (part := part_of(named)) is not None and binary_value(cell) is not None:
+        other: Part = "test" if part == "train" else "train"
+        return part if binary_value(cell) else other
+    return part_of(cell) if len(cell.split()) <= _WORDS_OF_A_PART else None
+
+
+def parts_in(where: str, name: str, cells: Sequence[Any], names: Collection[str]) -> dict[Part, list[int]] | None:
+    """Return the rows of each part, or None if a column does not name a training part and another.
+
+    Raises:
+        ValueError: some rows are of no part.
+    """
+    if isinstance(cells[0], list | dict):
+        return None
+    rows: dict[Part | None, list[int]] = defaultdict(list)
+    part_by_value: dict[str, Part | None] = {}
+    for row, cell in enumerate(map(str, cells)):
+        if cell not in part_by_value:
+            part_by_value[cell] = _part_of_cell(name, cell, names)
+            if len(part_by_value) > _MOST_PARTS:
+                return None
+        rows[part_by_value[cell]].append(row)
+    if "train" not in rows or not rows.keys() & {"eval", "test"}:
+        return None
+    if others := rows.get(None):
+        raise ValueError(
+            f"{where}: column {name!r} divides the rows into parts, and {cells[others[0]]!r} is not train, validation "
+            f"or test ({len(others):,} rows). Rename or remove these rows"
+        )
+    return {part: rows[part] for part in SPLITS if part in rows}

@@ -339,7 +339,7 @@ class BoxData(ImageData):
     category, ...).
     """
     box_format: Literal["auto", "xyxy", "xywh", "cxcywh"] = "auto"
-    """Order of the four numbers of a box in a table whose column names do not tell. xyxy: left, top, right, bottom.
-    xywh: left, top, width, height. cxcywh: center x, center y, width, height. auto: xywh in `objects_column`; in other
-    columns, the order in which the boxes fit their images.
+    """Order of the four numbers of a box in YOLO's files, or a table whose column names do not tell. xyxy: left, top,
+    right, bottom. xywh: left, top, width, height. cxcywh: center x, center y, width, height. auto: cxcywh in YOLO's
+    files; xywh in `objects_column`; in other columns, the order in which the boxes fit their images.
     """

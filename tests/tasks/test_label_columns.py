@@ -10,7 +10,7 @@ import yaml
 
 from accel_train.cli.main import main
 from accel_train.core.errors import RecipeProblems
-from accel_train.data.labels import binary_value
+from accel_train.data.tables import binary_value
 from accel_train.recipe.loader import load_recipe, make_recipe
 from tests.support.runs import losses, refused, write_recipe_file
 from tests.support.text_tasks import BERT, TOPICS, load, recipe_for, several_topics, write_csv, write_jsonl, write_texts

@@ -12,6 +12,7 @@ from accel_train.data.images.misread import refuse_annotations, refuse_masks_as_
 from accel_train.data.images.pairs import LISTED_SUFFIXES, listed_pool, pair_of_folders, pairs_pool
 from accel_train.data.images.tables import ARRAY_SUFFIXES, array_pool, table_pool
 from accel_train.data.sources import resolve_sources
+from accel_train.data.tables import refuse_parts_of
 from accel_train.recipe.data import ImageData
 
 
@@ -77,6 +78,8 @@ def _read_pool(name: str, data: ImageData, key: str, target: Target) -> list[Ima
             )
         return [ImagePool(FileImages(path.parent, (path.name,)), f"{path}: 1 image")]
     (source,) = resolve_sources(name, data, key=key)
+    if key == data.train_key:
+        refuse_parts_of(source, data)
     tables = [replace(source, files=(file,)) for file in source.files] or [source]
     return [table_pool(table, data, target) for table in tables]
 

@@ -15,7 +15,8 @@ from accel_train.core.errors import SettingError
 from accel_train.core.files import publish_folder
 from accel_train.core.json_io import json_digest
 from accel_train.data import cache
-from accel_train.data.sources import Source, describe, files_of, holds_tokens, num_bytes_of, resolve_both
+from accel_train.data.sources import Source, describe, files_of, holds_tokens, num_bytes_of
+from accel_train.data.tables import resolve_both
 from accel_train.data.text.documents import Split, choose_split, read_documents
 from accel_train.data.text.tokenizers import (
     TextTokenizer,

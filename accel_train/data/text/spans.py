@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple
 
-from accel_train.core.json_io import parse_json
+from accel_train.core.json_io import nested
 from accel_train.data.sources import Source, file_kind
 from accel_train.data.tables import MissingColumn, json_objects, read_rows, show_cell, text_cell
 from accel_train.recipe.data import Data
@@ -164,8 +164,7 @@ def _label_studio(row: Mapping[str, Any], column: str, text: str, where: str, re
     key = next((key for key in ANNOTATIONS if key in row), None)
     if key is None:
         raise MissingColumn(ANNOTATIONS[0], f"{where}: no 'annotations', as Label Studio's export JSON has them")
-    made = [each for each in _objects(row[key], where) if not each.get("was_cancelled")]
-    made = [each for each in made if each.get("ground_truth")] or made
+    made = finished(_objects(row[key], where))
     if not made:
         remarks.add("texts without an annotation in Label Studio are left out", where)
         return None
@@ -189,6 +188,12 @@ def _label_studio(row: Mapping[str, Any], column: str, text: str, where: str, re
     return found[0]
 
 
+def finished(annotations: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Return the annotations of Label Studio that count: those called ground truth, or all that are not cancelled."""
+    made = [each for each in annotations if not each.get("was_cancelled")]
+    return [each for each in made if each.get("ground_truth")] or made
+
+
 def _objects(cell: object, where: str) -> list[Mapping[str, Any]]:
     found: list[Any] = cell if isinstance(cell, list) else [] if cell is None else [cell]
     if not all(isinstance(each, Mapping) for each in found):
@@ -203,12 +208,8 @@ SPAN_FORMS = tuple(_READERS)
 
 def spans_in(cell: object) -> list[Any] | None:
     """Return a cell as a list of spans that are not checked, or None. In csv it is a JSON list, or empty."""
-    if isinstance(cell, str):
-        try:
-            cell = parse_json(cell) if cell.strip() else []
-        except ValueError:
-            return None
-    return list(cell) if isinstance(cell, list | tuple) else None
+    found = [] if isinstance(cell, str) and not cell.strip() else nested(cell)
+    return list(found) if isinstance(found, list | tuple) else None
 
 
 def fields_of(span: object) -> tuple[Any, Any, Any] | None:

@@ -1,6 +1,7 @@
 """A table's format (delimiter, header, encoding), and its columns (texts, numbers, labels, chats, images)."""
 
 import csv
+import glob
 import math
 import re
 from collections import Counter
@@ -10,18 +11,17 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from accel_train.core.json_io import nested
 from accel_train.core.state import Choice
 from accel_train.data.delimited import read_delimited
 from accel_train.data.encoding import check_western, guess_encoding
 from accel_train.data.images.images import IMAGE_SUFFIXES
-from accel_train.data.labels import binary_value, is_missing, label_name, means_missing
+from accel_train.data.labels import is_missing, label_name, means_missing
 from accel_train.data.sources import Source, file_kind, resolve_sources
-from accel_train.data.tables import class_names, column_names, read_rows, shared_keys
+from accel_train.data.tables import LABEL_NAMES, binary_value, class_names, column_names, read_rows, shared_keys
 from accel_train.experiments.finetune.recipe import Choices
 from accel_train.recipe.data import Data
 
-_USUAL = "label labels class category target sentiment intent topic genre stars rating overall tag y"
-LABEL_NAMES = frozenset(_USUAL.split())
 _CHAT_NAMES = ("messages", "conversation", "conversations", "chat", "dialog", "dialogue", "turns")
 _ID_NAMES = ("id", "uid", "uuid", "guid", "asin", "isbn", "sku", "url", "key", "hash")
 _MOST_CLASSES = 1000
@@ -29,6 +29,8 @@ _MOST_MISSING = 0.2
 """Maximum share of empty cells in a column of labels."""
 _ROWS_LOOKED_AT = 200
 _WORDS_OF_A_NAME = 5
+_LEAST_NAMES = 0.9
+"""Share of different cells, and of words with a capital, in a column of names."""
 _WORDS_OF_TEXT = 3.0
 """Mean words per cell from which a column counts as text."""
 _FEWEST_CODES = 10
@@ -71,13 +73,22 @@ class Column(NamedTuple):
         return found if len(self.cells) - len(found) <= self.most_missing * len(self.cells) else []
 
     @property
+    def values(self) -> list[Any]:
+        """Return the filled cells. If each is a list or an object, or the text of one, they are returned as such."""
+        found = self.filled
+        if not found or nested(found[0]) is None:
+            return found
+        read = [nested(cell) for cell in found]
+        return found if None in read else read
+
+    @property
     def classes(self) -> Counter[str]:
         """Return the counts of classes, if nearly every cell is a class name, a class number, or a list of them.
 
         Empty otherwise.
         """
         names: list[str | None] = []
-        for cell in self.filled:
+        for cell in self.values:
             names += map(label_name, cell) if isinstance(cell, list) else [label_name(cell)]
         return Counter() if None in names or "" in names else Counter(name for name in names if name is not None)
 
@@ -103,7 +114,15 @@ class Column(NamedTuple):
     def is_text(self) -> bool:
         """Return whether the cells are long enough to be texts."""
         is_long = self.is_strings and self.mean_words >= _WORDS_OF_TEXT and len(set(self.cells)) > 1
-        return is_long and not self.is_dates
+        return is_long and not self.is_dates and isinstance(next(iter(self.values), ""), str)
+
+    @property
+    def is_names(self) -> bool:
+        """Return whether nearly every cell is a name of a person, a place, or a product: few words with capitals."""
+        words = [word for cell in self.cells for word in str(cell).split()]
+        num_small = sum(word[0].islower() for word in words)
+        are_different = len(set(self.cells)) > _LEAST_NAMES * len(self.cells)
+        return are_different and self.mean_words <= _WORDS_OF_A_NAME and num_small <= (1 - _LEAST_NAMES) * len(words)
 
     @property
     def may_be_labels(self) -> bool:
@@ -129,8 +148,8 @@ class Column(NamedTuple):
 
     @property
     def keys(self) -> frozenset[str]:
-        """Return the keys of the first mapping, if the cells are mappings or lists of mappings."""
-        first = next(filter(None, self.cells), None)
+        """Return the keys of the first mapping, if the cells are mappings or lists of mappings, also as text."""
+        first = nested(next(filter(None, self.cells), None))
         each = first if isinstance(first, list) else [first]
         mappings = [mapping for mapping in each if isinstance(mapping, dict)]
         return frozenset(mappings[0]) if mappings and len(mappings) == len(each) else frozenset()
@@ -186,7 +205,7 @@ class Table:
 
 def files_at(path: Path) -> list[Path]:
     """Return the files that match the pattern of a path, sorted, or the path if it exists."""
-    return [path] if path.exists() else sorted(path.parent.glob(path.name))
+    return [path] if path.exists() else sorted(map(Path, glob.glob(str(path), recursive=True)))
 
 
 def readings(path: Path, data: Data, given: frozenset[str]) -> Choices:

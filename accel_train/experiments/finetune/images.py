@@ -33,7 +33,7 @@ from accel_train.data.images.pools import read_pools
 from accel_train.data.images.tables import find_images
 from accel_train.data.parts import Part, are_parts, part_of, pick
 from accel_train.experiments.finetune.columns import Column, Table, read_table
-from accel_train.experiments.finetune.recipe import Asked, Found, refuse_columns
+from accel_train.experiments.finetune.recipe import Asked, Found, places_of, refuse_columns
 from accel_train.experiments.finetune.values.labels import recognise_label
 from accel_train.tasks.semantic_segmentation.data import masked_pool
 
@@ -197,9 +197,6 @@ def recognise_masks(asked: Asked, pairs: Pairs) -> Found:
     if asked.task not in (None, "semantic-segmentation"):
         raise ValueError(f"--task {asked.task}: {asked.path} holds images and masks. Use --task semantic-segmentation")
     pool = masked_pool(pairs.train, asked.data, asked.path)
-    settings = {"data.train": Choice(pairs.train, "")}
-    if pairs.eval is not None and "data.eval" not in asked.given:
-        settings["data.eval"] = Choice(pairs.eval, "evaluation data by its name")
     classes, notes = _classes_of(asked, pool)
     root = Path(asked.path).expanduser()
     names = [name for name in (pairs.train, pairs.eval) if name is not None]
@@ -214,7 +211,7 @@ def recognise_masks(asked: Asked, pairs: Pairs) -> Found:
         pairs.why,
         pool.description,
         num_samples=len(pool.images),
-        settings={**settings, **classes},
+        settings={**places_of(asked, pairs.train, pairs.eval), **classes},
         unused=not_used(root, used) if root.is_dir() else (),
         notes=(*pool.notes, *notes),
         **sizes_of(pool.images),
@@ -366,26 +363,6 @@ def _not_used(table: Table, cells: Sequence[Any], *used: str) -> tuple[str, ...]
         if part_of(entry.name) == "test" and os.path.normpath(entry) not in places
     ]
     return (*said, *left[:6])
-
-
-def table_of_images(asked: Asked, folder: Path, tables: Sequence[Path]) -> tuple[Path, Path | None] | None:
-    """Return the table that names the images of a folder, and the table to evaluate on if a name shows one.
-
-    Raises:
-        ValueError: several tables name images. The message shows the command.
-    """
-    named = []
-    for path in tables:
-        part = part_of(path.relative_to(folder).as_posix())
-        if part != "test" and image_column(read_table(path, asked.data, asked.given)) is not None:
-            named.append((path, part == "eval"))
-    train, held = ([path for path, is_held in named if is_held is wanted] for wanted in (False, True))
-    if not train:
-        return None
-    if len(train) > 1 or len(held) > 1:
-        listed = ", ".join(str(path) for path, _ in named[:5])
-        raise ValueError(f"{folder}: several tables name images ({listed}). Name one: accel-train finetune {train[0]}")
-    return train[0], held[0] if held else None
 
 
 def refuse_other_classes(asked: Asked, folder: Path, images: Sequence[str], tables: Sequence[Path]) -> None:

@@ -28,7 +28,7 @@ from accel_train.experiments.finetune.amounts import (
 from accel_train.experiments.finetune.recipe import Choices, Found
 from accel_train.metrics.entities import entity_tags
 from accel_train.model.pretrained import num_pretrained_parameters, pretrained_config
-from accel_train.recipe.loader import load_recipe, make_recipe, shipped_recipes
+from accel_train.recipe.loader import Recipe, load_recipe, make_recipe, shipped_recipes
 from accel_train.recipe.tasks import TASKS
 from accel_train.task import load_task
 
@@ -65,6 +65,10 @@ def choose(found: Found, pretrained: Pretrained | None) -> Choices:
         **stratified(found),
         "checkpoint.load_best_model_at_end": Choice(True, "model/ holds the weights with the best evaluation"),
     }
+
+
+def _recipe_of(name: str) -> Recipe:
+    return load_recipe(shipped_recipes()[name].path)
 
 
 def look_at(name: str, task: str, *, trust_remote_code: bool) -> Pretrained:
@@ -349,23 +353,12 @@ def segmenter(found: Found, pretrained: Pretrained | None) -> Choices:
     if pretrained is not None:
         training = training_of(found, batch, learning_rate_of(pretrained), (1_500, 10, 60), 0.01, metric)
         return {**_pretrained_sizes(found, pretrained), **training}
-    config = {
-        "model_type": "upernet",
-        "hidden_size": 32,
-        "pool_scales": [1, 2],
-        "use_auxiliary_head": False,
-        "backbone_config": {
-            "model_type": "resnet",
-            "layer_type": "basic",
-            "embedding_size": 16,
-            "hidden_sizes": [16, 32, 64, 96],
-            "depths": [1, 1, 1, 1],
-            "out_features": ["stage1", "stage2", "stage3", "stage4"],
-        },
-    }
     rate = Choice(1e-2, "as in the recipe segmentation")
     return {
-        "model.config": Choice(config, "no --model: a small UPerNet from scratch, as in the recipe segmentation"),
+        "model.config": Choice(
+            _recipe_of("segmentation").model.config,
+            "no --model: a small UPerNet from scratch, as in the recipe segmentation",
+        ),
         "data.image_size": Choice(*_size_of_aspect(found, _from_scratch_size(found))),
         **training_of(found, batch, rate, (800, 5, 100), 0.01, metric),
     }
@@ -379,30 +372,8 @@ def detector(found: Found, pretrained: Pretrained | None) -> Choices:
         rate = Choice(5e-5, "usual for pretrained detectors")
         training = training_of(found, batch, rate, (1_500, 10, 60), 1e-4, metric)
         return {"data.image_size": Choice(*_own_size(pretrained, 480)), **training, **clip}
-    config = {
-        "model_type": "deformable_detr",
-        "backbone_config": {
-            "model_type": "resnet",
-            "layer_type": "basic",
-            "embedding_size": 32,
-            "hidden_sizes": [32, 64, 96, 128],
-            "depths": [1, 1, 1, 1],
-            "out_features": ["stage2", "stage3"],
-        },
-        "num_feature_levels": 2,
-        "d_model": 64,
-        "encoder_layers": 1,
-        "decoder_layers": 2,
-        "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4,
-        "encoder_ffn_dim": 128,
-        "decoder_ffn_dim": 128,
-        # As many as COCO's scores count of an image.
-        "num_queries": 100,
-        "dropout": 0.0,
-        "auxiliary_loss": True,
-        "with_box_refine": True,
-    }
+    # As many boxes as COCO's scores count of an image.
+    config = {**(_recipe_of("object_detection").model.config or {}), "num_queries": 100}
     rate = Choice(1e-3, "usual for small models from scratch")
     return {
         "model.config": Choice(config, "no --model: a small detector from scratch; it finds up to 100 boxes"),
@@ -449,7 +420,7 @@ def embedder(found: Found, pretrained: Pretrained | None) -> Choices:
         is_adapted = pretrained.num_parameters >= LORA_FROM_PARAMETERS
         rate = learning_rate_of(pretrained) if is_adapted else Choice(2e-5, "usual for pretrained sentence encoders")
         return _with_negatives(common | training_of(found, batch, rate, (1_000, 1, 5), 0.01, metric), batch, has_scores)
-    own = load_recipe(shipped_recipes()["sentence_embedding"].path)
+    own = _recipe_of("sentence_embedding")
     config, why = dict(own.model.config or {}), "as in the recipe sentence_embedding"
     config["max_position_embeddings"] = max(config["max_position_embeddings"], length)
     chosen: Choices = {
@@ -484,7 +455,7 @@ def _small_model(found: Found, pretrained: Pretrained | None, recipe: str, room:
         is_t5 = pretrained.is_t5 and pretrained.num_parameters < LORA_FROM_PARAMETERS
         rate = Choice(3e-4, "usual for T5") if is_t5 else learning_rate_of(pretrained)
         return common | training_of(found, batch, rate, (1_000, 2, 5), 0.01, metric)
-    own = load_recipe(shipped_recipes()[recipe].path)
+    own = _recipe_of(recipe)
     why = f"as in the recipe {recipe}"
     return {
         "model.config": Choice(own.model.config, f"no --model: a small model from scratch, {why}"),

@@ -16,22 +16,22 @@ from accel_train.data.images.images import IMAGE_SUFFIXES, list_images
 from accel_train.data.images.labelled import eval_beside_train
 from accel_train.data.images.misread import refuse_other_data
 from accel_train.data.images.pairs import LISTED_SUFFIXES, lists_pairs
-from accel_train.data.parts import is_unlabeled, part_of, pick, top_part
+from accel_train.data.parts import Part, is_unlabeled, part_of, pick, top_part
 from accel_train.data.sources import file_kind, files_of, is_about_data, is_saved_dataset, resolve_sources
 from accel_train.data.tables import column_names, has_object_lines
 from accel_train.experiments.finetune.annotated.annotations import refuse_files_of_tools
 from accel_train.experiments.finetune.annotated.text_tasks import holds_questions, holds_tags, recognise_annotated
 from accel_train.experiments.finetune.annotated.translations import find_aligned, recognise_aligned
 from accel_train.experiments.finetune.boxes import find_boxes, recognise_boxes
-from accel_train.experiments.finetune.columns import files_at, source_of, with_settings
+from accel_train.experiments.finetune.columns import files_at, read_table, source_of, with_settings
 from accel_train.experiments.finetune.images import (
     Pairs,
     find_pairs,
+    image_column,
     lie_in_classes,
     recognise_classes,
     recognise_masks,
     refuse_other_classes,
-    table_of_images,
 )
 from accel_train.experiments.finetune.recipe import MOST_LISTED, Asked, Found, check_there, listed
 from accel_train.experiments.finetune.tables import recognise_table
@@ -46,6 +46,7 @@ from accel_train.experiments.finetune.texts import (
     training_texts,
 )
 from accel_train.experiments.finetune.values.labels import NAME_FILES, names_in
+from accel_train.experiments.finetune.values.parts import parts_of_card
 from accel_train.recipe.data import Data
 from accel_train.recipe.tasks import finetune_tasks
 
@@ -78,6 +79,13 @@ class Tree:
     def images(self) -> list[str]:
         """Return the names of images below a folder, relative to it."""
         return list_images(self.path)[0] if self.is_folder else []
+
+    @cached_property
+    def card(self) -> dict[Part, Path]:
+        """Return the tables of the parts that the README.md of a folder names."""
+        parts = parts_of_card(self.path) if self.is_folder else {}
+        are_tables = all(file_kind(file) in _TABLES for path in parts.values() for file in files_at(path))
+        return parts if "train" in parts and are_tables else {}
 
     def of_kind(self, *kinds: str) -> list[Path]:
         return [path for path in self.files if file_kind(path) in kinds]
@@ -199,8 +207,10 @@ def _images(asked: Asked, tree: Tree) -> Reader | str:
         return "no images"
     tables = tree.of_kind(*_TABLES)
     if tables and not lie_in_classes(tree.path, tree.images):
-        if (named := table_of_images(asked, tree.path, tables)) is not None:
-            return partial(recognise_table, asked, *named)
+        named = [path for path in tables if part_of(path.relative_to(tree.path).as_posix()) != "test"]
+        named = [path for path in named if image_column(read_table(path, asked.data, asked.given)) is not None]
+        if named:
+            return partial(recognise_table, asked, *_chosen(tree, named))
     elif asked.task is None:
         refuse_other_classes(asked, tree.path, tree.images, tables)
     return partial(recognise_classes, asked, tree.path, tables)
@@ -218,8 +228,7 @@ def _aligned(asked: Asked, tree: Tree) -> Reader | str:
         files = sorted(tree.folder.glob(f"{tree.path.with_suffix('').name}.*")) if is_text else []
     if (found := find_aligned(asked, tree.path, files)) is None:
         return "no STEM.de and STEM.en"
-    chosen = _training_table(tree.path, found.sources) if tree.is_folder else (tree.path, None)
-    return partial(recognise_aligned, asked, found.target_suffix, *chosen)
+    return partial(recognise_aligned, asked, found.target_suffix, *_chosen(tree, found.sources))
 
 
 def _table(asked: Asked, tree: Tree) -> Reader | str:
@@ -228,8 +237,7 @@ def _table(asked: Asked, tree: Tree) -> Reader | str:
         tables = [path for path in tree.of_kind("json") if _holds_rows(path, asked)]
     if not tables:
         return "no .csv, .tsv, .jsonl, .parquet, or .json with an array"
-    chosen = _training_table(tree.path, tables) if tree.is_folder else (tree.path, None)
-    return partial(recognise_table, asked, *chosen)
+    return partial(recognise_table, asked, *_chosen(tree, tables))
 
 
 def _holds_rows(path: Path, asked: Asked) -> bool:
@@ -242,8 +250,7 @@ def _tags(asked: Asked, tree: Tree) -> Reader | str:
     tagged = tree.of_kind("conll") or [path for path in texts if is_few and _is_tagged(asked, path)]
     if not tagged:
         return "no tag like B-PER at the end of each line"
-    chosen = _training_table(tree.path, tagged) if tree.is_folder else (tree.path, None)
-    return partial(recognise_annotated, asked, "token-classification", *chosen)
+    return partial(recognise_annotated, asked, "token-classification", *_chosen(tree, tagged))
 
 
 def _is_tagged(asked: Asked, path: Path) -> bool:
@@ -256,8 +263,7 @@ def _questions(asked: Asked, tree: Tree) -> Reader | str:
     files = [path for path in tree.of_kind("json") if holds_questions(path, asked)]
     if not files:
         return "no .json with paragraphs and qas"
-    chosen = _training_table(tree.path, files) if tree.is_folder else (tree.path, None)
-    return partial(recognise_annotated, asked, "question-answering", *chosen)
+    return partial(recognise_annotated, asked, "question-answering", *_chosen(tree, files))
 
 
 def _class_folders(asked: Asked, tree: Tree) -> Reader | str:
@@ -312,8 +318,13 @@ FORMS = (
 """Forms of data, the surest evidence first: the first that is found is read."""
 
 
-def _training_table(folder: Path, tables: Sequence[Path]) -> tuple[Path, Path | None]:
-    """Return the table to train on, and the table to evaluate on if a name shows one."""
+def _chosen(tree: Tree, tables: Sequence[Path]) -> tuple[Path, Path | None]:
+    """Return the table to train on, and the table to evaluate on if a name or the README.md shows one."""
+    if not tree.is_folder:
+        return tree.path, None
+    if tree.card and {*files_at(tree.card["train"])} <= {*tables}:
+        return tree.card["train"], tree.card.get("eval")
+    folder = tree.path
     tables = list(dict.fromkeys(map(_shards_of, tables)))
     parts = {path: part_of(path.name) or part_of(path.relative_to(folder).as_posix()) for path in tables}
     held_out = [path for path in tables if parts[path] == "eval"]
@@ -356,13 +367,15 @@ def _with_unused_files(found: Found, asked: Asked, tree: Tree) -> Found:
         file for file, (top, part) in tops.items() if part == "test" and (file_kind(file) or data.reads_any_suffix)
     ]
     tests = [file for file in tests if not is_unlabeled(tops[file][0].name)]
+    if tree.card:
+        tests = files_at(tree.card["test"]) if "test" in tree.card else []
     if not tree.is_folder:
         held_out = [file for file in others if tops[file][1] == "eval"]
         shards = [file for file in others if _shards_of(file) == _shards_of(path) != path]
         others = [file for file in (*held_out, *shards, *tests) if file.suffix == path.suffix]
         tests = [file for file in tests if file in others]
     top = sorted({_shards_of(folder / tops[test][0]) for test in tests})
-    test = str(top[0]) if top else None
+    test = str(tree.card.get("test", top[0])) if top else None
     rest = _by_folder([file.relative_to(folder) for file in others if file not in tests])
     unused = (*found.unused, *((f"files {rest}",) if rest else ()))
     return replace(

@@ -15,7 +15,7 @@ from accel_train.core.format import format_count
 from accel_train.core.state import Choice
 from accel_train.data.encoding import check_encoding
 from accel_train.data.samples import group_names
-from accel_train.data.tables import Row, columns_read, text_of
+from accel_train.data.tables import Row, columns_read, refuse_parts, text_of
 from accel_train.experiments.finetune.annotated.text_tasks import (
     anchored,
     annotated,
@@ -26,7 +26,7 @@ from accel_train.experiments.finetune.annotated.text_tasks import (
 from accel_train.experiments.finetune.annotated.translations import with_languages
 from accel_train.experiments.finetune.columns import Column, Table, files_at, read_table, with_settings
 from accel_train.experiments.finetune.images import recognise_images
-from accel_train.experiments.finetune.recipe import Asked, Choices, Found, lengths, listed, missing_column
+from accel_train.experiments.finetune.recipe import Asked, Choices, Found, lengths, listed, missing_column, places_of
 from accel_train.experiments.finetune.values.labels import recognise_label
 from accel_train.experiments.finetune.values.misread import (
     refuse_bad_answers,
@@ -34,7 +34,6 @@ from accel_train.experiments.finetune.values.misread import (
     refuse_media,
     refuse_words_by_row,
 )
-from accel_train.experiments.finetune.values.parts import refuse_parts
 from accel_train.tasks.causal_lm.data import check_row, columns_of
 
 _USUAL = "text sentence review content comment message tweet body question document abstract description"
@@ -72,16 +71,15 @@ def recognise_table(asked: Asked, path: Path, held_out: Path | None = None) -> F
     _check_flags(asked, table)
     table = _with_templates(asked, table)
     about = f"{path}: {format_count(len(table.wheres), 'row')}, columns {table.names}"
-    settings = {"data.train": Choice(str(path), ""), **table.settings}
-    if held_out is not None and "data.eval" not in asked.given:
-        if held_out.is_file():
-            check_encoding(held_out, with_settings(asked.data, table.settings))
-        settings["data.eval"] = Choice(str(held_out), "evaluation data by its name")
+    settings = {**places_of(asked, path, held_out), **table.settings}
+    if held_out is not None and held_out.is_file() and "data.eval" in settings:
+        check_encoding(held_out, with_settings(asked.data, table.settings))
     found = marked(asked, table)
     is_free = asked.task is None and not asked.text and not asked.label
     if found is None and is_free:
         refuse_lists_as_text(table)
-    refuse_parts(asked, table)
+    columns = {name: column.cells for name, column in table.columns.items() if name not in (*asked.label, *asked.text)}
+    refuse_parts(str(path), columns, table.columns)
     found = found or _chats(asked, table) or annotated(asked, table)
     if found is None and is_free:
         refuse_words_by_row(table)
@@ -345,6 +343,8 @@ def _group_of(asked: Asked, table: Table, texts: Sequence[Column]) -> Choices:
 
 _MOST_SHARED = 0.05
 """Share of rows with a repeated text above which pairs are held out by this text."""
+_MOST_FEATURES = 3
+"""Columns of numbers and classes next to names, up to which one of them is the label."""
 _LEAST_GROUPS = 20
 """Groups below which the held-out share would be far from the fraction that was asked for."""
 _NO_TABLES = (
@@ -368,10 +368,18 @@ def _text_of(asked: Asked, table: Table, labels: Sequence[str]) -> tuple[list[Co
     texts = [column for column in others if column.is_text]
     texts = texts or [column for column in others if column.is_strings and column.name.lower() in _TEXT_NAMES]
     if len(texts) == 1:
+        if asked.task != "causal-lm":
+            _refuse_features(table, texts[0], labels)
         return texts, f"the only text column: {texts[0].mean_words:.0f} words on average"
     if len(texts) == 2 and asked.task != "causal-lm" and _may_be_pair(*texts):
         names = [column.name for column in texts]
         return texts, f"the only two text columns, read as a pair (for one: --text {quote(names[0])})"
+    unnamed = [column for column in texts if not column.is_names]
+    if len(unnamed) == 1:
+        return (
+            unnamed,
+            f"the only text column besides {listed([each.name for each in texts if each.is_names])}, of names",
+        )
     if texts:
         names = [quote(column.name) for column in texts]
         pair = f", or --text {names[0]},{names[1]} for both as a pair" if asked.task != "causal-lm" else ""
@@ -394,6 +402,19 @@ def _text_of(asked: Asked, table: Table, labels: Sequence[str]) -> tuple[list[Co
             "For a column of text: --text COLUMN"
         )
     raise ValueError(f"{table.path}: no column is clearly text (columns: {table.names}). Name it: --text COLUMN")
+
+
+def _refuse_features(table: Table, text: Column, labels: Sequence[str]) -> None:
+    """Raise ValueError if the only text are names, and the other columns describe what is named (Titanic)."""
+    others = [column for column in table.columns.values() if column.name not in (text.name, *labels)]
+    features = [column.name for column in others if column.is_numbers or column.may_be_labels]
+    if text.is_names and len(features) > _MOST_FEATURES:
+        more = f"{{{text.name}}}, {{{features[-1]}}}"
+        raise ValueError(
+            f"{table.path}: the only text, column {text.name!r}, holds names, and a text classifier would not see "
+            f"{listed(features)}. {_NO_TABLES}. To learn from the names alone: --text {quote(text.name)}; with other "
+            f"columns: --text {quote(more)}"
+        )
 
 
 def _may_be_pair(one: Column, other: Column) -> bool:

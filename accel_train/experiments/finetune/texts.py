@@ -22,7 +22,7 @@ from accel_train.data.sources import file_kind, is_about_data, resolve_sources
 from accel_train.data.tables import read_rows
 from accel_train.data.text.documents import read_documents
 from accel_train.experiments.finetune.columns import Column, Table, readings, source_of, with_settings
-from accel_train.experiments.finetune.recipe import Asked, Choices, Found, lengths, listed, refuse_columns
+from accel_train.experiments.finetune.recipe import Asked, Choices, Found, lengths, listed, places_of, refuse_columns
 from accel_train.experiments.finetune.values.labels import recognise_label
 from accel_train.recipe.data import Data
 
@@ -108,12 +108,10 @@ def recognise_class_folders(asked: Asked, folder: Path, folders: Sequence[Path],
     root, is_whole = named[0].parent, len(named) == len(folders)
     # The path stays as the user gave it if it is the folder of classes.
     train = (asked.path if root == folder else str(root)) if is_whole else [str(path) for path in named]
-    settings: Choices = {
+    settings = places_of(asked, root, held_out) | {
         "data.train": Choice(train, ""),
         "data.lines": Choice("folder_names", "each file is a text, and its folder is the label"),
     }
-    if held_out is not None and "data.eval" not in asked.given:
-        settings["data.eval"] = Choice(str(held_out), "evaluation data by its name")
     why = f"texts in {len(named)} folders, one for each class; for a language model: --task causal-lm"
     return _labelled(asked, settings, why, "text", f" in {format_count(len(named), 'class folder')} of {root}")
 

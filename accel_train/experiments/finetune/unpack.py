@@ -13,7 +13,6 @@ import zipfile
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import zip_longest
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -24,9 +23,11 @@ from accel_train.data.delimited import DELIMITERS, table_delimiter
 from accel_train.data.encoding import read_lines, read_text
 from accel_train.data.parts import only_entry, part_of, unwrapped
 from accel_train.data.sources import file_kind, is_about_data, is_saved_dataset
+from accel_train.data.tables import SPLITS
+from accel_train.experiments.finetune.annotated.classes import tables_of_classes
 from accel_train.experiments.finetune.recipe import WAIT_SECONDS, Asked, default_output_dir
 from accel_train.experiments.finetune.texts import classes_by_suffix, find_label_lines
-from accel_train.experiments.finetune.values.parts import SPLITS, rows_by_part
+from accel_train.experiments.finetune.values.parts import parts_of_card, rows_by_part
 
 _ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 _SHEETS = (".xlsx", ".xls", ".xlsb", ".ods")
@@ -58,18 +59,20 @@ def unpacked(asked: Asked, output_dir: str | None, *, is_first: bool = True) -> 
     kind = _kind_of(path) if path.is_file() else None
     run = output_dir or default_output_dir(path.name.removesuffix(kind) if kind else asked.path)
     if path.is_dir() and not is_saved_dataset(path):
-        inner = unwrapped(path)
+        # The paths of a README.md are relative to its folder.
+        inner = path if parts_of_card(path) else unwrapped(path)
         only = only_entry(inner)
-        # An archive, or a file that may be written in another form.
-        if only is not None and only.is_file() and (_kind_of(only) or file_kind(only) == "json"):
+        # An archive, or a table that may be written in another form.
+        is_table = only is not None and file_kind(only) in ("csv", "jsonl", "json", "parquet")
+        if only is not None and only.is_file() and (is_table or _kind_of(only)):
             inner, kind = only, _kind_of(only)
         if inner != path:
             notes.append(f"{path}: {inner} is read, the only {'file' if inner == only else 'folder'} in it")
             asked, path = replace(asked, path=str(inner)), inner
     parts = _parts_of(asked, path) if kind is None else None
-    column = None
-    if kind is None and parts is None and path.is_file() and (divided := rows_by_part(asked, path)) is not None:
-        column, parts = divided
+    how = ""
+    if kind is None and parts is None:
+        how, parts = tables_of_classes(asked, path) or rows_by_part(asked, path) or ("", None)
     place, folder = asked.path, Path(f"{run.rstrip('/')}-data")
     if kind is not None or parts is not None:
         digest = hashlib.sha256(repr(parts).encode()).hexdigest()
@@ -86,8 +89,7 @@ def unpacked(asked: Asked, output_dir: str | None, *, is_first: bool = True) -> 
         _publish(folder, path, digest, write, is_first=is_first)
         place = str(_data_in(folder))
         if parts is not None:
-            by = "" if column is None else f" by column {column!r}"
-            notes.append(f"{path}: written to {folder} as {', '.join(parts)}{by}")
+            notes.append(f"{path}: written to {folder} as {', '.join(parts)}{how}")
             if any(path.glob("*/label")):
                 notes.append("the files named label are not read")
         else:
@@ -143,16 +145,14 @@ def _kind_of(path: Path) -> str | None:
 
 
 def _parts_of(asked: Asked, path: Path) -> dict[str, bytes] | None:
-    """Return files by name for a JSON object with an array per split, for files STEM.CLASS, for line-aligned files of
-    words and tags, or for CoNLL files with other extensions; otherwise None.
+    """Return files by name for a JSON object with an array per split, for files STEM.CLASS, for texts beside their
+    labels or tags, or for CoNLL files with other extensions; otherwise None.
     """
     if path.suffix.lower() == ".json" and path.is_file():
         return _splits_of(asked, path)
     if classes := classes_by_suffix(asked, path) if path.is_dir() else {}:
         return {f"{name}.txt": file.read_bytes() for name, file in classes.items()}
-    if asked.task in (None, "token-classification") and (aligned := _aligned_lines(asked, path)):
-        return aligned
-    if found := _labels_beside(asked, path) or _tables_in_texts(asked, path):
+    if found := _side_by_side(asked, path) or _tables_in_texts(asked, path):
         return found
     files = [path] if path.is_file() else [each for each in files_below(path) if each.is_file()]
     files = [file for file in files if not is_about_data(file, path)]
@@ -161,84 +161,94 @@ def _parts_of(asked: Asked, path: Path) -> dict[str, bytes] | None:
         return None
     from accel_train.experiments.finetune.annotated.text_tasks import holds_tags  # imports torch
 
-    parts = {file: _split_of(file.suffix[1:]) or "data" for file in files}
-    found = {f"{file.stem}.{part}.conll": file.read_bytes() for file, part in parts.items() if holds_tags(file, asked)}
+    parts = {file: part_of(file.suffix[1:]) for file in files}
+    splits = {file: SPLITS[part] if part else file.suffix[1:] or "data" for file, part in parts.items()}
+    found = {
+        f"{file.stem}.{split}.conll": file.read_bytes() for file, split in splits.items() if holds_tags(file, asked)
+    }
     return found if len(found) == len(files) else None
 
 
-def _split_of(name: str) -> str:
-    """Return the split that a name tells, or the name."""
-    return name if (part := part_of(name)) is None else SPLITS[part]
-
-
-def _aligned_lines(asked: Asked, path: Path) -> dict[str, bytes]:
-    """Return CoNLL files of the folders that hold seq.in, a sentence on each line, and seq.out, its tags (ATIS, SNIPS).
-
-    Raises:
-        ValueError: the two differ in lines, or in the words of a line.
-    """
-    found = {}
-    for words in sorted([*path.glob("seq.in"), *path.glob("*/seq.in")]) if path.is_dir() else ():
-        if not (tags := words.with_name("seq.out")).is_file():
-            continue
-        pairs = list(zip_longest(read_text(words, asked.data).splitlines(), read_text(tags, asked.data).splitlines()))
-        sentences = [((line or "").split(), (tagged or "").split()) for line, tagged in pairs]
-        for number, (line, tagged) in enumerate(sentences, 1):
-            if len(line) != len(tagged):
-                has = f"{format_count(len(tagged), 'tag')} for the {len(line)} words of {words.name}"
-                raise ValueError(
-                    f"{tags}:{number} has {has}; repair the files: lines with the same number belong together"
-                )
-        name = "train" if words.parent == path else words.parent.name
-        blocks = ["".join(f"{word} {tag}\n" for word, tag in zip(*sentence)) for sentence in sentences if sentence[0]]
-        found[f"{_split_of(name)}.conll"] = "\n".join(blocks).encode()
-    return found
-
-
-_TEXTS = {"text", "texts", "sentence", "sentences", "input", "inputs", "x"}
-_LABELS = {"label", "labels", "tag", "tags", "y"}
-"""Words in the names of two aligned files: train_text.txt and train_labels.txt."""
+_TEXTS = ("text", "texts", "sentence", "sentences", "words", "tokens", "input", "inputs", "x", "in")
+_LABELS = ("label", "labels", "tag", "tags", "y", "out")
+"""Words in the names of two aligned files: train_text.txt and train_labels.txt, seq.in and seq.out."""
+_SUFFIXES = {"", ".txt", *(f".{name}" for name in (*_TEXTS, *_LABELS))}
 _WORDS_OF_A_LABEL = 3
 
 
-def _labels_beside(asked: Asked, path: Path) -> dict[str, bytes]:
-    """Return tables of files with a text on each line and files with its label; mapping.txt may name the labels.
+def _side_by_side(asked: Asked, path: Path) -> dict[str, bytes]:
+    """Return tables of files with a text on each line and files with its label, or CoNLL files if these have its tags.
+
+    mapping.txt may name the labels.
 
     Raises:
-        ValueError: two files differ in lines.
+        ValueError: two files differ in lines, or labels are neither short nor a tag for each word.
     """
-    if not path.is_dir() or asked.task not in (None, "text-classification") or asked.data.lines is not None:
-        return {}
-    files = [file for file in files_below(path) if not is_about_data(file, path)]
+    is_open = asked.task in (None, "text-classification", "token-classification") and asked.data.lines is None
+    files = [file for file in files_below(path) if not is_about_data(file, path)] if is_open and path.is_dir() else []
     mapping = next((file for file in files if file.name == "mapping.txt"), None)
-    places = {file: (file.parent, *re.split(r"[^a-z0-9]+", file.stem.lower())) for file in files if file != mapping}
-    found = {}
-    for file, words in places.items():
-        for other in places if file.suffix == ".txt" and _LABELS & {*words[1:]} else ():
-            different = [pair for pair in zip(words, places[other], strict=False) if pair[0] != pair[1]]
-            is_pair = len(words) == len(places[other]) and len(different) == 1 and other.suffix == file.suffix
-            if is_pair and different[0][0] in _LABELS and different[0][1] in _TEXTS:
-                found[file] = other
-    if 2 * len(found) != len(places):
+    words_of = {
+        (file.parent, *re.split(r"[^a-z0-9]+", file.name.lower())): file
+        for file in files
+        # The intents of ATIS.
+        if file not in (mapping, file.with_name("label")) and file.suffix.lower() in _SUFFIXES
+    }
+    pairs = {
+        file: other
+        for words, file in words_of.items()
+        for place, word in enumerate(words)
+        if word in _LABELS
+        for text in _TEXTS
+        if (other := words_of.get((*words[:place], text, *words[place + 1 :]))) is not None
+    }
+    lines = {file: read_text(file, asked.data).splitlines() for pair in pairs.items() for file in pair}
+    sizes = [
+        (f"{file}:{number}", len(label.split()), len(text.split()), texts.name)
+        for file, texts in pairs.items()
+        for number, (label, text) in enumerate(zip(lines[file], lines[texts]), start=1)
+    ]
+    others = [size for size in sizes if size[1] != size[2]]
+    are_tags = (
+        asked.task != "text-classification" and any(size[1] > 1 for size in sizes) and 2 * len(others) < len(sizes)
+    )
+    if not pairs or (2 * len(pairs) < len(files) - (mapping is not None) and not are_tags):
         return {}
-    names = {}
-    if mapping is not None:
-        pairs = [line.split(maxsplit=1) for line in read_text(mapping, asked.data).splitlines()]
-        names = {pair[0]: pair[1].strip() for pair in pairs if len(pair) == 2}
-    parts = {}
-    for labels, texts in found.items():
-        sides = [read_text(file, asked.data).splitlines() for file in (texts, labels)]
-        if len(sides[0]) != len(sides[1]):
+    for file, texts in pairs.items():
+        if len(lines[file]) != len(lines[texts]):
             raise ValueError(
-                f"{labels} has {len(sides[1]):,} lines, and {texts} has {len(sides[0]):,}. Lines with the same number "
-                "belong together; repair the files"
+                f"{file} has {len(lines[file]):,} lines, and {texts} has {len(lines[texts]):,}. Lines with the same "
+                "number belong together; repair the files"
             )
-        if any(len(line.split()) > _WORDS_OF_A_LABEL for line in sides[1]):
-            return {}
-        rows = [{"text": text, "label": names.get(label.strip(), label.strip())} for text, label in zip(*sides)]
-        name = SPLITS.get(part_of(labels.relative_to(path).as_posix()) or "train")
-        parts[f"{name}.jsonl"] = "".join(f"{json.dumps(row)}\n" for row in rows).encode()
-    return parts if len(parts) == len(found) else {}
+    if others and (
+        are_tags or asked.task == "token-classification" or any(size[1] > _WORDS_OF_A_LABEL for size in sizes)
+    ):
+        where, num_tags, num_words, name = others[0]
+        raise ValueError(
+            f"{where} has {format_count(num_tags, 'tag')} for the {num_words} words of {name}; write a tag for each "
+            "word, or one label on each line"
+        )
+    names = [line.split(maxsplit=1) for line in read_text(mapping, asked.data).splitlines()] if mapping else []
+    named = {pair[0]: pair[1].strip() for pair in names if len(pair) == 2}
+    parts: dict[str, bytes] = {}
+    for file, texts in pairs.items():
+        rows = list(zip(lines[texts], lines[file]))
+        if are_tags:
+            blocks = [
+                "".join(f"{word} {tag}\n" for word, tag in zip(*map(str.split, row))) for row in rows if row[0].strip()
+            ]
+            content = "\n".join(blocks)
+        else:
+            tables = [{"text": text, "label": named.get(label.strip(), label.strip())} for text, label in rows]
+            content = "".join(f"{json.dumps(row)}\n" for row in tables)
+        split = SPLITS[part_of(file.relative_to(path).as_posix()) or "train"]
+        encoding = asked.data.encoding if "data.encoding" in asked.given else "utf-8"
+        parts[f"{split}.{'conll' if are_tags else 'jsonl'}"] = content.encode(encoding)
+    if len(parts) < len(pairs):
+        raise ValueError(
+            f"{path}: {len(pairs)} pairs of files ({', '.join(file.name for file in pairs)}) for {', '.join(parts)}. "
+            "Name them train, validation, and test, or name one folder"
+        )
+    return parts
 
 
 _FEWEST_RECORDS = 10

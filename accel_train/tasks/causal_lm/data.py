@@ -9,8 +9,8 @@ import numpy as np
 from tqdm import tqdm
 
 from accel_train.core.json_io import parse_json
-from accel_train.data.sources import Source, describe, resolve_both
-from accel_train.data.tables import Row, check_text, column_names, read_rows, show_cell, text_cell
+from accel_train.data.sources import Source, describe
+from accel_train.data.tables import Row, check_text, column_names, read_rows, resolve_both, show_cell, text_cell
 from accel_train.data.text.corpus import Corpus
 from accel_train.data.text.documents import divide_rows
 from accel_train.data.text.tokenizers import prepare_tokenizer, pretrained_tokenizer, train_bpe

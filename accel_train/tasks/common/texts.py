@@ -7,10 +7,10 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from accel_train.core.files import digest64
-from accel_train.core.json_io import parse_json
+from accel_train.core.json_io import nested
 from accel_train.data.samples import group_names, held_out_units
-from accel_train.data.sources import Source, describe, resolve_both
-from accel_train.data.tables import columns_read, read_rows, show_cell, text_of
+from accel_train.data.sources import Source, describe
+from accel_train.data.tables import columns_read, read_rows, resolve_both, show_cell, text_of
 from accel_train.data.text.documents import divide_rows
 from accel_train.data.text.tokenizers import byte_tokenizer, load_tokenizer, train_bpe
 from accel_train.recipe.data import Data, TextData, TrainedTokenizer
@@ -133,12 +133,7 @@ def list_cell(cell: Any, column: str, where: str) -> Sequence[Any]:
     Raises:
         ValueError: the cell is not a list; the message names file, row and column.
     """
-    found = cell
-    if isinstance(cell, str):
-        try:
-            found = parse_json(cell) if cell.lstrip().startswith("[") else cell.split()
-        except ValueError:
-            found = None
+    found = cell.split() if isinstance(cell, str) and not cell.lstrip().startswith("[") else nested(cell)
     if not isinstance(found, list | tuple):
         raise ValueError(
             f"{where}: column {column!r} holds {show_cell(cell)}, not a list; write one entry for each word"

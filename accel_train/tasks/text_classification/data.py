@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from accel_train.core.errors import SettingError
 from accel_train.data.labels import IGNORED_LABEL, LabelScheme, columns_scheme, is_missing, label_scheme
-from accel_train.data.sources import Source, describe, resolve_both
-from accel_train.data.tables import class_names
+from accel_train.data.sources import Source, describe
+from accel_train.data.tables import class_names, resolve_both
 from accel_train.data.text.padding import padded, padded_inputs
 from accel_train.data.text.tokenizers import parts_to_tokenize, plain_encoder
 from accel_train.recipe.schema import Recipe

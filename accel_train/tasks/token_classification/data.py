@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from accel_train.data.encoding import read_lines
 from accel_train.data.labels import IGNORED_LABEL, LabelScheme, label_scheme
-from accel_train.data.sources import Source, describe, file_kind, resolve_both
-from accel_train.data.tables import class_names, read_rows, show_cell, text_cell
+from accel_train.data.sources import Source, describe, file_kind
+from accel_train.data.tables import class_names, read_rows, resolve_both, show_cell, text_cell
 from accel_train.data.text.padding import padded, padded_inputs
 from accel_train.data.text.spans import SPAN_FORMS, Remarks, complete_tags, read_marked
 from accel_train.data.text.tokenizers import parts_to_tokenize, plain_encoder

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 import pytest
 
 from accel_train.data.images.annotations.coco import read_coco
@@ -448,6 +449,29 @@ def test_corners_in_the_place_of_yolos_centers_are_a_fault() -> None:
     yolo_lines("0 0.1 0.2 0.35 0.46\n0 0.5 0.33 0.9 1\n1 0.6 0.1 0.8 0.3\n1 0.1 0.1 0.4 0.5\n")
     named = "1 fault|every box fits its image as [left, top, right, bottom]; write [center x, center y, width, height]"
     refused(read, "set", named=named, invalid_boxes="drop")
+
+
+@pytest.mark.parametrize("num_outside", [0, 1, 5])
+def test_corners_in_yolos_files_are_told_by_one_box_that_leaves_its_image_as_a_center(num_outside: int) -> None:
+    inside = [f"0 {0.3 + n / 100} 0.3 {0.4 + n / 100} 0.45" for n in range(20)]
+    outside = [f"1 {0.6 + n / 100} 0.1 0.95 0.3" for n in range(num_outside)]
+    yolo_lines("\n".join([*inside, *outside]))
+    as_corners = read("set", box_format="xyxy").train.boxes_of(0)
+    if num_outside:
+        named = "every box fits its image as [left, top, right, bottom]|or set data.box_format: xyxy"
+        refused(read, "set", named=named)
+        refused(read, "set", named=named, invalid_boxes="drop")
+    else:
+        # YOLO's definition holds if both orders fit.
+        assert read("set").train.boxes_of(0).corners.tolist() != as_corners.corners.tolist()
+    size = np.array([as_corners.width, as_corners.height] * 2)
+    assert (as_corners.corners[0] / size).tolist() == pytest.approx([0.3, 0.3, 0.4, 0.45])
+
+
+def test_a_careless_edge_in_yolos_files_is_a_wrong_box_alone() -> None:
+    yolo_lines("".join(f"0 0.{n} 0.5 0.1 0.2\n" for n in range(1, 10)) + "0 0.9 0.5 0.6 0.2\n")
+    refused(read, "set", named="1 fault|lies outside")
+    assert len(read("set", invalid_boxes="drop").train.boxes_of(0).corners) == 9
 
 
 def test_pixels_in_the_place_of_yolos_fractions_are_named() -> None:

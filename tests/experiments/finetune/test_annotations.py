@@ -115,18 +115,108 @@ def test_flags_choose_among_columns_of_spans_and_texts() -> None:
     assert write_recipe("a.jsonl", [], label=("kind",), file="c.yaml").recipe.task == "text-classification"
 
 
+OPTIONS = [{"id": "A", "text": "one"}, {"id": "B", "text": "two"}, {"id": 3, "text": "three"}]
+
+
+def answered(n: int) -> str:
+    return {0: "reject", 1: "ignore"}.get(n % 10, "accept")
+
+
+def chosen(n: int, names: list[str]) -> dict[str, Any]:
+    result = [{"from_name": "mood", "type": "choices", "value": {"choices": names}}]
+    other = {"was_cancelled": True, "result": [{"from_name": "mood", "value": {"choices": ["no"]}}]}
+    made = [{"result": result, "ground_truth": True}, {"result": []}] if n % 2 else [{"result": result}, other]
+    return {"annotations": [other] if n % 10 < 2 else made, "predictions": [{"result": result}]}
+
+
+CLASSES: dict[str, tuple[Callable[[int, str], dict[str, Any]], dict[str, int], bool, int]] = {
+    "Prodigy's options": (
+        lambda n, text: {"text": text, "options": OPTIONS, "accept": [["A", "B", 3][n % 3]], "answer": answered(n)},
+        {"A": 8, "B": 8, "three": 8},
+        True,
+        24,
+    ),
+    "several of Prodigy's options": (
+        lambda n, text: {"text": text, "options": OPTIONS, "accept": ["A", "B"][: n % 3], "answer": answered(n)},
+        {"A": 16, "B": 8},
+        False,
+        24,
+    ),
+    "Prodigy's questions about one label": (
+        lambda n, text: {"text": text, "label": "A", "answer": ("accept", "reject", "ignore")[n % 3]},
+        {"A": 10, "not A": 10},
+        True,
+        20,
+    ),
+    "Prodigy's questions about two labels": (
+        lambda n, text: {"text": text, "label": "AB"[n % 2], "answer": answered(n)},
+        {"A": 12, "B": 12},
+        True,
+        24,
+    ),
+    "Label Studio's choices": (
+        lambda n, text: {"data": {"text": text, "title": "a b"}, **chosen(n, ["ab"[n % 2]])},
+        {"a": 12, "b": 12},
+        True,
+        24,
+    ),
+    "several of Label Studio's choices": (
+        lambda n, text: {"data": {"body": text, "url": f"https://a.b/{n}.html"}, **chosen(n, ["a", "b"][: n % 3])},
+        {"a": 16, "b": 8},
+        False,
+        24,
+    ),
+}
+
+
+@pytest.mark.parametrize("what", CLASSES)
+@pytest.mark.parametrize("name", ["export.jsonl", "export.json"])
+def test_classes_of_texts_are_read_without_those_that_were_not_accepted(what: str, name: str) -> None:
+    form, counts, is_one, num_samples = CLASSES[what]
+    rows = [form(n, f"{TEXTS[n % 3][0]} {n}") for n in range(30)]
+    Path("set").mkdir()
+    Path("set", name).write_text(json.dumps(rows) if name.endswith(".json") else "\n".join(map(json.dumps, rows)))
+    for path in (f"set/{name}", "set"):
+        found = write_recipe(path, [], output_dir=f"runs/{len(path)}").found
+        assert (found.task, found.has_one_label) == ("text-classification", is_one)
+        assert (dict(found.counts), found.num_samples) == (counts, num_samples)
+        assert f"{30 - num_samples} texts rejected" in found.notes[0]
+
+
+def test_a_text_with_several_accepted_labels_has_them_all() -> None:
+    rows = [
+        {"text": f"a text {n // 2}", "label": "AB"[n % 2], "answer": "accept" if n % 4 != 1 else "reject"}
+        for n in range(40)
+    ]
+    write_jsonl(Path("a.jsonl"), rows)
+    found = write_recipe("a.jsonl", []).found
+    assert (dict(found.counts), found.num_samples, found.has_one_label) == ({"A": 20, "B": 10}, 20, False)
+
+
 REFUSED: dict[str, tuple[Callable[[str, Rows], dict[str, Any]], str]] = {
-    "Label Studio's classes": (
-        lambda text, _: {"data": {"text": text}, "annotations": [{"result": [{"value": {"choices": ["a"]}}]}]},
+    "Label Studio's ratings": (
+        lambda text, _: {"data": {"text": text}, "annotations": [{"result": [{"value": {"rating": 3}}]}]},
         "Label Studio|JSON_MIN",
     ),
-    "Prodigy's options": (
-        lambda text, _: {"text": text, "options": [{"id": "A"}], "accept": ["A"], "answer": "accept"},
-        "Prodigy's answers|accepted option",
+    "Label Studio's classes of images": (
+        lambda text, _: {"data": {"image": "/a/1.png"}, "annotations": [{"result": [{"value": {"choices": ["a"]}}]}]},
+        "nothing may be the texts",
     ),
-    "Prodigy's judged labels": (
-        lambda text, spans: {"text": text, "label": "A", "answer": "accept" if spans else "reject"},
-        "Prodigy's answers|Keep the rows with accept",
+    "Label Studio's classes by two people": (
+        lambda text, _: {
+            "data": {"text": text},
+            "annotations": [{"result": [{"value": {"choices": [name]}}]} for name in "ab"],
+        },
+        "1: 2 annotations|ground truth",
+    ),
+    "two questions of Label Studio": (
+        lambda text, _: {
+            "data": {"text": text},
+            "annotations": [
+                {"result": [{"from_name": name, "value": {"choices": ["a"]}} for name in ("mood", "kind")]}
+            ],
+        },
+        "mood, kind may be the classes|--label mood",
     ),
     "Dataturks": (
         lambda text, _: {"content": text, "annotation": [{"label": ["A"], "points": [{"start": 0, "end": 2}]}]},

@@ -36,9 +36,14 @@ UNLABELED = "id,text\n" + lines("{n},{text}")
 SEMICOLONS, TABS = lines("{text};{ab}"), lines("{text}\t{ab}")
 FASTTEXT, FIRST_WORD = lines("__label__{ab} {text}"), lines("{ab}: {text}")
 CONLL = "Ann B-PER\nsleeps O\n\nin O\nBonn B-LOC\n\n" * 6
+TAGGED = ("Ann sleeps\nin Bonn\n" * 12, "B-PER O\nO B-LOC\n" * 12)
 SQUAD = json.dumps({"data": [{"title": "t", "paragraphs": [{"context": "Bonn is old", "qas": [
     {"id": "1", "question": "which?", "answers": [{"text": "Bonn", "answer_start": 0}]}]}]}]})  # fmt: skip
 ROWS = json.dumps([{"text": f"{WORDS[n % 4]} {n}", "label": "ab"[n % 2]} for n in range(24)])
+ANSWERS = "".join(
+    f"{json.dumps({'text': WORDS[n % 4], 'options': [], 'accept': ['ab'[n % 2]], 'answer': 'accept'})}\n"
+    for n in range(24)
+)
 YOLO, XML = "0 0.5 0.5 0.25 0.25\n", "<post class='a' user='b' time='c'><t pos='UH' word='hi'/></post>\n" * 20
 VOC = "<annotation><object><name>cat</name><bndbox><xmin>1</xmin></bndbox></object></annotation>"
 BOXES = [{"id": 1, "image_id": 1, "category_id": 1, "bbox": [1, 1, 4, 4]}]
@@ -57,6 +62,12 @@ def image(number: int = 0, values: int = 256) -> bytes:
     pixels = np.random.default_rng(number).integers(0, values, (16, 16, 3) if values == 256 else (16, 16), np.uint8)
     Image.fromarray(pixels).save(content, "PNG")
     return content.getvalue()
+
+
+def card(name: str, **places: str) -> str:
+    """A README.md of the hub. Several in a row are one."""
+    files = "".join(f"  - split: {split}\n    path: '{place}'\n" for split, place in places.items())
+    return f"- config_name: {name}\n  data_files:\n{files}"
 
 
 PHOTO, MASK = image(), image(values=3)
@@ -99,6 +110,8 @@ def facts(found: Found) -> Read:
 
 def found_in(files: Files, path: str = "set", **flags: Any) -> Found:
     for name, content in files.items():
+        if isinstance(content, str) and content.startswith("- config_name"):
+            content = f"---\nlicense: mit\nconfigs:\n{content}---\n# About\n"
         place = Path("set", name)
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_bytes(content.encode() if isinstance(content, str) else content)
@@ -129,6 +142,14 @@ GALLERY: dict[str, tuple[Files, Read | str]] = {
     "csv, two for validation": (each("{train,val,dev}.csv", CSV), "several files of data"),
     "csv beside texts": ({"data.csv": CSV, "notes.txt": PROSE}, Read(TEXT, "data.csv")),
     "csv one folder lower": ({"inner/data.csv": CSV}, Read(TEXT, "inner/data.csv")),
+    "one csv with parts": (
+        {"data.csv": "text,label,split\n" + lines("{text},{ab},train") + lines("{text},{ab},test"), "README.md": PROSE},
+        Read(TEXT, "train.jsonl", test="test.jsonl"),
+    ),
+    "Prodigy's answers in parts": (
+        each("{train,dev}.jsonl", ANSWERS),
+        Read(TEXT, "train.jsonl", "validation.jsonl"),
+    ),
     "json with an array": ({"data.json": ROWS}, Read(TEXT, "data.json")),
     "json arrays of parts": (each("{train,valid}.json", ROWS), Read(TEXT, "train.json", "valid.json")),
     "tables with tabs in .txt": (each("{train,test}.txt", TABS), Read(TEXT, "train.tsv", test="test.tsv")),
@@ -150,6 +171,74 @@ GALLERY: dict[str, tuple[Files, Read | str]] = {
         {"train_text.txt": lines("{text}"), "train_labels.txt": lines("{ab}", 20)},
         "train_labels.txt has 20 lines",
     ),
+    "words and tags, line by line": (
+        {
+            **each("{train,dev}.words.txt", TAGGED[0]),
+            **each("{train,dev}.tags.txt", TAGGED[1]),
+            "vocab.txt": "O\nB-PER\n",
+        },
+        Read(TAGS, "train.conll", "validation.conll", None, "B-LOC B-PER O"),
+    ),
+    "words and tags by suffix": (
+        {"a.words": TAGGED[0], "a.tags": TAGGED[1]},
+        Read(TAGS, "train.conll", classes="B-LOC B-PER O"),
+    ),
+    "words and parts of speech in folders": (
+        {**each("{train,test}/sentences.txt", TAGGED[0]), **each("{train,test}/labels.txt", "N V\nP N\n" * 12)},
+        Read(TAGS, "train.conll", test="test.conll", classes="N P V"),
+    ),
+    "words and a tag too few": (
+        {"train.words.txt": TAGGED[0] + "in Bonn\n", "train.tags.txt": TAGGED[1] + "O\n", "vocab.txt": "O\n"},
+        r"train\.tags\.txt:25 has 1 tag for the 2 words of train\.words\.txt",
+    ),
+    "texts and long labels": (
+        {"sentences.txt": lines("{text}"), "labels.txt": lines("{ab} c d e")},
+        "labels.txt:1 has 4 tags for the",
+    ),
+    "words and tags, twice": (
+        {**each("{a,b}.words.txt", TAGGED[0]), **each("{a,b}.tags.txt", TAGGED[1])},
+        "2 pairs of files",
+    ),
+    # The card of a data set on the hub.
+    "a card": (
+        {"README.md": card("d", train="data/a.csv", validation="data/b.csv", test="data/c.csv")}
+        | each("data/{a,b,c,d}.csv", CSV),
+        Read(TEXT, "data/a.csv", "data/b.csv", "data/c.csv"),
+    ),
+    "a card with shards": (
+        {"README.md": card("d", train="data/x-*.csv", test="data/y-*.csv")} | each("data/{x,y}-{0,1}.csv", CSV),
+        Read(TEXT, "data/x-*.csv", None, "data/y-*.csv"),
+    ),
+    "a card with a pattern of folders": (
+        {"README.md": card("d", train="**/x.csv", dev="*/y.csv")} | each("{a,b}/{x,y}.csv", CSV),
+        Read(TEXT, "**/x.csv", "*/y.csv"),
+    ),
+    "a card with a mapping": (
+        {"README.md": "---\nconfigs:\n- data_files: {train: a.csv, dev: [b.csv]}\n---\n"} | each("{a,b}.csv", CSV),
+        Read(TEXT, "a.csv", "b.csv"),
+    ),
+    "a card with one pattern": (
+        {"README.md": "---\nconfigs:\n- data_files: a.csv\n---\n"} | each("{a,b}.csv", CSV),
+        Read(TEXT, "a.csv"),
+    ),
+    "a card of two data sets": (
+        {
+            "README.md": card("en", train="en/a.csv", test="en/b.csv")
+            + card("de", train="de/a.csv", validation="de/b.csv")
+        }
+        | each("{en,de}/{a,b}.csv", CSV),
+        "2 data sets.*en: accel-train finetune set/en/a.csv; de: .*/de/a.csv --data.eval set/de/b.csv",
+    ),
+    "a card without its files": ({"README.md": card("d", train="x-*.csv"), **each("{a,b}.csv", CSV)}, "x-.*not in the"),
+    "a card that names other places": (
+        {"README.md": card("d", train="../set/a.csv"), **each("{a,b}.csv", CSV)},
+        "not in the folder",
+    ),
+    "a card with two patterns": (
+        {"README.md": "---\nconfigs:\n- data_files: [a.csv, b.csv]\n---\n"} | each("{a,b}.csv", CSV),
+        "several patterns",
+    ),
+    "a card without files": ({"README.md": "---\nlicense: mit\n---\n", "data.csv": CSV}, Read(TEXT, "data.csv")),
     # Lines that begin with labels.
     "fastText": (each("{train,test}.txt", FASTTEXT), Read(TEXT, "train.txt", test="test.txt")),
     "fastText in shards": (each("{one,two}.txt", FASTTEXT), Read(TEXT)),

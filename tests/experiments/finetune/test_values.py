@@ -166,6 +166,58 @@ def test_what_may_be_no_class_is_asked_in_every_format_and_the_offers_work(what:
             assert dead_ends(partial(refusal, path)) == []
 
 
+LISTS: Mapping[str, Sequence[Any]] = {
+    "lists": [["a b c", "d"], ["d"], []],
+    "JSON": ['["a b c", "d"]', '["d"]', "[]"],
+    "JSON with escapes": ['["a b c", "\\u0064"]', '["d"]', "[]"],
+    "as Python writes them": ["['a b c', 'd']", "['d']", "[]"],
+}
+
+
+@pytest.mark.parametrize("what", LISTS)
+@pytest.mark.parametrize("column", ["label", "annotation"])
+def test_lists_of_labels_are_several_labels_in_every_format(what: str, column: str) -> None:
+    rows = [{"text": row["text"], column: row["label"]} for row in labelled(LISTS[what])]
+    for suffix in FORMATS:
+        written = finetune(write(rows, suffix))
+        texts = load_labelled_texts(written.recipe, None)
+        assert (written.recipe.data.label_column, texts.scheme.problem_type) == (column, "multi_label")
+        assert texts.scheme.names == ("a b c", "d")
+        assert written.found.counts == {"a b c": 20, "d": 40}
+        assert texts.scheme.encode(LISTS[what], str).tolist() == [[1, 1], [0, 1], [0, 0]]
+
+
+@pytest.mark.parametrize("form", [dict, json.dumps, str, lambda cell: [cell], lambda cell: json.dumps([cell])])
+def test_objects_are_not_classes_in_any_format_and_the_key_of_the_label_is_named(form: Callable[[Row], Any]) -> None:
+    for suffix in FORMATS:
+        for column in ("label", "annotation"):
+            rows = [
+                {"text": f"{WORDS[n % 4]} {n}", column: form({"sentiment": "ab"[n % 2], "by": "ann"})}
+                for n in range(20)
+            ]
+            message = refusal(write(rows, suffix))
+            assert message is not None
+            assert f"'{column}'" in message
+            assert "'sentiment'" in message
+        recipe = finetune(write(labelled(["a", "b"]), suffix, "plain")).recipe
+        path = write(
+            [{"text": row["text"], "label": form({"label": "ab"[n % 2]})} for n, row in enumerate(rows)], suffix
+        )
+        with pytest.raises(ValueError, match="'label' holds objects"):
+            load_labelled_texts(
+                recipe.model_copy(update={"data": recipe.data.model_copy(update={"train": path})}), None
+            )
+
+
+def test_a_column_of_json_is_no_text() -> None:
+    rows = [
+        {"review": f"{WORDS[n % 4]} {n}", "about": json.dumps({"by": "ann b", "n": n}), "label": "ab"[n % 2]}
+        for n in range(20)
+    ]
+    for suffix in FORMATS:
+        assert finetune(write(rows, suffix)).recipe.data.text_columns == ("review",)
+
+
 def test_words_for_a_missing_label_are_left_out_and_the_rest_keeps_its_kind() -> None:
     words = ("--data.missing_labels", '["NA"]')
     for cells, kind in ((["joy", "NA", "", "fear"], "auto"), (["1.5", "NA", "", "2.5"], "regression")):
@@ -426,6 +478,37 @@ def test_tables_of_numbers_and_dates_are_for_trees(what: str) -> None:
             message = refusal(path, flags)
             assert message is not None
             assert "trees" in message
+
+
+NAMES = ("John", "Mary Ann", "Owen", "Laura")
+
+
+def test_names_next_to_many_features_are_not_the_text_unless_they_are_asked_for() -> None:
+    rows: list[Row] = [
+        {"Survived": n % 3 % 2, "Name": f"Braund{n}, Mr. {NAMES[n % 4]}", "Sex": "mf"[n % 2], "Age": n % 40 + 0.5,
+         "SibSp": n % 4, "Fare": n / 7} for n in range(60)
+    ]  # fmt: skip
+    for suffix in FORMATS:
+        path = write(rows, suffix)
+        for flags in ((), ("--label", "Survived")):
+            message = refusal(path, flags)
+            assert message is not None
+            assert "'Name'" in message
+            assert "trees" in message
+            assert offers(message) == [("--text", "Name"), ("--text", "{Name}, {Fare}")]
+            assert dead_ends(partial(refusal, path), flags) == []
+        named = write([{key: row[key] for key in ("Name", "Sex")} for row in rows], suffix, "names")
+        assert finetune(named).recipe.data.text_columns == ("Name",)
+        plain = write([{**row, "Name": f"{WORDS[n % 4]} {n}"} for n, row in enumerate(rows)], suffix, "plain")
+        assert finetune(plain, label=("Survived",)).recipe.data.text_columns == ("Name",)
+
+
+def test_names_next_to_a_text_are_left_out() -> None:
+    rows = [{"user": f"{NAMES[n % 4]} Smith {n}", "review": f"{WORDS[n % 4]} {n}", "stars": n % 5} for n in range(60)]
+    for suffix in FORMATS:
+        written = finetune(write(rows, suffix))
+        assert written.recipe.data.text_columns == ("review",)
+        assert written.found.unused == ("column 'user'",)
 
 
 def test_words_with_tags_in_rows_and_lists_as_text_are_named() -> None:

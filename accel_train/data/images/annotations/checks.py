@@ -83,6 +83,7 @@ def other_order(source: Annotated, found: Checked) -> str | None:
     """Return why the boxes of a source are in another order than its format says, or None.
 
     Either many boxes leave their images, and all fit them in the other order; or the stated areas fit only the other.
+    Of centers, one box that leaves its image is enough: of right centers, few boxes are in the order of corners.
     """
     rows = [(row, record, boxes) for record, boxes in zip(source.records, found.boxes) for row in record.rows]
     sizes = np.array([(boxes.width, boxes.height) for _, _, boxes in rows], np.float64).reshape(-1, 2).T
@@ -93,13 +94,14 @@ def other_order(source: Annotated, found: Checked) -> str | None:
     areas = np.array([np.nan if row.area is None else row.area for row, _, _ in rows], np.float64)
     order, why = order_by_area(boxes[:, is_counted], source.order, areas[is_counted]), "has its stated area"
     # Half of all random corners leave the image if they are read as sizes. Careless edges of large boxes do so rarely.
-    if order is None and 4 * len(found.box_faults) > len(rows) > _FEWEST_BOXES:
-        others = (each for each in ORDERS if each != source.order and fits_image(boxes, each, sizes).all())
+    if order is None and found.box_faults and len(rows) > _FEWEST_BOXES:
+        possible = ORDERS if 4 * len(found.box_faults) > len(rows) else ["xyxy"] if source.order == "cxcywh" else []
+        others = (each for each in possible if each != source.order and fits_image(boxes, each, sizes).all())
         order, why = next(others, None), "fits its image"
     if order is None:
         return None
     name = source.description.rpartition(": ")[0]
-    also = f", or set data.box_format: {order}" if source.kind in ("table", "table of boxes") else ""
+    also = f", or set data.box_format: {order}" if source.kind in ("table", "table of boxes", "YOLO") else ""
     return f"{name}: every box {why} as {ORDERS[order]}; write {ORDERS[source.order]}{also}"
 
 

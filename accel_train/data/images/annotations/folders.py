@@ -26,6 +26,7 @@ from accel_train.data.images.annotations.yolo import (
 from accel_train.data.images.images import evenly_spaced, list_images
 from accel_train.data.parts import part_of, pick
 from accel_train.data.sources import TABLE_KINDS, Source, is_saved_dataset, resolve_sources
+from accel_train.data.tables import refuse_parts_of
 from accel_train.recipe.data import BoxData
 
 LAYOUTS = (
@@ -108,8 +109,11 @@ def read_annotated(
     if found.kind == "Pascal VOC":
         return [read_voc(place, images)]
     if found.kind == "YOLO":
-        return [read_yolo(place, "val" if part == "eval" else part)]
+        order = "cxcywh" if data.box_format == "auto" else data.box_format
+        return [read_yolo(place, "val" if part == "eval" else part, order)]
     (source,) = resolve_sources(str(place), data, key="data.eval" if part == "eval" else data.train_key)
+    if part == "train":
+        refuse_parts_of(source, data)
     tables = [replace(source, name=str(file), files=(file,)) for file in source.files] or [source]
     columns = [find_columns(table, data) if found.kind == KIND else None for table in tables]
     return with_same_names(

@@ -24,10 +24,11 @@ _YOLO_NUMBERS = 5
 CLASSES_FILES = ("classes.txt", "obj.names")
 
 
-def read_yolo(path: Path, part: str) -> Annotated:
+def read_yolo(path: Path, part: str, order: str) -> Annotated:
     """Return the images of one part (`train`, `val` or `test`) of a YOLO data.yaml, or of a folder of images.
 
     The labels of `images/a.jpg` are in `labels/a.txt`, or next to the image. Without that file, the image has no boxes.
+    `order` is that of the numbers of a box: YOLO's is cxcywh.
 
     Raises:
         ValueError: the file has no class names or does not name the part, or a folder is missing or empty.
@@ -51,7 +52,7 @@ def read_yolo(path: Path, part: str) -> Annotated:
             label = label_file(image)
             if os.path.isfile(label):
                 num_labels += 1
-                boxes = _yolo_rows(label, faults)
+                boxes = _yolo_rows(label, faults, order)
             else:
                 num_alone, boxes = num_alone + 1, []
             files.append(image)
@@ -67,7 +68,7 @@ def read_yolo(path: Path, part: str) -> Annotated:
     if part == "train" and os.path.isfile(path):
         notes += [f"{path}: val names {place}, which does not exist" for place in _missing(path, "val")]
     images = FileImages(*below_one_root(files))
-    return annotated("YOLO", path, images, rows, faults, "cxcywh", names, notes=tuple(notes))
+    return annotated("YOLO", path, images, rows, faults, order, names, notes=tuple(notes))
 
 
 def yolo_settings(path: Path) -> dict[str, Any] | None:
@@ -193,7 +194,7 @@ def label_file(image: Path) -> Path:
     return Path(*parts).with_suffix(".txt")
 
 
-def _yolo_rows(path: Path, faults: Faults) -> list[BoxRow]:
+def _yolo_rows(path: Path, faults: Faults, order: str) -> list[BoxRow]:
     rows, seen = list[BoxRow](), dict[str, int]()
     try:
         text = read_regular(path).decode("utf-8-sig")
@@ -216,5 +217,5 @@ def _yolo_rows(path: Path, faults: Faults) -> list[BoxRow]:
             faults.boxes.append(f"{where}: repeats line {seen[' '.join(fields)]}")
         else:
             seen[" ".join(fields)] = number
-            rows.append(box_row(where, values[1:], int(values[0]), "cxcywh"))
+            rows.append(box_row(where, values[1:], int(values[0]), order))
     return rows

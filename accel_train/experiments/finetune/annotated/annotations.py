@@ -101,44 +101,46 @@ def _rows(asked: Asked, table: Table) -> Iterator[Mapping[str, Any]]:
         yield dict(zip(table.columns, cells))
 
 
-def _objects(cell: object) -> list[Mapping[str, Any]]:
+def objects(cell: object) -> list[Mapping[str, Any]]:
+    """Return the objects in a list."""
     return [each for each in cell if isinstance(each, Mapping)] if isinstance(cell, list) else []
 
 
-def _mapping(cell: object) -> Mapping[str, Any]:
+def mapping(cell: object) -> Mapping[str, Any]:
+    """Return a cell that is an object, or an empty one."""
     return cell if isinstance(cell, Mapping) else {}
 
 
-def _regions(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the values of all results of a task of Label Studio."""
-    made = [each for key in ANNOTATIONS for each in _objects(row.get(key))]
-    return [_mapping(each.get("value")) for annotation in made for each in _objects(annotation.get("result"))]
+def results_of(row: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return the names and values of all results of a task of Label Studio."""
+    made = [each for key in ANNOTATIONS for each in objects(row.get(key))]
+    results = [result for annotation in made for result in objects(annotation.get("result"))]
+    return [(str(result.get("from_name")), mapping(result.get("value"))) for result in results]
 
 
-def _is_label_studio(row: Mapping[str, Any]) -> bool:
+def is_label_studio(row: Mapping[str, Any]) -> bool:
+    """Return whether a row is a task of Label Studio's export JSON."""
     return isinstance(row.get("data"), Mapping) and any(
-        "result" in each for key in ANNOTATIONS for each in _objects(row.get(key))
+        "result" in each for key in ANNOTATIONS for each in objects(row.get(key))
     )
 
 
 def _label_studio(asked: Asked, table: Table, rows: Rows) -> Marked | str:
-    regions = [region for row in rows for region in _regions(row)]
+    regions = [region for row in rows for _, region in results_of(row)]
     if not any("labels" in region and "start" in region for region in regions):
-        return "For classes of texts, export JSON_MIN, and name its columns: --text text --label COLUMN"
-    texts = [key for key in _mapping(rows[0].get("data")) if all(_holds_regions(row, key) for row in rows)]
+        return "Choices and labels are. For others, export JSON_MIN, and name columns: --text text --label COLUMN"
+    texts = [key for key in mapping(rows[0].get("data")) if all(_holds_regions(row, key) for row in rows)]
     text = _one_of(asked, table, "tokens_column", texts, asked.text)
     return Marked("label_studio", text, "annotations", "Label Studio's export JSON", ("data", *ANNOTATIONS))
 
 
 def _holds_regions(row: Mapping[str, Any], key: str) -> bool:
-    text = _mapping(row.get("data")).get(key)
-    return isinstance(text, str) and all(str(region.get("text", "")).strip() in text for region in _regions(row))
+    text = mapping(row.get("data")).get(key)
+    return isinstance(text, str) and all(str(region.get("text", "")).strip() in text for _, region in results_of(row))
 
 
 def _prodigy(asked: Asked, table: Table, rows: Rows) -> Marked | str | None:
-    if any("options" in row for row in rows):
-        return "Write the text and the accepted option of each accepted row into a table of text and label"
-    columns = _columns_of_spans(rows)
+    columns = columns_of_spans(rows)
     if columns:
         spans = _one_of(asked, table, "tags_column", columns, asked.label)
         return Marked("prodigy", _text_of(asked, table, rows), spans, "Prodigy's spans with answers", ("answer",))
@@ -147,14 +149,14 @@ def _prodigy(asked: Asked, table: Table, rows: Rows) -> Marked | str | None:
 
 
 def _columns(asked: Asked, table: Table, rows: Rows) -> Marked | None:
-    columns = _columns_of_spans(rows)
+    columns = columns_of_spans(rows)
     if asked.label and not {*asked.label} <= {*columns}:
         return None
     spans = _one_of(asked, table, "tags_column", columns, asked.label)
     return Marked("spans", _text_of(asked, table, rows), spans, f"column {spans!r} holds spans of a text")
 
 
-def _columns_of_spans(rows: Rows) -> list[str]:
+def columns_of_spans(rows: Rows) -> list[str]:
     """Return the columns that hold lists of spans with labels. The reader names a row with another value."""
     return list(dict.fromkeys(name for row in rows for name, cell in row.items() if _are_spans(cell)))
 
@@ -173,7 +175,7 @@ def _marks_places(row: Mapping[str, Any]) -> bool:
         key in each
         for name, cell in row.items()
         if name not in ("tokens", "sents")
-        for each in _objects(cell)
+        for each in objects(cell)
         for key in START_KEYS
     )
 
@@ -204,24 +206,22 @@ class _Form(NamedTuple):
 
 
 _FORMS = (
-    _Form("results of Label Studio that are not labels of a text", _is_label_studio, _label_studio),
+    _Form("results of Label Studio that are not labels of a text", is_label_studio, _label_studio),
     _Form("Prodigy's answers", lambda row: row.get("answer") in ANSWERS and "text" in row, _prodigy),
-    _Form("texts with spans", lambda row: bool(_columns_of_spans([row])), _columns),
+    _Form("texts with spans", lambda row: bool(columns_of_spans([row])), _columns),
     _Form(
         "Dataturks' annotations",
-        lambda row: any("points" in each for each in _objects(row.get("annotation"))),
+        lambda row: any("points" in each for each in objects(row.get("annotation"))),
         lambda *_: f"{_READABLE}; the ends of Dataturks are one character too early",
     ),
     _Form(
         "GATE's annotations",
-        lambda row: any(
-            "indices" in each for cell in _mapping(row.get("entities")).values() for each in _objects(cell)
-        ),
+        lambda row: any("indices" in each for cell in mapping(row.get("entities")).values() for each in objects(cell)),
         lambda *_: _READABLE,
     ),
     _Form(
         "spaCy's categories (cats)",
-        lambda row: bool(_mapping(row.get("cats"))),
+        lambda row: bool(mapping(row.get("cats"))),
         lambda *_: "Write the text and the category with the value 1 into a table of text and label",
     ),
     _Form(

@@ -14,7 +14,7 @@ from accel_train.data.encoding import read_lines, read_text
 from accel_train.data.sources import resolve_sources
 from accel_train.experiments.finetune.annotated.annotations import find_spans
 from accel_train.experiments.finetune.columns import Column, Table, files_at, readings, with_settings
-from accel_train.experiments.finetune.recipe import Asked, Choices, Found, lengths, listed, refuse_columns
+from accel_train.experiments.finetune.recipe import Asked, Choices, Found, lengths, listed, places_of, refuse_columns
 from accel_train.tasks.question_answering.data import read_questions
 from accel_train.tasks.sentence_embedding.data import read_anchor_rows
 from accel_train.tasks.seq2seq.data import read_pairs
@@ -150,9 +150,7 @@ def recognise_annotated(asked: Asked, task: str, path: Path, held_out: Path | No
     if (lines := conll_settings(path, asked)) is not None:
         settings = {name: choice for name, choice in settings.items() if name != "data.header"} | lines
     facts = facts_of(asked, task, str(path), settings)
-    settings["data.train"] = Choice(str(path), "")
-    if held_out is not None and "data.eval" not in asked.given:
-        settings["data.eval"] = Choice(str(held_out), "evaluation data by its name")
+    settings |= places_of(asked, path, held_out)
     about = f"{path}: {format_count(facts['num_samples'], kind.unit)}"
     return Found(task, f"it holds {kind.file}", about, settings=settings, unused=(), **facts)
 

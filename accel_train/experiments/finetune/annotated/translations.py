@@ -12,7 +12,7 @@ from accel_train.data.sources import file_kind
 from accel_train.data.text.aligned import target_file
 from accel_train.experiments.finetune.annotated.text_tasks import LANGUAGES, PAIRS, facts_of
 from accel_train.experiments.finetune.columns import Column, Table, readings
-from accel_train.experiments.finetune.recipe import Asked, Found, listed
+from accel_train.experiments.finetune.recipe import Asked, Found, listed, places_of
 
 _SIDES = frozenset(side for pair in PAIRS for side in pair)
 
@@ -83,9 +83,7 @@ def recognise_aligned(asked: Asked, target_suffix: str, path: Path, held_out: Pa
     why = f"a line belongs to the same line of {target_file(path, target_suffix).name}"
     settings = {**readings(path, asked.data, asked.given), "data.target_suffix": Choice(target_suffix, why)}
     facts = facts_of(asked, "seq2seq", str(path), settings)
-    settings["data.train"] = Choice(str(path), "")
-    if held_out is not None and "data.eval" not in asked.given:
-        settings["data.eval"] = Choice(str(held_out), "evaluation data by its name")
+    settings |= places_of(asked, path, held_out)
     about = f"{path}: {format_count(facts['num_samples'], 'pair')} of lines"
     return Found("seq2seq", "two files hold the same texts, line by line", about, settings=settings, unused=(), **facts)
 

@@ -17,8 +17,10 @@ from accel_train.data.labels import (
     is_missing,
     is_whole_number,
     label_scheme,
+    refuse_objects,
 )
-from accel_train.experiments.finetune.columns import LABEL_NAMES, Column, Table
+from accel_train.data.tables import LABEL_NAMES
+from accel_train.experiments.finetune.columns import Column, Table
 from accel_train.experiments.finetune.recipe import Asked, Choices, listed
 from accel_train.recipe.data import Data
 
@@ -191,6 +193,7 @@ def _labels_of(asked: Asked, table: Table, *used: str, is_text: bool) -> tuple[l
     if len(decimal) == 1:
         return decimal, "the only column of decimal numbers"
     for column in others:
+        refuse_objects(column.filled, column.name, str(table.path))
         whole = column._replace(most_missing=1)
         if not column.filled and is_text and (whole.is_decimal or whole.may_be_labels):
             raise ValueError(

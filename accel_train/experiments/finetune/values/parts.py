@@ -1,128 +1,52 @@
-"""Split a table by a column that names the part of each row (train, validation, test), into one file per part."""
+"""The parts of a data set by a column of its table, which is split into one file per part, or by a hub's README.md."""
 
 import json
-from collections import defaultdict
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
-from accel_train.data.labels import binary_value
-from accel_train.data.parts import Part, part_of
+from accel_train.data.parts import Part, pick
 from accel_train.data.sources import file_kind
-from accel_train.data.tables import column_names, has_object_lines, json_objects, read_rows
-from accel_train.experiments.finetune.columns import (
-    LABEL_NAMES,
-    Table,
-    read_table,
-    readings,
-    source_of,
-    with_settings,
-)
-from accel_train.experiments.finetune.recipe import Asked
+from accel_train.data.tables import SPLITS, columns_with_parts, parts_in, rows_of
+from accel_train.experiments.finetune.columns import files_at, read_table, readings, source_of, with_settings
+from accel_train.experiments.finetune.recipe import MOST_LISTED, Asked
+from accel_train.recipe.yaml_core import parse_yaml
 
-_MOST_PARTS = 10
-"""Different values in a column of parts."""
-_WORDS_OF_A_PART = 3
-SPLITS: dict[Part, str] = {"train": "train", "eval": "validation", "test": "test"}
+_HEAD = re.compile(r"---\s*\n(.*?)\n---\s*(?:\n|$)", re.DOTALL)
 
 
 def rows_by_part(asked: Asked, path: Path) -> tuple[str, dict[str, bytes]] | None:
-    """Return the column of parts in a table, and a file for each part: parquet as parquet, other rows as jsonl.
+    """Return words for the column of parts in a table, and a file for each: parquet as parquet, other rows as jsonl.
 
     Returns None without this column, and for a table that names image files, because its paths are relative to it.
 
     Raises:
         ValueError: some rows of the column are of no part.
     """
-    kind = file_kind(path)
+    if not path.is_file():
+        return None
+    source, kind = source_of(path), file_kind(path)
     try:
         data = with_settings(asked.data, readings(path, asked.data, asked.given))
-        if kind == "json" and not has_object_lines(path, data) and path.read_bytes().lstrip()[:1] != b"[":
-            return None
-        names = column_names(source_of(path), data) if kind in ("csv", "jsonl", "json", "parquet") else []
-        rows = _objects(path, names, data) if _may_have_parts(path, names, data) else []
-    # The reader of the table will report the row.
+    # The reader of the table will report the byte.
     except ValueError:
         return None
-    for name in names if rows else ():
-        parts = _parts_in(asked, str(path), name, [row.get(name) for row in rows], names)
+    columns, names = columns_with_parts(source, data, (*asked.label, *asked.text))
+    for name, cells in columns.items():
+        parts = parts_in(str(path), name, cells, names)
         if parts is None or _names_images(asked, path):
             continue
-        files = {
-            f"{SPLITS[part]}.{'parquet' if kind == 'parquet' else 'jsonl'}": found for part, found in parts.items()
-        }
+        by = f" by column {name!r}"
+        found = {SPLITS[part]: numbers for part, numbers in parts.items()}
         if kind == "parquet":
-            return name, {file: _parquet_of(path, found) for file, found in files.items()}
+            return by, {f"{split}.parquet": _parquet_of(path, numbers) for split, numbers in found.items()}
         encoding = data.encoding if "data.encoding" in asked.given else "utf-8"
-        lines = {file: "".join(f"{json.dumps(rows[row])}\n" for row in found) for file, found in files.items()}
-        return name, {file: text.encode(encoding) for file, text in lines.items()}
+        lines = [f"{json.dumps(row)}\n" for row in rows_of(source, names, data)]
+        texts = {split: "".join(lines[number] for number in numbers) for split, numbers in found.items()}
+        return by, {f"{split}.jsonl": text.encode(encoding) for split, text in texts.items()}
     return None
-
-
-def refuse_parts(asked: Asked, table: Table) -> None:
-    """Raise ValueError if a column divides the rows into parts, because all rows would be trained on."""
-    names = list(table.columns)
-    for column in table.columns.values():
-        if (parts := _parts_in(asked, str(table.path), column.name, column.cells, names)) is not None:
-            shown = ", ".join(f"{SPLITS[part]} {len(rows):,}" for part, rows in parts.items())
-            raise ValueError(
-                f"{table.path}: column {column.name!r} divides the rows into parts ({shown}), and all of them would be "
-                "trained on. Write a table for each part: train, validation, test"
-            )
-
-
-def _may_have_parts(path: Path, names: Sequence[str], data: Any) -> bool:
-    first = next(read_rows(source_of(path), names, data), None) if names else None
-    cells = () if first is None else first.cells
-    return any(_part_of_cell(name, str(cell), names) is not None for name, cell in zip(names, cells))
-
-
-def _objects(path: Path, names: Sequence[str], data: Any) -> list[dict[str, Any]]:
-    """Return the rows as mappings. Rows of JSON have their own keys."""
-    if file_kind(path) in ("json", "jsonl"):
-        return [row for row, _, _ in json_objects(path, data, "text")]
-    named = [name for name in names if name]
-    return [dict(zip(named, row.cells)) for row in read_rows(source_of(path), named, data)]
-
-
-def _part_of_cell(name: str, cell: str, names: Sequence[str]) -> Part | None:
-    """Return the part that a cell names, or that a column with 0 and 1 has in its name: is_valid."""
-    if name.lower() in LABEL_NAMES:
-        return None
-    begin, _, named = name.lower().partition("_")
-    has_label = any(each.lower() in LABEL_NAMES for each in names)
-    if begin == "is" and has_label and (part := part_of(named)) is not None and binary_value(cell) is not None:
-        other: Part = "test" if part == "train" else "train"
-        return part if binary_value(cell) else other
-    return part_of(cell) if len(cell.split()) <= _WORDS_OF_A_PART else None
-
-
-def _parts_in(
-    asked: Asked, path: str, name: str, cells: Sequence[Any], names: Sequence[str]
-) -> dict[Part, list[int]] | None:
-    """Return the rows of each part, or None if the column does not name a training part and another.
-
-    Raises:
-        ValueError: some rows are of no part.
-    """
-    if name in (*asked.label, *asked.text) or isinstance(cells[0], list | dict):
-        return None
-    rows: dict[Part | None, list[int]] = defaultdict(list)
-    part_by_value: dict[str, Part | None] = {}
-    for row, cell in enumerate(map(str, cells)):
-        if cell not in part_by_value:
-            part_by_value[cell] = _part_of_cell(name, cell, names)
-            if len(part_by_value) > _MOST_PARTS:
-                return None
-        rows[part_by_value[cell]].append(row)
-    if "train" not in rows or not rows.keys() & {"eval", "test"}:
-        return None
-    if others := rows.get(None):
-        raise ValueError(
-            f"{path}: column {name!r} divides the rows into parts, and {cells[others[0]]!r} is not train, validation "
-            f"or test ({len(others):,} rows). Rename or remove these rows"
-        )
-    return {part: rows[part] for part in SPLITS if part in rows}
 
 
 def _names_images(asked: Asked, path: Path) -> bool:
@@ -140,3 +64,58 @@ def _parquet_of(path: Path, rows: Sequence[int]) -> bytes:
     pyarrow.parquet.write_table(pyarrow.parquet.read_table(path).take(rows), sink)
     content: bytes = sink.getvalue().to_pybytes()
     return content
+
+
+def parts_of_card(folder: Path) -> dict[Part, Path]:
+    """Return the path or pattern of each part that the README.md of a data set on the hub names, or nothing.
+
+    Raises:
+        ValueError: it names several data sets, no files for training, or several patterns for a part.
+    """
+    card = folder / "README.md"
+    head = _HEAD.match(card.read_text(errors="replace")) if card.is_file() else None
+    try:
+        content = parse_yaml(head[1], str(card))[0] if head is not None else None
+    # The card of something else.
+    except ValueError:
+        return {}
+    configs = content.get("configs") if isinstance(content, dict) else None
+    named = [each for each in configs if isinstance(each, dict)] if isinstance(configs, list) else []
+    found = {str(each.get("config_name")): _files_of(each["data_files"]) for each in named if each.get("data_files")}
+    places = {name: {part: _place(folder, name, files) for part, files in each.items()} for name, each in found.items()}
+    if len(places) > 1:
+        commands = [_command(name, each) for name, each in places.items()][:MOST_LISTED]
+        raise ValueError(f"{card} names {len(places)} data sets. Choose one: {'; '.join(commands)}")
+    return next(iter(places.values()), {})
+
+
+def _command(name: str, places: Mapping[Part, Path]) -> str:
+    train, held = (quote(str(places[part])) if part in places else "" for part in SPLITS if part != "test")
+    return f"{name}: accel-train finetune {train}{f' --data.eval {held}' if held else ''}"
+
+
+def _files_of(data_files: Any) -> dict[Part, list[str]]:
+    """Return the patterns of each part: a pattern, a list of them, or of {split, path}, or a mapping of splits."""
+    if isinstance(data_files, Mapping):
+        data_files = [{"split": split, "path": path} for split, path in data_files.items()]
+    files: dict[str, list[str]] = {}
+    for each in data_files if isinstance(data_files, list) else [data_files]:
+        each = each if isinstance(each, Mapping) else {"split": "train", "path": each}
+        paths = each.get("path")
+        files.setdefault(str(each.get("split")), []).extend(map(str, paths if isinstance(paths, list) else [paths]))
+    names: dict[Part, str | None] = {part: pick(files, part) for part in SPLITS}
+    names["train"] = names["train"] or (next(iter(files)) if len(files) == 1 else None)
+    return {part: files[name] for part, name in names.items() if name is not None}
+
+
+def _place(folder: Path, name: str, files: Sequence[str]) -> Path:
+    found = [folder / file for file in files]
+    # A stranger's file names nothing outside of its folder.
+    is_inside = folder in found[0].parents and ".." not in found[0].parts[len(folder.parts) :]
+    if len(found) > 1 or not is_inside or not files_at(found[0]):
+        problem = "several patterns for a part" if len(found) > 1 else f"{files[0]}, which is not in the folder"
+        raise ValueError(
+            f"{folder / 'README.md'}: {name} names {problem}. Name the files: accel-train finetune "
+            f"{quote(str(found[0]))}"
+        )
+    return found[0]
