@@ -38,7 +38,7 @@ from accel_train.recipe.optimizer import optimizer_kind
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.tasks import targets_of
 from accel_train.runtime.launch_environment import with_launch_environment
-from accel_train.task import Task, TaskData, read_data
+from accel_train.task import Facts, Task, TaskData, read_data
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Plan:
     """Number of training samples in an epoch."""
     num_targets: int
     """Number of labels in the whole run: tokens with a label, for a language model."""
-    data_facts: Mapping[str, Any]
+    data_facts: Facts
     num_parameters: int
     num_trainable: int
     vocabulary: tuple[int, int] | None
@@ -245,8 +245,8 @@ def _look_at_model(recipe: Recipe, task: Task, data: TaskData, sizes: BatchSizes
     # Recomputation also repeats the exchanges.
     checkpointed = recipe.precision.recomputed in ("blocks", "selective")
     num_targets = (
-        data.facts.get("train_targets")
-        or max(data.facts.get("train_tokens", 0) - 1, 0)
+        data.facts.train_targets
+        or max((data.facts.train_tokens or 0) - 1, 0)
         or round(num_targets_per_sample * len(data.train))  # type: ignore[arg-type]
     )
     chunked = "loss.chunked" in choices and choices["loss.chunked"].value
@@ -298,7 +298,7 @@ def most_checkpoints(recipe: Recipe, evaluates: bool) -> int:
 
 
 def _notes(recipe: Recipe, data: TaskData, gpu: str | None, sizes: BatchSizes, place: Place) -> Iterator[str]:
-    yield from data.facts.get("notes", ())
+    yield from data.facts.notes
     if (note := across_machines(recipe.parallel, place.layout.gpus_per_node)) is not None:
         yield note
     if (kind := optimizer_kind(recipe.optimizer.name)).of_class and not kind.skips_alone:

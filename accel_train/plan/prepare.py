@@ -81,11 +81,11 @@ def _data_sets(recipe: Recipe, since: float) -> Iterator[Part]:
 
 def _samples(recipe: Recipe, data: TaskData, since: float) -> Part:
     facts = data.facts
-    if "cache_folder" in facts:
-        folder = Path(facts["cache_folder"])
+    if facts.cache_folder is not None:
+        folder = Path(facts.cache_folder)
         num_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        about = f"{facts['train_tokens']:,} for training, {facts['eval_tokens']:,} for evaluation"
-        return Part("tokens", about, folder, num_bytes, facts["reused"])
+        about = f"{facts.train_tokens:,} for training, {facts.eval_tokens:,} for evaluation"
+        return Part("tokens", about, folder, num_bytes, facts.reused)
     count = f"{len(data.train):,} for training"  # type: ignore[arg-type]
     if targets_of(recipe.task, "pixels") not in ("images", "pixels"):
         how = "each start reads and encodes them in memory"

@@ -49,7 +49,7 @@ def test_the_numbers_of_a_run_are_those_of_its_parts() -> None:
     assert (resolved.sizes.global_batch_size, resolved.sizes.gradient_accumulation_steps) == (16, 2)
     assert resolved.learning_rate.value == pytest.approx(1e-3 * 16 / 4)
     assert (resolved.steps.max_steps, resolved.steps.warmup_steps) == (10, 3)
-    tokens = resolved.data_facts["train_tokens"]
+    tokens = resolved.data_facts.train_tokens
     assert tokens == 14 * 400 + 1  # bytes, and the separator of the one document
     assert resolved.num_samples == -(-(tokens - 1) // 64)
     assert resolved.num_targets == pytest.approx(10 * 16 * 64, rel=0.02)

@@ -15,6 +15,7 @@ from accel_train.data.text.documents import Split, choose_split, read_documents
 from accel_train.data.text.tokenizers import TextTokenizer, prepare_tokenizer, train_bpe
 from accel_train.data.text.tokens import ShardWriter, TokenFile, Tokens, inspect_token_file, tail_start, token_chunks
 from accel_train.recipe.data import TrainedTokenizer, WindowData
+from accel_train.task import Facts
 
 # A larger sample no longer changes which frequent pairs become tokens, but costs minutes and gigabytes.
 _BPE_LIMIT_CHARACTERS = 1 << 30
@@ -102,7 +103,7 @@ def build_shards(folder: Path, inputs: Inputs) -> tuple[TextTokenizer, dict[str,
         "separator_id": tokenizer.separator_id,
         "vocab_size": tokenizer.vocab_size,
         "tokenizer_digest": tokenizer.digest,
-        "facts": _corpus_facts(inputs, tokenizer.separator_id, train, held_out, counts),
+        "facts": _corpus_facts(inputs, tokenizer.separator_id, train, held_out, counts).record(),
     }
 
 
@@ -254,12 +255,10 @@ def _token_files(sources: Sequence[Source]) -> list[TokenFile]:
 
 def _corpus_facts(
     inputs: Inputs, separator_id: int, train_shard: ShardWriter, eval_shard: ShardWriter, counts: Counts
-) -> dict[str, Any]:
-    """Return the facts of a built corpus as JSON values. Facts on text are None if the source holds tokens.
+) -> Facts:
+    """Return the facts of a built corpus. Facts on text are None if the source holds tokens.
 
-    `num_documents` includes evaluation documents (separators, in token shards) but not empty documents.
-    `unigram_bits_per_byte` is the loss of the training token frequencies on the evaluation targets, without context.
-    `xz_bits_per_byte` is the xz-compressed size of the evaluation text, or of its first 8 MB.
+    Token shards are counted by their separators.
     """
     train_is_text, eval_is_text = not holds_tokens(inputs.train), not holds_tokens(inputs.eval or inputs.train)
     num_train_separators = int(train_shard.token_counts[separator_id])
@@ -273,16 +272,16 @@ def _corpus_facts(
         with_one_added = train_shard.token_counts + 1
         unigram = float(-(targets * np.log2(with_one_added / with_one_added.sum())).sum()) / counts.eval_bytes
     text = bytes(counts.eval_start)
-    return {
-        "sources": describe(inputs.train, inputs.eval),
-        "num_documents": counts.num_documents + from_tokens,
-        "num_empty_documents": counts.num_empty_documents,
-        "num_eval_documents": counts.num_eval_documents if eval_is_text else num_eval_separators,
-        "train_tokens": train_shard.num_tokens,
-        "eval_tokens": eval_shard.num_tokens,
-        "train_bytes": counts.train_bytes if train_is_text else None,
-        "eval_bytes": counts.eval_bytes if eval_is_text else None,
-        "unigram_bits_per_byte": unigram,
-        "xz_bits_per_byte": 8 * len(lzma.compress(text)) / len(text) if text else None,
-        "notes": counts.notes,
-    }
+    return Facts(
+        sources=describe(inputs.train, inputs.eval),
+        num_documents=counts.num_documents + from_tokens,
+        num_empty_documents=counts.num_empty_documents,
+        num_eval_documents=counts.num_eval_documents if eval_is_text else num_eval_separators,
+        train_tokens=train_shard.num_tokens,
+        eval_tokens=eval_shard.num_tokens,
+        train_bytes=counts.train_bytes if train_is_text else None,
+        eval_bytes=counts.eval_bytes if eval_is_text else None,
+        unigram_bits_per_byte=unigram,
+        xz_bits_per_byte=8 * len(lzma.compress(text)) / len(text) if text else None,
+        notes=counts.notes,
+    )

@@ -19,6 +19,7 @@ from accel_train.data.text.tokenizers import TextTokenizer, load_tokenizer, prep
 from accel_train.data.text.tokens import WindowDataset
 from accel_train.recipe.data import TrainedTokenizer, WindowData
 from accel_train.recipe.schema import Recipe
+from accel_train.task import Facts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,7 +43,7 @@ class Corpus(Generic[Samples]):
     separator_id: int
     fingerprint: str
     """Hex digest. Equal fingerprints mean equal tokens and equal targets."""
-    facts: dict[str, Any]
+    facts: Facts
     large_files: Mapping[Path, str] = field(default_factory=dict)
     """SHA-256 by path of large files whose digests are not checked yet, because that takes long."""
 
@@ -156,17 +157,13 @@ def _build(inputs: Inputs, root: Path, folder: Path) -> tuple[TextTokenizer, dic
 def _open(
     recipe: Recipe, inputs: Inputs, folder: Path, meta: dict[str, Any], built: TextTokenizer | None, notes: list[str]
 ) -> TextCorpus:
-    facts = {
-        **meta["facts"],
-        "notes": [*meta["facts"]["notes"], *notes],
-        "cache_folder": str(folder),
-        "reused": built is None,
-    }
+    facts = Facts(**meta["facts"], cache_folder=str(folder), reused=built is None)
+    facts.notes += notes
     length = WindowData.of(recipe.data).sequence_length
-    num_tokens = facts["train_tokens"]
+    num_tokens, num_held_out = facts.train_tokens or 0, facts.eval_tokens or 0
     if num_tokens <= length:
         raise ValueError(
-            f"data.sequence_length={length} needs {length + 1} training tokens for one window; {facts['sources']} "
+            f"data.sequence_length={length} needs {length + 1} training tokens for one window; {facts.sources} "
             f"gives {num_tokens}; lower it to {num_tokens - 1} or less, or add text"
         )
     tokenizer = built or inputs.tokenizer
@@ -176,15 +173,15 @@ def _open(
         WindowDataset(
             folder / f"{side}.bin",
             dtype=np.dtype(meta["dtype"]),
-            num_tokens=facts[f"{side}_tokens"],
+            num_tokens=number,
             sequence_length=length,
             vocab_size=tokenizer.vocab_size,
         )
-        for side in ("train", "eval")
+        for side, number in (("train", num_tokens), ("eval", num_held_out))
     )
     return Corpus(
         train=train,
-        eval=held_out if facts["eval_tokens"] > 1 else None,
+        eval=held_out if num_held_out > 1 else None,
         tokenizer=tokenizer.tokenizer,
         vocab_size=tokenizer.vocab_size,
         separator_id=tokenizer.separator_id,

@@ -15,7 +15,7 @@ from accel_train.core.model_card import FOLDER, Use
 from accel_train.data.text.padding import joined_arrays, samples_digest
 from accel_train.metrics.texts import answer_scores
 from accel_train.recipe.schema import Recipe
-from accel_train.task import Scores, TaskData
+from accel_train.task import Facts, Scores, TaskData
 from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.encoder import EncoderTask
 from accel_train.tasks.question_answering import data as questions
@@ -118,18 +118,20 @@ class QuestionAnswering(EncoderTask):
                 questions.collate_windows, with_types=models.with_token_types(tokenizer, config, self.head)
             ),
             fingerprint=_fingerprint(train, evaluation),
-            sources=asked.description,
             source=Source(asked, tokenizer, config),
-            facts={
-                "num_train_questions": len(asked.train),
-                "num_unanswered": unanswered,
-                "doc_stride": doc_stride,
-            },
-            notes=[
-                *asked.notes,
-                *reader.notes,
-                *self._notes(by_question, num_cut, called, max_length, doc_stride),
-            ],
+            facts=Facts(
+                sources=asked.description,
+                others={
+                    "num_train_questions": len(asked.train),
+                    "num_unanswered": unanswered,
+                    "doc_stride": doc_stride,
+                },
+                notes=[
+                    *asked.notes,
+                    *reader.notes,
+                    *self._notes(by_question, num_cut, called, max_length, doc_stride),
+                ],
+            ),
         )
 
     def _notes(
@@ -248,7 +250,7 @@ class QuestionAnswering(EncoderTask):
             _EXAMPLE,
             [
                 f"Gives: the first and the last token of the answer in the context{none}",
-                models.reads(data.facts["max_length"], windows),
+                models.reads(data.facts.max_length, windows),
             ],
             "questions",
         )

@@ -19,7 +19,7 @@ from accel_train.metrics import METRICS, tally
 from accel_train.metrics.scores import auroc_from_histogram, classification_scores, multilabel_scores, regression_scores
 from accel_train.model.ngrams import NgramsForSequenceClassification
 from accel_train.recipe.schema import Recipe
-from accel_train.task import Scores, TaskData
+from accel_train.task import Facts, Scores, TaskData
 from accel_train.tasks.common import classification
 from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.encoder import EncoderTask, cut_note
@@ -103,14 +103,14 @@ class TextClassification(EncoderTask):
             lengths=lengths,
             collate=partial(labelled.collate_texts, with_types=with_types),
             fingerprint=_fingerprint(scheme, train, evaluation),
-            sources=texts.description,
             source=Source(texts, tokenizer, reader.config),
-            facts={
-                "problem_type": f"{scheme.problem_type} ({scheme.reason})",
-                "label_names": list(scheme.names),
-                "num_train_of_label": texts.num_train_of_label,
-            },
-            notes=[*texts.notes, *reader.notes, *cut_note(lengths, length, section.of_training("texts"))],
+            facts=Facts(
+                sources=texts.description,
+                problem_type=f"{scheme.problem_type} ({scheme.reason})",
+                label_names=list(scheme.names),
+                num_train_of_label=texts.num_train_of_label,
+                notes=[*texts.notes, *reader.notes, *cut_note(lengths, length, section.of_training("texts"))],
+            ),
         )
 
     def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
@@ -190,8 +190,8 @@ class TextClassification(EncoderTask):
         return {} if data.eval is None else baseline_scores(data.source.texts)
 
     def use(self, model: nn.Module, data: TaskData) -> Use:
-        facts, names = data.facts, data.facts["label_names"]
-        is_regression = not facts["num_train_of_label"]
+        facts, names = data.facts, self.scheme.names
+        is_regression = not facts.num_train_of_label
         # The code of an ngrams model is saved in the folder of its weights.
         consent = ", trust_remote_code=True" if isinstance(model, NgramsForSequenceClassification) else ""
         labels = f"{len(names)} labels: {classification.listed(names, 40, ' (config.json has all)')}"
@@ -201,9 +201,9 @@ class TextClassification(EncoderTask):
 classify = pipeline("text-classification", model="{FOLDER}"{consent})
 print(classify("a text", truncation=True))""",
             [
-                f"Problem: {facts['problem_type']}",
+                f"Problem: {facts.problem_type}",
                 f"Gives: {f'a number ({names[0]})' if is_regression else labels}",
-                models.reads(facts["max_length"]),
+                models.reads(facts.max_length),
             ],
             "texts",
         )
