@@ -18,7 +18,7 @@ from accel_train.model.kernels.experts import autocast_experts
 from accel_train.model.pretrained import check_model_config, describe_kernels, pretrained_config
 from accel_train.observe.notify import check_targets
 from accel_train.observe.trackers import check_tracker_names
-from accel_train.optim.schedule import StepPlan, resolve_steps
+from accel_train.optim.schedule import Rate, StepPlan, resolve_steps, scale_learning_rate
 from accel_train.parallel.compatibility import check_compatibility
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.tasks import TASKS, check_spec
@@ -68,8 +68,10 @@ def check_recipe(recipe: Recipe) -> tuple[Recipe, Task]:
 
 def resolve_run(
     recipe: Recipe, data: TaskData, sizes: BatchSizes, epoch_order: Callable[[int], NDArray[np.int64]] | None = None
-) -> tuple[StepPlan, DataOrder]:
-    """Return the step plan of a run on this data, and its data order. `epoch_order` replaces the built-in order.
+) -> tuple[StepPlan, DataOrder, Rate]:
+    """Return the step plan, the data order, and the peak learning rate of a run on this data.
+
+    `epoch_order` replaces the built-in order.
 
     Raises:
         ValueError: there is nothing to train on, the warmup or `log.profile_steps` exceeds the run, or samples have
@@ -96,7 +98,7 @@ def resolve_run(
     order = DataOrder(
         num_samples, sizes.global_batch_size, recipe.seed, section.shuffle, section.last_batch, lengths, epoch_order
     )
-    return steps, order
+    return steps, order, scale_learning_rate(recipe.optimizer, sizes.global_batch_size)
 
 
 def makes_new_models(task: Task) -> bool:

@@ -28,7 +28,7 @@ from accel_train.guard.guard import Guard, learning_rate_factor
 from accel_train.model.batch_norm import RunningStatistics
 from accel_train.model.compile import GraphCount
 from accel_train.observe.observer import Observer
-from accel_train.optim.schedule import StepPlan, set_learning_rate
+from accel_train.optim.schedule import Rate, StepPlan, set_learning_rate
 from accel_train.parallel.strategy import Strategy
 from accel_train.recipe.schema import Recipe
 from accel_train.runtime.memory import PeakMemory
@@ -84,6 +84,7 @@ class RunPlan:
     data: TaskData
     order: DataOrder
     steps: StepPlan
+    rate: Rate
     sizes: BatchSizes
     """Batch sizes at the start. `RunContext.sizes` holds the current sizes."""
     reading: Reading

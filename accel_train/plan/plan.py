@@ -25,7 +25,7 @@ from accel_train.model.memory_estimate import (
 )
 from accel_train.model.weights import ModelWeights, group_weights
 from accel_train.optim.custom import BY_HOST, try_custom
-from accel_train.optim.schedule import StepPlan, scale_learning_rate
+from accel_train.optim.schedule import Rate, StepPlan
 from accel_train.parallel.compatibility import check_compatibility
 from accel_train.parallel.dims import across_machines
 from accel_train.parallel.sequence_parallel import check_model, slice_of
@@ -54,7 +54,7 @@ class Plan:
     precision: Choice[str]
     sizes: BatchSizes
     steps: StepPlan
-    learning_rate: Choice[float]
+    learning_rate: Rate
     """Peak learning rate after scaling. The reason is the formula with its numbers."""
     num_samples: int
     """Number of training samples in an epoch."""
@@ -160,7 +160,7 @@ def resolve_plan(
         short, data = without_data(task, recipe, sizes.global_batch_size)
     else:
         short, data = recipe, read_data(task, recipe, progress=progress)
-    steps, _ = resolve_run(short, data, sizes)
+    steps, _, rate = resolve_run(short, data, sizes)
     model = _look_at_model(recipe, task, data, sizes, place)
     num_targets, flops = round(steps.num_epochs * model.num_targets_per_epoch), model.flops_per_target
     scale = estimate_scale(
@@ -177,7 +177,7 @@ def resolve_plan(
         precision=place.precision,
         sizes=sizes,
         steps=steps,
-        learning_rate=scale_learning_rate(recipe.optimizer.learning_rate, recipe.optimizer.lr_scaling, sizes),
+        learning_rate=rate,
         num_samples=len(data.train),  # type: ignore[arg-type]
         num_targets=num_targets,
         data_facts=data.facts,

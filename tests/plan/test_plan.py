@@ -416,7 +416,7 @@ def test_the_text_says_who_set_each_value_and_fills_in_the_formulas(capsys: pyte
     assert f"learning_rate 0.001 <- line {line}" in lines
     assert any("r.yaml" in line for line in lines)
     assert any("16 = 2 per device x 4 accumulation x 2 processes" in line for line in lines)
-    assert any("linear: 0.001 x (2 per device x 4 accumulation x 2 processes) / 4 = 0.004" in line for line in lines)
+    assert any("linear: 0.001 x 16 / 4 = 0.004" in line for line in lines)
     assert any(line.startswith("vocabulary 257 tokens in 320 rows, 63 never used") for line in lines)
     assert "\x1b" not in captured.out
     assert "--no-data" in captured.err

@@ -42,7 +42,7 @@ def test_the_screen_has_only_choices_that_differ_from_the_recipe_and_the_log_has
     folder = train(Recipe.model_validate(recipe_dict(tmp_path, **sections))).output_dir
     printed = capsys.readouterr().out
     assert ("optimizer.learning_rate" in printed) == is_notable, "0.002 instead of 0.001"
-    assert ("x 4 accumulation" in printed) == is_notable
+    assert ("0.001 x 8 / 4" in printed) == is_notable
     assert "schedule.warmup_steps" not in printed
     choices = events(folder, "start")[0]["choices"]
     assert {"optimizer.learning_rate", "batch", "schedule.warmup_steps", "precision.mixed_precision"} <= set(choices)
