@@ -166,6 +166,8 @@ class TaskData:
     """Resolved settings that determine the samples, by dotted name, as plain JSON values without defaults. A checkpoint
     resumes only with equal values. Settings do not belong in `fingerprint`, which can only say that data have changed.
     """
+    unread: dict[str, str] = field(default_factory=dict)
+    """Settings that have no effect on these data, by dotted name, each with the reason. A training refuses them."""
     first_fingerprint: str = ""
     """Fingerprint of the same data in the first format of checkpoints, which hashed settings; empty if it is equal."""
 

@@ -11,6 +11,7 @@ from accel_train.core.errors import check_packages
 from accel_train.core.state import Choice
 from accel_train.data.batch_sizes import BatchSizes
 from accel_train.data.order import DataOrder
+from accel_train.data.sources import unread_formats
 from accel_train.data.text.tokenizers import check_tokenizer
 from accel_train.model.activation_checkpointing import checkpoint_activations
 from accel_train.model.freeze import freeze, set_training
@@ -21,7 +22,7 @@ from accel_train.observe.trackers import check_tracker_names
 from accel_train.optim.schedule import Rate, StepPlan, resolve_steps, scale_learning_rate
 from accel_train.parallel.compatibility import check_compatibility
 from accel_train.recipe.schema import Recipe
-from accel_train.recipe.tasks import TASKS, check_spec
+from accel_train.recipe.tasks import TASKS, check_spec, refuse_unread
 from accel_train.recipe.writer import who_set
 from accel_train.task import Task, TaskData, load_task, with_data_of
 
@@ -39,6 +40,7 @@ def check_recipe(recipe: Recipe) -> tuple[Recipe, Task]:
     recipe = with_data_of(task, recipe)
     check_spec(recipe, task.spec)
     if recipe.task in TASKS:
+        refuse_unread(recipe, unread_formats(recipe.data))
         check_model_config(recipe)
         if recipe.model.pretrained is not None:
             pretrained_config(recipe)  # fails before the data is read if it cannot be loaded
@@ -77,6 +79,9 @@ def resolve_run(
         ValueError: there is nothing to train on, the warmup or `log.profile_steps` exceeds the run, or samples have
             no lengths to group by.
     """
+    refuse_unread(recipe, data.unread)
+    if data.eval is None:
+        refuse_unread(recipe, {"evaluate.at_start": "the recipe holds out no data, as data.eval or data.eval_fraction"})
     num_samples = len(data.train)  # type: ignore[arg-type]
     section = recipe.data
     if sizes.global_batch_size > MOST_READS_PER_STEP * num_samples > 0:

@@ -65,16 +65,14 @@ def _stored(name: str, about: str, folder: Path, files: Iterable[Path], since: f
 
 def _data_sets(recipe: Recipe, since: float) -> Iterator[Part]:
     data = recipe.data
-    names = [(data.train_key, data.train), *([] if data.eval is None else [("data.eval", data.eval)])]
     files: list[Path] = []
     found: list[str] = []
-    for key, value in names:
-        for name in (value,) if isinstance(value, str) else value:
-            if not is_there(name):
-                for source in resolve_sources(name, data, key=key):
-                    assert source.dataset is not None
-                    found.append(source.description)
-                    files += [Path(each["filename"]) for each in source.dataset.cache_files]
+    for key, name in data.named():
+        if not is_there(name):
+            for source in resolve_sources(name, data, key=key):
+                assert source.dataset is not None
+                found.append(source.description)
+                files += [Path(each["filename"]) for each in source.dataset.cache_files]
     if files:
         yield _stored("data sets", ", ".join(found), files[0].parent, dict.fromkeys(files), since)
 

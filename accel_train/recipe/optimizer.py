@@ -4,6 +4,7 @@ To add an optimizer, write its class and a builder in one file of `accel_train/o
 The checks of settings, the comparison at a resume, the memory estimate, and the reference read that line.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -151,16 +152,12 @@ class Optimizer(Section):
     no average.
     """
 
-    @model_validator(mode="after")
-    def options_are_for_a_class(self) -> "Optimizer":
-        if self.options and not optimizer_kind(self.name).reads_options:
-            taking = ", ".join(name for name, kind in OPTIMIZERS.items() if kind.reads_options)
-            raise SettingError(
-                f"optimizer.name={self.name} takes no optimizer.options, unlike {taking} and module:Class",
-                "Leave them out.",
-                settings=("optimizer.options", "optimizer.name"),
-            )
-        return self
+    def unread(self) -> Mapping[str, str]:
+        taking = ", ".join(name for name, kind in OPTIMIZERS.items() if kind.reads_options)
+        reads = optimizer_kind(self.name).reads_options
+        return (
+            {} if reads else {"options": f"optimizer.name is {self.name}, and only {taking} and module:Class read it"}
+        )
 
     @model_validator(mode="after")
     def bf16_keeps_8_bits(self) -> "Optimizer":

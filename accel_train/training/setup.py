@@ -225,13 +225,6 @@ def plan_run(
         choices["checkpoint.load_best_model_at_end"] = Choice(
             True, "early stopping is on: its last weights are never the best"
         )
-    if recipe.evaluate.at_start is True and data.eval is None:
-        raise SettingError(
-            "the recipe holds out no data to evaluate",
-            "set data.eval or data.eval_fraction, or leave it out",
-            at=f"evaluate.at_start=true ({recipe.origin('evaluate.at_start')})",
-            settings=("evaluate.at_start",),
-        )
     identity = run_identity(recipe, data, sizes, steps)
     plan = RunPlan(
         recipe, task, data, order, steps, rate, sizes, reading, identity, choices, extensions, ResumePoint(None)

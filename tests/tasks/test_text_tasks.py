@@ -202,11 +202,6 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     ("question-answering", {"data": {"doc_stride": 40}}, "data.doc_stride=40|data.max_length=128|32"),
     ("question-answering", {"data": {"answers_column": "answer"}}, "q.jsonl:1|'answer'|'answers'|data.answers_column"),
     ("question-answering", using({"model_type": "vit"}), "'vit'|bert"),
-    (
-        "question-answering",
-        {"evaluate": {"null_score_diff_threshold": 3.0}},
-        "evaluate.null_score_diff_threshold=3|every training question has an answer",
-    ),
     ("multiple-choice", {"data": {"choices_columns": ["ending"]}}, "m.jsonl:1|'ending'|'endings'|data.choices_columns"),
     ("multiple-choice", using({"model_type": "gpt2"}), "'gpt2'|bert"),
     ("seq2seq", {"data": {"source_column": "sorce"}}, "pairs.csv:1|'sorce'|'source'|data.source_column"),

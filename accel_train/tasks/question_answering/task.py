@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from accel_train.core.errors import SettingError
 from accel_train.core.model_card import FOLDER, Use
 from accel_train.data.text.padding import joined_arrays, samples_digest
 from accel_train.metrics.texts import answer_scores
@@ -100,15 +99,11 @@ class QuestionAnswering(EncoderTask):
         unanswered = sum(not row.answers for row in asked.train) if section.answers_column is not None else 0
         self.may_be_unanswered = bool(unanswered) or getattr(config, _MAY_BE_UNANSWERED, False)
         setattr(config, _MAY_BE_UNANSWERED, self.may_be_unanswered)
-        threshold = recipe.evaluate.null_score_diff_threshold
-        if threshold and not self.may_be_unanswered:
-            problem, name = "every training question has an answer, and none is left empty", "null_score_diff_threshold"
-            raise SettingError(problem, "Leave it out", f"evaluate.{name}={threshold:g}", (f"evaluate.{name}",))
-        self.threshold = threshold if self.may_be_unanswered else None
+        self.threshold = recipe.evaluate.null_score_diff_threshold if self.may_be_unanswered else None
         self.label_smoothing, self.max_answer_length = recipe.loss.label_smoothing, section.max_answer_length
         self.is_labelled = section.answers_column is not None
         called = section.of_training("questions")
-        return self.task_data(
+        found = self.task_data(
             recipe,
             reader,
             train=train,
@@ -133,6 +128,9 @@ class QuestionAnswering(EncoderTask):
                 ],
             ),
         )
+        if not self.may_be_unanswered:
+            found.unread["evaluate.null_score_diff_threshold"] = "every training question has an answer"
+        return found
 
     def _notes(
         self, train: list[tuple[questions.Window, ...]], num_cut: int, called: str, max_length: int, doc_stride: int

@@ -75,9 +75,10 @@ class TextClassification(EncoderTask):
         texts = labelled.load_labelled_texts(recipe, models.known_names(recipe))
         scheme = texts.scheme
         check_metrics(recipe, scheme)
-        _check_loss(recipe, scheme)
         counts = np.array(list(texts.num_train_of_label.values()))
-        weights = classification.resolve_class_weights(recipe.loss.class_weights, counts, scheme.names)
+        is_single = scheme.problem_type == "single_label"
+        given = recipe.loss.class_weights if is_single else None
+        weights = classification.resolve_class_weights(given, counts, scheme.names)
         is_pair = len(section.text_columns) == 2
         reader = self.reader(
             recipe, chain.from_iterable(row.texts for row in texts.train), is_pair=is_pair, scheme=scheme
@@ -95,7 +96,7 @@ class TextClassification(EncoderTask):
         self.allow_hub_metrics = recipe.evaluate.allow_hub_metrics
         lengths = np.array([len(sample.ids) for sample in train])
         with_types = is_pair and models.with_token_types(tokenizer, reader.config)
-        return self.task_data(
+        found = self.task_data(
             recipe,
             reader,
             train=train,
@@ -112,6 +113,10 @@ class TextClassification(EncoderTask):
                 notes=[*texts.notes, *reader.notes, *cut_note(lengths, length, section.of_training("texts"))],
             ),
         )
+        if not is_single:
+            names = ("evaluate.num_examples", "loss.class_weights", "loss.label_smoothing", "data.stratify")
+            found.unread.update(dict.fromkeys(names, f"the problem is {scheme.problem_type} ({scheme.reason})"))
+        return found
 
     def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
         """Build the recipe's classifier. New n-grams measure the rarity of the training texts. A new regression of
@@ -220,17 +225,6 @@ def _logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
     logits: Tensor = model(**inputs).logits
     return logits
-
-
-def _check_loss(recipe: Recipe, scheme: LabelScheme) -> None:
-    """Raise ValueError if `loss` settings for single_label problems are used with another problem type."""
-    loss = recipe.loss
-    for name, value in (("class_weights", loss.class_weights), ("label_smoothing", loss.label_smoothing or None)):
-        if value is not None and scheme.problem_type != "single_label":
-            raise ValueError(
-                f"loss.{name}={value!r} is for one label of several, and the problem is {scheme.problem_type} "
-                f"({scheme.reason}); leave it out, or set model.problem_type: single_label"
-            )
 
 
 def _fingerprint(scheme: LabelScheme, train: list[labelled.Sample], evaluation: list[labelled.Sample] | None) -> str:
