@@ -27,6 +27,7 @@ from pydantic import ValidationError
 from accel_train.core.files import write_atomically
 from accel_train.experiments import equality
 from accel_train.experiments.equality import Equality, Layout, Processes
+from accel_train.model.pretrained import without_pooler
 from accel_train.observe.run_folder import read_metrics
 from accel_train.recipe.optimizer import Optimizer
 from accel_train.recipe.schema import Recipe
@@ -280,7 +281,10 @@ def load_and_save(run: Path, task: str) -> None:
     from safetensors.torch import load_file, save_file
 
     factory = getattr(transformers, BUILT_IN[task].auto)
-    model, info = factory.from_pretrained(run / "model", output_loading_info=True)
+    own = transformers.AutoConfig.from_pretrained(run / "model")
+    # An embedding does not use the pooler, so it is not saved.
+    others = without_pooler(factory._model_mapping[type(own)]) if BUILT_IN[task].gives == "vector" else {}
+    model, info = factory.from_pretrained(run / "model", output_loading_info=True, **others)
     if wrong := {name: found for name, found in info.items() if found and name.endswith("keys")}:
         raise RuntimeError(f"from_pretrained: {wrong}")
     path = run / "checkpoints" / f"step-{equality.STEPS:08d}" / "model.safetensors"

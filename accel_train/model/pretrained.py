@@ -3,6 +3,7 @@
 import inspect
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
 MOST_LABELS = 1_000_000
 """Most classes of a pretrained model."""
+MOST_LAYERS, MOST_ROWS = 1000, 1 << 24
+"""Layers and other sizes that a pretrained model's config.json may state, whatever its weight files hold."""
+_LAYERS = re.compile(r"(num|n|encoder|decoder)_(\w+_)?layers?|depth")
 FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """Names in torch of the safetensors types that a model can be trained from."""
 
@@ -169,6 +173,7 @@ def pretrained_config(recipe: Recipe) -> "PreTrainedConfig":
         number = load_object(file).get("num_labels", 0)
         if not isinstance(number, int) or number > MOST_LABELS:
             raise ValueError(f"{who}: {file} states {str(number)[:40]} labels, not up to {MOST_LABELS:,}; correct it")
+        _check_sizes(file, who)
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=recipe.model.trust_remote_code)
     # transformers raises other types for values that it does not expect, or that the model's own code does not.
@@ -183,22 +188,48 @@ def pretrained_config(recipe: Recipe) -> "PreTrainedConfig":
         raise ValueError(f"{who} cannot be loaded: {reason or type(error).__name__}") from error
 
 
+def _check_sizes(file: Path, who: str) -> None:
+    """Raise ValueError if a config.json states a size that the weight files beside it cannot have.
+
+    transformers would build each layer, and allocate each new weight.
+    """
+    from safetensors import SafetensorError
+
+    # The run itself reports a damaged file.
+    with suppress(SafetensorError):
+        shapes = _shapes_in(file.parent)
+        limits = {True: max(MOST_LAYERS, len(shapes)), False: max(MOST_ROWS, sum(map(math.prod, shapes)))}
+        for name, value in dotted_items(load_object(file)):
+            sizes = [each for each in (value if isinstance(value, list) else [value]) if type(each) is int]
+            limit = limits[bool(_LAYERS.fullmatch(name.rpartition(".")[2]))]
+            if shapes and max(sizes, default=0) > limit:
+                raise ValueError(
+                    f"{who}: {file} states {name}={str(value)[:40]}, and its weight files have {len(shapes)} tensors "
+                    f"of {sum(map(math.prod, shapes)):,} numbers in all; correct it"
+                )
+
+
+def _shapes_in(folder: Path) -> list[list[int]]:
+    from safetensors import safe_open
+
+    shapes: list[list[int]] = []
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            shapes += [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118 (it is no mapping)
+    return shapes
+
+
 def num_pretrained_parameters(config: "PreTrainedConfig", folder: Path) -> int:
     """Return the number of pretrained parameters: from the files of a local folder, or else from the configuration."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
     from transformers import AutoModel, AutoModelForSemanticSegmentation
 
     from accel_train.model.tensors import without_values
 
-    num_parameters = 0
     # The run itself reports a damaged file.
     with suppress(SafetensorError):
-        for path in sorted(folder.glob("*.safetensors")):
-            with safe_open(path, "pt") as file:
-                shapes = [file.get_slice(name).get_shape() for name in file.keys()]  # noqa: SIM118 (it is no mapping)
-            num_parameters += sum(map(math.prod, shapes))
-    if num_parameters:
-        return num_parameters
+        if num_parameters := sum(map(math.prod, _shapes_in(folder))):
+            return num_parameters
     with without_values():
         for factory in (AutoModel, AutoModelForSemanticSegmentation):
             if type(config) in factory._model_mapping:
@@ -248,13 +279,24 @@ def transformers_model(
                     config=config,
                     # A pickled weight file could run code.
                     use_safetensors=True,
-                    ignore_mismatched_sizes=takes_new_head,
+                    ignore_mismatched_sizes=True,
                     output_loading_info=True,
                     **kwargs,
                 )
         except (OSError, ValueError) as error:
             reason = str(error).strip().partition("\n")[0]
             raise ValueError(f"model.pretrained={section.pretrained!r} cannot be loaded: {reason}") from error
+        # A task's head may be new. An encoder has none, and its weights have no prefix.
+        body = f"{model.base_model_prefix}."
+        has_head = takes_new_head and any(name.startswith(body) for name in model.state_dict())
+        wrong = sorted(entry for entry in loaded["mismatched_keys"] if not has_head or entry[0].startswith(body))
+        if wrong:
+            name, there, here = wrong[0]
+            raise ValueError(
+                f"model.pretrained={section.pretrained!r}: its configuration does not fit its weights: {name} has the "
+                f"shape {tuple(there)}, and should have {tuple(here)} ({len(wrong)} of its weights differ). Take the "
+                "config.json that belongs to the weights"
+            )
         StandIns.read(model.buffers())
     fuse_activations(model, section.fused_kernels)
     # Check that the router loss is known if the configuration asks for it.

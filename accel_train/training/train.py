@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from accel_train.core.errors import SettingError
 from accel_train.core.format import LARGEST_COUNT
 from accel_train.engine.run import RunContext
-from accel_train.recipe.loader import make_recipe
+from accel_train.recipe.loader import load_recipe, make_recipe
 from accel_train.recipe.schema import Recipe
 from accel_train.runtime.exit import exits_are_errors
 from accel_train.runtime.memory import garbage_collected_at_steps
@@ -83,8 +83,11 @@ class Report:
 
 
 @exits_are_errors()
-def train(recipe: Recipe) -> RunResult:
+def train(recipe: Recipe | Mapping[str, Any] | str | Path) -> RunResult:
     """Train a recipe, resuming from the newest valid checkpoint of its output folder.
+
+    Args:
+        recipe: a recipe, its sections as mappings, a YAML file, or the name of a shipped recipe.
 
     Raises:
         ValueError: the recipe, the data, or the launcher is wrong. Raised before the model is built.
@@ -94,6 +97,10 @@ def train(recipe: Recipe) -> RunResult:
         RestartNeeded: memory ran out. Call `train` again to continue with smaller micro-batches.
         ExitedEarly: code of the task called `sys.exit()`.
     """
+    if isinstance(recipe, str | Path):
+        recipe = load_recipe(recipe)
+    elif isinstance(recipe, Mapping):
+        recipe = make_recipe(recipe, "train()")
     with StopRequest() as stop:
         return train_run(prepare_run(recipe, stop=stop))
 

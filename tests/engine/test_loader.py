@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from types import ModuleType
@@ -28,8 +29,10 @@ from accel_train.engine.loader import (
     usable_cores,
     why_no_workers,
 )
+from accel_train.recipe.loader import Recipe
 from accel_train.runtime.exit import exit_code, message_of
-from accel_train.task import TaskData
+from accel_train.task import TaskData, load_task
+from tests.support.every_task import CASES, recipe_of
 from tests.support.runs import TESTS, environment
 
 
@@ -123,6 +126,14 @@ def test_workers_get_the_data_and_the_collate_alone_or_the_training_process_read
         assert set(read.values()) == {"False"}
         assert all({"unguarded": "__main__", "daemonic": "daemonic"}[case] in line for line in said)
     assert len(said) == (1 if case == "unguarded" else 2)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_processes_that_are_not_forked_can_read_the_data_of_every_task(case: str, tmp_path: Path) -> None:
+    recipe = Recipe.model_validate(recipe_of(case, tmp_path))
+    data = load_task(recipe.task).load_data(recipe, progress=False)
+    assert why_no_workers(data, "forkserver") == ""
+    assert "collate" in why_no_workers(replace(data, collate=lambda samples: {}), "forkserver")
 
 
 def test_what_a_notebook_defines_cannot_be_read_in_a_started_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,9 @@
 """A pretrained model whose weights stay in their files until they are read one at a time is the same model."""
 
+import ast
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,13 @@ from accel_train.checkpoint.base import digests_of_base
 from accel_train.core.state import Choice
 from accel_train.model import tensors
 from accel_train.model.kernels.frozen import keep_frozen
-from accel_train.model.pretrained import StandIns, check_plain_weights, grow_embedding, transformers_model
+from accel_train.model.pretrained import (
+    StandIns,
+    check_plain_weights,
+    grow_embedding,
+    pretrained_config,
+    transformers_model,
+)
 from accel_train.parallel.building import allocate
 from accel_train.recipe.schema import Recipe
 from tests.support.downloads import REVISION
@@ -63,7 +71,8 @@ def load(name: Path | str, factory: Any, rows: int = 0) -> tuple[Any, Any, torch
     """The model, its loading report, and the random numbers that follow."""
     recipe = Recipe.model_validate(recipe_dict(Path("run"), model={"config": None, "pretrained": str(name)}))
     torch.manual_seed(11)
-    model, report = transformers_model(factory, recipe, AutoConfig.from_pretrained(name), {}, takes_new_head=True)
+    is_new = factory is not AutoModelForCausalLM
+    model, report = transformers_model(factory, recipe, AutoConfig.from_pretrained(name), {}, takes_new_head=is_new)
     if rows:
         grow_embedding(model, rows)
     return model, report, torch.rand(3)
@@ -284,3 +293,55 @@ def test_a_file_that_is_replaced_after_its_header_was_read_is_an_error(tmp_path:
     (tmp_path / "new").replace(tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="changed"):
         allocate(layer, CPU, sources)
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "value"),
+    [
+        ("llama", "hidden_size", 64),
+        ("a classifier of bert", "type_vocab_size", 3),
+        ("vit", "intermediate_size", 64),
+        ("resnet", "embedding_size", 16),
+        ("an encoder", "intermediate_size", 64),
+    ],
+)
+def test_a_configuration_that_does_not_fit_its_weights_is_refused_with_both_shapes(
+    tmp_path: Path, family: str, field: str, value: int
+) -> None:
+    before, factory, fields = {**FAMILIES, "an encoder": (AutoModel, AutoModel, BERT)}[family]
+    saved(tmp_path, before, fields)
+    before_shapes = {tuple(each.shape) for each in load_file(tmp_path / "model.safetensors").values()}
+    change_config(tmp_path, **{field: value})
+    with pytest.raises(ValueError, match="does not fit its weights") as caught:
+        load(tmp_path, factory)
+    shapes = [ast.literal_eval(found) for found in re.findall(r"\([0-9, ]+,[0-9 ]*\)", str(caught.value))]
+    assert shapes[0] in before_shapes
+    assert value in shapes[1]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("vocab_size", 10**12),
+        ("num_hidden_layers", 10**7),
+        ("hidden_size", 10**30),
+        ("text_config", {"decoder_layers": 1001}),
+        ("depths", [2, 1 << 25]),
+    ],
+)
+def test_a_size_that_the_weight_files_cannot_have_is_refused_before_a_model_is_built(
+    tmp_path: Path, field: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved(tmp_path, *FAMILIES["llama"][1:])
+    recipe = Recipe.model_validate(recipe_dict(Path("run"), model={"config": None, "pretrained": str(tmp_path)}))
+    change_config(tmp_path, max_position_embeddings=10_485_760)
+    assert pretrained_config(recipe).max_position_embeddings == 10_485_760
+    monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *_, **__: pytest.fail("was built"))
+    change_config(tmp_path, **{field: value})
+    with pytest.raises(ValueError, match=rf"{field}\S*=.* tensors of [0-9,]+ numbers"):
+        pretrained_config(recipe)
+
+
+def change_config(folder: Path, **fields: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))

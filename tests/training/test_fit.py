@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from accel_train import RunResult, fit
+from accel_train import Recipe, RunResult, fit, train
 from accel_train.cli.main import main
 from tests.support.processes import run_forked
-from tests.support.runs import TESTS, losses
+from tests.support.runs import TESTS, losses, recipe_dict, write_recipe_file
 
 INPUTS = torch.randn(96, 4, generator=torch.Generator().manual_seed(0))
 TARGETS = INPUTS @ torch.tensor([1.0, -2.0, 3.0, 0.5])
@@ -255,3 +255,28 @@ def test_no_sample_is_named_for_a_batch_that_is_padded_time_first(tmp_path: Path
     [record] = [json.loads(path.read_text()) for path in tmp_path.glob("incidents/*/incident.json")]
     [finding] = record["processes"]
     assert (finding["happens_again"], finding["samples"], finding["suspects"]) == (True, [], [4, 5, 6, 7])
+
+
+@pytest.mark.parametrize("form", ["mapping", "file", "recipe"])
+def test_train_takes_a_recipe_its_sections_or_its_file(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    def stop(recipe: Any, **_: Any) -> None:
+        seen.append(recipe)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules[train.__module__], "prepare_run", stop)
+    path = write_recipe_file(tmp_path, optimizer={"learning_rate": 0.25})
+    mapping = recipe_dict(tmp_path, optimizer={"learning_rate": 0.25})
+    given = {"mapping": mapping, "file": path, "recipe": Recipe.from_yaml(str(path))}[form]
+    with pytest.raises(KeyboardInterrupt):
+        train(given)
+    assert seen == [Recipe.from_yaml(str(path))]
+    assert seen[0].optimizer.learning_rate == 0.25
+
+
+def test_train_names_the_setting_of_a_mapping_that_is_wrong(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"batch\.global_batch_size.*-1"):
+        train(recipe_dict(tmp_path, batch={"global_batch_size": -1}))

@@ -213,13 +213,6 @@ def build_model(
     if head is ENCODERS:
         arguments |= pretrained.without_pooler(head.mapping.get(type(config), nn.Module))
     model, loaded = pretrained.transformers_model(head.factory, recipe, config, arguments, takes_new_head=True)
-    body = "" if head is ENCODERS else model.base_model_prefix + "."
-    wrong = sorted(entry[0] for entry in loaded["mismatched_keys"] if entry[0].startswith(body))
-    if wrong:
-        raise ValueError(
-            f"model.pretrained: the weights of {', '.join(wrong)} have another shape than its configuration says; "
-            "the folder or its config.json is damaged"
-        )
     new = pretrained.new_weights(loaded)
     notes = [f"not pretrained, so new: {', '.join(new)}"] if new else []
     return model, [*notes, *grow_vocabulary(recipe, model, tokenizer)]
