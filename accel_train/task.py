@@ -14,7 +14,7 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from accel_train.core.errors import SettingError
 from accel_train.core.format import did_you_mean
@@ -60,13 +60,11 @@ _OF_SPEC = ("Data", "loss_is_by_position", "loss_is_global", "evaluates_untraine
 """Attributes that a task had before its `spec`."""
 
 
-class Facts(BaseModel):
+class Facts(BaseModel, extra="forbid"):
     """What a task found in its data, for the plan, the report, and the card. Unset: not known.
 
     A file of a run contains exactly the facts that are set.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     sources: str | None = None
     """Names of the files and data sets."""
@@ -112,11 +110,6 @@ class Facts(BaseModel):
     def record(self) -> dict[str, Any]:
         """Return the facts that are set as plain JSON values, by name."""
         return self.model_dump(exclude_unset=True, exclude={"others"}) | self.others
-
-    @classmethod
-    def of(cls, record: Mapping[str, Any] | None) -> "Facts":
-        """Return the facts in a file of a run, without those of its task alone."""
-        return cls(**{name: value for name, value in (record or {}).items() if name in cls.model_fields})
 
 
 @dataclass(frozen=True)
@@ -305,8 +298,8 @@ class Task(ABC):
             model.config.save_pretrained(folder)
             kind, library = model.config.model_type, self.spec.library
         spec, facts = self.spec, data.facts
-        sizes = facts.num_train, facts.num_eval
-        card = new_card(title, kind, spec.learns, self.use(model, data), facts.sources, sizes, library, spec.pipeline)
+        about = self.use(model, data), facts.sources, facts.num_train, facts.num_eval
+        card = new_card(title, kind, spec.learns, *about, library, spec.pipeline)
         (folder / FILE).write_text(str(card), encoding="utf-8", errors="backslashreplace")
 
     def use(self, model: "torch.nn.Module", data: TaskData) -> Use:

@@ -71,7 +71,8 @@ def new_card(
     learns: str,
     use: Use,
     sources: str | None,
-    sizes: tuple[int | None, int | None],
+    num_train: int | None,
+    num_eval: int | None,
     library: str = "",
     pipeline: str = "",
 ) -> Card:
@@ -81,13 +82,13 @@ def new_card(
         kind: type of the model, in its own code.
         learns: what the model does, after the word "to"; empty if unknown.
         sources: names of the training data.
-        sizes: numbers of samples to train and to evaluate on. None: not known.
+        num_train, num_eval: numbers of samples. None: not known.
         library: Hub name of the library that loads the model.
         pipeline: Hub name of the task.
     """
     about = f"A `{kind}` model, trained with accel_train" + (f" to {learns}" if learns else "")
-    if sizes[0] is not None:
-        about += f", on {sizes[0]:,} {use.samples}, evaluated on {sizes[1] or 0:,} others"
+    if num_train is not None:
+        about += f", on {num_train:,} {use.samples}, evaluated on {num_eval or 0:,} others"
     lines = [*use.facts, *([f"Data: {sources}"] if sources is not None else [])]
     described = "".join(f"- {line}\n" for line in lines)
     known = {"library_name": library, "pipeline_tag": pipeline, "tags": "[accel_train]"}

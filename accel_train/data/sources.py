@@ -133,8 +133,8 @@ def unread_formats(data: Data) -> dict[str, str]:
     names += [str(getattr(data, name, None)) for name in ("annotations", "eval_annotations")]
     paths = [Path(path).expanduser() for name in names if given for path in (name, *glob.glob(name, recursive=True))]
     kinds = {file_kind(file) for path in paths for file in (files_below(path) if path.is_dir() else [path])}
-    reading = {name for name in given for kind in kinds if str(kind) in _READ_IN[name]}
-    return {f"data.{name}": f"no file is {_READ_IN[name]}" for name in given if name not in reading}
+    why = {name: f"no file is {_READ_IN[name]}" for name in given}
+    return {f"data.{name}": why[name] for name in given if not any(str(kind) in why[name] for kind in kinds)}
 
 
 def is_path(name: str) -> bool:

@@ -109,7 +109,7 @@ def open_run(
         recipe, is_other=data is not None, labels_optional=labels_optional, progress=accelerator.is_main_process
     )
     if data is None and not other_than_consent(settings):
-        notes = (*notes, *changes_of(Facts.of(summary.get("data")), task_data.facts, folder))
+        notes = (*notes, *changes_of(Facts.model_construct(**summary.get("data") or {}), task_data.facts, folder))
     torch.manual_seed(recipe.seed)
     model = task.build_model(recipe, task_data)
     check_weights(model, folder / "model", recipe.task)
@@ -319,7 +319,7 @@ def changes_of(before: Facts, facts: Facts, folder: Path) -> list[str]:
         ValueError: it has other classes.
     """
     was, now = before.label_names, facts.label_names
-    if was is not None and now is not None and was != now:
+    if was and now and was != now:
         raise ValueError(
             f"the data of {folder} has changed: its classes are {', '.join(now)}, and were {', '.join(was)}; "
             "name data as the run knows it"

@@ -100,7 +100,7 @@ def card_of(folder: Path, name: str) -> str:
     """Return the model card of a run: model/README.md if it exists, with the scores and the metadata for the Hub."""
     recipe = read_recipe_only(folder)
     summary = read_summary(folder) if (folder / SUMMARY_FILE).is_file() else {}
-    path, facts = folder / "model" / FILE, Facts.of(summary.get("data"))
+    path, facts = folder / "model" / FILE, Facts.model_construct(**summary.get("data") or {})
     card = Card.parse(path.read_text(encoding="utf-8")) if path.is_file() else _new_card(folder, recipe.task, facts)
     data: Any = ModelCard(str(card)).data
     data.tags = [*(data.tags or ()), *({"accel_train"} - {*(data.tags or ())})]
@@ -134,8 +134,8 @@ def _new_card(folder: Path, task: str, facts: Facts) -> Card:
     (name,) = config.get("architectures") or [spec.auto]
     use = Use(of_transformers(spec.auto or name) if name else OF_TENSORS)
     kind = str(config.get("model_type") or config.get("module", "torch"))
-    title, sizes, library = folder.absolute().name, (facts.num_train, facts.num_eval), spec.library if name else ""
-    return new_card(title, kind, spec.learns, use, facts.sources, sizes, library, spec.pipeline)
+    title, about = folder.absolute().name, (use, facts.sources, facts.num_train, facts.num_eval)
+    return new_card(title, kind, spec.learns, *about, spec.library if name else "", spec.pipeline)
 
 
 def _scores_table(scores: Mapping[str, float], summary: Mapping[str, Any]) -> str:

@@ -290,15 +290,9 @@ class ClassData(NamedClassesData):
     samples.
     """
 
-    @model_validator(mode="after")
-    def classes_or_groups(self) -> Self:
+    def unread(self) -> Mapping[str, str]:
         group = getattr(self, "group_column", None)
-        if self.stratify and (group is not None or self.label_column is None):
-            need = "a label column" if group is None else f"no groups (data.group_column={group})"
-            remedy = "Set data.stratify to false" + ("" if group is None else ", or data.group_column to null")
-            settings = ("data.stratify", "data.label_column" if group is None else "data.group_column")
-            raise SettingError(f"needs {need}", remedy, "data.stratify=true", settings)
-        return self
+        return {} if group is None else {"stratify": f"data.group_column={group} holds out whole groups"}
 
 
 class ImageData(NamedClassesData):

@@ -87,9 +87,12 @@ class Evaluate(Section):
     generation: Generation = Generation()
 
     def unread(self) -> Mapping[str, str]:
-        found = {"sample_tokens": "evaluate.sample_prompt is not set"} if self.sample_prompt is None else {}
-        greedy = {"generation.length_penalty": "evaluate.generation.num_beams is 1"}
-        return found | (greedy if self.generation.num_beams == 1 else {})
+        found = {}
+        if self.sample_prompt is None:
+            found["sample_tokens"] = "evaluate.sample_prompt is not set"
+        if self.generation.num_beams == 1:
+            found["generation.length_penalty"] = "evaluate.generation.num_beams is 1"
+        return found
 
     @property
     def best_metric(self) -> str:

@@ -154,10 +154,10 @@ class Optimizer(Section):
 
     def unread(self) -> Mapping[str, str]:
         taking = ", ".join(name for name, kind in OPTIMIZERS.items() if kind.reads_options)
-        reads = optimizer_kind(self.name).reads_options
-        return (
-            {} if reads else {"options": f"optimizer.name is {self.name}, and only {taking} and module:Class read it"}
-        )
+        found = {"options": f"optimizer.name is {self.name}, and only {taking} and module:Class read it"}
+        if optimizer_kind(self.name).reads_options:
+            found = {"ema_decay": f"{SCHEDULE_FREE} already averages the weights"} if self.name == SCHEDULE_FREE else {}
+        return found
 
     @model_validator(mode="after")
     def bf16_keeps_8_bits(self) -> "Optimizer":
@@ -179,10 +179,7 @@ class Optimizer(Section):
         return self
 
     @model_validator(mode="after")
-    def schedule_free_averages_by_itself(self) -> "Optimizer":
-        if self.name == SCHEDULE_FREE and self.ema_decay is not None:
-            problem = f"{self.name} already averages the weights"
-            raise setting_error("optimizer.ema_decay", f"{self.ema_decay:g}", problem, "Leave it out.")
+    def schedule_free_divides_by_beta(self) -> "Optimizer":
         if self.name == SCHEDULE_FREE and self.betas[0] == 0:
             problem = f"{self.name} divides by the first beta, the weight of the average in the point of the gradients"
             raise setting_error("optimizer.betas", list(self.betas), problem, "Use 0.9.")

@@ -68,9 +68,9 @@ class Parallel(Section):
             "deepspeed": ("zero_stage",),
             "ddp": ("find_unused_parameters", "sync_batch_norm"),
         }
-        others = {kind: names for kind, names in of_strategy.items() if kind != self.strategy}
-        how = f"not for {self.strategy}"
-        return {name: f"it is for parallel.strategy {kind}, {how}" for kind, names in others.items() for name in names}
+        reason = f"not {self.strategy}"
+        of_strategy.pop(self.strategy)
+        return {name: f"it needs strategy {kind}, {reason}" for kind, names in of_strategy.items() for name in names}
 
     @property
     def num_sharing(self) -> int:

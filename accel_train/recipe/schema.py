@@ -439,19 +439,17 @@ class Recipe(Section):
         for name, path in (("output_dir", self.output_dir), ("data.cache_dir", self.data.cache_dir)):
             if path is not None and (problem := path_problem(path)) is not None:
                 raise SettingError(f"{name} {problem}", settings=(name,))
-        read = {
-            "data.train": self.data.train,
-            "data.eval": self.data.eval,
-            "data.annotations": getattr(self.data, "annotations", None),
-            "model.pretrained": self.model.pretrained,
-            "tokenizer": self.tokenizer,
-            "checkpoint.resume": self.checkpoint.resume,
-        }
-        for name, value in read.items():
-            for path in value if isinstance(value, tuple) else (value,):
-                if isinstance(path, str) and has_variable(path) and not os.path.exists(path):
-                    problem = "a shell variable is not replaced here: write the path"
-                    raise SettingError(problem, at=f"{name}={path}", settings=(name,))
+        read = (
+            *self.data.named(),
+            ("data.annotations", getattr(self.data, "annotations", None)),
+            ("model.pretrained", self.model.pretrained),
+            ("tokenizer", self.tokenizer),
+            ("checkpoint.resume", self.checkpoint.resume),
+        )
+        for name, value in read:
+            if isinstance(value, str) and has_variable(value) and not os.path.exists(value):
+                problem = "a shell variable is not replaced here: write the path"
+                raise SettingError(problem, at=f"{name}={value}", settings=(name,))
         return self
 
     @model_validator(mode="after")

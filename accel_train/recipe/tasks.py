@@ -241,8 +241,9 @@ def refuse_unused(recipe: "Recipe", spec: TaskSpec) -> None:
             raise SettingError(
                 f"is for {', '.join(tasks_with(name))}, and {recipe.task} does not read it", remedy, name, (name,)
             )
-    parts = {name: part.unread() for name, part in recipe if isinstance(part, Section)}
-    refuse_unread(recipe, {f"{name}.{field}": part[field] for name, part in parts.items() for field in part})
+    for name, part in recipe:
+        if isinstance(part, Section):
+            refuse_unread(recipe, {f"{name}.{field}": reason for field, reason in part.unread().items()})
 
 
 def refuse_unread(recipe: "Recipe", reasons: Mapping[str, str]) -> None:

@@ -100,8 +100,9 @@ def build_run(plan: RunPlan, strategy: Strategy, stop: StopRequest, watchdog: Wa
 
 def settings_of(plan: RunPlan, own_groups: Sequence[Mapping[str, Any]] | None = None) -> Settings:
     """Return the settings that training depends on. It also works before the model is built."""
-    choices = {"optimizer.learning_rate": plan.rate, **plan.choices}
-    return training_settings(plan.recipe, choices, plan.data.inputs, own_groups)
+    return training_settings(
+        plan.recipe, {"optimizer.learning_rate": plan.rate, **plan.choices}, plan.data.inputs, own_groups
+    )
 
 
 def schedule_of(plan: RunPlan) -> Callable[[int], float | Sequence[float]]:

@@ -191,7 +191,7 @@ def _of_data(data: TaskData, recipe: Recipe) -> list[str]:
     """Return how many samples there are, and the notes on them."""
     facts = data.facts
     sizes = []
-    if facts.num_train is not None and facts.num_eval is not None:
+    if None not in (facts.num_train, facts.num_eval):
         sizes = [f"{facts.num_train:,} samples to train on, {facts.num_eval:,} held out"]
     elif facts.train_tokens is not None:
         sizes = [f"{facts.train_tokens:,} tokens to train on, {facts.eval_tokens:,} held out"]
@@ -217,7 +217,7 @@ def few_held_out(facts: Facts, own: object, fraction: float) -> list[str]:
 
     `own` is `data.eval`, and `fraction` is `data.eval_fraction`.
     """
-    num_eval, is_labelled = facts.num_eval or 0, bool(facts.num_train_of_label) or facts.problem_type is not None
+    num_eval, is_labelled = facts.num_eval or 0, facts.num_train_of_label or facts.problem_type
     if not (is_labelled and 0 < num_eval < FEW_HELD_OUT):
         return []
     costs = "" if _is_regression(facts) else f": one more error is {1 / num_eval:.1%} of the accuracy"

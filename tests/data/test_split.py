@@ -182,7 +182,6 @@ def test_groups_and_classes_that_the_rows_do_not_have_are_refused(
     ("settings", "said"),
     [
         ({"data": {"group_column": "label"}}, "data.group_column=label|labels"),
-        ({"data": {"group_column": "q", "stratify": True}}, "data.stratify=true|data.group_column"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused_before_the_data_is_read(

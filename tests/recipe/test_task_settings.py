@@ -297,12 +297,15 @@ def test_a_setting_of_data_that_others_leave_unread_is_refused(
 
 BACKEND = {"compile_backend": "aot_eager"}
 BUDGET = {"gradient_checkpointing": {"memory_budget": 0.5}}
+FREE = {"schedule": {"type": "constant", "max_steps": 1}}
 SPANS = {"tag_format": "spans", "sentence_column": "s"}
 UNREAD_WITHOUT: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("data.augment.rand_augment_magnitude", "image-classification", {"augment": {"rand_augment_magnitude": 5}}, {}),
     ("data.margin", "sentence-embedding", {"margin": 0.3}, {}),
     ("data.scale", "sentence-embedding", {"scale": 3, "objective": "triplet", "pair_columns": ["a", "b", "c"]}, {}),
     ("data.symmetric", "sentence-embedding", {"symmetric": True, "score_column": "score"}, {}),
+    ("data.stratify", "text-classification", {"stratify": True, "group_column": "q"}, {}),
+    ("optimizer.ema_decay", "causal-lm", {}, {"optimizer": {"name": "schedule_free_adamw", "ema_decay": 0.9}, **FREE}),
     ("data.sentence_column", "token-classification", SPANS, {}),
     ("data.id_column", "seq2seq", {"target_suffix": "en", "id_column": "id"}, {}),
     ("evaluate.generation.length_penalty", "seq2seq", {}, {"evaluate": {"generation": {"length_penalty": 2.0}}}),

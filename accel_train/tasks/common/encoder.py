@@ -59,6 +59,7 @@ class EncoderTask(Task):
         self,
         recipe: Recipe,
         reader: Reader,
+        rows: Any,
         *,
         train: Sequence[Any],
         evaluation: Sequence[Any] | None,
@@ -68,7 +69,11 @@ class EncoderTask(Task):
         source: Any,
         facts: Facts,
     ) -> TaskData:
-        """Return the samples as task data, and keep their mean length. `collate` gets padding and `max_length`."""
+        """Return the samples as task data, and keep their mean length. `collate` gets padding and `max_length`.
+
+        `rows`, as they were read, have a `description` and `notes`.
+        """
+        facts.sources, facts.notes = rows.description, [*rows.notes, *reader.notes, *facts.notes]
         self.mean_length = float(lengths.mean())
         facts.num_train, facts.num_eval = len(train), 0 if evaluation is None else len(evaluation)
         facts.max_length, facts.mean_length = reader.max_length, round(self.mean_length, 1)

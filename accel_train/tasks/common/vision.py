@@ -41,7 +41,7 @@ class ImageSource:
     def facts(self, notes: list[str], **others: Any) -> Facts:
         """Return the facts about the images. `others` are the task's own."""
         sets, preprocessing = self.sets, self.preprocessing
-        own = {name: getattr(preprocessing, name) for name in ("image_size", "mean", "std")}
+        own = {"image_size": preprocessing.image_size, "mean": preprocessing.mean, "std": preprocessing.std}
         return Facts(
             sources=sets.description,
             num_train=len(sets.train),

@@ -85,6 +85,7 @@ class MultipleChoice(EncoderTask):
         return self.task_data(
             recipe,
             reader,
+            rows,
             train=train,
             evaluation=evaluation,
             lengths=lengths,
@@ -92,9 +93,8 @@ class MultipleChoice(EncoderTask):
             fingerprint=_fingerprint(train, evaluation),
             source=Source(rows, tokenizer, reader.config),
             facts=Facts(
-                sources=rows.description,
                 others={"num_choices": rows.num_choices},
-                notes=[*rows.notes, *reader.notes, *cut_note(lengths, length, section.of_training("rows"))],
+                notes=cut_note(lengths, length, section.of_training("rows")),
             ),
         )
 

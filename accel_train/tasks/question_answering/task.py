@@ -106,6 +106,7 @@ class QuestionAnswering(EncoderTask):
         found = self.task_data(
             recipe,
             reader,
+            asked,
             train=train,
             evaluation=evaluation,
             lengths=np.array([len(window.ids) for window in train]),
@@ -115,17 +116,12 @@ class QuestionAnswering(EncoderTask):
             fingerprint=_fingerprint(train, evaluation),
             source=Source(asked, tokenizer, config),
             facts=Facts(
-                sources=asked.description,
                 others={
                     "num_train_questions": len(asked.train),
                     "num_unanswered": unanswered,
                     "doc_stride": doc_stride,
                 },
-                notes=[
-                    *asked.notes,
-                    *reader.notes,
-                    *self._notes(by_question, num_cut, called, max_length, doc_stride),
-                ],
+                notes=self._notes(by_question, num_cut, called, max_length, doc_stride),
             ),
         )
         if not self.may_be_unanswered:

@@ -98,9 +98,11 @@ class SentenceEmbedding(EncoderTask):
         self.global_loss = None if section.loss_name == "triplet" else GlobalBatch(self.objective)
         self.metric_names = CORRELATIONS if section.score_column is not None else RETRIEVAL
         lengths = np.array([max(map(len, sample.ids)) for sample in train])
+        rows.notes.extend(_prompt_notes(section))
         return self.task_data(
             recipe,
             reader,
+            rows,
             train=train,
             evaluation=evaluation,
             lengths=lengths,
@@ -113,14 +115,8 @@ class SentenceEmbedding(EncoderTask):
                 texts,
             ),
             facts=Facts(
-                sources=rows.description,
                 others={"pooling": self.pooling, "objective": section.loss_name},
-                notes=[
-                    *rows.notes,
-                    *_prompt_notes(section),
-                    *reader.notes,
-                    *cut_note(lengths, reader.max_length, section.of_training("rows")),
-                ],
+                notes=cut_note(lengths, reader.max_length, section.of_training("rows")),
             ),
         )
 

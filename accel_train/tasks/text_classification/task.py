@@ -77,8 +77,9 @@ class TextClassification(EncoderTask):
         check_metrics(recipe, scheme)
         counts = np.array(list(texts.num_train_of_label.values()))
         is_single = scheme.problem_type == "single_label"
-        given = recipe.loss.class_weights if is_single else None
-        weights = classification.resolve_class_weights(given, counts, scheme.names)
+        weights = (
+            classification.resolve_class_weights(recipe.loss.class_weights, counts, scheme.names) if is_single else None
+        )
         is_pair = len(section.text_columns) == 2
         reader = self.reader(
             recipe, chain.from_iterable(row.texts for row in texts.train), is_pair=is_pair, scheme=scheme
@@ -99,6 +100,7 @@ class TextClassification(EncoderTask):
         found = self.task_data(
             recipe,
             reader,
+            texts,
             train=train,
             evaluation=evaluation,
             lengths=lengths,
@@ -106,11 +108,10 @@ class TextClassification(EncoderTask):
             fingerprint=_fingerprint(scheme, train, evaluation),
             source=Source(texts, tokenizer, reader.config),
             facts=Facts(
-                sources=texts.description,
                 problem_type=f"{scheme.problem_type} ({scheme.reason})",
                 label_names=list(scheme.names),
                 num_train_of_label=texts.num_train_of_label,
-                notes=[*texts.notes, *reader.notes, *cut_note(lengths, length, section.of_training("texts"))],
+                notes=cut_note(lengths, length, section.of_training("texts")),
             ),
         )
         if not is_single:

@@ -89,6 +89,7 @@ class TokenClassification(EncoderTask):
         return self.task_data(
             recipe,
             reader,
+            sentences,
             train=train,
             evaluation=evaluation,
             lengths=np.array([len(sample.ids) for sample in train]),
@@ -96,14 +97,11 @@ class TokenClassification(EncoderTask):
             fingerprint=_fingerprint(names, train, evaluation),
             source=Source(sentences, evaluation or [], tokenizer, reader.config),
             facts=Facts(
-                sources=sentences.description,
                 train_targets=num_targets,
                 label_names=list(names),
                 num_train_of_label=num_of_label,
                 others={"tags": kinds},
                 notes=[
-                    *sentences.notes,
-                    *reader.notes,
                     *_cut(section.of_training("sentences"), sentences.train, train, length),
                     *_cut("evaluation sentences", sentences.eval or [], evaluation or [], length),
                 ],
