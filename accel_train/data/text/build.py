@@ -167,7 +167,7 @@ def _tokenise(
 ) -> None:
     """Write document tokens to the training or the held-out shard. A separator precedes each document."""
     separator = np.array([tokenizer.separator_id])
-    for batch in _batches(_chunks(_texts(sources, inputs, title="tokenising"), split, counts)):
+    for batch in _batches(_chunks(_texts(sources, inputs, title="tokenizing"), split, counts)):
         sides: tuple[list[Tokens], list[Tokens]] = ([], [])
         for chunk, tokens in zip(batch, tokenizer.encode([chunk.text for chunk in batch])):
             sides[chunk.held_out].extend([separator, tokens] if chunk.begins_document else [tokens])

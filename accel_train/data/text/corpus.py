@@ -133,7 +133,7 @@ def _reasons_to_build(inputs: Inputs, tokenizer_contents: Any, root: Path, folde
     before = cache.note_latest(root, recipe_digest, folder.name)
     reasons = []
     if before:
-        reasons.append(f"the sources changed since their tokens were kept in {root / before}: tokenising anew")
+        reasons.append(f"the sources changed since their tokens were kept in {root / before}: tokenizing again")
     if folder.exists():
         reasons.append(f"the kept tokens in {folder} are damaged: tokenizing again")
     return reasons

@@ -5,12 +5,14 @@ are encoded as plain characters.
 """
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from tqdm import tqdm
 
 from accel_train.core.errors import asks_for_own_code
 from accel_train.core.json_io import json_digest, parse_json
@@ -29,6 +31,7 @@ SEPARATOR = "<|endoftext|>"
 
 BYTE_SEPARATOR_ID = 256
 
+Row = TypeVar("Row")
 Encode = Callable[[Sequence[str]], list[NDArray[np.integer[Any]]]]
 """Function from texts to the token ids of each text, without special tokens."""
 
@@ -281,3 +284,22 @@ def use_rust_threads() -> None:
     If unset, the library warns in each DataLoader worker that is forked later.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+
+
+def plain_encoder(tokenizer: "PreTrainedTokenizerBase", **settings: Any) -> Callable[..., Any]:
+    """Return the tokenizer, set to truncate, and to encode special tokens in a text as plain characters."""
+    fixed = {"truncation": True, "split_special_tokens": True, "return_attention_mask": False, "verbose": False}
+    return partial(tokenizer, **fixed | settings)
+
+
+def parts_to_tokenize(
+    rows: Sequence[Row], size: int, unit: str, *, progress: bool
+) -> Iterator[tuple[int, Sequence[Row]]]:
+    """Yield parts of `size` rows, each with the index of its first row, under a progress bar in `unit`."""
+    use_rust_threads()
+    hidden = None if progress else True
+    with tqdm(total=len(rows), desc="tokenizing", unit=f" {unit}", disable=hidden, leave=False, delay=1) as bar:
+        for start in range(0, len(rows), size):
+            part = rows[start : start + size]
+            yield start, part
+            bar.update(len(part))

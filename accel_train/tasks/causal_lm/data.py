@@ -209,7 +209,7 @@ def _encode(
     tokens, is_target, lengths = [np.zeros(0, np.int32)], [np.zeros(0, np.bool_)], [0]
     kept = slice(sequence_length + 1)
     num_cut = num_dropped = 0
-    for start in _bar(range(0, len(rows), _ROWS_AT_ONCE), f"tokenising {key}", progress):
+    for start in _bar(range(0, len(rows), _ROWS_AT_ONCE), f"tokenizing {key}", progress):
         for row in encode(rows[start : start + _ROWS_AT_ONCE]):
             if not row.is_target[kept].any():
                 num_dropped += 1

@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 from accel_train.core.files import digest64
 from accel_train.core.json_io import parse_json
 from accel_train.data.samples import group_names, held_out_units
-from accel_train.data.sources import Source, describe
+from accel_train.data.sources import Source, describe, resolve_both
 from accel_train.data.tables import columns_read, read_rows, show_cell, text_of
 from accel_train.data.text.documents import divide_rows
 from accel_train.data.text.tokenizers import byte_tokenizer, load_tokenizer, train_bpe
@@ -143,6 +144,33 @@ def list_cell(cell: Any, column: str, where: str) -> Sequence[Any]:
             f"{where}: column {column!r} holds {show_cell(cell)}, not a list; write one entry for each word"
         )
     return found
+
+
+@dataclass(frozen=True)
+class Divided(Generic[KeyedRow]):
+    """Rows in memory, on their sides."""
+
+    train: list[KeyedRow]
+    eval: list[KeyedRow] | None
+    description: str
+    notes: list[str]
+    """Notes for the user, as sentences."""
+
+
+def read_both(
+    data: TextData, read: Callable[[Sequence[Source], str, list[str]], list[KeyedRow]], *, is_labelled: bool = True
+) -> Divided[KeyedRow]:
+    """Return the rows of `data.train` and `data.eval`. Without `data.eval`, a part of `data.train` is held out.
+
+    `read` returns the rows of sources, given the setting that names them, and adds to notes.
+    """
+    sources, eval_sources, notes = resolve_both(data)
+    train, evaluation, split_notes = hold_out(read(sources, data.train_key, notes), data, sources, eval_sources)
+    notes += split_notes
+    if eval_sources:
+        evaluation = read(eval_sources, "data.eval", notes)
+        notes += repeated_texts(train, evaluation, data) if is_labelled else []
+    return Divided(train, evaluation, describe(sources, eval_sources), notes)
 
 
 def hold_out(

@@ -1,22 +1,20 @@
 """Texts with several endings, one of them right: read table rows, tokenize and batch them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from accel_train.core.format import is_whole
 from accel_train.data.labels import IGNORED_LABEL, label_name
-from accel_train.data.sources import Source, describe, resolve_both
+from accel_train.data.sources import Source, describe
 from accel_train.data.tables import read_rows, show_cell, text_cell
 from accel_train.data.text.padding import padded, padded_inputs
-from accel_train.data.text.tokenizers import use_rust_threads
+from accel_train.data.text.tokenizers import parts_to_tokenize, plain_encoder
 from accel_train.recipe.schema import Recipe
-from accel_train.tasks.common.texts import hold_out, list_cell, repeated_texts
+from accel_train.tasks.common.texts import Divided, list_cell, read_both
 from accel_train.tasks.multiple_choice.config import MultipleChoiceData
 
 if TYPE_CHECKING:
@@ -43,44 +41,27 @@ class ChoiceRow(NamedTuple):
         return self.text
 
 
-@dataclass(frozen=True)
-class Choices:
-    """Rows in memory. All rows have the same number of endings."""
-
-    num_choices: int
-    train: list[ChoiceRow]
-    eval: list[ChoiceRow] | None
-    description: str
-    notes: list[str]
-    """Notes for the user, as sentences."""
-
-
-def load_choices(recipe: Recipe) -> Choices:
-    """Return the rows of `data.train` and `data.eval`. Without `data.eval`, a part of `data.train` is held out by text.
+def load_choices(recipe: Recipe) -> Divided[ChoiceRow]:
+    """Return the rows of `data.train` and `data.eval`, all with the same number of endings.
 
     Raises:
         ValueError: a row cannot be read, its label is not an ending, or its number of endings differs from the first
             row. The message names the row.
     """
     data = MultipleChoiceData.of(recipe.data)
-    sources, eval_sources, notes = resolve_both(data)
-    rows = read_choices(sources, data, key=data.train_key)
-    _check_counts(rows, rows[0])
-    train, evaluation, split_notes = hold_out(rows, data, sources, eval_sources)
-    notes += split_notes
-    if eval_sources:
-        evaluation = read_choices(eval_sources, data, key="data.eval")
-        _check_counts(evaluation, rows[0])
-        notes += repeated_texts(train, evaluation, data) if data.label_column is not None else []
-    return Choices(len(rows[0].endings), train, evaluation, describe(sources, eval_sources), notes)
+    found = read_both(
+        data, lambda sources, key, _: read_choices(sources, data, key=key), is_labelled=data.label_column is not None
+    )
+    _check_counts([found.train[0], *(found.eval or ())])
+    return found
 
 
-def _check_counts(rows: Sequence[ChoiceRow], first: ChoiceRow) -> None:
-    count = len(first.endings)
+def _check_counts(rows: Sequence[ChoiceRow]) -> None:
+    count = len(rows[0].endings)
     other = next((row for row in rows if len(row.endings) != count), None)
     if other is not None:
         raise ValueError(
-            f"{other.where}: {len(other.endings)} endings, and {first.where} has {count}; all rows need as many, so "
+            f"{other.where}: {len(other.endings)} endings, and {rows[0].where} has {count}; all rows need as many, so "
             "fill it up or drop it"
         )
 
@@ -127,6 +108,7 @@ def read_choices(sources: Sequence[Source], data: MultipleChoiceData, *, key: st
             )
     if not rows:
         raise ValueError(f"{key} holds no rows: {describe(sources)}; name a table with rows")
+    _check_counts(rows)
     return rows
 
 
@@ -159,29 +141,17 @@ def tokenize_choices(
 
     Pairs over `max_length` are truncated, the longer part first.
     """
-    use_rust_threads()
     samples: list[Sample] = []
-    with tqdm(
-        total=len(rows), desc="tokenising", unit=" rows", disable=not progress or None, leave=False, delay=1
-    ) as bar:
-        for start in range(0, len(rows), _ROWS_PER_CALL):
-            part = rows[start : start + _ROWS_PER_CALL]
-            encoded = tokenizer(
-                [row.text for row in part for _ in row.endings],
-                [ending for row in part for ending in row.endings],
-                truncation=True,
-                max_length=max_length,
-                split_special_tokens=True,
-                return_token_type_ids=True,
-                return_attention_mask=False,
-                verbose=False,
-            )
-            pairs = zip(encoded["input_ids"], encoded["token_type_ids"])
-            for row in part:
-                ids, types = zip(*(next(pairs) for _ in row.endings))
-                second_from = tuple(each.index(1) if 1 in each else len(each) for each in types)
-                samples.append(Sample(tuple(np.array(each, dtype=np.int32) for each in ids), second_from, row.label))
-            bar.update(len(part))
+    encode = plain_encoder(tokenizer, max_length=max_length, return_token_type_ids=True)
+    for _, part in parts_to_tokenize(rows, _ROWS_PER_CALL, "rows", progress=progress):
+        encoded = encode(
+            [row.text for row in part for _ in row.endings], [ending for row in part for ending in row.endings]
+        )
+        pairs = zip(encoded["input_ids"], encoded["token_type_ids"])
+        for row in part:
+            ids, types = zip(*(next(pairs) for _ in row.endings))
+            second_from = tuple(each.index(1) if 1 in each else len(each) for each in types)
+            samples.append(Sample(tuple(np.array(each, dtype=np.int32) for each in ids), second_from, row.label))
     return samples
 
 

@@ -20,7 +20,7 @@ from accel_train.task import Facts, Scores, TaskData
 from accel_train.tasks.common import classification
 from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.encoder import EncoderTask, cut_note
-from accel_train.tasks.common.texts import WORD
+from accel_train.tasks.common.texts import WORD, Divided
 from accel_train.tasks.multiple_choice import data as choices
 from accel_train.tasks.multiple_choice.config import SPEC, MultipleChoiceData
 
@@ -41,14 +41,14 @@ _WORD = re.compile(WORD)
 class Source:
     """The texts with endings, tokenizer, and model configuration that the task keeps in addition to its samples."""
 
-    choices: choices.Choices
+    choices: Divided[choices.ChoiceRow]
     tokenizer: PreTrainedTokenizerBase
     config: PreTrainedConfig
 
     @property
     def label_names(self) -> tuple[str, ...]:
         """Positions of the endings, from 0, as text."""
-        return tuple(map(str, range(self.choices.num_choices)))
+        return tuple(map(str, range(len(self.choices.train[0].endings))))
 
     def row_ids(self, index: int) -> str:
         """Return the name of an evaluation row: its id column, or its file and row number."""
@@ -78,7 +78,7 @@ class MultipleChoice(EncoderTask):
         encode = partial(choices.tokenize_choices, tokenizer=tokenizer, max_length=length, progress=progress)
         train, evaluation = encode(rows.train), None if rows.eval is None else encode(rows.eval)
 
-        self.num_choices = rows.num_choices
+        self.num_choices = len(rows.train[0].endings)
         self.loss = classification.ClassLoss(recipe.loss.label_smoothing, None)
         lengths = np.array([max(map(len, sample.ids)) for sample in train])
         with_types = models.with_token_types(tokenizer, reader.config, self.head)
@@ -93,7 +93,7 @@ class MultipleChoice(EncoderTask):
             fingerprint=_fingerprint(train, evaluation),
             source=Source(rows, tokenizer, reader.config),
             facts=Facts(
-                others={"num_choices": rows.num_choices},
+                others={"num_choices": len(rows.train[0].endings)},
                 notes=cut_note(lengths, length, section.of_training("rows")),
             ),
         )
@@ -140,7 +140,7 @@ class MultipleChoice(EncoderTask):
 
     def baselines(self, data: TaskData) -> dict[str, float]:
         """Return the accuracy of the most frequent position and of the largest word overlap with the text."""
-        rows: choices.Choices = data.source.choices
+        rows: Divided[choices.ChoiceRow] = data.source.choices
         if rows.eval is None:
             return {}
         truth = np.array([row.label for row in rows.eval])

@@ -1,23 +1,22 @@
 """Question answering: read rows with a context and answers in it, tokenize them in windows and batch them."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from accel_train.core.json_io import parse_json
 from accel_train.data.encoding import BOM, decode
-from accel_train.data.sources import Source, describe, file_kind, resolve_both
+from accel_train.data.sources import Source, describe, file_kind
 from accel_train.data.tables import read_rows, show_cell, text_cell
 from accel_train.data.text.padding import padded, padded_inputs
-from accel_train.data.text.tokenizers import use_rust_threads
+from accel_train.data.text.tokenizers import parts_to_tokenize, plain_encoder
 from accel_train.recipe.schema import Recipe
-from accel_train.tasks.common.texts import hold_out, repeated_texts
+from accel_train.tasks.common.texts import Divided, read_both
 from accel_train.tasks.question_answering.config import QuestionAnsweringData
 
 if TYPE_CHECKING:
@@ -52,32 +51,18 @@ class Question(NamedTuple):
         return self.context
 
 
-@dataclass(frozen=True)
-class Questions:
-    """Questions in memory."""
-
-    train: list[Question]
-    eval: list[Question] | None
-    description: str
-    notes: list[str]
-    """Notes for the user, as sentences."""
-
-
-def load_questions(recipe: Recipe) -> Questions:
+def load_questions(recipe: Recipe) -> Divided[Question]:
     """Return the questions of `data.train` and `data.eval`. Without `data.eval`, a part is held out by context.
 
     Raises:
         ValueError: a question cannot be read, or its answer is not in its context; the message names file and row.
     """
     data = QuestionAnsweringData.of(recipe.data)
-    sources, eval_sources, notes = resolve_both(data)
-    rows = read_questions(sources, data, key=data.train_key)
-    train, evaluation, split_notes = hold_out(rows, data, sources, eval_sources)
-    notes += split_notes
-    if eval_sources:
-        evaluation = read_questions(eval_sources, data, key="data.eval")
-        notes += repeated_texts(train, evaluation, data) if data.answers_column is not None else []
-    return Questions(train, evaluation, describe(sources, eval_sources), notes)
+    return read_both(
+        data,
+        lambda sources, key, _: read_questions(sources, data, key=key),
+        is_labelled=data.answers_column is not None,
+    )
 
 
 def read_questions(sources: Sequence[Source], data: QuestionAnsweringData, *, key: str) -> list[Question]:
@@ -180,34 +165,25 @@ def tokenize_questions(
 
     A context that is too long for one window is split into several. Neighboring windows share `doc_stride` tokens.
     """
-    use_rust_threads()
     found: list[tuple[Window, ...]] = []
     num_cut = 0
-    with tqdm(
-        total=len(rows), desc="tokenising", unit=" questions", disable=not progress or None, leave=False, delay=1
-    ) as bar:
-        for start in range(0, len(rows), _QUESTIONS_PER_CALL):
-            part = rows[start : start + _QUESTIONS_PER_CALL]
-            questions = [_cut(row.question, tokenizer, max_length // 2) for row in part]
-            num_cut += sum(question != row.question for question, row in zip(questions, part))
-            encoded = tokenizer(
-                questions,
-                [row.context for row in part],
-                truncation="only_second",
-                max_length=max_length,
-                stride=doc_stride,
-                split_special_tokens=True,
-                return_overflowing_tokens=True,
-                return_offsets_mapping=True,
-                return_token_type_ids=True,
-                return_attention_mask=False,
-                verbose=False,
-            )
-            windows: list[list[Window]] = [[] for _ in part]
-            for number, row in enumerate(encoded["overflow_to_sample_mapping"]):
-                windows[row].append(_window(encoded, number, part[row]))
-            found += map(tuple, windows)
-            bar.update(len(part))
+    encode = plain_encoder(
+        tokenizer,
+        truncation="only_second",
+        max_length=max_length,
+        stride=doc_stride,
+        return_overflowing_tokens=True,
+        return_offsets_mapping=True,
+        return_token_type_ids=True,
+    )
+    for _, part in parts_to_tokenize(rows, _QUESTIONS_PER_CALL, "questions", progress=progress):
+        questions = [_cut(row.question, tokenizer, max_length // 2) for row in part]
+        num_cut += sum(question != row.question for question, row in zip(questions, part))
+        encoded = encode(questions, [row.context for row in part])
+        windows: list[list[Window]] = [[] for _ in part]
+        for number, row in enumerate(encoded["overflow_to_sample_mapping"]):
+            windows[row].append(_window(encoded, number, part[row]))
+        found += map(tuple, windows)
     return found, num_cut
 
 

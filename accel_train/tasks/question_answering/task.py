@@ -17,6 +17,7 @@ from accel_train.recipe.schema import Recipe
 from accel_train.task import Facts, Scores, TaskData
 from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.encoder import EncoderTask
+from accel_train.tasks.common.texts import Divided
 from accel_train.tasks.question_answering import data as questions
 from accel_train.tasks.question_answering.answers import Best, best_spans, overlap_answers, position_loss_sum, ranked
 from accel_train.tasks.question_answering.config import SPEC, QuestionAnsweringData
@@ -46,7 +47,7 @@ _MAY_BE_UNANSWERED = "may_be_unanswered"
 class Source:
     """The questions, tokenizer, and model configuration that the task keeps in addition to its samples."""
 
-    loaded: questions.Questions
+    loaded: Divided[questions.Question]
     tokenizer: PreTrainedTokenizerBase
     config: PreTrainedConfig
 

@@ -1,21 +1,19 @@
 """Rows of texts that belong together, or scored pairs: read table rows, tokenize and batch them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from accel_train.core.files import digest64
-from accel_train.data.sources import Source, describe, resolve_both
+from accel_train.data.sources import Source
 from accel_train.data.tables import show_cell
 from accel_train.data.text.padding import padded_inputs
-from accel_train.data.text.tokenizers import use_rust_threads
+from accel_train.data.text.tokenizers import parts_to_tokenize, plain_encoder
 from accel_train.recipe.schema import Recipe
-from accel_train.tasks.common.texts import TextRow, hold_out, repeated_texts, text_rows
+from accel_train.tasks.common.texts import Divided, TextRow, read_both, text_rows
 from accel_train.tasks.sentence_embedding.config import SentenceEmbeddingData
 
 if TYPE_CHECKING:
@@ -35,19 +33,8 @@ class AnchorRow(TextRow):
         return self.texts[0]
 
 
-@dataclass(frozen=True)
-class AnchorRows:
-    """Rows in memory. All rows have the same number of texts."""
-
-    train: list[AnchorRow]
-    eval: list[AnchorRow] | None
-    description: str
-    notes: list[str]
-    """Notes for the user, as sentences."""
-
-
-def load_rows(recipe: Recipe) -> AnchorRows:
-    """Return the rows of `data.train` and `data.eval`. Without `data.eval`, a part of `data.train` is held out.
+def load_rows(recipe: Recipe) -> Divided[AnchorRow]:
+    """Return the rows of `data.train` and `data.eval`, all with the same number of texts.
 
     Raises:
         ValueError: a row cannot be read, a text is empty, or a score is not a number; the message names the row.
@@ -58,26 +45,21 @@ def load_rows(recipe: Recipe) -> AnchorRows:
             f"data.pair_columns=[{data.pair_columns[0]}] names one column, which leaves nothing to learn from; name "
             "the columns of the anchor and its positive"
         )
-    sources, eval_sources, notes = resolve_both(data)
-    rows = read_anchor_rows(sources, data, key=data.train_key)
-    train, evaluation, split_notes = hold_out(rows, data, sources, eval_sources)
-    notes += split_notes
+    found = read_both(data, lambda sources, key, _: read_anchor_rows(sources, data, key=key))
+    train, evaluation = found.train, found.eval
     if data.is_for_training and data.score_column is not None and len({row.label for row in train}) == 1:
         raise ValueError(
             f"{data.train_key}: column {data.score_column!r} is {train[0].label:g} in all training rows, so no pair is "
             "closer than another; give other scores, or leave data.score_column out for pairs that belong together"
         )
-    if eval_sources:
-        evaluation = read_anchor_rows(eval_sources, data, key="data.eval")
-        notes += repeated_texts(train, evaluation, data)
     if data.is_for_training and data.score_column is None and evaluation:
         number = len({row.texts[1] for row in evaluation})
         if number <= _MOST_FOUND:
-            notes.append(
+            found.notes.append(
                 f"recall_at_10 says nothing: the evaluation has {number} different positives. Raise "
                 "data.eval_fraction, or give data.eval"
             )
-    return AnchorRows(train, evaluation, describe(sources, eval_sources), notes)
+    return found
 
 
 def read_anchor_rows(sources: Sequence[Source], data: SentenceEmbeddingData, *, key: str) -> list[AnchorRow]:
@@ -130,27 +112,16 @@ def tokenize_rows(
     Raises:
         ValueError: a text has no tokens.
     """
-    use_rust_threads()
     samples: list[Sample] = []
-    hidden = None if progress else True
-    with tqdm(total=len(rows), desc="tokenising", unit=" rows", disable=hidden, leave=False, delay=1) as bar:
-        for start in range(0, len(rows), _ROWS_PER_CALL):
-            part = rows[start : start + _ROWS_PER_CALL]
-            encoded = tokenizer(
-                [prompt + text for row in part for prompt, text in zip(prompts, row.texts, strict=True)],
-                truncation=True,
-                max_length=max_length,
-                split_special_tokens=True,
-                return_attention_mask=False,
-                verbose=False,
-            )
-            found = iter(encoded["input_ids"])
-            for row in part:
-                ids = tuple(np.array(next(found), dtype=np.int32) for _ in row.texts)
-                if not all(map(len, ids)):
-                    raise ValueError(f"{row.where}: a text has no tokens; drop the row")
-                samples.append(Sample(ids, tuple(map(text_hash, row.texts)), row.label or 0.0))
-            bar.update(len(part))
+    encode = plain_encoder(tokenizer, max_length=max_length)
+    for _, part in parts_to_tokenize(rows, _ROWS_PER_CALL, "rows", progress=progress):
+        encoded = encode([prompt + text for row in part for prompt, text in zip(prompts, row.texts, strict=True)])
+        found = iter(encoded["input_ids"])
+        for row in part:
+            ids = tuple(np.array(next(found), dtype=np.int32) for _ in row.texts)
+            if not all(map(len, ids)):
+                raise ValueError(f"{row.where}: a text has no tokens; drop the row")
+            samples.append(Sample(ids, tuple(map(text_hash, row.texts)), row.label or 0.0))
     return samples
 
 

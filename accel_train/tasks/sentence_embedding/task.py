@@ -22,7 +22,7 @@ from accel_train.recipe.schema import Recipe
 from accel_train.task import Facts, Scores, TaskData
 from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.encoder import EncoderTask, cut_note
-from accel_train.tasks.common.texts import characters_as_words
+from accel_train.tasks.common.texts import Divided, characters_as_words
 from accel_train.tasks.sentence_embedding import data as rows_of
 from accel_train.tasks.sentence_embedding.config import EMBEDDING, SPEC, SentenceEmbeddingData
 from accel_train.tasks.sentence_embedding.folder import Pooling, pooling_of, write_folder
@@ -45,7 +45,7 @@ print(model.similarity(queries, documents))
 class Source:
     """The rows, tokenizer, and model configuration that the task keeps in addition to its samples."""
 
-    rows: rows_of.AnchorRows
+    rows: Divided[rows_of.AnchorRow]
     tokenizer: PreTrainedTokenizerBase
     config: PreTrainedConfig
     prompts: dict[str, str]

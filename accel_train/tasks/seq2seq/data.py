@@ -1,24 +1,21 @@
 """Text pairs (source and target): read table rows, tokenize and batch them."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from accel_train.data.labels import IGNORED_LABEL
-from accel_train.data.sources import Source, describe, file_kind, files_of, resolve_both
+from accel_train.data.sources import Source, describe, file_kind, files_of
 from accel_train.data.tables import MissingColumn, show_cell, text_cell
 from accel_train.data.text.aligned import read_aligned
 from accel_train.data.text.padding import padded, padded_inputs
-from accel_train.data.text.tokenizers import use_rust_threads
+from accel_train.data.text.tokenizers import parts_to_tokenize, plain_encoder
 from accel_train.recipe.schema import Recipe
-from accel_train.tasks.common.texts import TextRow, hold_out, repeated_texts, text_rows, text_tokenizer
+from accel_train.tasks.common.texts import Divided, TextRow, read_both, text_rows, text_tokenizer
 from accel_train.tasks.seq2seq.config import Seq2SeqData
 
 if TYPE_CHECKING:
@@ -37,19 +34,8 @@ class Pair(NamedTuple):
     """Index of an evaluation row that a text is generated for. -1 for all other rows."""
 
 
-@dataclass(frozen=True)
-class TextPairs:
-    """Rows in memory. `texts` holds the source, `label` the target or None."""
-
-    train: list[TextRow]
-    eval: list[TextRow] | None
-    description: str
-    notes: list[str]
-    """Notes for the user, as sentences."""
-
-
-def load_pairs(recipe: Recipe) -> TextPairs:
-    """Return the pairs of `data.train` and `data.eval`. Without `data.eval`, a part of `data.train` is held out.
+def load_pairs(recipe: Recipe) -> Divided[TextRow]:
+    """Return the pairs of `data.train` and `data.eval`: `texts` holds the source, `label` the target or None.
 
     The source's hash decides the side, so equal sources stay together.
 
@@ -57,14 +43,11 @@ def load_pairs(recipe: Recipe) -> TextPairs:
         ValueError: a row cannot be read, or a cell is not text; the message names file, row and column.
     """
     data = Seq2SeqData.of(recipe.data)
-    sources, eval_sources, notes = resolve_both(data)
-    rows = read_pairs(sources, data, key=data.train_key, notes=notes)
-    train, evaluation, split_notes = hold_out(rows, data, sources, eval_sources)
-    notes += split_notes
-    if eval_sources:
-        evaluation = read_pairs(eval_sources, data, key="data.eval", notes=notes)
-        notes += repeated_texts(train, evaluation, data) if data.target_column is not None else []
-    return TextPairs(train, evaluation, describe(sources, eval_sources), notes)
+    return read_both(
+        data,
+        lambda sources, key, notes: read_pairs(sources, data, key=key, notes=notes),
+        is_labelled=data.target_column is not None,
+    )
 
 
 def read_pairs(sources: Sequence[Source], data: Seq2SeqData, *, key: str, notes: list[str]) -> list[TextRow]:
@@ -155,23 +138,17 @@ def tokenize_pairs(
     `prefix` precedes each source. `generated` lists the rows that texts are generated for. Special tokens in a text are
     encoded as plain characters.
     """
-    use_rust_threads()
     chosen = set(generated)
     pairs: list[Pair] = []
-    encode = partial(tokenizer, truncation=True, split_special_tokens=True, return_attention_mask=False, verbose=False)
-    with tqdm(
-        total=len(rows), desc="tokenising", unit=" pairs", disable=None if progress else True, leave=False
-    ) as bar:
-        for start in range(0, len(rows), _TEXTS_PER_CALL):
-            part = rows[start : start + _TEXTS_PER_CALL]
-            sources = encode([prefix + row.texts[0] for row in part], max_length=max_lengths[0])["input_ids"]
-            targets: list[Any] = [[]] * len(part)
-            if part[0].label is not None:
-                targets = encode(text_target=[row.label for row in part], max_length=max_lengths[1])["input_ids"]
-            for number, (source, target) in enumerate(zip(sources, targets), start=start):
-                row = number if number in chosen else -1
-                pairs.append(Pair(np.array(source, dtype=np.int32), np.array(target, dtype=np.int32), row))
-            bar.update(len(part))
+    encode = plain_encoder(tokenizer)
+    for start, part in parts_to_tokenize(rows, _TEXTS_PER_CALL, "pairs", progress=progress):
+        sources = encode([prefix + row.texts[0] for row in part], max_length=max_lengths[0])["input_ids"]
+        targets: list[Any] = [[]] * len(part)
+        if part[0].label is not None:
+            targets = encode(text_target=[row.label for row in part], max_length=max_lengths[1])["input_ids"]
+        for number, (source, target) in enumerate(zip(sources, targets), start=start):
+            row = number if number in chosen else -1
+            pairs.append(Pair(np.array(source, dtype=np.int32), np.array(target, dtype=np.int32), row))
     return pairs
 
 

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from accel_train.data.labels import IGNORED_LABEL, LabelScheme, columns_scheme, is_missing, label_scheme
 from accel_train.data.sources import Source, describe, resolve_both
 from accel_train.data.tables import class_names
 from accel_train.data.text.padding import padded, padded_inputs
-from accel_train.data.text.tokenizers import use_rust_threads
+from accel_train.data.text.tokenizers import parts_to_tokenize, plain_encoder
 from accel_train.recipe.schema import Recipe
 from accel_train.tasks.common.texts import TextRow, hold_out, repeated_texts, text_rows
 from accel_train.tasks.text_classification.config import TextClassificationData
@@ -206,28 +205,16 @@ def tokenize_rows(
     Raises:
         ValueError: a text has no tokens.
     """
-    use_rust_threads()
     samples: list[Sample] = []
-    hidden = None if progress else True
-    with tqdm(total=len(rows), desc="tokenising", unit=" texts", disable=hidden, leave=False, delay=1) as bar:
-        for start in range(0, len(rows), _TEXTS_PER_CALL):
-            texts = [row.texts for row in rows[start : start + _TEXTS_PER_CALL]]
-            encoded = tokenizer(
-                [text[0] for text in texts],
-                [text[1] for text in texts] if len(texts[0]) == 2 else None,
-                truncation=True,
-                max_length=max_length,
-                split_special_tokens=True,
-                return_token_type_ids=True,
-                return_attention_mask=False,
-                verbose=False,
-            )
-            for row, (ids, types) in enumerate(zip(encoded["input_ids"], encoded["token_type_ids"]), start=start):
-                if not ids:
-                    raise ValueError(
-                        f"{rows[row].where}: the text is empty, and the tokenizer adds no tokens; drop the row"
-                    )
-                second_from = types.index(1) if 1 in types else len(ids)
-                samples.append(Sample(np.array(ids, dtype=np.int32), second_from, labels[row]))
-            bar.update(len(texts))
+    encode = plain_encoder(tokenizer, max_length=max_length, return_token_type_ids=True)
+    for start, part in parts_to_tokenize(rows, _TEXTS_PER_CALL, "texts", progress=progress):
+        # One list of texts, or two for pairs.
+        encoded = encode(*map(list, zip(*(row.texts for row in part))))
+        for row, (ids, types) in enumerate(zip(encoded["input_ids"], encoded["token_type_ids"]), start=start):
+            if not ids:
+                raise ValueError(
+                    f"{rows[row].where}: the text is empty, and the tokenizer adds no tokens; drop the row"
+                )
+            second_from = types.index(1) if 1 in types else len(ids)
+            samples.append(Sample(np.array(ids, dtype=np.int32), second_from, labels[row]))
     return samples

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from accel_train.data.encoding import read_lines
 from accel_train.data.labels import IGNORED_LABEL, LabelScheme, label_scheme
@@ -17,7 +16,7 @@ from accel_train.data.sources import Source, describe, file_kind, resolve_both
 from accel_train.data.tables import class_names, read_rows, show_cell, text_cell
 from accel_train.data.text.padding import padded, padded_inputs
 from accel_train.data.text.spans import SPAN_FORMS, Remarks, complete_tags, read_marked
-from accel_train.data.text.tokenizers import use_rust_threads
+from accel_train.data.text.tokenizers import parts_to_tokenize, plain_encoder
 from accel_train.recipe.schema import Recipe
 from accel_train.tasks.common.texts import hold_out, list_cell, repeated_texts
 from accel_train.tasks.token_classification.config import TokenClassificationData
@@ -291,26 +290,13 @@ def tokenize_sentences(
     A sentence is encoded as its text, or as its words joined by spaces, so that a pipeline on plain text gives the same
     tokens. A token belongs to the word in which it ends. Special tokens in a word are encoded as plain characters.
     """
-    use_rust_threads()
     samples: list[Sample] = []
-    with tqdm(
-        total=len(rows), desc="tokenising", unit=" sentences", disable=not progress or None, leave=False, delay=1
-    ) as bar:
-        for start in range(0, len(rows), _SENTENCES_PER_CALL):
-            part = rows[start : start + _SENTENCES_PER_CALL]
-            encoded = tokenizer(
-                [row.key for row in part],
-                truncation=True,
-                max_length=max_length,
-                split_special_tokens=True,
-                return_offsets_mapping=True,
-                return_attention_mask=False,
-                verbose=False,
-            )
-            for number, (ids, offsets) in enumerate(zip(encoded["input_ids"], encoded["offset_mapping"]), start=start):
-                words, starts = first_tokens(rows[number].places, np.array(offsets, dtype=np.int64).reshape(-1, 2))
-                samples.append(Sample(np.array(ids, dtype=np.int32), starts, words, tags[number][words]))
-            bar.update(len(part))
+    encode = plain_encoder(tokenizer, max_length=max_length, return_offsets_mapping=True)
+    for start, part in parts_to_tokenize(rows, _SENTENCES_PER_CALL, "sentences", progress=progress):
+        encoded = encode([row.key for row in part])
+        for number, (ids, offsets) in enumerate(zip(encoded["input_ids"], encoded["offset_mapping"]), start=start):
+            words, starts = first_tokens(rows[number].places, np.array(offsets, dtype=np.int64).reshape(-1, 2))
+            samples.append(Sample(np.array(ids, dtype=np.int32), starts, words, tags[number][words]))
     return samples
 
 

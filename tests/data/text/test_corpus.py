@@ -397,5 +397,5 @@ def test_progress_is_shown_only_when_wanted(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     prepare_text(text_recipe(path, eval_fraction=0.3), progress=True)
     shown = capsys.readouterr()
-    assert "tokenising" in shown.err
+    assert "tokenizing" in shown.err
     assert shown.out == ""
