@@ -61,7 +61,7 @@ _OF_SPEC = ("Data", "loss_is_by_position", "loss_is_global", "evaluates_untraine
 
 
 class Facts(BaseModel, extra="forbid"):
-    """What a task found in its data, for the plan, the report, and the card. Unset: not known.
+    """Facts that a task found in its data, for the plan, the report, and the card. An unset fact is not known.
 
     A file of a run contains exactly the facts that are set.
     """
