@@ -14,7 +14,7 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from accel_train.core.errors import SettingError
 from accel_train.core.format import did_you_mean
@@ -60,6 +60,58 @@ _OF_SPEC = ("Data", "loss_is_by_position", "loss_is_global", "evaluates_untraine
 """Attributes that a task had before its `spec`."""
 
 
+class Facts(BaseModel, extra="forbid"):
+    """Facts that a task found in its data, for the plan, the report, and the card. An unset fact is not known.
+
+    A file of a run contains exactly the facts that are set.
+    """
+
+    sources: str | None = None
+    """Names of the files and data sets."""
+    num_documents: int | None = None
+    """Documents, with those held out but without empty ones."""
+    num_empty_documents: int = 0
+    num_eval_documents: int = 0
+    num_train: int | None = None
+    num_eval: int | None = None
+    train_tokens: int | None = None
+    eval_tokens: int | None = None
+    train_bytes: int | None = None
+    eval_bytes: int | None = None
+    """Bytes of the held-out text. None: the source holds tokens."""
+    train_targets: int = 0
+    """Labels in an epoch."""
+    unigram_bits_per_byte: float | None = None
+    """Loss of the training token frequencies on the evaluation targets, without context."""
+    xz_bits_per_byte: float | None = None
+    """Compressed size of the evaluation text, or of its first 8 MB."""
+    unigram_perplexity: float | None = None
+    """Perplexity of the evaluation targets under add-one frequencies of the training targets."""
+    positions_per_target: float | None = None
+    """Computed positions per label. Only for fine-tuning rows."""
+    label_names: list[str] | None = None
+    """Names of the classes in the order of their ids."""
+    num_train_of_label: dict[str, int] = {}
+    """Training samples by class. Empty: a regression, or no classes."""
+    problem_type: str | None = None
+    """Kind of the labels, with the reason."""
+    max_length: int = 0
+    """Maximum tokens of a sample, or of a source text. Longer ones are cut."""
+    mean_length: float | None = None
+    cache_folder: str | None = None
+    """Folder of the token shards."""
+    reused: bool = False
+    """Whether the token shards were built by an earlier run."""
+    others: dict[str, Any] = {}
+    """Facts of this task alone, as plain JSON values by name. Files contain them next to the other facts."""
+    notes: list[str] = []
+    """Sentences for the plan and the report."""
+
+    def record(self) -> dict[str, Any]:
+        """Return the facts that are set as plain JSON values, by name."""
+        return self.model_dump(exclude_unset=True, exclude={"others"}) | self.others
+
+
 @dataclass(frozen=True)
 class TaskData:
     """The data of a task: map-style data sets, and a function that collates samples into a micro-batch."""
@@ -72,8 +124,7 @@ class TaskData:
     """
     fingerprint: str
     """Digest that changes when the content of the data changes. A checkpoint resumes only with the same data."""
-    facts: dict[str, Any] = field(default_factory=dict)
-    """Plain JSON values for the plan and the report."""
+    facts: Facts = field(default_factory=Facts)
     reading_is_free: bool = False
     """Whether reading a sample takes only microseconds (memory-mapped tokens). Processes that read ahead would then
     only cost.
@@ -108,15 +159,17 @@ class TaskData:
     """Resolved settings that determine the samples, by dotted name, as plain JSON values without defaults. A checkpoint
     resumes only with equal values. Settings do not belong in `fingerprint`, which can only say that data have changed.
     """
+    unread: dict[str, str] = field(default_factory=dict)
+    """Settings that have no effect on these data, by dotted name, each with the reason. A training refuses them."""
     first_fingerprint: str = ""
     """Fingerprint of the same data in the first format of checkpoints, which hashed settings; empty if it is equal."""
 
     def add_notes(self, notes: Sequence[str]) -> None:
-        """Add sentences for the plan and the report to `facts["notes"]`, without duplicates.
+        """Add sentences for the plan and the report to `facts.notes`, without duplicates.
 
         A model may be built several times.
         """
-        self.facts["notes"] = list(dict.fromkeys([*self.facts.get("notes", ()), *notes]))
+        self.facts.notes = list(dict.fromkeys([*self.facts.notes, *notes]))
 
 
 @dataclass(frozen=True)
@@ -244,7 +297,9 @@ class Task(ABC):
         if is_of_transformers(model):
             model.config.save_pretrained(folder)
             kind, library = model.config.model_type, self.spec.library
-        card = new_card(title, kind, self.spec.learns, self.use(model, data), data.facts, library, self.spec.pipeline)
+        spec, facts = self.spec, data.facts
+        about = self.use(model, data), facts.sources, facts.num_train, facts.num_eval
+        card = new_card(title, kind, spec.learns, *about, library, spec.pipeline)
         (folder / FILE).write_text(str(card), encoding="utf-8", errors="backslashreplace")
 
     def use(self, model: "torch.nn.Module", data: TaskData) -> Use:
@@ -372,6 +427,11 @@ def read_data(task: Task, recipe: "Recipe", *, progress: bool) -> TaskData:
                 f"load_data of task={recipe.task!r} returned {_kind(samples)} for {name}; it has no length. "
                 f"{wanted}, whose samples have __len__ and __getitem__"
             )
+    if not isinstance(data.facts, Facts):
+        raise ValueError(
+            f"load_data of task={recipe.task!r} returned {_kind(data.facts)} for facts; return an "
+            "accel_train.task.Facts, with the task's own in others"
+        )
     return data
 
 

@@ -97,7 +97,7 @@ def tokenising(sizes: Sizes, folder: Path) -> list[Figure]:
             corpus = prepare(tokenizer, f"{cache}-{number}")
             seconds = time.perf_counter() - start
             facts = corpus.facts
-            rates.append((facts["train_tokens"] + facts["eval_tokens"]) / seconds / 1e6)
+            rates.append(((facts.train_tokens or 0) + (facts.eval_tokens or 0)) / seconds / 1e6)
         return Figure("tokenise", what, "M tokens/s", rates), corpus
 
     # Wall time: parts of it run on threads of the tokenizers library.

@@ -12,6 +12,7 @@ import yaml
 from safetensors.torch import load_file
 
 from accel_train.cli.main import main
+from accel_train.task import Facts
 from tests.support.runs import TESTS, environment, events, recipe_dict
 
 OWN = """
@@ -78,6 +79,12 @@ STRANGE: dict[str, tuple[str, str, str]] = {
         "def load_data(self, recipe, *, progress):\n        from dataclasses import replace\n        return "
         "replace(super().load_data(recipe, progress=progress), train=None)",
         "load_data of task='TASK' returned None for train; it has no length",
+    ),
+    "facts of another kind": (
+        "Own",
+        "def load_data(self, recipe, *, progress):\n        from dataclasses import replace\n        return "
+        "replace(super().load_data(recipe, progress=progress), facts={})",
+        "load_data of task='TASK' returned an object of dict for facts; return an accel_train.task.Facts",
     ),
     "no model": (
         "Own",
@@ -226,3 +233,15 @@ def test_a_resume_with_another_value_of_a_custom_setting_is_an_event(here: Path)
     assert event["setting"] == "data.shift"
     assert "was 0" in event["message"]
     assert "now 0.5 (--data.shift)" in event["message"]
+
+
+def test_a_record_has_exactly_the_facts_that_are_set_also_none() -> None:
+    facts = Facts(num_train=8, eval_bytes=None, others={"fill": None})
+    facts.notes = ["a note"]
+    assert facts.record() == {"num_train": 8, "eval_bytes": None, "fill": None, "notes": ["a note"]}
+    assert Facts.model_construct(**facts.record()).num_train == 8
+
+
+def test_a_wrong_name_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_trian"):
+        Facts(num_trian=8)  # type: ignore[call-arg]

@@ -1,9 +1,9 @@
 """Model cards: the README.md next to saved weights. A later step replaces a section by its name, not its sentences."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 FILE = "README.md"
 FOLDER = "path/of/this/folder"
@@ -66,21 +66,30 @@ class Card:
 
 
 def new_card(
-    title: str, kind: str, learns: str, use: Use, facts: Mapping[str, Any], library: str = "", pipeline: str = ""
+    title: str,
+    kind: str,
+    learns: str,
+    use: Use,
+    sources: str | None,
+    num_train: int | None,
+    num_eval: int | None,
+    library: str = "",
+    pipeline: str = "",
 ) -> Card:
     """Return the card of a model that was just trained.
 
     Args:
         kind: type of the model, in its own code.
         learns: what the model does, after the word "to"; empty if unknown.
-        facts: facts of the training data. `sources`, `num_train`, and `num_eval` are read, if they are there.
+        sources: names of the training data.
+        num_train, num_eval: numbers of samples. None: not known.
         library: Hub name of the library that loads the model.
         pipeline: Hub name of the task.
     """
     about = f"A `{kind}` model, trained with accel_train" + (f" to {learns}" if learns else "")
-    if facts.get("num_train") is not None:
-        about += f", on {facts['num_train']:,} {use.samples}, evaluated on {facts.get('num_eval', 0):,} others"
-    lines = [*use.facts, *([f"Data: {facts['sources']}"] if "sources" in facts else [])]
+    if num_train is not None:
+        about += f", on {num_train:,} {use.samples}, evaluated on {num_eval or 0:,} others"
+    lines = [*use.facts, *([f"Data: {sources}"] if sources is not None else [])]
     described = "".join(f"- {line}\n" for line in lines)
     known = {"library_name": library, "pipeline_tag": pipeline, "tags": "[accel_train]"}
     return Card(

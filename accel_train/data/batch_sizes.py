@@ -24,14 +24,6 @@ class BatchSizes:
     """Processes that read different samples. Tensor- and sequence-parallel peers count once."""
     reason: str
 
-    @property
-    def factors(self) -> str:
-        """Return `2 per device x 4 accumulation x 8 processes`. The product is the global batch."""
-        processes = _processes(self.world_size)
-        return (
-            f"{self.per_device_batch_size} per device x {self.gradient_accumulation_steps} accumulation x {processes}"
-        )
-
 
 def is_open(batch: Batch) -> bool:
     """Return whether a recipe leaves the split of the global batch into micro-batches to the run."""

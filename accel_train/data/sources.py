@@ -52,6 +52,13 @@ TABLE_KINDS: dict[str, FileKind] = {
 In `.bin` files, a separator token divides documents. In CoNLL files, a blank line divides sentences.
 """
 
+_READ_IN = {
+    "encoding": "text, csv, jsonl, conll, or json",
+    **dict.fromkeys(("header", "delimiter", "quoting"), "csv"),
+    "lines": "text",
+}
+"""Kinds of files that read a setting."""
+
 _KNOWN_SUFFIXES = ".txt, .md, .py, " + ", ".join(TABLE_KINDS)
 
 
@@ -108,6 +115,18 @@ def is_there(name: str) -> bool:
     return name in (*EMBEDDED_CORPORA, *EMBEDDED_IMAGES) or os.path.exists(path) or bool(glob.glob(path))
 
 
+def unread_formats(data: Data) -> dict[str, str]:
+    """Return the settings of `data` that none of its files reads, by dotted name, each with the reason."""
+    # Only settings that are given need a look at the files.
+    given = sorted(_READ_IN.keys() & data.model_fields_set)
+    names = [name for _, name in data.named()]
+    names += [str(getattr(data, name, None)) for name in ("annotations", "eval_annotations")]
+    paths = [Path(path).expanduser() for name in names if given for path in (name, *glob.glob(name, recursive=True))]
+    kinds = {file_kind(file) for path in paths for file in (files_below(path) if path.is_dir() else [path])}
+    why = {name: f"no file is {_READ_IN[name]}" for name in given}
+    return {f"data.{name}": why[name] for name in given if not any(str(kind) in why[name] for kind in kinds)}
+
+
 def is_path(name: str) -> bool:
     """Return whether a name can only be a file or folder, not a data set."""
     is_absolute = os.path.isabs(os.path.expanduser(name))
@@ -120,11 +139,9 @@ def check_paths(data: Data) -> None:
     Raises:
         ValueError: a file or folder is missing, or no file matches a pattern.
     """
-    for key in ("train", "eval"):
-        names = getattr(data, key)
-        for name in [names] if isinstance(names, str) else names or ():
-            if is_path(name) and not is_there(name):
-                _resolve(name, data, f"data.{key}")
+    for key, name in data.named():
+        if is_path(name) and not is_there(name):
+            _resolve(name, data, key)
 
 
 def holds_tokens(sources: Sequence[Source]) -> bool:

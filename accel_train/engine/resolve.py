@@ -11,6 +11,7 @@ from accel_train.core.errors import check_packages
 from accel_train.core.state import Choice
 from accel_train.data.batch_sizes import BatchSizes
 from accel_train.data.order import DataOrder
+from accel_train.data.sources import unread_formats
 from accel_train.data.text.tokenizers import check_tokenizer
 from accel_train.model.activation_checkpointing import checkpoint_activations
 from accel_train.model.freeze import freeze, set_training
@@ -18,10 +19,10 @@ from accel_train.model.kernels.experts import autocast_experts
 from accel_train.model.pretrained import check_model_config, describe_kernels, pretrained_config
 from accel_train.observe.notify import check_targets
 from accel_train.observe.trackers import check_tracker_names
-from accel_train.optim.schedule import StepPlan, resolve_steps
+from accel_train.optim.schedule import Rate, StepPlan, resolve_steps, scale_learning_rate
 from accel_train.parallel.compatibility import check_compatibility
 from accel_train.recipe.schema import Recipe
-from accel_train.recipe.tasks import TASKS, check_spec
+from accel_train.recipe.tasks import TASKS, check_spec, refuse_unread
 from accel_train.recipe.writer import who_set
 from accel_train.task import Task, TaskData, load_task, with_data_of
 
@@ -39,6 +40,7 @@ def check_recipe(recipe: Recipe) -> tuple[Recipe, Task]:
     recipe = with_data_of(task, recipe)
     check_spec(recipe, task.spec)
     if recipe.task in TASKS:
+        refuse_unread(recipe, unread_formats(recipe.data))
         check_model_config(recipe)
         if recipe.model.pretrained is not None:
             pretrained_config(recipe)  # fails before the data is read if it cannot be loaded
@@ -68,13 +70,18 @@ def check_recipe(recipe: Recipe) -> tuple[Recipe, Task]:
 
 def resolve_run(
     recipe: Recipe, data: TaskData, sizes: BatchSizes, epoch_order: Callable[[int], NDArray[np.int64]] | None = None
-) -> tuple[StepPlan, DataOrder]:
-    """Return the step plan of a run on this data, and its data order. `epoch_order` replaces the built-in order.
+) -> tuple[StepPlan, DataOrder, Rate]:
+    """Return the step plan, the data order, and the peak learning rate of a run on this data.
+
+    `epoch_order` replaces the built-in order.
 
     Raises:
         ValueError: there is nothing to train on, the warmup or `log.profile_steps` exceeds the run, or samples have
             no lengths to group by.
     """
+    refuse_unread(recipe, data.unread)
+    if data.eval is None:
+        refuse_unread(recipe, {"evaluate.at_start": "the recipe holds out no data, as data.eval or data.eval_fraction"})
     num_samples = len(data.train)  # type: ignore[arg-type]
     section = recipe.data
     if sizes.global_batch_size > MOST_READS_PER_STEP * num_samples > 0:
@@ -96,7 +103,7 @@ def resolve_run(
     order = DataOrder(
         num_samples, sizes.global_batch_size, recipe.seed, section.shuffle, section.last_batch, lengths, epoch_order
     )
-    return steps, order
+    return steps, order, scale_learning_rate(recipe.optimizer, sizes.global_batch_size)
 
 
 def makes_new_models(task: Task) -> bool:

@@ -28,7 +28,7 @@ from accel_train.guard.guard import Guard, learning_rate_factor
 from accel_train.model.batch_norm import RunningStatistics
 from accel_train.model.compile import GraphCount
 from accel_train.observe.observer import Observer
-from accel_train.optim.schedule import StepPlan, set_learning_rate
+from accel_train.optim.schedule import Rate, StepPlan, set_learning_rate
 from accel_train.parallel.strategy import Strategy
 from accel_train.recipe.schema import Recipe
 from accel_train.runtime.memory import PeakMemory
@@ -84,6 +84,7 @@ class RunPlan:
     data: TaskData
     order: DataOrder
     steps: StepPlan
+    rate: Rate
     sizes: BatchSizes
     """Batch sizes at the start. `RunContext.sizes` holds the current sizes."""
     reading: Reading
@@ -135,42 +136,41 @@ class RunPlan:
         return "run the same command again" if auto else "set checkpoint.resume to auto"
 
 
+@dataclass(frozen=True)
 class Calendar:
-    """Step schedule: the work that is due after each step. Steps count from 1."""
+    """Step schedule: the work that is due after each step, as a function of the step alone. Steps count from 1."""
 
-    def __init__(self, plan: RunPlan, *, compares_weights: bool) -> None:
-        recipe = plan.recipe
-        self._evaluate, self._checkpoint_steps = recipe.evaluate, recipe.checkpoint.every_steps
-        self._drift_steps = recipe.guard.drift_check_steps if compares_weights else 0
-        self._max_steps, self._epoch_at, self._can_evaluate = plan.max_steps, plan.order.epoch_at, plan.can_evaluate
-        self._pauses_always = plan.extensions.requests is not None
+    plan: RunPlan
+    compares_weights: bool
 
     def evaluation_due(self, step: int) -> bool:
         """Return whether to evaluate after this step. False for the last step, because the run ends with an
         evaluation."""
-        if not self._can_evaluate or step >= self._max_steps:
+        plan, section = self.plan, self.plan.recipe.evaluate
+        if not plan.can_evaluate or step >= plan.max_steps:
             return False
-        every_epochs = self._evaluate.every_epochs
+        every_epochs = section.every_epochs
         if every_epochs is None:
-            return _is_multiple(step, self._evaluate.every_steps)
+            return _is_multiple(step, section.every_steps)
         if every_epochs == 0:
             return False
-        before, now = (int(self._epoch_at(at) / every_epochs + 1e-9) for at in (step - 1, step))
+        before, now = (int(plan.order.epoch_at(at) / every_epochs + 1e-9) for at in (step - 1, step))
         return now > before
 
     def checkpoint_due(self, step: int) -> bool:
         """Return whether to save after this step. The last step is always saved."""
-        return step == self._max_steps or _is_multiple(step, self._checkpoint_steps)
+        return step == self.plan.max_steps or _is_multiple(step, self.plan.recipe.checkpoint.every_steps)
 
     def drift_check_due(self, step: int, *, stopping: bool = False) -> bool:
         """Return whether to compare the processes' weights after this step: always before an evaluation or a save."""
-        is_due = stopping or _is_multiple(step, self._drift_steps)
-        return self._drift_steps > 0 and (is_due or self.evaluation_due(step) or self.checkpoint_due(step))
+        every_steps = self.plan.recipe.guard.drift_check_steps if self.compares_weights else 0
+        is_due = stopping or _is_multiple(step, every_steps)
+        return every_steps > 0 and (is_due or self.evaluation_due(step) or self.checkpoint_due(step))
 
     def pause_due(self, step: int) -> bool:
         """Return whether anything is due between this step and the next."""
         is_due = self.evaluation_due(step) or self.checkpoint_due(step) or self.drift_check_due(step)
-        return is_due or self._pauses_always
+        return is_due or self.plan.extensions.requests is not None
 
 
 def _is_multiple(step: int, every: int) -> bool:

@@ -19,7 +19,7 @@ from accel_train.core.ownership import check_file, write_file
 from accel_train.core.state import StepResult
 from accel_train.engine.run import Extensions, RunContext
 from accel_train.observe.observer import Observer
-from accel_train.optim.schedule import scale_learning_rate
+from accel_train.optim.schedule import Rate
 from accel_train.recipe.schema import Recipe
 from accel_train.report.charts import local_lines
 from accel_train.report.lr_chart import draw_range_test
@@ -73,15 +73,13 @@ class RangeTest:
     losses: Array
     diverged: bool
     suggestion: Suggestion
-    scale: float
-    """Factor of `optimizer.lr_scaling` from the recipe's learning rate to the optimizer's."""
-    scale_reason: str
+    rate: Rate
 
     @property
     def learning_rate(self) -> float | None:
         """Return the suggested learning rate for a recipe, before `lr_scaling`, or None without a suggestion."""
         index = self.suggestion.index
-        return None if index is None else float(f"{self.rates[index] / self.scale:.2g}")
+        return None if index is None else float(f"{self.rates[index] / self.rate.factor:.2g}")
 
 
 def rates_of_test(low: float, high: float, num_steps: int) -> Array:
@@ -153,7 +151,7 @@ def record_of(test: RangeTest) -> dict[str, Any]:
     return {
         "learning_rate": test.learning_rate,
         "learning_rate_after_scaling": None if index is None else float(test.rates[index]),
-        "lr_scaling": test.scale_reason,
+        "lr_scaling": test.rate.reason,
         "reason": test.suggestion.reason,
         "diverged": test.diverged,
         "steps": [
@@ -191,8 +189,8 @@ def format_test(test: RangeTest) -> str:
     lines.append(test.suggestion.reason)
     if (rate := test.learning_rate) is not None:
         lines.append(f"\noptimizer.learning_rate: {rate:g}")
-        if test.scale != 1:
-            lines.append(f"(lr_scaling turns this into {rate * test.scale:.3g}: {rate:g} x {test.scale:g})")
+        if test.rate.factor != 1:
+            lines.append(f"(lr_scaling turns this into {rate * test.rate.factor:.3g}: {rate:g} x {test.rate.factor:g})")
     return "\n".join(lines)
 
 
@@ -268,13 +266,10 @@ def run_test(run: RunContext, recorder: Recorder, rates: Array) -> RangeTest:
         # `run.stop` is not opened, so Ctrl-C interrupts at once. There is nothing to save.
         run_steps(run)
     losses = np.array(recorder.losses)
-    section = run.plan.recipe.optimizer
-    scaled = scale_learning_rate(section.learning_rate, section.lr_scaling, run.sizes)
     return RangeTest(
         rates=rates[: len(losses)],
         losses=losses,
         diverged=recorder.diverged,
         suggestion=suggest(rates[: len(losses)], losses, recorder.diverged),
-        scale=scaled.value / section.learning_rate,
-        scale_reason=scaled.reason,
+        rate=run.plan.rate,
     )

@@ -42,7 +42,7 @@ from accel_train.hf.inputs import (
 from accel_train.model.activation_checkpointing import enable_method
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.tasks import TaskSpec
-from accel_train.task import Task, TaskData
+from accel_train.task import Facts, Task, TaskData
 
 if TYPE_CHECKING:
     from accel_train.hf import Trainer
@@ -74,13 +74,13 @@ class HFTask(Task):
         if args.train_sampling_strategy == "group_by_length" and not streamed:
             lengths = lengths_of(trainer, dataset if is_columns(self.source) else self.source)
         per_epoch = self.length.steps_per_epoch * self.length.global_batch_size
-        facts: dict[str, Any] = {"num_train": per_epoch if streamed else len(dataset)}
+        facts = Facts(num_train=per_epoch if streamed else len(dataset))
         inputs = self._code()
         if not streamed and not isinstance(dataset, PLAIN) and trainer.is_world_process_zero():
             inputs["training data"], is_stable = digest_of_data(dataset)
             if not is_stable:
                 note = "training data change between reads, so a resume compares only the number of samples"
-                facts["notes"] = [note]
+                facts.notes = [note]
         return TaskData(
             # For streams only the length of the Subset is read.
             train=Subset(dataset, range(per_epoch)) if streamed else dataset,

@@ -41,7 +41,7 @@ from accel_train.recipe.schema import Loss, Model, Recipe
 from accel_train.recipe.tasks import check_extra
 from accel_train.runtime.doctor import check_launcher
 from accel_train.runtime.process_group import on_main, start_processes
-from accel_train.task import Task, TaskData, load_task, read_data, with_data_of
+from accel_train.task import Facts, Task, TaskData, load_task, read_data, with_data_of
 
 T = TypeVar("T")
 
@@ -109,7 +109,7 @@ def open_run(
         recipe, is_other=data is not None, labels_optional=labels_optional, progress=accelerator.is_main_process
     )
     if data is None and not other_than_consent(settings):
-        notes = (*notes, *changes_of(summary.get("data"), task_data.facts, folder))
+        notes = (*notes, *changes_of(Facts.model_construct(**summary.get("data") or {}), task_data.facts, folder))
     torch.manual_seed(recipe.seed)
     model = task.build_model(recipe, task_data)
     check_weights(model, folder / "model", recipe.task)
@@ -271,7 +271,7 @@ def _load(
         recipe = with_data_of(task, recipe)
         try:
             found = read_data(task, recipe, progress=progress)
-            return recipe, task, found, (*notes, *(dict.fromkeys(found.facts.get("notes", ())) if is_other else ()))
+            return recipe, task, found, (*notes, *(dict.fromkeys(found.facts.notes) if is_other else ()))
         except DataError:
             raise
         except ValueError as error:
@@ -312,26 +312,26 @@ def in_its_header(data: Data) -> tuple[Data, list[str]]:
     return data.model_copy(update={"header": "left_out"}), [f"{rule}; it is left out (--data.header none reads it)"]
 
 
-def changes_of(before: Any, facts: Mapping[str, Any], folder: Path) -> list[str]:
+def changes_of(before: Facts, facts: Facts, folder: Path) -> list[str]:
     """Return a note where a run's own data holds other numbers of samples than when it was trained.
 
     Raises:
         ValueError: it has other classes.
     """
-    before = before if isinstance(before, dict) else {}
-    names = ("num_train", "num_eval", "label_names")
-    was, now = (list[Any](map(each.get, names)) for each in (before, facts))
-    if None not in (was[2], now[2]) and was[2] != now[2]:
+    was, now = before.label_names, facts.label_names
+    if was and now and was != now:
         raise ValueError(
-            f"the data of {folder} has changed: its classes are {', '.join(now[2])}, and were {', '.join(was[2])}; "
+            f"the data of {folder} has changed: its classes are {', '.join(now)}, and were {', '.join(was)}; "
             "name data as the run knows it"
         )
+    sizes = [facts.num_train, facts.num_eval, before.num_train, before.num_eval]
     # Rows that are packed into windows are so by the attention of the machine, and their number says nothing.
-    if None in (*was[:2], *now[:2]) or was[:2] == now[:2] or "fill" in facts:
+    if None in sizes or sizes[:2] == sizes[2:] or facts.positions_per_target is not None:
         return []
     return [
-        f"the data of {folder} has changed: {now[0]:,} samples and {now[1]:,} held out, and it was trained with "
-        f"{was[0]:,} and {was[1]:,}"
+        "the data of {} has changed: {:,} samples and {:,} held out, and it was trained with {:,} and {:,}".format(
+            folder, *sizes
+        )
     ]
 
 

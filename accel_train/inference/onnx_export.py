@@ -306,7 +306,7 @@ def _probe(checked: OnnxModel, example: Mapping[str, Tensor], run: TrainedRun) -
     length = next(iter(example.values())).shape[-1]
     longest = length
     if isinstance(checked.session.get_inputs()[0].shape[-1], str):
-        longest = min(2 * length, run.data.facts.get("max_length", 2 * length))
+        longest = min(2 * length, run.data.facts.max_length or 2 * length)
     with torch.no_grad():
         for size in ((1, length - ("input_ids" in example)), (3, longest)):
             resized = _resized(example, *size)

@@ -23,6 +23,7 @@ from accel_train.inference.finished_run import check_finished
 from accel_train.inference.model_files import is_known
 from accel_train.observe.run_folder import SUMMARY_FILE, read_summary
 from accel_train.recipe.tasks import TASKS, TaskSpec
+from accel_train.task import Facts
 
 _FOLDERS = re.compile(r"(?<![\w.:/])(?:~|[A-Za-z]:)?[/\\](?:[^\s/\\`'\"]+[/\\])+")
 """Folders of an absolute path. A public card has only the last part."""
@@ -99,7 +100,7 @@ def card_of(folder: Path, name: str) -> str:
     """Return the model card of a run: model/README.md if it exists, with the scores and the metadata for the Hub."""
     recipe = read_recipe_only(folder)
     summary = read_summary(folder) if (folder / SUMMARY_FILE).is_file() else {}
-    path, facts = folder / "model" / FILE, summary.get("data") or {}
+    path, facts = folder / "model" / FILE, Facts.model_construct(**summary.get("data") or {})
     card = Card.parse(path.read_text(encoding="utf-8")) if path.is_file() else _new_card(folder, recipe.task, facts)
     data: Any = ModelCard(str(card)).data
     data.tags = [*(data.tags or ()), *({"accel_train"} - {*(data.tags or ())})]
@@ -114,7 +115,7 @@ def card_of(folder: Path, name: str) -> str:
             EvalResult(
                 task_type=data.pipeline_tag or recipe.task,
                 dataset_type="held-out",
-                dataset_name=_FOLDERS.sub("", str(facts.get("sources", "held-out data"))),
+                dataset_name=_FOLDERS.sub("", facts.sources or "held-out data"),
                 metric_type=key,
                 metric_value=value,
             )
@@ -126,14 +127,15 @@ def card_of(folder: Path, name: str) -> str:
     return str(replace(public, metadata=data.to_yaml()))
 
 
-def _new_card(folder: Path, task: str, facts: Mapping[str, Any]) -> Card:
+def _new_card(folder: Path, task: str, facts: Facts) -> Card:
     """Return the card of a model that was saved without one."""
     config = load_object(folder / "model" / "config.json")
     spec = TASKS[task] if task in TASKS else TaskSpec()
     (name,) = config.get("architectures") or [spec.auto]
     use = Use(of_transformers(spec.auto or name) if name else OF_TENSORS)
     kind = str(config.get("model_type") or config.get("module", "torch"))
-    return new_card(folder.absolute().name, kind, spec.learns, use, facts, spec.library if name else "", spec.pipeline)
+    title, about = folder.absolute().name, (use, facts.sources, facts.num_train, facts.num_eval)
+    return new_card(title, kind, spec.learns, *about, spec.library if name else "", spec.pipeline)
 
 
 def _scores_table(scores: Mapping[str, float], summary: Mapping[str, Any]) -> str:

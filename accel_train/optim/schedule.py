@@ -17,9 +17,8 @@ from typing import Any
 import torch
 
 from accel_train.core.state import Choice
-from accel_train.data.batch_sizes import BatchSizes
 from accel_train.data.order import LastBatch, steps_per_epoch
-from accel_train.recipe.optimizer import LRScaling
+from accel_train.recipe.optimizer import Optimizer
 from accel_train.recipe.schedule import CURVES, Schedule, Span
 
 DEFAULT_WARMUP_RATIO = Fraction(1, 100)
@@ -121,22 +120,31 @@ def make_schedule(schedule: Schedule, max_steps: int, warmup_steps: int) -> Call
     return multiplier
 
 
-def scale_learning_rate(learning_rate: float, scaling: LRScaling, sizes: BatchSizes) -> Choice[float]:
-    """Return the peak learning rate for this global batch. The reason is the formula with its numbers.
+@dataclass(frozen=True)
+class Rate(Choice[float]):
+    """The peak learning rate of a run. The reason is the formula of `lr_scaling` with its numbers."""
+
+    factor: float
+    """Quotient of the peak and the recipe's `optimizer.learning_rate`."""
+
+
+def scale_learning_rate(section: Optimizer, global_batch_size: int) -> Rate:
+    """Return the peak learning rate for this global batch.
 
     linear: learning_rate x global_batch_size / base_batch_size (Goyal et al. 2017, arXiv 1706.02677; for SGD).
     sqrt: learning_rate x sqrt(global_batch_size / base_batch_size) (Krizhevsky 2014, arXiv 1404.5997; for Adam: Malladi
     et al. 2022, arXiv 2205.10287).
     none: as written.
     """
-    base = scaling.base_batch_size
+    written, scaling = section.learning_rate, section.lr_scaling
+    base, sizes = scaling.base_batch_size, f"{global_batch_size} / {scaling.base_batch_size}"
     if scaling.rule == "linear":
-        value = learning_rate * sizes.global_batch_size / base
-        return Choice(value, f"linear: {learning_rate:g} x ({sizes.factors}) / {base} = {value:g}")
-    if scaling.rule == "sqrt":
-        value = learning_rate * math.sqrt(sizes.global_batch_size / base)
-        return Choice(value, f"sqrt: {learning_rate:g} x sqrt(({sizes.factors}) / {base}) = {value:g}")
-    return Choice(learning_rate, "as written, not scaled with the batch")
+        peak, how = written * global_batch_size / base, sizes
+    elif scaling.rule == "sqrt":
+        peak, how = written * math.sqrt(global_batch_size / base), f"sqrt({sizes})"
+    else:
+        return Rate(written, "as written, not scaled with the batch", 1.0)
+    return Rate(peak, f"{scaling.rule}: {written:g} x {how} = {peak:g}", peak / written)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float | Sequence[float]) -> float:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from accel_train.core.errors import SettingError
 from accel_train.model.pretrained import config_of, pretrained_config
 from accel_train.recipe.schema import Recipe
+from accel_train.recipe.tasks import setting_of
 from accel_train.task import TASKS, Task
 
 SP_OFF = ", or set parallel.sp_size to 1"
@@ -36,11 +37,29 @@ class Asked(NamedTuple):
         return self.recipe.task in TASKS and not self.task.spec.loss_is_by_position
 
 
+class Part(NamedTuple):
+    """A setting, and whether a recipe asks for the part of training that conflicts with others."""
+
+    setting: str
+    is_on: Callable[[Recipe], bool]
+
+
+CUDA_GRAPHS = Part("precision.compile_mode", lambda recipe: recipe.precision.has_cuda_graphs)
+SYNC_BATCH_NORM = Part("parallel.sync_batch_norm", lambda recipe: recipe.parallel.sync_batch_norm)
+TP_SIZE = Part("parallel.tp_size", lambda recipe: recipe.parallel.tp_size > 1)
+CPU_OFFLOAD = Part("parallel.cpu_offload", lambda recipe: recipe.parallel.cpu_offload)
+SP_SIZE = Part("parallel.sp_size", lambda recipe: recipe.parallel.sp_size > 1)
+DEEPSPEED = Part("parallel.strategy", lambda recipe: recipe.parallel.strategy == "deepspeed")
+FROZEN_DTYPE = Part("model.frozen_dtype", lambda recipe: recipe.model.frozen_dtype in ("bf16", "nf4"))
+BF16 = Part("model.frozen_dtype", lambda recipe: recipe.model.frozen_dtype == "bf16")
+NF4 = Part("model.frozen_dtype", lambda recipe: recipe.model.frozen_dtype == "nf4")
+FP8 = Part("precision.mixed_precision", lambda recipe: recipe.precision.mixed_precision == "fp8")
+
+
 class Conflict(NamedTuple):
     """A setting that cannot be combined with another one, or lacks a requirement."""
 
-    part: str
-    """Last part of the setting's name, or the strategy or precision that it sets."""
+    part: Part
     other: str
     """Name of the other setting; empty if a package is missing."""
     refuses: Callable[[Asked], bool]
@@ -49,12 +68,12 @@ class Conflict(NamedTuple):
     remedy: str = "Leave one of them out"
 
 
-def _package(part: str, name: str, extra: str) -> Conflict:
+def _package(part: Part, name: str, extra: str) -> Conflict:
     remedy = f"Install it: pip install 'accel-train[{extra}]'"
     return Conflict(part, "", lambda _: not _is_installed(name), f"needs the package {name}", remedy)
 
 
-def _clash(part: str, other: str, refuses: Callable[[Asked], bool], why: str = UNTESTED) -> Conflict:
+def _clash(part: Part, other: str, refuses: Callable[[Asked], bool], why: str = UNTESTED) -> Conflict:
     return Conflict(part, other, refuses, f"cannot be combined with {other}: {why}")
 
 
@@ -72,7 +91,7 @@ def _adapts(asked: Asked) -> bool:
 
 CONFLICTS = (
     Conflict(
-        "cuda_graphs",
+        CUDA_GRAPHS,
         "batch.gradient_accumulation_steps",
         lambda asked: asked.accumulation > 1,
         "records CUDA graphs, and each replay overwrites the micro-batch before, but this run accumulates "
@@ -80,7 +99,7 @@ CONFLICTS = (
         "Use max-autotune-no-cudagraphs or default, or a batch that one micro-batch per process holds",
     ),
     Conflict(
-        "cuda_graphs",
+        CUDA_GRAPHS,
         "task",
         lambda asked: asked.has_global_loss,
         "cannot be combined with the loss of {recipe.task} over the global batch: processes exchange its parts in the "
@@ -88,37 +107,33 @@ CONFLICTS = (
         "Set precision.compile_mode to default",
     ),
     Conflict(
-        "deepspeed",
+        DEEPSPEED,
         "task",
         lambda asked: asked.has_global_loss,
         "cannot be combined with the loss of {recipe.task} over the global batch: a step reads its micro-batches "
         f"twice, and {UNTESTED}",
         f"Use {ZERO_ALTERNATIVE}",
     ),
-    _clash("sync_batch_norm", "precision.compile", _compiles),
-    _clash(
-        "tp_size", "model.lora", _adapts, "adapters are plain tensors, which cannot be multiplied with split layers"
-    ),
-    _clash(
-        "tp_size", "precision.compile", _compiles, f"split layers swap their weights in each forward, and {UNTESTED}"
-    ),
-    _clash("tp_size", "parallel.cpu_offload", _offloads),
+    _clash(SYNC_BATCH_NORM, "precision.compile", _compiles),
+    _clash(TP_SIZE, "model.lora", _adapts, "adapters are plain tensors, which cannot be multiplied with split layers"),
+    _clash(TP_SIZE, "precision.compile", _compiles, f"split layers swap their weights in each forward, and {UNTESTED}"),
+    _clash(TP_SIZE, "parallel.cpu_offload", _offloads),
     Conflict(
-        "tp_size",
+        TP_SIZE,
         "",
         lambda _: not _is_installed("transformers.distributed.tensor_parallel"),
         "needs a newer transformers",
         "Install transformers 5.23, which is known to work",
     ),
     Conflict(
-        "tp_size",
+        TP_SIZE,
         "task",
         lambda asked: asked.cannot_split,
         "only {splitting} can split layers, but task is {recipe.task}",
         "Set parallel.tp_size to 1",
     ),
     Conflict(
-        "cpu_offload",
+        CPU_OFFLOAD,
         "optimizer.name",
         lambda asked: asked.recipe.optimizer.name == "muon",
         "cannot be combined with optimizer.name muon: the CPU would orthogonalize the matrices, many times the "
@@ -126,89 +141,89 @@ CONFLICTS = (
         "Use optimizer.name adamw, or set parallel.cpu_offload to false",
     ),
     Conflict(
-        "sp_size",
+        SP_SIZE,
         "task",
         lambda asked: asked.cannot_split,
         "only {splitting} can split sequences, but task is {recipe.task}",
         "Set parallel.sp_size to 1",
     ),
     Conflict(
-        "sp_size",
+        SP_SIZE,
         "task",
         lambda asked: not is_by_position(asked.task),
         "needs a loss that is a sum over positions, but {recipe.task} does not declare its own loss as such a sum",
         f"If it is one, set loss_is_by_position in the spec of the class that defines it{SP_OFF}",
     ),
     Conflict(
-        "sp_size",
+        SP_SIZE,
         "data.sequence_length",
         lambda asked: (asked.recipe.data.window or 0) % asked.recipe.parallel.sp_size != 0,
         "does not divide data.sequence_length={recipe.data.window}",
         f"Use {{lengths}} tokens{SP_OFF}",
     ),
     Conflict(
-        "sp_size",
+        SP_SIZE,
         "model.attn_implementation",
         lambda asked: asked.recipe.model.attn_implementation != "auto",
         "uses causal SDPA, but model.attn_implementation is {recipe.model.attn_implementation}",
         f"Set model.attn_implementation to auto{SP_OFF}",
     ),
     Conflict(
-        "sp_size",
+        SP_SIZE,
         "precision.compile",
         _compiles,
         "cannot be combined with precision.compile: DeepSpeed's exchange of heads between processes cannot be compiled",
         f"Set precision.compile to false{SP_OFF}",
     ),
-    _package("sp_size", "deepspeed", "deepspeed"),
+    _package(SP_SIZE, "deepspeed", "deepspeed"),
     Conflict(
-        "frozen_dtype",
+        FROZEN_DTYPE,
         "model.freeze",
         lambda asked: not asked.recipe.model.freezes,
         "only affects frozen weights, but all weights are trained",
         "Set model.lora or model.freeze, or leave model.frozen_dtype at auto",
     ),
     Conflict(
-        "frozen_dtype",
+        FROZEN_DTYPE,
         "parallel.strategy",
         lambda asked: asked.recipe.parallel.strategy == "deepspeed" or asked.recipe.parallel.tp_size > 1,
         f"cannot be combined with parallel.strategy deepspeed or parallel.tp_size above 1: {UNTESTED}",
         "Set model.frozen_dtype to auto",
     ),
     Conflict(
-        "bf16",
+        BF16,
         "precision.mixed_precision",
         lambda asked: asked.precision not in ("bf16", "auto"),
         "needs precision.mixed_precision bf16, not {precision}: products with fp32 would copy each matrix",
         "Set model.frozen_dtype to auto",
     ),
-    _clash("nf4", "parallel.cpu_offload", _offloads),
+    _clash(NF4, "parallel.cpu_offload", _offloads),
     Conflict(
-        "nf4",
+        NF4,
         "parallel.sp_size",
         lambda asked: asked.recipe.parallel.strategy == "fsdp2" and asked.recipe.parallel.sp_size > 1,
         f"cannot be combined with parallel.strategy fsdp2 and parallel.sp_size above 1: {UNTESTED}",
         "Set parallel.sp_size to 1, or use parallel.strategy ddp",
     ),
-    _clash("nf4", "precision.compile", _compiles),
+    _clash(NF4, "precision.compile", _compiles),
     Conflict(
-        "nf4",
+        NF4,
         "model.pretrained",
         lambda asked: asked.recipe.model.pretrained is None,
         "needs model.pretrained: checkpoints leave out the frozen weights, and no file stores random 4-bit weights",
         "Set model.frozen_dtype to auto",
     ),
-    _package("nf4", "bitsandbytes", "bitsandbytes"),
-    _package("deepspeed", "deepspeed", "deepspeed"),
+    _package(NF4, "bitsandbytes", "bitsandbytes"),
+    _package(DEEPSPEED, "deepspeed", "deepspeed"),
     Conflict(
-        "deepspeed",
+        DEEPSPEED,
         "precision.mixed_precision",
         lambda asked: asked.precision == "fp16",
         "cannot be combined with precision.mixed_precision fp16: this program does not guard DeepSpeed's loss scale",
         f"Use bf16 or no, or {ZERO_ALTERNATIVE}",
     ),
     Conflict(
-        "deepspeed",
+        DEEPSPEED,
         "precision.compile",
         _compiles,
         "cannot be combined with precision.compile: DeepSpeed's hooks on weights and gradients break the compiled "
@@ -216,7 +231,7 @@ CONFLICTS = (
         f"Use {ZERO_ALTERNATIVE}",
     ),
     Conflict(
-        "deepspeed",
+        DEEPSPEED,
         "optimizer.name",
         lambda asked: asked.recipe.optimizer.name not in ZERO_OPTIMIZERS,
         "cannot be combined with optimizer.name {recipe.optimizer.name}: each process holds parts of flattened "
@@ -224,14 +239,14 @@ CONFLICTS = (
         f"Use {', '.join(ZERO_OPTIMIZERS)}, or {ZERO_ALTERNATIVE}",
     ),
     Conflict(
-        "deepspeed",
+        DEEPSPEED,
         "optimizer.state_dtype",
         lambda asked: asked.recipe.optimizer.state_dtype != "fp32",
         f"cannot be combined with optimizer.state_dtype bf16: {UNTESTED}",
         f"Use optimizer.state_dtype fp32, or {ZERO_ALTERNATIVE}",
     ),
     Conflict(
-        "deepspeed",
+        DEEPSPEED,
         "optimizer.ema_decay",
         lambda asked: asked.recipe.optimizer.ema_decay is not None and asked.recipe.parallel.zero_stage == 3,
         "cannot be combined with optimizer.ema_decay at zero_stage 3: the average needs whole weights, and each "
@@ -239,13 +254,13 @@ CONFLICTS = (
         f"Set parallel.zero_stage to 2, or use {ZERO_ALTERNATIVE}",
     ),
     _clash(
-        "deepspeed",
+        DEEPSPEED,
         "evaluate.at_start",
         lambda asked: asked.recipe.evaluate.at_start is True,
         "ZeRO takes the first forwards for training steps",
     ),
     Conflict(
-        "deepspeed",
+        DEEPSPEED,
         "evaluate.generation.max_samples",
         lambda asked: (
             asked.recipe.parallel.zero_stage == 3
@@ -257,36 +272,36 @@ CONFLICTS = (
         "Set it to 0 (accel-train evaluate generates afterwards), set parallel.zero_stage to 2, or use "
         f"{ZERO_ALTERNATIVE}",
     ),
-    _package("fp8", "torchao", "quantize"),
+    _package(FP8, "torchao", "quantize"),
     Conflict(
-        "fp8",
+        FP8,
         "model.lora",
         _adapts,
         "cannot be combined with model.lora: the layers that fp8 accelerates are frozen, and adapters are too narrow",
         "Use bf16",
     ),
     _clash(
-        "fp8",
+        FP8,
         "parallel.tp_size",
         lambda asked: asked.recipe.parallel.tp_size > 1,
         f"split layers are scaled part by part, and {UNTESTED}",
     ),
     _clash(
-        "fp8",
+        FP8,
         "parallel.sp_size",
         lambda asked: asked.recipe.parallel.sp_size > 1,
         f"slices are scaled one by one, and {UNTESTED}",
     ),
     Conflict(
-        "fp8",
+        FP8,
         "parallel.strategy",
         lambda asked: asked.recipe.parallel.strategy == "deepspeed",
         "cannot be combined with parallel.strategy deepspeed, which casts weights itself",
         f"Use bf16, or {ZERO_ALTERNATIVE}",
     ),
-    _clash("fp8", "parallel.cpu_offload", _offloads),
+    _clash(FP8, "parallel.cpu_offload", _offloads),
     Conflict(
-        "fp8",
+        FP8,
         "model.config",
         lambda asked: asked.recipe.task in TASKS and model_type(asked.recipe) in OF_CONV1D,
         "only accelerates nn.Linear, but the blocks of {model_type} use Conv1D, which torchao does not convert",
@@ -305,34 +320,21 @@ def check_compatibility(
     Raises:
         ValueError: two settings conflict. The message names the setting, the reason, and the fix.
     """
-    section, length, kept = recipe.parallel, recipe.data.window or 0, recipe.model.frozen_dtype
+    section, length = recipe.parallel, recipe.data.window or 0
     given = recipe.batch.gradient_accumulation_steps
     accumulation = accumulation or (1 if given == "auto" else given)
-    mode = recipe.precision.compile_mode
-    frozen = ("model.frozen_dtype", kept)
-    parts = {
-        "cuda_graphs": (recipe.precision.has_cuda_graphs, "precision.compile_mode", mode),
-        "sync_batch_norm": (section.sync_batch_norm, "parallel.sync_batch_norm", section.sync_batch_norm),
-        "tp_size": (section.tp_size > 1, "parallel.tp_size", section.tp_size),
-        "cpu_offload": (section.cpu_offload, "parallel.cpu_offload", section.cpu_offload),
-        "sp_size": (section.sp_size > 1, "parallel.sp_size", section.sp_size),
-        "deepspeed": (section.strategy == "deepspeed", "parallel.strategy", section.strategy),
-        "frozen_dtype": (kept in ("bf16", "nf4"), *frozen),
-        "bf16": (kept == "bf16", *frozen),
-        "nf4": (kept == "nf4", *frozen),
-        "fp8": (recipe.precision.mixed_precision == "fp8", "precision.mixed_precision", "fp8"),
-    }
     asked = Asked(recipe, task, mixed_precision or recipe.precision.mixed_precision, accumulation)
     shorter = length - length % section.sp_size
     lengths = " or ".join(str(each) for each in (shorter, shorter + section.sp_size) if each)
-    for part, other, refuses, problem, remedy in CONFLICTS:
-        is_on, setting, value = parts[part]
-        if is_on and refuses(asked):
+    for (setting, is_on), other, refuses, problem, remedy in CONFLICTS:
+        if is_on(recipe) and refuses(asked):
             facts = {"recipe": recipe, "precision": asked.precision, "accumulation": accumulation, "lengths": lengths}
             facts |= {"model_type": model_type(recipe)} if "{model_type}" in problem else {}
             facts |= {"splitting": ", ".join(name for name, spec in TASKS.items() if spec.loss_is_by_position)}
             settings = (setting, other) if other else (setting,)
-            raise SettingError(problem.format(**facts), remedy.format(**facts), f"{setting}={value}", settings)
+            raise SettingError(
+                problem.format(**facts), remedy.format(**facts), f"{setting}={setting_of(recipe, setting)}", settings
+            )
     if recipe.task in TASKS and section.num_sharing > 1:
         _check_language_model(recipe)
 

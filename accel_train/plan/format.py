@@ -11,16 +11,10 @@ from accel_train.plan.plan import Plan
 from accel_train.plan.saving import SaveInterval
 from accel_train.plan.step_time import Scale, StepTime
 from accel_train.recipe.writer import format_settings
+from accel_train.task import Facts
 
 Row = tuple[str, str]
 MUCH_PADDING = 0.02
-DATA_FACTS = {
-    "num_documents": "documents",
-    "train_tokens": "tokens to train on",
-    "eval_tokens": "tokens held out",
-    "num_train": "samples to train on",
-    "num_eval": "samples held out",
-}
 MODEL_ROWS = {
     "model.attn_implementation": "attention",
     "model.fused_kernels": "fused kernels",
@@ -49,8 +43,7 @@ def _verdict(plan: Plan, colour: bool) -> Iterator[Row]:
     length = f"{format_count(steps.max_steps)} steps of {samples}" if plan.has_length else f"steps of {samples}"
     epochs = f", {steps.num_epochs:.4g} epochs" if plan.has_length and plan.reads_data else ""
     yield "trains", f"{format_count(plan.num_trainable)} parameters for {length}{epochs}"
-    counts = {name: plan.data_facts.get(fact) for fact, name in DATA_FACTS.items() if fact != "num_documents"}
-    if data := ", ".join(f"{format_count(count)} {name}" for name, count in counts.items() if count is not None):
+    if data := ", ".join(f"{count} {name}" for name, count in _counts(plan.data_facts) if name != "documents"):
         yield "data", data
     room = _room(plan)
     fits = plan.device_bytes is not None and total is not None and total <= plan.device_bytes
@@ -67,6 +60,17 @@ def _verdict(plan: Plan, colour: bool) -> Iterator[Row]:
     yield "disk", f"{size(plan.disk_bytes)} at most: {each}, and the final weights"
 
 
+def _counts(facts: Facts) -> list[Row]:
+    counts = {
+        "documents": facts.num_documents,
+        "tokens to train on": facts.train_tokens,
+        "tokens held out": facts.eval_tokens,
+        "samples to train on": facts.num_train,
+        "samples held out": facts.num_eval,
+    }
+    return [(name, format_count(count)) for name, count in counts.items() if count is not None]
+
+
 def _blocks(plan: Plan) -> Iterator[tuple[str, list[Row]]]:
     sizes, facts = plan.sizes, plan.data_facts
     yield "Steps", [
@@ -75,9 +79,7 @@ def _blocks(plan: Plan) -> Iterator[tuple[str, list[Row]]]:
         ("schedule", f"{plan.recipe.schedule.type}, {_warmup(plan)}"),
         *_length_rows(plan),
     ]  # fmt: skip
-    yield "Data", [(name, str(facts[name])) for name in ("sources",) if name in facts] + [
-        (name, format_count(facts[fact])) for fact, name in DATA_FACTS.items() if facts.get(fact) is not None
-    ]  # fmt: skip
+    yield "Data", [*([] if facts.sources is None else [("sources", facts.sources)]), *_counts(facts)]
     yield "Model", list(_model_rows(plan))
     memory = [row(part.name, size(part.num_bytes), f"{part.kind}: {part.how}") for part in plan.memory]
     yield f"Memory of each process ({plan.device})", [*memory, ("total", f"{size(plan.memory_bytes):>10}{_room(plan)}")]

@@ -25,7 +25,7 @@ from accel_train.model.memory_estimate import (
 )
 from accel_train.model.weights import ModelWeights, group_weights
 from accel_train.optim.custom import BY_HOST, try_custom
-from accel_train.optim.schedule import StepPlan, scale_learning_rate
+from accel_train.optim.schedule import Rate, StepPlan
 from accel_train.parallel.compatibility import check_compatibility
 from accel_train.parallel.dims import across_machines
 from accel_train.parallel.sequence_parallel import check_model, slice_of
@@ -38,7 +38,7 @@ from accel_train.recipe.optimizer import optimizer_kind
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.tasks import targets_of
 from accel_train.runtime.launch_environment import with_launch_environment
-from accel_train.task import Task, TaskData, read_data
+from accel_train.task import Facts, Task, TaskData, read_data
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,13 @@ class Plan:
     precision: Choice[str]
     sizes: BatchSizes
     steps: StepPlan
-    learning_rate: Choice[float]
+    learning_rate: Rate
     """Peak learning rate after scaling. The reason is the formula with its numbers."""
     num_samples: int
     """Number of training samples in an epoch."""
     num_targets: int
     """Number of labels in the whole run: tokens with a label, for a language model."""
-    data_facts: Mapping[str, Any]
+    data_facts: Facts
     num_parameters: int
     num_trainable: int
     vocabulary: tuple[int, int] | None
@@ -160,7 +160,7 @@ def resolve_plan(
         short, data = without_data(task, recipe, sizes.global_batch_size)
     else:
         short, data = recipe, read_data(task, recipe, progress=progress)
-    steps, _ = resolve_run(short, data, sizes)
+    steps, _, rate = resolve_run(short, data, sizes)
     model = _look_at_model(recipe, task, data, sizes, place)
     num_targets, flops = round(steps.num_epochs * model.num_targets_per_epoch), model.flops_per_target
     scale = estimate_scale(
@@ -177,7 +177,7 @@ def resolve_plan(
         precision=place.precision,
         sizes=sizes,
         steps=steps,
-        learning_rate=scale_learning_rate(recipe.optimizer.learning_rate, recipe.optimizer.lr_scaling, sizes),
+        learning_rate=rate,
         num_samples=len(data.train),  # type: ignore[arg-type]
         num_targets=num_targets,
         data_facts=data.facts,
@@ -245,8 +245,8 @@ def _look_at_model(recipe: Recipe, task: Task, data: TaskData, sizes: BatchSizes
     # Recomputation also repeats the exchanges.
     checkpointed = recipe.precision.recomputed in ("blocks", "selective")
     num_targets = (
-        data.facts.get("train_targets")
-        or max(data.facts.get("train_tokens", 0) - 1, 0)
+        data.facts.train_targets
+        or max((data.facts.train_tokens or 0) - 1, 0)
         or round(num_targets_per_sample * len(data.train))  # type: ignore[arg-type]
     )
     chunked = "loss.chunked" in choices and choices["loss.chunked"].value
@@ -298,7 +298,7 @@ def most_checkpoints(recipe: Recipe, evaluates: bool) -> int:
 
 
 def _notes(recipe: Recipe, data: TaskData, gpu: str | None, sizes: BatchSizes, place: Place) -> Iterator[str]:
-    yield from data.facts.get("notes", ())
+    yield from data.facts.notes
     if (note := across_machines(recipe.parallel, place.layout.gpus_per_node)) is not None:
         yield note
     if (kind := optimizer_kind(recipe.optimizer.name)).of_class and not kind.skips_alone:

@@ -65,27 +65,25 @@ def _stored(name: str, about: str, folder: Path, files: Iterable[Path], since: f
 
 def _data_sets(recipe: Recipe, since: float) -> Iterator[Part]:
     data = recipe.data
-    names = [(data.train_key, data.train), *([] if data.eval is None else [("data.eval", data.eval)])]
     files: list[Path] = []
     found: list[str] = []
-    for key, value in names:
-        for name in (value,) if isinstance(value, str) else value:
-            if not is_there(name):
-                for source in resolve_sources(name, data, key=key):
-                    assert source.dataset is not None
-                    found.append(source.description)
-                    files += [Path(each["filename"]) for each in source.dataset.cache_files]
+    for key, name in data.named():
+        if not is_there(name):
+            for source in resolve_sources(name, data, key=key):
+                assert source.dataset is not None
+                found.append(source.description)
+                files += [Path(each["filename"]) for each in source.dataset.cache_files]
     if files:
         yield _stored("data sets", ", ".join(found), files[0].parent, dict.fromkeys(files), since)
 
 
 def _samples(recipe: Recipe, data: TaskData, since: float) -> Part:
     facts = data.facts
-    if "cache_folder" in facts:
-        folder = Path(facts["cache_folder"])
+    if facts.cache_folder is not None:
+        folder = Path(facts.cache_folder)
         num_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        about = f"{facts['train_tokens']:,} for training, {facts['eval_tokens']:,} for evaluation"
-        return Part("tokens", about, folder, num_bytes, facts["reused"])
+        about = f"{facts.train_tokens:,} for training, {facts.eval_tokens:,} for evaluation"
+        return Part("tokens", about, folder, num_bytes, facts.reused)
     count = f"{len(data.train):,} for training"  # type: ignore[arg-type]
     if targets_of(recipe.task, "pixels") not in ("images", "pixels"):
         how = "each start reads and encodes them in memory"

@@ -4,7 +4,7 @@ Each task adds its own settings in `accel_train/tasks/TASK/config.py`.
 """
 
 import codecs
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, ConfigDict, Field, PrivateAttr, model_validator
@@ -82,16 +82,12 @@ class Augment(Section):
     """Range of the factor that resizes images with their masks or boxes before a crop is cut out."""
 
     @model_validator(mode="after")
-    def ranges_and_operations(self) -> Self:
+    def ranges_rise(self) -> Self:
         for name in ("random_resized_crop", "scale_range"):
             bounds = getattr(self, name)
             if bounds is not None and not 0 < bounds[0] <= bounds[1]:
                 problem = "is not a range. Put the smaller number first, and both above 0."
                 raise SettingError(problem, "", f"data.augment.{name}={list(bounds)}", (f"data.augment.{name}",))
-        if not self.rand_augment_ops and self.rand_augment_magnitude != RAND_AUGMENT_MAGNITUDE:
-            names = ("data.augment.rand_augment_magnitude", "data.augment.rand_augment_ops")
-            at = f"{names[0]}={self.rand_augment_magnitude:g}"
-            raise SettingError("is not read without operations", f"Set {names[1]}, or leave it out", at, names)
         return self
 
 
@@ -175,6 +171,12 @@ class Data(Section):
         """Return the name of the `train` data in messages."""
         return self._train_key
 
+    def named(self) -> Iterator[tuple[str, str]]:
+        """Yield each name of `train` and `eval`, after the name of its setting in messages."""
+        for key, names in ((self.train_key, self.train), ("data.eval", self.eval or ())):
+            for name in (names,) if isinstance(names, str) else names:
+                yield key, name
+
     @property
     def is_for_training(self) -> bool:
         """False for data that a trained model is shown."""
@@ -215,13 +217,6 @@ class Data(Section):
     def is_labelled(self) -> bool:
         """Return whether the samples have labels."""
         return self.label_setting is None or getattr(self, self.label_setting) is not None
-
-    def unread(self) -> Mapping[str, str]:
-        """Return settings of this section that have no effect with the others, each with the reason.
-
-        A training refuses them unless they are defaults.
-        """
-        return {}
 
     def without_labels(self) -> Self:
         """Return this section for samples to predict."""
@@ -295,15 +290,9 @@ class ClassData(NamedClassesData):
     samples.
     """
 
-    @model_validator(mode="after")
-    def classes_or_groups(self) -> Self:
+    def unread(self) -> Mapping[str, str]:
         group = getattr(self, "group_column", None)
-        if self.stratify and (group is not None or self.label_column is None):
-            need = "a label column" if group is None else f"no groups (data.group_column={group})"
-            remedy = "Set data.stratify to false" + ("" if group is None else ", or data.group_column to null")
-            settings = ("data.stratify", "data.label_column" if group is None else "data.group_column")
-            raise SettingError(f"needs {need}", remedy, "data.stratify=true", settings)
-        return self
+        return {} if group is None else {"stratify": f"data.group_column={group} holds out whole groups"}
 
 
 class ImageData(NamedClassesData):
@@ -325,6 +314,10 @@ class ImageData(NamedClassesData):
     image_std: tuple[PositiveFloat, ...] | None = Field(default=None, examples=[[0.229, 0.224, 0.225]])
     """Standard deviation of each color, as a fraction of 255. Default: as for image_mean."""
     augment: Augment = Augment()
+
+    def unread(self) -> Mapping[str, str]:
+        reason = "data.augment.rand_augment_ops is 0"
+        return {} if self.augment.rand_augment_ops else {"augment.rand_augment_magnitude": reason}
 
 
 class BoxData(ImageData):

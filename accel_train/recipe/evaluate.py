@@ -1,10 +1,10 @@
 """The evaluation section of a recipe: when to evaluate, the data, the metrics, and text generation."""
 
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from accel_train.core.errors import SettingError
 from accel_train.core.format import LARGEST_COUNT
 from accel_train.core.metric_names import is_lower_better
 from accel_train.recipe.values import Auto, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
@@ -23,14 +23,6 @@ class Generation(Section):
     """Length of token sequences that may occur only once in a text. 0: no limit."""
     bleu_tokenizer: Literal["13a", "intl", "zh", "char", "none"] = "13a"
     """BLEU tokenizer, by sacrebleu's names. zh is for Chinese, char for languages without spaces."""
-
-    @model_validator(mode="after")
-    def a_penalty_needs_beams(self) -> Self:
-        if self.length_penalty != 1 and self.num_beams == 1:
-            names = ("evaluate.generation.length_penalty", "evaluate.generation.num_beams")
-            at = f"{names[0]}={self.length_penalty:g}"
-            raise SettingError("is not read by greedy search", f"Set {names[1]} above 1, or leave it out", at, names)
-        return self
 
 
 class TestTimeAugmentation(Section):
@@ -93,6 +85,14 @@ class Evaluate(Section):
     sample_tokens: PositiveInt = 200
     """Length of the sample text, in tokens."""
     generation: Generation = Generation()
+
+    def unread(self) -> Mapping[str, str]:
+        found = {}
+        if self.sample_prompt is None:
+            found["sample_tokens"] = "evaluate.sample_prompt is not set"
+        if self.generation.num_beams == 1:
+            found["generation.length_penalty"] = "evaluate.generation.num_beams is 1"
+        return found
 
     @property
     def best_metric(self) -> str:

@@ -4,6 +4,7 @@ To add an optimizer, write its class and a builder in one file of `accel_train/o
 The checks of settings, the comparison at a resume, the memory estimate, and the reference read that line.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -151,16 +152,12 @@ class Optimizer(Section):
     no average.
     """
 
-    @model_validator(mode="after")
-    def options_are_for_a_class(self) -> "Optimizer":
-        if self.options and not optimizer_kind(self.name).reads_options:
-            taking = ", ".join(name for name, kind in OPTIMIZERS.items() if kind.reads_options)
-            raise SettingError(
-                f"optimizer.name={self.name} takes no optimizer.options, unlike {taking} and module:Class",
-                "Leave them out.",
-                settings=("optimizer.options", "optimizer.name"),
-            )
-        return self
+    def unread(self) -> Mapping[str, str]:
+        taking = ", ".join(name for name, kind in OPTIMIZERS.items() if kind.reads_options)
+        found = {"options": f"optimizer.name is {self.name}, and only {taking} and module:Class read it"}
+        if optimizer_kind(self.name).reads_options:
+            found = {"ema_decay": f"{SCHEDULE_FREE} already averages the weights"} if self.name == SCHEDULE_FREE else {}
+        return found
 
     @model_validator(mode="after")
     def bf16_keeps_8_bits(self) -> "Optimizer":
@@ -182,10 +179,7 @@ class Optimizer(Section):
         return self
 
     @model_validator(mode="after")
-    def schedule_free_averages_by_itself(self) -> "Optimizer":
-        if self.name == SCHEDULE_FREE and self.ema_decay is not None:
-            problem = f"{self.name} already averages the weights"
-            raise setting_error("optimizer.ema_decay", f"{self.ema_decay:g}", problem, "Leave it out.")
+    def schedule_free_divides_by_beta(self) -> "Optimizer":
         if self.name == SCHEDULE_FREE and self.betas[0] == 0:
             problem = f"{self.name} divides by the first beta, the weight of the average in the point of the gradients"
             raise setting_error("optimizer.betas", list(self.betas), problem, "Use 0.9.")

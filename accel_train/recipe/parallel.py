@@ -1,5 +1,6 @@
 """The `parallel` section of a recipe: how a model is sharded over processes."""
 
+from collections.abc import Mapping
 from typing import Literal
 
 from pydantic import model_validator
@@ -59,20 +60,17 @@ class Parallel(Section):
                 "Leave one of them out: parallel.strategy ddp and fsdp2 split sequences.",
                 settings=("parallel.sp_size", *(("parallel.tp_size",) if is_tp else ()), "parallel.strategy"),
             )
+        return self
+
+    def unread(self) -> Mapping[str, str]:
         of_strategy = {
             "fsdp2": ("dp_shard_size", "reshard_after_forward", "cpu_offload", "tp_size"),
             "deepspeed": ("zero_stage",),
             "ddp": ("find_unused_parameters", "sync_batch_norm"),
         }
-        for strategy, names in of_strategy.items():
-            for name in names if self.strategy != strategy else ():
-                if getattr(self, name) != type(self).model_fields[name].default:
-                    raise SettingError(
-                        f"parallel.{name}={getattr(self, name)} needs parallel.strategy {strategy}, not "
-                        f"{self.strategy}",
-                        settings=(f"parallel.{name}", "parallel.strategy"),
-                    )
-        return self
+        reason = f"not {self.strategy}"
+        of_strategy.pop(self.strategy)
+        return {name: f"it needs strategy {kind}, {reason}" for kind, names in of_strategy.items() for name in names}
 
     @property
     def num_sharing(self) -> int:

@@ -220,24 +220,14 @@ class Precision(Section):
             if self.compile_backend not in (known := list_backends(exclude_tags=())):
                 problem = f"unknown backend; torch has {', '.join(known)}"
                 raise setting_error("precision.compile_backend", self.compile_backend, problem)
-        if self.compile_mode != "default" and self.compile_backend != "inductor":
-            raise SettingError(
-                f"precision.compile_mode={self.compile_mode} needs precision.compile_backend inductor, not "
-                f"{self.compile_backend}",
-                settings=("precision.compile_mode", "precision.compile_backend"),
-            )
         return self
 
-    @model_validator(mode="after")
-    def budget_is_for_the_compiler(self) -> "Precision":
-        if isinstance(self.gradient_checkpointing, MemoryBudget) and self.compile is False:
-            raise SettingError(
-                f"precision.gradient_checkpointing={{memory_budget: {self.gradient_checkpointing.memory_budget:g}}} "
-                "needs a compiled model",
-                "Set precision.compile to true, or this to selective or blocks.",
-                settings=("precision.gradient_checkpointing", "precision.compile"),
-            )
-        return self
+    def unread(self) -> Mapping[str, str]:
+        backend, budget = self.compile_backend, isinstance(self.gradient_checkpointing, MemoryBudget)
+        found = {} if backend == "inductor" else {"compile_mode": f"precision.compile_backend is {backend}"}
+        return found | (
+            {"gradient_checkpointing": "precision.compile is false"} if budget and self.compile is False else {}
+        )
 
     @property
     def has_cuda_graphs(self) -> bool:
@@ -445,31 +435,22 @@ class Recipe(Section):
         for name, path in (("output_dir", self.output_dir), ("data.cache_dir", self.data.cache_dir)):
             if path is not None and (problem := path_problem(path)) is not None:
                 raise SettingError(f"{name} {problem}", settings=(name,))
-        read = {
-            "data.train": self.data.train,
-            "data.eval": self.data.eval,
-            "data.annotations": getattr(self.data, "annotations", None),
-            "model.pretrained": self.model.pretrained,
-            "tokenizer": self.tokenizer,
-            "checkpoint.resume": self.checkpoint.resume,
-        }
-        for name, value in read.items():
-            for path in value if isinstance(value, tuple) else (value,):
-                if isinstance(path, str) and has_variable(path) and not os.path.exists(path):
-                    problem = "a shell variable is not replaced here: write the path"
-                    raise SettingError(problem, at=f"{name}={path}", settings=(name,))
+        read = (
+            *self.data.named(),
+            ("data.annotations", getattr(self.data, "annotations", None)),
+            ("model.pretrained", self.model.pretrained),
+            ("tokenizer", self.tokenizer),
+            ("checkpoint.resume", self.checkpoint.resume),
+        )
+        for name, value in read:
+            if isinstance(value, str) and has_variable(value) and not os.path.exists(value):
+                problem = "a shell variable is not replaced here: write the path"
+                raise SettingError(problem, at=f"{name}={value}", settings=(name,))
         return self
 
     @model_validator(mode="after")
     def labels_fit_the_problem_type(self) -> "Recipe":
         kind = self.model.problem_type
-        if getattr(self.data, "stratify", False) and kind in ("multi_label", "regression"):
-            raise SettingError(
-                f"model.problem_type={kind} has no classes of which each sample has one",
-                "Set data.stratify to false",
-                "data.stratify=true",
-                ("data.stratify", "model.problem_type"),
-            )
         if getattr(self.data, "label_columns", None) and kind not in ("auto", "multi_label"):
             raise SettingError(
                 "data.label_columns holds several labels",

@@ -11,6 +11,7 @@ from accel_train.core.errors import SettingError, check_packages, setting_error
 from accel_train.core.format import did_you_mean
 from accel_train.core.metric_names import OF_EVERY_EVALUATION
 from accel_train.recipe.data import Data, OwnData
+from accel_train.recipe.values import Section
 
 if TYPE_CHECKING:
     from accel_train.recipe.schema import Recipe
@@ -37,7 +38,7 @@ class TaskSpec:
     """Class of the recipe's `data` section. `MyData.of(recipe.data)` reads it."""
     uses: frozenset[str] = frozenset()
     """Optional settings that the task reads, by dotted name. A setting that another task uses is an error here. A
-    setting of `data` that depends on other settings is in `Data.unread` instead.
+    setting that depends on other settings of its section is in `Section.unread` instead.
     """
     targets: str = "targets"
     """Unit that the loss is divided by."""
@@ -240,9 +241,20 @@ def refuse_unused(recipe: "Recipe", spec: TaskSpec) -> None:
             raise SettingError(
                 f"is for {', '.join(tasks_with(name))}, and {recipe.task} does not read it", remedy, name, (name,)
             )
-    for field, reason in recipe.data.unread().items():
-        if _is_asked(recipe, name := f"data.{field}"):
-            raise SettingError(f"is not read: {reason}", remedy, name, (name,))
+    for name, part in recipe:
+        if isinstance(part, Section):
+            refuse_unread(recipe, {f"{name}.{field}": reason for field, reason in part.unread().items()})
+
+
+def refuse_unread(recipe: "Recipe", reasons: Mapping[str, str]) -> None:
+    """Refuse a setting that would do nothing, by its dotted name.
+
+    Raises:
+        SettingError: names the setting and the reason.
+    """
+    for name, reason in reasons.items():
+        if _is_asked(recipe, name):
+            raise SettingError(f"is not read: {reason}", "Leave it out", name, (name,))
 
 
 def _is_asked(recipe: "Recipe", name: str) -> bool:

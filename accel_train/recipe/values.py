@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -67,3 +68,10 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=(), ser_json_inf_nan="strings"
     )
+
+    def unread(self) -> Mapping[str, str]:
+        """Return settings of this section that have no effect with the others, each with the reason.
+
+        A training refuses them unless they are defaults. The recipe of a finished run may have them.
+        """
+        return {}

@@ -132,7 +132,7 @@ def facts_of(recipe: Recipe, data: TaskData) -> dict[str, Any]:
             "samples": len(data.train),  # type: ignore[arg-type]
             "held out": 0 if data.eval is None else len(data.eval),  # type: ignore[arg-type]
         },
-        "the vocabulary": data.facts.get("vocab_size"),
+        "the vocabulary": getattr(data.source, "vocab_size", None),
         "accel_train": f"{__version__}, source {_digest(sorted(PACKAGE_ROOT.rglob('*.py')))}",
         "the task": _task_source(recipe.task),
         "python": platform.python_version(),

@@ -22,7 +22,7 @@ from accel_train.model.tensors import as_tensors
 from accel_train.recipe.data import Data
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.tasks import TaskSpec
-from accel_train.task import Scores, Task, TaskData
+from accel_train.task import Facts, Scores, Task, TaskData
 
 _SAMPLES, _STRUCTURE = "samples", "structure"
 """Keys of a batch: one row per sample, and the nested structure that `collate` returned."""
@@ -98,13 +98,13 @@ class ModuleTask(Task):
                 )
         if not len(cast("Any", train)):
             raise ValueError("the training data are empty; give at least one sample")
-        facts: dict[str, Any] = {"num_train": len(cast("Any", train)), "num_eval": len(cast("Any", evaluation or ()))}
+        facts = Facts(num_train=len(cast("Any", train)), num_eval=len(cast("Any", evaluation or ())))
         digests = {}
         for name, data in (("training", train), ("evaluation", evaluation or ())):
             digests[name], is_stable = digest_of_data(data)
             if not is_stable:
                 note = f"{name} data differ from read to read: a resume compares their number, not their content"
-                facts["notes"] = [*facts.get("notes", ()), note]
+                facts.notes = [*facts.notes, note]
         return TaskData(
             train,
             evaluation,

@@ -39,7 +39,7 @@ from accel_train.model.pretrained import check_plain_weights
 from accel_train.model.tensors import FileTensor, StandIns, packed, split_state, without_values
 from accel_train.model.training_module import TrainingModule
 from accel_train.optim.optimizers import build_optimizer, describe_optimizer, name_parameters
-from accel_train.optim.schedule import make_schedule, scale_learning_rate
+from accel_train.optim.schedule import make_schedule
 from accel_train.parallel.building import Builders, Unread, empty_until_restored, read_layer
 from accel_train.parallel.compatibility import check_compatibility
 from accel_train.parallel.sequence_parallel import attend_over_slices
@@ -100,19 +100,17 @@ def build_run(plan: RunPlan, strategy: Strategy, stop: StopRequest, watchdog: Wa
 
 def settings_of(plan: RunPlan, own_groups: Sequence[Mapping[str, Any]] | None = None) -> Settings:
     """Return the settings that training depends on. It also works before the model is built."""
-    section = plan.recipe.optimizer
-    rate = scale_learning_rate(section.learning_rate, section.lr_scaling, plan.sizes)
-    choices = {"optimizer.learning_rate": rate, **plan.choices}
-    return training_settings(plan.recipe, choices, plan.data.inputs, own_groups)
+    return training_settings(
+        plan.recipe, {"optimizer.learning_rate": plan.rate, **plan.choices}, plan.data.inputs, own_groups
+    )
 
 
 def schedule_of(plan: RunPlan) -> Callable[[int], float | Sequence[float]]:
     """Return the program's own learning rates, or the recipe's schedule times its peak."""
     if plan.extensions.group_learning_rates is not None:
         return plan.extensions.group_learning_rates
-    peak = plan.choices["optimizer.learning_rate"].value
     multiplier = make_schedule(plan.recipe.schedule, plan.max_steps, plan.steps.warmup_steps)
-    return lambda step: peak * multiplier(step)
+    return lambda step: plan.rate.value * multiplier(step)
 
 
 def build_model(plan: RunPlan, strategy: Strategy) -> tuple[TrainingModule, RunPlan, BatchCache | None, dict[str, str]]:
@@ -211,12 +209,8 @@ def build_model(plan: RunPlan, strategy: Strategy) -> tuple[TrainingModule, RunP
     sizes, fitted, batch_cache = fit_micro_batch(trials, plan.sizes, is_empty=strategy.builds_empty)
     check_compatibility(recipe, task, precision, sizes.gradient_accumulation_steps)
     attend_over_slices(strategy.accelerator, inner.model)
-    section = recipe.optimizer
-    choices |= {
-        **fitted,
-        "batch": Choice(sizes.global_batch_size, sizes.reason),
-        "optimizer.learning_rate": scale_learning_rate(section.learning_rate, section.lr_scaling, sizes),
-    }
+    batch = Choice(sizes.global_batch_size, sizes.reason)
+    choices |= {**fitted, "batch": batch, "optimizer.learning_rate": plan.rate}
     return inner, replace(plan, sizes=sizes).with_choices(choices), batch_cache, base
 
 

@@ -274,7 +274,7 @@ def summarise(run: RunContext, model: nn.Module) -> dict[str, Any]:
         "baselines": baselines,
         "not_beaten": not_beaten,
         "sample": sample,
-        "data": redact(plan.data.facts),
+        "data": redact(plan.data.facts.record()),
         "started_in": os.getcwd(),
         "parameters": whole_numel(list(run.strategy.inner.model.parameters())),
         "world_size": run.accelerator.num_processes,

@@ -44,7 +44,7 @@ from accel_train.runtime.doctor import device_name, launch_facts
 from accel_train.runtime.exit import exit_code, message_of
 from accel_train.runtime.private import watch_compiling
 from accel_train.runtime.watchdog import Watchdog
-from accel_train.task import TaskData
+from accel_train.task import Facts, TaskData
 
 FEW_HELD_OUT = 100
 """Fewer held-out samples of a classifier than this are warned of."""
@@ -190,33 +190,33 @@ def _of_data(data: TaskData, recipe: Recipe) -> list[str]:
     """Return how many samples there are, and the notes on them."""
     facts = data.facts
     sizes = []
-    if {"num_train", "num_eval"} <= facts.keys():
-        sizes = [f"{facts['num_train']:,} samples to train on, {facts['num_eval']:,} held out"]
-    counts = facts.get("num_train_of_label")
+    if None not in (facts.num_train, facts.num_eval):
+        sizes = [f"{facts.num_train:,} samples to train on, {facts.num_eval:,} held out"]
+    elif facts.train_tokens is not None:
+        sizes = [f"{facts.train_tokens:,} tokens to train on, {facts.eval_tokens:,} held out"]
+    counts = facts.num_train_of_label
     labels = class_notes(counts) if counts else []
     if _is_regression(facts):
-        labels = [f"labels: {facts['problem_type']}; no classes"]
-    if "train_tokens" in facts and not sizes:
-        sizes = [f"{facts['train_tokens']:,} tokens to train on, {facts['eval_tokens']:,} held out"]
+        labels = [f"labels: {facts.problem_type}; no classes"]
     first = "; ".join([*sizes, *labels[:1]])
     return [
         *filter(None, [first]),
         *labels[1:],
         *few_held_out(facts, recipe.data.eval, recipe.data.eval_fraction),
-        *facts.get("notes", ()),
+        *facts.notes,
     ]
 
 
-def _is_regression(facts: Mapping[str, Any]) -> bool:
-    return "problem_type" in facts and not facts.get("num_train_of_label")
+def _is_regression(facts: Facts) -> bool:
+    return facts.problem_type is not None and not facts.num_train_of_label
 
 
-def few_held_out(facts: Mapping[str, Any], own: object, fraction: float) -> list[str]:
+def few_held_out(facts: Facts, own: object, fraction: float) -> list[str]:
     """Return a warning about too few held-out samples to measure a classifier or a regression.
 
     `own` is `data.eval`, and `fraction` is `data.eval_fraction`.
     """
-    num_eval, is_labelled = facts.get("num_eval", 0), "num_train_of_label" in facts or "problem_type" in facts
+    num_eval, is_labelled = facts.num_eval or 0, facts.num_train_of_label or facts.problem_type
     if not (is_labelled and 0 < num_eval < FEW_HELD_OUT):
         return []
     costs = "" if _is_regression(facts) else f": one more error is {1 / num_eval:.1%} of the accuracy"

@@ -209,7 +209,7 @@ def plan_run(
     data = replace(data, inputs=on_main(lambda: inputs))
     check_agreement(recipe, data, accelerator.num_processes)
     data = in_slices(data, strategy.dims)
-    steps, order = resolve_run(recipe, data, sizes, extensions.epoch_order)
+    steps, order, rate = resolve_run(recipe, data, sizes, extensions.epoch_order)
     context = extensions.reading.get("multiprocessing_context")
     method = context if context is None or isinstance(context, str) else context.get_start_method()
     reading, reading_choices = choose_reading(recipe.data, data, accelerator, method)
@@ -225,15 +225,10 @@ def plan_run(
         choices["checkpoint.load_best_model_at_end"] = Choice(
             True, "early stopping is on: its last weights are never the best"
         )
-    if recipe.evaluate.at_start is True and data.eval is None:
-        raise SettingError(
-            "the recipe holds out no data to evaluate",
-            "set data.eval or data.eval_fraction, or leave it out",
-            at=f"evaluate.at_start=true ({recipe.origin('evaluate.at_start')})",
-            settings=("evaluate.at_start",),
-        )
     identity = run_identity(recipe, data, sizes, steps)
-    plan = RunPlan(recipe, task, data, order, steps, sizes, reading, identity, choices, extensions, ResumePoint(None))
+    plan = RunPlan(
+        recipe, task, data, order, steps, rate, sizes, reading, identity, choices, extensions, ResumePoint(None)
+    )
     if plan.evaluates_untrained and recipe.evaluate.at_start == "auto":
         plan = plan.with_choices({"evaluate.at_start": Choice(True, "the untrained model is a baseline of this task")})
     return plan

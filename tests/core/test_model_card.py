@@ -22,7 +22,7 @@ BERT = BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attentio
 
 
 def test_a_card_is_read_as_it_was_written_and_a_section_is_replaced_by_its_name() -> None:
-    card = new_card("Net", "net", "add", Use("x = 1"), {"sources": "a.csv", "num_train": 3}, pipeline="other")
+    card = new_card("Net", "net", "add", Use("x = 1"), "a.csv", 3, None, pipeline="other")
     assert Card.parse(str(card)).sections[0] == card.sections[0]
     assert yaml.safe_load(card.metadata) == {"pipeline_tag": "other", "tags": ["accel_train"]}
     changed = Card.parse(

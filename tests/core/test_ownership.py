@@ -25,7 +25,7 @@ LM: dict[str, Any] = {
     "task": "causal-lm",
     "schedule": {"max_steps": 2},
     "checkpoint": {"every_steps": 1},
-    "evaluate": {"max_samples": 2, "sample_tokens": 2},
+    "evaluate": {"max_samples": 2},
 }
 FOREIGN = b"the user's own\n"
 

@@ -166,7 +166,6 @@ def test_other_tasks_group_their_rows_too(tmp_path: Path) -> None:
         ([["q", "a", "x", ""]], {"group_column": "who"}, "a.csv:42|no group|Fill in"),
         ([], {"group_column": "one"}, "'one'|data.group_column"),
         ([], {"group_column": "same"}, "all 40|'s'"),
-        ([], {"stratify": True, "label_column": "number"}, "regression|data.stratify"),
     ],
 )
 def test_groups_and_classes_that_the_rows_do_not_have_are_refused(
@@ -183,8 +182,6 @@ def test_groups_and_classes_that_the_rows_do_not_have_are_refused(
     ("settings", "said"),
     [
         ({"data": {"group_column": "label"}}, "data.group_column=label|labels"),
-        ({"data": {"group_column": "q", "stratify": True}}, "data.stratify=true|data.group_column"),
-        ({"data": {"stratify": True}, "model": {"config": BERT, "problem_type": "regression"}}, "regression|stratify"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused_before_the_data_is_read(

@@ -132,7 +132,7 @@ def trials_of(recipe: Recipe, task: Sums, *, num_samples: int = 8) -> Trials:
     def collate(samples: Any) -> dict[str, Any]:
         return {"rows": torch.stack(list(samples)), "num_targets": len(samples)}
 
-    data = TaskData(rows, None, collate, "", {})  # type: ignore[arg-type]
+    data = TaskData(rows, None, collate, "")  # type: ignore[arg-type]
     inner = TrainingModule(Normalised(), task)  # type: ignore[arg-type]
     return Trials(recipe, data, inner, Accelerator(cpu=True))
 

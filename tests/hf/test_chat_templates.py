@@ -164,5 +164,5 @@ def test_a_recipe_learns_the_assistants_text_and_its_stop_token(name: str, marke
     found = CausalLM().load_data(recipe, progress=False)
     wanted = list(family.plain) if family.plain and not marked else expected(family, family.header)
     assert learned(tokens, found.train[0][1].tolist()) == wanted
-    has_note = any("end-of-sequence token was added" in note for note in found.facts["notes"])
+    has_note = any("end-of-sequence token was added" in note for note in found.facts.notes)
     assert has_note == (name == "glm4moe" and not marked)

@@ -23,6 +23,7 @@ from accel_train.core.metric_names import label as label_of
 from accel_train.inference.evaluate import short_name
 from accel_train.inference.finished_run import DataNotFound, changes_of, counted, open_run
 from accel_train.metrics.baselines import format_scores
+from accel_train.task import Facts
 from accel_train.tasks.causal_lm import task as causal_lm
 from tests.support import runs as runs
 from tests.support.runs import answers
@@ -292,10 +293,10 @@ def test_batches_are_counted_on_a_bar_in_a_terminal_and_told_of_once_elsewhere(m
 
 
 def test_data_that_has_changed_since_the_training_is_said_and_with_other_classes_refused(tmp_path: Path) -> None:
-    trained = {"num_train": 8, "num_eval": 2, "label_names": ["cat", "dog"]}
+    trained = Facts(num_train=8, num_eval=2, label_names=["cat", "dog"])
     assert changes_of(trained, trained, tmp_path) == []
-    assert changes_of({}, trained, tmp_path) == []
-    (note,) = changes_of(trained, trained | {"num_eval": 1}, tmp_path)
+    assert changes_of(Facts(), trained, tmp_path) == []
+    (note,) = changes_of(trained, trained.model_copy(update={"num_eval": 1}), tmp_path)
     assert note.endswith("has changed: 8 samples and 1 held out, and it was trained with 8 and 2")
     with pytest.raises(ValueError, match="its classes are ant, dog, and were cat, dog"):
-        changes_of(trained, trained | {"label_names": ["ant", "dog"]}, tmp_path)
+        changes_of(trained, trained.model_copy(update={"label_names": ["ant", "dog"]}), tmp_path)

@@ -11,11 +11,9 @@ import torch
 from torch.optim import lr_scheduler
 from transformers import optimization
 
-from accel_train.data.batch_sizes import BatchSizes, resolve_batch
-from accel_train.optim.schedule import make_schedule, resolve_steps, scale_learning_rate
-from accel_train.recipe.optimizer import LRScaling
+from accel_train.optim.schedule import Rate, make_schedule, resolve_steps, scale_learning_rate
+from accel_train.recipe.optimizer import Optimizer
 from accel_train.recipe.schedule import CURVES, Schedule
-from accel_train.recipe.schema import Batch
 
 MAX_STEPS = [1, 2, 3, 7, 100, 301]
 
@@ -235,33 +233,26 @@ def test_no_training_sample_is_refused() -> None:
         resolve_steps(Schedule(max_steps=10), num_samples=0, global_batch_size=32)
 
 
-def batch_of(world_size: int, per_device: int, accumulation: int) -> BatchSizes:
-    return resolve_batch(Batch(per_device_batch_size=per_device, gradient_accumulation_steps=accumulation), world_size)
+def rate_of(learning_rate: float, rule: str, base: int, global_batch_size: int) -> Rate:
+    scaling = {"rule": rule, "base_batch_size": base}
+    return scale_learning_rate(
+        Optimizer.model_validate({"learning_rate": learning_rate, "lr_scaling": scaling}), global_batch_size
+    )
 
 
 def test_linear_scaling_multiplies_by_the_global_batch_over_the_base() -> None:
-    choice = scale_learning_rate(0.1, LRScaling(rule="linear", base_batch_size=256), batch_of(8, 64, 2))
-    assert choice.value == pytest.approx(0.4)
-    assert choice.reason == "linear: 0.1 x (64 per device x 2 accumulation x 8 processes) / 256 = 0.4"
+    rate = rate_of(0.1, "linear", 256, 1024)
+    assert (rate.value, rate.factor) == pytest.approx((0.4, 4))
+    assert rate.reason == "linear: 0.1 x 1024 / 256 = 0.4"
 
 
 def test_sqrt_scaling_multiplies_by_the_root_of_that() -> None:
-    choice = scale_learning_rate(3e-4, LRScaling(rule="sqrt", base_batch_size=256), batch_of(2, 16, 1))
-    assert choice.value == pytest.approx(3e-4 * math.sqrt(32 / 256))
-    assert choice.reason == "sqrt: 0.0003 x sqrt((16 per device x 1 accumulation x 2 processes) / 256) = 0.000106066"
+    rate = rate_of(3e-4, "sqrt", 256, 32)
+    assert rate.value == pytest.approx(3e-4 * math.sqrt(32 / 256))
+    assert rate.reason == "sqrt: 0.0003 x sqrt(32 / 256) = 0.000106066"
 
 
 def test_without_scaling_the_learning_rate_is_the_one_written() -> None:
-    choice = scale_learning_rate(3e-4, LRScaling(), batch_of(2, 16, 1))
-    assert choice.value == 3e-4
-    assert "not scaled" in choice.reason
-
-
-@pytest.mark.parametrize("rule", ["linear", "sqrt"])
-def test_scaling_sees_only_the_global_batch(rule: str) -> None:
-    scaling = LRScaling.model_validate({"rule": rule, "base_batch_size": 32})
-    values = [
-        scale_learning_rate(1.0, scaling, batch_of(*split)).value for split in [(1, 64, 1), (4, 16, 1), (2, 4, 8)]
-    ]
-    assert values == [values[0]] * 3
-    assert scale_learning_rate(0.5, scaling, batch_of(2, 16, 1)).value == 0.5
+    rate = rate_of(3e-4, "none", 256, 32)
+    assert (rate.value, rate.factor) == (3e-4, 1)
+    assert "not scaled" in rate.reason

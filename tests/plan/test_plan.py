@@ -49,7 +49,7 @@ def test_the_numbers_of_a_run_are_those_of_its_parts() -> None:
     assert (resolved.sizes.global_batch_size, resolved.sizes.gradient_accumulation_steps) == (16, 2)
     assert resolved.learning_rate.value == pytest.approx(1e-3 * 16 / 4)
     assert (resolved.steps.max_steps, resolved.steps.warmup_steps) == (10, 3)
-    tokens = resolved.data_facts["train_tokens"]
+    tokens = resolved.data_facts.train_tokens
     assert tokens == 14 * 400 + 1  # bytes, and the separator of the one document
     assert resolved.num_samples == -(-(tokens - 1) // 64)
     assert resolved.num_targets == pytest.approx(10 * 16 * 64, rel=0.02)
@@ -416,7 +416,7 @@ def test_the_text_says_who_set_each_value_and_fills_in_the_formulas(capsys: pyte
     assert f"learning_rate 0.001 <- line {line}" in lines
     assert any("r.yaml" in line for line in lines)
     assert any("16 = 2 per device x 4 accumulation x 2 processes" in line for line in lines)
-    assert any("linear: 0.001 x (2 per device x 4 accumulation x 2 processes) / 4 = 0.004" in line for line in lines)
+    assert any("linear: 0.001 x 16 / 4 = 0.004" in line for line in lines)
     assert any(line.startswith("vocabulary 257 tokens in 320 rows, 63 never used") for line in lines)
     assert "\x1b" not in captured.out
     assert "--no-data" in captured.err

@@ -12,10 +12,9 @@ from accel_train.parallel.compatibility import check_compatibility
 from accel_train.parallel.zero import Zero
 from accel_train.plan.format import format_plan
 from accel_train.plan.plan import resolve_plan
-from accel_train.recipe.parallel import Parallel
 from accel_train.recipe.schema import Recipe
 from accel_train.task import load_task
-from tests.support.runs import recipe_dict, settings_refused, write_corpus, write_recipe_file
+from tests.support.runs import recipe_dict, write_corpus, write_recipe_file
 
 DDP: dict[str, Any] = {}
 
@@ -97,9 +96,3 @@ def test_plan_counts_the_memory_of_each_stage_and_models_the_time_of_a_step(
     assert "Time of a step" in text
     assert plan.scale.step is not None
     assert plan.train_seconds == plan.steps.max_steps * plan.scale.step.seconds
-
-
-def test_settings_of_another_strategy_are_a_mistake() -> None:
-    assert settings_refused(lambda: Parallel(zero_stage=3)) == ("parallel.zero_stage", "parallel.strategy")
-    about = settings_refused(lambda: Parallel(strategy="deepspeed", cpu_offload=True))
-    assert about == ("parallel.cpu_offload", "parallel.strategy")

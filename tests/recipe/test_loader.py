@@ -331,9 +331,7 @@ def test_a_tilde_is_the_home_folder_and_a_name_with_a_dollar_sign_is_a_name(
         ({"tokenizer": "$HOME/tokenizer"}, ("tokenizer",)),
         ({"checkpoint": {"resume": "$HOME/run/checkpoints/step-1"}}, ("checkpoint.resume",)),
         ({"log": {"profile_steps": [5, 2]}}, ("log.profile_steps",)),
-        ({"parallel": {"zero_stage": 3}}, ("parallel.zero_stage", "parallel.strategy")),
         ({"parallel": {"sp_size": 2, "tp_size": 2}}, ("parallel.sp_size", "parallel.tp_size", "parallel.strategy")),
-        ({"optimizer": {"name": "sgd", "options": {"a": 1}}}, ("optimizer.options", "optimizer.name")),
     ],
 )
 def test_a_rule_about_several_settings_names_them_in_fields(section: dict[str, Any], about: tuple[str, ...]) -> None:

@@ -11,15 +11,20 @@ import pytest
 import torch
 from pydantic import ValidationError
 
+from accel_train.checkpoint.run_recipe import read_recipe
 from accel_train.core.errors import RecipeProblems, SettingError
+from accel_train.data.batch_sizes import resolve_batch
+from accel_train.data.sources import unread_formats
+from accel_train.engine.resolve import resolve_run
+from accel_train.observe.run_folder import RECIPE_FILE
 from accel_train.recipe.data import Augment, Data
-from accel_train.recipe.evaluate import Generation
 from accel_train.recipe.explain import example_of, explain, explained
 from accel_train.recipe.loader import Recipe, make_recipe
 from accel_train.recipe.names import is_section, recipe_names
 from accel_train.recipe.tasks import TASKS, TaskSpec, optional_settings, refuse_unreported, refuse_unused
 from accel_train.recipe.values import Section
-from accel_train.task import Task, load_task
+from accel_train.recipe.writer import format_recipe
+from accel_train.task import Task, TaskData, load_task
 from accel_train.tasks.causal_lm.config import CausalLMData
 from accel_train.tasks.masked_lm.config import MaskedLMData
 from accel_train.tasks.module import FitData
@@ -98,8 +103,10 @@ def with_setting(task: str, name: str) -> Any:
     value = OTHER.get(name) or (
         {"num_beams": 3} if is_section(recipe_names()[name]) else example_of(name) or 7  # 7: a number, where 0 is shown
     )
-    model = {"config": {"model_type": "gpt2"}} if section == "model" else {}
-    return recipe_of(task, other={section: {**model, field: value}} if section else {field: value})
+    more = {"config": {"model_type": "gpt2"}} if section == "model" else {}
+    if field == "sample_tokens" and task in TASKS and name in TASKS[task].uses:
+        more["sample_prompt"] = "a"
+    return recipe_of(task, other={section: {**more, field: value}} if section else {field: value})
 
 
 def test_17_settings_or_more_depend_on_the_task() -> None:
@@ -128,7 +135,8 @@ def test_a_setting_that_a_task_does_not_read_is_refused_and_names_the_tasks_that
     with pytest.raises(SettingError) as refused:
         refuse_unused(own, Task.spec)
     assert name in refused.value.remedy
-    refuse_unused(own, TaskSpec(uses=frozenset((name, "data.augment.rand_augment_ops"))))
+    if name != "evaluate.sample_tokens":  # it needs a prompt
+        refuse_unused(own, TaskSpec(uses=frozenset((name, "data.augment.rand_augment_ops"))))
 
 
 def test_metrics_that_a_task_reports_anyway_may_be_named() -> None:
@@ -212,8 +220,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
         yield names
 
 
-def use(task: Task, recipe: Recipe) -> None:
-    """Call the methods of a task that a training and its evaluation call."""
+def use(task: Task, recipe: Recipe) -> TaskData:
+    """Call the methods of a task that a training and its evaluation call, and return its data."""
     data = task.load_data(recipe, progress=False)
     torch.manual_seed(0)
     model = task.build_model(recipe, data)
@@ -236,6 +244,7 @@ def use(task: Task, recipe: Recipe) -> None:
     if hasattr(data.source, "shown"):
         # Reports show these samples (training/finish.py).
         assert recipe.evaluate.num_examples
+    return data
 
 
 @pytest.mark.parametrize("case", [*CASES, "causal-lm of prompts", "causal-lm of chats"])
@@ -249,11 +258,11 @@ def test_a_task_reads_every_setting_that_it_uses(tmp_path: Path, case: str, monk
     recipe = Recipe.model_validate(small_recipe(case if case in CASES else task_of(case), tmp_path, **sections))
     refuse_unused(recipe, spec)
     with recorded(monkeypatch) as names:
-        use(task, recipe)
+        data = use(task, recipe)
     fields = {f"data.{name}" for name in spec.data.model_fields.keys() - Data.model_fields.keys()}
     if "data.augment" in fields:
         fields |= {f"data.augment.{name}" for name in Augment.model_fields} - optional_settings()
-    unread = {f"data.{name}" for name in recipe.data.unread()}
+    unread = {f"data.{name}" for name in recipe.data.unread()} | data.unread.keys()
     assert (spec.uses | fields) - unread - names <= IN_A_CASE.keys()
 
 
@@ -286,22 +295,102 @@ def test_a_setting_of_data_that_others_leave_unread_is_refused(
     check(**kind.model_validate({"train": "custom"}).model_dump())
 
 
+BACKEND = {"compile_backend": "aot_eager"}
+BUDGET = {"gradient_checkpointing": {"memory_budget": 0.5}}
+FREE = {"schedule": {"type": "constant", "max_steps": 1}}
+SPANS = {"tag_format": "spans", "sentence_column": "s"}
+UNREAD_WITHOUT: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
+    ("data.augment.rand_augment_magnitude", "image-classification", {"augment": {"rand_augment_magnitude": 5}}, {}),
+    ("data.margin", "sentence-embedding", {"margin": 0.3}, {}),
+    ("data.scale", "sentence-embedding", {"scale": 3, "objective": "triplet", "pair_columns": ["a", "b", "c"]}, {}),
+    ("data.symmetric", "sentence-embedding", {"symmetric": True, "score_column": "score"}, {}),
+    ("data.stratify", "text-classification", {"stratify": True, "group_column": "q"}, {}),
+    ("optimizer.ema_decay", "causal-lm", {}, {"optimizer": {"name": "schedule_free_adamw", "ema_decay": 0.9}, **FREE}),
+    ("data.sentence_column", "token-classification", SPANS, {}),
+    ("data.id_column", "seq2seq", {"target_suffix": "en", "id_column": "id"}, {}),
+    ("evaluate.generation.length_penalty", "seq2seq", {}, {"evaluate": {"generation": {"length_penalty": 2.0}}}),
+    ("evaluate.sample_tokens", "causal-lm", {}, {"evaluate": {"sample_tokens": 3}}),
+    ("precision.compile_mode", "causal-lm", {}, {"precision": {**BACKEND, "compile_mode": "max-autotune"}}),
+    ("precision.gradient_checkpointing", "causal-lm", {}, {"precision": {**BUDGET, "compile": False}}),
+    ("optimizer.options", "causal-lm", {}, {"optimizer": {"options": {"a": 1}}}),
+    ("parallel.zero_stage", "causal-lm", {}, {"parallel": {"zero_stage": 3}}),
+    ("parallel.cpu_offload", "causal-lm", {}, {"parallel": {"strategy": "deepspeed", "cpu_offload": True}}),
+]
+
+
+@pytest.mark.parametrize(("name", "task", "data", "other"), UNREAD_WITHOUT)
+def test_a_setting_that_others_leave_unread_is_refused_in_a_training_and_may_be_stored(
+    name: str, task: str, data: dict[str, Any], other: dict[str, Any]
+) -> None:
+    recipe = recipe_of(task, other=other, **data)
+    with pytest.raises(SettingError) as refused:
+        refuse_unused(recipe, TASKS[task])
+    assert refused.value.settings == (name,)
+    assert Recipe.model_validate(recipe.model_dump()) == recipe
+    refuse_unused(recipe_of(task), TASKS[task])
+
+
+@pytest.mark.parametrize("bounds", [(2.0, 1.0), (0.0, 1.0)])
+def test_a_range_rises_and_is_above_0(bounds: tuple[float, float]) -> None:
+    with pytest.raises(ValidationError):
+        Augment(scale_range=bounds)
+    Augment(scale_range=(1.0, 2.0))
+
+
 @pytest.mark.parametrize(
-    ("section", "settings", "more"),
+    ("name", "value", "file"),
     [
-        (Augment, {"rand_augment_magnitude": 5.0}, {"rand_augment_ops": 1}),
-        (Augment, {"scale_range": (2.0, 1.0)}, {"scale_range": (1.0, 2.0)}),
-        (Generation, {"length_penalty": 2.0}, {"num_beams": 2}),
+        ("delimiter", ";", "a.jsonl"),
+        ("header", "none", "a.txt"),
+        ("quoting", "none", "a.parquet"),
+        ("lines", "label_text", "a.csv"),
+        ("encoding", "latin-1", "a.parquet"),
     ],
 )
-def test_a_setting_that_needs_another_one_is_refused_without_it(
-    section: type[Section], settings: dict[str, Any], more: dict[str, Any]
+def test_a_setting_of_another_format_is_refused(name: str, value: str, file: str, tmp_path: Path) -> None:
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows" / file).touch()
+    for train in ("rows", f"rows/{file}", "rows/a.*", "no_folder"):
+        data = TASKS["text-classification"].data.model_validate({"train": str(tmp_path / train), name: value})
+        assert unread_formats(data).keys() == {f"data.{name}"}
+    (tmp_path / "rows" / {"lines": "b.txt"}.get(name, "b.csv")).touch()
+    assert unread_formats(data.model_copy(update={"train": (str(tmp_path / "rows"),)})) == {}
+
+
+def test_settings_of_formats_may_be_for_a_table_of_boxes(tmp_path: Path) -> None:
+    (tmp_path / "boxes.csv").touch()
+    data = {"train": str(tmp_path / "no"), "annotations": str(tmp_path / "boxes.csv"), "delimiter": ";"}
+    assert unread_formats(TASKS["object-detection"].data.model_validate(data)) == {}
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "value"),
+    [
+        ("text-classification of numbers", "evaluate.num_examples", 5),
+        ("text-classification of numbers", "loss.class_weights", "balanced"),
+        ("text-classification of numbers", "loss.label_smoothing", 0.1),
+        ("text-classification of numbers", "data.stratify", True),
+        ("question-answering", "evaluate.null_score_diff_threshold", 3.0),
+    ],
+)
+def test_a_setting_that_the_data_leave_unread_is_refused_in_a_training_only(
+    case: str, name: str, value: Any, tmp_path: Path
 ) -> None:
-    with pytest.raises(ValidationError) as refused:
-        section(**settings)
-    problem = refused.value.errors()[0].get("ctx", {})["error"]
-    assert isinstance(problem, SettingError)
-    assert problem.settings[0].endswith(f".{next(iter(settings))}")
-    section(
-        **{**settings, "scale_range": (1.0, 2.0), "rand_augment_ops": 1} if section is Augment else {"num_beams": 2}
-    )
+    section, _, field = name.partition(".")
+
+    def resolved(**sections: Any) -> Any:
+        recipe = Recipe.model_validate(small_recipe(case, tmp_path, **sections))
+        data = load_task(recipe.task).load_data(recipe, progress=False)
+        return resolve_run(recipe, data, resolve_batch(recipe.batch, 1))
+
+    with pytest.raises(SettingError) as refused:
+        resolved(**{section: {field: value}})
+    assert refused.value.settings == (name,)
+    assert refused.traceback[-2].name == "resolve_run", "an evaluation reads the data with the stored recipe"
+    resolved()
+
+
+def test_a_run_folder_with_a_setting_that_nothing_reads_is_still_read(tmp_path: Path) -> None:
+    stored = recipe_of("image-classification", augment={"rand_augment_magnitude": 5.0})
+    (tmp_path / RECIPE_FILE).write_text(format_recipe(stored))
+    assert read_recipe(tmp_path).data.augment.rand_augment_magnitude == 5.0  # type: ignore[attr-defined]

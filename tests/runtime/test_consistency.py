@@ -16,7 +16,7 @@ from tests.support.runs import events, losses, recipe_dict, write_corpus, write_
 
 def facts(folder: Path, fingerprint: str = "f", **sections: Any) -> dict[str, Any]:
     samples: Any = [1, 2, 3]
-    data = TaskData(samples, None, lambda rows: {}, fingerprint, {"vocab_size": 256}, True, None)
+    data = TaskData(samples, None, lambda rows: {}, fingerprint)
     return facts_of(Recipe.model_validate(recipe_dict(folder, **sections)), data)
 
 

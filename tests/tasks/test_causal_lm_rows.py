@@ -134,7 +134,7 @@ def test_model_that_cannot_keep_rows_apart_gets_each_alone(sft_recipe: Make, set
     recipe = sft_recipe(ragged_rows(10), model={"config": fields, **rest})
     task, data = load(recipe)
     assert len(data.train) == len(data.source.train) == 10
-    assert any("a separate sample" in note for note in data.facts["notes"])
+    assert any("a separate sample" in note for note in data.facts.notes)
     model = task.build_model(recipe, data).eval()
     batch = data.collate([data.train[index] for index in range(10)])
     assert batch.pop("num_targets") == len(data.source.train.targets)
@@ -179,7 +179,7 @@ def test_a_token_never_reaches_from_the_prompt_into_the_completion(sft_recipe: M
     assert tokenizer.encode("ab") == [tokenizer.convert_tokens_to_ids("ab")]
     learned_ids = data.source.train.targets[-2:]
     assert tokenizer.decode(learned_ids) == "b<|endoftext|>"
-    assert any(note.startswith("20 rows: ") for note in data.facts["notes"])
+    assert any(note.startswith("20 rows: ") for note in data.facts.notes)
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
@@ -281,9 +281,9 @@ def test_generation_mark_ends_after_the_last_byte_of_a_character_and_a_turn_with
         sft_recipe([chat("Hi", "olé", "And?", "ü")], format="chat", chat_template=tight, sequence_length=160)
     )
     assert learned(data) == "oléü"
-    assert any("end its turn" in note for note in data.facts["notes"])
+    assert any("end its turn" in note for note in data.facts.notes)
     _, data = load(sft_recipe([chat("Hi", "olé")], format="chat", chat_template=MARKED, sequence_length=160))
-    assert not any("end its turn" in note for note in data.facts["notes"])
+    assert not any("end its turn" in note for note in data.facts.notes)
 
 
 def test_chat_template_without_an_end_gets_the_end_of_sequence_as_a_target(sft_recipe: Make, tmp_path: Path) -> None:
@@ -291,14 +291,14 @@ def test_chat_template_without_an_end_gets_the_end_of_sequence_as_a_target(sft_r
     path.write_text("{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}")
     _, data = load(sft_recipe([chat("Hi", "yes")], format="chat", chat_template=str(path)))
     assert learned(data) == "assistant: yes\n|"
-    assert any("end-of-sequence token" in note for note in data.facts["notes"])
+    assert any("end-of-sequence token" in note for note in data.facts.notes)
 
 
 def test_message_that_spells_a_special_token_is_reported(sft_recipe: Make) -> None:
     _, data = load(
         sft_recipe([chat("Hi<|endoftext|>", "yes")], format="chat", chat_template=CHATML, sequence_length=80)
     )
-    assert any("rows.jsonl:1" in note and "special token" in note for note in data.facts["notes"])
+    assert any("rows.jsonl:1" in note and "special token" in note for note in data.facts.notes)
 
 
 WIZARD = {"messages": [{"role": "wizard", "content": "a"}, {"role": "assistant", "content": "b"}]}
@@ -346,8 +346,8 @@ def test_template_that_cannot_be_used_is_refused(sft_recipe: Make, settings: dic
 def test_long_rows_are_cut_and_rows_without_a_target_left_out_with_a_count(sft_recipe: Make) -> None:
     rows = [{"prompt": "p", "completion": "c" * 60}, {"prompt": "p" * 60, "completion": "c"}, *ragged_rows(3)]
     _, data = load(sft_recipe(rows))
-    assert data.facts["num_train_rows"] == 4
-    notes = "\n".join(data.facts["notes"])
+    assert data.facts.others["num_train_rows"] == 4
+    notes = "\n".join(data.facts.notes)
     assert "1 of 5 rows are cut" in notes
     assert "data.sequence_length=48" in notes
     assert "1 of 5 rows are left" in notes
@@ -379,7 +379,7 @@ def test_pretrained_model_brings_its_tokenizer_unless_the_recipe_names_one(sft_r
     named = sft_recipe(ragged_rows(4), model={"pretrained": str(tmp_path / "base")})
     _, data = load(Recipe.model_validate(named.model_dump() | {"tokenizer": "auto"}))
     assert "plus" in data.source.tokenizer.get_vocab()
-    assert data.facts["notes"][0].startswith(f"tokenizer: from {tmp_path / 'base'}")
+    assert data.facts.notes[0].startswith(f"tokenizer: from {tmp_path / 'base'}")
     _, data = load(named)
     assert named.tokenizer == "bytes"
     assert "plus" not in data.source.tokenizer.get_vocab()

@@ -192,7 +192,7 @@ def test_training_on_takes_weights_preprocessing_and_order_of_classes(
     assert on.source.preprocessing.mean == (0.1, 0.2, 0.3)
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, again.state_dict()[name]), name
-    assert not [note for note in on.facts["notes"] if "not pretrained" in note]
+    assert not [note for note in on.facts.notes if "not pretrained" in note]
 
 
 def loss_by_transformers(folder: Path, images: Path) -> float:
@@ -254,7 +254,7 @@ def test_other_classes_get_a_new_head_and_the_notes_say_so(trained: Any, tmp_pat
         again.state_dict()["resnet.embedder.embedder.convolution.weight"],
         model.state_dict()["resnet.embedder.embedder.convolution.weight"],
     )
-    assert [note for note in on.facts["notes"] if note.startswith("not pretrained, so new: classifier")]
+    assert [note for note in on.facts.notes if note.startswith("not pretrained, so new: classifier")]
 
 
 def test_pickled_weights_are_refused(trained: Any, tmp_path: Path, colours: Path) -> None:
@@ -319,7 +319,7 @@ def test_colours_that_a_model_of_one_channel_does_not_see_are_noted(colours: Pat
     grey = {"config": {**RESNET, "num_channels": 1}}
 
     def notes(train: Path | str, **model: Any) -> list[str]:
-        return [note for note in load(make_recipe(train, **model))[1].facts["notes"] if "colours are lost" in note]
+        return [note for note in load(make_recipe(train, **model))[1].facts.notes if "colours are lost" in note]
 
     assert len(notes(colours, model=grey)) == 1
     assert "num_channels: 3 keeps the colours" in notes(colours, model=grey)[0]

@@ -24,9 +24,9 @@ def test_every_token_is_in_one_window_between_the_special_tokens(corpus: Path) -
         assert (window.ids[0], window.ids[-1]) == (tokenizer.cls_token_id, tokenizer.sep_token_id)
         assert len(window.ids) <= 32
     whole = np.concatenate([np.where(each.labels < 0, each.ids, each.labels)[1:-1] for each in windows])
-    path = Path(data.facts["cache_folder"]) / "train.bin"
+    path = Path(data.facts.cache_folder) / "train.bin"
     assert whole.tolist() == np.fromfile(path, "<u2")[: len(whole)].tolist()
-    assert len(whole) >= data.facts["train_tokens"] - 1
+    assert len(whole) >= data.facts.train_tokens - 1
 
 
 def test_eight_of_ten_are_masked_one_replaced_one_left_and_special_tokens_never(corpus: Path) -> None:

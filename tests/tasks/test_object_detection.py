@@ -140,7 +140,7 @@ def test_denoising_queries_are_left_out_and_a_note_says_so(tmp_path: Path) -> No
     config = DETECTORS["rt_detr"] | {"num_denoising": 10}
     _, data, model = load(Recipe.model_validate(sections_of(tmp_path, model=config)))
     assert model.config.num_denoising == 0
-    assert any("denoising" in note for note in data.facts["notes"])
+    assert any("denoising" in note for note in data.facts.notes)
 
 
 @pytest.mark.parametrize("model", [YOLOS, DEFORMABLE], ids=["yolos", "deformable_detr"])

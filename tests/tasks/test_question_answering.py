@@ -55,7 +55,7 @@ def test_jsonl_parquet_csv_and_squads_own_form_are_read_as_the_same_samples(tmp_
     ]
     assert len({data.fingerprint for data in found}) == 1
     assert [data.source.row_ids(0) for data in found] == [found[0].source.asked[0].id] * 4
-    assert found[0].facts["num_unanswered"] > 0
+    assert found[0].facts.others["num_unanswered"] > 0
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_no_answer_is_given_where_the_threshold_says_so(tmp_path: Path) -> None:
     for threshold, accuracy in ((-100.0, 1.0), (100.0, 0.0)):
         task, data, model = load(recipe_for(path, evaluate={"null_score_diff_threshold": threshold}))
         assert evaluated(task, data, model, 8)[0]["no_answer_accuracy"] == accuracy
-        assert any(f"null_score_diff_threshold={threshold:g}" in note for note in data.facts["notes"])
+        assert any(f"null_score_diff_threshold={threshold:g}" in note for note in data.facts.notes)
     task, data, model = load(recipe_for(write_jsonl(tmp_path / "a.jsonl", questions())))
     assert "no_answer_accuracy" not in evaluated(task, data, model, 8)[0]
 
@@ -148,7 +148,7 @@ def test_a_question_longer_than_a_window_is_cut_to_leave_room_and_said(tmp_path:
     }
     _, data, _ = load(recipe_for(write_jsonl(tmp_path / "a.jsonl", [long, *questions(8)]), data={"eval_fraction": 0.0}))
     assert data.train[0].answer != (0, 0)
-    assert any(note.startswith("1 training questions") for note in data.facts["notes"])
+    assert any(note.startswith("1 training questions") for note in data.facts.notes)
 
 
 def test_questions_on_functions_are_answered_by_pythons_parser() -> None:

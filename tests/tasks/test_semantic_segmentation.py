@@ -203,7 +203,7 @@ def test_evaluation_counts_each_pixel_once_at_the_masks_own_size(pairs: Path, se
 def test_every_parameter_of_a_model_with_an_auxiliary_head_is_trained(pairs: Path, seg_recipe: Make) -> None:
     recipe = seg_recipe(pairs, model=UPERNET)
     task, data, model = load(recipe)
-    assert any("auxiliary head" in note for note in data.facts["notes"])
+    assert any("auxiliary head" in note for note in data.facts.notes)
     batch = data.collate([data.draw(index, np.random.default_rng(index)) for index in range(4)])
     task.loss_sum(model.train(), batch).backward()
     assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []

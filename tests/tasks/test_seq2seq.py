@@ -105,7 +105,7 @@ def test_a_source_or_target_that_is_too_long_is_cut_with_its_end_kept_and_said(t
     end = data.source.tokenizer.eos_token_id
     assert {len(pair.source) for pair in data.train} <= set(range(3, 10))
     assert all(pair.source[-1] == pair.target[-1] == end for pair in data.train)
-    notes = " ".join(data.facts["notes"])
+    notes = " ".join(data.facts.notes)
     assert "8 of 11 training sources reach data.max_length=9" in notes
     assert "8 of 11 training targets reach data.max_target_length=5" in notes
     assert data.eval is None

@@ -112,7 +112,7 @@ def test_pretrained_weights_get_a_new_head_for_other_labels_and_say_so(tmp_path:
     two = write_texts(tmp_path / "b.csv", label=lambda number: number % 2)
     _, other_data, other = load(recipe_for(two, model={"pretrained": str(tmp_path / "model")}))
     assert other.classifier.weight.shape == (2, 32)
-    assert "not pretrained, so new: classifier.bias, classifier.weight" in other_data.facts["notes"]
+    assert "not pretrained, so new: classifier.bias, classifier.weight" in other_data.facts.notes
     assert torch.equal(other.bert.pooler.dense.weight, model.bert.pooler.dense.weight)
 
 
@@ -134,7 +134,7 @@ def test_a_tokenizer_larger_than_the_embedding_makes_it_grow_and_says_so(tmp_pat
     sections = {"model": {"pretrained": str(tmp_path / "body")}, "tokenizer": str(tmp_path / "tokenizer")}
     recipe = recipe_for(write_texts(tmp_path / "a.csv"), **sections)
     task, data, model = load(recipe)
-    notes = " ".join(data.facts["notes"])
+    notes = " ".join(data.facts.notes)
     assert "[PAD] was added" in notes
     assert "from 64 to" in notes
     assert model.get_input_embeddings().num_embeddings % 64 == 0
@@ -186,7 +186,7 @@ def test_padding_stops_at_the_longest_the_model_can_take(tmp_path: Path) -> None
     batch, _ = batch_of(data, range(12))
     assert batch["input_ids"].shape[1] == 30
     assert model(**batch).logits.shape == (12, 3)
-    assert any("reach data.max_length=30 tokens" in note for note in data.facts["notes"])
+    assert any("reach data.max_length=30 tokens" in note for note in data.facts.notes)
     assert data.lengths is not None
     assert data.lengths.max() == 30
 
@@ -226,8 +226,8 @@ def test_an_evaluation_label_that_training_does_not_know_is_refused_unless_it_is
     refused(load, recipe_for(train, data=files), named="eval.csv:2|'label'|planet|loop, machine, number")
     names = [*TOPICS, "planet"]
     _, data, _ = load(recipe_for(train, data={**files, "label_names": names}))
-    assert any("planet" in note for note in data.facts["notes"])
-    assert data.facts["num_train_of_label"] == {"loop": 20, "number": 20, "machine": 20, "planet": 0}
+    assert any("planet" in note for note in data.facts.notes)
+    assert data.facts.num_train_of_label == {"loop": 20, "number": 20, "machine": 20, "planet": 0}
     (tmp_path / "eval.csv").write_text("text,label\n")
     refused(load, recipe_for(train, data=files), named="data.eval")
 

@@ -202,11 +202,6 @@ MISTAKES: list[tuple[str, dict[str, Any], str]] = [
     ("question-answering", {"data": {"doc_stride": 40}}, "data.doc_stride=40|data.max_length=128|32"),
     ("question-answering", {"data": {"answers_column": "answer"}}, "q.jsonl:1|'answer'|'answers'|data.answers_column"),
     ("question-answering", using({"model_type": "vit"}), "'vit'|bert"),
-    (
-        "question-answering",
-        {"evaluate": {"null_score_diff_threshold": 3.0}},
-        "evaluate.null_score_diff_threshold=3|every training question has an answer",
-    ),
     ("multiple-choice", {"data": {"choices_columns": ["ending"]}}, "m.jsonl:1|'ending'|'endings'|data.choices_columns"),
     ("multiple-choice", using({"model_type": "gpt2"}), "'gpt2'|bert"),
     ("seq2seq", {"data": {"source_column": "sorce"}}, "pairs.csv:1|'sorce'|'source'|data.source_column"),
@@ -297,7 +292,7 @@ def test_saved_weights_and_their_tokenizer_are_loaded_again(tmp_path: Path, task
     again, same_data, same = load(recipe_for(task, path, model=base, tokenizer="auto"), seed=5)
     for (name, tensor), other in zip(model.state_dict().items(), same.state_dict().values(), strict=True):
         assert torch.equal(tensor, other), name
-    notes = same_data.facts["notes"]
+    notes = same_data.facts.notes
     assert any(note.startswith("tokenizer: ") and str(tmp_path / "model") in note for note in notes)
     assert not any("not pretrained" in note for note in notes)
     assert evaluated(again, same_data, same, 8)[0] == pytest.approx(evaluated(one, data, model, 8)[0])
@@ -331,7 +326,7 @@ def test_tokens_that_the_base_lacks_train_or_are_refused(tmp_path: Path, task: s
 
     _, grown, model = load(changed())
     assert model.get_input_embeddings().num_embeddings == before + 2
-    assert any("2 tokens that the model lacks" in note for note in grown.facts["notes"])
+    assert any("2 tokens that the model lacks" in note for note in grown.facts.notes)
     layers = (model.get_input_embeddings(), model.get_output_embeddings())
     rows = {id(layer.weight) for layer in layers if layer is not None}
     names = [name for name, each in model.named_parameters() if id(each) in rows]

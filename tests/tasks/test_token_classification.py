@@ -41,7 +41,7 @@ def test_conll_jsonl_csv_and_parquet_are_read_as_the_same_samples(tmp_path: Path
     }
     assert len({data.fingerprint for data in found.values()}) == 1
     assert len(found["conll"].train) + len(found["conll"].eval) == 60
-    assert found["conll"].facts["label_names"] == ["B-LOC", "B-PER", "I-LOC", "I-PER", "O"]
+    assert found["conll"].facts.label_names == ["B-LOC", "B-PER", "I-LOC", "I-PER", "O"]
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", {"train_bpe": {"vocab_size": 300}}], ids=["bytes", "bpe"])
@@ -65,7 +65,7 @@ def test_what_looks_like_a_special_token_is_a_word_and_one_without_a_token_is_le
     sample = data.train[0]
     assert bytes(sample.ids[1:-1].astype("uint8")) == b"[SEP]  x"
     assert (sample.words.tolist(), sample.starts.tolist()) == ([0, 2], [1, 8])
-    assert any(note.startswith("1 words of 1 of 2 ") for note in data.facts["notes"])
+    assert any(note.startswith("1 words of 1 of 2 ") for note in data.facts.notes)
 
 
 def test_a_word_of_conll_ends_at_a_plain_blank(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_forms_of_the_same_spans_are_read_as_the_same_samples(tmp_path: Path) ->
     # Words without punctuation are the same in CoNLL.
     found["conll"] = task.load_data(recipe_for(write_conll(tmp_path / "a.conll")), progress=False)
     assert len({data.fingerprint for data in found.values()}) == 1
-    assert found["spans"].facts["label_names"] == ["B-LOC", "B-PER", "I-LOC", "I-PER", "O"]
+    assert found["spans"].facts.label_names == ["B-LOC", "B-PER", "I-LOC", "I-PER", "O"]
 
 
 def test_predicted_spans_have_their_places_in_the_text(tmp_path: Path, not_launched: None) -> None:
@@ -228,7 +228,7 @@ def test_a_span_of_several_words_in_evaluation_data_has_a_tag_although_training_
     held_out = write_jsonl(tmp_path / "eval.jsonl", [{"text": "Ada Lovelace left", "label": [[0, 12, "PER"]]}])
     data = {"tokens_column": "text", "tags_column": "label", "tag_format": "spans", "eval": str(held_out)}
     _, found, _ = load(recipe_for(train_rows, data=data))
-    names = found.facts["label_names"]
+    names = found.facts.label_names
     assert [names[tag] for tag in found.eval[0].labels] == ["B-PER", "I-PER", "O"]
 
 

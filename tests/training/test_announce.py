@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 
 from accel_train.recipe.schema import Recipe
+from accel_train.task import Facts
 from accel_train.training.output import few_held_out
 from accel_train.training.train import train
 from tests.support.runs import events, recipe_dict, write_corpus
 
 
 def test_few_held_out_samples_are_warned_of_with_what_can_be_done_about_them() -> None:
-    labelled = {"num_eval": 20, "num_train_of_label": {"a": 90, "b": 90}}
+    labelled = Facts(num_eval=20, num_train_of_label={"a": 90, "b": 90})
     [split] = few_held_out(labelled, None, 0.01)
     assert "5.0%" in split
     assert "data.eval_fraction" in split
@@ -21,9 +22,10 @@ def test_few_held_out_samples_are_warned_of_with_what_can_be_done_about_them() -
     assert "eval_fraction" not in more
     [own] = few_held_out(labelled, "test.csv", 0.01)
     assert "data.eval_fraction" not in own, "it is not used with data.eval"
-    [regression] = few_held_out({"num_eval": 20, "problem_type": "regression (numbers)"}, None, 0.01)
+    [regression] = few_held_out(Facts(num_eval=20, problem_type="regression (numbers)"), None, 0.01)
     assert "accuracy" not in regression
-    assert few_held_out({**labelled, "num_eval": 100}, None, 0.01) == few_held_out({"num_eval": 20}, None, 0.01) == []
+    assert few_held_out(labelled.model_copy(update={"num_eval": 100}), None, 0.01) == []
+    assert few_held_out(Facts(num_eval=20), None, 0.01) == []
 
 
 @pytest.mark.parametrize("is_notable", [False, True])
@@ -40,7 +42,7 @@ def test_the_screen_has_only_choices_that_differ_from_the_recipe_and_the_log_has
     folder = train(Recipe.model_validate(recipe_dict(tmp_path, **sections))).output_dir
     printed = capsys.readouterr().out
     assert ("optimizer.learning_rate" in printed) == is_notable, "0.002 instead of 0.001"
-    assert ("x 4 accumulation" in printed) == is_notable
+    assert ("0.001 x 8 / 4" in printed) == is_notable
     assert "schedule.warmup_steps" not in printed
     choices = events(folder, "start")[0]["choices"]
     assert {"optimizer.learning_rate", "batch", "schedule.warmup_steps", "precision.mixed_precision"} <= set(choices)

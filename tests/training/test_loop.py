@@ -157,7 +157,7 @@ def test_evaluation_loss_does_not_depend_on_the_batch_size_and_leaves_the_modes_
     assert run.strategy.inner.training
     assert not run.strategy.inner.model.transformer.h[0].training
     assert run.strategy.inner.model.transformer.h[1].training
-    assert {result.num_targets for result in results} == {run.plan.data.facts["eval_tokens"] - 1}
+    assert {result.num_targets for result in results} == {run.plan.data.facts.eval_tokens - 1}
     for result in results[1:]:
         assert result.loss == pytest.approx(results[0].loss, rel=1e-6)
 

@@ -36,6 +36,7 @@ from accel_train.data.text.tokens import (
 )
 from accel_train.recipe.data import TrainedTokenizer, WindowData
 from accel_train.recipe.schema import Recipe
+from accel_train.task import Facts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,7 +60,7 @@ class Corpus(Generic[Samples]):
     separator_id: int
     fingerprint: str
     """Hex digest. Equal fingerprints mean equal tokens and equal targets."""
-    facts: dict[str, Any]
+    facts: Facts
     large_files: Mapping[Path, str] = field(default_factory=dict)
     """SHA-256 by path of large files whose digests are not checked yet, because that takes long."""
 
@@ -186,17 +187,13 @@ def _build(inputs: Inputs, root: Path, folder: Path) -> tuple[TextTokenizer, dic
 def _open(
     recipe: Recipe, inputs: Inputs, folder: Path, meta: dict[str, Any], built: TextTokenizer | None, notes: list[str]
 ) -> TextCorpus:
-    facts = {
-        **meta["facts"],
-        "notes": [*meta["facts"]["notes"], *notes],
-        "cache_folder": str(folder),
-        "reused": built is None,
-    }
+    facts = Facts(**meta["facts"], cache_folder=str(folder), reused=built is None)
+    facts.notes += notes
     length = WindowData.of(recipe.data).sequence_length
-    num_tokens = facts["train_tokens"]
+    num_tokens, num_held_out = facts.train_tokens or 0, facts.eval_tokens or 0
     if num_tokens <= length:
         raise ValueError(
-            f"data.sequence_length={length} needs {length + 1} training tokens for one window; {facts['sources']} "
+            f"data.sequence_length={length} needs {length + 1} training tokens for one window; {facts.sources} "
             f"gives {num_tokens}; lower it to {num_tokens - 1} or less, or add text"
         )
     tokenizer = built or inputs.tokenizer
@@ -206,15 +203,15 @@ def _open(
         WindowDataset(
             folder / f"{side}.bin",
             dtype=np.dtype(meta["dtype"]),
-            num_tokens=facts[f"{side}_tokens"],
+            num_tokens=number,
             sequence_length=length,
             vocab_size=tokenizer.vocab_size,
         )
-        for side in ("train", "eval")
+        for side, number in (("train", num_tokens), ("eval", num_held_out))
     )
     return Corpus(
         train=train,
-        eval=held_out if facts["eval_tokens"] > 1 else None,
+        eval=held_out if num_held_out > 1 else None,
         tokenizer=tokenizer.tokenizer,
         vocab_size=tokenizer.vocab_size,
         separator_id=tokenizer.separator_id,
@@ -297,7 +294,7 @@ def build_shards(folder: Path, inputs: Inputs) -> tuple[TextTokenizer, dict[str,
         "separator_id": tokenizer.separator_id,
         "vocab_size": tokenizer.vocab_size,
         "tokenizer_digest": tokenizer.digest,
-        "facts": _corpus_facts(inputs, tokenizer.separator_id, train, held_out, counts),
+        "facts": _corpus_facts(inputs, tokenizer.separator_id, train, held_out, counts).record(),
     }
 
 
@@ -449,12 +446,10 @@ def _token_files(sources: Sequence[Source]) -> list[TokenFile]:
 
 def _corpus_facts(
     inputs: Inputs, separator_id: int, train_shard: ShardWriter, eval_shard: ShardWriter, counts: Counts
-) -> dict[str, Any]:
-    """Return the facts of a built corpus as JSON values. Facts on text are None if the source holds tokens.
+) -> Facts:
+    """Return the facts of a built corpus. Facts on text are None if the source holds tokens.
 
-    `num_documents` includes evaluation documents (separators, in token shards) but not empty documents.
-    `unigram_bits_per_byte` is the loss of the training token frequencies on the evaluation targets, without context.
-    `xz_bits_per_byte` is the xz-compressed size of the evaluation text, or of its first 8 MB.
+    Token shards are counted by their separators.
     """
     train_is_text, eval_is_text = not holds_tokens(inputs.train), not holds_tokens(inputs.eval or inputs.train)
     num_train_separators = int(train_shard.token_counts[separator_id])
@@ -468,16 +463,16 @@ def _corpus_facts(
         with_one_added = train_shard.token_counts + 1
         unigram = float(-(targets * np.log2(with_one_added / with_one_added.sum())).sum()) / counts.eval_bytes
     text = bytes(counts.eval_start)
-    return {
-        "sources": describe(inputs.train, inputs.eval),
-        "num_documents": counts.num_documents + from_tokens,
-        "num_empty_documents": counts.num_empty_documents,
-        "num_eval_documents": counts.num_eval_documents if eval_is_text else num_eval_separators,
-        "train_tokens": train_shard.num_tokens,
-        "eval_tokens": eval_shard.num_tokens,
-        "train_bytes": counts.train_bytes if train_is_text else None,
-        "eval_bytes": counts.eval_bytes if eval_is_text else None,
-        "unigram_bits_per_byte": unigram,
-        "xz_bits_per_byte": 8 * len(lzma.compress(text)) / len(text) if text else None,
-        "notes": counts.notes,
-    }
+    return Facts(
+        sources=describe(inputs.train, inputs.eval),
+        num_documents=counts.num_documents + from_tokens,
+        num_empty_documents=counts.num_empty_documents,
+        num_eval_documents=counts.num_eval_documents if eval_is_text else num_eval_separators,
+        train_tokens=train_shard.num_tokens,
+        eval_tokens=eval_shard.num_tokens,
+        train_bytes=counts.train_bytes if train_is_text else None,
+        eval_bytes=counts.eval_bytes if eval_is_text else None,
+        unigram_bits_per_byte=unigram,
+        xz_bits_per_byte=8 * len(lzma.compress(text)) / len(text) if text else None,
+        notes=counts.notes,
+    )

@@ -347,8 +347,7 @@ def input_names(recipe: Recipe) -> list[str]:
     """Return the names of a run's inputs: model, tokenizer, and data."""
     tokenizer = recipe.tokenizer_in_use
     names = [recipe.model.pretrained, tokenizer if isinstance(tokenizer, str) else None]
-    for value in (recipe.data.train, recipe.data.eval):
-        names += [value] if isinstance(value, str) else value or []
+    names += [name for _, name in recipe.data.named()]
     return [os.path.expanduser(name) for name in names if name]
 
 

@@ -16,6 +16,7 @@ from accel_train.data.text.documents import divide_rows
 from accel_train.data.text.tokenizers import prepare_tokenizer, pretrained_tokenizer, train_bpe
 from accel_train.recipe.data import Data, TrainedTokenizer
 from accel_train.recipe.schema import Recipe
+from accel_train.task import Facts
 from accel_train.tasks.causal_lm import encoding
 from accel_train.tasks.causal_lm.config import CausalLMData
 from accel_train.tasks.causal_lm.encoding import Encoder, Example, Messages
@@ -69,15 +70,17 @@ def prepare_rows(recipe: Recipe, *, progress: bool) -> RowCorpus:
         vocab_size=tokenizer.vocab_size,
         separator_id=tokenizer.separator_id,
         fingerprint=_fingerprint(train, evaluation),
-        facts={
-            "sources": describe(sources, eval_sources),
-            "num_train_rows": len(train),
-            "num_eval_rows": len(evaluation),
-            "train_targets": len(train.targets),
-            "eval_targets": len(evaluation.targets),
-            "unigram_perplexity": _unigram_perplexity(train, evaluation, tokenizer.vocab_size),
-            "notes": [*notes, *(f"{len(at):,} {said.format(first=at[0])}" for said, at in warnings.items())],
-        },
+        facts=Facts(
+            sources=describe(sources, eval_sources),
+            train_targets=len(train.targets),
+            unigram_perplexity=_unigram_perplexity(train, evaluation, tokenizer.vocab_size),
+            others={
+                "num_train_rows": len(train),
+                "num_eval_rows": len(evaluation),
+                "eval_targets": len(evaluation.targets),
+            },
+            notes=[*notes, *(f"{len(at):,} {said.format(first=at[0])}" for said, at in warnings.items())],
+        ),
     )
 
 

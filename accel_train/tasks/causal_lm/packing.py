@@ -149,10 +149,7 @@ def collate_packed(samples: Sequence[NDArray[np.int64]], *, pad_to_multiple_of: 
 
 
 def rows_as_samples(recipe: Recipe, corpus: "RowCorpus", config: PreTrainedConfig) -> TaskData:
-    """Return the data of a run on tokenized rows, packed or one row per sample.
-
-    `facts["positions_per_target"]` is the number of computed positions per label.
-    """
+    """Return the data of a run on tokenized rows, packed or one row per sample."""
     packed = can_keep_rows_apart(recipe, config)
     length = CausalLMData.of(recipe.data).sequence_length
 
@@ -169,19 +166,17 @@ def rows_as_samples(recipe: Recipe, corpus: "RowCorpus", config: PreTrainedConfi
             f"{len(train.rows):,} rows are packed into {len(train):,} windows of {length} tokens, "
             f"{train.fill:.1%} full; attention and positions stay within a row"
         )
-    facts: dict[str, Any] = {
-        "num_train": len(train),
-        "num_eval": 0 if held_out is None else len(held_out),
-        "fill": train.fill if packed.value else None,
-        "positions_per_target": num_positions / corpus.facts["train_targets"],
-        "notes": [*corpus.facts["notes"], note],
-    }
+    facts = corpus.facts
+    facts.num_train, facts.num_eval = len(train), 0 if held_out is None else len(held_out)
+    facts.positions_per_target = num_positions / facts.train_targets
+    facts.others["fill"] = train.fill if packed.value else None
+    facts.notes.append(note)
     return TaskData(
         train=train,
         eval=held_out,
         collate=partial(collate_packed, pad_to_multiple_of=multiple),
         fingerprint=corpus.fingerprint,
-        facts=corpus.facts | facts,
+        facts=facts,
         reading_is_free=True,
         source=corpus,
         lengths_vary=not packed.value,

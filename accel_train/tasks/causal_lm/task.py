@@ -46,7 +46,7 @@ from accel_train.model.tensors import unpacked_numel
 from accel_train.observe.throughput import model_flops_per_token
 from accel_train.recipe.data import TrainedTokenizer
 from accel_train.recipe.schema import Recipe
-from accel_train.task import Scores, Task, TaskData
+from accel_train.task import Facts, Scores, Task, TaskData
 from accel_train.tasks.causal_lm.config import SPEC, CausalLMData
 from accel_train.tasks.causal_lm.data import prepare_rows
 from accel_train.tasks.causal_lm.packing import rows_as_samples, shares_windows
@@ -112,8 +112,8 @@ class CausalLM(Task):
         else:
             rows = prepare_rows(recipe, progress=progress)
             data = rows_as_samples(recipe, rows, model_config(recipe, rows.vocab_size, rows.separator_id))
-            self.positions_per_target, self.counts_hits = data.facts["positions_per_target"], True
-        data.facts["notes"] = [*tokenizer_notes, *data.facts["notes"]]
+            self.positions_per_target, self.counts_hits = data.facts.positions_per_target or 1.0, True
+        data.facts.notes = [*tokenizer_notes, *data.facts.notes]
         return data
 
     def stand_in_data(self, recipe: Recipe, num_samples: int) -> TaskData:
@@ -128,7 +128,7 @@ class CausalLM(Task):
         collate = partial(collate_windows, separator_id=tokenizer.separator_id, mask_documents=section.mask_documents)
         sources = f"not read (--no-data): each sample counts as data.sequence_length={length} tokens with a label"
         has_eval = section.eval is not None or section.eval_fraction > 0
-        return TaskData(windows, windows if has_eval else None, collate, "", {"sources": sources}, source=tokenizer)
+        return TaskData(windows, windows if has_eval else None, collate, "", Facts(sources=sources), source=tokenizer)
 
     def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
         """Build the recipe's causal LM, with a vocabulary padded to a multiple that suits the hardware.
@@ -245,16 +245,16 @@ class CausalLM(Task):
         """
         scores = {"perplexity": math.exp(loss) if loss < 700 else math.inf}
         facts = data.facts
-        if facts.get("eval_bytes"):
-            scores["bits_per_byte"] = loss / math.log(2) * (facts["eval_tokens"] - 1) / facts["eval_bytes"]
+        if facts.eval_bytes and facts.eval_tokens:
+            scores["bits_per_byte"] = loss / math.log(2) * (facts.eval_tokens - 1) / facts.eval_bytes
         if "num_hits" in totals:
             scores["token_accuracy"] = float(totals["num_hits"] / max(1, totals["num_labels"]))
         return Scores(scores)
 
     def baselines(self, data: TaskData) -> dict[str, float]:
         """Return the scores of unigram frequencies and xz on the same evaluation data."""
-        names = ("unigram_bits_per_byte", "xz_bits_per_byte", "unigram_perplexity")
-        return {name: data.facts[name] for name in names if data.facts.get(name) is not None}
+        names = {"unigram_bits_per_byte", "xz_bits_per_byte", "unigram_perplexity"}
+        return data.facts.model_dump(include=names, exclude_none=True)
 
     def save_description(self, model: nn.Module, data: TaskData, folder: Path) -> None:
         """Write the configuration and the tokenizer to `folder` in the layout of transformers, and a model card."""

@@ -1,6 +1,6 @@
 """Base class of the tasks that put a head on a text encoder of transformers."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, cast
@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from accel_train.data.labels import LabelScheme
 from accel_train.recipe.data import TextData
 from accel_train.recipe.schema import Recipe
-from accel_train.task import Task, TaskData
+from accel_train.task import Facts, Task, TaskData
 from accel_train.tasks.common import classification
 from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.texts import classifier_tokenizer
@@ -59,19 +59,24 @@ class EncoderTask(Task):
         self,
         recipe: Recipe,
         reader: Reader,
+        rows: Any,
         *,
         train: Sequence[Any],
         evaluation: Sequence[Any] | None,
         lengths: NDArray[np.int64],
         collate: Callable[..., dict[str, Any]],
         fingerprint: str,
-        sources: str,
         source: Any,
-        facts: Mapping[str, Any],
-        notes: Sequence[str],
+        facts: Facts,
     ) -> TaskData:
-        """Return the samples as task data, and keep their mean length. `collate` gets padding and `max_length`."""
+        """Return the samples as task data, and keep their mean length. `collate` gets padding and `max_length`.
+
+        `rows`, as they were read, have a `description` and `notes`.
+        """
+        facts.sources, facts.notes = rows.description, [*rows.notes, *reader.notes, *facts.notes]
         self.mean_length = float(lengths.mean())
+        facts.num_train, facts.num_eval = len(train), 0 if evaluation is None else len(evaluation)
+        facts.max_length, facts.mean_length = reader.max_length, round(self.mean_length, 1)
         return TaskData(
             # The DataLoader reads a list as a map-style dataset.
             train=cast("Dataset[Any]", train),
@@ -83,15 +88,7 @@ class EncoderTask(Task):
                 max_length=reader.max_length,
             ),
             fingerprint=fingerprint,
-            facts={
-                "sources": sources,
-                "num_train": len(train),
-                "num_eval": 0 if evaluation is None else len(evaluation),
-                **facts,
-                "max_length": reader.max_length,
-                "mean_length": round(self.mean_length, 1),
-                "notes": list(notes),
-            },
+            facts=facts,
             reading_is_free=True,
             source=source,
             lengths=lengths,
@@ -121,7 +118,7 @@ class EncoderTask(Task):
     def save_description(self, model: nn.Module, data: TaskData, folder: Path) -> None:
         """Write the configuration, the tokenizer, and a model card."""
         super().save_description(model, data, folder)
-        models.save_tokenizer(data.source.tokenizer, data.facts["max_length"], folder)
+        models.save_tokenizer(data.source.tokenizer, data.facts.max_length, folder)
 
 
 def cut_note(lengths: NDArray[np.int64], max_length: int, rows: str) -> list[str]:

@@ -21,7 +21,7 @@ from accel_train.data.images.processors import model_preprocessing
 from accel_train.model.pretrained import chosen_attention, new_weights, pretrained_config, transformers_model
 from accel_train.recipe.data import ImageData
 from accel_train.recipe.schema import Recipe
-from accel_train.task import Task, TaskData
+from accel_train.task import Facts, Task, TaskData
 from accel_train.tasks.common.classification import forward_flops, listed, training_flops, with_labels
 from accel_train.tasks.common.image_views import Windows, image_views, window_logits
 
@@ -38,19 +38,18 @@ class ImageSource:
         """Class names in the order of their ids."""
         return self.sets.label_names
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Facts about the images, for plans and reports."""
+    def facts(self, notes: list[str], **others: Any) -> Facts:
+        """Return the facts about the images. `others` are the task's own."""
         sets, preprocessing = self.sets, self.preprocessing
-        return {
-            "sources": sets.description,
-            "num_train": len(sets.train),
-            "num_eval": 0 if sets.eval is None else len(sets.eval),
-            "label_names": list(sets.label_names),
-            "image_size": preprocessing.image_size,
-            "mean": list(preprocessing.mean),
-            "std": list(preprocessing.std),
-        }
+        own = {"image_size": preprocessing.image_size, "mean": preprocessing.mean, "std": preprocessing.std}
+        return Facts(
+            sources=sets.description,
+            num_train=len(sets.train),
+            num_eval=0 if sets.eval is None else len(sets.eval),
+            label_names=list(sets.label_names),
+            others={**own, **others},
+            notes=notes,
+        )
 
     def row_ids(self, index: int) -> str:
         """Return the name of an evaluation image: its id column, or its file, or file and row."""

@@ -73,6 +73,8 @@ print(model.config.id2label[int(scores.argmax())], scores.max().item())"""
             raise ValueError(f"evaluate.metrics: auroc is for 4,096 classes at most, there are {len(sets.label_names)}")
         train = ClassificationImages(sets.train, preprocessing)
         seen_as_it_is = settings == Augment(random_resized_crop=None, horizontal_flip=0.0)
+        facts = source.facts(notes)
+        facts.num_train_of_label = dict(zip(sets.label_names, counts.tolist()))
         return TaskData(
             train=train,
             eval=None if sets.eval is None else ClassificationImages(sets.eval, preprocessing),
@@ -82,7 +84,7 @@ print(model.config.id2label[int(scores.argmax())], scores.max().item())"""
             first_fingerprint=text_digest(
                 [sets.identity, first_repr(preprocessing), settings.model_dump_json(include=set(FIELDS["Augment"]))]
             ),
-            facts={**source.facts, "num_train_of_label": dict(zip(sets.label_names, counts.tolist())), "notes": notes},
+            facts=facts,
             reading_is_free=sets.decoded and seen_as_it_is,
             source=source,
             draw=None if seen_as_it_is else partial(draw_sample, train, settings),

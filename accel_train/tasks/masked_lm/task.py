@@ -21,13 +21,13 @@ from transformers import (
 
 from accel_train.core.model_card import FOLDER, Use
 from accel_train.data.labels import IGNORED_LABEL
-from accel_train.data.text.corpus import TextCorpus, prepare_text
+from accel_train.data.text.corpus import prepare_text
 from accel_train.data.text.tokenizers import byte_tokenizer, load_tokenizer, vocab_size_of
 from accel_train.metrics.scores import perplexity
 from accel_train.model.kernels.chunked_loss import summed_loss
 from accel_train.recipe.data import TrainedTokenizer
 from accel_train.recipe.schema import Recipe
-from accel_train.task import Scores, Task, TaskData
+from accel_train.task import Facts, Scores, Task, TaskData
 from accel_train.tasks.common import classification
 from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.generation import NO_TOKEN, decoded
@@ -92,24 +92,23 @@ class MaskedLM(Task):
             for windows in (text.train, text.eval)
         )
         assert train is not None
+        # Baselines of causal models do not compare.
+        without = {"unigram_bits_per_byte", "xz_bits_per_byte"}
+        facts = Facts(**text.facts.model_dump(exclude_unset=True, exclude=without))
+        facts.num_train, facts.num_eval = len(train), 0 if evaluation is None else len(evaluation)
+        facts.train_targets = round(self.probability * (facts.train_tokens or 0))
+        facts.notes = [*notes, *facts.notes]
         return TaskData(
             train=train,
             eval=evaluation,
             collate=partial(collate_masked, pad_id=int(tokenizer.pad_token_id)),
             fingerprint=text.fingerprint,
             first_fingerprint=f"{text.fingerprint}-{self.probability:g}",
-            facts=self._facts(text, train, evaluation) | {"notes": [*notes, *text.facts["notes"]]},
+            facts=facts,
             source=source,
             draw=train.draw,
             large_files=text.large_files,
         )
-
-    def _facts(self, text: TextCorpus, train: MaskedWindows, evaluation: MaskedWindows | None) -> dict[str, Any]:
-        of_causal_models = ("unigram_bits_per_byte", "xz_bits_per_byte")
-        kept = {name: value for name, value in text.facts.items() if name not in of_causal_models}
-        targets = round(self.probability * text.facts["train_tokens"])
-        sizes = {"num_train": len(train), "num_eval": 0 if evaluation is None else len(evaluation)}
-        return {**kept, **sizes, "train_targets": targets}
 
     def _rows_with_masks(self, recipe: Recipe) -> TaskData:
         choice = recipe.tokenizer_in_use

@@ -16,7 +16,7 @@ from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.text.padding import joined_arrays, samples_digest
 from accel_train.metrics import tally
 from accel_train.recipe.schema import Recipe
-from accel_train.task import Scores, TaskData
+from accel_train.task import Facts, Scores, TaskData
 from accel_train.tasks.common import classification
 from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.encoder import EncoderTask, cut_note
@@ -85,15 +85,17 @@ class MultipleChoice(EncoderTask):
         return self.task_data(
             recipe,
             reader,
+            rows,
             train=train,
             evaluation=evaluation,
             lengths=lengths,
             collate=partial(choices.collate_choices, with_types=with_types),
             fingerprint=_fingerprint(train, evaluation),
-            sources=rows.description,
             source=Source(rows, tokenizer, reader.config),
-            facts={"num_choices": len(rows.train[0].endings)},
-            notes=[*rows.notes, *reader.notes, *cut_note(lengths, length, section.of_training("rows"))],
+            facts=Facts(
+                others={"num_choices": len(rows.train[0].endings)},
+                notes=cut_note(lengths, length, section.of_training("rows")),
+            ),
         )
 
     def input_shape(self, length: int) -> tuple[int, ...]:
@@ -154,7 +156,7 @@ class MultipleChoice(EncoderTask):
             _EXAMPLE,
             [
                 f"Gives: a score for each of {self.num_choices} endings of a text",
-                models.reads(data.facts["max_length"], "text and ending together; longer ones are cut"),
+                models.reads(data.facts.max_length, "text and ending together; longer ones are cut"),
             ],
             "texts",
         )

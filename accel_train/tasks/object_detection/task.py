@@ -95,7 +95,7 @@ print(found["labels"], found["scores"], found["boxes"])"""
             fingerprint=sets.identity,
             settings={"data.preprocessing": source.preprocessing.changed_fields()},
             first_fingerprint=text_digest([sets.identity, first_repr(settings)]),
-            facts={**source.facts, "notes": notes},
+            facts=source.facts(notes),
             source=source,
             draw=train.draw,
             where=sets.train.where,

@@ -10,12 +10,11 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from accel_train.core.errors import SettingError
 from accel_train.core.model_card import FOLDER, Use
 from accel_train.data.text.padding import joined_arrays, samples_digest
 from accel_train.metrics.texts import answer_scores
 from accel_train.recipe.schema import Recipe
-from accel_train.task import Scores, TaskData
+from accel_train.task import Facts, Scores, TaskData
 from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.encoder import EncoderTask
 from accel_train.tasks.common.texts import Divided
@@ -101,17 +100,14 @@ class QuestionAnswering(EncoderTask):
         unanswered = sum(not row.answers for row in asked.train) if section.answers_column is not None else 0
         self.may_be_unanswered = bool(unanswered) or getattr(config, _MAY_BE_UNANSWERED, False)
         setattr(config, _MAY_BE_UNANSWERED, self.may_be_unanswered)
-        threshold = recipe.evaluate.null_score_diff_threshold
-        if threshold and not self.may_be_unanswered:
-            problem, name = "every training question has an answer, and none is left empty", "null_score_diff_threshold"
-            raise SettingError(problem, "Leave it out", f"evaluate.{name}={threshold:g}", (f"evaluate.{name}",))
-        self.threshold = threshold if self.may_be_unanswered else None
+        self.threshold = recipe.evaluate.null_score_diff_threshold if self.may_be_unanswered else None
         self.label_smoothing, self.max_answer_length = recipe.loss.label_smoothing, section.max_answer_length
         self.is_labelled = section.answers_column is not None
         called = section.of_training("questions")
-        return self.task_data(
+        found = self.task_data(
             recipe,
             reader,
+            asked,
             train=train,
             evaluation=evaluation,
             lengths=np.array([len(window.ids) for window in train]),
@@ -119,19 +115,19 @@ class QuestionAnswering(EncoderTask):
                 questions.collate_windows, with_types=models.with_token_types(tokenizer, config, self.head)
             ),
             fingerprint=_fingerprint(train, evaluation),
-            sources=asked.description,
             source=Source(asked, tokenizer, config),
-            facts={
-                "num_train_questions": len(asked.train),
-                "num_unanswered": unanswered,
-                "doc_stride": doc_stride,
-            },
-            notes=[
-                *asked.notes,
-                *reader.notes,
-                *self._notes(by_question, num_cut, called, max_length, doc_stride),
-            ],
+            facts=Facts(
+                others={
+                    "num_train_questions": len(asked.train),
+                    "num_unanswered": unanswered,
+                    "doc_stride": doc_stride,
+                },
+                notes=self._notes(by_question, num_cut, called, max_length, doc_stride),
+            ),
         )
+        if not self.may_be_unanswered:
+            found.unread["evaluate.null_score_diff_threshold"] = "every training question has an answer"
+        return found
 
     def _notes(
         self, train: list[tuple[questions.Window, ...]], num_cut: int, called: str, max_length: int, doc_stride: int
@@ -249,7 +245,7 @@ class QuestionAnswering(EncoderTask):
             _EXAMPLE,
             [
                 f"Gives: the first and the last token of the answer in the context{none}",
-                models.reads(data.facts["max_length"], windows),
+                models.reads(data.facts.max_length, windows),
             ],
             "questions",
         )

@@ -79,7 +79,7 @@ print(mask.shape, mask.unique())"""
             fingerprint=sets.identity,
             settings={"data.preprocessing": preprocessing.changed_fields()},
             first_fingerprint=text_digest([sets.identity, first_repr(settings)]),
-            facts={**source.facts, "crop_size": settings.crop_size, "notes": notes},
+            facts=source.facts(notes, crop_size=settings.crop_size),
             source=source,
             draw=train.draw,
             where=sets.train.where,

@@ -1,5 +1,6 @@
 """The settings of `data` for sentence embeddings."""
 
+from collections.abc import Mapping
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -97,22 +98,17 @@ class SentenceEmbeddingData(TextData):
             problem, at = f"data.score_column scores pairs, but {count} columns are named; name two", columns
         elif name == "triplet" and count == 2:
             problem = "needs a hard negative in each row, so name its column as the third of data.pair_columns"
-        elif self.symmetric and name != "ranking":
-            problem, at, other = f"is for ranking, not for {name}, so leave it out", "data.symmetric=true", "symmetric"
-        elif self.margin != MARGIN and name != "triplet":
-            problem, at, other = (
-                f"is for triplet, not for {name}, so leave it out",
-                f"data.margin={self.margin}",
-                "margin",
-            )
-        elif self.scale != SCALE and name == "triplet":
-            problem, at, other = "is for ranking and cosent, so leave it out", f"data.scale={self.scale}", "scale"
         elif len({*self.matryoshka_dims}) != len(self.matryoshka_dims):
             problem, other = "name each number once", "matryoshka_dims"
             at = f"data.matryoshka_dims={list(self.matryoshka_dims)}"
         if problem:
             raise SettingError(problem, at=at, settings=("data.objective", f"data.{other}"))
         return self
+
+    def unread(self) -> Mapping[str, str]:
+        losses = {"symmetric": ("ranking",), "margin": ("triplet",), "scale": ("ranking", "cosent")}
+        reason = f"data.objective is {self.loss_name}"
+        return {name: reason for name, reading in losses.items() if self.loss_name not in reading}
 
     def without_labels(self) -> Self:
         """Return this section for samples to predict."""

@@ -20,7 +20,7 @@ from accel_train.data.text.padding import joined_arrays, samples_digest
 from accel_train.metrics.scores import pearson_correlation, spearman_correlation
 from accel_train.model.pretrained import value_of
 from accel_train.recipe.schema import Recipe
-from accel_train.task import Scores, TaskData
+from accel_train.task import Facts, Scores, TaskData
 from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.encoder import EncoderTask, cut_note
 from accel_train.tasks.common.texts import Divided, characters_as_words
@@ -98,28 +98,26 @@ class SentenceEmbedding(EncoderTask):
         self.global_loss = None if section.loss_name == "triplet" else GlobalBatch(self.objective)
         self.metric_names = CORRELATIONS if section.score_column is not None else RETRIEVAL
         lengths = np.array([max(map(len, sample.ids)) for sample in train])
+        rows.notes.extend(_prompt_notes(section))
         return self.task_data(
             recipe,
             reader,
+            rows,
             train=train,
             evaluation=evaluation,
             lengths=lengths,
             collate=rows_of.collate_rows,
             fingerprint=_fingerprint(train, evaluation),
-            sources=rows.description,
             source=Source(
                 rows,
                 reader.tokenizer,
                 reader.config,
                 texts,
             ),
-            facts={"pooling": self.pooling, "objective": section.loss_name},
-            notes=[
-                *rows.notes,
-                *_prompt_notes(section),
-                *reader.notes,
-                *cut_note(lengths, reader.max_length, section.of_training("rows")),
-            ],
+            facts=Facts(
+                others={"pooling": self.pooling, "objective": section.loss_name},
+                notes=cut_note(lengths, reader.max_length, section.of_training("rows")),
+            ),
         )
 
     def choices(self, recipe: Recipe, model: nn.Module) -> dict[str, Choice[Any]]:
@@ -217,15 +215,13 @@ class SentenceEmbedding(EncoderTask):
         # This task pads on the right.
         data.source.tokenizer.padding_side = "right"
         super().save(model, data, folder)
-        write_folder(
-            folder, self.pooling, data.source.config.hidden_size, data.facts["max_length"], data.source.prompts
-        )
+        write_folder(folder, self.pooling, data.source.config.hidden_size, data.facts.max_length, data.source.prompts)
 
     def use(self, model: nn.Module, data: TaskData) -> Use:
         facts = [
             f"Gives: vectors of {data.source.config.hidden_size} numbers, normalized; compare by cosine similarity",
-            models.reads(data.facts["max_length"]),
-            f"Loss: {data.facts['objective']}; pooling: {data.facts['pooling']}",
+            models.reads(data.facts.max_length),
+            f"Loss: {self.objective.name}; pooling: {self.pooling}",
         ]
         if self.objective.dims:
             facts.append(f"Leading dimensions that work alone: {', '.join(map(str, self.objective.dims))}")

@@ -1,10 +1,10 @@
 """The settings of `data` for sequence-to-sequence text generation."""
 
-from typing import ClassVar, Self
+from collections.abc import Mapping
+from typing import ClassVar
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from accel_train.core.errors import SettingError
 from accel_train.recipe.data import TextData
 from accel_train.recipe.tasks import TEXT, TaskSpec
 from accel_train.recipe.values import PositiveInt
@@ -33,19 +33,9 @@ class Seq2SeqData(TextData):
     max_length.
     """
 
-    @model_validator(mode="after")
-    def lines_have_no_columns(self) -> Self:
-        named = [
-            name for name in ("id_column", "group_column", "translation_column") if getattr(self, name) is not None
-        ]
-        if self.target_suffix is not None and named:
-            raise SettingError(
-                "lines of text have no columns",
-                f"Leave data.{named[0]} out",
-                f"data.target_suffix={self.target_suffix}",
-                ("data.target_suffix", f"data.{named[0]}"),
-            )
-        return self
+    def unread(self) -> Mapping[str, str]:
+        names = () if self.target_suffix is None else ("id_column", "group_column", "translation_column")
+        return dict.fromkeys(names, "data.target_suffix reads lines of text, which have no columns")
 
     @property
     def reads_any_suffix(self) -> bool:

@@ -31,7 +31,7 @@ from accel_train.metrics.texts import TEXT_SCORES, text_scores
 from accel_train.model.kernels.chunked_loss import summed_loss
 from accel_train.model.pretrained import pretrained_config, value_of
 from accel_train.recipe.schema import Recipe
-from accel_train.task import Scores, Task, TaskData
+from accel_train.task import Facts, Scores, Task, TaskData
 from accel_train.tasks.common import classification
 from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.generation import TextGenerator, decoded, spaced
@@ -93,6 +93,7 @@ class Seq2Seq(Task):
         encode = partial(
             tokenize_pairs, tokenizer=tokenizer, max_lengths=lengths, prefix=data.source_prefix, progress=progress
         )
+        self.max_lengths = lengths
         train, evaluation = encode(texts.train, generated=()), encode(rows, generated=generated)
         self.generator = TextGenerator(section, lengths[1], vocab_size_of(tokenizer))
         self.source_prefix = data.source_prefix
@@ -108,18 +109,20 @@ class Seq2Seq(Task):
                 collate_pairs, pad_id=int(tokenizer.pad_token_id), multiple=data.pad_to_multiple_of, max_lengths=lengths
             ),
             fingerprint=_fingerprint(train, evaluation),
-            facts={
-                "sources": texts.description,
-                "num_train": len(train),
-                "num_eval": len(evaluation),
-                "train_targets": int(sizes[:, 1].sum()),
-                "max_source_length": lengths[0],
-                "max_target_length": lengths[1],
-                "mean_source_length": round(self.mean_lengths[0], 1),
-                "mean_target_length": round(self.mean_lengths[1], 1),
-                "num_generated": len(generated),
-                "notes": [*texts.notes, *tokenizer_notes, *_cut(sizes, lengths, data)],
-            },
+            facts=Facts(
+                sources=texts.description,
+                num_train=len(train),
+                num_eval=len(evaluation),
+                train_targets=int(sizes[:, 1].sum()),
+                others={
+                    "max_source_length": lengths[0],
+                    "max_target_length": lengths[1],
+                    "mean_source_length": round(self.mean_lengths[0], 1),
+                    "mean_target_length": round(self.mean_lengths[1], 1),
+                    "num_generated": len(generated),
+                },
+                notes=[*texts.notes, *tokenizer_notes, *_cut(sizes, lengths, data)],
+            ),
             reading_is_free=True,
             source=Source(rows, tokenizer, config, generated, _most_frequent(texts.train)),
             lengths=sizes.sum(axis=1),
@@ -221,10 +224,9 @@ class Seq2Seq(Task):
         assert isinstance(model, PreTrainedModel)
         super().save_description(model, data, folder)
         self.generator.config(model).save_pretrained(folder)
-        models.save_tokenizer(data.source.tokenizer, data.facts["max_source_length"], folder)
+        models.save_tokenizer(data.source.tokenizer, self.max_lengths[0], folder)
 
     def use(self, model: nn.Module, data: TaskData) -> Use:
-        facts = data.facts
         return Use(
             f"""from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
@@ -233,8 +235,8 @@ model = AutoModelForSeq2SeqLM.from_pretrained("{FOLDER}")
 tokens = tokenizer({self.source_prefix + "a text"!r}, truncation=True, return_tensors="pt")
 print(tokenizer.decode(model.generate(**tokens)[0], skip_special_tokens=True))""",
             [
-                f"Gives: up to {facts['max_target_length']} tokens",
-                models.reads(facts["max_source_length"]),
+                f"Gives: up to {self.max_lengths[1]} tokens",
+                models.reads(self.max_lengths[0]),
                 *([f"Before each text stands: `{self.source_prefix}`"] if self.source_prefix else []),
             ],
             "pairs of texts",
@@ -249,7 +251,7 @@ print(tokenizer.decode(model.generate(**tokens)[0], skip_special_tokens=True))""
         ids = tokenizer(
             Seq2SeqData.of(recipe.data).source_prefix + prompt,
             truncation=True,
-            max_length=data.facts["max_source_length"],
+            max_length=self.max_lengths[0],
         )
         given = torch.tensor([ids["input_ids"]], device=model.device)
         was_training = model.training

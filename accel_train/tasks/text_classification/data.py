@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from accel_train.core.errors import SettingError
 from accel_train.data.labels import IGNORED_LABEL, LabelScheme, columns_scheme, is_missing, label_scheme
 from accel_train.data.sources import Source, describe
 from accel_train.data.tables import class_names, resolve_both
@@ -75,10 +74,7 @@ def load_labelled_texts(recipe: Recipe, known_names: tuple[str, ...] | None) -> 
             may_drop=True,
         )
     classes = None
-    if data.stratify and not eval_sources:
-        if scheme.problem_type != "single_label":
-            problem = f"{scheme.problem_type} labels ({scheme.reason}) are not classes of which each text has one"
-            raise SettingError(problem, "Set data.stratify to false", "data.stratify=true", ("data.stratify",))
+    if data.stratify and not eval_sources and scheme.problem_type == "single_label":
         classes = scheme.encode(labels, lambda index: rows[index].where).tolist()
     train, evaluation, split_notes = hold_out(rows, data, sources, eval_sources, classes)
     notes += [*scheme.notes, *split_notes]

@@ -19,7 +19,7 @@ from accel_train.metrics import METRICS, tally
 from accel_train.metrics.scores import auroc_from_histogram, classification_scores, multilabel_scores, regression_scores
 from accel_train.model.ngrams import NgramsForSequenceClassification
 from accel_train.recipe.schema import Recipe
-from accel_train.task import Scores, TaskData
+from accel_train.task import Facts, Scores, TaskData
 from accel_train.tasks.common import classification
 from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.encoder import EncoderTask, cut_note
@@ -75,9 +75,11 @@ class TextClassification(EncoderTask):
         texts = labelled.load_labelled_texts(recipe, models.known_names(recipe))
         scheme = texts.scheme
         check_metrics(recipe, scheme)
-        _check_loss(recipe, scheme)
         counts = np.array(list(texts.num_train_of_label.values()))
-        weights = classification.resolve_class_weights(recipe.loss.class_weights, counts, scheme.names)
+        is_single = scheme.problem_type == "single_label"
+        weights = (
+            classification.resolve_class_weights(recipe.loss.class_weights, counts, scheme.names) if is_single else None
+        )
         is_pair = len(section.text_columns) == 2
         reader = self.reader(
             recipe, chain.from_iterable(row.texts for row in texts.train), is_pair=is_pair, scheme=scheme
@@ -95,23 +97,27 @@ class TextClassification(EncoderTask):
         self.allow_hub_metrics = recipe.evaluate.allow_hub_metrics
         lengths = np.array([len(sample.ids) for sample in train])
         with_types = is_pair and models.with_token_types(tokenizer, reader.config)
-        return self.task_data(
+        found = self.task_data(
             recipe,
             reader,
+            texts,
             train=train,
             evaluation=evaluation,
             lengths=lengths,
             collate=partial(labelled.collate_texts, with_types=with_types),
             fingerprint=_fingerprint(scheme, train, evaluation),
-            sources=texts.description,
             source=Source(texts, tokenizer, reader.config),
-            facts={
-                "problem_type": f"{scheme.problem_type} ({scheme.reason})",
-                "label_names": list(scheme.names),
-                "num_train_of_label": texts.num_train_of_label,
-            },
-            notes=[*texts.notes, *reader.notes, *cut_note(lengths, length, section.of_training("texts"))],
+            facts=Facts(
+                problem_type=f"{scheme.problem_type} ({scheme.reason})",
+                label_names=list(scheme.names),
+                num_train_of_label=texts.num_train_of_label,
+                notes=cut_note(lengths, length, section.of_training("texts")),
+            ),
         )
+        if not is_single:
+            names = ("evaluate.num_examples", "loss.class_weights", "loss.label_smoothing", "data.stratify")
+            found.unread.update(dict.fromkeys(names, f"the problem is {scheme.problem_type} ({scheme.reason})"))
+        return found
 
     def build_model(self, recipe: Recipe, data: TaskData) -> nn.Module:
         """Build the recipe's classifier. New n-grams measure the rarity of the training texts. A new regression of
@@ -190,8 +196,8 @@ class TextClassification(EncoderTask):
         return {} if data.eval is None else baseline_scores(data.source.texts)
 
     def use(self, model: nn.Module, data: TaskData) -> Use:
-        facts, names = data.facts, data.facts["label_names"]
-        is_regression = not facts["num_train_of_label"]
+        facts, names = data.facts, self.scheme.names
+        is_regression = not facts.num_train_of_label
         # The code of an ngrams model is saved in the folder of its weights.
         consent = ", trust_remote_code=True" if isinstance(model, NgramsForSequenceClassification) else ""
         labels = f"{len(names)} labels: {classification.listed(names, 40, ' (config.json has all)')}"
@@ -201,9 +207,9 @@ class TextClassification(EncoderTask):
 classify = pipeline("text-classification", model="{FOLDER}"{consent})
 print(classify("a text", truncation=True))""",
             [
-                f"Problem: {facts['problem_type']}",
+                f"Problem: {facts.problem_type}",
                 f"Gives: {f'a number ({names[0]})' if is_regression else labels}",
-                models.reads(facts["max_length"]),
+                models.reads(facts.max_length),
             ],
             "texts",
         )
@@ -220,17 +226,6 @@ def _logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
     logits: Tensor = model(**inputs).logits
     return logits
-
-
-def _check_loss(recipe: Recipe, scheme: LabelScheme) -> None:
-    """Raise ValueError if `loss` settings for single_label problems are used with another problem type."""
-    loss = recipe.loss
-    for name, value in (("class_weights", loss.class_weights), ("label_smoothing", loss.label_smoothing or None)):
-        if value is not None and scheme.problem_type != "single_label":
-            raise ValueError(
-                f"loss.{name}={value!r} is for one label of several, and the problem is {scheme.problem_type} "
-                f"({scheme.reason}); leave it out, or set model.problem_type: single_label"
-            )
 
 
 def _fingerprint(scheme: LabelScheme, train: list[labelled.Sample], evaluation: list[labelled.Sample] | None) -> str:

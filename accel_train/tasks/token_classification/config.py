@@ -1,10 +1,10 @@
 """The settings of `data` for token classification."""
 
-from typing import ClassVar, Literal, Self
+from collections.abc import Mapping
+from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from accel_train.core.errors import setting_error
 from accel_train.core.metric_names import OF_CLASSES
 from accel_train.recipe.data import NamedClassesData, TextData
 from accel_train.recipe.tasks import TEXT, TaskSpec
@@ -32,16 +32,8 @@ class TokenClassificationData(TextData, NamedClassesData):
     """Column that numbers sentences, in tables with one word and one tag in each row. Empty cells continue a sentence.
     """
 
-    @model_validator(mode="after")
-    def one_word_a_row_or_a_format(self) -> Self:
-        if self.sentence_column is not None and self.tag_format != "auto":
-            raise setting_error(
-                "data.sentence_column",
-                self.sentence_column,
-                f"is not read with data.tag_format={self.tag_format}",
-                "Leave one of them out",
-            )
-        return self
+    def unread(self) -> Mapping[str, str]:
+        return {} if self.tag_format == "auto" else {"sentence_column": f"data.tag_format is {self.tag_format}"}
 
 
 SPEC = TaskSpec(

@@ -20,7 +20,7 @@ from accel_train.metrics import tally
 from accel_train.metrics.entities import entity_counts, entity_tags
 from accel_train.metrics.scores import classification_scores, entity_scores
 from accel_train.recipe.schema import Recipe
-from accel_train.task import Scores, TaskData
+from accel_train.task import Facts, Scores, TaskData
 from accel_train.tasks.common import classification
 from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.encoder import EncoderTask
@@ -89,25 +89,23 @@ class TokenClassification(EncoderTask):
         return self.task_data(
             recipe,
             reader,
+            sentences,
             train=train,
             evaluation=evaluation,
             lengths=np.array([len(sample.ids) for sample in train]),
             collate=words.collate_sentences,
             fingerprint=_fingerprint(names, train, evaluation),
-            sources=sentences.description,
             source=Source(sentences, evaluation or [], tokenizer, reader.config),
-            facts={
-                "train_targets": num_targets,
-                "tags": kinds,
-                "label_names": list(names),
-                "num_train_of_label": num_of_label,
-            },
-            notes=[
-                *sentences.notes,
-                *reader.notes,
-                *_cut(section.of_training("sentences"), sentences.train, train, length),
-                *_cut("evaluation sentences", sentences.eval or [], evaluation or [], length),
-            ],
+            facts=Facts(
+                train_targets=num_targets,
+                label_names=list(names),
+                num_train_of_label=num_of_label,
+                others={"tags": kinds},
+                notes=[
+                    *_cut(section.of_training("sentences"), sentences.train, train, length),
+                    *_cut("evaluation sentences", sentences.eval or [], evaluation or [], length),
+                ],
+            ),
         )
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
@@ -204,7 +202,7 @@ tag = pipeline("token-classification", model="{FOLDER}", aggregation_strategy="f
 print(tag("a sentence"))""",
             [
                 f"Gives: {len(self.names)} tags: {names}",
-                models.reads(data.facts["max_length"], "the rest is cut. A word has the tag of its first token"),
+                models.reads(data.facts.max_length, "the rest is cut. A word has the tag of its first token"),
             ],
             "sentences",
         )

@@ -64,17 +64,17 @@ def test_every_document_is_kept_once_after_a_separator(tmp_path: Path, text_reci
     assert sorted(train + held_out) == sorted(ROWS)
     assert train == [row for row in ROWS if row in train], "in the order of the source"
     facts = corpus.facts
-    assert (facts["num_documents"], facts["num_empty_documents"]) == (200, 1)
-    assert facts["num_eval_documents"] == len(held_out)
+    assert (facts.num_documents, facts.num_empty_documents) == (200, 1)
+    assert facts.num_eval_documents == len(held_out)
     assert 20 <= len(held_out) <= 60
-    assert facts["train_bytes"] == sum(len(text.encode()) for text in train)
-    assert facts["eval_bytes"] == sum(len(text.encode()) for text in held_out)
-    assert facts["train_tokens"] == len(stream(corpus, "train"))
+    assert facts.train_bytes == sum(len(text.encode()) for text in train)
+    assert facts.eval_bytes == sum(len(text.encode()) for text in held_out)
+    assert facts.train_tokens == len(stream(corpus, "train"))
     encoded = [len(corpus.tokenizer(text, split_special_tokens=True).input_ids) for text in ROWS]
-    assert facts["train_tokens"] + facts["eval_tokens"] == sum(encoded) + 200
+    assert facts.train_tokens + facts.eval_tokens == sum(encoded) + 200
     assert corpus.vocab_size == len(corpus.tokenizer)
     assert stream(corpus, "train")[0] == corpus.separator_id
-    assert json.loads(json.dumps(facts)) == facts, "facts are plain values"
+    assert json.loads(json.dumps(facts.record())) == facts.record(), "facts are plain values"
 
 
 def test_the_baselines_are_what_they_say(tmp_path: Path, text_recipe: MakeRecipe) -> None:
@@ -84,8 +84,8 @@ def test_the_baselines_are_what_they_say(tmp_path: Path, text_recipe: MakeRecipe
     total = sum(counts.values()) + 257
     bits = sum(-math.log2((counts[token] + 1) / total) for token in stream(corpus, "eval")[1:])
     text = "".join(decoded_documents(corpus, "eval")).encode()
-    assert corpus.facts["unigram_bits_per_byte"] == pytest.approx(bits / len(text))
-    assert corpus.facts["xz_bits_per_byte"] == pytest.approx(8 * len(lzma.compress(text)) / len(text))
+    assert corpus.facts.unigram_bits_per_byte == pytest.approx(bits / len(text))
+    assert corpus.facts.xz_bits_per_byte == pytest.approx(8 * len(lzma.compress(text)) / len(text))
 
 
 def test_a_document_stays_on_its_side_whatever_the_order_seed_and_company(
@@ -106,7 +106,7 @@ def test_of_few_documents_the_last_is_held_out_with_its_copies(tmp_path: Path, t
     corpus = prepare_text(text_recipe(path, eval_fraction=1e-9), progress=False)
     assert decoded_documents(corpus, "train") == texts[1:3]
     assert decoded_documents(corpus, "eval") == ["the last one"] * 2
-    assert corpus.facts["notes"]
+    assert corpus.facts.notes
 
 
 def test_of_a_single_document_the_tail_is_held_out(tmp_path: Path, text_recipe: MakeRecipe) -> None:
@@ -115,8 +115,8 @@ def test_of_a_single_document_the_tail_is_held_out(tmp_path: Path, text_recipe: 
     corpus = prepare_text(text_recipe(str(tmp_path / "a.txt"), eval_fraction=0.1), progress=False)
     assert decoded_documents(corpus, "train") == [text[:90]]
     assert decoded_documents(corpus, "eval") == [text[90:]]
-    assert (corpus.facts["num_documents"], corpus.facts["num_eval_documents"]) == (1, 1)
-    assert "its last 0.1" in corpus.facts["notes"][0]
+    assert (corpus.facts.num_documents, corpus.facts.num_eval_documents) == (1, 1)
+    assert "its last 0.1" in corpus.facts.notes[0]
 
 
 def test_a_trained_tokenizer_has_not_seen_the_held_out_text(tmp_path: Path, text_recipe: MakeRecipe) -> None:
@@ -127,7 +127,7 @@ def test_a_trained_tokenizer_has_not_seen_the_held_out_text(tmp_path: Path, text
     assert decoded_documents(corpus, "eval") == words[1:]
     assert "apple" in corpus.tokenizer.get_vocab()
     assert not [token for token in corpus.tokenizer.get_vocab() if "qu" in token]
-    assert any("supports" in note for note in corpus.facts["notes"]), "so little text has fewer than 280 tokens"
+    assert any("supports" in note for note in corpus.facts.notes), "so little text has fewer than 280 tokens"
 
 
 def test_separate_evaluation_files_are_all_and_only_the_evaluation(tmp_path: Path, text_recipe: MakeRecipe) -> None:
@@ -136,9 +136,9 @@ def test_separate_evaluation_files_are_all_and_only_the_evaluation(tmp_path: Pat
     corpus = prepare_text(text_recipe(train, eval=held_out, eval_fraction=0.5), progress=False)
     assert decoded_documents(corpus, "train") == ROWS[:50]
     assert decoded_documents(corpus, "eval") == ROWS[50:60]
-    assert (corpus.facts["num_documents"], corpus.facts["num_eval_documents"]) == (60, 10)
+    assert (corpus.facts.num_documents, corpus.facts.num_eval_documents) == (60, 10)
     both = prepare_text(text_recipe((train, held_out), eval=held_out), progress=False)
-    assert both.facts["notes"][0].startswith("1 files of data.eval")
+    assert both.facts.notes[0].startswith("1 files of data.eval")
 
 
 def test_too_little_text_is_refused_with_its_size(tmp_path: Path, text_recipe: MakeRecipe) -> None:
@@ -147,8 +147,8 @@ def test_too_little_text_is_refused_with_its_size(tmp_path: Path, text_recipe: M
     corpus = prepare_text(text_recipe(path, eval_fraction=0, sequence_length=9), progress=False)
     assert len(corpus.train) == 1
     assert corpus.eval is None
-    assert corpus.facts["eval_tokens"] == 0
-    assert corpus.facts["unigram_bits_per_byte"] is corpus.facts["xz_bits_per_byte"] is None
+    assert corpus.facts.eval_tokens == 0
+    assert corpus.facts.unigram_bits_per_byte is corpus.facts.xz_bits_per_byte is None
 
 
 def test_sources_without_documents_are_refused(tmp_path: Path, text_recipe: MakeRecipe) -> None:
@@ -164,14 +164,14 @@ def test_sources_without_documents_are_refused(tmp_path: Path, text_recipe: Make
 def test_the_second_time_reads_nothing_and_gives_the_same(tmp_path: Path, text_recipe: MakeRecipe) -> None:
     recipe = text_recipe(write_texts(tmp_path / "a.jsonl", ROWS), tokenizer={"train_bpe": {"vocab_size": 300}})
     first, second = prepare_text(recipe, progress=False), prepare_text(recipe, progress=False)
-    assert (first.facts["reused"], second.facts["reused"]) == (False, True)
+    assert (first.facts.reused, second.facts.reused) == (False, True)
     assert first.fingerprint == second.fingerprint
     assert first.tokenizer.get_vocab() == second.tokenizer.get_vocab()
-    assert first.facts | {"reused": True} == second.facts
+    assert first.facts.record() | {"reused": True} == second.facts.record()
     longer = prepare_text(
         text_recipe(recipe.data.train, tokenizer=recipe.tokenizer, sequence_length=32), progress=False
     )
-    assert longer.facts["reused"], "windows are cut when read: their length asks for no new shards"
+    assert longer.facts.reused, "windows are cut when read: their length asks for no new shards"
 
 
 def test_a_changed_source_is_noticed_even_with_the_same_size_and_time(tmp_path: Path, text_recipe: MakeRecipe) -> None:
@@ -183,8 +183,8 @@ def test_a_changed_source_is_noticed_even_with_the_same_size_and_time(tmp_path: 
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     second = prepare_text(recipe, progress=False)
     assert second.fingerprint != first.fingerprint
-    assert not second.facts["reused"]
-    assert "the sources changed" in second.facts["notes"][-1]
+    assert not second.facts.reused
+    assert "the sources changed" in second.facts.notes[-1]
     assert "WORD" in "".join(decoded_documents(second, "train"))
 
 
@@ -205,9 +205,7 @@ def test_unchanged_files_are_not_read_again(tmp_path: Path, text_recipe: MakeRec
     ((name, entry),) = json.loads(sidecar.read_text()).items()
     assert name == str(path)
     sidecar.write_text(json.dumps({name: [*entry[:2], "0" * 64]}))
-    assert not prepare_text(recipe, progress=False).facts["reused"], (
-        "the digest came from the file, not from the sidecar"
-    )
+    assert not prepare_text(recipe, progress=False).facts.reused, "the digest came from the file, not from the sidecar"
 
 
 def test_tokenizer_split_and_content_each_make_other_shards(tmp_path: Path, text_recipe: MakeRecipe) -> None:
@@ -223,7 +221,7 @@ def test_tokenizer_split_and_content_each_make_other_shards(tmp_path: Path, text
     assert len({prepare_text(recipe, progress=False).fingerprint for recipe in recipes}) == len(recipes)
     moved = tmp_path / "elsewhere.jsonl"
     moved.write_text(Path(path).read_text())
-    assert prepare_text(text_recipe(str(moved)), progress=False).facts["reused"], "a corpus may move"
+    assert prepare_text(text_recipe(str(moved)), progress=False).facts.reused, "a corpus may move"
 
 
 def flip_a_byte(path: Path, position: int = 100) -> None:
@@ -253,13 +251,13 @@ def test_damaged_shards_are_built_again(
     recipe = text_recipe(write_texts(tmp_path / "a.jsonl", ROWS), tokenizer={"train_bpe": {"vocab_size": 300}})
     first = prepare_text(recipe, progress=False)
     whole = stream(first, "train"), stream(first, "eval")
-    damage(Path(first.facts["cache_folder"], name))
+    damage(Path(first.facts.cache_folder, name))
     second = prepare_text(recipe, progress=False)
-    assert not second.facts["reused"]
-    assert "damaged" in second.facts["notes"][-1]
+    assert not second.facts.reused
+    assert "damaged" in second.facts.notes[-1]
     assert second.fingerprint == first.fingerprint
     assert (stream(second, "train"), stream(second, "eval")) == whole
-    assert prepare_text(recipe, progress=False).facts["reused"]
+    assert prepare_text(recipe, progress=False).facts.reused
 
 
 @pytest.mark.parametrize("when", ["in the first epoch", "at its end"])
@@ -334,18 +332,18 @@ def test_a_failed_build_leaves_no_shards_behind(tmp_path: Path, text_recipe: Mak
 
 def test_what_a_killed_build_left_is_cleared(tmp_path: Path, text_recipe: MakeRecipe) -> None:
     recipe = text_recipe(write_texts(tmp_path / "a.jsonl", ROWS))
-    folder = Path(prepare_text(recipe, progress=False).facts["cache_folder"])
+    folder = Path(prepare_text(recipe, progress=False).facts.cache_folder)
     building = folder.with_name(folder.name + ".building")
     folder.rename(building)
     (building / "train.bin").write_bytes(b"half")
-    assert not prepare_text(recipe, progress=False).facts["reused"]
+    assert not prepare_text(recipe, progress=False).facts.reused
     assert not building.exists()
 
 
 def _prepare_at_once(recipe: Recipe, barrier: Any, results: Any) -> None:
     barrier.wait(120)
     corpus = prepare_text(recipe, progress=False)
-    results.put((corpus.facts["reused"], corpus.fingerprint, sum(stream(corpus, "train"))))
+    results.put((corpus.facts.reused, corpus.fingerprint, sum(stream(corpus, "train"))))
 
 
 @pytest.mark.slow

@@ -40,8 +40,8 @@ def test_token_shards_are_read_with_and_without_header(
     names = tuple(write_tokens(tmp_path / f"{n}.bin", tokens, header=header, dtype=dtype) for n in range(2))
     corpus = prepare_text(text_recipe(names, eval_fraction=0), progress=False)
     assert stream(corpus.train) == tokens * 2
-    assert corpus.facts["num_documents"] == 4
-    assert corpus.facts["train_bytes"] is corpus.facts["eval_bytes"] is corpus.facts["xz_bits_per_byte"] is None
+    assert corpus.facts.num_documents == 4
+    assert corpus.facts.train_bytes is corpus.facts.eval_bytes is corpus.facts.xz_bits_per_byte is None
     written = inspect_token_file(corpus.train.path)
     assert written.offset_bytes == 0
     assert written.map().tolist() == tokens * 2
@@ -61,8 +61,8 @@ def test_the_held_out_tail_of_tokens_begins_at_the_nearest_document(
     corpus = prepare_text(text_recipe(names, eval_fraction=0.2), progress=False)
     assert stream(corpus.train) == tokens[:cut]
     assert stream(corpus.eval) == tokens[cut:]
-    assert note in corpus.facts["notes"][0]
-    assert f"the last {100 - cut} tokens" in corpus.facts["notes"][0]
+    assert note in corpus.facts.notes[0]
+    assert f"the last {100 - cut} tokens" in corpus.facts.notes[0]
 
 
 def test_separate_evaluation_shards_are_taken_whole(tmp_path: Path, text_recipe: MakeRecipe) -> None:

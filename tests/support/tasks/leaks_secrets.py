@@ -16,8 +16,8 @@ class TalkativeTask(ProbeTask):
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
         data = super().load_data(recipe, progress=progress)
-        data.facts["source"] = dict(self.options)
-        data.facts["notes"] = [*data.facts["notes"], f"read with {self.options}"]
+        data.facts.others["source"] = dict(self.options)
+        data.facts.notes = [*data.facts.notes, f"read with {self.options}"]
         return data
 
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
