@@ -12,7 +12,6 @@ from accel_train.checkpoint.store import newest_valid, step_of
 from accel_train.core.errors import SettingError
 from accel_train.model.weights import gathers_two_types
 from accel_train.parallel.fsdp2 import Fsdp2
-from accel_train.recipe.loader import Recipe
 from accel_train.recipe.parallel import Parallel
 from tests.parallel.conftest import IMAGES, SHORT_STEPS, assert_same_norms, assert_skipped_to_the_bit, nan_at, train_in
 from tests.support.comparisons import Train, assert_same_run
@@ -277,8 +276,3 @@ def test_what_does_not_divide_is_refused_with_what_does() -> None:
         Fsdp2.choose(Parallel(strategy="fsdp2", cpu_offload=True), 2, CPU)
     assert refused.value.settings == ("parallel.cpu_offload",)
     assert Fsdp2.choose(Parallel(strategy="fsdp2"), 1, CPU).value == 1
-
-
-def test_settings_of_fsdp2_without_it_are_a_mistake(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"parallel\.dp_shard_size=2 needs parallel\.strategy fsdp2"):
-        Recipe.from_yaml(str(write_recipe_file(tmp_path, parallel={"dp_shard_size": 2})))

@@ -20,7 +20,6 @@ from accel_train.plan.step_time import StepWork, model_step
 from accel_train.plan.traffic import BASE_LATENCY_SECONDS, Ring, sent_bytes, traffic_of
 from accel_train.recipe.loader import load_recipe
 from accel_train.recipe.parallel import Parallel
-from tests.support.runs import settings_refused
 
 H100, NDR = GPUS["H100"], INTERCONNECTS["infiniband-ndr"]
 FSDP2 = ("--parallel.strategy", "fsdp2")
@@ -90,10 +89,6 @@ def test_what_cannot_be_is_refused_with_the_reason(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         plan(*flags, world_size=world_size, gpu=gpu, **hardware)
-
-
-def test_a_shard_size_without_sharding_is_refused() -> None:
-    assert settings_refused(lambda: Parallel(dp_shard_size=2)) == ("parallel.dp_shard_size", "parallel.strategy")
 
 
 def test_processes_fill_their_nodes_unless_it_is_said_otherwise() -> None:

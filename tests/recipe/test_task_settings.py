@@ -314,6 +314,7 @@ UNREAD_WITHOUT: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("precision.gradient_checkpointing", "causal-lm", {}, {"precision": {**BUDGET, "compile": False}}),
     ("optimizer.options", "causal-lm", {}, {"optimizer": {"options": {"a": 1}}}),
     ("parallel.zero_stage", "causal-lm", {}, {"parallel": {"zero_stage": 3}}),
+    ("parallel.dp_shard_size", "causal-lm", {}, {"parallel": {"dp_shard_size": 2}}),
     ("parallel.cpu_offload", "causal-lm", {}, {"parallel": {"strategy": "deepspeed", "cpu_offload": True}}),
 ]
 

@@ -17,7 +17,7 @@ from accel_train.task import load_task
 from accel_train.tasks.token_classification.config import TokenClassificationData
 from accel_train.tasks.token_classification.data import read_sentences
 from tests.support import text_tasks
-from tests.support.runs import metrics, refused, settings_refused, write_jsonl
+from tests.support.runs import metrics, refused, write_jsonl
 from tests.support.text_tasks import batch_of, load, predict, sentence, train, write_conll
 
 recipe_for = partial(text_tasks.recipe_for, "token-classification")
@@ -265,5 +265,3 @@ def test_rows_of_a_word_are_sentences_by_their_number(tmp_path: Path) -> None:
         (("she", "left"), ("O", "O"), f"{path}:4"),
     ]
     refused(read, ",Ada,B-X\n", named="a.csv:2|column 's' is empty")
-    named = settings_refused(lambda: TokenClassificationData(train="a", sentence_column="s", tag_format="conll"))
-    assert named == ("data.sentence_column",)
