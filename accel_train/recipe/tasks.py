@@ -12,6 +12,7 @@ from accel_train.core.format import did_you_mean
 from accel_train.core.metric_names import OF_EVERY_EVALUATION
 from accel_train.recipe.data import Data, OwnData
 from accel_train.recipe.values import Section
+from accel_train.recipe.yaml_core import show
 
 if TYPE_CHECKING:
     from accel_train.recipe.schema import Recipe
@@ -238,9 +239,8 @@ def refuse_unused(recipe: "Recipe", spec: TaskSpec) -> None:
         if _is_asked(recipe, name):
             if recipe.task not in TASKS:
                 remedy += f', or add it to the task: spec = TaskSpec(uses=frozenset({{"{name}"}}))'
-            raise SettingError(
-                f"is for {', '.join(tasks_with(name))}, and {recipe.task} does not read it", remedy, name, (name,)
-            )
+            problem = f"is for {', '.join(tasks_with(name))}, and {recipe.task} does not read it"
+            raise SettingError(problem, remedy, _as_set(recipe, name), (name,))
     for name, part in recipe:
         if isinstance(part, Section):
             refuse_unread(recipe, {f"{name}.{field}": reason for field, reason in part.unread().items()})
@@ -254,7 +254,13 @@ def refuse_unread(recipe: "Recipe", reasons: Mapping[str, str]) -> None:
     """
     for name, reason in reasons.items():
         if _is_asked(recipe, name):
-            raise SettingError(f"is not read: {reason}", "Leave it out", name, (name,))
+            raise SettingError(f"is not read: {reason}", "Leave it out", _as_set(recipe, name), (name,))
+
+
+def _as_set(recipe: "Recipe", name: str) -> str:
+    """Return a setting as its user wrote it, and where."""
+    origin = recipe.origin(name)
+    return f"{name}={show(setting_of(recipe, name))}" + (f" ({origin})" if origin.kind != "default" else "")
 
 
 def _is_asked(recipe: "Recipe", name: str) -> bool:

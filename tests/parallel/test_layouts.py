@@ -211,7 +211,7 @@ def test_without_the_package_the_error_names_what_to_install(monkeypatch: pytest
         ({"sp_size": 2, "strategy": "deepspeed"}, "parallel.strategy deepspeed"),
         ({**TP, "sp_size": 2}, "parallel.tp_size=2"),
         ({"cp_size": 2}, "unknown setting parallel.cp_size"),
-        ({"tp_size": 2}, "parallel.tp_size: is not read: it needs strategy fsdp2"),
+        ({"tp_size": 2}, "is not read: it needs strategy fsdp2"),
         ({**TP, "tp_size": 4}, "the 2 processes"),
         ({**TP, "dp_shard_size": 2}, "parallel.dp_shard_size=2 x parallel.tp_size=2: "),
         (TP, "plan to split gpt2"),
