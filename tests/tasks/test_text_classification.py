@@ -146,20 +146,30 @@ def test_a_tokenizer_larger_than_the_embedding_makes_it_grow_and_says_so(tmp_pat
         assert task.build_model(recipe, data).get_input_embeddings().weight.is_meta
 
 
-def test_a_configuration_that_has_no_padding_token_gets_the_tokenizers(tmp_path: Path) -> None:
+def write_perceiver(folder: Path, vocab_size: int) -> Path:
+    """A model without a matrix of embeddings that could grow."""
     sizes = {"num_latents": 4, "d_latents": 16, "d_model": 16, "num_blocks": 1, "num_self_attends_per_block": 1}
     names = dict(enumerate(("loop", "machine", "number")))
-    config = PerceiverConfig(
-        **sizes, num_self_attention_heads=2, num_cross_attention_heads=2, vocab_size=264, id2label=names
-    )
+    heads = {"num_self_attention_heads": 2, "num_cross_attention_heads": 2}
+    config = PerceiverConfig(**sizes, **heads, vocab_size=vocab_size, id2label=names)
     assert not hasattr(config, "pad_token_id")
-    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "model")
-    byte_tokenizer().save_pretrained(tmp_path / "model")
-    sections = {"model": {"pretrained": str(tmp_path / "model")}, "tokenizer": "auto", "data": {"max_length": 32}}
-    task, data, model = load(recipe_for(write_texts(tmp_path / "a.csv"), **sections))
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def test_a_configuration_that_has_no_padding_token_gets_the_tokenizers(tmp_path: Path) -> None:
+    sections = {"model": {"pretrained": str(write_perceiver(tmp_path / "model", 264))}, "tokenizer": "auto"}
+    task, data, model = load(recipe_for(write_texts(tmp_path / "a.csv"), **sections, data={"max_length": 32}))
     assert data.source.config.pad_token_id == data.source.tokenizer.pad_token_id
     batch, _ = batch_of(data, range(4))
     assert math.isfinite(task.loss_sum(model, batch).item())
+
+
+def test_tokens_of_a_model_that_cannot_grow_are_refused(tmp_path: Path) -> None:
+    sections = {"model": {"pretrained": str(write_perceiver(tmp_path / "model", 100))}, "tokenizer": "auto"}
+    recipe = recipe_for(write_texts(tmp_path / "a.csv"), **sections, data={"max_length": 32})
+    refused(load, recipe, named="258 tokens|perceiver|100 rows")
 
 
 def test_a_pair_is_told_apart_by_types_where_the_model_takes_them(tmp_path: Path) -> None:

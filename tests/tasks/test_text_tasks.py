@@ -249,6 +249,7 @@ ROWS: list[tuple[str, Any, str]] = [
     ("multiple-choice", [CHOICE, {**CHOICE, "endings": ["b", "c", "d"]}], "a.jsonl:2|3 endings"),
     ("multiple-choice", [{**CHOICE, "endings": ["b"]}], "a.jsonl:1|'endings'|1 endings|at least two"),
     ("multiple-choice", [{**CHOICE, "endings": 3}], "a.jsonl:1|'endings'|holds 3"),
+    ("multiple-choice", [{**CHOICE, "endings": "[b"}], "a.jsonl:1|'endings'|[b|not a list"),
     ("seq2seq", [{"source": "a", "target": 3}], "a.jsonl:1|'target' holds 3|data.target_column"),
 ]
 
