@@ -16,15 +16,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from inspect import signature
 from sys import modules
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from accel_train.core.state import Choice
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.model.kernels.global_loss import SummedParts, sums_dtype
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 AS_IN_MIXTRAL = ("gate_logits", "num_experts", "top_k", "attention_mask")
 """Arguments of `load_balancing_loss_func` in the model files that share Mixtral's definition."""
@@ -68,7 +70,7 @@ class RouterLoss(SummedParts):
         """Number of packed sums: assignments and probabilities by expert, positions, and targets."""
         return 2 * self.num_experts + 2
 
-    def watch(self, model: PreTrainedModel, coefficient: float) -> None:
+    def watch(self, model: "PreTrainedModel", coefficient: float) -> None:
         """Record the routers of a model. Several models of the same recipe may be watched."""
         config = model.config.get_text_config()
         self.coefficient = coefficient
@@ -146,6 +148,8 @@ def choose_router_loss(requested: bool | str, model: nn.Module, place: str = "")
     Raises:
         ValueError: the recipe or the configuration asks for the loss, and it cannot be computed.
     """
+    from transformers import PreTrainedModel
+
     if not isinstance(model, PreTrainedModel):
         return None
     coefficient, asks = router_coefficient(model), asks_for_router_loss(model)
@@ -165,13 +169,13 @@ def choose_router_loss(requested: bool | str, model: nn.Module, place: str = "")
     return Choice(coefficient, f"{origin}; balanced over the global batch")
 
 
-def asks_for_router_loss(model: PreTrainedModel) -> bool:
+def asks_for_router_loss(model: "PreTrainedModel") -> bool:
     """Return whether the model's configuration asks for its router loss."""
     configs = (model.config, model.config.get_text_config())
     return any(getattr(config, "output_router_logits", False) for config in configs)
 
 
-def router_coefficient(model: PreTrainedModel) -> float | None:
+def router_coefficient(model: "PreTrainedModel") -> float | None:
     """Return the router loss coefficient of a language model with Mixtral's router loss; None for other models."""
     function = getattr(modules[type(model).__module__], "load_balancing_loss_func", None)
     has_loss = function is not None and tuple(signature(function).parameters) == AS_IN_MIXTRAL
