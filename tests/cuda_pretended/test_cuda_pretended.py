@@ -48,11 +48,13 @@ MORE: dict[str, dict[str, Any]] = {
 TASKS: dict[str, dict[str, Any]] = {
     "detection": {
         "task": "object-detection",
+        "tokenizer": "auto",
         "model": {"config": {**YOLOS, "hidden_size": 192, "intermediate_size": 768, "image_size": [128, 128]}},
         "data": {"train": "digit-scenes", "image_size": 128, "num_workers": 0},
     },
     "segmentation": {
         "task": "semantic-segmentation",
+        "tokenizer": "auto",
         "model": {"config": {**SEGFORMER, "hidden_sizes": [32, 64, 160, 256], "decoder_hidden_size": 768}},
         "data": {"train": "digit-scenes", "image_size": 128, "num_workers": 0},
     },
