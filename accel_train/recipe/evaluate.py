@@ -87,12 +87,8 @@ class Evaluate(Section):
     generation: Generation = Generation()
 
     def unread(self) -> Mapping[str, str]:
-        found = {}
-        if self.sample_prompt is None:
-            found["sample_tokens"] = "evaluate.sample_prompt is not set"
-        if self.generation.num_beams == 1:
-            found["generation.length_penalty"] = "evaluate.generation.num_beams is 1"
-        return found
+        is_greedy = self.generation.num_beams == 1
+        return {"generation.length_penalty": "evaluate.generation.num_beams is 1"} if is_greedy else {}
 
     @property
     def best_metric(self) -> str:

@@ -18,6 +18,7 @@ from accel_train.data.sources import unread_formats
 from accel_train.engine.resolve import resolve_run
 from accel_train.observe.run_folder import RECIPE_FILE
 from accel_train.recipe.data import Augment, Data
+from accel_train.recipe.evaluate import Evaluate
 from accel_train.recipe.explain import example_of, explain, explained
 from accel_train.recipe.loader import Recipe, make_recipe
 from accel_train.recipe.names import is_section, recipe_names
@@ -104,8 +105,6 @@ def with_setting(task: str, name: str) -> Any:
         {"num_beams": 3} if is_section(recipe_names()[name]) else example_of(name) or 7  # 7: a number, where 0 is shown
     )
     more = {"config": {"model_type": "gpt2"}} if section == "model" else {}
-    if field == "sample_tokens" and task in TASKS and name in TASKS[task].uses:
-        more["sample_prompt"] = "a"
     return recipe_of(task, other={section: {**more, field: value}} if section else {field: value})
 
 
@@ -135,8 +134,11 @@ def test_a_setting_that_a_task_does_not_read_is_refused_and_names_the_tasks_that
     with pytest.raises(SettingError) as refused:
         refuse_unused(own, Task.spec)
     assert name in refused.value.remedy
-    if name != "evaluate.sample_tokens":  # it needs a prompt
-        refuse_unused(own, TaskSpec(uses=frozenset((name, "data.augment.rand_augment_ops"))))
+    refuse_unused(own, TaskSpec(uses=frozenset((name, "data.augment.rand_augment_ops"))))
+
+
+def test_a_prompt_may_be_taken_from_a_recipe_that_sets_its_length() -> None:
+    assert Evaluate(sample_prompt=None, sample_tokens=120).unread().keys() == {"generation.length_penalty"}
 
 
 def test_metrics_that_a_task_reports_anyway_may_be_named() -> None:
@@ -309,7 +311,6 @@ UNREAD_WITHOUT: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("data.sentence_column", "token-classification", SPANS, {}),
     ("data.id_column", "seq2seq", {"target_suffix": "en", "id_column": "id"}, {}),
     ("evaluate.generation.length_penalty", "seq2seq", {}, {"evaluate": {"generation": {"length_penalty": 2.0}}}),
-    ("evaluate.sample_tokens", "causal-lm", {}, {"evaluate": {"sample_tokens": 3}}),
     ("precision.compile_mode", "causal-lm", {}, {"precision": {**BACKEND, "compile_mode": "max-autotune"}}),
     ("precision.gradient_checkpointing", "causal-lm", {}, {"precision": {**BUDGET, "compile": False}}),
     ("optimizer.options", "causal-lm", {}, {"optimizer": {"options": {"a": 1}}}),
