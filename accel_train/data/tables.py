@@ -422,7 +422,7 @@ def refuse_parts_of(source: Source, data: Data) -> None:
 
 
 def refuse_parts(where: str, columns: Mapping[str, Sequence[Any]], names: Collection[str]) -> None:
-    """Raise ValueError if one of the columns divides the rows into parts. `names` are those of the whole table."""
+    """Raise ValueError if one of the columns divides the rows into parts. `names` are all columns of the table."""
     for name, cells in columns.items():
         if (parts := parts_in(where, name, cells, names)) is not None:
             shown = ", ".join(f"{SPLITS[part]} {len(rows):,}" for part, rows in parts.items())

@@ -39,7 +39,7 @@ def add_adapters(model: nn.Module, section: LoRA) -> Choice[int]:
     except ValueError as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"model.lora.target_modules={section.target_modules!r}: {reason}") from error
-    # peft asks some models for an input embedding, which they do not have (Deformable DETR).
+    # peft asks for an input embedding, and transformers raises this for models without one (Deformable DETR).
     except NotImplementedError as error:
         reason = str(error).splitlines()[0]
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Tensors that are sharded over processes (DTensors) or lie in files, this process's part of them, and extra state."""
+"""Sharded tensors (DTensors), tensors in files, and extra state."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Throughput of a run: tokens and samples per second, model FLOPs utilization (MFU), and load of the machine."""
+"""Tokens and samples per second of a run, model FLOPs utilization, and machine load."""
 
 import time
 from collections.abc import Callable, Iterator

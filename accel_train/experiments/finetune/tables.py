@@ -405,7 +405,7 @@ def _text_of(asked: Asked, table: Table, labels: Sequence[str]) -> tuple[list[Co
 
 
 def _refuse_features(table: Table, text: Column, labels: Sequence[str]) -> None:
-    """Raise ValueError if the only text are names, and the other columns describe what is named (Titanic)."""
+    """Raise ValueError if the only text column holds names, and the other columns describe the named (Titanic)."""
     others = [column for column in table.columns.values() if column.name not in (text.name, *labels)]
     features = [column.name for column in others if column.is_numbers or column.may_be_labels]
     if text.is_names and len(features) > _MOST_FEATURES:

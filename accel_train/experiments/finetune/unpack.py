@@ -337,7 +337,7 @@ def _write(path: Path, kind: str, folder: Path) -> None:
                 archive.extractall(folder, members, filter="data")
     except tarfile.FilterError as error:
         raise ValueError(f"{path} cannot be unpacked ({error}). Ask for an archive of plain files") from error
-    # RuntimeError: zipfile's own for a password. NotImplementedError: a compression that Python does not have.
+    # RuntimeError: zipfile raises it for a password, and its subclass NotImplementedError for an unknown compression.
     except (zipfile.BadZipFile, tarfile.TarError, zlib.error, EOFError, OSError, RuntimeError) as error:
         raise ValueError(f"{path} cannot be unpacked ({error}). Unpack it yourself, and name the folder") from error
 

@@ -28,7 +28,7 @@ def read_yolo(path: Path, part: str, order: str) -> Annotated:
     """Return the images of one part (`train`, `val` or `test`) of a YOLO data.yaml, or of a folder of images.
 
     The labels of `images/a.jpg` are in `labels/a.txt`, or next to the image. Without that file, the image has no boxes.
-    `order` is that of the numbers of a box: YOLO's is cxcywh.
+    `order` names the order of a box's numbers: cxcywh in YOLO.
 
     Raises:
         ValueError: the file has no class names or does not name the part, or a folder is missing or empty.

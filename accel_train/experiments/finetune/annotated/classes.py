@@ -37,7 +37,7 @@ class _Text(NamedTuple):
 
 
 def tables_of_classes(asked: Asked, path: Path) -> tuple[str, dict[str, bytes]] | None:
-    """Return words for what was left out, and a table for each part, or None for files without these classes.
+    """Return a note on texts that were left out, and a table for each part, or None for files without these classes.
 
     Raises:
         ValueError: annotations of a text differ, or several columns may be the text or the classes.
