@@ -12,6 +12,7 @@ from accel_train.recipe.tasks import finetune_tasks
 
 
 def _finetune(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
+    from accel_train.experiments.finetune.example import write_example
     from accel_train.experiments.finetune.recipe import how_to_use
     from accel_train.experiments.finetune.start import write_recipe
 
@@ -19,10 +20,13 @@ def _finetune(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome
     names = ("model", "group", "task", "output_dir")
     given = {name: getattr(arguments, name) for name in names}
     with users_mistakes():
+        if (arguments.path is None) != arguments.example:
+            raise ValueError("give PATH, your data, or --example, which writes a table to train on")
+        path = write_example() if arguments.example else arguments.path
         text: str = arguments.text or ""
         texts = [text] if "{" in text else text.split(",") if text else []
         labels = (arguments.label,) if arguments.label else ()
-        written = write_recipe(arguments.path, settings, text=texts, label=labels, file=arguments.recipe, **given)
+        written = write_recipe(path, settings, text=texts, label=labels, file=arguments.recipe, **given)
     if is_first:
         show(redact_text("\n".join(written.lines(show_all=arguments.dry_run or arguments.verbose))))
     result: results.FinetuneResult = {
@@ -48,11 +52,13 @@ FINETUNE = Command(
     {
         "path": {
             "metavar": "PATH",
+            "nargs": "?",
             "help": (
                 "a table (csv, tsv, jsonl, parquet), text files, chats, CoNLL or SQuAD files, or a folder of images by "
                 "class, with masks, or with boxes"
             ),
         },
+        "--example": {"action": "store_true", "help": "write a small table, example.csv, and train on it"},
         "--model": {
             "metavar": "NAME",
             "help": "pretrained weights: a folder or a hub name; default: a small model from scratch",
