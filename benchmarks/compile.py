@@ -4,13 +4,10 @@ recompilations.
     python -m benchmarks.compile --save
 
 Models of four families, their repeated blocks compiled as `precision.compile: true` does. For each, two fresh processes
-on one
-thread after another share an empty folder for compiled code: the first finds nothing (cold), the second all of it
-(warm). A step
-is forward, loss, backward and fused AdamW. A third process trains with batches of other lengths, for which the model is
-compiled
-from the start, as in fine-tuning; its graphs are made and not compiled further: those after the first step count as
-compiled again.
+on one thread after another share an empty folder for compiled code: the first finds nothing (cold), the second all of
+it (warm). A step is forward, loss, backward and fused AdamW. A third process trains with batches of other lengths, for
+which the model is compiled from the start, as in fine-tuning; its graphs are made and not compiled further: those after
+the first step count as compiled again.
 """
 
 import argparse

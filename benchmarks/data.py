@@ -3,9 +3,8 @@
     python -m benchmarks.data --save
 
 Everything is measured in one fresh process on one thread, in CPU time where a figure is a rate; rounds alternate
-between
-the variants, and the table gives the median (least to most). References: nanoGPT's way to draw a batch, a map-style
-DataLoader of torch, and accelerate.skip_first_batches.
+between the variants, and the table gives the median (least to most). References: nanoGPT's way to draw a batch, a
+map-style DataLoader of torch, and accelerate.skip_first_batches.
 """
 
 import argparse

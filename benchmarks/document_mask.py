@@ -3,10 +3,8 @@
     python -m benchmarks.document_mask --save
 
 A step of a small GPT-2 (forward, loss and backward) on one row of 8 documents of one length, in fp32, in one fresh
-process on one
-thread. Memory is the peak of what torch allocates beyond weights and their gradients, by its profiler. Time is CPU
-time;
-rounds alternate between the two, and the table gives the median (least to most).
+process on one thread. Memory is the peak of what torch allocates beyond weights and their gradients, by its profiler.
+Time is CPU time; rounds alternate between the two, and the table gives the median (least to most).
 """
 
 import argparse

@@ -4,16 +4,14 @@
     python -m benchmarks.faults --faults nan sigterm --systems accel_train hf_trainer
 
 Every cell is what came out when the fault was made: real processes, real signals, real files, one process each on a
-CPU.
-All train the same small GPT-2 on the same 24 samples and save every 6 of 24 steps: with their defaults wherever a fault
-is at
-stake, and the two peers again with the flags that help most (`, flags`). A cell marked * did less than the row
-requires.
+CPU. All train the same small GPT-2 on the same 24 samples and save every 6 of 24 steps: with their defaults wherever a
+fault is at stake, and the two peers again with the flags that help most (`, flags`). A cell marked * did less than the
+row requires.
 
 nan          one sample of one step brings a NaN
 lr           a learning rate of -1
-resume       SIGKILL after a checkpoint in the middle of an epoch, then the documented resume: which samples are trained
-on
+resume       SIGKILL after a checkpoint in the middle of an epoch, then the documented resume: which samples it
+             trains on
 dropout      the same with dropout: are losses and weights those of the run that was never killed, bit by bit
 mid_save     SIGKILL while a checkpoint is being written, then the resume
 bit          one bit of the newest checkpoint's weights flips, then the resume

@@ -4,10 +4,8 @@ faults.
     python -m benchmarks.faults_loops SYSTEM '{"folder": ..., "tokens": ..., ...}'
 
 The two peers are set up as their documentation shows it: once with their defaults, and once with the flags that help
-most
-against these faults (HF_FLAGS, ACCELERATE_FLAGS). All train the same GPT-2 on the same token file, in which the first
-token
-of a sample is its number: so each forward can record which samples it saw.
+most against these faults (HF_FLAGS, ACCELERATE_FLAGS). All train the same GPT-2 on the same token file, in which the
+first token of a sample is its number: so each forward can record which samples it saw.
 """
 
 import hashlib

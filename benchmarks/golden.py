@@ -6,12 +6,10 @@
 Run this before and after a refactoring. Each revision is unpacked below build/golden and driven by its command line
 alone:
 every recipe for 30 steps in one process, on two DDP and two FSDP2 processes, each command on the finished run,
-`finetune --dry-run`
-on data of many shapes, and the exit codes of bad inputs. Times, paths, and sentences are left out, so wording may
-change;
-floats are compared to the last bit. Prints each path that differs and how many records it differs in; exit code 1 if
-any does.
-Records are kept per commit and reused: `--again` makes them anew. A full revision takes about 40 CPU minutes.
+`finetune --dry-run` on data of many shapes, and the exit codes of bad inputs. Times, paths, and sentences are left out,
+so wording may change; floats are compared to the last bit. Prints each path that differs and how many records it
+differs in; exit code 1 if any does. Records are kept per commit and reused: `--again` makes them anew. A full revision
+takes about 40 CPU minutes.
 """
 
 import hashlib

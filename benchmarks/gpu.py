@@ -6,18 +6,13 @@ flags.
     python -m benchmarks.gpu --only LoRA loss --save      # rows whose name holds one of these words, measured again
 
 GPT-2 of 124M, 350M and 1.5B, compiled; then accel_train alone: float8, LoRA on 8B, document masks, checkpoints. bf16,
-fused
-AdamW, clip 1.0, synthetic tokens from a memory-mapped file. Each row runs in a fresh process, is watched from outside
-through
-torch's hook after every optimizer step, and is written as soon as it is measured. What no longer fits says so.
-MFU counts 6 N + 12 L D T operations a token, N without position embeddings and padding tokens, over the GPU's table
-peak, and
-over an 8192^3 bf16 matrix product measured in the same run. GPU idle: 1 - (time in which a kernel or copy runs) / wall,
-over
-profiled steps. Host syncs: steps under `torch.cuda.set_sync_debug_mode("error")`. Planned: what `accel-train plan` says
-of
-memory and of a step. The longest step less the median one is what a checkpoint stalls. Without CUDA this says so and
-ends with 0.
+fused AdamW, clip 1.0, synthetic tokens from a memory-mapped file. Each row runs in a fresh process, is watched from
+outside through torch's hook after every optimizer step, and is written as soon as it is measured. What no longer fits
+says so. MFU counts 6 N + 12 L D T operations a token, N without position embeddings and padding tokens, over the GPU's
+table peak, and over an 8192^3 bf16 matrix product measured in the same run. GPU idle: 1 - (time in which a kernel or
+copy runs) / wall, over profiled steps. Host syncs: steps under `torch.cuda.set_sync_debug_mode("error")`. Planned: what
+`accel-train plan` says of memory and of a step. The longest step less the median one is what a checkpoint stalls.
+Without CUDA this says so and ends with 0.
 """
 
 import argparse

@@ -3,8 +3,8 @@
     python -m benchmarks.guard --preset micro --save
 
 The difference is all that the host does for the guard: statistics, limits, health of checkpoints. On the device it
-stays in
-both turns: three operations on one number. `micro` is so small that a step is nearly all Python: no step costs less.
+stays in both turns: three operations on one number. `micro` is so small that a step is nearly all Python: no step costs
+less.
 """
 
 import statistics

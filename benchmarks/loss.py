@@ -3,10 +3,8 @@
     python -m benchmarks.loss --save
 
 From hidden states (tokens, width) and an output layer (vocabulary, width) in fp32 to the loss and both gradients, in
-one fresh
-process on one thread. Memory is the peak of what torch allocates beyond those inputs, gradients included, by its
-profiler.
-Time is CPU time; rounds alternate between the two, and the table gives the median (least to most).
+one fresh process on one thread. Memory is the peak of what torch allocates beyond those inputs, gradients included, by
+its profiler. Time is CPU time; rounds alternate between the two, and the table gives the median (least to most).
 """
 
 import argparse

@@ -3,10 +3,8 @@
     python -m benchmarks.model_path --save
 
 One fresh process per family, on one thread. All variants have the same weights and batches, and take turns of a few
-steps, so
-that what else the machine does affects all of them alike; ratios are of CPU time in one round: median (least to most).
-No
-loop is around the model: forward, loss, backward and fused AdamW. Compiled means the repeated blocks, as
+steps, so that what else the machine does affects all of them alike; ratios are of CPU time in one round: median (least
+to most). No loop is around the model: forward, loss, backward and fused AdamW. Compiled means the repeated blocks, as
 `precision.compile`.
 """
 

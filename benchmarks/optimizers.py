@@ -5,15 +5,11 @@ seeds.
     python -m benchmarks.optimizers --seeds 1 --steps 300
 
 AdamW trains the model of `recipes/gpt_tiny.yaml` with a schedule over all its steps, and is evaluated at its end. Muon
-trains with
-a schedule over `--share` of these steps, and is evaluated as it goes: the first evaluation that is no higher than
-AdamW's last one
-says how many steps and how much training time (evaluation and checkpoints left out) it needed. Each run is a process of
-its own with
-one thread, the two of a seed side by side: what else the machine does meets both. (AdamW's last steps have it to
-themselves, to
-Muon's disadvantage.) CPU time is the steps times the median of what one took. After each seed all that is known is
-printed, and saved.
+trains with a schedule over `--share` of these steps, and is evaluated as it goes: the first evaluation that is no
+higher than AdamW's last one says how many steps and how much training time (evaluation and checkpoints left out) it
+needed. Each run is a process of its own with one thread, the two of a seed side by side: what else the machine does
+meets both. (AdamW's last steps have it to themselves, to Muon's disadvantage.) CPU time is the steps times the median
+of what one took. After each seed all that is known is printed, and saved.
 
 Bars: at most 55 % of AdamW's steps and 75 % of its time, for the median seed.
 """

@@ -12,11 +12,9 @@ nanogpt, the model and loop of nanogpt_style.py (another model code, so not a me
 
 All read the same token file, train the same architecture with the same AdamW groups and clip in fp32, and log every 50
 steps. Each round starts a fresh process for each, and lets them compute in turns of 0.4 s, one at a time; a ratio
-compares
-two processes of one round, over the steps that were done while all of them trained. A step is the time between two
-reads of
-a batch, seen from the data set, so no loop is touched. `micro` is so small that a step is nearly all Python; `tiny` is
-nanoGPT's CPU example.
+compares two processes of one round, over the steps that were done while all of them trained. A step is the time between
+two reads of a batch, seen from the data set, so no loop is touched. `micro` is so small that a step is nearly all
+Python; `tiny` is nanoGPT's CPU example.
 """
 
 import argparse

@@ -3,11 +3,9 @@
     python -m benchmarks.paired --preset micro --save
 
 `benchmarks.overhead` compares whole processes, as a user meets them; two processes of the same program differ by
-several
-per cent here, through memory layout alone. In one process both loops share the layout, the libraries and the moment, so
-a
-few microseconds can be told apart. The hand-written loop has the same model code, attention, optimizer and first
-weights.
+several per cent here, through memory layout alone. In one process both loops share the layout, the libraries and the
+moment, so a few microseconds can be told apart. The hand-written loop has the same model code, attention, optimizer and
+first weights.
 """
 
 import math

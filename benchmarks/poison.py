@@ -12,10 +12,8 @@ learning_rate_x50  three updates in a row with fifty times the learning rate
 bit_flips          ten gradients with one flipped bit in their exponent
 
 A small GPT-2 on the source of Python's standard library, 600 steps on a CPU. Each run is a process of its own and is
-held to
-its clean twin of the same seed: it ends by itself with exit code 0, its evaluation loss is at most 1% above the twin's,
-and
-it went back to a checkpoint at most twice. No setting of the guard differs from the defaults.
+held to its clean twin of the same seed: it ends by itself with exit code 0, its evaluation loss is at most 1% above the
+twin's, and it went back to a checkpoint at most twice. No setting of the guard differs from the defaults.
 """
 
 import json

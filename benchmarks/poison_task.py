@@ -1,8 +1,8 @@
 """Language modelling on text that is poisoned on purpose: the task that poison.py trains.
 
 `options.poison` names the poison and where it sits. Poison of the data belongs to samples, so it comes again whenever
-they
-do; poison of the moment (a learning rate, a bit of a gradient) happens once, and is gone when the step is done again.
+they do; poison of the moment (a learning rate, a bit of a gradient) happens once, and is gone when the step is done
+again.
 """
 
 import math

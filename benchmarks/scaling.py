@@ -5,14 +5,10 @@
     python -m benchmarks.scaling --rounds 5 --save
 
 Measured: a GPT-2 of 7 million parameters on this CPU, one thread a process, the same batch for each process (weak
-scaling).
-`ddp` reduces gradients while the backward pass goes on, `ddp, after` holds all of them back until it is over, `fsdp2`
-spreads
-the model. A step is the time between two optimizer steps; bytes are what the processes hand to collectives, counted at
-the
-calls (DDP: at its communication hook), beside what `plan` says. More processes than cores share cores: the efficiency
-that
-is left for those is cores / processes, and the table has a column for it.
+scaling). `ddp` reduces gradients while the backward pass goes on, `ddp, after` holds all of them back until it is over,
+`fsdp2` spreads the model. A step is the time between two optimizer steps; bytes are what the processes hand to
+collectives, counted at the calls (DDP: at its communication hook), beside what `plan` says. More processes than cores
+share cores: the efficiency that is left for those is cores / processes, and the table has a column for it.
 
 Modelled: no process is started. `--only model` and `--only measured` do one of the two.
 """

@@ -2,19 +2,15 @@
 turns.
 
 The bare script has torch, Accelerate and transformers' GPT-2, the demo's model and one batch of random tokens: what
-every
-trainer of this kind has to import. The data of the demo are tokenised before, as at any second start. CPU seconds are
-the
-figure (both on one thread): wall time counts what else the machine does. A last start with `-X importtime` shows which
-packages the imports spend their time in.
+every trainer of this kind has to import. The data of the demo are tokenised before, as at any second start. CPU seconds
+are the figure (both on one thread): wall time counts what else the machine does. A last start with `-X importtime`
+shows which packages the imports spend their time in.
 
 With `--trainer`: what accel_train.Trainer costs beside transformers.Trainer, made and trained for 20 steps of a tiny
-model with
-the same arguments (their default saves at the end), twice in a fresh process each, in turns.
+model with the same arguments (their default saves at the end), twice in a fresh process each, in turns.
 
 With `--commands`: for every command of accel-train how long its help takes, the error about a flag that it does not
-know, and
-its first line when it has something to do; and the CPU time of a plan.
+know, and its first line when it has something to do; and the CPU time of a plan.
 
 With `--errors`: wall time of the error about each of 17 mistakes. All can be seen before torch is imported.
 """

@@ -4,8 +4,7 @@
     python -m benchmarks.step_path --write    replace the list in docs/architecture.md
 
 Trains 12 steps of gpt_tiny in one process. Step 7 is steady: nothing is logged, saved, or evaluated in it. The list has
-the functions
-that each module runs in that step and the first sentence of the module's docstring.
+the functions that each module runs in that step and the first sentence of the module's docstring.
 """
 
 import argparse

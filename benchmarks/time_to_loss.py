@@ -5,13 +5,11 @@ in turns.
     python -m benchmarks.time_to_loss --steps 400 --rounds 1
 
 nanoGPT's recipe for a CPU: 4 layers, 128 wide, batch 12 x 64, bytes of the Python standard library's source. The plain
-loop
-trains `--steps` with AdamW and a cosine, and its loss on all validation windows is the one to reach. accel_train trains
-the same model with Muon for `--share` of these steps, with guard, checkpoints, evaluation and report as they come. Both
-read the same files and evaluate the same windows. Wall time is that of the whole process, start-up included; training
-is its loop alone, CPU time that of the whole process, which others disturb least. Rounds alternate between the two, and
-a round
-compares two runs made one after the other. After each round all that is known is printed, and saved.
+loop trains `--steps` with AdamW and a cosine, and its loss on all validation windows is the one to reach. accel_train
+trains the same model with Muon for `--share` of these steps, with guard, checkpoints, evaluation and report as they
+come. Both read the same files and evaluate the same windows. Wall time is that of the whole process, start-up included;
+training is its loop alone, CPU time that of the whole process, which others disturb least. Rounds alternate between the
+two, and a round compares two runs made one after the other. After each round all that is known is printed, and saved.
 
 Bars: the loss is reached in each round; training at most 1.00 x, wall time at most 1.05 x, for the median round.
 """
