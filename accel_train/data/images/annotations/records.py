@@ -96,10 +96,11 @@ def annotated(
     `names` are the classes that the source names. None: the names in its boxes, sorted; or the numbers in its boxes.
     """
     labels = {row.label for record in records for row in record.rows}
-    are_numbers = [isinstance(label, int) for label in labels]
-    is_named = names is not None or not all(are_numbers)
+    num_numbers = sum(isinstance(label, int) for label in labels)
+    are_numbers = num_numbers == len(labels)
+    is_named = names is not None or not are_numbers
     if names is None and is_named:
-        if any(are_numbers):
+        if num_numbers:
             faults.files.append(f"{source}: some classes are numbers and others are names; write names or numbers")
         names = sorted(map(str, labels))
     if names is None:
@@ -108,7 +109,7 @@ def annotated(
         ids = {name: number for number, name in enumerate(names)}
 
         def number_of(row: BoxRow) -> int | None:
-            number = row.label if isinstance(row.label, int) and all(are_numbers) else ids.get(str(row.label), -1)
+            number = row.label if isinstance(row.label, int) and are_numbers else ids.get(str(row.label), -1)
             if 0 <= number < len(ids):
                 return number
             shown = repr(row.label)[:80]
