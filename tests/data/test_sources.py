@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -68,8 +69,6 @@ def test_globs_tuples_and_the_home_folder_are_expanded(folder: Path, monkeypatch
 
 
 def test_a_saved_data_set_is_read_by_its_split() -> None:
-    import datasets
-
     one = datasets.Dataset.from_dict({"text": ["a", "b"]})
     other = datasets.Dataset.from_dict({"text": ["c"]})
     one.save_to_disk("one")
@@ -83,8 +82,6 @@ def test_a_saved_data_set_is_read_by_its_split() -> None:
 
 
 def test_a_data_set_column_must_hold_strings() -> None:
-    import datasets
-
     datasets.Dataset.from_dict({"text": [1, 2], "body": ["a", None]}).save_to_disk("set")
     refused(documents, "set", named="row 1|'text' holds 1")
     refused(documents, "set", text_column="txt", named="'txt'|text, body")
@@ -165,8 +162,6 @@ def test_reading_csv_leaves_the_field_size_limit_of_the_module_alone() -> None:
 
 
 def test_rows_are_counted_over_batches() -> None:
-    import datasets
-
     values = ["x"] * 2999 + [None]
     pyarrow.parquet.write_table(pyarrow.table({"text": values}), "a.parquet")
     refused(documents, "a.parquet", named="a.parquet, row 3000|'text' holds null")

@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -44,12 +45,12 @@ def test_every_kind_of_table_gives_the_same_rows_and_says_where_each_stands() ->
     Path("parts").mkdir()
     pyarrow.parquet.write_table(encoded, Path("parts/rows.parquet"), row_group_size=2)
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n\n" for row in table.to_pylist())
-    write_file("rows.jsonl", lines, encoding="utf-8")
+    write_file("rows.jsonl", lines)
     for suffix, separator in (("csv", ","), ("tsv", "\t")):
         quoted = ['"' + text.replace('"', '""') + '"' for text in texts]
         body = [separator.join((label, "0", text)) for label, text in zip("abab", quoted)]
         content = "\ufeff" + separator.join(("label", "more", "text")) + "\n" + "\n".join(body)
-        write_file(f"rows.{suffix}", content, encoding="utf-8")
+        write_file(f"rows.{suffix}", content)
     wanted = list(zip(texts, "abab"))
     wheres = {}
     for suffix in ("csv", "tsv", "jsonl", "parquet"):
@@ -63,8 +64,6 @@ def test_every_kind_of_table_gives_the_same_rows_and_says_where_each_stands() ->
 
 
 def test_a_saved_data_set_gives_rows_and_the_names_of_its_classes() -> None:
-    import datasets
-
     features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["neg", "pos"])})
     datasets.Dataset.from_dict({"text": ["a", "b"], "label": [1, 0]}, features=features).save_to_disk("set")
     assert [row.cells for row in rows_of("set", "label", "text", "label")] == [(1, "a", 1), (0, "b", 0)]
@@ -90,7 +89,7 @@ def test_a_saved_data_set_gives_rows_and_the_names_of_its_classes() -> None:
     ],
 )
 def test_a_table_that_cannot_be_read_is_named_with_its_row(name: str, content: str | bytes, said: str) -> None:
-    write_file(name, content.encode() if isinstance(content, str) else content)
+    write_file(name, content)
     refused(rows_of, Path(name), "text", "label", named=said)
 
 

@@ -212,6 +212,7 @@ FAULTS: dict[Callable[[Any], str], list[tuple[Any, str]]] = {
         ({"bbox": [20, 10, 5]}, "annotation 1003|[20, 10, 5]"),
         ({"bbox": None}, "annotation 1003|None"),
         ({"area": -4}, "annotation 1003|area -4"),
+        ({"area": "large"}, "annotation 1003|not finite"),
         ({"category_id": 7}, "annotation 1003|category_id 7"),
         ({"category_id": [7]}, "annotation 1003|category_id [7]"),
         ({"image_id": 1}, "annotation 1003|image_id 1"),
