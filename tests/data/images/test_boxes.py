@@ -169,6 +169,7 @@ def test_a_box_over_a_whole_voc_image_ends_at_its_edges() -> None:
     write_file("v/Annotations/a.xml", f"<annotation><filename>a.png</filename>{crowd}{cat}</annotation>")
     boxes = read("v").train.boxes_of(0)
     assert boxes.corners.tolist() == [[0, 0, 40, 30]] * 2
+    assert boxes.areas.tolist() == [1200, 1200]
     assert boxes.is_crowd.tolist() == [True, False]
 
 
