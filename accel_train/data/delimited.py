@@ -3,7 +3,7 @@
 import csv
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
@@ -229,9 +229,10 @@ def why_header(path: Path, data: Data, columns: Sequence[str], classes: Mapping[
     for column, name in names.items():
         if len(below.get(column, ())) > 1 and all(map(is_number, below[column])):
             return f"the rows below {name!r} have numbers"
+    defaults = columns_by_setting((name, field.default) for name, field in type(data).model_fields.items())
     texts = [column for column in columns if column in names and column not in classes]
     for column in texts:
-        if names[column].lower() in _default_columns(data):
+        if any(names[column].lower() in usual for usual in defaults.values()):
             return f"{names[column]!r} is a usual name of a column"
     if (
         texts
@@ -245,10 +246,10 @@ def why_header(path: Path, data: Data, columns: Sequence[str], classes: Mapping[
     return None
 
 
-def _default_columns(data: Data) -> set[str]:
-    """Return the names of columns that a section reads by default."""
-    defaults = [field.default for name, field in type(data).model_fields.items() if "_column" in name]
-    return {name for each in defaults if each for name in ([each] if isinstance(each, str) else each)}
+def columns_by_setting(settings: Iterable[tuple[str, Any]]) -> dict[str, tuple[str, ...]]:
+    """Return the columns that settings of a section name, by setting."""
+    named = {name: value for name, value in settings if "_column" in name and value}
+    return {name: value if isinstance(value, tuple) else (value,) for name, value in named.items()}
 
 
 def read_label_lines(path: Path, data: Data) -> Iterator[Record]:
@@ -258,12 +259,13 @@ def read_label_lines(path: Path, data: Data) -> Iterator[Record]:
         ValueError: a line has no label or no text; the message names file and line.
     """
     for number, (line, num_bytes) in enumerate(read_lines(path, data), start=1):
-        words = line.split()
+        words, line = line.split(), line.strip()
         if not words:
             continue
-        if data.lines == "label_text":
-            trimmed = line.strip()
-            label, _, text = trimmed.partition("\t" if "\t" in trimmed else " ")
+        if data.lines == "file_names":
+            labels, text = [path.stem], line
+        elif data.lines == "label_text":
+            label, _, text = line.partition("\t" if "\t" in line else " ")
             labels = [label]
         else:
             labels = [word.removeprefix(FASTTEXT_PREFIX) for word in words if word.startswith(FASTTEXT_PREFIX)]

@@ -150,29 +150,32 @@ def _parts(value: Any, seen: frozenset[int], depth: int) -> Iterator[str]:
         yield "above"
         return
     inside, deeper = seen | {id(value)}, depth + 1
+
+    def of(*values: Any) -> Iterator[str]:
+        for each in values:
+            yield from _parts(each, inside, deeper)
+
     value = getattr(value, "_torchdynamo_orig_callable", value) if callable(value) else value
     if isinstance(value, Tensor | np.ndarray | np.generic):
         yield from _numbers(value)
     elif isinstance(value, Mapping):
         yield f"{type(value).__name__} {len(value)}"
         for key, each in value.items():
-            yield from (*_parts(key, inside, deeper), *_parts(each, inside, deeper))
+            yield from [*of(key, each)]
     elif isinstance(value, set | frozenset):
         yield f"{type(value).__name__} {len(value)}"
-        yield from sorted(_hash([*_parts(each, inside, deeper)]) for each in value)
+        yield from sorted(_hash([*of(each)]) for each in value)
     elif isinstance(value, list | tuple):
         yield f"{type(value).__name__} {len(value)}"
-        for each in value[:: 1 + len(value) // MOST_VALUES]:
-            yield from _parts(each, inside, deeper)
+        yield from of(*value[:: 1 + len(value) // MOST_VALUES])
     elif isinstance(value, CodeType):
         yield value.co_code.hex()
         yield " ".join(value.co_names)
-        for each in value.co_consts:
-            yield from _parts(each, inside, deeper)
+        yield from of(*value.co_consts)
     elif isinstance(value, partial):
-        yield from _parts((value.func, value.args, value.keywords), inside, deeper)
+        yield from of((value.func, value.args, value.keywords))
     elif isinstance(value, MethodType):
-        yield from (*_parts(value.__func__, inside, deeper), *_parts(value.__self__, inside, deeper))
+        yield from [*of(value.__func__, value.__self__)]
     elif isinstance(value, FunctionType):
         function = inspect.unwrap(value)
         yield from _parts_of_function(function, inside, deeper) if isinstance(function, FunctionType) else ["callable"]
@@ -181,21 +184,21 @@ def _parts(value: Any, seen: frozenset[int], depth: int) -> Iterator[str]:
     elif isinstance(value, nn.Module):
         yield digest_of_module(value)
     elif isinstance(value, Enum):
-        yield from (f"{type(value).__qualname__}.{value.name}", *_parts(value.value, inside, deeper))
+        yield from (f"{type(value).__qualname__}.{value.name}", *of(value.value))
     elif isinstance(value, _NAMED):
         yield f"{type(value).__name__} {getattr(value, '__name__', '')}"
     elif callable(value) and _is_library(type(value)) and _OF_DATA not in seen:
         yield f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__name__)}"
         # For example, under functools.cache.
         if isinstance(wrapped := getattr(value, "__wrapped__", None), FunctionType):
-            yield from _parts(wrapped, inside, deeper)
+            yield from of(wrapped)
         yield from _parts_of_object(value, inside, deeper)
     else:
         yield type(value).__qualname__
         if hasattr(value, "tobytes"):  # an image
             yield from (repr(getattr(value, "size", "")), hashlib.sha256(value.tobytes()).hexdigest())
         elif _OF_DATA in seen and (copied := _as_copied(value)) is not None:  # for example, a graph or a date
-            yield from _parts(copied, inside, deeper)
+            yield from of(copied)
             return
         elif not _is_library(type(value)) and callable(value):
             yield from _parts_of_class(type(value), inside, deeper)

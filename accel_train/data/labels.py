@@ -92,10 +92,9 @@ class LabelScheme:
             labels = labels_in(value)
             if labels is None:
                 raise _fault(value, "is not a list of labels", "write [] for none, or set model.problem_type")
-            if len(labels) > 2 and len({*map(str, labels)}) <= 2 and {*map(str, labels)} <= {"0", "1"}:
-                raise _fault(
-                    value, "is a row of zeros and ones", "write the labels that a text has, as a list of their names"
-                )
+            if len(labels) > 2 and {*map(str, labels)} <= {"0", "1"}:
+                remedy = "write the labels that a text has, as a list of their names"
+                raise _fault(value, "is a row of zeros and ones", remedy)
             return np.isin(np.arange(len(self.names)), [self._class_id(label) for label in labels])
         number = _as_number(value)
         if number is None or not math.isfinite(number):
@@ -220,7 +219,8 @@ def columns_scheme(
     Raises:
         ValueError: a cell is empty, or the model has other classes.
     """
-    if label_names is not None and tuple(label_names) != tuple(columns):
+    names = tuple(columns)
+    if label_names is not None and tuple(label_names) != names:
         raise ValueError(
             f"data.label_columns=[{', '.join(columns)}] are not the labels of the model ({', '.join(label_names)}); "
             "name a column for each of its labels"
@@ -229,7 +229,6 @@ def columns_scheme(
     if missing:
         column = next(name for name, cell in zip(columns, rows[missing[0]]) if is_missing(cell))
         raise ValueError(f"{where(missing[0])}, column {column!r}: {_NO_LABEL}{_how_to_drop(len(missing), len(rows))}")
-    names = tuple(columns)
     return LabelScheme("multi_label", names, ", ".join(names), False, "columns of 0 and 1", columns=names)
 
 
@@ -268,7 +267,7 @@ def label_name(value: Any) -> str | None:
     if isinstance(value, str):
         return value
     if isinstance(value, bool | np.bool_):
-        return "true" if value else "false"
+        return str(value).lower()
     is_whole = isinstance(value, int | np.integer) or (isinstance(value, float) and value.is_integer())
     return str(int(value)) if is_whole else None
 
@@ -278,10 +277,8 @@ def _mixed_kinds(labels: Sequence[Any], column: str) -> list[str]:
     first: dict[str, Any] = {}
     for label in labels:
         if isinstance(label, str | bool | np.bool_ | int | float | np.number):
-            kind = (
-                "text" if isinstance(label, str) else "true/false" if isinstance(label, bool | np.bool_) else "number"
-            )
-            first.setdefault(kind, label)
+            is_binary = isinstance(label, bool | np.bool_)
+            first.setdefault("text" if isinstance(label, str) else "true/false" if is_binary else "number", label)
     if len(first) < 2:
         return []
     shown = ", ".join(f"{kind} {show_cell(value)}" for kind, value in first.items())
@@ -354,21 +351,15 @@ def class_doubts(counts: Mapping[str, int]) -> list[Doubt]:
 
 
 def class_notes(counts: Mapping[str, int]) -> list[str]:
-    """Return a line with the classes and their sample counts, and a line for each doubt."""
-    notes = [f"{len(counts)} classes: {class_counts(counts)}"]
+    """Return a line with the sample count of each class (of many: the most and least frequent) and of each doubt."""
+    largest = sorted(counts.items(), key=lambda item: -item[1])
+    shown = [f"{repr(name) if name != name.strip() else name} {count:,}" for name, count in largest]
+    shown = shown if len(shown) <= CLASSES_SHOWN else [*shown[:8], "...", *shown[-3:]]
+    notes = [f"{len(counts)} classes: {', '.join(shown)}"]
     for doubt in class_doubts(counts):
         setting = f": {': '.join(doubt.setting)}" if doubt.setting[0] else ""
         notes.append(f"{doubt.problem}. {doubt.remedy}{setting}")
     return notes
-
-
-def class_counts(counts: Mapping[str, int]) -> str:
-    """Return the sample count of each class, or of the most and least frequent classes if there are many."""
-    shown = [
-        f"{repr(name) if name != name.strip() else name} {count:,}"
-        for name, count in sorted(counts.items(), key=lambda item: -item[1])
-    ]
-    return ", ".join(shown if len(shown) <= CLASSES_SHOWN else [*shown[:8], "...", *shown[-3:]])
 
 
 def number_in(name: str) -> float | None:
@@ -415,10 +406,9 @@ def _written_numbers(names: Sequence[str]) -> Doubt | None:
     if 2 * len(written) <= len(names) or len(written) + sum(number_in(name) is not None for name in names) < len(names):
         return None
     have_commas = all(re.fullmatch(r"[-+]?\d+,\d+", name.strip()) for name in written)
-    return Doubt(
-        f"class names that look like numbers with {'a decimal comma' if have_commas else 'signs'}: {_few(written)}",
-        "To predict numbers, write plain numbers with a decimal point, for example 4.5",
-    )
+    signs = "a decimal comma" if have_commas else "signs"
+    problem = f"class names that look like numbers with {signs}: {_few(written)}"
+    return Doubt(problem, "To predict numbers, write plain numbers with a decimal point, for example 4.5")
 
 
 def _several(names: Sequence[str]) -> Doubt | None:
@@ -472,10 +462,8 @@ def _alike(names: Sequence[str]) -> Doubt | None:
     if not groups or all(len(name) == 1 for group in groups for name in group):
         return None
     shown = "; ".join(", ".join(map(repr, group)) for group in groups[:3]) + ("; ..." if len(groups) > 3 else "")
-    return Doubt(
-        f"classes with one name in several spellings: {shown}",
-        "Write one name in the data if they mean the same",
-    )
+    problem = f"classes with one name in several spellings: {shown}"
+    return Doubt(problem, "Write one name in the data if they mean the same")
 
 
 def _numbers(names: Sequence[str]) -> Doubt | None:
@@ -501,11 +489,8 @@ def _single(counts: Mapping[str, int]) -> Doubt | None:
     if not rare:
         return None
     shown = _few([name if len(name) <= 60 else f"{name[:57]}..." for name in rare])
-    return Doubt(
-        f"{len(rare):,} of {len(counts):,} classes have one row: {shown}",
-        "Check that these are labels: a class of one row is not learned",
-        is_question=False,
-    )
+    problem = f"{len(rare):,} of {len(counts):,} classes have one row: {shown}"
+    return Doubt(problem, "Check that these are labels: a class of one row is not learned", is_question=False)
 
 
 def is_whole_number(name: str) -> bool:

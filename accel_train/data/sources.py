@@ -8,7 +8,8 @@ import os
 import platform
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -25,8 +26,14 @@ if TYPE_CHECKING:
 
 FileKind = Literal["text", "jsonl", "csv", "parquet", "conll", "json", "tokens"]
 
-_OF_STDLIB = tuple(f"stdlib-{name}" for name in ("functions", "docstrings", "tags", "questions", "names", "summaries"))
-EMBEDDED_CORPORA = ("python-stdlib", *_OF_STDLIB, "hangul-letters")
+_MAKERS = {
+    **dict.fromkeys(("stdlib-functions", "stdlib-docstrings"), "stdlib"),
+    **{"stdlib-tags": "stdlib_tags", "stdlib-questions": "stdlib_questions"},
+    **dict.fromkeys(("stdlib-names", "stdlib-summaries"), "stdlib"),
+    "hangul-letters": "hangul",
+}
+"""Module in `builtin` by data set. Its function has the name of the data set."""
+EMBEDDED_CORPORA = ("python-stdlib", *_MAKERS)
 
 _TEXT_NAMES = """
     txt text md markdown rst tex org log srt html htm xml css yaml yml toml ini cfg sql
@@ -71,6 +78,15 @@ class Source:
     files: tuple[Path, ...] = ()
     dataset: "datasets.Dataset | None" = None
     notes: tuple[str, ...] = ()
+
+    @property
+    def kind(self) -> FileKind | None:
+        """Kind of the first file. None for a data set, and for an unknown suffix."""
+        return file_kind(self.files[0]) if self.files else None
+
+    def parts(self) -> list["Source"]:
+        """Return a source for each file, or the source itself if it is a data set."""
+        return [replace(self, files=(file,)) for file in self.files] or [self]
 
 
 def resolve_sources(names: str | tuple[str, ...], data: Data, *, key: str) -> tuple[Source, ...]:
@@ -186,7 +202,13 @@ def is_about_data(path: Path, folder: Path) -> bool:
 
 def _resolve(name: str, data: Data, key: str) -> Source:
     if name in EMBEDDED_CORPORA:
-        return _embedded(name, data)
+        title = f"{name} of Python {platform.python_version()}"
+        if name == "python-stdlib":
+            from accel_train.data.builtin.stdlib import python_stdlib_files
+
+            return _describe_files(name, python_stdlib_files(), data, title=title)
+        make = getattr(import_module(f"accel_train.data.builtin.{_MAKERS[name]}"), name.replace("-", "_"))
+        return _describe_dataset(title, make())
     path = Path(name).expanduser()
     if not path.exists() and glob.has_magic(name):
         # A `**` pattern follows links.
@@ -204,24 +226,6 @@ def _resolve(name: str, data: Data, key: str) -> Source:
     if name.startswith(("/", ".", "~")) or file_kind(path) is not None or data.reads_any_suffix or not name.strip():
         raise ValueError(f"{key}: no file or folder {name!r} (seen from {Path.cwd()}){_nearest(path)}")
     return _load_dataset(name, data, key)
-
-
-def _embedded(name: str, data: Data) -> Source:
-    from accel_train.data.builtin import hangul, stdlib, stdlib_questions, stdlib_tags
-
-    title = f"{name} of Python {platform.python_version()}"
-    if name == "python-stdlib":
-        return _describe_files(name, stdlib.python_stdlib_files(), data, title=title)
-    makers = {
-        "stdlib-functions": stdlib.stdlib_functions,
-        "stdlib-docstrings": stdlib.stdlib_docstrings,
-        "stdlib-tags": stdlib_tags.stdlib_tags,
-        "hangul-letters": hangul.hangul_letters,
-        "stdlib-questions": stdlib_questions.stdlib_questions,
-        "stdlib-names": stdlib.stdlib_names,
-        "stdlib-summaries": stdlib.stdlib_summaries,
-    }
-    return _describe_dataset(title, makers[name]())
 
 
 def _resolve_folder(name: str, folder: Path, data: Data, key: str) -> Source:

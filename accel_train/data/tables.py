@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from accel_train.core.format import did_you_mean
 from accel_train.core.json_io import parse_json
-from accel_train.data.delimited import LINE_COLUMNS, read_delimited, read_label_lines
+from accel_train.data.delimited import LINE_COLUMNS, Record, columns_by_setting, read_delimited, read_label_lines
 from accel_train.data.encoding import decode, read_lines, read_text
 from accel_train.data.parts import Part, part_of
 from accel_train.data.sources import Source, file_kind, num_bytes_of, resolve_sources
@@ -100,12 +100,12 @@ def column_names(source: Source, data: Data) -> list[str]:
     if source.dataset is not None:
         return list(source.dataset.column_names)
     path = source.files[0]
-    if file_kind(path) == "parquet":
+    if source.kind == "parquet":
         with _parquet_file(path) as file:
             return list(file.schema_arrow.names)
-    if file_kind(path) == "text" and data.lines is not None:
+    if source.kind == "text" and data.lines is not None:
         return list(LINE_COLUMNS)
-    if file_kind(path) == "csv":
+    if source.kind == "csv":
         header = next(read_delimited(path, data), None)
         names = [] if header is None else header.fields
     else:
@@ -139,10 +139,12 @@ def shared_keys(files: Sequence[Path], data: Data) -> tuple[list[str], dict[str,
 def class_names(source: Source, column: str | None) -> tuple[str, ...] | None:
     """Return the class names for the ids in a column, if the source knows them (`datasets.ClassLabel`), or None."""
     if source.dataset is None:
-        is_parquet = bool(source.files) and file_kind(source.files[0]) == "parquet"
-        return _names_in_parquet(source.files[0], column) if is_parquet else None
-    feature: Any = source.dataset.features.get(column)
-    # Covers class labels and lists of class labels.
+        return _names_in_parquet(source.files[0], column) if source.kind == "parquet" else None
+    return names_of_feature(source.dataset.features.get(column))
+
+
+def names_of_feature(feature: Any) -> tuple[str, ...] | None:
+    """Return the names of a class label of `datasets`, or of a list of class labels, or None for another feature."""
     names = getattr(getattr(feature, "feature", feature), "names", None)
     return None if names is None else tuple(names)
 
@@ -201,7 +203,11 @@ def _csv_rows(path: Path, columns: Sequence[str], data: Data) -> Iterator[Row]:
     if header is None:
         return
     check_columns(f"{path}:{header.line}", header.fields, columns, data, is_csv=data.header == "first_line")
-    positions = [header.fields.index(column) for column in columns]
+    yield from _record_rows(path, records, header.fields, columns)
+
+
+def _record_rows(path: Path, records: Iterator[Record], names: Sequence[str], columns: Sequence[str]) -> Iterator[Row]:
+    positions = [names.index(column) for column in columns]
     for record in records:
         cells = tuple(record.fields[position] for position in positions)
         yield Row(cells, f"{path}:{record.line}", record.num_bytes)
@@ -209,20 +215,11 @@ def _csv_rows(path: Path, columns: Sequence[str], data: Data) -> Iterator[Row]:
 
 def _label_line_rows(path: Path, columns: Sequence[str], data: Data) -> Iterator[Row]:
     check_columns(str(path), LINE_COLUMNS, columns, data)
-    positions = [LINE_COLUMNS.index(column) for column in columns]
     if data.lines == "folder_names":
-        row = (path.parent.name, read_text(path, data))
-        yield Row(tuple(row[position] for position in positions), str(path), path.stat().st_size)
+        cells = {"label": path.parent.name, "text": read_text(path, data)}
+        yield Row(tuple(cells[column] for column in columns), str(path), path.stat().st_size)
         return
-    if data.lines == "file_names":
-        for number, (line, num_bytes) in enumerate(read_lines(path, data), start=1):
-            if text := line.strip():
-                row = (path.stem, text)
-                yield Row(tuple(row[position] for position in positions), f"{path}:{number}", num_bytes)
-        return
-    for record in read_label_lines(path, data):
-        cells = tuple(record.fields[position] for position in positions)
-        yield Row(cells, f"{path}:{record.line}", record.num_bytes)
+    yield from _record_rows(path, read_label_lines(path, data), LINE_COLUMNS, columns)
 
 
 def _jsonl_rows(path: Path, columns: Sequence[str], data: Data) -> Iterator[Row]:
@@ -314,20 +311,20 @@ def check_columns(
 
 def setting_of(column: str, data: Data) -> str:
     """Return the settings that name a column, as written in a recipe."""
-    columns = {name: value if isinstance(value, tuple) else (value,) for name, value in data if "_column" in name}
-    found = [name for name, named in columns.items() if column in named or f"{{{column}}}" in str(named)]
+    settings = columns_by_setting(data).items()
+    found = [name for name, named in settings if column in named or f"{{{column}}}" in str(named)]
     return " or ".join(f"data.{name}" for name in found) or "the recipe"
 
 
 def json_objects(path: Path, data: Data, example_column: str) -> Iterator[tuple[dict[str, Any], str, float]]:
     """Yield (object, file and line, bytes) for each object of a jsonl file or a json array, without blank lines."""
-    if file_kind(path) == "json" and not has_object_lines(path, data):
-        yield from _array_objects(path, data, example_column)
-        return
-    for number, (line, num_bytes) in enumerate(read_lines(path, data), start=1):
-        if line.strip():
-            where = f"{path}:{number}"
-            yield _json_object(line, where, example_column), where, num_bytes
+    is_array = file_kind(path) == "json" and not has_object_lines(path, data)
+    example = f"{{{example_column!r}: ...}}"
+    for row, where, num_bytes in _array_values(path, data, example) if is_array else _line_values(path, data):
+        if not isinstance(row, dict):
+            each = "for each row" if is_array else "on each line"
+            raise ValueError(f"{where}: {show_cell(row)} is not an object; write {example} {each}")
+        yield row, where, num_bytes
 
 
 def has_object_lines(path: Path, data: Data) -> bool:
@@ -336,33 +333,28 @@ def has_object_lines(path: Path, data: Data) -> bool:
     return len(lines) == 2 and all(line[0] + line[-1] == "{}" for line in lines)
 
 
-def _array_objects(path: Path, data: Data, example_column: str) -> Iterator[tuple[dict[str, Any], str, float]]:
+def _array_values(path: Path, data: Data, example: str) -> Iterator[tuple[Any, str, float]]:
     try:
         rows = parse_json(read_text(path, data))
     except ValueError as error:
         raise ValueError(f"{path}: not JSON ({error}); write one array of objects") from None
     if not isinstance(rows, list):
-        raise ValueError(
-            f"{path} holds {show_cell(rows)}, not an array of rows; write [{{{example_column!r}: ...}}, ...]"
-        )
+        raise ValueError(f"{path} holds {show_cell(rows)}, not an array of rows; write [{example}, ...]")
     num_bytes = path.stat().st_size / max(1, len(rows))
     for number, row in enumerate(rows, start=1):
-        where = f"{path}, row {number}"
-        if not isinstance(row, dict):
-            raise ValueError(
-                f"{where}: {show_cell(row)} is not an object; write {{{example_column!r}: ...}} for each row"
-            )
+        yield row, f"{path}, row {number}", num_bytes
+
+
+def _line_values(path: Path, data: Data) -> Iterator[tuple[Any, str, float]]:
+    for number, (line, num_bytes) in enumerate(read_lines(path, data), start=1):
+        if not line.strip():
+            continue
+        where = f"{path}:{number}"
+        try:
+            row = parse_json(line)
+        except ValueError as error:
+            raise ValueError(f"{where}: not JSON ({error}); each line must be one object; repair or drop it") from None
         yield row, where, num_bytes
-
-
-def _json_object(line: str, where: str, example_column: str) -> dict[str, Any]:
-    try:
-        row = parse_json(line)
-    except ValueError as error:
-        raise ValueError(f"{where}: not JSON ({error}); each line must be one object; repair or drop it") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: {show_cell(row)} is not an object; write {{{example_column!r}: ...}} on each line")
-    return row
 
 
 def check_text(text: str, at: str, data: Data) -> str:
@@ -415,9 +407,8 @@ def resolve_both(data: Data) -> tuple[tuple[Source, ...], tuple[Source, ...], li
 
 def refuse_parts_of(source: Source, data: Data) -> None:
     """Raise ValueError if a column that the task does not read divides the rows of training data into parts."""
-    named = [value for name, value in data if "_column" in name and value is not None]
-    read = {name for value in named for name in ([value] if isinstance(value, str) else value)}
     if data.is_for_training:
+        read = {name for names in columns_by_setting(data).values() for name in names}
         refuse_parts(source.name, *columns_with_parts(source, data, read))
 
 
@@ -437,7 +428,7 @@ def columns_with_parts(
     source: Source, data: Data, skipped: Collection[str] = ()
 ) -> tuple[dict[str, list[Any]], list[str]]:
     """Return the columns in whose first rows a cell names a part, and the names of all columns of a readable table."""
-    if source.files and file_kind(source.files[0]) not in ("csv", "jsonl", "json", "parquet"):
+    if source.files and source.kind not in ("csv", "jsonl", "json", "parquet"):
         return {}, []
     try:
         names = [name for name in column_names(source, data) if name]
@@ -452,7 +443,7 @@ def columns_with_parts(
 
 def rows_of(source: Source, names: Sequence[str], data: Data) -> Iterator[dict[str, Any]]:
     """Yield the rows as mappings. Rows of JSON have their own keys."""
-    if source.files and file_kind(source.files[0]) in ("json", "jsonl"):
+    if source.kind in ("json", "jsonl"):
         yield from (row for path in source.files for row, _, _ in json_objects(path, data, "text"))
         return
     yield from (dict(zip(names, row.cells)) for row in read_rows(source, names, data))

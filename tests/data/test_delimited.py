@@ -7,17 +7,21 @@ import pytest
 
 from accel_train.data.delimited import delimiter_of, why_header
 from accel_train.data.encoding import guess_encoding, read_lines
-from accel_train.data.sources import resolve_sources
 from accel_train.data.tables import read_rows
 from accel_train.recipe.data import Data
 from accel_train.tasks.text_classification.config import TextClassificationData
-from tests.support.runs import refused
+from tests.support.runs import refused, sources_of
 
 
 def rows_of(path: Path, *columns: str, **settings: Any) -> list[tuple[Any, ...]]:
     data = Data(train=str(path), **settings)
-    (source,) = resolve_sources(data.train, data, key="data.train")
+    (source,) = sources_of(data)
     return [row.cells for row in read_rows(source, columns, data)]
+
+
+def write(content: str | bytes, name: str = "a.csv") -> Path:
+    Path(name).write_bytes(content.encode() if isinstance(content, str) else content)
+    return Path(name)
 
 
 @pytest.mark.parametrize(
@@ -34,17 +38,15 @@ def rows_of(path: Path, *columns: str, **settings: Any) -> list[tuple[Any, ...]]
         ("text\nno; delimiter here\nnone\n", ","),
     ],
 )
-def test_the_delimiter_is_what_divides_the_first_lines_alike(tmp_path: Path, content: str, delimiter: str) -> None:
-    path = tmp_path / "a.csv"
-    path.write_text(content)
+def test_the_delimiter_is_what_divides_the_first_lines_alike(content: str, delimiter: str) -> None:
+    path = write(content)
     assert delimiter_of(path, Data(train=str(path))) == delimiter
 
 
-def test_a_delimiter_that_is_named_wins_and_one_that_was_found_is_said(tmp_path: Path) -> None:
-    path = tmp_path / "a.csv"
-    path.write_text("text;label\na, b;x\n")
+def test_a_delimiter_that_is_named_wins_and_one_that_was_found_is_said() -> None:
+    path = write("text;label\na, b;x\n")
     assert rows_of(path, "text", "label") == [("a, b", "x")]
-    (source,) = resolve_sources(str(path), Data(train=str(path)), key="data.train")
+    (source,) = sources_of(Data(train=str(path)))
     assert source.notes[0].startswith(f"{path}: read as separated by semicolons")
     path.write_text("text#label\na, b#x\n")
     assert rows_of(path, "label", delimiter="#") == [("x",)]
@@ -52,9 +54,8 @@ def test_a_delimiter_that_is_named_wins_and_one_that_was_found_is_said(tmp_path:
     assert rows_of(path, "label", delimiter="tab") == [("x",)]
 
 
-def test_columns_without_a_header_are_called_by_their_numbers_from_1(tmp_path: Path) -> None:
-    path = tmp_path / "a.csv"
-    path.write_text('\n3,"title, long",body\n4,t,b\n')
+def test_columns_without_a_header_are_called_by_their_numbers_from_1() -> None:
+    path = write('\n3,"title, long",body\n4,t,b\n')
     assert rows_of(path, "3", "1", header="none") == [("body", "3"), ("b", "4")]
     refused(rows_of, path, "text", header="none", named="a.csv:2|'text'|1, 2, 3")
     assert rows_of(path, "3", "1", header="left_out") == [("b", "4")]
@@ -85,35 +86,29 @@ LONG = "".join(f"a film of {number} words,x\n" for number in range(12))
         ('text,"label\n', None),
     ],
 )
-def test_a_header_that_the_run_does_not_expect_is_told_from_a_row(
-    tmp_path: Path, content: str, why: str | None
-) -> None:
-    path = tmp_path / "a.csv"
-    path.write_text(content)
+def test_a_header_that_the_run_does_not_expect_is_told_from_a_row(content: str, why: str | None) -> None:
+    path = write(content)
     data = TextClassificationData(train=str(path), header="none")
     found = why_header(path, data, ["1", "2"], {"2": ("x", "y")})
     assert found == why if why is None else (found or "").startswith(why)
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "cp1252", "utf-16", "utf-8-sig"])
-def test_an_encoding_that_is_named_is_read(tmp_path: Path, encoding: str) -> None:
-    path = tmp_path / "a.csv"
-    path.write_bytes("text,label\r\ncaf\u00e9 \u00fc,x\r\n".encode(encoding))
+def test_an_encoding_that_is_named_is_read(encoding: str) -> None:
+    path = write("text,label\r\ncaf\u00e9 \u00fc,x\r\n".encode(encoding))
     assert rows_of(path, "text", encoding=encoding) == [("caf\u00e9 \u00fc",)]
 
 
-def test_utf16_is_read_by_its_mark_with_the_bytes_of_each_line(tmp_path: Path) -> None:
-    path = tmp_path / "a.csv"
-    path.write_bytes("text,label\n\u4e16\u754c,x\n".encode("utf-16"))
+def test_utf16_is_read_by_its_mark_with_the_bytes_of_each_line() -> None:
+    path = write("text,label\n\u4e16\u754c,x\n".encode("utf-16"))
     data = Data(train=str(path))
     assert list(read_lines(path, data)) == [("text,label\n", 22), ("\u4e16\u754c,x\n", 10)]
-    (source,) = resolve_sources(str(path), data, key="data.train")
+    (source,) = sources_of(data)
     assert source.notes[0].startswith(f"{path}: read as UTF-16")
 
 
-def test_an_encoding_is_guessed_where_utf8_fails(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_bytes("caf\u00e9".encode())
+def test_an_encoding_is_guessed_where_utf8_fails() -> None:
+    path = write("caf\u00e9".encode(), "a.txt")
     assert guess_encoding(path) is None
     path.write_bytes("caf\u00e9 \u20ac".encode("cp1252"))
     encoding, reason = guess_encoding(path)
@@ -123,16 +118,15 @@ def test_an_encoding_is_guessed_where_utf8_fails(tmp_path: Path) -> None:
     assert (encoding, "0xe9 at position 3" in reason) == ("latin-1", True)
 
 
-def test_a_cut_letter_does_not_make_utf8_another_encoding(tmp_path: Path) -> None:
-    path = tmp_path / "a.csv"
-    path.write_bytes("text\nпоез".encode()[:-1] + b"\n" + "дом\n".encode() * 5)
+def test_a_cut_letter_does_not_make_utf8_another_encoding() -> None:
+    path = write("text\nпоез".encode()[:-1] + b"\n" + "дом\n".encode() * 5)
     refused(guess_encoding, path, named="a.csv:2: byte 0xd0|position 11|18 other|encoding_errors: replace")
     assert guess_encoding(path, "replace") is None
     data = Data(train=str(path), encoding="latin-1")
-    refused(resolve_sources, str(path), data, key="data.train", named="data.encoding=latin-1|18 of")
+    refused(sources_of, data, named="data.encoding=latin-1|18 of")
     path.write_bytes("text\nschön für \u00c3\u00a9\n".encode("latin-1"))  # valid UTF-8 by accident
     assert guess_encoding(path) is not None
-    resolve_sources(str(path), data, key="data.train")
+    sources_of(data)
 
 
 @pytest.mark.parametrize(
@@ -148,13 +142,11 @@ def test_a_cut_letter_does_not_make_utf8_another_encoding(tmp_path: Path) -> Non
         ("fasttext_multi", "__label__a __label__b text\n__label__a more\n", [(["a", "b"], "text"), (["a"], "more")]),
     ],
 )
-def test_lines_of_a_label_and_a_text_are_rows(tmp_path: Path, lines: Any, content: str, rows: list[Any]) -> None:
-    path = tmp_path / "a.txt"
-    path.write_text(content)
+def test_lines_of_a_label_and_a_text_are_rows(lines: Any, content: str, rows: list[Any]) -> None:
+    path = write(content, "a.txt")
     assert rows_of(path, "label", "text", lines=lines) == rows
 
 
-def test_a_line_with_two_labels_names_the_setting_that_reads_it(tmp_path: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_text("__label__a __label__b text\n")
+def test_a_line_with_two_labels_names_the_setting_that_reads_it() -> None:
+    path = write("__label__a __label__b text\n", "a.txt")
     refused(rows_of, path, "label", lines="fasttext", named="a.txt:1|2 labels|data.lines: fasttext_multi")

@@ -69,50 +69,52 @@ def graph(value: int) -> list[Any]:
     return items
 
 
-DIFFERENT: list[Callable[[], tuple[Any, Any]]] = [
-    lambda: (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5])),
-    lambda: (torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])),
-    lambda: (torch.tensor([1, 2]), torch.tensor([1, 2], dtype=torch.int32)),
-    lambda: (torch.ones(4), torch.ones(4, dtype=torch.bfloat16)),
-    lambda: (torch.ones(2, 3), torch.ones(3, 2)),
-    lambda: (torch.tensor(1.0), torch.tensor([1.0])),
-    lambda: (torch.tensor(True), torch.tensor(False)),
-    lambda: (torch.tensor([1 + 2j]), torch.tensor([1 - 2j])),
-    lambda: (torch.zeros(1), -torch.zeros(1)),
-    lambda: (np.array([1.0, 2.0]), np.array([2.0, 1.0])),
-    lambda: (np.array([1, 2]), np.array([1, 2], np.int32)),
-    lambda: (np.array(["a", None], object), np.array(["b", None], object)),
-    lambda: (np.array(["2020"], "M8[Y]"), np.array(["2021"], "M8[Y]")),
-    lambda: (torch.ones(2), np.ones(2, np.float64)),
-    lambda: (1, 1.0),
-    lambda: (1, True),
-    lambda: ("1", 1),
-    lambda: ("a", b"a"),
-    lambda: (None, "None"),
-    lambda: ([1, 2], (1, 2)),
-    lambda: ([1, 2], [2, 1]),
-    lambda: ([[1], 2], [[1, 2]]),
-    lambda: (({1}, {2}), ({1, 2}, set())),
-    lambda: ({1, 2}, frozenset({1, 2})),
-    lambda: ({"a": {"b": 1}, "c": 2}, {"a": {"b": 1, "c": 2}}),
-    lambda: ({"a": 1}, {"b": 1}),
-    lambda: ({"x": [torch.zeros(2), ("y", 1)]}, {"x": [torch.zeros(2), ("y", 2)]}),
-    lambda: (float("nan"), float("inf")),
-    lambda: (torch.tensor([float("nan")]), torch.tensor([0.0])),
-    lambda: (picture(1), picture(2)),
-    lambda: (Plain(1), Plain(2)),
-    lambda: (Slotted(1), Slotted(2)),
-    lambda: (SimpleNamespace(size=1), SimpleNamespace(size=2)),
-    lambda: (Mode.MEAN, Mode.SUM),
-    lambda: (Path("a"), Path("b")),
-    lambda: (re.compile("a"), re.compile("b")),
-    lambda: (date(2026, 1, 1), date(2026, 1, 2)),
-    lambda: (Decimal("0.1"), Decimal("0.2")),
-    lambda: (range(3), range(4)),
-    lambda: (torch.float32, torch.bfloat16),
-    lambda: (torch.device("cpu"), torch.device("meta")),
-    lambda: (graph(1), graph(2)),
-]
+def different() -> list[tuple[Any, Any]]:
+    """Return pairs of values that differ, made anew."""
+    return [
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.5])),
+        (torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])),
+        (torch.tensor([1, 2]), torch.tensor([1, 2], dtype=torch.int32)),
+        (torch.ones(4), torch.ones(4, dtype=torch.bfloat16)),
+        (torch.ones(2, 3), torch.ones(3, 2)),
+        (torch.tensor(1.0), torch.tensor([1.0])),
+        (torch.tensor(True), torch.tensor(False)),
+        (torch.tensor([1 + 2j]), torch.tensor([1 - 2j])),
+        (torch.zeros(1), -torch.zeros(1)),
+        (np.array([1.0, 2.0]), np.array([2.0, 1.0])),
+        (np.array([1, 2]), np.array([1, 2], np.int32)),
+        (np.array(["a", None], object), np.array(["b", None], object)),
+        (np.array(["2020"], "M8[Y]"), np.array(["2021"], "M8[Y]")),
+        (torch.ones(2), np.ones(2, np.float64)),
+        (1, 1.0),
+        (1, True),
+        ("1", 1),
+        ("a", b"a"),
+        (None, "None"),
+        ([1, 2], (1, 2)),
+        ([1, 2], [2, 1]),
+        ([[1], 2], [[1, 2]]),
+        (({1}, {2}), ({1, 2}, set())),
+        ({1, 2}, frozenset({1, 2})),
+        ({"a": {"b": 1}, "c": 2}, {"a": {"b": 1, "c": 2}}),
+        ({"a": 1}, {"b": 1}),
+        ({"x": [torch.zeros(2), ("y", 1)]}, {"x": [torch.zeros(2), ("y", 2)]}),
+        (float("nan"), float("inf")),
+        (torch.tensor([float("nan")]), torch.tensor([0.0])),
+        (picture(1), picture(2)),
+        (Plain(1), Plain(2)),
+        (Slotted(1), Slotted(2)),
+        (SimpleNamespace(size=1), SimpleNamespace(size=2)),
+        (Mode.MEAN, Mode.SUM),
+        (Path("a"), Path("b")),
+        (re.compile("a"), re.compile("b")),
+        (date(2026, 1, 1), date(2026, 1, 2)),
+        (Decimal("0.1"), Decimal("0.2")),
+        (range(3), range(4)),
+        (torch.float32, torch.bfloat16),
+        (torch.device("cpu"), torch.device("meta")),
+        (graph(1), graph(2)),
+    ]
 
 
 class Graph:
@@ -135,17 +137,20 @@ class Slots:
         self.value = value
 
 
-OF_DATA: list[Callable[[], tuple[Any, Any]]] = [
-    lambda: (Graph([0, 1]), Graph([0, 2])),
-    lambda: (Slots(1), Slots(2)),
-    lambda: (pd.Series([1.0, 2.0]), pd.Series([1.0, 3.0])),
-    lambda: (np.array([{1}, None]), np.array([{2}, None])),
-]
+def different_items() -> list[tuple[Any, Any]]:
+    """Return pairs of different items of data, made anew."""
+    return [
+        *different(),
+        (Graph([0, 1]), Graph([0, 2])),
+        (Slots(1), Slots(2)),
+        (pd.Series([1.0, 2.0]), pd.Series([1.0, 3.0])),
+        (np.array([{1}, None]), np.array([{2}, None])),
+    ]
 
 
-@pytest.mark.parametrize("make", [*DIFFERENT, *OF_DATA])
-def test_items_of_another_value_order_type_or_shape_are_other_data(make: Callable[[], tuple[Any, Any]]) -> None:
-    (one, other), (again, _) = make(), make()
+@pytest.mark.parametrize("number", range(len(different_items())))
+def test_items_of_another_value_order_type_or_shape_are_other_data(number: int) -> None:
+    (one, other), (again, _) = different_items()[number], different_items()[number]
     assert of(one) == of(again)
     assert of(one) != of(other)
 
@@ -233,7 +238,6 @@ def test_augmented_data_are_stable_and_leave_the_generators_of_the_process_alone
         draws.append((random.random(), np.random.rand(), torch.rand(2).tolist()))
     assert draws[0] == draws[1]
     assert found == digest_of_data(Augmented(range(20)))
-    assert found is not None
     assert found[1]
 
 
@@ -267,57 +271,57 @@ def around(value: Any) -> Callable[..., Any]:
     return lambda model, batch: (value, model, batch)
 
 
-SETTINGS: list[Callable[[], tuple[Any, Any]]] = [
-    lambda: (nn.CrossEntropyLoss(label_smoothing=0.1), nn.CrossEntropyLoss()),
-    lambda: (nn.CrossEntropyLoss(ignore_index=0), nn.CrossEntropyLoss()),
-    lambda: (nn.CrossEntropyLoss(torch.tensor([1.0, 2.0])), nn.CrossEntropyLoss(torch.tensor([1.0, 3.0]))),
-    lambda: (nn.BCEWithLogitsLoss(pos_weight=torch.ones(1)), nn.BCEWithLogitsLoss(pos_weight=2 * torch.ones(1))),
-    lambda: (nn.HuberLoss(delta=1.0), nn.HuberLoss(delta=2.0)),
-    lambda: (nn.MSELoss(), nn.MSELoss(reduction="sum")),
-    lambda: (nn.Dropout(0.1), nn.Dropout(0.2)),
-    lambda: (BertConfig(hidden_size=24), BertConfig(hidden_size=12)),
-    lambda: (
-        DataCollatorForLanguageModeling(Tokens(), mlm_probability=0.1),
-        DataCollatorForLanguageModeling(Tokens(), mlm_probability=0.3),
-    ),
-    lambda: (partial(around, 1), partial(around, 2)),
-    lambda: (around(1), around(2)),
-    lambda: (lambda x: x + 1, lambda x: x + 2),
-    lambda: (lambda x: x in {"a", "b"}, lambda x: x in {"a", "c"}),
-    lambda: (lambda x, scale=1: x * scale, lambda x, scale=2: x * scale),
-    lambda: (lambda x, *, scale=1: x * scale, lambda x, *, scale=2: x * scale),
-    lambda: (lambda x: x.mean(), lambda x: x.sum()),
-    lambda: (cache(lambda: 1), cache(lambda: 2)),
-    lambda: (re, random),
-    lambda: (max, min),
-    *DIFFERENT,
-]
+def different_code() -> list[tuple[Any, Any]]:
+    """Return pairs of different settings and code, made anew."""
+    return [
+        *different(),
+        (nn.CrossEntropyLoss(label_smoothing=0.1), nn.CrossEntropyLoss()),
+        (nn.CrossEntropyLoss(ignore_index=0), nn.CrossEntropyLoss()),
+        (nn.CrossEntropyLoss(torch.tensor([1.0, 2.0])), nn.CrossEntropyLoss(torch.tensor([1.0, 3.0]))),
+        (nn.BCEWithLogitsLoss(pos_weight=torch.ones(1)), nn.BCEWithLogitsLoss(pos_weight=2 * torch.ones(1))),
+        (nn.HuberLoss(delta=1.0), nn.HuberLoss(delta=2.0)),
+        (nn.MSELoss(), nn.MSELoss(reduction="sum")),
+        (nn.Dropout(0.1), nn.Dropout(0.2)),
+        (BertConfig(hidden_size=24), BertConfig(hidden_size=12)),
+        (
+            DataCollatorForLanguageModeling(Tokens(), mlm_probability=0.1),
+            DataCollatorForLanguageModeling(Tokens(), mlm_probability=0.3),
+        ),
+        (partial(around, 1), partial(around, 2)),
+        (around(1), around(2)),
+        (lambda x: x + 1, lambda x: x + 2),
+        (lambda x: x in {"a", "b"}, lambda x: x in {"a", "c"}),
+        (lambda x, scale=1: x * scale, lambda x, scale=2: x * scale),
+        (lambda x, *, scale=1: x * scale, lambda x, *, scale=2: x * scale),
+        (lambda x: x.mean(), lambda x: x.sum()),
+        (cache(lambda: 1), cache(lambda: 2)),
+        (re, random),
+        (max, min),
+    ]
 
 
-@pytest.mark.parametrize("make", SETTINGS)
-def test_code_with_other_constants_settings_or_values_around_it_is_other_code(
-    make: Callable[[], tuple[Any, Any]],
-) -> None:
-    (one, other), (again, _) = make(), make()
+@pytest.mark.parametrize("number", range(len(different_code())))
+def test_code_with_other_constants_settings_or_values_around_it_is_other_code(number: int) -> None:
+    (one, other), (again, _) = different_code()[number], different_code()[number]
     assert digest_of_code(around(one)) == digest_of_code(around(again))
     assert digest_of_code(around(one)) != digest_of_code(around(other))
 
 
-def compiled(source: str, **around: Any) -> Callable[..., Any]:
+def of_loss(source: str, **around: Any) -> str:
+    """The digest of the function `loss` of a program."""
     names: dict[str, Any] = {"__name__": "own_code", **around}
     exec(compile(source, "own_code.py", "exec"), names)
-    found: Callable[..., Any] = names["loss"]
-    return found
+    return digest_of_code(names["loss"])
 
 
 def test_lines_and_comments_do_not_count_and_code_that_is_called_does() -> None:
     source = "def scale(x):\n    return 2 * x\ndef loss(x):\n    return [scale(each) for each in x]\n"
-    first = digest_of_code(compiled(source))
-    assert digest_of_code(compiled("# a comment\n\n" + source.replace("2 * x", "2 * x  # twice"))) == first
-    assert digest_of_code(compiled(source.replace("2 * x", "3 * x"))) != first
-    assert digest_of_code(compiled(source.replace("each in x", "each in x[1:]"))) != first
+    first = of_loss(source)
+    assert of_loss("# a comment\n\n" + source.replace("2 * x", "2 * x  # twice")) == first
+    assert of_loss(source.replace("2 * x", "3 * x")) != first
+    assert of_loss(source.replace("each in x", "each in x[1:]")) != first
     unused = source.replace("scale(each)", "each")
-    assert digest_of_code(compiled(unused)) == digest_of_code(compiled(unused.replace("2 * x", "3 * x")))
+    assert of_loss(unused) == of_loss(unused.replace("2 * x", "3 * x"))
 
 
 @pytest.mark.parametrize(
@@ -326,7 +330,7 @@ def test_lines_and_comments_do_not_count_and_code_that_is_called_does() -> None:
 )
 def test_a_container_that_the_code_changes_itself_does_not_count(line: str) -> None:
     source = f"def loss(x):\n    {line}\n    return x\n"
-    assert digest_of_code(compiled(source, log=[1])) == digest_of_code(compiled(source, log=[1, 2]))
+    assert of_loss(source, log=[1]) == of_loss(source, log=[1, 2])
 
 
 @pytest.mark.parametrize(
@@ -334,7 +338,7 @@ def test_a_container_that_the_code_changes_itself_does_not_count(line: str) -> N
 )
 def test_a_change_of_something_else_hides_no_changed_weights(line: str) -> None:
     source = f"def loss(x):\n    y = x * log\n    {line}\n    return y\n"
-    one, other, again = (digest_of_code(compiled(source, log=torch.tensor([1.0, each]))) for each in (2, 3, 2))
+    one, other, again = (of_loss(source, log=torch.tensor([1.0, each])) for each in (2, 3, 2))
     assert one == again
     assert one != other
 

@@ -5,6 +5,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -12,23 +13,23 @@ import pytest
 
 from accel_train.data.builtin.stdlib import MAX_PER_PACKAGE, NUM_PACKAGES, stdlib_functions
 from accel_train.data.labels import LabelScheme, class_notes, label_scheme
-from accel_train.data.sources import resolve_sources
 from accel_train.data.tables import Row, class_names, read_rows
 from accel_train.data.text.documents import read_documents
 from accel_train.recipe.data import WindowData
 from accel_train.tasks.common.texts import TextRow, hold_out, repeated_texts
 from accel_train.tasks.text_classification.config import TextClassificationData
 from accel_train.tasks.text_classification.data import read_text_rows
-from tests.support.runs import refused
+from tests.support.runs import refused, sources_of, write_file, write_rows
 
 
-def rows_of(path: Path, *columns: str, **settings: Any) -> list[Row]:
+def rows_of(path: Path | str, *columns: str, **settings: Any) -> list[Row]:
     data = TextClassificationData(train=str(path), **settings)
-    return [
-        row
-        for source in resolve_sources(data.train, data, key="data.train")
-        for row in read_rows(source, columns, data)
-    ]
+    return [row for source in sources_of(data) for row in read_rows(source, columns, data)]
+
+
+def read_texts(path: Path | str, **settings: Any) -> list[TextRow]:
+    data = TextClassificationData(train=str(path), **settings)
+    return read_text_rows(sources_of(data), data, key="data.train")
 
 
 def scheme_of(*values: Any, **settings: Any) -> LabelScheme:
@@ -36,40 +37,37 @@ def scheme_of(*values: Any, **settings: Any) -> LabelScheme:
     return label_scheme(values, lambda index: f"rows.csv:{index + 2}", **{**defaults, **settings})
 
 
-def test_every_kind_of_table_gives_the_same_rows_and_says_where_each_stands(tmp_path: Path) -> None:
+def test_every_kind_of_table_gives_the_same_rows_and_says_where_each_stands() -> None:
     texts = ["plain", 'two\nlines, "quoted"', "世界\u2028", "x" * 200_000]
     table = pyarrow.table({"label": ["a", "b", "a", "b"], "more": [1, 2, 3, 4], "text": texts})
-    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    pyarrow.parquet.write_table(table, "rows.parquet")
     encoded = table.set_column(2, "text", table["text"].dictionary_encode())
-    (tmp_path / "parts").mkdir()
-    pyarrow.parquet.write_table(encoded, tmp_path / "parts" / "rows.parquet", row_group_size=2)
+    Path("parts").mkdir()
+    pyarrow.parquet.write_table(encoded, Path("parts/rows.parquet"), row_group_size=2)
     lines = "".join(json.dumps(row, ensure_ascii=False) + "\n\n" for row in table.to_pylist())
-    (tmp_path / "rows.jsonl").write_text(lines, encoding="utf-8")
+    write_file("rows.jsonl", lines)
     for suffix, separator in (("csv", ","), ("tsv", "\t")):
         quoted = ['"' + text.replace('"', '""') + '"' for text in texts]
         body = [separator.join((label, "0", text)) for label, text in zip("abab", quoted)]
         content = "\ufeff" + separator.join(("label", "more", "text")) + "\n" + "\n".join(body)
-        (tmp_path / f"rows.{suffix}").write_text(content, encoding="utf-8")
+        write_file(f"rows.{suffix}", content)
     wanted = list(zip(texts, "abab"))
     wheres = {}
     for suffix in ("csv", "tsv", "jsonl", "parquet"):
-        rows = rows_of(tmp_path / f"rows.{suffix}", "text", "label")
+        rows = rows_of(f"rows.{suffix}", "text", "label")
         assert [row.cells for row in rows] == wanted, suffix
-        wheres[suffix] = [row.where.removeprefix(str(tmp_path)) for row in rows]
-    assert [row.cells for row in rows_of(tmp_path / "parts" / "rows.parquet", "text", "label")] == wanted
-    assert wheres["csv"] == ["/rows.csv:2", "/rows.csv:3", "/rows.csv:5", "/rows.csv:6"]
-    assert wheres["jsonl"] == [f"/rows.jsonl:{line}" for line in (1, 3, 5, 7)]
-    assert wheres["parquet"] == [f"/rows.parquet, row {row}" for row in (1, 2, 3, 4)]
+        wheres[suffix] = [row.where for row in rows]
+    assert [row.cells for row in rows_of("parts/rows.parquet", "text", "label")] == wanted
+    assert wheres["csv"] == ["rows.csv:2", "rows.csv:3", "rows.csv:5", "rows.csv:6"]
+    assert wheres["jsonl"] == [f"rows.jsonl:{line}" for line in (1, 3, 5, 7)]
+    assert wheres["parquet"] == [f"rows.parquet, row {row}" for row in (1, 2, 3, 4)]
 
 
-def test_a_saved_data_set_gives_rows_and_the_names_of_its_classes(tmp_path: Path) -> None:
-    import datasets
-
+def test_a_saved_data_set_gives_rows_and_the_names_of_its_classes() -> None:
     features = datasets.Features({"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["neg", "pos"])})
-    datasets.Dataset.from_dict({"text": ["a", "b"], "label": [1, 0]}, features=features).save_to_disk(tmp_path / "set")
-    assert [row.cells for row in rows_of(tmp_path / "set", "label", "text", "label")] == [(1, "a", 1), (0, "b", 0)]
-    data = TextClassificationData(train=str(tmp_path / "set"))
-    (source,) = resolve_sources(data.train, data, key="data.train")
+    datasets.Dataset.from_dict({"text": ["a", "b"], "label": [1, 0]}, features=features).save_to_disk("set")
+    assert [row.cells for row in rows_of("set", "label", "text", "label")] == [(1, "a", 1), (0, "b", 0)]
+    (source,) = sources_of(TextClassificationData(train="set"))
     assert class_names(source, "label") == ("neg", "pos")
     assert class_names(source, "text") is None
 
@@ -90,11 +88,9 @@ def test_a_saved_data_set_gives_rows_and_the_names_of_its_classes(tmp_path: Path
         ("a.txt", "text", "a.txt|(text, label)"),
     ],
 )
-def test_a_table_that_cannot_be_read_is_named_with_its_row(
-    tmp_path: Path, name: str, content: str | bytes, said: str
-) -> None:
-    (tmp_path / name).write_bytes(content.encode() if isinstance(content, str) else content)
-    refused(rows_of, tmp_path / name, "text", "label", named=said)
+def test_a_table_that_cannot_be_read_is_named_with_its_row(name: str, content: str | bytes, said: str) -> None:
+    write_file(name, content)
+    refused(rows_of, Path(name), "text", "label", named=said)
 
 
 def test_numbers_are_ids_of_named_classes_counted_from_where_the_recipe_says() -> None:
@@ -103,57 +99,45 @@ def test_numbers_are_ids_of_named_classes_counted_from_where_the_recipe_says() -
     refused(scheme.encode, ("0",), str, named='"0"|3 classes|1 to 3')
 
 
-def test_a_text_cell_without_text_is_refused_and_an_empty_string_is_a_text(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    data = TextClassificationData(train=str(path))
-
-    def read() -> list[TextRow]:
-        return read_text_rows(resolve_sources(data.train, data, key="data.train"), data, key="data.train")
-
+def test_a_text_cell_without_text_is_refused_and_an_empty_string_is_a_text() -> None:
+    path = Path("a.jsonl")
     path.write_text('{"text": "", "label": "x"}\n')
-    assert [row.texts for row in read()] == [("",)]
+    assert [row.texts for row in read_texts(path)] == [("",)]
     for content, named in (
         ('{"text": "", "label": "x"}\n{"text": null, "label": "x"}', "a.jsonl:2|'text' holds null|data.text_column"),
         ('{"text": 3, "label": "x"}', "a.jsonl:1|'text' holds 3"),
-        ('{"text": "\\ud800", "label": "x"}', "a.jsonl:1|lone surrogate"),
         ("", "data.train"),
     ):
         path.write_text(content + "\n")
-        refused(read, named=named)
+        refused(read_texts, path, named=named)
 
 
 @pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
-def test_a_template_joins_the_cells_of_its_columns(suffix: str, tmp_path: Path) -> None:
-    path = tmp_path / f"a.{suffix}"
+def test_a_template_joins_the_cells_of_its_columns(suffix: str) -> None:
+    path = f"a.{suffix}"
     cells = [("A {body}", "long", 2001, "x"), ("" if suffix == "csv" else None, "short", 2002, "y")]
     rows = [dict(zip(("my title", "body", "year", "label"), row)) for row in cells]
-    if suffix == "csv":
-        path.write_text("\n".join(",".join(map(str, row)) for row in (rows[0], *(each.values() for each in rows))))
-    elif suffix == "jsonl":
-        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    else:
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-
-    def read(*columns: str) -> list[TextRow]:
-        data = TextClassificationData(train=str(path), text_columns=columns, id_column="year")
-        return read_text_rows(resolve_sources(data.train, data, key="data.train"), data, key="data.train")
-
-    found = [(row.texts, row.label, row.id) for row in read("body", "{my title}: {body} ({year}) {body}")]
+    write_rows(path, rows)
+    columns = ("body", "{my title}: {body} ({year}) {body}")
+    found = [(row.texts, row.label, row.id) for row in read_texts(path, text_columns=columns, id_column="year")]
     assert found == [
         (("long", "A {body}: long (2001) long"), "x", "2001"),
         (("short", ": short (2002) short"), "y", "2002"),
     ]
-    windows = WindowData(train=str(path), text_column="{body} {year}")
-    (source,) = resolve_sources(windows.train, windows, key="data.train")
+    windows = WindowData(train=path, text_column="{body} {year}")
+    (source,) = sources_of(windows)
     assert [document.text for document in read_documents(source, windows)] == ["long 2001", "short 2002"]
-    refused(read, "{my titel}: {body}", named="a.|no column 'my titel'|'my title'|data.text_columns")
+    refused(
+        read_texts,
+        path,
+        text_columns=("{my titel}: {body}",),
+        named="a.|no column 'my titel'|'my title'|data.text_columns",
+    )
 
 
-def test_three_text_columns_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("a,b,c,label\n")
-    data = TextClassificationData(train=str(tmp_path / "a.csv"), text_columns=("a", "b", "c"))
-    sources = resolve_sources(data.train, data, key="data.train")
-    refused(read_text_rows, sources, data, key="data.train", named="3 columns")
+def test_three_text_columns_are_refused() -> None:
+    write_file("a.csv", "a,b,c,label\n")
+    refused(read_texts, "a.csv", text_columns=("a", "b", "c"), named="3 columns")
 
 
 @pytest.mark.parametrize(
@@ -255,7 +239,6 @@ def split_of(fraction: float) -> TextClassificationData:
 def test_the_same_text_is_never_on_both_sides() -> None:
     rows = text_rows([f"text {number % 70}" for number in range(500)])
     train, evaluation, notes = hold_out(rows, split_of(0.3), ())
-    assert evaluation is not None
     assert len(train) + len(evaluation) == 500
     assert not {row.texts for row in train} & {row.texts for row in evaluation}
     assert 50 < len(evaluation) < 250
@@ -265,7 +248,6 @@ def test_the_same_text_is_never_on_both_sides() -> None:
 
 def test_few_texts_still_leave_one_for_evaluation_and_one_text_is_refused() -> None:
     train, evaluation, notes = hold_out(text_rows([f"text {number}" for number in range(6)]), split_of(0.0001), ())
-    assert evaluation is not None
     assert (len(train), len(evaluation)) == (5, 1)
     assert notes
     assert hold_out(text_rows(["a", "b"]), split_of(0.0), ())[1] is None

@@ -37,6 +37,21 @@ def read_boxes(train: str, eval_fraction: float = 0.0, **data: Any) -> ImageSets
     return read_boxed_images(ObjectDetectionData(train=train, eval_fraction=eval_fraction, **data))
 
 
+def places(side: ImageRows) -> list[str]:
+    """Return the file, or the file and row, of each image."""
+    return [side.where(index) for index in range(len(side))]
+
+
+def corners(side: ImageRows, index: int = 0) -> Any:
+    """Return left, top, right, and bottom of each box of an image."""
+    return side.boxes_of(index).corners.tolist()
+
+
+def classes(side: ImageRows, index: int = 0) -> Any:
+    """Return the class of each box of an image."""
+    return side.boxes_of(index).class_ids.tolist()
+
+
 EXPECTED = {
     "a.png": {("cat", (4, 6, 14, 14)), ("dog", (20, 10, 36, 30))},
     "b.png": {("dog", (0, 0, 20, 50))},
@@ -51,21 +66,21 @@ def boxes_by_image(side: ImageRows, names: tuple[str, ...]) -> dict[str, Any]:
     for index in range(len(side)):
         boxes, content = side.boxes_of(index), side.images.content(int(side.rows[index]))
         name = content.name if isinstance(content, Path) else [*SIZES][index]
-        corners = (tuple(each) for each in boxes.corners.tolist())
-        found[name] = {(names[number], each) for number, each in zip(boxes.class_ids, corners)}
+        ends = (tuple(each) for each in boxes.corners.tolist())
+        found[name] = {(names[number], each) for number, each in zip(boxes.class_ids, ends)}
         assert (boxes.width, boxes.height) == SIZES[name]
     return found
 
 
-def write_images(folder: Path, sizes: dict[str, tuple[int, int]] | None = None, orientation: int = 1) -> None:
+def write_images(folder: Path | str, sizes: dict[str, tuple[int, int]] | None = None, orientation: int = 1) -> None:
     """Write images of different content. `orientation` is the EXIF orientation of all."""
-    folder.mkdir(parents=True, exist_ok=True)
+    Path(folder).mkdir(parents=True, exist_ok=True)
     for number, (name, size) in enumerate((sizes or SIZES).items()):
         pixels = np.random.default_rng(number).integers(0, 256, (size[1], size[0], 3), np.uint8)
         exif = Image.Exif()
         if orientation != 1:
             exif[274] = orientation
-        Image.fromarray(pixels).save(folder / name, exif=exif)
+        Image.fromarray(pixels).save(Path(folder, name), exif=exif)
 
 
 def coco_content(things: Sequence[Thing] = THINGS, names: Sequence[str] = ("dog", "cat"), **changes: Any) -> Any:
@@ -93,15 +108,22 @@ def coco_content(things: Sequence[Thing] = THINGS, names: Sequence[str] = ("dog"
     }
 
 
-def write_coco(file: Path, images: Path, content: Any = None) -> None:
-    """Write COCO's JSON and its images."""
+def write_coco(file: Path | str, images: Path | str, content: Any = None) -> str:
+    """Write COCO's JSON and its images, and return the name of the JSON."""
     write_images(images)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(content or coco_content()))
+    Path(file).parent.mkdir(parents=True, exist_ok=True)
+    Path(file).write_text(json.dumps(content or coco_content()))
+    return str(file)
 
 
-def write_yolo(root: Path, parts: Sequence[str] = ("train",), names: str = "[cat, dog]") -> Path:
+def coco(content: Any = None) -> str:
+    """Write c.json and its images in images/, and return its name."""
+    return write_coco("c.json", "images", content)
+
+
+def write_yolo(folder: Path | str, parts: Sequence[str] = ("train",), names: str = "[cat, dog]") -> Path:
     """Write data.yaml, images/PART and labels/PART. An image without boxes has no label file."""
+    root = Path(folder)
     ids = {"cat": 0, "dog": 1}
     for part in parts:
         write_images(root / "images" / part)
@@ -132,8 +154,9 @@ def voc_xml(name: str, things: Sequence[Thing], size: tuple[int, int]) -> str:
     return f"<annotation><filename>{name}</filename>{stated}{objects}</annotation>"
 
 
-def write_voc(root: Path, things: Sequence[Thing] = THINGS) -> None:
+def write_voc(folder: Path | str, things: Sequence[Thing] = THINGS) -> None:
     """Write JPEGImages/ and Annotations/."""
+    root = Path(folder)
     write_images(root / "JPEGImages")
     (root / "Annotations").mkdir(parents=True, exist_ok=True)
     for name, size in SIZES.items():
@@ -141,7 +164,7 @@ def write_voc(root: Path, things: Sequence[Thing] = THINGS) -> None:
         (root / "Annotations" / name).with_suffix(".xml").write_text(voc_xml(name, own, size))
 
 
-def write_metadata(folder: Path, key: str = "category") -> None:
+def write_metadata(folder: Path | str, key: str = "category") -> None:
     """Write images with metadata.jsonl, as ImageFolder of `datasets` reads it."""
     write_images(folder)
     rows = []
@@ -149,4 +172,4 @@ def write_metadata(folder: Path, key: str = "category") -> None:
         own = [thing for thing in THINGS if thing.image == name]
         objects = {"bbox": [list(thing.box) for thing in own], key: [thing.name for thing in own]}
         rows.append(json.dumps({"file_name": name, "objects": objects}))
-    (folder / "metadata.jsonl").write_text("\n".join(rows) + "\n")
+    Path(folder, "metadata.jsonl").write_text("\n".join(rows) + "\n")

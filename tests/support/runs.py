@@ -1,5 +1,6 @@
 """How the tests run the program: recipes to write, real processes to train them, and what these have left."""
 
+import csv
 import json
 import os
 import subprocess
@@ -16,6 +17,7 @@ from pydantic import ValidationError
 from safetensors.torch import load_file
 
 from accel_train.core.errors import SettingError
+from accel_train.data.sources import resolve_sources
 from accel_train.recipe.tasks import TASKS, data_section
 from tests.support.processes import run_forked
 
@@ -59,6 +61,32 @@ def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:
     """Write a row a line; returns the path."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def write_file(name: str | Path, content: str | bytes) -> str:
+    """Write a file and the folders above it; returns its name."""
+    Path(name).parent.mkdir(parents=True, exist_ok=True)
+    Path(name).write_bytes(content.encode() if isinstance(content, str) else content)
+    return str(name)
+
+
+def write_rows(name: str, rows: Sequence[dict[str, Any]]) -> str:
+    """Write rows as csv, parquet, json, or jsonl, by the suffix; returns the name."""
+    path = Path(name)
+    if path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+    elif path.suffix == ".parquet":
+        from pyarrow import Table, parquet
+
+        parquet.write_table(Table.from_pylist(rows), path)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    else:
+        write_jsonl(path, rows)
+    return name
 
 
 def recipe_dict(folder: Path, *, windows: bool = True, **sections: Any) -> dict[str, Any]:
@@ -238,6 +266,11 @@ def settings_refused(make: Callable[[], object]) -> tuple[str, ...]:
     error = problem["ctx"]["error"]
     assert isinstance(error, SettingError)
     return error.settings
+
+
+def sources_of(data: Any) -> tuple[Any, ...]:
+    """The sources of `data.train`."""
+    return resolve_sources(data.train, data, key="data.train")
 
 
 def refused(act: Callable[..., object], *given: Any, named: str, **further: Any) -> ValueError:

@@ -3,11 +3,12 @@
 import unicodedata
 from typing import TYPE_CHECKING
 
+from accel_train.data.builtin.stdlib import data_set
+
 if TYPE_CHECKING:
     import datasets
 
 _FIRST, _LAST = 0xAC00, 0xD7A3
-_SYLLABLE = "HANGUL SYLLABLE "
 
 
 def hangul_letters() -> "datasets.Dataset":
@@ -17,15 +18,9 @@ def hangul_letters() -> "datasets.Dataset":
     three letters (`ssangkiyeok wae rieul-kiyeok`). The source does not mark letter boundaries; they follow from the
     other letters.
     """
-    import datasets
-
-    syllables = [chr(code) for code in range(_FIRST, _LAST + 1)]
-    letters = [
-        [unicodedata.name(part).split(" ", 2)[2] for part in unicodedata.normalize("NFD", each)] for each in syllables
-    ]
-    columns = {
-        "source": [unicodedata.name(each).removeprefix(_SYLLABLE).lower() for each in syllables],
-        "target": [" ".join(names).lower() for names in letters],
-        "id": [f"U+{ord(each):04X}" for each in syllables],
-    }
-    return datasets.Dataset.from_dict(columns)
+    rows = []
+    for syllable in map(chr, range(_FIRST, _LAST + 1)):
+        letters = [unicodedata.name(part).split(" ", 2)[2] for part in unicodedata.normalize("NFD", syllable)]
+        source = unicodedata.name(syllable).removeprefix("HANGUL SYLLABLE ")
+        rows.append((source.lower(), " ".join(letters).lower(), f"U+{ord(syllable):04X}"))
+    return data_set(("source", "target", "id"), rows)

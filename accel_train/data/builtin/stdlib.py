@@ -9,10 +9,10 @@ import re
 import sysconfig
 import textwrap
 import warnings
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -38,6 +38,21 @@ _NOT_STDLIB = frozenset(
 _DEFINITION = re.compile(r"^\s*(?:async\s+)?def\s", re.MULTILINE)
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+Sample = TypeVar("Sample")
+
+
+def data_set(columns: Iterable[str], rows: Iterable[Sequence[Any]]) -> "datasets.Dataset":
+    """Return rows as a data set. `columns` are names, or a mapping of names to features; default: inferred features."""
+    import datasets
+
+    features = datasets.Features(columns) if isinstance(columns, Mapping) else None
+    return datasets.Dataset.from_dict(dict(zip(columns, map(list, zip(*rows)))), features)
+
+
+def evenly_spaced(samples: Sequence[Sample], most: int) -> list[Sample]:
+    """Return `most` evenly spaced samples, or all if there are not more."""
+    count = min(len(samples), most)
+    return [samples[index * len(samples) // count] for index in range(count)]
 
 
 def python_stdlib_files() -> tuple[Path, ...]:
@@ -61,11 +76,8 @@ def stdlib_docstrings() -> "datasets.Dataset":
     has no final newline, because tokenizers join a newline with the indentation that follows. The completion is the
     rest of the function. Duplicate functions appear once.
     """
-    import datasets
-
     rows = {(prompt, completion): where for prompt, completion, where in reversed(list(_prompts_and_bodies()))}
-    columns = [(prompt, completion, where) for (prompt, completion), where in reversed(rows.items())]
-    return datasets.Dataset.from_dict(dict(zip(("prompt", "completion", "id"), map(list, zip(*columns)))))
+    return data_set(("prompt", "completion", "id"), [(*texts, where) for texts, where in reversed(rows.items())])
 
 
 def stdlib_functions() -> "datasets.Dataset":
@@ -77,12 +89,18 @@ def stdlib_functions() -> "datasets.Dataset":
     """
     import datasets
 
-    packages, texts, ids = zip(*_distinct_functions())
-    names = sorted(set(packages))
+    samples: dict[str, dict[str, str]] = defaultdict(dict)
+    packages_of: dict[str, set[str]] = defaultdict(set)
+    for package, text, where in library_functions():
+        samples[package].setdefault(text, where)
+        packages_of[text].add(package)
+    names = sorted(samples)
+    rows = []
+    for package, places in samples.items():
+        alone = [(text, names.index(package), where) for text, where in places.items() if len(packages_of[text]) == 1]
+        rows += evenly_spaced(alone, MAX_PER_PACKAGE)
     string = datasets.Value("string")
-    features = datasets.Features({"text": string, "label": datasets.ClassLabel(names=names), "id": string})
-    columns = {"text": list(texts), "label": [names.index(package) for package in packages], "id": list(ids)}
-    return datasets.Dataset.from_dict(columns, features=features)
+    return data_set({"text": string, "label": datasets.ClassLabel(names=names), "id": string}, rows)
 
 
 def _root() -> Path:
@@ -130,22 +148,20 @@ def _prompts_and_bodies() -> Iterator[tuple[str, str, str]]:
                 yield prompt, completion, f"{file.name}:{node.lineno}"
 
 
-def _distinct_functions() -> list[tuple[str, str, str]]:
-    """Return (package, text, id) of every sample of stdlib-functions."""
-    found: dict[str, list[tuple[str, str]]] = {}
-    packages_of: dict[str, set[str]] = {}
-    for package, files in largest_packages().items():
+def library_functions(most: int | None = NUM_PACKAGES) -> Iterator[tuple[str, str, str]]:
+    """Yield (package, function, `package/file.py:line`) for the functions of `largest_packages`."""
+    for package, files in largest_packages(most).items():
         for name, source in files:
-            for text, line in functions_of(source):
-                if package not in packages_of.setdefault(text, set()):
-                    packages_of[text].add(package)
-                    found.setdefault(package, []).append((text, f"{name}:{line}"))
-    rows = []
-    for package, samples in found.items():
-        alone = [sample for sample in samples if len(packages_of[sample[0]]) == 1]
-        count = min(len(alone), MAX_PER_PACKAGE)
-        rows += [(package, *alone[index * len(alone) // count]) for index in range(count)]
-    return rows
+            yield from ((package, text, f"{name}:{line}") for text, line in functions_of(source))
+
+
+def distinct_functions(most_characters: int) -> dict[str, str]:
+    """Return the place of each different function of the largest packages that is not longer, by its text."""
+    found: dict[str, str] = {}
+    for _, text, where in library_functions():
+        if len(text) <= most_characters:
+            found.setdefault(text, where)
+    return found
 
 
 def largest_packages(most: int | None = NUM_PACKAGES) -> dict[str, list[tuple[str, str]]]:
@@ -203,8 +219,6 @@ def stdlib_summaries() -> "datasets.Dataset":
     A signature is a name with its class and its arguments: `Stack.push(item)`. Each text appears once in the whole
     library, so no text is in two packages. Takes about two seconds.
     """
-    import datasets
-
     seen: set[str] = set()
     rows = []
     for package, files in largest_packages(None).items():
@@ -214,7 +228,7 @@ def stdlib_summaries() -> "datasets.Dataset":
                 if len(sentence.split()) >= MIN_WORDS and len(texts) == 2 and not texts & seen:
                     seen |= texts
                     rows.append((sentence, signature, package, f"{name}:{line}"))
-    return datasets.Dataset.from_dict(dict(zip(("anchor", "positive", "package", "id"), map(list, zip(*rows)))))
+    return data_set(("anchor", "positive", "package", "id"), rows)
 
 
 def _documented(source: str) -> Iterator[tuple[str, str, int]]:
@@ -250,36 +264,20 @@ def stdlib_names() -> "datasets.Dataset":
     `text` is a function in which `_` replaces its name everywhere. The three wrong names are drawn from the whole
     library in proportion to their frequency, so a name alone carries no signal. Texts are distinct.
     """
-    import datasets
-
     functions: dict[str, tuple[str, str]] = {}
-    for text, name, where in _functions():
-        functions.setdefault(text, (name, where))
+    for _, text, where in library_functions(None):
+        found = _NAME.match(text)
+        if found and len(text) <= MAX_CHARACTERS and found[1] not in _LEFT_OUT:
+            functions.setdefault(re.sub(rf"\b{found[1]}\b", BLANK, text), (found[1], where))
     names = [name for name, _ in functions.values()]
     generator = np.random.default_rng(_SEED)
-    endings, labels = [], []
-    for name in names:
+    rows = []
+    for text, (name, where) in functions.items():
         chosen = [name]
         while len(chosen) < NUM_CHOICES:
             other = names[int(generator.integers(len(names)))]
             if other not in chosen:
                 chosen.append(other)
         order = generator.permutation(NUM_CHOICES).tolist()
-        endings.append([chosen[place] for place in order])
-        labels.append(order.index(0))
-    columns = {
-        "text": list(functions),
-        "endings": endings,
-        "label": labels,
-        "id": [where for _, where in functions.values()],
-    }
-    return datasets.Dataset.from_dict(columns)
-
-
-def _functions() -> Iterator[tuple[str, str, str]]:
-    """Yield (function with its name blanked, name, place)."""
-    for name, source in (file for files in largest_packages(None).values() for file in files):
-        for text, line in functions_of(source):
-            found = _NAME.match(text)
-            if found and len(text) <= MAX_CHARACTERS and found[1] not in _LEFT_OUT:
-                yield re.sub(rf"\b{found[1]}\b", BLANK, text), found[1], f"{name}:{line}"
+        rows.append((text, [chosen[place] for place in order], order.index(0), where))
+    return data_set(("text", "endings", "label", "id"), rows)

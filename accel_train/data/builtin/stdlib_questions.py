@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from accel_train.data.builtin.stdlib import functions_of, largest_packages, parse, parse_function
+from accel_train.data.builtin.stdlib import data_set, distinct_functions, evenly_spaced, parse, parse_function
 
 if TYPE_CHECKING:
     import datasets
@@ -15,9 +15,6 @@ MOST_CHARACTERS = 800
 MAX_FUNCTIONS = 3000
 """Most functions of stdlib-questions, evenly spaced over the files."""
 MOST_ANSWER_CHARACTERS = 60
-
-# A question, and the expression that answers it.
-_Found = tuple[str, ast.expr | None]
 
 
 def stdlib_questions() -> "datasets.Dataset":
@@ -35,30 +32,16 @@ def stdlib_questions() -> "datasets.Dataset":
     """
     import datasets
 
-    columns: dict[str, list[Any]] = {"question": [], "context": [], "answers": [], "id": []}
-    for text, where in _functions():
-        for number, (question, answer) in enumerate(_questions(text)):
+    every = [each for each in distinct_functions(MOST_CHARACTERS).items() if parse_function(each[0]) is not None]
+    rows: list[tuple[Any, ...]] = []
+    for text, where in evenly_spaced(every, MAX_FUNCTIONS):
+        for number, (question, answer) in enumerate(_questions(text), start=1):
             found = [] if answer is None else [answer]
-            columns["question"].append(question)
-            columns["context"].append(text)
-            columns["answers"].append({"text": [each for each, _ in found], "answer_start": [at for _, at in found]})
-            columns["id"].append(f"{where}#{number + 1}")
+            cell = {"text": [each for each, _ in found], "answer_start": [at for _, at in found]}
+            rows.append((question, text, cell, f"{where}#{number}"))
     string = datasets.Value("string")
     answers = {"text": datasets.List(string), "answer_start": datasets.List(datasets.Value("int32"))}
-    features = datasets.Features({"question": string, "context": string, "answers": answers, "id": string})
-    return datasets.Dataset.from_dict(columns, features=features)
-
-
-def _functions() -> list[tuple[str, str]]:
-    """Return (text, place) of distinct functions that parse on their own, evenly spaced."""
-    found: dict[str, str] = {}
-    for name, source in (file for files in largest_packages().values() for file in files):
-        for text, line in functions_of(source):
-            if len(text) <= MOST_CHARACTERS:
-                found.setdefault(text, f"{name}:{line}")
-    every = [(text, where) for text, where in found.items() if parse_function(text) is not None]
-    count = min(len(every), MAX_FUNCTIONS)
-    return [every[index * len(every) // count] for index in range(count)]
+    return data_set({"question": string, "context": string, "answers": answers, "id": string}, rows)
 
 
 def _questions(text: str) -> Iterator[tuple[str, tuple[str, int] | None]]:
@@ -77,7 +60,8 @@ def _questions(text: str) -> Iterator[tuple[str, tuple[str, int] | None]]:
             yield question, (text[begin:end], begin)
 
 
-def _asked(tree: ast.Module) -> Iterator[_Found]:
+def _asked(tree: ast.Module) -> Iterator[tuple[str, ast.expr | None]]:
+    """Yield each question with the expression that answers it."""
     nodes = list(ast.walk(tree))
     [function] = tree.body
     assert isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)

@@ -6,7 +6,7 @@ import tokenize
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from accel_train.data.builtin.stdlib import functions_of, largest_packages, parse_function
+from accel_train.data.builtin.stdlib import data_set, distinct_functions, evenly_spaced, parse_function
 
 if TYPE_CHECKING:
     import datasets
@@ -40,22 +40,15 @@ def stdlib_tags() -> "datasets.Dataset":
     """
     import datasets
 
-    found: dict[str, str] = {}
-    for name, source in (file for files in largest_packages().values() for file in files):
-        for text, line in functions_of(source):
-            if len(text) <= MOST_CHARACTERS:
-                found.setdefault(text, f"{name}:{line}")
-    count, every = min(len(found), MAX_FUNCTIONS), list(found.items())
-    texts = (every[index * len(every) // count] for index in range(count))
-    chosen = [(*tagged_words(text), where) for text, where in texts]
+    functions = evenly_spaced(list(distinct_functions(MOST_CHARACTERS).items()), MAX_FUNCTIONS)
+    rows = [
+        (words, list(map(TAG_NAMES.index, tags)), where)
+        for text, where in functions
+        for words, tags in [tagged_words(text)]
+        if words
+    ]
     string, tag = datasets.Value("string"), datasets.ClassLabel(names=list(TAG_NAMES))
-    columns = {
-        "tokens": [words for words, _, _ in chosen if words],
-        "tags": [[TAG_NAMES.index(each) for each in tags] for _, tags, _ in chosen if tags],
-        "id": [where for words, _, where in chosen if words],
-    }
-    features = datasets.Features({"tokens": datasets.List(string), "tags": datasets.List(tag), "id": string})
-    return datasets.Dataset.from_dict(columns, features=features)
+    return data_set({"tokens": datasets.List(string), "tags": datasets.List(tag), "id": string}, rows)
 
 
 def tagged_words(text: str) -> tuple[list[str], list[str]]:

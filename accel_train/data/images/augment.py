@@ -5,7 +5,8 @@ All functions are stateless: the same image and generator give the same bits in 
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,10 +33,12 @@ def augment_image(
     else:
         box = random_crop_box(image.width, image.height, settings.random_resized_crop, generator)
         image = image.resize((preprocessing.edge,) * 2, preprocessing.resample, box=box)
-    if generator.random() < settings.horizontal_flip:
-        image = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-    if generator.random() < settings.vertical_flip:
-        image = image.transpose(Image.Transpose.FLIP_TOP_BOTTOM)
+    for chance, flip in (
+        (settings.horizontal_flip, Image.Transpose.FLIP_LEFT_RIGHT),
+        (settings.vertical_flip, Image.Transpose.FLIP_TOP_BOTTOM),
+    ):
+        if generator.random() < chance:
+            image = image.transpose(flip)
     image = rand_augment(image, settings.rand_augment_ops, settings.rand_augment_magnitude, generator)
     return color_jitter(image, settings.color_jitter, generator)
 
@@ -120,6 +123,11 @@ def _affine(image: Image.Image, coefficients: tuple[float, ...]) -> Image.Image:
     return image.transform(image.size, Image.Transform.AFFINE, coefficients, _BILINEAR, fillcolor=_grey(image))
 
 
+def _enhanced(kind: Callable[[Image.Image], Any], image: Image.Image, share: float, sign: float) -> Image.Image:
+    enhanced: Image.Image = kind(image).enhance(1 + sign * 0.9 * share)
+    return enhanced
+
+
 def _grey(image: Image.Image) -> int | tuple[int, ...]:
     return _GREY if image.mode == "L" else (_GREY,) * 3
 
@@ -134,10 +142,10 @@ OPERATIONS: dict[str, Operation] = {
     "translate_x": lambda image, share, sign: _shift(image, share, x=sign),
     "translate_y": lambda image, share, sign: _shift(image, share, y=sign),
     "rotate": lambda image, share, sign: image.rotate(sign * 30 * share, _BILINEAR, fillcolor=_grey(image)),
-    "brightness": lambda image, share, sign: ImageEnhance.Brightness(image).enhance(1 + sign * 0.9 * share),
-    "color": lambda image, share, sign: ImageEnhance.Color(image).enhance(1 + sign * 0.9 * share),
-    "contrast": lambda image, share, sign: ImageEnhance.Contrast(image).enhance(1 + sign * 0.9 * share),
-    "sharpness": lambda image, share, sign: ImageEnhance.Sharpness(image).enhance(1 + sign * 0.9 * share),
+    "brightness": partial(_enhanced, ImageEnhance.Brightness),
+    "color": partial(_enhanced, ImageEnhance.Color),
+    "contrast": partial(_enhanced, ImageEnhance.Contrast),
+    "sharpness": partial(_enhanced, ImageEnhance.Sharpness),
     "posterize": lambda image, share, sign: ImageOps.posterize(image, 8 - round(4 * share)),
     "solarize": lambda image, share, sign: ImageOps.solarize(image, round(256 * (1 - share))),
     "auto_contrast": lambda image, share, sign: ImageOps.autocontrast(image),

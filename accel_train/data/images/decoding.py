@@ -2,7 +2,8 @@
 
 import io
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, Literal
 
@@ -41,16 +42,10 @@ def open_image(source: Content, where: str) -> Image.Image:
     """
     if isinstance(source, np.ndarray):
         return Image.fromarray(np.ascontiguousarray(source[..., 0] if source.shape[2:] == (1,) else source))
-    where = _with_file(source, where)
-    _refuse_pipe(source, where)
-    try:
-        with open_header(source) as image:
-            image.load()
-            ImageOps.exif_transpose(image, in_place=True)
-            return image
-    # Pillow's decoders fail in different ways: OSError, SyntaxError, struct.error.
-    except Exception as error:
-        raise DataError(f"{where}: {_fault(source, error)}") from error
+    with _reading(source, where), open_header(source) as image:
+        image.load()
+        ImageOps.exif_transpose(image, in_place=True)
+        return image
 
 
 def to_mode(image: Image.Image, mode: Mode, where: str) -> Image.Image:
@@ -82,26 +77,18 @@ def inspect_image(source: Content, where: str) -> int:
     Copies of an image have equal digests.
 
     Raises:
-        ValueError: the image cannot be read, is empty, or has a format unknown to Pillow.
+        DataError: the image cannot be read, is empty, or has a format unknown to Pillow.
     """
     if isinstance(source, np.ndarray):
         return digest64(source.tobytes())
-    where = _with_file(source, where)
-    _refuse_pipe(source, where)
-    try:
-        with source.open("rb") if isinstance(source, Path) else io.BytesIO(source) as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(0)
-            ends = file.read(_END_BYTES)
-            file.seek(max(_END_BYTES, size - _END_BYTES))
-            ends += file.read()
-            file.seek(0)
-            open_header(file)
-    # Any type, as in open_image.
-    except Exception as error:
-        if isinstance(error, OSError) and error.errno is not None:  # from the file system, not from Pillow
-            raise ValueError(f"{where}: cannot be read ({error.strerror}); check the path") from error
-        raise ValueError(f"{where}: {_fault(source, error)}") from error
+    with _reading(source, where), _opened(source) as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        ends = file.read(_END_BYTES)
+        file.seek(max(_END_BYTES, size - _END_BYTES))
+        ends += file.read()
+        file.seek(0)
+        open_header(file)
     return digest64(ends, size)
 
 
@@ -111,30 +98,34 @@ def image_header(source: Path | bytes, where: str) -> tuple[tuple[int, int], int
     Raises:
         DataError: the header cannot be read; the message begins with `where`.
     """
-    where = _with_file(source, where)
-    _refuse_pipe(source, where)
+    with _reading(source, where), open_header(source) as image:
+        return image.size, int(image.getexif().get(ExifTags.Base.Orientation, 1))
+
+
+def _opened(source: Path | bytes) -> BinaryIO:
+    return io.BytesIO(source) if isinstance(source, bytes) else source.open("rb")
+
+
+@contextmanager
+def _reading(source: Path | bytes, where: str) -> Iterator[None]:
+    """Raise DataError for every failure within. `where` is a file, or a place in a table that names the file."""
+    if isinstance(source, Path):
+        where = where if str(source) == where else f"{where}: {source}"
+        # Opening a pipe would block until it has a writer.
+        if os.path.exists(source) and not os.path.isfile(source):
+            raise DataError(f"{where}: is not a regular file; repair or remove it")
     try:
-        with open_header(source) as image:
-            return image.size, int(image.getexif().get(ExifTags.Base.Orientation, 1))
-    # Any type, as in open_image.
+        yield
+    # Pillow's decoders fail in different ways: OSError, SyntaxError, struct.error.
     except Exception as error:
         raise DataError(f"{where}: {_fault(source, error)}") from error
 
 
-def _with_file(source: Path | bytes, where: str) -> str:
-    """Return a place in a table with the file that it names."""
-    return f"{where}: {source}" if isinstance(source, Path) and str(source) != where else where
-
-
-def _refuse_pipe(source: Path | bytes, where: str) -> None:
-    """Raise DataError for a pipe, because opening a pipe would block until it has a writer."""
-    if isinstance(source, Path) and os.path.exists(source) and not os.path.isfile(source):
-        raise DataError(f"{where}: is not a regular file; repair or remove it")
-
-
 def _fault(source: Path | bytes, error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
-        return "the file does not exist; repair or remove it"
+        return "the file does not exist; check the path, or remove the entry"
+    if isinstance(error, OSError) and error.errno is not None:  # from the file system, not from Pillow
+        return f"cannot be read ({error.strerror}); check the path"
     size = len(source) if isinstance(source, bytes) else os.path.getsize(source) if os.path.isfile(source) else -1
     if size == 0:
         return "is empty, no image; repair or remove it"
@@ -146,7 +137,7 @@ def _fault(source: Path | bytes, error: Exception) -> str:
 
 def _other_format(source: Path | bytes) -> str | None:
     """Return the format outside `FORMATS` that the first bytes name, for messages, or None."""
-    with io.BytesIO(source) if isinstance(source, bytes) else source.open("rb") as file:
+    with _opened(source) as file:
         start = file.read(16)
     if start.startswith(b"%PDF"):
         return "PDF"

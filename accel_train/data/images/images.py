@@ -220,10 +220,9 @@ def list_files(folder: Path) -> tuple[list[str], list[str]]:
     return sorted(images), sorted(others)
 
 
-def list_images(folder: Path) -> tuple[list[str], int]:
-    """Return the image files below a folder, sorted by relative name, and the number of other files."""
-    images, others = list_files(folder)
-    return images, len(others)
+def list_images(folder: Path) -> list[str]:
+    """Return the image files below a folder, sorted by relative name."""
+    return list_files(folder)[0]
 
 
 def inspect_images(images: Images) -> NDArray[np.uint64]:

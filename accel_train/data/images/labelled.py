@@ -1,6 +1,5 @@
 """Split a recipe's images into training and evaluation, and encode classification labels."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -179,18 +178,19 @@ def _look_at(images: Images, *, needed: bool) -> NDArray[np.uint64] | None:
 
 
 def _identity(pool: ImagePool, digests: NDArray[np.uint64] | None) -> str:
-    masks = () if pool.masks is None else (pool.masks,)
-    boxes = () if pool.boxes is None else (_boxes_digest(pool.boxes),)
+    """Return a digest that changes with any image, mask, label, and with any box, class, flag, area or image size."""
+    parts = (pool.images,) if pool.masks is None else (pool.images, pool.masks)
     if digests is None:
-        return text_digest([*(images.stamp() for images in (pool.images, *masks)), *map(str, pool.labels), *boxes])
-    contents = (found.tobytes().hex() for found in (digests, *map(inspect_images, masks)))
-    return text_digest([*contents, *map(str, pool.labels), *boxes])
-
-
-def _boxes_digest(boxes: Sequence[Boxes]) -> str:
-    """Return a digest that changes with any box, class, flag, area or image size."""
-    return text_digest(
-        f"{each.width} {each.height} "
-        + " ".join(part.tobytes().hex() for part in (each.corners, each.class_ids, each.is_crowd, each.areas))
-        for each in boxes
-    )
+        contents = [images.stamp() for images in parts]
+    else:
+        contents = [found.tobytes().hex() for found in (digests, *map(inspect_images, parts[1:]))]
+    contents += map(str, pool.labels)
+    if pool.boxes is not None:
+        contents.append(
+            text_digest(
+                f"{each.width} {each.height} "
+                + " ".join(part.tobytes().hex() for part in (each.corners, each.class_ids, each.is_crowd, each.areas))
+                for each in pool.boxes
+            )
+        )
+    return text_digest(contents)

@@ -82,7 +82,7 @@ def _is_sure(images: str, masks: str) -> bool:
 def _are_a_pair(images: Path, masks: Path, is_sure: bool) -> bool:
     if not os.path.isdir(images) or not _holds_masks(masks):
         return False
-    return is_sure or have_the_same_names(list_images(images)[0], list_images(masks)[0])
+    return is_sure or have_the_same_names(list_images(images), list_images(masks))
 
 
 def have_the_same_names(names: Sequence[str], others: Sequence[str]) -> bool:
@@ -94,7 +94,7 @@ def have_the_same_names(names: Sequence[str], others: Sequence[str]) -> bool:
 
 def _holds_masks(folder: Path) -> bool:
     """Return whether a folder holds masks: it is called mask or masks, or it has images."""
-    return os.path.isdir(folder) and (folder.name.lower() in ("masks", "mask") or bool(list_images(folder)[0]))
+    return os.path.isdir(folder) and (folder.name.lower() in ("masks", "mask") or bool(list_images(folder)))
 
 
 def pairs_pool(images: Path, masks: Path, stems: Sequence[str] | None = None) -> ImagePool:
@@ -106,7 +106,7 @@ def pairs_pool(images: Path, masks: Path, stems: Sequence[str] | None = None) ->
     Raises:
         ValueError: an image has no mask or two masks; the message names the files.
     """
-    image_names, mask_names = list_images(images)[0], list_images(masks)[0]
+    image_names, mask_names = map(list_images, (images, masks))
     if not image_names:
         raise ValueError(f"{images} holds no image; add some, or name another folder")
     image_of = {os.path.splitext(name)[0]: name for name in image_names}

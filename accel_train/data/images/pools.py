@@ -80,8 +80,7 @@ def _read_pool(name: str, data: ImageData, key: str, target: Target) -> list[Ima
     (source,) = resolve_sources(name, data, key=key)
     if key == data.train_key:
         refuse_parts_of(source, data)
-    tables = [replace(source, files=(file,)) for file in source.files] or [source]
-    return [table_pool(table, data, target) for table in tables]
+    return [table_pool(table, data, target) for table in source.parts()]
 
 
 def _folder_pool(path: Path, data: ImageData, key: str, target: Target) -> ImagePool | None:

@@ -126,11 +126,11 @@ class Preprocessing:
         pixels = pixels.div_(255).sub_(mean).div_(std)
         return pixels.flip(1) if self.reverses_channels else pixels
 
-    def save(self, folder: Path, *, crops: bool) -> None:
+    def save(self, folder: Path, *, crops: bool, detector: str | None = None) -> None:
         """Write preprocessor_config.json, so that transformers' AutoImageProcessor matches our evaluation.
 
         With `crops`, it describes `resized` and `normalise`, as for classification. Without, the whole image is
-        resized to `image_size`.
+        resized to `image_size`. `detector` is a class of transformers that also processes boxes.
         """
         square = dict(zip(("height", "width"), height_width(self.image_size)))
         if self.own is not None:
@@ -155,16 +155,10 @@ class Preprocessing:
                 short = {"shortest_edge": round(self.edge / self.crop_fraction)}
                 settings |= {"image_processor_type": "BitImageProcessor", "size": short}
                 settings |= {"do_center_crop": True, "crop_size": square}
+        if detector is not None:
+            del settings["do_reduce_labels"]
+            settings |= {"image_processor_type": detector, "do_pad": False, "format": "coco_detection"}
         (folder / "preprocessor_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-
-    def save_for_boxes(self, folder: Path, processor: str) -> None:
-        """Write preprocessor_config.json for a detector. `processor` is a class of transformers with boxes."""
-        self.save(folder, crops=False)
-        path = folder / "preprocessor_config.json"
-        settings = parse_json(path.read_text(encoding="utf-8"))
-        del settings["do_reduce_labels"]
-        settings |= {"image_processor_type": processor, "do_pad": False, "format": "coco_detection"}
-        path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def height_width(size: Size) -> tuple[int, int]:

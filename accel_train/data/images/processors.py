@@ -196,10 +196,10 @@ class _Own:
     def _colour(self, colour: tuple[int, int, int]) -> tuple[int, ...]:
         return colour if self.mode == "RGB" else colour[:1]
 
-    def _of_colour(self, colour: tuple[int, int, int], size: int = 48) -> NDArray[np.float32]:
+    def _of_colour(self, colour: tuple[int, int, int]) -> NDArray[np.float32]:
         """Return the value of each channel in the middle of an image of one color, float64."""
         own = self._colour(colour)
-        pixels = self.pixels(Image.new(self.mode, (size, size), own if len(own) > 1 else own[0]))
+        pixels = self.pixels(Image.new(self.mode, (48, 48), own if len(own) > 1 else own[0]))
         return pixels[:, pixels.shape[1] // 2, pixels.shape[2] // 2].astype(np.float64)
 
     def values(self) -> tuple[tuple[float, ...], tuple[float, ...], bool]:

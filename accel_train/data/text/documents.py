@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeVar
 
 from accel_train.core.files import digest64
 from accel_train.data.encoding import read_text
-from accel_train.data.sources import Source, file_kind
+from accel_train.data.sources import Source
 from accel_train.data.tables import columns_read, read_rows, text_of
 from accel_train.recipe.data import WindowData
 
@@ -34,8 +34,8 @@ def read_documents(source: Source, data: WindowData) -> Iterator[Document]:
     Raises:
         ValueError: a row is broken, not text, or not UTF-8; the message names file, line or row, and byte.
     """
-    for part in [replace(source, files=(file,)) for file in source.files] or [source]:
-        if part.files and file_kind(part.files[0]) == "text":
+    for part in source.parts():
+        if part.kind == "text":
             yield Document(read_text(part.files[0], data), part.files[0].stat().st_size)
             continue
         for row in read_rows(part, columns_read(data.text_column), data):

@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from accel_train.core.json_io import nested
-from accel_train.data.sources import Source, file_kind
+from accel_train.data.sources import Source
 from accel_train.data.tables import MissingColumn, json_objects, read_rows, show_cell, text_cell
 from accel_train.recipe.data import Data
 
@@ -119,7 +119,7 @@ def _rows(
     source: Source, data: Data, form: str, text_column: str, spans_column: str | None
 ) -> Iterator[tuple[Mapping[str, Any], str]]:
     """Yield each row with its place. Rows of JSON may lack keys; other kinds have the columns of texts and spans."""
-    if source.files and file_kind(source.files[0]) in ("json", "jsonl"):
+    if source.kind in ("json", "jsonl"):
         for file in source.files:
             yield from ((row, where) for row, where, _ in json_objects(file, data, text_column))
         return

@@ -354,7 +354,7 @@ def _not_used(table: Table, cells: Sequence[Any], *used: str) -> tuple[str, ...]
     said = [f"columns {', '.join(left)}"] if left else []
     files = {os.path.normpath(table.path.parent / cell) for cell in cells if isinstance(cell, str)}
     places = {os.path.dirname(file) for file in files}
-    images = {os.path.normpath(Path(place, name)) for place in places for name in list_images(Path(place))[0]}
+    images = {os.path.normpath(Path(place, name)) for place in places for name in list_images(Path(place))}
     if others := images - files:
         said.append(f"{format_count(len(others), 'image')} not named in the table")
     left = [

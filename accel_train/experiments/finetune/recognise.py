@@ -78,7 +78,7 @@ class Tree:
     @cached_property
     def images(self) -> list[str]:
         """Return the names of images below a folder, relative to it."""
-        return list_images(self.path)[0] if self.is_folder else []
+        return list_images(self.path) if self.is_folder else []
 
     @cached_property
     def card(self) -> dict[Part, Path]:

@@ -213,9 +213,8 @@ print(found["labels"], found["scores"], found["boxes"])"""
     def save_description(self, model: nn.Module, data: TaskData, folder: Path) -> None:
         """Write the configuration, the detector's image processor, and a short model card."""
         super().save_description(model, data, folder)
-        data.source.preprocessing.save_for_boxes(
-            folder, f"{_PROCESSORS.get(self.config.model_type, _usual(self.config))}ImageProcessor"
-        )
+        detector = f"{_PROCESSORS.get(self.config.model_type, _usual(self.config))}ImageProcessor"
+        data.source.preprocessing.save(folder, crops=False, detector=detector)
 
 
 def _has_no_box(images: ImageRows) -> bool:

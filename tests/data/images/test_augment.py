@@ -2,6 +2,7 @@
 
 from collections import Counter
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -36,6 +37,10 @@ EVERYTHING = Augment(
 )
 
 
+def seeded(seed: Any = 0) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
 def grey(*rows: list[int]) -> Image.Image:
     return Image.fromarray(np.array(rows, dtype=np.uint8))
 
@@ -45,17 +50,17 @@ def pixels(image: Image.Image) -> list[list[int]]:
 
 
 def noise(size: int = 16, seed: int = 0) -> Image.Image:
-    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8))
+    return Image.fromarray(seeded(seed).integers(0, 256, (size, size, 3), dtype=np.uint8))
 
 
 def some_images(count: int = 40) -> ClassificationImages:
-    array = np.random.default_rng(3).integers(0, 256, (count, 20, 24, 3), dtype=np.uint8)
+    array = seeded(3).integers(0, 256, (count, 20, 24, 3), dtype=np.uint8)
     labelled = ImageRows(ArrayImages(array, "noise.npz"), np.arange(count), None, np.arange(count) % 5)
     return ClassificationImages(labelled, Preprocessing(16))
 
 
 def test_a_crop_has_a_uniform_share_of_the_area_and_a_log_uniform_aspect() -> None:
-    generator = np.random.default_rng(0)
+    generator = seeded()
     boxes = np.array([random_crop_box(100, 100, (0.2, 0.5), generator) for _ in range(4000)])
     wide, high = boxes[:, 2] - boxes[:, 0], boxes[:, 3] - boxes[:, 1]
     assert boxes.min() >= 0
@@ -73,14 +78,14 @@ def test_a_crop_has_a_uniform_share_of_the_area_and_a_log_uniform_aspect() -> No
 
 
 def test_a_crop_that_never_fits_is_the_centre_with_the_nearest_aspect() -> None:
-    assert random_crop_box(90, 30, (0.9, 1.0), np.random.default_rng(0)) == pytest.approx((25, 0, 65, 30))
-    assert random_crop_box(30, 90, (0.9, 1.0), np.random.default_rng(0)) == pytest.approx((0, 25, 30, 65))
+    assert random_crop_box(90, 30, (0.9, 1.0), seeded()) == pytest.approx((25, 0, 65, 30))
+    assert random_crop_box(30, 90, (0.9, 1.0), seeded()) == pytest.approx((0, 25, 30, 65))
 
 
 def test_without_augmentation_a_square_of_the_right_size_is_left_as_it_is() -> None:
     image = noise(16)
     for seed in range(20):
-        assert augment_image(image, NOTHING, Preprocessing(16), np.random.default_rng(seed)) is image
+        assert augment_image(image, NOTHING, Preprocessing(16), seeded(seed)) is image
 
 
 @pytest.mark.parametrize(
@@ -90,8 +95,8 @@ def test_a_flip_mirrors_the_image_as_often_as_its_probability_says(field: str, e
     image, plain = grey([1, 2], [3, 4]), [[1, 2], [3, 4]]
     preprocessing = Preprocessing(2, mean=(0.0,), std=(1.0,))
     always, sometimes = (NOTHING.model_copy(update={field: chance}) for chance in (1.0, 0.25))
-    assert pixels(augment_image(image, always, preprocessing, np.random.default_rng(0))) == expected
-    generator = np.random.default_rng(0)
+    assert pixels(augment_image(image, always, preprocessing, seeded())) == expected
+    generator = seeded()
     drawn = [pixels(augment_image(image, sometimes, preprocessing, generator)) for _ in range(2000)]
     assert all(one in (plain, expected) for one in drawn)
     assert drawn.count(expected) / 2000 == pytest.approx(0.25, abs=0.04)
@@ -99,20 +104,20 @@ def test_a_flip_mirrors_the_image_as_often_as_its_probability_says(field: str, e
 
 def test_color_jitter_scales_brightness_contrast_and_saturation_within_its_range() -> None:
     image = Image.new("RGB", (1, 1), (100, 100, 100))  # of one grey: contrast and saturation leave it alone
-    generator = np.random.default_rng(0)
+    generator = seeded()
     values = [color_jitter(image, 0.4, generator).getpixel((0, 0))[0] for _ in range(2000)]
     assert 60 <= min(values) < 63
     assert 137 < max(values) <= 140
     assert np.mean(values) == pytest.approx(100, abs=2)
     red = Image.new("RGB", (1, 1), (200, 0, 0))
-    saturations = {color_jitter(red, 0.9, np.random.default_rng(seed)).getpixel((0, 0))[1] > 0 for seed in range(30)}
+    saturations = {color_jitter(red, 0.9, seeded(seed)).getpixel((0, 0))[1] > 0 for seed in range(30)}
     assert saturations == {True, False}
     assert color_jitter(image, 0.0, generator) is image
 
 
 def test_color_jitter_beyond_one_never_inverts() -> None:
     image = Image.new("RGB", (1, 1), (100, 100, 100))
-    values = [color_jitter(image, 3.0, np.random.default_rng(seed)).getpixel((0, 0))[0] for seed in range(300)]
+    values = [color_jitter(image, 3.0, seeded(seed)).getpixel((0, 0))[0] for seed in range(300)]
     assert min(values) < 15  # a factor near 0, and never below it
     assert max(values) == 255
 
@@ -208,7 +213,7 @@ def test_rand_augment_draws_each_operation_equally_often(monkeypatch: pytest.Mon
 
     for name in list(OPERATIONS):
         monkeypatch.setitem(OPERATIONS, name, partial(record, name))
-    generator = np.random.default_rng(0)
+    generator = seeded()
     for _ in range(1400):
         rand_augment(noise(2), 2, 15.0, generator)
     assert set(drawn) == set(augment.OPERATION_NAMES)
@@ -225,7 +230,7 @@ def test_mixup_is_the_weighted_mean_rounded() -> None:
 
 def test_cutmix_keeps_exactly_the_share_of_pixels_it_returns() -> None:
     first, second = np.zeros((12, 20), np.uint8), np.full((12, 20), 255, np.uint8)
-    generator = np.random.default_rng(0)
+    generator = seeded()
     for wanted in (0.0, 0.1, 0.5, 0.9, 1.0) * 20:
         mixed, share = cutmix(first, second, wanted, generator)
         assert (mixed == 0).mean() == pytest.approx(share)
@@ -237,7 +242,7 @@ def test_cutmix_keeps_exactly_the_share_of_pixels_it_returns() -> None:
 
 
 def test_each_image_draws_mixup_or_cutmix_and_a_uniform_partner() -> None:
-    generator = np.random.default_rng(0)
+    generator = seeded()
     assert draw_mix(NOTHING, 10, generator) is None
     settings = NOTHING.model_copy(update={"mixup_alpha": 1.0, "cutmix_alpha": 1.0})
     draws = [mix for _ in range(4000) if (mix := draw_mix(settings, 10, generator)) is not None]
@@ -257,7 +262,7 @@ def test_a_draw_is_the_same_bits_for_the_same_generator_and_leaves_global_genera
     images = some_images()
     before = np.random.get_state()[1].tolist()
     draws: list[list[ImageSample]] = [
-        [draw_sample(images, EVERYTHING, index, np.random.default_rng((7, epoch, index))) for index in range(40)]
+        [draw_sample(images, EVERYTHING, index, seeded((7, epoch, index))) for index in range(40)]
         for epoch in (0, 0, 1)
     ]
     assert np.random.get_state()[1].tolist() == before
@@ -274,13 +279,12 @@ def test_a_mixed_sample_has_the_label_of_its_partner_and_the_share_that_is_left(
     labels = images.labelled.labels
     settings = NOTHING.model_copy(update={"mixup_alpha": 0.4})
     for index in range(40):
-        generator = np.random.default_rng((0, 0, index))
+        generator = seeded((0, 0, index))
         sample = draw_sample(images, settings, index, generator)
         # The draws in their order: flips, then kind, partner and share.
-        again = np.random.default_rng((0, 0, index))
+        again = seeded((0, 0, index))
         again.random(2)
         mix = draw_mix(settings, 40, again)
-        assert mix is not None
         assert (sample.label, sample.partner_label, sample.share) == (labels[index], labels[mix.partner], mix.share)
         expected = mix.share * images[index].image.astype(float) + (1 - mix.share) * images[mix.partner].image
         assert abs(sample.image - expected).max() <= 0.5 + 1e-4
@@ -290,7 +294,7 @@ def test_evaluation_images_are_not_touched_by_augmentation() -> None:
     images = some_images()
     plain = [images[index].image.tobytes() for index in range(len(images))]
     for index in range(len(images)):
-        draw_sample(images, EVERYTHING, index, np.random.default_rng(index))
+        draw_sample(images, EVERYTHING, index, seeded(index))
     assert [images[index].image.tobytes() for index in range(len(images))] == plain
     assert {sample.share for sample in (images[0], images[1])} == {1.0}
 

@@ -1,7 +1,7 @@
 """Boxes in the columns of tables: csv files of many tools, and lists in jsonl and parquet."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,16 +11,14 @@ from accel_train.data.sources import Source
 from accel_train.data.tables import Row, read_rows
 from accel_train.recipe.data import Data
 from tests.support.box_tables import BY_VALUES, FORMATS, csv_lines, write_table
-from tests.support.boxes import EXPECTED, SIZES, boxes_by_image, write_images
+from tests.support.boxes import EXPECTED, SIZES, boxes_by_image, classes, corners, places, write_images
 from tests.support.boxes import read_boxes as read
-from tests.support.runs import refused
+from tests.support.runs import refused, write_file
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    write_images(Path("set/images"))
-    return tmp_path
+def images(folder: Path) -> None:
+    write_images("set/images")
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -35,17 +33,11 @@ def test_every_table_holds_the_same_boxes(name: str, is_folder: bool) -> None:
     assert all(abs(value - round(value)) < 1e-5 for each in found.values() for _, box in each for value in box)
 
 
-def broken(name: str, old: str, new: str) -> Callable[[], str]:
-    """Return a writer of a table in which a text is replaced."""
-
-    def write_broken() -> str:
-        path = write_table(name)
-        text = path.read_text()
-        assert old in text
-        path.write_text(text.replace(old, new, 1))
-        return str(path)
-
-    return write_broken
+def broken(name: str, old: str, new: str) -> str:
+    """Write a table in which a text is replaced."""
+    path = write_table(name)
+    assert old in path.read_text()
+    return write_file(path, path.read_text().replace(old, new, 1))
 
 
 @pytest.mark.parametrize(
@@ -70,7 +62,7 @@ def broken(name: str, old: str, new: str) -> Callable[[], str]:
     ],
 )
 def test_a_fault_names_file_and_line(change: tuple[str, str, str], named: str) -> None:
-    lines = str(refused(read, broken(*change)(), named=named)).splitlines()
+    lines = str(refused(read, broken(*change), named=named)).splitlines()
     assert "1 fault " in lines[0]
     assert len(lines) == 2
 
@@ -85,33 +77,29 @@ def test_a_fault_names_file_and_line(change: tuple[str, str, str], named: str) -
     ],
 )
 def test_values_tell_the_order_of_four_numbers(header: str, row: str, empty: str) -> None:
-    Path("set/boxes.csv").write_text(csv_lines(header, row, empty))
+    TABLE.write_text(csv_lines(header, row, empty))
     sets = read("set/boxes.csv")
     assert sets.box_format == ("xyxy" if "{r}" in row or "{fr}" in row else "xywh")
     assert sets.train.boxes_of(0).corners.round(3).tolist() == [[4, 6, 14, 14], [20, 10, 36, 30]]
     assert len(sets.train) == 2
-    assert [note for note in sets.notes if "left out 1 images" in note]
+    assert "left out 1 images" in str(sets.notes)
 
 
+TABLE = Path("set/boxes.csv")
 AMBIGUOUS = 'image,bbox,class\na.png,"[4, 6, 10, 8]",cat\nb.png,"[5, 10, 10, 20]",dog\n'
 
 
 def test_an_order_that_values_do_not_tell_is_asked_for() -> None:
-    Path("set/boxes.csv").write_text(AMBIGUOUS)
+    TABLE.write_text(AMBIGUOUS)
     refused(read, "set/boxes.csv", named="set/boxes.csv|of 2 boxes, 0 as|data.box_format: xywh or xyxy")
-    corners = {
-        form: read("set/boxes.csv", box_format=form).train.boxes_of(1).corners.tolist()
-        for form in ("xyxy", "xywh", "cxcywh")
-    }
-    assert corners == {"xyxy": [[5, 10, 10, 20]], "xywh": [[5, 10, 15, 30]], "cxcywh": [[0, 0, 10, 20]]}
+    found = {form: corners(read("set/boxes.csv", box_format=form).train, 1) for form in ("xyxy", "xywh", "cxcywh")}
+    assert found == {"xyxy": [[5, 10, 10, 20]], "xywh": [[5, 10, 15, 30]], "cxcywh": [[0, 0, 10, 20]]}
     # Stated areas tell it: 6 x 2 and 5 x 10.
-    Path("set/boxes.csv").write_text(
-        AMBIGUOUS.replace("class", "class,area").replace("cat", "cat,12").replace("dog", "dog,50")
-    )
+    TABLE.write_text(AMBIGUOUS.replace("class", "class,area").replace("cat", "cat,12").replace("dog", "dog,50"))
     assert read("set/boxes.csv").box_format == "xyxy"
     # Files without header are RetinaNet's.
-    Path("set/boxes.csv").write_text("a.png,4,6,10,8,cat\nb.png,5,10,10,20,dog\n")
-    assert read("set/boxes.csv").train.boxes_of(0).corners.tolist() == [[4, 6, 10, 8]]
+    TABLE.write_text("a.png,4,6,10,8,cat\nb.png,5,10,10,20,dog\n")
+    assert corners(read("set/boxes.csv").train) == [[4, 6, 10, 8]]
 
 
 def test_an_order_against_the_names_of_columns_is_refused() -> None:
@@ -122,30 +110,28 @@ def test_an_order_against_the_names_of_columns_is_refused() -> None:
 
 def test_a_class_is_a_column_by_its_name_or_is_asked_for() -> None:
     named = csv_lines("image,kind,xmin,ymin,xmax,ymax", "{image},{class},{l},{t},{r},{b}")
-    Path("set/boxes.csv").write_text(named)
+    TABLE.write_text(named)
     refused(read, "set/boxes.csv", named="set/boxes.csv|data.class_column: kind|data.label_names: [object]")
     assert read("set/boxes.csv", class_column="kind").label_names == ("cat", "dog")
-    assert read("set/boxes.csv", label_names=("thing",)).train.boxes_of(0).class_ids.tolist() == [0, 0]
+    assert classes(read("set/boxes.csv", label_names=("thing",)).train) == [0, 0]
     refused(read, "set/boxes.csv", label_names=("a", "b"), named="data.class_column: kind")
     refused(read, "set/boxes.csv", class_column="kin", named="'kin'|'kind'")
     # A column that is the same in all boxes of an image describes the image.
-    Path("set/boxes.csv").write_text(named.replace(",dog,0,0", ",cat,0,0").replace("dog", "cat"))
+    TABLE.write_text(named.replace(",dog,0,0", ",cat,0,0").replace("dog", "cat"))
     assert read("set/boxes.csv").label_names == ("object",)
-    Path("set/boxes.csv").write_text(
-        csv_lines("image,class,category,bbox", '{image},{class},{id}{l},"{l} {t} {w} {h}"')
-    )
+    TABLE.write_text(csv_lines("image,class,category,bbox", '{image},{class},{id}{l},"{l} {t} {w} {h}"'))
     refused(read, "set/boxes.csv", named="set/boxes.csv: class and category|data.class_column: class")
 
 
 def test_classes_are_whole_numbers_up_to_a_limit() -> None:
-    path = Path("set/boxes.csv")
-    path.write_text(csv_lines("image,class_id,xmin,ymin,xmax,ymax", "{image},{id},{l},{t},{r},{b}"))
+    path, header = TABLE, "image,class_id,xmin,ymin,xmax,ymax"
+    path.write_text(csv_lines(header, "{image},{id},{l},{t},{r},{b}"))
     assert read(str(path)).label_names == ("0", "1")
-    path.write_text(csv_lines("image,class_id,xmin,ymin,xmax,ymax", "{image},{id}.0,{l},{t},{r},{b}"))
+    path.write_text(csv_lines(header, "{image},{id}.0,{l},{t},{r},{b}"))
     assert read(str(path)).label_names == ("0", "1")
-    assert read(str(path), label_names=("cat", "dog")).train.boxes_of(0).class_ids.tolist() == [0, 1]
+    assert classes(read(str(path), label_names=("cat", "dog")).train) == [0, 1]
     for number in ("4000000000", "-1", "9" * 5000):
-        path.write_text(csv_lines("image,class_id,xmin,ymin,xmax,ymax", number.join(("{image},", ",{l},{t},{r},{b}"))))
+        path.write_text(csv_lines(header, number.join(("{image},", ",{l},{t},{r},{b}"))))
         refused(read, str(path), named=f"3 faults|set/boxes.csv:2|{number[:19]}")
 
 
@@ -162,13 +148,13 @@ def test_other_tables_have_no_boxes(header: str) -> None:
     row = ",".join(
         "a.png" if name == "image" else "word" if name in ("text", "label") else "3" for name in header.split(",")
     )
-    Path("set/table.csv").write_text(f"{header}\n{row}\n{row}\n")
+    write_file("set/table.csv", f"{header}\n{row}\n{row}\n")
     refused(read, "set/table.csv", named="set/table.csv has no boxes")
 
 
 def test_words_with_a_box_each_are_no_objects() -> None:
     row = {"image": "images/a.png", "words": ["a", "b"], "bboxes": [[1, 1, 3, 3], [4, 4, 9, 9]], "ner_tags": [0, 1]}
-    Path("set/words.jsonl").write_text(json.dumps(row) + "\n")
+    write_file("set/words.jsonl", json.dumps(row) + "\n")
     refused(read, "set/words.jsonl", named="set/words.jsonl has no boxes")
 
 
@@ -176,9 +162,8 @@ def test_parts_are_told_by_the_names_of_tables() -> None:
     for part in ("train", "val", "test"):
         write_table("tensorflow.csv").rename(f"set/{part}_labels.csv")
     sets = read("set")
-    assert sets.eval is not None
     assert (len(sets.train), len(sets.eval)) == (3, 3)
-    assert [note for note in sets.notes if "evaluate RUN set/test_labels.csv" in note]
+    assert "evaluate RUN set/test_labels.csv" in str(sets.notes)
     sets = read(
         "set/images", annotations="set/train_labels.csv", eval="set/images", eval_annotations="set/val_labels.csv"
     )
@@ -195,7 +180,7 @@ def test_images_of_another_folder_need_its_name() -> None:
 
 def test_images_to_predict_are_each_read_once() -> None:
     sets = read(str(write_table("tensorflow.csv")), annotations=None, label_names=("cat", "dog"))
-    assert [Path(sets.train.where(index)).name for index in range(len(sets.train))] == list(SIZES)
+    assert [Path(place).name for place in places(sets.train)] == list(SIZES)
     assert sets.train.boxes is None
 
 
@@ -203,7 +188,7 @@ def test_a_broken_row_is_named_and_a_box_is_looked_for_in_many_rows() -> None:
     path = write_table("retinanet.csv")
     text = path.read_text()
     path.write_text("".join(f"images/{number}.png,,,,,\n" for number in range(30)) + text)
-    write_images(Path("set/images"), {f"{number}.png": (8, 8) for number in range(30)})
+    write_images("set/images", {f"{number}.png": (8, 8) for number in range(30)})
     assert len(read(str(path)).train) == 33
     path.write_text(text + "images/a.png,1,2\n")
     refused(read, str(path), named="set/retinanet.csv:5: the row has 3 fields")

@@ -15,12 +15,6 @@ from tests.support.boxes import write_images
 from tests.support.runs import refused
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def find(path: str, **flags: object) -> Found:
     return recognise(asked_of(path, minimal_recipe(path, []), **flags))  # type: ignore[arg-type]
 

@@ -7,16 +7,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from accel_train.data.images.labelled import ImageSets
 from accel_train.data.images.preprocessing import Preprocessing
 from accel_train.tasks.semantic_segmentation.config import SemanticSegmentationData
 from accel_train.tasks.semantic_segmentation.data import masked_pool, read_masked_images, read_pair
-from tests.support.runs import refused
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+from tests.support.runs import refused, write_file
 
 
 def write(*paths: str, values: Any = ((0, 1), (2, 255)), mode: str = "L") -> None:
@@ -28,8 +23,11 @@ def write(*paths: str, values: Any = ((0, 1), (2, 255)), mode: str = "L") -> Non
 
 def pairs(train: str, **data: Any) -> list[tuple[str, str]]:
     pool = masked_pool(train, SemanticSegmentationData(train=train, **data), "data.train")
-    assert pool.masks is not None
     return [(pool.images.where(index), pool.masks.where(index)) for index in range(len(pool.images))]
+
+
+def read(**settings: Any) -> ImageSets:
+    return read_masked_images(SemanticSegmentationData(train="s", eval_fraction=0, **settings))
 
 
 @pytest.mark.parametrize(
@@ -65,22 +63,25 @@ def test_of_voc_the_images_with_a_mask_are_taken_or_those_of_a_list(folder: Path
     write("voc/JPEGImages/a.png", "voc/JPEGImages/b.png", "voc/JPEGImages/c.png")
     write("voc/SegmentationClass/a.png", "voc/SegmentationClass/c.png")
     assert [image for image, _ in pairs("voc")] == ["voc/JPEGImages/a.png", "voc/JPEGImages/c.png"]
-    listed = Path("voc/ImageSets/Segmentation/train.txt")
-    listed.parent.mkdir(parents=True)
-    listed.write_text("c\n")
-    assert pairs(str(listed)) == [(f"{folder}/voc/JPEGImages/c.png", f"{folder}/voc/SegmentationClass/c.png")]
-    listed.write_text("b\n")
-    refused(pairs, str(listed), named="b.png|no mask")
+    listed = write_file("voc/ImageSets/Segmentation/train.txt", "c\n")
+    assert pairs(listed) == [(f"{folder}/voc/JPEGImages/c.png", f"{folder}/voc/SegmentationClass/c.png")]
+    refused(pairs, write_file(listed, "b\n"), named="b.png|no mask")
 
 
 def test_a_list_of_pairs_is_read_from_where_its_files_are(folder: Path) -> None:
     write("camvid/train/a.png", "camvid/trainannot/a.png")
-    Path("camvid/train.txt").write_text("/SegNet/CamVid/train/a.png /SegNet/CamVid/trainannot/a.png\n")
+    write_file("camvid/train.txt", "/SegNet/CamVid/train/a.png /SegNet/CamVid/trainannot/a.png\n")
     assert pairs("camvid/train.txt") == [(f"{folder}/camvid/train/a.png", f"{folder}/camvid/trainannot/a.png")]
-    Path("camvid/train.txt").write_text("train/a.png\ttrainannot/b.png\n")
-    refused(pairs, "camvid/train.txt", named="camvid/train.txt:1: no file|trainannot/b.png")
-    Path("camvid/train.txt").write_text("train/a.png trainannot/a.png 3\n")
-    refused(pairs, "camvid/train.txt", named="camvid/train.txt:1: |`IMAGE MASK`")
+    refused(
+        pairs,
+        write_file("camvid/train.txt", "train/a.png\ttrainannot/b.png\n"),
+        named="camvid/train.txt:1: no file|trainannot/b.png",
+    )
+    refused(
+        pairs,
+        write_file("camvid/train.txt", "train/a.png trainannot/a.png 3\n"),
+        named="camvid/train.txt:1: |`IMAGE MASK`",
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,25 +94,21 @@ def test_a_list_of_pairs_is_read_from_where_its_files_are(folder: Path) -> None:
 )
 def test_numbers_in_masks_become_those_of_classes(values: Any, settings: dict[str, Any], classes: Any) -> None:
     write("s/images/a.png", "s/masks/a.png", "s/images/b.png", "s/masks/b.png", values=values)
-    images = read_masked_images(SemanticSegmentationData(train="s", eval_fraction=0, **settings)).train
+    images = read(**settings).train
     _, mask = read_pair(images, 0, Preprocessing(64, mean=(0.5,), std=(0.5,)), 3, 255)
     assert mask.tolist() == [list(row) for row in classes]
 
 
 def test_other_numbers_of_classes_are_other_data() -> None:
     write("s/images/a.png", "s/masks/a.png")
-    plain, reduced = (
-        read_masked_images(SemanticSegmentationData(train="s", eval_fraction=0, reduce_labels=each))
-        for each in (False, True)
-    )
-    assert plain.contents != reduced.contents
+    assert read().contents != read(reduce_labels=True).contents
 
 
 def test_palettes_and_grey_masks_saved_in_colour_are_read_and_colours_refused() -> None:
     write("s/images/a.png", "s/masks/a.png", mode="RGB")
-    assert read_masked_images(SemanticSegmentationData(train="s", eval_fraction=0)).label_names == ("0", "1", "2")
+    assert read().label_names == ("0", "1", "2")
     write("s/masks/a.png", values=(((9, 0, 0), (0, 9, 0)), ((0, 0, 0), (0, 0, 0))), mode="RGB")
-    refused(read_masked_images, SemanticSegmentationData(train="s", eval_fraction=0), named="mode RGB")
+    refused(read, named="mode RGB")
 
 
 @pytest.mark.parametrize(
@@ -123,5 +120,4 @@ def test_palettes_and_grey_masks_saved_in_colour_are_read_and_colours_refused() 
 )
 def test_settings_of_numbers_that_contradict_are_refused(settings: dict[str, Any], said: str) -> None:
     write("s/images/a.png", "s/masks/a.png")
-    with pytest.raises(ValueError, match=said):
-        read_masked_images(SemanticSegmentationData(train="s", **settings))
+    refused(read, **settings, named=said)

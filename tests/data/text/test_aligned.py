@@ -4,22 +4,21 @@ from pathlib import Path
 
 import pytest
 
-from accel_train.data.sources import resolve_sources
 from accel_train.tasks.seq2seq.config import Seq2SeqData
 from accel_train.tasks.seq2seq.data import read_pairs
-from tests.support.runs import refused, write_jsonl
+from tests.support.runs import refused, sources_of, write_file, write_rows
 
 
-def read(path: Path, **settings: str | None) -> tuple[list[tuple[str, str | None, str]], list[str]]:
+def read(path: Path | str, **settings: str | None) -> tuple[list[tuple[str, str | None, str]], list[str]]:
     data, notes = Seq2SeqData(train=str(path), **settings), list[str]()  # type: ignore[arg-type]
-    rows = read_pairs(resolve_sources(str(path), data, key="data.train"), data, key="data.train", notes=notes)
+    rows = read_pairs(sources_of(data), data, key="data.train", notes=notes)
     return [(row.texts[0], row.label, row.where.rpartition("/")[2]) for row in rows], notes
 
 
-def write(folder: Path, source: bytes, target: bytes, names: tuple[str, str] = ("a.de", "a.en")) -> Path:
+def write(source: bytes, target: bytes, names: tuple[str, str] = ("a.de", "a.en")) -> Path:
     for name, content in zip(names, (source, target)):
-        (folder / name).write_bytes(content)
-    return folder / names[0]
+        write_file(name, content)
+    return Path(names[0])
 
 
 @pytest.mark.parametrize(
@@ -33,52 +32,47 @@ def write(folder: Path, source: bytes, target: bytes, names: tuple[str, str] = (
     ],
 )
 def test_lines_with_the_same_number_are_a_pair_and_pairs_with_an_empty_line_are_left_out(
-    source: bytes, target: bytes, pairs: list[tuple[str, str, int]], notes: int, tmp_path: Path
+    source: bytes, target: bytes, pairs: list[tuple[str, str, int]], notes: int
 ) -> None:
-    found, said = read(write(tmp_path, source, target), target_suffix="en")
+    found, said = read(write(source, target), target_suffix="en")
     assert found == [(one, other, f"a.de:{line}") for one, other, line in pairs]
     assert len(said) == notes
 
 
 @pytest.mark.parametrize("names", [("b.pl", "b.en"), ("train.tok.src", "train.tok.tgt"), ("plain", "plain.en")])
-def test_the_suffix_alone_differs(names: tuple[str, str], tmp_path: Path) -> None:
-    path = write(tmp_path, b"x\n", b"y\n", names)
+def test_the_suffix_alone_differs(names: tuple[str, str]) -> None:
+    path = write(b"x\n", b"y\n", names)
     assert read(path, target_suffix=names[1].rpartition(".")[2])[0] == [("x", "y", f"{names[0]}:1")]
 
 
-def test_each_line_is_a_source_without_targets_and_a_table_keeps_its_columns(tmp_path: Path) -> None:
-    (tmp_path / "new.txt").write_text("eins\n\nzwei\n")
-    rows, _ = read(tmp_path / "new.txt", target_suffix="en", target_column=None)
+def test_each_line_is_a_source_without_targets_and_a_table_keeps_its_columns() -> None:
+    write_file("new.txt", "eins\n\nzwei\n")
+    rows, _ = read("new.txt", target_suffix="en", target_column=None)
     assert rows == [("eins", None, "new.txt:1"), ("", None, "new.txt:2"), ("zwei", None, "new.txt:3")]
-    table = write_jsonl(tmp_path / "new.jsonl", [{"source": "eins"}])
-    assert read(table, target_suffix="en", target_column=None)[0] == [("eins", None, "new.jsonl:1")]
+    assert read(write_rows("new.jsonl", [{"source": "eins"}]), target_suffix="en", target_column=None)[0] == [
+        ("eins", None, "new.jsonl:1")
+    ]
 
 
-def test_files_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    path = write(tmp_path, b"1\n2\n3\n", b"1\n2\n")
+def test_files_that_do_not_fit_are_refused() -> None:
+    path = write(b"1\n2\n3\n", b"1\n2\n")
     refused(read, path, target_suffix="en", named="a.de has 3 lines|a.en has 2")
-    refused(read, tmp_path / "a.en", target_suffix="de", named="a.en has 2 lines|a.de has 3")
+    refused(read, "a.en", target_suffix="de", named="a.en has 2 lines|a.de has 3")
     refused(read, path, target_suffix="fr", named="a.fr|does not exist")
     refused(read, path, target_suffix="de", named="the same file")
-    refused(read, write(tmp_path, b"\n", b"x\n"), target_suffix="en", named="holds no pairs of lines")
-    refused(
-        read, write(tmp_path, "é\n".encode(), "é\n".encode()), target_suffix="en", encoding="latin-1", named="UTF-8"
-    )
+    refused(read, write(b"\n", b"x\n"), target_suffix="en", named="holds no pairs of lines")
+    refused(read, write("é\n".encode(), "é\n".encode()), target_suffix="en", encoding="latin-1", named="UTF-8")
     unread = Seq2SeqData(train="a.de", target_suffix="en").unread()
     assert {*unread} == {"id_column", "group_column", "translation_column"}
 
 
-def test_a_column_of_languages_is_read_in_the_direction_of_the_recipe(tmp_path: Path) -> None:
-    import pyarrow
-    import pyarrow.parquet
-
+def test_a_column_of_languages_is_read_in_the_direction_of_the_recipe() -> None:
     rows = [{"id": str(n), "translation": {"en": f"one {n}", "de": f"eins {n}"}} for n in range(2)]
-    path = write_jsonl(tmp_path / "a.jsonl", rows)
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    path = write_rows("a.jsonl", rows)
     columns = {"translation_column": "translation", "source_column": "de", "target_column": "en"}
     pairs = [("eins 0", "one 0"), ("eins 1", "one 1")]
     assert [each[:2] for each in read(path, **columns)[0]] == pairs
-    assert [each[:2] for each in read(tmp_path / "a.parquet", **columns)[0]] == pairs
+    assert [each[:2] for each in read(write_rows("a.parquet", rows), **columns)[0]] == pairs
     assert [each[:2] for each in read(path, **columns | {"target_column": None})[0]] == [
         ("eins 0", None),
         ("eins 1", None),

@@ -23,22 +23,32 @@ from accel_train.data import cache
 from accel_train.data.text.corpus import TextCorpus, prepare_text
 from accel_train.data.text.tokenizers import BYTE_SEPARATOR_ID, SEPARATOR
 from accel_train.recipe.schema import Recipe
-from tests.support.runs import TESTS, metrics, refused, write_jsonl, write_recipe_file
+from tests.support.runs import TESTS, metrics, refused, write_file, write_jsonl, write_recipe_file
 
 MakeRecipe = Callable[..., Recipe]
 
 
-def write_texts(path: Path, texts: list[str]) -> str:
-    return str(write_jsonl(path, ({"text": text} for text in texts)))
+def write_texts(name: str, texts: list[str]) -> str:
+    return str(write_jsonl(Path(name), ({"text": text} for text in texts)))
 
 
-def unprepared(recipe: Recipe, named: str) -> None:
-    refused(prepare_text, recipe, progress=False, named=named)
+Prepare = Callable[..., TextCorpus]
+
+
+@pytest.fixture
+def prepare(text_recipe: MakeRecipe) -> Prepare:
+    """Prepares a recipe, a named source, or texts that are written to a.jsonl."""
+
+    def prepared(source: Any, **settings: Any) -> TextCorpus:
+        source = write_texts("a.jsonl", source) if isinstance(source, list) else source
+        recipe = source if isinstance(source, Recipe) else text_recipe(source, **settings)
+        return prepare_text(recipe, progress=False)
+
+    return prepared
 
 
 def stream(corpus: TextCorpus, side: str) -> list[int]:
     windows = corpus.train if side == "train" else corpus.eval
-    assert windows is not None
     return np.fromfile(windows.path, windows.dtype).tolist()
 
 
@@ -53,13 +63,13 @@ def decoded_documents(corpus: TextCorpus, side: str) -> list[str]:
     return [corpus.tokenizer.decode(text) for text in texts]
 
 
+BPE = {"train_bpe": {"vocab_size": 300}}
 ROWS = [f"document {n}: {SEPARATOR} " + "word " * (n % 7) + f"ünïcode {n}" for n in range(200)]
 
 
-@pytest.mark.parametrize("tokenizer", ["bytes", {"train_bpe": {"vocab_size": 300}}])
-def test_every_document_is_kept_once_after_a_separator(tmp_path: Path, text_recipe: MakeRecipe, tokenizer: Any) -> None:
-    path = write_texts(tmp_path / "a.jsonl", [*ROWS[:100], "", *ROWS[100:]])
-    corpus = prepare_text(text_recipe(path, tokenizer=tokenizer, eval_fraction=0.2), progress=False)
+@pytest.mark.parametrize("tokenizer", ["bytes", BPE])
+def test_every_document_is_kept_once_after_a_separator(prepare: Prepare, tokenizer: Any) -> None:
+    corpus = prepare([*ROWS[:100], "", *ROWS[100:]], tokenizer=tokenizer, eval_fraction=0.2)
     train, held_out = decoded_documents(corpus, "train"), decoded_documents(corpus, "eval")
     assert sorted(train + held_out) == sorted(ROWS)
     assert train == [row for row in ROWS if row in train], "in the order of the source"
@@ -77,9 +87,8 @@ def test_every_document_is_kept_once_after_a_separator(tmp_path: Path, text_reci
     assert json.loads(json.dumps(facts.record())) == facts.record(), "facts are plain values"
 
 
-def test_the_baselines_are_what_they_say(tmp_path: Path, text_recipe: MakeRecipe) -> None:
-    recipe = text_recipe(write_texts(tmp_path / "a.jsonl", ROWS), eval_fraction=0.2)
-    corpus = prepare_text(recipe, progress=False)
+def test_the_baselines_are_what_they_say(prepare: Prepare) -> None:
+    corpus = prepare(ROWS, eval_fraction=0.2)
     counts = Counter(stream(corpus, "train"))
     total = sum(counts.values()) + 257
     bits = sum(-math.log2((counts[token] + 1) / total) for token in stream(corpus, "eval")[1:])
@@ -89,139 +98,124 @@ def test_the_baselines_are_what_they_say(tmp_path: Path, text_recipe: MakeRecipe
 
 
 def test_a_document_stays_on_its_side_whatever_the_order_seed_and_company(
-    tmp_path: Path, text_recipe: MakeRecipe
+    prepare: Prepare, text_recipe: MakeRecipe
 ) -> None:
-    first = prepare_text(text_recipe(write_texts(tmp_path / "a.jsonl", ROWS), eval_fraction=0.2), progress=False)
+    first = prepare(ROWS, eval_fraction=0.2)
     others = [f"another {n}" for n in range(50)]
-    recipe = text_recipe(write_texts(tmp_path / "b.jsonl", others + ROWS[::-1] + ROWS), eval_fraction=0.2)
-    second = prepare_text(recipe.model_copy(update={"seed": 7}), progress=False)
+    recipe = text_recipe(write_texts("b.jsonl", others + ROWS[::-1] + ROWS), eval_fraction=0.2)
+    second = prepare(recipe.model_copy(update={"seed": 7}))
     held_out = set(decoded_documents(first, "eval"))
     assert {text for text in decoded_documents(second, "eval") if text in ROWS} == held_out
     assert not held_out & set(decoded_documents(second, "train"))
 
 
-def test_of_few_documents_the_last_is_held_out_with_its_copies(tmp_path: Path, text_recipe: MakeRecipe) -> None:
+def test_of_few_documents_the_last_is_held_out_with_its_copies(prepare: Prepare) -> None:
     texts = ["the last one", "first document", "second document", "the last one"]
-    path = write_texts(tmp_path / "a.jsonl", texts)
-    corpus = prepare_text(text_recipe(path, eval_fraction=1e-9), progress=False)
+    corpus = prepare(texts, eval_fraction=1e-9)
     assert decoded_documents(corpus, "train") == texts[1:3]
     assert decoded_documents(corpus, "eval") == ["the last one"] * 2
     assert corpus.facts.notes
 
 
-def test_of_a_single_document_the_tail_is_held_out(tmp_path: Path, text_recipe: MakeRecipe) -> None:
+def test_of_a_single_document_the_tail_is_held_out(prepare: Prepare) -> None:
     text = "".join(map(chr, range(200, 300)))
-    (tmp_path / "a.txt").write_text(text)
-    corpus = prepare_text(text_recipe(str(tmp_path / "a.txt"), eval_fraction=0.1), progress=False)
+    write_file("a.txt", text)
+    corpus = prepare("a.txt", eval_fraction=0.1)
     assert decoded_documents(corpus, "train") == [text[:90]]
     assert decoded_documents(corpus, "eval") == [text[90:]]
     assert (corpus.facts.num_documents, corpus.facts.num_eval_documents) == (1, 1)
     assert "its last 0.1" in corpus.facts.notes[0]
 
 
-def test_a_trained_tokenizer_has_not_seen_the_held_out_text(tmp_path: Path, text_recipe: MakeRecipe) -> None:
+def test_a_trained_tokenizer_has_not_seen_the_held_out_text(prepare: Prepare) -> None:
     words = ["apple tree " * 40, "quince quince quince " * 40]
-    path = write_texts(tmp_path / "a.jsonl", words)
-    spec = {"train_bpe": {"vocab_size": 280}}
-    corpus = prepare_text(text_recipe(path, tokenizer=spec, eval_fraction=1e-9), progress=False)
+    corpus = prepare(words, tokenizer={"train_bpe": {"vocab_size": 280}}, eval_fraction=1e-9)
     assert decoded_documents(corpus, "eval") == words[1:]
     assert "apple" in corpus.tokenizer.get_vocab()
     assert not [token for token in corpus.tokenizer.get_vocab() if "qu" in token]
     assert any("supports" in note for note in corpus.facts.notes), "so little text has fewer than 280 tokens"
 
 
-def test_separate_evaluation_files_are_all_and_only_the_evaluation(tmp_path: Path, text_recipe: MakeRecipe) -> None:
-    train = write_texts(tmp_path / "a.jsonl", ROWS[:50])
-    held_out = write_texts(tmp_path / "b.jsonl", ROWS[50:60])
-    corpus = prepare_text(text_recipe(train, eval=held_out, eval_fraction=0.5), progress=False)
+def test_separate_evaluation_files_are_all_and_only_the_evaluation(prepare: Prepare) -> None:
+    held_out = write_texts("b.jsonl", ROWS[50:60])
+    corpus = prepare(ROWS[:50], eval=held_out, eval_fraction=0.5)
     assert decoded_documents(corpus, "train") == ROWS[:50]
     assert decoded_documents(corpus, "eval") == ROWS[50:60]
     assert (corpus.facts.num_documents, corpus.facts.num_eval_documents) == (60, 10)
-    both = prepare_text(text_recipe((train, held_out), eval=held_out), progress=False)
+    both = prepare(("a.jsonl", held_out), eval=held_out)
     assert both.facts.notes[0].startswith("1 files of data.eval")
 
 
-def test_too_little_text_is_refused_with_its_size(tmp_path: Path, text_recipe: MakeRecipe) -> None:
-    path = write_texts(tmp_path / "a.jsonl", ["0123", "4567"])
-    unprepared(text_recipe(path, eval_fraction=0, sequence_length=10), "=10|needs 11|gives 10|to 9")
-    corpus = prepare_text(text_recipe(path, eval_fraction=0, sequence_length=9), progress=False)
+def test_too_little_text_is_refused_with_its_size(prepare: Prepare) -> None:
+    refused(prepare, ["0123", "4567"], eval_fraction=0, sequence_length=10, named="=10|needs 11|gives 10|to 9")
+    corpus = prepare("a.jsonl", eval_fraction=0, sequence_length=9)
     assert len(corpus.train) == 1
     assert corpus.eval is None
     assert corpus.facts.eval_tokens == 0
     assert corpus.facts.unigram_bits_per_byte is corpus.facts.xz_bits_per_byte is None
 
 
-def test_sources_without_documents_are_refused(tmp_path: Path, text_recipe: MakeRecipe) -> None:
+def test_sources_without_documents_are_refused(prepare: Prepare) -> None:
     for name, content in (("empty.txt", ""), ("header.csv", "text\n"), ("empty.jsonl", ""), ("empty.csv", "")):
-        (tmp_path / name).write_text(content)
-        unprepared(text_recipe(str(tmp_path / name)), f"data.train|no documents|{name}")
-    good = write_texts(tmp_path / "a.jsonl", ROWS)
-    unprepared(text_recipe(good, eval=str(tmp_path / "header.csv")), "data.eval|no documents")
-    few = write_texts(tmp_path / "b.jsonl", ROWS[:3])
-    unprepared(text_recipe(few, eval_fraction=0.99999), "all 3|data.eval_fraction=0.99999")
+        write_file(name, content)
+        refused(prepare, name, named=f"data.train|no documents|{name}")
+    refused(prepare, ROWS, eval="header.csv", named="data.eval|no documents")
+    refused(prepare, ROWS[:3], eval_fraction=0.99999, named="all 3|data.eval_fraction=0.99999")
 
 
-def test_the_second_time_reads_nothing_and_gives_the_same(tmp_path: Path, text_recipe: MakeRecipe) -> None:
-    recipe = text_recipe(write_texts(tmp_path / "a.jsonl", ROWS), tokenizer={"train_bpe": {"vocab_size": 300}})
-    first, second = prepare_text(recipe, progress=False), prepare_text(recipe, progress=False)
+def test_the_second_time_reads_nothing_and_gives_the_same(prepare: Prepare) -> None:
+    first, second = (prepare(source, tokenizer=BPE) for source in (ROWS, "a.jsonl"))
     assert (first.facts.reused, second.facts.reused) == (False, True)
     assert first.fingerprint == second.fingerprint
     assert first.tokenizer.get_vocab() == second.tokenizer.get_vocab()
     assert first.facts.record() | {"reused": True} == second.facts.record()
-    longer = prepare_text(
-        text_recipe(recipe.data.train, tokenizer=recipe.tokenizer, sequence_length=32), progress=False
-    )
+    longer = prepare("a.jsonl", tokenizer=BPE, sequence_length=32)
     assert longer.facts.reused, "windows are cut when read: their length asks for no new shards"
 
 
-def test_a_changed_source_is_noticed_even_with_the_same_size_and_time(tmp_path: Path, text_recipe: MakeRecipe) -> None:
-    recipe = text_recipe(write_texts(tmp_path / "a.jsonl", ROWS))
-    path = tmp_path / "a.jsonl"
-    first = prepare_text(recipe, progress=False)
+def test_a_changed_source_is_noticed_even_with_the_same_size_and_time(prepare: Prepare) -> None:
+    first, path = prepare(ROWS), Path("a.jsonl")
     stat = path.stat()
     path.write_text(path.read_text().replace("word", "WORD"))
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    second = prepare_text(recipe, progress=False)
+    second = prepare("a.jsonl")
     assert second.fingerprint != first.fingerprint
     assert not second.facts.reused
     assert "the sources changed" in second.facts.notes[-1]
     assert "WORD" in "".join(decoded_documents(second, "train"))
 
 
-def test_defaults_that_are_written_out_are_the_same_data(tmp_path: Path, text_recipe: MakeRecipe) -> None:
+def test_defaults_that_are_written_out_are_the_same_data(prepare: Prepare, text_recipe: MakeRecipe) -> None:
     """As in the resolved recipe of a run, which resumes it."""
-    recipe = text_recipe(write_texts(tmp_path / "a.jsonl", ROWS))
+    recipe = text_recipe(write_texts("a.jsonl", ROWS))
     written_out = Recipe.model_validate(recipe.model_dump())
     assert len(written_out.data.model_fields_set) > len(recipe.data.model_fields_set)
-    assert prepare_text(written_out, progress=False).fingerprint == prepare_text(recipe, progress=False).fingerprint
+    assert prepare(written_out).fingerprint == prepare(recipe).fingerprint
 
 
-def test_unchanged_files_are_not_read_again(tmp_path: Path, text_recipe: MakeRecipe) -> None:
-    path = Path(write_texts(tmp_path / "a.jsonl", ROWS))
+def test_unchanged_files_are_not_read_again(prepare: Prepare) -> None:
+    path = write_texts("a.jsonl", ROWS)
     os.utime(path, (1_000_000, 1_000_000))
-    recipe = text_recipe(str(path))
-    prepare_text(recipe, progress=False)
-    sidecar = tmp_path / "cache" / "text" / "digests.json"
+    prepare(path)
+    sidecar = Path("cache/text/digests.json")
     ((name, entry),) = json.loads(sidecar.read_text()).items()
-    assert name == str(path)
+    assert name == os.path.abspath(path)
     sidecar.write_text(json.dumps({name: [*entry[:2], "0" * 64]}))
-    assert not prepare_text(recipe, progress=False).facts.reused, "the digest came from the file, not from the sidecar"
+    assert not prepare(path).facts.reused, "the digest came from the file, not from the sidecar"
 
 
-def test_tokenizer_split_and_content_each_make_other_shards(tmp_path: Path, text_recipe: MakeRecipe) -> None:
-    path = write_texts(tmp_path / "a.jsonl", ROWS)
-    recipes = [
-        text_recipe(path),
-        text_recipe(path, eval_fraction=0.3),
-        text_recipe(path, tokenizer={"train_bpe": {"vocab_size": 300}}),
-        text_recipe(path, tokenizer={"train_bpe": {"vocab_size": 301}}),
-        text_recipe(path, eval=write_texts(tmp_path / "b.jsonl", ROWS[:9])),
-        text_recipe(write_texts(tmp_path / "c.jsonl", ROWS[::-1])),
+def test_tokenizer_split_and_content_each_make_other_shards(prepare: Prepare) -> None:
+    changes = [
+        {},
+        {"eval_fraction": 0.3},
+        {"tokenizer": BPE},
+        {"tokenizer": {"train_bpe": {"vocab_size": 301}}},
+        {"eval": write_texts("b.jsonl", ROWS[:9])},
     ]
-    assert len({prepare_text(recipe, progress=False).fingerprint for recipe in recipes}) == len(recipes)
-    moved = tmp_path / "elsewhere.jsonl"
-    moved.write_text(Path(path).read_text())
-    assert prepare_text(text_recipe(str(moved)), progress=False).facts.reused, "a corpus may move"
+    found = {prepare(ROWS, **change).fingerprint for change in changes}
+    found.add(prepare(write_texts("c.jsonl", ROWS[::-1])).fingerprint)
+    assert len(found) == len(changes) + 1
+    assert prepare(write_texts("elsewhere.jsonl", ROWS)).facts.reused, "a corpus may move"
 
 
 def flip_a_byte(path: Path, position: int = 100) -> None:
@@ -245,19 +239,16 @@ def cut_a_byte(path: Path) -> None:
         (flip_a_byte, "tokenizer/tokenizer.json"),
     ],
 )
-def test_damaged_shards_are_built_again(
-    tmp_path: Path, text_recipe: MakeRecipe, damage: Callable[[Path], None], name: str
-) -> None:
-    recipe = text_recipe(write_texts(tmp_path / "a.jsonl", ROWS), tokenizer={"train_bpe": {"vocab_size": 300}})
-    first = prepare_text(recipe, progress=False)
+def test_damaged_shards_are_built_again(prepare: Prepare, damage: Callable[[Path], None], name: str) -> None:
+    first = prepare(ROWS, tokenizer=BPE)
     whole = stream(first, "train"), stream(first, "eval")
     damage(Path(first.facts.cache_folder, name))
-    second = prepare_text(recipe, progress=False)
+    second = prepare("a.jsonl", tokenizer=BPE)
     assert not second.facts.reused
     assert "damaged" in second.facts.notes[-1]
     assert second.fingerprint == first.fingerprint
     assert (stream(second, "train"), stream(second, "eval")) == whole
-    assert prepare_text(recipe, progress=False).facts.reused
+    assert prepare("a.jsonl", tokenizer=BPE).facts.reused
 
 
 @pytest.mark.parametrize("when", ["in the first epoch", "at its end"])
@@ -303,10 +294,8 @@ def test_a_short_run_does_not_wait_for_the_digests_and_says_so(
     assert "its digest" in shown
 
 
-def test_a_token_that_no_vocabulary_has_is_an_error_of_the_data_and_not_of_the_device(
-    tmp_path: Path, text_recipe: MakeRecipe
-) -> None:
-    corpus = prepare_text(text_recipe(write_texts(tmp_path / "a.jsonl", ROWS), eval_fraction=0), progress=False)
+def test_a_token_that_no_vocabulary_has_is_an_error_of_the_data_and_not_of_the_device(prepare: Prepare) -> None:
+    corpus = prepare(ROWS, eval_fraction=0)
     shard = corpus.train.path
     tokens = np.fromfile(shard, "<u2")
     tokens[19] = 40_000
@@ -316,27 +305,25 @@ def test_a_token_that_no_vocabulary_has_is_an_error_of_the_data_and_not_of_the_d
     assert isinstance(refused(corpus.train.__getitem__, 2, named=named), DataError)
 
 
-def test_a_cache_folder_that_cannot_be_made_is_refused(tmp_path: Path, text_recipe: MakeRecipe) -> None:
-    (tmp_path / "file").write_text("")
-    recipe = text_recipe(write_texts(tmp_path / "a.jsonl", ROWS), cache_dir=str(tmp_path / "file"))
-    unprepared(recipe, "data.cache_dir|file/text")
+def test_a_cache_folder_that_cannot_be_made_is_refused(prepare: Prepare) -> None:
+    write_file("file", "")
+    refused(prepare, ROWS, cache_dir="file", named="data.cache_dir|file/text")
 
 
-def test_a_failed_build_leaves_no_shards_behind(tmp_path: Path, text_recipe: MakeRecipe) -> None:
-    path = write_texts(tmp_path / "a.jsonl", ROWS)
-    Path(path).write_text(Path(path).read_text() + "broken")
-    unprepared(text_recipe(path, eval_fraction=0), "a.jsonl:201: not JSON")
-    assert not [entry.name for entry in (tmp_path / "cache" / "text").iterdir() if entry.suffix not in (".lock", "")]
-    assert not list((tmp_path / "cache" / "text").rglob("*.bin"))
+def test_a_failed_build_leaves_no_shards_behind(prepare: Prepare) -> None:
+    path = write_texts("a.jsonl", ROWS)
+    write_file(path, Path(path).read_text() + "broken")
+    refused(prepare, path, eval_fraction=0, named="a.jsonl:201: not JSON")
+    assert not [entry.name for entry in Path("cache/text").iterdir() if entry.suffix not in (".lock", "")]
+    assert not list(Path("cache/text").rglob("*.bin"))
 
 
-def test_what_a_killed_build_left_is_cleared(tmp_path: Path, text_recipe: MakeRecipe) -> None:
-    recipe = text_recipe(write_texts(tmp_path / "a.jsonl", ROWS))
-    folder = Path(prepare_text(recipe, progress=False).facts.cache_folder)
+def test_what_a_killed_build_left_is_cleared(prepare: Prepare) -> None:
+    folder = Path(prepare(ROWS).facts.cache_folder)
     building = folder.with_name(folder.name + ".building")
     folder.rename(building)
     (building / "train.bin").write_bytes(b"half")
-    assert not prepare_text(recipe, progress=False).facts.reused
+    assert not prepare("a.jsonl").facts.reused
     assert not building.exists()
 
 
@@ -347,8 +334,8 @@ def _prepare_at_once(recipe: Recipe, barrier: Any, results: Any) -> None:
 
 
 @pytest.mark.slow
-def test_of_two_processes_at_once_one_builds_and_the_other_reads(tmp_path: Path, text_recipe: MakeRecipe) -> None:
-    recipe = text_recipe(write_texts(tmp_path / "a.jsonl", ROWS * 50), tokenizer={"train_bpe": {"vocab_size": 300}})
+def test_of_two_processes_at_once_one_builds_and_the_other_reads(text_recipe: MakeRecipe) -> None:
+    recipe = text_recipe(write_texts("a.jsonl", ROWS * 50), tokenizer=BPE)
     spawn = multiprocessing.get_context("spawn")
     barrier, results = spawn.Barrier(2), spawn.Queue()
     processes = [spawn.Process(target=_prepare_at_once, args=(recipe, barrier, results)) for _ in range(2)]
@@ -362,40 +349,35 @@ def test_of_two_processes_at_once_one_builds_and_the_other_reads(tmp_path: Path,
     assert outcomes[0][1:] == outcomes[1][1:]
 
 
-def test_a_long_document_is_one_document(tmp_path: Path, text_recipe: MakeRecipe) -> None:
+def test_a_long_document_is_one_document(prepare: Prepare) -> None:
     text = "a line of text\n" * 70_000
-    (tmp_path / "a.txt").write_text(text)
-    corpus = prepare_text(text_recipe(str(tmp_path / "a.txt"), eval_fraction=0.25), progress=False)
+    write_file("a.txt", text)
+    corpus = prepare("a.txt", eval_fraction=0.25)
     assert stream(corpus, "train").count(BYTE_SEPARATOR_ID) == 1
     assert "".join(decoded_documents(corpus, "train") + decoded_documents(corpus, "eval")) == text
 
 
-def test_a_large_vocabulary_takes_four_bytes_a_token(tmp_path: Path, text_recipe: MakeRecipe) -> None:
+def test_a_large_vocabulary_takes_four_bytes_a_token(prepare: Prepare) -> None:
     words = {SEPARATOR: 0, **{f"w{number}": number for number in range(1, (1 << 16) + 1)}}
     backend = Tokenizer(models.WordLevel(words, unk_token="w1"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=SEPARATOR, unk_token="w1")
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    path = write_texts(tmp_path / "a.jsonl", ["w2 w65536 w3", *ROWS])
-    corpus = prepare_text(text_recipe(path, tokenizer=str(tmp_path / "tokenizer"), eval_fraction=0), progress=False)
+    tokenizer.save_pretrained("tokenizer")
+    corpus = prepare(["w2 w65536 w3", *ROWS], tokenizer="tokenizer", eval_fraction=0)
     assert corpus.train.dtype == np.uint32
     assert stream(corpus, "train")[:4] == [0, 2, 65536, 3]
     assert corpus.vocab_size == 65537
 
 
 def test_progress_is_shown_only_when_wanted(
-    tmp_path: Path,
-    text_recipe: MakeRecipe,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    prepare: Prepare, text_recipe: MakeRecipe, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write_texts(tmp_path / "a.jsonl", ROWS)
-    prepare_text(text_recipe(path), progress=False)
+    prepare(ROWS)
     assert capsys.readouterr() == ("", "")
-    prepare_text(text_recipe(path, eval_fraction=0.2), progress=True)
+    prepare_text(text_recipe("a.jsonl", eval_fraction=0.2), progress=True)
     assert capsys.readouterr() == ("", ""), "a bar was drawn into something that is no terminal"
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    prepare_text(text_recipe(path, eval_fraction=0.3), progress=True)
+    prepare_text(text_recipe("a.jsonl", eval_fraction=0.3), progress=True)
     shown = capsys.readouterr()
     assert "tokenizing" in shown.err
     assert shown.out == ""

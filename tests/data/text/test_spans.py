@@ -1,16 +1,14 @@
 """Texts with spans, as annotation tools write them: words and tags of each form, worked out by hand, and refusals."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from accel_train.data.sources import resolve_sources
 from accel_train.data.text.spans import spans_of, word_places
 from accel_train.tasks.token_classification.config import TokenClassificationData
 from accel_train.tasks.token_classification.data import Sentence, read_sentences
-from tests.support.runs import refused
+from tests.support.runs import refused, sources_of, write_rows
 
 ROME = "Ada Lovelace walks to Rome."
 PER, LOC = (0, 12, "PER"), (22, 26, "LOC")
@@ -27,19 +25,13 @@ def region(start: int, end: int, label: str, text: str = ROME, **further: Any) -
     return {"start": start, "end": end, "labels": [label], "text": text[start:end], **further}
 
 
-def read(path: Path, rows: list[Any], form: str, tags: str | None = "label") -> tuple[list[Sentence], list[str]]:
-    if path.suffix == ".csv":
-        lines = [[row["text"], json.dumps(row["label"])] for row in rows]
-        cells = [",".join('"' + cell.replace('"', '""') + '"' for cell in line) for line in lines]
-        path.write_text("\n".join(["text,label", *cells]))
-    else:
-        path.write_text(json.dumps(rows) if path.suffix == ".json" else "\n".join(map(json.dumps, rows)))
+def read(name: str, rows: list[Any], form: str, tags: str | None = "label") -> tuple[list[Sentence], list[str]]:
+    is_csv = name.endswith(".csv")
+    write_rows(name, [{**row, "label": json.dumps(row["label"])} for row in rows] if is_csv else rows)
     settings: dict[str, Any] = {"tokens_column": "text", "tags_column": tags, "tag_format": form}
-    data = TokenClassificationData(train=str(path), **settings)
+    data = TokenClassificationData(train=name, **settings)
     notes: list[str] = []
-    return read_sentences(
-        resolve_sources(str(path), data, key="data.train"), data, key="data.train", notes=notes
-    ), notes
+    return read_sentences(sources_of(data), data, key="data.train", notes=notes), notes
 
 
 @pytest.mark.parametrize(
@@ -69,8 +61,8 @@ def read(path: Path, rows: list[Any], form: str, tags: str | None = "label") -> 
     ],
     ids=lambda value: value if isinstance(value, str) and "." in value else "",
 )
-def test_words_come_from_the_text_and_tags_from_the_spans(name: str, form: str, row: Any, tmp_path: Path) -> None:
-    ((sentence,), notes) = read(tmp_path / name, [{"text": ROME, **row}], form)
+def test_words_come_from_the_text_and_tags_from_the_spans(name: str, form: str, row: Any) -> None:
+    ((sentence,), notes) = read(name, [{"text": ROME, **row}], form)
     assert tuple(zip(sentence.words, sentence.tags, strict=True)) == TAGGED
     assert (sentence.key, notes) == (ROME, [])
     assert [ROME[start:end] for start, end in sentence.places.tolist()] == [word for word, _ in TAGGED]
@@ -140,31 +132,36 @@ def test_words_come_from_the_text_and_tags_from_the_spans(name: str, form: str, 
     ],
 )
 def test_what_is_left_out_or_changed_is_counted_with_its_first_place(
-    form: str, rows: list[Any], kept: list[str], notes: list[str], tmp_path: Path
+    form: str, rows: list[Any], kept: list[str], notes: list[str]
 ) -> None:
-    sentences, found = read(tmp_path / "a.jsonl", rows, form)
+    sentences, found = read("a.jsonl", rows, form)
     assert ["".join(tag[0] for tag in sentence.tags) for sentence in sentences] == kept
     assert len(found) == len(notes)
     assert all(part in note and "a.jsonl:" in note for part, note in zip(notes, found, strict=True))
 
 
+WRONG_SPANS = (
+    ([PER, (4, 12, "X")], "Ada Lovelace|share a word|a.jsonl:2"),
+    ([(0, 2, "X"), (2, 3, "Y")], "share a word"),
+    ([(22, 28, "LOC")], "[22, 28, 'LOC'] is not in its text of 27"),
+    ([(-1, 3, "X")], "is not in its text"),
+    ([(3, 3, "X")], "is not in its text"),
+    ([(3, 4, "X")], "holds no word"),
+    ([(0, 12.0, "X")], "whole numbers"),
+    ([(0, True, "X")], "whole numbers"),
+    ([(0, 12, None)], "no single label"),
+    ([{"start": 0, "end": 12, "labels": ["A", "B"]}], "no single label"),
+    ([[0, 12]], "is not a span"),
+    (None, "column 'label' holds null"),
+    ([(1, 11, "X")] * 2 + [(21, 25, "Y")], "2 of 3 spans begin or end inside a word"),
+)
+
+
 @pytest.mark.parametrize(
     ("form", "row", "named"),
     [
-        ("spans", {"label": [PER, (4, 12, "X")]}, "Ada Lovelace|share a word|a.jsonl:2"),
-        ("spans", {"label": [(0, 2, "X"), (2, 3, "Y")]}, "share a word"),
-        ("spans", {"label": [(22, 28, "LOC")]}, "[22, 28, 'LOC'] is not in its text of 27"),
-        ("spans", {"label": [(-1, 3, "X")]}, "is not in its text"),
-        ("spans", {"label": [(3, 3, "X")]}, "is not in its text"),
-        ("spans", {"label": [(3, 4, "X")]}, "holds no word"),
-        ("spans", {"label": [(0, 12.0, "X")]}, "whole numbers"),
-        ("spans", {"label": [(0, True, "X")]}, "whole numbers"),
-        ("spans", {"label": [(0, 12, None)]}, "no single label"),
-        ("spans", {"label": [{"start": 0, "end": 12, "labels": ["A", "B"]}]}, "no single label"),
-        ("spans", {"label": [[0, 12]]}, "is not a span"),
-        ("spans", {"label": None}, "column 'label' holds null"),
+        *(("spans", {"label": label}, named) for label, named in WRONG_SPANS),
         ("spans", {}, "no column 'label'|[]"),
-        ("spans", {"label": [(1, 11, "X")] * 2 + [(21, 25, "Y")]}, "2 of 3 spans begin or end inside a word"),
         ("prodigy", {"answer": "maybe"}, "accept, reject, ignore"),
         ("prodigy", {"answer": "accept", "_view_id": "ner"}, "ner.teach"),
         ("label_studio", task_of(ROME, region(0, 12, "PER", "Eve Lovelace")), '"Eve Lovelace" is not at its place'),
@@ -181,24 +178,22 @@ def test_what_is_left_out_or_changed_is_counted_with_its_first_place(
         ("label_studio", {"data": {"other": ROME}, "annotations": []}, "no 'text'; it has other"),
     ],
 )
-def test_a_span_that_cannot_be_learned_is_refused_with_its_line(
-    form: str, row: Any, named: str, tmp_path: Path
-) -> None:
+def test_a_span_that_cannot_be_learned_is_refused_with_its_line(form: str, row: Any, named: str) -> None:
     good = task_of("a") if form == "label_studio" else {"text": "a", "label": []}
     row = row if form == "label_studio" else {"text": ROME, **row}
-    refused(read, tmp_path / "a.jsonl", [good, row], form, named=f"{named}|a.jsonl:2")
+    refused(read, "a.jsonl", [good, row], form, named=f"{named}|a.jsonl:2")
 
 
-def test_offsets_of_browsers_count_an_emoji_as_two(tmp_path: Path) -> None:
+def test_offsets_of_browsers_count_an_emoji_as_two() -> None:
     text = "💩This is an annotation."
     value = {"start": 13, "end": 23, "text": "annotation", "labels": ["N"]}
-    ((sentence,), _) = read(tmp_path / "a.json", [task_of(text, value)], "label_studio")
+    ((sentence,), _) = read("a.json", [task_of(text, value)], "label_studio")
     assert dict(zip(sentence.words, sentence.tags))["annotation"] == "B-N"
 
 
-def test_spans_are_not_read_without_a_column_and_every_text_is_kept(tmp_path: Path) -> None:
+def test_spans_are_not_read_without_a_column_and_every_text_is_kept() -> None:
     rows = [{"text": "a", "answer": "reject"}, {"text": "b", "label": "broken"}, {"text": "c d"}]
-    sentences, notes = read(tmp_path / "a.jsonl", rows, "prodigy", tags=None)
+    sentences, notes = read("a.jsonl", rows, "prodigy", tags=None)
     assert ([sentence.words for sentence in sentences], notes) == ([("a",), ("b",), ("c", "d")], [])
 
 

@@ -10,22 +10,21 @@ from accel_train.data.text.corpus import prepare_text
 from accel_train.data.text.tokenizers import BYTE_SEPARATOR_ID
 from accel_train.data.text.tokens import WindowDataset, inspect_token_file
 from accel_train.recipe.schema import Recipe
-from tests.support.runs import refused
+from tests.support.runs import refused, write_file
 
 MakeRecipe = Callable[..., Recipe]
 
 
 def stream(windows: WindowDataset | None) -> list[int]:
-    assert windows is not None
     return np.fromfile(windows.path, windows.dtype).tolist()
 
 
-def write_tokens(path: Path, tokens: list[int], *, header: tuple[int, int] | None = None, dtype: str = "<u2") -> str:
+def write_tokens(name: str, tokens: list[int], *, header: tuple[int, int] | None = None, dtype: str = "<u2") -> str:
     start = np.zeros(256 if header else 0, "<i4")
     if header:
         start[:3] = (*header, len(tokens))
-    path.write_bytes(start.tobytes() + np.array(tokens, dtype).tobytes())
-    return str(path)
+    write_file(name, start.tobytes() + np.array(tokens, dtype).tobytes())
+    return name
 
 
 @pytest.mark.parametrize(
@@ -34,10 +33,10 @@ def write_tokens(path: Path, tokens: list[int], *, header: tuple[int, int] | Non
     ids=["raw", "llm.c", "llama 3"],
 )
 def test_token_shards_are_read_with_and_without_header(
-    tmp_path: Path, text_recipe: MakeRecipe, header: tuple[int, int] | None, dtype: str
+    text_recipe: MakeRecipe, header: tuple[int, int] | None, dtype: str
 ) -> None:
     tokens = [BYTE_SEPARATOR_ID, *b"hello world", BYTE_SEPARATOR_ID, *b"second document"]
-    names = tuple(write_tokens(tmp_path / f"{n}.bin", tokens, header=header, dtype=dtype) for n in range(2))
+    names = tuple(write_tokens(f"{n}.bin", tokens, header=header, dtype=dtype) for n in range(2))
     corpus = prepare_text(text_recipe(names, eval_fraction=0), progress=False)
     assert stream(corpus.train) == tokens * 2
     assert corpus.facts.num_documents == 4
@@ -54,10 +53,10 @@ def test_token_shards_are_read_with_and_without_header(
     [((0, 70, 85), 85, "beginning of a document"), ((0, 76), 76, "beginning"), ((0, 20), 80, "not at a separator")],
 )
 def test_the_held_out_tail_of_tokens_begins_at_the_nearest_document(
-    tmp_path: Path, text_recipe: MakeRecipe, separators: tuple[int, ...], cut: int, note: str
+    text_recipe: MakeRecipe, separators: tuple[int, ...], cut: int, note: str
 ) -> None:
     tokens = [BYTE_SEPARATOR_ID if n in separators else n for n in range(100)]
-    names = (write_tokens(tmp_path / "a.bin", tokens[:78]), write_tokens(tmp_path / "b.bin", tokens[78:]))
+    names = (write_tokens("a.bin", tokens[:78]), write_tokens("b.bin", tokens[78:]))
     corpus = prepare_text(text_recipe(names, eval_fraction=0.2), progress=False)
     assert stream(corpus.train) == tokens[:cut]
     assert stream(corpus.eval) == tokens[cut:]
@@ -65,28 +64,28 @@ def test_the_held_out_tail_of_tokens_begins_at_the_nearest_document(
     assert f"the last {100 - cut} tokens" in corpus.facts.notes[0]
 
 
-def test_separate_evaluation_shards_are_taken_whole(tmp_path: Path, text_recipe: MakeRecipe) -> None:
-    train, held_out = write_tokens(tmp_path / "a.bin", [1] * 50), write_tokens(tmp_path / "b.bin", [2] * 30)
+def test_separate_evaluation_shards_are_taken_whole(text_recipe: MakeRecipe) -> None:
+    train, held_out = write_tokens("a.bin", [1] * 50), write_tokens("b.bin", [2] * 30)
     corpus = prepare_text(text_recipe(train, eval=held_out), progress=False)
     assert stream(corpus.train) == [1] * 50
     assert stream(corpus.eval) == [2] * 30
 
 
-def test_tokens_beyond_the_vocabulary_are_named_by_file_and_position(tmp_path: Path, text_recipe: MakeRecipe) -> None:
-    names = (write_tokens(tmp_path / "a.bin", [5] * 50), write_tokens(tmp_path / "b.bin", [1, 2, 257, 3]))
+def test_tokens_beyond_the_vocabulary_are_named_by_file_and_position(text_recipe: MakeRecipe) -> None:
+    names = (write_tokens("a.bin", [5] * 50), write_tokens("b.bin", [1, 2, 257, 3]))
     refused(prepare_text, text_recipe(names), progress=False, named="b.bin: token 257|position 2|vocabulary size 257")
 
 
-def test_incomplete_token_shards_are_refused(tmp_path: Path, text_recipe: MakeRecipe) -> None:
-    (tmp_path / "odd.bin").write_bytes(b"\0" * 33)
-    refused(prepare_text, text_recipe(str(tmp_path / "odd.bin")), progress=False, named="odd.bin: 33 bytes|uint16")
-    path = Path(write_tokens(tmp_path / "cut.bin", [1] * 50, header=(20240520, 1)))
+def test_incomplete_token_shards_are_refused(text_recipe: MakeRecipe) -> None:
+    write_file("odd.bin", b"\0" * 33)
+    refused(prepare_text, text_recipe("odd.bin"), progress=False, named="odd.bin: 33 bytes|uint16")
+    path = Path(write_tokens("cut.bin", [1] * 50, header=(20240520, 1)))
     path.write_bytes(path.read_bytes()[:-2])
     named = "cut.bin: |50 tokens, 1124 bytes|1122 bytes"
     refused(prepare_text, text_recipe(str(path)), progress=False, named=named)
 
 
-def test_no_tokenizer_is_trained_on_tokens(tmp_path: Path, text_recipe: MakeRecipe) -> None:
-    path = write_tokens(tmp_path / "a.bin", [1] * 50)
+def test_no_tokenizer_is_trained_on_tokens(text_recipe: MakeRecipe) -> None:
+    path = write_tokens("a.bin", [1] * 50)
     recipe = text_recipe(path, tokenizer={"train_bpe": {"vocab_size": 300}})
     refused(prepare_text, recipe, progress=False, named="train_bpe needs text|data.train")

@@ -41,9 +41,9 @@ def test_byte_ids_are_the_bytes() -> None:
     assert tokenizer.eos_token_id == BYTE_SEPARATOR_ID
 
 
-def test_the_byte_tokenizer_survives_saving(tmp_path: Path) -> None:
-    byte_tokenizer().save_pretrained(tmp_path)
-    loaded = AutoTokenizer.from_pretrained(tmp_path)
+def test_the_byte_tokenizer_survives_saving() -> None:
+    byte_tokenizer().save_pretrained(".")
+    loaded = AutoTokenizer.from_pretrained(".")
     assert loaded("a ,b").input_ids == list(b"a ,b")
     assert loaded(SEPARATOR).input_ids == [BYTE_SEPARATOR_ID]
     assert loaded.decode(list(b"is n't , it")) == "is n't , it"
@@ -61,10 +61,10 @@ def test_a_trained_bpe_is_the_same_each_time_and_round_trips() -> None:
     assert len(document_encoder(first, 0)([TEXTS[0]])[0]) < len(TEXTS[0]) / 2
 
 
-def test_a_trained_bpe_survives_saving(tmp_path: Path) -> None:
+def test_a_trained_bpe_survives_saving() -> None:
     trained = train_bpe(TEXTS, 300)
-    trained.save_pretrained(tmp_path)
-    loaded = pretrained_tokenizer(str(tmp_path), trust_remote_code=False)
+    trained.save_pretrained(".")
+    loaded = pretrained_tokenizer(".", trust_remote_code=False)
     assert loaded.separator_id == 0
     assert loaded.digest == tokenizer_digest(trained)
     assert loaded.encode(TEXTS)[3].tolist() == document_encoder(trained, 0)(TEXTS)[3].tolist()
@@ -98,17 +98,17 @@ def test_a_separator_that_also_means_unknown_is_refused() -> None:
     refused(encode, ["a strange word"], named="id 0|'<unk>'")
 
 
-def test_a_tokenizer_in_python_reads_documents_too(tmp_path: Path) -> None:
-    ByT5Tokenizer().save_pretrained(tmp_path)
-    prepared = pretrained_tokenizer(str(tmp_path), trust_remote_code=False)
+def test_a_tokenizer_in_python_reads_documents_too() -> None:
+    ByT5Tokenizer().save_pretrained(".")
+    prepared = pretrained_tokenizer(".", trust_remote_code=False)
     assert not prepared.tokenizer.is_fast
     assert prepared.separator_id == 1
     assert prepared.encode(["ab"])[0].tolist() == [ord("a") + 3, ord("b") + 3]
     assert prepared.separator_id not in prepared.encode(["a</s>b"])[0]
-    assert prepared.digest == pretrained_tokenizer(str(tmp_path), trust_remote_code=False).digest
+    assert prepared.digest == pretrained_tokenizer(".", trust_remote_code=False).digest
 
 
-def test_no_special_token_is_read_out_of_a_document(tmp_path: Path) -> None:
+def test_no_special_token_is_read_out_of_a_document() -> None:
     fast = train_bpe(TEXTS, 300)
     fast.add_special_tokens({"pad_token": "<pad>"})
     ids = document_encoder(fast, 0)(["a<pad>b"])[0]
@@ -162,23 +162,23 @@ def test_pieces_lose_nothing(text: str) -> None:
 
 
 @pytest.fixture
-def base(tmp_path: Path) -> Path:
+def base() -> Path:
     """A pretrained model as far as a check goes that comes before its weights are read: configuration and tokenizer."""
-    train_bpe(TEXTS, 300).save_pretrained(tmp_path / "base")
+    train_bpe(TEXTS, 300).save_pretrained("base")
     config = GPT2Config(n_layer=1, n_head=2, n_embd=8, n_positions=64, vocab_size=300, bos_token_id=0, eos_token_id=0)
-    config.save_pretrained(tmp_path / "base")
-    return tmp_path / "base"
+    config.save_pretrained("base")
+    return Path("base")
 
 
 @pytest.mark.parametrize("task", ["causal-lm", "text-classification"])
 @pytest.mark.parametrize("tokenizer", ["bytes", "{train_bpe: {vocab_size: 300}}", "other"])
 def test_another_tokenizer_than_that_of_pretrained_weights_is_refused_unless_the_recipe_accepts_it(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], tokenizer: str, task: str
+    base: Path, capsys: pytest.CaptureFixture[str], tokenizer: str, task: str
 ) -> None:
-    train_bpe(["quite another text, with words of its own"], 290).save_pretrained(tmp_path / "other")
-    chosen = str(tmp_path / "other") if tokenizer == "other" else tokenizer
-    recipe = write_recipe_file(tmp_path, task=task)
-    write_corpus(tmp_path)
+    train_bpe(["quite another text, with words of its own"], 290).save_pretrained("other")
+    chosen = "other" if tokenizer == "other" else tokenizer
+    recipe = write_recipe_file(Path(), task=task)
+    write_corpus(Path())
     asked = ["--model.pretrained", str(base), "--tokenizer", chosen]
     assert main(["run", str(recipe), *asked]) == 2
     (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
@@ -189,21 +189,19 @@ def test_another_tokenizer_than_that_of_pretrained_weights_is_refused_unless_the
 
 
 @pytest.mark.parametrize("tokenizer", ["auto", "itself", "a copy with a token more"])
-def test_the_tokenizer_of_pretrained_weights_is_taken_under_any_name(
-    base: Path, tmp_path: Path, tokenizer: str
-) -> None:
+def test_the_tokenizer_of_pretrained_weights_is_taken_under_any_name(base: Path, tokenizer: str) -> None:
     own = load_tokenizer(str(base), trust_remote_code=False)
     own.add_tokens(["<|user|>"])
-    own.save_pretrained(tmp_path / "copy")
-    name = {"auto": "auto", "itself": str(base)}.get(tokenizer, str(tmp_path / "copy"))
-    recipe = write_recipe_file(tmp_path, task="causal-lm")
+    own.save_pretrained("copy")
+    name = {"auto": "auto", "itself": str(base)}.get(tokenizer, "copy")
+    recipe = write_recipe_file(Path(), task="causal-lm")
     check_tokenizer(load_recipe(recipe, arguments=["--model.pretrained", str(base), "--tokenizer", name]))
 
 
-def test_weights_without_a_tokenizer_of_their_own_take_any_that_is_not_trained_anew(tmp_path: Path) -> None:
-    GPT2Config(n_layer=1, n_head=2, n_embd=8).save_pretrained(tmp_path / "base")
-    recipe = write_recipe_file(tmp_path, task="causal-lm")
-    asked = ["--model.pretrained", str(tmp_path / "base")]
+def test_weights_without_a_tokenizer_of_their_own_take_any_that_is_not_trained_anew() -> None:
+    GPT2Config(n_layer=1, n_head=2, n_embd=8).save_pretrained("base")
+    recipe = write_recipe_file(Path(), task="causal-lm")
+    asked = ["--model.pretrained", "base"]
     check_tokenizer(load_recipe(recipe, arguments=[*asked, "--tokenizer", "bytes"]))
     trained = load_recipe(recipe, arguments=[*asked, "--tokenizer", "{train_bpe: {vocab_size: 300}}"])
     refused(check_tokenizer, trained, named="new vocabulary")

@@ -13,14 +13,14 @@ from accel_train.data.text.tokens import WindowDataset, collate_windows
 SEPARATOR = 99
 
 
-def dataset(folder: Path, tokens: list[int], sequence_length: int, dtype: str = "<u2") -> WindowDataset:
-    path = folder / "tokens.bin"
+def dataset(tokens: list[int], sequence_length: int, dtype: str = "<u2") -> WindowDataset:
+    path = Path("tokens.bin")
     np.array(tokens, dtype).tofile(path)
     return WindowDataset(path, dtype=np.dtype(dtype), num_tokens=len(tokens), sequence_length=sequence_length)
 
 
-def test_windows_overlap_by_one_token_and_the_last_is_padded(tmp_path: Path) -> None:
-    windows = dataset(tmp_path, list(range(10, 21)), 4)
+def test_windows_overlap_by_one_token_and_the_last_is_padded() -> None:
+    windows = dataset(list(range(10, 21)), 4)
     assert len(windows) == 3
     rows = windows.__getitems__([2, 0, 1, 2])
     assert rows.dtype == np.int64
@@ -29,8 +29,8 @@ def test_windows_overlap_by_one_token_and_the_last_is_padded(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("num_tokens", range(12))
-def test_every_token_but_the_first_is_a_target_exactly_once(tmp_path: Path, num_tokens: int) -> None:
-    windows = dataset(tmp_path, list(range(num_tokens)), 4)
+def test_every_token_but_the_first_is_a_target_exactly_once(num_tokens: int) -> None:
+    windows = dataset(list(range(num_tokens)), 4)
     targets: list[int] = []
     counted = 0
     for index in range(len(windows)):
@@ -42,9 +42,9 @@ def test_every_token_but_the_first_is_a_target_exactly_once(tmp_path: Path, num_
     assert counted == max(0, num_tokens - 1)
 
 
-def test_each_label_is_the_token_after_its_input(tmp_path: Path) -> None:
+def test_each_label_is_the_token_after_its_input() -> None:
     tokens = np.random.default_rng(0).integers(0, 70_000, 35).tolist()
-    windows = dataset(tmp_path, tokens, 8, dtype="<u4")
+    windows = dataset(tokens, 8, dtype="<u4")
     batch = collate_windows(windows.__getitems__(range(len(windows))), separator_id=SEPARATOR, mask_documents=False)
     valid = batch["labels"] != IGNORED_LABEL
     assert batch["input_ids"][valid].tolist() == tokens[:-1]
@@ -52,8 +52,8 @@ def test_each_label_is_the_token_after_its_input(tmp_path: Path) -> None:
     assert batch["input_ids"][~valid][1:].eq(SEPARATOR).all(), "padding is a token that an embedding has"
 
 
-def test_a_batch_has_the_types_of_the_contract(tmp_path: Path) -> None:
-    windows = dataset(tmp_path, list(range(20)), 8)
+def test_a_batch_has_the_types_of_the_contract() -> None:
+    windows = dataset(list(range(20)), 8)
     rows = windows.__getitems__([0, 1])
     batch = collate_windows(rows, separator_id=SEPARATOR, mask_documents=False)
     assert sorted(batch) == ["input_ids", "labels", "num_targets"]
@@ -68,9 +68,9 @@ def test_a_batch_has_the_types_of_the_contract(tmp_path: Path) -> None:
     assert torch.equal(as_list["labels"], batch["labels"])
 
 
-def test_positions_restart_and_documents_count_at_each_separator(tmp_path: Path) -> None:
+def test_positions_restart_and_documents_count_at_each_separator() -> None:
     tokens = [SEPARATOR, 1, 2, SEPARATOR, 3, 4, 5, SEPARATOR, SEPARATOR, 6, 7]
-    windows = dataset(tmp_path, tokens, 6)
+    windows = dataset(tokens, 6)
     batch = collate_windows(windows.__getitems__([0, 1]), separator_id=SEPARATOR, mask_documents=True)
     assert batch["input_ids"].tolist() == [[99, 1, 2, 99, 3, 4], [5, 99, 99, 6, 7, 99]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 2], [0, 0, 0, 1, 2, 0]]
@@ -81,8 +81,8 @@ def test_positions_restart_and_documents_count_at_each_separator(tmp_path: Path)
     assert batch["position_ids"].dtype == batch["document_ids"].dtype == torch.int64
 
 
-def test_padding_is_one_document_of_its_own(tmp_path: Path) -> None:
-    windows = dataset(tmp_path, [SEPARATOR, 1, 2], 6)
+def test_padding_is_one_document_of_its_own() -> None:
+    windows = dataset([SEPARATOR, 1, 2], 6)
     batch = collate_windows(windows.__getitems__([0]), separator_id=SEPARATOR, mask_documents=True)
     assert batch["document_ids"].tolist() == [[1, 1, 1, 2, 2, 2]]
     assert batch["document_lengths"].tolist() == [[3, 3]]
@@ -90,13 +90,13 @@ def test_padding_is_one_document_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("index", [-1, 3, 100])
-def test_a_window_that_is_not_there_is_an_index_error(tmp_path: Path, index: int) -> None:
+def test_a_window_that_is_not_there_is_an_index_error(index: int) -> None:
     with pytest.raises(IndexError, match="of 3"):
-        dataset(tmp_path, list(range(11)), 4).__getitems__([0, index])
+        dataset(list(range(11)), 4).__getitems__([0, index])
 
 
-def test_a_pickled_dataset_is_a_path_and_not_the_tokens(tmp_path: Path) -> None:
-    windows = dataset(tmp_path, list(range(60_000)), 8)
+def test_a_pickled_dataset_is_a_path_and_not_the_tokens() -> None:
+    windows = dataset(list(range(60_000)), 8)
     before = windows[7].tolist()
     pickled = pickle.dumps(windows)
     assert len(pickled) < 2_000

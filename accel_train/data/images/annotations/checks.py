@@ -14,7 +14,7 @@ from accel_train.core.errors import DataError
 from accel_train.data.images.annotations.orders import ORDERS, TOLERANCE, fits_image, from_corners, order_by_area
 from accel_train.data.images.annotations.records import Annotated, BoxedImage
 from accel_train.data.images.boxes import Boxes, no_boxes
-from accel_train.data.images.decoding import Content, image_header
+from accel_train.data.images.decoding import image_header
 from accel_train.data.images.images import Images, in_threads
 
 _MOST_SHOWN = 20
@@ -49,7 +49,10 @@ def check_boxes(images: Images, records: Sequence[BoxedImage]) -> Checked:
         try:
             content = images.content(index)
             file = content if isinstance(content, Path) else None
-            stored, orientation = _header(content, where)
+            if isinstance(content, np.ndarray):
+                stored, orientation = (content.shape[1], content.shape[0]), 1
+            else:
+                stored, orientation = image_header(content, where)
         except DataError as error:
             return no_boxes(1, 1), file, [f"{record.where}: {error}"], []
         upright = stored[::-1] if orientation >= 5 else stored
@@ -131,13 +134,6 @@ def refuse_faults(faults: Sequence[str], key: str, remedy: str) -> None:
         raise ValueError("\n".join([f"{key}: {number}; {remedy}", *lines, *more]))
 
 
-def _header(content: Content, where: str) -> tuple[tuple[int, int], int]:
-    """Return the stored (width, height) of an image, and its EXIF orientation. Raises DataError if it is broken."""
-    if isinstance(content, np.ndarray):
-        return (content.shape[1], content.shape[0]), 1
-    return image_header(content, where)
-
-
 def _is_turned(
     record: BoxedImage, stored: tuple[int, int], upright: tuple[int, int], orientation: int
 ) -> tuple[bool, str]:
@@ -163,16 +159,16 @@ def _checked(record: BoxedImage, size: tuple[int, int], image: str) -> tuple[Box
     if record.is_relative:
         corners *= np.array([*size, *size])
     edges = np.array([*size, *size], np.float64)
-    is_finite: NDArray[np.bool_] = np.asarray(np.isfinite(corners).all(axis=1))
     outside: NDArray[np.bool_] = np.asarray(((corners < -TOLERANCE) | (corners > edges + TOLERANCE)).any(axis=1))
     clipped = np.clip(corners, 0, edges)
     is_empty: NDArray[np.bool_] = np.asarray((clipped[:, 2:] <= clipped[:, :2]).any(axis=1))
-    areas = np.array([np.nan if row.area is None else row.area for row in record.rows], np.float64)
-    has_area = np.array([row.area is not None for row in record.rows])
+    box_areas = (clipped[:, 2:] - clipped[:, :2]).prod(axis=1)
+    areas = np.array([box if row.area is None else row.area for box, row in zip(box_areas, record.rows)], np.float64)
+    is_finite: NDArray[np.bool_] = np.asarray(np.isfinite(np.column_stack([corners, areas])).all(axis=1))
     faults, kept = [], np.ones(len(record.rows), dtype=bool)
     for number, row in enumerate(record.rows):
         problem = ""
-        if not is_finite[number] or (has_area[number] and not np.isfinite(areas[number])):
+        if not is_finite[number]:
             problem = "has a number that is not finite"
         elif outside[number]:
             problem = f"lies outside the image of {size[0]} x {size[1]} pixels"
@@ -180,18 +176,17 @@ def _checked(record: BoxedImage, size: tuple[int, int], image: str) -> tuple[Box
                 problem += "; its numbers are no fractions of the image, but pixels or percent"
         elif is_empty[number]:
             problem = "has no area"
-        elif has_area[number] and areas[number] < 0:
+        elif areas[number] < 0:
             problem = f"states the area {row.area:g}"
         if problem:
             shown = ", ".join(f"{value:g}" for value in corners[number])
             faults.append(f"{row.where} ({image}): the box {shown} (left, top, right, bottom) {problem}")
             kept[number] = False
-    box_areas = (clipped[:, 2] - clipped[:, 0]) * (clipped[:, 3] - clipped[:, 1])
     boxes = Boxes(
         clipped[kept].astype(np.float32),
         np.array([row.label for row in record.rows], np.int64)[kept],
         np.array([row.is_crowd for row in record.rows], np.bool_)[kept],
-        np.where(has_area, areas, box_areas)[kept].astype(np.float32),
+        areas[kept].astype(np.float32),
         *size,
     )
     return boxes, faults

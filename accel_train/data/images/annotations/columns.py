@@ -4,7 +4,7 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from accel_train.core.errors import DataError
-from accel_train.core.json_io import parse_json
+from accel_train.core.json_io import nested, parse_json
 from accel_train.data.delimited import read_delimited
 from accel_train.data.images.annotations.orders import ORDERS, fits_image, order_by_area, to_corners
 from accel_train.data.images.annotations.records import (
@@ -37,7 +37,7 @@ from accel_train.data.images.images import (
     list_images,
 )
 from accel_train.data.images.tables import find_images, table_pool
-from accel_train.data.sources import Source, file_kind
+from accel_train.data.sources import Source
 from accel_train.data.tables import class_names, column_names, read_rows
 from accel_train.recipe.data import BoxData
 
@@ -93,7 +93,7 @@ class Columns:
     """Columns that may be the class."""
     size: tuple[str, ...] = ()
     """Width and height of the image, if they are stated."""
-    further: Mapping[str, str] | None = None
+    further: Mapping[str, str] = field(default_factory=dict)
     """Columns of `area` and `iscrowd`."""
     is_via: bool = False
     has_header: bool = True
@@ -127,7 +127,7 @@ def _without_header(source: Source, data: BoxData) -> Columns | None:
 
     Keras RetinaNet writes such files, and SKU-110K, with the size of the image.
     """
-    if not source.files or file_kind(source.files[0]) != "csv":
+    if source.kind != "csv":
         return None
     records = list(islice(read_delimited(source.files[0], data.model_copy(update={"header": "none"})), 2))
     cells = records[-1].fields if records else []
@@ -195,7 +195,7 @@ def read_columns(
     Raises:
         ValueError: the images are not found, or the table does not tell the classes or the order of numbers.
     """
-    used = [*found.box, *found.size, *(found.further or {}).values(), *([data.id_column] if data.id_column else [])]
+    used = [*found.box, *found.size, *found.further.values(), *([data.id_column] if data.id_column else [])]
     # Images in the table itself are read on request.
     used += [found.image] if _names_images(source, found) else []
     others = [name for name in found.names if name != found.image] if needs_boxes and not found.labels else []
@@ -252,7 +252,8 @@ def _labels_of(
         ValueError: several columns may be the class, or none and the boxes may be of several classes.
     """
     if found.is_via:
-        attributes = [_attributes(row[found.labels[0]]) for row in cells]
+        nests = [nested(row[found.labels[0]]) for row in cells]
+        attributes = [each if isinstance(each, dict) else {} for each in nests]
         keys = list(dict.fromkeys(key for each in attributes for key in each))
         columns = [data.class_column] if data.class_column else keys
         cells = [{key: each.get(key) for key in columns} for each in attributes]
@@ -269,7 +270,7 @@ def _labels_of(
             # More digits are out of range as well.
             values = [value if is_empty(value) else int(value.partition(".")[0][:19]) for value in values]
         return values, class_names(source, columns[0])
-    known = (found.image, data.id_column, *found.box, *found.size, *(found.further or {}).values())
+    known = (found.image, data.id_column, *found.box, *found.size, *found.further.values())
     others = [name for name in found.names if name not in known]
     may_be = next((name for name in others if _may_be_class(cells, name, found.image)), None)
     if len(data.label_names or ()) > 1 or (may_be is not None and data.label_names is None):
@@ -283,14 +284,6 @@ def _labels_of(
 def _are_the_same(pairs: Sequence[tuple[str, str]]) -> bool:
     """Return whether the values of two columns correspond one to one."""
     return len({*pairs}) == len({one for one, _ in pairs}) == len({other for _, other in pairs})
-
-
-def _attributes(cell: Any) -> dict[str, Any]:
-    try:
-        found = parse_json(cell) if isinstance(cell, str) and cell.strip() else cell
-    except ValueError:
-        found = None
-    return found if isinstance(found, dict) else {}
 
 
 def _may_be_class(cells: Sequence[Mapping[str, Any]], name: str, image: str) -> bool:
@@ -309,7 +302,7 @@ def _rows_of(
     if boxes is None:
         faults.boxes.append(f"{where}: {str(row[found.box[0]])[:80]} is not a box of four numbers")
         return []
-    cell = {"bbox": boxes, "category": label, **{key: row[name] for key, name in (found.further or {}).items()}}
+    cell = {"bbox": boxes, "category": label, **{key: row[name] for key, name in found.further.items()}}
     is_one = not isinstance(label, list)
     if is_one:
         cell = {key: value if key == "bbox" else [value] * len(boxes) for key, value in cell.items()}
@@ -340,7 +333,7 @@ def _images_of(
             if files is None:
                 continue
             folders = {os.path.dirname(place / name) for name in files}
-            there = {os.path.join(each, name) for each in folders for name in list_images(Path(each))[0]}
+            there = {os.path.join(each, name) for each in folders for name in list_images(Path(each))}
             left = len(there - {os.path.normpath(place / name) for name in files})
             notes = [f"{source.name}: left out {left:,} images that it does not name"] if left else []
             return FileImages(place, tuple(files)), list(groups.values()), notes
@@ -354,7 +347,7 @@ def _names_images(source: Source, found: Columns) -> bool:
     """Return whether the images of a table are texts, not bytes."""
     if source.dataset is not None:
         return getattr(source.dataset.features[found.image], "dtype", None) in ("string", "large_string")
-    if file_kind(source.files[0]) != "parquet":
+    if source.kind != "parquet":
         return True
     from pyarrow import parquet, types
 

@@ -5,7 +5,6 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -51,10 +50,10 @@ class Located(NamedTuple):
     """Format: COCO, YOLO, Pascal VOC, or table."""
     train: Path
     """File or folder of the training images, or of all images."""
-    eval: Path | None
-    """File or folder of the evaluation images, by its name. A YOLO data.yaml may be both."""
-    test: Path | None
     why: str
+    eval: Path | None = None
+    """File or folder of the evaluation images, by its name. A YOLO data.yaml may be both."""
+    test: Path | None = None
 
 
 def locate(path: Path, data: BoxData) -> Located | None:
@@ -67,23 +66,27 @@ def locate(path: Path, data: BoxData) -> Located | None:
     if os.path.isdir(path) and is_saved_dataset(path):
         return _saved_dataset(path, data)
     if os.path.isdir(path):
-        tables, others = partial(_tables, path, data), partial(_box_tables, path, data)
-        return _yolo_yaml(path) or _coco(path) or tables() or _voc(path) or _yolo_folders(path) or others()
+        found = _yolo_yaml(path) or _coco(path) or _tables(path, data)
+        return found or _voc(path) or _yolo_folders(path) or _box_tables(path, data)
     if suffix in (".yaml", ".yml") and (found := _yolo_file(path)) is not None:
         return found
     if suffix == ".json" and os.path.isfile(path) and _is_coco(path):
-        return Located("COCO", path, None, None, f"{path.name} holds boxes")
+        return Located("COCO", path, f"{path.name} holds boxes")
     if suffix == ".txt" and path.parent.name == "Main":
-        return Located("Pascal VOC", path, None, None, f"{path.name} lists images")
-    files = [path] if os.path.isfile(path) else sorted(map(Path, glob.glob(str(path))))[:1]
-    kind = _kind_of(Source(str(path), "", tuple(files)), data) if suffix in TABLE_KINDS and files else None
+        return Located("Pascal VOC", path, f"{path.name} lists images")
+    files = [path] if os.path.isfile(path) else sorted(map(Path, glob.glob(str(path))))
+    kind = _kind_of(_source(files[0]), data) if suffix in TABLE_KINDS and files else None
     what = "columns" if kind == KIND else "a column"
-    return None if kind is None else Located(kind, path, None, None, f"{path.name} has {what} of boxes")
+    return None if kind is None else Located(kind, path, f"{path.name} has {what} of boxes")
+
+
+def _source(file: Path) -> Source:
+    return Source(str(file), "", (file,))
 
 
 def _kind_of(source: Source, data: BoxData) -> str | None:
     """Return the kind of a table with boxes, or None without boxes."""
-    return "table" if has_objects(source, data) else KIND if find_columns(source, data) is not None else None
+    return "table" if has_objects(source, data) else KIND if find_columns(source, data) else None
 
 
 def read_annotated(
@@ -114,13 +117,11 @@ def read_annotated(
     (source,) = resolve_sources(str(place), data, key="data.eval" if part == "eval" else data.train_key)
     if part == "train":
         refuse_parts_of(source, data)
-    tables = [replace(source, name=str(file), files=(file,)) for file in source.files] or [source]
+    tables = [replace(each, name=str(each.files[0])) if each.files else each for each in source.parts()]
     columns = [find_columns(table, data) if found.kind == KIND else None for table in tables]
     return with_same_names(
         [
-            read_table(table, data)
-            if each is None
-            else read_columns(table, data, each, images, needs_boxes=needs_boxes)
+            read_columns(table, data, each, images, needs_boxes=needs_boxes) if each else read_table(table, data)
             for table, each in zip(tables, columns)
         ]
     )
@@ -142,14 +143,14 @@ def _chosen(kind: str, folder: Path, places: Sequence[Path]) -> Located | None:
         shown = ", ".join(map(str, train[:5]))
         raise ValueError(f"{folder} holds several files of boxes ({shown}). Name one of them instead of the folder")
     held, test = (next((p for p in places if parts[p] == part and p != train[0]), None) for part in ("eval", "test"))
-    return Located(kind, train[0], held, test, f"{train[0].relative_to(folder.parent)} holds boxes ({kind})")
+    return Located(kind, train[0], f"{train[0].relative_to(folder.parent)} holds boxes ({kind})", held, test)
 
 
 def _yolo_file(path: Path) -> Located | None:
     if (settings := yolo_settings(path)) is None:
         return None
     held = any(os.path.exists(place) for place in yolo_places(path, settings, "val"))
-    return Located("YOLO", path, path if held else None, None, f"{path.name} names images and classes")
+    return Located("YOLO", path, f"{path.name} names images and classes", path if held else None)
 
 
 def _yolo_yaml(folder: Path) -> Located | None:
@@ -182,16 +183,14 @@ def _tables(folder: Path, data: BoxData) -> Located | None:
     """Return the objects of metadata.jsonl, or of parquet files in the folder or one below. Shards are one place."""
     files = [file for name in METADATA for file in (folder / name, *sorted(folder.glob(f"*/{name}")))]
     first = {**{file: file for file in files if os.path.isfile(file)}, **_parquet_files(folder)}
-    found = [place for place, file in first.items() if has_objects(Source(str(file), "", (file,)), data)]
-    return _chosen("table", folder, found)
+    return _chosen("table", folder, [place for place, file in first.items() if has_objects(_source(file), data)])
 
 
 def _box_tables(folder: Path, data: BoxData) -> Located | None:
     """Return the tables with columns of boxes in the folder or one below."""
     files = [file for file in (*folder.glob("*"), *folder.glob("*/*")) if file.suffix.lower() in _BOX_TABLES]
     first = {**{file: file for file in sorted(files)[:_MOST_TABLES] if os.path.isfile(file)}, **_parquet_files(folder)}
-    found = [place for place, file in first.items() if find_columns(Source(str(file), "", (file,)), data) is not None]
-    return _chosen(KIND, folder, found)
+    return _chosen(KIND, folder, [place for place, file in first.items() if find_columns(_source(file), data)])
 
 
 def _parquet_files(folder: Path) -> dict[Path, Path]:
@@ -213,7 +212,7 @@ def _saved_dataset(folder: Path, data: BoxData) -> Located | None:
     if (kind := _kind_of(source, data)) is None:
         return None
     held = pick([each.name for each in folder.iterdir() if each.is_dir()], "eval") is not None
-    return Located(kind, folder, folder if held else None, None, f"{source.name} has a column of boxes")
+    return Located(kind, folder, f"{source.name} has a column of boxes", folder if held else None)
 
 
 def _voc(folder: Path) -> Located | None:
@@ -235,7 +234,7 @@ def _voc_parts(root: Path) -> Located:
     there = {part: path for part, path in lists.items() if os.path.isfile(path)}
     why = f"{root.name} holds boxes (Pascal VOC)"
     if not there:
-        return Located("Pascal VOC", root, None, None, why)
+        return Located("Pascal VOC", root, why)
     train = there.get("train") or there.get("trainval")
     if train is None:
         names = ", ".join(path.name for path in there.values())
@@ -243,7 +242,7 @@ def _voc_parts(root: Path) -> Located:
             f"{lists['train'].parent} has {names}, but no train.txt. Add the list of training images, or name a list "
             "instead of the folder"
         )
-    return Located("Pascal VOC", train, there.get("val") if "train" in there else None, there.get("test"), why)
+    return Located("Pascal VOC", train, why, there.get("val") if "train" in there else None, there.get("test"))
 
 
 def _holds_boxes(folder: Path) -> bool:
@@ -270,4 +269,4 @@ def _yolo_folders(folder: Path) -> Located | None:
 
 
 def _has_labels(images: Path) -> bool:
-    return os.path.isdir(images) and any(os.path.isfile(label_file(images / name)) for name in list_images(images)[0])
+    return os.path.isdir(images) and any(os.path.isfile(label_file(images / name)) for name in list_images(images))

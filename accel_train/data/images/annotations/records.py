@@ -3,7 +3,7 @@
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -96,51 +96,60 @@ def annotated(
     `names` are the classes that the source names. None: the names in its boxes, sorted; or the numbers in its boxes.
     """
     labels = {row.label for record in records for row in record.rows}
-    has_numbers = [isinstance(label, int) for label in labels]
-    is_named = names is not None or not all(has_numbers)
-    if names is None and is_named and any(has_numbers):
-        faults.files.append(f"{source}: some classes are numbers and others are names; write names or numbers")
+    num_numbers = sum(isinstance(label, int) for label in labels)
+    are_numbers = num_numbers == len(labels)
+    is_named = names is not None or not are_numbers
     if names is None and is_named:
+        if num_numbers:
+            faults.files.append(f"{source}: some classes are numbers and others are names; write names or numbers")
         names = sorted(map(str, labels))
     if names is None:
         names, records = numbered_classes(records, faults)
     else:
         ids = {name: number for number, name in enumerate(names)}
-        numbers_too = all(has_numbers)
 
-        def known(row: BoxRow) -> BoxRow | None:
-            number = row.label if isinstance(row.label, int) and numbers_too else ids.get(str(row.label), -1)
+        def number_of(row: BoxRow) -> int | None:
+            number = row.label if isinstance(row.label, int) and are_numbers else ids.get(str(row.label), -1)
             if 0 <= number < len(ids):
-                return row._replace(label=number)
+                return number
             shown = repr(row.label)[:80]
             faults.files.append(f"{row.where}: the class {shown} is unknown; there are {len(ids)} classes")
             return None
 
-        records = [each._replace(rows=[row for row in map(known, each.rows) if row is not None]) for each in records]
+        records = _renumbered(records, number_of)
     number = sum(len(record.rows) for record in records)
     description = f"{source}: {len(records):,} images with {number:,} boxes"
     return Annotated(kind, images, records, tuple(names), faults, description, is_named, order, **further)
 
 
+def _renumbered(records: Sequence[BoxedImage], number_of: Callable[[BoxRow], int | None]) -> list[BoxedImage]:
+    """Return the records with the class ids of their boxes, without the boxes that have none."""
+    kept = []
+    for record in records:
+        numbered = [(row, number_of(row)) for row in record.rows]
+        rows = [row._replace(label=number) for row, number in numbered if number is not None]
+        kept.append(record._replace(rows=rows))
+    return kept
+
+
 def with_names(source: Annotated, names: Sequence[str], key: str) -> Annotated:
     """Return a source with the class ids of `names`. Boxes of other classes become faults."""
-    if not source.is_named:
-        ids = {number: number for number in range(min(len(source.names), len(names)))}
-    else:
+    if source.is_named:
         position = {name: number for number, name in enumerate(names)}
         ids = {number: position[name] for number, name in enumerate(source.names) if name in position}
-    files, records = list(source.faults.files), []
-    for record in source.records:
-        rows = []
-        for row in record.rows:
-            assert isinstance(row.label, int)
-            if row.label in ids:
-                rows.append(row._replace(label=ids[row.label]))
-            else:
-                shown = source.names[row.label]
-                files.append(f"{row.where}: the class {shown!r} is not among the classes of {key}")
-        records.append(record._replace(rows=rows))
-    return replace(source, records=records, names=tuple(names), faults=Faults(files, source.faults.boxes))
+    else:
+        ids = {number: number for number in range(min(len(source.names), len(names)))}
+    faults = Faults([*source.faults.files], source.faults.boxes)
+
+    def number_of(row: BoxRow) -> int | None:
+        assert isinstance(row.label, int)
+        if row.label not in ids:
+            shown = source.names[row.label]
+            faults.files.append(f"{row.where}: the class {shown!r} is not among the classes of {key}")
+        return ids.get(row.label)
+
+    records = _renumbered(source.records, number_of)
+    return replace(source, records=records, names=tuple(names), faults=faults)
 
 
 def numbered_classes(records: Sequence[BoxedImage], faults: Faults) -> tuple[tuple[str, ...], list[BoxedImage]]:
@@ -151,17 +160,18 @@ def numbered_classes(records: Sequence[BoxedImage], faults: Faults) -> tuple[tup
     used = {int(row.label) for record in records for row in record.rows}
     constant, multiple = _UNUSED_IDS
     limit = min(LARGEST_CLASS_ID, constant + multiple * len(used))
-    kept = []
-    for record in records:
-        rows = [row for row in record.rows if 0 <= int(row.label) < limit]
-        for row in record.rows if len(rows) < len(record.rows) else ():
-            if not 0 <= int(row.label) < limit:
-                faults.files.append(
-                    f"{row.where}: the class id {str(row.label)[:20]} is not from 0 to {limit - 1}, the range for "
-                    f"{len(used)} different ids without names; correct it, or name the classes"
-                )
-        kept.append(record._replace(rows=rows))
-    return tuple(map(str, range(1 + max((each for each in used if 0 <= each < limit), default=-1)))), kept
+
+    def number_of(row: BoxRow) -> int | None:
+        if 0 <= int(row.label) < limit:
+            return int(row.label)
+        faults.files.append(
+            f"{row.where}: the class id {str(row.label)[:20]} is not from 0 to {limit - 1}, the range for {len(used)} "
+            "different ids without names; correct it, or name the classes"
+        )
+        return None
+
+    largest = max((each for each in used if 0 <= each < limit), default=-1)
+    return tuple(map(str, range(1 + largest))), _renumbered(records, number_of)
 
 
 def box_row(

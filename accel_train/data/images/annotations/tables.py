@@ -6,7 +6,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from accel_train.core.json_io import parse_json
+from accel_train.core.json_io import nested
 from accel_train.data.images.annotations.orders import ORDERS
 from accel_train.data.images.annotations.records import (
     Annotated,
@@ -20,8 +20,8 @@ from accel_train.data.images.annotations.records import (
 )
 from accel_train.data.images.images import Target
 from accel_train.data.images.tables import open_parquet, table_pool
-from accel_train.data.sources import Source, file_kind
-from accel_train.data.tables import class_names, column_names, read_rows
+from accel_train.data.sources import Source
+from accel_train.data.tables import class_names, column_names, names_of_feature, read_rows
 from accel_train.recipe.data import BoxData
 
 METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
@@ -55,11 +55,8 @@ def read_table(source: Source, data: BoxData) -> Annotated:
 def with_same_names(shards: Sequence[Annotated]) -> list[Annotated]:
     """Return the shards of one table with the class names of all shards. A shard may lack some of the classes."""
     names = {name for each in shards if each.is_named for name in each.names}
-    if (
-        len({each.names for each in shards}) == 1
-        or not names
-        or any(not each.is_named and each.names for each in shards)
-    ):
+    is_mixed = any(not each.is_named and each.names for each in shards)
+    if len({each.names for each in shards}) == 1 or not names or is_mixed:
         return list(shards)
     return [replace(with_names(each, sorted(names), each.description), is_named=True) for each in shards]
 
@@ -81,44 +78,34 @@ def is_empty(cell: Any) -> bool:
 def _nested_names(source: Source, data: BoxData) -> tuple[str, ...] | None:
     """Return the class names of a nested class column of `datasets`, or None."""
     dataset = source.dataset
-    if source.files and file_kind(source.files[0]) == "parquet":
+    if source.kind == "parquet":
         dataset = open_parquet(source.files[0], data)
     if dataset is None:
         return None
     feature: Any = dataset.features.get(data.objects_column)
     feature = getattr(feature, "feature", feature)
-    for key in _CLASS_KEYS if isinstance(feature, dict) else ():
-        names = getattr(getattr(feature.get(key), "feature", feature.get(key)), "names", None)
-        if names is not None:
-            return tuple(names)
-    return None
+    named = map(names_of_feature, map(feature.get, _CLASS_KEYS)) if isinstance(feature, dict) else ()
+    return next((names for names in named if names is not None), None)
 
 
 def cell_rows(cell: Any, where: str, faults: Faults, order: str, *, is_one: bool = False) -> list[BoxRow]:
     """Return the boxes of a cell: a mapping of lists, or a list of mappings. `is_one`: the row has one box."""
-    if isinstance(cell, str):
-        try:
-            cell = parse_json(cell)
-        except ValueError:
-            cell = None
+    cell = nested(cell)
     if isinstance(cell, list) and all(isinstance(each, dict) for each in cell):
         cell = {key: [each.get(key) for each in cell] for key in {key for each in cell for key in each}} or {"bbox": []}
     named = ("bbox", *_CLASS_KEYS, *_CROWD_KEYS, "area")
-    if (
-        not isinstance(cell, dict)
-        or cell.get("bbox") is None
-        or any(not isinstance(cell.get(key), list | None) for key in named)
-    ):
+    lists = {key: cell[key] for key in named if cell.get(key) is not None} if isinstance(cell, dict) else {}
+    if "bbox" not in lists or not all(isinstance(each, list) for each in lists.values()):
         faults.files.append(f"{where}: its objects are not a mapping with lists `bbox` and `category`")
         return []
-    boxes = list(cell["bbox"])
-    classes = next((list(cell[key]) for key in _CLASS_KEYS if cell.get(key) is not None), [] if not boxes else None)
+    boxes = lists["bbox"]
+    classes: list[Any] | None = next((lists[key] for key in _CLASS_KEYS if key in lists), None if boxes else [])
     if classes is None or len(classes) != len(boxes):
         number = "no" if classes is None else len(classes)
         faults.files.append(f"{where}: {len(boxes)} boxes and {number} classes; each box has one class")
         return []
-    crowds = next((list(cell[key]) for key in _CROWD_KEYS if cell.get(key) is not None), [0] * len(boxes))
-    areas = list(cell["area"]) if cell.get("area") is not None else [None] * len(boxes)
+    crowds = next((lists[key] for key in _CROWD_KEYS if key in lists), [0] * len(boxes))
+    areas = lists.get("area", [None] * len(boxes))
     if len(crowds) != len(boxes) or len(areas) != len(boxes):
         faults.files.append(f"{where}: {len(boxes)} boxes, {len(areas)} areas and {len(crowds)} crowd flags")
         return []

@@ -41,7 +41,7 @@ def read_voc(path: Path, images_folder: Path | None = None) -> Annotated:
         files = [_listed(folder, line) for line in lines if line]
     if not files:
         raise ValueError(f"{path}: no Pascal VOC annotations (xml files) in {folder}; name another folder")
-    at = {os.path.splitext(name)[0]: place / name for place in places for name in list_images(place)[0]}
+    at = {os.path.splitext(name)[0]: place / name for place in places for name in list_images(place)}
     images, records = list[Path](), list[BoxedImage]()
     for file in files:
         tree = _xml(file, faults)

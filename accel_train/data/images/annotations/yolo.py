@@ -41,7 +41,7 @@ def read_yolo(path: Path, part: str, order: str) -> Annotated:
     num_labels, num_alone = 0, 0
     for place in places:
         if os.path.isdir(place):
-            found = [place / name for name in list_images(place)[0]]
+            found = [place / name for name in list_images(place)]
         elif os.path.isfile(place):
             found = _listed_images(place, root)
         else:
@@ -66,7 +66,8 @@ def read_yolo(path: Path, part: str, order: str) -> Annotated:
     if num_alone:
         notes.append(f"{num_alone:,} images have no label file, and so no boxes")
     if part == "train" and os.path.isfile(path):
-        notes += [f"{path}: val names {place}, which does not exist" for place in _missing(path, "val")]
+        held = yolo_places(path, yolo_settings(path) or {}, "val")
+        notes += [f"{path}: val names {place}, which does not exist" for place in held if not os.path.exists(place)]
     images = FileImages(*below_one_root(files))
     return annotated("YOLO", path, images, rows, faults, order, names, notes=tuple(notes))
 
@@ -117,11 +118,6 @@ def yolo_root(path: Path, settings: Mapping[str, Any]) -> Path:
     return next((each for each in places if any(os.path.exists(each / name) for name in names)), path.parent)
 
 
-def _missing(path: Path, part: str) -> list[Path]:
-    """Return the places that a data.yaml names for a part and that do not exist."""
-    return [place for place in yolo_places(path, yolo_settings(path) or {}, part) if not os.path.exists(place)]
-
-
 def _yolo_yaml(path: Path, part: str) -> tuple[list[str], list[Path]]:
     settings = yolo_settings(path)
     if settings is None:
@@ -146,8 +142,7 @@ def _yolo_names_near(folder: Path) -> list[str] | None:
     """Return the class names for a folder of images: of a data.yaml or classes.txt in a folder above it, or None."""
     for above in (folder, *folder.parents[:3]):
         for file in sorted([*above.glob("*.yaml"), *above.glob("*.yml")]):
-            if yolo_settings(file) is not None:
-                settings = yolo_settings(file) or {}
+            if (settings := yolo_settings(file)) is not None:
                 return _yolo_yaml(file, next(part for part in ("train", "val", "test") if settings.get(part)))[0]
         for name in CLASSES_FILES:
             for file in (above / name, above / "labels" / name):
