@@ -18,10 +18,10 @@ from accel_train.core.redaction import redact
 from accel_train.data.batch_sizes import BatchSizes
 from accel_train.data.images.first_format import FIELDS
 from accel_train.optim.schedule import StepPlan
-from accel_train.recipe.names import recipe_names, value_of
+from accel_train.recipe.names import recipe_names
 from accel_train.recipe.optimizer import optimizer_kind
 from accel_train.recipe.schema import Recipe
-from accel_train.recipe.values import Section
+from accel_train.recipe.values import Section, value_of
 from accel_train.recipe.writer import who_set
 from accel_train.recipe.yaml_core import show
 from accel_train.task import TaskData

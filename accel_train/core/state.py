@@ -18,6 +18,10 @@ class Choice(Generic[T]):
         return f"{self.value} ({self.reason})"
 
 
+Choices = dict[str, Choice[Any]]
+"""Resolved settings by name."""
+
+
 class StepResult(NamedTuple):
     """The result of one step, equal on every process and read by the host one step late.
 

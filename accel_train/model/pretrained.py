@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from accel_train.core.errors import asks_for_own_code
 from accel_train.core.format import LARGEST_COUNT, did_you_mean
 from accel_train.core.json_io import dotted_items, load_object
-from accel_train.core.state import Choice
+from accel_train.core.state import Choices
 from accel_train.data.hub import known_config, look_for_hub, without_hub
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.tasks import TASKS
@@ -354,7 +354,7 @@ def grow_embedding(model: "PreTrainedModel", rows: int) -> None:
                     each[num_rows:] = each[:num_rows].mean(0)
 
 
-def describe_kernels(recipe: Recipe, model: "nn.Module") -> dict[str, Choice[Any]]:
+def describe_kernels(recipe: Recipe, model: "nn.Module") -> Choices:
     """Return the choices of attention and activations of a transformers model; empty for any other model."""
     if not is_of_transformers(model):
         return {}

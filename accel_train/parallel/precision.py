@@ -12,7 +12,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGr
 from accelerate.utils import AORecipeKwargs, GradientAccumulationPlugin, TorchDynamoPlugin
 
 from accel_train.core.errors import setting_error
-from accel_train.core.state import Choice
+from accel_train.core.state import Choice, Choices
 from accel_train.data.batch_sizes import BatchSizes
 from accel_train.model.kernels.float8 import float8_config
 from accel_train.optim.update import FlooredGradScaler
@@ -116,9 +116,9 @@ def float8_is_missing(name: str) -> str:
     )
 
 
-def set_backends(section: Precision, mixed_precision: str, device: torch.device) -> dict[str, Choice[Any]]:
+def set_backends(section: Precision, mixed_precision: str, device: torch.device) -> Choices:
     """Set torch's global switches for this run; return each setting with its reason."""
-    choices: dict[str, Choice[Any]] = {}
+    choices: Choices = {}
     if _of_earlier_run.pop("deterministic", False):
         torch.use_deterministic_algorithms(False)
     if section.deterministic:

@@ -22,7 +22,7 @@ from accel_train.core.errors import RecipeProblems
 from accel_train.core.format import did_you_mean
 from accel_train.core.redaction import remember_secrets
 from accel_train.recipe import names, schema
-from accel_train.recipe.values import Origin, Section
+from accel_train.recipe.values import Origin, Section, value_of
 from accel_train.recipe.yaml_core import Key, parse_yaml, show
 
 _LARGEST_BYTES = 2**20
@@ -280,7 +280,7 @@ def _validate(layer: Layer, path: str) -> Recipe:
     problems = []
     for name, info in names.recipe_names().items():
         raw = None if names.is_section(info) else names.look_up(tree, name)
-        if raw is not None and not _same_kind(raw, names.value_of(recipe, name)):
+        if raw is not None and not _same_kind(raw, value_of(recipe, name)):
             problems.append(names.wrong(name, raw, origins[name]))
     if problems:
         raise RecipeProblems(*problems)

@@ -14,6 +14,9 @@ from accel_train.core.errors import SettingError, setting_error
 from accel_train.recipe.values import NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
 SCHEDULE_FREE = "schedule_free_adamw"
+Group = dict[str, Any]
+Groups = list[Group]
+"""Parameter groups, as torch's optimizers take and hold them."""
 LARGEST_BF16_BETA = 1 - 2**-8
 """Largest decay of a moment in bf16. Closer to 1, the change of a step is rounded away, and a moment never falls."""
 
@@ -49,7 +52,7 @@ class OptimizerKind:
 CUSTOM = OptimizerKind("custom:build_custom", ("options",), of_class=":")
 """Optimizers that a recipe names as `module:Class`; their state is estimated as AdamW's."""
 OPTIMIZERS = {
-    "adamw": OptimizerKind("adam:build_adamw", ("betas", "eps"), stores_bf16=True),
+    "adamw": OptimizerKind("adam:build_adam", ("betas", "eps"), stores_bf16=True),
     "adam": OptimizerKind("adam:build_adam", ("betas", "eps"), stores_bf16=True),
     "sgd": OptimizerKind("sgd:build_sgd", ("momentum",), moments=1),
     "muon": OptimizerKind("muon:build_muon", ("betas", "eps", "momentum"), moments=1, state="muon"),

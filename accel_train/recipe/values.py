@@ -75,3 +75,12 @@ class Section(BaseModel):
         A training refuses them unless they are defaults. The recipe of a finished run may have them.
         """
         return {}
+
+
+def value_of(section: Section, name: str) -> Any:
+    """Return the value of a setting or section by its dotted name."""
+    value: Any = section
+    for field in name.split("."):
+        # Sections inside the `data` of a custom task are mappings until the task reads them.
+        value = value.get(field) if isinstance(value, Mapping) else getattr(value, field)
+    return value

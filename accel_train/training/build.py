@@ -23,7 +23,7 @@ from accel_train.checkpoint.health import Health
 from accel_train.checkpoint.rollback_log import apply_rollbacks
 from accel_train.checkpoint.saver import Saver
 from accel_train.checkpoint.store import read_trainer
-from accel_train.core.state import Choice, Requests, TrainState
+from accel_train.core.state import Choice, Choices, Requests, TrainState
 from accel_train.data.cache import DigestCheck
 from accel_train.engine.batch_search import BatchCache, Trials, fit_micro_batch
 from accel_train.engine.resolve import change_model, makes_new_models
@@ -51,7 +51,6 @@ from accel_train.runtime.signals import StopRequest
 from accel_train.runtime.watchdog import Watchdog
 from accel_train.training.output import device_peak
 
-Choices = dict[str, Choice[Any]]
 LOADED = "pretrained weights"
 """Choice of how the weights of `model.pretrained` are loaded."""
 

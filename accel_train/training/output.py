@@ -21,7 +21,7 @@ from accel_train.core.files import make_folders
 from accel_train.core.hardware import peak_flops
 from accel_train.core.ownership import write_file
 from accel_train.core.redaction import redact
-from accel_train.core.state import Choice, StepResult
+from accel_train.core.state import Choice, Choices, StepResult
 from accel_train.core.work import working
 from accel_train.data.labels import class_notes
 from accel_train.engine.loader import Steps
@@ -256,7 +256,7 @@ def note_changing_state(run: RunContext, names: Sequence[str], lost: Sequence[st
         )
 
 
-def notable_choices(run: RunContext) -> dict[str, Choice[Any]]:
+def notable_choices(run: RunContext) -> Choices:
     """Return the choices that warn, or that differ from what the recipe says, and so are always printed."""
     choices, recipe = run.plan.choices, run.plan.recipe
     names = {"gpus", "initial weights", "precision.float8", "model.lora", "launch", "no effect"}

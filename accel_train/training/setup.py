@@ -15,7 +15,7 @@ from accel_train.checkpoint.weight_files import check_pretrained
 from accel_train.core.errors import SettingError
 from accel_train.core.ownership import refuse_inputs_in
 from accel_train.core.redaction import remember_secrets
-from accel_train.core.state import Choice
+from accel_train.core.state import Choice, Choices
 from accel_train.data.batch_sizes import BatchSizes, resolve_batch
 from accel_train.data.digest import digest_of_code
 from accel_train.engine.loader import choose_reading
@@ -44,7 +44,7 @@ from accel_train.runtime.process_group import on_main, start_processes
 from accel_train.runtime.signals import StopRequest
 from accel_train.runtime.watchdog import Watchdog
 from accel_train.task import Task, read_data, with_data_of
-from accel_train.training.build import Choices, build_run, settings_of
+from accel_train.training.build import build_run, settings_of
 from accel_train.training.finish import finished_before
 from accel_train.training.model_selection import check_metric_name
 from accel_train.training.output import open_output

@@ -15,10 +15,10 @@ from accel_train.core.redaction import is_secret, redact
 from accel_train.core.state import Choice
 from accel_train.model.pretrained import check_model_config
 from accel_train.recipe.loader import load_recipe
-from accel_train.recipe.names import nearest_names, numbers_of, recipe_names, value_of
+from accel_train.recipe.names import nearest_names, numbers_of, recipe_names
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.tasks import tasks_with
-from accel_train.recipe.values import Origin
+from accel_train.recipe.values import Origin, value_of
 from accel_train.recipe.writer import format_recipe
 from accel_train.recipe.yaml_core import one_line, parse_yaml
 from tests.support.runs import settings_refused
