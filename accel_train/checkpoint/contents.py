@@ -19,6 +19,7 @@ from accel_train.checkpoint.base import left_out
 from accel_train.checkpoint.sharded import CheckpointReader, copy_to_host
 from accel_train.checkpoint.store import TRAINER, Writer
 from accel_train.core.errors import CheckpointError
+from accel_train.core.state import JsonRecord
 from accel_train.model.kernels.nf4 import packed_layers
 from accel_train.model.tensors import PACKED, load_extra_state, local_part, packed, split_state, unpacked
 from accel_train.optim.ema import Average
@@ -45,7 +46,7 @@ def tensor_writers(
     return writers
 
 
-def trainer_writers(trainer: Mapping[str, Any], description: Mapping[str, bytes]) -> dict[str, Writer]:
+def trainer_writers(trainer: JsonRecord, description: Mapping[str, bytes]) -> dict[str, Writer]:
     """Return writers for `trainer.json` and the files that `from_pretrained` needs in addition to weights, by name."""
     text = json.dumps(trainer, indent=1, allow_nan=False)
     files = {TRAINER: text.encode(), **description}
@@ -120,24 +121,18 @@ def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for name, parameter in _named_parameters(optimizer):
         for key, value in optimizer.state.get(parameter, {}).items():
-            if value is not None:
-                if isinstance(value, bool | int | float):
-                    tensors[f"{key}{NUMBER}.{name}"] = number_tensor(value, local_part(parameter).device)
-                    continue
-                if not isinstance(value, Tensor):
-                    kind = type(value).__name__
-                    raise CheckpointError(
-                        f"this optimizer stores {key} of {name} as {kind}, but a checkpoint only holds tensors and "
-                        "numbers. Use another optimizer"
-                    )
+            if isinstance(value, Tensor):
                 tensors[f"{key}.{name}"] = value.detach().contiguous()
+            elif isinstance(value, bool | int | float):
+                dtype = torch.float64 if isinstance(value, float) else None
+                device = local_part(parameter).device
+                tensors[f"{key}{NUMBER}.{name}"] = torch.tensor(value, dtype=dtype, device=device)
+            elif value is not None:
+                raise CheckpointError(
+                    f"this optimizer stores {key} of {name} as {type(value).__name__}, but a checkpoint only holds "
+                    "tensors and numbers. Use another optimizer"
+                )
     return tensors
-
-
-def number_tensor(value: float, device: torch.device) -> Tensor:
-    """Return a Python number as a 0-dim tensor without loss of precision."""
-    dtype = torch.bool if isinstance(value, bool) else torch.int64 if isinstance(value, int) else torch.float64
-    return torch.tensor(value, dtype=dtype, device=device)
 
 
 def check_known(keys: Iterable[str], parameters: Collection[str]) -> None:

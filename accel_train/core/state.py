@@ -150,4 +150,4 @@ class Requests:
 
 
 JsonRecord = dict[str, Any]
-"""One line of metrics.jsonl or events.jsonl."""
+"""A JSON object: one line of metrics.jsonl or events.jsonl, or another record of a run."""

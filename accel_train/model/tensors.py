@@ -32,7 +32,26 @@ Cut = Sequence[slice]
 """Part of a tensor: one slice per dimension, with start and stop."""
 PACKED = "#packed"
 """Suffix of the name of packed extra state: (N,) uint8, a safetensors file of the value's tensors and its tree."""
-FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""torch types by their safetensors names."""
+FLOATS = ("F64", "F32", "F16", "BF16")
 """Types of safetensors that a model can be trained from."""
 _TREE = "tree"
 _SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple}
@@ -298,7 +317,7 @@ class _StandInFile:
                 self._stand_ins.integers.add((name.rpartition(".")[2], shape))
             return self._opened.get_slice(name)
         start = self._begin + self._header[name]["data_offsets"][0]
-        source = FileTensor(self._path, version_of(self._path), FLOATS[dtype], shape, start)
+        source = FileTensor(self._path, version_of(self._path), DTYPES[dtype], shape, start)
         return self._stand_ins.make(source)
 
 

@@ -21,7 +21,7 @@ from accel_train.core.files import make_folders
 from accel_train.core.hardware import peak_flops
 from accel_train.core.ownership import write_file
 from accel_train.core.redaction import redact
-from accel_train.core.state import Choice, Choices, StepResult
+from accel_train.core.state import Choice, Choices, JsonRecord, StepResult
 from accel_train.core.work import working
 from accel_train.data.labels import class_notes
 from accel_train.engine.loader import Steps
@@ -321,7 +321,7 @@ def announce(run: RunContext, folder: RunFolder) -> None:
     layout = "" if plan.recipe.parallel.strategy == "ddp" else f", {plan.recipe.parallel.strategy}"
     how = f"{'fp32' if precision == 'no' else precision} on {where}{layout}"
     choices = {name: str(choice) for name, choice in plan.choices.items()}
-    facts: dict[str, Any] = {**launch_facts(), "choices": redact(choices)}
+    facts: JsonRecord = {**launch_facts(), "choices": redact(choices)}
     if point.path is None:
         what = f"starting a new run: {'; '.join(map(str, point.changes))};" if point.changes else "starting:"
         message = f"{what} {plan.max_steps} steps of {run.sizes.global_batch_size} samples"
@@ -392,7 +392,7 @@ class CompileWatch(Observer):
             num_files = max(0, count_files(self._folder) - self._num_files)
             found = f"cold: {num_files} new files of compiled code" if num_files else "warm: compiled code was cached"
             message = f"the first step took {seconds:.1f} s ({found}); {_graphs(num_new)}"
-            facts: dict[str, Any] = {
+            facts: JsonRecord = {
                 "first_step_seconds": round(seconds, 3),
                 "warm": not num_files,
                 "num_graphs": num_new,
