@@ -12,16 +12,15 @@ from accel_train.checkpoint.store import checkpoint_folders
 from accel_train.core.state import Choice
 from accel_train.data.batch_sizes import BatchSizes, divisors, is_open, resolve_batch
 from accel_train.engine.resolve import change_model, check_recipe, resolve_run
+from accel_train.model.fake_step import Holding, vocabulary_rows
 from accel_train.model.kernels.frozen import choose_frozen_dtype, keep_frozen
 from accel_train.model.kernels.nf4 import NF4_BYTES
 from accel_train.model.memory_estimate import (
-    Holding,
     MemoryPart,
     build_without_weights,
     estimate_memory,
     largest_samples,
     state_bytes,
-    vocabulary_rows,
 )
 from accel_train.model.weights import ModelWeights, group_weights
 from accel_train.optim.custom import BY_HOST, try_custom
