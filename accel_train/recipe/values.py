@@ -21,6 +21,8 @@ Length = Annotated[float, Field(gt=0, le=LARGEST_COUNT, allow_inf_nan=False)]
 """Length in seconds or epochs."""
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+PositiveFraction = Annotated[float, Field(gt=0, le=1)]
+FractionBelow1 = Annotated[float, Field(ge=0, lt=1)]
 Auto = Literal["auto"]
 Place = Annotated[str, AfterValidator(os.path.expanduser)]
 """A path, or a name on the hub. `~` is the home folder."""
