@@ -20,8 +20,7 @@ from accel_train.data.batch_sizes import BatchSizes, resolve_batch
 from accel_train.data.digest import digest_of_code
 from accel_train.engine.loader import choose_reading
 from accel_train.engine.resolve import check_recipe, resolve_run
-from accel_train.engine.run import Extensions as Extensions
-from accel_train.engine.run import RunContext, RunPlan
+from accel_train.engine.run import Extensions, RunContext, RunPlan
 from accel_train.model.kernels.frozen import choose_frozen_dtype
 from accel_train.observe.goodput import LaunchClock
 from accel_train.optim.custom import try_custom
