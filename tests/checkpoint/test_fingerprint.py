@@ -20,7 +20,17 @@ from accel_train.checkpoint.rollback_log import ROLLBACKS
 from accel_train.checkpoint.store import facts_of
 from accel_train.cli.main import main
 from accel_train.core.errors import CheckpointError
-from tests.support.runs import answers, checkpoint, events, losses, metrics, recipe_dict, write_corpus
+from tests.support.runs import (
+    answers,
+    checkpoint,
+    events,
+    forget,
+    losses,
+    metrics,
+    recipe_dict,
+    tiny_recipe,
+    write_corpus,
+)
 
 RUN = {"task": "causal-lm", "schedule": {"max_steps": 4}, "model": {"pad_vocab_to_multiple_of": 8}}
 
@@ -54,20 +64,19 @@ def refused(folder: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> li
     return [line.removeprefix("error: ").strip() for line in capsys.readouterr().err.splitlines() if "error: " in line]
 
 
-def test_the_first_line_of_a_resume_says_how_many_steps_its_loss_is_the_mean_of(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
+def test_the_first_line_of_a_resume_says_how_many_steps_its_loss_is_the_mean_of(corpus: Path) -> None:
 
     def train_to(name: str, every_steps: int, **sections: Any) -> list[dict[str, Any]]:
         log = {"every_steps": every_steps, "progress": False}
         sections |= {"schedule": {"max_steps": 8}, "checkpoint": {"every_steps": 6, "keep": 9}}
-        train(Recipe(**recipe_dict(tmp_path, output_dir=str(tmp_path / name), log=log, **RUN | sections)))
-        return metrics(tmp_path / name)
+        train(tiny_recipe(corpus, output_dir=str(corpus / name), log=log, **RUN | sections))
+        return metrics(corpus / name)
 
     each = [line["loss"] for line in train_to("each", 1)]
-    assert [line["step_loss"] for line in metrics(tmp_path / "each")] == each
+    assert [line["step_loss"] for line in metrics(corpus / "each")] == each
     by_four = [(line["loss"], line["step_loss"]) for line in train_to("four", 4)]
     assert by_four == [(pytest.approx(sum(each[:4]) / 4), each[3]), (pytest.approx(sum(each[4:]) / 4), each[7])]
-    shutil.rmtree(tmp_path / "four" / "checkpoints" / "step-00000008")
+    forget(corpus / "four", 8)
     again = train_to("four", 4)
     assert [(x["step"], x["loss"], x["num_averaged_steps"]) for x in again] == [
         (4, pytest.approx(sum(each[:4]) / 4), 4),
@@ -251,7 +260,7 @@ def test_an_unchanged_recipe_from_another_file_is_the_same_run(copied: Path) -> 
 def test_what_differs_is_named_down_to_the_setting(
     tmp_path: Path, was: Mapping[str, Any], now: Mapping[str, Any], expected: list[str]
 ) -> None:
-    recipe = Recipe(**recipe_dict(tmp_path, **RUN))
+    recipe = tiny_recipe(tmp_path, **RUN)
     assert [str(change) for change in identity_changes(was, {}, now, {}, recipe)] == expected
 
 

@@ -1,7 +1,6 @@
 """What lies where a command might write is left alone, refused in one line, or kept in `previous-N/`: never lost."""
 
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -19,7 +18,7 @@ from accel_train.cli.main import main
 from accel_train.core.ownership import MARKER, RUN_NAMES, check_claim, check_file, claim, write_file
 from accel_train.observe.run_folder import EXAMPLES_FILE, RECIPE_FILE, SUMMARY_FILE, RunFolder, read_events
 from accel_train.observe.trackers import RUN_IDS
-from tests.support.runs import SCENES, recipe_dict, write_corpus
+from tests.support.runs import SCENES, recipe_dict, slow, summary_of, write_corpus
 
 LM: dict[str, Any] = {
     "task": "causal-lm",
@@ -151,7 +150,7 @@ def test_a_command_refuses_in_one_line_to_replace_what_it_did_not_write(
         ["find-lr", "text.yaml", "--steps", "20", "--out", "out"],
         ["report", "text", "--out", "out/r.html"],
         ["run", "text.yaml", "--output_dir", "out"],
-        pytest.param(["rehearse", "text.yaml", "--output_dir", "out"], marks=pytest.mark.slow),
+        slow(["rehearse", "text.yaml", "--output_dir", "out"]),
     ],
     ids=lambda words: words[0],
 )
@@ -206,7 +205,7 @@ def test_what_was_put_or_changed_in_a_run_folder_is_kept_when_the_run_writes_the
     wanted = {digest(text / name) for name in kept}
     assert main(["run", "text.yaml", "--checkpoint.keep", "1", "--schedule.max_steps", "4", "--accept-changes"]) == 0
     assert wanted <= {digest(path) for path in text.rglob("*") if path.is_file()}
-    assert json.loads((text / "summary.json").read_text())["steps"] == 4
+    assert summary_of(text)["steps"] == 4
 
 
 def test_a_finished_run_without_its_checkpoints_is_not_trained_over(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from accel_train.core.redaction import is_secret, redact, redact_text, remember_secrets
-from tests.support.runs import command, environment, events, write_corpus, write_recipe_file
+from tests.support.runs import command, environment, events, write_recipe_file
 
 IN_THE_RECIPE: dict[str, Any] = {
     "hub_token": "planted-hub-token",
@@ -81,11 +81,10 @@ def assert_umask_followed(folder: Path) -> None:
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Path:
+def recipe(corpus: Path) -> Path:
     """A run with a tracker, an incident (a NaN at step 3) and a report, its recipe full of secrets."""
-    write_corpus(tmp_path)
     return write_recipe_file(
-        tmp_path,
+        corpus,
         task="tests.support.tasks.leaks_secrets:TalkativeTask",
         options={**IN_THE_RECIPE, "nan_at": {"step": 3, "rank": 0}},
         schedule={"max_steps": 6},

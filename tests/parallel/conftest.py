@@ -9,7 +9,7 @@ import torch
 from accel_train.checkpoint.sharded import CheckpointReader
 from tests.support.comparisons import Train, assert_same_bits, assert_same_run, tensors
 from tests.support.processes import run_forked
-from tests.support.runs import events, metrics, write_corpus, write_recipe_file
+from tests.support.runs import Settings, metrics, steps_of, write_corpus, write_recipe_file
 
 RESNET = {
     "model_type": "resnet",
@@ -19,7 +19,7 @@ RESNET = {
     "depths": [1, 1],
     "layer_type": "basic",
 }
-IMAGES: dict[str, Any] = {
+IMAGES: Settings = {
     "task": "image-classification",
     "model": {"config": RESNET},
     "data": {"train": "digits", "image_size": 16},
@@ -27,7 +27,7 @@ IMAGES: dict[str, Any] = {
     "schedule": {"max_steps": 5},
     "evaluate": {"every_steps": 2, "max_samples": 30},
 }
-SHORT_STEPS: dict[str, Any] = {
+SHORT_STEPS: Settings = {
     "data": {"last_batch": "short", "sequence_length": 64},
     "batch": {"global_batch_size": 12, "per_device_batch_size": 1},
     "schedule": {"max_steps": None, "num_epochs": 1},
@@ -35,7 +35,7 @@ SHORT_STEPS: dict[str, Any] = {
 }
 
 
-def nan_at(step: int, rank: int = 1, last: int = 6) -> dict[str, Any]:
+def nan_at(step: int, rank: int = 1, last: int = 6) -> Settings:
     """Sections of a run with checkpoints of every step, and a loss of NaN on one process in one of them."""
     return {
         "schedule": {"max_steps": last, "warmup_steps": 0, "type": "constant"},
@@ -44,9 +44,7 @@ def nan_at(step: int, rank: int = 1, last: int = 6) -> dict[str, Any]:
     }
 
 
-def train_in(
-    folder: Path, processes: int, parallel: dict[str, Any] | None = None, *, code: int = 0, **sections: Any
-) -> Path:
+def train_in(folder: Path, processes: int, parallel: Settings | None = None, *, code: int = 0, **sections: Any) -> Path:
     """Train in this folder until all processes end with this code; returns the run folder."""
     folder.mkdir(exist_ok=True)
     write_corpus(folder)
@@ -85,4 +83,4 @@ def assert_skipped_to_the_bit(run: Path, step: int) -> None:
             assert_same_bits(tensors(run, step - 1, kind), tensors(run, step, kind))
     before, after = (tensors(run, at, "model") for at in (step, step + 1))
     assert any(not torch.equal(before[name], after[name]) for name in before)
-    assert [event["step"] for event in events(run, "skip")] == [step]
+    assert steps_of(run, "skip") == [step]

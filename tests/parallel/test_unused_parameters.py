@@ -10,7 +10,7 @@ import torch
 
 from tests.support.comparisons import tensors
 from tests.support.processes import run_forked
-from tests.support.runs import events, losses, write_recipe_file
+from tests.support.runs import Settings, events, losses, slow, write_recipe_file
 
 Train = Callable[..., Path]
 BATCH = {"global_batch_size": 16, "per_device_batch_size": 4}
@@ -19,7 +19,7 @@ LR = {"learning_rate": 1e-2, "weight_decay": 0.5, "max_grad_norm": 0.5}
 
 @pytest.fixture
 def train(tmp_path: Path) -> Train:
-    def to_the_end(name: str, processes: int, options: dict[str, Any], code: int = 0, **sections: Any) -> Path:
+    def to_the_end(name: str, processes: int, options: Settings, code: int = 0, **sections: Any) -> Path:
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
         common = {
@@ -56,12 +56,12 @@ def assert_same(run: Path, other: Path) -> None:
     [
         (2, {}),
         (2, {"strategy": "fsdp2"}),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, {"find_unused_parameters": True}), (3, {}))),
+        *(slow(*each) for each in ((2, {"find_unused_parameters": True}), (3, {}))),
     ],
 )
 @pytest.mark.parametrize("branch", [False, True], ids=["never", "in some micro-batches"])
 def test_a_model_with_unused_parameters_trains_on_several_processes_as_on_one(
-    train: Train, processes: int, parallel: dict[str, Any], branch: bool
+    train: Train, processes: int, parallel: Settings, branch: bool
 ) -> None:
     options = {"never": True, "branch": branch}
     batch = {"global_batch_size": 24, "per_device_batch_size": 4}
@@ -108,7 +108,7 @@ def test_a_weight_without_dimensions_is_refused_where_it_would_be_sharded(
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", [1, slow(2), slow(3)])
 def test_zero_refuses_a_parameter_that_takes_no_part_in_a_later_step(train: Train, tmp_path: Path, stage: int) -> None:
     parallel = {"strategy": "deepspeed", "zero_stage": stage}
     train("later", 2, {"leaves": {"call": 6, "rank": -1}}, 2, parallel=parallel)

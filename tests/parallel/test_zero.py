@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -10,12 +9,12 @@ from safetensors.torch import load_file
 
 from tests.parallel.conftest import IMAGES, assert_same_norms, assert_skipped_to_the_bit, nan_at, train_in
 from tests.support.comparisons import assert_same_bits, assert_same_run, tensors
-from tests.support.runs import checkpoint, events, losses, recipe_dict
+from tests.support.runs import Settings, checkpoint, events, losses, model_of, recipe_dict, slow
 
-DDP: dict[str, Any] = {}
+DDP: Settings = {}
 FSDP2 = {"strategy": "fsdp2"}
 STAGES = (1, 2, 3)
-SLOW_1_AND_2 = (pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3)
+SLOW_1_AND_2 = (slow(1), slow(2), 3)
 TEXT = {
     "batch": {"global_batch_size": 12, "per_device_batch_size": 2},
     "schedule": {"max_steps": 8},
@@ -26,7 +25,7 @@ TEXT = {
 }
 
 
-def zero(stage: int) -> dict[str, Any]:
+def zero(stage: int) -> Settings:
     return {"strategy": "deepspeed", "zero_stage": stage}
 
 
@@ -115,7 +114,7 @@ def test_a_checkpoint_loaded_and_saved_again_under_zero_is_the_same_to_the_bit(t
         assert_same_bits(tensors(run, last, kind), tensors(run, last + 1, kind))
 
 
-CHANGES: dict[str, dict[str, Any]] = {
+CHANGES: dict[str, Settings] = {
     "checkpointing": {"precision": {"gradient_checkpointing": True}},
     "untied": {"model": {"config": {"tie_word_embeddings": False}}},
     "sgd": {"optimizer": {"name": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0}},
@@ -144,7 +143,7 @@ def test_losses_are_those_of_ddp_however_the_run_is_changed(tmp_path: Path, chan
         train_in(tmp_path / name, 2, layout, **sections) for name, layout in (("zero", zero(stage)), ("ddp", DDP))
     )
     assert_same_run(ours, theirs, 2e-6 if is_exact else 2e-3)
-    left, right = (load_file(run / "model" / "model.safetensors") for run in (ours, theirs))
+    left, right = (model_of(run) for run in (ours, theirs))
     assert left.keys() == right.keys()
     assert not is_exact or all(torch.allclose(left[name], right[name], rtol=1e-4, atol=1e-5) for name in left)
 

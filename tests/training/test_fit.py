@@ -16,13 +16,14 @@ from torch.utils.data import Dataset, TensorDataset
 
 from accel_train import Recipe, RunResult, fit, train
 from accel_train.cli.main import main
+from tests.support.comparisons import assert_same_bits
 from tests.support.processes import run_forked
-from tests.support.runs import TESTS, losses, recipe_dict, write_recipe_file
+from tests.support.runs import TESTS, Settings, losses, model_of, recipe_dict, summary_of, write_recipe_file
 
 INPUTS = torch.randn(96, 4, generator=torch.Generator().manual_seed(0))
 TARGETS = INPUTS @ torch.tensor([1.0, -2.0, 3.0, 0.5])
 TRAIN, EVAL = TensorDataset(INPUTS[:80], TARGETS[:80]), TensorDataset(INPUTS[80:], TARGETS[80:])
-SETTINGS: dict[str, Any] = {"batch_size": 8, "learning_rate": 0.05, "log": {"every_steps": 1, "progress": False}}
+SETTINGS: Settings = {"batch_size": 8, "learning_rate": 0.05, "log": {"every_steps": 1, "progress": False}}
 
 
 def module() -> nn.Module:
@@ -53,8 +54,8 @@ def test_a_module_is_trained_in_place_and_the_result_has_model_metrics_and_repor
     )
     assert isinstance(result, RunResult)
     assert result.model is model
-    saved = load_file("run/model/model.safetensors")
-    assert all(torch.equal(saved[name], weight) for name, weight in model.state_dict().items())
+    saved = model_of(Path("run"))
+    assert_same_bits(model.state_dict(), saved)
     with torch.no_grad():
         expected = (model.eval()(EVAL.tensors[0])[:, 0] - EVAL.tensors[1]).abs()
     assert result.metrics["loss"] == pytest.approx(expected.square().mean().item(), rel=1e-6)
@@ -77,12 +78,12 @@ def test_fit_again_resumes_where_it_was_left_and_ends_with_the_same_bits() -> No
 
     calls, broken = 0, module()
     broken.register_forward_pre_hook(kill)
-    common: dict[str, Any] = {"max_steps": 30, "checkpoint": {"every_steps": 5}, **SETTINGS}
+    common: Settings = {"max_steps": 30, "checkpoint": {"every_steps": 5}, **SETTINGS}
     whole = fit(module(), TRAIN, loss=squared_error, output_dir="whole", **common).model
     with pytest.raises(Killed):
         fit(broken, TRAIN, loss=squared_error, output_dir="run", **common)
     resumed = fit(nn.Sequential(*module().children()), TRAIN, loss=squared_error, output_dir="run", **common).model
-    assert all(torch.equal(weight, resumed.state_dict()[name]) for name, weight in whole.state_dict().items())
+    assert_same_bits(whole.state_dict(), resumed.state_dict())
     assert losses(Path("run")) == losses(Path("whole"))
     assert [event["event"] for event in map(json.loads, Path("run/events.jsonl").read_text().splitlines())].count(
         "resume"
@@ -159,8 +160,8 @@ def test_a_batch_that_is_not_finite_does_not_cost_the_weights() -> None:
         ({"resume": "sometimes"}, "auto, always, never"),
     ],
 )
-def test_a_mistake_is_an_error_that_says_what_to_do(changed: dict[str, Any], said: str) -> None:
-    arguments: dict[str, Any] = {"train_data": TRAIN, "loss": squared_error, "output_dir": "run", **SETTINGS, **changed}
+def test_a_mistake_is_an_error_that_says_what_to_do(changed: Settings, said: str) -> None:
+    arguments: Settings = {"train_data": TRAIN, "loss": squared_error, "output_dir": "run", **SETTINGS, **changed}
     with pytest.raises(ValueError, match=said):
         fit(module(), **arguments)
 
@@ -189,7 +190,7 @@ def test_a_task_of_three_methods_and_a_recipe_without_model_and_data_train_and_e
     }
     Path("line.yaml").write_text(yaml.safe_dump(recipe))
     assert main(["run", "line.yaml"]) == 0
-    final = json.loads(Path("run/summary.json").read_text())["eval"]["loss"]
+    final = summary_of(Path("run"))["eval"]["loss"]
     assert final < 0.5
     assert main(["evaluate", "run"]) == 0
     assert f"{final:.4f}" in capsys.readouterr().out

@@ -1,6 +1,5 @@
 """State that modules hold beside their weights: extra state and buffers that forwards change, and modes of parts."""
 
-import json
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,11 @@ from accel_train.hf import Trainer
 from accel_train.model.isolation import Buffers
 from accel_train.model.tensors import PACKED, as_tensors, packed, unpacked
 from tests.support.hf_models import arguments
-from tests.support.runs import events, metrics, run_forked_command
+from tests.support.runs import Settings, events, metrics, run_forked_command, slow, steps_of, summary_of
 
 FEATURES = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
 DATA = TensorDataset(FEATURES, (FEATURES.sum(1) > 0).long())
-SETTINGS: dict[str, Any] = {
+SETTINGS: Settings = {
     "batch_size": 8,
     "schedule": {"type": "constant"},
     "data": {"num_workers": 0},
@@ -103,7 +102,7 @@ def test_extra_state_is_resumed_to_the_bit_with_an_average_and_is_in_the_model(k
         if module.training and module.done == 5:
             raise Cut
 
-    common: dict[str, Any] = {"max_steps": 8, "checkpoint": {"every_steps": 4}, "optimizer": {"ema_decay": 0.9}}
+    common: Settings = {"max_steps": 8, "checkpoint": {"every_steps": 4}, "optimizer": {"ema_decay": 0.9}}
     whole, broken, again = made(kind), made(kind), made(kind)
     first = fit(whole, DATA, loss=cross_entropy, output_dir="whole", **common, **SETTINGS).model
     broken.register_forward_pre_hook(cut)
@@ -139,7 +138,7 @@ def test_a_rollback_and_the_best_model_have_their_own_extra_state() -> None:
     num_skipped = event["skip_last"] - event["skip_first"] + 1
     losses = {line["step"]: line["loss"] for line in metrics(Path("run"), "eval")}
     assert losses[14] == (14 - num_skipped - 6) ** 2
-    assert json.loads(Path("run/summary.json").read_text())["best_step"] == 6
+    assert summary_of(Path("run"))["best_step"] == 6
     assert model.done == 6
 
 
@@ -151,7 +150,7 @@ def test_a_step_that_is_skipped_leaves_extra_state_as_it_was(kind: str, bad: int
 
     model = made(kind)
     fit(model, DATA, loss=loss, output_dir="run", max_steps=6, **SETTINGS)
-    assert [event["step"] for event in events(Path("run"), "skip")] == [bad]
+    assert steps_of(Path("run"), "skip") == [bad]
     assert model.done == 5
 
 
@@ -170,7 +169,7 @@ def test_a_step_that_is_repeated_after_out_of_memory_counts_once_in_extra_state(
 
     model = made(kind)
     fit(model, DATA, loss=loss, output_dir="run", max_steps=5, **SETTINGS)
-    assert [event["step"] for event in events(Path("run"), "out_of_memory")] == [bad]
+    assert steps_of(Path("run"), "out_of_memory") == [bad]
     # From the repeated step on, each step has two micro-batches.
     assert model.done == bad - 1 + 2 * (6 - bad)
 
@@ -225,7 +224,7 @@ for folder, lengths in (("whole", [8]), ("cut", [4, 8])):
 
 @pytest.mark.parametrize(
     ("strategy", "kind"),
-    [("ddp", "dict"), ("fsdp2", "dict of tensors"), pytest.param("fsdp2", "tensor", marks=pytest.mark.slow)],
+    [("ddp", "dict"), ("fsdp2", "dict of tensors"), slow("fsdp2", "tensor")],
 )
 def test_extra_state_is_resumed_to_the_bit_on_2_processes(tmp_path: Path, strategy: str, kind: str) -> None:
     program = tmp_path / "program.py"
@@ -244,7 +243,7 @@ def test_extra_state_is_resumed_to_the_bit_on_2_processes(tmp_path: Path, strate
 @pytest.mark.parametrize("kind", ["tensor", "dict"])
 def test_a_trainer_resumes_extra_state_to_the_bit_and_saves_it(tmp_path: Path, kind: str) -> None:
     rows = [{"x": x, "labels": label} for x, label in zip(*DATA.tensors, strict=True)]
-    settings: dict[str, Any] = {"max_steps": 8, "save_steps": 4, "lr_scheduler_type": "constant"}
+    settings: Settings = {"max_steps": 8, "save_steps": 4, "lr_scheduler_type": "constant"}
     trainers = []
     for folder, resumes in (("whole", [False]), ("cut", [False, True])):
         for resume in resumes:

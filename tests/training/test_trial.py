@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from accel_train import fit
-from tests.support.runs import losses, run_forked_command
+from tests.support.runs import Settings, losses, run_forked_command
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -22,7 +22,7 @@ CLASSES = (INPUTS.sum(1) > 0).long()
 LABELS = CLASSES.clone()
 LABELS[[0, 1, 2, 5]] = -100
 DATA, PARTLY = TensorDataset(INPUTS, CLASSES), TensorDataset(INPUTS, LABELS)
-SETTINGS: dict[str, Any] = {
+SETTINGS: Settings = {
     "max_steps": 2,
     "batch_size": 8,
     "data": {"num_workers": 0, "shuffle": False},
@@ -192,7 +192,7 @@ def test_a_metric_that_counts_is_refused_before_the_first_step_or_said(capsys: p
     def hits(model: nn.Module, batch: Any) -> Tensor:
         return (model(batch[0]).argmax(1) == batch[1]).sum()
 
-    common: dict[str, Any] = {"loss": cross_entropy(), "eval_data": DATA, **SETTINGS}
+    common: Settings = {"loss": cross_entropy(), "eval_data": DATA, **SETTINGS}
     with pytest.raises(ValueError, match="metric hits is a whole number"):
         fit(linear(), DATA, metrics=lambda *given: {"hits": hits(*given)}, output_dir="count", **common)
     assert not losses(Path("count"))
@@ -226,7 +226,7 @@ class Stream(IterableDataset[Any]):
 
 
 def test_what_fit_cannot_train_is_refused_in_one_sentence() -> None:
-    common: dict[str, Any] = {"loss": cross_entropy(), "output_dir": "run", **SETTINGS}
+    common: Settings = {"loss": cross_entropy(), "output_dir": "run", **SETTINGS}
     with pytest.raises(ValueError, match="train_data of type Stream"):
         fit(linear(), Stream(), **common)
     with torch.no_grad(), pytest.raises(ValueError, match="no_grad"):

@@ -29,12 +29,12 @@ from accel_train.model.kernels.chunked_loss import (
 from accel_train.model.kernels.held_rows import HeldRows
 from accel_train.model.lora import add_adapters
 from accel_train.model.training_module import TrainingModule
-from accel_train.recipe.schema import LoRA, Recipe
+from accel_train.recipe.schema import LoRA
 from accel_train.recovery.module_watch import ModuleWatch
 from accel_train.runtime.private import watch_operators
 from accel_train.tasks.causal_lm.task import CausalLM, hidden_states, next_token_logits
 from tests.support.hf_models import small_config
-from tests.support.runs import recipe_dict, write_corpus
+from tests.support.runs import tiny_recipe
 
 NUM_POSITIONS, WIDTH, VOCABULARY = 60, 48, 211
 CHECKED_TYPES = (
@@ -421,11 +421,10 @@ def test_compiled_the_body_is_one_graph_and_the_loss_is_outside_of_it() -> None:
 
 @pytest.mark.parametrize("backend, is_fused", [("inductor", True), ("aot_eager", False)])
 def test_the_loss_is_fused_with_torchs_default_backend_alone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, backend: str, is_fused: bool
+    monkeypatch: pytest.MonkeyPatch, corpus: Path, backend: str, is_fused: bool
 ) -> None:
-    write_corpus(tmp_path)
     precision = {"compile": True, "compile_backend": backend}
-    recipe = Recipe.model_validate(recipe_dict(tmp_path, task="causal-lm", precision=precision))
+    recipe = tiny_recipe(corpus, task="causal-lm", precision=precision)
     asked = []
 
     def see(*_: Any, z_loss: float, compiled: bool) -> Tensor:
