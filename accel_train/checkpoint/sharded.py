@@ -33,7 +33,7 @@ from torch.distributed.tensor import DTensor
 from accel_train.checkpoint.shard_index import INDEX, Part, ShardIndex, Slices, index_in, parts_in
 from accel_train.checkpoint.store import FileFacts, GivenUp, Writer, facts_of, publish
 from accel_train.core.errors import CheckpointError
-from accel_train.model.tensors import DTYPES, local_part
+from accel_train.model.tensors import DTYPES, Tensors, local_part
 
 T = TypeVar("T")
 WHOLE = "whole.safetensors"
@@ -50,14 +50,14 @@ class KnownPlan:
 
     layout: object = None
     plan: SavePlan | None = None
-    copies: dict[str, Tensor] = field(default_factory=dict)
+    copies: Tensors = field(default_factory=dict)
     """Host memory of the last save."""
     index: ShardIndex | None = None
     """Where all processes write, on the main process."""
 
 
 @torch.no_grad()
-def copy_to_host(tensors: Mapping[str, Tensor], kept: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+def copy_to_host(tensors: Mapping[str, Tensor], kept: Tensors | None = None) -> Tensors:
     """Return copies in host memory, sharded like the tensors. The copies are complete on return.
 
     Each tensor is copied once, and the 0-dim tensors of one type (step counters) are copied together. `kept` holds the

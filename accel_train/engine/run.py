@@ -17,7 +17,7 @@ from accel_train.checkpoint.fingerprint import Change, Settings
 from accel_train.checkpoint.health import Health
 from accel_train.checkpoint.resume import BY_ITSELF, ResumePoint
 from accel_train.checkpoint.saver import Saver
-from accel_train.core.state import Choice, JsonRecord, Requests, TrainState
+from accel_train.core.state import Choices, JsonRecord, Requests, TrainState
 from accel_train.data.batch_sizes import BatchSizes
 from accel_train.data.cache import DigestCheck
 from accel_train.data.order import DataOrder
@@ -90,7 +90,7 @@ class RunPlan:
     reading: Reading
     identity: JsonRecord
     """Run fingerprint. A checkpoint is resumed only if its fingerprint is equal."""
-    choices: Mapping[str, Choice[Any]]
+    choices: Choices
     """Settings resolved for the user, by name, with the printed reasons."""
     extensions: Extensions
     resume_point: ResumePoint
@@ -125,7 +125,7 @@ class RunPlan:
         most = self.recipe.evaluate.max_samples
         return most is not None and most < len(self.data.eval)  # type: ignore[arg-type]
 
-    def with_choices(self, choices: Mapping[str, Choice[Any]]) -> "RunPlan":
+    def with_choices(self, choices: Choices) -> "RunPlan":
         """Return the same plan with additional choices."""
         return replace(self, choices={**self.choices, **choices})
 

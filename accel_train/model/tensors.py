@@ -28,6 +28,8 @@ FINITE: Mapping[tuple[Any, str], Callable[..., Any]] = {
     (torch, "isinf"): lambda _: torch.tensor(False, device="cpu"),
 }
 """Answers for tensors without values, for models that clamp if a number is not finite."""
+Tensors = dict[str, Tensor]
+"""Tensors by name."""
 Cut = Sequence[slice]
 """Part of a tensor: one slice per dimension, with start and stop."""
 PACKED = "#packed"
@@ -368,7 +370,7 @@ def names_not_finite(tensors: Mapping[str, Tensor], *, across_ranks: bool = Fals
     return [name for name, broken in zip(floats, is_broken.tolist(), strict=True) if broken]
 
 
-def split_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def split_state(model: nn.Module) -> tuple[Tensors, dict[str, Any]]:
     """Return a model's parameters and persistent buffers by name, and its extra state by name. Nothing is copied.
 
     Extra state is every entry of `state_dict` that modules compute (`get_extra_state`, an own `_save_to_state_dict`).
@@ -380,7 +382,7 @@ def split_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return own, {name: value for name, value in state.items() if name not in own}
 
 
-def packed(extra: Mapping[str, Any]) -> dict[str, Tensor]:
+def packed(extra: Mapping[str, Any]) -> Tensors:
     """Return extra state as tensors by name. A value that is not a tensor becomes bytes, named with `PACKED`.
 
     Raises:
@@ -434,7 +436,7 @@ def as_tensors(model: nn.Module) -> Iterator[None]:
 
 
 def _packed(name: str, value: Any) -> Tensor:
-    tensors: dict[str, Tensor] = {}
+    tensors: Tensors = {}
 
     def tree(part: Any) -> Any:
         kind = type(part)

@@ -25,7 +25,7 @@ from accel_train.core.work import beat
 from accel_train.guard.guard import Limits
 from accel_train.model.compile import repeated_blocks
 from accel_train.model.kernels.nf4 import packed_layers
-from accel_train.model.tensors import plain_tensors, replace_values
+from accel_train.model.tensors import Tensors, plain_tensors, replace_values
 from accel_train.model.training_module import TrainingModule
 from accel_train.model.weights import separate_blocks, separate_ends
 from accel_train.optim.update import Update
@@ -233,7 +233,7 @@ class Fsdp2(Strategy):
         for each in self._sharded_modules:
             each.reshard()
 
-    def full_weights(self, without: Collection[str] = (), narrow: Collection[str] = ()) -> dict[str, Tensor]:
+    def full_weights(self, without: Collection[str] = (), narrow: Collection[str] = ()) -> Tensors:
         """* Gather the weights one tensor at a time, and keep them on the main process."""
         self.release_gathered()
         found, packed = {}, packed_layers(self.inner.model)

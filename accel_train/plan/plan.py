@@ -1,15 +1,14 @@
 """A plan: a run resolved before it costs anything, with a model that has no weights."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from accel_train.checkpoint.store import checkpoint_folders
-from accel_train.core.state import Choice
+from accel_train.core.state import Choice, Choices
 from accel_train.data.batch_sizes import BatchSizes, divisors, is_open, resolve_batch
 from accel_train.engine.resolve import change_model, check_recipe, resolve_run
 from accel_train.model.fake_step import Holding, vocabulary_rows
@@ -64,7 +63,7 @@ class Plan:
     num_trainable: int
     vocabulary: tuple[int, int] | None
     """Number of tokens in the tokenizer and rows in the embedding, or None without a tokenizer."""
-    model_choices: Mapping[str, Choice[Any]]
+    model_choices: Choices
     """Resolved settings of the model, by name: attention, kernels, adapters, frozen weights, the loss."""
     flops_per_target: float | None
     memory: tuple[MemoryPart, ...]
@@ -207,7 +206,7 @@ class _Model:
     """The facts that a model without weights provides about the real model."""
 
     weights: ModelWeights
-    choices: Mapping[str, Choice[Any]]
+    choices: Choices
     held: ModelWeights
     """Weights held by each group of processes that fsdp2 shards over.
 

@@ -175,9 +175,9 @@ def how_it_ended(error: BaseException, has_begun: bool) -> tuple[str, int]:
     return message_of(error), code
 
 
-def device_peak(device: torch.device, choices: Mapping[str, Choice[Any]]) -> tuple[float | None, Choice[str]]:
+def device_peak(device: torch.device, choices: Choices) -> tuple[float | None, Choice[str]]:
     """Return the FLOP/s of one device in the run's precision, and whether the run reports its MFU, with the reason."""
-    name, precision = device_name(device), choices["precision.mixed_precision"].value
+    name, precision = device_name(device), str(choices["precision.mixed_precision"].value)
     is_tf32 = "precision.tf32" in choices and choices["precision.tf32"].value
     # In fp8 some products stay in bf16, whose peak is the known measure.
     peak = peak_flops(name, {"no": "tf32" if is_tf32 else "fp32", "fp8": "bf16"}.get(precision, precision))
