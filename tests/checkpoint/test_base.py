@@ -17,6 +17,7 @@ from accel_train.inference.export import export_run, load_exported
 from accel_train.training.setup import prepare_run
 from tests.support.comparisons import assert_same_bits, tensors
 from tests.support.runs import (
+    Capture,
     Settings,
     checkpoint,
     events,
@@ -62,7 +63,7 @@ def based(corpus: Path) -> Path:
 )
 def test_a_checkpoint_holds_what_is_trained_and_resumes_to_the_bit(based: Path, model: Settings) -> None:
     folder = train_with(based, **sections_in(based, **model))
-    stored = load_file(folder / "checkpoints" / "step-00000012" / "model.safetensors")
+    stored = tensors(folder, 12, "model")
     moments = tensors(folder, 12, "optimizer")
     assert {name.partition(".")[2] for name in moments} == stored.keys()
     assert not (folder / "checkpoints" / "step-00000012" / "config.json").exists()
@@ -75,7 +76,7 @@ def test_a_checkpoint_holds_what_is_trained_and_resumes_to_the_bit(based: Path, 
     assert verify(folder).newest == folder / "checkpoints" / "step-00000012"
 
 
-def test_a_base_with_one_flipped_bit_is_refused_by_name(based: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_base_with_one_flipped_bit_is_refused_by_name(based: Path, capsys: Capture) -> None:
     folder = train_with(based, **sections_in(based))
     forget(folder, 8)
     flip_one_bit(based / "base", "transformer.h.1.mlp.c_fc.weight")
@@ -133,12 +134,12 @@ def test_random_weights_stay_in_the_checkpoint_though_frozen(corpus: Path) -> No
 def test_weights_that_the_task_freezes_itself_stay_in_the_checkpoint(based: Path) -> None:
     sections = {**sections_in(based), "task": "tests.support.tasks.frozen:TeacherTask"}
     folder = train_with(based, **sections)
-    stored = load_file(folder / "checkpoints" / "step-00000012" / "model.safetensors")
+    stored = tensors(folder, 12, "model")
     assert [name for name in stored if "lora_" not in name] == ["teacher.weight"]
 
 
 @pytest.mark.parametrize("merge", [slow(True), False])
-def test_a_resumed_run_is_exported_and_evaluated(based: Path, merge: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resumed_run_is_exported_and_evaluated(based: Path, merge: bool, capsys: Capture) -> None:
     sections = sections_in(based, lora={**LORA, "merge": merge})
     folder = train_with(based, **sections)
     forget(folder, 8)

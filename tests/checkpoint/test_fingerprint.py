@@ -21,6 +21,7 @@ from accel_train.checkpoint.store import facts_of
 from accel_train.cli.main import main
 from accel_train.core.errors import CheckpointError
 from tests.support.runs import (
+    Capture,
     answers,
     checkpoint,
     events,
@@ -58,7 +59,7 @@ def line_of(folder: Path, setting: str) -> str:
     return f"{folder / 'recipe.yaml'}:{1 + next(i for i, line in enumerate(lines) if f'{setting}:' in line)}"
 
 
-def refused(folder: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> list[str]:
+def refused(folder: Path, capsys: Capture, *flags: str) -> list[str]:
     capsys.readouterr()
     assert main(["run", str(folder / "recipe.yaml"), *flags]) == 2
     return [line.removeprefix("error: ").strip() for line in capsys.readouterr().err.splitlines() if "error: " in line]
@@ -95,7 +96,7 @@ def test_the_first_line_of_a_resume_says_how_many_steps_its_loss_is_the_mean_of(
     ],
 )
 def test_a_changed_value_is_refused_in_a_line_that_says_who_set_it_then_and_now(
-    trained: Path, capsys: pytest.CaptureFixture[str], setting: str, was: int, value: int
+    trained: Path, capsys: Capture, setting: str, was: int, value: int
 ) -> None:
     said = refused(trained, capsys, f"--{setting}", str(value))
     where = line_of(trained, setting.rpartition(".")[2])
@@ -106,7 +107,7 @@ def test_a_changed_value_is_refused_in_a_line_that_says_who_set_it_then_and_now(
     assert "--accept-changes" in said[-1]
 
 
-def test_changed_data_is_refused_and_its_files_are_named(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_changed_data_is_refused_and_its_files_are_named(copied: Path, capsys: Capture) -> None:
     corpus = copied / "corpus.jsonl"
     corpus.write_text("".join(corpus.read_text().splitlines(keepends=True)[:-1]))
     said = refused(copied, capsys)
@@ -116,9 +117,7 @@ def test_changed_data_is_refused_and_its_files_are_named(copied: Path, capsys: p
     assert line_of(copied, "train") in said[1]
 
 
-def test_a_value_that_follows_from_another_setting_names_that_one(
-    trained: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_value_that_follows_from_another_setting_names_that_one(trained: Path, capsys: Capture) -> None:
     said = refused(trained, capsys, "--schedule.num_epochs", "2")
     changed = next(line for line in said if line.startswith("schedule.max_steps was 4"))
     assert changed.endswith("(from schedule.num_epochs 2.0, --schedule.num_epochs)")
@@ -152,7 +151,7 @@ def test_another_optimizer_begins_anew_and_an_average_with_the_weights_of_the_ch
 
 
 def test_a_changed_setting_of_the_training_is_a_line_and_an_event_and_the_run_is_resumed(
-    trained: Path, copied: Path, capsys: pytest.CaptureFixture[str]
+    trained: Path, copied: Path, capsys: Capture
 ) -> None:
     flags = ("--accept-changes", "--schedule.max_steps", "6")
     changed = ("--optimizer.learning_rate", "0.001", "--optimizer.betas", "[0.8, 0.9]", "--evaluate.max_samples=2")
@@ -171,7 +170,7 @@ def test_a_changed_setting_of_the_training_is_a_line_and_an_event_and_the_run_is
 
 
 def test_a_finished_run_with_a_changed_setting_says_that_it_is_not_trained_and_keeps_its_recipe(
-    copied: Path, capsys: pytest.CaptureFixture[str]
+    copied: Path, capsys: Capture
 ) -> None:
     before = (copied / "run" / "recipe.resolved.yaml").read_text()
     assert main(["run", str(copied / "recipe.yaml"), "--optimizer.learning_rate", "0.001"]) == 0
@@ -218,7 +217,7 @@ def last(copied: Path) -> Path:
     ],
 )
 def test_a_checkpoint_that_is_not_of_the_model_or_of_no_run_is_refused_in_a_line(
-    copied: Path, last: Path, capsys: pytest.CaptureFixture[str], name: str, key: str, change: Any, said: str
+    copied: Path, last: Path, capsys: Capture, name: str, key: str, change: Any, said: str
 ) -> None:
     path = last / (f"{name}.json" if change is None else f"{name}.safetensors")
     if change is None:

@@ -21,7 +21,7 @@ from accel_train.training.model_selection import load_best
 from accel_train.training.setup import prepare_run
 from tests.support.comparisons import assert_same_bits
 from tests.support.programs.disk_driver import files
-from tests.support.runs import checkpoint, events, losses, recipe_dict
+from tests.support.runs import Capture, checkpoint, events, losses, recipe_dict
 
 RUN: dict[str, Any] = {"task": "causal-lm", "checkpoint": {"every_steps": 4, "keep": 9}}
 ROLLBACK = Rollback(number=1, at_step=5, to_step=4, skip_first=6, skip_last=7)
@@ -129,7 +129,7 @@ def test_best_weights_that_cannot_be_read_are_told_and_the_last_ones_kept(traine
 
 
 def test_verify_tells_healthy_abandoned_and_broken_checkpoints_and_what_a_resume_would_use(
-    trained: Path, capsys: pytest.CaptureFixture[str]
+    trained: Path, capsys: Capture
 ) -> None:
     add_tags(trained / "checkpoints", [4])
     write_rollbacks(trained, [Rollback(number=1, at_step=12, to_step=8, skip_first=9, skip_last=11)])
@@ -150,7 +150,7 @@ def test_verify_tells_healthy_abandoned_and_broken_checkpoints_and_what_a_resume
     ids=["list", "number", "no identity", "deep", "no text", "deep object"],
 )
 def test_a_checkpoint_that_proves_itself_and_is_no_run_s_is_refused_with_exit_code_4(
-    corpus: Path, content: bytes, capsys: pytest.CaptureFixture[str]
+    corpus: Path, content: bytes, capsys: Capture
 ) -> None:
     writers = {**files(4), "trainer.json": lambda path: path.write_bytes(content)}
     publish(corpus / "run" / "checkpoints", 4, writers)

@@ -18,10 +18,9 @@ VERSIONS = pytest.mark.parametrize("stored", STORED, ids=lambda path: path.name)
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def here(empty_folder: Path) -> None:
     """A folder with the data of the stored runs."""
-    monkeypatch.chdir(tmp_path)
-    write_data(tmp_path)
+    write_data(empty_folder)
 
 
 def compared(stored: Path, name: str, recipe: Recipe) -> tuple[list[str], dict[str, Any]]:

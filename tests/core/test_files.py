@@ -14,7 +14,7 @@ from accel_train.checkpoint.resume import shares_of
 from accel_train.checkpoint.store import check, newest_valid, publish
 from accel_train.core import files
 from tests.support.processes import run_forked
-from tests.support.runs import events, slow, steps_of, write_recipe_file
+from tests.support.runs import Capture, events, slow, steps_of, write_recipe_file
 
 
 @pytest.mark.parametrize("damaged", [slow(None), "model.safetensors"])
@@ -67,7 +67,7 @@ def sparse(root: Path, step: int, num_files: int, num_bytes: int) -> Path:
 
 
 def test_hashing_that_takes_seconds_is_said_on_the_terminal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.setattr(files, "REPORT_AFTER_SECONDS", 0.02)
     folder = sparse(tmp_path, 7, 2, 2**27)

@@ -152,11 +152,10 @@ def test_a_crash_that_tells_everything_is_told_without_secrets(recipe: Path, tmp
 )
 @pytest.mark.parametrize("debug", ["0", "1"])
 def test_a_refusal_names_the_setting_and_not_the_secret(
-    recipe: Path, tmp_path: Path, flags: tuple[str, ...], debug: str, monkeypatch: pytest.MonkeyPatch
+    recipe: Path, empty_folder: Path, flags: tuple[str, ...], debug: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from accel_train.cli.main import main
 
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ACCEL_TRAIN_DEBUG", debug)
     read, write = os.pipe()
     with os.fdopen(read) as reader:
@@ -167,7 +166,7 @@ def test_a_refusal_names_the_setting_and_not_the_secret(
         said = reader.read()
     assert code in (2, 4), said
     assert flags[0].removeprefix("--").split(".")[0] in said, said
-    assert_kept(tmp_path / "run", subprocess.CompletedProcess([], code, "", said))
+    assert_kept(empty_folder / "run", subprocess.CompletedProcess([], code, "", said))
 
 
 # --- what is a secret --------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from tests.support.processes import Forked, run_forked
 from tests.support.runs import Settings, events, losses, recipe_dict, tiny_recipe, write_recipe_file
 
 SECTIONS: Settings = {"task": "tests.support.tasks.address_space:MemoryTask", "schedule": {"max_steps": 4}}
+FACTS: Settings = {"mixed_precision": "no", "device": torch.device("cpu"), "device_bytes": 2**33}
 
 
 def start(folder: Path, started: list[Forked], name: str, processes: int, **sections: Any) -> str:
@@ -245,11 +246,10 @@ def test_ddp_adds_nothing_to_what_is_to_come_for_its_buckets_are_the_gradients(t
 )
 def test_answer_is_that_of_its_model_input_and_device_alone(recipe: Recipe, changed: str) -> None:
     sample = {"rows": torch.zeros(1, 128)}
-    facts: Settings = {"mixed_precision": "no", "device": torch.device("cpu"), "device_bytes": 2**33}
     model, sizes = nn.Linear(4, 4), resolve_batch(recipe.batch, 1)
-    one = open_batch_cache(recipe, model, sizes, sample, **facts)
+    one = open_batch_cache(recipe, model, sizes, sample, **FACTS)
     one.write(4, "measured")
-    assert (open_batch_cache(recipe, model, sizes, sample, **facts).read() or [0])[0] == 4
+    assert (open_batch_cache(recipe, model, sizes, sample, **FACTS).read() or [0])[0] == 4
     if changed == "optimizer":
         recipe = recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update={"name": "sgd"})})
     if changed == "precision":
@@ -263,15 +263,15 @@ def test_answer_is_that_of_its_model_input_and_device_alone(recipe: Recipe, chan
         sample = {"rows": torch.zeros(1, 256)}
     if changed == "world_size":
         sizes = resolve_batch(recipe.batch, 2)
-    facts |= {"device_bytes": {"device_bytes": 2**34}, "mixed_precision": {"mixed_precision": "bf16"}}.get(changed, {})
+    others = {"device_bytes": 2**34, "mixed_precision": "bf16"}
+    facts = FACTS | ({changed: others[changed]} if changed in others else {})
     assert open_batch_cache(recipe, model, sizes, sample, **facts).read() is None
     assert one.read() is not None
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", "5", '{"per_device_batch_size": "4"}'])
 def test_damaged_memory_is_none(recipe: Recipe, damage: str) -> None:
-    facts: Settings = {"mixed_precision": "no", "device": torch.device("cpu"), "device_bytes": 2**33}
-    one = open_batch_cache(recipe, nn.Linear(4, 4), resolve_batch(recipe.batch, 1), {}, **facts)
+    one = open_batch_cache(recipe, nn.Linear(4, 4), resolve_batch(recipe.batch, 1), {}, **FACTS)
     assert one.read() is None
     one.write(4, "measured")
     whole = json.loads(one.path.read_text())
@@ -284,8 +284,7 @@ def test_damaged_memory_is_none(recipe: Recipe, damage: str) -> None:
 
 def test_a_cache_that_cannot_be_written_to_is_said_and_no_error(recipe: Recipe, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file, where the folder should be")
-    facts: Settings = {"mixed_precision": "no", "device": torch.device("cpu"), "device_bytes": 2**33}
-    one = open_batch_cache(recipe, nn.Linear(4, 4), resolve_batch(recipe.batch, 1), {}, **facts)
+    one = open_batch_cache(recipe, nn.Linear(4, 4), resolve_batch(recipe.batch, 1), {}, **FACTS)
     assert one.write(4, "measured").startswith(f"not remembered: {tmp_path}/cache/micro_batches ")
 
 

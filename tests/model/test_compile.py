@@ -3,7 +3,6 @@ can write.
 """
 
 import importlib.util
-import json
 import os
 import struct
 from collections.abc import Iterator
@@ -33,6 +32,7 @@ from tests.support.runs import (
     summary_of,
     tiny_recipe,
     write_corpus,
+    write_jsonl,
     write_recipe_file,
 )
 
@@ -116,9 +116,8 @@ def test_a_run_says_what_compiling_cost_and_leaves_evaluations_out(
 def test_fine_tuning_on_rows_of_varying_lengths_compiles_once(
     traced_only: None, own_cache: Path, tmp_path: Path
 ) -> None:
-    path = tmp_path / "rows.jsonl"
     rows = [{"prompt": "ab " * (1 + i % 5), "completion": "cd " * (1 + i * i % 7)} for i in range(80)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
     data = {"train": str(path), "format": "prompt_completion", "pad_to_multiple_of": 4}
     apart = {"config": TINY_MODEL, "attn_implementation": "eager"}  # which does not keep apart rows of one window
     [compiled] = compiled_run(tmp_path, task="causal-lm", data=data, model=apart)

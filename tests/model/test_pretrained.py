@@ -298,12 +298,9 @@ def test_a_file_that_is_replaced_after_its_header_was_read_is_an_error(tmp_path:
         allocate(layer, CPU, sources)
 
 
-def test_a_process_reads_a_configuration_once_and_again_after_a_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    save_bert(base := tmp_path / "bert")
-    (data := tmp_path / "a.csv").write_text("text,label\n" + "".join(f"good {n},a\nbad {n},b\n" for n in range(20)))
+def test_a_process_reads_a_configuration_once_and_again_after_a_change(empty_folder: Path) -> None:
+    save_bert(base := empty_folder / "bert")
+    (data := empty_folder / "a.csv").write_text("text,label\n" + "".join(f"good {n},a\nbad {n},b\n" for n in range(20)))
     opened: list[str] = []
     # Python cannot remove a hook, which keeps the list.
     sys.addaudithook(lambda event, given: opened.append(str(given[0])) if event == "open" else None)

@@ -1,5 +1,6 @@
 """Train one recipe under several layouts, and compare the runs."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,12 @@ def train(tmp_path: Path) -> Train:
 def undisturbed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run of the module's TEXT on one process."""
     return train_in(tmp_path_factory.mktemp("one") / "one", 1, **request.module.TEXT)
+
+
+def reads(run: Path, rank: int) -> list[int]:
+    """The samples that a process has read."""
+    lines = (run.parent / f"rank-{rank}.jsonl").read_text().splitlines()
+    return [index for line in lines for index in json.loads(line)]
 
 
 def assert_same_norms(run: Path, other: Path, tolerance: float = 1e-5) -> None:

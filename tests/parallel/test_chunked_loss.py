@@ -10,7 +10,7 @@ from accel_train.engine.resolve import check_recipe
 from tests.parallel.conftest import assert_same_norms, train_in
 from tests.support.comparisons import assert_same_run
 from tests.support.processes import TESTS, run_forked
-from tests.support.runs import LLAMA, Settings, events, metrics, slow, tiny_recipe
+from tests.support.runs import LLAMA, Settings, events, metrics, slow, tiny_recipe, write_jsonl
 
 UNTIED = {**LLAMA, "tie_word_embeddings": False}
 TEXT = {
@@ -138,8 +138,7 @@ def test_processes_that_split_the_output_layer_make_the_loss_the_gradients_and_t
 @pytest.mark.parametrize("parallel", [{}, {"strategy": "fsdp2", "tp_size": 2}], ids=["ddp", "tp"])
 def test_fine_tuning_in_chunks_has_the_token_accuracy_of_whole_logits(tmp_path: Path, parallel: Settings) -> None:
     rows = [{"prompt": f"{n} is", "completion": " aaaa" if n % 3 else f" {n * 7 % 11}"} for n in range(60)]
-    table = tmp_path / "rows.jsonl"
-    table.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = write_jsonl(tmp_path / "rows.jsonl", rows)
     sections = {
         "data": {"train": str(table), "format": "prompt_completion", "sequence_length": 32, "eval_fraction": 0.3},
         "options": {},

@@ -33,7 +33,7 @@ from tests.support.comparisons import Train, assert_loaded_to_the_bit
 from tests.support.plan_recipe import parts_of
 from tests.support.processes import run_forked
 from tests.support.runs import LLAMA as TINY_LLAMA
-from tests.support.runs import TINY_MODEL, Settings, recipe_dict, slow, tiny_recipe, write_recipe_file
+from tests.support.runs import TINY_MODEL, Capture, Settings, recipe_dict, slow, tiny_recipe, write_recipe_file
 
 SP, TP = {"sp_size": 2}, {"strategy": "fsdp2", "tp_size": 2}
 LLAMA = {**TINY_LLAMA, "vocab_size": 259}
@@ -219,7 +219,7 @@ def test_without_the_package_the_error_names_what_to_install(monkeypatch: pytest
     ],
 )
 def test_plan_and_run_end_with_code_2_and_say_why(
-    corpus: Path, capsys: pytest.CaptureFixture[str], parallel: Settings, fault: str
+    corpus: Path, capsys: Capture, parallel: Settings, fault: str
 ) -> None:
     is_gpt2 = parallel == TP or "sp_size" in parallel
     model = (of(TINY_MODEL, n_head=4) if is_gpt2 else of(LLAMA, num_key_value_heads=4))["model"]

@@ -14,8 +14,8 @@ from accel_train.model.training_module import TrainingModule
 from accel_train.parallel.dims import ParallelDims
 from accel_train.parallel.sequence_parallel import Slices, slice_of
 from accel_train.tasks.causal_lm.task import CausalLM
-from tests.parallel.conftest import SHORT_STEPS, assert_same_norms, assert_skipped_to_the_bit, nan_at, train_in
-from tests.support.comparisons import assert_same_bits, assert_same_run, tensors
+from tests.parallel.conftest import SHORT_STEPS, assert_same_norms, assert_skipped_to_the_bit, nan_at, reads, train_in
+from tests.support.comparisons import Layout, assert_same_bits, assert_same_run, tensors
 from tests.support.processes import run_forked
 from tests.support.runs import (
     LLAMA,
@@ -27,6 +27,7 @@ from tests.support.runs import (
     summary_of,
     tiny_recipe,
     write_corpus,
+    write_jsonl,
     write_recipe_file,
 )
 
@@ -47,9 +48,9 @@ def sit(folder: Path, processes: int, parallel: Settings, code: int = 0, **secti
     return train_in(folder, processes, parallel, code=code, **{**TEXT, "options": options, **sections})
 
 
-def reads(run: Path, rank: int) -> list[int]:
-    lines = (run.parent / f"rank-{rank}.jsonl").read_text().splitlines()
-    return [index for line in lines for index in json.loads(line)]
+def beside_one(folder: Path, layout: Layout, **sections: Any) -> list[Path]:
+    """The same run under a layout and on one process."""
+    return [sit(folder / str(n), n, parallel, **sections) for n, parallel in (layout, (1, {}))]
 
 
 def assert_trained_alike(run: Path, other: Path) -> None:
@@ -97,7 +98,7 @@ def test_documents_that_reach_over_slices_are_kept_apart_as_on_one_process(
     tmp_path: Path, parallel: Settings, config: Settings
 ) -> None:
     sections = {"model": {"config": config}, "data": {"mask_documents": True}, "schedule": {"max_steps": 5}}
-    runs = [sit(tmp_path / str(n), n, p, **sections) for n, p in ((2, parallel), (1, {}))]
+    runs = beside_one(tmp_path, (2, parallel), **sections)
     assert_trained_alike(*runs)
     said = [summary_of(run)["choices"]["document mask"] for run in runs]
     assert "per-document causal attention" in said[0]
@@ -109,8 +110,7 @@ def test_packed_rows_that_reach_over_slices_train_as_on_one_process(tmp_path: Pa
     rows = [
         {"prompt": f"{n} plus {n * 7 % 11} is", "completion": f" {n + n * 7 % 11}" * (1 + n % 9)} for n in range(60)
     ]
-    table = tmp_path / "rows.jsonl"
-    table.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = write_jsonl(tmp_path / "rows.jsonl", rows)
     sections = {
         "data": {"train": str(table), "format": "prompt_completion", "sequence_length": 64},
         "task": "causal-lm",
@@ -118,7 +118,7 @@ def test_packed_rows_that_reach_over_slices_train_as_on_one_process(tmp_path: Pa
         "evaluate": {"every_steps": 4},
         "schedule": {"max_steps": 5},
     }
-    assert_trained_alike(*(sit(tmp_path / str(n), n, p, **sections) for n, p in ((2, SP), (1, {}))))
+    assert_trained_alike(*beside_one(tmp_path, (2, SP), **sections))
 
 
 KINDS = {
@@ -145,13 +145,13 @@ KINDS = {
 def test_every_kind_of_model_gives_the_losses_and_the_text_of_one_process(tmp_path: Path, kind: str) -> None:
     config = {name: value for name, value in KINDS[kind].items() if value is not None}
     sections = {"model": {"config": config}, "schedule": {"max_steps": 5}}
-    assert_trained_alike(*(sit(tmp_path / str(n), n, p, **sections) for n, p in ((2, SP), (1, {}))))
+    assert_trained_alike(*beside_one(tmp_path, (2, SP), **sections))
 
 
 @pytest.mark.slow
 def test_four_slices_of_a_sequence_and_two_heads_of_keys_give_the_losses_of_one_process(tmp_path: Path) -> None:
     sections = {"model": {"config": LLAMA}, "schedule": {"max_steps": 5}}
-    assert_trained_alike(*(sit(tmp_path / str(n), n, p, **sections) for n, p in ((4, {"sp_size": 4}), (1, {}))))
+    assert_trained_alike(*beside_one(tmp_path, (4, {"sp_size": 4}), **sections))
 
 
 @pytest.mark.slow
@@ -160,8 +160,7 @@ def test_with_checkpointing_and_16_bits_losses_are_near_those_of_one_process(
     tmp_path: Path, parallel: Settings
 ) -> None:
     sections = {"precision": {"mixed_precision": "bf16", "gradient_checkpointing": True}}
-    runs = [sit(tmp_path / str(n), n, p, **sections) for n, p in ((2, parallel), (1, {}))]
-    assert_same_run(*runs, tolerance=2e-3)
+    assert_same_run(*beside_one(tmp_path, (2, parallel), **sections), tolerance=2e-3)
 
 
 def whole_and_alone() -> tuple[float, float]:
@@ -238,9 +237,6 @@ def test_nan_on_one_process_is_skipped_on_all_to_the_bit_and_the_incident_keeps_
     assert main(["replay", str(incident), "--device", "cpu"]) == 0
 
 
-Layout = tuple[int, Settings]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layouts",
@@ -286,7 +282,7 @@ def test_a_process_that_dies_ends_those_with_the_other_slices_and_the_rest(tmp_p
 @pytest.mark.slow
 def test_short_steps_that_leave_groups_with_unequal_shares_hang_nobody(tmp_path: Path) -> None:
     sections = {**SHORT_STEPS, "evaluate": {"every_steps": 0}}
-    assert_same_run(*(sit(tmp_path / str(n), n, p, **sections) for n, p in ((4, {**FSDP2, **SP}), (1, {}))))
+    assert_same_run(*beside_one(tmp_path, (4, {**FSDP2, **SP}), **sections))
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """Split layers train as one process: the same losses, samples counted once, checkpoints for any layout."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from accel_train.core.errors import SettingError
 from accel_train.parallel.tensor_parallel import SUMMED, check_plan, styles_of
-from tests.parallel.conftest import assert_same_norms, assert_skipped_to_the_bit, nan_at, train_in
+from tests.parallel.conftest import assert_same_norms, assert_skipped_to_the_bit, nan_at, reads, train_in
 from tests.support.comparisons import assert_same_bits, assert_same_run, tensors
 from tests.support.runs import LLAMA as TINY_LLAMA
 from tests.support.runs import Settings, events, slow, summary_of
@@ -34,11 +33,6 @@ CPU = torch.device("cpu")
 def sit(folder: Path, processes: int, parallel: Settings | None = None, **sections: Any) -> Path:
     options = {"ragged": True, "record": str(folder)}
     return train_in(folder, processes, parallel, **{**TEXT, "options": options, **sections})
-
-
-def reads(run: Path, rank: int) -> list[int]:
-    lines = (run.parent / f"rank-{rank}.jsonl").read_text().splitlines()
-    return [index for line in lines for index in json.loads(line)]
 
 
 @pytest.fixture(scope="module")

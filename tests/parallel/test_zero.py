@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.parallel.conftest import IMAGES, assert_same_norms, assert_skipped_to_the_bit, nan_at, train_in
 from tests.support.comparisons import assert_same_bits, assert_same_run, tensors
@@ -27,6 +27,12 @@ TEXT = {
 
 def zero(stage: int) -> Settings:
     return {"strategy": "deepspeed", "zero_stage": stage}
+
+
+def beside_ddp(folder: Path, stage: int, **sections: Any) -> list[Path]:
+    """The same run under ZeRO and DDP."""
+    layouts = {"zero": zero(stage), "ddp": DDP}
+    return [train_in(folder / name, 2, layout, **sections) for name, layout in layouts.items()]
 
 
 @pytest.fixture(scope="module")
@@ -139,9 +145,7 @@ def test_losses_are_those_of_ddp_however_the_run_is_changed(tmp_path: Path, chan
     sections = {**TEXT, **sections}
     # In bf16 a sum in another order is another bf16 number.
     is_exact = "mixed_precision" not in sections.get("precision", {})
-    ours, theirs = (
-        train_in(tmp_path / name, 2, layout, **sections) for name, layout in (("zero", zero(stage)), ("ddp", DDP))
-    )
+    ours, theirs = beside_ddp(tmp_path, stage, **sections)
     assert_same_run(ours, theirs, 2e-6 if is_exact else 2e-3)
     left, right = (model_of(run) for run in (ours, theirs))
     assert left.keys() == right.keys()
@@ -154,12 +158,9 @@ def test_averaged_weights_are_those_of_ddp_also_of_a_run_that_was_stopped(tmp_pa
     sections = {**TEXT, "optimizer": {**TEXT["optimizer"], "ema_decay": 0.9}}
     stopped = {**sections, "options": {"ragged": True, "term_at": {"step": 20, "rank": 0}}}
     train_in(tmp_path / "zero", 2, zero(stage), code=75, **stopped)
-    ours, theirs = (
-        train_in(tmp_path / "zero", 2, zero(stage), **sections),
-        train_in(tmp_path / "ddp", 2, DDP, **sections),
-    )
+    ours, theirs = beside_ddp(tmp_path, stage, **sections)
     assert_same_run(ours, theirs)
-    left, right = (load_file(run / "checkpoints" / "step-00000008" / "average.safetensors") for run in (ours, theirs))
+    left, right = (tensors(run, 8, "average") for run in (ours, theirs))
     assert left.keys() == right.keys()
     assert all(torch.allclose(left[name], right[name], rtol=1e-4, atol=1e-6) for name in left)
 
@@ -174,9 +175,7 @@ def test_after_a_rollback_the_run_is_that_of_ddp(tmp_path: Path, stage: int) -> 
         "guard": {"max_consecutive_skips": 0, "healthy_after_steps": 3, "rollback_skip_steps": 2},
         "options": {"nan_at": {"step": 12, "rank": 1}},
     }
-    ours, theirs = (
-        train_in(tmp_path / name, 2, layout, **sections) for name, layout in (("zero", zero(stage)), ("ddp", DDP))
-    )
+    ours, theirs = beside_ddp(tmp_path, stage, **sections)
     assert len(events(ours, "rollback")) == len(events(theirs, "rollback")) == 1
     assert_same_run(ours, theirs)
 
@@ -187,9 +186,7 @@ def test_an_image_model_with_running_statistics_trains_as_with_ddp_and_its_best_
     tmp_path: Path, stage: int
 ) -> None:
     sections = {**IMAGES, "checkpoint": {"every_steps": 2, "load_best_model_at_end": True}}
-    ours, theirs = (
-        train_in(tmp_path / name, 2, layout, **sections) for name, layout in (("zero", zero(stage)), ("ddp", DDP))
-    )
+    ours, theirs = beside_ddp(tmp_path, stage, **sections)
     # Biases before a batch norm have gradients of rounding noise, which Adam makes steps of.
     assert_same_run(ours, theirs, 2e-5)
     assert len(events(ours, "best_model")) == len(events(theirs, "best_model"))

@@ -23,8 +23,9 @@ from accel_train.plan.format import format_plan
 from accel_train.plan.plan import Plan, resolve_plan
 from accel_train.recipe.loader import load_recipe
 from accel_train.task import TaskData, load_task
+from tests.support.memory import peak_bytes
 from tests.support.plan_recipe import GOOD, parts_of
-from tests.support.runs import summary_of
+from tests.support.runs import Capture, summary_of
 from tests.support.tasks.number_faults import FaultyRegression
 
 GPT2 = "{model_type: gpt2, vocab_size: 50304}"
@@ -193,19 +194,13 @@ def peak_by_profiler(recipe_flags: list[str], mixed_precision: str) -> int:
         parameter.grad = torch.zeros_like(parameter)
     batch = data.collate(fetch(data.train, [0, 0]))
     batch.pop("num_targets")
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    for _ in range(2):  # the second is profiled: the first makes what stays
-        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=mixed_precision == "bf16"):
-                loss = task.loss_sum(model, batch)
-            loss.backward()
-        del loss
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    total = worst = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        total += event.nbytes()
-        worst = max(worst, total)
-    return worst
+
+    def step() -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=mixed_precision == "bf16"):
+            loss = task.loss_sum(model, batch)
+        loss.backward()
+
+    return peak_bytes(step)
 
 
 @pytest.mark.parametrize("config", [GPT2.replace("50304", "4096, n_layer: 2, n_embd: 64, n_head: 2"), LLAMA])
@@ -389,7 +384,7 @@ def test_without_a_launcher_the_world_size_is_the_number_of_accelerators_of_any_
     assert place.count_processes(2, None) == 2
 
 
-def test_a_plan_is_five_lines_and_all_of_it_is_shown_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_is_five_lines_and_all_of_it_is_shown_when_asked_for(capsys: Capture) -> None:
     assert main(["plan", "r.yaml", "--gpu", "H100"]) == 0
     short = capsys.readouterr().out.splitlines()
     assert short[0] == "Plan"
@@ -404,7 +399,7 @@ def test_a_plan_is_five_lines_and_all_of_it_is_shown_when_asked_for(capsys: pyte
     assert not any(line.startswith("--all") for line in every)
 
 
-def test_the_text_says_who_set_each_value_and_fills_in_the_formulas(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_text_says_who_set_each_value_and_fills_in_the_formulas(capsys: Capture) -> None:
     assert main(["plan", "r.yaml", "--world-size", "2", "--seed", "3", "--all"]) == 0
     captured = capsys.readouterr()
     lines = [" ".join(line.split()) for line in captured.out.splitlines()]
@@ -430,7 +425,7 @@ def test_secrets_stay_out_of_the_plan() -> None:
 
 
 def test_a_plan_without_data_is_that_of_full_windows_and_says_what_it_does_not_know(
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capture,
 ) -> None:
     with_data = plan(world_size=4, gpu="H200")
     Path("text.txt").unlink()
@@ -452,7 +447,7 @@ def test_a_plan_without_data_is_that_of_full_windows_and_says_what_it_does_not_k
     assert main(["plan", "r.yaml"]) == 2  # the data is still missed where it is to be read
 
 
-def test_the_steps_of_epochs_are_unknown_without_data(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_steps_of_epochs_are_unknown_without_data(capsys: Capture) -> None:
     settings = {**GOOD, "schedule": {"num_epochs": 2.5}, "tokenizer": {"train_bpe": {"vocab_size": 1000}}}
     Path("r.yaml").write_text(yaml.safe_dump(settings))
     for flags in ((), ("--gpu", "H200", "--world-size", "8")):
@@ -466,7 +461,7 @@ def test_the_steps_of_epochs_are_unknown_without_data(capsys: pytest.CaptureFixt
         assert "1,000 tokens in" in text
 
 
-def test_a_task_that_needs_its_data_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_task_that_needs_its_data_says_so(capsys: Capture) -> None:
     settings = {**GOOD, "task": "text-classification", "data": {"train": "t.csv", "text_columns": ["text"]}}
     settings["model"] = {
         "config": {"model_type": "bert", "num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 1}

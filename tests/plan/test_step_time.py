@@ -21,6 +21,7 @@ from accel_train.plan.traffic import BASE_LATENCY_SECONDS, Ring, sent_bytes, tra
 from accel_train.recipe.loader import load_recipe
 from accel_train.recipe.parallel import Parallel
 from tests.support.plan_recipe import parts_of
+from tests.support.runs import Capture
 
 H100, NDR = GPUS["H100"], INTERCONNECTS["infiniband-ndr"]
 FSDP2 = ("--parallel.strategy", "fsdp2")
@@ -315,7 +316,7 @@ def test_a_plan_for_a_thousand_gpus_names_what_each_number_is() -> None:
     assert any(line.startswith("padding") for line in lines)  # 64 rows do not fill 1,024 processes
 
 
-def test_the_command_takes_the_machine_as_flags(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_takes_the_machine_as_flags(capsys: Capture) -> None:
     flags = ["--all", "--world-size", "16", "--gpu", "A100", "--gpus-per-node", "4", "--interconnect", "ethernet-25"]
     assert main(["plan", "r.yaml", "--batch.global_batch_size", "32", *flags]) == 0
     out = capsys.readouterr().out

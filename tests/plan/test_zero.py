@@ -14,7 +14,7 @@ from accel_train.plan.plan import resolve_plan
 from accel_train.recipe.schema import Recipe
 from accel_train.task import load_task
 from tests.support.plan_recipe import parts_of
-from tests.support.runs import Settings, tiny_recipe, write_recipe_file
+from tests.support.runs import Capture, Settings, tiny_recipe, write_recipe_file
 
 DDP: Settings = {}
 
@@ -52,7 +52,7 @@ def test_one_process_alone_is_not_put_under_deepspeed() -> None:
 
 
 def test_refused_settings_end_plan_and_run_with_exit_code_2_before_a_model_is_built(
-    corpus: Path, capsys: pytest.CaptureFixture[str]
+    corpus: Path, capsys: Capture
 ) -> None:
     recipe = str(write_recipe_file(corpus, parallel=zero(3), optimizer={"ema_decay": 0.9}))
     for command in ("plan", "run"):

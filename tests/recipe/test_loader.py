@@ -40,8 +40,7 @@ schedule:
 
 
 @pytest.fixture
-def recipe_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+def recipe_file(empty_folder: Path) -> Path:
     path = Path("r.yaml")
     path.write_text(RECIPE)
     return path

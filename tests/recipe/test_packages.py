@@ -13,7 +13,7 @@ from accel_train.recipe.loader import make_recipe
 from accel_train.recipe.tasks import TASKS, TaskSpec, check_extra
 from accel_train.tasks.module import ModuleTask
 from accel_train.training.setup import prepare_run
-from tests.support.runs import Settings
+from tests.support.runs import Capture, Settings
 
 WITH_EXTRA = [task for task, spec in TASKS.items() if spec.extra]
 
@@ -41,10 +41,7 @@ def test_a_missing_package_is_an_error_before_the_data_is_looked_for(task: str, 
 
 @pytest.mark.parametrize("command", ["run", "plan"])
 @pytest.mark.parametrize("task", WITH_EXTRA)
-def test_a_command_says_so_before_torch(
-    command: str, task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_command_says_so_before_torch(command: str, task: str, empty_folder: Path, capsys: Capture) -> None:
     Path("r.yaml").write_text(yaml.safe_dump(tree_of(task)))
     assert main([command, "r.yaml"]) == 2
     (line,) = capsys.readouterr().err.splitlines()

@@ -285,7 +285,7 @@ def test_a_setting_of_data_that_others_leave_unread_is_refused(name: str, kind: 
     recipe = recipe_of("causal-lm")
 
     def check(**data: Any) -> None:
-        section = kind(train="custom", **data)
+        section = kind(**{"train": "custom", **data})
         refuse_unused(recipe.model_copy(update={"data": section}), TaskSpec(data=kind))
 
     with pytest.raises(SettingError) as refused:

@@ -25,6 +25,8 @@ TESTS = Path(__file__).parent.parent
 REPOSITORY = TESTS.parent
 Settings = dict[str, Any]
 """Settings by name, nested as in a recipe."""
+Capture = pytest.CaptureFixture[str]
+"""What a command prints."""
 
 TINY_MODEL = {
     "model_type": "gpt2",

@@ -7,7 +7,7 @@ import pytest
 from accel_train.task import Facts
 from accel_train.training.output import few_held_out
 from accel_train.training.train import train
-from tests.support.runs import Settings, events, summary_of, tiny_recipe
+from tests.support.runs import Capture, Settings, events, summary_of, tiny_recipe
 
 
 def test_few_held_out_samples_are_warned_of_with_what_can_be_done_about_them() -> None:
@@ -27,7 +27,7 @@ def test_few_held_out_samples_are_warned_of_with_what_can_be_done_about_them() -
 
 @pytest.mark.parametrize("is_notable", [False, True])
 def test_the_screen_has_only_choices_that_differ_from_the_recipe_and_the_log_has_all(
-    is_notable: bool, corpus: Path, capsys: pytest.CaptureFixture[str]
+    is_notable: bool, corpus: Path, capsys: Capture
 ) -> None:
     batch: Settings = {"global_batch_size": 8}
     optimizer: Settings = {"learning_rate": 1e-3}

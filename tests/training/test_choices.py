@@ -30,6 +30,7 @@ from tests.support.comparisons import assert_same_bits, tensors
 from tests.support.processes import run_forked
 from tests.support.runs import (
     TINY_MODEL,
+    Capture,
     Settings,
     checkpoint,
     events,
@@ -168,7 +169,7 @@ def test_the_weights_that_evaluated_best_are_the_ones_at_the_end(corpus: Path) -
 
 @pytest.mark.parametrize("choice", ["auto", False])
 def test_early_stopping_keeps_the_best_weights_unless_the_recipe_says_otherwise_and_then_says_what_is_lost(
-    corpus: Path, capsys: pytest.CaptureFixture[str], choice: bool | str
+    corpus: Path, capsys: Capture, choice: bool | str
 ) -> None:
     evaluations = {"every_steps": 2, "metric_for_best_model": "quality", "early_stopping_patience": 2}
     sections = {"evaluate": evaluations, "checkpoint": {"load_best_model_at_end": choice}}
@@ -181,9 +182,7 @@ def test_early_stopping_keeps_the_best_weights_unless_the_recipe_says_otherwise_
     assert chosen.startswith("True") == (choice == "auto")
 
 
-def test_last_weights_that_evaluate_as_well_as_the_best_are_not_called_worse(
-    corpus: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_last_weights_that_evaluate_as_well_as_the_best_are_not_called_worse(corpus: Path, capsys: Capture) -> None:
     settings = {"every_steps": 6, "metric_for_best_model": "quality"}
     run_with(scripted(corpus, [0.9, 0.9, 0.9], evaluate=settings), ScriptedScores())
     assert "evaluated better" not in capsys.readouterr().out
@@ -266,23 +265,23 @@ def test_averaged_weights_are_evaluated_saved_and_resumed_within_the_warmup(corp
     }
     whole = tiny_recipe(corpus, **sections)
     folder = train(whole).output_dir
-    averages = load_file(folder / "checkpoints" / "step-00000001" / "average.safetensors")
+    averages = tensors(folder, 1, "average")
     for step in range(1, 12):
-        of_step = load_file(folder / "checkpoints" / f"step-{step + 1:08d}" / "model.safetensors")
+        of_step = tensors(folder, step + 1, "model")
         decay = min(0.8, (1 + step) / (10 + step))
         averages = {name: decay * average + (1 - decay) * of_step[name] for name, average in averages.items()}
-    stored = load_file(folder / "checkpoints" / "step-00000012" / "average.safetensors")
+    stored = tensors(folder, 12, "average")
     torch.testing.assert_close(stored, averages)
     averages = stored
     final = model_of(folder)
     assert_same_bits(final, averages)
-    live = load_file(folder / "checkpoints" / "step-00000012" / "model.safetensors")
+    live = tensors(folder, 12, "model")
     assert not all(torch.equal(final[name], live[name]) for name in final)
 
     resumed = recipe_dict(corpus, **sections, output_dir=str(corpus / "resumed"))
     resumed["checkpoint"]["resume"] = str(folder / "checkpoints" / "step-00000006")
     again = train(Recipe.model_validate(resumed)).output_dir
-    other = load_file(again / "checkpoints" / "step-00000012" / "average.safetensors")
+    other = tensors(again, 12, "average")
     assert_same_bits(averages, other)
     rates = {line["step"]: line["learning_rate"] for line in metrics(folder)}
     assert rates[6] < rates[7] < rates[8] < rates[9]

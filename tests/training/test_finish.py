@@ -29,6 +29,7 @@ from tests.support.processes import run_forked
 from tests.support.report import Page
 from tests.support.runs import (
     LLAMA,
+    Capture,
     Settings,
     events,
     model_of,
@@ -274,7 +275,7 @@ def squares(module: nn.Module, batch: Any) -> Tensor:
 
 
 def test_a_run_that_was_killed_while_it_was_finished_with_another_recipe_is_not_taken_for_finished(
-    corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     sections: Settings = {"schedule": {"max_steps": 4}, "evaluate": {"every_steps": 2}}
     recipe = write_recipe_file(corpus, **sections, optimizer={"learning_rate": 100.0})
@@ -313,7 +314,7 @@ def test_a_finished_run_writes_the_report_that_a_kill_has_cost(corpus: Path) -> 
 
 
 def test_a_finished_run_whose_best_checkpoint_is_damaged_says_where_the_best_weights_are(
-    corpus: Path, capsys: pytest.CaptureFixture[str]
+    corpus: Path, capsys: Capture
 ) -> None:
     settings: Settings = {
         "schedule": {"max_steps": 4},

@@ -19,7 +19,7 @@ from accel_train.model.pretrained import transformers_model
 from accel_train.recipe.schema import Precision
 from accel_train.tasks.causal_lm.task import CausalLM, attention_arguments
 from tests.support.hf_models import small_config
-from tests.support.runs import tiny_recipe
+from tests.support.runs import Capture, tiny_recipe
 
 STOCK = {"fused_kernels": False, "attn_implementation": "sdpa"}
 FAMILIES = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3", "phi")
@@ -116,7 +116,7 @@ def test_generated_texts_are_the_librarys(tmp_path: Path) -> None:
 
 
 def test_a_run_says_its_kernels_and_its_model_folder_is_plain_transformers(
-    corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    corpus: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("accel_train.training.finish.write_report", lambda runs: runs[0] / "report.html")  # takes long
     kinds, said, configs = [], [], []
