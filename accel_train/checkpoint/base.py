@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from accel_train.checkpoint.store import read_trainer
 from accel_train.core.errors import CheckpointError
 from accel_train.core.files import HASHING_THREADS
+from accel_train.core.state import JsonRecord
 from accel_train.model.tensors import FileTensor
 
 BASE = "base"
@@ -44,7 +45,7 @@ def _digest(tensor: Tensor | FileTensor) -> str:
     return digest.hexdigest()
 
 
-def base_record(pretrained: str | None, digests: Mapping[str, str]) -> dict[str, Any]:
+def base_record(pretrained: str | None, digests: Mapping[str, str]) -> JsonRecord:
     """Return the record of frozen base weights for trainer.json: origin, total digest, and digest of each weight."""
     total = hashlib.sha256("".join(f"{name} {digests[name]}\n" for name in sorted(digests)).encode()).hexdigest()
     return {BASE: {"pretrained": pretrained, "sha256": total, "tensors": dict(digests)}} if digests else {}

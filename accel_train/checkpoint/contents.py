@@ -19,8 +19,9 @@ from accel_train.checkpoint.base import left_out
 from accel_train.checkpoint.sharded import CheckpointReader, copy_to_host
 from accel_train.checkpoint.store import TRAINER, Writer
 from accel_train.core.errors import CheckpointError
+from accel_train.core.state import JsonRecord
 from accel_train.model.kernels.nf4 import packed_layers
-from accel_train.model.tensors import PACKED, load_extra_state, local_part, packed, split_state, unpacked
+from accel_train.model.tensors import PACKED, Tensors, load_extra_state, local_part, packed, split_state, unpacked
 from accel_train.optim.ema import Average
 from accel_train.task import Task, TaskData
 
@@ -45,14 +46,14 @@ def tensor_writers(
     return writers
 
 
-def trainer_writers(trainer: Mapping[str, Any], description: Mapping[str, bytes]) -> dict[str, Writer]:
+def trainer_writers(trainer: JsonRecord, description: Mapping[str, bytes]) -> dict[str, Writer]:
     """Return writers for `trainer.json` and the files that `from_pretrained` needs in addition to weights, by name."""
     text = json.dumps(trainer, indent=1, allow_nan=False)
     files = {TRAINER: text.encode(), **description}
     return {name: partial(Path.write_bytes, data=content) for name, content in files.items()}
 
 
-def model_tensors(model: nn.Module, without: Collection[str] = ()) -> dict[str, Tensor]:
+def model_tensors(model: nn.Module, without: Collection[str] = ()) -> Tensors:
     """Return the model's contiguous state by name, except the weights `without`, and its extra state as tensors.
 
     Tied weights appear once, under their first name.
@@ -64,7 +65,7 @@ def model_tensors(model: nn.Module, without: Collection[str] = ()) -> dict[str, 
     return {name: tensor.contiguous() for name, tensor in (own | packed(extra)).items() if name not in without}
 
 
-def split_weights(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def split_weights(model: nn.Module) -> tuple[Tensors, dict[str, Any]]:
     """Return the model's weights and persistent buffers by name, each once and detached, and its extra state."""
     own, extra = split_state(model)
     first_name: dict[int, str] = {}
@@ -112,32 +113,26 @@ def check_fit(expected: Mapping[str, torch.Size | None], stored: Mapping[str, to
         )
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> Tensors:
     """Return the optimizer's state as `exp_avg.NAME`, `exp_avg_sq.NAME`, `step.NAME`, ...
 
     Each entry of each parameter is a tensor. A Python number is `ENTRY#number.NAME`, with type int64, float64 or bool.
     """
-    tensors: dict[str, Tensor] = {}
+    tensors: Tensors = {}
     for name, parameter in _named_parameters(optimizer):
         for key, value in optimizer.state.get(parameter, {}).items():
-            if value is not None:
-                if isinstance(value, bool | int | float):
-                    tensors[f"{key}{NUMBER}.{name}"] = number_tensor(value, local_part(parameter).device)
-                    continue
-                if not isinstance(value, Tensor):
-                    kind = type(value).__name__
-                    raise CheckpointError(
-                        f"this optimizer stores {key} of {name} as {kind}, but a checkpoint only holds tensors and "
-                        "numbers. Use another optimizer"
-                    )
+            if isinstance(value, Tensor):
                 tensors[f"{key}.{name}"] = value.detach().contiguous()
+            elif isinstance(value, bool | int | float):
+                dtype = torch.float64 if isinstance(value, float) else None
+                device = local_part(parameter).device
+                tensors[f"{key}{NUMBER}.{name}"] = torch.tensor(value, dtype=dtype, device=device)
+            elif value is not None:
+                raise CheckpointError(
+                    f"this optimizer stores {key} of {name} as {type(value).__name__}, but a checkpoint only holds "
+                    "tensors and numbers. Use another optimizer"
+                )
     return tensors
-
-
-def number_tensor(value: float, device: torch.device) -> Tensor:
-    """Return a Python number as a 0-dim tensor without loss of precision."""
-    dtype = torch.bool if isinstance(value, bool) else torch.int64 if isinstance(value, int) else torch.float64
-    return torch.tensor(value, dtype=dtype, device=device)
 
 
 def check_known(keys: Iterable[str], parameters: Collection[str]) -> None:
@@ -219,7 +214,7 @@ def restore_optimizer(folder: Path, optimizer: torch.optim.Optimizer) -> None:
     parameters, stored = dict(_named_parameters(optimizer)), CheckpointReader(folder, "optimizer")
     check_known(stored.shapes, parameters)
     optimizer.state.clear()
-    targets: dict[str, Tensor] = {}
+    targets: Tensors = {}
     for key, shape in stored.shapes.items():
         entry, name = key.split(".", 1)
         parameter = parameters[name]

@@ -15,13 +15,14 @@ from torch import Tensor
 
 from accel_train.core.json_io import parse_json
 from accel_train.core.redaction import redact
+from accel_train.core.state import JsonRecord
 from accel_train.data.batch_sizes import BatchSizes
 from accel_train.data.images.first_format import FIELDS
 from accel_train.optim.schedule import StepPlan
-from accel_train.recipe.names import recipe_names, value_of
-from accel_train.recipe.optimizer import optimizer_kind
+from accel_train.recipe.names import recipe_names
+from accel_train.recipe.optimizer import Groups, optimizer_kind
 from accel_train.recipe.schema import Recipe
-from accel_train.recipe.values import Section
+from accel_train.recipe.values import Section, value_of
 from accel_train.recipe.writer import who_set
 from accel_train.recipe.yaml_core import show
 from accel_train.task import TaskData
@@ -96,7 +97,7 @@ class Change(NamedTuple):
         return f"{self.name} was {_told(self.was, self.was_set_by)}, now {_told(self.now, self.now_set_by)}"
 
 
-def run_identity(recipe: Recipe, data: TaskData, sizes: BatchSizes, steps: StepPlan) -> dict[str, Any]:
+def run_identity(recipe: Recipe, data: TaskData, sizes: BatchSizes, steps: StepPlan) -> JsonRecord:
     """Return the fingerprint of a run as plain JSON values. A checkpoint resumes only if fingerprints are equal."""
     identity = {
         **{name: _dump(value_of(recipe, name), NOT_OF_RUN.get(name)) for name in IDENTITY if _has(recipe, name)},
@@ -129,7 +130,7 @@ class Settings(NamedTuple):
     checkpointing, and the kernels of attention and activations.
     """
 
-    values: dict[str, Any]
+    values: JsonRecord
     origins: dict[str, str]
 
 
@@ -137,7 +138,7 @@ def training_settings(
     recipe: Recipe,
     choices: Mapping[str, Any],
     inputs: Mapping[str, str],
-    own_groups: Sequence[Mapping[str, Any]] | None = None,
+    own_groups: Groups | None = None,
 ) -> Settings:
     """Return the resolved settings of this launch, or of `own_groups` if a program provides the optimizer.
 
@@ -168,11 +169,11 @@ def training_settings(
             if found[0] is not None:
                 values[name] = found[0] if all(each == found[0] for each in found) else found
                 origins[name] = "the program's own optimizer"
-    normal: dict[str, Any] = _normal(values)
+    normal: JsonRecord = _normal(values)
     return Settings(normal, identity_origins(recipe, normal) | origins)
 
 
-def setting_changes(trainer: Mapping[str, Any], settings: Settings, recipe: Recipe) -> list[Change]:
+def setting_changes(trainer: JsonRecord, settings: Settings, recipe: Recipe) -> list[Change]:
     """Return how the settings differ from those in a checkpoint's trainer.json."""
     saved = trainer["settings"]
     common = saved.keys() & settings.values.keys()
@@ -180,7 +181,7 @@ def setting_changes(trainer: Mapping[str, Any], settings: Settings, recipe: Reci
     return identity_changes(was, trainer["origins"], now, settings.origins, recipe)
 
 
-def identity_origins(recipe: Recipe, identity: Mapping[str, Any]) -> dict[str, str]:
+def identity_origins(recipe: Recipe, identity: JsonRecord) -> dict[str, str]:
     """Return the origin of each value of a fingerprint, by dotted name. The checkpoint stores both."""
     return {name: _origin(recipe, name) for name in _names(identity, "")}
 
@@ -190,7 +191,7 @@ def changes_evaluation(changes: Sequence[Change]) -> bool:
     return any(change.name.startswith(_OF_EVALUATION) for change in changes)
 
 
-def upgraded(saved: Mapping[str, Any], identity: Mapping[str, Any], first_fingerprint: str) -> dict[str, Any]:
+def upgraded(saved: JsonRecord, identity: JsonRecord, first_fingerprint: str) -> JsonRecord:
     """Return the fingerprint of a checkpoint as this version stores it, also if it is in the first format.
 
     `first_fingerprint` is the fingerprint of this run's data in that format (`TaskData.first_fingerprint`).
@@ -205,9 +206,9 @@ def upgraded(saved: Mapping[str, Any], identity: Mapping[str, Any], first_finger
 
 
 def identity_changes(
-    saved: Mapping[str, Any],
+    saved: JsonRecord,
     saved_origins: Mapping[str, str],
-    identity: Mapping[str, Any],
+    identity: JsonRecord,
     origins: Mapping[str, str],
     recipe: Recipe,
 ) -> list[Change]:

@@ -41,7 +41,7 @@ from accel_train.core.errors import CheckpointError, SettingError, setting_error
 from accel_train.core.files import digests_of, move_to_previous, write_atomically
 from accel_train.core.json_io import read_plain_json
 from accel_train.core.ownership import RUN_NAMES
-from accel_train.core.state import Rollback, TrainState
+from accel_train.core.state import JsonRecord, Rollback, TrainState
 from accel_train.recipe.schema import Recipe
 from accel_train.runtime.consistency import who_lacks
 from accel_train.runtime.process_group import on_main
@@ -73,7 +73,7 @@ class ResumePoint:
 def agree_on_checkpoint(
     recipe: Recipe,
     accelerator: Accelerator,
-    identity: Mapping[str, Any],
+    identity: JsonRecord,
     settings: Settings,
     first_fingerprint: str = "",
 ) -> ResumePoint:
@@ -155,7 +155,7 @@ def shares_of(sizes: Mapping[str, int], num_shares: int) -> list[list[str]]:
 
 
 def find_checkpoint(
-    recipe: Recipe, identity: Mapping[str, Any], digests: Digests, settings: Settings, first_fingerprint: str
+    recipe: Recipe, identity: JsonRecord, digests: Digests, settings: Settings, first_fingerprint: str
 ) -> ResumePoint:
     """Return the newest valid checkpoint of this run, or the checkpoint that the recipe names.
 

@@ -92,6 +92,17 @@ class ShardIndex(NamedTuple):
         return json.dumps(content, separators=(",", ":"))
 
 
+def parts_in(file: Path) -> Iterator[Part]:
+    """Yield the parts of tensors in a safetensors file. Those of an unsharded file are whole."""
+    with safe_open(file, "pt") as opened:
+        places = parse_json((opened.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
+        for name in opened.keys():  # noqa: SIM118
+            part = opened.get_slice(name)
+            size = tuple(part.get_shape())
+            start = tuple(places[name]["saved_offsets"]) if name in places else (0,) * len(size)
+            yield Part(file.name, name, part.get_dtype(), start, size)
+
+
 def index_in(folder: Path) -> ShardIndex:
     """Return the index of a sharded checkpoint. A checkpoint without its file is read once, shard by shard.
 
@@ -107,7 +118,7 @@ def index_in(folder: Path) -> ShardIndex:
 @lru_cache(maxsize=1)
 def _index_in(folder: Path, _: object) -> ShardIndex:
     if not (folder / INDEX).exists():
-        return ShardIndex.of(part for file in sorted(folder.glob("shard-*.safetensors")) for part in _parts_in(file))
+        return ShardIndex.of(part for file in sorted(folder.glob("shard-*.safetensors")) for part in parts_in(file))
     try:
         content = read_plain_json(folder / INDEX)
         files, divisions = content["files"], content["divisions"]
@@ -123,16 +134,6 @@ def _index_in(folder: Path, _: object) -> ShardIndex:
         )
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise CheckpointError(f"{folder / INDEX} cannot be read ({type(error).__name__})") from error
-
-
-def _parts_in(file: Path) -> Iterator[Part]:
-    with safe_open(file, "pt") as opened:
-        places = parse_json((opened.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
-        for name in opened.keys():  # noqa: SIM118
-            part = opened.get_slice(name)
-            size = tuple(part.get_shape())
-            start = tuple(places[name]["saved_offsets"]) if name in places else (0,) * len(size)
-            yield Part(file.name, name, part.get_dtype(), start, size)
 
 
 def _division(places: Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]]) -> Division:

@@ -30,26 +30,13 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
-from accel_train.checkpoint.shard_index import INDEX, Part, ShardIndex, Slices, index_in
+from accel_train.checkpoint.shard_index import INDEX, Part, ShardIndex, Slices, index_in, parts_in
 from accel_train.checkpoint.store import FileFacts, GivenUp, Writer, facts_of, publish
 from accel_train.core.errors import CheckpointError
-from accel_train.model.tensors import local_part
+from accel_train.model.tensors import DTYPES, Tensors, local_part
 
 T = TypeVar("T")
 WHOLE = "whole.safetensors"
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-"""torch types by their safetensors names."""
 
 
 def shard_file(rank: int) -> str:
@@ -63,14 +50,14 @@ class KnownPlan:
 
     layout: object = None
     plan: SavePlan | None = None
-    copies: dict[str, Tensor] = field(default_factory=dict)
+    copies: Tensors = field(default_factory=dict)
     """Host memory of the last save."""
     index: ShardIndex | None = None
     """Where all processes write, on the main process."""
 
 
 @torch.no_grad()
-def copy_to_host(tensors: Mapping[str, Tensor], kept: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+def copy_to_host(tensors: Mapping[str, Tensor], kept: Tensors | None = None) -> Tensors:
     """Return copies in host memory, sharded like the tensors. The copies are complete on return.
 
     Each tensor is copied once, and the 0-dim tensors of one type (step counters) are copied together. `kept` holds the
@@ -249,35 +236,26 @@ class CheckpointReader:
     def __init__(self, folder: Path, kind: str) -> None:
         in_parts = (folder / WHOLE).exists()
         self._folder, self._prefix = folder, f"{kind}/" if in_parts else ""
-        self._file = folder / (WHOLE if in_parts else f"{kind}.safetensors")
-        with _readable(folder if in_parts else self._file):
-            shapes, dtypes = _described(self._file)
-            self._in_file = set(shapes)
-            self._index = index_in(folder) if in_parts else ShardIndex({}, {})
-            for name, dtype in self._index.dtypes.items():
-                shapes.setdefault(name, torch.Size(self._index.shape(name)))
-                if dtype in DTYPES:
-                    dtypes.setdefault(name, DTYPES[dtype])
-        self.shapes = self._of_kind(shapes)
+        file = folder / (WHOLE if in_parts else f"{kind}.safetensors")
+        with _readable(folder if in_parts else file):
+            whole = ShardIndex.of(parts_in(file) if file.exists() else ())
+            spread = index_in(folder) if in_parts else ShardIndex({}, {})
+        self._index = ShardIndex({**spread.dtypes, **whole.dtypes}, {**spread.divisions, **whole.divisions})
+        names = {name.removeprefix(self._prefix): name for name in self._index.dtypes if name.startswith(self._prefix)}
+        self.shapes = {name: torch.Size(self._index.shape(stored)) for name, stored in names.items()}
         """Shapes by name. Empty if the checkpoint has no tensors of this kind."""
-        self.dtypes = self._of_kind(dtypes)
+        dtypes = {name: self._index.dtypes[stored] for name, stored in names.items()}
+        self.dtypes = {name: DTYPES[dtype] for name, dtype in dtypes.items() if dtype in DTYPES}
         """Types by name, if known."""
-
-    def _of_kind(self, facts: Mapping[str, T]) -> dict[str, T]:
-        return {name.removeprefix(self._prefix): each for name, each in facts.items() if name.startswith(self._prefix)}
 
     def read(self, name: str) -> Tensor:
         """Return one full tensor in host memory."""
-        if self._prefix + name in self._in_file:
-            with _readable(self._folder), safe_open(self._file, "pt") as opened:
-                tensor: Tensor = opened.get_tensor(self._prefix + name)
-                return tensor
         target = torch.empty(self.shapes[name], dtype=self.dtypes[name])
         self.read_into({name: target})
         return target
 
     def read_into(self, targets: Mapping[str, Tensor]) -> None:
-        """Fill tensors by name, sharded or not. Reads only the parts that this process holds.
+        """Fill tensors by name, sharded or not. Reads only the parts that this process holds, each file once.
 
         Raises:
             ValueError: a tensor is missing or has another shape.
@@ -285,25 +263,22 @@ class CheckpointReader:
         wrong = [name for name, target in targets.items() if self.shapes.get(name) != target.shape]
         if wrong:
             raise ValueError(f"{wrong[0]} (of {len(wrong)}) is missing in the checkpoint or has another shape")
-        named = {self._prefix + name: target.detach() for name, target in targets.items()}
-        rest = {name: target for name, target in named.items() if name not in self._in_file}
-        with _readable(self._folder), torch.no_grad():
-            _read(self._file, {name: target for name, target in named.items() if name in self._in_file})
-            self._read_parts(rest)
-
-    def _read_parts(self, targets: Mapping[str, Tensor]) -> None:
-        """Fill tensors from the shards. Each shard that holds a part of this process is opened once."""
         wanted: dict[str, list[tuple[str, Slices, Tensor]]] = {}
-        for name, tensor in targets.items():
-            whole = tuple(slice(0, size) for size in tensor.shape)
-            for there, here in cuts_of(tensor) if isinstance(tensor, DTensor) else [(whole, whole)]:
-                part = local_part(tensor)[here]
-                for file, within, into in self._index.find(name, there):
-                    wanted.setdefault(file, []).append((name, within, part[into]))
-        for file, parts in wanted.items():
-            with safe_open(self._folder / file, "pt") as opened:
-                for name, within, target in parts:
-                    target.copy_(opened.get_slice(name)[within] if within else opened.get_tensor(name))
+        with _readable(self._folder), torch.no_grad():
+            for name, target in targets.items():
+                stored, tensor = self._prefix + name, target.detach()
+                whole = tuple(slice(0, size) for size in tensor.shape)
+                for there, here in cuts_of(tensor) if isinstance(tensor, DTensor) else [(whole, whole)]:
+                    part = local_part(tensor)[here]
+                    for file, within, into in self._index.find(stored, there):
+                        wanted.setdefault(file, []).append((stored, within, part[into]))
+            for file, parts in wanted.items():
+                with safe_open(self._folder / file, "pt") as opened:
+                    for stored, within, part in parts:
+                        source = opened.get_slice(stored)
+                        # A whole tensor is not copied twice.
+                        is_whole = [each.stop - each.start for each in within] == source.get_shape()
+                        part.copy_(opened.get_tensor(stored) if is_whole else source[within])
 
 
 @contextmanager
@@ -312,27 +287,6 @@ def _readable(path: Path) -> Iterator[None]:
         yield
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read ({error})") from error
-
-
-def _described(file: Path) -> tuple[dict[str, torch.Size], dict[str, torch.dtype]]:
-    """Return shapes and types of the tensors in a file, by name. A type that is not in `DTYPES` is left out."""
-    if not file.exists():
-        return {}, {}
-    with safe_open(file, "pt") as opened:
-        tensors = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-        shapes = {name: torch.Size(tensor.get_shape()) for name, tensor in tensors.items()}
-        dtypes = {name: DTYPES[dtype] for name, tensor in tensors.items() if (dtype := tensor.get_dtype()) in DTYPES}
-    return shapes, dtypes
-
-
-def _read(file: Path, targets: Mapping[str, Tensor]) -> None:
-    with safe_open(file, "pt") as opened:
-        for name, target in targets.items():
-            if not isinstance(target, DTensor):
-                target.copy_(opened.get_tensor(name))
-                continue
-            for there, here in cuts_of(target):
-                target.to_local()[here].copy_(opened.get_slice(name)[there])
 
 
 def cuts_of(tensor: DTensor) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:

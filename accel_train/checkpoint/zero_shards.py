@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from accel_train.checkpoint.contents import check_known, restore_extra_state
 from accel_train.checkpoint.sharded import CheckpointReader
 from accel_train.core.work import beat
-from accel_train.model.tensors import packed, split_state, unpacked_numel
+from accel_train.model.tensors import Tensors, packed, split_state, unpacked_numel
 
 COUNTER = "step"
 """Optimizer entry that is one number for all elements."""
@@ -91,7 +91,7 @@ class ZeroShards:
         flat.detach()[start + numel : start + room].zero_()
         return Part(name, parameter, parameter.ds_shape, flat, start, offset, numel)
 
-    def local_tensors(self) -> dict[str, Tensor]:
+    def local_tensors(self) -> Tensors:
         """Return this process's shards of weights and moments by name.
 
         All processes have the same names. A process without elements has a single zero.
@@ -111,7 +111,7 @@ class ZeroShards:
                 seen.add(id(tensor))
                 yield name, tensor, parts.get(id(tensor))
 
-    def weights(self, without: Collection[str] = (), narrow: Collection[str] = ()) -> dict[str, Tensor]:
+    def weights(self, without: Collection[str] = (), narrow: Collection[str] = ()) -> Tensors:
         """Return `contents.model_tensors` in host memory on the main process, and an empty dict on the others.
 
         Weights in `narrow` become bf16.
@@ -129,7 +129,7 @@ class ZeroShards:
         extra = {name: each.cpu().contiguous() for name, each in packed(split_state(self._model)[1]).items()}
         return found | extra if dist.get_rank() == 0 else {}
 
-    def moments(self) -> dict[str, Tensor]:
+    def moments(self) -> Tensors:
         """Return `contents.optimizer_tensors` in host memory on the main process, and an empty dict on the others."""
         found = {}
         for name, part in self._parts.items():

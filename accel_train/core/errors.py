@@ -56,6 +56,11 @@ def setting_error(setting: str, value: object, problem: str, remedy: str = "") -
     return SettingError(problem, remedy, f"{setting}={value}", (setting,))
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or the name of its class if it has no text."""
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
 def missing_packages(names: Iterable[str]) -> list[str]:
     """Return the packages that are not installed, without importing any."""
     return [name for name in names if find_spec(name) is None]

@@ -86,7 +86,7 @@ def load_json(path: Path) -> Any:
         raise ValueError(f"{path}: not JSON ({error}); is it complete?") from error
 
 
-def load_object(path: Path) -> dict[str, Any]:
+def load_object(path: Path) -> JsonRecord:
     """Return the object of a JSON file that another program may have written. Raises like `load_json`."""
     value = load_json(path)
     if not isinstance(value, dict):
@@ -178,7 +178,7 @@ def plain(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} is not a number, a text, or a list of them")
 
 
-def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
+def plain_metrics(metrics: JsonRecord) -> JsonRecord:
     """Return metrics by name as `plain` values.
 
     Raises:
@@ -217,7 +217,7 @@ def nested(cell: object) -> list[Any] | tuple[Any, ...] | dict[str, Any] | None:
     return cell if isinstance(cell, list | tuple | dict) else None
 
 
-def utc_event(kind: str, step: int, message: str, rank: int | None, facts: Mapping[str, Any]) -> JsonRecord:
+def utc_event(kind: str, step: int, message: str, rank: int | None, facts: JsonRecord) -> JsonRecord:
     """Return one line of events.jsonl with the current time."""
     return {"time": utc_now(), "step": step, "event": kind, "rank": rank, "message": message, **facts}
 

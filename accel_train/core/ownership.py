@@ -25,6 +25,7 @@ from accel_train.core.files import (
     write_atomically,
 )
 from accel_train.core.json_io import parse_json, write_plain_json
+from accel_train.core.state import JsonRecord
 from accel_train.core.version import __version__
 
 MARKER = ".accel_train.json"
@@ -262,7 +263,7 @@ def _holds_something(path: Path) -> bool:
     return path.is_symlink() or (path.exists() and (not path.is_file() or path.stat().st_size > 0))
 
 
-def _read(folder: Path) -> dict[str, Any]:
+def _read(folder: Path) -> JsonRecord:
     try:
         record = parse_json(read_regular(folder / MARKER))
         return record if record["program"] == "accel_train" and record["format"] == FORMAT else {}
@@ -270,7 +271,7 @@ def _read(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def _save(folder: Path, record: Mapping[str, Any]) -> None:
+def _save(folder: Path, record: JsonRecord) -> None:
     if (folder / MARKER).exists() and not _read(folder):
         raise OSError(f"{folder / MARKER} was not written by accel_train")
     head = {"format": FORMAT, "program": "accel_train", "version": __version__}

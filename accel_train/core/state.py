@@ -18,6 +18,10 @@ class Choice(Generic[T]):
         return f"{self.value} ({self.reason})"
 
 
+Choices = dict[str, Choice[Any]]
+"""Resolved settings by name."""
+
+
 class StepResult(NamedTuple):
     """The result of one step, equal on every process and read by the host one step late.
 
@@ -146,4 +150,4 @@ class Requests:
 
 
 JsonRecord = dict[str, Any]
-"""One line of metrics.jsonl or events.jsonl."""
+"""A JSON object: one line of metrics.jsonl or events.jsonl, or another record of a run."""

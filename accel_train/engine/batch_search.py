@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from accel_train.core.files import make_folders
 from accel_train.core.json_io import json_digest, parse_json, write_plain_json
-from accel_train.core.state import Choice
+from accel_train.core.state import Choice, Choices
 from accel_train.core.version import __version__
 from accel_train.data.batch_sizes import BatchSizes, divisors, is_open, resolve_batch
 from accel_train.data.cache import cache_root
@@ -179,7 +179,7 @@ class Trials:
 
 def fit_micro_batch(
     trials: Trials, sizes: BatchSizes, *, is_empty: bool
-) -> tuple[BatchSizes, dict[str, Choice[Any]], BatchCache | None]:
+) -> tuple[BatchSizes, Choices, BatchCache | None]:
     """Return batch sizes whose micro-batch fits on every process, any choice made, and the cache if used.
 
     The micro-batch is remembered, set by the recipe, or the largest that a search finds. The search is skipped if every

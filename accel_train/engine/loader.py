@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from accel_train.core.errors import DataError, DataWorkerGone, ExitedEarly, SettingError
-from accel_train.core.state import Choice
+from accel_train.core.state import Choice, Choices
 from accel_train.data.cache import DigestCheck
 from accel_train.data.samples import Drawn, SeededReads, fetch
 from accel_train.engine.step import MicroBatch
@@ -151,10 +151,10 @@ class Reading:
 
 def choose_reading(
     section: Data, data: TaskData, accelerator: Accelerator, method: str | None = None
-) -> tuple[Reading, dict[str, Choice[Any]]]:
+) -> tuple[Reading, Choices]:
     """Return how a run reads, and its choices with their reasons. `method` starts workers; None: the platform's."""
     workers, kind = choose_num_workers(section.num_workers, data, accelerator.num_processes), accelerator.device.type
-    choices: dict[str, Choice[Any]] = {}
+    choices: Choices = {}
     if workers.value and data.step_batches is None and (problem := why_no_workers(data, method)):
         workers = Choice(0, problem)
         choices["reading"] = Choice("in the training process", f"data.num_workers is 0, because {problem}")

@@ -1,14 +1,14 @@
 """Check a recipe and resolve its steps and data order before the model is built, for a run and for its plan."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import nn
 
 from accel_train.core.errors import check_packages
-from accel_train.core.state import Choice
+from accel_train.core.state import Choices
 from accel_train.data.batch_sizes import BatchSizes
 from accel_train.data.order import DataOrder
 from accel_train.data.sources import unread_formats
@@ -116,7 +116,7 @@ class Changed(NamedTuple):
     """A model after the recipe's changes."""
 
     model: nn.Module
-    choices: dict[str, Choice[Any]]
+    choices: Choices
     frozen: frozenset[str]
     """Names of the weights that the recipe freezes. Weights that the task freezes are not included: the task may change
     them."""

@@ -17,7 +17,7 @@ from accel_train.checkpoint.fingerprint import Change, Settings
 from accel_train.checkpoint.health import Health
 from accel_train.checkpoint.resume import BY_ITSELF, ResumePoint
 from accel_train.checkpoint.saver import Saver
-from accel_train.core.state import Choice, Requests, TrainState
+from accel_train.core.state import Choices, JsonRecord, Requests, TrainState
 from accel_train.data.batch_sizes import BatchSizes
 from accel_train.data.cache import DigestCheck
 from accel_train.data.order import DataOrder
@@ -88,9 +88,9 @@ class RunPlan:
     sizes: BatchSizes
     """Batch sizes at the start. `RunContext.sizes` holds the current sizes."""
     reading: Reading
-    identity: dict[str, Any]
+    identity: JsonRecord
     """Run fingerprint. A checkpoint is resumed only if its fingerprint is equal."""
-    choices: Mapping[str, Choice[Any]]
+    choices: Choices
     """Settings resolved for the user, by name, with the printed reasons."""
     extensions: Extensions
     resume_point: ResumePoint
@@ -125,7 +125,7 @@ class RunPlan:
         most = self.recipe.evaluate.max_samples
         return most is not None and most < len(self.data.eval)  # type: ignore[arg-type]
 
-    def with_choices(self, choices: Mapping[str, Choice[Any]]) -> "RunPlan":
+    def with_choices(self, choices: Choices) -> "RunPlan":
         """Return the same plan with additional choices."""
         return replace(self, choices={**self.choices, **choices})
 
@@ -200,8 +200,8 @@ class EvaluationProgress:
     """Samples per forward that fit on this process. None unless memory ran out."""
     num_batches: int = 0
     """Number of batches forwarded since the start. The watchdog reads it to detect a hang."""
-    scores: dict[str, Any] = field(default_factory=dict)
-    details: dict[str, Any] = field(default_factory=dict)
+    scores: JsonRecord = field(default_factory=dict)
+    details: JsonRecord = field(default_factory=dict)
     """Contents of evaluation.json: step, metrics, and the task's details."""
 
 
@@ -241,7 +241,7 @@ class RunContext:
     """Comparison of large files with their digests during training; on the first process of each machine."""
     graphs: GraphCount = field(default_factory=GraphCount)
     """Counter of the graphs that torch.compile makes in this process."""
-    finished: Mapping[str, Any] | None = None
+    finished: JsonRecord | None = None
     """Contents of summary.json if the same run has already finished. Then nothing is trained, evaluated, or written."""
     out_of_memory: str = ""
     """Allocator's error if this process ran out of memory in the last step (DDP) and the others do not know it yet."""

@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,7 +16,7 @@ from accel_train.checkpoint.health import protected_steps
 from accel_train.checkpoint.resume import read_state
 from accel_train.checkpoint.store import checkpoint_folders, read_trainer, rotate
 from accel_train.core.errors import CheckpointError, Preempted, TrainingStopped
-from accel_train.core.state import TrainState
+from accel_train.core.state import JsonRecord, TrainState
 from accel_train.core.work import working
 from accel_train.engine.run import RunContext
 from accel_train.model.tensors import names_not_finite
@@ -80,7 +79,7 @@ def _start_save(run: RunContext, wait: bool) -> CheckpointError | None:
     return None
 
 
-def _trainer(run: RunContext) -> dict[str, Any]:
+def _trainer(run: RunContext) -> JsonRecord:
     """Return the contents of `trainer.json`: counters, loss scale, and the run fingerprint with its settings."""
     scaler, plan, settings = run.accelerator.scaler, run.plan, run.facts.settings
     return {

@@ -21,7 +21,7 @@ from filelock import FileLock
 from torch import nn
 
 from accel_train.core.format import format_count
-from accel_train.core.state import Choice
+from accel_train.core.state import Choice, Choices
 from accel_train.data.cache import user_cache
 from accel_train.recipe.schema import MemoryBudget, Precision
 from accel_train.runtime.private import header_folder, set_activation_memory_budget, set_constant_floats
@@ -45,7 +45,7 @@ class GraphCount:
 
 def compile_module(
     module: nn.Module, precision: Precision, graphs: GraphCount | None = None, *, lengths_vary: bool = False
-) -> dict[str, Choice[Any]]:
+) -> Choices:
     """Compile a module in place, before it is wrapped; return the choices. Parameter names do not change.
 
     With `lengths_vary`, the first graph accepts any shape. Without it, torch compiles one graph for the first shape and

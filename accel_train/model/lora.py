@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from accel_train.core.errors import first_line
 from accel_train.core.state import Choice
 from accel_train.model.freeze import ends_with, matches, matching
 from accel_train.recipe.schema import LoRA, Model
@@ -37,14 +38,11 @@ def add_adapters(model: nn.Module, section: LoRA) -> Choice[int]:
     try:
         inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     except ValueError as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"model.lora.target_modules={section.target_modules!r}: {reason}") from error
+        raise ValueError(f"model.lora.target_modules={section.target_modules!r}: {first_line(error)}") from error
     # peft asks for an input embedding, and transformers raises this for models without one (Deformable DETR).
     except NotImplementedError as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(
-            f"model.lora: peft cannot adapt {type(model).__name__} ({reason}). Leave it out, or name another model"
-        ) from error
+        problem = f"peft cannot adapt {type(model).__name__} ({first_line(error)})"
+        raise ValueError(f"model.lora: {problem}. Leave it out, or name another model") from error
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora_" in name or name in whole)
     count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

@@ -4,16 +4,16 @@ import inspect
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_train.core.errors import asks_for_own_code
+from accel_train.core.errors import asks_for_own_code, first_line
 from accel_train.core.format import LARGEST_COUNT, did_you_mean
 from accel_train.core.json_io import dotted_items, load_object
-from accel_train.core.state import Choice
+from accel_train.core.state import Choices
 from accel_train.data.hub import known_config, look_for_hub, without_hub
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.tasks import TASKS
@@ -62,13 +62,8 @@ def check_model_config(recipe: Recipe) -> None:
     if "rope_parameters" in known:
         # transformers 4 used these names, and transformers 5 still reads them.
         known |= {"rope_theta", "rope_scaling"}
-    problems = [
-        *_unknown_fields(recipe, fields, known),
-        *_negative_counts(recipe, fields, default),
-        *_large_numbers(recipe, fields),
-    ]
-    if problems:
-        raise ValueError("\n".join(sorted(problems)))
+    if problems := sorted(_problems_of(recipe, fields, default, known)):
+        raise ValueError("\n".join(problems))
     # A run takes these ids from the tokenizer.
     unset = {name: None for name in ("bos_token_id", "eos_token_id") if name in known}
     try:
@@ -80,17 +75,13 @@ def check_model_config(recipe: Recipe) -> None:
         reason = " ".join(str(error).split())
         raise ValueError(f"model.config {at} is not accepted by {model_type}: {reason}") from error
     has_head_size = any(name in field for field in known for name in ("head_dim", "d_kv", "kv_channels"))
-    if not has_head_size and _heads_divide(default):
-        _check_heads(config, at)
+    if not has_head_size and _heads_divide(default) and not _heads_divide(config):
+        hidden, heads = config.hidden_size, config.num_attention_heads
+        names = [config.attribute_map.get(name, name) for name in ("hidden_size", "num_attention_heads")]
+        raise ValueError(
+            f"model.config {at}: {names[0]}={hidden} is not divisible by {names[1]}={heads}; change one of them"
+        )
     _check_positions(recipe, config)
-
-
-def _unknown_fields(recipe: Recipe, fields: Iterable[str], known: set[str]) -> Iterator[str]:
-    for field in set(fields) - known:
-        remedy = did_you_mean(field, known, f"it has {', '.join(sorted(known))}")
-        name = f"model.config.{field}"
-        model_type = recipe.model.config["model_type"]  # type: ignore[index]
-        yield f"{name} ({recipe.origin(name)}): {model_type} has no such field, and would ignore it; {remedy}"
 
 
 def value_of(config: Any, field: str) -> Any:
@@ -102,17 +93,19 @@ def value_of(config: Any, field: str) -> Any:
         return None
 
 
-def _negative_counts(recipe: Recipe, fields: Mapping[str, Any], default: Any) -> Iterator[str]:
+def _problems_of(recipe: Recipe, fields: Mapping[str, Any], default: Any, known: set[str]) -> Iterator[str]:
+    """Yield the unknown fields of `model.config`, negative counts, and numbers beyond any size."""
     for field, value in fields.items():
         usual, name = value_of(default, field), f"model.config.{field}"
+        if field not in known:
+            remedy = did_you_mean(field, known, f"it has {', '.join(sorted(known))}")
+            problem = f"{default.model_type} has no such field, and would ignore it; {remedy}"
+            yield f"{name} ({recipe.origin(name)}): {problem}"
         counts = (value, usual) if isinstance(value, list) and isinstance(usual, list | tuple) else ([value], [usual])
         is_count = not field.endswith(("_id", "_index")) and all(type(each) is int and each >= 0 for each in counts[1])
         if is_count and any(type(each) is int and each < 0 for each in counts[0]):
             usually = f"{default.model_type} has {usual} by default"
             yield f"{name}={show(value)} ({recipe.origin(name)}): must not be negative; {usually}"
-
-
-def _large_numbers(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
     for name, value in dotted_items(fields, "model.config."):
         numbers = value if isinstance(value, list) else [value]
         if any(type(each) is int and abs(each) > LARGEST_COUNT for each in numbers):
@@ -122,15 +115,6 @@ def _large_numbers(recipe: Recipe, fields: Mapping[str, Any]) -> Iterator[str]:
 def _heads_divide(config: Any) -> bool:
     hidden, heads = value_of(config, "hidden_size"), value_of(config, "num_attention_heads")
     return not (isinstance(hidden, int) and isinstance(heads, int)) or (heads > 0 and hidden % heads == 0)
-
-
-def _check_heads(config: Any, at: str) -> None:
-    if not _heads_divide(config):
-        hidden, heads = config.hidden_size, config.num_attention_heads
-        names = [config.attribute_map.get(name, name) for name in ("hidden_size", "num_attention_heads")]
-        raise ValueError(
-            f"model.config {at}: {names[0]}={hidden} is not divisible by {names[1]}={heads}; change one of them"
-        )
 
 
 def _check_positions(recipe: Recipe, config: Any) -> None:
@@ -188,12 +172,12 @@ def _read_config(name: str, trust_remote_code: bool, who: str) -> "PreTrainedCon
     except Exception as error:
         if trust_remote_code and not isinstance(error, OSError | ValueError):
             raise
-        reason = str(error).strip().partition("\n")[0]
+        reason = first_line(error)
         if asks_for_own_code(error):
             reason = "it brings its own code. Read the code, and give --model.trust_remote_code true to run it"
         elif not os.path.exists(name):
             reason = f"it is not downloaded{remedy}" if (remedy := without_hub()) else reason
-        raise ValueError(f"{who} cannot be loaded: {reason or type(error).__name__}") from error
+        raise ValueError(f"{who} cannot be loaded: {reason}") from error
 
 
 def _check_sizes(file: Path, fields: Mapping[str, Any], who: str) -> None:
@@ -293,8 +277,9 @@ def transformers_model(
                     **kwargs,
                 )
         except (OSError, ValueError) as error:
-            reason = str(error).strip().partition("\n")[0]
-            raise ValueError(f"model.pretrained={section.pretrained!r} cannot be loaded: {reason}") from error
+            raise ValueError(
+                f"model.pretrained={section.pretrained!r} cannot be loaded: {first_line(error)}"
+            ) from error
         # A task's head may be new. An encoder has none, and its weights have no prefix.
         body = f"{model.base_model_prefix}."
         has_head = takes_new_head and any(name.startswith(body) for name in model.state_dict())
@@ -354,7 +339,7 @@ def grow_embedding(model: "PreTrainedModel", rows: int) -> None:
                     each[num_rows:] = each[:num_rows].mean(0)
 
 
-def describe_kernels(recipe: Recipe, model: "nn.Module") -> dict[str, Choice[Any]]:
+def describe_kernels(recipe: Recipe, model: "nn.Module") -> Choices:
     """Return the choices of attention and activations of a transformers model; empty for any other model."""
     if not is_of_transformers(model):
         return {}
@@ -421,6 +406,6 @@ def fetch_weights(recipe: Recipe) -> list[Path]:
             return [Path(whole)]
         shards, _ = get_checkpoint_shard_files(name, cached_file(name, SAFE_WEIGHTS_INDEX_NAME))
     except (OSError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise ValueError(f"model.pretrained={name!r}: no weights (*.safetensors) can be had: {reason}") from error
+        problem = f"no weights (*.safetensors) can be had: {first_line(error)}"
+        raise ValueError(f"model.pretrained={name!r}: {problem}") from error
     return [Path(shard) for shard in shards]

@@ -28,11 +28,32 @@ FINITE: Mapping[tuple[Any, str], Callable[..., Any]] = {
     (torch, "isinf"): lambda _: torch.tensor(False, device="cpu"),
 }
 """Answers for tensors without values, for models that clamp if a number is not finite."""
+Tensors = dict[str, Tensor]
+"""Tensors by name."""
 Cut = Sequence[slice]
 """Part of a tensor: one slice per dimension, with start and stop."""
 PACKED = "#packed"
 """Suffix of the name of packed extra state: (N,) uint8, a safetensors file of the value's tensors and its tree."""
-FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""torch types by their safetensors names."""
+FLOATS = ("F64", "F32", "F16", "BF16")
 """Types of safetensors that a model can be trained from."""
 _TREE = "tree"
 _SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple}
@@ -298,7 +319,7 @@ class _StandInFile:
                 self._stand_ins.integers.add((name.rpartition(".")[2], shape))
             return self._opened.get_slice(name)
         start = self._begin + self._header[name]["data_offsets"][0]
-        source = FileTensor(self._path, version_of(self._path), FLOATS[dtype], shape, start)
+        source = FileTensor(self._path, version_of(self._path), DTYPES[dtype], shape, start)
         return self._stand_ins.make(source)
 
 
@@ -349,7 +370,7 @@ def names_not_finite(tensors: Mapping[str, Tensor], *, across_ranks: bool = Fals
     return [name for name, broken in zip(floats, is_broken.tolist(), strict=True) if broken]
 
 
-def split_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def split_state(model: nn.Module) -> tuple[Tensors, dict[str, Any]]:
     """Return a model's parameters and persistent buffers by name, and its extra state by name. Nothing is copied.
 
     Extra state is every entry of `state_dict` that modules compute (`get_extra_state`, an own `_save_to_state_dict`).
@@ -361,7 +382,7 @@ def split_state(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     return own, {name: value for name, value in state.items() if name not in own}
 
 
-def packed(extra: Mapping[str, Any]) -> dict[str, Tensor]:
+def packed(extra: Mapping[str, Any]) -> Tensors:
     """Return extra state as tensors by name. A value that is not a tensor becomes bytes, named with `PACKED`.
 
     Raises:
@@ -415,7 +436,7 @@ def as_tensors(model: nn.Module) -> Iterator[None]:
 
 
 def _packed(name: str, value: Any) -> Tensor:
-    tensors: dict[str, Tensor] = {}
+    tensors: Tensors = {}
 
     def tree(part: Any) -> Any:
         kind = type(part)

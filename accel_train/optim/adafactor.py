@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_train.optim.update import replace
+from accel_train.recipe.optimizer import Group
 
 
 class Adafactor(torch.optim.Adafactor):
@@ -30,7 +31,7 @@ class Adafactor(torch.optim.Adafactor):
                     gradient = weight.grad if self.grad_scale is None else weight.grad / self.grad_scale
                     self._update(weight, -gradient if group["maximize"] else gradient, group, skip)
 
-    def _update(self, weight: nn.Parameter, gradient: Tensor, group: dict[str, Any], skip: Tensor | None) -> None:
+    def _update(self, weight: nn.Parameter, gradient: Tensor, group: Group, skip: Tensor | None) -> None:
         state, rate, (eps, least) = self.state[weight], group["lr"], group["eps"]
         eps = torch.finfo(weight.dtype).eps if eps is None else eps
         if not state:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim.adam import adam
 
 from accel_train.model.tensors import local_part
+from accel_train.recipe.optimizer import Group, Groups
 from accel_train.recipe.optimizer import Optimizer as OptimizerSection
 
 PIECE = 8 * 2**20
@@ -54,19 +55,39 @@ class FusedAdam(torch.optim.Adam):
             self._keep()
             return loss
         for group, some, kept in zip(self.param_groups, gradients, self._kept, strict=True):
-            adam(
-                kept.parameters,
-                [local_part(gradient) for gradient in some],
-                kept.exp_avgs,
-                kept.exp_avg_sqs,
-                [],
-                kept.steps,
-                fused=True,
-                grad_scale=self.grad_scale,
-                found_inf=self.found_inf,
-                **_kernel_options(group),
-            )
+            local = [local_part(gradient) for gradient in some]
+            self._run_kernel(group, kept.parameters, local, kept.exp_avgs, kept.exp_avg_sqs, kept.steps)
         return None
+
+    def _run_kernel(
+        self,
+        group: Group,
+        parameters: list[Tensor],
+        gradients: list[Tensor],
+        means: list[Tensor],
+        squares: list[Tensor],
+        steps: list[Tensor],
+    ) -> None:
+        """Run torch's fused kernel on some tensors of a group."""
+        adam(
+            parameters,
+            gradients,
+            means,
+            squares,
+            [],
+            steps,
+            fused=True,
+            grad_scale=self.grad_scale,
+            found_inf=self.found_inf,
+            decoupled_weight_decay=group["decoupled_weight_decay"],
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
 
     def _is_current(self) -> bool:
         """Return whether the lists match the optimizer's state.
@@ -120,22 +141,11 @@ class Bf16Adam(FusedAdam):
             for batch in self._batches(group["params"]):
                 parameters, gradients, *moments, steps = (list(each) for each in zip(*batch, strict=True))
                 means, squares = ([each.to(parameters[0].dtype) for each in kind] for kind in moments)
-                adam(
-                    parameters,
-                    gradients,
-                    means,
-                    squares,
-                    [],
-                    steps,
-                    fused=True,
-                    grad_scale=self.grad_scale,
-                    found_inf=self.found_inf,
-                    **_kernel_options(group),
-                )
+                self._run_kernel(group, parameters, gradients, means, squares, steps)
                 for stored, new in zip(moments, (means, squares), strict=True):
                     torch._foreach_copy_(stored, new)
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Group) -> None:
         """Load a state dict. torch converts moments to the type of the weights; this method converts them back."""
         super().load_state_dict(state_dict)
         for state in self.state.values():
@@ -167,46 +177,24 @@ class Bf16Adam(FusedAdam):
             pieces = pieces[count:]
 
 
-def _kernel_options(group: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "decoupled_weight_decay": group["decoupled_weight_decay"],
-        "amsgrad": False,
-        "beta1": group["betas"][0],
-        "beta2": group["betas"][1],
-        "lr": group["lr"],
-        "weight_decay": group["weight_decay"],
-        "eps": group["eps"],
-        "maximize": False,
-    }
-
-
 def has_fused_kernels(device: torch.device) -> bool:
     """Return whether torch has fused optimizer kernels for the device."""
     return device.type in ("cpu", "cuda", "mps", "xpu")
 
 
-def build_adamw(
-    groups: list[dict[str, Any]], section: OptimizerSection, model: nn.Module, device: torch.device
-) -> torch.optim.Optimizer:
-    """Return AdamW over the groups."""
-    return _build(groups, section, device, decoupled=True)
-
-
 def build_adam(
-    groups: list[dict[str, Any]], section: OptimizerSection, model: nn.Module, device: torch.device
+    groups: Groups, section: OptimizerSection, model: nn.Module, device: torch.device
 ) -> torch.optim.Optimizer:
-    """Return Adam over the groups; weight decay is added to the gradient."""
-    return _build(groups, section, device, decoupled=False)
-
-
-def _build(
-    groups: list[dict[str, Any]], section: OptimizerSection, device: torch.device, *, decoupled: bool
-) -> torch.optim.Optimizer:
+    """Return AdamW over the groups, or Adam, which adds weight decay to the gradient."""
     kind: Any = FusedAdam if has_fused_kernels(device) else partial(torch.optim.Adam, fused=False)
     if section.state_dtype == "bf16":
         if kind is not FusedAdam:
             raise ValueError(f"optimizer.state_dtype=bf16: torch has no fused Adam for {device.type}. Use fp32")
         kind = Bf16Adam
     return kind(
-        groups, lr=section.learning_rate, betas=section.betas, eps=section.eps, decoupled_weight_decay=decoupled
+        groups,
+        lr=section.learning_rate,
+        betas=section.betas,
+        eps=section.eps,
+        decoupled_weight_decay=section.name == "adamw",
     )

@@ -6,7 +6,7 @@ A recipe names them by a short name or by module:Class. They cannot read the fla
 
 import inspect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from accel_train.core.errors import check_packages
 from accel_train.guard.guard import Limits
 from accel_train.model.weights import embeddings
 from accel_train.optim.update import update_within
-from accel_train.recipe.optimizer import CUSTOM, optimizer_kind
+from accel_train.recipe.optimizer import CUSTOM, Groups, optimizer_kind
 from accel_train.recipe.optimizer import Optimizer as OptimizerSection
 from accel_train.task import load_class
 
@@ -29,7 +29,7 @@ TRIAL_SHAPES = ((64, 64), (64,))
 
 
 def build_custom(
-    groups: Sequence[Mapping[str, Any]],
+    groups: Groups,
     section: OptimizerSection,
     model: nn.Module | None = None,
     device: torch.device | None = None,
@@ -50,9 +50,13 @@ def build_custom(
         raise ValueError(f"{setting}: {found.__name__} is not derived from torch.optim.Optimizer; name a class that is")
     optimizer: torch.optim.Optimizer
     of_adam = {name: getattr(section, name) for name in ("betas", "eps") if name in kind.settings}
+    unnamed = []
+    for group in groups:
+        # Optimizers that read the groups in their constructor expect tensors without names.
+        names, tensors = zip(*group["params"], strict=True)
+        unnamed.append({**group, "params": list(tensors), "param_names": list(names)})
     try:
-        # Pass tensors without names. Optimizers that read the groups in their constructor expect tensors.
-        optimizer = found(_unnamed(groups), lr=section.learning_rate, **of_adam, **section.options)
+        optimizer = found(unnamed, lr=section.learning_rate, **of_adam, **section.options)
     # A custom class may raise any exception.
     except Exception as error:
         raise ValueError(
@@ -70,31 +74,15 @@ def build_custom(
 
 
 def build_adamw_8bit(
-    groups: Sequence[Mapping[str, Any]], section: OptimizerSection, model: nn.Module, device: torch.device
+    groups: Groups, section: OptimizerSection, model: nn.Module, device: torch.device
 ) -> torch.optim.Optimizer:
     """Return bitsandbytes' AdamW over the groups; the moments of embeddings stay in fp32."""
     optimizer = build_custom(groups, section)
-    keep_whole(optimizer, embeddings(model))
-    return optimizer
-
-
-def keep_whole(optimizer: torch.optim.Optimizer, weights: Sequence[nn.Parameter]) -> None:
-    """Make bitsandbytes keep the moments of these weights in fp32, as transformers does for embeddings.
-
-    It creates the state before the first step. bitsandbytes has a list for this, but all optimizers of the process
-    share it.
-    """
-    for weight in weights:
+    # As transformers does. bitsandbytes has a list of such weights, but all optimizers of the process share it.
+    for weight in embeddings(model):
         moments = {name: torch.zeros_like(weight, dtype=torch.float32) for name in ("state1", "state2")}
         optimizer.state[weight] = {"step": 0, **moments}
-
-
-def _unnamed(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    unnamed = []
-    for group in groups:
-        names, tensors = zip(*group["params"], strict=True)
-        unnamed.append({**group, "params": list(tensors), "param_names": list(names)})
-    return unnamed
+    return optimizer
 
 
 def try_custom(section: OptimizerSection, device: torch.device, *, is_sharded: bool) -> None:

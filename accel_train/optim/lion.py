@@ -1,12 +1,10 @@
 """Lion: the sign of an interpolated momentum (Chen et al. 2023, arXiv 2302.06675)."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from accel_train.optim.update import SkippableOptimizer, decay_and_add, replace
-from accel_train.recipe.optimizer import Optimizer
+from accel_train.recipe.optimizer import Groups, Optimizer
 
 
 class Lion(SkippableOptimizer):
@@ -20,7 +18,7 @@ class Lion(SkippableOptimizer):
     betas 0.9, 0.99.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float]) -> None:
+    def __init__(self, groups: Groups, *, lr: float, betas: tuple[float, float]) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "weight_decay": 0.0})
 
     def update(self, skip: Tensor | None) -> None:
@@ -33,6 +31,6 @@ class Lion(SkippableOptimizer):
                 replace(kept, torch.lerp(gradient, kept, beta2), skip)
 
 
-def build_lion(groups: list[dict[str, Any]], section: Optimizer, model: nn.Module, device: torch.device) -> Lion:
+def build_lion(groups: Groups, section: Optimizer, model: nn.Module, device: torch.device) -> Lion:
     """Return Lion over the groups."""
     return Lion(groups, lr=section.learning_rate, betas=section.betas)

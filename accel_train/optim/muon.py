@@ -13,7 +13,7 @@ from accel_train.model.tensors import holders, parts_in
 from accel_train.model.weights import hidden_matrices, in_rounds
 from accel_train.optim.adam import FusedAdam
 from accel_train.optim.update import SkippableOptimizer, decay_and_add, replace
-from accel_train.recipe.optimizer import Optimizer
+from accel_train.recipe.optimizer import Group, Groups, Optimizer
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of Jordan's quintic. The iterations map singular values from 0.003 of the norm up into [0.68, 1.13]."""
@@ -37,7 +37,7 @@ class Muon(SkippableOptimizer):
     group: dist.ProcessGroup | None = None
     """Processes that share the matrices; None if each process orthogonalizes all of them."""
 
-    def __init__(self, groups: list[dict[str, Any]], *, lr: float, momentum: float, **adamw: Any) -> None:
+    def __init__(self, groups: Groups, *, lr: float, momentum: float, **adamw: Any) -> None:
         rest = [group for group in groups if not group["is_matrix"]]
         self._adamw = FusedAdam(rest, lr=lr, decoupled_weight_decay=True, **adamw) if rest else None
         super().__init__(groups, {"lr": lr, "momentum": momentum, "weight_decay": 0.0})
@@ -63,9 +63,7 @@ class Muon(SkippableOptimizer):
             self._adamw.found_inf, self._adamw.grad_scale = self.found_inf, self.grad_scale
             self._adamw.step()
 
-    def _update_matrices(
-        self, some: Sequence[tuple[nn.Parameter, Tensor, dict[str, Any]]], skip: Tensor | None
-    ) -> None:
+    def _update_matrices(self, some: Sequence[tuple[nn.Parameter, Tensor, Group]], skip: Tensor | None) -> None:
         moved, updates = [], []
         for parameter, gradient, group in some:
             moved.append(torch.lerp(gradient, self.state_of(parameter, "momentum_buffer"), group["momentum"]))
@@ -144,27 +142,18 @@ def orthogonalise(matrix: Tensor) -> Tensor:
     return x if matrix.shape[0] <= matrix.shape[1] else x.T
 
 
-def build_muon(groups: list[dict[str, Any]], section: Optimizer, model: nn.Module, device: torch.device) -> Muon:
+def build_muon(groups: Groups, section: Optimizer, model: nn.Module, device: torch.device) -> Muon:
     """Return Muon for the matrices of the model's blocks and AdamW for its other weights.
 
     Raises:
         ValueError: the model has no such matrices.
     """
-    adamw = {"betas": section.betas, "eps": section.eps}
-    return Muon(matrix_groups(groups, model), lr=section.learning_rate, momentum=section.momentum, **adamw)
-
-
-def matrix_groups(groups: Sequence[dict[str, Any]], model: nn.Module) -> list[dict[str, Any]]:
-    """Return the groups, each split into the matrices of the repeated blocks (`is_matrix`) and the rest.
-
-    Raises:
-        ValueError: the model has no such matrix.
-    """
     matrices = {id(parameter) for parameter in hidden_matrices(model)}
-    found = []
-    for group in groups:
-        for is_matrix in (True, False):
-            some = [each for each in group["params"] if (id(each[1]) in matrices) == is_matrix]
-            if some:
-                found.append({**group, "params": some, "is_matrix": is_matrix})
-    return found
+    found = [
+        {**group, "params": some, "is_matrix": is_matrix}
+        for group in groups
+        for is_matrix in (True, False)
+        if (some := [each for each in group["params"] if (id(each[1]) in matrices) == is_matrix])
+    ]
+    adamw = {"betas": section.betas, "eps": section.eps}
+    return Muon(found, lr=section.learning_rate, momentum=section.momentum, **adamw)

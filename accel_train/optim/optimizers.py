@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
 
 import torch
 from torch import nn
@@ -12,13 +11,13 @@ from accel_train.model.compile import blocks_in_order
 from accel_train.model.freeze import matching
 from accel_train.optim.custom import BY_HOST
 from accel_train.optim.muon import Muon
+from accel_train.recipe.optimizer import Groups, ParameterGroup, optimizer_kind
 from accel_train.recipe.optimizer import Optimizer as OptimizerSection
-from accel_train.recipe.optimizer import ParameterGroup, optimizer_kind
 
-Builder = Callable[[list[dict[str, Any]], OptimizerSection, nn.Module, torch.device], torch.optim.Optimizer]
+Builder = Callable[[Groups, OptimizerSection, nn.Module, torch.device], torch.optim.Optimizer]
 
 
-def parameter_groups(model: nn.Module, section: OptimizerSection) -> list[dict[str, Any]]:
+def parameter_groups(model: nn.Module, section: OptimizerSection) -> Groups:
     """Return the trainable parameters with their names, grouped by weight decay and learning rate factor (`lr_scale`).
 
     A parameter is a `norm` if its module's class name contains "norm". It is an `embedding` if it belongs to an

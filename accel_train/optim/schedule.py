@@ -12,13 +12,12 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
 
 import torch
 
 from accel_train.core.state import Choice
 from accel_train.data.order import LastBatch, steps_per_epoch
-from accel_train.recipe.optimizer import Optimizer
+from accel_train.recipe.optimizer import Group, Optimizer
 from accel_train.recipe.schedule import CURVES, Schedule, Span
 
 DEFAULT_WARMUP_RATIO = Fraction(1, 100)
@@ -158,7 +157,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float | Sequence[f
     return rate[0]
 
 
-def set_rate(group: dict[str, Any], rate: float) -> None:
+def set_rate(group: Group, rate: float) -> None:
     """Set the learning rate of one group. A tensor stays a tensor, because some optimizers (torchao's) require one."""
     if isinstance(group["lr"], torch.Tensor):
         group["lr"].fill_(rate)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from accel_train.model.tensors import like, local_part
 from accel_train.optim.ema import Average
+from accel_train.recipe.optimizer import Group, Groups
 
 COUNTERS = ("k", "weight_sum", "lr_max")
 """Counters that the package keeps in its groups. A checkpoint stores them as numbers of each weight."""
@@ -53,21 +54,19 @@ class ScheduleFree(torch.optim.Optimizer):
         super().load_state_dict(state_dict)
         self._inner.param_groups = self.param_groups
 
-    def _counters(self, group: dict[str, Any]) -> dict[str, Any]:
+    def _counters(self, group: Group) -> dict[str, float]:
         """Return the counters of a group after its last step, equal for all weights; empty before the first step."""
         state = next(self._states(group), {})
         return {name: state[name] for name in COUNTERS if name in state}
 
-    def _states(self, group: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def _states(self, group: Group) -> Iterator[dict[str, Any]]:
         return (state for each in group["params"] if "z" in (state := self.state.get(each, {})))
 
 
 class ScheduleFreeAdamW(ScheduleFree):
     """`schedulefree.AdamWScheduleFree` with the recipe's options."""
 
-    def __init__(
-        self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float, **options: Any
-    ) -> None:
+    def __init__(self, groups: Groups, *, lr: float, betas: tuple[float, float], eps: float, **options: Any) -> None:
         from schedulefree import AdamWScheduleFree
 
         warmup = options.get("warmup_steps", 0)

@@ -1,18 +1,14 @@
 """SGD by torch's fused kernel."""
 
-from typing import Any
-
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from accel_train.optim.adam import has_fused_kernels
-from accel_train.recipe.optimizer import Optimizer
+from accel_train.recipe.optimizer import Groups, Optimizer
 
 
-def build_sgd(
-    groups: list[dict[str, Any]], section: Optimizer, model: nn.Module, device: torch.device
-) -> torch.optim.Optimizer:
+def build_sgd(groups: Groups, section: Optimizer, model: nn.Module, device: torch.device) -> torch.optim.Optimizer:
     """Return SGD over the groups with the section's momentum."""
     # torch has no fused SGD for parts of weights, so each step of a sharded model waits for its verdict.
     fused = has_fused_kernels(device) and not any(isinstance(parameter, DTensor) for parameter in model.parameters())

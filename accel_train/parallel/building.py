@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from accel_train.checkpoint.contents import check_fit, model_shapes
 from accel_train.checkpoint.sharded import CheckpointReader, cuts_of
 from accel_train.core.work import beat
-from accel_train.model.tensors import FileTensor, load_extra_state, plain_tensors, replace_values
+from accel_train.model.tensors import FileTensor, Tensors, load_extra_state, plain_tensors, replace_values
 
 READING_THREADS = 4
 
@@ -132,9 +132,7 @@ def fill_from_main(targets: Mapping[str, Tensor], sources: Mapping[str, FileTens
             (target.to_local() if isinstance(target, DTensor) else target)[here].copy_(whole[there])
 
 
-def filled(
-    model: nn.Module, weights: dict[str, Tensor], buffers: Mapping[str, Tensor], *, keeps_types: bool
-) -> nn.Module | None:
+def filled(model: nn.Module, weights: Tensors, buffers: Mapping[str, Tensor], *, keeps_types: bool) -> nn.Module | None:
     """Return a model of the meta device in host memory, with these weights and copies of these buffers.
 
     Weights move into the model one at a time, so that nothing is held twice. With `keeps_types`, parameters take the

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from accel_train.core.errors import SettingError
 from accel_train.model.pretrained import config_of, pretrained_config
 from accel_train.recipe.schema import Recipe
-from accel_train.recipe.tasks import setting_of
+from accel_train.recipe.values import value_of
 from accel_train.task import TASKS, Task
 
 SP_OFF = ", or set parallel.sp_size to 1"
@@ -333,7 +333,7 @@ def check_compatibility(
             facts |= {"splitting": ", ".join(name for name, spec in TASKS.items() if spec.loss_is_by_position)}
             settings = (setting, other) if other else (setting,)
             raise SettingError(
-                problem.format(**facts), remedy.format(**facts), f"{setting}={setting_of(recipe, setting)}", settings
+                problem.format(**facts), remedy.format(**facts), f"{setting}={value_of(recipe, setting)}", settings
             )
     if recipe.task in TASKS and section.num_sharing > 1:
         _check_language_model(recipe)

@@ -25,7 +25,7 @@ from accel_train.core.work import beat
 from accel_train.guard.guard import Limits
 from accel_train.model.compile import repeated_blocks
 from accel_train.model.kernels.nf4 import packed_layers
-from accel_train.model.tensors import plain_tensors, replace_values
+from accel_train.model.tensors import Tensors, plain_tensors, replace_values
 from accel_train.model.training_module import TrainingModule
 from accel_train.model.weights import separate_blocks, separate_ends
 from accel_train.optim.update import Update
@@ -61,10 +61,7 @@ class Fsdp2(Strategy):
     """Process group of the hosts that look for unused weights. None until the first step that looks for them."""
     _known_plan: KnownPlan
     _gradients: "GradientWatch | None" = None
-    """Recorder of missing gradients. None if layers are split but nothing is sharded.
-
-    All processes then lack the same gradients.
-    """
+    """Recorder of missing gradients. None if layers are split but nothing is sharded: all lack the same gradients."""
     _weights: Mapping[str, Tensor] | None = None
     """Full weights and buffers of a model that was built empty, on the main process; None if a checkpoint has them.
 
@@ -133,8 +130,7 @@ class Fsdp2(Strategy):
     def build(self, builders: Builders) -> nn.Module:
         """* Build an empty model. The main process holds its weights; on a resume, the checkpoint has them.
 
-        If the task cannot build without values (a custom task that computes while it builds), every process builds the
-        whole model.
+        If the task cannot build without values, every process builds the whole model.
         """
         restored = builders.restored()
         if concluded(restored is not None, all):
@@ -237,7 +233,7 @@ class Fsdp2(Strategy):
         for each in self._sharded_modules:
             each.reshard()
 
-    def full_weights(self, without: Collection[str] = (), narrow: Collection[str] = ()) -> dict[str, Tensor]:
+    def full_weights(self, without: Collection[str] = (), narrow: Collection[str] = ()) -> Tensors:
         """* Gather the weights one tensor at a time, and keep them on the main process."""
         self.release_gathered()
         found, packed = {}, packed_layers(self.inner.model)

@@ -12,7 +12,7 @@ from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGr
 from accelerate.utils import AORecipeKwargs, GradientAccumulationPlugin, TorchDynamoPlugin
 
 from accel_train.core.errors import setting_error
-from accel_train.core.state import Choice
+from accel_train.core.state import Choice, Choices
 from accel_train.data.batch_sizes import BatchSizes
 from accel_train.model.kernels.float8 import float8_config
 from accel_train.optim.update import FlooredGradScaler
@@ -36,24 +36,35 @@ def choose_mixed_precision(section: Precision, device: torch.device) -> Choice[s
             fp16 on a CPU. A GPU without bf16 would emulate it. torchao would compute fp8 slowly without float8 units.
     """
     asked = section.mixed_precision
-    cuda = device.type == "cuda"
-    name = device_name(device)
-    has_bf16 = cuda and torch.cuda.is_bf16_supported(including_emulation=False)
-    if asked == "fp16" and not cuda:
+    if device.type == "cuda" or asked == "fp8":
+        has_bf16 = asked != "fp8" and torch.cuda.is_bf16_supported(including_emulation=False)
+        return precision_on_gpu(asked, device_name(device), has_bf16=has_bf16, has_fp8=has_float8(device))
+    if asked == "fp16":
         problem = f"this process runs on {device.type}, but fp16 needs a CUDA device"
         raise setting_error("precision.mixed_precision", asked, problem, "Use auto, bf16 or no")
-    if asked == "bf16" and cuda and not has_bf16:
-        problem = f"{name} only emulates bf16, slowly"
-        raise setting_error("precision.mixed_precision", asked, problem, "Use fp16 or auto")
-    if asked == "fp8" and not has_float8(device):
-        raise ValueError(f"precision.mixed_precision=fp8 {float8_is_missing(name)}")
+    if asked != "auto":
+        return Choice(asked, "as set")
+    return Choice("no", f"{device.type}: fp32 is exact, and 16-bit precision gains little")
+
+
+def precision_on_gpu(asked: str, name: str, *, has_bf16: bool, has_fp8: bool) -> Choice[str]:
+    """Return the resolved `mixed_precision` on a GPU with this name, which may be elsewhere.
+
+    Raises:
+        SettingError: the GPU does not support the precision.
+    """
+    if asked == "bf16" and not has_bf16:
+        raise setting_error(
+            "precision.mixed_precision", asked, f"{name} only emulates bf16, slowly", "Use fp16 or auto"
+        )
+    if asked == "fp8" and not has_fp8:
+        problem = f"needs an NVIDIA GPU with float8 units (L4, RTX 40, H100 and later), but {name} does not have them"
+        raise setting_error("precision.mixed_precision", asked, problem, "Use bf16 or auto")
     if asked != "auto":
         return Choice(asked, "as set")
     if has_bf16:
         return Choice("bf16", f"{name} supports bf16, which needs no loss scale")
-    if cuda:
-        return Choice("fp16", f"{name} does not support bf16")
-    return Choice("no", f"{device.type}: fp32 is exact, and 16-bit precision gains little")
+    return Choice("fp16", f"{name} does not support bf16")
 
 
 def agree_on_mixed_precision(section: Precision, device: torch.device, num_processes: int) -> Choice[str]:
@@ -108,17 +119,9 @@ def has_float8(device: torch.device) -> bool:
     return is_nvidia and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
-def float8_is_missing(name: str) -> str:
-    """Return the rest of an error message that refuses fp8 on the device with this name."""
-    return (
-        f"needs an NVIDIA GPU with float8 units (L4, RTX 40, H100 and later), but {name} does not have them. Use bf16 "
-        "or auto"
-    )
-
-
-def set_backends(section: Precision, mixed_precision: str, device: torch.device) -> dict[str, Choice[Any]]:
+def set_backends(section: Precision, mixed_precision: str, device: torch.device) -> Choices:
     """Set torch's global switches for this run; return each setting with its reason."""
-    choices: dict[str, Choice[Any]] = {}
+    choices: Choices = {}
     if _of_earlier_run.pop("deterministic", False):
         torch.use_deterministic_algorithms(False)
     if section.deterministic:

@@ -28,6 +28,7 @@ from accel_train.checkpoint.store import Writer
 from accel_train.core.state import Choice
 from accel_train.guard.guard import Limits
 from accel_train.model.batch_norm import SyncedBatchNorm
+from accel_train.model.tensors import Tensors
 from accel_train.model.training_module import TrainingModule
 from accel_train.optim.ema import Average, WeightAverage
 from accel_train.optim.schedule_free import ScheduleFree, ScheduleFreeAverage
@@ -237,7 +238,7 @@ class Strategy(ABC):
             finally:
                 self.release_gathered()
 
-    def local_tensors(self) -> dict[str, Tensor]:
+    def local_tensors(self) -> Tensors:
         """Return the non-empty weights and moments that this process holds. All processes have the same names."""
         return {**split_weights(self.inner.model)[0], **optimizer_tensors(self.optimizer)}
 
@@ -245,7 +246,7 @@ class Strategy(ABC):
         """Return the shapes of the whole weights by name. Nothing is gathered."""
         return {name: tensor.shape for name, tensor in split_weights(self.inner.model)[0].items()}
 
-    def full_weights(self, without: Collection[str] = (), narrow: Collection[str] = ()) -> dict[str, Tensor]:
+    def full_weights(self, without: Collection[str] = (), narrow: Collection[str] = ()) -> Tensors:
         """* Return all weights by name, without those in `without`, in the main process's host memory.
 
         Weights in `narrow` become bf16, one at a time. The result is empty on the other processes.
@@ -253,7 +254,7 @@ class Strategy(ABC):
         found = copy_to_host(model_tensors(self.inner.model, without)) if self.accelerator.is_main_process else {}
         return {name: each.bfloat16() if name in narrow else each for name, each in found.items()}
 
-    def full_moments(self) -> dict[str, Tensor]:
+    def full_moments(self) -> Tensors:
         """* Return the optimizer's whole state by name, in the main process's host memory.
 
         The result is empty on the other processes.

@@ -22,7 +22,7 @@ from accel_train.checkpoint.sharded import CheckpointReader
 from accel_train.checkpoint.zero_shards import ZeroShards
 from accel_train.core.state import Choice
 from accel_train.guard.guard import Limits
-from accel_train.model.tensors import split_state
+from accel_train.model.tensors import Tensors, split_state
 from accel_train.model.training_module import TrainingModule
 from accel_train.optim.update import Update, nan_without_targets
 from accel_train.parallel.dims import check_dimensions
@@ -132,7 +132,7 @@ class Zero(Strategy):
         """Return the training module; empty in stage 3, because it gathers weights in each forward."""
         return super().independent_modules() if self.has_whole_weights else []
 
-    def local_tensors(self) -> dict[str, Tensor]:
+    def local_tensors(self) -> Tensors:
         """Return this process's parts of weights and moments."""
         return self.parts.local_tensors()
 
@@ -140,11 +140,11 @@ class Zero(Strategy):
         """Return the shapes of the whole weights by name."""
         return self.parts.shapes()
 
-    def full_weights(self, without: Collection[str] = (), narrow: Collection[str] = ()) -> dict[str, Tensor]:
+    def full_weights(self, without: Collection[str] = (), narrow: Collection[str] = ()) -> Tensors:
         """* Gather the weights on the main process."""
         return self.parts.weights(without, narrow)
 
-    def full_moments(self) -> dict[str, Tensor]:
+    def full_moments(self) -> Tensors:
         """* Gather the optimizer's state on the main process."""
         return self.parts.moments()
 

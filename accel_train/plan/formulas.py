@@ -8,7 +8,8 @@ each process has updated. Stage 3 gathers weights for each micro-batch, and redu
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from accel_train.model.memory_estimate import OF_FSDP2, MemoryPart
+from accel_train.model.fake_step import OF_FSDP2
+from accel_train.model.memory_estimate import MemoryPart
 from accel_train.model.weights import FP32_BYTES, ModelWeights, WeightGroup, in_rounds
 from accel_train.parallel.zero import BUCKET_ELEMENTS
 from accel_train.plan.place import Layout

@@ -8,11 +8,11 @@ import torch
 from accel_train.core.hardware import has_float8, known_gpu, peak_flops
 from accel_train.core.state import Choice
 from accel_train.parallel.dims import choose_sequences
-from accel_train.parallel.precision import choose_mixed_precision, float8_is_missing
+from accel_train.parallel.precision import choose_mixed_precision, precision_on_gpu
 from accel_train.parallel.strategies import open_strategy
 from accel_train.parallel.strategy import Strategy
 from accel_train.recipe.parallel import Parallel
-from accel_train.recipe.schema import Precision, Recipe
+from accel_train.recipe.schema import Recipe
 from accel_train.runtime.process_group import has_accelerator
 
 USUAL_GPUS_PER_NODE = 8
@@ -134,7 +134,11 @@ def choose_place(recipe: Recipe, world_size: int, gpu: str | None, hardware: Har
     section = recipe.precision
     device_type = "cpu" if device == "cpu" else "cuda"
     layout = choose_layout(recipe.parallel, world_size, device_type, hardware.gpus_per_node)
-    precision = _precision_on(section, gpu) if gpu else choose_mixed_precision(section, torch.device(device_type))
+    if gpu:
+        has_bf16 = peak_flops(gpu, "bf16") is not None
+        precision = precision_on_gpu(section.mixed_precision, gpu, has_bf16=has_bf16, has_fp8=has_float8(gpu))
+    else:
+        precision = choose_mixed_precision(section, torch.device(device_type))
     precision = layout.strategy.precision(precision)
     if precision.value == "fp8":
         precision = replace(precision, reason=f"{precision.reason}; time and memory are planned as for bf16")
@@ -150,16 +154,3 @@ def _device(gpu: str | None) -> tuple[str, int | None]:
         return "cpu", None
     properties = torch.cuda.get_device_properties(0)
     return properties.name, properties.total_memory
-
-
-def _precision_on(section: Precision, gpu: str) -> Choice[str]:
-    """Return the result of `precision.choose_mixed_precision` for a GPU that is not here, from the table of peaks."""
-    asked = section.mixed_precision
-    has_bf16 = peak_flops(gpu, "bf16") is not None
-    if asked == "bf16" and not has_bf16:
-        raise ValueError(f"precision.mixed_precision=bf16: {gpu} only emulates bf16, slowly. Use fp16 or auto")
-    if asked == "fp8" and not has_float8(gpu):
-        raise ValueError(f"precision.mixed_precision=fp8 {float8_is_missing(gpu)}")
-    if asked != "auto":
-        return Choice(asked, "as set")
-    return Choice("bf16", f"{gpu} supports bf16") if has_bf16 else Choice("fp16", f"{gpu} does not support bf16")

@@ -1,27 +1,25 @@
 """A plan: a run resolved before it costs anything, with a model that has no weights."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from accel_train.checkpoint.store import checkpoint_folders
-from accel_train.core.state import Choice
+from accel_train.core.state import Choice, Choices
 from accel_train.data.batch_sizes import BatchSizes, divisors, is_open, resolve_batch
 from accel_train.engine.resolve import change_model, check_recipe, resolve_run
+from accel_train.model.fake_step import Holding, vocabulary_rows
 from accel_train.model.kernels.frozen import choose_frozen_dtype, keep_frozen
 from accel_train.model.kernels.nf4 import NF4_BYTES
 from accel_train.model.memory_estimate import (
-    Holding,
     MemoryPart,
     build_without_weights,
     estimate_memory,
     largest_samples,
     state_bytes,
-    vocabulary_rows,
 )
 from accel_train.model.weights import ModelWeights, group_weights
 from accel_train.optim.custom import BY_HOST, try_custom
@@ -65,7 +63,7 @@ class Plan:
     num_trainable: int
     vocabulary: tuple[int, int] | None
     """Number of tokens in the tokenizer and rows in the embedding, or None without a tokenizer."""
-    model_choices: Mapping[str, Choice[Any]]
+    model_choices: Choices
     """Resolved settings of the model, by name: attention, kernels, adapters, frozen weights, the loss."""
     flops_per_target: float | None
     memory: tuple[MemoryPart, ...]
@@ -208,7 +206,7 @@ class _Model:
     """The facts that a model without weights provides about the real model."""
 
     weights: ModelWeights
-    choices: Mapping[str, Choice[Any]]
+    choices: Choices
     held: ModelWeights
     """Weights held by each group of processes that fsdp2 shards over.
 

@@ -13,9 +13,11 @@ from accel_train.recipe.loader import shipped_recipes
 from accel_train.recipe.names import (
     REQUIRED_EXAMPLES,
     choices_of,
+    fields_of,
     free_names,
     kinds_of,
     look_up,
+    names_in,
     recipe_names,
     remedy_for_unknown,
     rule_of,
@@ -51,13 +53,17 @@ def explained(name: str) -> list[Explained]:
 
 
 def _explained(name: str) -> Explained:
+    example = None
+    if not isinstance(recipe_names()[name], type) and (example := example_of(name)) is None:
+        example = REQUIRED_EXAMPLES.get(name)
+    return Explained(name, rule_of(name), *_default_and_meaning(name), example, tasks_with(name))
+
+
+def _default_and_meaning(name: str) -> tuple[str | None, str]:
     info = recipe_names()[name]
     if isinstance(info, type):
-        return Explained(name, rule_of(name), None, "", None, tasks_with(name))
-    default = None if info.is_required() else show(info.default)
-    example = REQUIRED_EXAMPLES.get(name) if (found := example_of(name)) is None else found
-    meaning = " ".join((info.description or "").split())
-    return Explained(name, rule_of(name), default, meaning, example, tasks_with(name))
+        return None, ""
+    return None if info.is_required() else show(info.default), " ".join((info.description or "").split())
 
 
 def _known(name: str) -> str:
@@ -78,7 +84,7 @@ def explain(name: str, width: int = 80) -> str:
     """
     name = _known(name)
     info = recipe_names().get(name)
-    below = [other for other in recipe_names() if other.rpartition(".")[0] == name]
+    below = names_in(name)
     lines = _lines_of_setting(name, width) if isinstance(info, FieldInfo) else []
     if name == "task":
         lines += ["", "Built-in tasks, and what a model learns:", *describe_tasks(TASKS, width)]
@@ -158,15 +164,8 @@ def _quoted(text: str) -> str:
     return f'"{text}"' if "'" in text and not set(text) & set('"$`') else shlex.quote(text)
 
 
-def _default(name: str) -> str:
-    info = recipe_names()[name]
-    return "required" if isinstance(info, type) or info.is_required() else show(info.default)
-
-
 def _summary(name: str, width: int) -> list[str]:
-    info = recipe_names()[name]
-    fields = [other.rpartition(".")[2] for other in recipe_names() if other.rpartition(".")[0] == name]
-    meaning = "" if isinstance(info, type) else " ".join((info.description or "").split())
-    first = f"has {', '.join(fields)}" if fields else re.split(r"(?<=\w)[.;](?: |$)", meaning)[0]
-    lines = [f"  {name}" if fields else f"  {name}: {_default(name)}"]
+    fields, (default, meaning) = fields_of(name), _default_and_meaning(name)
+    first = f"has {fields}" if fields else re.split(r"(?<=\w)[.;](?: |$)", meaning)[0]
+    lines = [f"  {name}" if fields else f"  {name}: {default or 'required'}"]
     return [*lines, *textwrap.wrap(first, width, initial_indent=" " * 6, subsequent_indent=" " * 6)]

@@ -22,7 +22,7 @@ from accel_train.core.errors import RecipeProblems
 from accel_train.core.format import did_you_mean
 from accel_train.core.redaction import remember_secrets
 from accel_train.recipe import names, schema
-from accel_train.recipe.values import Origin, Section
+from accel_train.recipe.values import Origin, Section, value_of
 from accel_train.recipe.yaml_core import Key, parse_yaml, show
 
 _LARGEST_BYTES = 2**20
@@ -114,7 +114,14 @@ def _has_own_task(tree: Mapping[str, Any], overrides: Mapping[str, Any], argumen
 
 def _read_text(path: str | Path) -> str:
     try:
-        content = _read_bytes(path)
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            # A pipe delivers something within seconds.
+            if not select.select([file], [], [], _WAIT_SECONDS)[0]:
+                raise ValueError(f"{path} is a pipe that sent nothing for {_WAIT_SECONDS:g} seconds. Name a YAML file.")
+            os.set_blocking(file.fileno(), True)
+            content = file.read(_LARGEST_BYTES + 1)
+        if len(content) > _LARGEST_BYTES:
+            raise ValueError(f"{path} is not a recipe: it has more than {_LARGEST_BYTES:,} bytes. Name a YAML file.")
         return content.decode("utf-8-sig")
     except IsADirectoryError as error:
         files = sorted(file.name for file in Path(path).glob("*.y*ml"))
@@ -137,18 +144,6 @@ def _read_text(path: str | Path) -> str:
         raise ValueError(
             f"{path} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}. Save it as UTF-8."
         ) from error
-
-
-def _read_bytes(path: str | Path) -> bytes:
-    """Return the bytes of a file, or of a pipe that delivers some within seconds."""
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-        if not select.select([file], [], [], _WAIT_SECONDS)[0]:
-            raise ValueError(f"{path} is a pipe that sent nothing for {_WAIT_SECONDS:g} seconds. Name a YAML file.")
-        os.set_blocking(file.fileno(), True)
-        content = file.read(_LARGEST_BYTES + 1)
-    if len(content) > _LARGEST_BYTES:
-        raise ValueError(f"{path} is not a recipe: it has more than {_LARGEST_BYTES:,} bytes. Name a YAML file.")
-    return content
 
 
 def _flatten(
@@ -280,7 +275,7 @@ def _validate(layer: Layer, path: str) -> Recipe:
     problems = []
     for name, info in names.recipe_names().items():
         raw = None if names.is_section(info) else names.look_up(tree, name)
-        if raw is not None and not _same_kind(raw, names.value_of(recipe, name)):
+        if raw is not None and not _same_kind(raw, value_of(recipe, name)):
             problems.append(names.wrong(name, raw, origins[name]))
     if problems:
         raise RecipeProblems(*problems)

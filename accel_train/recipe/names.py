@@ -17,67 +17,41 @@ from accel_train.recipe.tasks import TASKS
 from accel_train.recipe.values import Origin, Section
 from accel_train.recipe.yaml_core import Key, is_number, show
 
-OTHER_NAMES = {
-    "lr": "optimizer.learning_rate",
-    "optim": "optimizer.name",
-    "wd": "optimizer.weight_decay",
-    "adam_epsilon": "optimizer.eps",
-    "grad_clip": "optimizer.max_grad_norm",
-    "clip_grad": "optimizer.max_grad_norm",
-    "gradient_clip_val": "optimizer.max_grad_norm",
-    "batch_size": "batch.global_batch_size",
-    "accumulation_steps": "batch.gradient_accumulation_steps",
-    "grad_accum": "batch.gradient_accumulation_steps",
-    "accumulate_grad_batches": "batch.gradient_accumulation_steps",
-    "micro_batch_size": "batch.per_device_batch_size",
-    "train_batch_size": "batch.per_device_batch_size",
-    "per_device_train_batch_size": "batch.per_device_batch_size",
-    "eval_batch_size": "batch.per_device_eval_batch_size",
-    "epochs": "schedule.num_epochs",
-    "num_train_epochs": "schedule.num_epochs",
-    "steps": "schedule.max_steps",
-    "max_iters": "schedule.max_steps",
-    "num_steps": "schedule.max_steps",
-    "lr_scheduler_type": "schedule.type",
-    "scheduler": "schedule.type",
-    "schedule.name": "schedule.type",
-    "model.name": "model.pretrained",
-    "fp16": "precision.mixed_precision",
-    "bf16": "precision.mixed_precision",
-    "fp8": "precision.mixed_precision",
-    "activation_checkpointing": "precision.gradient_checkpointing",
-    "full_determinism": "precision.deterministic",
-    "use_liger_kernel": "model.fused_kernels",
-    "block_size": "data.sequence_length",
-    "max_seq_length": "data.sequence_length",
-    "seq_len": "data.sequence_length",
-    "context_length": "data.sequence_length",
-    "dataset_text_field": "data.text_column",
-    "val_split": "data.eval_fraction",
-    "val_size": "data.eval_fraction",
-    "test_size": "data.eval_fraction",
-    "validation_file": "data.eval",
-    "workers": "data.num_workers",
-    "load_best_model": "checkpoint.load_best_model_at_end",
-    "label_smoothing_factor": "loss.label_smoothing",
-    "save_steps": "checkpoint.every_steps",
-    "save_interval": "checkpoint.every_steps",
-    "save_total_limit": "checkpoint.keep",
-    "eval_steps": "evaluate.every_steps",
-    "eval_interval": "evaluate.every_steps",
-    "logging_steps": "log.every_steps",
-    "log_interval": "log.every_steps",
-    "log_every_n_steps": "log.every_steps",
-    "report_to": "log.trackers",
-    "logger": "log.trackers",
-    "name": "output_dir",
-    "run_name": "output_dir",
-    "run_dir": "output_dir",
-    "experiment_name": "output_dir",
-    "outdir": "output_dir",
-    "default_root_dir": "output_dir",
-    "seed_everything": "seed",
+_ELSEWHERE = {
+    "optimizer.learning_rate": "lr",
+    "optimizer.name": "optim",
+    "optimizer.weight_decay": "wd",
+    "optimizer.eps": "adam_epsilon",
+    "optimizer.max_grad_norm": "grad_clip clip_grad gradient_clip_val",
+    "batch.global_batch_size": "batch_size",
+    "batch.gradient_accumulation_steps": "accumulation_steps grad_accum accumulate_grad_batches",
+    "batch.per_device_batch_size": "micro_batch_size train_batch_size per_device_train_batch_size",
+    "batch.per_device_eval_batch_size": "eval_batch_size",
+    "schedule.num_epochs": "epochs num_train_epochs",
+    "schedule.max_steps": "steps max_iters num_steps",
+    "schedule.type": "lr_scheduler_type scheduler schedule.name",
+    "model.pretrained": "model.name",
+    "precision.mixed_precision": "fp16 bf16 fp8",
+    "precision.gradient_checkpointing": "activation_checkpointing",
+    "precision.deterministic": "full_determinism",
+    "model.fused_kernels": "use_liger_kernel",
+    "data.sequence_length": "block_size max_seq_length seq_len context_length",
+    "data.text_column": "dataset_text_field",
+    "data.eval_fraction": "val_split val_size test_size",
+    "data.eval": "validation_file",
+    "data.num_workers": "workers",
+    "checkpoint.load_best_model_at_end": "load_best_model",
+    "loss.label_smoothing": "label_smoothing_factor",
+    "checkpoint.every_steps": "save_steps save_interval",
+    "checkpoint.keep": "save_total_limit",
+    "evaluate.every_steps": "eval_steps eval_interval",
+    "log.every_steps": "logging_steps log_interval log_every_n_steps",
+    "log.trackers": "report_to logger",
+    "output_dir": "name run_name run_dir experiment_name outdir default_root_dir",
+    "seed": "seed_everything",
 }
+"""Names of settings in other trainers."""
+OTHER_NAMES = {other: name for name, others in _ELSEWHERE.items() for other in others.split()}
 """Settings by their names in other trainers."""
 WITHOUT_EQUAL = {
     "beta1",
@@ -145,9 +119,14 @@ def is_free(name: str) -> bool:
     return any(f"{name}.".startswith(f"{free}.") for free in free_names())
 
 
+def names_in(section: str) -> list[str]:
+    """Return the settings and sections directly in a section, by dotted name. The section "" is the recipe."""
+    return [name for name in recipe_names() if name.rpartition(".")[0] == section]
+
+
 def fields_of(section: str) -> str:
-    """Return the fields of a section as a list in text. The section "" is the recipe."""
-    return ", ".join(name.rpartition(".")[2] for name in recipe_names() if name.rpartition(".")[0] == section)
+    """Return the fields of a section as a list in text."""
+    return ", ".join(name.rpartition(".")[2] for name in names_in(section))
 
 
 def dotted(key: Key) -> str:
@@ -162,15 +141,6 @@ def look_up(tree: Any, name: str) -> Any:
             return None
         tree = tree[field]
     return tree
-
-
-def value_of(recipe: Recipe, name: str) -> Any:
-    """Return the value of a setting or section by its dotted name."""
-    value: Any = recipe
-    for field in name.split("."):
-        # Sections inside the `data` of a custom task are mappings until the task reads them.
-        value = value.get(field) if isinstance(value, Mapping) else getattr(value, field)
-    return value
 
 
 def remedy_for_unknown(name: str, dashes: str = "") -> str:

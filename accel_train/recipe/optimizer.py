@@ -11,9 +11,19 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from accel_train.core.errors import SettingError, setting_error
-from accel_train.recipe.values import NonNegativeFloat, PositiveFloat, PositiveInt, Section
+from accel_train.recipe.values import (
+    FractionBelow1,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveFraction,
+    PositiveInt,
+    Section,
+)
 
 SCHEDULE_FREE = "schedule_free_adamw"
+Group = dict[str, Any]
+Groups = list[Group]
+"""Parameter groups, as torch's optimizers take and hold them."""
 LARGEST_BF16_BETA = 1 - 2**-8
 """Largest decay of a moment in bf16. Closer to 1, the change of a step is rounded away, and a moment never falls."""
 
@@ -49,7 +59,7 @@ class OptimizerKind:
 CUSTOM = OptimizerKind("custom:build_custom", ("options",), of_class=":")
 """Optimizers that a recipe names as `module:Class`; their state is estimated as AdamW's."""
 OPTIMIZERS = {
-    "adamw": OptimizerKind("adam:build_adamw", ("betas", "eps"), stores_bf16=True),
+    "adamw": OptimizerKind("adam:build_adam", ("betas", "eps"), stores_bf16=True),
     "adam": OptimizerKind("adam:build_adam", ("betas", "eps"), stores_bf16=True),
     "sgd": OptimizerKind("sgd:build_sgd", ("momentum",), moments=1),
     "muon": OptimizerKind("muon:build_muon", ("betas", "eps", "momentum"), moments=1, state="muon"),
@@ -121,7 +131,7 @@ class Optimizer(Section):
     """Peak learning rate, before `lr_scaling`."""
     weight_decay: NonNegativeFloat = 0.1
     """Weight decay: decoupled for most optimizers, added to the gradient (L2) for adam and sgd."""
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    betas: tuple[FractionBelow1, FractionBelow1] = (0.9, 0.95)
     """Coefficients of the moving averages, for all kinds of adam, muon, and lion. The authors of lion use [0.9, 0.99].
     """
     eps: PositiveFloat = 1e-8
@@ -130,7 +140,7 @@ class Optimizer(Section):
     """Type in which adamw and adam store their moments. bf16: 4 bytes per weight instead of 8. Updates are computed in
     the type of the weights. Changes of a moment below 0.2 to 0.4 % are lost, so bf16 requires betas up to 0.996.
     """
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    momentum: FractionBelow1 = 0.9
     """Momentum, for sgd and muon. The authors of muon use 0.95."""
     options: dict[str, Any] = Field(default={}, examples=[{"relative_step": False}])
     """Additional arguments of the optimizer class, for adafactor, schedule_free_adamw (warmup_steps), and
@@ -141,13 +151,13 @@ class Optimizer(Section):
     max_grad_norm: NonNegativeFloat = 1.0
     """Largest gradient norm over all parameters. Larger gradients are scaled down to it; 0: no clipping."""
     lr_scaling: LRScaling = LRScaling()
-    layer_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
+    layer_decay: PositiveFraction = 1.0
     """Ratio of each layer's learning rate to the next layer's, towards the input (ELECTRA, BEiT). 1: equal rates."""
     groups: tuple[ParameterGroup, ...] = Field(default=(), examples=[[{"match": ["*.classifier.*"], "lr_scale": 10.0}]])
     """Groups of parameters with a different learning rate or weight decay, by pattern. The first matching group
     applies.
     """
-    ema_decay: Annotated[float, Field(ge=0, lt=1)] | None = None
+    ema_decay: FractionBelow1 | None = None
     """Decay of an exponential moving average of the weights. The average is evaluated and written to `model/`. Default:
     no average.
     """

@@ -8,12 +8,20 @@ steps after the warmup, t = step - W (0-based), and m = `min_lr_ratio`.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, model_validator
 
 from accel_train.core.errors import SettingError
-from accel_train.recipe.values import Fraction, Length, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from accel_train.recipe.values import (
+    Fraction,
+    Length,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveFraction,
+    PositiveInt,
+    Section,
+)
 
 ONE_CYCLE_RISE = 0.3
 """Share of one cycle in which the rate rises; torch's `pct_start`."""
@@ -197,7 +205,7 @@ class Schedule(Section):
     """End of a decay, as a fraction of the peak; a floor for step, exponential, and inverse_sqrt. constant and cyclic
     ignore it.
     """
-    decay_ratio: Annotated[float, Field(gt=0, le=1)] = 0.2
+    decay_ratio: PositiveFraction = 0.2
     """warmup_stable_decay: fraction of all steps, at the end, in which the learning rate decays."""
     decay_shape: Literal["linear", "cosine", "one_minus_sqrt"] = "linear"
     """warmup_stable_decay: shape of the decay."""
@@ -205,11 +213,11 @@ class Schedule(Section):
     """cosine_restarts and cyclic: number of cycles."""
     step_size_steps: PositiveInt | None = Field(default=None, examples=[1000])
     """step: number of steps between two drops. Default: a third of all steps."""
-    gamma: Annotated[float, Field(gt=0, le=1)] = 0.1
+    gamma: PositiveFraction = 0.1
     """step: factor of each drop. exponential: fraction of the peak at the last step."""
     power: PositiveFloat = 1.0
     """polynomial: exponent of the decay."""
-    initial_lr_ratio: Annotated[float, Field(gt=0, le=1)] = 0.04
+    initial_lr_ratio: PositiveFraction = 0.04
     """one_cycle: start of the curve, as a fraction of the peak. cyclic: low point of a cycle, as a fraction of the
     peak.
     """

@@ -30,6 +30,7 @@ from accel_train.recipe.schedule import Schedule
 from accel_train.recipe.tasks import DEFAULT_TASK, data_section, tasks_with
 from accel_train.recipe.values import (
     Auto,
+    FractionBelow1,
     Length,
     NonNegativeFloat,
     NonNegativeInt,
@@ -37,6 +38,7 @@ from accel_train.recipe.values import (
     Origin,
     Place,
     PositiveFloat,
+    PositiveFraction,
     PositiveInt,
     Section,
     Seed,
@@ -48,7 +50,7 @@ class LoRA(Section):
     """Rank of the two small matrices that are trained in place of each target's weights."""
     alpha: PositiveFloat = 16.0
     """Scale of the adapters: their product is multiplied by alpha / rank."""
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    dropout: FractionBelow1 = 0.0
     """Dropout probability of the adapters' input."""
     target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
     """Names (or ends of names) of the modules to adapt. all-linear: every linear layer except the head and routers."""
@@ -112,15 +114,13 @@ class Model(Section):
                 settings=("model.pretrained", "model.config"),
             )
         if self.config is not None and "model_type" not in self.config:
-            raise SettingError(
-                "model.config needs a model_type, for example {model_type: gpt2, n_layer: 4}",
-                settings=("model.config",),
-            )
+            problem = "model.config needs a model_type, for example {model_type: gpt2, n_layer: 4}"
+            raise SettingError(problem, settings=("model.config",))
         return self
 
 
 class Loss(Section):
-    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    label_smoothing: FractionBelow1 = 0.0
     """Share of the training target that is spread equally over all classes (tokens) (Szegedy et al. 2016). Evaluation
     does not use it.
     """
@@ -160,7 +160,7 @@ class Batch(Section):
     """
     gradient_accumulation_steps: Auto | PositiveInt = "auto"
     """Number of micro-batches per process and step. auto: derived from the other two settings."""
-    memory_headroom: Annotated[float, Field(ge=0, lt=1)] = 0.1
+    memory_headroom: FractionBelow1 = 0.1
     """Share of the device's memory that the search for the largest micro-batch leaves free."""
     per_device_eval_batch_size: Auto | PositiveInt = "auto"
     """Number of samples per evaluation forward of one process. auto: twice the training size."""
@@ -272,7 +272,7 @@ class Guard(Section):
     """Number of additional steps to skip after a rollback, half before the bad steps and half after. auto: 200, but at
     most a tenth of an epoch and a fiftieth of the run.
     """
-    lowered_learning_rate: Annotated[float, Field(gt=0, le=1)] = 0.5
+    lowered_learning_rate: PositiveFraction = 0.5
     """Factor of the learning rate after a second rollback in the same region."""
     lowered_steps: PositiveInt = 1000
     """Number of steps for which lowered_learning_rate applies."""
@@ -431,7 +431,7 @@ class Recipe(Section):
         return section.model_validate(given) if type(value) is not section else value
 
     @model_validator(mode="after")
-    def paths_are_written_out(self) -> "Recipe":
+    def settings_fit_each_other(self) -> "Recipe":
         for name, path in (("output_dir", self.output_dir), ("data.cache_dir", self.data.cache_dir)):
             if path is not None and (problem := path_problem(path)) is not None:
                 raise SettingError(f"{name} {problem}", settings=(name,))
@@ -446,10 +446,6 @@ class Recipe(Section):
             if isinstance(value, str) and has_variable(value) and not os.path.exists(value):
                 problem = "a shell variable is not replaced here: write the path"
                 raise SettingError(problem, at=f"{name}={value}", settings=(name,))
-        return self
-
-    @model_validator(mode="after")
-    def labels_fit_the_problem_type(self) -> "Recipe":
         kind = self.model.problem_type
         if getattr(self.data, "label_columns", None) and kind not in ("auto", "multi_label"):
             raise SettingError(
@@ -458,10 +454,6 @@ class Recipe(Section):
                 at=f"model.problem_type={kind}",
                 settings=("model.problem_type", "data.label_columns"),
             )
-        return self
-
-    @model_validator(mode="after")
-    def schedule_free_has_no_schedule(self) -> "Recipe":
         section, name = self.schedule, "type"
         remedy, other = "set schedule.type to constant", "schedule.type"
         if section.type == "constant":

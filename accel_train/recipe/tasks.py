@@ -4,14 +4,14 @@ import importlib
 import textwrap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from accel_train.core.errors import SettingError, check_packages, setting_error
 from accel_train.core.format import did_you_mean
 from accel_train.core.metric_names import OF_EVERY_EVALUATION
 from accel_train.recipe.data import Data, OwnData
-from accel_train.recipe.values import Section
+from accel_train.recipe.values import Section, value_of
 from accel_train.recipe.yaml_core import show
 
 if TYPE_CHECKING:
@@ -212,15 +212,10 @@ def check_extra(recipe: "Recipe", spec: TaskSpec) -> None:
     """
     remedy = ""
     if spec.extra_is_for:
-        if setting_of(recipe, spec.extra_is_for) == 0 or not (recipe.data.eval or recipe.data.eval_fraction):
+        if value_of(recipe, spec.extra_is_for) == 0 or not (recipe.data.eval or recipe.data.eval_fraction):
             return
         remedy = f", or set {spec.extra_is_for} to 0"
     check_packages(spec.packages, spec.extra, f"task={recipe.task}", remedy)
-
-
-def setting_of(recipe: "Recipe", name: str) -> Any:
-    """Return the value of a setting by its dotted name."""
-    return reduce(getattr, name.split("."), recipe)
 
 
 def refuse_unused(recipe: "Recipe", spec: TaskSpec) -> None:
@@ -260,7 +255,7 @@ def refuse_unread(recipe: "Recipe", reasons: Mapping[str, str]) -> None:
 def _as_set(recipe: "Recipe", name: str) -> str:
     """Return a setting as its user wrote it, and where."""
     origin = recipe.origin(name)
-    return f"{name}={show(setting_of(recipe, name))}" + (f" ({origin})" if origin.kind != "default" else "")
+    return f"{name}={show(value_of(recipe, name))}" + (f" ({origin})" if origin.kind != "default" else "")
 
 
 def _is_asked(recipe: "Recipe", name: str) -> bool:

@@ -21,6 +21,8 @@ Length = Annotated[float, Field(gt=0, le=LARGEST_COUNT, allow_inf_nan=False)]
 """Length in seconds or epochs."""
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+PositiveFraction = Annotated[float, Field(gt=0, le=1)]
+FractionBelow1 = Annotated[float, Field(ge=0, lt=1)]
 Auto = Literal["auto"]
 Place = Annotated[str, AfterValidator(os.path.expanduser)]
 """A path, or a name on the hub. `~` is the home folder."""
@@ -75,3 +77,12 @@ class Section(BaseModel):
         A training refuses them unless they are defaults. The recipe of a finished run may have them.
         """
         return {}
+
+
+def value_of(section: Section, name: str) -> Any:
+    """Return the value of a setting or section by its dotted name."""
+    value: Any = section
+    for field in name.split("."):
+        # Sections inside the `data` of a custom task are mappings until the task reads them.
+        value = value.get(field) if isinstance(value, Mapping) else getattr(value, field)
+    return value

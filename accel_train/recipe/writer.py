@@ -10,9 +10,9 @@ from pydantic.fields import FieldInfo
 from accel_train.core.redaction import redact
 from accel_train.core.state import Choice
 from accel_train.core.terminal import paint, printable
-from accel_train.recipe.names import recipe_names, value_of
+from accel_train.recipe.names import recipe_names
 from accel_train.recipe.schema import Recipe
-from accel_train.recipe.values import Section
+from accel_train.recipe.values import Section, value_of
 from accel_train.recipe.yaml_core import one_line
 
 SettingLine = tuple[int, str, str, str]

@@ -6,7 +6,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 
 from accel_train.checkpoint.base import base_problem, digests_of_base, left_out
@@ -23,12 +22,12 @@ from accel_train.checkpoint.health import Health
 from accel_train.checkpoint.rollback_log import apply_rollbacks
 from accel_train.checkpoint.saver import Saver
 from accel_train.checkpoint.store import read_trainer
-from accel_train.core.state import Choice, Requests, TrainState
+from accel_train.core.errors import first_line
+from accel_train.core.state import Choice, Choices, Requests, TrainState
 from accel_train.data.cache import DigestCheck
 from accel_train.engine.batch_search import BatchCache, Trials, fit_micro_batch
 from accel_train.engine.resolve import change_model, makes_new_models
 from accel_train.engine.run import Calendar, ModelFacts, RunContext, RunPlan, make_guard
-from accel_train.engine.run import Extensions as Extensions
 from accel_train.engine.save import restore
 from accel_train.model.batch_norm import RunningStatistics, sync_batch_norms
 from accel_train.model.compile import GraphCount, compile_module
@@ -44,6 +43,7 @@ from accel_train.parallel.building import Builders, Unread, empty_until_restored
 from accel_train.parallel.compatibility import check_compatibility
 from accel_train.parallel.sequence_parallel import attend_over_slices
 from accel_train.parallel.strategy import Strategy
+from accel_train.recipe.optimizer import Groups
 from accel_train.runtime.consistency import check_choices
 from accel_train.runtime.memory import PeakMemory
 from accel_train.runtime.process_group import concluded, first_problem, on_main
@@ -51,7 +51,6 @@ from accel_train.runtime.signals import StopRequest
 from accel_train.runtime.watchdog import Watchdog
 from accel_train.training.output import device_peak
 
-Choices = dict[str, Choice[Any]]
 LOADED = "pretrained weights"
 """Choice of how the weights of `model.pretrained` are loaded."""
 
@@ -60,7 +59,7 @@ def build_run(plan: RunPlan, strategy: Strategy, stop: StopRequest, watchdog: Wa
     """Build and wrap the model, restore the checkpoint, and return the run."""
     recipe, accelerator = plan.recipe, strategy.accelerator
     inner, plan, batch_cache, digests = build_model(plan, strategy)
-    base, graphs = check_base(plan, strategy.accelerator, inner, digests), GraphCount()
+    base, graphs = check_base(plan, inner, digests), GraphCount()
     plan = wrap_model(plan, strategy, inner, graphs)
     check_choices(plan.choices, accelerator.num_processes)
     own_rates = plan.extensions.group_learning_rates
@@ -98,7 +97,7 @@ def build_run(plan: RunPlan, strategy: Strategy, stop: StopRequest, watchdog: Wa
     )
 
 
-def settings_of(plan: RunPlan, own_groups: Sequence[Mapping[str, Any]] | None = None) -> Settings:
+def settings_of(plan: RunPlan, own_groups: Groups | None = None) -> Settings:
     """Return the settings that training depends on. It also works before the model is built."""
     return training_settings(
         plan.recipe, {"optimizer.learning_rate": plan.rate, **plan.choices}, plan.data.inputs, own_groups
@@ -119,7 +118,11 @@ def build_model(plan: RunPlan, strategy: Strategy) -> tuple[TrainingModule, RunP
     Also return the digests of the frozen base weights that `model.pretrained` has and checkpoints leave out. On a
     resume, all processes that load these weights have the digests. At a start, only the main process has them.
     """
-    recipe, task, data = plan.recipe, plan.task, plan.data
+    recipe, task, data, accelerator = plan.recipe, plan.task, plan.data, strategy.accelerator
+    kept, precision, device = plan.choices.get("model.frozen_dtype"), accelerator.mixed_precision, accelerator.device
+    is_nf4 = kept is not None and kept.value == "nf4"
+    resumed, is_pretrained = plan.resume_point.path, recipe.model.pretrained is not None
+    takes_digests = is_pretrained and (resumed or accelerator.is_main_process)
     choices: Choices = {}
     frozen: set[str] = set()
     base: dict[str, str] = {}
@@ -132,7 +135,7 @@ def build_model(plan: RunPlan, strategy: Strategy) -> tuple[TrainingModule, RunP
         frozen.update(names)
         if has_values and takes_digests:
             base.update(digests_of_base(model, frozen))
-        choices.update(keep_frozen(model, frozen, kept, precision, accelerator.device))
+        choices.update(keep_frozen(model, frozen, kept, precision, device))
         return model
 
     def build_empty() -> nn.Module:
@@ -152,7 +155,7 @@ def build_model(plan: RunPlan, strategy: Strategy) -> tuple[TrainingModule, RunP
             return empty_until_restored(partial(build, has_values=False), resumed)
 
     def build_unread() -> Unread | None:
-        if recipe.model.pretrained is None or not plan.extensions.materialize or (resumed and not left_out(resumed)):
+        if not is_pretrained or not plan.extensions.materialize or (resumed and not left_out(resumed)):
             return None
         generator, found, sources, problem = torch.get_rng_state(), None, dict[str, FileTensor](), ""
         if not makes_new_models(task):
@@ -166,7 +169,7 @@ def build_model(plan: RunPlan, strategy: Strategy) -> tuple[TrainingModule, RunP
                     sources = stand_ins.take_out(found.model, empty.all_tied_weights_keys)
             # A full build reports the errors of the recipe.
             except Exception as error:
-                problem = str(error).partition("\n")[0] or type(error).__name__
+                problem = first_line(error)
         versions = sorted({each.version for each in sources.values()})
         own = problem, versions, {name: each.shape for name, each in sources.items()}
         problem, same_files, same_weights = concluded(own, _compare_sources)
@@ -184,31 +187,24 @@ def build_model(plan: RunPlan, strategy: Strategy) -> tuple[TrainingModule, RunP
         # The main process sends packed layers to the others.
         has_values = not strategy.builds_empty or accelerator.is_main_process
         read = partial(read_layer, unread, has_values=has_values) if is_nf4 else None
-        device, stays = accelerator.device, not strategy.builds_empty
-        count = len(sources)
+        count, stays = len(sources), not strategy.builds_empty
         choices.update(keep_frozen(found.model, frozen, kept, precision, device, read, stays=stays))
         choices[LOADED] = describe(unread, count, is_sharded=strategy.builds_empty)
         return unread
 
-    accelerator = strategy.accelerator
-    kept, precision = plan.choices.get("model.frozen_dtype"), accelerator.mixed_precision
-    is_nf4 = kept is not None and kept.value == "nf4"
-    resumed = plan.resume_point.path
-    takes_digests = recipe.model.pretrained is not None and (resumed or strategy.accelerator.is_main_process)
     torch.manual_seed(recipe.seed)
     model = strategy.build(Builders(build, build_empty, build_restored, build_unread))
     if strategy.whole_because:
-        choices["initial weights"] = Choice(
-            "whole", f"each process makes all of them, because {strategy.whole_because}"
-        )
+        reason = f"each process makes all of them, because {strategy.whole_because}"
+        choices["initial weights"] = Choice("whole", reason)
     packed(split_state(model)[1])  # refuses extra state that no checkpoint can keep
-    inner = TrainingModule(model, task, frozenset(frozen if recipe.model.pretrained is not None else ()))
-    if strategy.accelerator.mixed_precision == "fp8":
+    inner = TrainingModule(model, task, frozenset(frozen if is_pretrained else ()))
+    if precision == "fp8":
         choices["precision.float8"] = convert_to_float8(inner.model)
-    trials = Trials(recipe, data, inner, strategy.accelerator)
+    trials = Trials(recipe, data, inner, accelerator)
     sizes, fitted, batch_cache = fit_micro_batch(trials, plan.sizes, is_empty=strategy.builds_empty)
     check_compatibility(recipe, task, precision, sizes.gradient_accumulation_steps)
-    attend_over_slices(strategy.accelerator, inner.model)
+    attend_over_slices(accelerator, inner.model)
     batch = Choice(sizes.global_batch_size, sizes.reason)
     choices |= {**fitted, "batch": batch, "optimizer.learning_rate": plan.rate}
     return inner, replace(plan, sizes=sizes).with_choices(choices), batch_cache, base
@@ -233,9 +229,7 @@ def _compare_sources(everywhere: list[tuple[str, Any, Any]]) -> tuple[str, bool,
     return first_problem(problems), same_files, same_weights
 
 
-def check_base(
-    plan: RunPlan, accelerator: Accelerator, inner: TrainingModule, digests: dict[str, str]
-) -> Mapping[str, str]:
+def check_base(plan: RunPlan, inner: TrainingModule, digests: dict[str, str]) -> Mapping[str, str]:
     """Return the digests of the weights that the run's checkpoints leave out, after checking the base of a resume.
 
     If the run resumes from a checkpoint of all weights, nothing is left out: weights that are frozen now were trained
@@ -247,9 +241,8 @@ def check_base(
     path = plan.resume_point.path
     if path is None:
         return digests
-    has_loaded = bool(digests) or not inner.base
-    problem = base_problem(path, digests) if has_loaded else ""
-    if problem := concluded(problem, first_problem):
+    has_loaded = digests or not inner.base
+    if problem := concluded(base_problem(path, digests) if has_loaded else "", first_problem):
         raise ValueError(problem)
     if not left_out(path):
         inner.base = frozenset()
@@ -259,14 +252,15 @@ def check_base(
 
 def wrap_model(plan: RunPlan, strategy: Strategy, inner: TrainingModule, graphs: GraphCount) -> RunPlan:
     """Compile and wrap the training module, and make its optimizer and its averaged weights."""
-    recipe, extensions, device = plan.recipe, plan.extensions, strategy.accelerator.device
+    recipe, extensions, accelerator = plan.recipe, plan.extensions, strategy.accelerator
     choices: Choices = compile_module(inner, recipe.precision, graphs, lengths_vary=plan.data.lengths_vary)
-    if recipe.parallel.sync_batch_norm and strategy.accelerator.num_processes > 1:
+    if recipe.parallel.sync_batch_norm and accelerator.num_processes > 1:
         reason = f"the statistics of {sync_batch_norms(inner.model)} batch norms are over all processes"
         choices["parallel.sync_batch_norm"] = Choice(True, reason)
     for name, value in extensions.ddp.items():
-        setattr(strategy.accelerator.ddp_handler, name, value)
-    make_optimizer = extensions.build_optimizer or (lambda model: build_optimizer(model, recipe.optimizer, device))
+        setattr(accelerator.ddp_handler, name, value)
+    own = extensions.build_optimizer
+    make_optimizer = own or (lambda model: build_optimizer(model, recipe.optimizer, accelerator.device))
     wrapped = strategy.wrap(
         inner,
         lambda model: name_parameters(make_optimizer(model), model),
@@ -274,10 +268,7 @@ def wrap_model(plan: RunPlan, strategy: Strategy, inner: TrainingModule, graphs:
     )
     if wrapped is not None:
         choices["parallel.wrapped"] = wrapped
-    if (
-        extensions.build_optimizer is None
-        and (chosen := describe_optimizer(strategy.optimizer, recipe.optimizer.name)) is not None
-    ):
+    if own is None and (chosen := describe_optimizer(strategy.optimizer, recipe.optimizer.name)) is not None:
         choices["optimizer"] = chosen
     strategy.make_average(recipe.optimizer.ema_decay)
     return plan.with_choices(choices)
@@ -286,9 +277,8 @@ def wrap_model(plan: RunPlan, strategy: Strategy, inner: TrainingModule, graphs:
 def restore_state(plan: RunPlan, strategy: Strategy, settings: Settings) -> tuple[TrainState, list[Change]]:
     """Restore the checkpoint of the resume point, if any; return its counters and the settings changed since."""
     point, state, changes = plan.resume_point, TrainState(), list[Change]()
-    if point.path is not None:
-        state = restore(strategy, point.path, plan.recipe.optimizer.name)
-        path = point.path
+    if (path := point.path) is not None:
+        state = restore(strategy, path, plan.recipe.optimizer.name)
         # All processes use the main process's changes. They decide whether the run has finished and what is best.
         changes = on_main(lambda: setting_changes(read_trainer(path), settings, plan.recipe))
         # A program's own evaluation reads other data than the fingerprint's.

@@ -6,6 +6,7 @@ import io
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from accel_train.core.errors import DataError, Preempted
 from accel_train.core.json_io import json_digest, json_text, read_json, to_json
 from accel_train.core.ownership import replacing, write_file
 from accel_train.core.redaction import redact, redact_text
+from accel_train.core.state import JsonRecord
 from accel_train.core.terminal import print_line
 from accel_train.core.work import working
 from accel_train.engine.evaluation import evaluation_mode
@@ -48,10 +50,8 @@ from accel_train.training.model_selection import evaluate_at_end, load_best
 
 MAX_TRIED = 256
 """Samples that are predicted once more, evenly spaced: seconds, whatever the size of the evaluation data."""
-SHOWN_OF_MASKS = 3
-"""Divisor of `evaluate.num_examples` for masks, which take three pictures each."""
-SHOWN_OF_BOXES = 2
-"""Divisor of `evaluate.num_examples` for boxes, which take two pictures each: truth and prediction."""
+PICTURES = {"label": 1, "mask": 3, "boxes": 2}
+"""Pictures that an example takes, by the kind of its prediction. `evaluate.num_examples` is divided by it."""
 LEAST_SCORE = 0.3
 """Least score of a predicted box in a picture, if the evaluation found no better one."""
 MAX_CHARACTERS = 400
@@ -59,7 +59,7 @@ EDGE = 160
 _NO_CLASS = 255
 
 
-def finish_run(run: RunContext) -> tuple[dict[str, Any], nn.Module]:
+def finish_run(run: RunContext) -> tuple[JsonRecord, nn.Module]:
     """Evaluate on all samples, restore the best weights if the recipe says so, and write `model/`, summary.json and
     report.html.
 
@@ -83,7 +83,7 @@ def finish_run(run: RunContext) -> tuple[dict[str, Any], nn.Module]:
         message = f"asked to stop: all {run.state.step} steps are saved, but the last evaluation is not done"
         run.observer.on_event("preempted", run.state.step, message)
         raise Preempted(f"{message}; run the same command again to evaluate")
-    summary: dict[str, Any] = {}
+    summary: JsonRecord = {}
     with run.strategy.averaged():
         refuse_nonfinite_model(run)
         model = _kept_model(run)
@@ -110,7 +110,7 @@ def finish_run(run: RunContext) -> tuple[dict[str, Any], nn.Module]:
     return summary, model
 
 
-def finished_before(plan: RunPlan) -> dict[str, Any] | None:
+def finished_before(plan: RunPlan) -> JsonRecord | None:
     """Return the contents of summary.json if this run has finished in this folder with the same recipe; else None."""
     point, folder = plan.resume_point, plan.output_dir
     # The Trainer's callbacks and a program's observers expect a run.
@@ -138,7 +138,7 @@ def _digest_of_recipe(recipe: Recipe) -> str:
     return json_digest(to_json(recipe.model_dump(exclude=how, exclude_defaults=True)))
 
 
-def report_finished(run: RunContext, summary: Mapping[str, Any]) -> nn.Module:
+def report_finished(run: RunContext, summary: JsonRecord) -> nn.Module:
     """Print one line about a run that has finished before; return the model with the weights that are in `model/`."""
     step = run.state.step
     run.state.best_step = summary.get("best_step")  # the evaluation at the end came after the last checkpoint
@@ -152,18 +152,14 @@ def report_finished(run: RunContext, summary: Mapping[str, Any]) -> nn.Module:
     value = (summary.get("eval") or {}).get(metric)
     score = f" ({metric.replace('_', ' ')} {value:.4g})" if isinstance(value, float) else ""
     if run.accelerator.is_main_process:
-        if _lacks_report(run.plan.output_dir):
+        report, written = run.plan.output_dir / "report.html", run.plan.output_dir / SUMMARY_FILE
+        # A kill may have come between the summary and the report.
+        if not report.exists() or report.stat().st_mtime_ns < written.stat().st_mtime_ns:
             with warned(run, "report.html is not written"):
                 write_report([run.plan.output_dir])
         print_line(f"{run.plan.output_dir}: finished at step {step}{score}; {result}")
     wait_for_all()  # one that ends early would count as lost
     return model
-
-
-def _lacks_report(folder: Path) -> bool:
-    """Return whether a kill came between the summary and the report."""
-    report = folder / "report.html"
-    return not report.exists() or report.stat().st_mtime_ns < (folder / SUMMARY_FILE).stat().st_mtime_ns
 
 
 def _kept_model(run: RunContext) -> nn.Module:
@@ -221,7 +217,7 @@ def is_narrowed(run: RunContext) -> bool:
     return kept is not None and kept.value != "fp32"
 
 
-def sample_of(run: RunContext, model: nn.Module) -> dict[str, Any] | None:
+def sample_of(run: RunContext, model: nn.Module) -> JsonRecord | None:
     """Return the task's sample, made on the device where the model is there."""
     plan, strategy = run.plan, run.strategy
     if strategy.is_replicated and is_narrowed(run):
@@ -251,7 +247,7 @@ def save_model(run: RunContext, model: nn.Module) -> None:
         plan.task.save(model, plan.data, staging)
 
 
-def summarise(run: RunContext, model: nn.Module) -> dict[str, Any]:
+def summarise(run: RunContext, model: nn.Module) -> JsonRecord:
     """Return what summary.json holds; plain JSON values."""
     plan, state, seconds = run.plan, run.state, max(run.observer.train_seconds, 1e-9)
     baselines = {f"untrained_{name}": value for name, value in state.untrained.items()}
@@ -287,7 +283,7 @@ def summarise(run: RunContext, model: nn.Module) -> dict[str, Any]:
     }
 
 
-def describe_defeat(run: RunContext, baselines: Mapping[str, float]) -> dict[str, Any] | None:
+def describe_defeat(run: RunContext, baselines: Mapping[str, float]) -> JsonRecord | None:
     """Return which baseline the model does not beat, in a sentence, and the likely causes; None where it beats all."""
     plan, state = run.plan, run.state
     section = plan.recipe.evaluate
@@ -307,7 +303,7 @@ def describe_defeat(run: RunContext, baselines: Mapping[str, float]) -> dict[str
     return {"sentence": str(found), "causes": causes}
 
 
-def _note_end(run: RunContext, summary: dict[str, Any], report: Path | str) -> None:
+def _note_end(run: RunContext, summary: JsonRecord, report: Path | str) -> None:
     """Print the end of a run: a sample, the numbers, and where everything lies."""
     note, verbose = run.observer.note, run.plan.extensions.verbose
     section = run.plan.recipe.evaluate
@@ -338,7 +334,19 @@ def _note_end(run: RunContext, summary: dict[str, Any], report: Path | str) -> N
     note(f"weights: {run.plan.output_dir / 'model'}\nreport:  {report}")
 
 
-def examples_of(run: RunContext, model: nn.Module) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Predicted:
+    """A sample and its prediction: a class, a class per pixel, or a class and corners in pixels per box."""
+
+    index: int
+    truth: Any
+    guess: Any
+    wrong: float = 0
+    """1 if the class is wrong, or the share of wrong pixels."""
+    confidence: float = 0.0
+
+
+def examples_of(run: RunContext, model: nn.Module) -> JsonRecord:
     """Return samples with truth and prediction, as plain JSON values; empty where the task predicts no class.
 
     `kind` is "label" (a class per sample), "mask" (a class per pixel) or "boxes". `tried` is the number of predicted
@@ -352,7 +360,7 @@ def examples_of(run: RunContext, model: nn.Module) -> dict[str, Any]:
         return {}
     number = len(data.eval)  # type: ignore[arg-type]
     indices = np.unique(np.linspace(0, number - 1, min(number, MAX_TRIED)).astype(int)).tolist()
-    found: list[dict[str, Any]] = []
+    kind, found = "label", list[_Predicted]()
     detection = run.evaluation.details.get("details", {}).get("detection", {})
     least = (detection.get("best_f1") or {}).get("score", LEAST_SCORE)
     with evaluation_mode(model), run.accelerator.autocast():
@@ -364,63 +372,67 @@ def examples_of(run: RunContext, model: nn.Module) -> dict[str, Any]:
             batch = {name: value.to(device) for name, value in batch.items()}
             predicted = plan.task.predict_batch(model, batch)
             if "found" in predicted and source.sets.eval.boxes is not None:
-                rows = predicted["found"].cpu().numpy()
-                found += [_of_boxes(each, row, source, least) for each, row in zip(here, rows)]
-                continue
-            if "labels" not in batch or not predicted.keys() & {"label", "mask"}:
+                kind, of_batch = "boxes", _of_boxes(here, predicted["found"], source, least)
+            elif "labels" in batch and "label" in predicted:
+                of_batch = _of_labels(here, batch["labels"], predicted)
+            elif "labels" in batch and "mask" in predicted:
+                kind, of_batch = "mask", _of_masks(here, batch["labels"], predicted)
+            else:
                 return {}
-            found += _of_labels(here, batch, predicted) if "label" in predicted else _of_masks(here, batch, predicted)
-    if found and "boxes" in found[0]:
-        shown = [_with_boxes(each, source) for each in found[:: max(1, len(found) // -(-most // SHOWN_OF_BOXES))]]
-        facts = {"kind": "boxes", "tried": len(found), "wrong": 0, "least_score": least}
-        return {**facts, "examples": shown[: -(-most // SHOWN_OF_BOXES)]}
-    kind = "mask" if found and "mask" in found[0] else "label"
-    wrong = sorted((each for each in found if each["wrong"]), key=lambda each: -each["confidence"])
-    most = most if kind == "label" else -(-most // SHOWN_OF_MASKS)
-    shown = [_shown(each, source.shown(each["index"]), source.label_names) for each in wrong[:most]]
-    facts = {"kind": kind, "tried": len(found), "wrong": sum(each["wrong"] for each in found), "examples": shown}
-    return facts if kind == "label" else {**facts, "colours": _colours(wrong[:most], source.label_names)}
+            found += of_batch
+    most = -(-most // PICTURES[kind])
+    shown = sorted((each for each in found if each.wrong), key=lambda each: -each.confidence)[:most]
+    facts = {"kind": kind, "tried": len(found), "wrong": sum(each.wrong for each in found)}
+    if kind == "boxes":
+        facts["least_score"] = least
+        shown = found[:: max(1, len(found) // most)][:most]
+    facts["examples"] = [_shown(each, kind, source) for each in shown]
+    return facts if kind != "mask" else {**facts, "colours": _colours(shown, source.label_names)}
 
 
-def _of_labels(
-    indices: list[int], batch: Mapping[str, Tensor], predicted: Mapping[str, Tensor]
-) -> Iterator[dict[str, Any]]:
-    labels, guesses, scores = (
-        each.cpu().tolist() for each in (batch["labels"], predicted["label"], predicted["score"])
-    )
-    for index, truth, guess, score in zip(indices, labels, guesses, scores):
+def _of_labels(indices: list[int], labels: Tensor, predicted: Mapping[str, Tensor]) -> Iterator[_Predicted]:
+    columns = (each.cpu().tolist() for each in (labels, predicted["label"], predicted["score"]))
+    for index, truth, guess, score in zip(indices, *columns):
         if truth >= 0:
-            yield {"index": index, "wrong": int(truth != guess), "confidence": score, "truth": truth, "guess": guess}
+            yield _Predicted(index, truth, guess, int(truth != guess), score)
 
 
-def _of_masks(
-    indices: list[int], batch: Mapping[str, Tensor], predicted: Mapping[str, Tensor]
-) -> Iterator[dict[str, Any]]:
-    masks, labels = predicted["mask"].cpu().numpy(), batch["labels"].cpu().numpy()
+def _of_masks(indices: list[int], labels: Tensor, predicted: Mapping[str, Tensor]) -> Iterator[_Predicted]:
     sizes = zip(predicted["height"].tolist(), predicted["width"].tolist())
-    for index, mask, truth, (height, width) in zip(indices, masks, labels, sizes):
+    for index, mask, truth, (height, width) in zip(
+        indices, predicted["mask"].cpu().numpy(), labels.cpu().numpy(), sizes
+    ):
         mask, truth = mask[:height, :width], truth[:height, :width]
         known = (truth != _NO_CLASS) & (truth >= 0)
         share = float((mask != truth)[known].mean()) if known.any() else 0.0
-        yield {"index": index, "wrong": share, "confidence": share, "truth": truth, "mask": mask}
+        yield _Predicted(index, truth, mask, share, share)
 
 
-def _of_boxes(index: int, rows: NDArray[Any], source: Any, least_score: float) -> dict[str, Any]:
-    """Return the boxes of one image as (class, corners in pixels): the truth, and predictions (K, 6) with a score."""
-    truth = source.sets.eval.boxes_of(index)
-    edges = np.array([truth.width, truth.height] * 2)
-    sure = rows[rows[:, 0] >= np.float32(least_score)]
-    return {
-        "index": index,
-        "boxes": list(zip(sure[:, 1].astype(int).tolist(), (sure[:, 2:] * edges).tolist())),
-        "truth": list(zip(truth.class_ids.tolist(), truth.corners.tolist())),
-    }
+def _of_boxes(indices: list[int], found: Tensor, source: Any, least_score: float) -> Iterator[_Predicted]:
+    """Yield each image with its boxes as (class, corners). `found`: (N, K, 6), scores and classes before the edges."""
+    for index, rows in zip(indices, found.cpu().numpy()):
+        truth = source.sets.eval.boxes_of(index)
+        edges = np.array([truth.width, truth.height] * 2)
+        sure = rows[rows[:, 0] >= np.float32(least_score)]
+        guess = list(zip(sure[:, 1].astype(int).tolist(), (sure[:, 2:] * edges).tolist()))
+        yield _Predicted(index, list(zip(truth.class_ids.tolist(), truth.corners.tolist())), guess)
 
 
-def _with_boxes(found: dict[str, Any], source: Any) -> dict[str, Any]:
-    image, names = source.shown(found["index"])["image"].convert("RGB"), source.label_names
-    pictures = [_png(_framed(image, found[side], names)) for side in ("truth", "boxes")]
-    return {"images": pictures, "boxes": len(found["truth"]), "found": len(found["boxes"])}
+def _shown(found: _Predicted, kind: str, source: Any) -> JsonRecord:
+    sample, names = source.shown(found.index), source.label_names
+    sides = (found.truth, found.guess)
+    if kind == "boxes":
+        image = sample["image"].convert("RGB")
+        pictures = [_png(_framed(image, boxes, names)) for boxes in sides]
+        return {"images": pictures, "boxes": len(found.truth), "found": len(found.guess)}
+    if kind == "mask":
+        masks = (Image.fromarray(_hues()[mask.astype(np.uint8)]) for mask in sides)
+        return {"images": [_png(each) for each in (sample["image"].convert("RGB"), *masks)], "wrong": found.wrong}
+    shown = {"truth": names[found.truth], "prediction": names[found.guess], "score": found.confidence}
+    if "image" in sample:
+        return {**shown, "images": [_png(sample["image"].convert("RGB"))]}
+    text = sample["text"]
+    return {**shown, "text": text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]} ..."}
 
 
 def _framed(image: Image.Image, boxes: list[tuple[int, list[float]]], names: tuple[str, ...]) -> Image.Image:
@@ -436,30 +448,13 @@ def _framed(image: Image.Image, boxes: list[tuple[int, list[float]]], names: tup
     return picture
 
 
-def _shown(found: dict[str, Any], sample: Mapping[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    if "mask" in found:
-        pictures = [sample["image"].convert("RGB"), _coloured(found["truth"]), _coloured(found["mask"])]
-        return {"images": [_png(picture) for picture in pictures], "wrong": found["wrong"]}
-    shown: dict[str, Any] = {
-        "truth": names[found["truth"]],
-        "prediction": names[found["guess"]],
-        "score": found["confidence"],
-    }
-    if "image" in sample:
-        return {**shown, "images": [_png(sample["image"].convert("RGB"))]}
-    text = sample["text"]
-    return {**shown, "text": text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]} ..."}
-
-
-def _colours(found: list[dict[str, Any]], names: tuple[str, ...]) -> list[tuple[str, str]]:
+def _colours(found: list[_Predicted], names: tuple[str, ...]) -> list[tuple[str, str]]:
     """Return the name and the colour (`#rrggbb`) of each class in these masks."""
-    numbers = sorted(
-        {number for each in found for mask in ("truth", "mask") for number in np.unique(each[mask]).tolist()}
-    )
+    masks = [mask for each in found for mask in (each.truth, each.guess)]
     hues = _hues()
     return [
         (names[number] if 0 <= number < len(names) else "no class", f"#{hues[number].tobytes().hex()}")
-        for number in numbers
+        for number in sorted({number for mask in masks for number in np.unique(mask).tolist()})
     ]
 
 
@@ -468,10 +463,6 @@ def _hues() -> NDArray[np.uint8]:
     hues = np.random.default_rng(7).integers(40, 230, (256, 3), dtype=np.uint8)
     hues[0], hues[_NO_CLASS] = 0, 255
     return hues
-
-
-def _coloured(mask: NDArray[Any]) -> Image.Image:
-    return Image.fromarray(_hues()[mask.astype(np.uint8)])
 
 
 def _png(picture: Image.Image) -> str:

@@ -11,6 +11,7 @@ from accel_train.checkpoint.store import check, folder_of
 from accel_train.core.errors import RecipeError
 from accel_train.core.format import did_you_mean
 from accel_train.core.json_io import plain_metrics
+from accel_train.core.state import JsonRecord
 from accel_train.core.work import working
 from accel_train.engine.evaluation import EvaluationLeft, EvaluationReader, evaluate
 from accel_train.engine.run import RunContext
@@ -128,7 +129,7 @@ def load_best(run: RunContext) -> bool:
     return True
 
 
-def _task_scores(run: RunContext, whole: bool) -> tuple[dict[str, float], dict[str, Any]]:
+def _task_scores(run: RunContext, whole: bool) -> tuple[dict[str, float], JsonRecord]:
     if run.accelerator.num_processes > 1:
         run.statistics.share()
     plan, progress, batch_size = run.plan, run.evaluation, run.sizes.per_device_eval_batch_size

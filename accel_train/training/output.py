@@ -21,7 +21,7 @@ from accel_train.core.files import make_folders
 from accel_train.core.hardware import peak_flops
 from accel_train.core.ownership import write_file
 from accel_train.core.redaction import redact
-from accel_train.core.state import Choice, StepResult
+from accel_train.core.state import Choice, Choices, JsonRecord, StepResult
 from accel_train.core.work import working
 from accel_train.data.labels import class_notes
 from accel_train.engine.loader import Steps
@@ -175,9 +175,9 @@ def how_it_ended(error: BaseException, has_begun: bool) -> tuple[str, int]:
     return message_of(error), code
 
 
-def device_peak(device: torch.device, choices: Mapping[str, Choice[Any]]) -> tuple[float | None, Choice[str]]:
+def device_peak(device: torch.device, choices: Choices) -> tuple[float | None, Choice[str]]:
     """Return the FLOP/s of one device in the run's precision, and whether the run reports its MFU, with the reason."""
-    name, precision = device_name(device), choices["precision.mixed_precision"].value
+    name, precision = device_name(device), str(choices["precision.mixed_precision"].value)
     is_tf32 = "precision.tf32" in choices and choices["precision.tf32"].value
     # In fp8 some products stay in bf16, whose peak is the known measure.
     peak = peak_flops(name, {"no": "tf32" if is_tf32 else "fp32", "fp8": "bf16"}.get(precision, precision))
@@ -256,7 +256,7 @@ def note_changing_state(run: RunContext, names: Sequence[str], lost: Sequence[st
         )
 
 
-def notable_choices(run: RunContext) -> dict[str, Choice[Any]]:
+def notable_choices(run: RunContext) -> Choices:
     """Return the choices that warn, or that differ from what the recipe says, and so are always printed."""
     choices, recipe = run.plan.choices, run.plan.recipe
     names = {"gpus", "initial weights", "precision.float8", "model.lora", "launch", "no effect"}
@@ -321,7 +321,7 @@ def announce(run: RunContext, folder: RunFolder) -> None:
     layout = "" if plan.recipe.parallel.strategy == "ddp" else f", {plan.recipe.parallel.strategy}"
     how = f"{'fp32' if precision == 'no' else precision} on {where}{layout}"
     choices = {name: str(choice) for name, choice in plan.choices.items()}
-    facts: dict[str, Any] = {**launch_facts(), "choices": redact(choices)}
+    facts: JsonRecord = {**launch_facts(), "choices": redact(choices)}
     if point.path is None:
         what = f"starting a new run: {'; '.join(map(str, point.changes))};" if point.changes else "starting:"
         message = f"{what} {plan.max_steps} steps of {run.sizes.global_batch_size} samples"
@@ -392,7 +392,7 @@ class CompileWatch(Observer):
             num_files = max(0, count_files(self._folder) - self._num_files)
             found = f"cold: {num_files} new files of compiled code" if num_files else "warm: compiled code was cached"
             message = f"the first step took {seconds:.1f} s ({found}); {_graphs(num_new)}"
-            facts: dict[str, Any] = {
+            facts: JsonRecord = {
                 "first_step_seconds": round(seconds, 3),
                 "warm": not num_files,
                 "num_graphs": num_new,

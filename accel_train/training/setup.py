@@ -15,13 +15,12 @@ from accel_train.checkpoint.weight_files import check_pretrained
 from accel_train.core.errors import SettingError
 from accel_train.core.ownership import refuse_inputs_in
 from accel_train.core.redaction import remember_secrets
-from accel_train.core.state import Choice
+from accel_train.core.state import Choice, Choices
 from accel_train.data.batch_sizes import BatchSizes, resolve_batch
 from accel_train.data.digest import digest_of_code
 from accel_train.engine.loader import choose_reading
 from accel_train.engine.resolve import check_recipe, resolve_run
-from accel_train.engine.run import Extensions as Extensions
-from accel_train.engine.run import RunContext, RunPlan
+from accel_train.engine.run import Extensions, RunContext, RunPlan
 from accel_train.model.kernels.frozen import choose_frozen_dtype
 from accel_train.observe.goodput import LaunchClock
 from accel_train.optim.custom import try_custom
@@ -44,7 +43,7 @@ from accel_train.runtime.process_group import on_main, start_processes
 from accel_train.runtime.signals import StopRequest
 from accel_train.runtime.watchdog import Watchdog
 from accel_train.task import Task, read_data, with_data_of
-from accel_train.training.build import Choices, build_run, settings_of
+from accel_train.training.build import build_run, settings_of
 from accel_train.training.finish import finished_before
 from accel_train.training.model_selection import check_metric_name
 from accel_train.training.output import open_output

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from accel_train.core.errors import SettingError
 from accel_train.core.format import LARGEST_COUNT
+from accel_train.core.state import JsonRecord
 from accel_train.engine.run import RunContext
 from accel_train.recipe.loader import load_recipe, make_recipe
 from accel_train.recipe.schema import Recipe
@@ -35,7 +36,7 @@ class RunResult:
     """Result of a finished run."""
 
     output_dir: Path
-    summary: dict[str, Any]
+    summary: JsonRecord
     """Contents of summary.json: final metrics, totals, wall time, peak memory, throughput. Only on the main process."""
     model: nn.Module
     """Trained model with the weights of `model/`. If it is sharded, only on the main process."""
@@ -45,7 +46,7 @@ class RunResult:
         """Metrics of the last evaluation, on all evaluation data."""
         return dict(self.summary.get("eval", {}))
 
-    def predict(self, data: Any) -> list[dict[str, Any]]:
+    def predict(self, data: Any) -> list[JsonRecord]:
         """Return a row of predictions per sample of new data, as `accel-train predict` writes them.
 
         Args:

@@ -1,7 +1,6 @@
 """Frozen base weights stay out of checkpoints, and a resume needs the same ones."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,35 +9,40 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from accel_train import Recipe, train
+from accel_train import train
 from accel_train.checkpoint.base import digests_of_base
 from accel_train.checkpoint.verify import verify
 from accel_train.cli.main import main
 from accel_train.inference.export import export_run, load_exported
 from accel_train.training.setup import prepare_run
 from tests.support.comparisons import assert_same_bits, tensors
-from tests.support.runs import checkpoint, events, losses, recipe_dict, run, write_base, write_recipe_file
+from tests.support.runs import (
+    Capture,
+    Settings,
+    checkpoint,
+    events,
+    forget,
+    losses,
+    model_of,
+    run,
+    slow,
+    steps_of,
+    tiny_recipe,
+    write_base,
+    write_recipe_file,
+)
 
-LORA: dict[str, Any] = {"rank": 2}
-SAVES: dict[str, Any] = {"task": "causal-lm", "checkpoint": {"every_steps": 4, "keep": 9}}
+LORA: Settings = {"rank": 2}
+SAVES: Settings = {"task": "causal-lm", "checkpoint": {"every_steps": 4, "keep": 9}}
 
 
-def sections_in(folder: Path, **model: Any) -> dict[str, Any]:
+def sections_in(folder: Path, **model: Any) -> Settings:
     changes = {"config": None, "pretrained": str(folder / "base"), **(model or {"lora": LORA})}
     return {**SAVES, "output_dir": str(folder / "run"), "model": changes}
 
 
 def train_with(folder: Path, **sections: Any) -> Path:
-    return train(Recipe.model_validate(recipe_dict(folder, **sections))).output_dir
-
-
-def forget(trained: Path, first: int) -> None:
-    """As if the run had been killed before it saved this step."""
-    for path in (trained / "checkpoints").iterdir():
-        if path.name.startswith("step-") and int(path.name.removeprefix("step-")) >= first:
-            shutil.rmtree(path)
-    shutil.rmtree(trained / "model")
-    (trained / "summary.json").unlink()
+    return train(tiny_recipe(folder, **sections)).output_dir
 
 
 def flip_one_bit(base: Path, name: str) -> None:
@@ -57,22 +61,22 @@ def based(corpus: Path) -> Path:
 @pytest.mark.parametrize(
     "model", [{"lora": LORA}, {"freeze": ["*.wte.*", "*.h.0.*"]}], ids=["adapters", "frozen parts"]
 )
-def test_a_checkpoint_holds_what_is_trained_and_resumes_to_the_bit(based: Path, model: dict[str, Any]) -> None:
+def test_a_checkpoint_holds_what_is_trained_and_resumes_to_the_bit(based: Path, model: Settings) -> None:
     folder = train_with(based, **sections_in(based, **model))
-    stored = load_file(folder / "checkpoints" / "step-00000012" / "model.safetensors")
+    stored = tensors(folder, 12, "model")
     moments = tensors(folder, 12, "optimizer")
     assert {name.partition(".")[2] for name in moments} == stored.keys()
     assert not (folder / "checkpoints" / "step-00000012" / "config.json").exists()
-    before, ended = checkpoint(folder, 12), load_file(folder / "model" / "model.safetensors")
+    before, ended = checkpoint(folder, 12), model_of(folder)
     forget(folder, 8)
     train_with(based, **sections_in(based, **model))
-    assert [event["step"] for event in events(folder, "resume")] == [4]
+    assert steps_of(folder, "resume") == [4]
     assert_same_bits(checkpoint(folder, 12), before)
-    assert_same_bits(load_file(folder / "model" / "model.safetensors"), ended)
+    assert_same_bits(model_of(folder), ended)
     assert verify(folder).newest == folder / "checkpoints" / "step-00000012"
 
 
-def test_a_base_with_one_flipped_bit_is_refused_by_name(based: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_base_with_one_flipped_bit_is_refused_by_name(based: Path, capsys: Capture) -> None:
     folder = train_with(based, **sections_in(based))
     forget(folder, 8)
     flip_one_bit(based / "base", "transformer.h.1.mlp.c_fc.weight")
@@ -115,7 +119,7 @@ def test_other_frozen_weights_are_refused_even_where_changes_are_accepted(based:
     sections = sections_in(based, freeze=["*.h.*"])
     sections["checkpoint"] = {**sections["checkpoint"], "accept_changes": True}
     with pytest.raises(ValueError, match=r"model\.freeze.*") as refused:
-        prepare_run(Recipe.model_validate(recipe_dict(based, **sections)))
+        prepare_run(tiny_recipe(based, **sections))
     assert "transformer.h.1.attn.c_attn.bias (of 12)" in str(refused.value)
 
 
@@ -130,12 +134,12 @@ def test_random_weights_stay_in_the_checkpoint_though_frozen(corpus: Path) -> No
 def test_weights_that_the_task_freezes_itself_stay_in_the_checkpoint(based: Path) -> None:
     sections = {**sections_in(based), "task": "tests.support.tasks.frozen:TeacherTask"}
     folder = train_with(based, **sections)
-    stored = load_file(folder / "checkpoints" / "step-00000012" / "model.safetensors")
+    stored = tensors(folder, 12, "model")
     assert [name for name in stored if "lora_" not in name] == ["teacher.weight"]
 
 
-@pytest.mark.parametrize("merge", [pytest.param(True, marks=pytest.mark.slow), False])
-def test_a_resumed_run_is_exported_and_evaluated(based: Path, merge: bool, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("merge", [slow(True), False])
+def test_a_resumed_run_is_exported_and_evaluated(based: Path, merge: bool, capsys: Capture) -> None:
     sections = sections_in(based, lora={**LORA, "merge": merge})
     folder = train_with(based, **sections)
     forget(folder, 8)
@@ -175,7 +179,7 @@ def test_checkpoints_without_a_base_resume_on_any_number_of_processes(
     before = losses(folder)
     forget(folder, 8)
     run(path, processes=layouts[1])
-    assert [event["step"] for event in events(folder, "resume")] == [4]
+    assert steps_of(folder, "resume") == [4]
     assert losses(folder) == pytest.approx(before, rel=1e-6)
     assert all("lora_" in name for name in tensors(folder, 12, "model"))
 

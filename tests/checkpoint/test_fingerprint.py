@@ -20,7 +20,18 @@ from accel_train.checkpoint.rollback_log import ROLLBACKS
 from accel_train.checkpoint.store import facts_of
 from accel_train.cli.main import main
 from accel_train.core.errors import CheckpointError
-from tests.support.runs import answers, checkpoint, events, losses, metrics, recipe_dict, write_corpus
+from tests.support.runs import (
+    Capture,
+    answers,
+    checkpoint,
+    events,
+    forget,
+    losses,
+    metrics,
+    recipe_dict,
+    tiny_recipe,
+    write_corpus,
+)
 
 RUN = {"task": "causal-lm", "schedule": {"max_steps": 4}, "model": {"pad_vocab_to_multiple_of": 8}}
 
@@ -48,26 +59,25 @@ def line_of(folder: Path, setting: str) -> str:
     return f"{folder / 'recipe.yaml'}:{1 + next(i for i, line in enumerate(lines) if f'{setting}:' in line)}"
 
 
-def refused(folder: Path, capsys: pytest.CaptureFixture[str], *flags: str) -> list[str]:
+def refused(folder: Path, capsys: Capture, *flags: str) -> list[str]:
     capsys.readouterr()
     assert main(["run", str(folder / "recipe.yaml"), *flags]) == 2
     return [line.removeprefix("error: ").strip() for line in capsys.readouterr().err.splitlines() if "error: " in line]
 
 
-def test_the_first_line_of_a_resume_says_how_many_steps_its_loss_is_the_mean_of(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
+def test_the_first_line_of_a_resume_says_how_many_steps_its_loss_is_the_mean_of(corpus: Path) -> None:
 
     def train_to(name: str, every_steps: int, **sections: Any) -> list[dict[str, Any]]:
         log = {"every_steps": every_steps, "progress": False}
         sections |= {"schedule": {"max_steps": 8}, "checkpoint": {"every_steps": 6, "keep": 9}}
-        train(Recipe(**recipe_dict(tmp_path, output_dir=str(tmp_path / name), log=log, **RUN | sections)))
-        return metrics(tmp_path / name)
+        train(tiny_recipe(corpus, output_dir=str(corpus / name), log=log, **RUN | sections))
+        return metrics(corpus / name)
 
     each = [line["loss"] for line in train_to("each", 1)]
-    assert [line["step_loss"] for line in metrics(tmp_path / "each")] == each
+    assert [line["step_loss"] for line in metrics(corpus / "each")] == each
     by_four = [(line["loss"], line["step_loss"]) for line in train_to("four", 4)]
     assert by_four == [(pytest.approx(sum(each[:4]) / 4), each[3]), (pytest.approx(sum(each[4:]) / 4), each[7])]
-    shutil.rmtree(tmp_path / "four" / "checkpoints" / "step-00000008")
+    forget(corpus / "four", 8)
     again = train_to("four", 4)
     assert [(x["step"], x["loss"], x["num_averaged_steps"]) for x in again] == [
         (4, pytest.approx(sum(each[:4]) / 4), 4),
@@ -86,7 +96,7 @@ def test_the_first_line_of_a_resume_says_how_many_steps_its_loss_is_the_mean_of(
     ],
 )
 def test_a_changed_value_is_refused_in_a_line_that_says_who_set_it_then_and_now(
-    trained: Path, capsys: pytest.CaptureFixture[str], setting: str, was: int, value: int
+    trained: Path, capsys: Capture, setting: str, was: int, value: int
 ) -> None:
     said = refused(trained, capsys, f"--{setting}", str(value))
     where = line_of(trained, setting.rpartition(".")[2])
@@ -97,7 +107,7 @@ def test_a_changed_value_is_refused_in_a_line_that_says_who_set_it_then_and_now(
     assert "--accept-changes" in said[-1]
 
 
-def test_changed_data_is_refused_and_its_files_are_named(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_changed_data_is_refused_and_its_files_are_named(copied: Path, capsys: Capture) -> None:
     corpus = copied / "corpus.jsonl"
     corpus.write_text("".join(corpus.read_text().splitlines(keepends=True)[:-1]))
     said = refused(copied, capsys)
@@ -107,9 +117,7 @@ def test_changed_data_is_refused_and_its_files_are_named(copied: Path, capsys: p
     assert line_of(copied, "train") in said[1]
 
 
-def test_a_value_that_follows_from_another_setting_names_that_one(
-    trained: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_value_that_follows_from_another_setting_names_that_one(trained: Path, capsys: Capture) -> None:
     said = refused(trained, capsys, "--schedule.num_epochs", "2")
     changed = next(line for line in said if line.startswith("schedule.max_steps was 4"))
     assert changed.endswith("(from schedule.num_epochs 2.0, --schedule.num_epochs)")
@@ -143,7 +151,7 @@ def test_another_optimizer_begins_anew_and_an_average_with_the_weights_of_the_ch
 
 
 def test_a_changed_setting_of_the_training_is_a_line_and_an_event_and_the_run_is_resumed(
-    trained: Path, copied: Path, capsys: pytest.CaptureFixture[str]
+    trained: Path, copied: Path, capsys: Capture
 ) -> None:
     flags = ("--accept-changes", "--schedule.max_steps", "6")
     changed = ("--optimizer.learning_rate", "0.001", "--optimizer.betas", "[0.8, 0.9]", "--evaluate.max_samples=2")
@@ -162,7 +170,7 @@ def test_a_changed_setting_of_the_training_is_a_line_and_an_event_and_the_run_is
 
 
 def test_a_finished_run_with_a_changed_setting_says_that_it_is_not_trained_and_keeps_its_recipe(
-    copied: Path, capsys: pytest.CaptureFixture[str]
+    copied: Path, capsys: Capture
 ) -> None:
     before = (copied / "run" / "recipe.resolved.yaml").read_text()
     assert main(["run", str(copied / "recipe.yaml"), "--optimizer.learning_rate", "0.001"]) == 0
@@ -209,7 +217,7 @@ def last(copied: Path) -> Path:
     ],
 )
 def test_a_checkpoint_that_is_not_of_the_model_or_of_no_run_is_refused_in_a_line(
-    copied: Path, last: Path, capsys: pytest.CaptureFixture[str], name: str, key: str, change: Any, said: str
+    copied: Path, last: Path, capsys: Capture, name: str, key: str, change: Any, said: str
 ) -> None:
     path = last / (f"{name}.json" if change is None else f"{name}.safetensors")
     if change is None:
@@ -251,7 +259,7 @@ def test_an_unchanged_recipe_from_another_file_is_the_same_run(copied: Path) -> 
 def test_what_differs_is_named_down_to_the_setting(
     tmp_path: Path, was: Mapping[str, Any], now: Mapping[str, Any], expected: list[str]
 ) -> None:
-    recipe = Recipe(**recipe_dict(tmp_path, **RUN))
+    recipe = tiny_recipe(tmp_path, **RUN)
     assert [str(change) for change in identity_changes(was, {}, now, {}, recipe)] == expected
 
 

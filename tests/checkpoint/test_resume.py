@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from accel_train import Recipe, train
 from accel_train.checkpoint.health import add_tags
@@ -20,8 +19,9 @@ from accel_train.core.errors import CheckpointError
 from accel_train.core.state import Rollback
 from accel_train.training.model_selection import load_best
 from accel_train.training.setup import prepare_run
+from tests.support.comparisons import assert_same_bits
 from tests.support.programs.disk_driver import files
-from tests.support.runs import checkpoint, events, losses, recipe_dict, write_corpus
+from tests.support.runs import Capture, checkpoint, events, losses, recipe_dict
 
 RUN: dict[str, Any] = {"task": "causal-lm", "checkpoint": {"every_steps": 4, "keep": 9}}
 ROLLBACK = Rollback(number=1, at_step=5, to_step=4, skip_first=6, skip_last=7)
@@ -38,11 +38,10 @@ def steps_in(folder: Path) -> list[int | None]:
 
 
 @pytest.fixture
-def trained(tmp_path: Path) -> Path:
+def trained(corpus: Path) -> Path:
     """The folder of a run with checkpoints of steps 4, 8 and 12."""
-    write_corpus(tmp_path)
-    train(recipe_of(tmp_path))
-    return tmp_path / "run"
+    train(recipe_of(corpus))
+    return corpus / "run"
 
 
 def test_going_back_to_a_named_checkpoint_sets_the_newer_ones_aside_and_ends_the_same(trained: Path) -> None:
@@ -53,7 +52,7 @@ def test_going_back_to_a_named_checkpoint_sets_the_newer_ones_aside_and_ends_the
     assert events(trained, "resume")[-1]["step"] == 4
     assert list(losses(trained)) == list(range(1, 13))
     after = checkpoint(trained, 12)
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert_same_bits(before, after)
 
 
 def test_a_link_to_a_checkpoint_names_it_too(trained: Path) -> None:
@@ -126,11 +125,11 @@ def test_best_weights_that_cannot_be_read_are_told_and_the_last_ones_kept(traine
             run.state.best_step = step
             assert not load_best(run)
             assert problem in events(trained, "best_model_lost")[-1]["message"]
-        assert all(torch.equal(before[name], tensor) for name, tensor in run.strategy.inner.model.state_dict().items())
+        assert_same_bits(run.strategy.inner.model.state_dict(), before)
 
 
 def test_verify_tells_healthy_abandoned_and_broken_checkpoints_and_what_a_resume_would_use(
-    trained: Path, capsys: pytest.CaptureFixture[str]
+    trained: Path, capsys: Capture
 ) -> None:
     add_tags(trained / "checkpoints", [4])
     write_rollbacks(trained, [Rollback(number=1, at_step=12, to_step=8, skip_first=9, skip_last=11)])
@@ -151,14 +150,13 @@ def test_verify_tells_healthy_abandoned_and_broken_checkpoints_and_what_a_resume
     ids=["list", "number", "no identity", "deep", "no text", "deep object"],
 )
 def test_a_checkpoint_that_proves_itself_and_is_no_run_s_is_refused_with_exit_code_4(
-    tmp_path: Path, content: bytes, capsys: pytest.CaptureFixture[str]
+    corpus: Path, content: bytes, capsys: Capture
 ) -> None:
-    write_corpus(tmp_path)
     writers = {**files(4), "trainer.json": lambda path: path.write_bytes(content)}
-    publish(tmp_path / "run" / "checkpoints", 4, writers)
-    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe_dict(tmp_path, **RUN)))
-    assert main(["run", str(tmp_path / "recipe.yaml")]) == 4
-    assert str(tmp_path / "run/checkpoints/step-00000004/trainer.json") in capsys.readouterr().err
+    publish(corpus / "run" / "checkpoints", 4, writers)
+    (corpus / "recipe.yaml").write_text(json.dumps(recipe_dict(corpus, **RUN)))
+    assert main(["run", str(corpus / "recipe.yaml")]) == 4
+    assert str(corpus / "run/checkpoints/step-00000004/trainer.json") in capsys.readouterr().err
 
 
 def test_weights_of_the_right_digest_that_are_no_safetensors_are_a_checkpoint_error(trained: Path) -> None:

@@ -22,7 +22,7 @@ from accel_train.engine.save import save_run, saves_finished
 from accel_train.training.loop import run_steps
 from accel_train.training.setup import prepare_run
 from accel_train.training.train import train_run
-from tests.support.runs import command, environment, events, recipe_dict, write_recipe_file
+from tests.support.runs import command, environment, events, recipe_dict, steps_of, write_recipe_file
 
 
 class Gate:
@@ -278,7 +278,7 @@ def test_weights_that_are_not_finite_are_never_saved(corpus: Path) -> None:
         with pytest.raises(CheckpointError, match=r"step 4 .*transformer\.wte\.weight"):
             save_run(run, wait=True)
     assert saved_steps(run.saver.root) == [0]
-    assert [event["step"] for event in events(run.plan.output_dir, "checkpoint_refused")] == [4, 4]
+    assert steps_of(run.plan.output_dir, "checkpoint_refused") == [4, 4]
     assert not run.saver.failed
 
 

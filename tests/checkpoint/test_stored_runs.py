@@ -11,17 +11,16 @@ from accel_train import Recipe, train
 from accel_train.checkpoint.fingerprint import Settings, identity_changes, setting_changes, upgraded
 from tests.checkpoint.stored_runs.make import FINGERPRINTS, RUNS, data_of, fingerprint_of, recipe_of, write_data
 from tests.support.processes import run_forked
-from tests.support.runs import TESTS, events, losses
+from tests.support.runs import TESTS, events, losses, steps_of
 
 STORED = sorted(path for path in (Path(__file__).parent / "stored_runs").iterdir() if (path / "gpt").is_dir())
 VERSIONS = pytest.mark.parametrize("stored", STORED, ids=lambda path: path.name)
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def here(empty_folder: Path) -> None:
     """A folder with the data of the stored runs."""
-    monkeypatch.chdir(tmp_path)
-    write_data(tmp_path)
+    write_data(empty_folder)
 
 
 def compared(stored: Path, name: str, recipe: Recipe) -> tuple[list[str], dict[str, Any]]:
@@ -38,7 +37,7 @@ def check_resumed(stored: Path, run: Path) -> None:
     """The steps after the checkpoint have the losses of the run that was not interrupted."""
     expected = json.loads((stored / run.name / "losses.json").read_text())
     assert losses(run) == pytest.approx(dict(enumerate(expected, 1)), rel=1e-4)
-    assert [event["step"] for event in events(run, "resume")] == [3]
+    assert steps_of(run, "resume") == [3]
     assert not events(run, "changes_accepted")
     assert (run / "model/model.safetensors").is_file()
 

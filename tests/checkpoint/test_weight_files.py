@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 from accel_train.checkpoint import weight_files
 from accel_train.checkpoint.weight_files import accept_weights, changes_in, check_digests, damaged_weights, has_digests
 from accel_train.core.ownership import MARKER, check_folder, replacing
+from tests.support.runs import Capture
 
 WEIGHTS = "model.safetensors"
 Flip = Callable[[Path], None]
@@ -62,7 +63,7 @@ def test_each_file_of_a_model_is_compared_except_its_card(model: Path, change: F
 
 
 def test_a_command_reads_a_model_once_and_notes_other_changes_once(
-    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     read, digests_of = list[str](), weight_files.digests_of
 
@@ -82,7 +83,7 @@ def test_a_command_reads_a_model_once_and_notes_other_changes_once(
 
 
 @pytest.mark.parametrize("change", ["digests", "marker"])
-def test_a_model_without_digests_gives_one_note(model: Path, change: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_without_digests_gives_one_note(model: Path, change: str, capsys: Capture) -> None:
     record = json.loads((model / MARKER).read_text())
     # An older version, or a copy without hidden files.
     record.pop("digests")

@@ -14,34 +14,33 @@ from accel_train.checkpoint.resume import shares_of
 from accel_train.checkpoint.store import check, newest_valid, publish
 from accel_train.core import files
 from tests.support.processes import run_forked
-from tests.support.runs import events, write_corpus, write_recipe_file
+from tests.support.runs import Capture, events, slow, steps_of, write_recipe_file
 
 
-@pytest.mark.parametrize("damaged", [pytest.param(None, marks=pytest.mark.slow), "model.safetensors"])
+@pytest.mark.parametrize("damaged", [slow(None), "model.safetensors"])
 def test_every_process_hashes_a_part_of_a_checkpoint_and_all_find_what_one_would(
-    tmp_path: Path, damaged: str | None
+    corpus: Path, damaged: str | None
 ) -> None:
-    write_corpus(tmp_path)
     sections: dict[str, Any] = {
         "task": "tests.support.tasks.process_faults:FaultTask",
         "schedule": {"max_steps": 6},
         "checkpoint": {"every_steps": 3, "keep": 5},
     }
-    recipe = write_recipe_file(tmp_path, **sections)
-    assert run_forked(["run", str(recipe)], 1, folder=tmp_path / "processes").wait() == [0]
-    newest = tmp_path / "run" / "checkpoints" / "step-00000006"
+    recipe = write_recipe_file(corpus, **sections)
+    assert run_forked(["run", str(recipe)], 1, folder=corpus / "processes").wait() == [0]
+    newest = corpus / "run" / "checkpoints" / "step-00000006"
     if damaged is not None:
         content = bytearray((newest / damaged).read_bytes())
         content[-5] ^= 1
         (newest / damaged).write_bytes(content)
-    write_recipe_file(tmp_path, **sections, options={"opened": str(tmp_path)})
-    forked = run_forked(["run", str(recipe)], 2, folder=tmp_path / "processes")
+    write_recipe_file(corpus, **sections, options={"opened": str(corpus)})
+    forked = run_forked(["run", str(recipe)], 2, folder=corpus / "processes")
     forked.expect(0)
-    opened = [set((tmp_path / f"rank-{rank}.txt").read_text().split()) for rank in (0, 1)]
+    opened = [set((corpus / f"rank-{rank}.txt").read_text().split()) for rank in (0, 1)]
     assert opened[1] == {"model.safetensors"}
     assert damaged is not None or opened[0] == {"optimizer.safetensors"}  # else it saves again, and reads what it wrote
-    assert [event["step"] for event in events(tmp_path / "run", "resume")] == [6 if damaged is None else 3]
-    said = [event["message"] for event in events(tmp_path / "run", "checkpoint_invalid")]
+    assert steps_of(corpus / "run", "resume") == [6 if damaged is None else 3]
+    said = [event["message"] for event in events(corpus / "run", "checkpoint_invalid")]
     assert len(said) == (damaged is not None)
     assert all(f"{damaged} differs" in each for each in said)
 
@@ -68,7 +67,7 @@ def sparse(root: Path, step: int, num_files: int, num_bytes: int) -> Path:
 
 
 def test_hashing_that_takes_seconds_is_said_on_the_terminal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     monkeypatch.setattr(files, "REPORT_AFTER_SECONDS", 0.02)
     folder = sparse(tmp_path, 7, 2, 2**27)

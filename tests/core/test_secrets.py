@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from accel_train.core.redaction import is_secret, redact, redact_text, remember_secrets
-from tests.support.runs import command, environment, events, write_corpus, write_recipe_file
+from tests.support.runs import command, environment, events, write_recipe_file
 
 IN_THE_RECIPE: dict[str, Any] = {
     "hub_token": "planted-hub-token",
@@ -81,11 +81,10 @@ def assert_umask_followed(folder: Path) -> None:
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Path:
+def recipe(corpus: Path) -> Path:
     """A run with a tracker, an incident (a NaN at step 3) and a report, its recipe full of secrets."""
-    write_corpus(tmp_path)
     return write_recipe_file(
-        tmp_path,
+        corpus,
         task="tests.support.tasks.leaks_secrets:TalkativeTask",
         options={**IN_THE_RECIPE, "nan_at": {"step": 3, "rank": 0}},
         schedule={"max_steps": 6},
@@ -153,11 +152,10 @@ def test_a_crash_that_tells_everything_is_told_without_secrets(recipe: Path, tmp
 )
 @pytest.mark.parametrize("debug", ["0", "1"])
 def test_a_refusal_names_the_setting_and_not_the_secret(
-    recipe: Path, tmp_path: Path, flags: tuple[str, ...], debug: str, monkeypatch: pytest.MonkeyPatch
+    recipe: Path, empty_folder: Path, flags: tuple[str, ...], debug: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from accel_train.cli.main import main
 
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("ACCEL_TRAIN_DEBUG", debug)
     read, write = os.pipe()
     with os.fdopen(read) as reader:
@@ -168,7 +166,7 @@ def test_a_refusal_names_the_setting_and_not_the_secret(
         said = reader.read()
     assert code in (2, 4), said
     assert flags[0].removeprefix("--").split(".")[0] in said, said
-    assert_kept(tmp_path / "run", subprocess.CompletedProcess([], code, "", said))
+    assert_kept(empty_folder / "run", subprocess.CompletedProcess([], code, "", said))
 
 
 # --- what is a secret --------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import pytest
 
 from accel_train.core.terminal import busy, controls_kept_out, paint, print_line, use_colour
 from accel_train.observe.progress import Progress
+from tests.support.runs import Capture
 
 
 @pytest.fixture(autouse=True)
@@ -103,7 +104,7 @@ def test_a_terminal_sees_the_seconds_count_behind_what_is_done(
 
 
 def test_a_log_file_gets_one_line_before_the_wait_and_other_ranks_none(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with busy("importing torch", every_seconds=0.001):
         assert capsys.readouterr().err == "importing torch ...\n"

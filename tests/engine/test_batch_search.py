@@ -21,15 +21,17 @@ from accel_train import Recipe
 from accel_train.core.state import Choice
 from accel_train.data.batch_sizes import resolve_batch
 from accel_train.engine.batch_search import Trials, open_batch_cache, search
-from accel_train.model.memory_estimate import PeakTracker
+from accel_train.model.fake_step import PeakTracker
 from accel_train.model.training_module import TrainingModule
 from accel_train.plan.plan import resolve_plan
 from accel_train.runtime.private import watch_operators
 from accel_train.task import TaskData
+from tests.support.comparisons import assert_same_bits
 from tests.support.processes import Forked, run_forked
-from tests.support.runs import events, losses, recipe_dict, write_recipe_file
+from tests.support.runs import Settings, events, losses, recipe_dict, tiny_recipe, write_recipe_file
 
-SECTIONS: dict[str, Any] = {"task": "tests.support.tasks.address_space:MemoryTask", "schedule": {"max_steps": 4}}
+SECTIONS: Settings = {"task": "tests.support.tasks.address_space:MemoryTask", "schedule": {"max_steps": 4}}
+FACTS: Settings = {"mixed_precision": "no", "device": torch.device("cpu"), "device_bytes": 2**33}
 
 
 def start(folder: Path, started: list[Forked], name: str, processes: int, **sections: Any) -> str:
@@ -57,7 +59,7 @@ def test_ranks_agree_on_what_the_smallest_holds_and_remember_it_and_a_wrong_memo
     (corpus / "forwards").mkdir()
     options = {"ragged": True, "mebibytes_a_row": 512, "forwards": str(corpus / "forwards")}
     limited = {**options, "address_space_gibibytes": [8, 4.5]}
-    sections: dict[str, Any] = {"batch": {"global_batch_size": 32}}
+    sections: Settings = {"batch": {"global_batch_size": 32}}
 
     said = start(corpus, started, "without", 2, **sections, options=options)
     assert "16  (all of" in said
@@ -139,7 +141,7 @@ def trials_of(recipe: Recipe, task: Sums, *, num_samples: int = 8) -> Trials:
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Recipe:
-    return Recipe.model_validate(recipe_dict(tmp_path, optimizer={"ema_decay": 0.9}))
+    return tiny_recipe(tmp_path, optimizer={"ema_decay": 0.9})
 
 
 @pytest.mark.parametrize(
@@ -175,7 +177,7 @@ def test_trial_leaves_no_trace_also_where_it_fails(recipe: Recipe, fail: bool) -
         assert all(parameter.grad is not None for parameter in parameters)
         assert trials.fits(4) != fail
         assert int(trials.inner.model.layers[1].num_batches_tracked) == 1  # type: ignore[union-attr,index]
-    assert all(torch.equal(value, before[name]) for name, value in trials.inner.state_dict().items())
+    assert_same_bits(trials.inner.state_dict(), before)
     assert torch.equal(torch.get_rng_state(), state)
     assert random.getstate() == own
     assert parameters[0].grad.eq(1).all()
@@ -244,11 +246,10 @@ def test_ddp_adds_nothing_to_what_is_to_come_for_its_buckets_are_the_gradients(t
 )
 def test_answer_is_that_of_its_model_input_and_device_alone(recipe: Recipe, changed: str) -> None:
     sample = {"rows": torch.zeros(1, 128)}
-    facts: dict[str, Any] = {"mixed_precision": "no", "device": torch.device("cpu"), "device_bytes": 2**33}
     model, sizes = nn.Linear(4, 4), resolve_batch(recipe.batch, 1)
-    one = open_batch_cache(recipe, model, sizes, sample, **facts)
+    one = open_batch_cache(recipe, model, sizes, sample, **FACTS)
     one.write(4, "measured")
-    assert (open_batch_cache(recipe, model, sizes, sample, **facts).read() or [0])[0] == 4
+    assert (open_batch_cache(recipe, model, sizes, sample, **FACTS).read() or [0])[0] == 4
     if changed == "optimizer":
         recipe = recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update={"name": "sgd"})})
     if changed == "precision":
@@ -262,15 +263,15 @@ def test_answer_is_that_of_its_model_input_and_device_alone(recipe: Recipe, chan
         sample = {"rows": torch.zeros(1, 256)}
     if changed == "world_size":
         sizes = resolve_batch(recipe.batch, 2)
-    facts |= {"device_bytes": {"device_bytes": 2**34}, "mixed_precision": {"mixed_precision": "bf16"}}.get(changed, {})
+    others = {"device_bytes": 2**34, "mixed_precision": "bf16"}
+    facts = FACTS | ({changed: others[changed]} if changed in others else {})
     assert open_batch_cache(recipe, model, sizes, sample, **facts).read() is None
     assert one.read() is not None
 
 
 @pytest.mark.parametrize("damage", ["", "{", "[]", "5", '{"per_device_batch_size": "4"}'])
 def test_damaged_memory_is_none(recipe: Recipe, damage: str) -> None:
-    facts: dict[str, Any] = {"mixed_precision": "no", "device": torch.device("cpu"), "device_bytes": 2**33}
-    one = open_batch_cache(recipe, nn.Linear(4, 4), resolve_batch(recipe.batch, 1), {}, **facts)
+    one = open_batch_cache(recipe, nn.Linear(4, 4), resolve_batch(recipe.batch, 1), {}, **FACTS)
     assert one.read() is None
     one.write(4, "measured")
     whole = json.loads(one.path.read_text())
@@ -283,8 +284,7 @@ def test_damaged_memory_is_none(recipe: Recipe, damage: str) -> None:
 
 def test_a_cache_that_cannot_be_written_to_is_said_and_no_error(recipe: Recipe, tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file, where the folder should be")
-    facts: dict[str, Any] = {"mixed_precision": "no", "device": torch.device("cpu"), "device_bytes": 2**33}
-    one = open_batch_cache(recipe, nn.Linear(4, 4), resolve_batch(recipe.batch, 1), {}, **facts)
+    one = open_batch_cache(recipe, nn.Linear(4, 4), resolve_batch(recipe.batch, 1), {}, **FACTS)
     assert one.write(4, "measured").startswith(f"not remembered: {tmp_path}/cache/micro_batches ")
 
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from accel_train import Recipe
 from accel_train.data.order import DataOrder
 from accel_train.engine.run import Calendar
-from tests.support.runs import recipe_dict
+from tests.support.runs import tiny_recipe
 
 STEPS = range(1, 41)
 
@@ -37,7 +36,7 @@ def test_what_is_due_after_a_step_does_not_depend_on_the_steps_asked_before(
 ) -> None:
     sections = {"evaluate": evaluate, "checkpoint": {"every_steps": 9}, "guard": {"drift_check_steps": 6}}
     plan: Any = SimpleNamespace(
-        recipe=Recipe.model_validate(recipe_dict(tmp_path, **sections)),
+        recipe=tiny_recipe(tmp_path, **sections),
         max_steps=40,
         order=DataOrder(25, 7, 0, True),
         can_evaluate=True,

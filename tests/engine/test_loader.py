@@ -33,7 +33,7 @@ from accel_train.recipe.loader import Recipe
 from accel_train.runtime.exit import exit_code, message_of
 from accel_train.task import TaskData, load_task
 from tests.support.every_task import CASES, recipe_of
-from tests.support.runs import TESTS, environment
+from tests.support.runs import TESTS, environment, slow
 
 
 def work(ready: Event) -> None:
@@ -42,7 +42,7 @@ def work(ready: Event) -> None:
     time.sleep(60)
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow), "forkserver"])
+@pytest.mark.parametrize("method", ["fork", slow("spawn"), "forkserver"])
 def test_worker_ends_when_its_training_process_asks_and_at_no_other_signal(method: str) -> None:
     context = multiprocessing.get_context(method)
     ready = context.Event()
@@ -79,7 +79,7 @@ sys.exit(5)
 """
 
 
-@pytest.mark.parametrize("end", ["killed", pytest.param("normal", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("end", ["killed", slow("normal")])
 def test_a_stopped_worker_ends_with_its_training_process(end: str, tmp_path: Path) -> None:
     # A worker that stays would keep a pipe open.
     with (tmp_path / "out").open("w") as out:
@@ -103,10 +103,10 @@ PROGRAM = TESTS / "support/programs/start_methods.py"
     ("method", "case"),
     [
         ("spawn", "guarded"),
-        pytest.param("spawn", "unguarded", marks=pytest.mark.slow),
-        pytest.param("forkserver", "guarded", marks=pytest.mark.slow),
-        pytest.param("forkserver", "unguarded", marks=pytest.mark.slow),
-        pytest.param("fork", "daemonic", marks=pytest.mark.slow),
+        slow("spawn", "unguarded"),
+        slow("forkserver", "guarded"),
+        slow("forkserver", "unguarded"),
+        slow("fork", "daemonic"),
     ],
 )
 def test_workers_get_the_data_and_the_collate_alone_or_the_training_process_reads(

@@ -18,8 +18,10 @@ from accel_train.model.compile import compile_module
 from accel_train.model.kernels.attention import CAUSAL_SDPA, causal_sdpa
 from accel_train.recipe.schema import Precision, Recipe
 from accel_train.tasks.causal_lm.task import CausalLM
+from tests.support.comparisons import assert_same_bits
 from tests.support.memory import peak_bytes
 from tests.support.plan_recipe import GOOD
+from tests.support.runs import Settings
 
 aten = torch.ops.aten
 GPT2 = {"model_type": "gpt2", "n_layer": 4, "n_head": 4, "n_embd": 64, "n_positions": 128, "vocab_size": 64}
@@ -31,7 +33,7 @@ NO_DROPOUT = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
 ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
-def model_of(fields: dict[str, Any], checkpointing: Any) -> nn.Module:
+def model_of(fields: Settings, checkpointing: Any) -> nn.Module:
     torch.manual_seed(0)
     AttentionInterface.register(CAUSAL_SDPA, causal_sdpa)
     config = AutoConfig.for_model(**fields)
@@ -58,14 +60,14 @@ class CountOperators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def calls(fields: dict[str, Any], checkpointing: Any) -> Counter[Any]:
+def calls(fields: Settings, checkpointing: Any) -> Counter[Any]:
     with CountOperators() as count:
         step(model_of(fields, checkpointing))
     return count.calls
 
 
 @pytest.mark.parametrize("fields", [GPT2, {**GPT2, **NO_DROPOUT}, LLAMA], ids=["dropout", "gpt2", "llama"])
-def test_gradients_are_the_same_bits_whatever_is_computed_again(fields: dict[str, Any]) -> None:
+def test_gradients_are_the_same_bits_whatever_is_computed_again(fields: Settings) -> None:
     found = []
     for checkpointing in ("off", "blocks", "selective"):
         model = model_of(fields, checkpointing)
@@ -92,7 +94,7 @@ def test_selective_computes_keys_and_values_of_grouped_heads_again_and_no_other_
 
 
 @pytest.mark.parametrize("fields", [{**GPT2, **NO_DROPOUT}, LLAMA], ids=["gpt2", "llama"])
-def test_blocks_take_less_memory_than_selective_and_that_less_than_off(fields: dict[str, Any]) -> None:
+def test_blocks_take_less_memory_than_selective_and_that_less_than_off(fields: Settings) -> None:
     sizes = []
     for checkpointing in ("blocks", "selective", "off"):
         model = model_of(fields, checkpointing)
@@ -139,7 +141,7 @@ def test_adapters_train_by_the_same_bits_and_their_wide_outputs_are_not_kept() -
         step(model)
         found.append({name: each.grad for name, each in model.named_parameters() if each.requires_grad})
     assert found[0]
-    assert all(torch.equal(gradient, found[1][name]) for name, gradient in found[0].items())
+    assert_same_bits(found[0], found[1])
 
 
 def test_model_that_is_none_of_transformers_is_refused() -> None:
@@ -165,7 +167,7 @@ def test_memory_budget_lowers_the_memory_of_the_compiled_model_and_ends_with_it(
         torch.compiler.reset()
         budget = "off" if share is None else {"memory_budget": share}
         model = model_of({**GPT2, **NO_DROPOUT}, "off")
-        compile_module(model, Precision.model_validate({"compile": "model", "gradient_checkpointing": budget}))
+        compile_module(model, Precision(compile="model", gradient_checkpointing=budget))
         sizes.append(peak_bytes(lambda model=model: step(model)))  # type: ignore[misc]
     full, half, without = sizes
     assert half < 0.85 * full
@@ -174,7 +176,7 @@ def test_memory_budget_lowers_the_memory_of_the_compiled_model_and_ends_with_it(
 
 def test_memory_budget_is_refused_near_zero() -> None:
     with pytest.raises(ValidationError, match=r"greater than or equal to 0\.1"):
-        Precision.model_validate({"compile": True, "gradient_checkpointing": {"memory_budget": 0.05}})
+        Precision(compile=True, gradient_checkpointing={"memory_budget": 0.05})
 
 
 @pytest.mark.parametrize(("value", "recomputed"), [(True, "blocks"), (False, "nothing"), ("off", "nothing")])

@@ -27,6 +27,7 @@ from accel_train.optim.optimizers import build_optimizer, layer_scales, paramete
 from accel_train.optim.schedule import set_learning_rate
 from accel_train.recipe.optimizer import Optimizer
 from accel_train.recipe.schema import LoRA, Model
+from tests.support.comparisons import assert_same_bits
 from tests.support.devices import on_gpu
 
 CPU = torch.device("cpu")
@@ -54,7 +55,7 @@ def conv_net() -> nn.Module:
 
 
 def section(**settings: object) -> Model:
-    return Model.model_validate({"config": {"model_type": "bert"}, **settings})
+    return Model(config={"model_type": "bert"}, **settings)
 
 
 def train(model: nn.Module, steps: int = 3) -> None:
@@ -73,7 +74,7 @@ def test_frozen_batch_norms_keep_weights_and_running_statistics_to_the_bit() -> 
     before = copy.deepcopy(frozen[1].state_dict())
     train(frozen)
     train(free)
-    assert all(torch.equal(before[name], tensor) for name, tensor in frozen[1].state_dict().items())
+    assert_same_bits(frozen[1].state_dict(), before)
     assert not torch.equal(before["running_mean"], free[1].running_mean)
     assert not torch.equal(conv_net()[0].weight, frozen[0].weight), "nothing was trained"
     assert choice.value == 16
@@ -95,7 +96,7 @@ def test_a_pattern_that_matches_nothing_is_refused_with_a_name_that_exists() -> 
     with pytest.raises(ValueError, match="this model has no batch norm"):
         freeze(bert(), section(freeze_batch_norm=True))
     with pytest.raises(ValueError, match=r"optimizer\.groups\[0\]\.match"):
-        parameter_groups(bert(), Optimizer.model_validate({"groups": [{"match": ["nothing.*"]}]}))
+        parameter_groups(bert(), Optimizer(groups=[{"match": ["nothing.*"]}]))
 
 
 def test_layer_decay_lowers_the_rate_towards_the_input_layer_by_layer() -> None:
@@ -147,7 +148,7 @@ def test_groups_of_the_recipe_set_rate_and_decay_and_the_first_match_wins() -> N
         {"match": ["classifier.*"], "lr_scale": 10.0, "weight_decay": 0.3},
         {"match": ["*.weight"], "lr_scale": 2.0},
     ]
-    optimizer = build_optimizer(bert(), Optimizer.model_validate({"groups": groups, "weight_decay": 0.1}), CPU)
+    optimizer = build_optimizer(bert(), Optimizer(groups=groups, weight_decay=0.1), CPU)
     set_learning_rate(optimizer, 1e-3)
     found = {
         name: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for name in group["param_names"]
@@ -220,7 +221,7 @@ def test_saved_adapters_load_with_peft_onto_the_base_model(tmp_path: Path) -> No
 
     base = gpt2().eval()
     model = copy.deepcopy(base)
-    settings = Model.model_validate({"pretrained": "some/base", "lora": {"rank": 2}})
+    settings = Model(pretrained="some/base", lora={"rank": 2})
     assert settings.lora is not None
     add_adapters(model, settings.lora)
     with torch.no_grad():

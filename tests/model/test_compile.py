@@ -3,7 +3,6 @@ can write.
 """
 
 import importlib.util
-import json
 import os
 import struct
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import torch
 from filelock import FileLock
 from torch._inductor import codecache
 
-from accel_train import Recipe, train
+from accel_train import train
 from accel_train.core.errors import OutOfMemory, SettingError
 from accel_train.data.batch_sizes import resolve_batch
 from accel_train.model import compile as compiling
@@ -26,11 +25,14 @@ from benchmarks.model_path import FAMILIES, SIZES, build, step_of
 from tests.support.processes import run_forked
 from tests.support.runs import (
     TINY_MODEL,
+    Settings,
     events,
     losses,
-    recipe_dict,
     settings_refused,
+    summary_of,
+    tiny_recipe,
     write_corpus,
+    write_jsonl,
     write_recipe_file,
 )
 
@@ -59,7 +61,7 @@ def compiled_run(folder: Path, **sections: Any) -> list[dict[str, Any]]:
     """Train for a few steps; returns the events of the compiler."""
     write_corpus(folder)
     sections = {"precision": {"compile": True}, "schedule": {"max_steps": 6}, **sections}
-    train(Recipe.model_validate(recipe_dict(folder, **sections)))
+    train(tiny_recipe(folder, **sections))
     return events(folder / "run", "compiled") + events(folder / "run", "recompiled")
 
 
@@ -114,9 +116,8 @@ def test_a_run_says_what_compiling_cost_and_leaves_evaluations_out(
 def test_fine_tuning_on_rows_of_varying_lengths_compiles_once(
     traced_only: None, own_cache: Path, tmp_path: Path
 ) -> None:
-    path = tmp_path / "rows.jsonl"
     rows = [{"prompt": "ab " * (1 + i % 5), "completion": "cd " * (1 + i * i % 7)} for i in range(80)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
     data = {"train": str(path), "format": "prompt_completion", "pad_to_multiple_of": 4}
     apart = {"config": TINY_MODEL, "attn_implementation": "eager"}  # which does not keep apart rows of one window
     [compiled] = compiled_run(tmp_path, task="causal-lm", data=data, model=apart)
@@ -124,7 +125,7 @@ def test_fine_tuning_on_rows_of_varying_lengths_compiles_once(
 
 
 def test_a_step_that_compiles_again_is_an_event(traced_only: None, own_cache: Path, tmp_path: Path) -> None:
-    sections: dict[str, Any] = {"data": {"last_batch": "short"}, "schedule": {"max_steps": None, "num_epochs": 1}}
+    sections: Settings = {"data": {"last_batch": "short"}, "schedule": {"max_steps": None, "num_epochs": 1}}
     compiled, recompiled = compiled_run(tmp_path, **sections)
     assert (compiled["num_graphs"], recompiled["num_graphs"]) == (1, 1)
     assert "1 graph compiled again, because the inputs have a new shape" in recompiled["message"]
@@ -132,7 +133,7 @@ def test_a_step_that_compiles_again_is_an_event(traced_only: None, own_cache: Pa
 
 def test_nothing_is_chosen_or_told_where_nothing_is_compiled(own_cache: Path, tmp_path: Path) -> None:
     assert compiled_run(tmp_path, precision={"compile": False}) == []
-    assert "compile_cache" not in json.loads((tmp_path / "run" / "summary.json").read_text())["choices"]
+    assert "compile_cache" not in summary_of(tmp_path / "run")["choices"]
     assert not own_cache.exists()
 
 
@@ -299,17 +300,16 @@ def test_headers_in_a_folder_that_others_may_write_to_are_not_used(own_cache: Pa
 
 
 @pytest.mark.slow
-def test_a_second_start_loads_what_two_processes_have_compiled_at_once(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
+def test_a_second_start_loads_what_two_processes_have_compiled_at_once(corpus: Path) -> None:
     compiled = []
     for name in ("cold", "warm"):
-        sections = {"precision": {"compile": True}, "schedule": {"max_steps": 3}, "output_dir": str(tmp_path / name)}
+        sections = {"precision": {"compile": True}, "schedule": {"max_steps": 3}, "output_dir": str(corpus / name)}
         sections["data"] = {"eval_fraction": 0}  # an evaluation compiles graphs of its own
-        recipe = write_recipe_file(tmp_path, **sections)
-        cache = {"ACCEL_TRAIN_CACHE": str(tmp_path / "cache")}
-        forked = run_forked(["run", str(recipe)], 2, folder=tmp_path / f"{name} processes", **cache)
+        recipe = write_recipe_file(corpus, **sections)
+        cache = {"ACCEL_TRAIN_CACHE": str(corpus / "cache")}
+        forked = run_forked(["run", str(recipe)], 2, folder=corpus / f"{name} processes", **cache)
         forked.expect(0, 300)
-        compiled += events(tmp_path / name, "compiled")
+        compiled += events(corpus / name, "compiled")
     assert [event["warm"] for event in compiled] == [False, True]
     assert [event["num_graphs"] for event in compiled] == [1, 1]
     assert compiled[1]["first_step_seconds"] < 0.5 * compiled[0]["first_step_seconds"]  # other tests run beside it
@@ -331,7 +331,7 @@ def test_the_backend_and_the_mode_reach_torch(own_cache: Path, monkeypatch: pyte
     assert "mode" not in asked[2]
 
 
-GRAPHS: dict[str, Any] = {"compile": "model", "compile_mode": "reduce-overhead"}
+GRAPHS: Settings = {"compile": "model", "compile_mode": "reduce-overhead"}
 
 
 @pytest.mark.parametrize(
@@ -345,16 +345,15 @@ GRAPHS: dict[str, Any] = {"compile": "model", "compile_mode": "reduce-overhead"}
     ],
 )
 def test_cuda_graphs_with_accumulation_are_refused_before_a_model_is_built(
-    tmp_path: Path,
+    corpus: Path,
     monkeypatch: pytest.MonkeyPatch,
-    precision: dict[str, Any],
-    batch: dict[str, Any],
+    precision: Settings,
+    batch: Settings,
     is_refused: bool,
 ) -> None:
-    write_corpus(tmp_path)
     built: list[bool] = []
     monkeypatch.setattr("accel_train.training.setup.build_run", lambda *_: built.append(True))
-    recipe = Recipe.model_validate(recipe_dict(tmp_path, precision=precision, batch=batch))
+    recipe = tiny_recipe(corpus, precision=precision, batch=batch)
     with pytest.raises(SettingError if is_refused else AttributeError) as caught:
         train(recipe)
     assert built == [] if is_refused else [True]
@@ -364,24 +363,22 @@ def test_cuda_graphs_with_accumulation_are_refused_before_a_model_is_built(
 
 
 def test_cuda_graphs_are_refused_if_a_search_finds_that_the_run_accumulates(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_corpus(tmp_path)
     found = resolve_batch(Batch(global_batch_size=8, per_device_batch_size=4), 1)
     monkeypatch.setattr("accel_train.training.build.fit_micro_batch", lambda *_, is_empty: (found, {}, None))
     with pytest.raises(SettingError, match="2 micro-batches"):
-        train(Recipe.model_validate(recipe_dict(tmp_path, precision=GRAPHS)))
+        train(tiny_recipe(corpus, precision=GRAPHS))
 
 
 def test_cuda_graphs_get_a_mark_at_each_step_and_no_smaller_micro_batch_after_out_of_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_corpus(tmp_path)
     marks: list[bool] = []
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marks.append(True))
     monkeypatch.setattr("accel_train.training.build.compile_module", lambda *_, **__: {})
     options = {"no_room": {"rank": 0, "rows": 4, "where": "forward", "from_step": 3}}
     with pytest.raises(OutOfMemory, match="compile_mode=reduce-overhead"):
-        train(Recipe.model_validate(recipe_dict(tmp_path, precision=GRAPHS, options=options)))
+        train(tiny_recipe(corpus, precision=GRAPHS, options=options))
     assert len(marks) == 3
-    assert list(losses(tmp_path / "run")) == [1, 2]
+    assert list(losses(corpus / "run")) == [1, 2]

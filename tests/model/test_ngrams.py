@@ -3,7 +3,6 @@ the package.
 """
 
 import csv
-import json
 import subprocess
 import sys
 from itertools import pairwise
@@ -18,7 +17,7 @@ from transformers import pipeline
 from accel_train.cli.main import main
 from accel_train.model.ngrams import NgramsConfig, NgramsForSequenceClassification, register
 from tests.support.comparisons import assert_same_run
-from tests.support.runs import environment, run
+from tests.support.runs import Capture, environment, run, summary_of
 
 TEXTS = ["The cat, the CAT.", "a cat", "do_it(2) twice", "", "é déjà vu", "x" * 40]
 OLD_LOGITS = [[0.05399834364652634, 1.2077627182006836], [0.035983845591545105, 1.6531226634979248]]
@@ -179,9 +178,8 @@ def test_rarity_is_the_inverse_document_frequency_of_scikit_learn() -> None:
 
 
 def test_it_trains_past_its_baselines_and_its_folder_works_without_the_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, not_launched: None, capsys: pytest.CaptureFixture[str]
+    empty_folder: Path, capsys: Capture
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     generator = np.random.default_rng(0)
     rows = []
     for number in range(300):  # the kind is in the middle of a word, which no whole word tells
@@ -200,7 +198,7 @@ def test_it_trains_past_its_baselines_and_its_folder_works_without_the_package(
         "8192",
     ]
     assert main(["run", "text_ngrams", *settings]) == 0
-    summary = json.loads(Path("run/summary.json").read_text())
+    summary = summary_of(Path("run"))
     assert summary["eval"]["accuracy"] > summary["baselines"]["tfidf_accuracy"] + 0.2
 
     register()
@@ -221,10 +219,7 @@ def test_it_trains_past_its_baselines_and_its_folder_works_without_the_package(
 
 
 @pytest.mark.parametrize("text", ["title", "title,body"])
-def test_numbers_of_texts_that_repeat_are_learned_without_divergence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, not_launched: None, text: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_numbers_of_texts_that_repeat_are_learned_without_divergence(empty_folder: Path, text: str) -> None:
     draw = np.random.default_rng(0)
     rows = ["title,body,price"]
     for _ in range(300):
@@ -232,24 +227,20 @@ def test_numbers_of_texts_that_repeat_are_learned_without_divergence(
         rows.append(f"a house with {first},{first} and {second},{draw.uniform(1e5, 9e5):.2f}")
     Path("houses.csv").write_text("\n".join(rows) + "\n")
     assert main(["finetune", "houses.csv", "--text", text, "--label", "price"]) == 0
-    summary = json.loads(Path("runs/houses/summary.json").read_text())
+    summary = summary_of(Path("runs/houses"))
     # The prices are random, so the mean is the best prediction.
     assert summary["eval"]["rmse"] < 1.5 * summary["baselines"]["mean_rmse"]
 
 
-def test_another_tokenizer_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, not_launched: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_another_tokenizer_is_refused(empty_folder: Path, capsys: Capture) -> None:
     assert main(["plan", "text_ngrams", "--tokenizer.train_bpe.vocab_size", "300"]) == 2
     assert "model.config.model_type=ngrams reads the bytes of a text; set tokenizer: bytes" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_pairs_train_alike_on_two_processes_and_the_pipeline_gives_the_scores_of_predict(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, not_launched: None, capsys: pytest.CaptureFixture[str]
+    empty_folder: Path, capsys: Capture
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     generator = np.random.default_rng(0)
     words = ["".join(generator.choice(list("abcdefgh"), 4)) for _ in range(400)]
     rows = []
@@ -264,7 +255,7 @@ def test_pairs_train_alike_on_two_processes_and_the_pipeline_gives_the_scores_of
     run(Path("runs/pairs.yaml"), "--output_dir", "alone", *rate)
     run(Path("runs/pairs.yaml"), "--output_dir", "both", *rate, processes=2)
     assert_same_run(Path("both"), Path("alone"))
-    assert json.loads(Path("both/summary.json").read_text())["eval"]["accuracy"] > 0.9
+    assert summary_of(Path("both"))["eval"]["accuracy"] > 0.9
 
     assert main(["predict", "both", "pairs.csv", "--out", "found.csv"]) == 0
     with Path("found.csv").open(newline="") as file:

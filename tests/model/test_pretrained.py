@@ -32,9 +32,8 @@ from accel_train.model.tensors import StandIns
 from accel_train.parallel.building import allocate
 from accel_train.plan.plan import resolve_plan
 from accel_train.recipe.loader import load_recipe
-from accel_train.recipe.schema import Recipe
 from tests.support.downloads import REVISION, save_bert
-from tests.support.runs import LLAMA, TINY_MODEL, recipe_dict
+from tests.support.runs import LLAMA, TINY_MODEL, Settings, tiny_recipe
 from tests.support.text_tasks import BART, BERT, MODERNBERT, ROBERTA, T5
 
 CPU = torch.device("cpu")
@@ -44,7 +43,7 @@ VIT |= {"num_attention_heads": 2, "patch_size": 4}
 RESNET = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1]}
 IDS = {f"{name}_token_id": 0 for name in ("pad", "cls", "sep", "bos", "eos")}
 MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
-FAMILIES: Mapping[str, tuple[Any, Any, dict[str, Any]]] = {
+FAMILIES: Mapping[str, tuple[Any, Any, Settings]] = {
     "gpt2": (AutoModelForCausalLM, AutoModelForCausalLM, TINY_MODEL),
     "gpt2 untied": (AutoModelForCausalLM, AutoModelForCausalLM, {**TINY_MODEL, "tie_word_embeddings": False}),
     "llama": (AutoModelForCausalLM, AutoModelForCausalLM, LLAMA),
@@ -60,7 +59,7 @@ FAMILIES: Mapping[str, tuple[Any, Any, dict[str, Any]]] = {
 """The model that is saved, the model that is loaded, and the configuration."""
 
 
-def saved(folder: Path, factory: Any, fields: dict[str, Any], **kwargs: Any) -> nn.Module:
+def saved(folder: Path, factory: Any, fields: Settings, **kwargs: Any) -> nn.Module:
     torch.manual_seed(3)
     config = AutoConfig.for_model(**{"vocab_size": 100, **fields})
     model: nn.Module = factory.from_config(config)
@@ -73,7 +72,7 @@ def saved(folder: Path, factory: Any, fields: dict[str, Any], **kwargs: Any) -> 
 
 def load(name: Path | str, factory: Any, rows: int = 0) -> tuple[Any, Any, torch.Tensor]:
     """The model, its loading report, and the random numbers that follow."""
-    recipe = Recipe.model_validate(recipe_dict(Path("run"), model={"config": None, "pretrained": str(name)}))
+    recipe = tiny_recipe(Path("run"), model={"config": None, "pretrained": str(name)})
     torch.manual_seed(11)
     is_new = factory is not AutoModelForCausalLM
     model, report = transformers_model(factory, recipe, AutoConfig.from_pretrained(name), {}, takes_new_head=is_new)
@@ -299,12 +298,9 @@ def test_a_file_that_is_replaced_after_its_header_was_read_is_an_error(tmp_path:
         allocate(layer, CPU, sources)
 
 
-def test_a_process_reads_a_configuration_once_and_again_after_a_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    save_bert(base := tmp_path / "bert")
-    (data := tmp_path / "a.csv").write_text("text,label\n" + "".join(f"good {n},a\nbad {n},b\n" for n in range(20)))
+def test_a_process_reads_a_configuration_once_and_again_after_a_change(empty_folder: Path) -> None:
+    save_bert(base := empty_folder / "bert")
+    (data := empty_folder / "a.csv").write_text("text,label\n" + "".join(f"good {n},a\nbad {n},b\n" for n in range(20)))
     opened: list[str] = []
     # Python cannot remove a hook, which keeps the list.
     sys.addaudithook(lambda event, given: opened.append(str(given[0])) if event == "open" else None)
@@ -326,7 +322,7 @@ def test_a_process_reads_a_configuration_once_and_again_after_a_change(
 def test_a_pretrained_model_may_lie_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     save_bert(tmp_path / "bert")
-    recipe = Recipe.model_validate(recipe_dict(Path("run"), model={"config": None, "pretrained": "~/bert"}))
+    recipe = tiny_recipe(Path("run"), model={"config": None, "pretrained": "~/bert"})
     assert pretrained_config(recipe).model_type == "bert"
 
 
@@ -368,7 +364,7 @@ def test_a_size_that_the_weight_files_cannot_have_is_refused_before_a_model_is_b
     tmp_path: Path, field: str, value: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved(tmp_path, *FAMILIES["llama"][1:])
-    recipe = Recipe.model_validate(recipe_dict(Path("run"), model={"config": None, "pretrained": str(tmp_path)}))
+    recipe = tiny_recipe(Path("run"), model={"config": None, "pretrained": str(tmp_path)})
     change_config(tmp_path, max_position_embeddings=10_485_760)
     assert pretrained_config(recipe).max_position_embeddings == 10_485_760
     monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *_, **__: pytest.fail("was built"))

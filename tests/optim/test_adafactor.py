@@ -8,8 +8,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_train.optim.adafactor import Adafactor
+from tests.support.runs import Settings
 
-OPTIONS: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, Settings] = {
     "defaults": {},
     "decay, clipping, and bounds": {"weight_decay": 0.1, "d": 2.0, "eps": (1e-6, 0.5), "beta2_decay": -0.5},
     "maximize": {"maximize": True, "lr": 1.0},
@@ -34,7 +35,7 @@ def made(kind: type[torch.optim.Optimizer], **options: Any) -> tuple[list[nn.Par
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_adafactor_gives_torchs_numbers_without_reading_any_and_a_skipped_step_changes_no_bit(
-    options: dict[str, Any],
+    options: Settings,
 ) -> None:
     (ours, own), (theirs, other) = made(Adafactor, **options), made(torch.optim.Adafactor, **options)
     assert isinstance(own, Adafactor)

@@ -13,6 +13,7 @@ from accel_train.optim import adam
 from accel_train.optim.adam import Bf16Adam, FusedAdam
 from accel_train.optim.optimizers import build_optimizer
 from accel_train.recipe.optimizer import LARGEST_BF16_BETA, OPTIMIZERS, Optimizer
+from tests.support.comparisons import assert_same_bits
 
 
 def weights() -> list[nn.Parameter]:
@@ -53,7 +54,7 @@ def assert_same(both: tuple[FusedAdam, torch.optim.Adam]) -> None:
         assert torch.equal(ours, theirs)
         mine, other = both[0].state.get(ours, {}), both[1].state.get(theirs, {})
         assert set(mine) == set(other)
-        assert all(torch.equal(mine[name], other[name]) for name in mine)
+        assert_same_bits(mine, other)
 
 
 @pytest.mark.parametrize("decoupled", [True, False], ids=["adamw", "adam"])
@@ -132,7 +133,7 @@ def test_bf16_moments_are_torchs_moments_rounded_after_each_step(piece: int, mon
         if number % 3 == 2:
             assert all(map(torch.equal, parameters_of(ours), before[1]))
             for index, state in ours.state_dict()["state"].items():
-                assert all(torch.equal(state[name], before[0][index][name]) for name in state)
+                assert_same_bits(state, before[0][index])
 
 
 def test_a_state_dict_of_bf16_moments_stays_bf16_to_the_bit() -> None:

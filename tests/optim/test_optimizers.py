@@ -24,7 +24,7 @@ from accel_train.optim.schedule import set_learning_rate
 from accel_train.optim.schedule_free import ScheduleFreeAdamW, ScheduleFreeAverage
 from accel_train.optim.update import FlooredGradScaler, update_within
 from accel_train.recipe.optimizer import OPTIMIZERS, Optimizer, ParameterGroup
-from tests.support.runs import REPOSITORY
+from tests.support.runs import REPOSITORY, Settings
 
 CPU = torch.device("cpu")
 OURS = "tests.support.optimizers"
@@ -62,6 +62,10 @@ class Trained:
         update = update_within(self.limits, self.optimizer, weights, self.scaler)  # type: ignore[arg-type]
         return bool(update.skipped)
 
+    def steps(self, num: int) -> None:
+        for number in range(num):
+            assert not self.step(number)
+
     def clipped_gradient(self, number: int, weight: nn.Parameter) -> Tensor:
         """The gradient of one weight, all gradients scaled down to the limit of their norm."""
         self.model(input_ids=TOKENS[number], labels=TOKENS[number]).loss.backward()
@@ -94,11 +98,10 @@ def differing(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> list[s
 def test_a_bad_step_changes_no_byte_and_the_next_one_is_as_if_it_had_not_been(
     name: str, poison: float, clean_before: int, scale: float | None
 ) -> None:
-    section = Optimizer.model_validate({"name": name, "learning_rate": 0.02, "max_grad_norm": 0.05})
+    section = Optimizer(name=name, learning_rate=0.02, max_grad_norm=0.05)
     trained, clean = Trained(section, scale), Trained(section, scale)
-    for number in range(clean_before):
-        assert not trained.step(number)
-        assert not clean.step(number)
+    trained.steps(clean_before)
+    clean.steps(clean_before)
     before = trained.tensors()
     assert trained.step(9, poison)
     after = trained.tensors()
@@ -117,7 +120,7 @@ def test_a_bad_step_changes_no_byte_and_the_next_one_is_as_if_it_had_not_been(
 
 @pytest.mark.parametrize("name", (*OWN, "adamw"))
 def test_a_flag_that_says_finite_changes_no_bit(name: str) -> None:
-    plain, flagged = (Trained(Optimizer.model_validate({"name": name})) for _ in range(2))
+    plain, flagged = (Trained(Optimizer(name=name)) for _ in range(2))
     for number in range(3):
         plain.step(number)
         flagged.model(input_ids=TOKENS[number], labels=TOKENS[number]).loss.backward()
@@ -132,18 +135,17 @@ def test_a_flag_that_says_finite_changes_no_bit(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_loss_scale_does_not_change_the_update(name: str) -> None:
-    section = Optimizer.model_validate({"name": name, "learning_rate": 1e-3})
+    section = Optimizer(name=name, learning_rate=1e-3)
     plain, scaled = Trained(section), Trained(section, 2.0**10)  # a power of two: exact
-    for number in range(3):
-        plain.step(number)
-        scaled.step(number)
+    plain.steps(3)
+    scaled.steps(3)
     assert differing(plain.tensors(), scaled.tensors()) == []
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_learning_rates_of_groups_reach_their_weights(name: str) -> None:
     still = (ParameterGroup(match=("transformer.h.0.*", "*wte*"), lr_scale=0.0),)
-    trained = Trained(Optimizer.model_validate({"name": name, "groups": still, "learning_rate": 0.1}))
+    trained = Trained(Optimizer(name=name, groups=still, learning_rate=0.1))
     before = {name: weight.detach().clone() for name, weight in trained.model.named_parameters()}
     trained.step(0)
     moved = differing(before, dict(trained.model.named_parameters()))
@@ -156,9 +158,8 @@ def test_a_setting_changes_the_weights_of_exactly_the_optimizers_that_are_said_t
     name: str, setting: str, value: Any
 ) -> None:
     trained = [Trained(Optimizer(name=name, **{setting: value} if is_set else {})) for is_set in (False, True)]
-    for number in range(3):
-        for each in trained:
-            each.step(number)
+    for each in trained:
+        each.steps(3)
     pairs = zip(*(each.model.parameters() for each in trained), strict=True)
     assert any(not torch.equal(one, other) for one, other in pairs) == (setting in OPTIMIZERS[name].settings)
 
@@ -180,7 +181,7 @@ def test_the_estimate_of_memory_counts_the_bytes_that_are_kept(name: str) -> Non
 @pytest.mark.parametrize("name", NAMES)
 def test_it_learns(name: str) -> None:
     rate = 0.01 if name in (*OWN, *PACKAGED, "adam", "adamw") else 0.3
-    trained = Trained(Optimizer.model_validate({"name": name, "learning_rate": rate}))
+    trained = Trained(Optimizer(name=name, learning_rate=rate))
 
     def loss() -> float:
         with torch.no_grad():
@@ -216,8 +217,7 @@ def test_lion_moves_each_weight_by_the_learning_rate_and_keeps_the_momentum_of_i
 
 def test_moments_are_kept_in_8_bits_but_for_embeddings_and_small_tensors() -> None:
     trained = Trained(Optimizer(name="adamw_8bit"))
-    for number in range(3):
-        trained.step(number)
+    trained.steps(3)
     kept = {name.removeprefix("state1."): each.dtype for name, each in trained.tensors().items() if "state1." in name}
     large = {name for name, weight in trained.model.named_parameters() if weight.numel() >= 4096}
     assert large
@@ -235,7 +235,7 @@ def test_8_bits_train_as_fp32_does_but_for_the_rounding_of_moments() -> None:
     def losses(name: str) -> list[float]:
         torch.manual_seed(0)
         layers = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
-        section = Optimizer.model_validate({"name": name, "learning_rate": 3e-3})
+        section = Optimizer(name=name, learning_rate=3e-3)
         optimizer, inputs = build_optimizer(layers, section, CPU), torch.randn(32, 64)
         found = []
         for _ in range(30):
@@ -255,7 +255,7 @@ def test_8_bits_train_as_fp32_does_but_for_the_rounding_of_moments() -> None:
 
 
 def free(**settings: Any) -> Trained:
-    return Trained(Optimizer.model_validate({"name": "schedule_free_adamw", "learning_rate": 0.01, **settings}))
+    return Trained(Optimizer(name="schedule_free_adamw", learning_rate=0.01, **settings))
 
 
 def average_of(trained: Trained) -> ScheduleFreeAverage:
@@ -284,8 +284,7 @@ def test_steps_and_average_are_those_of_the_package() -> None:
 
 def test_an_evaluation_leaves_every_bit_of_weights_and_state() -> None:
     trained = free()
-    for number in range(3):
-        trained.step(number)
+    trained.steps(3)
     before, average = trained.tensors(), average_of(trained)
     with average.in_place():
         inside = {name: weight.detach().clone() for name, weight in trained.model.named_parameters()}
@@ -303,10 +302,9 @@ def test_before_the_first_step_the_average_is_the_weights() -> None:
 
 @pytest.mark.parametrize("name", PACKAGED)
 def test_state_of_packages_is_restored_to_the_bit(name: str, tmp_path: Path) -> None:
-    section = Optimizer.model_validate({"name": name, "learning_rate": 0.01})
+    section = Optimizer(name=name, learning_rate=0.01)
     trained, other = Trained(section), Trained(section)
-    for number in range(3):
-        trained.step(number)
+    trained.steps(3)
     save_file(copy_to_host(optimizer_tensors(trained.optimizer)), tmp_path / "optimizer.safetensors")
     restore_optimizer(tmp_path, other.optimizer)
     other.model.load_state_dict(trained.model.state_dict())
@@ -325,13 +323,13 @@ def test_state_of_packages_is_restored_to_the_bit(name: str, tmp_path: Path) -> 
 def test_a_missing_package_is_named_with_the_extra_that_brings_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("accel_train.core.errors.find_spec", lambda _: None)
     with pytest.raises(ValueError, match=rf"^optimizer\.name={name}: needs the package (\w+)\. .*'accel-train\[\1\]'$"):
-        try_custom(Optimizer.model_validate({"name": name}), CPU, is_sharded=False)
+        try_custom(Optimizer(name=name), CPU, is_sharded=False)
 
 
 # --- classes by name -----------------------------------------------------------------------------------------------
 
 # What is wrong with a class, and what the error says of it.
-BAD: dict[str, tuple[dict[str, Any], str]] = {
+BAD: dict[str, tuple[Settings, str]] = {
     "no such module": ({"name": "no_such:Class"}, "'no_such:Class' cannot be imported"),
     "no such class": ({"name": "torch.optim:Adagrat"}, "cannot be imported: .*Adagrat.*PYTHONPATH"),
     "function": ({"name": f"{OURS}:function"}, "is a function, not a class"),
@@ -362,22 +360,21 @@ def test_a_class_that_cannot_be_used_is_refused_before_it_is_used(case: str) -> 
 
 def test_state_of_another_shape_than_its_weight_is_refused_where_weights_are_sharded() -> None:
     for name in ("adafactor", f"{OURS}:KeepsRows"):
-        try_custom(Optimizer.model_validate({"name": name}), CPU, is_sharded=False)
+        try_custom(Optimizer(name=name), CPU, is_sharded=False)
         with pytest.raises(ValueError, match=r"cannot be sharded .*parallel\.strategy ddp"):
-            try_custom(Optimizer.model_validate({"name": name}), CPU, is_sharded=True)
-    try_custom(Optimizer.model_validate({"name": f"{OURS}:Momentum"}), CPU, is_sharded=True)
+            try_custom(Optimizer(name=name), CPU, is_sharded=True)
+    try_custom(Optimizer(name=f"{OURS}:Momentum"), CPU, is_sharded=True)
 
 
 def test_options_reach_the_class() -> None:
-    trained = Trained(Optimizer.model_validate({"name": f"{OURS}:Momentum", "options": {"memory": 0.3}}))
+    trained = Trained(Optimizer(name=f"{OURS}:Momentum", options={"memory": 0.3}))
     assert trained.optimizer.defaults["memory"] == 0.3
 
 
 def test_numbers_of_python_are_kept_in_a_checkpoint_as_what_they_are(tmp_path: Path) -> None:
-    section = Optimizer.model_validate({"name": f"{OURS}:Momentum"})
+    section = Optimizer(name=f"{OURS}:Momentum")
     trained, other = Trained(section), Trained(section)
-    for number in range(3):
-        trained.step(number)
+    trained.steps(3)
     save_file(optimizer_tensors(trained.optimizer), tmp_path / "optimizer.safetensors")
     restore_optimizer(tmp_path, other.optimizer)
     state = [next(iter(each.optimizer.state.values())) for each in (trained, other)]
@@ -403,9 +400,7 @@ def test_muon_makes_matrices_orthogonal_with_the_same_singular_vectors() -> None
 
 
 def test_muon_moves_matrices_by_momentum_decay_and_about_0_2_of_the_learning_rate_as_adamw_does() -> None:
-    section = Optimizer.model_validate(
-        {"name": "muon", "learning_rate": 0.5, "weight_decay": 0.1, "momentum": 0.9, "max_grad_norm": 0.1}
-    )
+    section = Optimizer(name="muon", learning_rate=0.5, weight_decay=0.1, momentum=0.9, max_grad_norm=0.1)
     trained = Trained(section)
     name = "transformer.h.0.mlp.c_fc.weight"
     weight = trained.model.get_parameter(name)
@@ -471,7 +466,7 @@ def test_muon_takes_the_matrices_of_the_encoder_and_the_decoder_where_their_bloc
 
 
 def test_muon_trains_matrices_alone_where_nothing_else_is_trained() -> None:
-    section: dict[str, Any] = {"name": "muon", "learning_rate": 0.01}
+    section: Settings = {"name": "muon", "learning_rate": 0.01}
     model = gpt2()
     model.requires_grad_(False)
     matrix = model.get_parameter("transformer.h.1.mlp.c_fc.weight").requires_grad_()

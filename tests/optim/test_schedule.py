@@ -14,6 +14,7 @@ from transformers import optimization
 from accel_train.optim.schedule import Rate, make_schedule, resolve_steps, scale_learning_rate
 from accel_train.recipe.optimizer import Optimizer
 from accel_train.recipe.schedule import CURVES, Schedule
+from tests.support.runs import Settings
 
 MAX_STEPS = [1, 2, 3, 7, 100, 301]
 
@@ -52,7 +53,7 @@ lengths = pytest.mark.parametrize(("max_steps", "warmup_steps"), LENGTHS)
 
 
 # Our keys, the schedule of transformers, and its keys.
-OF_TRANSFORMERS: list[tuple[dict[str, Any], Any, dict[str, Any]]] = [
+OF_TRANSFORMERS: list[tuple[Settings, Any, Settings]] = [
     ({"type": "constant"}, optimization.get_constant_schedule_with_warmup, {}),
     ({"type": "linear"}, optimization.get_linear_schedule_with_warmup, {}),
     ({"type": "cosine"}, optimization.get_cosine_schedule_with_warmup, {}),
@@ -82,7 +83,7 @@ OF_TRANSFORMERS: list[tuple[dict[str, Any], Any, dict[str, Any]]] = [
 @lengths
 @pytest.mark.parametrize(("keys", "build", "their_keys"), OF_TRANSFORMERS)
 def test_schedule_is_that_of_transformers(
-    max_steps: int, warmup_steps: int, keys: dict[str, Any], build: Any, their_keys: dict[str, Any]
+    max_steps: int, warmup_steps: int, keys: Settings, build: Any, their_keys: Settings
 ) -> None:
     if "num_training_steps" in signature(build).parameters:
         their_keys = {**their_keys, "num_training_steps": max_steps}
@@ -180,7 +181,7 @@ def test_every_schedule_warms_up_in_a_line_from_zero_to_its_first_value(name: st
 @pytest.mark.parametrize("max_steps", [1, 2, 3, 10, 1000])
 @pytest.mark.parametrize("minimum", [0.0, 0.1])
 def test_every_schedule_stays_between_zero_and_the_peak(name: str, max_steps: int, minimum: float) -> None:
-    schedule = Schedule.model_validate({"type": name, "max_steps": max_steps, "min_lr_ratio": minimum})
+    schedule = Schedule(type=name, max_steps=max_steps, min_lr_ratio=minimum)
     for warmup_steps in (0, 1, max_steps):
         multiplier = make_schedule(schedule, max_steps, warmup_steps)
         rates = [multiplier(step) for step in range(max_steps + 3)]
@@ -235,9 +236,7 @@ def test_no_training_sample_is_refused() -> None:
 
 def rate_of(learning_rate: float, rule: str, base: int, global_batch_size: int) -> Rate:
     scaling = {"rule": rule, "base_batch_size": base}
-    return scale_learning_rate(
-        Optimizer.model_validate({"learning_rate": learning_rate, "lr_scaling": scaling}), global_batch_size
-    )
+    return scale_learning_rate(Optimizer(learning_rate=learning_rate, lr_scaling=scaling), global_batch_size)
 
 
 def test_linear_scaling_multiplies_by_the_global_batch_over_the_base() -> None:

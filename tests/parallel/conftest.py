@@ -1,5 +1,6 @@
 """Train one recipe under several layouts, and compare the runs."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from accel_train.checkpoint.sharded import CheckpointReader
 from tests.support.comparisons import Train, assert_same_bits, assert_same_run, tensors
 from tests.support.processes import run_forked
-from tests.support.runs import events, metrics, write_corpus, write_recipe_file
+from tests.support.runs import Settings, metrics, steps_of, write_corpus, write_recipe_file
 
 RESNET = {
     "model_type": "resnet",
@@ -19,7 +20,7 @@ RESNET = {
     "depths": [1, 1],
     "layer_type": "basic",
 }
-IMAGES: dict[str, Any] = {
+IMAGES: Settings = {
     "task": "image-classification",
     "model": {"config": RESNET},
     "data": {"train": "digits", "image_size": 16},
@@ -27,7 +28,7 @@ IMAGES: dict[str, Any] = {
     "schedule": {"max_steps": 5},
     "evaluate": {"every_steps": 2, "max_samples": 30},
 }
-SHORT_STEPS: dict[str, Any] = {
+SHORT_STEPS: Settings = {
     "data": {"last_batch": "short", "sequence_length": 64},
     "batch": {"global_batch_size": 12, "per_device_batch_size": 1},
     "schedule": {"max_steps": None, "num_epochs": 1},
@@ -35,7 +36,7 @@ SHORT_STEPS: dict[str, Any] = {
 }
 
 
-def nan_at(step: int, rank: int = 1, last: int = 6) -> dict[str, Any]:
+def nan_at(step: int, rank: int = 1, last: int = 6) -> Settings:
     """Sections of a run with checkpoints of every step, and a loss of NaN on one process in one of them."""
     return {
         "schedule": {"max_steps": last, "warmup_steps": 0, "type": "constant"},
@@ -44,9 +45,7 @@ def nan_at(step: int, rank: int = 1, last: int = 6) -> dict[str, Any]:
     }
 
 
-def train_in(
-    folder: Path, processes: int, parallel: dict[str, Any] | None = None, *, code: int = 0, **sections: Any
-) -> Path:
+def train_in(folder: Path, processes: int, parallel: Settings | None = None, *, code: int = 0, **sections: Any) -> Path:
     """Train in this folder until all processes end with this code; returns the run folder."""
     folder.mkdir(exist_ok=True)
     write_corpus(folder)
@@ -71,6 +70,12 @@ def undisturbed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     return train_in(tmp_path_factory.mktemp("one") / "one", 1, **request.module.TEXT)
 
 
+def reads(run: Path, rank: int) -> list[int]:
+    """The samples that a process has read."""
+    lines = (run.parent / f"rank-{rank}.jsonl").read_text().splitlines()
+    return [index for line in lines for index in json.loads(line)]
+
+
 def assert_same_norms(run: Path, other: Path, tolerance: float = 1e-5) -> None:
     """The losses are the same, and the norms of the gradients."""
     assert_same_run(run, other, min(tolerance, 1e-6))
@@ -85,4 +90,4 @@ def assert_skipped_to_the_bit(run: Path, step: int) -> None:
             assert_same_bits(tensors(run, step - 1, kind), tensors(run, step, kind))
     before, after = (tensors(run, at, "model") for at in (step, step + 1))
     assert any(not torch.equal(before[name], after[name]) for name in before)
-    assert [event["step"] for event in events(run, "skip")] == [step]
+    assert steps_of(run, "skip") == [step]

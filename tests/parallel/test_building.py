@@ -1,6 +1,5 @@
 """A resume builds its model without weights, and goes on as if it had them."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,16 @@ from accel_train.model.tensors import without_values
 from accel_train.model.weights import in_bf16
 from accel_train.parallel.building import allocate, empty_until_restored, filled
 from tests.support.comparisons import Train, assert_same_bits, assert_same_run, files_of_model, tensors
-from tests.support.runs import LLAMA, losses, write_base
+from tests.support.runs import LLAMA, Settings, losses, slow, summary_of, write_base
 
-DDP: dict[str, Any] = {}
+DDP: Settings = {}
 FSDP2 = {"strategy": "fsdp2"}
 TIED = {**LLAMA, "tie_word_embeddings": True}
 TP, ZERO = {**FSDP2, "tp_size": 2}, {"strategy": "deepspeed", "zero_stage": 2}
 EVEN = {**LLAMA, "vocab_size": 260}
 PRETRAINED = {"model": {"config": None, "pretrained": "base"}}
 SLOW = pytest.mark.slow
-STEPS: dict[str, Any] = {
+STEPS: Settings = {
     "schedule": {"max_steps": 4},
     "checkpoint": {"every_steps": 2, "keep": 5},
     "optimizer": {"ema_decay": 0.9},
@@ -52,17 +51,17 @@ def held(folder: Path) -> list[int]:
                 "model": {"config": TIED},
             },
         ),
-        pytest.param(2, DDP, {"model": {"config": LLAMA}}, marks=SLOW),
-        pytest.param(4, {**FSDP2, "dp_shard_size": 2}, {"model": {"config": LLAMA}}, marks=SLOW),
-        pytest.param(4, TP, {"model": {"config": EVEN}}, marks=SLOW),
-        pytest.param(2, ZERO, {"model": {"config": TIED}}, marks=SLOW),
-        pytest.param(2, DDP, PRETRAINED, marks=SLOW),
-        pytest.param(2, FSDP2, PRETRAINED, marks=SLOW),
-        pytest.param(2, FSDP2, {"model": {"lora": {"rank": 2}}}, marks=SLOW),
+        slow(2, DDP, {"model": {"config": LLAMA}}),
+        slow(4, {**FSDP2, "dp_shard_size": 2}, {"model": {"config": LLAMA}}),
+        slow(4, TP, {"model": {"config": EVEN}}),
+        slow(2, ZERO, {"model": {"config": TIED}}),
+        slow(2, DDP, PRETRAINED),
+        slow(2, FSDP2, PRETRAINED),
+        slow(2, FSDP2, {"model": {"lora": {"rank": 2}}}),
     ],
 )
 def test_a_resume_makes_no_weight_and_goes_on_to_the_bit(
-    train: Train, tmp_path: Path, processes: int, parallel: dict[str, Any], sections: dict[str, Any]
+    train: Train, tmp_path: Path, processes: int, parallel: Settings, sections: Settings
 ) -> None:
     if "pretrained" in sections["model"]:
         sections = {"model": {"config": None, "pretrained": str(write_base(tmp_path, LLAMA))}}
@@ -152,7 +151,7 @@ def test_an_empty_build_takes_no_random_numbers_from_the_whole_build_after_it() 
 
 @pytest.mark.parametrize("empty", ["fails", "differs"])
 def test_a_task_that_cannot_build_without_values_starts_as_one_process_does(train: Train, empty: str) -> None:
-    sections: dict[str, Any] = {
+    sections: Settings = {
         "task": "tests.support.tasks.unused:Unused",
         "windows": False,
         "batch": {"global_batch_size": 16},
@@ -161,7 +160,7 @@ def test_a_task_that_cannot_build_without_values_starts_as_one_process_does(trai
     options = {"num_samples": 64, "empty": empty}
     two = train("two", 2, FSDP2, **sections, options=options)
     assert_same_run(two, train("one", 1, **sections, options={"num_samples": 64}))
-    choices = json.loads((two / "summary.json").read_text())["choices"]
+    choices = summary_of(two)["choices"]
     assert choices["initial weights"].startswith("whole")
 
 

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from accel_train.engine.resolve import check_recipe
-from accel_train.recipe.schema import Recipe
 from tests.parallel.conftest import assert_same_norms, train_in
 from tests.support.comparisons import assert_same_run
 from tests.support.processes import TESTS, run_forked
-from tests.support.runs import LLAMA, events, metrics, recipe_dict
+from tests.support.runs import LLAMA, Settings, events, metrics, slow, tiny_recipe, write_jsonl
 
 UNTIED = {**LLAMA, "tie_word_embeddings": False}
 TEXT = {
@@ -49,21 +48,21 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 SLOW = pytest.mark.slow
 LAYOUTS = [
     pytest.param(1, {}, id="one"),
-    pytest.param(2, {}, marks=SLOW, id="ddp"),
+    slow(2, {}, id="ddp"),
     pytest.param(2, {"strategy": "fsdp2"}, id="fsdp2"),
-    pytest.param(2, {"strategy": "fsdp2", "reshard_after_forward": False}, marks=SLOW, id="fsdp2-gathered"),
-    pytest.param(2, {"strategy": "deepspeed", "zero_stage": 2}, marks=SLOW, id="zero-2"),
-    pytest.param(2, {"strategy": "deepspeed", "zero_stage": 3}, marks=SLOW, id="zero-3"),
-    pytest.param(2, {"sp_size": 2}, marks=SLOW, id="sp"),
-    pytest.param(4, {"strategy": "fsdp2", "sp_size": 2}, marks=SLOW, id="fsdp2-sp"),
+    slow(2, {"strategy": "fsdp2", "reshard_after_forward": False}, id="fsdp2-gathered"),
+    slow(2, {"strategy": "deepspeed", "zero_stage": 2}, id="zero-2"),
+    slow(2, {"strategy": "deepspeed", "zero_stage": 3}, id="zero-3"),
+    slow(2, {"sp_size": 2}, id="sp"),
+    slow(4, {"strategy": "fsdp2", "sp_size": 2}, id="fsdp2-sp"),
     pytest.param(2, {"strategy": "fsdp2", "tp_size": 2}, id="tp"),
-    pytest.param(4, {"strategy": "fsdp2", "tp_size": 2}, marks=SLOW, id="fsdp2-tp"),
+    slow(4, {"strategy": "fsdp2", "tp_size": 2}, id="fsdp2-tp"),
 ]
 
 
 @pytest.mark.parametrize(("processes", "parallel"), LAYOUTS)
 def test_losses_and_gradient_norms_are_those_of_whole_logits(
-    tmp_path: Path, whole: Path, processes: int, parallel: dict[str, Any]
+    tmp_path: Path, whole: Path, processes: int, parallel: Settings
 ) -> None:
     run = sit(tmp_path / "chunked", processes, chunked=True, parallel=parallel)
     at_once = 20 * parallel.get("tp_size", 1)  # of its share of the vocabulary
@@ -72,7 +71,7 @@ def test_losses_and_gradient_norms_are_those_of_whole_logits(
     assert events(run, "skip") == []
 
 
-CHANGES: dict[str, dict[str, Any]] = {
+CHANGES: dict[str, Settings] = {
     "tied": {"model": {"config": {**LLAMA, "tie_word_embeddings": True}}},
     "frozen": {"model": {"config": UNTIED, "freeze": ("lm_head.*",)}},
     "lora": {"model": {"config": UNTIED, "lora": {"rank": 2}}},
@@ -97,7 +96,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     ids=["ddp", "fsdp2", "zero-3", "tp", "sp"],
 )
 def test_the_losses_are_those_of_whole_logits_however_the_run_is_changed(
-    tmp_path: Path, change: str, parallel: dict[str, Any]
+    tmp_path: Path, change: str, parallel: Settings
 ) -> None:
     if change == "lora" and "tp_size" in parallel:
         pytest.skip("refused: adapters are not split")
@@ -137,10 +136,9 @@ def test_processes_that_split_the_output_layer_make_the_loss_the_gradients_and_t
 
 @SLOW
 @pytest.mark.parametrize("parallel", [{}, {"strategy": "fsdp2", "tp_size": 2}], ids=["ddp", "tp"])
-def test_fine_tuning_in_chunks_has_the_token_accuracy_of_whole_logits(tmp_path: Path, parallel: dict[str, Any]) -> None:
+def test_fine_tuning_in_chunks_has_the_token_accuracy_of_whole_logits(tmp_path: Path, parallel: Settings) -> None:
     rows = [{"prompt": f"{n} is", "completion": " aaaa" if n % 3 else f" {n * 7 % 11}"} for n in range(60)]
-    table = tmp_path / "rows.jsonl"
-    table.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = write_jsonl(tmp_path / "rows.jsonl", rows)
     sections = {
         "data": {"train": str(table), "format": "prompt_completion", "sequence_length": 32, "eval_fraction": 0.3},
         "options": {},
@@ -158,7 +156,7 @@ def test_fine_tuning_in_chunks_has_the_token_accuracy_of_whole_logits(tmp_path: 
 
 @SLOW
 @pytest.mark.parametrize("parallel", [{}, {"strategy": "fsdp2"}], ids=["ddp", "fsdp2"])
-def test_in_bf16_losses_are_near_those_of_whole_logits(tmp_path: Path, parallel: dict[str, Any]) -> None:
+def test_in_bf16_losses_are_near_those_of_whole_logits(tmp_path: Path, parallel: Settings) -> None:
     ours, theirs = (
         sit(tmp_path / str(chunked), 2, chunked=chunked, parallel=parallel, precision={"mixed_precision": "bf16"})
         for chunked in (True, False)
@@ -175,6 +173,6 @@ def test_a_compiled_run_warns_of_nothing_and_has_the_losses_of_whole_logits(tmp_
 
 def test_chunks_of_another_task_are_refused_before_data_is_read(tmp_path: Path) -> None:
     sections = {"task": "text-classification", "data": {"label_column": "label"}, "loss": {"chunked": True}}
-    recipe = Recipe.model_validate(recipe_dict(tmp_path, **{**TEXT, **sections}))
+    recipe = tiny_recipe(tmp_path, **{**TEXT, **sections})
     with pytest.raises(ValueError, match=r"loss\.chunked.*causal-lm.*text-classification"):
         check_recipe(recipe)

@@ -3,16 +3,16 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
 from tests.support.every_task import CASES, recipe_of
 from tests.support.processes import run_forked
 from tests.support.programs import recipes
-from tests.support.runs import losses
+from tests.support.runs import Settings, losses, summary_of
 
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+LAYOUTS: dict[str, tuple[int, Settings]] = {
     "one": (1, {}),
     "ddp": (2, {}),
     "fsdp2": (2, {"strategy": "fsdp2"}),
@@ -37,7 +37,7 @@ class Trained(NamedTuple):
 def train_in(layout: str, precision: str, cases: Sequence[str], folder: Path) -> dict[str, Trained]:
     """Train the cases one after the other in the processes of one layout."""
     size, parallel = LAYOUTS[layout]
-    sections: dict[str, Any] = {
+    sections: Settings = {
         "parallel": parallel,
         "precision": {"mixed_precision": precision},
         "batch": {"global_batch_size": 8, "per_device_batch_size": 2},
@@ -54,7 +54,7 @@ def train_in(layout: str, precision: str, cases: Sequence[str], folder: Path) ->
         run = Path(recipe["output_dir"])
         batches = [of_kind for of_rank in seen for of_kind in of_rank[str(run)].items()]
         types = {entry for _, entries in batches for entry in entries.items()}
-        evaluated = json.loads((run / "summary.json").read_text())["eval"]
+        evaluated = summary_of(run)["eval"]
         found[case] = Trained([*losses(run).values(), evaluated["loss"]], types, {kind for kind, _ in batches})
     return found
 

@@ -2,7 +2,6 @@
 
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from accel_train.recipe.parallel import Parallel
 from tests.parallel.conftest import IMAGES, SHORT_STEPS, assert_same_norms, assert_skipped_to_the_bit, nan_at, train_in
 from tests.support.comparisons import Train, assert_same_run
 from tests.support.processes import run_forked
-from tests.support.runs import TINY_MODEL, events, losses, write_corpus, write_recipe_file
+from tests.support.runs import TINY_MODEL, Settings, events, losses, slow, steps_of, write_corpus, write_recipe_file
 
 FSDP2 = {"strategy": "fsdp2"}
 CPU = torch.device("cpu")
@@ -39,13 +38,13 @@ TEXT = {
     ("processes", "parallel"),
     [
         (2, {}),
-        pytest.param(4, {}, marks=pytest.mark.slow),
-        pytest.param(4, {"dp_shard_size": 2}, marks=pytest.mark.slow),
-        pytest.param(2, {"reshard_after_forward": False}, marks=pytest.mark.slow),
+        slow(4, {}),
+        slow(4, {"dp_shard_size": 2}),
+        slow(2, {"reshard_after_forward": False}),
     ],
 )
 def test_losses_are_those_of_one_process_with_clipping_accumulation_and_averaged_weights(
-    train: Train, undisturbed: Path, processes: int, parallel: dict[str, Any]
+    train: Train, undisturbed: Path, processes: int, parallel: Settings
 ) -> None:
     assert_same_norms(train("run", processes, parallel={**FSDP2, **parallel}, **TEXT), undisturbed)
 
@@ -60,7 +59,7 @@ def test_losses_are_those_of_one_process_with_clipping_accumulation_and_averaged
     ],
     ids=["checkpointing", "untied", "adapters-and-sgd"],
 )
-def test_losses_are_those_of_ddp_however_the_model_is_changed(train: Train, sections: dict[str, Any]) -> None:
+def test_losses_are_those_of_ddp_however_the_model_is_changed(train: Train, sections: Settings) -> None:
     text = {name: section for name, section in TEXT.items() if name != "optimizer"}
     assert_same_run(train("sharded", 2, parallel=FSDP2, **text, **sections), train("ddp", 2, **text, **sections))
 
@@ -137,7 +136,7 @@ def test_selective_checkpointing_trains_as_none_under_ddp_and_fsdp2(train: Train
     ],
     ids=["images", "segmentation", "texts"],
 )
-def test_every_task_trains_as_with_ddp_running_statistics_included(train: Train, sections: dict[str, Any]) -> None:
+def test_every_task_trains_as_with_ddp_running_statistics_included(train: Train, sections: Settings) -> None:
     # Biases before a batch norm have gradients of rounding noise, which Adam makes steps of.
     sections = {**IMAGES, **sections}
     assert_same_run(train("sharded", 2, FSDP2, **sections), train("ddp", 2, **sections), 2e-5)
@@ -157,7 +156,7 @@ def test_batch_norm_trains_in_bf16_as_with_ddp(train: Train) -> None:
     ids=["gpt2", "llama", "mixtral"],
 )
 def test_bf16_with_norms_embeddings_and_routers_in_fp32_trains_as_with_ddp(
-    train: Train, config: dict[str, Any], first: float
+    train: Train, config: Settings, first: float
 ) -> None:
     sections = {**TEXT, "precision": {"mixed_precision": "bf16"}, **({"model": {"config": config}} if config else {})}
     sharded, ddp = train("sharded", 2, parallel=FSDP2, **sections), train("ddp", 2, **sections)
@@ -168,7 +167,7 @@ def test_bf16_with_norms_embeddings_and_routers_in_fp32_trains_as_with_ddp(
 @pytest.mark.slow
 @pytest.mark.skipif(gathers_two_types(), reason="torch before 2.15 alone rounds norms and embeddings")
 def test_bf16_is_further_from_fp32_than_under_ddp_by_what_the_run_says(train: Train) -> None:
-    sections: dict[str, Any] = {"schedule": {"max_steps": 20, "warmup_steps": 0}}
+    sections: Settings = {"schedule": {"max_steps": 20, "warmup_steps": 0}}
     bf16 = {"precision": {"mixed_precision": "bf16"}}
     exact = losses(train("fp32", 2, **sections))
 
@@ -212,7 +211,7 @@ def test_a_damaged_part_is_named_and_the_checkpoint_before_used(train: Train, da
     train("run", 2, parallel=FSDP2, **TEXT)
     [told] = events(run, "checkpoint_invalid")
     assert part.name in told["message"]
-    assert [event["step"] for event in events(run, "resume")] == [4]
+    assert steps_of(run, "resume") == [4]
     assert losses(run) == whole
 
 

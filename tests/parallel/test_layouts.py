@@ -30,9 +30,10 @@ from accel_train.task import load_task
 from accel_train.tasks.causal_lm.task import CausalLM
 from accel_train.tasks.sentence_embedding.task import SentenceEmbedding
 from tests.support.comparisons import Train, assert_loaded_to_the_bit
+from tests.support.plan_recipe import parts_of
 from tests.support.processes import run_forked
 from tests.support.runs import LLAMA as TINY_LLAMA
-from tests.support.runs import TINY_MODEL, recipe_dict, write_corpus, write_recipe_file
+from tests.support.runs import TINY_MODEL, Capture, Settings, recipe_dict, slow, tiny_recipe, write_recipe_file
 
 SP, TP = {"sp_size": 2}, {"strategy": "fsdp2", "tp_size": 2}
 LLAMA = {**TINY_LLAMA, "vocab_size": 259}
@@ -40,7 +41,7 @@ CPU = torch.device("cpu")
 
 
 FSDP2 = {"strategy": "fsdp2"}
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+LAYOUTS: dict[str, tuple[int, Settings]] = {
     "one": (1, {}),
     "ddp": (2, {}),
     "fsdp2": (2, FSDP2),
@@ -59,7 +60,7 @@ PAIRS = [
 ]
 
 
-@pytest.mark.parametrize("pair", [PAIRS[0], *(pytest.param(each, marks=pytest.mark.slow) for each in PAIRS[1:])])
+@pytest.mark.parametrize("pair", [PAIRS[0], *(slow(each) for each in PAIRS[1:])])
 def test_what_is_saved_under_one_layout_is_loaded_under_another_to_the_bit(train: Train, pair: str) -> None:
     text = {
         **of(LLAMA),
@@ -71,7 +72,7 @@ def test_what_is_saved_under_one_layout_is_loaded_under_another_to_the_bit(train
     assert_loaded_to_the_bit(train, saved, loaded, 3, text)
 
 
-def of(config: dict[str, Any], **changes: Any) -> dict[str, Any]:
+def of(config: Settings, **changes: Any) -> Settings:
     return {"model": {"config": {**config, **changes}}}
 
 
@@ -104,10 +105,10 @@ EAGER = {"model": {"config": TINY_MODEL, "attn_implementation": "eager"}}
     ],
 )
 def test_what_cannot_be_split_is_refused_with_the_reason_and_a_remedy(
-    parallel: dict[str, Any], sections: dict[str, Any], other: str | None, fault: str, remedy: str
+    parallel: Settings, sections: Settings, other: str | None, fault: str, remedy: str
 ) -> None:
     sections = {"task": "causal-lm", "model": {"config": LLAMA}, "parallel": parallel, **sections}
-    recipe = Recipe.model_validate(recipe_dict(Path("somewhere"), **sections))
+    recipe = tiny_recipe(Path("somewhere"), **sections)
     with pytest.raises(SettingError) as caught:
         check_compatibility(recipe, load_task(recipe.task))
     error, setting = caught.value, "parallel.sp_size" if parallel is SP else "parallel.tp_size"
@@ -158,7 +159,7 @@ class TakesItBack(LooksAheadNot):
 )
 def test_a_task_with_a_loss_of_its_own_has_to_say_that_it_is_a_sum_over_positions(name: str, is_refused: bool) -> None:
     task = f"{__name__}:{name}"
-    recipe = Recipe.model_validate(recipe_dict(Path("somewhere"), task=task, parallel=SP))
+    recipe = tiny_recipe(Path("somewhere"), task=task, parallel=SP)
     if not is_refused:
         return check_compatibility(recipe, load_task(task))
     with pytest.raises(SettingError, match="loss_is_by_position"):
@@ -177,8 +178,8 @@ class Balances(CausalLM):
         self.global_loss = RouterLoss()
 
 
-GRAPHS: dict[str, Any] = {"precision": {"compile": True, "compile_mode": "reduce-overhead"}}
-DEEPSPEED: dict[str, Any] = {"parallel": {"strategy": "deepspeed"}}
+GRAPHS: Settings = {"precision": {"compile": True, "compile_mode": "reduce-overhead"}}
+DEEPSPEED: Settings = {"parallel": {"strategy": "deepspeed"}}
 
 
 @pytest.mark.parametrize("task", ["sentence-embedding", f"{__name__}:Embeds", f"{__name__}:Balances", "causal-lm"])
@@ -186,9 +187,9 @@ DEEPSPEED: dict[str, Any] = {"parallel": {"strategy": "deepspeed"}}
     ("sections", "setting"), [(GRAPHS, "precision.compile_mode"), (DEEPSPEED, "parallel.strategy")]
 )
 def test_a_loss_over_the_global_batch_refuses_what_is_not_tested_with_it(
-    task: str, sections: dict[str, Any], setting: str
+    task: str, sections: Settings, setting: str
 ) -> None:
-    recipe = Recipe.model_validate(recipe_dict(Path("somewhere"), task=task, **sections))
+    recipe = tiny_recipe(Path("somewhere"), task=task, **sections)
     if task == "causal-lm":
         return check_compatibility(recipe, load_task(task))
     with pytest.raises(SettingError) as caught:
@@ -199,7 +200,7 @@ def test_a_loss_over_the_global_batch_refuses_what_is_not_tested_with_it(
 
 def test_without_the_package_the_error_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("accel_train.parallel.compatibility.find_spec", lambda name: None)
-    recipe = Recipe.model_validate(recipe_dict(Path("somewhere"), task="causal-lm", parallel=SP))
+    recipe = tiny_recipe(Path("somewhere"), task="causal-lm", parallel=SP)
     with pytest.raises(SettingError, match=r"pip install 'accel-train\[deepspeed\]'"):
         check_compatibility(recipe, load_task("causal-lm"))
 
@@ -218,43 +219,40 @@ def test_without_the_package_the_error_names_what_to_install(monkeypatch: pytest
     ],
 )
 def test_plan_and_run_end_with_code_2_and_say_why(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], parallel: dict[str, Any], fault: str
+    corpus: Path, capsys: Capture, parallel: Settings, fault: str
 ) -> None:
-    write_corpus(tmp_path)
     is_gpt2 = parallel == TP or "sp_size" in parallel
     model = (of(TINY_MODEL, n_head=4) if is_gpt2 else of(LLAMA, num_key_value_heads=4))["model"]
-    recipe = write_recipe_file(tmp_path, task="causal-lm", parallel=parallel, model=model)
+    recipe = write_recipe_file(corpus, task="causal-lm", parallel=parallel, model=model)
     assert main(["plan", str(recipe), "--world-size", "2"]) == 2
     assert fault in capsys.readouterr().err
     if parallel != {"sp_size": 4}:
         return  # by the same functions
-    forked = run_forked(["run", str(recipe)], 1, folder=tmp_path / "processes")
+    forked = run_forked(["run", str(recipe)], 1, folder=corpus / "processes")
     assert forked.wait() == [2]
     assert fault in forked.stderr(0)
-    assert not (tmp_path / "run").exists()
+    assert not (corpus / "run").exists()
 
 
-def test_a_model_of_ones_own_task_without_a_plan_is_refused_before_it_has_weights(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
-    recipe = Recipe.model_validate(recipe_dict(tmp_path, parallel=TP))  # the probe task, with a GPT-2
+def test_a_model_of_ones_own_task_without_a_plan_is_refused_before_it_has_weights(corpus: Path) -> None:
+    recipe = tiny_recipe(corpus, parallel=TP)  # the probe task, with a GPT-2
     with pytest.raises(SettingError, match="split gpt2"):
         resolve_plan(recipe, 2)
 
 
 def test_one_weight_that_is_split_under_one_name_alone_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(GPTNeoXConfig.base_model_tp_plan, "embed_in", raising=False)  # as before transformers 5.24
-    write_corpus(tmp_path)
     config = {**LLAMA, "model_type": "gpt_neox", "tie_word_embeddings": True}
     del config["num_key_value_heads"]
-    recipe = recipe_dict(tmp_path, task="causal-lm", parallel=TP, model={"config": config})
+    recipe = recipe_dict(corpus, task="causal-lm", parallel=TP, model={"config": config})
     with pytest.raises(SettingError, match="plan of gpt_neox"):
         resolve_plan(Recipe.model_validate(recipe), 2)
 
 
 @pytest.mark.parametrize("parallel", [SP, TP])
-def test_neighbours_share_samples_so_fewer_processes_divide_the_global_batch(parallel: dict[str, Any]) -> None:
+def test_neighbours_share_samples_so_fewer_processes_divide_the_global_batch(parallel: Settings) -> None:
     section, batch = Parallel(**parallel), Batch(global_batch_size=12, per_device_batch_size=2)
     sizes = resolve_batch(batch, 6, section.num_sharing, section.shared_by)
     assert (sizes.world_size, sizes.gradient_accumulation_steps) == (3, 2)
@@ -271,20 +269,18 @@ def test_layout_counts_groups_of_neighbours() -> None:
     assert "fsdp2" not in choice.reason
 
 
-def test_neighbours_on_several_machines_are_told_of(tmp_path: Path) -> None:
+def test_neighbours_on_several_machines_are_told_of(corpus: Path) -> None:
     assert "machines" not in choose_sequences(Parallel(sp_size=8), 16, 8).reason
     assert "machines of 4 processes" in choose_sequences(Parallel(sp_size=8), 16, 4).reason
     assert across_machines(Parallel(strategy="fsdp2", tp_size=8), 8) is None
     assert "machines of 4 processes" in str(across_machines(Parallel(strategy="fsdp2", tp_size=8), 4))
-    write_corpus(tmp_path)
     model = of(LLAMA, num_attention_heads=16, num_key_value_heads=16)["model"]
     sections = {"parallel": {"strategy": "fsdp2", "tp_size": 16}, "model": model, "task": "causal-lm"}
-    plan = resolve_plan(Recipe.model_validate(recipe_dict(tmp_path, **sections)), 16, "H100")
+    plan = resolve_plan(tiny_recipe(corpus, **sections), 16, "H100")
     assert "machines of 8 processes" in format_plan(plan)
 
 
-def test_plan_counts_what_slices_save_and_what_their_attention_sends(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
+def test_plan_counts_what_slices_save_and_what_their_attention_sends(corpus: Path) -> None:
     model = {"config": {**LLAMA, "max_position_embeddings": 512}}
     sections = {
         "task": "causal-lm",
@@ -293,10 +289,10 @@ def test_plan_counts_what_slices_save_and_what_their_attention_sends(tmp_path: P
         "batch": {"global_batch_size": 2, "per_device_batch_size": 1},
     }
     plans = [
-        resolve_plan(Recipe.model_validate(recipe_dict(tmp_path, parallel=parallel, **sections)), processes, "H100")
+        resolve_plan(tiny_recipe(corpus, parallel=parallel, **sections), processes, "H100")
         for processes, parallel in ((2, {}), (4, SP))
     ]
-    whole, split = ({part.name: part.num_bytes or 0 for part in plan.memory} for plan in plans)
+    whole, split = map(parts_of, plans)
     for name in ("activations", "logits"):
         assert split[name] == pytest.approx(whole[name] / 2, rel=0.1)  # beside slices: weights in 16 bits
     positions, width, of_keys = 128, 32, 16
@@ -313,8 +309,7 @@ def test_plan_counts_what_slices_save_and_what_their_attention_sends(tmp_path: P
 
 
 @pytest.mark.parametrize("length", [64, 512])
-def test_plan_counts_no_mask_for_documents_over_slices(tmp_path: Path, length: int) -> None:
-    write_corpus(tmp_path)
+def test_plan_counts_no_mask_for_documents_over_slices(corpus: Path, length: int) -> None:
     model = {"config": {**LLAMA, "max_position_embeddings": 512}}
     sections = {
         "task": "causal-lm",
@@ -325,7 +320,7 @@ def test_plan_counts_no_mask_for_documents_over_slices(tmp_path: Path, length: i
     found = []
     for masked in (False, True):
         data = {"sequence_length": length, "mask_documents": masked}
-        plan = resolve_plan(Recipe.model_validate(recipe_dict(tmp_path, data=data, **sections)), 4)
-        found.append({part.name: part.num_bytes for part in plan.memory})
+        plan = resolve_plan(tiny_recipe(corpus, data=data, **sections), 4)
+        found.append(parts_of(plan))
     assert found[1]["activations"] == pytest.approx(found[0]["activations"], rel=0.1)
     assert "per-document causal attention" in format_plan(plan)

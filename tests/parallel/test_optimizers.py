@@ -1,13 +1,10 @@
 """Optimizers of this package over several processes: the same losses, the same skipped steps, resumed to the bit."""
 
 import json
-import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from accel_train.checkpoint.sharded import CheckpointReader
 from accel_train.recipe.loader import Recipe
@@ -15,7 +12,7 @@ from tests.parallel.conftest import assert_skipped_to_the_bit, nan_at
 from tests.support.comparisons import Train, assert_same_bits, assert_same_run, tensors
 from tests.support.processes import run_forked
 from tests.support.programs import sharded_muon, sharded_update
-from tests.support.runs import LLAMA, events, losses, write_corpus, write_recipe_file
+from tests.support.runs import LLAMA, Settings, forget, losses, model_of, slow, steps_of, write_recipe_file
 
 FSDP2 = {"strategy": "fsdp2"}
 BY_HOST = ("adamw_8bit", "schedule_free_adamw", "tests.support.optimizers:Momentum")
@@ -23,7 +20,7 @@ NOT_SHARDED = ("adafactor", "adamw_8bit")
 """Refused where weights are: state of another shape than its weight."""
 BF16 = "adamw with state_dtype bf16"
 NAMES = ("muon", "lion", "adafactor", BF16, *BY_HOST)
-TEXT: dict[str, Any] = {
+TEXT: Settings = {
     "batch": {"global_batch_size": 8, "per_device_batch_size": 2},
     "schedule": {"max_steps": 8},
     "checkpoint": {"every_steps": 4, "keep": 5},
@@ -32,9 +29,9 @@ TEXT: dict[str, Any] = {
 RATES = {"lion": 1e-3, "adafactor": 3e-2, "tests.support.optimizers:Momentum": 0.3}
 
 
-def sections(name: str) -> dict[str, Any]:
+def sections(name: str) -> Settings:
     """The sections of a recipe that an optimizer needs as they are here."""
-    found: dict[str, Any] = {"optimizer": {"name": name, "learning_rate": RATES.get(name, 5e-3), "max_grad_norm": 0.5}}
+    found: Settings = {"optimizer": {"name": name, "learning_rate": RATES.get(name, 5e-3), "max_grad_norm": 0.5}}
     if name == BF16:
         found["optimizer"] |= {"name": "adamw", "state_dtype": "bf16"}
     if name == "schedule_free_adamw":
@@ -44,7 +41,7 @@ def sections(name: str) -> dict[str, Any]:
     return found
 
 
-LAYOUTS: tuple[tuple[int, dict[str, Any]], ...] = (
+LAYOUTS: tuple[tuple[int, Settings], ...] = (
     (2, FSDP2),
     (2, {}),
     (4, {}),
@@ -63,7 +60,7 @@ CASES = [
 ]
 
 
-def assert_resumed_to_the_bit(train: Train, run: Path, processes: int, text: dict[str, Any]) -> None:
+def assert_resumed_to_the_bit(train: Train, run: Path, processes: int, text: Settings) -> None:
     """Train the last 4 of the 8 steps once more."""
     kinds = ("model", "optimizer", "average")
     whole = [tensors(run, 8, kind) for kind in kinds]
@@ -71,16 +68,16 @@ def assert_resumed_to_the_bit(train: Train, run: Path, processes: int, text: dic
     if text["optimizer"].get("state_dtype") == "bf16":
         dtypes = CheckpointReader(run / "checkpoints" / "step-00000008", "optimizer").dtypes
         assert {dtype for name, dtype in dtypes.items() if not name.startswith("step.")} == {torch.bfloat16}
-    shutil.rmtree(run / "checkpoints" / "step-00000008")
+    forget(run, 8)
     train("run", processes, **text)
-    assert [event["step"] for event in events(run, "resume")] == [4]
+    assert steps_of(run, "resume") == [4]
     for kind, before in zip(kinds, whole, strict=True):
         assert_same_bits(tensors(run, 8, kind), before)
 
 
 @pytest.mark.parametrize(("name", "processes", "parallel"), CASES)
 def test_losses_are_those_of_one_process_and_resumed_it_is_the_same_run_to_the_bit(
-    train: Train, name: str, processes: int, parallel: dict[str, Any]
+    train: Train, name: str, processes: int, parallel: Settings
 ) -> None:
     text = {**TEXT, **sections(name)}
     if "tp_size" in parallel:
@@ -108,7 +105,7 @@ def test_resumed_in_one_process_it_is_the_same_run_to_the_bit(train: Train, name
     ("name", "parallel"),
     [*((name, {}) for name in NAMES), *((name, FSDP2) for name in NAMES if name not in NOT_SHARDED)],
 )
-def test_nan_on_one_process_changes_no_bit_on_any(train: Train, name: str, parallel: dict[str, Any]) -> None:
+def test_nan_on_one_process_changes_no_bit_on_any(train: Train, name: str, parallel: Settings) -> None:
     constant = {"schedule": {"max_steps": 6, "type": "constant"}}
     assert_skipped_to_the_bit(train("run", 2, parallel, **{**sections(name), **nan_at(4), **constant}), 4)
 
@@ -117,21 +114,20 @@ def test_nan_on_one_process_changes_no_bit_on_any(train: Train, name: str, paral
 @pytest.mark.parametrize("name", ["muon", "lion", BF16, "schedule_free_adamw"])
 @pytest.mark.parametrize(("saved", "loaded"), [((2, FSDP2), (1, {})), ((1, {}), (2, FSDP2))])
 def test_a_run_goes_on_under_another_layout(
-    train: Train, name: str, saved: tuple[int, dict[str, Any]], loaded: tuple[int, dict[str, Any]]
+    train: Train, name: str, saved: tuple[int, Settings], loaded: tuple[int, Settings]
 ) -> None:
     text = {**TEXT, **sections(name)}
     run = train("run", saved[0], parallel=saved[1], **text)
     whole = losses(run)
-    shutil.rmtree(run / "checkpoints" / "step-00000008")
+    forget(run, 8)
     train("run", loaded[0], parallel=loaded[1], **text)
-    assert [event["step"] for event in events(run, "resume")] == [4]
+    assert steps_of(run, "resume") == [4]
     assert losses(run) == pytest.approx(whole, rel=1e-5)
 
 
-def test_what_is_not_made_for_zero_is_refused_in_one_line(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
-    recipe = write_recipe_file(tmp_path, optimizer={"name": "muon"}, parallel={"strategy": "deepspeed"})
-    forked = run_forked(["plan", str(recipe)], 1, folder=tmp_path / "processes")
+def test_what_is_not_made_for_zero_is_refused_in_one_line(corpus: Path) -> None:
+    recipe = write_recipe_file(corpus, optimizer={"name": "muon"}, parallel={"strategy": "deepspeed"})
+    forked = run_forked(["plan", str(recipe)], 1, folder=corpus / "processes")
     assert forked.wait() == [2]
     [line] = [line for line in forked.stderr(0).splitlines() if line.startswith("error: ")]
     for fact in ("parallel.strategy=deepspeed: ", "optimizer.name muon", "Use adamw, adam, sgd"):
@@ -139,11 +135,11 @@ def test_what_is_not_made_for_zero_is_refused_in_one_line(tmp_path: Path) -> Non
     assert Recipe.from_yaml(str(recipe)).optimizer.name == "muon"
 
 
-@pytest.mark.parametrize("parallel", [{}, pytest.param(FSDP2, marks=pytest.mark.slow)])
-def test_the_model_of_a_schedule_free_run_is_its_average(train: Train, parallel: dict[str, Any]) -> None:
+@pytest.mark.parametrize("parallel", [{}, slow(FSDP2)])
+def test_the_model_of_a_schedule_free_run_is_its_average(train: Train, parallel: Settings) -> None:
     run = train("run", 2, **{**TEXT, **sections("schedule_free_adamw"), "parallel": parallel})
     average, weights = (tensors(run, 8, kind) for kind in ("average", "model"))
-    saved = load_file(run / "model" / "model.safetensors")
+    saved = model_of(run)
     assert_same_bits({name: saved[name] for name in average}, average)
     assert not any(torch.equal(weights[name], average[name]) for name in average)
 

@@ -3,7 +3,6 @@
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,14 +14,15 @@ from accel_train.model.weights import group_weights, separate_ends
 from accel_train.recipe.schema import LoRA
 from tests.model.kernels.test_chunked_loss import CHECKED_TYPES, model_of
 from tests.support.processes import TESTS, run_forked
+from tests.support.runs import Settings, slow
 
 PROGRAM = TESTS / "support/programs/own_ends.py"
-QUICK: dict[str, dict[str, Any]] = {
+QUICK: dict[str, Settings] = {
     "chunked": {"chunked": True, "generates": True},
     "unused": {"unused": True},
     "gathered before the update": {"computes_between": True},
 }
-CASES: dict[str, dict[str, Any]] = {
+CASES: dict[str, Settings] = {
     "tied": {"tied": True, "chunked": True},
     "frozen embedding": {"frozen": "embed_tokens"},
     "frozen head": {"frozen": "lm_head", "chunked": True},
@@ -35,7 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
     "a head with a bias": {"model_type": "phi", "chunked": True},
     **{each: {"model_type": each} for each in CHECKED_TYPES},
 }
-ON_FOUR: dict[str, dict[str, Any]] = {
+ON_FOUR: dict[str, Settings] = {
     **QUICK,
     "bf16": {"precision": "bf16"},
     "copies": {"dp_shard_size": 2, "computes_between": True},
@@ -50,11 +50,11 @@ IN_ROOT = ("tied", "opt", "gemma")
 
 @pytest.mark.parametrize(
     ("processes", "cases"),
-    [(2, QUICK), pytest.param(2, CASES, marks=pytest.mark.slow), pytest.param(4, ON_FOUR, marks=pytest.mark.slow)],
+    [(2, QUICK), slow(2, CASES), slow(4, ON_FOUR)],
     ids=["quick", "two", "four"],
 )
 def test_losses_gradients_norms_and_weights_are_those_of_one_root_group_to_the_bit(
-    tmp_path: Path, processes: int, cases: dict[str, dict[str, Any]]
+    tmp_path: Path, processes: int, cases: dict[str, Settings]
 ) -> None:
     arguments = [str(tmp_path), json.dumps(cases)]
     forked = run_forked(arguments, processes, folder=tmp_path / "out", program=PROGRAM, timeout_seconds=400)

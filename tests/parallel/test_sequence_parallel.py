@@ -13,12 +13,23 @@ from accel_train.data.text.tokens import collate_windows
 from accel_train.model.training_module import TrainingModule
 from accel_train.parallel.dims import ParallelDims
 from accel_train.parallel.sequence_parallel import Slices, slice_of
-from accel_train.recipe.schema import Recipe
 from accel_train.tasks.causal_lm.task import CausalLM
-from tests.parallel.conftest import SHORT_STEPS, assert_same_norms, assert_skipped_to_the_bit, nan_at, train_in
-from tests.support.comparisons import assert_same_bits, assert_same_run, tensors
+from tests.parallel.conftest import SHORT_STEPS, assert_same_norms, assert_skipped_to_the_bit, nan_at, reads, train_in
+from tests.support.comparisons import Layout, assert_same_bits, assert_same_run, tensors
 from tests.support.processes import run_forked
-from tests.support.runs import LLAMA, TINY_MODEL, events, recipe_dict, write_corpus, write_recipe_file
+from tests.support.runs import (
+    LLAMA,
+    TINY_MODEL,
+    Settings,
+    events,
+    slow,
+    steps_of,
+    summary_of,
+    tiny_recipe,
+    write_corpus,
+    write_jsonl,
+    write_recipe_file,
+)
 
 SP = {"sp_size": 2}
 FSDP2 = {"strategy": "fsdp2"}
@@ -32,20 +43,20 @@ TEXT = {
 ULYSSES = "deepspeed.runtime.sequence_parallel.ulysses_sp"
 
 
-def sit(folder: Path, processes: int, parallel: dict[str, Any], code: int = 0, **sections: Any) -> Path:
+def sit(folder: Path, processes: int, parallel: Settings, code: int = 0, **sections: Any) -> Path:
     options = {"ragged": True, "record": str(folder), **sections.pop("options", {})}
     return train_in(folder, processes, parallel, code=code, **{**TEXT, "options": options, **sections})
 
 
-def reads(run: Path, rank: int) -> list[int]:
-    lines = (run.parent / f"rank-{rank}.jsonl").read_text().splitlines()
-    return [index for line in lines for index in json.loads(line)]
+def beside_one(folder: Path, layout: Layout, **sections: Any) -> list[Path]:
+    """The same run under a layout and on one process."""
+    return [sit(folder / str(n), n, parallel, **sections) for n, parallel in (layout, (1, {}))]
 
 
 def assert_trained_alike(run: Path, other: Path) -> None:
     """Losses, gradient norms, evaluations and counts of two layouts of one run."""
     assert_same_norms(run, other)
-    summaries = [json.loads((folder / "summary.json").read_text()) for folder in (run, other)]
+    summaries = [summary_of(folder) for folder in (run, other)]
     for name in ("num_targets", "parameters", "sample"):
         assert summaries[0][name] == summaries[1][name]
     assert summaries[0]["eval"] == pytest.approx(summaries[1]["eval"], rel=1e-6)
@@ -61,14 +72,14 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("processes", "parallel"),
     [
         (2, SP),
-        pytest.param(4, SP, marks=pytest.mark.slow),
-        pytest.param(2, {**FSDP2, **SP}, marks=pytest.mark.slow),
-        pytest.param(4, {**FSDP2, **SP}, marks=pytest.mark.slow),
-        pytest.param(4, {**FSDP2, **SP, "dp_shard_size": 2}, marks=pytest.mark.slow),
+        slow(4, SP),
+        slow(2, {**FSDP2, **SP}),
+        slow(4, {**FSDP2, **SP}),
+        slow(4, {**FSDP2, **SP, "dp_shard_size": 2}),
     ],
 )
 def test_losses_are_those_of_one_process_and_each_target_is_counted_once(
-    tmp_path: Path, undisturbed: Path, processes: int, parallel: dict[str, Any]
+    tmp_path: Path, undisturbed: Path, processes: int, parallel: Settings
 ) -> None:
     run = sit(tmp_path / "split", processes, parallel)
     assert_trained_alike(run, undisturbed)
@@ -80,16 +91,16 @@ def test_losses_are_those_of_one_process_and_each_target_is_counted_once(
 
 @pytest.mark.parametrize(
     ("parallel", "config"),
-    [(SP, LLAMA), pytest.param({**FSDP2, **SP}, TINY_MODEL, marks=pytest.mark.slow)],
+    [(SP, LLAMA), slow({**FSDP2, **SP}, TINY_MODEL)],
     ids=["llama", "fsdp2"],
 )
 def test_documents_that_reach_over_slices_are_kept_apart_as_on_one_process(
-    tmp_path: Path, parallel: dict[str, Any], config: dict[str, Any]
+    tmp_path: Path, parallel: Settings, config: Settings
 ) -> None:
     sections = {"model": {"config": config}, "data": {"mask_documents": True}, "schedule": {"max_steps": 5}}
-    runs = [sit(tmp_path / str(n), n, p, **sections) for n, p in ((2, parallel), (1, {}))]
+    runs = beside_one(tmp_path, (2, parallel), **sections)
     assert_trained_alike(*runs)
-    said = [json.loads((run / "summary.json").read_text())["choices"]["document mask"] for run in runs]
+    said = [summary_of(run)["choices"]["document mask"] for run in runs]
     assert "per-document causal attention" in said[0]
     assert "dense mask" in said[1]  # of windows this short
 
@@ -99,8 +110,7 @@ def test_packed_rows_that_reach_over_slices_train_as_on_one_process(tmp_path: Pa
     rows = [
         {"prompt": f"{n} plus {n * 7 % 11} is", "completion": f" {n + n * 7 % 11}" * (1 + n % 9)} for n in range(60)
     ]
-    table = tmp_path / "rows.jsonl"
-    table.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = write_jsonl(tmp_path / "rows.jsonl", rows)
     sections = {
         "data": {"train": str(table), "format": "prompt_completion", "sequence_length": 64},
         "task": "causal-lm",
@@ -108,7 +118,7 @@ def test_packed_rows_that_reach_over_slices_train_as_on_one_process(tmp_path: Pa
         "evaluate": {"every_steps": 4},
         "schedule": {"max_steps": 5},
     }
-    assert_trained_alike(*(sit(tmp_path / str(n), n, p, **sections) for n, p in ((2, SP), (1, {}))))
+    assert_trained_alike(*beside_one(tmp_path, (2, SP), **sections))
 
 
 KINDS = {
@@ -135,30 +145,29 @@ KINDS = {
 def test_every_kind_of_model_gives_the_losses_and_the_text_of_one_process(tmp_path: Path, kind: str) -> None:
     config = {name: value for name, value in KINDS[kind].items() if value is not None}
     sections = {"model": {"config": config}, "schedule": {"max_steps": 5}}
-    assert_trained_alike(*(sit(tmp_path / str(n), n, p, **sections) for n, p in ((2, SP), (1, {}))))
+    assert_trained_alike(*beside_one(tmp_path, (2, SP), **sections))
 
 
 @pytest.mark.slow
 def test_four_slices_of_a_sequence_and_two_heads_of_keys_give_the_losses_of_one_process(tmp_path: Path) -> None:
     sections = {"model": {"config": LLAMA}, "schedule": {"max_steps": 5}}
-    assert_trained_alike(*(sit(tmp_path / str(n), n, p, **sections) for n, p in ((4, {"sp_size": 4}), (1, {}))))
+    assert_trained_alike(*beside_one(tmp_path, (4, {"sp_size": 4}), **sections))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", [SP, {**FSDP2, **SP}], ids=["ddp", "fsdp2"])
 def test_with_checkpointing_and_16_bits_losses_are_near_those_of_one_process(
-    tmp_path: Path, parallel: dict[str, Any]
+    tmp_path: Path, parallel: Settings
 ) -> None:
     sections = {"precision": {"mixed_precision": "bf16", "gradient_checkpointing": True}}
-    runs = [sit(tmp_path / str(n), n, p, **sections) for n, p in ((2, parallel), (1, {}))]
-    assert_same_run(*runs, tolerance=2e-3)
+    assert_same_run(*beside_one(tmp_path, (2, parallel), **sections), tolerance=2e-3)
 
 
 def whole_and_alone() -> tuple[float, float]:
     """The loss of sequences of an untrained model, and the sum of those of their halves, each of which attends to
     itself only.
     """
-    recipe = Recipe.model_validate(recipe_dict(Path("somewhere"), task="causal-lm"))
+    recipe = tiny_recipe(Path("somewhere"), task="causal-lm")
     torch.manual_seed(0)
     task = CausalLM()
     corpus = type("Corpus", (), {"vocab_size": 257, "separator_id": 256})()
@@ -228,9 +237,6 @@ def test_nan_on_one_process_is_skipped_on_all_to_the_bit_and_the_incident_keeps_
     assert main(["replay", str(incident), "--device", "cpu"]) == 0
 
 
-Layout = tuple[int, dict[str, Any]]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "layouts",
@@ -245,7 +251,7 @@ def test_stopped_and_gone_on_under_other_layouts_it_is_the_run_that_never_stoppe
         is_last = number == len(layouts) - 1
         options = {} if is_last else {"term_at": {"step": 1, "rank": processes - 1}}
         sit(folder, processes, parallel, code=0 if is_last else 75, options=options)
-    steps = [event["step"] for event in events(folder / "run", "resume")]
+    steps = steps_of(folder / "run", "resume")
     assert len(steps) == len(layouts) - 1
     assert sorted({0, *steps, 8}) == [0, *steps, 8]
     assert_same_run(folder / "run", undisturbed)
@@ -276,7 +282,7 @@ def test_a_process_that_dies_ends_those_with_the_other_slices_and_the_rest(tmp_p
 @pytest.mark.slow
 def test_short_steps_that_leave_groups_with_unequal_shares_hang_nobody(tmp_path: Path) -> None:
     sections = {**SHORT_STEPS, "evaluate": {"every_steps": 0}}
-    assert_same_run(*(sit(tmp_path / str(n), n, p, **sections) for n, p in ((4, {**FSDP2, **SP}), (1, {}))))
+    assert_same_run(*beside_one(tmp_path, (4, {**FSDP2, **SP}), **sections))
 
 
 @pytest.mark.slow

@@ -1,6 +1,5 @@
 """Split layers train as one process: the same losses, samples counted once, checkpoints for any layout."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from accel_train.core.errors import SettingError
 from accel_train.parallel.tensor_parallel import SUMMED, check_plan, styles_of
-from tests.parallel.conftest import assert_same_norms, assert_skipped_to_the_bit, nan_at, train_in
+from tests.parallel.conftest import assert_same_norms, assert_skipped_to_the_bit, nan_at, reads, train_in
 from tests.support.comparisons import assert_same_bits, assert_same_run, tensors
 from tests.support.runs import LLAMA as TINY_LLAMA
-from tests.support.runs import events
+from tests.support.runs import Settings, events, slow, summary_of
 
 TP = {"strategy": "fsdp2", "tp_size": 2}
 LLAMA = {**TINY_LLAMA, "vocab_size": 259}  # which two processes cannot divide, and four cannot
@@ -31,14 +30,9 @@ Train = Callable[..., Path]
 CPU = torch.device("cpu")
 
 
-def sit(folder: Path, processes: int, parallel: dict[str, Any] | None = None, **sections: Any) -> Path:
+def sit(folder: Path, processes: int, parallel: Settings | None = None, **sections: Any) -> Path:
     options = {"ragged": True, "record": str(folder)}
     return train_in(folder, processes, parallel, **{**TEXT, "options": options, **sections})
-
-
-def reads(run: Path, rank: int) -> list[int]:
-    lines = (run.parent / f"rank-{rank}.jsonl").read_text().splitlines()
-    return [index for line in lines for index in json.loads(line)]
 
 
 @pytest.fixture(scope="module")
@@ -47,13 +41,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return sit(tmp_path_factory.mktemp("one") / "one", 1)
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("processes", [2, slow(4)])
 def test_losses_are_those_of_one_process_and_neighbours_read_the_same_samples_once(
     tmp_path: Path, undisturbed: Path, processes: int
 ) -> None:
     run = sit(tmp_path / "split", processes, TP)
     assert_same_norms(run, undisturbed)
-    summaries = [json.loads((folder / "summary.json").read_text()) for folder in (run, undisturbed)]
+    summaries = [summary_of(folder) for folder in (run, undisturbed)]
     assert summaries[0]["num_targets"] == summaries[1]["num_targets"]
     assert summaries[0]["eval"]["num_targets"] == summaries[1]["eval"]["num_targets"]
     assert summaries[0]["parameters"] == summaries[1]["parameters"]
@@ -77,9 +71,7 @@ def test_losses_are_those_of_one_process_and_neighbours_read_the_same_samples_on
     ],
     ids=["tied", "qwen3", "olmo2", "gpt_neox", "apertus", "olmo_hybrid"],
 )
-def test_every_kind_of_plan_gives_the_losses_of_one_process(
-    tmp_path: Path, changed: dict[str, Any], processes: int
-) -> None:
+def test_every_kind_of_plan_gives_the_losses_of_one_process(tmp_path: Path, changed: Settings, processes: int) -> None:
     config = {name: value for name, value in {**LLAMA, **changed}.items() if value is not None}
     sections = {"model": {"config": config}, "schedule": {"max_steps": 5}}
     runs = [sit(tmp_path / str(n), n, parallel, **sections) for n, parallel in ((processes, TP), (1, {}))]
@@ -115,7 +107,7 @@ def test_with_checkpointing_and_16_bits_losses_are_near_those_of_one_process(tmp
     assert_same_run(*runs, tolerance=2e-3)
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("processes", [2, slow(4)])
 def test_nan_on_one_process_is_skipped_on_all_to_the_bit(train: Train, processes: int) -> None:
     sections = {**TEXT, "batch": {"global_batch_size": 4}, "evaluate": {"every_steps": 0}, **nan_at(4, last=5)}
     run = train("run", processes, TP, **sections)
@@ -132,7 +124,7 @@ def test_stopped_and_gone_on_under_other_layouts_it_is_the_run_that_never_stoppe
 ) -> None:
     folder, done = tmp_path / "chain", 0
     for processes, parallel, stop in ((2, TP, 1), (4, TP, 4), (2, {"strategy": "fsdp2"}, None)):
-        options: dict[str, Any] = {"ragged": True, "first_step": done}
+        options: Settings = {"ragged": True, "first_step": done}
         options |= {} if stop is None else {"term_at": {"step": stop, "rank": processes - 1}}
         sections = {**TEXT, "batch": {"global_batch_size": 12}, "options": options}
         train_in(folder, processes, parallel, code=0 if stop is None else 75, **sections)

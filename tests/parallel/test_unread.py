@@ -1,7 +1,6 @@
 """A start from pretrained weights reads only what a process holds, and trains to the same bits as a whole load."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,10 @@ from transformers import AutoConfig, AutoModelForMaskedLM
 
 from tests.parallel.conftest import train_in
 from tests.support.comparisons import assert_same_bits, files_of_model, tensors
-from tests.support.runs import LLAMA, TINY_MODEL, events, losses, write_base
+from tests.support.runs import LLAMA, TINY_MODEL, Settings, forget, losses, slow, steps_of, summary_of, write_base
 from tests.support.text_tasks import BERT, write_texts
 
-FSDP2: dict[str, Any] = {"strategy": "fsdp2"}
+FSDP2: Settings = {"strategy": "fsdp2"}
 HSDP, TP = {**FSDP2, "dp_shard_size": 2}, {**FSDP2, "tp_size": 2}
 ZERO = {"strategy": "deepspeed", "zero_stage": 2}
 LORA = {"lora": {"rank": 2}}
@@ -25,7 +24,7 @@ SLOW = pytest.mark.slow
 MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
 QWEN = {**LLAMA, "model_type": "qwen2"}  # its layers have biases
 EVEN = {**LLAMA, "vocab_size": 320}
-STEPS: dict[str, Any] = {
+STEPS: Settings = {
     "task": "tests.support.tasks.unread:UnreadLM",
     "schedule": {"max_steps": 4},
     "checkpoint": {"every_steps": 2, "keep": 5},
@@ -33,16 +32,14 @@ STEPS: dict[str, Any] = {
 }
 
 
-def start(
-    folder: Path, processes: int, parallel: dict[str, Any], base: Path, model: dict[str, Any], **sections: Any
-) -> Path:
+def start(folder: Path, processes: int, parallel: Settings, base: Path, model: Settings, **sections: Any) -> Path:
     model = {"config": None, "pretrained": str(base), "pad_vocab_to_multiple_of": 8, **model}
     return train_in(folder, processes, parallel, **{**STEPS, **sections, "model": model})
 
 
 def chosen(run: Path) -> str:
     """The value and the reason of how the weights were loaded."""
-    said: str = json.loads((run / "summary.json").read_text())["choices"]["pretrained weights"]
+    said: str = summary_of(run)["choices"]["pretrained weights"]
     return said
 
 
@@ -73,21 +70,21 @@ def assert_same_runs(run: Path, other: Path) -> None:
     [
         (2, FSDP2, LLAMA, {}, {}),
         (1, {}, LLAMA, NARROW, BF16),
-        pytest.param(1, {}, QWEN, {**LORA, "frozen_dtype": "nf4"}, {}, marks=SLOW),
-        pytest.param(2, {}, LLAMA, {}, {}, marks=SLOW),
-        pytest.param(2, {}, TINY_MODEL, NARROW, BF16, marks=SLOW),
-        pytest.param(2, FSDP2, TINY_MODEL, NARROW, BF16, marks=SLOW),
-        pytest.param(2, FSDP2, TINY_MODEL, {"pad_vocab_to_multiple_of": 300}, {}, marks=SLOW),
-        pytest.param(2, FSDP2, LLAMA, {"freeze": ["*.layers.0.*"]}, {}, marks=SLOW),
-        pytest.param(4, HSDP, LLAMA, LORA, {}, marks=SLOW),
-        pytest.param(2, TP, EVEN, {}, {}, marks=SLOW),
-        pytest.param(4, TP, EVEN, {}, {}, marks=SLOW),
-        pytest.param(2, ZERO, LLAMA, {}, {}, marks=SLOW),
+        slow(1, {}, QWEN, {**LORA, "frozen_dtype": "nf4"}, {}),
+        slow(2, {}, LLAMA, {}, {}),
+        slow(2, {}, TINY_MODEL, NARROW, BF16),
+        slow(2, FSDP2, TINY_MODEL, NARROW, BF16),
+        slow(2, FSDP2, TINY_MODEL, {"pad_vocab_to_multiple_of": 300}, {}),
+        slow(2, FSDP2, LLAMA, {"freeze": ["*.layers.0.*"]}, {}),
+        slow(4, HSDP, LLAMA, LORA, {}),
+        slow(2, TP, EVEN, {}, {}),
+        slow(4, TP, EVEN, {}, {}),
+        slow(2, ZERO, LLAMA, {}, {}),
     ],
 )
 def test_a_start_that_reads_parts_trains_to_the_bits_of_one_that_loads_the_whole_model(
-    tmp_path: Path, processes: int, parallel: dict[str, Any], config: dict[str, Any], model: dict[str, Any],
-    sections: dict[str, Any],
+    tmp_path: Path, processes: int, parallel: Settings, config: Settings, model: Settings,
+    sections: Settings,
 ) -> None:  # fmt: skip
     base = write_base(tmp_path, config)
     whole = start(tmp_path / "whole", processes, parallel, base, model, **sections, options={"whole": "every"})
@@ -97,10 +94,8 @@ def test_a_start_that_reads_parts_trains_to_the_bits_of_one_that_loads_the_whole
     assert_same_runs(run, whole)
 
 
-@pytest.mark.parametrize(
-    ("processes", "parallel"), [(1, {}), pytest.param(2, {}, marks=SLOW), pytest.param(2, FSDP2, marks=SLOW)]
-)
-def test_a_new_head_is_the_same(tmp_path: Path, processes: int, parallel: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("processes", "parallel"), [(1, {}), slow(2, {}), slow(2, FSDP2)])
+def test_a_new_head_is_the_same(tmp_path: Path, processes: int, parallel: Settings) -> None:
     rows = write_texts(tmp_path / "rows.jsonl")
     torch.manual_seed(3)
     AutoModelForMaskedLM.from_config(AutoConfig.for_model(**BERT, vocab_size=300)).save_pretrained(tmp_path / "base")
@@ -114,9 +109,9 @@ def test_a_new_head_is_the_same(tmp_path: Path, processes: int, parallel: dict[s
     assert_same_runs(*runs)
 
 
-@pytest.mark.parametrize("model", [{}, pytest.param(LORA, marks=SLOW)])
+@pytest.mark.parametrize("model", [{}, slow(LORA)])
 def test_a_process_reads_its_rows_alone_and_the_main_process_all_frozen_weights_once_more(
-    tmp_path: Path, model: dict[str, Any]
+    tmp_path: Path, model: Settings
 ) -> None:
     base = write_base(tmp_path, {**LLAMA, "vocab_size": 321})
     (reads := tmp_path / "reads").mkdir()
@@ -138,16 +133,14 @@ def test_a_process_that_trains_adapters_reads_each_weight_twice(tmp_path: Path) 
 @pytest.mark.slow
 @pytest.mark.parametrize(("processes", "parallel"), [(2, {}), (2, FSDP2)])
 def test_a_resume_reads_the_base_that_its_checkpoint_leaves_out(
-    tmp_path: Path, processes: int, parallel: dict[str, Any]
+    tmp_path: Path, processes: int, parallel: Settings
 ) -> None:
     base = write_base(tmp_path, LLAMA)
     whole = start(tmp_path / "whole", processes, parallel, base, LORA, options={"whole": "every"})
     run = start(tmp_path / "run", processes, parallel, base, LORA)
-    for path in (run / "checkpoints/step-00000004", run / "model", run / "adapter"):
-        shutil.rmtree(path)
-    (run / "summary.json").unlink()
+    forget(run, 4)
     start(tmp_path / "run", processes, parallel, base, LORA)
-    assert [event["step"] for event in events(run, "resume")] == [2]
+    assert steps_of(run, "resume") == [2]
     assert not chosen(run).startswith("whole")
     assert_same_runs(run, whole)
 
@@ -155,7 +148,7 @@ def test_a_resume_reads_the_base_that_its_checkpoint_leaves_out(
 @pytest.mark.slow
 @pytest.mark.parametrize("parallel", [FSDP2, {}])
 def test_a_process_that_sees_other_files_gets_the_weights_of_the_main_process(
-    tmp_path: Path, parallel: dict[str, Any]
+    tmp_path: Path, parallel: Settings
 ) -> None:
     base = write_base(tmp_path, LLAMA)
     (reads := tmp_path / "reads").mkdir()
@@ -171,13 +164,13 @@ def test_a_process_that_sees_other_files_gets_the_weights_of_the_main_process(
     ("processes", "parallel", "config", "options", "reason"),
     [
         (1, {}, MIXTRAL, {}, "converts weights of Mixtral"),
-        pytest.param(2, FSDP2, MIXTRAL, {}, "converts weights of Mixtral", marks=SLOW),
-        pytest.param(2, FSDP2, LLAMA, {"whole": 1}, "the test asks for it", marks=SLOW),
-        pytest.param(2, {}, LLAMA, {"whole": 0}, "the test asks for it", marks=SLOW),
+        slow(2, FSDP2, MIXTRAL, {}, "converts weights of Mixtral"),
+        slow(2, FSDP2, LLAMA, {"whole": 1}, "the test asks for it"),
+        slow(2, {}, LLAMA, {"whole": 0}, "the test asks for it"),
     ],
 )
 def test_the_model_is_loaded_whole_by_all_processes_if_one_has_a_reason(
-    tmp_path: Path, processes: int, parallel: dict[str, Any], config: dict[str, Any], options: dict[str, Any],
+    tmp_path: Path, processes: int, parallel: Settings, config: Settings, options: Settings,
     reason: str,
 ) -> None:  # fmt: skip
     base = write_base(tmp_path, config)

@@ -10,7 +10,7 @@ import torch
 
 from tests.support.comparisons import tensors
 from tests.support.processes import run_forked
-from tests.support.runs import events, losses, write_recipe_file
+from tests.support.runs import Settings, events, losses, slow, write_recipe_file
 
 Train = Callable[..., Path]
 BATCH = {"global_batch_size": 16, "per_device_batch_size": 4}
@@ -19,7 +19,7 @@ LR = {"learning_rate": 1e-2, "weight_decay": 0.5, "max_grad_norm": 0.5}
 
 @pytest.fixture
 def train(tmp_path: Path) -> Train:
-    def to_the_end(name: str, processes: int, options: dict[str, Any], code: int = 0, **sections: Any) -> Path:
+    def to_the_end(name: str, processes: int, options: Settings, code: int = 0, **sections: Any) -> Path:
         folder = tmp_path / name
         folder.mkdir(exist_ok=True)
         common = {
@@ -40,6 +40,13 @@ def train(tmp_path: Path) -> Train:
     return to_the_end
 
 
+def refusal(train: Train, processes: int, options: Settings, **sections: Any) -> str:
+    """What all processes say of a run that is refused."""
+    said = (train("refused", processes, options, 2, **sections).parent / "stderr").read_text()
+    assert "Traceback" not in said
+    return said
+
+
 def weights(run: Path) -> dict[str, torch.Tensor]:
     return tensors(run, 5, "model")
 
@@ -56,12 +63,12 @@ def assert_same(run: Path, other: Path) -> None:
     [
         (2, {}),
         (2, {"strategy": "fsdp2"}),
-        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((2, {"find_unused_parameters": True}), (3, {}))),
+        *(slow(*each) for each in ((2, {"find_unused_parameters": True}), (3, {}))),
     ],
 )
 @pytest.mark.parametrize("branch", [False, True], ids=["never", "in some micro-batches"])
 def test_a_model_with_unused_parameters_trains_on_several_processes_as_on_one(
-    train: Train, processes: int, parallel: dict[str, Any], branch: bool
+    train: Train, processes: int, parallel: Settings, branch: bool
 ) -> None:
     options = {"never": True, "branch": branch}
     batch = {"global_batch_size": 24, "per_device_batch_size": 4}
@@ -78,12 +85,10 @@ def test_a_model_with_unused_parameters_trains_on_several_processes_as_on_one(
         assert "model.freeze: ['spare'" in told["message"]
 
 
-def test_fsdp2_refuses_a_module_that_only_some_processes_compute(train: Train, tmp_path: Path) -> None:
-    train("drops", 2, {"layers": 3, "drops": True}, 2, parallel={"strategy": "fsdp2"})
-    said = (tmp_path / "drops" / "stderr").read_text()
+def test_fsdp2_refuses_a_module_that_only_some_processes_compute(train: Train) -> None:
+    said = refusal(train, 2, {"layers": 3, "drops": True}, parallel={"strategy": "fsdp2"})
     assert "some processes only" in said
     assert "layers.0.weight" in said
-    assert "Traceback" not in said
 
 
 def test_blocks_that_share_a_weight_train_under_fsdp2_as_on_one_process(train: Train) -> None:
@@ -99,30 +104,23 @@ def test_copies_are_summed_when_a_layer_takes_no_part_in_the_last_micro_batch(tr
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "deepspeed"])
-def test_a_weight_without_dimensions_is_refused_where_it_would_be_sharded(
-    train: Train, tmp_path: Path, strategy: str
-) -> None:
-    train("scalar", 2, {"scalar": True}, 2, parallel={"strategy": strategy})
-    said = (tmp_path / "scalar" / "stderr").read_text()
+def test_a_weight_without_dimensions_is_refused_where_it_would_be_sharded(train: Train, strategy: str) -> None:
+    said = refusal(train, 2, {"scalar": True}, parallel={"strategy": strategy})
     assert f"parallel.strategy {strategy} cannot shard scale" in said
-    assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)])
-def test_zero_refuses_a_parameter_that_takes_no_part_in_a_later_step(train: Train, tmp_path: Path, stage: int) -> None:
+@pytest.mark.parametrize("stage", [1, slow(2), slow(3)])
+def test_zero_refuses_a_parameter_that_takes_no_part_in_a_later_step(train: Train, stage: int) -> None:
     parallel = {"strategy": "deepspeed", "zero_stage": stage}
-    train("later", 2, {"leaves": {"call": 6, "rank": -1}}, 2, parallel=parallel)
-    said = (tmp_path / "later" / "stderr").read_text()
+    said = refusal(train, 2, {"leaves": {"call": 6, "rank": -1}}, parallel=parallel)
     assert re.search(r"step 3: .* head\.bias.* DeepSpeed .* weight decay", said)
-    assert "Traceback" not in said
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_zero_refuses_unused_parameters_that_it_would_decay(train: Train, tmp_path: Path, stage: int) -> None:
+def test_zero_refuses_unused_parameters_that_it_would_decay(train: Train, stage: int) -> None:
     parallel = {"strategy": "deepspeed", "zero_stage": stage}
-    train("zero", 2, {"never": True}, 2, parallel=parallel)
-    said = (tmp_path / "zero" / "stderr").read_text()
+    said = refusal(train, 2, {"never": True}, parallel=parallel)
     assert re.search(r"first step .* spare\. DeepSpeed .* weight decay", said)
     one, two = (
         train(str(count), count, {"never": True}, model={"freeze": ["spare"]}, parallel=parallel if count > 1 else {})
@@ -144,9 +142,9 @@ def test_frozen_parameters_need_no_look(train: Train) -> None:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_unused_parameters_are_an_error_where_the_recipe_says_so(train: Train, tmp_path: Path, processes: int) -> None:
-    train("none", processes, {"never": True}, 2, parallel={"find_unused_parameters": False})
-    [line] = [line for line in (tmp_path / "none" / "stderr").read_text().splitlines() if "error: " in line]
+def test_unused_parameters_are_an_error_where_the_recipe_says_so(train: Train, processes: int) -> None:
+    said = refusal(train, processes, {"never": True}, parallel={"find_unused_parameters": False})
+    [line] = [line for line in said.splitlines() if "error: " in line]
     assert "spare, and parallel.find_unused_parameters is false" in line
     assert "model.freeze: ['spare']" in line
 
@@ -154,10 +152,8 @@ def test_unused_parameters_are_an_error_where_the_recipe_says_so(train: Train, t
 @pytest.mark.parametrize("rank", [0, -1], ids=["on one process", "on all"])
 def test_a_parameter_that_takes_no_part_in_a_later_step_is_one_line(train: Train, tmp_path: Path, rank: int) -> None:
     # 2 micro-batches a step; DDP forwards the last one of the first two steps again, and of the first step twice
-    leaves = {"call": 10, "rank": 0} if rank == 0 else {"call": 10, "rank": -1}
-    codes = train("later", 2, {"leaves": leaves}, 2)
-    said = (tmp_path / "later" / "stderr").read_text()
+    leaves = {"call": 10, "rank": rank}
+    said = refusal(train, 2, {"leaves": leaves})
     assert re.search(r"head\.bias, .* parallel\.find_unused_parameters to true", said)
-    assert "Traceback" not in said
-    assert max(losses(codes), default=0) < 5
+    assert max(losses(tmp_path / "refused" / "run"), default=0) < 5
     assert train("found", 2, {"leaves": leaves}, parallel={"find_unused_parameters": True}).exists()

@@ -6,16 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from tests.parallel.conftest import IMAGES, assert_same_norms, assert_skipped_to_the_bit, nan_at, train_in
 from tests.support.comparisons import assert_same_bits, assert_same_run, tensors
-from tests.support.runs import checkpoint, events, losses, recipe_dict
+from tests.support.runs import Settings, checkpoint, events, losses, model_of, recipe_dict, slow
 
-DDP: dict[str, Any] = {}
+DDP: Settings = {}
 FSDP2 = {"strategy": "fsdp2"}
 STAGES = (1, 2, 3)
-SLOW_1_AND_2 = (pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow), 3)
+SLOW_1_AND_2 = (slow(1), slow(2), 3)
 TEXT = {
     "batch": {"global_batch_size": 12, "per_device_batch_size": 2},
     "schedule": {"max_steps": 8},
@@ -26,8 +25,14 @@ TEXT = {
 }
 
 
-def zero(stage: int) -> dict[str, Any]:
+def zero(stage: int) -> Settings:
     return {"strategy": "deepspeed", "zero_stage": stage}
+
+
+def beside_ddp(folder: Path, stage: int, **sections: Any) -> list[Path]:
+    """The same run under ZeRO and DDP."""
+    layouts = {"zero": zero(stage), "ddp": DDP}
+    return [train_in(folder / name, 2, layout, **sections) for name, layout in layouts.items()]
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +120,7 @@ def test_a_checkpoint_loaded_and_saved_again_under_zero_is_the_same_to_the_bit(t
         assert_same_bits(tensors(run, last, kind), tensors(run, last + 1, kind))
 
 
-CHANGES: dict[str, dict[str, Any]] = {
+CHANGES: dict[str, Settings] = {
     "checkpointing": {"precision": {"gradient_checkpointing": True}},
     "untied": {"model": {"config": {"tie_word_embeddings": False}}},
     "sgd": {"optimizer": {"name": "sgd", "learning_rate": 0.1, "max_grad_norm": 0.0}},
@@ -140,11 +145,9 @@ def test_losses_are_those_of_ddp_however_the_run_is_changed(tmp_path: Path, chan
     sections = {**TEXT, **sections}
     # In bf16 a sum in another order is another bf16 number.
     is_exact = "mixed_precision" not in sections.get("precision", {})
-    ours, theirs = (
-        train_in(tmp_path / name, 2, layout, **sections) for name, layout in (("zero", zero(stage)), ("ddp", DDP))
-    )
+    ours, theirs = beside_ddp(tmp_path, stage, **sections)
     assert_same_run(ours, theirs, 2e-6 if is_exact else 2e-3)
-    left, right = (load_file(run / "model" / "model.safetensors") for run in (ours, theirs))
+    left, right = (model_of(run) for run in (ours, theirs))
     assert left.keys() == right.keys()
     assert not is_exact or all(torch.allclose(left[name], right[name], rtol=1e-4, atol=1e-5) for name in left)
 
@@ -155,12 +158,9 @@ def test_averaged_weights_are_those_of_ddp_also_of_a_run_that_was_stopped(tmp_pa
     sections = {**TEXT, "optimizer": {**TEXT["optimizer"], "ema_decay": 0.9}}
     stopped = {**sections, "options": {"ragged": True, "term_at": {"step": 20, "rank": 0}}}
     train_in(tmp_path / "zero", 2, zero(stage), code=75, **stopped)
-    ours, theirs = (
-        train_in(tmp_path / "zero", 2, zero(stage), **sections),
-        train_in(tmp_path / "ddp", 2, DDP, **sections),
-    )
+    ours, theirs = beside_ddp(tmp_path, stage, **sections)
     assert_same_run(ours, theirs)
-    left, right = (load_file(run / "checkpoints" / "step-00000008" / "average.safetensors") for run in (ours, theirs))
+    left, right = (tensors(run, 8, "average") for run in (ours, theirs))
     assert left.keys() == right.keys()
     assert all(torch.allclose(left[name], right[name], rtol=1e-4, atol=1e-6) for name in left)
 
@@ -175,9 +175,7 @@ def test_after_a_rollback_the_run_is_that_of_ddp(tmp_path: Path, stage: int) -> 
         "guard": {"max_consecutive_skips": 0, "healthy_after_steps": 3, "rollback_skip_steps": 2},
         "options": {"nan_at": {"step": 12, "rank": 1}},
     }
-    ours, theirs = (
-        train_in(tmp_path / name, 2, layout, **sections) for name, layout in (("zero", zero(stage)), ("ddp", DDP))
-    )
+    ours, theirs = beside_ddp(tmp_path, stage, **sections)
     assert len(events(ours, "rollback")) == len(events(theirs, "rollback")) == 1
     assert_same_run(ours, theirs)
 
@@ -188,9 +186,7 @@ def test_an_image_model_with_running_statistics_trains_as_with_ddp_and_its_best_
     tmp_path: Path, stage: int
 ) -> None:
     sections = {**IMAGES, "checkpoint": {"every_steps": 2, "load_best_model_at_end": True}}
-    ours, theirs = (
-        train_in(tmp_path / name, 2, layout, **sections) for name, layout in (("zero", zero(stage)), ("ddp", DDP))
-    )
+    ours, theirs = beside_ddp(tmp_path, stage, **sections)
     # Biases before a batch norm have gradients of rounding noise, which Adam makes steps of.
     assert_same_run(ours, theirs, 2e-5)
     assert len(events(ours, "best_model")) == len(events(theirs, "best_model"))

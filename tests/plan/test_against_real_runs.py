@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from accel_train.plan.plan import Plan, resolve_plan
-from accel_train.recipe.schema import Recipe
+from tests.support.plan_recipe import parts_of
 from tests.support.processes import run_forked
-from tests.support.runs import TINY_MODEL, recipe_dict, write_corpus, write_recipe_file
+from tests.support.runs import TINY_MODEL, Settings, tiny_recipe, write_corpus, write_recipe_file
 
 pytestmark = pytest.mark.usefixtures("without_cuda")
 STEPS = 3
@@ -28,7 +28,7 @@ def run_and_plan(
 ) -> tuple[list[dict[str, Any]], Plan]:
     """What each of the processes held and sent, and the plan of the same run."""
     write_corpus(folder)
-    sections: dict[str, Any] = {
+    sections: Settings = {
         "task": "tests.support.tasks.memory_census:HeldTask",
         "model": {"config": SPLIT if {"tp_size", "sp_size"} & parallel.keys() else MODEL},
         "parallel": parallel,
@@ -44,7 +44,7 @@ def run_and_plan(
     }
     run_forked(["run", str(write_recipe_file(folder, **sections))], world_size, folder=folder / "out").wait()
     sections["options"]["planned"] = True
-    plan = resolve_plan(Recipe.model_validate(recipe_dict(folder, **sections)), world_size)
+    plan = resolve_plan(tiny_recipe(folder, **sections), world_size)
     return [json.loads((folder / f"held-{rank}.json").read_text()) for rank in range(world_size)], plan
 
 
@@ -67,17 +67,14 @@ def run_and_plan(
         (4, {"strategy": "fsdp2", "sp_size": 2}),
     ],
 )
-def test_a_process_holds_and_sends_what_the_plan_says(
-    tmp_path: Path, world_size: int, parallel: dict[str, Any]
-) -> None:
+def test_a_process_holds_and_sends_what_the_plan_says(tmp_path: Path, world_size: int, parallel: Settings) -> None:
     held, plan = run_and_plan(tmp_path, world_size, **parallel)
-    planned = {part.name: part.num_bytes for part in plan.memory}
+    planned = parts_of(plan)
     if parallel.get("optimizer") == "muon" and "strategy" in parallel:
         # Whole matrices arrive, at each process of other sizes.
         mean = sum(each["sent"]["all-to-all"] for each in held) / world_size
         held = [{**each, "sent": {**each["sent"], "all-to-all": mean}} for each in held]
     for each in held:
-        print(each, planned, [(t.kind, t.payload_bytes) for t in plan.scale.traffic])
         for name in ("parameters", "gradients", "optimizer"):
             assert each[name] == pytest.approx(planned[name], rel=0.1)
         payloads: dict[str, int] = {}
@@ -88,23 +85,22 @@ def test_a_process_holds_and_sends_what_the_plan_says(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_zero_sends_what_the_plan_says(tmp_path: Path, stage: int) -> None:
+def test_zero_sends_what_the_plan_says(corpus: Path, stage: int) -> None:
     """Small and large weights, and two micro-batches a step, which some collectives are of."""
-    write_corpus(tmp_path)
-    sections: dict[str, Any] = {
+    sections: Settings = {
         "task": "tests.support.tasks.memory_census:HeldTask",
         "model": {"config": {**TINY_MODEL, "n_embd": 160, "n_head": 4}},
         "parallel": {"strategy": "deepspeed", "zero_stage": stage},
         "schedule": {"max_steps": STEPS},
         "batch": {"global_batch_size": 8, "per_device_batch_size": 2},
-        "options": {"held": str(tmp_path), "calls_a_step": 2 if stage == 3 else 1},
+        "options": {"held": str(corpus), "calls_a_step": 2 if stage == 3 else 1},
     }
-    forked = run_forked(["run", str(write_recipe_file(tmp_path, **sections))], 2, folder=tmp_path / "out")
+    forked = run_forked(["run", str(write_recipe_file(corpus, **sections))], 2, folder=corpus / "out")
     forked.expect(0)
     sections["options"]["planned"] = True
-    plan = resolve_plan(Recipe.model_validate(recipe_dict(tmp_path, **sections)), 2)
+    plan = resolve_plan(tiny_recipe(corpus, **sections), 2)
     planned = Counter[str]()
     for traffic in plan.scale.traffic:
         planned[traffic.kind] += traffic.payload_bytes
     for rank in range(2):
-        assert json.loads((tmp_path / f"held-{rank}.json").read_text())["sent"] == planned
+        assert json.loads((corpus / f"held-{rank}.json").read_text())["sent"] == planned

@@ -1,7 +1,6 @@
 """A plan knows the memory, the time, and the traffic of every built-in task."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,15 +13,16 @@ from accel_train.recipe.parallel import Parallel
 from accel_train.recipe.schema import Recipe
 from tests.support.detectors import DETECTORS
 from tests.support.every_task import CASES, recipe_of
+from tests.support.runs import Settings
 
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+LAYOUTS: dict[str, tuple[int, Settings]] = {
     "ddp": (8, {}),
     "fsdp2": (8, {"strategy": "fsdp2"}),
     "hsdp": (8, {"strategy": "fsdp2", "dp_shard_size": 4}),
 }
 
 
-def assert_known(recipe: dict[str, Any], world_size: int) -> None:
+def assert_known(recipe: Settings, world_size: int) -> None:
     plan = resolve_plan(Recipe.model_validate(recipe), world_size, gpu="H100")
     assert [part.name for part in plan.memory if part.num_bytes is None] == []
     assert plan.scale.step is not None

@@ -1,6 +1,5 @@
 """A plan says what a run will be, in the run's own numbers, without weights."""
 
-import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,13 +16,16 @@ from torch import Tensor, nn
 from accel_train.cli.main import main
 from accel_train.data.samples import fetch
 from accel_train.engine.resolve import change_model
-from accel_train.model.memory_estimate import build_without_weights, estimate_memory, largest_samples, simulate_step
+from accel_train.model.fake_step import simulate_step
+from accel_train.model.memory_estimate import build_without_weights, estimate_memory, largest_samples
 from accel_train.plan import place
 from accel_train.plan.format import format_plan
 from accel_train.plan.plan import Plan, resolve_plan
 from accel_train.recipe.loader import load_recipe
 from accel_train.task import TaskData, load_task
-from tests.support.plan_recipe import GOOD
+from tests.support.memory import peak_bytes
+from tests.support.plan_recipe import GOOD, parts_of
+from tests.support.runs import Capture, summary_of
 from tests.support.tasks.number_faults import FaultyRegression
 
 GPT2 = "{model_type: gpt2, vocab_size: 50304}"
@@ -32,10 +34,6 @@ LLAMA = "{model_type: llama, num_hidden_layers: 2, hidden_size: 64, num_attentio
 
 def plan(*flags: str, world_size: int | None = 1, gpu: str | None = None) -> Plan:
     return resolve_plan(load_recipe("r.yaml", arguments=flags), world_size, gpu)
-
-
-def parts(of: Plan) -> dict[str, int | None]:
-    return {part.name: part.num_bytes for part in of.memory}
 
 
 def test_the_final_weights_are_counted_in_their_type() -> None:
@@ -99,7 +97,7 @@ def test_fp8_is_planned_as_bf16(gpu: str) -> None:
     assert fp8.precision.value == "fp8"
     assert "planned as for bf16" in fp8.precision.reason
     assert fp8.peak_flops == bf16.peak_flops is not None
-    assert [part.num_bytes for part in fp8.memory] == [part.num_bytes for part in bf16.memory]
+    assert parts_of(fp8) == parts_of(bf16)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +125,7 @@ def test_bf16_on_a_gpu_without_it_and_an_unknown_gpu_are_refused(gpu: str, messa
 def test_weights_gradients_and_optimizer_are_arithmetic(optimizer: str, moments: int) -> None:
     resolved = plan("--optimizer", optimizer)
     weights = 4 * resolved.num_parameters
-    sizes = parts(resolved)
+    sizes = parts_of(resolved)
     assert (sizes["parameters"], sizes["gradients"], sizes["optimizer"]) == (weights, weights, moments * weights)
     assert resolved.checkpoint_bytes == (1 + moments) * weights
     assert {part.name: part.kind for part in resolved.memory}["activations"] == "estimate"
@@ -139,7 +137,7 @@ def test_muon_keeps_a_number_for_each_weight_of_a_matrix_in_a_block_and_two_for_
     assert model is not None
     in_matrices = 12 * model["n_embd"] ** 2 * model["n_layer"]
     state = 4 * (2 * resolved.num_parameters - in_matrices)
-    assert parts(resolved)["optimizer"] == state
+    assert parts_of(resolved)["optimizer"] == state
     assert resolved.checkpoint_bytes == 4 * resolved.num_parameters + state
     assert any("muon's orthogonalization" in note for note in resolved.notes)
 
@@ -161,7 +159,7 @@ def test_8_bits_are_planned_as_they_are_kept_and_refused_where_weights_are_shard
     assert model is not None
     in_blocks = 12 * model["n_embd"] ** 2 * model["n_layer"]
     small = whole.checkpoint_bytes - resolved.checkpoint_bytes
-    assert small == parts(whole)["optimizer"] - parts(resolved)["optimizer"]
+    assert small == parts_of(whole)["optimizer"] - parts_of(resolved)["optimizer"]
     assert 5.8 * in_blocks < small < 6 * in_blocks
     assert any("wait for the device" in note for note in resolved.notes)
     with pytest.raises(ValueError, match=r"adamw_8bit .* use parallel\.strategy ddp"):
@@ -171,8 +169,8 @@ def test_8_bits_are_planned_as_they_are_kept_and_refused_where_weights_are_shard
 def test_bf16_moments_are_planned_as_half_of_fp32_and_refused_under_zero() -> None:
     flags = ("--optimizer.name", "adamw", "--optimizer.state_dtype")
     halved, whole = plan(*flags, "bf16"), plan(*flags, "fp32")
-    assert parts(halved)["optimizer"] == 4 * whole.num_parameters
-    assert parts(whole)["optimizer"] - parts(halved)["optimizer"] == 4 * whole.num_parameters
+    assert parts_of(halved)["optimizer"] == 4 * whole.num_parameters
+    assert parts_of(whole)["optimizer"] - parts_of(halved)["optimizer"] == 4 * whole.num_parameters
     assert whole.checkpoint_bytes - halved.checkpoint_bytes == 4 * whole.num_parameters
     with pytest.raises(ValueError, match=r"deepspeed: cannot be combined with optimizer\.state_dtype bf16"):
         plan(*flags, "bf16", "--parallel.strategy", "deepspeed", world_size=2)
@@ -183,7 +181,7 @@ def test_schedule_free_keeps_an_average_in_its_checkpoints_and_while_it_evaluate
         "--optimizer.name", "schedule_free_adamw", "--schedule.type", "constant", "--schedule.warmup_ratio", "0"
     )
     assert free.checkpoint_bytes == 4 * 4 * free.num_parameters
-    assert parts(free)["averaged weights"] == 4 * free.num_parameters
+    assert parts_of(free)["averaged weights"] == 4 * free.num_parameters
 
 
 def peak_by_profiler(recipe_flags: list[str], mixed_precision: str) -> int:
@@ -196,19 +194,13 @@ def peak_by_profiler(recipe_flags: list[str], mixed_precision: str) -> int:
         parameter.grad = torch.zeros_like(parameter)
     batch = data.collate(fetch(data.train, [0, 0]))
     batch.pop("num_targets")
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    for _ in range(2):  # the second is profiled: the first makes what stays
-        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=mixed_precision == "bf16"):
-                loss = task.loss_sum(model, batch)
-            loss.backward()
-        del loss
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    total = worst = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        total += event.nbytes()
-        worst = max(worst, total)
-    return worst
+
+    def step() -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=mixed_precision == "bf16"):
+            loss = task.loss_sum(model, batch)
+        loss.backward()
+
+    return peak_bytes(step)
 
 
 @pytest.mark.parametrize("config", [GPT2.replace("50304", "4096, n_layer: 2, n_embd: 64, n_head: 2"), LLAMA])
@@ -220,17 +212,17 @@ def test_activations_are_what_a_real_step_takes(
 ) -> None:
     flags = ["--model.config", config, "--precision.gradient_checkpointing", checkpointing, "--loss.chunked", chunked]
     flags += ["--precision.mixed_precision", mixed_precision]
-    sizes = parts(plan(*flags))
-    estimated = (sizes["activations"] or 0) + (sizes["logits"] or 0)
+    sizes = parts_of(plan(*flags))
+    estimated = sizes["activations"] + sizes["logits"]
     assert estimated == pytest.approx(peak_by_profiler(flags, mixed_precision), rel=0.03)
 
 
 def test_logits_beyond_a_chunk_are_none_of_the_memory() -> None:
     flags = ("--model.config.vocab_size", "1000000", "--model.config.n_embd", "8")
     whole, chunked = (plan(*flags, "--loss.chunked", each) for each in ("false", "auto"))
-    assert parts(whole)["logits"] == 3 * 4 * 2 * 64 * 1_000_000
+    assert parts_of(whole)["logits"] == 3 * 4 * 2 * 64 * 1_000_000
     # A chunk's logits, and their log-probabilities.
-    assert (parts(chunked)["logits"] or 0) < 2.02 * 4 * 2**26
+    assert parts_of(chunked)["logits"] < 2.02 * 4 * 2**26
     printed = [" ".join(format_plan(each).split()) for each in (chunked, whole)]
     assert "chunks yes (the logits of 64" in printed[0]
     assert "in chunks no (as" in printed[1]
@@ -253,7 +245,7 @@ def test_a_split_output_layer_gathers_no_logits_where_the_loss_is_in_chunks() ->
 
 def test_checkpointing_lowers_the_activations_and_half_precision_too() -> None:
     plain, checkpointed, selective, half = (
-        parts(plan("--model.config.n_layer", "8", *flags))["activations"] or 0
+        parts_of(plan("--model.config.n_layer", "8", *flags))["activations"]
         for flags in (
             (),
             ("--precision.gradient_checkpointing", "true"),
@@ -271,14 +263,14 @@ def test_the_plan_says_which_kernels_the_model_has_and_that_they_keep_less() -> 
     assert "2 x tanh GELU (" in format_plan(fused)
     assert "no (as set)" in format_plan(python)
     assert "accel_train_causal_sdpa (" in format_plan(fused)
-    assert (parts(fused)["activations"] or 0) < (parts(python)["activations"] or 0)
+    assert parts_of(fused)["activations"] < parts_of(python)["activations"]
 
 
 def test_attention_on_a_gpu_keeps_no_scores_and_a_process_has_a_context() -> None:
     flags = ("--data.sequence_length", "1024", "--precision.mixed_precision", "no")
-    on_cpu, on_gpu = parts(plan(*flags)), parts(plan(*flags, gpu="H200"))
+    on_cpu, on_gpu = parts_of(plan(*flags)), parts_of(plan(*flags, gpu="H200"))
     scores = 2 * 2 * 2 * 1024 * 1024 * 4  # layers, samples, heads, pairs of positions, bytes
-    assert (on_cpu["activations"] or 0) - (on_gpu["activations"] or 0) > scores
+    assert on_cpu["activations"] - on_gpu["activations"] > scores
     assert on_gpu["logits"] == 3 * 4 * 2 * 1024 * 320  # themselves, their logarithms, a gradient
     assert on_cpu["logits"] == 0  # the worst moment is in the attention, before there are any
     assert "CUDA context" in on_gpu
@@ -300,7 +292,7 @@ def test_the_planned_checkpoint_is_the_size_of_a_real_one(flags: tuple[str, ...]
     assert main(["run", "r.yaml", *flags]) == 0
     written = sum(path.stat().st_size for path in Path("out/checkpoints/step-00000001").iterdir())
     assert written == pytest.approx(resolved.checkpoint_bytes, rel=0.02)
-    summary = json.loads(Path("out/summary.json").read_text())
+    summary = summary_of(Path("out"))
     assert summary["parameters"] == resolved.num_parameters
     assert "step-00000001: " in " ".join(plan().notes)
 
@@ -392,7 +384,7 @@ def test_without_a_launcher_the_world_size_is_the_number_of_accelerators_of_any_
     assert place.count_processes(2, None) == 2
 
 
-def test_a_plan_is_five_lines_and_all_of_it_is_shown_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_is_five_lines_and_all_of_it_is_shown_when_asked_for(capsys: Capture) -> None:
     assert main(["plan", "r.yaml", "--gpu", "H100"]) == 0
     short = capsys.readouterr().out.splitlines()
     assert short[0] == "Plan"
@@ -407,7 +399,7 @@ def test_a_plan_is_five_lines_and_all_of_it_is_shown_when_asked_for(capsys: pyte
     assert not any(line.startswith("--all") for line in every)
 
 
-def test_the_text_says_who_set_each_value_and_fills_in_the_formulas(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_text_says_who_set_each_value_and_fills_in_the_formulas(capsys: Capture) -> None:
     assert main(["plan", "r.yaml", "--world-size", "2", "--seed", "3", "--all"]) == 0
     captured = capsys.readouterr()
     lines = [" ".join(line.split()) for line in captured.out.splitlines()]
@@ -433,7 +425,7 @@ def test_secrets_stay_out_of_the_plan() -> None:
 
 
 def test_a_plan_without_data_is_that_of_full_windows_and_says_what_it_does_not_know(
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capture,
 ) -> None:
     with_data = plan(world_size=4, gpu="H200")
     Path("text.txt").unlink()
@@ -455,7 +447,7 @@ def test_a_plan_without_data_is_that_of_full_windows_and_says_what_it_does_not_k
     assert main(["plan", "r.yaml"]) == 2  # the data is still missed where it is to be read
 
 
-def test_the_steps_of_epochs_are_unknown_without_data(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_steps_of_epochs_are_unknown_without_data(capsys: Capture) -> None:
     settings = {**GOOD, "schedule": {"num_epochs": 2.5}, "tokenizer": {"train_bpe": {"vocab_size": 1000}}}
     Path("r.yaml").write_text(yaml.safe_dump(settings))
     for flags in ((), ("--gpu", "H200", "--world-size", "8")):
@@ -469,7 +461,7 @@ def test_the_steps_of_epochs_are_unknown_without_data(capsys: pytest.CaptureFixt
         assert "1,000 tokens in" in text
 
 
-def test_a_task_that_needs_its_data_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_task_that_needs_its_data_says_so(capsys: Capture) -> None:
     settings = {**GOOD, "task": "text-classification", "data": {"train": "t.csv", "text_columns": ["text"]}}
     settings["model"] = {
         "config": {"model_type": "bert", "num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 1}
@@ -480,10 +472,10 @@ def test_a_task_that_needs_its_data_says_so(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_python_and_torch_are_a_row_of_their_own_on_a_cpu(without_cuda: None) -> None:
-    sizes = parts(plan())
+    sizes = parts_of(plan())
     program = (
         "import psutil, accel_train.training.train, transformers.models.gpt2; print(psutil.Process().memory_info().rss)"
     )
     resident = int(subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout)
-    assert 0.5 * resident < (sizes["Python and torch"] or 0) < 2 * resident
-    assert "Python and torch" not in parts(plan(gpu="H200"))
+    assert 0.5 * resident < sizes["Python and torch"] < 2 * resident
+    assert "Python and torch" not in parts_of(plan(gpu="H200"))

@@ -17,7 +17,7 @@ from accel_train.data import hub
 from accel_train.data.text import corpus
 from tests.support.downloads import save_bert, write_model, write_pairs
 from tests.support.hub import serve_hub, use_hub
-from tests.support.runs import REPOSITORY
+from tests.support.runs import REPOSITORY, Capture
 
 TINY = {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 1, "n_positions": 8}
 RECIPE = {
@@ -32,23 +32,20 @@ RECIPE = {
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+def folder(empty_folder: Path) -> Path:
     Path("text.txt").write_text("one two three " * 60)
     Path("r.yaml").write_text(yaml.safe_dump(RECIPE))
-    return tmp_path
+    return empty_folder
 
 
-def prepared(capsys: pytest.CaptureFixture[str], recipe: str = "r.yaml") -> dict[str, Any]:
+def prepared(capsys: Capture, recipe: str = "r.yaml") -> dict[str, Any]:
     """The parts of `prepare --json`, by name."""
     assert main(["prepare", recipe, "--json"]) == 0
     parts = json.loads(capsys.readouterr().out)["result"]["parts"]
     return {part["name"]: part for part in parts}
 
 
-def test_a_run_after_prepare_does_not_tokenize(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_after_prepare_does_not_tokenize(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     first = prepared(capsys)["tokens"]
     assert not Path("out").exists()
     files = [path for path in Path(first["path"]).rglob("*") if path.is_file()]
@@ -67,9 +64,7 @@ def test_a_run_after_prepare_does_not_tokenize(
     assert Path("out/summary.json").exists()
 
 
-def test_a_run_after_prepare_downloads_nothing(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_after_prepare_downloads_nothing(folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     save_bert(repository := folder / "bert")
     capsys.readouterr()
     Path("rows.csv").write_text("text,label\n" + "".join(f"the court {row},{row % 2}\n" for row in range(40)))
@@ -95,7 +90,7 @@ def test_a_run_after_prepare_downloads_nothing(
 
 
 def test_a_data_set_of_the_hub_is_found_where_datasets_keeps_it(
-    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(folder / "hub"))
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "datasets")
@@ -109,7 +104,7 @@ def test_a_data_set_of_the_hub_is_found_where_datasets_keeps_it(
     assert all(part["was_there"] for part in found.values())
 
 
-def test_images_are_read_in_place(capsys: pytest.CaptureFixture[str]) -> None:
+def test_images_are_read_in_place(capsys: Capture) -> None:
     for number in range(8):
         path = Path(f"images/{'ab'[number % 2]}/{number}.png")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -124,9 +119,7 @@ def test_images_are_read_in_place(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("flags", [["--data.train", "gone.txt"], ["--model.config.n_embed", "8"], ["--model.x", "1"]])
-def test_a_wrong_recipe_gives_one_error_and_writes_nothing(
-    flags: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_wrong_recipe_gives_one_error_and_writes_nothing(flags: list[str], capsys: Capture) -> None:
     assert main(["prepare", "r.yaml", *flags]) == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1

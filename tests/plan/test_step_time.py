@@ -20,6 +20,8 @@ from accel_train.plan.step_time import StepWork, model_step
 from accel_train.plan.traffic import BASE_LATENCY_SECONDS, Ring, sent_bytes, traffic_of
 from accel_train.recipe.loader import load_recipe
 from accel_train.recipe.parallel import Parallel
+from tests.support.plan_recipe import parts_of
+from tests.support.runs import Capture
 
 H100, NDR = GPUS["H100"], INTERCONNECTS["infiniband-ndr"]
 FSDP2 = ("--parallel.strategy", "fsdp2")
@@ -104,7 +106,7 @@ def test_muon_shares_its_matrices_among_processes_of_one_machine_alone() -> None
 
 
 def test_memory_of_a_shard_is_a_part_of_the_whole_and_what_is_gathered() -> None:
-    whole, spread = ({p.name: p.num_bytes or 0 for p in plan(*f, world_size=8).memory} for f in ((), FSDP2))
+    whole, spread = (parts_of(plan(*flags, world_size=8)) for flags in ((), FSDP2))
     for name in ("parameters", "optimizer"):
         assert spread[name] == pytest.approx(whole[name] / 8, rel=0.01)
     # DDP's buckets are there at the worst moment, the end of the forward pass. Gradients of parts are not.
@@ -141,7 +143,7 @@ def test_more_memory_than_the_named_gpu_has_is_said() -> None:
 
 def test_a_model_that_repeats_no_block_is_gathered_as_a_whole() -> None:
     flags = ("--model.config.n_layer", "1", "--precision.mixed_precision", "no", *FSDP2)
-    whole = {part.name: part.num_bytes or 0 for part in plan(*flags, world_size=2).memory}
+    whole = parts_of(plan(*flags, world_size=2))
     assert whole["gathered weights"] == pytest.approx(2 * whole["parameters"], rel=0.01)
 
 
@@ -154,8 +156,7 @@ def test_bf16_memory_of_gathered_weights_counts_two_bytes_of_layers_and_four_of_
     flags = ("--model.config", f"{{model_type: gpt2, n_layer: 1, n_head: 2, n_embd: {width}}}", *FSDP2)
 
     def gathered(precision: str) -> int:
-        found = plan(*flags, "--precision.mixed_precision", precision, world_size=2).memory
-        return next(part.num_bytes or 0 for part in found if part.name == "gathered weights")
+        return parts_of(plan(*flags, "--precision.mixed_precision", precision, world_size=2))["gathered weights"]
 
     in_layers = 12 * width**2 + 9 * width
     whole = gathered("no")
@@ -166,7 +167,7 @@ def test_averaged_weights_are_in_memory_and_in_checkpoints() -> None:
     kept = ("--optimizer.ema_decay", "0.99")
     for flags in ((), FSDP2):
         plain, averaged = plan(*flags, world_size=8), plan(*flags, *kept, world_size=8)
-        parts = {part.name: part.num_bytes for part in averaged.memory}
+        parts = parts_of(averaged)
         assert parts["averaged weights"] == parts["parameters"]
         assert (averaged.memory_bytes or 0) - (plain.memory_bytes or 0) == parts["parameters"]
         assert averaged.checkpoint_bytes - plain.checkpoint_bytes == 4 * plain.num_parameters
@@ -315,7 +316,7 @@ def test_a_plan_for_a_thousand_gpus_names_what_each_number_is() -> None:
     assert any(line.startswith("padding") for line in lines)  # 64 rows do not fill 1,024 processes
 
 
-def test_the_command_takes_the_machine_as_flags(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_takes_the_machine_as_flags(capsys: Capture) -> None:
     flags = ["--all", "--world-size", "16", "--gpu", "A100", "--gpus-per-node", "4", "--interconnect", "ethernet-25"]
     assert main(["plan", "r.yaml", "--batch.global_batch_size", "32", *flags]) == 0
     out = capsys.readouterr().out

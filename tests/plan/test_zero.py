@@ -1,7 +1,6 @@
 """What ZeRO cannot do is refused before anything is built, and a plan counts what it takes of each process."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,12 +13,13 @@ from accel_train.plan.format import format_plan
 from accel_train.plan.plan import resolve_plan
 from accel_train.recipe.schema import Recipe
 from accel_train.task import load_task
-from tests.support.runs import recipe_dict, write_corpus, write_recipe_file
+from tests.support.plan_recipe import parts_of
+from tests.support.runs import Capture, Settings, tiny_recipe, write_recipe_file
 
-DDP: dict[str, Any] = {}
+DDP: Settings = {}
 
 
-def zero(stage: int) -> dict[str, Any]:
+def zero(stage: int) -> Settings:
     return {"strategy": "deepspeed", "zero_stage": stage}
 
 
@@ -33,9 +33,9 @@ def zero(stage: int) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_what_cannot_be_had_under_zero_is_refused_by_name_with_what_to_do(
-    tmp_path: Path, sections: dict[str, Any], fault: str, remedy: str
+    tmp_path: Path, sections: Settings, fault: str, remedy: str
 ) -> None:
-    recipe = Recipe.model_validate(recipe_dict(tmp_path, **sections, parallel=zero(3)))
+    recipe = tiny_recipe(tmp_path, **sections, parallel=zero(3))
     with pytest.raises(SettingError) as caught:
         check_compatibility(recipe, load_task(recipe.task), recipe.precision.mixed_precision)
     assert caught.value.settings == ("parallel.strategy", fault)
@@ -45,28 +45,27 @@ def test_what_cannot_be_had_under_zero_is_refused_by_name_with_what_to_do(
 
 
 def test_one_process_alone_is_not_put_under_deepspeed() -> None:
-    recipe = Recipe.model_validate(recipe_dict(Path("somewhere"), parallel=zero(3)))
+    recipe = tiny_recipe(Path("somewhere"), parallel=zero(3))
     cuda = torch.device("cuda")
     assert Zero.choose(recipe.parallel, 1, cuda).value == 1
     assert Zero.choose(recipe.parallel, 4, cuda).value == 4
 
 
 def test_refused_settings_end_plan_and_run_with_exit_code_2_before_a_model_is_built(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    corpus: Path, capsys: Capture
 ) -> None:
-    write_corpus(tmp_path)
-    recipe = str(write_recipe_file(tmp_path, parallel=zero(3), optimizer={"ema_decay": 0.9}))
+    recipe = str(write_recipe_file(corpus, parallel=zero(3), optimizer={"ema_decay": 0.9}))
     for command in ("plan", "run"):
         assert main([command, recipe]) == 2
         [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
         assert "optimizer.ema_decay" in line
         assert "deepspeed" in line
-    assert not (tmp_path / "run" / "recipe.yaml").exists()
+    assert not (corpus / "run" / "recipe.yaml").exists()
 
 
 def test_without_the_package_the_error_names_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("accel_train.parallel.compatibility.find_spec", lambda name: None)
-    recipe = Recipe.model_validate(recipe_dict(tmp_path, parallel=zero(2)))
+    recipe = tiny_recipe(tmp_path, parallel=zero(2))
     with pytest.raises(ValueError, match=r"pip install 'accel-train\[deepspeed\]'"):
         check_compatibility(recipe, load_task(recipe.task))
 
@@ -83,12 +82,11 @@ def test_without_the_package_the_error_names_what_to_install(tmp_path: Path, mon
     ],
 )
 def test_plan_counts_the_memory_of_each_stage_and_models_the_time_of_a_step(
-    tmp_path: Path, stage: int, held: float
+    corpus: Path, stage: int, held: float
 ) -> None:
-    write_corpus(tmp_path)
-    recipe = Recipe.model_validate(recipe_dict(tmp_path, parallel=zero(stage)))
+    recipe = tiny_recipe(corpus, parallel=zero(stage))
     plan = resolve_plan(recipe, 2, "H100")
-    parts = {part.name: part.num_bytes or 0 for part in plan.memory}
+    parts = parts_of(plan)
     names = ("parameters", "updated weights", "gradients", "gathered weights", "optimizer", "collectives")
     assert sum(parts.get(name, 0) for name in names) == pytest.approx(4 * plan.num_parameters * held)
     text = format_plan(plan)

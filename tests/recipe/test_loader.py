@@ -15,13 +15,13 @@ from accel_train.core.redaction import is_secret, redact
 from accel_train.core.state import Choice
 from accel_train.model.pretrained import check_model_config
 from accel_train.recipe.loader import load_recipe
-from accel_train.recipe.names import nearest_names, numbers_of, recipe_names, value_of
+from accel_train.recipe.names import nearest_names, numbers_of, recipe_names
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.tasks import tasks_with
-from accel_train.recipe.values import Origin
+from accel_train.recipe.values import Origin, value_of
 from accel_train.recipe.writer import format_recipe
 from accel_train.recipe.yaml_core import one_line, parse_yaml
-from tests.support.runs import settings_refused
+from tests.support.runs import Settings, settings_refused
 
 RECIPE = """\
 output_dir: runs/x
@@ -40,8 +40,7 @@ schedule:
 
 
 @pytest.fixture
-def recipe_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
+def recipe_file(empty_folder: Path) -> Path:
     path = Path("r.yaml")
     path.write_text(RECIPE)
     return path
@@ -307,7 +306,7 @@ def test_a_tilde_is_the_home_folder_and_a_name_with_a_dollar_sign_is_a_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    tree: dict[str, Any] = parse_yaml(RECIPE, "r.yaml")[0]
+    tree: Settings = parse_yaml(RECIPE, "r.yaml")[0]
     assert Recipe.model_validate(tree | {"output_dir": "~/runs/a"}).output_dir == f"{tmp_path}/runs/a"
     assert Recipe.model_validate(tree | {"output_dir": "runs/5$"}).output_dir == "runs/5$"
     (tmp_path / "$data.txt").write_text("text")
@@ -334,7 +333,7 @@ def test_a_tilde_is_the_home_folder_and_a_name_with_a_dollar_sign_is_a_name(
         ({"parallel": {"sp_size": 2, "tp_size": 2}}, ("parallel.sp_size", "parallel.tp_size", "parallel.strategy")),
     ],
 )
-def test_a_rule_about_several_settings_names_them_in_fields(section: dict[str, Any], about: tuple[str, ...]) -> None:
+def test_a_rule_about_several_settings_names_them_in_fields(section: Settings, about: tuple[str, ...]) -> None:
     assert settings_refused(lambda: Recipe.model_validate(parse_yaml(RECIPE, "r.yaml")[0] | section)) == about
     assert set(about) <= recipe_names().keys()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from accel_train.core.metric_names import label
 from tests.support.programs import new_task
-from tests.support.runs import environment
+from tests.support.runs import environment, summary_of
 
 NAME = new_task.NAME
 
@@ -23,7 +23,7 @@ def test_a_folder_and_a_line_add_a_task_to_every_command(tmp_path: Path) -> None
     # The third refusal is from `finetune`, which recognizes files of other tasks only.
     for name in ("explain", "explain of a setting that it uses", "help", "docs", *refused):
         assert NAME in found[name]["text"], found[name]
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary = summary_of(tmp_path / "run")
     assert {"f1_macro", "accuracy", "loss"} <= summary["eval"].keys()
     with (tmp_path / "predictions.csv").open() as file:
         assert {row["label"] for row in csv.DictReader(file)} <= {"a", "b"}

@@ -13,6 +13,7 @@ from accel_train.recipe.loader import make_recipe
 from accel_train.recipe.tasks import TASKS, TaskSpec, check_extra
 from accel_train.tasks.module import ModuleTask
 from accel_train.training.setup import prepare_run
+from tests.support.runs import Capture, Settings
 
 WITH_EXTRA = [task for task, spec in TASKS.items() if spec.extra]
 
@@ -22,9 +23,9 @@ def nothing_is_installed(monkeypatch: pytest.MonkeyPatch, not_launched: None) ->
     monkeypatch.setattr(errors, "find_spec", lambda name: None)
 
 
-def tree_of(task: str, **sections: Any) -> dict[str, Any]:
+def tree_of(task: str, **sections: Any) -> Settings:
     """A recipe whose data does not exist."""
-    given: dict[str, Any] = {"task": task, "output_dir": "run", "data": {"train": "nowhere.csv"}}
+    given: Settings = {"task": task, "output_dir": "run", "data": {"train": "nowhere.csv"}}
     config = {} if ":" in task else {"model": {"config": {"model_type": "t5"}}}
     return {**given, **config, "schedule": {"max_steps": 1}, **sections}
 
@@ -40,10 +41,7 @@ def test_a_missing_package_is_an_error_before_the_data_is_looked_for(task: str, 
 
 @pytest.mark.parametrize("command", ["run", "plan"])
 @pytest.mark.parametrize("task", WITH_EXTRA)
-def test_a_command_says_so_before_torch(
-    command: str, task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_command_says_so_before_torch(command: str, task: str, empty_folder: Path, capsys: Capture) -> None:
     Path("r.yaml").write_text(yaml.safe_dump(tree_of(task)))
     assert main([command, "r.yaml"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -54,7 +52,7 @@ def test_a_command_says_so_before_torch(
     "sections",
     [{"evaluate": {"generation": {"max_samples": 0}}}, {"data": {"train": "nowhere.csv", "eval_fraction": 0}}],
 )
-def test_what_scores_generated_texts_is_not_needed_where_none_is_generated(sections: dict[str, Any]) -> None:
+def test_what_scores_generated_texts_is_not_needed_where_none_is_generated(sections: Settings) -> None:
     check_extra(make_recipe(tree_of("seq2seq", **sections), "recipe"), TASKS["seq2seq"])
 
 

@@ -8,13 +8,9 @@ import yaml
 
 from accel_train.cli.main import main
 from accel_train.recipe.loader import load_recipe, shipped_recipes
-from tests.support.runs import REPOSITORY
+from tests.support.runs import REPOSITORY, Capture
 
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, not_launched: None) -> None:
-    """A folder without recipes."""
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def test_all_recipes_of_the_repository_are_in_the_package_with_a_sentence_and_what_they_need() -> None:
@@ -45,14 +41,14 @@ def test_a_recipe_keeps_its_data_settings_when_a_custom_task_takes_the_place_of_
         assert kept == (tuple(value) if isinstance(value, list) and isinstance(kept, tuple) else value)
 
 
-def test_a_mistyped_name_gets_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mistyped_name_gets_the_nearest(capsys: Capture) -> None:
     assert main(["plan", "gpt_tny"]) == 2
     assert re.fullmatch("error: gpt_tny: .*gpt_tiny.*\n", capsys.readouterr().err)
     assert main(["init", "gpt_tny"]) == 2
     assert re.search("'gpt_tny'; .*gpt_tiny", capsys.readouterr().err)
 
 
-def test_recipes_lists_names_that_run_takes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipes_lists_names_that_run_takes(capsys: Capture) -> None:
     assert main(["recipes"]) == 0
     said = capsys.readouterr().out
     names = [line for line in said.split("\n\n")[0].splitlines() if not line.startswith(" ")]
@@ -61,7 +57,7 @@ def test_recipes_lists_names_that_run_takes(capsys: pytest.CaptureFixture[str]) 
     assert "data: comes with scikit-learn" in said
 
 
-def test_init_copies_a_recipe_that_names_its_own_path_and_replaces_no_file(capsys: pytest.CaptureFixture[str]) -> None:
+def test_init_copies_a_recipe_that_names_its_own_path_and_replaces_no_file(capsys: Capture) -> None:
     assert main(["init", "sft_lora", "mine.yaml"]) == 0
     text = Path("mine.yaml").read_text()
     assert "accel-train run mine.yaml" in text
@@ -72,7 +68,7 @@ def test_init_copies_a_recipe_that_names_its_own_path_and_replaces_no_file(capsy
     assert Path("mine.yaml").read_text() == text
 
 
-def test_the_list_of_recipes_says_the_data_of_each_and_cuts_no_parenthesis(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_list_of_recipes_says_the_data_of_each_and_cuts_no_parenthesis(capsys: Capture) -> None:
     assert main(["recipes"]) == 0
     entries = {name: " ".join(text.split()) for name, text in _entries(capsys.readouterr().out).items()}
     assert entries.keys() == shipped_recipes().keys()

@@ -31,13 +31,13 @@ from accel_train.tasks.masked_lm.config import MaskedLMData
 from accel_train.tasks.module import FitData
 from tests.support.every_task import CASES, task_of
 from tests.support.every_task import recipe_of as small_recipe
-from tests.support.runs import write_jsonl
+from tests.support.runs import Settings, write_jsonl
 from tests.support.text_tasks import questions, sentence
 
 SETTINGS = [name for name in recipe_names() if name.startswith("data.") and name.count(".") == 1]
 
 
-def recipe_of(task: str, *, other: dict[str, Any] | None = None, **data: Any) -> Any:
+def recipe_of(task: str, *, other: Settings | None = None, **data: Any) -> Any:
     tree = {
         "task": task,
         "output_dir": "run",
@@ -179,7 +179,7 @@ def of_rows(case: str, folder: Path) -> dict[str, Any]:
         "token-classification": [dict(zip(("tokens", "tags"), sentence(number))) for number in range(20)],
         "question-answering": questions(20, unanswered=3),
     }
-    settings: dict[str, dict[str, Any]] = {
+    settings: dict[str, Settings] = {
         "causal-lm of prompts": {"format": "prompt_completion", "input_column": "input"},
         "causal-lm of chats": {"format": "chat", "tools_column": "tools", "chat_template": TEMPLATE},
     }
@@ -268,7 +268,7 @@ def test_a_task_reads_every_setting_that_it_uses(tmp_path: Path, case: str, monk
     assert (spec.uses | fields) - unread - names <= IN_A_CASE.keys()
 
 
-UNREAD: list[tuple[str, type[Data], dict[str, Any]]] = [
+UNREAD: list[tuple[str, type[Data], Settings]] = [
     ("messages_column", CausalLMData, {"messages_column": "talk"}),
     ("completion_only_loss", CausalLMData, {"completion_only_loss": False}),
     ("mask_documents", CausalLMData, {"mask_documents": True, "format": "chat"}),
@@ -281,27 +281,25 @@ UNREAD: list[tuple[str, type[Data], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "kind", "data"), UNREAD)
-def test_a_setting_of_data_that_others_leave_unread_is_refused(
-    name: str, kind: type[Data], data: dict[str, Any]
-) -> None:
+def test_a_setting_of_data_that_others_leave_unread_is_refused(name: str, kind: type[Data], data: Settings) -> None:
     recipe = recipe_of("causal-lm")
 
     def check(**data: Any) -> None:
-        section = kind.model_validate({"train": "custom", **data})
+        section = kind(**{"train": "custom", **data})
         refuse_unused(recipe.model_copy(update={"data": section}), TaskSpec(data=kind))
 
     with pytest.raises(SettingError) as refused:
         check(**data)
     assert refused.value.settings == (f"data.{name}",)
     check()
-    check(**kind.model_validate({"train": "custom"}).model_dump())
+    check(**kind(train="custom").model_dump())
 
 
 BACKEND = {"compile_backend": "aot_eager"}
 BUDGET = {"gradient_checkpointing": {"memory_budget": 0.5}}
 FREE = {"schedule": {"type": "constant", "max_steps": 1}}
 SPANS = {"tag_format": "spans", "sentence_column": "s"}
-UNREAD_WITHOUT: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
+UNREAD_WITHOUT: list[tuple[str, str, Settings, Settings]] = [
     ("data.augment.rand_augment_magnitude", "image-classification", {"augment": {"rand_augment_magnitude": 5}}, {}),
     ("data.margin", "sentence-embedding", {"margin": 0.3}, {}),
     ("data.scale", "sentence-embedding", {"scale": 3, "objective": "triplet", "pair_columns": ["a", "b", "c"]}, {}),
@@ -322,7 +320,7 @@ UNREAD_WITHOUT: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("name", "task", "data", "other"), UNREAD_WITHOUT)
 def test_a_setting_that_others_leave_unread_is_refused_in_a_training_and_may_be_stored(
-    name: str, task: str, data: dict[str, Any], other: dict[str, Any]
+    name: str, task: str, data: Settings, other: Settings
 ) -> None:
     recipe = recipe_of(task, other=other, **data)
     with pytest.raises(SettingError) as refused:

@@ -15,9 +15,9 @@ from accel_train.experiments.rehearse import rehearse_recipe
 from accel_train.plan.format import format_plan
 from accel_train.plan.plan import resolve_plan
 from accel_train.recipe.loader import load_recipe
-from accel_train.recipe.names import value_of
 from accel_train.recipe.parallel import Parallel
 from accel_train.recipe.schema import Recipe
+from accel_train.recipe.values import value_of
 from accel_train.runtime.launch_environment import launched_with, launcher_flags, with_launch_environment
 from tests.support.processes import run_forked
 from tests.support.runs import TESTS, environment, losses, recipe_dict, write_corpus, write_recipe_file

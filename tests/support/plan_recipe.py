@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from accel_train.plan.plan import Plan
+
 GOOD: dict[str, Any] = {
     "output_dir": "out",
     "model": {"config": {"model_type": "gpt2", "n_layer": 2, "n_head": 2, "n_embd": 64, "n_positions": 1024}},
@@ -13,3 +15,8 @@ GOOD: dict[str, Any] = {
     "checkpoint": {"every_steps": 0},
     "log": {"progress": False},
 }
+
+
+def parts_of(plan: Plan) -> dict[str, int]:
+    """Bytes of each part of a process's memory; 0 if unknown."""
+    return {part.name: part.num_bytes or 0 for part in plan.memory}

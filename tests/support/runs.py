@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -18,11 +19,16 @@ from safetensors.torch import load_file
 
 from accel_train.core.errors import SettingError
 from accel_train.data.sources import resolve_sources
+from accel_train.recipe.loader import Recipe
 from accel_train.recipe.tasks import TASKS, data_section
 from tests.support.processes import run_forked
 
 TESTS = Path(__file__).parent.parent
 REPOSITORY = TESTS.parent
+Settings = dict[str, Any]
+"""Settings by name, nested as in a recipe."""
+Capture = pytest.CaptureFixture[str]
+"""What a command prints."""
 
 TINY_MODEL = {
     "model_type": "gpt2",
@@ -89,9 +95,9 @@ def write_rows(name: str, rows: Sequence[dict[str, Any]]) -> str:
     return name
 
 
-def recipe_dict(folder: Path, *, windows: bool = True, **sections: Any) -> dict[str, Any]:
+def recipe_dict(folder: Path, *, windows: bool = True, **sections: Any) -> Settings:
     """A small complete recipe; `sections` are merged into it. `windows` says whether a task of its own reads them."""
-    recipe: dict[str, Any] = {
+    recipe: Settings = {
         "task": "tests.support.tasks.probe:ProbeTask",
         "output_dir": str(folder / "run"),
         "seed": 1,
@@ -120,6 +126,11 @@ def recipe_dict(folder: Path, *, windows: bool = True, **sections: Any) -> dict[
     return recipe
 
 
+def tiny_recipe(folder: Path, **sections: Any) -> Recipe:
+    """`recipe_dict` as a recipe."""
+    return Recipe.model_validate(recipe_dict(folder, **sections))
+
+
 def write_recipe_file(folder: Path, **sections: Any) -> Path:
     """`recipe_dict` as a file; returns its path."""
     path = folder / "recipe.yaml"
@@ -127,7 +138,7 @@ def write_recipe_file(folder: Path, **sections: Any) -> Path:
     return path
 
 
-def write_base(folder: Path, config: dict[str, Any] | None = None, seed: int = 5) -> Path:
+def write_base(folder: Path, config: Settings | None = None, seed: int = 5) -> Path:
     """Random weights of a small model, as a folder for `model.pretrained`; returns its path."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -179,14 +190,14 @@ def run(recipe: Path, *flags: str, processes: int = 1, expect: int | None = 0) -
     return done
 
 
-def train_recipe(recipe: dict[str, Any], processes: int = 1, expect: int = 0) -> list[tuple[float, float]]:
+def train_recipe(recipe: Settings, processes: int = 1, expect: int = 0) -> list[tuple[float, float]]:
     """Train here, or on several processes, or to an exit code; return each step's loss and gradient norm."""
     # Loads what trains, which most tests that import this module do not need.
-    from accel_train import Recipe, train
+    from accel_train import train
 
     output = Path(recipe["output_dir"])
     if processes == 1 and not expect:
-        train(Recipe.model_validate(recipe))
+        train(recipe)
     else:
         path = output.with_suffix(".yaml")
         path.write_text(yaml.safe_dump(recipe))
@@ -209,6 +220,32 @@ def events(folder: Path, kind: str) -> list[dict[str, Any]]:
     return [record for record in _records(folder / "events.jsonl") if record["event"] == kind]
 
 
+def steps_of(folder: Path, kind: str) -> list[int]:
+    """The steps of the events of one kind."""
+    return [event["step"] for event in events(folder, kind)]
+
+
+def summary_of(folder: Path) -> dict[str, Any]:
+    """Contents of summary.json."""
+    summary: dict[str, Any] = json.loads((folder / "summary.json").read_text())
+    return summary
+
+
+def forget(folder: Path, first: int) -> None:
+    """As if the run had been killed before it saved this step."""
+    for path in (folder / "checkpoints").glob("step-*"):
+        if int(path.name.removeprefix("step-")) >= first:
+            shutil.rmtree(path)
+    for name in ("model", "adapter"):
+        shutil.rmtree(folder / name, ignore_errors=True)
+    (folder / "summary.json").unlink()
+
+
+def model_of(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights that a run has written to `model/`."""
+    return load_file(folder / "model" / "model.safetensors")
+
+
 def _records(path: Path) -> list[dict[str, Any]]:
     """Of each line; the last one may be half there, where the run still writes."""
     return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
@@ -224,7 +261,7 @@ def checkpoint(folder: Path, step: int) -> dict[str, Any]:
     }
 
 
-QUIET: dict[str, Any] = {
+QUIET: Settings = {
     "schedule": {"max_steps": 12},
     "evaluate": {"every_steps": 0},
     "checkpoint": {"every_steps": 0},
@@ -232,7 +269,7 @@ QUIET: dict[str, Any] = {
 }
 
 
-SCENES: dict[str, Any] = {
+SCENES: Settings = {
     **QUIET,
     "task": "semantic-segmentation",
     "output_dir": "scenes",
@@ -256,6 +293,11 @@ def answers(printed: str) -> list[str]:
     importing torch ...`).
     """
     return [line for line in printed.splitlines() if not line.endswith(" ...")]
+
+
+def slow(*values: Any) -> Any:
+    """A case of a parametrized test that only the slow tests run."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def settings_refused(make: Callable[[], object]) -> tuple[str, ...]:

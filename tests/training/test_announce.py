@@ -1,16 +1,13 @@
 """The first lines of a run: warnings that apply to it, with a remedy that applies as well."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from accel_train.recipe.schema import Recipe
 from accel_train.task import Facts
 from accel_train.training.output import few_held_out
 from accel_train.training.train import train
-from tests.support.runs import events, recipe_dict, write_corpus
+from tests.support.runs import Capture, Settings, events, summary_of, tiny_recipe
 
 
 def test_few_held_out_samples_are_warned_of_with_what_can_be_done_about_them() -> None:
@@ -30,20 +27,19 @@ def test_few_held_out_samples_are_warned_of_with_what_can_be_done_about_them() -
 
 @pytest.mark.parametrize("is_notable", [False, True])
 def test_the_screen_has_only_choices_that_differ_from_the_recipe_and_the_log_has_all(
-    is_notable: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    is_notable: bool, corpus: Path, capsys: Capture
 ) -> None:
-    write_corpus(tmp_path)
-    batch: dict[str, Any] = {"global_batch_size": 8}
-    optimizer: dict[str, Any] = {"learning_rate": 1e-3}
+    batch: Settings = {"global_batch_size": 8}
+    optimizer: Settings = {"learning_rate": 1e-3}
     if is_notable:
         batch["per_device_batch_size"] = 2
         optimizer["lr_scaling"] = {"rule": "linear", "base_batch_size": 4}
     sections = {"batch": batch, "optimizer": optimizer, "schedule": {"max_steps": 1}}
-    folder = train(Recipe.model_validate(recipe_dict(tmp_path, **sections))).output_dir
+    folder = train(tiny_recipe(corpus, **sections)).output_dir
     printed = capsys.readouterr().out
     assert ("optimizer.learning_rate" in printed) == is_notable, "0.002 instead of 0.001"
     assert ("0.001 x 8 / 4" in printed) == is_notable
     assert "schedule.warmup_steps" not in printed
     choices = events(folder, "start")[0]["choices"]
     assert {"optimizer.learning_rate", "batch", "schedule.warmup_steps", "precision.mixed_precision"} <= set(choices)
-    assert choices == json.loads((folder / "summary.json").read_text())["choices"]
+    assert choices == summary_of(folder)["choices"]

@@ -5,7 +5,6 @@ augmentation.
 import json
 import math
 import re
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,16 +26,23 @@ from accel_train.parallel.precision import start_accelerator
 from accel_train.recipe.evaluate import Evaluate
 from accel_train.task import Scores, TaskData
 from accel_train.training.setup import prepare_run
+from tests.support.comparisons import assert_same_bits, tensors
 from tests.support.processes import run_forked
 from tests.support.runs import (
     TINY_MODEL,
+    Capture,
+    Settings,
     checkpoint,
     events,
+    forget,
     losses,
     metrics,
+    model_of,
     recipe_dict,
     run,
-    write_corpus,
+    steps_of,
+    summary_of,
+    tiny_recipe,
     write_recipe_file,
 )
 from tests.support.tasks.probe import ProbeTask
@@ -76,15 +82,9 @@ class NoisySamples(ProbeTask):
         )
 
 
-@pytest.fixture
-def corpus(tmp_path: Path) -> Path:
-    write_corpus(tmp_path)
-    return tmp_path
-
-
 def scripted(folder: Path, scores: list[float], **sections: Any) -> Recipe:
     sections = {"evaluate": {"every_steps": 2, "metric_for_best_model": "quality"}, **sections}
-    return Recipe.model_validate(recipe_dict(folder, options={"scores": scores}, **sections))
+    return tiny_recipe(folder, options={"scores": scores}, **sections)
 
 
 def run_with(recipe: Recipe, task: Any = None, extensions: Extensions | None = None) -> Any:
@@ -96,6 +96,11 @@ def run_with(recipe: Recipe, task: Any = None, extensions: Extensions | None = N
     return prepared
 
 
+def assert_written(folder: Path, step: int) -> None:
+    """`model/` has the weights of a step."""
+    assert_same_bits(model_of(folder), tensors(folder, step, "model"))
+
+
 def test_early_stopping_ends_the_run_after_so_many_evaluations_without_a_better_metric(corpus: Path) -> None:
     settings = {"every_steps": 2, "metric_for_best_model": "eval_quality", "early_stopping_patience": 2}
     recipe = scripted(corpus, [0.5, 0.7, 0.6, 0.65, 0.6], evaluate=settings)
@@ -103,7 +108,7 @@ def test_early_stopping_ends_the_run_after_so_many_evaluations_without_a_better_
     folder = corpus / "run"
     assert done.state.step == 8
     assert max(losses(folder)) == 8
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = summary_of(folder)
     assert (summary["status"], summary["best_step"], summary["best_metric"]) == ("stopped early", 4, 0.7)
     assert "best at step 4" in events(folder, "early_stop")[0]["message"]
     assert (folder / "model" / "model.safetensors").exists()
@@ -127,11 +132,9 @@ def test_of_equal_metrics_the_lower_loss_is_best_and_progress_and_then_the_later
 ) -> None:
     settings = {"every_steps": 2, "metric_for_best_model": "quality", "early_stopping_patience": 2}
     options = {"scores": [0.9] * 6, "losses": losses_said}
-    done = run_with(Recipe.model_validate(recipe_dict(corpus, options=options, evaluate=settings)), ScriptedScores())
+    done = run_with(tiny_recipe(corpus, options=options, evaluate=settings), ScriptedScores())
     assert (done.state.step, done.state.best_step) == (ends_at, best_step)
-    final = load_file(corpus / "run" / "model" / "model.safetensors")
-    kept = checkpoint(corpus / "run", best_step)
-    assert all(torch.equal(final[name], kept[f"model.safetensors:{name}"]) for name in final)
+    assert_written(corpus / "run", best_step)
 
 
 @pytest.mark.parametrize(("patience", "last_step"), [(2, 6), (1, 6), (3, 8), (None, 12)])
@@ -141,7 +144,7 @@ def test_a_run_that_stopped_early_trains_on_where_its_patience_was_raised_or_rem
     def recipe(patience: int | None) -> Recipe:
         settings = {"every_steps": 2, "metric_for_best_model": "quality", "early_stopping_patience": patience}
         options = {"scores": [0.9, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7], "losses": [1.0]}  # equal losses are no progress
-        return Recipe.model_validate(recipe_dict(corpus, options=options, evaluate=settings))
+        return tiny_recipe(corpus, options=options, evaluate=settings)
 
     assert run_with(recipe(2), ScriptedScores()).state.step == 6
     again = run_with(recipe(patience), ScriptedScores())
@@ -156,10 +159,9 @@ def test_the_weights_that_evaluated_best_are_the_ones_at_the_end(corpus: Path) -
     checkpoints = {"load_best_model_at_end": True, "keep": 1}
     run_with(scripted(corpus, [0.1, 0.9, 0.3, 0.2], checkpoint=checkpoints), ScriptedScores())
     folder = corpus / "run"
-    final = load_file(folder / "model" / "model.safetensors")
-    best, last = (checkpoint(folder, step) for step in (4, 12))
-    assert all(torch.equal(final[name], best[f"model.safetensors:{name}"]) for name in final)
-    assert not all(torch.equal(final[name], last[f"model.safetensors:{name}"]) for name in final)
+    assert_written(folder, 4)
+    with pytest.raises(AssertionError):
+        assert_written(folder, 12)
     evaluation = json.loads((folder / "evaluation.json").read_text())
     assert evaluation["details"]["asked"] == 7
     assert events(folder, "best_model")
@@ -167,24 +169,20 @@ def test_the_weights_that_evaluated_best_are_the_ones_at_the_end(corpus: Path) -
 
 @pytest.mark.parametrize("choice", ["auto", False])
 def test_early_stopping_keeps_the_best_weights_unless_the_recipe_says_otherwise_and_then_says_what_is_lost(
-    corpus: Path, capsys: pytest.CaptureFixture[str], choice: bool | str
+    corpus: Path, capsys: Capture, choice: bool | str
 ) -> None:
     evaluations = {"every_steps": 2, "metric_for_best_model": "quality", "early_stopping_patience": 2}
     sections = {"evaluate": evaluations, "checkpoint": {"load_best_model_at_end": choice}}
     run_with(scripted(corpus, [0.1, 0.9, 0.3, 0.2, 0.2], **sections), ScriptedScores())
     folder = corpus / "run"
-    final = load_file(folder / "model" / "model.safetensors")
-    kept = checkpoint(folder, 4 if choice == "auto" else 8)
-    assert all(torch.equal(final[name], kept[f"model.safetensors:{name}"]) for name in final)
+    assert_written(folder, 4 if choice == "auto" else 8)
     said = capsys.readouterr().out
     assert bool(re.search(r"^model/ .* step 4 .*quality 0\.9", said, re.M)) == (not choice)
     chosen = events(folder, "start")[0]["choices"].get("checkpoint.load_best_model_at_end", "False")
     assert chosen.startswith("True") == (choice == "auto")
 
 
-def test_last_weights_that_evaluate_as_well_as_the_best_are_not_called_worse(
-    corpus: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_last_weights_that_evaluate_as_well_as_the_best_are_not_called_worse(corpus: Path, capsys: Capture) -> None:
     settings = {"every_steps": 6, "metric_for_best_model": "quality"}
     run_with(scripted(corpus, [0.9, 0.9, 0.9], evaluate=settings), ScriptedScores())
     assert "evaluated better" not in capsys.readouterr().out
@@ -210,11 +208,10 @@ def test_the_last_step_competes_for_the_best_on_the_samples_of_the_evaluations_b
         assert final["num_targets"] > metrics(folder, "eval")[0]["num_targets"]
         if _ == 0:
             assert (recorded[2], final["quality"]) == ((6, last), 0.5)
-            summary = json.loads((folder / "summary.json").read_text())
+            summary = summary_of(folder)
             assert (summary["best_step"], summary["best_metric"]) == (kept, max(0.9, last))
             assert summary["eval"]["quality"] == 0.5
-            model, best = load_file(folder / "model" / "model.safetensors"), checkpoint(folder, kept)
-            assert all(torch.equal(model[name], best[f"model.safetensors:{name}"]) for name in model)
+            assert_written(folder, kept)
 
 
 @pytest.mark.parametrize("processes", [1, 2])
@@ -261,31 +258,31 @@ def test_evaluations_by_epochs_come_at_the_ends_of_epochs(corpus: Path) -> None:
 
 
 def test_averaged_weights_are_evaluated_saved_and_resumed_within_the_warmup(corpus: Path) -> None:
-    sections: dict[str, Any] = {
+    sections: Settings = {
         "optimizer": {"ema_decay": 0.8},
         "schedule": {"warmup_steps": 9},
         "checkpoint": {"every_steps": 1, "keep": 12},
     }
-    whole = Recipe.model_validate(recipe_dict(corpus, **sections))
+    whole = tiny_recipe(corpus, **sections)
     folder = train(whole).output_dir
-    averages = load_file(folder / "checkpoints" / "step-00000001" / "average.safetensors")
+    averages = tensors(folder, 1, "average")
     for step in range(1, 12):
-        of_step = load_file(folder / "checkpoints" / f"step-{step + 1:08d}" / "model.safetensors")
+        of_step = tensors(folder, step + 1, "model")
         decay = min(0.8, (1 + step) / (10 + step))
         averages = {name: decay * average + (1 - decay) * of_step[name] for name, average in averages.items()}
-    stored = load_file(folder / "checkpoints" / "step-00000012" / "average.safetensors")
+    stored = tensors(folder, 12, "average")
     torch.testing.assert_close(stored, averages)
     averages = stored
-    final = load_file(folder / "model" / "model.safetensors")
-    assert all(torch.equal(final[name], averages[name]) for name in final)
-    live = load_file(folder / "checkpoints" / "step-00000012" / "model.safetensors")
+    final = model_of(folder)
+    assert_same_bits(final, averages)
+    live = tensors(folder, 12, "model")
     assert not all(torch.equal(final[name], live[name]) for name in final)
 
     resumed = recipe_dict(corpus, **sections, output_dir=str(corpus / "resumed"))
     resumed["checkpoint"]["resume"] = str(folder / "checkpoints" / "step-00000006")
     again = train(Recipe.model_validate(resumed)).output_dir
-    other = load_file(again / "checkpoints" / "step-00000012" / "average.safetensors")
-    assert all(torch.equal(averages[name], other[name]) for name in averages)
+    other = tensors(again, 12, "average")
+    assert_same_bits(averages, other)
     rates = {line["step"]: line["learning_rate"] for line in metrics(folder)}
     assert rates[6] < rates[7] < rates[8] < rates[9]
     assert {line["step"]: line["learning_rate"] for line in metrics(again)} == {
@@ -302,32 +299,32 @@ def test_the_loss_scale_of_fp16_grows_at_the_same_step_after_a_resume(
         return accelerator
 
     monkeypatch.setattr("accel_train.training.setup.start_accelerator", start)
-    sections: dict[str, Any] = {"checkpoint": {"every_steps": 1, "keep": 12}}
-    whole = train(Recipe.model_validate(recipe_dict(corpus, **sections))).output_dir
+    sections: Settings = {"checkpoint": {"every_steps": 1, "keep": 12}}
+    whole = train(tiny_recipe(corpus, **sections)).output_dir
     sections["checkpoint"]["resume"] = str(whole / "checkpoints" / "step-00000007")
-    again = train(Recipe.model_validate(recipe_dict(corpus, **sections, output_dir=str(corpus / "again")))).output_dir
+    again = train(tiny_recipe(corpus, **sections, output_dir=str(corpus / "again"))).output_dir
     scales = [[line["loss_scale"] for line in metrics(folder) if line["step"] > 7] for folder in (whole, again)]
     assert scales[0] == [128, 128, 128, 256, 256]
     assert scales[1] == scales[0]
 
 
 def test_a_checkpoint_is_a_folder_that_from_pretrained_reads(corpus: Path) -> None:
-    folder = train(Recipe.model_validate(recipe_dict(corpus))).output_dir
+    folder = train(tiny_recipe(corpus)).output_dir
     path = folder / "checkpoints" / "step-00000012"
     model = transformers.AutoModelForCausalLM.from_pretrained(path)
-    final = load_file(folder / "model" / "model.safetensors")
+    final = model_of(folder)
     assert all(torch.equal(final[name], tensor) for name, tensor in model.state_dict().items() if name in final)
     assert transformers.AutoTokenizer.from_pretrained(path).decode([104, 105]) == "hi"
 
 
 def test_adapters_alone_are_trained_and_merged_into_the_saved_model(corpus: Path) -> None:
-    base = train(Recipe.model_validate(recipe_dict(corpus))).output_dir / "model"
+    base = train(tiny_recipe(corpus)).output_dir / "model"
     sections = {
         "model": {"config": None, "pretrained": str(base), "lora": {"rank": 2}},
         "output_dir": str(corpus / "lora"),
     }
-    folder = train(Recipe.model_validate(recipe_dict(corpus, **sections))).output_dir
-    before, after = load_file(base / "model.safetensors"), load_file(folder / "model" / "model.safetensors")
+    folder = train(tiny_recipe(corpus, **sections)).output_dir
+    before, after = load_file(base / "model.safetensors"), model_of(folder)
     assert before.keys() == after.keys()
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name in before if ".c_" in name and name.endswith("weight")}
@@ -336,9 +333,9 @@ def test_adapters_alone_are_trained_and_merged_into_the_saved_model(corpus: Path
 
 
 def test_a_pretrained_model_is_trained_with_its_dropout(corpus: Path) -> None:
-    base = train(Recipe.model_validate(recipe_dict(corpus))).output_dir / "model"
+    base = train(tiny_recipe(corpus)).output_dir / "model"
     sections = {"model": {"config": None, "pretrained": str(base)}, "output_dir": str(corpus / "more")}
-    prepared = prepare_run(Recipe.model_validate(recipe_dict(corpus, **sections)))
+    prepared = prepare_run(tiny_recipe(corpus, **sections))
     with prepared.resources:
         assert all(module.training for module in prepared.strategy.inner.modules())
 
@@ -346,13 +343,13 @@ def test_a_pretrained_model_is_trained_with_its_dropout(corpus: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 4])
 def test_short_last_steps_give_the_same_losses_on_any_number_of_processes(corpus: Path, processes: int) -> None:
-    sections: dict[str, Any] = {
+    sections: Settings = {
         "data": {"last_batch": "short", "sequence_length": 64},
         "batch": {"global_batch_size": 32},
         "schedule": {"max_steps": None, "num_epochs": 3},
         "options": {"ragged": True},
     }
-    alone = train(Recipe.model_validate(recipe_dict(corpus, **sections))).output_dir
+    alone = train(tiny_recipe(corpus, **sections)).output_dir
     path = write_recipe_file(corpus, **sections, output_dir=str(corpus / "several"))
     run(path, processes=processes)
     several = losses(corpus / "several")
@@ -387,7 +384,7 @@ def test_requests_of_an_observer_are_met_at_the_step_it_was_told_of(corpus: Path
             requests.save = result.step == 3
             requests.stop = result.step == 5
 
-    recipe = Recipe.model_validate(recipe_dict(corpus, checkpoint={"keep": 9}))
+    recipe = tiny_recipe(corpus, checkpoint={"keep": 9})
     done = run_with(recipe, None, Extensions(observers=(Asking(),), requests=requests))
     assert told == [1, 2, 3, 4, 5]
     assert done.state.step == 5
@@ -402,7 +399,7 @@ def test_a_programs_own_optimizer_and_rates_take_the_place_of_the_recipes(corpus
         return torch.optim.SGD(model.parameters(), lr=9.0, fused=True)
 
     extensions = Extensions(build_optimizer=build, group_learning_rates=lambda step: [0.1 / (1 + step)])
-    run_with(Recipe.model_validate(recipe_dict(corpus, optimizer={"max_grad_norm": 0.0})), None, extensions)
+    run_with(tiny_recipe(corpus, optimizer={"max_grad_norm": 0.0}), None, extensions)
     rates = [line["learning_rate"] for line in metrics(corpus / "run")]
     assert rates == pytest.approx([0.1 / (1 + step) for step in range(12)])
     assert isinstance(checkpoint(corpus / "run", 12), dict)
@@ -421,9 +418,9 @@ def test_selective_checkpointing_accumulates_and_resumes_to_the_same_bits(corpus
         recipe = recipe_dict(corpus, **sections, precision=checkpointing, output_dir=str(corpus / name))
         train(Recipe.model_validate(recipe))
         if name == "resumed":
-            shutil.rmtree(corpus / name / "checkpoints" / "step-00000008")
+            forget(corpus / name, 8)
             train(Recipe.model_validate(recipe))
-            assert [event["step"] for event in events(corpus / name, "resume")] == [4]
+            assert steps_of(corpus / name, "resume") == [4]
     off, *others = (checkpoint(corpus / name, 8) for name in ("off", "selective", "resumed"))
     for other in others:
-        assert all(torch.equal(tensor, other[name]) for name, tensor in off.items())
+        assert_same_bits(off, other)

@@ -16,10 +16,7 @@ from accel_train.cli.main import main
 TEXTS = "--data.train texts.csv --model.config.num_buckets 4096 --schedule.num_epochs {} --output_dir run"
 
 
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, not_launched: None) -> None:
-    """An empty folder."""
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def rows(path: str) -> list[dict[str, str]]:

@@ -27,7 +27,18 @@ from accel_train.training.train import RunResult
 from tests.support.comparisons import assert_same_bits, tensors
 from tests.support.processes import run_forked
 from tests.support.report import Page
-from tests.support.runs import LLAMA, events, run, write_base, write_corpus, write_recipe_file
+from tests.support.runs import (
+    LLAMA,
+    Capture,
+    Settings,
+    events,
+    model_of,
+    run,
+    slow,
+    summary_of,
+    write_base,
+    write_recipe_file,
+)
 from tests.support.tasks.probe import RANK, ProbeTask
 
 
@@ -49,12 +60,6 @@ class PoisonTask(ProbeTask):
             weight = dict(model.named_parameters())["transformer.h.0.ln_1.weight"].detach()
             getattr(weight, "to_local", lambda: weight)()[0] = torch.nan
         return counts
-
-
-@pytest.fixture
-def corpus(tmp_path: Path) -> Path:
-    write_corpus(tmp_path)
-    return tmp_path
 
 
 @pytest.mark.parametrize(
@@ -86,7 +91,7 @@ def test_a_model_that_is_not_finite_is_not_published(
     assert events(corpus / "run", "stop")[0]["step"] == 2
 
 
-@pytest.mark.parametrize(("processes", "strategy"), [(1, "ddp"), pytest.param(2, "fsdp2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("processes", "strategy"), [(1, "ddp"), slow(2, "fsdp2")])
 def test_a_model_in_bf16_is_the_rounded_last_checkpoint_and_is_evaluated_and_exported(
     corpus: Path, processes: int, strategy: str
 ) -> None:
@@ -94,7 +99,7 @@ def test_a_model_in_bf16_is_the_rounded_last_checkpoint_and_is_evaluated_and_exp
     recipe = write_recipe_file(corpus, task="causal-lm", model={"config": {**LLAMA, "vocab_size": 320}}, **sections)
     run(recipe, processes=processes)
     folder = corpus / "run"
-    found, trained = load_file(folder / "model" / "model.safetensors"), tensors(folder, 12, "model")
+    found, trained = model_of(folder), tensors(folder, 12, "model")
     assert_same_bits(found, {name: each.bfloat16() for name, each in trained.items()})
     assert {each.dtype for each in found.values()} == {torch.bfloat16}
     loaded = AutoModelForCausalLM.from_pretrained(folder / "model")
@@ -123,7 +128,7 @@ def test_adapters_are_merged_in_fp32_before_the_model_is_rounded(corpus: Path, p
         evaluate={"sample_prompt": "step", "sample_tokens": 4},
     )
     run(recipe, processes=2)
-    assert json.loads((corpus / "run" / "summary.json").read_text())["sample"]["text"].startswith("step")
+    assert summary_of(corpus / "run")["sample"]["text"].startswith("step")
     adapters = load_file(corpus / "run" / "adapter" / "adapter_model.safetensors")
     expected = load_file(base / "model.safetensors")
     for name, down in adapters.items():
@@ -132,7 +137,7 @@ def test_adapters_are_merged_in_fp32_before_the_model_is_rounded(corpus: Path, p
             kept = expected[where].bfloat16().float() if precision == "bf16" else expected[where]
             # `alpha` / `rank` = 16 / 4.
             expected[where] = kept + 4 * adapters[name.replace("lora_A", "lora_B")] @ down
-    found = load_file(corpus / "run" / "model" / "model.safetensors")
+    found = model_of(corpus / "run")
     assert_same_bits(found, {name: each.bfloat16() for name, each in expected.items()})
 
 
@@ -146,7 +151,7 @@ def test_a_model_in_bf16_is_the_rounded_best_checkpoint(corpus: Path) -> None:
     )
     assert train(load_recipe(recipe)).summary["best_step"] == 2
     found, best, last = (
-        load_file(corpus / "run" / "model" / "model.safetensors"),
+        model_of(corpus / "run"),
         *(tensors(corpus / "run", step, "model") for step in (2, 4)),
     )
     assert_same_bits(found, {name: each.bfloat16() for name, each in best.items()})
@@ -165,7 +170,7 @@ def test_unmerged_adapters_leave_the_rounded_base_and_are_exported_in_bf16(corpu
     run(recipe)
     before = load_file(base / "model.safetensors")
     rounded = {name: each.bfloat16() for name, each in before.items()}
-    assert_same_bits(load_file(corpus / "run" / "model" / "model.safetensors"), rounded)
+    assert_same_bits(model_of(corpus / "run"), rounded)
     exported = load_file(export_run(corpus / "run").folder / "model.safetensors")
     assert {each.dtype for each in exported.values()} == {torch.bfloat16}
     assert not torch.equal(exported["model.layers.0.mlp.up_proj.weight"], rounded["model.layers.0.mlp.up_proj.weight"])
@@ -182,7 +187,7 @@ def test_a_model_in_bf16_keeps_running_statistics_and_what_transformers_keeps_in
 
 @pytest.mark.slow
 def test_a_run_that_is_stopped_before_its_first_checkpoint_says_that_there_is_none(corpus: Path) -> None:
-    sections: dict[str, Any] = {"options": {"nan_from": 1}, "guard": {"on_nonfinite": "stop"}}
+    sections: Settings = {"options": {"nan_from": 1}, "guard": {"on_nonfinite": "stop"}}
     done = run(write_recipe_file(corpus, **sections), expect=3)
     assert f"{corpus / 'run'} has no checkpoint" in done.stderr
     assert "is the newest" not in done.stderr
@@ -214,7 +219,7 @@ def files_of(folder: Path) -> dict[str, tuple[bytes, int]]:
 def test_a_finished_run_that_is_started_again_says_so_in_one_line_and_changes_no_file(
     corpus: Path, processes: int
 ) -> None:
-    sections: dict[str, Any] = {
+    sections: Settings = {
         "schedule": {"max_steps": 4},
         "evaluate": {"every_steps": 2},
         "optimizer": {"ema_decay": 0.9},
@@ -228,7 +233,7 @@ def test_a_finished_run_that_is_started_again_says_so_in_one_line_and_changes_no
     [_, line] = again.stdout.splitlines()
     assert "finished at step 4 (loss " in line
     answer = run(recipe, "--json", processes=processes)
-    summary = json.loads((corpus / "run" / "summary.json").read_text())
+    summary = summary_of(corpus / "run")
     assert json.loads(answer.stdout)["result"]["summary"] == summary
     assert files_of(corpus / "run") == before
 
@@ -252,7 +257,7 @@ def test_fit_returns_the_weights_of_a_run_that_has_finished_and_changes_no_file(
         torch.manual_seed(0)
         module = nn.Linear(3, 1)
         folder = tmp_path / "run"
-        sections: dict[str, Any] = {"checkpoint": {"load_best_model_at_end": True, "keep": 9}}
+        sections: Settings = {"checkpoint": {"load_best_model_at_end": True, "keep": 9}}
         return fit(
             module, data, loss=squares, output_dir=folder, eval_data=data, max_steps=8, batch_size=8, **sections
         ), module
@@ -270,13 +275,13 @@ def squares(module: nn.Module, batch: Any) -> Tensor:
 
 
 def test_a_run_that_was_killed_while_it_was_finished_with_another_recipe_is_not_taken_for_finished(
-    corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    sections: dict[str, Any] = {"schedule": {"max_steps": 4}, "evaluate": {"every_steps": 2}}
+    sections: Settings = {"schedule": {"max_steps": 4}, "evaluate": {"every_steps": 2}}
     recipe = write_recipe_file(corpus, **sections, optimizer={"learning_rate": 100.0})
     best = ["--checkpoint.load_best_model_at_end", "true"]
     train(load_recipe(recipe))
-    last = load_file(corpus / "run" / "model" / "model.safetensors")
+    last = model_of(corpus / "run")
 
     def killed(_: object) -> None:
         raise RuntimeError("killed")
@@ -287,7 +292,7 @@ def test_a_run_that_was_killed_while_it_was_finished_with_another_recipe_is_not_
             train(load_recipe(recipe, arguments=best))
     summary = train(load_recipe(recipe, arguments=best)).summary
     assert summary["best_step"] == 2, "else the weights of the last step are right"
-    model = load_file(corpus / "run" / "model" / "model.safetensors")
+    model = model_of(corpus / "run")
     assert any(not torch.equal(model[name], last[name]) for name in model)
     capsys.readouterr()
     train(load_recipe(recipe, arguments=[*best, "--checkpoint.resume", "unchanged"]))
@@ -309,9 +314,9 @@ def test_a_finished_run_writes_the_report_that_a_kill_has_cost(corpus: Path) -> 
 
 
 def test_a_finished_run_whose_best_checkpoint_is_damaged_says_where_the_best_weights_are(
-    corpus: Path, capsys: pytest.CaptureFixture[str]
+    corpus: Path, capsys: Capture
 ) -> None:
-    settings: dict[str, Any] = {
+    settings: Settings = {
         "schedule": {"max_steps": 4},
         "evaluate": {"every_steps": 2},
         "optimizer": {"learning_rate": 100.0},

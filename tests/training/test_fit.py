@@ -16,13 +16,24 @@ from torch.utils.data import Dataset, TensorDataset
 
 from accel_train import Recipe, RunResult, fit, train
 from accel_train.cli.main import main
+from tests.support.comparisons import assert_same_bits
 from tests.support.processes import run_forked
-from tests.support.runs import TESTS, losses, recipe_dict, write_recipe_file
+from tests.support.runs import (
+    TESTS,
+    Capture,
+    Settings,
+    losses,
+    model_of,
+    recipe_dict,
+    steps_of,
+    summary_of,
+    write_recipe_file,
+)
 
 INPUTS = torch.randn(96, 4, generator=torch.Generator().manual_seed(0))
 TARGETS = INPUTS @ torch.tensor([1.0, -2.0, 3.0, 0.5])
 TRAIN, EVAL = TensorDataset(INPUTS[:80], TARGETS[:80]), TensorDataset(INPUTS[80:], TARGETS[80:])
-SETTINGS: dict[str, Any] = {"batch_size": 8, "learning_rate": 0.05, "log": {"every_steps": 1, "progress": False}}
+SETTINGS: Settings = {"batch_size": 8, "learning_rate": 0.05, "log": {"every_steps": 1, "progress": False}}
 
 
 def module() -> nn.Module:
@@ -38,23 +49,24 @@ def error(model: nn.Module, batch: Any) -> dict[str, Tensor]:
     return {"absolute_error": (model(batch[0])[:, 0] - batch[1]).abs().mean()}
 
 
+def fitted(model: nn.Module, data: Any = TRAIN, **settings: Any) -> RunResult:
+    return fit(model, data, **{"loss": squared_error, "output_dir": "run", **SETTINGS, **settings})
+
+
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, not_launched: None) -> Iterator[None]:
-    """An empty folder."""
-    monkeypatch.chdir(tmp_path)
+def here(empty_folder: Path) -> Iterator[None]:
+    """Each test may have a task of its own."""
     yield
     sys.modules.pop("my_task", None)
 
 
 def test_a_module_is_trained_in_place_and_the_result_has_model_metrics_and_report() -> None:
     model = module()
-    result = fit(
-        model, TRAIN, loss=squared_error, metrics=error, eval_data=EVAL, output_dir="run", num_epochs=6, **SETTINGS
-    )
+    result = fitted(model, metrics=error, eval_data=EVAL, num_epochs=6)
     assert isinstance(result, RunResult)
     assert result.model is model
-    saved = load_file("run/model/model.safetensors")
-    assert all(torch.equal(saved[name], weight) for name, weight in model.state_dict().items())
+    saved = model_of(Path("run"))
+    assert_same_bits(model.state_dict(), saved)
     with torch.no_grad():
         expected = (model.eval()(EVAL.tensors[0])[:, 0] - EVAL.tensors[1]).abs()
     assert result.metrics["loss"] == pytest.approx(expected.square().mean().item(), rel=1e-6)
@@ -77,16 +89,14 @@ def test_fit_again_resumes_where_it_was_left_and_ends_with_the_same_bits() -> No
 
     calls, broken = 0, module()
     broken.register_forward_pre_hook(kill)
-    common: dict[str, Any] = {"max_steps": 30, "checkpoint": {"every_steps": 5}, **SETTINGS}
-    whole = fit(module(), TRAIN, loss=squared_error, output_dir="whole", **common).model
+    common: Settings = {"max_steps": 30, "checkpoint": {"every_steps": 5}}
+    whole = fitted(module(), output_dir="whole", **common).model
     with pytest.raises(Killed):
-        fit(broken, TRAIN, loss=squared_error, output_dir="run", **common)
-    resumed = fit(nn.Sequential(*module().children()), TRAIN, loss=squared_error, output_dir="run", **common).model
-    assert all(torch.equal(weight, resumed.state_dict()[name]) for name, weight in whole.state_dict().items())
+        fitted(broken, **common)
+    resumed = fitted(nn.Sequential(*module().children()), **common).model
+    assert_same_bits(whole.state_dict(), resumed.state_dict())
     assert losses(Path("run")) == losses(Path("whole"))
-    assert [event["event"] for event in map(json.loads, Path("run/events.jsonl").read_text().splitlines())].count(
-        "resume"
-    ) == 1
+    assert len(steps_of(Path("run"), "resume")) == 1
 
 
 class Pair(NamedTuple):
@@ -121,19 +131,15 @@ def test_a_batch_has_the_form_in_which_the_data_loader_of_torch_makes_it(form: s
 
     collate = list if form == "rows of a list" else None
     rows: Any = samples[form]
-    fit(module(), rows, loss=loss, collate=collate, output_dir=form, max_steps=4, **SETTINGS)
-    fit(module(), TRAIN_OF_96, loss=squared_error, output_dir="reference", max_steps=4, **SETTINGS)
-    reference = losses(Path("reference"))
-    assert losses(Path(form)) == pytest.approx(reference, rel=1e-6)
-
-
-TRAIN_OF_96 = TensorDataset(INPUTS, TARGETS)
+    fitted(module(), rows, loss=loss, collate=collate, max_steps=4)
+    fitted(module(), TensorDataset(INPUTS, TARGETS), output_dir="reference", max_steps=4)
+    assert losses(Path("run")) == pytest.approx(losses(Path("reference")), rel=1e-6)
 
 
 def test_a_batch_that_is_not_finite_does_not_cost_the_weights() -> None:
     bad = INPUTS.clone()
     bad[17] = float("nan")
-    result = fit(module(), TensorDataset(bad, TARGETS), loss=squared_error, output_dir="run", num_epochs=1, **SETTINGS)
+    result = fitted(module(), TensorDataset(bad, TARGETS), num_epochs=1)
     assert result.summary["skipped_steps"] == 1
     assert all(weight.isfinite().all() for weight in result.model.parameters())
 
@@ -151,7 +157,7 @@ def test_a_batch_that_is_not_finite_does_not_cost_the_weights() -> None:
             {"loss": lambda model, batch: model(batch[0]).new_zeros(3)},
             r"loss has shape \(3,\) for 8 samples; return one number for each",
         ),
-        ({"train_data": TensorDataset(INPUTS[:0])}, "the training data are empty"),
+        ({"data": TensorDataset(INPUTS[:0])}, "the training data are empty"),
         *(({"max_steps": None, "num_epochs": n}, "schedule.num_epochs") for n in (math.nan, math.inf, 0, -1, 1e300)),
         *(({"max_steps": n}, "schedule.max_steps") for n in (10**20, 0, -5, 2.5)),
         ({"batch_size": 10**20}, "batch.global_batch_size"),
@@ -159,14 +165,13 @@ def test_a_batch_that_is_not_finite_does_not_cost_the_weights() -> None:
         ({"resume": "sometimes"}, "auto, always, never"),
     ],
 )
-def test_a_mistake_is_an_error_that_says_what_to_do(changed: dict[str, Any], said: str) -> None:
-    arguments: dict[str, Any] = {"train_data": TRAIN, "loss": squared_error, "output_dir": "run", **SETTINGS, **changed}
+def test_a_mistake_is_an_error_that_says_what_to_do(changed: Settings, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        fit(module(), **arguments)
+        fitted(module(), **changed)
 
 
 def test_a_task_of_three_methods_and_a_recipe_without_model_and_data_train_and_evaluate(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     Path("my_task.py").write_text(
         "import torch\nfrom torch import nn\nfrom torch.utils.data import TensorDataset\nfrom accel_train import "
@@ -189,15 +194,13 @@ def test_a_task_of_three_methods_and_a_recipe_without_model_and_data_train_and_e
     }
     Path("line.yaml").write_text(yaml.safe_dump(recipe))
     assert main(["run", "line.yaml"]) == 0
-    final = json.loads(Path("run/summary.json").read_text())["eval"]["loss"]
+    final = summary_of(Path("run"))["eval"]["loss"]
     assert final < 0.5
     assert main(["evaluate", "run"]) == 0
     assert f"{final:.4f}" in capsys.readouterr().out
 
 
-def test_a_task_that_lacks_a_method_is_refused_by_its_name(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_task_that_lacks_a_method_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
     Path("my_task.py").write_text(
         "from accel_train import ModuleTask\n\nclass Half(ModuleTask):\n    def data(self):\n        return [1], None\n"
     )
@@ -218,7 +221,7 @@ class Unread(Dataset[Any]):
 
 
 def test_data_of_any_class_with_length_and_items_will_do() -> None:
-    assert fit(module(), Unread(), loss=squared_error, output_dir="run", max_steps=2, **SETTINGS).metrics == {}
+    assert fitted(module(), Unread(), max_steps=2).metrics == {}
 
 
 @pytest.mark.slow

@@ -17,17 +17,11 @@ from accel_train.engine.evaluation import EvaluationReader, evaluate
 from accel_train.engine.run import RunContext
 from accel_train.training.loop import run_steps
 from accel_train.training.setup import prepare_run
-from tests.support.runs import TINY_MODEL, losses, metrics, recipe_dict, write_corpus
+from tests.support.runs import TINY_MODEL, Settings, losses, metrics, slow, tiny_recipe
 
 
 def recipe_of(folder: Path, **sections: Any) -> Recipe:
-    return Recipe.model_validate(recipe_dict(folder, task="causal-lm", **sections))
-
-
-@pytest.fixture
-def corpus(tmp_path: Path) -> Path:
-    write_corpus(tmp_path)
-    return tmp_path
+    return tiny_recipe(folder, task="causal-lm", **sections)
 
 
 @pytest.fixture(autouse=True)
@@ -119,7 +113,7 @@ LLAMA = {
 @pytest.mark.parametrize("accumulation", [1, 4])
 @pytest.mark.parametrize("mask_documents", [False, True], ids=["", "documents masked"])
 def test_steady_step_reads_no_tensor_on_the_host(
-    corpus: Path, model: dict[str, Any], accumulation: int, mask_documents: bool
+    corpus: Path, model: Settings, accumulation: int, mask_documents: bool
 ) -> None:
     recipe = recipe_of(
         corpus,
@@ -175,8 +169,8 @@ def test_evaluation_and_logging_in_between_change_no_weight(corpus: Path) -> Non
 
 
 def test_rates_around_an_evaluation_are_those_of_steps_and_not_of_when_the_host_heard_of_them(corpus: Path) -> None:
-    sections: dict[str, Any] = {"evaluate": {"every_steps": 2}, "schedule": {"max_steps": 6}, "log": {"every_steps": 1}}
-    train(Recipe(**recipe_dict(corpus, **sections, options={"seconds_a_forward": 0.1})))
+    sections: Settings = {"evaluate": {"every_steps": 2}, "schedule": {"max_steps": 6}, "log": {"every_steps": 1}}
+    train(tiny_recipe(corpus, **sections, options={"seconds_a_forward": 0.1}))
     lines = metrics(corpus / "run", "train")
     assert len(lines) == 6
     assert [line for line in lines if line["targets_per_second"] * 0.1 > line["num_targets"]] == []
@@ -200,12 +194,12 @@ def test_readers_in_other_processes_bring_the_same_samples(corpus: Path) -> None
         {"gradient_checkpointing": True},
         {"compile": "blocks"},
         {"compile": "model"},
-        pytest.param({"compile": "blocks", "gradient_checkpointing": "selective"}, marks=pytest.mark.slow),
-        pytest.param({"compile": "model", "gradient_checkpointing": {"memory_budget": 0.5}}, marks=pytest.mark.slow),
+        slow({"compile": "blocks", "gradient_checkpointing": "selective"}),
+        slow({"compile": "model", "gradient_checkpointing": {"memory_budget": 0.5}}),
     ],
     ids=["bf16", "gradient checkpointing", "compiled blocks", "compiled model", "compiled selective", "memory budget"],
 )
-def test_precision_settings_train_to_nearly_the_same_losses(corpus: Path, precision: dict[str, Any]) -> None:
+def test_precision_settings_train_to_nearly_the_same_losses(corpus: Path, precision: Settings) -> None:
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     for name, section in (("plain", {}), ("other", precision)):

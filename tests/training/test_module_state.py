@@ -1,6 +1,5 @@
 """State that modules hold beside their weights: extra state and buffers that forwards change, and modes of parts."""
 
-import json
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -12,17 +11,17 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 from transformers import BertConfig, BertModel
 
-from accel_train import fit
+from accel_train import RunResult, fit
 from accel_train.core.errors import SettingError
 from accel_train.hf import Trainer
 from accel_train.model.isolation import Buffers
 from accel_train.model.tensors import PACKED, as_tensors, packed, unpacked
 from tests.support.hf_models import arguments
-from tests.support.runs import events, metrics, run_forked_command
+from tests.support.runs import Capture, Settings, events, metrics, run_forked_command, slow, steps_of, summary_of
 
 FEATURES = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
 DATA = TensorDataset(FEATURES, (FEATURES.sum(1) > 0).long())
-SETTINGS: dict[str, Any] = {
+SETTINGS: Settings = {
     "batch_size": 8,
     "schedule": {"type": "constant"},
     "data": {"num_workers": 0},
@@ -30,10 +29,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, not_launched: None) -> None:
-    """An empty folder."""
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 class Counted(nn.Module):
@@ -91,6 +87,18 @@ def cross_entropy(model: nn.Module, batch: Any) -> Tensor:
     return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
 
 
+def trained(model: nn.Module, output_dir: str = "run", *, loss: Any = cross_entropy, **settings: Any) -> RunResult:
+    return fit(model, DATA, loss=loss, output_dir=output_dir, **SETTINGS, **settings)
+
+
+def loaded(kind: str, folder: Path | str) -> Counted:
+    """The model that a run or a trainer has written."""
+    model = made(kind)
+    with as_tensors(model):
+        load_model(model, f"{folder}/model.safetensors")
+    return model
+
+
 KINDS = ["tensor", "tensor of any length", "dict", "dict of tensors", "computed"]
 
 
@@ -103,19 +111,17 @@ def test_extra_state_is_resumed_to_the_bit_with_an_average_and_is_in_the_model(k
         if module.training and module.done == 5:
             raise Cut
 
-    common: dict[str, Any] = {"max_steps": 8, "checkpoint": {"every_steps": 4}, "optimizer": {"ema_decay": 0.9}}
+    common: Settings = {"max_steps": 8, "checkpoint": {"every_steps": 4}, "optimizer": {"ema_decay": 0.9}}
     whole, broken, again = made(kind), made(kind), made(kind)
-    first = fit(whole, DATA, loss=cross_entropy, output_dir="whole", **common, **SETTINGS).model
+    first = trained(whole, "whole", **common).model
     broken.register_forward_pre_hook(cut)
     with pytest.raises(Cut):
-        fit(broken, DATA, loss=cross_entropy, output_dir="cut", **common, **SETTINGS)
-    second = fit(again, DATA, loss=cross_entropy, output_dir="cut", resume="always", **common, **SETTINGS).model
+        trained(broken, "cut", **common)
+    second = trained(again, "cut", resume="always", **common).model
     assert again.seen == [5, 6, 7, 8]
     assert (whole.done, again.done) == (8, 8)
     assert torch.equal(first.layer.weight, second.layer.weight)
-    written = made(kind)
-    with as_tensors(written):
-        load_model(written, "cut/model/model.safetensors")
+    written = loaded(kind, "cut/model")
     assert written.done == 8
     assert torch.equal(written.layer.weight, first.layer.weight)
 
@@ -128,18 +134,17 @@ def test_a_rollback_and_the_best_model_have_their_own_extra_state() -> None:
         return value * float("nan") if model.done in (10, 11) and not events(Path("run"), "rollback") else value
 
     model = made("dict")
-    fit(
-        model, DATA, loss=loss, output_dir="run", max_steps=14, eval_data=DATA,
+    trained(
+        model, loss=loss, max_steps=14, eval_data=DATA,
         evaluate={"every_steps": 3, "at_start": False},
         checkpoint={"every_steps": 3, "load_best_model_at_end": True},
         guard={"healthy_after_steps": 3, "max_consecutive_skips": 1, "rollback_skip_steps": 2, "lowered_steps": 2},
-        **SETTINGS,
     )  # fmt: skip
     (event,) = events(Path("run"), "rollback")
     num_skipped = event["skip_last"] - event["skip_first"] + 1
     losses = {line["step"]: line["loss"] for line in metrics(Path("run"), "eval")}
     assert losses[14] == (14 - num_skipped - 6) ** 2
-    assert json.loads(Path("run/summary.json").read_text())["best_step"] == 6
+    assert summary_of(Path("run"))["best_step"] == 6
     assert model.done == 6
 
 
@@ -150,8 +155,8 @@ def test_a_step_that_is_skipped_leaves_extra_state_as_it_was(kind: str, bad: int
         return cross_entropy(model, batch) * (float("nan") if len(model.seen) == bad else 1)
 
     model = made(kind)
-    fit(model, DATA, loss=loss, output_dir="run", max_steps=6, **SETTINGS)
-    assert [event["step"] for event in events(Path("run"), "skip")] == [bad]
+    trained(model, loss=loss, max_steps=6)
+    assert steps_of(Path("run"), "skip") == [bad]
     assert model.done == 5
 
 
@@ -169,8 +174,8 @@ def test_a_step_that_is_repeated_after_out_of_memory_counts_once_in_extra_state(
         return value
 
     model = made(kind)
-    fit(model, DATA, loss=loss, output_dir="run", max_steps=5, **SETTINGS)
-    assert [event["step"] for event in events(Path("run"), "out_of_memory")] == [bad]
+    trained(model, loss=loss, max_steps=5)
+    assert steps_of(Path("run"), "out_of_memory") == [bad]
     # From the repeated step on, each step has two micro-batches.
     assert model.done == bad - 1 + 2 * (6 - bad)
 
@@ -182,7 +187,7 @@ def test_extra_state_that_no_checkpoint_can_keep_is_refused_by_module_before_the
 
     model = nn.Sequential(nn.Linear(4, 4), Odd("dict"))
     with pytest.raises(SettingError, match=r"module '1' holds a set"):
-        fit(model, DATA, loss=cross_entropy, output_dir="run", max_steps=1, **SETTINGS)
+        trained(model, max_steps=1)
     assert not metrics(Path("run"))
 
 
@@ -211,32 +216,25 @@ def test_a_forward_on_trial_leaves_extra_state_unchanged() -> None:
 SHARDED = """
 import sys
 import torch
-from tests.training.test_module_state import DATA, SETTINGS, cross_entropy, made
-from accel_train import fit
+from tests.training.test_module_state import made, trained
 
 kind, strategy = sys.argv[1:]
 for folder, lengths in (("whole", [8]), ("cut", [4, 8])):
     for length in lengths:
-        model = made(kind)
-        fit(model, DATA, loss=cross_entropy, output_dir=folder, resume="always", max_steps=length,
-            parallel={"strategy": strategy}, **SETTINGS)
+        trained(made(kind), folder, resume="always", max_steps=length, parallel={"strategy": strategy})
 """
 
 
 @pytest.mark.parametrize(
     ("strategy", "kind"),
-    [("ddp", "dict"), ("fsdp2", "dict of tensors"), pytest.param("fsdp2", "tensor", marks=pytest.mark.slow)],
+    [("ddp", "dict"), ("fsdp2", "dict of tensors"), slow("fsdp2", "tensor")],
 )
 def test_extra_state_is_resumed_to_the_bit_on_2_processes(tmp_path: Path, strategy: str, kind: str) -> None:
     program = tmp_path / "program.py"
     program.write_text(SHARDED)
     done = run_forked_command([kind, strategy], 2, program)
     assert done.returncode == 0, done.stderr[-3000:]
-    models = []
-    for folder in ("whole", "cut"):
-        models.append(made(kind))
-        with as_tensors(models[-1]):
-            load_model(models[-1], f"{folder}/model/model.safetensors")
+    models = [loaded(kind, f"{folder}/model") for folder in ("whole", "cut")]
     assert [model.done for model in models] == [8, 8]
     assert torch.equal(models[0].layer.weight, models[1].layer.weight)
 
@@ -244,7 +242,7 @@ def test_extra_state_is_resumed_to_the_bit_on_2_processes(tmp_path: Path, strate
 @pytest.mark.parametrize("kind", ["tensor", "dict"])
 def test_a_trainer_resumes_extra_state_to_the_bit_and_saves_it(tmp_path: Path, kind: str) -> None:
     rows = [{"x": x, "labels": label} for x, label in zip(*DATA.tensors, strict=True)]
-    settings: dict[str, Any] = {"max_steps": 8, "save_steps": 4, "lr_scheduler_type": "constant"}
+    settings: Settings = {"max_steps": 8, "save_steps": 4, "lr_scheduler_type": "constant"}
     trainers = []
     for folder, resumes in (("whole", [False]), ("cut", [False, True])):
         for resume in resumes:
@@ -255,10 +253,7 @@ def test_a_trainer_resumes_extra_state_to_the_bit_and_saves_it(tmp_path: Path, k
     assert (whole.done, cut.done, cut.seen) == (8, 8, [5, 6, 7, 8])
     assert torch.equal(whole.layer.weight, cut.layer.weight)
     trainers[-1].save_model(str(tmp_path / "saved"))
-    saved = made(kind)
-    with as_tensors(saved):
-        load_model(saved, tmp_path / "saved/model.safetensors")
-    assert saved.done == 8
+    assert loaded(kind, tmp_path / "saved").done == 8
 
 
 class Remembering(nn.Module):
@@ -279,10 +274,10 @@ class Remembering(nn.Module):
 
 @pytest.mark.parametrize("micro_batch", [8, 4])
 def test_state_that_a_forward_changes_is_said_where_it_depends_on_the_layout_or_is_lost(
-    micro_batch: int, capsys: pytest.CaptureFixture[str]
+    micro_batch: int, capsys: Capture
 ) -> None:
     batch = {"per_device_batch_size": micro_batch}
-    fit(Remembering(), DATA, loss=cross_entropy, output_dir="run", max_steps=2, batch=batch, **SETTINGS)
+    trained(Remembering(), max_steps=2, batch=batch)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("a forward changes")]
     layout = [line for line in lines if "'bank.mean', 'bank.last'" in line]
     assert len(layout) == (micro_batch < 8)
@@ -307,18 +302,18 @@ def recorded(model: nn.Module) -> list[dict[str, bool]]:
 
 
 def test_fit_keeps_the_mode_of_each_part_and_trains_a_model_that_comes_in_eval(
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capture,
 ) -> None:
     model = parts()
     model[0].requires_grad_(False).eval()
     given, seen, before = modes(model), recorded(model), model[0][1].running_mean.clone()
-    fit(model, DATA, loss=cross_entropy, output_dir="mixed", max_steps=2, eval_data=DATA, **SETTINGS)
+    trained(model, "mixed", max_steps=2, eval_data=DATA)
     assert seen == [given] * 2
     assert torch.equal(model[0][1].running_mean, before)
     assert "'0' stays in eval()" in capsys.readouterr().out
     model = parts().eval()
     seen = recorded(model)
-    fit(model, DATA, loss=cross_entropy, output_dir="eval", max_steps=2, **SETTINGS)
+    trained(model, "eval", max_steps=2)
     assert len(seen) == 2
     assert all(all(each.values()) for each in seen)
 
@@ -340,7 +335,7 @@ def test_fit_trains_a_pretrained_part_that_comes_in_eval_unless_it_is_frozen(fro
         ids = (batch[0] > 0).long()
         return nn.functional.cross_entropy(model["head"](model["back"](ids).pooler_output), batch[1], reduction="none")
 
-    fit(model, DATA, loss=loss, output_dir="run", max_steps=2, **SETTINGS)
+    trained(model, loss=loss, max_steps=2)
     assert seen == [{"": True}] * 2
     assert modes_of_back[-2:] == [not frozen] * 2
 

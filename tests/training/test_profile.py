@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from pydantic import ValidationError
 
 from accel_train import Recipe, train
@@ -15,18 +14,21 @@ from accel_train.plan.plan import resolve_plan
 from accel_train.training.loop import run_steps
 from accel_train.training.output import NUM_OPERATIONS, StepProfiler
 from accel_train.training.setup import prepare_run
-from tests.support.runs import checkpoint, events, recipe_dict, run, write_corpus, write_recipe_file
-
-
-@pytest.fixture
-def corpus(tmp_path: Path) -> Path:
-    write_corpus(tmp_path)
-    return tmp_path
+from tests.support.comparisons import assert_same_bits
+from tests.support.runs import (
+    checkpoint,
+    events,
+    forget,
+    run,
+    steps_of,
+    tiny_recipe,
+    write_recipe_file,
+)
 
 
 def recipe_of(folder: Path, steps: Any, **sections: Any) -> Recipe:
     log = {"every_steps": 1, "progress": False, "profile_steps": steps}
-    return Recipe.model_validate(recipe_dict(folder, task="causal-lm", log=log, **sections))
+    return tiny_recipe(folder, task="causal-lm", log=log, **sections)
 
 
 def profiles(run: Path) -> list[str]:
@@ -48,7 +50,7 @@ def test_trace_holds_the_first_and_the_last_step_and_no_other_and_the_report_lin
     assert "aten::" in table  # which of them take longest depends on the machine
     rows = [line for line in table.splitlines() if line.count("%") == 2 and "Name" not in line]
     assert len(rows) == NUM_OPERATIONS
-    assert [event["step"] for event in events(run, "profile")] == [5]
+    assert steps_of(run, "profile") == [5]
     page = (run / "report.html").read_text()
     assert f'href="profile/{name}.json.gz"' in page
     assert f'href="profile/{name}.txt"' in page
@@ -58,7 +60,7 @@ def test_trace_holds_the_first_and_the_last_step_and_no_other_and_the_report_lin
 def test_resume_profiles_the_steps_that_it_does_and_none_before_it(corpus: Path, steps: Any, found: str | None) -> None:
     sections = {"schedule": {"max_steps": 8}, "checkpoint": {"every_steps": 4}}
     train(recipe_of(corpus, None, **sections))
-    shutil.rmtree(corpus / "run" / "checkpoints" / "step-00000008")
+    forget(corpus / "run", 8)
     train(recipe_of(corpus, steps, **sections))
     assert events(corpus / "run", "resume")[0]["step"] == 4
     assert profiles(corpus / "run") == ([f"rank-0-steps-{found}.json.gz", f"rank-0-steps-{found}.txt"] if found else [])
@@ -73,7 +75,7 @@ def test_profiled_run_learns_the_same_bits_and_an_unprofiled_one_gets_its_batche
         batches: Any = iter(())
         assert StepProfiler(context).reading(batches) is batches
         run_steps(context)
-    assert all(torch.equal(profiled[name], tensor) for name, tensor in checkpoint(corpus / "run", 12).items())
+    assert_same_bits(checkpoint(corpus / "run", 12), profiled)
 
 
 def test_file_of_the_user_in_the_place_of_a_trace_is_kept(corpus: Path) -> None:

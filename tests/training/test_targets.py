@@ -2,7 +2,6 @@
 negative.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,14 @@ from accel_train.runtime.exit import exit_code
 from accel_train.training.setup import prepare_run
 from accel_train.training.train import train_run
 from tests.support.processes import run_forked
-from tests.support.runs import events, losses, metrics, recipe_dict, write_recipe_file
+from tests.support.runs import Settings, events, losses, metrics, recipe_dict, steps_of, summary_of, write_recipe_file
 from tests.support.tasks.number_faults import Uncounted
 
 TASK = "tests.support.tasks.number_faults:Uncounted"
 
 
-def recipe_for(folder: Path, num_samples: int = 64, max_steps: int = 12, **options: Any) -> dict[str, Any]:
-    sections: dict[str, Any] = {
+def recipe_for(folder: Path, num_samples: int = 64, max_steps: int = 12, **options: Any) -> Settings:
+    sections: Settings = {
         "task": TASK,
         "optimizer": {"learning_rate": 1e-2, "weight_decay": 0.5},
         "schedule": {"max_steps": max_steps},
@@ -59,7 +58,7 @@ def test_a_step_without_a_target_changes_no_weight_and_is_named(tmp_path: Path, 
     assert "has a target" in skipped["message"]
 
 
-def assert_third_step_leaves_no_trace(folder: Path, processes: int, recipe: dict[str, Any], num_targets: int) -> None:
+def assert_third_step_leaves_no_trace(folder: Path, processes: int, recipe: Settings, num_targets: int) -> None:
     """Weights, running statistics, moments, step counts, and averages of steps 2 and 3 are the same bits; step 4's
     are not.
     """
@@ -82,14 +81,14 @@ def assert_third_step_leaves_no_trace(folder: Path, processes: int, recipe: dict
     assert second == third
     assert second.keys() == fourth.keys()
     assert second != fourth
-    assert [each["step"] for each in events(run, "skip")] == [3]
-    assert json.loads((run / "summary.json").read_text())["skipped_steps"] == 1
+    assert steps_of(run, "skip") == [3]
+    assert summary_of(run)["skipped_steps"] == 1
     found = {line["step"]: line for line in metrics(run)}
     assert (found[3]["skipped"], found[3]["loss"], found[3]["num_targets"]) == (True, "NaN", num_targets)
     assert all(0.1 < found[step]["loss"] < 5 for step in (1, 2, 4))
 
 
-def with_sections(recipe: dict[str, Any], sections: dict[str, Any]) -> dict[str, Any]:
+def with_sections(recipe: Settings, sections: Settings) -> Settings:
     return {**recipe, **{name: {**recipe.get(name, {}), **section} for name, section in sections.items()}}
 
 
@@ -106,7 +105,7 @@ def with_sections(recipe: dict[str, Any], sections: dict[str, Any]) -> dict[str,
     ids=["muon", "adafactor", "bf16 and average", "ddp and average", "fsdp2 and lion", "zero"],
 )
 def test_ignored_labels_of_a_cross_entropy_leave_no_trace_in_any_layout(
-    tmp_path: Path, processes: int, sections: dict[str, Any]
+    tmp_path: Path, processes: int, sections: Settings
 ) -> None:
     recipe = recipe_for(tmp_path, max_steps=4, ignored=list(range(16, 24)), classes=True)
     assert_third_step_leaves_no_trace(tmp_path, processes, with_sections(recipe, sections), num_targets=0)
@@ -124,7 +123,7 @@ def test_ignored_labels_of_a_cross_entropy_leave_no_trace_in_any_layout(
     ids=["alone", "ddp and average", "accumulation", "fsdp2", "zero"],
 )
 def test_a_loss_that_is_not_finite_on_one_process_and_has_gradients_of_zero_leaves_no_trace(
-    tmp_path: Path, processes: int, sections: dict[str, Any]
+    tmp_path: Path, processes: int, sections: Settings
 ) -> None:
     ignored, parts = list(range(16 + 8 * (processes - 1) // 2, 24)), 1 + ("batch" in sections)
     options = {"ignored": ignored, "classes": True, "of_mean": True, "targets": 8 // processes // parts}

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
-from accel_train import fit
-from tests.support.runs import losses, run_forked_command
+from accel_train import RunResult, fit
+from tests.support.runs import Capture, Settings, losses, run_forked_command
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -22,7 +22,7 @@ CLASSES = (INPUTS.sum(1) > 0).long()
 LABELS = CLASSES.clone()
 LABELS[[0, 1, 2, 5]] = -100
 DATA, PARTLY = TensorDataset(INPUTS, CLASSES), TensorDataset(INPUTS, LABELS)
-SETTINGS: dict[str, Any] = {
+SETTINGS: Settings = {
     "max_steps": 2,
     "batch_size": 8,
     "data": {"num_workers": 0, "shuffle": False},
@@ -30,10 +30,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, not_launched: None) -> None:
-    """An empty folder."""
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("empty_folder")
 
 
 def linear() -> nn.Module:
@@ -48,6 +45,10 @@ def contrastive(model: nn.Module, batch: Any) -> Tensor:
 
 def cross_entropy(**options: Any) -> Loss:
     return lambda model, batch: F.cross_entropy(model(batch[0]), batch[1], **options)
+
+
+def trained(folder: str, loss: Loss, data: Any = DATA, model: nn.Module | None = None, **settings: Any) -> RunResult:
+    return fit(model or linear(), data, loss=loss, output_dir=folder, **SETTINGS, **settings)
 
 
 def num_labels(batch: Any) -> int:
@@ -65,19 +66,19 @@ NOT_MEANS: dict[str, tuple[Loss, TensorDataset]] = {
 
 @pytest.mark.parametrize("name", NOT_MEANS)
 def test_a_loss_that_is_no_mean_over_samples_is_said_and_refused_where_a_step_is_cut(
-    name: str, capsys: pytest.CaptureFixture[str]
+    name: str, capsys: Capture
 ) -> None:
     loss, data = NOT_MEANS[name]
     cut = {"per_device_batch_size": 2}
     with pytest.raises(ValueError, match="not a mean over samples") as refused:
-        fit(linear(), data, loss=loss, output_dir="cut", batch=cut, **SETTINGS)
+        trained("cut", loss, data, batch=cut)
     assert not losses(Path("cut"))
     for word in ("4 micro-batches", "class weights", "ignore_index", "reduction='none'", "count_targets"):
         assert word in str(refused.value)
-    fit(linear(), data, loss=loss, output_dir="whole", **SETTINGS)
+    trained("whole", loss, data)
     assert "the loss is not a mean over samples" in capsys.readouterr().out
     assert len(losses(Path("whole"))) == 2
-    fit(linear(), data, loss=loss, output_dir="per batch", loss_is_per_batch=True, batch=cut, **SETTINGS)
+    trained("per batch", loss, data, loss_is_per_batch=True, batch=cut)
 
 
 MEANS: dict[str, Loss] = {
@@ -91,9 +92,8 @@ MEANS: dict[str, Loss] = {
 
 @pytest.mark.parametrize("name", MEANS)
 @pytest.mark.parametrize("size", [8, 2])
-def test_a_mean_over_samples_is_accepted_in_silence(name: str, size: int, capsys: pytest.CaptureFixture[str]) -> None:
-    batch = {"per_device_batch_size": size}
-    fit(linear(), DATA, loss=MEANS[name], output_dir="run", batch=batch, **SETTINGS)
+def test_a_mean_over_samples_is_accepted_in_silence(name: str, size: int, capsys: Capture) -> None:
+    trained("run", MEANS[name], batch={"per_device_batch_size": size})
     assert "mean over samples" not in capsys.readouterr().out
 
 
@@ -108,16 +108,16 @@ class Augmented(Dataset[Any]):
 
 
 def test_random_samples_are_no_difference_and_a_random_loss_is_said_to_be_unchecked(
-    capsys: pytest.CaptureFixture[str],
+    capsys: Capture,
 ) -> None:
     batch = {"per_device_batch_size": 2}
-    fit(linear(), Augmented(), loss=cross_entropy(), output_dir="samples", batch=batch, **SETTINGS)
+    trained("samples", cross_entropy(), Augmented(), batch=batch)
     assert "the loss" not in capsys.readouterr().out
 
     def noisy(model: nn.Module, batch: Any) -> Tensor:
         return (model(batch[0] + torch.randn(batch[0].shape)) - 1).square().mean()
 
-    fit(linear(), DATA, loss=noisy, output_dir="loss", batch=batch, **SETTINGS)
+    trained("loss", noisy, batch=batch)
     assert "the loss draws random numbers" in capsys.readouterr().out
 
 
@@ -157,7 +157,7 @@ def test_the_trial_changes_no_state_of_the_module_and_no_random_number() -> None
 
     random.seed(3)
     np.random.seed(3)
-    fit(model, DATA, loss=loss, output_dir="run", eval_data=None, **SETTINGS)
+    trained("run", loss, model=model)
     assert model.at_step == [(1, 1, 1.0, True), (2, 2, 2.0, True)]
     assert len(drawn) == 2
 
@@ -168,44 +168,36 @@ def test_a_sum_over_counted_targets_is_the_same_for_any_cut(tmp_path: Path) -> N
     for size in (8, 2):
         model = linear()
         expected = F.cross_entropy(model(INPUTS[:8]), LABELS[:8]).item()
-        result = fit(
-            model, PARTLY, loss=cross_entropy(reduction="sum"), count_targets=num_labels, output_dir=f"run-{size}",
-            batch={"per_device_batch_size": size}, eval_data=PARTLY, **SETTINGS,
-        )  # fmt: skip
+        batch, summed = {"per_device_batch_size": size}, cross_entropy(reduction="sum")
+        result = trained(f"run-{size}", summed, PARTLY, model, count_targets=num_labels, batch=batch, eval_data=PARTLY)
         assert losses(Path(f"run-{size}"))[1] == pytest.approx(expected, rel=1e-6)
         with torch.no_grad():
             whole = F.cross_entropy(model(INPUTS), LABELS).item()
         assert result.metrics["loss"] == pytest.approx(whole, rel=1e-5)
         weight[size] = model.weight.detach().clone()
     assert torch.allclose(weight[8], weight[2], atol=1e-6)
-    none = cross_entropy(reduction="none")
-    fit(linear(), PARTLY, loss=none, count_targets=num_labels, output_dir="each", **SETTINGS)
+    trained("each", cross_entropy(reduction="none"), PARTLY, count_targets=num_labels)
     assert losses(Path("each")) == pytest.approx(losses(Path("run-8")), rel=1e-6)
     with pytest.raises(ValueError, match="not a mean over samples"):
-        fit(
-            linear(), PARTLY, loss=cross_entropy(), count_targets=num_labels, output_dir="mean",
-            batch={"per_device_batch_size": 2}, **SETTINGS,
-        )  # fmt: skip
+        trained("mean", cross_entropy(), PARTLY, count_targets=num_labels, batch={"per_device_batch_size": 2})
 
 
-def test_a_metric_that_counts_is_refused_before_the_first_step_or_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_metric_that_counts_is_refused_before_the_first_step_or_said(capsys: Capture) -> None:
     def hits(model: nn.Module, batch: Any) -> Tensor:
         return (model(batch[0]).argmax(1) == batch[1]).sum()
 
-    common: dict[str, Any] = {"loss": cross_entropy(), "eval_data": DATA, **SETTINGS}
     with pytest.raises(ValueError, match="metric hits is a whole number"):
-        fit(linear(), DATA, metrics=lambda *given: {"hits": hits(*given)}, output_dir="count", **common)
+        trained("count", cross_entropy(), eval_data=DATA, metrics=lambda *given: {"hits": hits(*given)})
     assert not losses(Path("count"))
-    fit(linear(), DATA, metrics=lambda *given: {"hits": hits(*given).float()}, output_dir="float", **common)
+    trained("float", cross_entropy(), eval_data=DATA, metrics=lambda *given: {"hits": hits(*given).float()})
     assert "metric hits is not a mean over samples" in capsys.readouterr().out
 
 
 PROGRAM = """
-from tests.training.test_trial import DATA, PARTLY, SETTINGS, cross_entropy, linear, num_labels
-from accel_train import fit
+from tests.training.test_trial import PARTLY, cross_entropy, num_labels, trained
 
-fit(linear(), PARTLY, loss=cross_entropy(reduction="sum"), count_targets=num_labels, output_dir="sum", **SETTINGS)
-fit(linear(), PARTLY, loss=cross_entropy(), output_dir="mean", **SETTINGS)
+trained("sum", cross_entropy(reduction="sum"), PARTLY, count_targets=num_labels)
+trained("mean", cross_entropy(), PARTLY)
 """
 
 
@@ -226,10 +218,9 @@ class Stream(IterableDataset[Any]):
 
 
 def test_what_fit_cannot_train_is_refused_in_one_sentence() -> None:
-    common: dict[str, Any] = {"loss": cross_entropy(), "output_dir": "run", **SETTINGS}
     with pytest.raises(ValueError, match="train_data of type Stream"):
-        fit(linear(), Stream(), **common)
+        trained("run", cross_entropy(), Stream())
     with torch.no_grad(), pytest.raises(ValueError, match="no_grad"):
-        fit(linear(), DATA, **common)
+        trained("run", cross_entropy())
     with pytest.raises(ValueError, match="meta device"):
-        fit(nn.Linear(3, 2, device="meta"), DATA, **common)
+        trained("run", cross_entropy(), model=nn.Linear(3, 2, device="meta"))

@@ -1,25 +1,27 @@
 """The evaluation of the initial weights: a baseline that changes nothing of the run, and outlives a kill."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from accel_train import Recipe, train
 from accel_train.checkpoint.store import folder_of, read_trainer
 from accel_train.core.errors import SettingError
-from tests.support.runs import events, losses, metrics, recipe_dict, run, write_corpus, write_recipe_file
+from tests.support.comparisons import assert_same_bits
+from tests.support.runs import (
+    events,
+    losses,
+    metrics,
+    model_of,
+    recipe_dict,
+    run,
+    summary_of,
+    tiny_recipe,
+    write_recipe_file,
+)
 
 AT_START = {"at_start": True, "every_steps": 4}
-
-
-@pytest.fixture
-def corpus(tmp_path: Path) -> Path:
-    write_corpus(tmp_path)
-    return tmp_path
 
 
 def trained(folder: Path, name: str, **sections: Any) -> dict[str, Any]:
@@ -44,9 +46,9 @@ def test_the_run_is_the_same_to_the_bit_and_the_initial_weights_are_never_the_be
     weights, summaries = [], []
     for name, section in (("with", AT_START), ("without", {"every_steps": 4})):
         summaries.append(trained(corpus, name, evaluate={**section, "early_stopping_patience": 2}, **rising))
-        weights.append(load_file(corpus / name / "model" / "model.safetensors"))
+        weights.append(model_of(corpus / name))
     assert losses(corpus / "with") == losses(corpus / "without")
-    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
+    assert_same_bits(weights[0], weights[1])
     assert summaries[0]["best_step"] == summaries[1]["best_step"] > 0
     assert summaries[0]["best_metric"] > summaries[0]["baselines"]["untrained_loss"]
     assert "untrained" in summaries[0]["not_beaten"]["sentence"]
@@ -61,7 +63,7 @@ def test_a_killed_run_keeps_its_baseline_or_measures_it_again(corpus: Path, ever
     run(write_recipe_file(corpus, evaluate=AT_START, checkpoint={"every_steps": every}))
     assert [line["step"] for line in metrics(corpus / "run", "eval")] == [0, 4, 8, 12]
     after = metrics(corpus / "run", "eval")[0]
-    summary = json.loads((corpus / "run" / "summary.json").read_text())
+    summary = summary_of(corpus / "run")
     assert summary["baselines"]["untrained_loss"] == before["loss"] == after["loss"]
     assert (after["seconds"] == before["seconds"]) is (every > 0)
 
@@ -78,7 +80,7 @@ def test_numbers_of_other_data_or_another_loss_do_not_count_after_an_accepted_ch
     assert state["untrained"]
     assert state["best_step"] is not None
     run(write_recipe_file(corpus, evaluate={"at_start": True, "every_steps": 8}, **changed), "--accept-changes")
-    summary = json.loads((corpus / "run" / "summary.json").read_text())
+    summary = summary_of(corpus / "run")
     assert "untrained_loss" not in summary["baselines"]
     assert summary["best_step"] in (8, 12)
     [event] = events(corpus / "run", "changes_accepted")
@@ -86,7 +88,7 @@ def test_numbers_of_other_data_or_another_loss_do_not_count_after_an_accepted_ch
 
 
 def test_without_data_to_evaluate_the_setting_is_refused(corpus: Path) -> None:
-    recipe = Recipe.model_validate(recipe_dict(corpus, data={"eval_fraction": 0.0}, evaluate={"at_start": True}))
+    recipe = tiny_recipe(corpus, data={"eval_fraction": 0.0}, evaluate={"at_start": True})
     with pytest.raises(SettingError) as caught:
         train(recipe)
     assert caught.value.settings == ("evaluate.at_start",)

@@ -18,11 +18,12 @@ from typing import Any
 from accel_train import Recipe, train
 from accel_train.checkpoint.fingerprint import identity_origins, run_identity, training_settings
 from accel_train.task import TaskData, load_task, read_data
+from tests.support.runs import Settings
 
 GPT = {"model_type": "gpt2", "n_layer": 1, "n_head": 1, "n_embd": 4, "n_positions": 16}
 BERT = {"model_type": "bert", "num_hidden_layers": 1, "hidden_size": 4, "num_attention_heads": 1}
 RESNET = {"model_type": "resnet", "embedding_size": 4, "hidden_sizes": [4], "depths": [1], "layer_type": "basic"}
-SHARED: dict[str, Any] = {
+SHARED: Settings = {
     "seed": 3,
     "output_dir": "run",
     "batch": {"global_batch_size": 4},
@@ -34,7 +35,7 @@ SHARED: dict[str, Any] = {
 }
 TEXT = {"train": "corpus.txt", "eval_fraction": 0.2, "sequence_length": 16, "cache_dir": "cache"}
 SCENES = {"train": "digit-scenes", "image_size": 32, "augment": {"color_jitter": 0.2}}
-RUNS: dict[str, dict[str, Any]] = {
+RUNS: dict[str, Settings] = {
     "gpt": {"task": "causal-lm", "model": {"config": GPT}, "tokenizer": "bytes", "data": TEXT},
     "digits": {
         "task": "image-classification",
@@ -44,7 +45,7 @@ RUNS: dict[str, dict[str, Any]] = {
     },
 }
 """Recipes that are trained, without the part of `SHARED`."""
-FINGERPRINTS: dict[str, dict[str, Any]] = {
+FINGERPRINTS: dict[str, Settings] = {
     **RUNS,
     "lora": {
         **RUNS["gpt"],
@@ -80,7 +81,7 @@ FINGERPRINTS: dict[str, dict[str, Any]] = {
 
 def recipe_of(name: str, **sections: Any) -> Recipe:
     """Return a stored recipe with further settings by section."""
-    tree: dict[str, Any] = {}
+    tree: Settings = {}
     for part in (SHARED, FINGERPRINTS[name], sections):
         for section, value in part.items():
             tree[section] = {**tree[section], **value} if isinstance(tree.get(section), dict) else value
@@ -101,7 +102,7 @@ def data_of(recipe: Recipe) -> TaskData:
     return read_data(task() if isinstance(task, type) else task, recipe, progress=False)
 
 
-def fingerprint_of(recipe: Recipe, data: TaskData | None = None) -> dict[str, Any]:
+def fingerprint_of(recipe: Recipe, data: TaskData | None = None) -> Settings:
     """Return the parts of `trainer.json` that a resume compares, as a run of the recipe would store them."""
     sizes: Any = SimpleNamespace(global_batch_size=4, max_steps=6, warmup_steps=0)
     identity = run_identity(recipe, data or data_of(recipe), sizes, sizes)

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.activations import AccurateGELUActivation, FastGELUActivation, NewGELUActivation
 
-from accel_train import Recipe, train
+from accel_train import train
 from accel_train.engine.resolve import change_model
 from accel_train.model.activation_checkpointing import checkpoint_activations
 from accel_train.model.kernels.activations import FusedTanhGELU, fuse_activations
@@ -19,7 +19,7 @@ from accel_train.model.pretrained import transformers_model
 from accel_train.recipe.schema import Precision
 from accel_train.tasks.causal_lm.task import CausalLM, attention_arguments
 from tests.support.hf_models import small_config
-from tests.support.runs import recipe_dict, write_corpus
+from tests.support.runs import Capture, tiny_recipe
 
 STOCK = {"fused_kernels": False, "attn_implementation": "sdpa"}
 FAMILIES = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3", "phi")
@@ -27,7 +27,7 @@ FAMILIES = ("gpt2", "gpt_neox", "llama", "mistral", "qwen2", "qwen3", "phi")
 
 def build(folder: Path, family: str = "gpt2", **settings: Any) -> PreTrainedModel:
     """A small model of a family by a recipe's settings, with weights so large that no activation is nearly linear."""
-    recipe = Recipe.model_validate(recipe_dict(folder, task="causal-lm", model=settings))
+    recipe = tiny_recipe(folder, task="causal-lm", model=settings)
     config = small_config(family)
     config.initializer_range = 0.2
     torch.manual_seed(0)
@@ -101,7 +101,7 @@ def test_pretrained_weights_and_adapters_go_through_the_kernel_and_give_the_same
     for settings in ({}, STOCK):
         section = {"config": None, "pretrained": str(tmp_path / "first"), "lora": {"rank": 2}, **settings}
         model = build(tmp_path, **section)
-        recipe = Recipe.model_validate(recipe_dict(tmp_path, task="causal-lm", model=section))
+        recipe = tiny_recipe(tmp_path, task="causal-lm", model=section)
         torch.manual_seed(0)
         models.append(change_model(recipe, CausalLM(), model)[0])
     assert [num_fused(model) for model in models] == [2, 0]
@@ -116,14 +116,13 @@ def test_generated_texts_are_the_librarys(tmp_path: Path) -> None:
 
 
 def test_a_run_says_its_kernels_and_its_model_folder_is_plain_transformers(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    corpus: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("accel_train.training.finish.write_report", lambda runs: runs[0] / "report.html")  # takes long
-    write_corpus(tmp_path)
     kinds, said, configs = [], [], []
     for name, settings in (("quick", {}), ("stock", STOCK)):
-        sections = {"model": settings, "schedule": {"max_steps": 1}, "output_dir": str(tmp_path / name)}
-        folder = train(Recipe.model_validate(recipe_dict(tmp_path, task="causal-lm", **sections))).output_dir / "model"
+        sections = {"model": settings, "schedule": {"max_steps": 1}, "output_dir": str(corpus / name)}
+        folder = train(tiny_recipe(corpus, task="causal-lm", **sections)).output_dir / "model"
         loaded = AutoModelForCausalLM.from_pretrained(folder)
         kinds.append(type(loaded.transformer.h[0].mlp.act))
         start = json.loads((folder.parent / "events.jsonl").read_text().splitlines()[0])
@@ -137,7 +136,7 @@ def test_a_run_says_its_kernels_and_its_model_folder_is_plain_transformers(
 
 def test_a_model_that_a_program_built_keeps_its_activations(tmp_path: Path) -> None:
     own = AutoModelForCausalLM.from_config(small_config("gpt2"))
-    model, choices, _ = change_model(Recipe.model_validate(recipe_dict(tmp_path, task="causal-lm")), CausalLM(), own)
+    model, choices, _ = change_model(tiny_recipe(tmp_path, task="causal-lm"), CausalLM(), own)
     assert type(model.transformer.h[0].mlp.act) is NewGELUActivation
     assert choices["model.fused_kernels"].value == "none"
     assert choices["model.attn_implementation"].value == "sdpa"

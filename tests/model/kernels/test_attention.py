@@ -10,10 +10,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 
 from accel_train.model.kernels.attention import masks_without_reading, with_keys
-from accel_train.recipe.schema import Recipe
 from accel_train.training.setup import prepare_run
 from tests.support.hf_models import small_config
-from tests.support.runs import recipe_dict, write_corpus
+from tests.support.runs import tiny_recipe
 
 ENCODERS = ("bert", "roberta", "electra", "modernbert")
 FIELDS = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -43,9 +42,8 @@ def test_a_query_without_keys_attends_to_all_and_others_stay_as_they_are() -> No
     assert with_keys(mask).tolist() == [[[[True, False, False], [True, True, False], [True, True, True]]]]
 
 
-def test_a_run_builds_its_masks_so_and_leaves_the_library_as_it_was(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
-    run = prepare_run(Recipe.model_validate(recipe_dict(tmp_path, task="causal-lm")))
+def test_a_run_builds_its_masks_so_and_leaves_the_library_as_it_was(corpus: Path) -> None:
+    run = prepare_run(tiny_recipe(corpus, task="causal-lm"))
     with run.resources:
         assert ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is not sdpa_mask
     assert ALL_MASK_ATTENTION_FUNCTIONS["sdpa"] is sdpa_mask

@@ -29,12 +29,13 @@ from accel_train.model.kernels.chunked_loss import (
 from accel_train.model.kernels.held_rows import HeldRows
 from accel_train.model.lora import add_adapters
 from accel_train.model.training_module import TrainingModule
-from accel_train.recipe.schema import LoRA, Recipe
+from accel_train.recipe.schema import LoRA
 from accel_train.recovery.module_watch import ModuleWatch
 from accel_train.runtime.private import watch_operators
 from accel_train.tasks.causal_lm.task import CausalLM, hidden_states, next_token_logits
 from tests.support.hf_models import small_config
-from tests.support.runs import recipe_dict, write_corpus
+from tests.support.memory import peak_bytes
+from tests.support.runs import tiny_recipe
 
 NUM_POSITIONS, WIDTH, VOCABULARY = 60, 48, 211
 CHECKED_TYPES = (
@@ -110,6 +111,13 @@ def gradients(of: Losses, head: nn.Linear, hidden: Tensor, labels: Tensor, smoot
     return [each.double() for each in found if each is not None]
 
 
+def exactly(
+    head: nn.Linear, hidden: Tensor, labels: Tensor, smoothing: float = 0.0, of: Losses = in_fp64
+) -> list[Tensor]:
+    """`gradients` in fp64."""
+    return gradients(of, copy.deepcopy(head).double(), hidden.double(), labels, smoothing)
+
+
 def errors(found: list[Tensor], exact: list[Tensor]) -> list[float]:
     return [float((a - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)]
 
@@ -121,20 +129,18 @@ def errors(found: list[Tensor], exact: list[Tensor]) -> list[float]:
 def test_loss_and_gradients_in_fp32_are_within_1e_6_of_fp64(
     rows: int, ignored: int, smoothing: float, bias: bool
 ) -> None:
-    head, hidden, labels = case(bias=bias, ignored=ignored)
-    exact = gradients(in_fp64, copy.deepcopy(head).double(), hidden.double(), labels, smoothing)
-    found = gradients(lambda *args: chunked_loss(*args, chunk_rows=rows), head, hidden, labels, smoothing)
-    assert max(errors(found, exact)) < 1e-6
+    given = (*case(bias=bias, ignored=ignored), smoothing)
+    found = gradients(lambda *args: chunked_loss(*args, chunk_rows=rows), *given)
+    assert max(errors(found, exactly(*given))) < 1e-6
 
 
 @pytest.mark.parametrize("how", ["whole logits", "in chunks", "in chunks with ignored positions", "fused"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("bias", [False, True])
 def test_z_loss_and_its_gradients_in_fp32_are_within_1e_6_of_fp64(how: str, smoothing: float, bias: bool) -> None:
-    z_loss = 0.03
-    head, hidden, labels = case(bias=bias, ignored=31)
+    z_loss, given = 0.03, (*case(bias=bias, ignored=31), smoothing)
 
-    def exactly(head: nn.Linear, hidden: Tensor, labels: Tensor, smoothing: float) -> Tensor:
+    def with_z(head: nn.Linear, hidden: Tensor, labels: Tensor, smoothing: float) -> Tensor:
         logits = head(hidden)[labels != -100]
         cross = in_fp64(head, hidden, labels, smoothing)
         return cross + z_loss * logits.exp().sum(-1).log().pow(2).sum()
@@ -147,10 +153,9 @@ def test_z_loss_and_its_gradients_in_fp32_are_within_1e_6_of_fp64(how: str, smoo
         arguments = (hidden.flatten(0, 1), head.weight, head.bias, labels.flatten(), (smoothing, z_loss), 7)
         return _ChunkedLoss.apply(*arguments, HeldRows(VOCABULARY, VOCABULARY), how == "fused")
 
-    exact = gradients(exactly, copy.deepcopy(head).double(), hidden.double(), labels, smoothing)
-    without = gradients(in_fp64, copy.deepcopy(head).double(), hidden.double(), labels, smoothing)
-    assert min(errors(without, exact)) > 0.01, "the z-loss is large enough to be seen"
-    assert max(errors(gradients(ours, head, hidden, labels, smoothing), exact)) < 1e-6
+    exact = exactly(*given, of=with_z)
+    assert min(errors(exactly(*given), exact)) > 0.01, "the z-loss is large enough to be seen"
+    assert max(errors(gradients(ours, *given), exact)) < 1e-6
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -159,15 +164,13 @@ def test_ignored_positions_that_are_not_left_out_count_nothing(
     monkeypatch: pytest.MonkeyPatch, smoothing: float, fused: bool
 ) -> None:
     monkeypatch.setattr(module, "PRODUCT_AT_ONCE", 64 * WIDTH)  # of the head's gradient, 64 rows at a time
-    head, hidden, labels = case(bias=True, ignored=31)
-    exact = gradients(in_fp64, copy.deepcopy(head).double(), hidden.double(), labels, smoothing)
+    given = (*case(bias=True, ignored=31), smoothing)
 
     def as_on_a_gpu(head: nn.Linear, hidden: Tensor, labels: Tensor, smoothing: float) -> Any:
         arguments = (hidden.flatten(0, 1), head.weight, head.bias, labels.flatten(), (smoothing, 0.0), 7)
-        held = HeldRows(VOCABULARY, VOCABULARY)
-        return _ChunkedLoss.apply(*arguments, held, fused)
+        return _ChunkedLoss.apply(*arguments, HeldRows(VOCABULARY, VOCABULARY), fused)
 
-    assert max(errors(gradients(as_on_a_gpu, head, hidden, labels, smoothing), exact)) < 1e-6
+    assert max(errors(gradients(as_on_a_gpu, *given), exactly(*given))) < 1e-6
 
 
 @pytest.mark.parametrize("terms", [(0.0, 0.0), (0.1, 0.01)], ids=["cross-entropy", "smoothing and z-loss"])
@@ -191,13 +194,11 @@ def test_loss_and_gradients_in_16_bits_are_no_worse_than_those_of_whole_logits(
 ) -> None:
     ours, theirs = [], []
     for seed in range(12):  # the error of one sum is as much chance as precision
-        head, hidden, labels = case(bias=True, ignored=20, dtype=torch.float32 if autocast else dtype, seed=seed)
-        exact = gradients(in_fp64, copy.deepcopy(head).double(), hidden.double(), labels)
+        given = case(bias=True, ignored=20, dtype=torch.float32 if autocast else dtype, seed=seed)
+        exact = exactly(*given)
         with torch.autocast("cpu", dtype=dtype, enabled=autocast):
-            ours.append(
-                errors(gradients(lambda *args: chunked_loss(*args, chunk_rows=16), head, hidden, labels), exact)
-            )
-            theirs.append(errors(gradients(plain, head, hidden, labels), exact))
+            ours.append(errors(gradients(lambda *args: chunked_loss(*args, chunk_rows=16), *given), exact))
+            theirs.append(errors(gradients(plain, *given), exact))
     found, whole = (torch.tensor(each).square().mean(0).sqrt() for each in (ours, theirs))
     assert (found <= 1.001 * whole).all(), (found, whole)
 
@@ -205,7 +206,7 @@ def test_loss_and_gradients_in_16_bits_are_no_worse_than_those_of_whole_logits(
 def test_a_step_s_gradients_in_fp16_do_not_vanish() -> None:
     head, hidden, labels = case(bias=False, ignored=0, dtype=torch.float16)
     head.weight.data *= 6  # some tokens are all but impossible: 1e-10
-    exact = gradients(in_fp64, copy.deepcopy(head).double(), hidden.double(), labels)
+    exact = exactly(head, hidden, labels)
     ours, theirs = (errors(gradients(each, head, hidden, labels), exact) for each in (chunked_loss, plain))
     assert ours[2] <= theirs[2]
 
@@ -298,21 +299,10 @@ def test_peak_memory_is_that_of_a_chunk() -> None:
     head, hidden, labels = nn.Linear(16, 4096, bias=False), torch.randn(1, 512, 16), torch.randint(0, 4096, (1, 512))
     whole, chunk = 512 * 4096 * 4, 32 * 4096 * 4
     hidden.requires_grad_()
-
-    def peak(loss_of: Callable[[], Tensor]) -> int:
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-            loss_of().backward()
-        events = [each for each in profile.profiler.kineto_results.events() if each.name() == "[memory]"]
-        now = most = 0
-        for event in sorted(events, key=lambda each: each.start_ns()):
-            now += event.nbytes()
-            most = max(most, now)
-        return most
-
     head_gradient = 4 * head.weight.numel()
-    assert peak(lambda: plain(head, hidden, labels, 0.0)) > 2 * whole
-    assert peak(lambda: chunked_loss(head, hidden, labels, chunk_rows=32)) < 1.2 * chunk + 3 * head_gradient
+    assert peak_bytes(lambda: plain(head, hidden, labels, 0.0).backward()) > 2 * whole
+    peak = peak_bytes(lambda: chunked_loss(head, hidden, labels, chunk_rows=32).backward())
+    assert peak < 1.2 * chunk + 3 * head_gradient
 
 
 def test_counts_are_those_of_the_logits() -> None:
@@ -325,8 +315,8 @@ def test_counts_are_those_of_the_logits() -> None:
 
 
 def test_a_batch_without_targets_has_a_loss_of_0_and_gradients_of_0() -> None:
-    head, hidden, labels = case(bias=False, ignored=NUM_POSITIONS)
-    assert [float(each.norm()) for each in gradients(chunked_loss, head, hidden, labels)] == [0, 0, 0]
+    given = case(bias=False, ignored=NUM_POSITIONS)
+    assert [float(each.norm()) for each in gradients(chunked_loss, *given)] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -421,11 +411,10 @@ def test_compiled_the_body_is_one_graph_and_the_loss_is_outside_of_it() -> None:
 
 @pytest.mark.parametrize("backend, is_fused", [("inductor", True), ("aot_eager", False)])
 def test_the_loss_is_fused_with_torchs_default_backend_alone(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, backend: str, is_fused: bool
+    monkeypatch: pytest.MonkeyPatch, corpus: Path, backend: str, is_fused: bool
 ) -> None:
-    write_corpus(tmp_path)
     precision = {"compile": True, "compile_backend": backend}
-    recipe = Recipe.model_validate(recipe_dict(tmp_path, task="causal-lm", precision=precision))
+    recipe = tiny_recipe(corpus, task="causal-lm", precision=precision)
     asked = []
 
     def see(*_: Any, z_loss: float, compiled: bool) -> Tensor:

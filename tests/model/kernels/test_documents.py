@@ -17,6 +17,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, GPT2Config
 from accel_train.data.text.tokens import collate_windows
 from accel_train.model.activation_checkpointing import checkpoint_activations, keep_or_recompute
 from accel_train.model.compile import repeated_blocks
+from accel_train.model.fake_step import simulate_step
 from accel_train.model.kernels import documents
 from accel_train.model.kernels.attention import (
     _CHECKED_MODEL_TYPES,
@@ -32,16 +33,16 @@ from accel_train.model.kernels.attention import (
     use_for_generation,
 )
 from accel_train.model.kernels.documents import attend_within_documents, document_starts, same_document_mask
-from accel_train.model.memory_estimate import simulate_step
-from accel_train.recipe.schema import Precision, Recipe
+from accel_train.recipe.schema import Precision
 from accel_train.tasks.causal_lm.packing import PackedRows, TokenRows, collate_packed
 from accel_train.tasks.causal_lm.task import CausalLM
 from accel_train.training.loop import run_steps
 from accel_train.training.setup import prepare_run
 from tests.model.test_activation_checkpointing import ATTENTION, CountOperators
+from tests.support.comparisons import assert_same_bits
 from tests.support.hf_models import small_config
 from tests.support.memory import peak_bytes
-from tests.support.runs import TINY_MODEL, events, metrics, recipe_dict, write_corpus
+from tests.support.runs import TINY_MODEL, Settings, events, metrics, tiny_recipe
 
 SEPARATOR = 0
 LENGTH = 2 * SHORTEST
@@ -175,7 +176,7 @@ def test_checkpointed_blocks_give_the_same_bits_and_selective_ones_compute_no_at
     with CountOperators() as count:
         found = loss_and_gradients(model, batch)
     assert found[0] == expected[0]
-    assert all(torch.equal(gradient, expected[1][name]) for name, gradient in found[1].items())
+    assert_same_bits(found[1], expected[1])
     once = 2 * int((batch["document_lengths"] > 0).sum())
     assert count.calls[ATTENTION] == (once if checkpointing == "selective" else 2 * once)
 
@@ -234,7 +235,7 @@ def test_a_plan_counts_no_mask_where_none_is_made() -> None:
         ({"device": "mps"}, DENSE, "no kernel for documents exists on mps"),
     ],
 )
-def test_choice_says_what_is_done_and_why(changes: dict[str, Any], value: str, reason: str) -> None:
+def test_choice_says_what_is_done_and_why(changes: Settings, value: str, reason: str) -> None:
     usual = {"attention": CAUSAL_SDPA, "device": "cpu", "length": LENGTH, "compiled": False, "dtype": torch.float32}
     choice = choose_document_attention(config=small_config("llama"), **(usual | changes))
     assert choice.value == value
@@ -341,29 +342,26 @@ def test_a_model_put_back_for_generation_gets_a_dense_mask() -> None:
 
 
 def test_a_run_says_how_it_keeps_documents_apart_and_one_setting_turns_it_off(
-    tmp_path: Path,
+    corpus: Path,
 ) -> None:
-    write_corpus(tmp_path)
     losses = []
     for name, attention in (("alone", "auto"), ("dense", "sdpa")):
-        sections: dict[str, Any] = {
+        sections: Settings = {
             "task": "causal-lm",
-            "output_dir": str(tmp_path / name),
+            "output_dir": str(corpus / name),
             "model": {"config": {**TINY_MODEL, "n_positions": LENGTH}, "attn_implementation": attention},
             "data": {"mask_documents": True, "sequence_length": LENGTH},
             "batch": {"global_batch_size": 2},
             "schedule": {"max_steps": 4},
         }
-        run = prepare_run(Recipe.model_validate(recipe_dict(tmp_path, **sections)))
+        run = prepare_run(tiny_recipe(corpus, **sections))
         with run.resources:
             run_steps(run)
-        said = events(tmp_path / name, "start")[0]["choices"]["document mask"]
+        said = events(corpus / name, "start")[0]["choices"]["document mask"]
         assert (PER_DOCUMENT if attention == "auto" else "model.attn_implementation is sdpa") in said
-        losses.append([line["loss"] for line in metrics(tmp_path / name)])
+        losses.append([line["loss"] for line in metrics(corpus / name)])
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
-    packed = Recipe.model_validate(
-        recipe_dict(tmp_path, task="causal-lm", data={"format": "chat", "sequence_length": LENGTH})
-    )
+    packed = tiny_recipe(corpus, task="causal-lm", data={"format": "chat", "sequence_length": LENGTH})
     config = small_config("gpt2")
     config._attn_implementation = CAUSAL_SDPA
     config.attn_pdrop = 0.0
@@ -374,7 +372,7 @@ def test_a_run_that_is_set_to_the_cpu_describes_attention_on_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = {"format": "chat", "sequence_length": 4096}
-    packed = Recipe.model_validate(recipe_dict(tmp_path, task="causal-lm", data=data))
+    packed = tiny_recipe(tmp_path, task="causal-lm", data=data)
     config = small_config("gpt2")
     config._attn_implementation, config.attn_pdrop = CAUSAL_SDPA, 0.0
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

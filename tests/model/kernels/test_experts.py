@@ -19,7 +19,7 @@ from accel_train.plan.plan import resolve_plan
 from accel_train.recipe.schema import Recipe
 from accel_train.tasks.causal_lm.task import CausalLM
 from tests.support.hf_models import small_config
-from tests.support.runs import LLAMA, recipe_dict, write_corpus
+from tests.support.runs import LLAMA, Settings, recipe_dict
 
 TYPES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "granitemoe", "gpt_oss", "minimax", "ernie4_5_moe")
 
@@ -104,7 +104,7 @@ def test_a_loss_is_off_where_the_configuration_does_not_ask_and_refused_where_it
         choose_router_loss("auto", model_of("mixtral"), "parallel.sp_size above 1")
 
 
-FAMILIES: dict[str, dict[str, Any]] = {
+FAMILIES: dict[str, Settings] = {
     "mixtral": {**LLAMA, "num_local_experts": 4},
     "qwen3_moe": {**LLAMA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "gpt_oss": {**LLAMA, "num_local_experts": 4, "head_dim": 8},  # transposed weights, and biases
@@ -180,11 +180,10 @@ def test_a_copy_and_the_saved_configuration_know_nothing_of_it(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "no"])
-def test_plan_knows_the_memory_of_experts(tmp_path: Path, precision: str) -> None:
-    write_corpus(tmp_path)
-    sections: dict[str, Any] = {"task": "causal-lm", "precision": {"mixed_precision": precision}}
+def test_plan_knows_the_memory_of_experts(corpus: Path, precision: str) -> None:
+    sections: Settings = {"task": "causal-lm", "precision": {"mixed_precision": precision}}
     config = {**FAMILIES["mixtral"], "model_type": "mixtral", "intermediate_size": 1024}
-    recipe = recipe_dict(tmp_path, model={"config": config}, **sections)
+    recipe = recipe_dict(corpus, model={"config": config}, **sections)
     for world_size in (1, 2):
         plan = resolve_plan(Recipe.model_validate(recipe), world_size, "H100")
         parts = {each.name: each.num_bytes for each in plan.memory}

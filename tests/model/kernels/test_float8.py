@@ -2,8 +2,6 @@
 stay.
 """
 
-import json
-import shutil
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -14,13 +12,13 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from accel_train import Recipe, train
+from accel_train import train
 from accel_train.inference.finished_run import open_run
 from accel_train.model.kernels.float8 import convert_to_float8
 from accel_train.parallel import precision
 from accel_train.parallel.precision import has_float8
 from accel_train.training import build
-from tests.support.runs import LLAMA, events, losses, recipe_dict, run, write_corpus, write_recipe_file
+from tests.support.runs import LLAMA, events, forget, losses, run, summary_of, tiny_recipe, write_recipe_file
 
 
 def llama(**changes: Any) -> PreTrainedModel:
@@ -120,20 +118,19 @@ def check_losses(folder: Path) -> None:
 
 
 def test_a_run_in_float8_trains_like_bf16_resumes_and_leaves_an_ordinary_model(
-    tmp_path: Path, without_cuda: None, monkeypatch: pytest.MonkeyPatch
+    corpus: Path, without_cuda: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(precision, "has_float8", lambda device: True)
     monkeypatch.setattr(build, "convert_to_float8", partial(convert_to_float8, emulate=True))
-    write_corpus(tmp_path)
     for name in ("bf16", "fp8"):
-        train(Recipe.model_validate(recipe_dict(tmp_path, **settings_of(tmp_path, name))))
-    check_losses(tmp_path)
-    folder = tmp_path / "fp8"
-    choices = json.loads((folder / "summary.json").read_text())["choices"]
+        train(tiny_recipe(corpus, **settings_of(corpus, name)))
+    check_losses(corpus)
+    folder = corpus / "fp8"
+    choices = summary_of(folder)["choices"]
     assert choices["precision.float8"].startswith("13 of 15 linear layers")
     expected = losses(folder)
-    shutil.rmtree(folder / "checkpoints" / "step-00000006")
-    train(Recipe.model_validate(recipe_dict(tmp_path, **settings_of(tmp_path, "fp8"))))
+    forget(folder, 6)
+    train(tiny_recipe(corpus, **settings_of(corpus, "fp8")))
     assert losses(folder) == expected
     assert "at step 3" in events(folder, "resume")[0]["message"]
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
@@ -144,10 +141,9 @@ def test_a_run_in_float8_trains_like_bf16_resumes_and_leaves_an_ordinary_model(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_two_processes_in_float8_train_like_bf16(tmp_path: Path, strategy: str) -> None:
-    write_corpus(tmp_path)
+def test_two_processes_in_float8_train_like_bf16(corpus: Path, strategy: str) -> None:
     for name in ("bf16", "fp8"):
         task = "tests.support.tasks.emulated_float8:EmulatedFloat8"
-        sections = settings_of(tmp_path, name, task=task, parallel={"strategy": strategy})
-        run(write_recipe_file(tmp_path, **sections), processes=2)
-    check_losses(tmp_path)
+        sections = settings_of(corpus, name, task=task, parallel={"strategy": strategy})
+        run(write_recipe_file(corpus, **sections), processes=2)
+    check_losses(corpus)

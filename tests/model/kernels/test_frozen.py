@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
@@ -26,13 +25,28 @@ from accel_train.model.tensors import unpacked_numel
 from accel_train.plan.plan import Plan, resolve_plan
 from accel_train.recipe.schema import LoRA
 from tests.support.comparisons import assert_same_bits, tensors
-from tests.support.runs import LLAMA, TINY_MODEL, events, losses, recipe_dict, run, write_base, write_recipe_file
+from tests.support.plan_recipe import parts_of
+from tests.support.runs import (
+    LLAMA,
+    TINY_MODEL,
+    Settings,
+    events,
+    forget,
+    losses,
+    model_of,
+    run,
+    slow,
+    summary_of,
+    tiny_recipe,
+    write_base,
+    write_recipe_file,
+)
 
 BF16 = {"mixed_precision": "bf16"}
 NF4 = Choice("nf4", "as set")
 
 
-def recipe_with(folder: Path, precision: dict[str, Any] | None = None, **model: Any) -> Recipe:
+def recipe_with(folder: Path, precision: Settings | None = None, **model: Any) -> Recipe:
     sections = {
         "task": "causal-lm",
         "model": {"config": None, "pretrained": str(folder / "base"), **model},
@@ -40,7 +54,7 @@ def recipe_with(folder: Path, precision: dict[str, Any] | None = None, **model: 
         "checkpoint": {"every_steps": 6, "keep": 9},
         "optimizer": {"learning_rate": 0.02},
     }
-    return Recipe.model_validate(recipe_dict(folder, **sections))
+    return tiny_recipe(folder, **sections)
 
 
 def adapted() -> tuple[PreTrainedModel, frozenset[str]]:
@@ -76,7 +90,7 @@ def based(corpus: Path) -> Path:
 def test_what_auto_chooses_follows_from_precision_and_processor(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    sections: dict[str, Any],
+    sections: Settings,
     precision: str,
     device: str,
     flags: tuple[str, ...],
@@ -84,7 +98,7 @@ def test_what_auto_chooses_follows_from_precision_and_processor(
     reason: str,
 ) -> None:
     monkeypatch.setattr(frozen, "cpu_flags", lambda: frozenset(flags))
-    found = choose_frozen_dtype(Recipe.model_validate(recipe_dict(tmp_path, **sections)), precision, device)
+    found = choose_frozen_dtype(tiny_recipe(tmp_path, **sections), precision, device)
     assert (None if found is None else found.value) == chosen
     assert found is None or reason in found.reason
 
@@ -145,35 +159,33 @@ def test_nf4_outputs_are_those_of_the_weights_that_it_stands_for_and_near_those_
 
 @pytest.mark.parametrize(
     ("dtype", "precision"),
-    [("bf16", BF16), ("nf4", {"mixed_precision": "no"}), pytest.param("nf4", BF16, marks=pytest.mark.slow)],
+    [("bf16", BF16), ("nf4", {"mixed_precision": "no"}), slow("nf4", BF16)],
 )
 def test_ten_steps_with_narrow_frozen_weights_lower_the_loss_and_resume_to_the_bit(
-    based: Path, dtype: str, precision: dict[str, Any]
+    based: Path, dtype: str, precision: Settings
 ) -> None:
     recipe = recipe_with(based, precision, frozen_dtype=dtype, lora={"rank": 4})
     folder = train(recipe).output_dir
     found = losses(folder)
     assert found[12] < found[1] - 0.2
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = summary_of(folder)
     assert summary["choices"]["model.frozen_dtype"].startswith(f"{dtype} (as set")
     weights, moments = tensors(folder, 12, "model"), tensors(folder, 12, "optimizer")
     assert all("lora_" in name for name in weights)
-    ended = load_file(folder / "model" / "model.safetensors")
+    ended = model_of(folder)
     assert {tensor.dtype for tensor in ended.values()} == {torch.float32}
-    for name in ("checkpoints/step-00000012", "model", "adapter"):
-        (folder / name).rename(folder.parent / name.replace("/", "-"))
-    (folder / "summary.json").unlink()
+    forget(folder, 12)
     train(recipe)
     assert_same_bits(tensors(folder, 12, "model"), weights)
     assert_same_bits(tensors(folder, 12, "optimizer"), moments)
-    assert_same_bits(load_file(folder / "model" / "model.safetensors"), ended)
+    assert_same_bits(model_of(folder), ended)
 
 
 def test_a_run_in_nf4_is_evaluated_sampled_and_exported_as_it_computed(based: Path) -> None:
     recipe = recipe_with(based, frozen_dtype="nf4", lora={"rank": 4})
     recipe = recipe.model_copy(update={"evaluate": recipe.evaluate.model_copy(update={"sample_prompt": "step"})})
     folder = train(recipe).output_dir
-    assert json.loads((folder / "summary.json").read_text())["sample"]["text"]
+    assert summary_of(folder)["sample"]["text"]
     loss = json.loads((folder / "evaluation.json").read_text())["metrics"]["loss"]
     run_again = open_run(folder)
     assert measure(run_again).metrics["loss"] == pytest.approx(loss, rel=1e-5)
@@ -196,7 +208,7 @@ def test_two_processes_train_as_one_with_narrow_frozen_weights(based: Path, dtyp
         run(path, processes=processes)
         found.append(losses(based / f"on-{processes}"))
         assert all("lora_" in name for name in tensors(based / f"on-{processes}", 12, "model"))
-        assert len(load_file(based / f"on-{processes}" / "model" / "model.safetensors")) == 21
+        assert len(model_of(based / f"on-{processes}")) == 21
     assert found[0] == pytest.approx(found[1], rel=2e-3 if dtype == "bf16" else 1e-6)
 
 
@@ -225,12 +237,10 @@ def test_a_plan_shards_packed_weights_and_gathers_them_as_bytes(based: Path) -> 
         parallel = recipe.parallel.model_copy(update={"strategy": "fsdp2"})
         return resolve_plan(recipe.model_copy(update={"parallel": parallel}), 2)
 
-    def held(of: Plan) -> int:
-        return next(part.num_bytes or 0 for part in of.memory if part.name == "parameters")
-
     numels = 2 * [1024, 512, 512, 1024, *3 * [1536]]
     whole, packed = plan(frozen_dtype="fp32"), plan(frozen_dtype="nf4")
-    assert held(whole) - held(packed) == 4 * sum(numels) // 2 - packed_bytes(numels, 2)
+    saved = parts_of(whole)["parameters"] - parts_of(packed)["parameters"]
+    assert saved == 4 * sum(numels) // 2 - packed_bytes(numels, 2)
     assert (whole.num_parameters, whole.num_trainable) == (packed.num_parameters, packed.num_trainable)
     gathered = [each.scale.traffic[0].payload_bytes for each in (whole, packed)]
     # Blocks are gathered before the forward and before the backward, in bf16 or as bytes.
@@ -239,8 +249,7 @@ def test_a_plan_shards_packed_weights_and_gathers_them_as_bytes(based: Path) -> 
 
 def test_a_plan_counts_the_bytes_of_narrow_weights(based: Path) -> None:
     def parameters(**settings: Any) -> int:
-        memory = resolve_plan(recipe_with(based, **settings)).memory
-        return next(part.num_bytes or 0 for part in memory if part.name == "parameters")
+        return parts_of(resolve_plan(recipe_with(based, **settings)))["parameters"]
 
     lora = {"rank": 4}
     whole, half = parameters(lora=lora), parameters(lora=lora, frozen_dtype="bf16", precision=BF16)
@@ -258,11 +267,9 @@ def test_a_plan_counts_checkpoints_without_their_base(based: Path) -> None:
 
 @pytest.mark.slow
 def test_a_resume_with_another_dtype_takes_the_same_adapters_and_says_so(based: Path) -> None:
-    settings: dict[str, Any] = {"lora": {"rank": 4}}
+    settings: Settings = {"lora": {"rank": 4}}
     folder = train(recipe_with(based, **settings, frozen_dtype="nf4")).output_dir
-    for name in ("checkpoints/step-00000012", "model", "adapter"):
-        (folder / name).rename(folder.parent / name.replace("/", "-"))
-    (folder / "summary.json").unlink()
+    forget(folder, 12)
     train(recipe_with(based, **settings))
     assert [event["setting"] for event in events(folder, "settings_changed")] == ["model.frozen_dtype"]
     assert list(losses(folder)) == list(range(1, 13))

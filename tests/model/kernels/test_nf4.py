@@ -1,7 +1,6 @@
 """Linear layers in 4 bits: the bits of bitsandbytes, and under FSDP2 the training of one process."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch import nn
 
 from accel_train.model.kernels.nf4 import NF4_BYTES, Nf4Linear, pack
 from tests.support.comparisons import assert_same_bits, tensors
-from tests.support.runs import LLAMA, losses, run, write_base, write_corpus, write_recipe_file
+from tests.support.runs import LLAMA, forget, losses, model_of, run, summary_of, write_base, write_recipe_file
 
 HELD = sum(n // 2 + -(-n // 64) + 4 * (-(-n // (64 * 256)) + 1) for n in 2 * [1024, 512, 512, 1024, *3 * [1536]])
 """Packed bytes of the matrices in the two blocks of `LLAMA`."""
@@ -78,15 +77,12 @@ def train(folder: Path, name: str, processes: int, **sections: Any) -> Path:
     ids=["2 processes", "4 processes", "2 copies of 2 shards"],
 )
 def test_adapters_train_on_shards_in_4_bits_as_on_one_process_and_resume_to_the_bit(
-    tmp_path: Path, processes: int, parallel: dict[str, int]
+    corpus: Path, processes: int, parallel: dict[str, int]
 ) -> None:
-    write_corpus(tmp_path)
-    write_base(tmp_path, {**LLAMA, "tie_word_embeddings": False})
-    one = train(tmp_path, "one", 1)
-    sharded = train(tmp_path, "sharded", processes, parallel={"strategy": "fsdp2", **parallel})
-    loading = [
-        json.loads((run / "summary.json").read_text())["choices"]["pretrained weights"] for run in (one, sharded)
-    ]
+    write_base(corpus, {**LLAMA, "tie_word_embeddings": False})
+    one = train(corpus, "one", 1)
+    sharded = train(corpus, "sharded", processes, parallel={"strategy": "fsdp2", **parallel})
+    loading = [summary_of(run)["choices"]["pretrained weights"] for run in (one, sharded)]
     assert [each.partition(" (")[0] for each in loading] == ["one at a time", "in parts"]
     # The loss is a sum over processes: its last bit differs.
     assert losses(sharded) == pytest.approx(losses(one), rel=1e-6)
@@ -104,18 +100,16 @@ def test_adapters_train_on_shards_in_4_bits_as_on_one_process_and_resume_to_the_
             torch.testing.assert_close(ours[name], tensor, rtol=1e-4, atol=1e-4)
             assert file.startswith("adapter") or "proj" in name or torch.equal(ours[name], tensor)
     shards = processes // (2 if parallel else 1)
-    held = [json.loads(path.read_text()) for path in sorted((tmp_path / "held-sharded").iterdir())]
+    held = [json.loads(path.read_text()) for path in sorted((corpus / "held-sharded").iterdir())]
     packed = [sum(size for name, size in each.items() if "base_layer" in name) for each in held]
     assert len(packed) == processes
     assert sum(packed) == HELD * processes // shards
     # Vectors of scales do not divide evenly: at most 2 bytes in 3 parts of 14 matrices.
     assert max(packed) - HELD / shards <= 14 * 16
     kept = {kind: tensors(sharded, 12, kind) for kind in ("model", "optimizer")}
-    ended = load_file(sharded / "model" / "model.safetensors")
-    for number in range(8, 13):
-        os.rename(sharded / f"checkpoints/step-{number:08d}", tmp_path / f"gone-{number}")
-    (sharded / "summary.json").unlink()
-    train(tmp_path, "sharded", processes, parallel={"strategy": "fsdp2", **parallel})
+    ended = model_of(sharded)
+    forget(sharded, 8)
+    train(corpus, "sharded", processes, parallel={"strategy": "fsdp2", **parallel})
     assert_same_bits(tensors(sharded, 12, "model"), kept["model"])
     assert_same_bits(tensors(sharded, 12, "optimizer"), kept["optimizer"])
-    assert_same_bits(load_file(sharded / "model" / "model.safetensors"), ended)
+    assert_same_bits(model_of(sharded), ended)
