@@ -19,6 +19,7 @@ from accel_train.cli.results import RESULTS
 from accel_train.cli.results.schema import json_schema, schema_page
 from tests.cli.test_main import GOOD, failing
 from tests.recovery.test_replay import run_with
+from tests.support.commands import call
 from tests.support.runs import environment, run_forked_command, write_corpus, write_recipe_file
 
 Answer = dict[str, Any]
@@ -62,7 +63,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     before = Path.cwd()
     os.chdir(folder)
     try:
-        assert main(["run", "r.yaml"]) == 0
+        call("run", "r.yaml")
     finally:
         os.chdir(before)
     return folder
@@ -172,9 +173,7 @@ def test_rehearse_and_sweep(ask: Ask, there: Path) -> None:
     assert swept["report"] == "sweep/comparison.html"
 
 
-def test_mistakes_have_the_same_exit_code_and_one_object(
-    ask: Ask, there: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_have_the_same_exit_code_and_one_object(ask: Ask, there: Path) -> None:
     answer = ask("plan", "r.yaml", "--no-data", "--seed", "-1", "--batch.global_batch_size", "0", fails=True)
     assert answer["exit_code"] == 2
     assert len(answer["error"]["message"].splitlines()) == 2
@@ -187,21 +186,17 @@ def test_mistakes_have_the_same_exit_code_and_one_object(
     ):
         assert ask(*words, fails=True)["exit_code"] == 2
     for words in ([], ["bogus"]):
-        assert main([*words, "--json"]) == 2
-        assert answer_in(capsys.readouterr().out)["command"] is None
+        assert answer_in(call(*words, "--json", code=2).out)["command"] is None
 
 
-def test_flag_may_stand_before_the_command_and_help_is_text(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--json", "plan", "r.yaml", "--no-data"]) == 0
-    assert answer_in(capsys.readouterr().out)["command"] == "plan"
-    assert main(["plan", "--help", "--json"]) == 0
-    assert capsys.readouterr().out.startswith("usage: accel-train plan")
+def test_flag_may_stand_before_the_command_and_help_is_text(there: Path) -> None:
+    assert answer_in(call("--json", "plan", "r.yaml", "--no-data").out)["command"] == "plan"
+    assert call("plan", "--help", "--json").out.startswith("usage: accel-train plan")
 
 
-def test_a_damaged_run_has_a_result_and_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_damaged_run_has_a_result_and_an_error(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step-00000002").mkdir(parents=True)
-    assert main(["verify", str(tmp_path), "--json"]) == 4
-    captured = capsys.readouterr()
+    captured = call("verify", tmp_path, "--json", code=4)
     answer = answer_in(captured.out)
     assert answer["result"]["checkpoints"][0]["problem"]
     assert answer["error"]["type"] == "CheckpointError"

@@ -18,9 +18,10 @@ import yaml
 from accel_train import __version__
 from accel_train.cli.command import Command, data_of
 from accel_train.cli.commands import COMMANDS
-from accel_train.cli.main import build_parser, main, parse_arguments
+from accel_train.cli.main import main, parse_arguments
 from accel_train.core.errors import CheckpointError, Preempted, TrainingStopped
 from accel_train.recipe.tasks import TASKS, finetune_tasks
+from tests.support.commands import call
 from tests.support.runs import REPOSITORY, run_forked_command
 
 ROOT = REPOSITORY
@@ -76,11 +77,10 @@ def failing(name: str, error: BaseException) -> Command:
     ],
 )
 def test_each_failure_has_its_exit_code_and_one_line(
-    error: BaseException, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: BaseException, code: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(COMMANDS, "doctor", failing("doctor", error))
-    assert main(["doctor"]) == code
-    captured = capsys.readouterr().err
+    captured = call("doctor", code=code).err
     assert said in captured
     assert captured.count("\n") == 1
 
@@ -106,18 +106,13 @@ def test_a_value_error_while_training_is_a_fault_of_ours(monkeypatch: pytest.Mon
         main(["run", "r.yaml"])
 
 
-def test_a_value_error_while_preparing_is_the_users(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "r.yaml", "--data.train", "nowhere.txt"]) == 2
-    assert re.search(r"error: data\.train: .*'nowhere\.txt'", capsys.readouterr().err)
+def test_a_value_error_while_preparing_is_the_users() -> None:
+    call("run", "r.yaml", "--data.train", "nowhere.txt", code=2, named="error: data.train: |'nowhere.txt'")
 
 
-def test_debug_shows_where_a_mistake_was_found(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_debug_shows_where_a_mistake_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCEL_TRAIN_DEBUG", "1")
-    assert main(["run", "nowhere.yaml"]) == 2
-    captured = capsys.readouterr().err
-    assert "Traceback" in captured
+    captured = call("run", "nowhere.yaml", code=2, named="Traceback").err
     assert captured.splitlines()[-1].startswith("error: nowhere.yaml: ")
 
 
@@ -132,23 +127,17 @@ def test_what_all_processes_agree_on_is_said_by_rank_0_alone(
     assert capsys.readouterr().err == ""
 
 
-def test_a_mistake_that_only_another_process_sees_is_still_said(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_that_only_another_process_sees_is_still_said(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("accel_train.runtime.exit.WAIT_FOR_RANK_0_SECONDS", 0.0)
-    assert main(["run", "nowhere.yaml"]) == 2
-    assert capsys.readouterr().err.startswith("error: rank 3: nowhere.yaml")
+    assert call("run", "nowhere.yaml", code=2).err.startswith("error: rank 3: nowhere.yaml")
 
 
-def test_what_is_not_training_is_done_by_rank_0_alone(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_not_training_is_done_by_rank_0_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
-    assert main(["doctor"]) == 0
-    assert capsys.readouterr().out == ""
+    assert call("doctor").out == ""
 
 
 def test_two_processes_say_a_mistake_once() -> None:
@@ -175,17 +164,15 @@ cli.program()
     assert "in crash" in done.stderr
 
 
-def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 0
-    printed = capsys.readouterr().out
+def test_no_command_prints_the_help() -> None:
+    printed = call().out
     assert all(command in printed for command in COMMANDS)
     assert all(f"\n  {task:24}{TASKS[task].learns[:20]}" in printed for task in TASKS)
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))
-def test_each_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([command, "--help"]) == 0
-    printed = capsys.readouterr().out
+def test_each_command_has_help(command: str) -> None:
+    printed = call(command, "--help").out
     assert printed.startswith(f"usage: accel-train {command}")
     listed = [task for task in TASKS if f"\n  {task:24}{TASKS[task].learns[:20]}" in printed]
     assert listed == ([*finetune_tasks()] if command == "finetune" else [])
@@ -278,14 +265,10 @@ def test_each_command_says_what_it_does_before_it_imports_torch(folder: Path) ->
         assert process.returncode == 9
 
 
-def test_export_names_the_consents_that_it_takes_and_no_other_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        build_parser().parse_args(["export", "--help"])
-    said = capsys.readouterr().out
-    assert "--task MODULE:CLASS" in said
-    assert "--optimizer.name MODULE:CLASS" in said
+def test_export_names_the_consents_that_it_takes_and_no_other_setting() -> None:
+    said = call("export", "--help", named="--task MODULE:CLASS|--optimizer.name MODULE:CLASS").out
     assert "any setting" not in said
-    assert main(["export", "run", "--data.train", "x"]) == 2
+    call("export", "run", "--data.train", "x", code=2)
 
 
 @pytest.mark.parametrize(
@@ -315,52 +298,44 @@ def test_data_is_the_second_argument_of_evaluate_and_predict_or_a_flag(command: 
     assert data_of(parse_arguments([command, "run"])[0]) is None
 
 
-def test_a_run_is_trained_verified_reported_and_generates(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "--schedule.max_steps", "4", "r.yaml", "--seed=5"]) == 0
+def test_a_run_is_trained_verified_reported_and_generates() -> None:
+    call("run", "--schedule.max_steps", "4", "r.yaml", "--seed=5")
     assert json.loads(Path("out/summary.json").read_text())["steps"] == 4
     written = Path("out/recipe.resolved.yaml").read_text()
-    assert "max_steps: 4  # --schedule.max_steps" in written
-    assert "seed: 5  # --seed" in written
-    assert "per_device_batch_size: auto  # default" in written
-    capsys.readouterr()
+    for line in ("max_steps: 4  # --schedule.max_steps", "seed: 5  # --seed", "per_device_batch_size: auto  # default"):
+        assert line in written
 
-    assert main(["verify", "out"]) == 0
-    rows = capsys.readouterr().out.splitlines()
+    rows = call("verify", "out").out.splitlines()
     assert [row.split() for row in rows[1:3]] == [["step-00000002", "2", "ok"], ["step-00000004", "4", "ok"]]
     assert rows[3].split() == ["model/", "ok"]
     assert rows[4].endswith("would use step-00000004")
 
-    assert main(["report", "out", "--out", "r.html"]) == 0
-    assert capsys.readouterr().out == "r.html\n"
+    assert call("report", "out", "--out", "r.html").out == "r.html\n"
     assert Path("r.html").read_text().startswith("<!")
 
-    texts = []
-    for seed in ("1", "1", "2"):
-        assert main(["generate", "out", "--prompt", "one ", "--max-new-tokens", "40", "--seed", seed]) == 0
-        texts.append(capsys.readouterr().out)
+    words = ("generate", "out", "--prompt", "one ", "--max-new-tokens", 40, "--seed")
+    texts = [call(*words, seed).out for seed in (1, 1, 2)]
     assert texts[0].startswith("one ")
     assert len(texts[0]) > 16  # goes on past the model's 16 positions
     assert texts[0] == texts[1] != texts[2]
 
     damaged = next(Path("out/checkpoints/step-00000004").glob("*.safetensors"))
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\xff")
-    assert main(["verify", "out"]) == 0
-    rows = capsys.readouterr().out.splitlines()
+    rows = call("verify", "out").out.splitlines()
     assert f"{damaged.name} differs" in rows[2]
     assert rows[4].endswith("would use step-00000002")
 
     (Path("out/checkpoints/step-00000002") / "manifest.json").unlink()
-    assert main(["verify", "out"]) == 4
-    captured = capsys.readouterr()
+    captured = call("verify", "out", code=4)
     assert "manifest.json is missing" in captured.out
     progress, error = captured.err.splitlines()[:2]
     assert progress.startswith("out: ")
     assert error.startswith("error: out has no")
 
 
-def test_the_recipe_in_the_run_folder_runs_again(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "r.yaml"]) == 0
-    assert main(["run", "out/recipe.resolved.yaml", "--output_dir", "again"]) == 0
+def test_the_recipe_in_the_run_folder_runs_again() -> None:
+    call("run", "r.yaml")
+    call("run", "out/recipe.resolved.yaml", "--output_dir", "again")
     first, again = (json.loads(Path(run, "summary.json").read_text()) for run in ("out", "again"))
     assert first["steps"] == again["steps"] == 3
 
@@ -402,15 +377,14 @@ def test_padding_rows_of_the_vocabulary_are_never_sampled() -> None:
     ],
 )
 def test_impossible_launcher_variables_are_one_line_at_once(
-    variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("LOCAL_WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     began = time.monotonic()
-    assert main(["run", "r.yaml"]) == 2
-    error = capsys.readouterr().err
+    error = call("run", "r.yaml", code=2).err
     assert message in error
     assert "start with torchrun" in error
     assert len(error.splitlines()) == 1
@@ -426,9 +400,8 @@ def test_output_that_nobody_reads_any_more_ends_a_command_quietly() -> None:
     assert (done.returncode, done.stderr) == (141, "looking at this machine: packages, GPUs, disks ...\n")
 
 
-def test_a_shell_completes_commands_settings_and_their_words(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    assert main(["completion", "bash"]) == 0
-    Path("completion.bash").write_text(capsys.readouterr().out)
+def test_a_shell_completes_commands_settings_and_their_words() -> None:
+    Path("completion.bash").write_text(call("completion", "bash").out)
     Path("try.bash").write_text(
         "source completion.bash\n"
         'complete() { :; }; try() { COMP_WORDS=("$@"); COMP_CWORD=$(($#-1)); COMPREPLY=(); '

@@ -14,6 +14,7 @@ import yaml
 from accel_train.cli.commands import COMMANDS
 from accel_train.cli.main import main
 from tests.cli.test_main import GOOD
+from tests.support.commands import call
 from tests.support.wording import assert_wording, read_wording
 
 RECIPE = {**GOOD, "data": {**GOOD["data"], "eval_fraction": 0.2}}
@@ -27,7 +28,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.chdir(folder)
         Path("r.yaml").write_text(yaml.safe_dump(RECIPE))
         Path("text.txt").write_text("one two three " * 40)
-        assert main(["run", "r.yaml"]) == 0
+        call("run", "r.yaml")
     return folder
 
 

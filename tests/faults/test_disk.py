@@ -35,10 +35,10 @@ from accel_train.checkpoint.store import (
     rotate,
     step_of,
 )
-from accel_train.cli.main import main
 from accel_train.core.errors import CheckpointError
 from accel_train.training.setup import prepare_run
 from accel_train.training.train import train_run
+from tests.support.commands import call, error_line
 from tests.support.programs.disk_driver import CALLS, RECORD, SCENARIOS, files, prepare
 from tests.support.runs import (
     TESTS,
@@ -125,11 +125,11 @@ def test_killed_at_any_system_call_the_disk_holds_the_old_state_or_the_new_one(t
         test_killed_before_any_call_of_python_the_disk_holds_the_old_state_or_the_new_one(tmp_path, scenario)
         return
     num_kills = 0
-    for call in CALLS:
+    for syscall in CALLS:
         for number in range(1, 100):
-            root = tmp_path / f"{call.strip('?')[:5]} {number}" / "checkpoints"
+            root = tmp_path / f"{syscall.strip('?')[:5]} {number}" / "checkpoints"
             prepare(scenario, root)
-            kill = ["-o", "/dev/null", "-e", f"trace={call}", "-e", f"inject={call}:signal=KILL:when={number}"]
+            kill = ["-o", "/dev/null", "-e", f"trace={syscall}", "-e", f"inject={syscall}:signal=KILL:when={number}"]
             done = subprocess.run([*STRACE, *kill, *DRIVER, scenario, str(root)], capture_output=True, check=False)
             survived = done.returncode == 0
             assert survived or done.returncode == -9, done.stderr.decode()
@@ -281,23 +281,19 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def test_when_all_checkpoints_are_broken_the_run_refuses_to_start_over_until_told_to(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_when_all_checkpoints_are_broken_the_run_refuses_to_start_over_until_told_to(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     recipe = str(write_recipe_file(tmp_path, checkpoint={"every_steps": 6}))
-    assert main(["run", recipe]) == 0
+    call("run", recipe)
     root = tmp_path / "run" / "checkpoints"
     for folder in checkpoint_folders(root):
         os.truncate(folder / "optimizer.safetensors", 100)
-    capsys.readouterr()
-    assert main(["run", recipe]) == 4
-    said = capsys.readouterr().err
+    said = call("run", recipe, code=4).err
     assert re.search(r"step-00000012: optimizer.safetensors has 100 bytes, not \d+; step-00000006: optimizer", said)
     assert "--checkpoint.resume never" in said
     assert [step_of(folder) for folder in checkpoint_folders(root)] == [6, 12], "nothing was touched"
-    assert main(["verify", str(tmp_path / "run")]) == 4
-    assert main(["run", recipe, "--checkpoint.resume", "never"]) == 0
+    call("verify", tmp_path / "run", code=4)
+    call("run", recipe, "--checkpoint.resume", "never")
     assert valid_steps(root) == [6, 12]
     assert len(checkpoint_folders(tmp_path / "run" / "previous-1" / "checkpoints")) == 2
 
@@ -422,17 +418,13 @@ def checkpoints_are_a_file(folder: Path) -> Path:
     [output_below_a_file, output_is_a_file, output_where_nothing_can_be_created, checkpoints_are_a_file],
     ids=lambda place: place.__name__,
 )
-def test_a_folder_that_cannot_be_written_is_refused_before_a_model_is_built(
-    tmp_path: Path, place: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_cannot_be_written_is_refused_before_a_model_is_built(tmp_path: Path, place: Any) -> None:
     write_corpus(tmp_path)
     output = place(tmp_path)
     recipe = write_recipe_file(tmp_path, task="tests.faults.test_disk:NeverBuilt", output_dir=str(output))
     began = time.monotonic()
-    assert main(["run", str(recipe)]) == 2
+    error_line("run", recipe, named=str(output))
     assert time.monotonic() - began < 5
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert str(output) in line
 
 
 @pytest.mark.faults

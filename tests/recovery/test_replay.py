@@ -15,11 +15,11 @@ import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 
-from accel_train.cli.main import main
 from accel_train.core.json_io import write_json
 from accel_train.observe.incident_record import WEIGHTS, read_incident
 from accel_train.recovery.replay import format_replay, replay_incident
 from accel_train.runtime.process_group import has_accelerator
+from tests.support.commands import call
 from tests.support.number_faults import plan_of
 from tests.support.programs.number_faults import train_with_faults
 from tests.support.runs import environment
@@ -44,10 +44,8 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_with(tmp_path_factory.mktemp("run"), {"sample": 7, "place": "forward", "name": "blocks.1.act"})
 
 
-def test_fault_that_comes_with_the_sample_happens_again(broken: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["replay", str(broken), "--device", "cpu"]) == 0
-    said = capsys.readouterr().out
-    assert "verdict: happens again" in said
+def test_fault_that_comes_with_the_sample_happens_again(broken: Path) -> None:
+    said = call("replay", broken, "--device", "cpu", named="verdict: happens again").out
     [first] = [line for line in said.splitlines() if "<- first" in line]
     assert first.split()[:3] == ["blocks.1.act", "GELU", "NO"]
     assert [line.split()[2] for line in said.splitlines() if line.startswith("blocks.0.act")] == ["yes"]
@@ -125,7 +123,7 @@ def test_debugger_stops_at_the_first_module_with_its_output_at_hand(broken: Path
     ],
 )
 def test_what_cannot_be_computed_again_is_an_error_that_says_so(
-    broken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], without_cuda: None, case: str, said: str
+    broken: Path, tmp_path: Path, without_cuda: None, case: str, said: str
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(broken.parent.parent, run)
@@ -145,8 +143,7 @@ def test_what_cannot_be_computed_again_is_an_error_that_says_so(
         folder = Path(shutil.move(folder, tmp_path))
     else:
         device = "cuda"
-    assert main(["replay", str(folder), "--device", device]) == 2
-    assert said in capsys.readouterr().err
+    assert said in call("replay", folder, "--device", device, code=2).err
 
 
 def test_checkpoint_stands_in_for_weights_that_were_too_large_to_keep(tmp_path: Path) -> None:

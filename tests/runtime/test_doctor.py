@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from accel_train import Recipe, train
-from accel_train.cli.main import main
 from accel_train.core.errors import SettingError
 from accel_train.runtime.doctor import (
     Finding,
@@ -28,6 +27,7 @@ from accel_train.runtime.doctor import (
     idle_gpus,
     launch_facts,
 )
+from tests.support.commands import call
 from tests.support.runs import recipe_dict, write_corpus
 
 JOIN_AND_CHECK = """\
@@ -241,20 +241,16 @@ def test_findings_are_lines_with_the_remedy_below() -> None:
     ]
 
 
-def test_doctor_exits_with_0_unless_something_is_bad(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_doctor_exits_with_0_unless_something_is_bad(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("WORLD_SIZE", "RANK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("ACCEL_TRAIN_CACHE", str(tmp_path))
     expected = 2 if any(finding.status == "bad" for finding in examine()) else 0
-    assert main(["doctor"]) == expected
-    assert "python" in capsys.readouterr().out
+    assert "python" in call("doctor", code=expected).out
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ACCEL_TRAIN_CACHE", str(tmp_path / "file"))
-    assert main(["doctor"]) == 2
-    assert "bad   cache" in capsys.readouterr().out
+    assert "bad   cache" in call("doctor", code=2).out
 
 
 def test_a_launch_is_known_by_its_command_host_folder_and_commit(

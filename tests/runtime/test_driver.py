@@ -14,7 +14,6 @@ import torch
 from accelerate import PartialState
 
 from accel_train import fit
-from accel_train.cli.main import main
 from accel_train.parallel import precision
 from accel_train.recipe.schema import Precision
 from accel_train.runtime import doctor, driver, process_group
@@ -27,6 +26,7 @@ from accel_train.runtime.driver import (
     unused_driver,
 )
 from accel_train.runtime.process_group import start_processes
+from tests.support.commands import call
 from tests.support.runs import write_corpus, write_recipe_file
 
 CPU_BUILD, CUDA_13 = TorchBuild("2.13.0+cpu", None, True), TorchBuild("2.13.0", "13.0", False)
@@ -273,7 +273,6 @@ def test_run_ends_with_2_and_leaves_no_folder(
     gpu_machine: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
     build: TorchBuild,
 ) -> None:
     from accel_train.cli.commands import train
@@ -281,8 +280,7 @@ def test_run_ends_with_2_and_leaves_no_folder(
     monkeypatch.setattr(driver, "installed_torch", lambda: build)
     monkeypatch.setattr(train, "installed_torch", lambda: build)
     write_corpus(tmp_path)
-    assert main(["run", str(write_recipe_file(tmp_path))]) == 2
-    assert "/whl/cu126" in capsys.readouterr().err
+    call("run", write_recipe_file(tmp_path), code=2, named="/whl/cu126")
     assert not (tmp_path / "run").exists()
 
 

@@ -55,10 +55,15 @@ def write_corpus(folder: Path, num_documents: int = 40) -> Path:
     return path
 
 
-def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:
+def write_lines(path: Path | str, *lines: str) -> Path:
+    """Write the lines; returns the path."""
+    Path(path).write_text("".join(f"{line}\n" for line in lines))
+    return Path(path)
+
+
+def write_jsonl(path: Path | str, rows: Iterable[Any]) -> Path:
     """Write a row a line; returns the path."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_lines(path, *map(json.dumps, rows))
 
 
 def recipe_dict(folder: Path, *, windows: bool = True, **sections: Any) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from accel_train.report.report import load_runs
 from accel_train.runtime.heartbeat import HeartbeatStore
 from accel_train.task import TaskData
 from accel_train.tasks.causal_lm.task import CausalLM
+from tests.support.commands import call, error_line
 from tests.support.runs import (
     events,
     losses,
@@ -175,12 +176,12 @@ def test_attack_02_a_sweep_on_changed_data_trains_its_runs_again(tmp_path: Path)
     }
     (tmp_path / "tc.yaml").write_text(json.dumps(recipe))
     sweep = ["sweep", "tc.yaml", "--seed", "0,1", "--output_dir", "out"]
-    assert main(sweep) == 0
-    assert main(sweep) == 0
+    call(*sweep)
+    call(*sweep)
     assert len(_starts(tmp_path / "out/seed=0")) == 1
     assert not (tmp_path / "out/seed=0/previous-1").exists()
     data.write_text(data.read_text().replace(",pos", ",x").replace(",neg", ",pos").replace(",x", ",neg"))
-    assert main(sweep) == 0
+    call(*sweep)
     assert "data.fingerprint was" in _starts(tmp_path / "out/seed=0")[0]
     assert (tmp_path / "out/seed=0/previous-1/summary.json").is_file()
 
@@ -203,14 +204,12 @@ def _strangers_run(folder: Path, **sections: Any) -> Path:
     "target", ['curl -H "Authorization: Bearer BEARERSECRET777" x', ["curl", "-u", "bob:PASSWORD555"]]
 )
 def test_attack_03_a_command_in_log_notify_is_refused_and_reaches_no_file_or_terminal(
-    target: str | list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    target: str | list[str], tmp_path: Path
 ) -> None:
     write_corpus(tmp_path)
     recipe = write_recipe_file(tmp_path, log={"notify": [target]})
-    assert main(["run", str(recipe)]) == 2
-    said = "".join(capsys.readouterr())
+    said = "".join(call("run", recipe, code=2, named="log.notify"))
     assert said.count("error:") == 1
-    assert "log.notify" in said
     assert not [secret for secret in ("BEARERSECRET777", "PASSWORD555") if secret in said]
     assert not (tmp_path / "run").exists()
 
@@ -275,7 +274,7 @@ def test_attack_05_an_alias_bomb_in_a_recipe_ends_a_comparison_at_once(tmp_path:
         file.write("\n" + "\n".join(bomb) + "\n")
     loaded = load_runs(runs)
     assert loaded[1].recipe is None  # 2 * 9^8 values
-    assert main(["report", *map(str, runs), "--out", str(tmp_path / "both.html")]) == 0
+    call("report", *runs, "--out", tmp_path / "both.html")
     assert "cannot be read" in (tmp_path / "both.html").read_text()
 
 
@@ -283,18 +282,16 @@ def test_attack_05_an_alias_bomb_in_a_recipe_ends_a_comparison_at_once(tmp_path:
     "record", ['{"step":3,"kind":"nonfinite"}', '{"format": 1, "step": 3}', "[]", "{", '{"format": 1, "processes": 3}']
 )
 def test_attack_06_a_damaged_incident_costs_neither_the_report_nor_the_end_of_a_run(
-    record: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    record: str, tmp_path: Path
 ) -> None:
     run = _strangers_run(tmp_path)
     incident = run / "incidents" / "step-00000003" / "incident.json"
     incident.parent.mkdir(parents=True)
     incident.write_text(record)
-    assert main(["report", str(run)]) == 0
+    assert str(incident) in call("report", run).err
     assert (run / "report.html").is_file()
-    assert str(incident) in capsys.readouterr().err
-    assert main(["watch", str(run), "--once"]) == 0
-    assert main(["replay", str(incident.parent)]) == 2
-    assert capsys.readouterr().err.count("error:") == 1
+    call("watch", run, "--once")
+    error_line("replay", incident.parent)
 
 
 class _EndsBadly(CausalLM):
@@ -434,12 +431,12 @@ def test_attack_09_changed_options_of_a_task_are_an_event(tmp_path: Path, monkey
         "batch": {"global_batch_size": 4}, "checkpoint": {"every_steps": 4}, "log": {"progress": False},
     }  # fmt: skip
     (tmp_path / "w.yaml").write_text(json.dumps(recipe))
-    assert main(["run", "w.yaml"]) == 0
+    call("run", "w.yaml")
     shutil.rmtree(tmp_path / "run/checkpoints/step-00000008")
     (tmp_path / "weighted_task.py").write_text(source.replace(".square()", ".abs()"))
     sys.modules.pop("weighted_task")
     importlib.invalidate_caches()
-    assert main(["run", "w.yaml", "--options", "{weight: 0.5}"]) == 0
+    call("run", "w.yaml", "--options", "{weight: 0.5}")
     changes = events(tmp_path / "run", "settings_changed")
     changed = {change["setting"]: (change["was"], change["now"]) for change in changes}
     assert changed["options.weight"] == (1.0, 0.5)
@@ -449,7 +446,7 @@ def test_attack_09_changed_options_of_a_task_are_an_event(tmp_path: Path, monkey
 
 @pytest.mark.parametrize("place", ["beside the run", "in the run folder", "below the current folder"])
 def test_attack_10_a_module_that_came_with_a_run_is_imported_by_consent_only(
-    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = {"in the run folder": tmp_path / "run", "below the current folder": tmp_path / "evil"}.get(place, tmp_path)
     name = "evil.deep" if place == "below the current folder" else "evil"
@@ -462,45 +459,40 @@ def test_attack_10_a_module_that_came_with_a_run_is_imported_by_consent_only(
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("PYTHONPATH", ".")
     shown = os.path.relpath(run)
-    for words in (
-        ["evaluate"],
-        ["predict"],
-        ["export"],
-        ["export", "--quantize", "int8"],
-        ["verify", "--resume-proof"],
-    ):
-        assert main([words[0], shown, *words[1:]]) in ((2, 4) if words[0] == "verify" else (2,)), words
-        said = capsys.readouterr().err
+    for words, code in {
+        "evaluate": 2,
+        "predict": 2,
+        "export": 2,
+        "export --quantize int8": 2,
+        "verify --resume-proof": 4,
+    }.items():
+        command, *flags = words.split()
+        call(command, shown, *flags, code=code, named=f"--task {name}:Task" if code == 2 else "")
         assert not (tmp_path / "canary").exists(), words
-        assert words[0] == "verify" or f"--task {name}:Task" in said, said
         assert str(Path.cwd()) not in sys.path
-    assert main(["evaluate", shown, "--task", "other:Task"]) == 2
+    call("evaluate", shown, "--task", "other:Task", code=2)
     assert not (tmp_path / "canary").exists()
-    assert main(["evaluate", shown, "--task", f"{name}:Task"]) == 2  # it is not a task, which only its import shows
+    # It is not a task, which only its import shows.
+    call("evaluate", shown, "--task", f"{name}:Task", code=2, named="not derived")
     assert (tmp_path / "canary").exists()
-    assert "not derived" in capsys.readouterr().err
     for loaded in ("evil.deep", "evil"):
         sys.modules.pop(loaded, None)
 
 
-def test_attack_10_an_installed_module_needs_no_consent(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attack_10_an_installed_module_needs_no_consent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = _strangers_run(tmp_path / "sent", task="a_task_of_mine:Task")
     own = tmp_path / "own"
     own.mkdir()
     (own / "a_task_of_mine.py").write_text("class Task: pass\n")
     monkeypatch.chdir(tmp_path / "sent")
     monkeypatch.setattr(sys, "path", [*sys.path, str(own)])
-    assert main(["evaluate", str(run)]) == 2
-    assert "a_task_of_mine:Task' is not derived" in capsys.readouterr().err
+    call("evaluate", run, code=2, named="a_task_of_mine:Task' is not derived")
     assert str(Path.cwd()) not in sys.path, "an optional import of the task would be looked up there"
     del sys.modules["a_task_of_mine"]
     # A file of the same name where the reader stands would be imported in its place by `python -m`.
     shutil.copy(own / "a_task_of_mine.py", tmp_path / "sent")
     monkeypatch.setattr(sys, "path", [str(tmp_path / "sent"), *sys.path])
-    assert main(["evaluate", str(run)]) == 2
-    assert "--task a_task_of_mine:Task" in capsys.readouterr().err
+    call("evaluate", run, code=2, named="--task a_task_of_mine:Task")
 
 
 def _canary_module(file: Path, canary: Path) -> None:
@@ -511,7 +503,7 @@ def _canary_module(file: Path, canary: Path) -> None:
 @pytest.mark.parametrize("named", ["task", "optimizer.name"])
 @pytest.mark.parametrize("place", ["a run folder", "below the current folder"])
 def test_code_beside_a_strangers_recipe_runs_by_consent_on_the_command_line_only(
-    place: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    place: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "stranger_a.code:Task" if place == "below the current folder" else "stranger_b:Task"
     sections: dict[str, Any] = {"task": name} if named == "task" else {"optimizer": {"name": name}, "task": "causal-lm"}
@@ -526,18 +518,16 @@ def test_code_beside_a_strangers_recipe_runs_by_consent_on_the_command_line_only
     monkeypatch.setattr(sys, "path", [*sys.path, ""])
     for words in (["plan"], ["prepare"], ["find-lr"], ["run"], ["rehearse"], ["sweep"]):
         more = ["--seed", "0,1"] if words == ["sweep"] else []
-        assert main([*words, str(recipe), *more]) == 2, words
-        said = capsys.readouterr().err
-        assert f"--{named} {name}" in said, said
+        call(*words, recipe, *more, code=2, named=f"--{named} {name}")
         assert not (tmp_path / "canary").exists(), words
-    assert main(["plan", str(recipe), f"--{named}", name]) == 2  # not a class of the kind, which only its import shows
+    call("plan", recipe, f"--{named}", name, code=2)  # not a class of the kind, which only its import shows
     assert (tmp_path / "canary").exists()
     for module in ("stranger_b", "stranger_a.code", "stranger_a"):
         sys.modules.pop(module, None)
 
 
 def test_a_module_in_the_current_folder_needs_no_consent_for_a_recipe_of_ones_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_corpus(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, ""])
@@ -545,8 +535,7 @@ def test_a_module_in_the_current_folder_needs_no_consent_for_a_recipe_of_ones_ow
         _canary_module(tmp_path / "of_ones_own.py", tmp_path / "canary")
         folder.mkdir(exist_ok=True)
         (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe_dict(tmp_path, task="of_ones_own:Task")))
-        assert main(["plan", str(folder / "recipe.yaml")]) == 2
-        assert "not derived" in capsys.readouterr().err
+        call("plan", folder / "recipe.yaml", code=2, named="not derived")
         assert (tmp_path / "canary").exists()
         (tmp_path / "canary").unlink()
         sys.modules.pop("of_ones_own")
@@ -606,23 +595,18 @@ def test_a_pipe_in_place_of_a_file_of_a_run_hangs_no_reader(name: str, tmp_path:
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.alarm(60)
     try:
-        assert main(["report", str(run), "--out", str(tmp_path / "page.html")]) == 0
-        assert main(["watch", str(run), "--once"]) == 0
+        call("report", run, "--out", tmp_path / "page.html")
+        call("watch", run, "--once")
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.parametrize("name", ["a" * 300, "\udcff"])
-def test_a_name_that_no_folder_can_have_is_one_line(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_name_that_no_folder_can_have_is_one_line(name: str, tmp_path: Path) -> None:
     write_corpus(tmp_path)
     recipe = write_recipe_file(tmp_path)
-    assert main(["run", str(recipe), "--output_dir", str(tmp_path / name)]) == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
-    assert len(errors) == 1
-    assert "output_dir" in errors[0]
+    assert "output_dir" in error_line("run", recipe, "--output_dir", tmp_path / name)
 
 
 @pytest.mark.parametrize(

@@ -23,12 +23,12 @@ from transformers import (
 )
 
 from accel_train import fit, train
-from accel_train.cli.main import main
 from accel_train.core.errors import DataError
 from accel_train.hf import Trainer
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Scores
 from accel_train.tasks.causal_lm.task import CausalLM
+from tests.support.commands import call
 from tests.support.hf_models import Plain, arguments, plain_rows
 from tests.support.runs import (
     SCENES,
@@ -168,7 +168,7 @@ def test_bugs_02_masks_that_are_all_ignored_end_a_run_with_exit_2(tmp_path: Path
         "schedule": {"max_steps": 12},
     }
     Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
-    assert main(["run", "recipe.yaml"]) == 2
+    call("run", "recipe.yaml", code=2)
     assert not Path("run/model").exists()
 
 
@@ -423,9 +423,7 @@ def test_mixed_02_choices_that_differ_between_processes_are_refused(tmp_path: Pa
     assert "document mask is '1' on rank 1, and '0' on rank 0" in done.stderr
 
 
-def test_new_01_of_equal_accuracies_the_weights_with_the_lowest_held_out_loss_are_kept(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_new_01_of_equal_accuracies_the_weights_with_the_lowest_held_out_loss_are_kept() -> None:
     texts = ("customer wants a refund for order", "customer wants help with login")
     rows = [f"ticket {number}: {texts[number % 2]} {number * 37 % 9973},{'ba'[number % 2]}" for number in range(300)]
     Path("easy.csv").write_text("text,label\n" + "\n".join(rows) + "\n")
@@ -443,11 +441,11 @@ def test_new_01_of_equal_accuracies_the_weights_with_the_lowest_held_out_loss_ar
         "checkpoint": {"load_best_model_at_end": True, "every_steps": 0},
     }
     Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
-    assert main(["run", "recipe.yaml"]) == 0
+    printed = call("run", "recipe.yaml").out
     lines = metrics(Path("run"), "eval")
     assert sum(line["accuracy"] == 1.0 for line in lines) >= 3, "no tie, so nothing is tested"
     lowest = min((line for line in lines if line["accuracy"] == 1.0), key=lambda line: line["loss"])
     summary = json.loads(Path("run/summary.json").read_text())
     assert summary["best_step"] == lowest["step"] > lines[0]["step"]
     assert summary["eval"]["loss"] == pytest.approx(lowest["loss"])
-    assert "overfitting" not in capsys.readouterr().out
+    assert "overfitting" not in printed

@@ -14,13 +14,13 @@ from transformers import (
 )
 
 from accel_train import train
-from accel_train.cli.main import main
 from accel_train.data.text.tokenizers import byte_tokenizer, pretrained_tokenizer
 from accel_train.model.kernels.documents import same_document_mask
 from accel_train.recipe.schema import Recipe
 from accel_train.tasks.causal_lm.config import CausalLMData
 from accel_train.tasks.causal_lm.encoding import Example, chat_encoder
 from accel_train.tasks.causal_lm.task import CausalLM
+from tests.support.commands import call
 from tests.support.runs import (
     TINY_MODEL,
     metrics,
@@ -78,31 +78,27 @@ def _difference_of_packed_document(fields: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize(("fields", "layer"), LAYERS)
 def test_field_01_a_layer_that_reaches_into_the_next_document_is_refused_by_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], fields: dict[str, Any], layer: str
+    tmp_path: Path, fields: dict[str, Any], layer: str
 ) -> None:
     assert _difference_of_packed_document(fields) > 1e-5
     write_corpus(tmp_path)
     sections: dict[str, Any] = {"task": "causal-lm", "model": {"config": fields}, "schedule": {"max_steps": 1}}
     path = write_recipe_file(tmp_path, **sections, data={"mask_documents": True})
     for command in ("run", "plan"):
-        assert main([command, str(path)]) == 2
-        error = capsys.readouterr().err
+        error = call(command, path, code=2).err
         assert layer in error
         assert "data.mask_documents" in error
     assert not (tmp_path / "run").exists()
-    assert main(["run", str(path), "--data.mask_documents", "false"]) == 0
+    call("run", path, "--data.mask_documents", "false")
 
 
-def test_field_01_attention_alone_keeps_documents_apart_and_the_start_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_field_01_attention_alone_keeps_documents_apart_and_the_start_says_so(tmp_path: Path) -> None:
     fields = {"model_type": "llama", **SIZES}
     assert _difference_of_packed_document(fields) < 1e-5
     write_corpus(tmp_path)
     sections: dict[str, Any] = {"task": "causal-lm", "model": {"config": fields}, "schedule": {"max_steps": 1}}
     path = write_recipe_file(tmp_path, **sections, data={"mask_documents": True})
-    assert main(["run", str(path), "--verbose"]) == 0
-    (line,) = [line for line in "".join(capsys.readouterr()).splitlines() if "probe  " in line]
+    (line,) = [line for line in "".join(call("run", path, "--verbose")).splitlines() if "probe  " in line]
     assert "equal" in line
     assert "packed documents" in line
 
@@ -115,7 +111,7 @@ def test_field_01_finetune_masks_documents_only_where_that_is_exact(
     base = write_base(Path(), fields)
     byte_tokenizer().save_pretrained(str(base))
     Path("texts.txt").write_text("a text to train on, line by line\n" * 400)
-    assert main(["finetune", "texts.txt", "--model", str(base), "--dry-run"]) == 0
+    call("finetune", "texts.txt", "--model", base, "--dry-run")
     data = yaml.safe_load(Path("runs/texts.yaml").read_text())["data"]
     assert data.get("mask_documents", False) is is_masked
 

@@ -35,6 +35,7 @@ from accel_train.observe.goodput import read_launches
 from accel_train.observe.run_folder import RECIPE_FILE, read_events, read_metrics, read_summary
 from accel_train.recipe.data import Data
 from accel_train.training.setup import prepare_run
+from tests.support.commands import call
 from tests.support.pickle_gadgets import FORMS, gadgets
 from tests.support.runs import command, environment, recipe_dict, write_corpus, write_recipe_file
 
@@ -202,7 +203,7 @@ def test_gadget_in_any_other_file_of_a_run_folder_is_refused_and_not_run(run: Pa
         for what, content in dangerous(canary):
             (run / name).write_bytes(content + b"\n")
             assert refuses(READERS[name], run), f"{what} as {name}"
-    assert main(["report", str(run)]) == 0, "what is damaged is named, and left out"
+    call("report", run)
     for other in (
         "[]",
         '{"examples": 3}',
@@ -210,7 +211,7 @@ def test_gadget_in_any_other_file_of_a_run_folder_is_refused_and_not_run(run: Pa
         '{"examples": [{"images": ["javascript:x"]}]}',
     ):
         (run / "examples.json").write_text(other)
-        assert main(["report", str(run)]) == 0, other
+        call("report", run)
         assert "javascript:x" not in (run / "report.html").read_text()
 
 
@@ -402,7 +403,6 @@ def test_a_class_that_lies_in_the_run_folder_or_beside_it_is_not_imported(
     place: str,
     run: Path,
     canary: Path,
-    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (run / place / "senders_task.py").write_text(f"open({str(canary)!r}, 'w').close()\nclass Task: pass\n")
@@ -411,8 +411,7 @@ def test_a_class_that_lies_in_the_run_folder_or_beside_it_is_not_imported(
     monkeypatch.setattr(sys, "path", list(sys.path))  # the command may put the current folder there
     for words in ("evaluate", "predict", "export --quantize int8", "verify --resume-proof"):
         name, *flags = words.split()
-        assert main([name, str(run), *flags]) == 2
-        said = capsys.readouterr().err
+        said = call(name, run, *flags, code=2).err
         assert not canary.exists(), words
         assert "senders_task.py" in said
 
@@ -444,22 +443,18 @@ MANIFESTS: dict[str, str] = {
 
 
 @pytest.mark.parametrize("lie", MANIFESTS)
-def test_verify_names_a_manifest_that_lies_and_reads_nothing_outside(
-    run: Path, lie: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_names_a_manifest_that_lies_and_reads_nothing_outside(run: Path, lie: str) -> None:
     (run / "secret").write_text("secret")
     folder = run / "checkpoints" / "step-00000004"
     (folder / "manifest.json").write_bytes(MANIFESTS[lie].encode("utf-8", "surrogateescape"))
-    assert main(["verify", str(run)]) == 0  # the older one is good
-    table = capsys.readouterr().out
-    assert "would use step-00000002" in table
+    table = call("verify", run, named="would use step-00000002").out
     assert "manifest.json" in next(line for line in table.splitlines() if line.startswith("step-00000004")) or (
         "model.safetensors has" in table
     )
 
 
 @pytest.mark.parametrize("what", ["a file", "the manifest", "the folder", "a pipe"])
-def test_verify_refuses_links_and_what_is_no_file(run: Path, what: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_refuses_links_and_what_is_no_file(run: Path, what: str) -> None:
     folder = run / "checkpoints" / "step-00000004"
     target = {"the folder": folder, "the manifest": folder / "manifest.json"}.get(what, folder / "trainer.json")
     elsewhere = run / "elsewhere"
@@ -468,8 +463,7 @@ def test_verify_refuses_links_and_what_is_no_file(run: Path, what: str, capsys: 
         os.mkfifo(target)
     else:
         target.symlink_to(elsewhere)
-    assert main(["verify", str(run)]) == 0
-    assert "would use step-00000002" in capsys.readouterr().out
+    call("verify", run, named="would use step-00000002")
 
 
 def test_a_manifest_of_a_gigabyte_of_nesting_does_not_take_the_memory_of_a_run(trained: Path, tmp_path: Path) -> None:
