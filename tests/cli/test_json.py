@@ -17,6 +17,7 @@ from accel_train.cli.commands import COMMANDS
 from accel_train.cli.main import main
 from accel_train.cli.results import RESULTS
 from accel_train.cli.results.schema import json_schema, schema_page
+from accel_train.core.json_io import read_json
 from tests.cli.test_main import GOOD, failing
 from tests.recovery.test_replay import run_with
 from tests.support.commands import call
@@ -116,9 +117,7 @@ def test_run_plan_and_what_is_done_with_a_run(ask: Ask, there: Path, monkeypatch
     plan = ask("plan", "r.yaml", "--no-data")["result"]
     assert (plan["steps"], plan["settings"]["checkpoint.every_steps"]) == (3, 2)
     evaluated = ask("evaluate", "out")["result"]
-    assert evaluated["metrics"]["loss"] == pytest.approx(
-        json.loads(Path("out/summary.json").read_text())["eval"]["loss"]
-    )
+    assert evaluated["metrics"]["loss"] == pytest.approx(read_json(Path("out/summary.json"))["eval"]["loss"])
     with monkeypatch.context() as with_a_gpu:
         with_a_gpu.setenv("ACCELERATE_USE_CPU", "true")
         with_a_gpu.setattr(torch.cuda, "is_available", lambda: True)

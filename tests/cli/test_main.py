@@ -1,7 +1,6 @@
 """The command line: what each command prints, and what each kind of failure exits with."""
 
 import errno
-import json
 import os
 import re
 import signal
@@ -20,6 +19,7 @@ from accel_train.cli.command import Command, data_of
 from accel_train.cli.commands import COMMANDS
 from accel_train.cli.main import main, parse_arguments
 from accel_train.core.errors import CheckpointError, Preempted, TrainingStopped
+from accel_train.core.json_io import read_json
 from accel_train.recipe.tasks import TASKS, finetune_tasks
 from tests.support.commands import call
 from tests.support.runs import REPOSITORY, run_forked_command
@@ -300,7 +300,7 @@ def test_data_is_the_second_argument_of_evaluate_and_predict_or_a_flag(command: 
 
 def test_a_run_is_trained_verified_reported_and_generates() -> None:
     call("run", "--schedule.max_steps", "4", "r.yaml", "--seed=5")
-    assert json.loads(Path("out/summary.json").read_text())["steps"] == 4
+    assert read_json(Path("out/summary.json"))["steps"] == 4
     written = Path("out/recipe.resolved.yaml").read_text()
     for line in ("max_steps: 4  # --schedule.max_steps", "seed: 5  # --seed", "per_device_batch_size: auto  # default"):
         assert line in written
@@ -336,7 +336,7 @@ def test_a_run_is_trained_verified_reported_and_generates() -> None:
 def test_the_recipe_in_the_run_folder_runs_again() -> None:
     call("run", "r.yaml")
     call("run", "out/recipe.resolved.yaml", "--output_dir", "again")
-    first, again = (json.loads(Path(run, "summary.json").read_text()) for run in ("out", "again"))
+    first, again = (read_json(Path(run, "summary.json")) for run in ("out", "again"))
     assert first["steps"] == again["steps"] == 3
 
 

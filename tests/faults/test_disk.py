@@ -4,7 +4,6 @@ read-only disk. Whatever happens, the newest checkpoint that proves itself is th
 save works.
 """
 
-import json
 import os
 import random
 import re
@@ -36,6 +35,7 @@ from accel_train.checkpoint.store import (
     step_of,
 )
 from accel_train.core.errors import CheckpointError
+from accel_train.core.json_io import read_json
 from accel_train.training.setup import prepare_run
 from accel_train.training.train import train_run
 from tests.support.commands import call, error_line
@@ -80,7 +80,7 @@ def assert_old_or_new(scenario: str, root: Path) -> bool:
         newest, _ = newest_valid(root)
         assert newest is not None
         assert sorted({*steps}) == [1, 2]
-        is_new = json.loads((newest / "trainer.json").read_text())["mark"] == "again"
+        is_new = read_json(newest / "trainer.json")["mark"] == "again"
     elif scenario == "replace a broken one":
         assert steps in ([1], [1, 2])
         is_new = steps == [1, 2]

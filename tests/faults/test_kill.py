@@ -19,19 +19,19 @@ import pytest
 import yaml
 
 from accel_train.checkpoint.store import check
-from tests.support.comparisons import assert_same_bits
+from accel_train.core.json_io import read_json
+from tests.support.comparisons import assert_same_bits_of_runs
 from tests.support.detectors import CROPS, DEFORMABLE, sections_of
 from tests.support.goodput import assert_accounts_add_up
 from tests.support.kills import KilledRun, Tally
 from tests.support.processes import run_forked
 from tests.support.runs import (
     TINY_MODEL,
-    checkpoint,
     command,
     environment,
     events,
     losses,
-    metrics,
+    wait_for_step,
     write_base,
     write_corpus,
     write_jsonl,
@@ -61,11 +61,6 @@ def recipe_in(folder: Path, name: str, max_steps: int, model: dict[str, Any] | N
     return path.rename(folder / f"{name}.yaml")
 
 
-def evaluations(folder: Path) -> list[dict[str, object]]:
-    """What was measured, less how long it took."""
-    return [{name: value for name, value in row.items() if name != "seconds"} for row in metrics(folder, "eval")]
-
-
 def kill_and_compare(
     folder: Path, num_kills: int, max_steps: int, seed: int, write: Callable[[Path, str, int], Path] = recipe_in
 ) -> Tally:
@@ -80,10 +75,7 @@ def kill_and_compare(
             run.finish()
         killed = folder / name
         assert_accounts_add_up(killed, began)
-        assert list(losses(killed)) == list(range(1, max_steps + 1))
-        assert [loss.hex() for loss in losses(killed).values()] == [loss.hex() for loss in losses(whole).values()]
-        assert evaluations(killed) == evaluations(whole)
-        assert_same_bits(checkpoint(killed, max_steps), checkpoint(whole, max_steps))
+        assert_same_bits_of_runs(killed, whole, max_steps)
     assert tally.corrupt == []
     assert tally.lost == []
     return tally
@@ -211,7 +203,7 @@ def test_a_run_that_is_killed_while_a_kernel_is_compiled_and_linked_starts_again
     for output, size in ((".gch", 1_000_000), (".main.so", 0)):
         kill_in_compiler(recipe("killed"), output, size, **caches)
     assert train("killed", **caches, TRAP="none") == train("whole", ACCEL_TRAIN_CACHE=str(tmp_path / "other-cache"))
-    choice = json.loads((tmp_path / "killed" / "summary.json").read_text())["choices"]["compile_cache"]
+    choice = read_json(tmp_path / "killed" / "summary.json")["choices"]["compile_cache"]
     assert "left unfinished" in json.dumps(choice)
 
 
@@ -222,11 +214,7 @@ def test_processes_of_a_torchrun_that_is_killed_save_and_end_within_ten_seconds(
     launcher = psutil.Popen(
         command(recipe, processes=2), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    deadline = time.monotonic() + 120
-    while not (folder / "metrics.jsonl").exists() or len(metrics(folder)) < 5:
-        assert time.monotonic() < deadline, "the run did not start"
-        assert launcher.poll() is None
-        time.sleep(0.05)
+    wait_for_step(folder, 5, lambda: launcher.poll() is None)
     ranks = launcher.children(recursive=True)
     launcher.kill()
     launcher.wait()

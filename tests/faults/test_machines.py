@@ -21,7 +21,17 @@ import psutil
 import pytest
 
 from tests.support.processes import free_port, run_forked
-from tests.support.runs import REPOSITORY, TESTS, command, environment, events, losses, write_corpus, write_recipe_file
+from tests.support.runs import (
+    REPOSITORY,
+    TESTS,
+    command,
+    environment,
+    events,
+    losses,
+    wait_for_step,
+    write_corpus,
+    write_recipe_file,
+)
 
 pytestmark = pytest.mark.faults
 STEPS = 40
@@ -161,7 +171,7 @@ def lose_one_and_start_it_again(folder: Path, machines: Machines, *, silently: b
     first = machines.start(0, recipe, logs[0])
     machines.wait_for_the_first(logs)
     second = machines.start(1, recipe, logs[1])
-    wait_for_step(run, 12, first, logs)
+    wait_for_step(run, 12, lambda: first.poll() is None, lambda: said(logs))
     if silently:
         machines.cut(True)
     machines.lose(second)
@@ -180,14 +190,6 @@ def lose_one_and_start_it_again(folder: Path, machines: Machines, *, silently: b
     )  # the newest checkpoint: training may come past step 12 before the machine is lost
     assert list(losses(run)) == list(range(1, STEPS + 1))
     assert [loss.hex() for loss in losses(run).values()] == [loss.hex() for loss in losses(folder / "whole").values()]
-
-
-def wait_for_step(run: Path, step: int, launcher: psutil.Popen, logs: Sequence[Path]) -> None:
-    def is_there() -> bool:
-        assert launcher.poll() is None, said(logs)
-        return (run / "metrics.jsonl").exists() and max(losses(run), default=0) >= step
-
-    wait_until(is_there, logs)
 
 
 def wait_until(is_so: Callable[[], bool], logs: Sequence[Path]) -> None:
@@ -217,7 +219,7 @@ def test_machine_that_is_asked_to_stop_ends_both_with_75_in_seconds_and_the_run_
     first = one_address.start(0, recipe, logs[0])
     one_address.wait_for_the_first(logs)
     both = [first, one_address.start(1, recipe, logs[1])]
-    wait_for_step(run, 7, first, logs)
+    wait_for_step(run, 7, lambda: first.poll() is None, lambda: said(logs))
     both[asked].terminate()
     assert [launcher.wait(30) for launcher in both] == [75, 75], said(logs)
     [preempted] = events(run, "preempted")

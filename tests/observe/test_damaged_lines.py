@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from accel_train.core.json_io import read_json
 from accel_train.observe import read_events, read_metrics
 from accel_train.observe.run_folder import RunFolder
 from accel_train.recovery.incident_folder import last_losses
@@ -124,4 +125,4 @@ def test_commands_work_on_a_run_with_damaged_files_and_a_resume_keeps_their_line
     call(*command)
     assert [line["step"] for line in read_metrics(run) if line["split"] == "train"] == [1, 2, 3, 4]
     assert DAMAGE["binary"] in (run / "metrics.jsonl").read_bytes()
-    assert json.loads((run / "summary.json").read_text())["status"] == "finished"
+    assert read_json(run / "summary.json")["status"] == "finished"

@@ -1,6 +1,5 @@
 """A bad step of a sharded run is skipped on all processes, and `replay` names sample and module."""
 
-import json
 import math
 import shutil
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from accel_train.core.json_io import write_json
+from accel_train.core.json_io import read_json, write_json
 from accel_train.data.order import DataOrder
 from accel_train.observe.incident_record import read_incident
 from accel_train.recipe.schema import Recipe
@@ -173,7 +172,7 @@ def test_a_replay_reads_a_checkpoint_where_weights_were_too_large_to_keep(folder
     shutil.copytree(folder / "kept", run)
     kept = run / "incidents" / "step-00000003"
     (kept / "weights.safetensors").unlink()
-    record = json.loads((kept / "incident.json").read_text())
+    record = read_json(kept / "incident.json")
     assert record["weights"]["checkpoint"] is None
     write_json(kept / "incident.json", {**record, "weights": {"file": None, "checkpoint": "step-00000002", "of": "x"}})
     replay, found = replayed(run, 3)

@@ -1,6 +1,5 @@
 """Out of memory where a forward waits for others: exit code 75, then smaller micro-batches."""
 
-import json
 import re
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from accel_train.core.json_io import read_json
 from tests.support.processes import Forked, run_forked
 from tests.support.runs import LLAMA, environment, events, losses, write_corpus, write_recipe_file
 
@@ -82,7 +82,7 @@ def test_all_processes_end_with_75_and_the_next_start_trains_with_what_fits(
             assert fact in line
     [record] = tmp_path.glob("*/cache/micro_batches/*.json")
     assert record.is_relative_to(tmp_path / "1")
-    assert json.loads(record.read_text())["per_device_batch_size"] == 2
+    assert read_json(record)["per_device_batch_size"] == 2
 
     started = start(recipe, 2, [0, 0], preload=PRELOAD, cwd=str(tmp_path / "{rank}"))
     announced = (started.folder / "rank-0.out").read_text()

@@ -1,6 +1,5 @@
 """`accel-train replay`: an incident computed again from what its folder holds."""
 
-import json
 import math
 import os
 import shutil
@@ -15,7 +14,7 @@ import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 
-from accel_train.core.json_io import write_json
+from accel_train.core.json_io import read_json, write_json
 from accel_train.observe.incident_record import WEIGHTS, read_incident
 from accel_train.recovery.replay import format_replay, replay_incident
 from accel_train.runtime.process_group import has_accelerator
@@ -128,7 +127,7 @@ def test_what_cannot_be_computed_again_is_an_error_that_says_so(
     run = tmp_path / "run"
     shutil.copytree(broken.parent.parent, run)
     folder, device = run / "incidents" / broken.name, "cpu"
-    record = json.loads((folder / "incident.json").read_text())
+    record = read_json(folder / "incident.json")
     if case == "no folder":
         folder = folder / "nothing"
     elif case == "no incident":
@@ -150,7 +149,7 @@ def test_checkpoint_stands_in_for_weights_that_were_too_large_to_keep(tmp_path: 
     fault = {"sample": 7, "place": "forward", "name": "blocks.1.act"}
     folder = run_with(tmp_path, fault, checkpoint={"every_steps": 1, "keep": 5})
     (folder / "weights.safetensors").unlink()
-    record = json.loads((folder / "incident.json").read_text())
+    record = read_json(folder / "incident.json")
     newest = f"step-{max(record['step'] - 1, 1):08d}"
     write_json(folder / "incident.json", {**record, "weights": {"file": None, "checkpoint": newest, "of": "x"}})
     replay = replay_incident(folder, "cpu")

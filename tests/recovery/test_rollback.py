@@ -21,6 +21,7 @@ from accel_train.checkpoint.rollback_log import (
 )
 from accel_train.checkpoint.store import checkpoint_folders, folder_of, publish, step_of
 from accel_train.core.errors import CheckpointError, TrainingStopped
+from accel_train.core.json_io import read_json
 from accel_train.core.state import Rollback, TrainState
 from tests.support.programs.disk_driver import files
 from tests.support.runs import checkpoint, events, losses, metrics, recipe_dict, run, write_corpus, write_recipe_file
@@ -64,11 +65,11 @@ def went_back_once(folder: Path) -> None:
     first, last = event["skip_first"], event["skip_last"]
     assert 8 < first <= 14 < 16 <= last < 20
     assert re.findall(r"\d+", event["message"]) == ["1", "3", "8", str(first), str(last)]
-    (record,) = json.loads((folder / ROLLBACKS).read_text())
+    (record,) = read_json(folder / ROLLBACKS)
     assert record == {name: event[name] for name in record}
     assert list(losses(folder)) == [*range(1, first), *range(last + 1, 31)]
     assert not any(record["skipped"] for record in metrics(folder))
-    assert json.loads((folder / "summary.json").read_text())["steps"] == 30
+    assert read_json(folder / "summary.json")["steps"] == 30
 
 
 def test_bad_steps_in_a_row_lead_back_once_to_the_newest_healthy_checkpoint_and_past_them(undisturbed: Path) -> None:
@@ -76,7 +77,7 @@ def test_bad_steps_in_a_row_lead_back_once_to_the_newest_healthy_checkpoint_and_
     assert [event["step"] for event in events(undisturbed, "skip")] == [14, 15, 16]
     saved = [event["step"] for event in events(undisturbed, "checkpoint")]
     assert [step for step in saved if step != 12] == [4, 8, 20, 24, 28, 30], "step 16 is not made on the new branch"
-    assert json.loads((undisturbed / "summary.json").read_text())["skipped_steps"] == 3
+    assert read_json(undisturbed / "summary.json")["skipped_steps"] == 3
     assert all(torch.isfinite(tensor).all() for tensor in checkpoint(undisturbed, 30).values())
     assert rollbacks_of(folder_of(undisturbed / "checkpoints", 30)) == read_rollbacks(undisturbed)
 
@@ -117,7 +118,7 @@ def test_killed_right_after_the_record_the_run_goes_on_on_the_new_branch_to_the_
     went_back_once(folder)
     assert [event["step"] for event in events(folder, "skip")] == [14, 15, 16], "the bad steps were not made again"
     assert same_bits(checkpoint(folder, 30), checkpoint(undisturbed, 30))
-    summaries = [json.loads((place / "summary.json").read_text()) for place in (folder, undisturbed)]
+    summaries = [read_json(place / "summary.json") for place in (folder, undisturbed)]
     assert summaries[0]["skipped_steps"] == summaries[1]["skipped_steps"]
 
 

@@ -14,6 +14,7 @@ import torch
 
 from accel_train import Recipe, train
 from accel_train.core.errors import SettingError
+from accel_train.core.json_io import read_json
 from accel_train.runtime.doctor import (
     Finding,
     _launcher_finding,
@@ -177,7 +178,7 @@ def test_a_run_records_the_idle_gpus_with_its_other_choices(
     monkeypatch.setattr(torch.cpu, "device_count", lambda: 8)  # stands for GPUs: torch counts devices by the run's kind
     write_corpus(tmp_path)
     train(Recipe.model_validate(recipe_dict(tmp_path, schedule={"max_steps": 1})))
-    choices = json.loads((tmp_path / "run" / "summary.json").read_text())["choices"]
+    choices = read_json(tmp_path / "run" / "summary.json")["choices"]
     assert "1 of 8 GPUs used" in json.dumps(choices["gpus"])
     assert "--nproc_per_node 8" in json.dumps(choices["gpus"])
     assert "1 of 8 GPUs used" in "".join(capsys.readouterr())

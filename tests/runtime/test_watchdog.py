@@ -1,6 +1,5 @@
 """A process that dies, hangs or cannot stop ends the whole run soon; each process prints which rank it was, and why."""
 
-import json
 import math
 import os
 import signal
@@ -12,40 +11,17 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from accel_train.core.json_io import read_json
 from accel_train.runtime.heartbeat import Failure, HeartbeatStore, ProcessStatus, find_hung, lost_peer
 from accel_train.runtime.signals import StopRequest
 from accel_train.runtime.watchdog import Watchdog
-from tests.support.processes import Forked, run_forked
-from tests.support.runs import environment, events, losses, write_recipe_file
-
-TASK = "tests.support.tasks.process_faults:FaultTask"
-
-
-def start(folder: Path, started: list[Forked], processes: int = 2, **sections: Any) -> Forked:
-    recipe = write_recipe_file(folder, task=TASK, **{"schedule": {"max_steps": 100_000}, **sections})
-    started.append(run_forked(["run", str(recipe)], processes, folder=folder / "processes"))
-    return started[-1]
-
-
-def seconds_until_end(forked: Forked, folder: Path, after_step: int) -> float:
-    """From the step after which something is to happen, to the end of the last process."""
-    wait_for_step(forked, folder, after_step)
-    begin = time.monotonic()
-    forked.wait(60)
-    return time.monotonic() - begin
-
-
-def wait_for_step(forked: Forked, folder: Path, step: int) -> None:
-    deadline = time.monotonic() + 300
-    while not (folder / "run" / "metrics.jsonl").exists() or max(losses(folder / "run"), default=0) < step:
-        assert time.monotonic() < deadline, "no such step"
-        assert None in forked.exit_codes() or max(losses(folder / "run"), default=0) >= step, forked.stderr(0)
-        time.sleep(0.02)
+from tests.support.endless import seconds_to_end, start, wait_for
+from tests.support.processes import Forked
+from tests.support.runs import environment, events
 
 
 def errors(forked: Forked) -> list[str]:
@@ -106,8 +82,9 @@ def test_a_loop_that_fails_while_the_watchdog_ends_the_process_does_not_cut_it_s
 def test_process_that_dies_ends_the_whole_run_within_10_seconds_and_is_named(
     corpus: Path, started: list[Forked], fault: str, rank: int, codes: list[int], said: str
 ) -> None:
-    forked = start(corpus, started, options={fault: {"step": 4, "rank": rank}})
-    assert seconds_until_end(forked, corpus, after_step=2) < 10
+    forked = start(corpus, started, 2, options={fault: {"step": 4, "rank": rank}})
+    wait_for(forked, corpus, 2)
+    assert seconds_to_end(forked) < 10
     assert forked.exit_codes() == codes
     begin = f"error: rank {1 - rank}: "
     [line] = errors(forked)
@@ -121,7 +98,7 @@ def test_process_that_dies_ends_the_whole_run_within_10_seconds_and_is_named(
 def test_process_that_fails_while_the_run_is_prepared_is_named_as_well(
     corpus: Path, started: list[Forked], fault: str, place: str
 ) -> None:
-    forked = start(corpus, started, options={fault: 1})
+    forked = start(corpus, started, 2, options={fault: 1})
     begin = time.monotonic()
     codes = forked.wait()
     assert time.monotonic() - begin < 15
@@ -152,8 +129,9 @@ def test_process_that_hangs_is_named_with_its_stack_and_all_end_soon_after_the_t
     corpus: Path, started: list[Forked], fault: str, rank: int, said: str
 ) -> None:
     guard = {"hang_timeout_seconds": 5}
-    forked = start(corpus, started, options={fault: {"step": 4, "rank": rank}}, guard=guard)
-    assert 4 < seconds_until_end(forked, corpus, after_step=2) < 15
+    forked = start(corpus, started, 2, options={fault: {"step": 4, "rank": rank}}, guard=guard)
+    wait_for(forked, corpus, 2)
+    assert 4 < seconds_to_end(forked) < 15
     print(forked.stderr(0), forked.stderr(1))
     stopped = -9 if fault == "sigstop_at" else 5
     assert forked.exit_codes() == [stopped if each == rank else 5 for each in (0, 1)]
@@ -183,7 +161,7 @@ def test_work_after_the_last_step_that_takes_longer_than_the_timeout_does_not_en
     sections |= {"options": {"seconds": work}, "parallel": {"strategy": strategy}}
     forked = start(corpus, started, processes, **sections)
     forked.expect(0, 60)
-    assert json.loads((corpus / "run" / "summary.json").read_text())["steps"] == 2
+    assert read_json(corpus / "run" / "summary.json")["steps"] == 2
     assert (corpus / "run" / "model" / "model.safetensors").is_file()
     noted = [line for line in forked.stderr(0).splitlines() if line.startswith("note: ")]
     what = {"score": "computing metrics", "save": "writing model/", "baselines": "computing baselines and a sample"}
@@ -196,7 +174,7 @@ def test_process_that_hangs_after_the_last_step_is_named_and_all_end(
     corpus: Path, started: list[Forked], where: str, rank: int
 ) -> None:
     sections = {"guard": {"hang_timeout_seconds": 2}, "schedule": {"max_steps": 2}, "evaluate": {"every_steps": 2}}
-    forked = start(corpus, started, options={"sigstop_in": {where: rank}}, **sections)
+    forked = start(corpus, started, 2, options={"sigstop_in": {where: rank}}, **sections)
     forked.wait(60)
     assert forked.exit_codes() == [-9 if each == rank else 5 for each in (0, 1)]
     [line] = errors(forked)

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -179,6 +180,20 @@ def metrics(folder: Path, split: str = "train") -> list[dict[str, Any]]:
 def losses(folder: Path) -> dict[int, float]:
     """Training loss by step."""
     return {record["step"]: record["loss"] for record in metrics(folder)}
+
+
+def done_steps(folder: Path) -> int:
+    """The last step in metrics.jsonl; 0 before the first."""
+    return max(losses(folder), default=0) if (folder / "metrics.jsonl").exists() else 0
+
+
+def wait_for_step(folder: Path, step: int, is_alive: Callable[[], bool], said: Callable[[], str] = str) -> None:
+    """Wait until a run has logged a step. `said` returns what the run wrote, for where it does not come to it."""
+    deadline = time.monotonic() + 300
+    while done_steps(folder) < step:
+        assert time.monotonic() < deadline, said()
+        assert is_alive() or done_steps(folder) >= step, said()
+        time.sleep(0.02)
 
 
 def events(folder: Path, kind: str) -> list[dict[str, Any]]:

@@ -25,6 +25,7 @@ from accel_train.checkpoint.resume import read_state
 from accel_train.checkpoint.run_recipe import named_recipe
 from accel_train.cli.main import main
 from accel_train.core.errors import CheckpointError
+from accel_train.core.json_io import read_json
 from accel_train.core.redaction import redact_text
 from accel_train.core.terminal import without_controls
 from accel_train.inference.finished_run import recipe_of_trained
@@ -572,7 +573,7 @@ def test_attack_11_an_empty_kernel_in_the_kept_cache_is_removed_and_the_run_star
         torch.compiler.set_default_backend(None)
         torch.compiler.reset()
     assert not kernel.exists()
-    choice = json.loads((tmp_path / "run" / "summary.json").read_text())["choices"]["compile_cache"]
+    choice = read_json(tmp_path / "run" / "summary.json")["choices"]["compile_cache"]
     assert "removed 1 file" in json.dumps(choice)
 
 

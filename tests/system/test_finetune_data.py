@@ -14,6 +14,7 @@ import pytest
 import yaml
 from PIL import Image
 
+from accel_train.core.json_io import read_json
 from accel_train.data.delimited import read_delimited
 from accel_train.data.sources import resolve_sources
 from accel_train.data.tables import read_rows
@@ -139,7 +140,7 @@ def test_data_07_class_folders_of_texts_are_labels() -> None:
     assert "accel-train evaluate runs/imdb imdb/test\n" in printed
     for name in ("README", "imdb.vocab", "train/urls_pos.txt", "train/unsup/* (8 files)"):
         assert name in printed[printed.index("leaves out ") :].splitlines()[0]
-    facts = json.loads(Path("runs/imdb/summary.json").read_text())["data"]
+    facts = read_json(Path("runs/imdb/summary.json"))["data"]
     assert facts["num_train"] + facts["num_eval"] == 16
     assert facts["label_names"] == ["neg", "pos"]
     call("run", "runs/imdb.yaml")  # finished: it is found as it was

@@ -23,6 +23,7 @@ from tests.support.hf_models import Plain, arguments, bert, both, difference, pl
 from tests.support.runs import (
     events,
     metrics,
+    refused,
 )
 from tests.system.test_fits import EVALUATING
 
@@ -204,8 +205,7 @@ def test_hf_07_a_patched_import_of_transformers_trains(tmp_path: Path, monkeypat
         def _save_checkpoint(self, *args: Any) -> None:
             """Do nothing."""
 
-    with pytest.raises(ValueError, match="_save_checkpoint"):
-        Never(Plain(), arguments(tmp_path))
+    refused(Never, Plain(), arguments(tmp_path), named="_save_checkpoint")
 
 
 def test_hf_08_both_trainers_are_imported_from_the_package() -> None:
@@ -232,8 +232,7 @@ def test_hf_a_class_of_both_trainers_is_refused() -> None:
     class OfALibrary(StockTrainer):
         """As SFTTrainer."""
 
-    with pytest.raises(ValueError, match="class Mixed"):
-        type("Mixed", (OfALibrary, Trainer), {})
+    refused(type, "Mixed", (OfALibrary, Trainer), {}, named="class Mixed")
 
 
 def test_hf_default_callbacks_and_attributes_are_those_of_transformers(
