@@ -82,6 +82,14 @@ def not_launched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, not_launched: None) -> Path:
+    """Change to an empty folder, outside of a launch."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("ACCEL_TRAIN_DEBUG", raising=False)
+    return tmp_path
+
+
+@pytest.fixture
 def text_recipe(tmp_path: Path) -> Callable[..., Recipe]:
     """A recipe for a text, with its token shards below the test's own folder."""
 

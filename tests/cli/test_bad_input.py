@@ -242,11 +242,8 @@ TABLES: dict[str, tuple[str, str | bytes, dict[str, Any]]] = {
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(empty_folder: Path) -> Path:
     """A folder with a good recipe and data of every kind of badness; building a model in it is a failure."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "ACCEL_TRAIN_DEBUG"):
-        monkeypatch.delenv(name, raising=False)
     Path("r.yaml").write_text(yaml.safe_dump(GOOD))
     Path("text.txt").write_text("one two three " * 40)
     Path("text.xyz").write_text("text")
@@ -255,7 +252,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("rows.jsonl").write_text('{"text": "a"}\n' * 9)
     Path("s.jsonl").write_text(JSONL)
     Path("broken.jsonl").write_text('{"text": "a"}\n{"text": \n')
-    return tmp_path
+    return empty_folder
 
 
 @pytest.fixture

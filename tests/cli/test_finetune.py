@@ -28,17 +28,9 @@ from tests.support.runs import run_forked_command, write_base, write_corpus, wri
 from tests.support.text_tasks import write_questions, write_texts
 from tests.support.wording import assert_wording
 
+pytestmark = pytest.mark.usefixtures("empty_folder")
 QUICK = ("--schedule.max_steps", "2", "--log.progress", "false", "--data.cache_dir", "cache")
 WORDS = ("the film was long and dull", "a bright and funny story", "nobody laughed at the end of it", "we all cried")
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty current folder, in no launch."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "ACCEL_TRAIN_DEBUG"):
-        monkeypatch.delenv(name, raising=False)
-    return tmp_path
 
 
 def write_reviews(name: str = "reviews.csv") -> None:

@@ -21,31 +21,24 @@ from accel_train.cli.main import main, parse_arguments
 from accel_train.core.errors import CheckpointError, Preempted, TrainingStopped
 from accel_train.core.json_io import read_json
 from accel_train.recipe.tasks import TASKS, finetune_tasks
+from tests.cli import test_bad_input
 from tests.support.commands import call
 from tests.support.runs import REPOSITORY, run_forked_command
 
-ROOT = REPOSITORY
 GOOD: dict[str, Any] = {
-    "output_dir": "out",
-    "model": {"config": {"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 8, "n_positions": 16}},
-    "data": {"train": "text.txt", "eval_fraction": 0, "sequence_length": 16, "cache_dir": "cache"},
-    "batch": {"global_batch_size": 4},
+    **test_bad_input.GOOD,
     "schedule": {"max_steps": 3},
-    "evaluate": {"every_steps": 0},
     "checkpoint": {"every_steps": 2},
     "log": {"every_steps": 1, "progress": False},
 }
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(empty_folder: Path) -> Path:
     """A folder with a good recipe and its data, in no launch."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "ACCEL_TRAIN_DEBUG"):
-        monkeypatch.delenv(name, raising=False)
     Path("r.yaml").write_text(yaml.safe_dump(GOOD))
     Path("text.txt").write_text("one two three " * 40)
-    return tmp_path
+    return empty_folder
 
 
 def failing(name: str, error: BaseException) -> Command:
@@ -185,31 +178,28 @@ def test_the_module_is_the_same_program() -> None:
     assert done.stdout == f"accel-train {__version__}\n"
 
 
+def until_torch(folder: Path, *words: str, **variables: str) -> "subprocess.Popen[str]":
+    """Start the program, and end it with exit code 9 once it imports torch, which then says so."""
+    (folder / "torch.py").write_text("import os\nos.write(2, b'torch is imported')\nos._exit(9)\n")
+    env = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{REPOSITORY}", **variables}
+    command = [sys.executable, "-m", "accel_train", *words]
+    return subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def ended(process: "subprocess.Popen[str]") -> tuple[int, str, str]:
+    out, err = process.communicate()
+    return process.returncode, out, err
+
+
 @pytest.mark.parametrize(("rank", "lines"), [("0", ["r.yaml: to be trained in out"]), ("1", [])])
 def test_a_run_says_what_it_is_about_before_it_imports_torch(folder: Path, rank: str, lines: list[str]) -> None:
-    (folder / "torch.py").write_text("import os\nos.write(2, b'torch is imported')\nos._exit(9)\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "accel_train", "run", "r.yaml"],
-        env={
-            **os.environ,
-            "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}",
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": "2",
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": "1",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    code, out, err = ended(until_torch(folder, "run", "r.yaml", **ranks))
     importing = "r.yaml: importing torch and transformers ...\n" if lines else ""
-    assert (done.returncode, done.stderr) == (9, f"{importing}torch is imported")
-    assert done.stdout.splitlines() == lines
+    assert (code, out.splitlines(), err) == (9, lines, f"{importing}torch is imported")
 
 
 def test_mistakes_that_need_no_torch_end_before_its_import(folder: Path) -> None:
-    (folder / "torch.py").write_text("import os\nos._exit(9)\n")
     (folder / "file").touch()
     (folder / "own.csv").write_text("text,label\none,a\ntwo,b\n")
     table = {"task": "text-classification", "output_dir": "own", "model": {"config": {"model_type": "ngrams"}}}
@@ -229,40 +219,25 @@ def test_mistakes_that_need_no_torch_end_before_its_import(folder: Path) -> None
         "finetune gone.csv": "gone.csv",
         "run r.yaml --gpus 2": "--nproc_per_node 2",
     }
-    env = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
-    started = {
-        typed: subprocess.Popen(
-            [sys.executable, "-m", "accel_train", *typed.split()], env=env, text=True, stderr=subprocess.PIPE
-        )
-        for typed in cases
-    }
+    started = {typed: until_torch(folder, *typed.split()) for typed in cases}
     for typed, process in started.items():
-        _, said = process.communicate()
-        assert (process.returncode, said.count("\n"), cases[typed] in said) == (2, 1, True), (typed, said)
+        code, _, said = ended(process)
+        assert (code, said.count("\n"), cases[typed] in said) == (2, 1, True), (typed, said)
 
 
 def test_each_command_says_what_it_does_before_it_imports_torch(folder: Path) -> None:
-    (folder / "torch.py").write_text("import os\nos.write(1, b'torch is imported')\nos._exit(9)\n")
     (folder / "run").mkdir()
     (folder / "run" / "recipe.resolved.yaml").write_bytes((folder / "r.yaml").read_bytes())
-    env = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
     of_recipes = ("plan", "find-lr", "rehearse", "sweep")
     (folder / "run" / "model").mkdir()
     (folder / "run" / "model" / "config.json").write_text("{}")
     of_runs = ("evaluate", "predict", "generate", "export", "replay")
     names = dict.fromkeys(of_recipes, "r.yaml") | dict.fromkeys(of_runs, "run")
-    started = {
-        command: subprocess.Popen(
-            [sys.executable, "-m", "accel_train", command, name, *(("--seed", "0,1") if command == "sweep" else ())],
-            env=env, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )
-        for command, name in names.items()
-    }  # fmt: skip
+    more = {"sweep": ("--seed", "0,1")}
+    started = {command: until_torch(folder, command, name, *more.get(command, ())) for command, name in names.items()}
     for command, process in started.items():
-        said, _ = process.communicate()
-        assert said == f"{names[command]}: importing torch and transformers ...\ntorch is imported", command
-        assert process.returncode == 9
+        said = f"{names[command]}: importing torch and transformers ...\ntorch is imported"
+        assert ended(process) == (9, "", said), command
 
 
 def test_export_names_the_consents_that_it_takes_and_no_other_setting() -> None:
@@ -316,7 +291,7 @@ def test_a_run_is_trained_verified_reported_and_generates() -> None:
     words = ("generate", "out", "--prompt", "one ", "--max-new-tokens", 40, "--seed")
     texts = [call(*words, seed).out for seed in (1, 1, 2)]
     assert texts[0].startswith("one ")
-    assert len(texts[0]) > 16  # goes on past the model's 16 positions
+    assert len(texts[0]) > 32  # goes on past the model's 32 positions
     assert texts[0] == texts[1] != texts[2]
 
     damaged = next(Path("out/checkpoints/step-00000004").glob("*.safetensors"))

@@ -275,10 +275,27 @@ def join(ranks: int, per_machine: int) -> tuple[CountedStore, list[HeartbeatStor
     return store, heartbeats
 
 
-def test_calls_of_the_store_at_a_start_grow_with_the_processes_and_not_with_their_square() -> None:
-    few, many = join(64, 8)[0].num_calls, join(512, 8)[0].num_calls
-    assert many < 1.1 * 8 * few
-    assert many < 80 * 512
+@pytest.mark.parametrize("rank", [0, 8])
+def test_the_start_of_a_process_makes_as_many_store_calls_in_a_large_run_as_in_a_small_one(rank: int) -> None:
+    calls = {}
+    for num_processes in (64, 4096):
+        store = CountedStore()
+        others = [HeartbeatStore(store, each, num_processes) for each in range(rank + 1, rank + 8)]
+        for other in others:
+            other.exchange()
+        status = store.get(f"status/{rank + 1}").decode().replace(socket.gethostname(), "elsewhere")
+        for each in {*range(num_processes)} - {*range(rank, rank + 8)}:
+            store.set(f"status/{each}", status)
+        store.add("joined", num_processes - 8)
+        own, before = HeartbeatStore(store, rank, num_processes), store.num_calls
+        own.meet()
+        start = store.num_calls
+        own.exchange()
+        calls[num_processes] = (start - before, store.num_calls - start)
+        assert sorted(own._known) == sorted({0, *range(rank, rank + 8)})
+    assert calls[4096] == calls[64]
+    assert calls[64][0] < 80
+    assert calls[64][1] < 8
 
 
 def test_a_process_knows_its_machine_and_rank_0_and_reads_all_in_one_call_when_it_looks_for_a_hang() -> None:

@@ -2,20 +2,16 @@
 
 import importlib
 import json
-import math
 import os
 import shutil
 import signal
-import socket
 import sys
 import unicodedata
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import yaml
 from torch import Tensor, nn
 from torch.utils.data import default_collate
@@ -30,12 +26,9 @@ from accel_train.core.redaction import redact_text
 from accel_train.core.terminal import without_controls
 from accel_train.inference.finished_run import recipe_of_trained
 from accel_train.model.compile import CACHE_VARIABLE, machine_kind
-from accel_train.observe import metrics_reader
-from accel_train.observe.metrics_reader import MetricsReader
-from accel_train.observe.run_folder import RECIPE_FILE, RunFolder, parse_line, read_metrics
+from accel_train.observe.run_folder import RECIPE_FILE, RunFolder
 from accel_train.recipe.schema import Recipe
 from accel_train.report.report import load_runs
-from accel_train.runtime.heartbeat import HeartbeatStore
 from accel_train.task import TaskData
 from accel_train.tasks.causal_lm.task import CausalLM
 from tests.support.commands import call, error_line
@@ -322,77 +315,6 @@ def test_attack_06_nothing_after_the_weights_changes_the_exit_code(
     assert said.count("warning: ") == 6, said
 
 
-class CountedStore:
-    """A store that counts its calls."""
-
-    def __init__(self) -> None:
-        self.store, self.num_calls = dist.HashStore(), 0
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            self.num_calls += 1
-            return getattr(self.store, name)(*arguments)
-
-        return call
-
-
-@pytest.mark.parametrize("rank", [0, 8])
-def test_attack_07_the_start_of_a_process_makes_as_many_store_calls_in_a_large_run_as_in_a_small_one(rank: int) -> None:
-    calls = {}
-    for num_processes in (64, 4096):
-        store = CountedStore()
-        others = [HeartbeatStore(store, each, num_processes) for each in range(rank + 1, rank + 8)]
-        for other in others:
-            other.exchange()
-        status = store.get(f"status/{rank + 1}").decode().replace(socket.gethostname(), "elsewhere")
-        for each in {*range(num_processes)} - {*range(rank, rank + 8)}:
-            store.set(f"status/{each}", status)
-        store.add("joined", num_processes - 8)
-        own, before = HeartbeatStore(store, rank, num_processes), store.num_calls
-        own.meet()
-        start = store.num_calls
-        own.exchange()
-        calls[num_processes] = (start - before, store.num_calls - start)
-        assert sorted(own._known) == sorted({0, *range(rank, rank + 8)})
-    assert calls[4096] == calls[64]
-    assert calls[64][1] < 8
-
-
-def test_attack_08_a_long_run_is_read_once_in_little_memory_and_keeps_its_extremes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(metrics_reader, "WHOLE_BYTES", 2**16)
-    monkeypatch.setattr(metrics_reader, "GROUPS", 50)
-    run = _strangers_run(tmp_path)
-    steps = 20_000
-    odd = {7_001: 99.0, 7_002: "NaN", 9_001: -3.0}
-    lines = [
-        {"split": "train", "step": n, "loss": odd.get(n, 5.0), "grad_norm": 1.0 + (n == 123)} for n in range(1, steps)
-    ]
-    lines.insert(100, {"split": "eval", "step": 100, "loss": 4.0})
-    path = run / "metrics.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"split": "tr')
-    reader = MetricsReader(path)
-    kept = reader.read()
-    assert len(kept) < 500
-    assert [line["step"] for line in kept] == sorted(line["step"] for line in kept)
-    by_step = {line["step"]: line for line in kept if line["split"] == "train"}
-    assert by_step[7_001]["loss"] == 99.0
-    assert math.isnan(by_step[7_002]["loss"])
-    assert by_step[9_001]["loss"] == -3.0
-    assert by_step[123]["grad_norm"] == 2.0
-    assert [step for step in range(steps - 60, steps) if step not in by_step] == []
-    assert [line for line in kept if line["split"] == "eval"] == [lines[100]]
-    parsed = []
-    monkeypatch.setattr(metrics_reader, "parse_line", lambda *a: (parsed.append(a), parse_line(*a))[1])
-    with path.open("a") as file:
-        file.write(f'ain", "step": {steps}, "loss": 1.5}}\n')
-    assert reader.read()[-1] == {"split": "train", "step": steps, "loss": 1.5}
-    assert len(parsed) < 500
-    os.truncate(path, 3_000)  # a rollback
-    assert reader.read() == read_metrics(run)
-
-
 @pytest.mark.parametrize("damaged", [False, True])
 def test_attack_08_a_resume_reads_the_end_of_the_metrics_only(damaged: bool, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
@@ -445,17 +367,16 @@ def test_attack_09_changed_options_of_a_task_are_an_event(tmp_path: Path, monkey
     sys.modules.pop("weighted_task")
 
 
+@pytest.mark.parametrize("named", ["task", "optimizer.name"])
 @pytest.mark.parametrize("place", ["beside the run", "in the run folder", "below the current folder"])
 def test_attack_10_a_module_that_came_with_a_run_is_imported_by_consent_only(
-    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = {"in the run folder": tmp_path / "run", "below the current folder": tmp_path / "evil"}.get(place, tmp_path)
-    name = "evil.deep" if place == "below the current folder" else "evil"
-    run = _strangers_run(tmp_path, task=f"{name}:Task")
-    folder.mkdir(exist_ok=True)
-    (folder / f"{name.rpartition('.')[2]}.py").write_text(
-        f"open({str(tmp_path / 'canary')!r}, 'w').close()\nclass Task: pass\n"
-    )
+    name = "evil.deep:Task" if place == "below the current folder" else "evil:Task"
+    run, canary = _strangers_run(tmp_path, **_sections(named, name)), tmp_path / "canary"
+    file = folder / f"{name.partition(':')[0].rpartition('.')[2]}.py"
+    _canary_module(file, canary)
     monkeypatch.chdir(run if place == "in the run folder" else tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("PYTHONPATH", ".")
@@ -468,16 +389,22 @@ def test_attack_10_a_module_that_came_with_a_run_is_imported_by_consent_only(
         "verify --resume-proof": 4,
     }.items():
         command, *flags = words.split()
-        call(command, shown, *flags, code=code, named=f"--task {name}:Task" if code == 2 else "")
-        assert not (tmp_path / "canary").exists(), words
+        call(command, shown, *flags, code=code, named=f"--{named} {name}|{file.name}" if code == 2 else "")
+        assert not canary.exists(), words
         assert str(Path.cwd()) not in sys.path
-    call("evaluate", shown, "--task", "other:Task", code=2)
-    assert not (tmp_path / "canary").exists()
-    # It is not a task, which only its import shows.
-    call("evaluate", shown, "--task", f"{name}:Task", code=2, named="not derived")
-    assert (tmp_path / "canary").exists()
+    call("evaluate", shown, f"--{named}", "other:Task", code=2)
+    assert not canary.exists()
+    if named == "task":
+        # It is not a task, which only its import shows.
+        call("evaluate", shown, "--task", name, code=2, named="not derived")
+        assert canary.exists()
     for loaded in ("evil.deep", "evil"):
         sys.modules.pop(loaded, None)
+
+
+def _sections(named: str, name: str) -> dict[str, Any]:
+    """Return the sections of a recipe that names a task or an optimizer of one's own."""
+    return {"task": name} if named == "task" else {"optimizer": {"name": name}, "task": "causal-lm"}
 
 
 def test_attack_10_an_installed_module_needs_no_consent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -507,7 +434,7 @@ def test_code_beside_a_strangers_recipe_runs_by_consent_on_the_command_line_only
     place: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "stranger_a.code:Task" if place == "below the current folder" else "stranger_b:Task"
-    sections: dict[str, Any] = {"task": name} if named == "task" else {"optimizer": {"name": name}, "task": "causal-lm"}
+    sections = _sections(named, name)
     if place == "a run folder":
         recipe = _strangers_run(tmp_path, **sections) / RECIPE_FILE
         _canary_module(tmp_path / "stranger_b.py", tmp_path / "canary")

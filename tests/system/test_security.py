@@ -396,26 +396,6 @@ def test_the_reader_consents_on_the_command_line(someones_run: Path, canary: Pat
     canary.unlink()
 
 
-@pytest.mark.parametrize("named", [{"task": "senders_task:Task"}, {"optimizer": {"name": "senders_task:Task"}}])
-@pytest.mark.parametrize("place", [".", ".."])
-def test_a_class_that_lies_in_the_run_folder_or_beside_it_is_not_imported(
-    named: dict[str, Any],
-    place: str,
-    run: Path,
-    canary: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    (run / place / "senders_task.py").write_text(f"open({str(canary)!r}, 'w').close()\nclass Task: pass\n")
-    rewrite_recipe(run, **named)
-    monkeypatch.chdir(run / place)
-    monkeypatch.setattr(sys, "path", list(sys.path))  # the command may put the current folder there
-    for words in ("evaluate", "predict", "export --quantize int8", "verify --resume-proof"):
-        name, *flags = words.split()
-        said = call(name, run, *flags, code=2).err
-        assert not canary.exists(), words
-        assert "senders_task.py" in said
-
-
 def test_a_senders_consent_to_metrics_of_the_hub_is_not_the_readers(
     run: Path,
 ) -> None:
