@@ -3,6 +3,7 @@
 import math
 import shutil
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -73,11 +74,16 @@ def train(
 def replayed(run: Path, step: int, *settings: str) -> tuple[Replay, dict[str, Any]]:
     """The replay of an incident, and the incident's record with what the replay found."""
     replay = replay_incident(run / "incidents" / f"step-{step:08d}", "cpu", settings=settings)
-    kept = {found["rank"]: found for found in replay.findings}
+    kept = {found.rank: found for found in replay.findings}
     verdict = format_replay(replay).rpartition("verdict: ")[2].splitlines()[0]
-    processes = [kept.get(found["rank"], found) for found in replay.record["processes"]]
+    processes = [asdict(kept.get(found.rank, found)) for found in replay.incident.processes]
     classification = verdict.partition(":")[0].lower()
-    return replay, {**replay.record, "processes": processes, "classification": classification, "sentence": verdict}
+    return replay, {
+        **asdict(replay.incident),
+        "processes": processes,
+        "classification": classification,
+        "sentence": verdict,
+    }
 
 
 def at(step: int, rank: int, micro_batch: int, row: int, place: str, name: str = "", **more: Any) -> dict[str, Any]:
@@ -100,10 +106,10 @@ def assert_kept_and_named(run: Path, samples: Sequence[int]) -> None:
     """Batches and whole weights of each of FAULTS are kept, and a replay names process, sample and module."""
     folder = run / "incidents" / "step-00000003"
     assert f"accel-train replay {folder} " in events(run, "skip")[0]["message"]
-    assert "shard of the weights" in read_incident(folder)["not_diagnosed"]
+    assert "shard of the weights" in read_incident(folder).not_diagnosed
     assert "accel-train replay incidents/step-00000003" in (folder / "incident.md").read_text()
     # Only the process whose loss was not finite; both where gradients were summed before anything looked at them.
-    assert [each["rank"] for each in read_incident(folder)["batches"]] == [1]
+    assert [each.rank for each in read_incident(folder).batches] == [1]
     assert [each["rank"] for each in incident(run, 13)["batches"]] == [0, 1]
     kept, saved = load_file(folder / "weights.safetensors"), tensors(run, 2, "model")
     assert_same_bits({name: saved[name] for name in kept if "statistics" not in name}, {

@@ -75,8 +75,8 @@ def test_loss_computed_again_is_that_of_the_step_to_the_bit_dropout_included(tmp
     fault = {"sample": 7, "place": "gradient", "name": "head.weight"}
     folder = run_with(tmp_path, fault, batch={"gradient_accumulation_steps": 1})
     [replayed] = replay_incident(folder, "cpu").micro_batches
-    [finding] = read_incident(folder)["processes"]
-    assert finding["loss_sum"] == finding["loss_sum_then"] == replayed.outcome.loss
+    [finding] = read_incident(folder).processes
+    assert finding.loss_sum == finding.loss_sum_then == replayed.outcome.loss
     assert replayed.outcome.not_finite == ["head.weight"]
     assert all(call.output_finite for call in replayed.watch.calls)
     assert "verdict: happens again" in format_replay(replay_incident(folder, "cpu"))

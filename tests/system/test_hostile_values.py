@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
 from json import JSONDecodeError
 from pathlib import Path
@@ -27,7 +28,7 @@ from accel_train.experiments.finetune.polygons import find_polygons
 from accel_train.experiments.finetune.recipe import asked_of, minimal_recipe
 from accel_train.inference.finished_run import recipe_of_trained
 from accel_train.model.pretrained import pretrained_config
-from accel_train.observe.incident_record import format_incident, next_actions, read_incident
+from accel_train.observe.incident_record import Finding, HeavySample, format_incident, next_actions, read_incident
 from accel_train.recipe.schema import Recipe
 from accel_train.tasks.multiple_choice.config import MultipleChoiceData
 from accel_train.tasks.multiple_choice.data import read_choices
@@ -39,6 +40,7 @@ from accel_train.tasks.token_classification.config import TokenClassificationDat
 from accel_train.tasks.token_classification.data import read_sentences, tag_scheme
 from tests.support.boxes import coco_content, read_boxes, write_images
 from tests.support.commands import call
+from tests.support.number_faults import incident_with
 from tests.support.runs import recipe_dict, refused, write_corpus
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
@@ -350,14 +352,13 @@ def test_configurations_of_a_model_folder(run: Path) -> None:
 
 
 def test_an_incident(tmp_path: Path) -> None:
-    file = tmp_path / "incident.json"
-    document = {"format": 1, "kind": "spike", "step": 3, "processes": []}
-    file.write_text(json.dumps(document))
-    for description, text in hostile(document):
-        file.write_text(text)
-        try:
-            record = read_incident(tmp_path)
-        except ValueError:
-            continue
-        assert format_incident(record), description
-        assert next_actions(record), description
+    columns = {"x": {"shape": [2], "dtype": "float32", "not_finite": 0, "min": 0.0, "max": 1.0}}
+    finding = Finding(0, "cpu", columns=columns, heaviest=[HeavySample(1, 0, 2.0, 3.0)])
+    file, incident = tmp_path / "incident.json", incident_with(kind="spike", processes=[finding])
+
+    def read() -> None:
+        found = read_incident(tmp_path)
+        assert format_incident(found)
+        assert next_actions(found)
+
+    assert survives(read, file, asdict(incident)) > 50

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,12 @@ from accel_train.inference.generate import generate_from_run
 from accel_train.metrics.registry import load_metric
 from accel_train.model.pretrained import pretrained_config
 from accel_train.observe.goodput import read_launches
+from accel_train.observe.incident_record import KeptBatch
 from accel_train.observe.run_folder import RECIPE_FILE, read_events, read_metrics, read_summary
 from accel_train.recipe.data import Data
 from accel_train.training.setup import prepare_run
 from tests.support.commands import call
+from tests.support.number_faults import incident_with
 from tests.support.pickle_gadgets import FORMS, gadgets
 from tests.support.runs import command, environment, recipe_dict, refused, write_corpus, write_recipe_file
 
@@ -348,16 +351,7 @@ def someones_run(model_with_code: Path, run: Path, monkeypatch: pytest.MonkeyPat
     rewrite_recipe(run, model=consent, tokenizer="auto")
     incident = run / "incidents" / "step-00000001"
     incident.mkdir(parents=True)
-    record = {
-        "format": 1,
-        "batches": [{"file": "x"}],
-        "precision": "no",
-        "world_size": 1,
-        "num_sharing": 1,
-        "num_targets": 1,
-        "loss_scale": None,
-        **{"step": 1, "kind": "nonfinite", "sentence": "", "classification": "unknown", "processes": [], "weights": {}},
-    }
+    record = asdict(incident_with(step=1, batches=[KeptBatch("x", 0)]))
     (incident / "incident.json").write_text(json.dumps(record))
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(run.parent / "modules"))
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):

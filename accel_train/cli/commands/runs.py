@@ -253,9 +253,9 @@ def _replayed(incident: str, replay: "Replay") -> results.ReplayResult:
     """Return the result of a replayed incident."""
     return {
         "incident": incident,
-        "step": replay.record["step"],
-        "kind": replay.record["kind"],
-        "sentence": replay.record["sentence"],
+        "step": replay.incident.step,
+        "kind": replay.incident.kind,
+        "sentence": replay.incident.sentence,
         "classification": replay.classification,
         "device": replay.device,
         "precision": replay.precision,
