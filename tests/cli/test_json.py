@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,7 @@ from accel_train.core.json_io import read_json
 from tests.cli.test_main import GOOD, failing
 from tests.recovery.test_replay import run_with
 from tests.support.commands import call
-from tests.support.runs import environment, run_forked_command, write_corpus, write_recipe_file
+from tests.support.runs import ran, run_forked_command, write_recipe_file
 
 Answer = dict[str, Any]
 Ask = Callable[..., Answer]
@@ -229,25 +228,23 @@ cli.COMMANDS["doctor"] = cli.COMMANDS["doctor"]._replace(run=loud)
 cli.program()
 """)
     words = [sys.executable, str(program), "doctor", "--json"]
-    done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=True)
+    done = ran(words, check=True)
     assert answer_in(done.stdout)["ok"]
     assert sorted(done.stderr.splitlines()) == ["of a child", "printed", "written"]
 
 
-def test_main_process_alone_prints_the_object_of_a_run(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
-    recipe = write_recipe_file(tmp_path, schedule={"max_steps": 2})
+def test_main_process_alone_prints_the_object_of_a_run(corpus: Path) -> None:
+    recipe = write_recipe_file(corpus, schedule={"max_steps": 2})
     done = run_forked_command(["run", str(recipe), "--json"], 2)
     assert done.returncode == 0, done.stderr
     assert answer_in(done.stdout)["result"]["summary"]["world_size"] == 2
     assert str(recipe) in done.stderr
 
 
-def test_a_process_that_a_watchdog_ends_prints_why(tmp_path: Path) -> None:
+def test_a_process_that_a_watchdog_ends_prints_why(corpus: Path) -> None:
     """A step that hangs never comes back: the object comes from the watchdog's thread."""
-    write_corpus(tmp_path)
-    recipe = write_recipe_file(tmp_path)
-    program = tmp_path / "program.py"
+    recipe = write_recipe_file(corpus)
+    program = corpus / "program.py"
     program.write_text("""
 import time
 from accel_train.cli.main import program

@@ -182,35 +182,33 @@ def kill_in_compiler(recipe: Path, output: str, size: int, **variables: str) -> 
 
 @pytest.mark.faults
 @pytest.mark.timeout(900)
-def test_a_run_that_is_killed_while_a_kernel_is_compiled_and_linked_starts_again(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
-    compiler = tmp_path / "g++"  # torch goes by the name
+def test_a_run_that_is_killed_while_a_kernel_is_compiled_and_linked_starts_again(corpus: Path) -> None:
+    compiler = corpus / "g++"  # torch goes by the name
     compiler.write_text(COMPILER)
     compiler.chmod(0o755)
     # Nothing ends in the name of a trap that is not set.
-    caches = {"ACCEL_TRAIN_CACHE": str(tmp_path / "cache"), "TMPDIR": str(tmp_path / "temporary"), "CXX": str(compiler)}
-    (tmp_path / "temporary").mkdir()
+    caches = {"ACCEL_TRAIN_CACHE": str(corpus / "cache"), "TMPDIR": str(corpus / "temporary"), "CXX": str(compiler)}
+    (corpus / "temporary").mkdir()
 
     def recipe(name: str) -> Path:
         model = {"config": {**TINY_MODEL, "resid_pdrop": 0.1}}
         sections = {"precision": {"compile": True}, "schedule": {"max_steps": 3}, "data": {"eval_fraction": 0}}
-        return write_recipe_file(tmp_path, output_dir=str(tmp_path / name), model=model, **sections)
+        return write_recipe_file(corpus, output_dir=str(corpus / name), model=model, **sections)
 
     def train(name: str, **variables: str) -> list[float]:
         subprocess.run(command(recipe(name)), env=environment(**variables), check=True, timeout=300)
-        return list(losses(tmp_path / name).values())
+        return list(losses(corpus / name).values())
 
     for output, size in ((".gch", 1_000_000), (".main.so", 0)):
         kill_in_compiler(recipe("killed"), output, size, **caches)
-    assert train("killed", **caches, TRAP="none") == train("whole", ACCEL_TRAIN_CACHE=str(tmp_path / "other-cache"))
-    choice = read_json(tmp_path / "killed" / "summary.json")["choices"]["compile_cache"]
+    assert train("killed", **caches, TRAP="none") == train("whole", ACCEL_TRAIN_CACHE=str(corpus / "other-cache"))
+    choice = read_json(corpus / "killed" / "summary.json")["choices"]["compile_cache"]
     assert "left unfinished" in json.dumps(choice)
 
 
 @pytest.mark.faults
-def test_processes_of_a_torchrun_that_is_killed_save_and_end_within_ten_seconds(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
-    recipe, folder = recipe_in(tmp_path, "run", 100_000), tmp_path / "run"
+def test_processes_of_a_torchrun_that_is_killed_save_and_end_within_ten_seconds(corpus: Path) -> None:
+    recipe, folder = recipe_in(corpus, "run", 100_000), corpus / "run"
     launcher = psutil.Popen(
         command(recipe, processes=2), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )

@@ -26,8 +26,10 @@ from tests.support.runs import (
     TESTS,
     command,
     environment,
+    event_steps,
     events,
     losses,
+    ran,
     wait_for_step,
     write_corpus,
     write_recipe_file,
@@ -211,11 +213,10 @@ def test_machine_that_is_lost_and_started_again_rejoins_and_the_run_ends_as_if_u
 
 @pytest.mark.parametrize("asked", [0, 1])
 def test_machine_that_is_asked_to_stop_ends_both_with_75_in_seconds_and_the_run_is_saved(
-    tmp_path: Path, one_address: Machines, asked: int
+    corpus: Path, one_address: Machines, asked: int
 ) -> None:
-    write_corpus(tmp_path)
-    recipe, run = write_recipe_file(tmp_path, **RUN, options={"seconds": {"step": 0.2}}), tmp_path / "run"
-    logs = [tmp_path / f"machine-{number}.log" for number in range(2)]
+    recipe, run = write_recipe_file(corpus, **RUN, options={"seconds": {"step": 0.2}}), corpus / "run"
+    logs = [corpus / f"machine-{number}.log" for number in range(2)]
     first = one_address.start(0, recipe, logs[0])
     one_address.wait_for_the_first(logs)
     both = [first, one_address.start(1, recipe, logs[1])]
@@ -239,14 +240,13 @@ def test_machine_that_falls_silent_is_given_up_after_the_hang_timeout_and_rejoin
     lose_one_and_start_it_again(tmp_path, two_addresses, silently=True)
 
 
-def test_torchrun_itself_starts_killed_processes_again_and_the_run_goes_on(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
+def test_torchrun_itself_starts_killed_processes_again_and_the_run_goes_on(corpus: Path) -> None:
     recipe = write_recipe_file(
-        tmp_path, **{**RUN, "schedule": {"max_steps": 20}}, options={"kill_at": {"step": 12, "rank": 1}}
+        corpus, **{**RUN, "schedule": {"max_steps": 20}}, options={"kill_at": {"step": 12, "rank": 1}}
     )
     words = command(recipe, processes=2)
     words.insert(words.index("--standalone"), "--max_restarts=1")
-    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=240, check=False)
+    done = ran(words)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert [event["step"] for event in events(tmp_path / "run", "resume")] == [10]
-    assert list(losses(tmp_path / "run")) == list(range(1, 21))
+    assert event_steps(corpus / "run", "resume") == [10]
+    assert list(losses(corpus / "run")) == list(range(1, 21))

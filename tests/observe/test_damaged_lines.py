@@ -17,7 +17,7 @@ from accel_train.report.report import render_page, write_report
 from accel_train.report.run import load_run
 from tests.support.commands import call
 from tests.support.report import SUMMARY, Page, make_run
-from tests.support.runs import recipe_dict, write_corpus
+from tests.support.runs import recipe_dict
 
 DAMAGE = {
     "torn": b'{"step": 3, "split": "tr',
@@ -105,13 +105,12 @@ def test_no_summary_is_too_odd_to_report(tmp_path: Path) -> None:
         render_page([loaded, loaded])
 
 
-def test_commands_work_on_a_run_with_damaged_files_and_a_resume_keeps_their_lines(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
+def test_commands_work_on_a_run_with_damaged_files_and_a_resume_keeps_their_lines(corpus: Path) -> None:
     sections = {"task": "causal-lm", "schedule": {"max_steps": 4}, "checkpoint": {"every_steps": 2, "keep": 9}}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe_dict(tmp_path, **sections)))
-    command = ["run", str(tmp_path / "recipe.yaml")]
+    (corpus / "recipe.yaml").write_text(yaml.safe_dump(recipe_dict(corpus, **sections)))
+    command = ["run", str(corpus / "recipe.yaml")]
     call(*command)
-    run = tmp_path / "run"
+    run = corpus / "run"
     for name in ("metrics.jsonl", "events.jsonl"):
         insert(run / name, 2, DAMAGE["binary"])
     (run / "summary.json").write_text('{"steps": 4, "world_si')

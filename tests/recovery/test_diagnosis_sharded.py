@@ -20,7 +20,7 @@ from accel_train.task import with_data_of
 from tests.support.comparisons import assert_same_bits, tensors
 from tests.support.number_faults import GAP_STEPS, ONCE, PLACES, assert_named, incident, plan_of, spread
 from tests.support.processes import run_forked
-from tests.support.runs import TINY_MODEL, events, losses, write_corpus
+from tests.support.runs import TINY_MODEL, event_steps, events, losses, write_corpus
 from tests.support.tasks.number_faults_sharded import ShardedLanguageModel
 
 FSDP2 = {"parallel": {"strategy": "fsdp2"}}
@@ -137,7 +137,7 @@ def assert_kept_and_named(run: Path, samples: Sequence[int]) -> None:
 def assert_same_run(run: Path, other: Path) -> None:
     """Losses and weights, moments and running statistics at the end, to the bit; the steps of the faults skipped."""
     assert losses(run) == losses(other) or str(losses(run)) == str(losses(other))  # NaN is not NaN
-    assert [event["step"] for event in events(run, "skip")] == [3, 13, 23]
+    assert event_steps(run, "skip") == [3, 13, 23]
     for kind in ("model", "optimizer"):
         assert_same_bits(tensors(run, STEPS, kind), tensors(other, STEPS, kind))
     assert not (other / "incidents").exists()
@@ -213,7 +213,7 @@ def test_faults_of_every_kind_are_named_on_either_process(tmp_path: Path) -> Non
     faults = spread([*PLACES, *ONCE], processes=2)
     steps = faults[-1]["step"] + GAP_STEPS
     samples = train(tmp_path, "run", faults, steps, **FSDP2)
-    assert [event["step"] for event in events(tmp_path / "run", "skip")] == [fault["step"] for fault in faults]
+    assert event_steps(tmp_path / "run", "skip") == [fault["step"] for fault in faults]
     for fault, sample in zip(faults, samples, strict=True):
         if not fault.get("once"):
             assert_named(replayed(tmp_path / "run", fault["step"])[1], fault, sample)

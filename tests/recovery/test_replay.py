@@ -3,7 +3,6 @@
 import math
 import os
 import shutil
-import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,7 +20,7 @@ from accel_train.runtime.process_group import has_accelerator
 from tests.support.commands import call
 from tests.support.number_faults import plan_of
 from tests.support.programs.number_faults import train_with_faults
-from tests.support.runs import environment
+from tests.support.runs import ran
 
 
 @pytest.fixture(autouse=True)
@@ -100,9 +99,7 @@ def test_fault_that_came_once_does_not_happen_again(tmp_path: Path) -> None:
 def test_debugger_stops_at_the_first_module_with_its_output_at_hand(broken: Path) -> None:
     program = [sys.executable, "-m", "accel_train", "replay", str(broken), "--device", "cpu", "--debug"]
     keys = "p 'at', name, module\np args[0].isfinite().all(), output.isnan().any()\nc\n"
-    done = subprocess.run(
-        program, input=keys, env=environment(), capture_output=True, text=True, timeout=300, check=False
-    )
+    done = ran(program, input=keys)
     assert done.returncode == 0, done.stderr
     assert "('at', 'blocks.1.act', GELU(" in done.stdout
     assert "(tensor(True), tensor(True))" in done.stdout

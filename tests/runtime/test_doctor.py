@@ -29,7 +29,7 @@ from accel_train.runtime.doctor import (
     launch_facts,
 )
 from tests.support.commands import call
-from tests.support.runs import recipe_dict, write_corpus
+from tests.support.runs import recipe_dict
 
 JOIN_AND_CHECK = """\
 from accelerate import PartialState
@@ -172,13 +172,12 @@ def test_a_notebook_is_told_of_its_launcher(monkeypatch: pytest.MonkeyPatch, not
 
 
 def test_a_run_records_the_idle_gpus_with_its_other_choices(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, not_launched: None, capsys: pytest.CaptureFixture[str]
+    corpus: Path, monkeypatch: pytest.MonkeyPatch, not_launched: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     monkeypatch.setattr(torch.cpu, "device_count", lambda: 8)  # stands for GPUs: torch counts devices by the run's kind
-    write_corpus(tmp_path)
-    train(Recipe.model_validate(recipe_dict(tmp_path, schedule={"max_steps": 1})))
-    choices = read_json(tmp_path / "run" / "summary.json")["choices"]
+    train(Recipe.model_validate(recipe_dict(corpus, schedule={"max_steps": 1})))
+    choices = read_json(corpus / "run" / "summary.json")["choices"]
     assert "1 of 8 GPUs used" in json.dumps(choices["gpus"])
     assert "--nproc_per_node 8" in json.dumps(choices["gpus"])
     assert "1 of 8 GPUs used" in "".join(capsys.readouterr())

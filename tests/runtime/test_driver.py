@@ -27,7 +27,7 @@ from accel_train.runtime.driver import (
 )
 from accel_train.runtime.process_group import start_processes
 from tests.support.commands import call
-from tests.support.runs import refused, write_corpus, write_recipe_file
+from tests.support.runs import refused, write_recipe_file
 
 CPU_BUILD, CUDA_13 = TorchBuild("2.13.0+cpu", None, True), TorchBuild("2.13.0", "13.0", False)
 CUDA_12 = TorchBuild("2.13.0+cu126", "12.6", False)
@@ -268,7 +268,7 @@ def test_fit_and_the_trainer_refuse_before_they_train(gpu_machine: Path, tmp_pat
 @pytest.mark.parametrize("build", [CPU_BUILD, CUDA_13], ids=["known before torch is imported", "known after"])
 def test_run_ends_with_2_and_leaves_no_folder(
     gpu_machine: Path,
-    tmp_path: Path,
+    corpus: Path,
     monkeypatch: pytest.MonkeyPatch,
     build: TorchBuild,
 ) -> None:
@@ -276,9 +276,8 @@ def test_run_ends_with_2_and_leaves_no_folder(
 
     monkeypatch.setattr(driver, "installed_torch", lambda: build)
     monkeypatch.setattr(train, "installed_torch", lambda: build)
-    write_corpus(tmp_path)
-    call("run", write_recipe_file(tmp_path), code=2, named="/whl/cu126")
-    assert not (tmp_path / "run").exists()
+    call("run", write_recipe_file(corpus), code=2, named="/whl/cu126")
+    assert not (corpus / "run").exists()
 
 
 def test_use_cpu_of_training_arguments_is_a_purpose(gpu_machine: Path, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from accel_train.recipe.parallel import Parallel
 from accel_train.recipe.schema import Recipe
 from accel_train.runtime.launch_environment import launched_with, launcher_flags, with_launch_environment
 from tests.support.processes import run_forked
-from tests.support.runs import TESTS, environment, losses, recipe_dict, refused, write_corpus, write_recipe_file
+from tests.support.runs import TESTS, environment, losses, ran, recipe_dict, refused, write_recipe_file
 
 FSDP = {
     "ACCELERATE_USE_FSDP": "true",
@@ -341,7 +341,7 @@ def heard(tmp_path: Path) -> Callable[..., list[Any]]:
 
     def start(*command: str, **variables: str) -> list[Any]:
         words = [each.replace("PROBE", str(probe)) for each in command]
-        done = subprocess.run(words, env=environment(**variables), check=True, capture_output=True, text=True)
+        done = ran(words, check=True, variables=variables)
         return [json.loads(line) for line in done.stdout.splitlines()]
 
     return start
@@ -403,25 +403,23 @@ def test_rehearsal_refuses_what_the_run_would_before_it_starts_one(corpus: Path,
 
 
 @pytest.mark.slow
-def test_run_of_two_processes_is_sharded_because_the_launcher_said_so(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
+def test_run_of_two_processes_is_sharded_because_the_launcher_said_so(corpus: Path) -> None:
     variables = {**FSDP, "FSDP_OFFLOAD_PARAMS": "false"}
-    recipe = write_recipe_file(tmp_path, schedule={"max_steps": 3})
-    forked = run_forked(["run", str(recipe)], 2, folder=tmp_path / "processes", **variables)
+    recipe = write_recipe_file(corpus, schedule={"max_steps": 3})
+    forked = run_forked(["run", str(recipe)], 2, folder=corpus / "processes", **variables)
     forked.expect(0)
-    written = (tmp_path / "run" / "recipe.resolved.yaml").read_text()
+    written = (corpus / "run" / "recipe.resolved.yaml").read_text()
     assert "strategy: fsdp2  # ACCELERATE_USE_FSDP of the launch" in written
     assert "reshard_after_forward: false  # FSDP_RESHARD_AFTER_FORWARD of the launch" in written
-    assert list(losses(tmp_path / "run")) == [1, 2, 3]
+    assert list(losses(corpus / "run")) == [1, 2, 3]
     assert "parallel:  # 2 (fsdp2: weights, gradients and optimizer state sharded over 2 processes)" in written
 
 
-def test_run_that_the_launcher_contradicts_ends_with_exit_code_2_and_one_line(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
-    recipe = write_recipe_file(tmp_path)
+def test_run_that_the_launcher_contradicts_ends_with_exit_code_2_and_one_line(corpus: Path) -> None:
+    recipe = write_recipe_file(corpus)
     arguments = ["run", str(recipe), "--parallel.strategy", "ddp"]
-    forked = run_forked(arguments, 1, folder=tmp_path / "processes", **FSDP)
+    forked = run_forked(arguments, 1, folder=corpus / "processes", **FSDP)
     assert forked.wait() == [2]
     (line,) = [line for line in forked.stderr(0).splitlines() if line.startswith("error: ")]
     assert "parallel.strategy=ddp (--parallel.strategy), but the launch says ACCELERATE_USE_FSDP=fsdp2" in line
-    assert not (tmp_path / "run").exists()
+    assert not (corpus / "run").exists()

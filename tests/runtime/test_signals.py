@@ -23,8 +23,18 @@ from accel_train.runtime.signals import StopRequest
 from accel_train.training.train import train
 from tests.support.endless import ENDLESS, TASK, seconds_to_end, start, wait_for
 from tests.support.kills import is_alive
+from tests.support.marks import faults
 from tests.support.processes import Forked
-from tests.support.runs import command, environment, events, losses, recipe_dict, wait_for_step, write_recipe_file
+from tests.support.runs import (
+    command,
+    environment,
+    event_steps,
+    events,
+    losses,
+    recipe_dict,
+    wait_for_step,
+    write_recipe_file,
+)
 
 
 def test_ctrl_c_once_saves_and_ctrl_c_twice_ends_at_once(corpus: Path, started: list[Forked]) -> None:
@@ -118,7 +128,7 @@ def test_evaluation_is_left_at_a_signal_to_one_process_and_done_when_the_run_goe
     cut.kill(1, signal.SIGUSR1)
     assert seconds_to_end(cut) < 10
     assert cut.exit_codes() == [75, 75]
-    assert [event["step"] for event in events(corpus / "run", "preempted")] == [2]
+    assert event_steps(corpus / "run", "preempted") == [2]
     assert "evaluation:" not in (corpus / "processes-1" / "rank-0.out").read_text()
     last = start(corpus, started, 2, **sections)
     last.expect(0)
@@ -158,7 +168,7 @@ def test_stop_request_that_a_hung_reader_keeps_from_being_carried_out_ends_the_r
         ("killed", r"DataLoader worker (\(pid.*\) (is killed by signal: Killed|exited unexpectedly)|is gone)"),
         # So does one that is killed as it hands over a batch, where torch asks a moment too early whether it has died.
         ("hangs_up", r"DataLoader worker is gone, with a batch half sent \((ConnectionResetError|EOFError)"),
-        pytest.param("hangs", "DataLoader timed out after 4", marks=pytest.mark.faults),
+        faults("hangs", "DataLoader timed out after 4"),
     ],
 )
 def test_data_worker_that_dies_or_hangs_ends_the_run_with_an_error_and_the_run_goes_on_from_its_checkpoint(

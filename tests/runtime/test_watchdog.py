@@ -20,8 +20,9 @@ from accel_train.runtime.heartbeat import Failure, HeartbeatStore, ProcessStatus
 from accel_train.runtime.signals import StopRequest
 from accel_train.runtime.watchdog import Watchdog
 from tests.support.endless import seconds_to_end, start, wait_for
+from tests.support.marks import faults
 from tests.support.processes import Forked
-from tests.support.runs import environment, events
+from tests.support.runs import events, ran
 
 
 def errors(forked: Forked) -> list[str]:
@@ -36,6 +37,7 @@ from pathlib import Path
 from accel_train.runtime.heartbeat import Failure
 from accel_train.runtime.signals import BEFORE_THE_FIRST_STEP, StopRequest
 from accel_train.runtime.watchdog import Watchdog
+from tests.support.marks import faults
 
 def record(event):
     has_begun.set()
@@ -52,10 +54,7 @@ os._exit(9)
 
 
 def test_a_loop_that_fails_while_the_watchdog_ends_the_process_does_not_cut_it_short(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", ENDS_WHILE_THE_LOOP_FAILS],
-        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    done = ran([sys.executable, "-c", ENDS_WHILE_THE_LOOP_FAILS], cwd=tmp_path)
     assert (done.returncode, done.stderr) == (5, "error: rank 0 is gone\n")
 
 
@@ -63,20 +62,15 @@ def test_a_loop_that_fails_while_the_watchdog_ends_the_process_does_not_cut_it_s
     ("fault", "rank", "codes", "said"),
     [
         ("raise_at", 1, [5, 1], "rank 1 (process {pid} on {host}) failed first: KeyError: 'a layer that is not there'"),
-        pytest.param(
+        faults(
             "raise_at",
             0,
             [1, 5],
             "rank 0 (process {pid} on {host}) failed first: KeyError: 'a layer that is not there'",
-            marks=pytest.mark.faults,
         ),
-        pytest.param(
-            "kill_at", 1, [5, -9], "rank 1 (process {pid} on {host}) is gone without an error", marks=pytest.mark.faults
-        ),
+        faults("kill_at", 1, [5, -9], "rank 1 (process {pid} on {host}) is gone without an error"),
         ("kill_at", 0, [-9, 5], "rank 0 (process {pid} on {host}) is gone without an error"),
-        pytest.param(
-            "exit_at", 1, [5, 0], "rank 1 (process {pid} on {host}) is gone without an error", marks=pytest.mark.faults
-        ),
+        faults("exit_at", 1, [5, 0], "rank 1 (process {pid} on {host}) is gone without an error"),
     ],
 )
 def test_process_that_dies_ends_the_whole_run_within_10_seconds_and_is_named(
@@ -114,15 +108,10 @@ def test_process_that_fails_while_the_run_is_prepared_is_named_as_well(
 @pytest.mark.parametrize(
     ("fault", "rank", "said"),
     [
-        pytest.param("sigstop_at", 1, "is stopped (SIGSTOP, or a debugger)", marks=pytest.mark.faults),
-        pytest.param("sigstop_at", 0, "is stopped (SIGSTOP, or a debugger)", marks=pytest.mark.faults),
+        faults("sigstop_at", 1, "is stopped (SIGSTOP, or a debugger)"),
+        faults("sigstop_at", 0, "is stopped (SIGSTOP, or a debugger)"),
         ("spin_at", 1, "makes no progress; it had done step 3, and was in tasks/process_faults.py:"),
-        pytest.param(
-            "spin_at",
-            0,
-            "makes no progress; it had done step 3, and was in tasks/process_faults.py:",
-            marks=pytest.mark.faults,
-        ),
+        faults("spin_at", 0, "makes no progress; it had done step 3, and was in tasks/process_faults.py:"),
     ],
 )
 def test_process_that_hangs_is_named_with_its_stack_and_all_end_soon_after_the_timeout(
@@ -150,8 +139,8 @@ def test_process_that_hangs_is_named_with_its_stack_and_all_end_soon_after_the_t
     ("processes", "strategy", "work"),
     [
         (2, "ddp", {"save": 5}),
-        pytest.param(1, "ddp", {"score": 5, "save": 5, "baselines": 5}, marks=pytest.mark.faults),
-        pytest.param(2, "fsdp2", {"load": 5, "score": 5, "save": 5, "baselines": 5}, marks=pytest.mark.faults),
+        faults(1, "ddp", {"score": 5, "save": 5, "baselines": 5}),
+        faults(2, "fsdp2", {"load": 5, "score": 5, "save": 5, "baselines": 5}),
     ],
 )
 def test_work_after_the_last_step_that_takes_longer_than_the_timeout_does_not_end_the_run(
@@ -169,7 +158,7 @@ def test_work_after_the_last_step_that_takes_longer_than_the_timeout_does_not_en
         assert any(f"{what[name]} has taken" in line for line in noted), noted
 
 
-@pytest.mark.parametrize(("where", "rank"), [("score", 1), pytest.param("save", 0, marks=pytest.mark.faults)])
+@pytest.mark.parametrize(("where", "rank"), [("score", 1), faults("save", 0)])
 def test_process_that_hangs_after_the_last_step_is_named_and_all_end(
     corpus: Path, started: list[Forked], where: str, rank: int
 ) -> None:

@@ -6,8 +6,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -131,6 +132,14 @@ def environment(**extra: str) -> dict[str, str]:
     return {**keep, "OMP_NUM_THREADS": "1", "PYTHONPATH": modules, "HF_HUB_OFFLINE": "1", **extra}
 
 
+def ran(
+    words: Sequence[str], *, variables: Mapping[str, str] = MappingProxyType({}), **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end with `environment` and these variables; return its output and exit code."""
+    options = {"timeout": 300, "check": False, **options}
+    return subprocess.run(words, env=environment(**variables), capture_output=True, text=True, **options)
+
+
 def run_forked_command(
     words: Sequence[str], processes: int, program: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
@@ -194,6 +203,11 @@ def wait_for_step(folder: Path, step: int, is_alive: Callable[[], bool], said: C
         assert time.monotonic() < deadline, said()
         assert is_alive() or done_steps(folder) >= step, said()
         time.sleep(0.02)
+
+
+def event_steps(folder: Path, kind: str) -> list[int]:
+    """The steps of the events of one kind."""
+    return [event["step"] for event in events(folder, kind)]
 
 
 def events(folder: Path, kind: str) -> list[dict[str, Any]]:

@@ -198,14 +198,13 @@ def _strangers_run(folder: Path, **sections: Any) -> Path:
     "target", ['curl -H "Authorization: Bearer BEARERSECRET777" x', ["curl", "-u", "bob:PASSWORD555"]]
 )
 def test_attack_03_a_command_in_log_notify_is_refused_and_reaches_no_file_or_terminal(
-    target: str | list[str], tmp_path: Path
+    target: str | list[str], corpus: Path
 ) -> None:
-    write_corpus(tmp_path)
-    recipe = write_recipe_file(tmp_path, log={"notify": [target]})
+    recipe = write_recipe_file(corpus, log={"notify": [target]})
     said = "".join(call("run", recipe, code=2, named="log.notify"))
     assert said.count("error:") == 1
     assert not [secret for secret in ("BEARERSECRET777", "PASSWORD555") if secret in said]
-    assert not (tmp_path / "run").exists()
+    assert not (corpus / "run").exists()
 
 
 def test_a_run_s_webhooks_are_left_out_when_it_is_opened(tmp_path: Path) -> None:
@@ -299,7 +298,7 @@ class _EndsBadly(CausalLM):
 
 
 def test_attack_06_nothing_after_the_weights_changes_the_exit_code(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    corpus: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
         raise KeyError("folder")
@@ -307,10 +306,9 @@ def test_attack_06_nothing_after_the_weights_changes_the_exit_code(
     for name in ("write_report", "examples_of", "_note_end"):
         monkeypatch.setattr(f"accel_train.training.finish.{name}", fail)
     monkeypatch.setattr("accel_train.observe.run_folder.RunFolder.write_summary", fail)
-    write_corpus(tmp_path)
-    recipe = write_recipe_file(tmp_path, task=f"{__name__}:_EndsBadly", schedule={"max_steps": 2})
+    recipe = write_recipe_file(corpus, task=f"{__name__}:_EndsBadly", schedule={"max_steps": 2})
     assert main(["run", str(recipe)]) == 0
-    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+    assert (corpus / "run" / "model" / "model.safetensors").is_file()
     said = capfd.readouterr().out
     assert said.count("warning: ") == 6, said
 
@@ -455,17 +453,16 @@ def test_code_beside_a_strangers_recipe_runs_by_consent_on_the_command_line_only
 
 
 def test_a_module_in_the_current_folder_needs_no_consent_for_a_recipe_of_ones_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_corpus(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, ""])
-    for folder in (tmp_path, tmp_path / "recipes"):
-        _canary_module(tmp_path / "of_ones_own.py", tmp_path / "canary")
+    for folder in (corpus, corpus / "recipes"):
+        _canary_module(corpus / "of_ones_own.py", corpus / "canary")
         folder.mkdir(exist_ok=True)
-        (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe_dict(tmp_path, task="of_ones_own:Task")))
+        (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe_dict(corpus, task="of_ones_own:Task")))
         call("plan", folder / "recipe.yaml", code=2, named="not derived")
-        assert (tmp_path / "canary").exists()
-        (tmp_path / "canary").unlink()
+        assert (corpus / "canary").exists()
+        (corpus / "canary").unlink()
         sys.modules.pop("of_ones_own")
 
 
@@ -479,19 +476,18 @@ def test_a_recipe_of_a_run_does_not_consent_to_the_code_of_a_model(tmp_path: Pat
 
 
 def test_attack_11_an_empty_kernel_in_the_kept_cache_is_removed_and_the_run_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ACCEL_TRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("ACCEL_TRAIN_CACHE", str(corpus / "cache"))
     monkeypatch.setenv(CACHE_VARIABLE, "")
     monkeypatch.delenv(CACHE_VARIABLE)
-    kept = tmp_path / "cache" / "compiled" / machine_kind()
+    kept = corpus / "cache" / "compiled" / machine_kind()
     kernel = kept / "ab" / "cabc.main.so"
     kernel.parent.mkdir(parents=True)
     for folder in (kept.parent, kept):
         folder.chmod(0o700)
     kernel.touch()
-    write_corpus(tmp_path)
-    recipe = recipe_dict(tmp_path, precision={"compile": True}, schedule={"max_steps": 2})
+    recipe = recipe_dict(corpus, precision={"compile": True}, schedule={"max_steps": 2})
     torch.compiler.reset()
     torch.compiler.set_default_backend("eager")  # nothing waits for a C++ compiler
     try:
@@ -500,7 +496,7 @@ def test_attack_11_an_empty_kernel_in_the_kept_cache_is_removed_and_the_run_star
         torch.compiler.set_default_backend(None)
         torch.compiler.reset()
     assert not kernel.exists()
-    choice = read_json(tmp_path / "run" / "summary.json")["choices"]["compile_cache"]
+    choice = read_json(corpus / "run" / "summary.json")["choices"]["compile_cache"]
     assert "removed 1 file" in json.dumps(choice)
 
 
@@ -531,10 +527,9 @@ def test_a_pipe_in_place_of_a_file_of_a_run_hangs_no_reader(name: str, tmp_path:
 
 
 @pytest.mark.parametrize("name", ["a" * 300, "\udcff"])
-def test_a_name_that_no_folder_can_have_is_one_line(name: str, tmp_path: Path) -> None:
-    write_corpus(tmp_path)
-    recipe = write_recipe_file(tmp_path)
-    assert "output_dir" in error_line("run", recipe, "--output_dir", tmp_path / name)
+def test_a_name_that_no_folder_can_have_is_one_line(name: str, corpus: Path) -> None:
+    recipe = write_recipe_file(corpus)
+    assert "output_dir" in error_line("run", recipe, "--output_dir", corpus / name)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,6 @@ from tests.support.runs import (
     refused,
     run,
     run_forked_command,
-    write_corpus,
     write_recipe_file,
 )
 from tests.system.test_attacks import QUIET
@@ -242,10 +241,9 @@ class ArrayScores(CausalLM):
         return {}
 
 
-def test_bugs_03_a_task_may_return_arrays_as_metrics_and_the_best_may_be_a_numpy_number(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
+def test_bugs_03_a_task_may_return_arrays_as_metrics_and_the_best_may_be_a_numpy_number(corpus: Path) -> None:
     recipe = recipe_dict(
-        tmp_path,
+        corpus,
         task=f"{__name__}:ArrayScores",
         schedule={"max_steps": 2},
         evaluate={"every_steps": 1, "metric_for_best_model": "worst"},
@@ -253,16 +251,16 @@ def test_bugs_03_a_task_may_return_arrays_as_metrics_and_the_best_may_be_a_numpy
     )
     result = train(Recipe.model_validate(recipe))
     assert result.summary["eval"]["by_class"] == [1.0, 2.0]
-    assert [line["by_class"] for line in metrics(tmp_path / "run", "eval")] == [[1.0, 2.0]] * 2
+    assert [line["by_class"] for line in metrics(corpus / "run", "eval")] == [[1.0, 2.0]] * 2
     assert type(result.summary["best_metric"]) is float
-    assert read_json(tmp_path / "run" / "evaluation.json")["details"]["matrix"] == [
+    assert read_json(corpus / "run" / "evaluation.json")["details"]["matrix"] == [
         [1.0, 0.0],
         [0.0, 1.0],
     ]
     other = recipe_dict(
-        tmp_path,
+        corpus,
         task=f"{__name__}:ArrayScores",
-        output_dir=str(tmp_path / "refused"),
+        output_dir=str(corpus / "refused"),
         schedule={"max_steps": 1},
         evaluate={"every_steps": 1, "metric_for_best_model": "by_class"},
     )
@@ -411,25 +409,23 @@ sys.exit(main(["run", sys.argv[2]]))
 """Two processes as on machines of two kinds."""
 
 
-def test_mixed_01_processes_train_in_the_weakest_precision_of_all(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
-    program = tmp_path / "mixed.py"
+def test_mixed_01_processes_train_in_the_weakest_precision_of_all(corpus: Path) -> None:
+    program = corpus / "mixed.py"
     program.write_text(MIXED)
-    recipe = recipe_dict(tmp_path, schedule={"max_steps": 2}, parallel={"strategy": "ddp"})
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    done = run_forked_command(["precision", str(tmp_path / "recipe.yaml")], 2, program)
+    recipe = recipe_dict(corpus, schedule={"max_steps": 2}, parallel={"strategy": "ddp"})
+    (corpus / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    done = run_forked_command(["precision", str(corpus / "recipe.yaml")], 2, program)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "GPU of kind 1" in done.stdout
-    mixed = [each["step_loss"] for each in metrics(tmp_path / "run")]
-    run(write_recipe_file(tmp_path, output_dir=str(tmp_path / "fp32"), schedule={"max_steps": 2}), processes=2)
-    assert mixed == [each["step_loss"] for each in metrics(tmp_path / "fp32")]
+    mixed = [each["step_loss"] for each in metrics(corpus / "run")]
+    run(write_recipe_file(corpus, output_dir=str(corpus / "fp32"), schedule={"max_steps": 2}), processes=2)
+    assert mixed == [each["step_loss"] for each in metrics(corpus / "fp32")]
 
 
-def test_mixed_02_choices_that_differ_between_processes_are_refused(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
-    program = tmp_path / "mixed.py"
+def test_mixed_02_choices_that_differ_between_processes_are_refused(corpus: Path) -> None:
+    program = corpus / "mixed.py"
     program.write_text(MIXED)
-    path = write_recipe_file(tmp_path, schedule={"max_steps": 2})
+    path = write_recipe_file(corpus, schedule={"max_steps": 2})
     done = run_forked_command(["choice", str(path)], 2, program)
     assert done.returncode == 2, done.stderr[-3000:]
     assert "document mask is '1' on rank 1, and '0' on rank 0" in done.stderr

@@ -38,9 +38,10 @@ from accel_train.observe.run_folder import RECIPE_FILE, read_events, read_metric
 from accel_train.recipe.data import Data
 from accel_train.training.setup import prepare_run
 from tests.support.commands import call
+from tests.support.marks import faults
 from tests.support.number_faults import incident_with
 from tests.support.pickle_gadgets import FORMS, gadgets
-from tests.support.runs import command, environment, recipe_dict, refused, write_corpus, write_recipe_file
+from tests.support.runs import command, environment, ran, recipe_dict, refused, write_corpus, write_recipe_file
 
 NOT_READ = ("README.md", "generation_config.json", ".lock", "report.html", "healthy.json", ".accel_train.json")
 """Files that no command needs, so one that is broken is no reason to refuse."""
@@ -229,7 +230,7 @@ def test_a_run_that_meets_a_forged_pickle_passes_it_over_or_stops_with_exit_code
     for checkpoint in (folder / "run" / "checkpoints").glob("step-*"):
         for name in ("model.safetensors", "optimizer.safetensors", "trainer.json"):
             forge(checkpoint, name, content)
-    done = subprocess.run(command(recipe), env=environment(), capture_output=True, text=True, timeout=300)
+    done = ran(command(recipe))
     assert done.returncode == 4, done.stderr
     assert "Traceback" not in done.stderr
     assert "step-0000000" in done.stderr
@@ -279,7 +280,7 @@ def own_model(folder: Path, work: Path, **settings: Any) -> Path:
     return write_recipe_file(work, task="causal-lm", **recipe)
 
 
-@pytest.mark.parametrize("tokenizer", [pytest.param("bytes", marks=pytest.mark.faults), "auto"])
+@pytest.mark.parametrize("tokenizer", [faults("bytes"), "auto"])
 def test_code_of_a_model_folder_is_refused_and_no_prompt_is_answered(
     model_with_code: Path, tmp_path: Path, tokenizer: str
 ) -> None:
@@ -448,13 +449,7 @@ def test_a_manifest_of_a_gigabyte_of_nesting_does_not_take_the_memory_of_a_run(t
             file.truncate(2 << 30)  # a hole: it takes no room on the disk
     limited = "import resource, sys, runpy; resource.setrlimit(resource.RLIMIT_DATA, (4 << 30,) * 2); "
     limited += "sys.argv = ['accel_train', 'verify', sys.argv[1]]; runpy.run_module('accel_train', run_name='__main__')"
-    done = subprocess.run(
-        [sys.executable, "-c", limited, str(folder / "run")],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = ran([sys.executable, "-c", limited, str(folder / "run")])
     assert done.returncode == 4, done.stderr
     assert recipe.is_file()
     assert "manifest.json" in done.stdout
