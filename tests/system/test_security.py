@@ -391,6 +391,17 @@ def test_the_reader_consents_on_the_command_line(someones_run: Path, canary: Pat
     canary.unlink()
 
 
+@pytest.mark.parametrize("named", [{"task": "senders_task:Task"}, {"optimizer": {"name": "senders_task:Task"}}])
+def test_a_class_beside_a_run_is_not_imported_to_prove_that_it_resumes(
+    named: dict[str, Any], run: Path, canary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run.parent / "senders_task.py").write_text(f"open({str(canary)!r}, 'w').close()\nclass Task: pass\n")
+    rewrite_recipe(run, **named)
+    monkeypatch.chdir(run.parent)
+    monkeypatch.setattr(sys, "path", list(sys.path))  # the command may put the current folder there
+    call("verify", run, "--resume-proof", code=2, named="senders_task.py")
+
+
 def test_a_senders_consent_to_metrics_of_the_hub_is_not_the_readers(
     run: Path,
 ) -> None:
