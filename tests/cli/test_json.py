@@ -10,7 +10,6 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
-import yaml
 from typing_extensions import is_typeddict
 
 from accel_train.cli.commands import COMMANDS
@@ -20,7 +19,7 @@ from accel_train.core.json_io import read_json
 from tests.cli.test_main import GOOD, failing
 from tests.recovery.test_replay import run_with
 from tests.support.commands import call
-from tests.support.runs import ran, run_forked_command, write_recipe_file
+from tests.support.runs import ran, run_forked_command, write_recipe_file, write_yaml
 
 Answer = dict[str, Any]
 Ask = Callable[..., Answer]
@@ -59,7 +58,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("finished")
     (folder / "text.txt").write_text("one two three\n\n" * 40)
     recipe = {**GOOD, "data": {**GOOD["data"], "eval_fraction": 0.2}}
-    (folder / "r.yaml").write_text(yaml.safe_dump(recipe))
+    write_yaml(folder / "r.yaml", recipe)
     before = Path.cwd()
     os.chdir(folder)
     try:

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from accel_train import __version__
 from accel_train.cli.command import Command, data_of
@@ -23,7 +22,7 @@ from accel_train.core.json_io import read_json
 from accel_train.recipe.tasks import TASKS, finetune_tasks
 from tests.cli import test_bad_input
 from tests.support.commands import call
-from tests.support.runs import REPOSITORY, run_forked_command
+from tests.support.runs import REPOSITORY, run_forked_command, write_yaml
 
 GOOD: dict[str, Any] = {
     **test_bad_input.GOOD,
@@ -36,7 +35,7 @@ GOOD: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def folder(empty_folder: Path) -> Path:
     """A folder with a good recipe and its data, in no launch."""
-    Path("r.yaml").write_text(yaml.safe_dump(GOOD))
+    write_yaml("r.yaml", GOOD)
     Path("text.txt").write_text("one two three " * 40)
     return empty_folder
 
@@ -204,7 +203,7 @@ def test_mistakes_that_need_no_torch_end_before_its_import(folder: Path) -> None
     (folder / "own.csv").write_text("text,label\none,a\ntwo,b\n")
     table = {"task": "text-classification", "output_dir": "own", "model": {"config": {"model_type": "ngrams"}}}
     table["data"] = {"train": "own.csv", "text_columns": ["text"], "label_column": "label"}
-    (folder / "own.yaml").write_text(yaml.safe_dump({**table, "schedule": {"num_epochs": 1}}))
+    write_yaml(folder / "own.yaml", {**table, "schedule": {"num_epochs": 1}})
     cases = {
         "run own.yaml --data.label_column kind": "own.csv: no column 'kind'",
         "run own.yaml --data.text_columns [txt]": "did you mean 'text'",

@@ -16,7 +16,6 @@ from typing import Any
 
 import psutil
 import pytest
-import yaml
 
 from accel_train.checkpoint.store import check
 from accel_train.core.json_io import read_json
@@ -36,6 +35,7 @@ from tests.support.runs import (
     write_corpus,
     write_jsonl,
     write_recipe_file,
+    write_yaml,
 )
 
 MAX_STEPS = 120
@@ -114,7 +114,7 @@ def small_recipe_in(folder: Path, name: str, max_steps: int, sections: dict[str,
         "log": {"every_steps": 1, "progress": False},
     }
     path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(recipe))
+    write_yaml(path, recipe)
     return path
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from accel_train.core.json_io import read_json
 from accel_train.observe import read_events, read_metrics
@@ -17,7 +16,7 @@ from accel_train.report.report import render_page, write_report
 from accel_train.report.run import load_run
 from tests.support.commands import call
 from tests.support.report import SUMMARY, Page, make_run
-from tests.support.runs import recipe_dict
+from tests.support.runs import recipe_dict, write_yaml
 
 DAMAGE = {
     "torn": b'{"step": 3, "split": "tr',
@@ -107,7 +106,7 @@ def test_no_summary_is_too_odd_to_report(tmp_path: Path) -> None:
 
 def test_commands_work_on_a_run_with_damaged_files_and_a_resume_keeps_their_lines(corpus: Path) -> None:
     sections = {"task": "causal-lm", "schedule": {"max_steps": 4}, "checkpoint": {"every_steps": 2, "keep": 9}}
-    (corpus / "recipe.yaml").write_text(yaml.safe_dump(recipe_dict(corpus, **sections)))
+    write_yaml(corpus / "recipe.yaml", recipe_dict(corpus, **sections))
     command = ["run", str(corpus / "recipe.yaml")]
     call(*command)
     run = corpus / "run"

@@ -20,7 +20,7 @@ from accel_train.task import with_data_of
 from tests.support.comparisons import assert_same_bits, tensors
 from tests.support.number_faults import GAP_STEPS, ONCE, PLACES, assert_named, incident, plan_of, spread
 from tests.support.processes import run_forked
-from tests.support.runs import TINY_MODEL, event_steps, events, losses, write_corpus
+from tests.support.runs import TINY_MODEL, event_steps, events, losses, write_corpus, write_yaml
 from tests.support.tasks.number_faults_sharded import ShardedLanguageModel
 
 FSDP2 = {"parallel": {"strategy": "fsdp2"}}
@@ -60,7 +60,7 @@ def train(
         for sample, fault in zip(samples, faults, strict=True)
     ]
     path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(recipe))
+    write_yaml(path, recipe)
     forked = run_forked(
         ["run", str(path)],
         processes,

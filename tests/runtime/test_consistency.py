@@ -12,7 +12,7 @@ from accel_train.runtime.consistency import disagreements, facts_of
 from accel_train.task import TaskData
 from tests.support.marks import slow
 from tests.support.processes import run_forked
-from tests.support.runs import event_steps, losses, recipe_dict, write_recipe_file
+from tests.support.runs import event_steps, losses, recipe_dict, write_recipe_file, write_yaml
 
 
 def facts(folder: Path, fingerprint: str = "f", **sections: Any) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def test_processes_that_disagree_exit_with_2_and_say_in_what_before_a_model_is_b
         corpus, task="tests.support.tasks.process_faults:FaultTask", options={**options, "raise_in_build": 0}
     )
     changed = {**yaml.safe_load(recipe.read_text()), **of_rank_1}
-    (corpus / "rank-1.yaml").write_text(yaml.safe_dump({**yaml.safe_load(recipe.read_text()), **changed}))
+    write_yaml(corpus / "rank-1.yaml", {**yaml.safe_load(recipe.read_text()), **changed})
     (corpus / "rank-0.yaml").write_text(recipe.read_text())
     forked = run_forked(["run", str(corpus / "rank-{rank}.yaml")], 2, folder=corpus / "processes")
     forked.expect(2)

@@ -37,6 +37,7 @@ def call(*words: object, code: int = 0, named: str = "") -> Printed:
 def error_line(*words: object, named: str = "") -> str:
     """Return the one error line of a command that ends with exit code 2."""
     said = call(*words, code=2, named=named).err
+    assert "Traceback" not in said
     (line,) = [line for line in said.splitlines() if line.startswith("error:")]
     return line
 

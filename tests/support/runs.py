@@ -63,6 +63,12 @@ def write_lines(path: Path | str, *lines: str) -> Path:
     return Path(path)
 
 
+def write_yaml(path: Path | str, value: Any) -> Path:
+    """Write a recipe, or another value; returns the path."""
+    Path(path).write_text(yaml.safe_dump(value))
+    return Path(path)
+
+
 def write_jsonl(path: Path | str, rows: Iterable[Any]) -> Path:
     """Write a row a line; returns the path."""
     return write_lines(path, *map(json.dumps, rows))

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
@@ -38,6 +37,7 @@ from tests.support.runs import (
     recipe_dict,
     write_corpus,
     write_recipe_file,
+    write_yaml,
 )
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
@@ -187,7 +187,7 @@ def _strangers_run(folder: Path, **sections: Any) -> Path:
     (run / "model" / "config.json").write_text('{"model_type": "gpt2"}')
     (run / "model" / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
     write_corpus(folder)
-    (run / RECIPE_FILE).write_text(yaml.safe_dump(recipe_dict(folder, **sections)))
+    write_yaml(run / RECIPE_FILE, recipe_dict(folder, **sections))
     lines = [{"split": "train", "step": step, "loss": 5.0 / step} for step in range(1, 5)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (run / "events.jsonl").write_text(json.dumps({"step": 0, "event": "start", "message": "starting"}) + "\n")
@@ -433,7 +433,7 @@ def test_code_beside_a_strangers_recipe_runs_by_consent_on_the_command_line_only
         write_corpus(tmp_path)
         _canary_module(tmp_path / "stranger_a" / "code.py", tmp_path / "canary")
         recipe = tmp_path / "stranger_a" / "recipe.yaml"
-        recipe.write_text(yaml.safe_dump(recipe_dict(tmp_path, **sections)))
+        write_yaml(recipe, recipe_dict(tmp_path, **sections))
     monkeypatch.setattr(sys, "path", [*sys.path, ""])
     for words in (["plan"], ["prepare"], ["find-lr"], ["run"], ["rehearse"], ["sweep"]):
         more = ["--seed", "0,1"] if words == ["sweep"] else []
@@ -452,7 +452,7 @@ def test_a_module_in_the_current_folder_needs_no_consent_for_a_recipe_of_ones_ow
     for folder in (corpus, corpus / "recipes"):
         _canary_module(corpus / "of_ones_own.py", corpus / "canary")
         folder.mkdir(exist_ok=True)
-        (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe_dict(corpus, task="of_ones_own:Task")))
+        write_yaml(folder / "recipe.yaml", recipe_dict(corpus, task="of_ones_own:Task"))
         call("plan", folder / "recipe.yaml", code=2, named="not derived")
         assert (corpus / "canary").exists()
         (corpus / "canary").unlink()

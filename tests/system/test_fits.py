@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 import transformers
-import yaml
 from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -40,6 +39,7 @@ from tests.support.runs import (
     run,
     run_forked_command,
     write_recipe_file,
+    write_yaml,
 )
 from tests.system.test_attacks import QUIET
 
@@ -168,7 +168,7 @@ def test_bugs_02_masks_that_are_all_ignored_end_a_run_with_exit_2(tmp_path: Path
         "batch": {"global_batch_size": 4},
         "schedule": {"max_steps": 12},
     }
-    Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
+    write_yaml("recipe.yaml", recipe)
     call("run", "recipe.yaml", code=2)
     assert not Path("run/model").exists()
 
@@ -413,7 +413,7 @@ def test_mixed_01_processes_train_in_the_weakest_precision_of_all(corpus: Path) 
     program = corpus / "mixed.py"
     program.write_text(MIXED)
     recipe = recipe_dict(corpus, schedule={"max_steps": 2}, parallel={"strategy": "ddp"})
-    (corpus / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    write_yaml(corpus / "recipe.yaml", recipe)
     done = run_forked_command(["precision", str(corpus / "recipe.yaml")], 2, program)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "GPU of kind 1" in done.stdout
@@ -448,7 +448,7 @@ def test_new_01_of_equal_accuracies_the_weights_with_the_lowest_held_out_loss_ar
         "log": {"progress": False},
         "checkpoint": {"load_best_model_at_end": True, "every_steps": 0},
     }
-    Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
+    write_yaml("recipe.yaml", recipe)
     printed = call("run", "recipe.yaml").out
     lines = metrics(Path("run"), "eval")
     assert sum(line["accuracy"] == 1.0 for line in lines) >= 3, "no tie, so nothing is tested"

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from accel_train import Recipe, train
 from tests.support.comparisons import assert_same_bits
@@ -29,6 +28,7 @@ from tests.support.runs import (
     recipe_dict,
     run,
     write_recipe_file,
+    write_yaml,
 )
 
 WITH_DROPOUT = {**TINY_MODEL, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
@@ -52,7 +52,7 @@ def test_world_size_and_accumulation_change_neither_losses_nor_samples(corpus: P
             train(Recipe.model_validate(recipe))
         else:
             path = corpus / "recipe.yaml"
-            path.write_text(yaml.safe_dump(recipe))
+            write_yaml(path, recipe)
             run(path, processes=processes)
         traces[name] = losses(corpus / f"run {name}")
         by_rank = [

@@ -28,6 +28,7 @@ from tests.support.runs import (
     run,
     write_base,
     write_recipe_file,
+    write_yaml,
 )
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
@@ -143,7 +144,7 @@ def _mixture(
         train(Recipe.model_validate(recipe))
     else:
         path = folder / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(recipe))
+        write_yaml(path, recipe)
         run(path, processes=processes)
     steps = metrics(folder / name)
     return [(each["step_loss"], each.get("router_aux_loss", 0.0), each["grad_norm"]) for each in steps]

@@ -41,7 +41,16 @@ from tests.support.commands import call
 from tests.support.marks import faults
 from tests.support.number_faults import incident_with
 from tests.support.pickle_gadgets import FORMS, gadgets
-from tests.support.runs import command, environment, ran, recipe_dict, refused, write_corpus, write_recipe_file
+from tests.support.runs import (
+    command,
+    environment,
+    ran,
+    recipe_dict,
+    refused,
+    write_corpus,
+    write_recipe_file,
+    write_yaml,
+)
 
 NOT_READ = ("README.md", "generation_config.json", ".lock", "report.html", "healthy.json", ".accel_train.json")
 """Files that no command needs, so one that is broken is no reason to refuse."""
@@ -340,7 +349,7 @@ def rewrite_recipe(run: Path, **sections: Any) -> None:
     recipe = yaml.safe_load((run / RECIPE_FILE).read_text())
     for name, fields in sections.items():
         recipe[name] = {**(recipe[name] or {}), **fields} if isinstance(fields, dict) else fields
-    (run / RECIPE_FILE).write_text(yaml.safe_dump(recipe))
+    write_yaml(run / RECIPE_FILE, recipe)
 
 
 @pytest.fixture
