@@ -5,6 +5,7 @@ One test trains; tests/docs/test_quick_starts.py trains data of every kind and o
 
 import json
 import re
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -454,86 +455,85 @@ def boxes_beside_images() -> None:
 
 
 TEXTS = table("text,label", lambda n: f"{WORDS[n % 4]},{n % 2}")
-NO_LABEL = ("--label COLUMN", "--task causal-lm --text text")
-WRONG: dict[str, tuple[Callable[[], object], str, tuple[str, ...], tuple[str, ...]]] = {
+NO_LABEL = "--label COLUMN|--task causal-lm --text text"
+WRONG: dict[str, tuple[Callable[[], object], str, str, str]] = {
     "three columns of text": (
-        table("title,body,note,label", lambda n: f"{WORDS[n % 4]},{WORDS[n % 3]},{WORDS[n % 2]},{n % 2}"), "t.csv", (),
-        ("t.csv:", "title, body, note", "--text title, or --text title,body")),
+        table("title,body,note,label", lambda n: f"{WORDS[n % 4]},{WORDS[n % 3]},{WORDS[n % 2]},{n % 2}"), "t.csv", "",
+        "t.csv:|title, body, note|--text title, or --text title,body"),
     "two columns of labels": (table("text,colour,size", lambda n: f"{WORDS[n % 4]} {n},{'rg'[n % 2]},{'SML'[n % 3]}"),
-        "t.csv", (), ("t.csv: 2 columns", "--label colour or --label size")),
+        "t.csv", "", "t.csv: 2 columns|--label colour or --label size"),
     "two columns of 0 and 1": (
-        table("text,rude,loud", lambda n: f"{WORDS[n % 4]} {n},{n % 2},{n // 2 % 2}"), "t.csv", (),
-        ("t.csv: 2 columns", "--label rude or --label loud;", "both together: --label rude,loud")),
-    "columns of 0 and 1 and another candidate": (lambda: write_emotions("t.tsv", more="rater"), "t.tsv", (),
-        ("t.tsv: 4 columns", "--label rater or --label anger", "the 3 columns of 0 and 1 together",
-        "--label anger,fear,joy")),
+        table("text,rude,loud", lambda n: f"{WORDS[n % 4]} {n},{n % 2},{n // 2 % 2}"), "t.csv", "",
+        "t.csv: 2 columns|--label rude or --label loud;|both together: --label rude,loud"),
+    "columns of 0 and 1 and another candidate": (lambda: write_emotions("t.tsv", more="rater"), "t.tsv", "",
+        "t.tsv: 4 columns|--label rater or --label anger|the 3 columns of 0 and 1 together|--label anger,fear,joy"),
     "columns of 0 and 1 for a regression": (lambda: write_emotions("t.tsv"), "t.tsv",
-        ("--model.problem_type", "regression"), ("t.tsv: 3 columns", "--label fear or --label joy")),
+        "--model.problem_type regression", "t.tsv: 3 columns|--label fear or --label joy"),
     "a label column that is neither 0 nor 1": (lambda: write_emotions("t.tsv", cell="2"), "t.tsv",
-        ("--label", "anger,joy"), ("t.tsv:9, column 'joy'", '"2" is not 0 or 1')),
-    "a row without one of its labels": (lambda: write_emotions("t.tsv", cell=""), "t.tsv", (),
-        ("t.tsv:9, column 'joy'", "1 of 40", "data.missing_labels: drop")),
+        "--label anger,joy", "t.tsv:9, column 'joy'|\"2\" is not 0 or 1"),
+    "a row without one of its labels": (lambda: write_emotions("t.tsv", cell=""), "t.tsv", "",
+        "t.tsv:9, column 'joy'|1 of 40|data.missing_labels: drop"),
     "one of several label columns that is not there": (lambda: write_emotions("t.tsv"), "t.tsv",
-        ("--label", "anger,jox"), ("--label jox: t.tsv", "'joy'?")),
-    "no column of labels": (table("id,text", lambda n: f"{n},{WORDS[n % 4]} {n}"), "t.csv", (),
-        ("t.csv:", "columns: id)", *NO_LABEL)),
-    "a label that is another one in each row": (table("text,label", lambda n: f"{WORDS[n % 4]},{n}"), "t.csv", (),
-        ("t.csv: column 'label'", "40 different values", "--label COLUMN", "--model.problem_type regression")),
-    "a column that is not there": (TEXTS, "t.csv", ("--label", "lable"),
-        ("--label lable: t.csv", "'label'?", "text, label")),
-    "a folder of weights that is not there": (TEXTS, "t.csv", ("--model", "/no/such"), ("--model /no/such:", "{here}")),
-    "images outside of class folders": (image_outside_a_class, "t", (),
-        ("t: t/loose.png", "t/CLASS/", "t/images/", "t/masks/")),
-    "an image without a mask": (mask_missing, "t", (), ("t/images/3.png", "t/masks/3.png")),
-    "masks with numbers far apart": (lambda: write_scenes("t", lambda mask: mask % 3 * 100), "t", (),
-        ("t: masks", "numbers 0, 100, 200,", "--data.mask_values '[0, 100, 200]'")),
-    "chats with other keys": (lambda: write_chats("t.jsonl", "speaker", "value"), "t.jsonl", (),
-        ("column 'messages'", "speaker, value", "{role: user or assistant, content: ...}")),
+        "--label anger,jox", "--label jox: t.tsv|'joy'?"),
+    "no column of labels": (table("id,text", lambda n: f"{n},{WORDS[n % 4]} {n}"), "t.csv", "",
+        f"t.csv:|columns: id)|{NO_LABEL}"),
+    "a label that is another one in each row": (table("text,label", lambda n: f"{WORDS[n % 4]},{n}"), "t.csv", "",
+        "t.csv: column 'label'|40 different values|--label COLUMN|--model.problem_type regression"),
+    "a column that is not there": (TEXTS, "t.csv", "--label lable",
+        "--label lable: t.csv|'label'?|text, label"),
+    "a folder of weights that is not there": (TEXTS, "t.csv", "--model /no/such", "--model /no/such:|{here}"),
+    "images outside of class folders": (image_outside_a_class, "t", "",
+        "t: t/loose.png|t/CLASS/|t/images/|t/masks/"),
+    "an image without a mask": (mask_missing, "t", "", "t/images/3.png|t/masks/3.png"),
+    "masks with numbers far apart": (lambda: write_scenes("t", lambda mask: mask % 3 * 100), "t", "",
+        "t: masks|numbers 0, 100, 200,|--data.mask_values '[0, 100, 200]'"),
+    "chats with other keys": (lambda: write_chats("t.jsonl", "speaker", "value"), "t.jsonl", "",
+        "column 'messages'|speaker, value|{role: user or assistant, content: ...}"),
     "prompts with a third column": (
         jsonl(lambda n: {"instruction": "translate", "context": "a word", "output": "ein Wort"}),
-        "t.jsonl", (),
-        ("t.jsonl: instruction and output", "--data.input_column context",
-        "--data.prompt_column instruction --data.completion_column output")),
-    "lines that may begin with labels": (text(*(f"{'ab'[n % 2]} {WORDS[n % 4]}" for n in range(20))), "t.txt", (),
-        ("t.txt:", "2 words (a, b", "--task text-classification", "--task causal-lm")),
+        "t.jsonl", "",
+        "t.jsonl: instruction and output|--data.input_column context|"
+        "--data.prompt_column instruction --data.completion_column output"),
+    "lines that may begin with labels": (text(*(f"{'ab'[n % 2]} {WORDS[n % 4]}" for n in range(20))), "t.txt", "",
+        "t.txt:|2 words (a, b|--task text-classification|--task causal-lm"),
     "a table that is called a text": (text("text|label", *(f"{WORDS[n % 4]} {n}|{n % 2}" for n in range(5))),
-        "t.txt", (), ("t.txt: vertical bars", "t.csv", "--task causal-lm")),
+        "t.txt", "", "t.txt: vertical bars|t.csv|--task causal-lm"),
     "a row without a label": (table("text,label", lambda n: f"{WORDS[n % 4]},{'xy'[n % 2] if n != 7 else ''}"),
-        "t.csv", (), ("t.csv:9, column 'label'", "1 of 40", "data.missing_labels: drop")),
+        "t.csv", "", "t.csv:9, column 'label'|1 of 40|data.missing_labels: drop"),
     "a row of jsonl without a label": (
         jsonl(lambda n: {"text": f"{WORDS[n % 4]} {n}"} | ({"label": "xy"[n % 2]} if n != 4 else {})),
-        "t.jsonl", (), ("t.jsonl:5", "'label'", "--label COLUMN")),
+        "t.jsonl", "", "t.jsonl:5|'label'|--label COLUMN"),
     "a first row of jsonl without a label": (
         jsonl(lambda n: {"text": f"{WORDS[n % 4]} {n}"} | ({"mood": "xy"[n % 2]} if n else {})),
-        "t.jsonl", (), ("t.jsonl:", "some rows: mood", *NO_LABEL)),
+        "t.jsonl", "", f"t.jsonl:|some rows: mood|{NO_LABEL}"),
     "labels as rows of zeros and ones": (jsonl(lambda n: {"text": f"{WORDS[n % 4]} {n}", "labels": [n % 2, 1, 0]}),
-        "t.jsonl", (), ("t.jsonl:1, column 'labels'", "[0, 1, 0]", "zeros and ones")),
-    "folders of held-out images in place of classes": (parts_in_place_of_classes, "t", (),
-        ("t: Testing, Validation", "t/train/CLASS/", "accel-train finetune t/Validation")),
-    "an empty text file": (lambda: Path("t.txt").touch(), "t.txt", (), ("t.txt is empty",)),
-    "one JSON document": (lambda: write_lines("t.json", "{}"), "t.json", (),
-        ("t.json", ".jsonl", "SQuAD", "[row, row, ...]")),
-    "a task of another kind": (text("text"), "t.txt", ("--task", "text-classification"),
-        ("--task text-classification: t.txt", "causal-lm", ".csv, .tsv, .jsonl, .parquet")),
+        "t.jsonl", "", "t.jsonl:1, column 'labels'|[0, 1, 0]|zeros and ones"),
+    "folders of held-out images in place of classes": (parts_in_place_of_classes, "t", "",
+        "t: Testing, Validation|t/train/CLASS/|accel-train finetune t/Validation"),
+    "an empty text file": (lambda: Path("t.txt").touch(), "t.txt", "", "t.txt is empty"),
+    "one JSON document": (lambda: write_lines("t.json", "{}"), "t.json", "",
+        "t.json|.jsonl|SQuAD|[row, row, ...]"),
+    "a task of another kind": (text("text"), "t.txt", "--task text-classification",
+        "--task text-classification: t.txt|causal-lm|.csv, .tsv, .jsonl, .parquet"),
     "a table of numbers with classes by name": (
         table("", lambda n: ",".join([*(f"{(n * k) % 7 / 3:.3f}" for k in (1, 2, 3, 4)), "RM"[n % 2]])),
-        "t.csv", (), ("t.csv:", "tables of numbers", "XGBoost")),
+        "t.csv", "", "t.csv:|tables of numbers|XGBoost"),
     "several lists of tags": (jsonl(lambda n: {"tokens": ["a", "b"], "xpos": ["x", "y"], "upos": ["x", "z"]}),
-        "t.jsonl", (), ("t.jsonl: columns xpos, upos", "--data.tags_column xpos")),
+        "t.jsonl", "", "t.jsonl: columns xpos, upos|--data.tags_column xpos"),
     "an answer that is not in its text": (
         jsonl(lambda n: question(1) | {"answers": {"text": ["Bonn"], "answer_start": [0]}}),
-        "t.jsonl", (), ("t.jsonl:1", "Bonn", "answer_start")),
+        "t.jsonl", "", "t.jsonl:1|Bonn|answer_start"),
     "a chat with an image": (
         jsonl(lambda n: {"messages": [{"role": "user", "content": [{"type": "image", "url": "a.jpg"}]}]}),
-        "t.jsonl", (), ("t.jsonl:1: column 'messages', message 1", "a.jpg", "{type: text, text: ...}")),
+        "t.jsonl", "", "t.jsonl:1: column 'messages', message 1|a.jpg|{type: text, text: ...}"),
     "a pair of texts beside a third": (table("src,tgt,note", lambda n: ",".join(f"{WORDS[k]} {n}" for k in range(3))),
-        "t.csv", (), ("t.csv: columns src, tgt, note", "--text src")),
-    "columns that do not fit the task": (TEXTS, "t.csv", ("--task", "question-answering"),
-        ("--task question-answering needs", "question, context and answers", "t.csv has: text, label")),
-    "boxes next to the training images": (boxes_beside_images, "t", (),
-        ("t/annotations/instances.json", "lists no images")),
-    "a recipe that cannot be written": (TEXTS, "t.csv", ("--output_dir", "t.csv/run"),
-        ("t.csv/run.yaml", "(Not a directory)", "--output_dir DIR", "--recipe FILE")),
+        "t.csv", "", "t.csv: columns src, tgt, note|--text src"),
+    "columns that do not fit the task": (TEXTS, "t.csv", "--task question-answering",
+        "--task question-answering needs|question, context and answers|t.csv has: text, label"),
+    "boxes next to the training images": (boxes_beside_images, "t", "",
+        "t/annotations/instances.json|lists no images"),
+    "a recipe that cannot be written": (TEXTS, "t.csv", "--output_dir t.csv/run",
+        "t.csv/run.yaml|(Not a directory)|--output_dir DIR|--recipe FILE"),
 }  # fmt: skip
 
 
@@ -541,7 +541,7 @@ WRONG: dict[str, tuple[Callable[[], object], str, tuple[str, ...], tuple[str, ..
 def test_wrong_data_are_one_line_that_shows_the_flag(what: str) -> None:
     write, path, flags, facts = WRONG[what]
     write()
-    said = refused_data(path, *flags, named="|".join(facts).replace("{here}", str(Path.cwd())))
+    said = refused_data(path, *shlex.split(flags), named=facts.replace("{here}", str(Path.cwd())))
     assert re.fullmatch("error: .+\n", said)
     assert not Path("runs").exists()
 

@@ -1,7 +1,6 @@
 """What `accelerate launch` says sets the recipe where the recipe leaves it open, and nowhere else."""
 
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -10,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from accel_train.core.errors import SettingError
 from accel_train.core.json_io import read_json
 from accel_train.experiments.rehearse import rehearse_recipe
 from accel_train.plan.format import format_plan
@@ -134,96 +132,56 @@ def test_recipe_that_says_the_same_keeps_its_word() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "variables", "named"),
+    ("changed", "named"),
     [
-        (
-            ["--parallel.strategy", "ddp"],
-            FSDP,
-            ["parallel.strategy=ddp (--parallel.strategy)", "ACCELERATE_USE_FSDP=fsdp2"],
-        ),
-        (
-            ["--parallel.strategy=fsdp2", "--parallel.dp_shard_size=4"],
-            HSDP,
-            ["parallel.dp_shard_size=4 (--parallel.dp_shard_size)", "PARALLELISM_CONFIG_DP_SHARD_SIZE=8"],
-        ),
-        (
-            ["--parallel.strategy=fsdp2", "--parallel.cpu_offload=false"],
-            FSDP,
-            ["parallel.cpu_offload=false (--parallel.cpu_offload)", "FSDP_OFFLOAD_PARAMS=True"],
-        ),
-    ],
-)
-def test_recipe_that_says_otherwise_is_refused_with_both_named(
-    tmp_path: Path, arguments: list[str], variables: dict[str, str], named: list[str]
-) -> None:
-    recipe = load_recipe(write_recipe_file(tmp_path), arguments=arguments)
-    with pytest.raises(ValueError, match="the launch says") as caught:
-        with_launch_environment(recipe, variables)
-    assert "\n" not in str(caught.value)
-    for words in named:
-        assert words.lower() in str(caught.value).lower()
-
-
-@pytest.mark.parametrize(
-    ("changed", "fault", "remedy"),
-    [
-        ({"FSDP_VERSION": "1"}, "FSDP_VERSION=1", "fsdp_version: 2"),
-        ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "for the recipe to say", "precision.gradient_checkpointing"),
+        ({"FSDP_VERSION": "1"}, "FSDP_VERSION=1|fsdp_version: 2"),
+        ({"FSDP_ACTIVATION_CHECKPOINTING": "true"}, "for the recipe to say|precision.gradient_checkpointing"),
         (
             {**ZERO, "ACCELERATE_DEEPSPEED_CONFIG_FILE": "ds.json"},
-            "CONFIG_FILE=ds.json: how to train",
-            "write zero_stage",
+            "CONFIG_FILE=ds.json: how to train|write zero_stage",
         ),
-        ({"ACCELERATE_GRADIENT_CLIPPING": "much"}, "CLIPPING=much", "must be a number"),
-        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "0"}, "ACCUMULATION_STEPS=0", "at least 1"),
-        ({"ACCELERATE_MIXED_PRECISION": "bf17"}, "ACCELERATE_MIXED_PRECISION of the launch", "bf16"),
-        ({"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "TE"}, "FP8_BACKEND=TE", "torchao"),
+        ({"ACCELERATE_GRADIENT_CLIPPING": "much"}, "CLIPPING=much|must be a number"),
+        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "0"}, "ACCUMULATION_STEPS=0|at least 1"),
+        ({"ACCELERATE_MIXED_PRECISION": "bf17"}, "ACCELERATE_MIXED_PRECISION of the launch|bf16"),
+        ({"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "TE"}, "FP8_BACKEND=TE|torchao"),
         (
             {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR", "ACCELERATE_DYNAMO_USE_FULLGRAPH": "True"},
-            "USE_FULLGRAPH=True",
-            "dynamo_use_fullgraph",
+            "USE_FULLGRAPH=True|dynamo_use_fullgraph",
         ),
-        ({"ACCELERATE_DYNAMO_BACKEND": "NONE"}, "ACCELERATE_DYNAMO_BACKEND of the launch", "unknown backend"),
-        ({"FSDP_IGNORED_MODULES": "head"}, "IGNORED_MODULES=head", "fsdp_ignored_modules"),
-        ({**ZERO, "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu"}, "OFFLOAD_PARAM_DEVICE=cpu", "launch/fsdp2.yaml"),
-        ({**ZERO, "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true"}, "ZERO3_INIT=true", "launch/fsdp2.yaml"),
-        ({**ZERO, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "0"}, "ZERO_STAGE=0", "launch/ddp.yaml"),
-        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "Megatron-LM is not supported", "launch/fsdp2.yaml"),
+        ({"ACCELERATE_DYNAMO_BACKEND": "NONE"}, "ACCELERATE_DYNAMO_BACKEND of the launch|unknown backend"),
+        ({"FSDP_IGNORED_MODULES": "head"}, "IGNORED_MODULES=head|fsdp_ignored_modules"),
+        ({**ZERO, "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "cpu"}, "OFFLOAD_PARAM_DEVICE=cpu|launch/fsdp2.yaml"),
+        ({**ZERO, "ACCELERATE_DEEPSPEED_ZERO3_INIT": "true"}, "ZERO3_INIT=true|launch/fsdp2.yaml"),
+        ({**ZERO, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "0"}, "ZERO_STAGE=0|launch/ddp.yaml"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "Megatron-LM is not supported|launch/fsdp2.yaml"),
         (
             {"PARALLELISM_CONFIG_TP_SIZE": "2"},
-            "8 x PARALLELISM_CONFIG_TP_SIZE=2 is not the number of processes, 32",
-            "multiply",
+            "8 x PARALLELISM_CONFIG_TP_SIZE=2 is not the number of processes, 32|multiply",
         ),
         (
             {"PARALLELISM_CONFIG_TP_SIZE": "2", "ACCELERATE_USE_FSDP": "false"},
-            "TP_SIZE=2: tensor parallelism goes with FSDP2",
-            "launch/tp.yaml",
+            "TP_SIZE=2: tensor parallelism goes with FSDP2|launch/tp.yaml",
         ),
-        ({"PARALLELISM_CONFIG_CP_SIZE": "2"}, "CP_SIZE=2: context parallelism", "parallel.sp_size"),
+        ({"PARALLELISM_CONFIG_CP_SIZE": "2"}, "CP_SIZE=2: context parallelism|parallel.sp_size"),
         (
             {"PARALLELISM_CONFIG_SP_SIZE": "2"},
-            "8 x PARALLELISM_CONFIG_SP_SIZE=2 is not the number of processes, 32",
-            "multiply",
+            "8 x PARALLELISM_CONFIG_SP_SIZE=2 is not the number of processes, 32|multiply",
         ),
         (
             {"PARALLELISM_CONFIG_SP_SIZE": "2", **ZERO},
-            "SP_SIZE=2: sequences are split under FSDP2 and DDP",
-            "launch/sp.yaml",
+            "SP_SIZE=2: sequences are split under FSDP2 and DDP|launch/sp.yaml",
         ),
         (
             {"PARALLELISM_CONFIG_SP_SIZE": "2", "PARALLELISM_CONFIG_SP_ATTN_IMPLEMENTATION": "flash_attention_2"},
-            "SP_ATTN_IMPLEMENTATION=flash_attention_2",
-            "leave it out",
+            "SP_ATTN_IMPLEMENTATION=flash_attention_2|leave it out",
         ),
-        ({"WORLD_SIZE": "16"}, "4 x PARALLELISM_CONFIG_DP_SHARD_SIZE=8 is not the number of processes, 16", "multiply"),
-        ({"FSDP_OFFLOAD_PARAMS": "cpu"}, "FSDP_OFFLOAD_PARAMS=cpu", "true or false"),
-        ({"PARALLELISM_CONFIG_DP_SHARD_SIZE": "-1"}, "PARALLELISM_CONFIG_DP_SHARD_SIZE=-1", "whole number"),
+        ({"WORLD_SIZE": "16"}, "4 x PARALLELISM_CONFIG_DP_SHARD_SIZE=8 is not the number of processes, 16|multiply"),
+        ({"FSDP_OFFLOAD_PARAMS": "cpu"}, "FSDP_OFFLOAD_PARAMS=cpu|true or false"),
+        ({"PARALLELISM_CONFIG_DP_SHARD_SIZE": "-1"}, "PARALLELISM_CONFIG_DP_SHARD_SIZE=-1|whole number"),
     ],
 )
-def test_launch_that_cannot_be_honoured_is_refused_by_name(changed: dict[str, str], fault: str, remedy: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(fault)) as caught:
-        with_launch_environment(recipe_with(), {**HSDP, **changed})
-    assert remedy in str(caught.value)
+def test_launch_that_cannot_be_honoured_is_refused_by_name(changed: dict[str, str], named: str) -> None:
+    refused(with_launch_environment, recipe_with(), {**HSDP, **changed}, named=named)
 
 
 BF16, STEPS = {"ACCELERATE_MIXED_PRECISION": "bf16"}, {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}
@@ -273,21 +231,43 @@ def test_launcher_sets_how_to_train_where_the_recipe_leaves_it_open(
 @pytest.mark.parametrize(
     ("arguments", "variables", "named"),
     [
-        (["--precision.mixed_precision=no"], BF16, "precision.mixed_precision=no (--precision.mixed_precision)"),
-        (["--batch.gradient_accumulation_steps=2"], STEPS, "batch.gradient_accumulation_steps=2"),
-        (["--optimizer.max_grad_norm=2"], {"ACCELERATE_GRADIENT_CLIPPING": "1.0"}, "optimizer.max_grad_norm=2"),
-        (["--precision.compile=false"], COMPILED, "precision.compile=false"),
-        (["--precision.mixed_precision=bf16"], {"--mixed_precision": "no", **ALWAYS}, "mixed_precision=bf16"),
+        ("--parallel.strategy ddp", FSDP, "parallel.strategy=ddp (--parallel.strategy)|ACCELERATE_USE_FSDP=fsdp2"),
+        (
+            "--parallel.strategy=fsdp2 --parallel.dp_shard_size=4",
+            HSDP,
+            "parallel.dp_shard_size=4 (--parallel.dp_shard_size)|PARALLELISM_CONFIG_DP_SHARD_SIZE=8",
+        ),
+        (
+            "--parallel.strategy=fsdp2 --parallel.cpu_offload=false",
+            FSDP,
+            "parallel.cpu_offload=false (--parallel.cpu_offload)|FSDP_OFFLOAD_PARAMS=true",
+        ),
+        (
+            "--precision.mixed_precision=no",
+            BF16,
+            "precision.mixed_precision=no (--precision.mixed_precision)|ACCELERATE_MIXED_PRECISION",
+        ),
+        ("--batch.gradient_accumulation_steps=2", STEPS, "batch.gradient_accumulation_steps=2|ACCUMULATION_STEPS=4"),
+        (
+            "--optimizer.max_grad_norm=2",
+            {"ACCELERATE_GRADIENT_CLIPPING": "1.0"},
+            "optimizer.max_grad_norm=2|ACCELERATE_GRADIENT_CLIPPING",
+        ),
+        ("--precision.compile=false", COMPILED, "precision.compile=false|ACCELERATE_DYNAMO_BACKEND"),
+        (
+            "--precision.mixed_precision=bf16",
+            {"--mixed_precision": "no", **ALWAYS},
+            "mixed_precision=bf16|ACCELERATE_MIXED_PRECISION",
+        ),
     ],
 )
-def test_recipe_and_launcher_that_disagree_on_training_are_both_named(
-    arguments: list[str], variables: dict[str, str], named: str, tmp_path: Path
+def test_recipe_and_launcher_that_disagree_are_both_named(
+    arguments: str, variables: dict[str, str], named: str, tmp_path: Path
 ) -> None:
-    recipe = load_recipe(write_recipe_file(tmp_path), arguments=arguments)
-    with pytest.raises(SettingError, match="the launch says") as caught:
-        with_launch_environment(recipe, variables)
-    assert named in caught.value.problem
-    assert any(variable in caught.value.problem for variable in variables)
+    recipe = load_recipe(write_recipe_file(tmp_path), arguments=arguments.split())
+    said = str(refused(with_launch_environment, recipe, variables, named="the launch says"))
+    assert "\n" not in said
+    assert [part for part in named.split("|") if part.lower() not in said.lower()] == [], said
 
 
 @pytest.mark.parametrize(
