@@ -108,27 +108,30 @@ def test_debug_shows_where_a_mistake_was_found(monkeypatch: pytest.MonkeyPatch) 
     assert captured.splitlines()[-1].startswith("error: nowhere.yaml: ")
 
 
+def be_rank(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set a launcher's variables of one of four processes."""
+    for name, value in {"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+
+
 @pytest.mark.parametrize("error", [TrainingStopped("s"), CheckpointError("c"), Preempted("p")])
 def test_what_all_processes_agree_on_is_said_by_rank_0_alone(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}.items():
-        monkeypatch.setenv(name, value)
+    be_rank(1, monkeypatch)
     monkeypatch.setitem(COMMANDS, "run", failing("run", error))
     main(["run", "r.yaml"])
     assert capsys.readouterr().err == ""
 
 
 def test_a_mistake_that_only_another_process_sees_is_still_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}.items():
-        monkeypatch.setenv(name, value)
+    be_rank(3, monkeypatch)
     monkeypatch.setattr("accel_train.runtime.exit.WAIT_FOR_RANK_0_SECONDS", 0.0)
     assert call("run", "nowhere.yaml", code=2).err.startswith("error: rank 3: nowhere.yaml")
 
 
 def test_what_is_not_training_is_done_by_rank_0_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}.items():
-        monkeypatch.setenv(name, value)
+    be_rank(1, monkeypatch)
     assert call("doctor").out == ""
 
 

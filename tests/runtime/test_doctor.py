@@ -17,10 +17,10 @@ from accel_train.core.errors import SettingError
 from accel_train.core.json_io import read_json
 from accel_train.runtime.doctor import (
     Finding,
-    _launcher_finding,
     check_environment,
     check_folder,
     check_host,
+    check_launch,
     check_launcher,
     check_versions,
     examine,
@@ -96,7 +96,7 @@ def test_a_world_size_that_accelerate_does_not_see_is_refused(monkeypatch: pytes
         check_launcher(1)
     assert caught.value.problem.startswith("WORLD_SIZE=4, ")
     assert "torchrun --nproc_per_node 4" in caught.value.remedy
-    (finding,) = _launcher_finding()
+    finding = next(check_launch())
     assert (finding.text, finding.remedy) == (caught.value.problem, caught.value.remedy)
 
 

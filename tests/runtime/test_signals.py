@@ -26,6 +26,7 @@ from tests.support.kills import is_alive
 from tests.support.marks import faults
 from tests.support.processes import Forked
 from tests.support.runs import (
+    assert_saved_at_the_stop,
     command,
     environment,
     event_steps,
@@ -63,8 +64,7 @@ def test_each_signal_to_stop_saves_where_no_checkpoints_are_due(
     for pid in (*children(forked.pids[0]), forked.pids[0]):  # as a terminal that is closed does
         os.kill(pid, number)
     forked.expect(75)
-    step = events(corpus / "run", "preempted")[0]["step"]
-    assert (corpus / "run" / "checkpoints" / f"step-{step:08d}").is_dir()
+    assert_saved_at_the_stop(corpus / "run")
 
 
 @pytest.mark.slow
@@ -90,8 +90,7 @@ def test_run_whose_terminal_is_closed_saves(corpus: Path) -> None:
     wait_for_step(corpus / "run", 2, is_read)
     os.close(terminal)
     assert process.wait(300) == 75
-    step = events(corpus / "run", "preempted")[0]["step"]
-    assert (corpus / "run" / "checkpoints" / f"step-{step:08d}").is_dir()
+    assert_saved_at_the_stop(corpus / "run")
 
 
 @pytest.mark.parametrize("launched_by_torchrun", [False, True])
@@ -314,8 +313,7 @@ def test_signal_to_torchrun_stops_all_processes_in_time_at_one_step(
     assert launched[0].wait(60) != 0
     assert time.monotonic() - begin < 20
     assert "preempted: asked to stop: saved at step" in stderr.read_text()
-    step = events(corpus / "run", "preempted")[0]["step"]
-    assert (corpus / "run" / "checkpoints" / f"step-{step:08d}").is_dir()
+    assert_saved_at_the_stop(corpus / "run")
 
 
 @pytest.mark.faults

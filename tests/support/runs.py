@@ -211,6 +211,12 @@ def wait_for_step(folder: Path, step: int, is_alive: Callable[[], bool], said: C
         time.sleep(0.02)
 
 
+def assert_saved_at_the_stop(folder: Path) -> None:
+    """A run that was asked to stop has a checkpoint of the step that it stopped after."""
+    step = event_steps(folder, "preempted")[0]
+    assert (folder / "checkpoints" / f"step-{step:08d}").is_dir()
+
+
 def event_steps(folder: Path, kind: str) -> list[int]:
     """The steps of the events of one kind."""
     return [event["step"] for event in events(folder, kind)]

@@ -17,6 +17,7 @@ from tests.support.comparisons import assert_same_bits
 from tests.support.marks import slow
 from tests.support.runs import (
     TINY_MODEL,
+    assert_saved_at_the_stop,
     checkpoint,
     command,
     environment,
@@ -184,8 +185,7 @@ def test_signal_from_outside_at_any_moment_ends_in_a_checkpoint_and_exit_code_75
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 75, stderr
     assert ("press Ctrl-C again" in stderr) == (number == signal.SIGINT)
-    step = events(corpus / "run", "preempted")[0]["step"]
-    assert (corpus / "run" / "checkpoints" / f"step-{step:08d}").is_dir()
+    assert_saved_at_the_stop(corpus / "run")
 
 
 @pytest.mark.slow
