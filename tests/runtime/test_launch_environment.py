@@ -37,6 +37,14 @@ HSDP = {
 }
 
 
+OFFLOADED = {"strategy": "fsdp2", "reshard_after_forward": False, "cpu_offload": True}
+SIZES = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "WORLD_SIZE": "8"}
+TP = {
+    **{**FSDP, "FSDP_OFFLOAD_PARAMS": "false", "FSDP_RESHARD_AFTER_FORWARD": "true"},
+    **{**SIZES, "PARALLELISM_CONFIG_DP_SHARD_SIZE": "4", "PARALLELISM_CONFIG_TP_SIZE": "2"},
+}
+SP = {**SIZES, "PARALLELISM_CONFIG_SP_SIZE": "2"}
+COPIES = {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}
 ZERO = {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}
 
 
@@ -58,65 +66,32 @@ def test_without_a_word_of_the_launcher_the_recipe_is_as_it_was() -> None:
     assert with_launch_environment(recipe, {"ACCELERATE_USE_FSDP": "false", "FSDP_VERSION": "1"}) is recipe
 
 
-def test_launcher_sets_what_the_recipe_leaves_at_its_default_and_is_named_for_it() -> None:
-    recipe = with_launch_environment(recipe_with(), HSDP)
-    assert recipe.parallel.model_dump() == {
-        "strategy": "fsdp2",
-        "zero_stage": 2,
-        "dp_shard_size": 8,
-        "reshard_after_forward": False,
-        "cpu_offload": True,
-        "tp_size": 1,
-        "sp_size": 1,
-        "find_unused_parameters": "auto",
-        "sync_batch_norm": False,
-    }
-    assert recipe.origin("parallel.strategy").kind == "environment"
-    assert str(recipe.origin("parallel.dp_shard_size")) == "PARALLELISM_CONFIG_DP_SHARD_SIZE of the launch"
+@pytest.mark.parametrize(
+    ("variables", "parallel", "setting", "variable"),
+    [
+        (HSDP, {**OFFLOADED, "dp_shard_size": 8}, "dp_shard_size", "PARALLELISM_CONFIG_DP_SHARD_SIZE"),
+        (FSDP, {**OFFLOADED, "dp_shard_size": "auto"}, "cpu_offload", "FSDP_OFFLOAD_PARAMS"),
+        (ZERO, {"strategy": "deepspeed", "zero_stage": 3}, "zero_stage", "ACCELERATE_DEEPSPEED_ZERO_STAGE"),
+        (TP, {"strategy": "fsdp2", "dp_shard_size": 4, "tp_size": 2}, "tp_size", "PARALLELISM_CONFIG_TP_SIZE"),
+        (SP, {"sp_size": 2}, "sp_size", "PARALLELISM_CONFIG_SP_SIZE"),
+        (
+            {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", **SP, **COPIES},
+            {"strategy": "fsdp2", "dp_shard_size": 4, "sp_size": 2},
+            "strategy",
+            "ACCELERATE_USE_FSDP",
+        ),
+    ],
+    ids=["HSDP", "FSDP", "ZeRO", "layers", "sequences", "sequences and shards"],
+)
+def test_launcher_sets_what_the_recipe_leaves_at_its_default_and_is_named_for_it(
+    variables: dict[str, str], parallel: dict[str, Any], setting: str, variable: str
+) -> None:
+    recipe = with_launch_environment(recipe_with(), variables)
+    assert recipe.parallel == Parallel(**parallel)
+    origin = recipe.origin(f"parallel.{setting}")
+    assert (origin.kind, str(origin)) == ("environment", f"{variable} of the launch")
     assert recipe.origin("optimizer.learning_rate").kind == "default"  # as of a recipe that was built in Python
-    assert with_launch_environment(recipe, HSDP).parallel == recipe.parallel
-
-
-def test_launcher_sets_the_stage_of_zero() -> None:
-    recipe = with_launch_environment(recipe_with(), ZERO)
-    assert (recipe.parallel.strategy, recipe.parallel.zero_stage) == ("deepspeed", 3)
-    assert str(recipe.origin("parallel.zero_stage")) == "ACCELERATE_DEEPSPEED_ZERO_STAGE of the launch"
-    refused(
-        with_launch_environment,
-        recipe_with(strategy="fsdp2"),
-        ZERO,
-        named="parallel.strategy=fsdp2 (|), but the launch says ACCELERATE_USE_DEEPSPEED",
-    )
-
-
-def test_launcher_sets_how_many_neighbours_split_a_layer() -> None:
-    said = {**FSDP, "FSDP_OFFLOAD_PARAMS": "false", "ACCELERATE_USE_PARALLELISM_CONFIG": "true", "WORLD_SIZE": "8"}
-    sizes = {"PARALLELISM_CONFIG_DP_SHARD_SIZE": "4", "PARALLELISM_CONFIG_TP_SIZE": "2"}
-    recipe = with_launch_environment(recipe_with(), {**said, **sizes})
-    assert (recipe.parallel.dp_shard_size, recipe.parallel.tp_size) == (4, 2)
-    assert str(recipe.origin("parallel.tp_size")) == "PARALLELISM_CONFIG_TP_SIZE of the launch"
-    refused(
-        with_launch_environment,
-        recipe_with(strategy="fsdp2", tp_size=4),
-        {**said, **sizes, "FSDP_RESHARD_AFTER_FORWARD": "true"},
-        named="parallel.tp_size=4|, but the launch says PARALLELISM_CONFIG_TP_SIZE=2",
-    )
-
-
-def test_launcher_sets_how_many_neighbours_split_a_sequence() -> None:
-    said = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "WORLD_SIZE": "8", "PARALLELISM_CONFIG_SP_SIZE": "2"}
-    recipe = with_launch_environment(recipe_with(), said)
-    assert recipe.parallel == Parallel(sp_size=2)
-    assert str(recipe.origin("parallel.sp_size")) == "PARALLELISM_CONFIG_SP_SIZE of the launch"
-    copies = {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}
-    sharded = with_launch_environment(
-        recipe_with(), {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", **said, **copies}
-    )
-    assert sharded.parallel == Parallel(strategy="fsdp2", dp_shard_size=4, sp_size=2)
-
-
-def test_without_parallelism_config_all_processes_share_one_copy() -> None:
-    assert with_launch_environment(recipe_with(), FSDP).parallel.dp_shard_size == "auto"
+    assert with_launch_environment(recipe, variables).parallel == recipe.parallel
 
 
 def test_who_set_the_rest_of_the_recipe_is_kept(tmp_path: Path) -> None:
@@ -232,6 +207,8 @@ def test_launcher_sets_how_to_train_where_the_recipe_leaves_it_open(
     ("arguments", "variables", "named"),
     [
         ("--parallel.strategy ddp", FSDP, "parallel.strategy=ddp (--parallel.strategy)|ACCELERATE_USE_FSDP=fsdp2"),
+        ("--parallel.strategy=fsdp2", ZERO, "parallel.strategy=fsdp2 (|ACCELERATE_USE_DEEPSPEED"),
+        ("--parallel.strategy=fsdp2 --parallel.tp_size=4", TP, "parallel.tp_size=4|PARALLELISM_CONFIG_TP_SIZE=2"),
         (
             "--parallel.strategy=fsdp2 --parallel.dp_shard_size=4",
             HSDP,

@@ -51,47 +51,52 @@ def by_graph(model: nn.Module, batch: Any) -> Tensor:
     return torch.zeros(len(batch[1])).index_add(0, batch[2], model(batch[0])[:, 0])
 
 
-@pytest.mark.parametrize("batch", ["time first", "graphs", "nested", "weights first", "0-dim first"])
+def graphs(samples: Sequence[Any]) -> list[Tensor]:
+    """Graphs of four nodes, with the graph of each node."""
+    nodes, targets = [row[:4] for row, _ in samples], [target for _, target in samples]
+    return [torch.cat(nodes), torch.stack(targets), torch.arange(len(samples)).repeat_interleave(4)]
+
+
+def time_first(*first: Tensor) -> Callable[[Sequence[Any]], Any]:
+    """Batches whose sequences have the time before the sample, after other tensors."""
+    return lambda samples: (
+        *first,
+        pad_sequence([row for row, _ in samples]),
+        torch.stack([target for _, target in samples]),
+    )
+
+
+def over_time(model: nn.Module, batch: Any) -> Tensor:
+    return model(batch[-2]).sum(0)[:, 0]
+
+
+# How a batch is made (None: as usual, of samples that are nested), what the model returns for it, and where its targets
+# are.
+BATCHES: dict[str, tuple[Callable[[Sequence[Any]], Any] | None, Callable[[nn.Module, Any], Tensor], int]] = {
+    "time first": (time_first(), over_time, -1),
+    "graphs": (graphs, by_graph, 1),
+    "nested": (None, lambda model, batch: model(batch[0]["x"] + batch[0]["z"])[:, 0], 1),
+    "weights first": (time_first(torch.ones(3)), over_time, -1),
+    "0-dim first": (time_first(torch.tensor(2.0)), over_time, -1),
+}
+
+
+@pytest.mark.parametrize("batch", BATCHES)
 def test_bugs_01_loss_is_divided_by_the_samples(batch: str, tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     sequences = [torch.randn(length, 3, generator=generator) for length in (10, 5, 7, 6)]
-    targets = torch.randn(4, generator=generator)
+    samples: list[Any] = list(zip(sequences, torch.randn(4, generator=generator), strict=True))
     torch.manual_seed(1)
     model = nn.Linear(3, 1)
-    collate: Callable[[Sequence[Any]], Any] | None = None
-    samples: list[Any] = list(zip(sequences, targets, strict=True))
-    predict: Callable[[nn.Module, Any], Tensor]
-    if batch == "nested":
+    collate, predict, place = BATCHES[batch]
+    if collate is None:
         samples = [({"x": row[0], "z": row[1]}, target) for row, target in samples]
-        predict = lambda model, batch: model(batch[0]["x"] + batch[0]["z"])[:, 0]  # noqa: E731
-    elif batch == "graphs":
-        samples = [(row[:4], target) for row, target in samples]
-        collate = lambda samples: [  # noqa: E731
-            torch.cat([row for row, _ in samples]),
-            torch.stack([target for _, target in samples]),
-            torch.arange(len(samples)).repeat_interleave(4),
-        ]
-        predict = by_graph
-    else:
-        first = {"time first": (), "weights first": (torch.ones(3),), "0-dim first": (torch.tensor(2.0),)}[batch]
-        collate = lambda samples: (  # noqa: E731
-            *first,
-            pad_sequence([row for row, _ in samples]),
-            torch.stack([target for _, target in samples]),
-        )
-        predict = lambda model, batch: model(batch[-2]).sum(0)[:, 0]  # noqa: E731
-
-    def target(batch: Any) -> Tensor:
-        found: Tensor = batch[1] if batch_name in ("nested", "graphs") else batch[-1]
-        return found
-
-    batch_name = batch
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
-        return (predict(model, batch) - target(batch)).square().mean()
+        return (predict(model, batch) - batch[place]).square().mean()
 
     def off(model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        return {"off": (predict(model, batch) - target(batch)).abs()}
+        return {"off": (predict(model, batch) - batch[place]).abs()}
 
     whole = (collate or default_collate)(samples)
     expected = loss(model, whole)
@@ -99,8 +104,7 @@ def test_bugs_01_loss_is_divided_by_the_samples(batch: str, tmp_path: Path) -> N
         torch.stack([each.norm() for each in torch.autograd.grad(expected, list(model.parameters()))])
     )
     common: dict[str, Any] = {"loss": loss, "collate": collate, "max_steps": 1, "batch_size": 4, **QUIET}
-    rows: Any = samples
-    result = fit(model, rows, eval_data=rows, metrics=off, output_dir=tmp_path / "run", **common)
+    result = fit(model, samples, eval_data=samples, metrics=off, output_dir=tmp_path / "run", **common)
     line = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])
     assert line["loss"] == pytest.approx(expected.item(), rel=1e-6)
     assert line["grad_norm"] == pytest.approx(gradient.item(), rel=1e-5)

@@ -15,7 +15,6 @@ from typing import Any
 
 import pytest
 
-from accel_train import train
 from accel_train.checkpoint.resume import read_state
 from accel_train.checkpoint.store import check
 from accel_train.cli.main import main
@@ -41,7 +40,7 @@ from accel_train.tasks.token_classification.data import read_sentences, tag_sche
 from tests.support.boxes import coco_content, read_boxes, write_images
 from tests.support.commands import call
 from tests.support.number_faults import incident_with
-from tests.support.runs import recipe_dict, refused, write_corpus
+from tests.support.runs import recipe_dict, refused
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
 
@@ -280,21 +279,6 @@ def test_class_names_of_masks(tmp_path: Path) -> None:
         write_images(tmp_path / folder, {"a.png": (8, 8)})
     file = tmp_path / "masks" / ".classes.json"
     assert survives(lambda: pairs_pool(tmp_path / "images", tmp_path / "masks"), file, ["sky", "road"]) > 10
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run with a checkpoint."""
-    folder = tmp_path_factory.mktemp("finished")
-    write_corpus(folder)
-    sections: dict[str, Any] = {"schedule": {"max_steps": 2}, "checkpoint": {"every_steps": 1}}
-    train(Recipe.model_validate(recipe_dict(folder, task="causal-lm", **sections)))
-    return folder / "run"
-
-
-@pytest.fixture
-def run(finished: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(finished, tmp_path / "run"))
 
 
 @pytest.mark.parametrize("name", ["summary.json", "evaluation.json", "metrics.jsonl", "events.jsonl", "launches.jsonl"])

@@ -20,7 +20,7 @@ import torch
 import transformers
 import yaml
 
-from accel_train import Recipe, train
+from accel_train import Recipe
 from accel_train.checkpoint.rollback_log import read_rollbacks
 from accel_train.checkpoint.store import check
 from accel_train.checkpoint.weight_files import CARD
@@ -56,29 +56,12 @@ NOT_READ = ("README.md", "generation_config.json", ".lock", "report.html", "heal
 """Files that no command needs, so one that is broken is no reason to refuse."""
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a corpus and a finished run with two checkpoints."""
-    folder = tmp_path_factory.mktemp("trained")
-    write_corpus(folder)
-    sections: dict[str, Any] = {"schedule": {"max_steps": 4}, "checkpoint": {"every_steps": 2}}
-    train(Recipe.model_validate(recipe_dict(folder, task="causal-lm", **sections)))
-    return folder
-
-
 @pytest.fixture
 def canary(tmp_path: Path) -> Iterator[Path]:
     """A file that gadgets create: after the test it must not be there."""
     path = tmp_path / "canary"
     yield path
     assert not path.exists(), "code of the file was run"
-
-
-@pytest.fixture
-def run(trained: Path, tmp_path: Path) -> Path:
-    """The run in a folder of its own."""
-    shutil.copytree(trained / "run", tmp_path / "run")
-    return tmp_path / "run"
 
 
 def files_of(folder: Path) -> list[str]:
