@@ -24,7 +24,6 @@ from accel_train import Recipe
 from accel_train.checkpoint.rollback_log import read_rollbacks
 from accel_train.checkpoint.store import check
 from accel_train.checkpoint.weight_files import CARD
-from accel_train.cli.main import main
 from accel_train.core.json_io import read_json
 from accel_train.data.text.tokenizers import load_tokenizer
 from accel_train.engine.save import restore
@@ -37,7 +36,7 @@ from accel_train.observe.incident_record import KeptBatch
 from accel_train.observe.run_folder import RECIPE_FILE, read_events, read_metrics, read_summary
 from accel_train.recipe.data import Data
 from accel_train.training.setup import prepare_run
-from tests.support.commands import call
+from tests.support.commands import call, error_line
 from tests.support.marks import faults
 from tests.support.number_faults import incident_with
 from tests.support.pickle_gadgets import FORMS, gadgets
@@ -314,14 +313,11 @@ def test_code_of_a_model_folder_runs_by_consent_in_the_recipe(model_with_code: P
 
 @pytest.mark.parametrize("name", ["generate", "predict", "evaluate"])
 def test_no_command_on_a_finished_run_runs_code_of_its_model_folder(
-    model_with_code: Path, run: Path, canary: Path, name: str, capsys: pytest.CaptureFixture[str]
+    model_with_code: Path, run: Path, canary: Path, name: str
 ) -> None:
     shutil.rmtree(run / "model")
     shutil.copytree(model_with_code, run / "model")
-    code = main([name, str(run)])
-    assert not canary.exists()
-    assert code == 2
-    assert capsys.readouterr().err.count("error:") == 1
+    error_line(name, run)
 
 
 # --- somebody else's run ------------------------------------------------------------------------------------------
@@ -355,9 +351,7 @@ def someones_run(model_with_code: Path, run: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     "words", ["generate", "evaluate", "export --quantize int8", "verify --resume-proof", "replay", "predict"]
 )
-def test_a_senders_consent_to_the_models_code_is_not_the_readers(
-    someones_run: Path, canary: Path, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_senders_consent_to_the_models_code_is_not_the_readers(someones_run: Path, canary: Path, words: str) -> None:
     if words == "predict":  # a language model has no label
         written = yaml.safe_load((someones_run / RECIPE_FILE).read_text())["data"]
         shared = {name: value for name, value in written.items() if name in Data.model_fields}
@@ -365,12 +359,7 @@ def test_a_senders_consent_to_the_models_code_is_not_the_readers(
         rewrite_recipe(someones_run, data={**shared, "label_column": "text"})
     folder = someones_run / "incidents" / "step-00000001" if words == "replay" else someones_run
     name, *flags = words.split()
-    code = main([name, str(folder), *flags])
-    assert not canary.exists()
-    said = capsys.readouterr().err
-    assert code == 2, said
-    assert said.count("error:") == 1
-    assert "trust_remote_code" in said
+    error_line(name, folder, *flags, named="trust_remote_code")
 
 
 def test_the_reader_consents_on_the_command_line(someones_run: Path, canary: Path) -> None:
