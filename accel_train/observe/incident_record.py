@@ -164,7 +164,7 @@ def incident_of(record: object) -> Incident:
         return TypeAdapter(Incident).validate_python(record)
     except ValidationError as error:
         first = error.errors()[0]
-        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+        raise ValueError(f"{'.'.join(map(str, ('incident', *first['loc'])))}: {first['msg']}") from error
 
 
 def classify(incident: Incident) -> Classification:

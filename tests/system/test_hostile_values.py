@@ -27,7 +27,7 @@ from accel_train.experiments.finetune.polygons import find_polygons
 from accel_train.experiments.finetune.recipe import asked_of, minimal_recipe
 from accel_train.inference.finished_run import recipe_of_trained
 from accel_train.model.pretrained import pretrained_config
-from accel_train.observe.incident_record import Finding, HeavySample, format_incident, next_actions, read_incident
+from accel_train.observe.incident_record import Finding, HeavySample, main_facts, next_actions, read_incident
 from accel_train.recipe.schema import Recipe
 from accel_train.tasks.multiple_choice.config import MultipleChoiceData
 from accel_train.tasks.multiple_choice.data import read_choices
@@ -336,13 +336,12 @@ def test_configurations_of_a_model_folder(run: Path) -> None:
 
 
 def test_an_incident(tmp_path: Path) -> None:
-    columns = {"x": {"shape": [2], "dtype": "float32", "not_finite": 0, "min": 0.0, "max": 1.0}}
-    finding = Finding(0, "cpu", columns=columns, heaviest=[HeavySample(1, 0, 2.0, 3.0)])
+    finding = Finding(0, "cpu", heaviest=[HeavySample(1, 0, 2.0, 3.0)])
     file, incident = tmp_path / "incident.json", incident_with(kind="spike", processes=[finding])
 
     def read() -> None:
         found = read_incident(tmp_path)
-        assert format_incident(found)
+        assert main_facts(found)
         assert next_actions(found)
 
     assert survives(read, file, asdict(incident)) > 50
