@@ -80,8 +80,8 @@ def _main(argv: Sequence[str] | None = None) -> int:
         else:
             # The flag may stand anywhere, also before the command.
             words = [*(word for word in words if word != FLAG), FLAG]
-            name = _named(words)
-            with JsonOutput(name if name in COMMANDS else None) as output:
+            command = _named(words)
+            with JsonOutput(command if command in COMMANDS else None) as output:
                 output.outcome = _outcome_of(words)
             code = output.outcome.exit_code
         sys.stdout.flush()

@@ -232,10 +232,10 @@ def load_weights(model: nn.Module, folder: Path, run_folder: Path, incident: Inc
         ValueError: the weights are missing, damaged, or belong to another model.
     """
     kept, checkpoint = incident.weights.file, incident.weights.checkpoint
-    if kept is None and checkpoint is None:
-        raise ValueError(f"{folder} does not contain weights, and the run had no checkpoint before it")
     path, origin = folder / WEIGHTS, f"{WEIGHTS}, {incident.weights.of}"
     if kept is None:
+        if checkpoint is None:
+            raise ValueError(f"{folder} does not contain weights, and the run had no checkpoint before it")
         path = run_folder / "checkpoints" / Path(checkpoint).name
         origin = f"{path.name}, the last checkpoint before the step"
         if (problem := check(path).problem) is not None:
