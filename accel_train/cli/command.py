@@ -19,21 +19,29 @@ from accel_train.core.terminal import busy, columns_of
 if TYPE_CHECKING:
     from accel_train.recipe.schema import Recipe
 
-RECIPE = {"metavar": "RECIPE", "help": "recipe file, or a name from `accel-train recipes`"}
-VERBOSE = {
-    "action": "store_true",
-    "help": "print every choice with its reason, every logged step, and all scores; report.html has them, too",
-}
 SEVERAL_FILES = "for several files, name their folder, or a pattern in quotes: 'part-*.csv'"
 """Advice where a command takes one PATH or DATA, and the shell has written out a pattern."""
-RUN = {"metavar": "RUN", "help": "output_dir of a finished run"}
+
+
+def flag(about: str) -> dict[str, Any]:
+    """Return the options of an argument without a value."""
+    return {"action": "store_true", "help": about}
+
+
+def value(
+    metavar: str, about: str, read: Callable[[str], object] = str, default: str | None = None, **options: Any
+) -> dict[str, Any]:
+    """Return the options of an argument with a value. The help names the default, as a user would write it."""
+    shown = about if default is None else f"{about}; default: {default}"
+    return {"metavar": metavar, "help": shown, "type": read, "default": default, **options}
+
+
+RECIPE = value("RECIPE", "recipe file, or a name from `accel-train recipes`")
+VERBOSE = flag("print every choice with its reason, every logged step, and all scores; report.html has them, too")
+RUN = value("RUN", "output_dir of a finished run")
 DATA = {
-    "data": {
-        "metavar": "DATA",
-        "nargs": "?",
-        "help": "file, folder, or data set; default: the held-out data of the run",
-    },
-    "--data": {"metavar": "DATA", "dest": "named_data", "help": "same as DATA"},
+    "data": value("DATA", "file, folder, or data set; default: the held-out data of the run", nargs="?"),
+    "--data": value("DATA", "same as DATA", dest="named_data"),
 }
 
 
@@ -41,7 +49,7 @@ class Outcome(NamedTuple):
     """The outcome of a command: its result, printed by `--json`, its exit code, and its error."""
 
     result: Mapping[str, Any] | None = None
-    """Result of the command's type in `cli.results`; None for a command without a result, and on processes that print
+    """Result of the command's type; None for a command without a result, and on processes that print
     nothing.
     """
     exit_code: int = 0
@@ -54,6 +62,8 @@ class Command(NamedTuple):
 
     run: Callable[[argparse.Namespace, Sequence[str]], Outcome]
     """Function that gets the parsed arguments and the recipe settings. It prints the output for people."""
+    result: type
+    """Type of its result, as `--json` prints it."""
     about: str
     arguments: dict[str, dict[str, Any]]
     takes_settings: bool = True

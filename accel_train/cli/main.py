@@ -80,7 +80,8 @@ def _main(argv: Sequence[str] | None = None) -> int:
         else:
             # The flag may stand anywhere, also before the command.
             words = [*(word for word in words if word != FLAG), FLAG]
-            with JsonOutput(_command_in(words)) as output:
+            command = _named(words)
+            with JsonOutput(command if command in COMMANDS else None) as output:
                 output.outcome = _outcome_of(words)
             code = output.outcome.exit_code
         sys.stdout.flush()
@@ -93,13 +94,9 @@ def _main(argv: Sequence[str] | None = None) -> int:
         return OUTPUT_CLOSED
 
 
+@controls_kept_out()
 def _outcome_of(words: list[str]) -> Outcome:
     """Run one command. An expected failure is reported and sets the exit code."""
-    with controls_kept_out():
-        return _outcome_or_report(words)
-
-
-def _outcome_or_report(words: list[str]) -> Outcome:
     result = None
     try:
         outcome = _dispatch(words)
@@ -118,15 +115,13 @@ def _outcome_or_report(words: list[str]) -> Outcome:
         return Outcome(result, code, error)
 
 
-def _command_in(words: Sequence[str]) -> str | None:
-    """Return the name of the command; None if it does not exist."""
-    name = next((word for word in words if not word.startswith("-")), None)
-    return name if name in COMMANDS else None
+def _named(words: Sequence[str]) -> str | None:
+    """Return the first word that is no flag: the name of the command."""
+    return next((word for word in words if not word.startswith("-")), None)
 
 
 def _dispatch(words: list[str]) -> Outcome:
-    name = next((word for word in words if not word.startswith("-")), None)
-    if name is None and not set(words) & {"-h", "--help", "--version"}:
+    if _named(words) is None and not set(words) & {"-h", "--help", "--version"}:
         if words:
             raise UserError(f"{words[0]} needs a command. Give one of {', '.join(COMMANDS)}.")
         build_parser().print_help()
@@ -156,7 +151,7 @@ def _accepted(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
     Raises:
         UserError: an unknown command, flag, or setting; a missing word; a table in place of a recipe.
     """
-    name = next((word for word in words if not word.startswith("-")), None)
+    name = _named(words)
     if name is not None and name not in COMMANDS:
         there_are, known = f"there are {', '.join(COMMANDS)}", [*COMMANDS, "train"]
         meant = did_you_mean(name, known, there_are, show=lambda name: name.replace("train", "run"))

@@ -10,6 +10,7 @@ import os
 import socket
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -82,7 +83,7 @@ class LaunchClock:
     ) -> None:
         self._clock, self._lock = clock, threading.RLock()
         self._started, self._since = wall() - age_seconds, clock()
-        self._seconds = {"imports": age_seconds}
+        self._seconds = defaultdict(float, imports=age_seconds)
         self._account, self._inside = "start_up", list[str]()
         self._steps: dict[int, _Step] = {}
         self._open_step: int | None = None
@@ -141,7 +142,7 @@ class LaunchClock:
             self._close()
             for number, each in list(self._steps.items()):
                 if each.is_settled or number >= step:
-                    self._seconds[each.account_now] = self._seconds.get(each.account_now, 0.0) + each.seconds
+                    self._seconds[each.account_now] += each.seconds
                     del self._steps[number]
             is_again = step < self._num_done
             account = "repeated_steps" if is_again else "productive_steps"
@@ -162,10 +163,10 @@ class LaunchClock:
         """Return the seconds of each category up to now, in the order of `ACCOUNTS`, without empty categories."""
         with self._lock:
             self._close()
-            seconds = dict(self._seconds)
+            seconds = self._seconds.copy()
             for each in self._steps.values():
-                seconds[each.account_now] = seconds.get(each.account_now, 0.0) + each.seconds
-        return {name: round(seconds[name], 6) for name in ACCOUNTS if seconds.get(name)}
+                seconds[each.account_now] += each.seconds
+        return {name: round(seconds[name], 6) for name in ACCOUNTS if seconds[name]}
 
     def goodput(self) -> JsonRecord:
         """Return the goodput of all launches, including this one up to now, in the form of `goodput_of`."""
@@ -231,8 +232,7 @@ class LaunchClock:
         if not self._inside and self._open_step is not None:
             self._steps[self._open_step].seconds += seconds
             return
-        account = self._inside[-1] if self._inside else self._account
-        self._seconds[account] = self._seconds.get(account, 0.0) + seconds
+        self._seconds[self._inside[-1] if self._inside else self._account] += seconds
 
 
 def read_launches(run_folder: Path) -> list[JsonRecord]:

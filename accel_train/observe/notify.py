@@ -145,8 +145,10 @@ class Notifier(Observer):
 
     def _tell(self, target: str, facts: JsonRecord) -> None:
         body = json.dumps(facts, allow_nan=False).encode()
+        headers = {"Content-Type": "application/json", "User-Agent": "accel-train"}
         try:
-            _post(target, body)
+            request = urllib.request.Request(target, body, headers)
+            urllib.request.build_opener(_Refused).open(request, timeout=TIMEOUT_SECONDS).close()
         # Any error of a third-party service.
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".strip().splitlines()[0]
@@ -156,8 +158,3 @@ class Notifier(Observer):
         with suppress(queue.Empty):
             while True:
                 self.warn(f"log.notify: {self._failures.get_nowait()}", self._step)
-
-
-def _post(url: str, body: bytes) -> None:
-    request = urllib.request.Request(url, body, {"Content-Type": "application/json", "User-Agent": "accel-train"})
-    urllib.request.build_opener(_Refused).open(request, timeout=TIMEOUT_SECONDS).close()

@@ -203,8 +203,7 @@ class RunObserver(Observer):
         initial ones, if other evaluations read part of the samples.
         """
         self._write_numbers(step, split, metrics)
-        kind = _EVALUATIONS[split]
-        self._progress.evaluated(step, kind, metrics)
+        self._progress.evaluated(step, _EVALUATIONS[split], metrics)
 
     def on_event(
         self, kind: str, step: int, message: str, *, rank: int | None = None, names_step: bool = False, **facts: Any

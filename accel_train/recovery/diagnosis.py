@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from accel_train.engine.step import MicroBatch, seed_step
 from accel_train.model.isolation import Buffers, RandomState, isolated, without_batch_statistics
 from accel_train.model.tensors import names_not_finite
 from accel_train.model.training_module import TrainingModule
+from accel_train.observe.incident_record import Finding, HeavySample
 from accel_train.recovery.module_watch import ModuleWatch, OnNotFinite
 from accel_train.runtime.doctor import device_name
 from accel_train.runtime.private import norms_of
@@ -146,41 +147,6 @@ class SamplesOf:
         return batch, self.num_targets
 
 
-@dataclass
-class Finding:
-    """Result of one process's diagnosis, filled as far as the diagnosis got."""
-
-    rank: int
-    device: str
-    happens_again: bool | None = None
-    """Whether the problem recurs. None if not recomputed, and None for spikes, because only all processes together can
-    decide."""
-    place: str | None = None
-    """Origin of the first number that is not finite: `weights`, `batch`, `module`, `loss`, or `gradient`."""
-    micro_batch: int | None = None  # first bad micro-batch, from 0
-    samples: list[int] = field(default_factory=list)
-    """First `MAX_LISTED` samples that are bad alone: indices in the data set, or rows if it has no indices."""
-    num_samples: int = 0  # number of samples that are bad alone
-    suspects: list[int] = field(default_factory=list)
-    """All samples of the bad micro-batch, or of the whole step if the problem does not recur."""
-    module: str | None = None
-    module_kind: str | None = None
-    weights_not_finite: list[str] = field(default_factory=list)
-    gradients_not_finite: list[str] = field(default_factory=list)
-    num_gradients_not_finite: int = 0
-    largest_gradients: list[tuple[str, float]] = field(default_factory=list)
-    """Finite gradient norms by parameter, of this process only."""
-    loss_sum: float | None = None  # of this process, recomputed
-    gradient_norm: float | None = None
-    """Recomputed gradient norm of this process only: the sum over its micro-batches, an upper bound."""
-    columns: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Shape, minimum, maximum, and count of NaN and Inf of each tensor of the bad (otherwise the first) micro-batch."""
-    heaviest: list[dict[str, float]] = field(default_factory=list)
-    """Samples of a spike with their own loss and gradient norm, largest first."""
-    seconds: float = 0.0
-    error: str | None = None  # error that ended the diagnosis early
-
-
 def examine(
     inner: TrainingModule, micro_batches: Sequence[MicroBatch], request: DiagnosisRequest, device: torch.device
 ) -> tuple[Finding, list[RandomState]]:
@@ -210,7 +176,7 @@ def origins_of(finding: Finding, data: TaskData) -> list[str]:
     """Return the origins of the named samples (`7: train.jsonl, row 7`), if the data set knows them."""
     if data.where is None or data.step_batches is not None:
         return []
-    named = finding.samples or [int(each["sample"]) for each in finding.heaviest]
+    named = finding.samples or [each.sample for each in finding.heaviest]
     try:
         return [f"{index}: {data.where(index)}" for index in named[:MAX_ORIGINS]]
     except Exception as error:  # `where` is code of the data set and may raise anything
@@ -351,12 +317,9 @@ def _find_heaviest(
             if recomputation.is_late:
                 break
             alone = recomputation.recompute(samples.part([row]), states[number], by_row=True)
-            facts = {"sample": samples.indices[row], "micro_batch": number}
-            measured.append({**facts, "loss": alone.loss, "gradient_norm": alone.total})
-    measured.sort(
-        key=lambda each: math.inf if math.isnan(each["gradient_norm"]) else each["gradient_norm"], reverse=True
-    )
+            measured.append(HeavySample(samples.indices[row], number, alone.loss, alone.total))
+    measured.sort(key=lambda each: math.inf if math.isnan(each.gradient_norm) else each.gradient_norm, reverse=True)
     finding.heaviest = measured[:TOP]
     if measured:
-        finding.micro_batch = int(measured[0]["micro_batch"])
+        finding.micro_batch = measured[0].micro_batch
         finding.columns = _describe_columns(micro_batches[finding.micro_batch][0])

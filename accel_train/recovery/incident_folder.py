@@ -6,9 +6,8 @@ The folder is published as a whole or not at all.
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -20,7 +19,7 @@ from accel_train.core.files import TAIL_BYTES, follow_umask, publish_folder, syn
 from accel_train.core.json_io import parse_json, write_json
 from accel_train.engine.step import MicroBatch
 from accel_train.model.isolation import RandomState
-from accel_train.observe.incident_record import INCIDENTS, RECORD, TEXT, WEIGHTS, format_incident
+from accel_train.observe.incident_record import INCIDENTS, RECORD, TEXT, WEIGHTS, Incident, format_incident
 from accel_train.observe.run_folder import METRICS_FILE, parse_line
 
 MAX_BATCH_BYTES = 2**28
@@ -41,7 +40,7 @@ class KeptMicroBatch:
 
 
 def write_incident(
-    run_folder: Path, record: Mapping[str, Any], batches: Mapping[str, bytes], weights: Mapping[str, Tensor] | None
+    run_folder: Path, incident: Incident, batches: Mapping[str, bytes], weights: Mapping[str, Tensor] | None
 ) -> Path:
     """Publish an incident's folder: JSON, Markdown, micro-batches by file name, and weights. Return its path.
 
@@ -49,7 +48,7 @@ def write_incident(
         Exception: the folder could not be written, for example on a full disk. Nothing is left behind.
     """
     root = run_folder / INCIDENTS
-    final = root / str(record["folder"])
+    final = root / incident.folder
     staging = root / f".tmp-{final.name}-{os.getpid()}"
     root.mkdir(exist_ok=True)
     remove_leftovers(root)
@@ -61,8 +60,8 @@ def write_incident(
             save_file(dict(weights), path)
             follow_umask(path)
             sync(path)
-        write_json(staging / RECORD, record)
-        write_atomically(staging / TEXT, format_incident(record).encode(errors="backslashreplace"))
+        write_json(staging / RECORD, asdict(incident))
+        write_atomically(staging / TEXT, format_incident(incident).encode(errors="backslashreplace"))
     return final
 
 

@@ -4,7 +4,7 @@ import math
 import shlex
 import socket
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from accel_train.checkpoint.store import free_path, steps_of
 from accel_train.core.redaction import redact
-from accel_train.core.state import JsonRecord, StepResult
+from accel_train.core.state import StepResult
 from accel_train.core.work import working
 from accel_train.data.samples import fetch
 from accel_train.engine.run import RunContext
@@ -24,21 +24,25 @@ from accel_train.engine.step import MicroBatch
 from accel_train.guard.guard import Decision
 from accel_train.model.isolation import RandomState
 from accel_train.observe.incident_record import (
-    FORMAT,
     INCIDENTS,
     TEXT,
     WEIGHTS,
+    Finding,
+    Incident,
+    KeptBatch,
+    KeptWeights,
     batch_file,
     can_replay,
     classify,
     heaviest_sample,
     incident_folders,
+    incident_of,
     next_actions,
     not_finite_then,
     summarise_incident,
 )
 from accel_train.parallel.sequence_parallel import Slices
-from accel_train.recovery.diagnosis import DiagnosisRequest, Finding, examine, not_examined, origins_of
+from accel_train.recovery.diagnosis import DiagnosisRequest, examine, not_examined, origins_of
 from accel_train.recovery.incident_folder import last_losses, pack_micro_batches, write_incident
 from accel_train.runtime.doctor import environment
 from accel_train.runtime.process_group import on_main
@@ -74,22 +78,22 @@ def diagnose(
             finding, states = examine(run.strategy.inner, micro_batches, request, run.accelerator.device)
         else:
             finding = not_examined(request, run.accelerator.device)
-        findings = gather_object([_as_record(run, finding, result)])
-        record = _record(run, result, decision, findings, why_not)
+        findings = gather_object([_completed(run, finding, result)])
+        incident = _incident(run, result, decision, findings, why_not)
         share = _whole_sequences(run, result.step - 1, micro_batches)
         numbers = list(range(len(states) or len(share))) if finding.micro_batch is None else [finding.micro_batch]
         pack = partial(pack_micro_batches, share, numbers, states, request.samples)
-        batches = _collect_batches(run, record, pack)
+        batches = _collect_batches(run, incident, pack)
         weights = _weights(run)
-        sentence = record["sentence"]
+        sentence = incident.sentence
         if not run.accelerator.is_main_process:
             return None, sentence
         try:
             with working("writing the incident"):
-                folder = _write(run, record, batches, weights)
+                folder = _write(run, incident, batches, weights)
         except Exception as error:  # for example a full disk: the run continues without the folder
             return None, f"{sentence}. The incident could not be written: {error}"
-        if why_not is not None and can_replay(record):
+        if why_not is not None and can_replay(incident):
             sentence += f"; run accel-train replay {shlex.quote(str(folder))} to name the sample and the module"
         return folder.name, f"{sentence}; see {INCIDENTS}/{folder.name}/{TEXT}"
 
@@ -142,40 +146,39 @@ def _samples(run: RunContext, step: int, num_micro_batches: int) -> list[list[in
     return share + [order.step_samples(step)[:1].tolist()] * (num_micro_batches - len(share))
 
 
-def _as_record(run: RunContext, finding: Finding, result: StepResult) -> JsonRecord:
-    """Return a finding as plain values, with the run's own numbers of the step."""
-    return {
-        **asdict(finding),
-        "loss_sum_then": result.loss_sum_here,
-        "gradients_finite_then": math.isfinite(result.gradient_sum_here),
-        "unit": "sample" if run.plan.data.step_batches is None else "row",
-        "origins": origins_of(finding, run.plan.data),
-        "host": socket.gethostname(),
-    }
+def _completed(run: RunContext, finding: Finding, result: StepResult) -> Finding:
+    """Return a finding with the run's own numbers of the step."""
+    return replace(
+        finding,
+        loss_sum_then=result.loss_sum_here,
+        gradients_finite_then=math.isfinite(result.gradient_sum_here),
+        unit="sample" if run.plan.data.step_batches is None else "row",
+        origins=origins_of(finding, run.plan.data),
+        host=socket.gethostname(),
+    )
 
 
-def _record(
-    run: RunContext, result: StepResult, decision: Decision, findings: list[JsonRecord], why_not: str | None
-) -> JsonRecord:
-    record: JsonRecord = {
-        "format": FORMAT,
-        "run": run.plan.output_dir.name,
+def _incident(
+    run: RunContext, result: StepResult, decision: Decision, findings: list[Finding], why_not: str | None
+) -> Incident:
+    incident = Incident(
+        run=run.plan.output_dir.name,
         **{name: getattr(result, name) for name in OF_RESULT},
-        "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "kind": "spike" if result.finite else "not finite",
-        "action": decision.action,
-        "reason": decision.reason,
-        "precision": run.plan.choices["precision.mixed_precision"].value,
-        "seed": run.plan.recipe.seed,
-        "world_size": run.accelerator.num_processes,
-        "num_sharing": run.strategy.dims.num_sharing,
-        "not_diagnosed": why_not,
-        "processes": findings,
-        "seconds": max(each["seconds"] for each in findings),
-    }
-    record["classification"] = classify(record)
-    record["sentence"] = summarise_incident(record)
-    return record
+        time=datetime.now(UTC).isoformat(timespec="seconds"),
+        kind="spike" if result.finite else "not finite",
+        action=decision.action,
+        reason=decision.reason,
+        precision=run.plan.choices["precision.mixed_precision"].value,
+        seed=run.plan.recipe.seed,
+        world_size=run.accelerator.num_processes,
+        num_sharing=run.strategy.dims.num_sharing,
+        not_diagnosed=why_not,
+        processes=findings,
+        seconds=max(each.seconds for each in findings),
+    )
+    incident.classification = classify(incident)
+    incident.sentence = summarise_incident(incident)
+    return incident
 
 
 def _whole_sequences(run: RunContext, step: int, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
@@ -188,10 +191,10 @@ def _whole_sequences(run: RunContext, step: int, micro_batches: list[MicroBatch]
     return [(batch, int(batch.pop("num_targets"))) for batch in whole]
 
 
-def _collect_batches(run: RunContext, record: JsonRecord, pack: Callable[[], bytes | None]) -> dict[str, bytes]:
+def _collect_batches(run: RunContext, incident: Incident, pack: Callable[[], bytes | None]) -> dict[str, bytes]:
     """Send micro-batches worth keeping to the main process, one process at a time, up to `MAX_BATCHES_BYTES`."""
-    kept, num_bytes, record["batches"] = {}, 0, []
-    for rank in _ranks_to_keep(record):
+    kept, num_bytes = dict[str, bytes](), 0
+    for rank in _ranks_to_keep(incident):
         content: list[Any] = [pack() if rank == run.accelerator.process_index else None]
         broadcast_object_list(content, from_process=rank)
         if content[0] is None:
@@ -199,40 +202,40 @@ def _collect_batches(run: RunContext, record: JsonRecord, pack: Callable[[], byt
         num_bytes += len(content[0])
         if num_bytes > MAX_BATCHES_BYTES:
             break
-        record["batches"].append({"file": batch_file(rank), "rank": rank})
+        incident.batches.append(KeptBatch(batch_file(rank), rank))
         if run.accelerator.is_main_process:
             kept[batch_file(rank)] = content[0]
     return kept
 
 
-def _ranks_to_keep(record: JsonRecord) -> list[int]:
+def _ranks_to_keep(incident: Incident) -> list[int]:
     """Return the processes whose micro-batches are worth keeping; equal on all processes."""
-    findings, heaviest = record["processes"], heaviest_sample(record)
+    findings, heaviest = incident.processes, heaviest_sample(incident)
     if heaviest is not None:
-        return [heaviest[0]["rank"]]
-    then = [each["rank"] for each in not_finite_then(findings)]
-    if record["not_diagnosed"] is not None:
+        return [heaviest[0].rank]
+    then = [each.rank for each in not_finite_then(findings)]
+    if incident.not_diagnosed is not None:
         # One process of each group that reads the same samples. All groups if the bad processes are not known, because
         # gradients were summed before they were checked.
-        share = record["num_sharing"]
+        share = incident.num_sharing
         return list({rank // share: rank for rank in then or range(len(findings))}.values())
-    again = [each["rank"] for each in findings if each["happens_again"]]
-    failed = [each["rank"] for each in findings if each["error"]]
+    again = [each.rank for each in findings if each.happens_again]
+    failed = [each.rank for each in findings if each.error]
     bad = sorted({*again, *failed}) if again else then or failed
-    return (bad or [each["rank"] for each in findings if len(findings) == 1])[:MAX_BATCHES]
+    return (bad or [each.rank for each in findings if len(findings) == 1])[:MAX_BATCHES]
 
 
-def _write(run: RunContext, record: JsonRecord, batches: dict[str, bytes], weights: dict[str, Tensor] | None) -> Path:
+def _write(run: RunContext, incident: Incident, batches: dict[str, bytes], weights: dict[str, Tensor] | None) -> Path:
     """Add the facts that only the main process knows, and write the folder."""
     # The same step may have failed before, on a branch that a rollback abandoned.
-    record["folder"] = free_path(run.plan.output_dir / INCIDENTS / f"step-{record['step']:08d}").name
-    before = [step for step in steps_of(run.saver.root) if 0 < step < record["step"]]
-    record["weights"] = {
-        "file": None if weights is None else WEIGHTS,
-        "checkpoint": f"step-{before[-1]:08d}" if weights is None and before else None,
-        "of": "the weights before the step" if record["skipped"] else "the weights after the clipped update",
-    }
-    record["last_losses"] = last_losses(run.plan.output_dir) or list(enumerate(run.state.losses[-50:]))
-    record["environment"] = environment(run.accelerator.device)
-    record["next"] = next_actions(record)
-    return write_incident(run.plan.output_dir, redact(record), batches, weights)
+    incident.folder = free_path(run.plan.output_dir / INCIDENTS / f"step-{incident.step:08d}").name
+    before = [step for step in steps_of(run.saver.root) if 0 < step < incident.step]
+    incident.weights = KeptWeights(
+        None if weights is None else WEIGHTS,
+        f"step-{before[-1]:08d}" if weights is None and before else None,
+        "the weights before the step" if incident.skipped else "the weights after the clipped update",
+    )
+    incident.last_losses = last_losses(run.plan.output_dir) or list(enumerate(run.state.losses[-50:]))
+    incident.environment = environment(run.accelerator.device)
+    incident.next = next_actions(incident)
+    return write_incident(run.plan.output_dir, incident_of(redact(asdict(incident))), batches, weights)

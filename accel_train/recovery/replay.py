@@ -4,7 +4,7 @@ import pdb  # noqa: T100 (--debug is for people)
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from accel_train.checkpoint.contents import load_model_tensors, restore_weights
 from accel_train.checkpoint.run_recipe import check_settings, read_recipe
 from accel_train.checkpoint.store import check
 from accel_train.core.errors import CheckpointError, SettingError
-from accel_train.core.state import Choice, JsonRecord
+from accel_train.core.state import Choice
 from accel_train.data.batch_sizes import resolve_batch
 from accel_train.engine.resolve import change_model
 from accel_train.model.kernels.frozen import keep_frozen
@@ -27,6 +27,8 @@ from accel_train.model.training_module import TrainingModule
 from accel_train.observe.incident_record import (
     INCIDENTS,
     WEIGHTS,
+    Finding,
+    Incident,
     classify,
     describe_finding,
     describe_heaviest,
@@ -72,41 +74,41 @@ class Replayed:
 class Replay:
     """A recomputed incident."""
 
-    record: JsonRecord
+    incident: Incident
     device: str
     precision: str
     weights: str  # origin of the weights
     micro_batches: list[Replayed]
-    findings: list[JsonRecord]
+    findings: list[Finding]
     """Findings of the processes whose batches were kept. Empty if the run itself diagnosed the step."""
 
     @property
     def classification(self) -> str:
         """Return deterministic, transient, or unknown: from the findings here, or from the run's own diagnosis."""
-        return classify(self._judged) if self.findings else str(self.record["classification"])
+        return classify(self._judged) if self.findings else self.incident.classification
 
     @property
-    def _judged(self) -> JsonRecord:
-        return {**self.record, "not_diagnosed": None, "processes": self.findings}
+    def _judged(self) -> Incident:
+        return replace(self.incident, not_diagnosed=None, processes=self.findings)
 
     @property
     def verdict(self) -> list[str]:
         """Return lines: a sentence that says whether the problem recurs, then one line per next action."""
-        record = self._judged
-        if record["kind"] == "spike":
-            heaviest = f"{describe_heaviest(record)}; " if self.findings else ""
+        incident = self._judged
+        if incident.kind == "spike":
+            heaviest = f"{describe_heaviest(incident)}; " if self.findings else ""
             return [f"a spike: {heaviest}compare loss and gradients with the incident"]
         if not self.findings:
             again = any(each.happens_again for each in self.micro_batches)
             return ["happens again" if again else "does not happen again"]
-        record["classification"] = self.classification
-        lines = [summarise_incident(record)]
-        if record["classification"] == "transient" and record["weights"]["file"] is None:
+        incident.classification = self.classification
+        lines = [summarise_incident(incident)]
+        if incident.classification == "transient" and incident.weights.file is None:
             return [
                 *lines,
                 "The weights are from an earlier step. With the weights of this step, it might happen again.",
             ]
-        return [*lines, *(f"- {action}" for action in next_actions(record, is_replayed=True))]
+        return [*lines, *(f"- {action}" for action in next_actions(incident, is_replayed=True))]
 
 
 def replay_incident(
@@ -126,9 +128,9 @@ def replay_incident(
     Raises:
         ValueError: the folder is not an incident, keeps no micro-batch, or does not fit the run's recipe.
     """
-    record = read_incident(folder)
-    if not record["batches"]:
-        raise ValueError(f"{folder} does not contain a micro-batch to recompute ({record['sentence']})")
+    incident = read_incident(folder)
+    if not incident.batches:
+        raise ValueError(f"{folder} does not contain a micro-batch to recompute ({incident.sentence})")
     run_folder = folder.resolve().parent.parent
     if not (run_folder / RECIPE_FILE).is_file():
         raise ValueError(
@@ -136,15 +138,15 @@ def replay_incident(
         )
     check_settings(settings)
     with device_of_replay(device):
-        return _recompute(folder, run_folder, record, read_recipe(run_folder, settings), debug=debug)
+        return _recompute(folder, run_folder, incident, read_recipe(run_folder, settings), debug=debug)
 
 
-def _recompute(folder: Path, run_folder: Path, record: JsonRecord, recipe: Recipe, *, debug: bool) -> Replay:
+def _recompute(folder: Path, run_folder: Path, incident: Incident, recipe: Recipe, *, debug: bool) -> Replay:
     device_here = start_processes().device
-    precision = "bf16" if record["precision"] == "fp8" else record["precision"]
+    precision = "bf16" if incident.precision == "fp8" else incident.precision
     precision = "no" if precision == "fp16" and device_here.type != "cuda" else precision
     set_backends(recipe.precision, precision, device_here)
-    readers = record["world_size"] // record["num_sharing"]
+    readers = incident.world_size // incident.num_sharing
     sizes = resolve_batch(recipe.batch, readers)
     accelerator = start_accelerator(precision, recipe.precision, recipe.guard, sizes, device_here)
     task = load_task(recipe.task)
@@ -153,45 +155,53 @@ def _recompute(folder: Path, run_folder: Path, record: JsonRecord, recipe: Recip
     torch.manual_seed(recipe.seed)
     model, _, frozen = change_model(recipe, task, task.build_model(recipe, data))
     base = digests_of_base(model, frozen) if recipe.model.pretrained is not None else {}
-    weights = load_weights(model, folder, run_folder, record, base)
+    weights = load_weights(model, folder, run_folder, incident, base)
     if recipe.model.frozen_dtype == "nf4":  # not needed for bf16, because autocast rounds to bf16
         keep_frozen(model, frozen, Choice("nf4", "as set"), precision, accelerator.device)
     inner = TrainingModule(model, task).to(accelerator.device)
     accelerator.prepare_model(inner, evaluation_mode=True)  # wraps the forward in autocast, without DDP
-    recomputation = Recomputation(inner, _request(record, readers), accelerator.device)
+    recomputation = Recomputation(inner, _request(incident, readers), accelerator.device)
     replayed, findings = [], []
-    for entry in record["batches"]:
-        kept = read_micro_batches(folder / entry["file"], accelerator.device)
-        if record["not_diagnosed"] is not None:
-            finding, kept = _diagnose(recomputation, record, entry["rank"], kept, data)
+    for entry in incident.batches:
+        kept = read_micro_batches(folder / entry.file, accelerator.device)
+        if incident.not_diagnosed is not None:
+            finding, kept = _diagnose(recomputation, incident, entry.rank, kept, data)
             findings.append(finding)
         for each in kept:
             watched = recomputation.watched(each.micro_batch, each.state, stop_in_debugger if debug else None)
-            replayed.append(Replayed(entry["file"], each.number, *watched))
-    return Replay(record, describe_device(accelerator.device), precision, weights, replayed, findings)
+            replayed.append(Replayed(entry.file, each.number, *watched))
+    return Replay(incident, describe_device(accelerator.device), precision, weights, replayed, findings)
 
 
-def _request(record: JsonRecord, readers: int) -> DiagnosisRequest:
+def _request(incident: Incident, readers: int) -> DiagnosisRequest:
     return DiagnosisRequest(
-        **{name: record[name] for name in ("step", "seed", "num_targets", "loss_scale")},
+        **{name: getattr(incident, name) for name in ("step", "seed", "num_targets", "loss_scale")},
         rank=0,
         random_rank=0,
         world_size=readers,
-        is_spike=record["kind"] == "spike",
+        is_spike=incident.kind == "spike",
     )
 
 
 def _diagnose(
-    recomputation: Recomputation, record: JsonRecord, rank: int, kept: list[KeptMicroBatch], data: TaskData
-) -> tuple[JsonRecord, list[KeptMicroBatch]]:
+    recomputation: Recomputation, incident: Incident, rank: int, kept: list[KeptMicroBatch], data: TaskData
+) -> tuple[Finding, list[KeptMicroBatch]]:
     """Diagnose one process's share of the step; return the finding and the bad micro-batch, if any."""
     samples = [each.samples for each in kept if each.samples is not None] or None
-    random_rank = rank // record["num_sharing"]
+    random_rank = rank // incident.num_sharing
     request = replace(recomputation.request, rank=rank, random_rank=random_rank, samples=samples)
     micro_batches = [each.micro_batch for each in kept]
     finding, states = examine(recomputation.inner, micro_batches, request, recomputation.device)
-    then, number = record["processes"][rank], finding.micro_batch
-    merged = {**then, **asdict(finding), "device": then["device"], "origins": origins_of(finding, data)}
+    then, number = incident.processes[rank], finding.micro_batch
+    merged = replace(
+        finding,
+        device=then.device,
+        loss_sum_then=then.loss_sum_then,
+        gradients_finite_then=then.gradients_finite_then,
+        unit=then.unit,
+        origins=origins_of(finding, data),
+        host=then.host,
+    )
     return merged, [] if number is None else [replace(kept[number], state=states[number])]
 
 
@@ -212,7 +222,7 @@ def device_of_replay(device: str | None) -> Iterator[None]:
         yield
 
 
-def load_weights(model: nn.Module, folder: Path, run_folder: Path, record: JsonRecord, base: Mapping[str, str]) -> str:
+def load_weights(model: nn.Module, folder: Path, run_folder: Path, incident: Incident, base: Mapping[str, str]) -> str:
     """Load the incident's weights, or the weights of the checkpoint before it; return their origin.
 
     Args:
@@ -221,11 +231,11 @@ def load_weights(model: nn.Module, folder: Path, run_folder: Path, record: JsonR
     Raises:
         ValueError: the weights are missing, damaged, or belong to another model.
     """
-    kept, checkpoint = record["weights"]["file"], record["weights"]["checkpoint"]
-    if kept is None and checkpoint is None:
-        raise ValueError(f"{folder} does not contain weights, and the run had no checkpoint before it")
-    path, origin = folder / WEIGHTS, f"{WEIGHTS}, {record['weights']['of']}"
+    kept, checkpoint = incident.weights.file, incident.weights.checkpoint
+    path, origin = folder / WEIGHTS, f"{WEIGHTS}, {incident.weights.of}"
     if kept is None:
+        if checkpoint is None:
+            raise ValueError(f"{folder} does not contain weights, and the run had no checkpoint before it")
         path = run_folder / "checkpoints" / Path(checkpoint).name
         origin = f"{path.name}, the last checkpoint before the step"
         if (problem := check(path).problem) is not None:
@@ -254,15 +264,15 @@ def stop_in_debugger(name: str, module: nn.Module, args: Any, kwargs: Any, outpu
 
 def format_replay(replay: Replay) -> str:
     """Return a table of all modules, and the verdict."""
-    record = replay.record
+    incident = replay.incident
     lines = [
-        f"step {record['step']}: {record['sentence']}",
-        f"on {replay.device}, precision {replay.precision} (then {record['precision']}), weights: {replay.weights}",
+        f"step {incident.step}: {incident.sentence}",
+        f"on {replay.device}, precision {replay.precision} (then {incident.precision}), weights: {replay.weights}",
     ]
     for each in replay.micro_batches:
         lines += ["", f"{each.file}, micro-batch {each.number}", *_call_lines(each), *_outcome_lines(each)]
     for finding in replay.findings:
-        lines += ["", f"process {finding['rank']}: {describe_finding(finding)}"]
+        lines += ["", f"process {finding.rank}: {describe_finding(finding)}"]
     first, *more = replay.verdict
     return "\n".join([*lines, "", f"verdict: {first}", *more])
 

@@ -3,7 +3,7 @@
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -155,8 +155,8 @@ def _usable_incidents(folder: Path, damage: list[str]) -> list[JsonRecord]:
     found = []
     for path in incident_folders(folder):
         try:
-            record = read_incident(path)
-            facts, advice = main_facts(record), [str(each) for each in record["next"]]
+            incident = read_incident(path)
+            facts = main_facts(incident)
         # The record has values that were not written by a run.
         except Exception as error:
             reason = (
@@ -165,7 +165,7 @@ def _usable_incidents(folder: Path, damage: list[str]) -> list[JsonRecord]:
             run_folder.note_damage(f"{reason}; it is ignored", damage)
         else:
             link = f"{INCIDENTS}/{path.name}/{TEXT}"
-            found.append({**record, "facts": facts, "next": advice, "link": link})
+            found.append({**asdict(incident), "facts": facts, "link": link})
     return found
 
 

@@ -85,8 +85,7 @@ def environment(device: Any) -> dict[str, str]:
 @cache
 def launch_facts() -> dict[str, str]:
     """Return the command, host, folder, and git commit of this launch at the first call, without secrets."""
-    words = ["accel-train", *sys.argv[1:]] if _is_our_program() else sys.argv
-    facts = {"command": shlex.join(redact_words(words)), "host": socket.gethostname(), "folder": os.getcwd()}
+    facts = {"command": _own_command("accel-train"), "host": socket.gethostname(), "folder": os.getcwd()}
     # This command runs no hook of the repository. `-dirty` marks uncommitted changes.
     words = ["git", "-c", "core.fsmonitor=false", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
@@ -109,8 +108,7 @@ def examine() -> list[Finding]:
         *_check_gpus(),
         *check_host(),
         *check_environment(launched_with()),
-        *_launcher_finding(),
-        *_check_hostname(),
+        *check_launch(),
         *check_folder("cache", Path(os.environ.get("ACCEL_TRAIN_CACHE") or "~/.cache/accel_train")),
         *check_folder("run folder", Path("runs")),
     ]
@@ -167,27 +165,24 @@ def idle_gpus(device: Any, num_processes_seen: int) -> Choice[str] | None:
     return Choice(f"1 of {num_gpus} GPUs used", f"all: {command}")
 
 
-def _own_command() -> str:
-    """Return the command of this process as written after a launcher, without secrets."""
-    words = ["-m", "accel_train", *sys.argv[1:]] if _is_our_program() else sys.argv
+def _own_command(*ours: str) -> str:
+    """Return the command of this process, without secrets. `ours` are the words for this program, by default those
+    after a launcher.
+    """
+    program = Path(sys.argv[0])
+    is_ours = program.name == "accel-train" or (program.name, program.parent.name) == ("__main__.py", "accel_train")
+    words = [*(ours or ("-m", "accel_train")), *sys.argv[1:]] if is_ours else sys.argv
     return shlex.join(redact_words(words))
 
 
-def _is_our_program() -> bool:
-    program = Path(sys.argv[0])
-    return program.name == "accel-train" or (program.name, program.parent.name) == ("__main__.py", "accel_train")
-
-
-def _launcher_finding() -> Iterator[Finding]:
+def check_launch() -> Iterator[Finding]:
+    """Examine whether the launcher starts all processes, and whether other machines reach this one by its name."""
     world_size = os.environ.get("WORLD_SIZE", "1")
     try:
         check_launcher(int(world_size) if "RANK" in os.environ and world_size.isdigit() else 1)
     except SettingError as error:
         yield Finding("bad", "launcher", error.problem, error.remedy)
-
-
-def _check_hostname() -> Iterator[Finding]:
-    """Examine whether other machines reach this one by its name, as gloo does."""
+    # gloo connects machines by their names.
     problem = loopback_problem(os.environ)
     if problem is not None and spans_machines(os.environ):
         yield Finding("bad", "host name", *problem.split(". ", 1))

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 
 from accel_train.core.errors import SettingError
 from accel_train.core.state import Choice
+from accel_train.recipe.names import value_of
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.values import Origin
 from accel_train.recipe.writer import who_set
@@ -241,7 +242,7 @@ def with_launch_environment(recipe: Recipe, environment: Mapping[str, str] | Non
     origins: dict[str, Origin] = {}
     for name, value, variable in found:
         section, _, field = name.partition(".")
-        who, in_recipe = who_set(recipe, name), getattr(getattr(recipe, section), field)
+        who, in_recipe = who_set(recipe, name), value_of(recipe, name)
         if who == "default" or in_recipe == "auto":
             changes.setdefault(section, {})[field] = value
             origins[name] = Origin("environment", f"{variable} of the launch")
@@ -272,8 +273,7 @@ def describe_launch(recipe: Recipe) -> dict[str, Choice[str]]:
     obeyed: dict[str, str] = {}
     ignored: dict[str, str] = {}
     for variable, setting, value, _ in settings_of_launch(launched_with()):
-        section, _, field = setting.partition(".")
-        if _is_same(setting, getattr(getattr(recipe, section), field), value):
+        if _is_same(setting, value_of(recipe, setting), value):
             obeyed[f"{setting}={value}"] = variable
         else:
             ignored[f"{variable}={value}"] = "the arguments of the Trainer decide, as in transformers"

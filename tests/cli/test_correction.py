@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from accel_train.cli.main import main
+from tests.support.commands import call
 
 TORCHRUN = "torchrun --standalone --nproc_per_node 2 -m accel_train"
 MEANT = {
@@ -55,18 +55,14 @@ UNCLEAR = (
 
 
 @pytest.mark.parametrize("typed", MEANT)
-def test_the_command_that_is_meant_ends_the_error(
-    typed: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_command_that_is_meant_ends_the_error(typed: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(typed.split()) == 2
-    assert shlex.split(capsys.readouterr().err.partition("Type: ")[2]) == shlex.split(MEANT[typed])
+    assert shlex.split(call(*typed.split(), code=2).err.partition("Type: ")[2]) == shlex.split(MEANT[typed])
 
 
 @pytest.mark.parametrize("typed", UNCLEAR)
-def test_no_command_is_offered_where_several_may_be_meant(typed: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(typed.split()) == 2
-    assert "Type: " not in capsys.readouterr().err
+def test_no_command_is_offered_where_several_may_be_meant(typed: str) -> None:
+    assert "Type: " not in call(*typed.split(), code=2).err
 
 
 @pytest.mark.parametrize(("typed", "flags"), [("run", ""), ("plan", " --dry-run"), ("rehearse", " --dry-run")])
@@ -76,17 +72,14 @@ def test_data_in_place_of_a_recipe_are_answered_with_finetune(
     flags: str,
     place: str,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("folder").mkdir()
     Path("t.csv").write_text("text,label\n")
-    assert main([typed, place]) == 2
-    assert capsys.readouterr().err.partition("Type: accel-train ")[2].strip() == f"finetune {place}{flags}"
+    assert call(typed, place, code=2).err.partition("Type: accel-train ")[2].strip() == f"finetune {place}{flags}"
 
 
 @pytest.mark.parametrize("command", ["run", "plan", "finetune"])
-def test_a_path_that_no_file_can_have_is_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([command, "a" * 300]) == 2
-    assert capsys.readouterr().err.count("error: ") == 1
+def test_a_path_that_no_file_can_have_is_one_line(command: str) -> None:
+    assert call(command, "a" * 300, code=2).err.count("error: ") == 1

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,15 +10,16 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
-import yaml
+from typing_extensions import is_typeddict
 
 from accel_train.cli.commands import COMMANDS
 from accel_train.cli.main import main
-from accel_train.cli.results import RESULTS
 from accel_train.cli.results.schema import json_schema, schema_page
+from accel_train.core.json_io import read_json
 from tests.cli.test_main import GOOD, failing
 from tests.recovery.test_replay import run_with
-from tests.support.runs import environment, run_forked_command, write_corpus, write_recipe_file
+from tests.support.commands import call
+from tests.support.runs import ran, run_forked_command, write_recipe_file, write_yaml
 
 Answer = dict[str, Any]
 Ask = Callable[..., Answer]
@@ -58,11 +58,11 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("finished")
     (folder / "text.txt").write_text("one two three\n\n" * 40)
     recipe = {**GOOD, "data": {**GOOD["data"], "eval_fraction": 0.2}}
-    (folder / "r.yaml").write_text(yaml.safe_dump(recipe))
+    write_yaml(folder / "r.yaml", recipe)
     before = Path.cwd()
     os.chdir(folder)
     try:
-        assert main(["run", "r.yaml"]) == 0
+        call("run", "r.yaml")
     finally:
         os.chdir(before)
     return folder
@@ -75,7 +75,7 @@ def there(finished: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_every_command_has_a_result_and_the_schema_is_one() -> None:
-    assert list(RESULTS) == list(COMMANDS)
+    assert all(is_typeddict(command.result) for command in COMMANDS.values())
     for closed in (False, True):
         jsonschema.Draft202012Validator.check_schema(json_schema(closed=closed))
     page = schema_page()
@@ -115,9 +115,7 @@ def test_run_plan_and_what_is_done_with_a_run(ask: Ask, there: Path, monkeypatch
     plan = ask("plan", "r.yaml", "--no-data")["result"]
     assert (plan["steps"], plan["settings"]["checkpoint.every_steps"]) == (3, 2)
     evaluated = ask("evaluate", "out")["result"]
-    assert evaluated["metrics"]["loss"] == pytest.approx(
-        json.loads(Path("out/summary.json").read_text())["eval"]["loss"]
-    )
+    assert evaluated["metrics"]["loss"] == pytest.approx(read_json(Path("out/summary.json"))["eval"]["loss"])
     with monkeypatch.context() as with_a_gpu:
         with_a_gpu.setenv("ACCELERATE_USE_CPU", "true")
         with_a_gpu.setattr(torch.cuda, "is_available", lambda: True)
@@ -172,9 +170,7 @@ def test_rehearse_and_sweep(ask: Ask, there: Path) -> None:
     assert swept["report"] == "sweep/comparison.html"
 
 
-def test_mistakes_have_the_same_exit_code_and_one_object(
-    ask: Ask, there: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_have_the_same_exit_code_and_one_object(ask: Ask, there: Path) -> None:
     answer = ask("plan", "r.yaml", "--no-data", "--seed", "-1", "--batch.global_batch_size", "0", fails=True)
     assert answer["exit_code"] == 2
     assert len(answer["error"]["message"].splitlines()) == 2
@@ -187,21 +183,17 @@ def test_mistakes_have_the_same_exit_code_and_one_object(
     ):
         assert ask(*words, fails=True)["exit_code"] == 2
     for words in ([], ["bogus"]):
-        assert main([*words, "--json"]) == 2
-        assert answer_in(capsys.readouterr().out)["command"] is None
+        assert answer_in(call(*words, "--json", code=2).out)["command"] is None
 
 
-def test_flag_may_stand_before_the_command_and_help_is_text(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--json", "plan", "r.yaml", "--no-data"]) == 0
-    assert answer_in(capsys.readouterr().out)["command"] == "plan"
-    assert main(["plan", "--help", "--json"]) == 0
-    assert capsys.readouterr().out.startswith("usage: accel-train plan")
+def test_flag_may_stand_before_the_command_and_help_is_text(there: Path) -> None:
+    assert answer_in(call("--json", "plan", "r.yaml", "--no-data").out)["command"] == "plan"
+    assert call("plan", "--help", "--json").out.startswith("usage: accel-train plan")
 
 
-def test_a_damaged_run_has_a_result_and_an_error(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_damaged_run_has_a_result_and_an_error(tmp_path: Path) -> None:
     (tmp_path / "checkpoints" / "step-00000002").mkdir(parents=True)
-    assert main(["verify", str(tmp_path), "--json"]) == 4
-    captured = capsys.readouterr()
+    captured = call("verify", tmp_path, "--json", code=4)
     answer = answer_in(captured.out)
     assert answer["result"]["checkpoints"][0]["problem"]
     assert answer["error"]["type"] == "CheckpointError"
@@ -235,25 +227,23 @@ cli.COMMANDS["doctor"] = cli.COMMANDS["doctor"]._replace(run=loud)
 cli.program()
 """)
     words = [sys.executable, str(program), "doctor", "--json"]
-    done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=True)
+    done = ran(words, check=True)
     assert answer_in(done.stdout)["ok"]
     assert sorted(done.stderr.splitlines()) == ["of a child", "printed", "written"]
 
 
-def test_main_process_alone_prints_the_object_of_a_run(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
-    recipe = write_recipe_file(tmp_path, schedule={"max_steps": 2})
+def test_main_process_alone_prints_the_object_of_a_run(corpus: Path) -> None:
+    recipe = write_recipe_file(corpus, schedule={"max_steps": 2})
     done = run_forked_command(["run", str(recipe), "--json"], 2)
     assert done.returncode == 0, done.stderr
     assert answer_in(done.stdout)["result"]["summary"]["world_size"] == 2
     assert str(recipe) in done.stderr
 
 
-def test_a_process_that_a_watchdog_ends_prints_why(tmp_path: Path) -> None:
+def test_a_process_that_a_watchdog_ends_prints_why(corpus: Path) -> None:
     """A step that hangs never comes back: the object comes from the watchdog's thread."""
-    write_corpus(tmp_path)
-    recipe = write_recipe_file(tmp_path)
-    program = tmp_path / "program.py"
+    recipe = write_recipe_file(corpus)
+    program = corpus / "program.py"
     program.write_text("""
 import time
 from accel_train.cli.main import program

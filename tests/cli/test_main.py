@@ -1,7 +1,6 @@
 """The command line: what each command prints, and what each kind of failure exits with."""
 
 import errno
-import json
 import os
 import re
 import signal
@@ -13,38 +12,32 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from accel_train import __version__
 from accel_train.cli.command import Command, data_of
 from accel_train.cli.commands import COMMANDS
-from accel_train.cli.main import build_parser, main, parse_arguments
+from accel_train.cli.main import main, parse_arguments
 from accel_train.core.errors import CheckpointError, Preempted, TrainingStopped
+from accel_train.core.json_io import read_json
 from accel_train.recipe.tasks import TASKS, finetune_tasks
-from tests.support.runs import REPOSITORY, run_forked_command
+from tests.cli import test_bad_input
+from tests.support.commands import call
+from tests.support.runs import REPOSITORY, run_forked_command, write_yaml
 
-ROOT = REPOSITORY
 GOOD: dict[str, Any] = {
-    "output_dir": "out",
-    "model": {"config": {"model_type": "gpt2", "n_layer": 1, "n_head": 2, "n_embd": 8, "n_positions": 16}},
-    "data": {"train": "text.txt", "eval_fraction": 0, "sequence_length": 16, "cache_dir": "cache"},
-    "batch": {"global_batch_size": 4},
+    **test_bad_input.GOOD,
     "schedule": {"max_steps": 3},
-    "evaluate": {"every_steps": 0},
     "checkpoint": {"every_steps": 2},
     "log": {"every_steps": 1, "progress": False},
 }
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def folder(empty_folder: Path) -> Path:
     """A folder with a good recipe and its data, in no launch."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "ACCEL_TRAIN_DEBUG"):
-        monkeypatch.delenv(name, raising=False)
-    Path("r.yaml").write_text(yaml.safe_dump(GOOD))
+    write_yaml("r.yaml", GOOD)
     Path("text.txt").write_text("one two three " * 40)
-    return tmp_path
+    return empty_folder
 
 
 def failing(name: str, error: BaseException) -> Command:
@@ -76,11 +69,10 @@ def failing(name: str, error: BaseException) -> Command:
     ],
 )
 def test_each_failure_has_its_exit_code_and_one_line(
-    error: BaseException, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: BaseException, code: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(COMMANDS, "doctor", failing("doctor", error))
-    assert main(["doctor"]) == code
-    captured = capsys.readouterr().err
+    captured = call("doctor", code=code).err
     assert said in captured
     assert captured.count("\n") == 1
 
@@ -106,49 +98,41 @@ def test_a_value_error_while_training_is_a_fault_of_ours(monkeypatch: pytest.Mon
         main(["run", "r.yaml"])
 
 
-def test_a_value_error_while_preparing_is_the_users(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "r.yaml", "--data.train", "nowhere.txt"]) == 2
-    assert re.search(r"error: data\.train: .*'nowhere\.txt'", capsys.readouterr().err)
+def test_a_value_error_while_preparing_is_the_users() -> None:
+    call("run", "r.yaml", "--data.train", "nowhere.txt", code=2, named="error: data.train: |'nowhere.txt'")
 
 
-def test_debug_shows_where_a_mistake_was_found(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_debug_shows_where_a_mistake_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCEL_TRAIN_DEBUG", "1")
-    assert main(["run", "nowhere.yaml"]) == 2
-    captured = capsys.readouterr().err
-    assert "Traceback" in captured
+    captured = call("run", "nowhere.yaml", code=2, named="Traceback").err
     assert captured.splitlines()[-1].startswith("error: nowhere.yaml: ")
+
+
+def be_rank(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set a launcher's variables of one of four processes."""
+    for name, value in {"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
 
 
 @pytest.mark.parametrize("error", [TrainingStopped("s"), CheckpointError("c"), Preempted("p")])
 def test_what_all_processes_agree_on_is_said_by_rank_0_alone(
     error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}.items():
-        monkeypatch.setenv(name, value)
+    be_rank(1, monkeypatch)
     monkeypatch.setitem(COMMANDS, "run", failing("run", error))
     main(["run", "r.yaml"])
     assert capsys.readouterr().err == ""
 
 
-def test_a_mistake_that_only_another_process_sees_is_still_said(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, value in {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}.items():
-        monkeypatch.setenv(name, value)
+def test_a_mistake_that_only_another_process_sees_is_still_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    be_rank(3, monkeypatch)
     monkeypatch.setattr("accel_train.runtime.exit.WAIT_FOR_RANK_0_SECONDS", 0.0)
-    assert main(["run", "nowhere.yaml"]) == 2
-    assert capsys.readouterr().err.startswith("error: rank 3: nowhere.yaml")
+    assert call("run", "nowhere.yaml", code=2).err.startswith("error: rank 3: nowhere.yaml")
 
 
-def test_what_is_not_training_is_done_by_rank_0_alone(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, value in {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}.items():
-        monkeypatch.setenv(name, value)
-    assert main(["doctor"]) == 0
-    assert capsys.readouterr().out == ""
+def test_what_is_not_training_is_done_by_rank_0_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    be_rank(1, monkeypatch)
+    assert call("doctor").out == ""
 
 
 def test_two_processes_say_a_mistake_once() -> None:
@@ -175,17 +159,15 @@ cli.program()
     assert "in crash" in done.stderr
 
 
-def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 0
-    printed = capsys.readouterr().out
+def test_no_command_prints_the_help() -> None:
+    printed = call().out
     assert all(command in printed for command in COMMANDS)
     assert all(f"\n  {task:24}{TASKS[task].learns[:20]}" in printed for task in TASKS)
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))
-def test_each_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([command, "--help"]) == 0
-    printed = capsys.readouterr().out
+def test_each_command_has_help(command: str) -> None:
+    printed = call(command, "--help").out
     assert printed.startswith(f"usage: accel-train {command}")
     listed = [task for task in TASKS if f"\n  {task:24}{TASKS[task].learns[:20]}" in printed]
     assert listed == ([*finetune_tasks()] if command == "finetune" else [])
@@ -198,36 +180,33 @@ def test_the_module_is_the_same_program() -> None:
     assert done.stdout == f"accel-train {__version__}\n"
 
 
+def until_torch(folder: Path, *words: str, **variables: str) -> "subprocess.Popen[str]":
+    """Start the program, and end it with exit code 9 once it imports torch, which then says so."""
+    (folder / "torch.py").write_text("import os\nos.write(2, b'torch is imported')\nos._exit(9)\n")
+    env = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{REPOSITORY}", **variables}
+    command = [sys.executable, "-m", "accel_train", *words]
+    return subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def ended(process: "subprocess.Popen[str]") -> tuple[int, str, str]:
+    out, err = process.communicate()
+    return process.returncode, out, err
+
+
 @pytest.mark.parametrize(("rank", "lines"), [("0", ["r.yaml: to be trained in out"]), ("1", [])])
 def test_a_run_says_what_it_is_about_before_it_imports_torch(folder: Path, rank: str, lines: list[str]) -> None:
-    (folder / "torch.py").write_text("import os\nos.write(2, b'torch is imported')\nos._exit(9)\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "accel_train", "run", "r.yaml"],
-        env={
-            **os.environ,
-            "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}",
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": "2",
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": "1",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    code, out, err = ended(until_torch(folder, "run", "r.yaml", **ranks))
     importing = "r.yaml: importing torch and transformers ...\n" if lines else ""
-    assert (done.returncode, done.stderr) == (9, f"{importing}torch is imported")
-    assert done.stdout.splitlines() == lines
+    assert (code, out.splitlines(), err) == (9, lines, f"{importing}torch is imported")
 
 
 def test_mistakes_that_need_no_torch_end_before_its_import(folder: Path) -> None:
-    (folder / "torch.py").write_text("import os\nos._exit(9)\n")
     (folder / "file").touch()
     (folder / "own.csv").write_text("text,label\none,a\ntwo,b\n")
     table = {"task": "text-classification", "output_dir": "own", "model": {"config": {"model_type": "ngrams"}}}
     table["data"] = {"train": "own.csv", "text_columns": ["text"], "label_column": "label"}
-    (folder / "own.yaml").write_text(yaml.safe_dump({**table, "schedule": {"num_epochs": 1}}))
+    write_yaml(folder / "own.yaml", {**table, "schedule": {"num_epochs": 1}})
     cases = {
         "run own.yaml --data.label_column kind": "own.csv: no column 'kind'",
         "run own.yaml --data.text_columns [txt]": "did you mean 'text'",
@@ -242,50 +221,31 @@ def test_mistakes_that_need_no_torch_end_before_its_import(folder: Path) -> None
         "finetune gone.csv": "gone.csv",
         "run r.yaml --gpus 2": "--nproc_per_node 2",
     }
-    env = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
-    started = {
-        typed: subprocess.Popen(
-            [sys.executable, "-m", "accel_train", *typed.split()], env=env, text=True, stderr=subprocess.PIPE
-        )
-        for typed in cases
-    }
+    started = {typed: until_torch(folder, *typed.split()) for typed in cases}
     for typed, process in started.items():
-        _, said = process.communicate()
-        assert (process.returncode, said.count("\n"), cases[typed] in said) == (2, 1, True), (typed, said)
+        code, _, said = ended(process)
+        assert (code, said.count("\n"), cases[typed] in said) == (2, 1, True), (typed, said)
 
 
 def test_each_command_says_what_it_does_before_it_imports_torch(folder: Path) -> None:
-    (folder / "torch.py").write_text("import os\nos.write(1, b'torch is imported')\nos._exit(9)\n")
     (folder / "run").mkdir()
     (folder / "run" / "recipe.resolved.yaml").write_bytes((folder / "r.yaml").read_bytes())
-    env = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
     of_recipes = ("plan", "find-lr", "rehearse", "sweep")
     (folder / "run" / "model").mkdir()
     (folder / "run" / "model" / "config.json").write_text("{}")
     of_runs = ("evaluate", "predict", "generate", "export", "replay")
     names = dict.fromkeys(of_recipes, "r.yaml") | dict.fromkeys(of_runs, "run")
-    started = {
-        command: subprocess.Popen(
-            [sys.executable, "-m", "accel_train", command, name, *(("--seed", "0,1") if command == "sweep" else ())],
-            env=env, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )
-        for command, name in names.items()
-    }  # fmt: skip
+    more = {"sweep": ("--seed", "0,1")}
+    started = {command: until_torch(folder, command, name, *more.get(command, ())) for command, name in names.items()}
     for command, process in started.items():
-        said, _ = process.communicate()
-        assert said == f"{names[command]}: importing torch and transformers ...\ntorch is imported", command
-        assert process.returncode == 9
+        said = f"{names[command]}: importing torch and transformers ...\ntorch is imported"
+        assert ended(process) == (9, "", said), command
 
 
-def test_export_names_the_consents_that_it_takes_and_no_other_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        build_parser().parse_args(["export", "--help"])
-    said = capsys.readouterr().out
-    assert "--task MODULE:CLASS" in said
-    assert "--optimizer.name MODULE:CLASS" in said
+def test_export_names_the_consents_that_it_takes_and_no_other_setting() -> None:
+    said = call("export", "--help", named="--task MODULE:CLASS|--optimizer.name MODULE:CLASS").out
     assert "any setting" not in said
-    assert main(["export", "run", "--data.train", "x"]) == 2
+    call("export", "run", "--data.train", "x", code=2)
 
 
 @pytest.mark.parametrize(
@@ -315,53 +275,45 @@ def test_data_is_the_second_argument_of_evaluate_and_predict_or_a_flag(command: 
     assert data_of(parse_arguments([command, "run"])[0]) is None
 
 
-def test_a_run_is_trained_verified_reported_and_generates(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "--schedule.max_steps", "4", "r.yaml", "--seed=5"]) == 0
-    assert json.loads(Path("out/summary.json").read_text())["steps"] == 4
+def test_a_run_is_trained_verified_reported_and_generates() -> None:
+    call("run", "--schedule.max_steps", "4", "r.yaml", "--seed=5")
+    assert read_json(Path("out/summary.json"))["steps"] == 4
     written = Path("out/recipe.resolved.yaml").read_text()
-    assert "max_steps: 4  # --schedule.max_steps" in written
-    assert "seed: 5  # --seed" in written
-    assert "per_device_batch_size: auto  # default" in written
-    capsys.readouterr()
+    for line in ("max_steps: 4  # --schedule.max_steps", "seed: 5  # --seed", "per_device_batch_size: auto  # default"):
+        assert line in written
 
-    assert main(["verify", "out"]) == 0
-    rows = capsys.readouterr().out.splitlines()
+    rows = call("verify", "out").out.splitlines()
     assert [row.split() for row in rows[1:3]] == [["step-00000002", "2", "ok"], ["step-00000004", "4", "ok"]]
     assert rows[3].split() == ["model/", "ok"]
     assert rows[4].endswith("would use step-00000004")
 
-    assert main(["report", "out", "--out", "r.html"]) == 0
-    assert capsys.readouterr().out == "r.html\n"
+    assert call("report", "out", "--out", "r.html").out == "r.html\n"
     assert Path("r.html").read_text().startswith("<!")
 
-    texts = []
-    for seed in ("1", "1", "2"):
-        assert main(["generate", "out", "--prompt", "one ", "--max-new-tokens", "40", "--seed", seed]) == 0
-        texts.append(capsys.readouterr().out)
+    words = ("generate", "out", "--prompt", "one ", "--max-new-tokens", 40, "--seed")
+    texts = [call(*words, seed).out for seed in (1, 1, 2)]
     assert texts[0].startswith("one ")
-    assert len(texts[0]) > 16  # goes on past the model's 16 positions
+    assert len(texts[0]) > 32  # goes on past the model's 32 positions
     assert texts[0] == texts[1] != texts[2]
 
     damaged = next(Path("out/checkpoints/step-00000004").glob("*.safetensors"))
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\xff")
-    assert main(["verify", "out"]) == 0
-    rows = capsys.readouterr().out.splitlines()
+    rows = call("verify", "out").out.splitlines()
     assert f"{damaged.name} differs" in rows[2]
     assert rows[4].endswith("would use step-00000002")
 
     (Path("out/checkpoints/step-00000002") / "manifest.json").unlink()
-    assert main(["verify", "out"]) == 4
-    captured = capsys.readouterr()
+    captured = call("verify", "out", code=4)
     assert "manifest.json is missing" in captured.out
     progress, error = captured.err.splitlines()[:2]
     assert progress.startswith("out: ")
     assert error.startswith("error: out has no")
 
 
-def test_the_recipe_in_the_run_folder_runs_again(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "r.yaml"]) == 0
-    assert main(["run", "out/recipe.resolved.yaml", "--output_dir", "again"]) == 0
-    first, again = (json.loads(Path(run, "summary.json").read_text()) for run in ("out", "again"))
+def test_the_recipe_in_the_run_folder_runs_again() -> None:
+    call("run", "r.yaml")
+    call("run", "out/recipe.resolved.yaml", "--output_dir", "again")
+    first, again = (read_json(Path(run, "summary.json")) for run in ("out", "again"))
     assert first["steps"] == again["steps"] == 3
 
 
@@ -402,15 +354,14 @@ def test_padding_rows_of_the_vocabulary_are_never_sampled() -> None:
     ],
 )
 def test_impossible_launcher_variables_are_one_line_at_once(
-    variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("LOCAL_WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     began = time.monotonic()
-    assert main(["run", "r.yaml"]) == 2
-    error = capsys.readouterr().err
+    error = call("run", "r.yaml", code=2).err
     assert message in error
     assert "start with torchrun" in error
     assert len(error.splitlines()) == 1
@@ -426,9 +377,8 @@ def test_output_that_nobody_reads_any_more_ends_a_command_quietly() -> None:
     assert (done.returncode, done.stderr) == (141, "looking at this machine: packages, GPUs, disks ...\n")
 
 
-def test_a_shell_completes_commands_settings_and_their_words(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
-    assert main(["completion", "bash"]) == 0
-    Path("completion.bash").write_text(capsys.readouterr().out)
+def test_a_shell_completes_commands_settings_and_their_words() -> None:
+    Path("completion.bash").write_text(call("completion", "bash").out)
     Path("try.bash").write_text(
         "source completion.bash\n"
         'complete() { :; }; try() { COMP_WORDS=("$@"); COMP_CWORD=$(($#-1)); COMPREPLY=(); '

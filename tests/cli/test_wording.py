@@ -9,11 +9,12 @@ import shutil
 from pathlib import Path
 
 import pytest
-import yaml
 
 from accel_train.cli.commands import COMMANDS
 from accel_train.cli.main import main
 from tests.cli.test_main import GOOD
+from tests.support.commands import call
+from tests.support.runs import write_yaml
 from tests.support.wording import assert_wording, read_wording
 
 RECIPE = {**GOOD, "data": {**GOOD["data"], "eval_fraction": 0.2}}
@@ -25,9 +26,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wording")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        Path("r.yaml").write_text(yaml.safe_dump(RECIPE))
+        write_yaml("r.yaml", RECIPE)
         Path("text.txt").write_text("one two three " * 40)
-        assert main(["run", "r.yaml"]) == 0
+        call("run", "r.yaml")
     return folder
 
 

@@ -4,7 +4,6 @@ read-only disk. Whatever happens, the newest checkpoint that proves itself is th
 save works.
 """
 
-import json
 import os
 import random
 import re
@@ -35,17 +34,19 @@ from accel_train.checkpoint.store import (
     rotate,
     step_of,
 )
-from accel_train.cli.main import main
 from accel_train.core.errors import CheckpointError
+from accel_train.core.json_io import read_json
 from accel_train.training.setup import prepare_run
 from accel_train.training.train import train_run
+from tests.support.commands import call, error_line
 from tests.support.programs.disk_driver import CALLS, RECORD, SCENARIOS, files, prepare
 from tests.support.runs import (
     TESTS,
     checkpoint,
-    environment,
+    event_steps,
     events,
     losses,
+    ran,
     recipe_dict,
     run,
     write_corpus,
@@ -80,7 +81,7 @@ def assert_old_or_new(scenario: str, root: Path) -> bool:
         newest, _ = newest_valid(root)
         assert newest is not None
         assert sorted({*steps}) == [1, 2]
-        is_new = json.loads((newest / "trainer.json").read_text())["mark"] == "again"
+        is_new = read_json(newest / "trainer.json")["mark"] == "again"
     elif scenario == "replace a broken one":
         assert steps in ([1], [1, 2])
         is_new = steps == [1, 2]
@@ -125,11 +126,11 @@ def test_killed_at_any_system_call_the_disk_holds_the_old_state_or_the_new_one(t
         test_killed_before_any_call_of_python_the_disk_holds_the_old_state_or_the_new_one(tmp_path, scenario)
         return
     num_kills = 0
-    for call in CALLS:
+    for syscall in CALLS:
         for number in range(1, 100):
-            root = tmp_path / f"{call.strip('?')[:5]} {number}" / "checkpoints"
+            root = tmp_path / f"{syscall.strip('?')[:5]} {number}" / "checkpoints"
             prepare(scenario, root)
-            kill = ["-o", "/dev/null", "-e", f"trace={call}", "-e", f"inject={call}:signal=KILL:when={number}"]
+            kill = ["-o", "/dev/null", "-e", f"trace={syscall}", "-e", f"inject={syscall}:signal=KILL:when={number}"]
             done = subprocess.run([*STRACE, *kill, *DRIVER, scenario, str(root)], capture_output=True, check=False)
             survived = done.returncode == 0
             assert survived or done.returncode == -9, done.stderr.decode()
@@ -224,15 +225,14 @@ def damages(folder: Path, generator: random.Random, num_flips: int) -> Iterator[
 
 
 @pytest.mark.faults
-def test_a_thousand_kinds_of_damage_are_all_found_named_and_passed_over(tmp_path: Path) -> None:
+def test_a_thousand_kinds_of_damage_are_all_found_named_and_passed_over(corpus: Path) -> None:
     """A file that only describes the weights (config.json) may have been edited: it is named, and the checkpoint is
     used.
     """
-    write_corpus(tmp_path)
-    train(Recipe.model_validate(recipe_dict(tmp_path, checkpoint={"every_steps": 6}, model={"config": SMALLEST})))
-    root = tmp_path / "run" / "checkpoints"
+    train(Recipe.model_validate(recipe_dict(corpus, checkpoint={"every_steps": 6}, model={"config": SMALLEST})))
+    root = corpus / "run" / "checkpoints"
     good, bad = folder_of(root, 6), folder_of(root, 12)
-    pristine = tmp_path / "pristine"
+    pristine = corpus / "pristine"
     bad.rename(pristine)
     shutil.copytree(pristine, bad)
     num_damages = 0
@@ -250,7 +250,7 @@ def test_a_thousand_kinds_of_damage_are_all_found_named_and_passed_over(tmp_path
             assert name in str(status.problem) or name == "manifest.json", f"{damage}: {status.problem}"
         num_damages += 1
         shutil.rmtree(bad)
-        (tmp_path / "run" / "checkpoints" / "outside").unlink(missing_ok=True)
+        (corpus / "run" / "checkpoints" / "outside").unlink(missing_ok=True)
         shutil.copytree(pristine, bad)
     assert num_damages > 1000
     assert newest_valid(root) == (bad, [])
@@ -281,25 +281,20 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def test_when_all_checkpoints_are_broken_the_run_refuses_to_start_over_until_told_to(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_corpus(tmp_path)
-    recipe = str(write_recipe_file(tmp_path, checkpoint={"every_steps": 6}))
-    assert main(["run", recipe]) == 0
-    root = tmp_path / "run" / "checkpoints"
+def test_when_all_checkpoints_are_broken_the_run_refuses_to_start_over_until_told_to(corpus: Path) -> None:
+    recipe = str(write_recipe_file(corpus, checkpoint={"every_steps": 6}))
+    call("run", recipe)
+    root = corpus / "run" / "checkpoints"
     for folder in checkpoint_folders(root):
         os.truncate(folder / "optimizer.safetensors", 100)
-    capsys.readouterr()
-    assert main(["run", recipe]) == 4
-    said = capsys.readouterr().err
+    said = call("run", recipe, code=4).err
     assert re.search(r"step-00000012: optimizer.safetensors has 100 bytes, not \d+; step-00000006: optimizer", said)
     assert "--checkpoint.resume never" in said
     assert [step_of(folder) for folder in checkpoint_folders(root)] == [6, 12], "nothing was touched"
-    assert main(["verify", str(tmp_path / "run")]) == 4
-    assert main(["run", recipe, "--checkpoint.resume", "never"]) == 0
+    call("verify", corpus / "run", code=4)
+    call("run", recipe, "--checkpoint.resume", "never")
     assert valid_steps(root) == [6, 12]
-    assert len(checkpoint_folders(tmp_path / "run" / "previous-1" / "checkpoints")) == 2
+    assert len(checkpoint_folders(corpus / "run" / "previous-1" / "checkpoints")) == 2
 
 
 def no_leftovers(root: Path) -> bool:
@@ -307,12 +302,11 @@ def no_leftovers(root: Path) -> bool:
 
 
 @pytest.mark.parametrize("in_background", [True, False], ids=["background", "foreground"])
-def test_one_save_on_a_full_disk_fails_alone_and_training_goes_on(tmp_path: Path, in_background: bool) -> None:
-    write_corpus(tmp_path)
-    recipe = recipe_dict(tmp_path, **RUN, options={"full": [7, 10]})
+def test_one_save_on_a_full_disk_fails_alone_and_training_goes_on(corpus: Path, in_background: bool) -> None:
+    recipe = recipe_dict(corpus, **RUN, options={"full": [7, 10]})
     recipe["checkpoint"]["in_background"] = in_background
     train(Recipe.model_validate(recipe))
-    folder = tmp_path / "run"
+    folder = corpus / "run"
     (failed,) = events(folder, "checkpoint_failed")
     assert failed["step"] == 8
     assert "File too large" in failed["message"]
@@ -325,31 +319,29 @@ def test_one_save_on_a_full_disk_fails_alone_and_training_goes_on(tmp_path: Path
 @pytest.mark.faults
 @pytest.mark.parametrize("processes", [1, 2])
 def test_two_saves_in_a_row_on_a_full_disk_end_the_run_with_exit_code_4_on_all_processes(
-    tmp_path: Path, processes: int
+    corpus: Path, processes: int
 ) -> None:
-    write_corpus(tmp_path)
-    recipe = write_recipe_file(tmp_path, **RUN, options={"full": [7, 99]})
+    recipe = write_recipe_file(corpus, **RUN, options={"full": [7, 99]})
     done = run(recipe, processes=processes, expect=4)
-    folder = tmp_path / "run"
-    assert [event["step"] for event in events(folder, "checkpoint_failed")] == [8, 12]
+    folder = corpus / "run"
+    assert event_steps(folder, "checkpoint_failed") == [8, 12]
     assert "step 12 could not" in done.stderr
     assert valid_steps(folder / "checkpoints") == [4]
     assert no_leftovers(folder / "checkpoints")
     assert not (folder / "summary.json").exists()
     if processes == 1:
-        run(write_recipe_file(tmp_path, **RUN))
+        run(write_recipe_file(corpus, **RUN))
         assert events(folder, "resume")[0]["step"] == 4
         assert list(losses(folder)) == list(range(1, 17))
 
 
-def test_the_last_save_that_fails_ends_the_run_with_exit_code_4(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
-    recipe = recipe_dict(tmp_path, **RUN, options={"full": [15, 99]})
+def test_the_last_save_that_fails_ends_the_run_with_exit_code_4(corpus: Path) -> None:
+    recipe = recipe_dict(corpus, **RUN, options={"full": [15, 99]})
     prepared = prepare_run(Recipe.model_validate(recipe))
     with pytest.raises(CheckpointError, match="step 16 could not"):
         train_run(prepared)
     unlimit_files(prepared.plan.task)
-    assert valid_steps(tmp_path / "run" / "checkpoints") == [4, 8, 12]
+    assert valid_steps(corpus / "run" / "checkpoints") == [4, 8, 12]
 
 
 def unlimit_files(task: Any) -> None:
@@ -372,19 +364,18 @@ OWN_MOUNTS = ["unshare", "--mount", "--map-root-user", "sh", "-c"]
 
 
 @pytest.mark.faults
-def test_a_disk_too_small_for_one_checkpoint_more_keeps_the_ones_that_it_has(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
-    recipe = write_recipe_file(tmp_path, **{**RUN, "checkpoint": {"every_steps": 4, "keep": 2}})
+def test_a_disk_too_small_for_one_checkpoint_more_keeps_the_ones_that_it_has(corpus: Path) -> None:
+    recipe = write_recipe_file(corpus, **{**RUN, "checkpoint": {"every_steps": 4, "keep": 2}})
     if not mounts_tmpfs():  # then a limit on files stands for the disk, as in the tests above
-        test_two_saves_in_a_row_on_a_full_disk_end_the_run_with_exit_code_4_on_all_processes(tmp_path, 1)
+        test_two_saves_in_a_row_on_a_full_disk_end_the_run_with_exit_code_4_on_all_processes(corpus, 1)
         return
-    place, kept = tmp_path / "run", tmp_path / "kept"
+    place, kept = corpus / "run", corpus / "kept"
     place.mkdir()
     script = (
         f"mount -t tmpfs -o size=1300k none {place} && {sys.executable} -m accel_train run {recipe}; "
         f"code=$?; cp -r {place} {kept}; exit $code"
     )
-    done = subprocess.run([*OWN_MOUNTS, script], env=environment(), capture_output=True, text=True, check=False)
+    done = ran([*OWN_MOUNTS, script])
     assert done.returncode == 4, done.stderr
     assert "No space left" in done.stderr
     assert valid_steps(kept / "checkpoints") == [4, 8]
@@ -422,23 +413,17 @@ def checkpoints_are_a_file(folder: Path) -> Path:
     [output_below_a_file, output_is_a_file, output_where_nothing_can_be_created, checkpoints_are_a_file],
     ids=lambda place: place.__name__,
 )
-def test_a_folder_that_cannot_be_written_is_refused_before_a_model_is_built(
-    tmp_path: Path, place: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_corpus(tmp_path)
-    output = place(tmp_path)
-    recipe = write_recipe_file(tmp_path, task="tests.faults.test_disk:NeverBuilt", output_dir=str(output))
+def test_a_folder_that_cannot_be_written_is_refused_before_a_model_is_built(corpus: Path, place: Any) -> None:
+    output = place(corpus)
+    recipe = write_recipe_file(corpus, task="tests.faults.test_disk:NeverBuilt", output_dir=str(output))
     began = time.monotonic()
-    assert main(["run", str(recipe)]) == 2
+    error_line("run", recipe, named=str(output))
     assert time.monotonic() - began < 5
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert str(output) in line
 
 
 @pytest.mark.faults
-def test_a_slow_disk_is_waited_for_and_named_and_at_most_one_save_is_in_flight(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
-    recipe = recipe_dict(tmp_path, **RUN, options={"slow_fsync": 0.4})
+def test_a_slow_disk_is_waited_for_and_named_and_at_most_one_save_is_in_flight(corpus: Path) -> None:
+    recipe = recipe_dict(corpus, **RUN, options={"slow_fsync": 0.4})
     recipe["schedule"]["max_steps"] = 12
     real_fsync = os.fsync
     prepared = prepare_run(Recipe.model_validate(recipe))
@@ -449,10 +434,10 @@ def test_a_slow_disk_is_waited_for_and_named_and_at_most_one_save_is_in_flight(t
     assert isinstance(prepared.plan.task, DiskTask)
     assert prepared.plan.task.most_writers == 1
     assert prepared.plan.task.calls_beside_a_writer >= 6, "training went on while checkpoints were written"
-    slow = events(tmp_path / "run", "checkpoint_slow")
+    slow = events(corpus / "run", "checkpoint_slow")
     assert [event["step"] for event in slow] == [8, 12]
     assert all(event["seconds"] > 1 for event in slow)
-    assert valid_steps(tmp_path / "run" / "checkpoints") == [4, 8, 12]
+    assert valid_steps(corpus / "run" / "checkpoints") == [4, 8, 12]
 
 
 @pytest.mark.faults

@@ -16,26 +16,26 @@ from typing import Any
 
 import psutil
 import pytest
-import yaml
 
 from accel_train.checkpoint.store import check
-from tests.support.comparisons import assert_same_bits
+from accel_train.core.json_io import read_json
+from tests.support.comparisons import assert_same_bits_of_runs
 from tests.support.detectors import CROPS, DEFORMABLE, sections_of
 from tests.support.goodput import assert_accounts_add_up
 from tests.support.kills import KilledRun, Tally
 from tests.support.processes import run_forked
 from tests.support.runs import (
     TINY_MODEL,
-    checkpoint,
     command,
     environment,
     events,
     losses,
-    metrics,
+    wait_for_step,
     write_base,
     write_corpus,
     write_jsonl,
     write_recipe_file,
+    write_yaml,
 )
 
 MAX_STEPS = 120
@@ -61,11 +61,6 @@ def recipe_in(folder: Path, name: str, max_steps: int, model: dict[str, Any] | N
     return path.rename(folder / f"{name}.yaml")
 
 
-def evaluations(folder: Path) -> list[dict[str, object]]:
-    """What was measured, less how long it took."""
-    return [{name: value for name, value in row.items() if name != "seconds"} for row in metrics(folder, "eval")]
-
-
 def kill_and_compare(
     folder: Path, num_kills: int, max_steps: int, seed: int, write: Callable[[Path, str, int], Path] = recipe_in
 ) -> Tally:
@@ -80,10 +75,7 @@ def kill_and_compare(
             run.finish()
         killed = folder / name
         assert_accounts_add_up(killed, began)
-        assert list(losses(killed)) == list(range(1, max_steps + 1))
-        assert [loss.hex() for loss in losses(killed).values()] == [loss.hex() for loss in losses(whole).values()]
-        assert evaluations(killed) == evaluations(whole)
-        assert_same_bits(checkpoint(killed, max_steps), checkpoint(whole, max_steps))
+        assert_same_bits_of_runs(killed, whole, max_steps)
     assert tally.corrupt == []
     assert tally.lost == []
     return tally
@@ -122,7 +114,7 @@ def small_recipe_in(folder: Path, name: str, max_steps: int, sections: dict[str,
         "log": {"every_steps": 1, "progress": False},
     }
     path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(recipe))
+    write_yaml(path, recipe)
     return path
 
 
@@ -190,43 +182,37 @@ def kill_in_compiler(recipe: Path, output: str, size: int, **variables: str) -> 
 
 @pytest.mark.faults
 @pytest.mark.timeout(900)
-def test_a_run_that_is_killed_while_a_kernel_is_compiled_and_linked_starts_again(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
-    compiler = tmp_path / "g++"  # torch goes by the name
+def test_a_run_that_is_killed_while_a_kernel_is_compiled_and_linked_starts_again(corpus: Path) -> None:
+    compiler = corpus / "g++"  # torch goes by the name
     compiler.write_text(COMPILER)
     compiler.chmod(0o755)
     # Nothing ends in the name of a trap that is not set.
-    caches = {"ACCEL_TRAIN_CACHE": str(tmp_path / "cache"), "TMPDIR": str(tmp_path / "temporary"), "CXX": str(compiler)}
-    (tmp_path / "temporary").mkdir()
+    caches = {"ACCEL_TRAIN_CACHE": str(corpus / "cache"), "TMPDIR": str(corpus / "temporary"), "CXX": str(compiler)}
+    (corpus / "temporary").mkdir()
 
     def recipe(name: str) -> Path:
         model = {"config": {**TINY_MODEL, "resid_pdrop": 0.1}}
         sections = {"precision": {"compile": True}, "schedule": {"max_steps": 3}, "data": {"eval_fraction": 0}}
-        return write_recipe_file(tmp_path, output_dir=str(tmp_path / name), model=model, **sections)
+        return write_recipe_file(corpus, output_dir=str(corpus / name), model=model, **sections)
 
     def train(name: str, **variables: str) -> list[float]:
         subprocess.run(command(recipe(name)), env=environment(**variables), check=True, timeout=300)
-        return list(losses(tmp_path / name).values())
+        return list(losses(corpus / name).values())
 
     for output, size in ((".gch", 1_000_000), (".main.so", 0)):
         kill_in_compiler(recipe("killed"), output, size, **caches)
-    assert train("killed", **caches, TRAP="none") == train("whole", ACCEL_TRAIN_CACHE=str(tmp_path / "other-cache"))
-    choice = json.loads((tmp_path / "killed" / "summary.json").read_text())["choices"]["compile_cache"]
+    assert train("killed", **caches, TRAP="none") == train("whole", ACCEL_TRAIN_CACHE=str(corpus / "other-cache"))
+    choice = read_json(corpus / "killed" / "summary.json")["choices"]["compile_cache"]
     assert "left unfinished" in json.dumps(choice)
 
 
 @pytest.mark.faults
-def test_processes_of_a_torchrun_that_is_killed_save_and_end_within_ten_seconds(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
-    recipe, folder = recipe_in(tmp_path, "run", 100_000), tmp_path / "run"
+def test_processes_of_a_torchrun_that_is_killed_save_and_end_within_ten_seconds(corpus: Path) -> None:
+    recipe, folder = recipe_in(corpus, "run", 100_000), corpus / "run"
     launcher = psutil.Popen(
         command(recipe, processes=2), env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    deadline = time.monotonic() + 120
-    while not (folder / "metrics.jsonl").exists() or len(metrics(folder)) < 5:
-        assert time.monotonic() < deadline, "the run did not start"
-        assert launcher.poll() is None
-        time.sleep(0.05)
+    wait_for_step(folder, 5, lambda: launcher.poll() is None)
     ranks = launcher.children(recursive=True)
     launcher.kill()
     launcher.wait()

@@ -21,7 +21,19 @@ import psutil
 import pytest
 
 from tests.support.processes import free_port, run_forked
-from tests.support.runs import REPOSITORY, TESTS, command, environment, events, losses, write_corpus, write_recipe_file
+from tests.support.runs import (
+    REPOSITORY,
+    TESTS,
+    command,
+    environment,
+    event_steps,
+    events,
+    losses,
+    ran,
+    wait_for_step,
+    write_corpus,
+    write_recipe_file,
+)
 
 pytestmark = pytest.mark.faults
 STEPS = 40
@@ -161,7 +173,7 @@ def lose_one_and_start_it_again(folder: Path, machines: Machines, *, silently: b
     first = machines.start(0, recipe, logs[0])
     machines.wait_for_the_first(logs)
     second = machines.start(1, recipe, logs[1])
-    wait_for_step(run, 12, first, logs)
+    wait_for_step(run, 12, lambda: first.poll() is None, lambda: said(logs))
     if silently:
         machines.cut(True)
     machines.lose(second)
@@ -180,14 +192,6 @@ def lose_one_and_start_it_again(folder: Path, machines: Machines, *, silently: b
     )  # the newest checkpoint: training may come past step 12 before the machine is lost
     assert list(losses(run)) == list(range(1, STEPS + 1))
     assert [loss.hex() for loss in losses(run).values()] == [loss.hex() for loss in losses(folder / "whole").values()]
-
-
-def wait_for_step(run: Path, step: int, launcher: psutil.Popen, logs: Sequence[Path]) -> None:
-    def is_there() -> bool:
-        assert launcher.poll() is None, said(logs)
-        return (run / "metrics.jsonl").exists() and max(losses(run), default=0) >= step
-
-    wait_until(is_there, logs)
 
 
 def wait_until(is_so: Callable[[], bool], logs: Sequence[Path]) -> None:
@@ -209,15 +213,14 @@ def test_machine_that_is_lost_and_started_again_rejoins_and_the_run_ends_as_if_u
 
 @pytest.mark.parametrize("asked", [0, 1])
 def test_machine_that_is_asked_to_stop_ends_both_with_75_in_seconds_and_the_run_is_saved(
-    tmp_path: Path, one_address: Machines, asked: int
+    corpus: Path, one_address: Machines, asked: int
 ) -> None:
-    write_corpus(tmp_path)
-    recipe, run = write_recipe_file(tmp_path, **RUN, options={"seconds": {"step": 0.2}}), tmp_path / "run"
-    logs = [tmp_path / f"machine-{number}.log" for number in range(2)]
+    recipe, run = write_recipe_file(corpus, **RUN, options={"seconds": {"step": 0.2}}), corpus / "run"
+    logs = [corpus / f"machine-{number}.log" for number in range(2)]
     first = one_address.start(0, recipe, logs[0])
     one_address.wait_for_the_first(logs)
     both = [first, one_address.start(1, recipe, logs[1])]
-    wait_for_step(run, 7, first, logs)
+    wait_for_step(run, 7, lambda: first.poll() is None, lambda: said(logs))
     both[asked].terminate()
     assert [launcher.wait(30) for launcher in both] == [75, 75], said(logs)
     [preempted] = events(run, "preempted")
@@ -237,14 +240,13 @@ def test_machine_that_falls_silent_is_given_up_after_the_hang_timeout_and_rejoin
     lose_one_and_start_it_again(tmp_path, two_addresses, silently=True)
 
 
-def test_torchrun_itself_starts_killed_processes_again_and_the_run_goes_on(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
+def test_torchrun_itself_starts_killed_processes_again_and_the_run_goes_on(corpus: Path) -> None:
     recipe = write_recipe_file(
-        tmp_path, **{**RUN, "schedule": {"max_steps": 20}}, options={"kill_at": {"step": 12, "rank": 1}}
+        corpus, **{**RUN, "schedule": {"max_steps": 20}}, options={"kill_at": {"step": 12, "rank": 1}}
     )
     words = command(recipe, processes=2)
     words.insert(words.index("--standalone"), "--max_restarts=1")
-    done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=240, check=False)
+    done = ran(words)
     assert done.returncode == 0, done.stderr[-3000:]
-    assert [event["step"] for event in events(tmp_path / "run", "resume")] == [10]
-    assert list(losses(tmp_path / "run")) == list(range(1, 21))
+    assert event_steps(corpus / "run", "resume") == [10]
+    assert list(losses(corpus / "run")) == list(range(1, 21))

@@ -21,7 +21,7 @@ from accel_train.observe.observer import Observer
 from accel_train.runtime.exit import exit_code
 from tests.support.number_faults import GAP_STEPS, ONCE, PLACES, assert_named, incident, launch, plan_of, spread
 from tests.support.programs.number_faults import digest, train_with_faults
-from tests.support.runs import TINY_MODEL, events, losses, metrics, write_corpus
+from tests.support.runs import TINY_MODEL, event_steps, events, losses, metrics, write_corpus
 
 IGNORED = [{"step": 7, "rank": 1, "micro_batch": m, "row": row} for m in (0, 1) for row in range(4)]
 """All that the second process reads in one step, without a target: nothing is wrong with that."""
@@ -213,7 +213,7 @@ def test_a_spike_is_clipped_its_sample_named_and_the_loss_is_soon_back(tmp_path:
     assert (found["kind"], found["classification"], found["skipped"]) == ("spike", "deterministic", False)
     assert found["processes"][0]["heaviest"][0]["sample"] == samples[0]
     assert f"sample {samples[0]} on process 0" in found["sentence"]
-    assert [event["step"] for event in events(tmp_path / "faults", "spike")] == [120, 121, 122]
+    assert event_steps(tmp_path / "faults", "spike") == [120, 121, 122]
 
 
 def test_weights_that_are_not_finite_are_not_saved_and_the_checkpoint_before_stays_the_newest(tmp_path: Path) -> None:

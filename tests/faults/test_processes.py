@@ -5,15 +5,14 @@ lost.
 import random
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from tests.support.comparisons import assert_same_bits_of_runs
 from tests.support.processes import Forked, run_forked
-from tests.support.runs import TINY_MODEL, checkpoint, events, losses, metrics, write_corpus, write_recipe_file
+from tests.support.runs import TINY_MODEL, done_steps, events, write_corpus, write_recipe_file
 
 STEPS = 150
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -35,15 +34,6 @@ RUN: dict[str, Any] = {
 }
 
 
-@pytest.fixture
-def started() -> Iterator[list[Forked]]:
-    """What a test has started: killed after it, whatever became of it."""
-    runs: list[Forked] = []
-    yield runs
-    for run in runs:
-        run.end()
-
-
 def start(folder: Path, started: list[Forked], name: str, seconds: dict[str, float]) -> Forked:
     recipe = write_recipe_file(folder, **RUN, output_dir=str(folder / name), options={"seconds": seconds})
     started.append(run_forked(["run", str(recipe)], 2, folder=folder / "processes"))
@@ -61,10 +51,6 @@ def wait_for(forked: Forked, moment: str, folder: Path, step: int) -> None:
         if moment not in ("build", "load") and done_steps(folder) > step:
             return
         time.sleep(0.01)
-
-
-def done_steps(folder: Path) -> int:
-    return max(losses(folder), default=0) if (folder / "metrics.jsonl").exists() else 0
 
 
 def preempt(folder: Path, name: str, started: list[Forked], choose: random.Random) -> bool:
@@ -115,20 +101,7 @@ def preempt_until_done(folder: Path, started: list[Forked], whole: Path, times: 
         while num_preempted < times and preempt(folder, name, started, choose):
             num_preempted += 1
         assert start(folder, started, name, {}).wait() == [0, 0]
-        assert_same_run(folder / name, whole)
-
-
-def assert_same_run(run: Path, whole: Path) -> None:
-    assert list(losses(run)) == list(range(1, STEPS + 1))
-    assert [loss.hex() for loss in losses(run).values()] == [loss.hex() for loss in losses(whole).values()]
-    assert evaluations(run) == evaluations(whole)
-    left, right = checkpoint(whole, STEPS), checkpoint(run, STEPS)
-    assert left.keys() == right.keys()
-    assert all(torch.equal(left[name], right[name]) for name in left)
-
-
-def evaluations(folder: Path) -> list[dict[str, Any]]:
-    return [{name: value for name, value in line.items() if name != "seconds"} for line in metrics(folder, "eval")]
+        assert_same_bits_of_runs(folder / name, whole, STEPS)
 
 
 @pytest.mark.faults

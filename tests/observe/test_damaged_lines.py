@@ -7,16 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
-from accel_train.cli.main import main
+from accel_train.core.json_io import read_json
 from accel_train.observe import read_events, read_metrics
 from accel_train.observe.run_folder import RunFolder
 from accel_train.recovery.incident_folder import last_losses
 from accel_train.report.report import render_page, write_report
 from accel_train.report.run import load_run
+from tests.support.commands import call
 from tests.support.report import SUMMARY, Page, make_run
-from tests.support.runs import recipe_dict, write_corpus
+from tests.support.runs import recipe_dict, write_yaml
 
 DAMAGE = {
     "torn": b'{"step": 3, "split": "tr',
@@ -104,24 +104,23 @@ def test_no_summary_is_too_odd_to_report(tmp_path: Path) -> None:
         render_page([loaded, loaded])
 
 
-def test_commands_work_on_a_run_with_damaged_files_and_a_resume_keeps_their_lines(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_corpus(tmp_path)
+def test_commands_work_on_a_run_with_damaged_files_and_a_resume_keeps_their_lines(corpus: Path) -> None:
     sections = {"task": "causal-lm", "schedule": {"max_steps": 4}, "checkpoint": {"every_steps": 2, "keep": 9}}
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe_dict(tmp_path, **sections)))
-    command = ["run", str(tmp_path / "recipe.yaml")]
-    assert main(command) == 0
-    run = tmp_path / "run"
+    write_yaml(corpus / "recipe.yaml", recipe_dict(corpus, **sections))
+    command = ["run", str(corpus / "recipe.yaml")]
+    call(*command)
+    run = corpus / "run"
     for name in ("metrics.jsonl", "events.jsonl"):
         insert(run / name, 2, DAMAGE["binary"])
     (run / "summary.json").write_text('{"steps": 4, "world_si')
-    for words in (["evaluate"], ["report"], ["verify"], ["predict"], ["export"]):
-        assert main([*words, str(run)]) in ((2,) if words == ["predict"] else (0,)), words
-    assert f"{run}/summary.json is damaged" in capsys.readouterr().err
+    said = "".join(
+        call(name, run, code=2 if name == "predict" else 0).err
+        for name in ("evaluate", "report", "verify", "predict", "export")
+    )
+    assert f"{run}/summary.json is damaged" in said
     (run / "evaluation.json").write_text("[")
     shutil.rmtree(run / "checkpoints" / "step-00000004")
-    assert main(command) == 0
+    call(*command)
     assert [line["step"] for line in read_metrics(run) if line["split"] == "train"] == [1, 2, 3, 4]
     assert DAMAGE["binary"] in (run / "metrics.jsonl").read_bytes()
-    assert json.loads((run / "summary.json").read_text())["status"] == "finished"
+    assert read_json(run / "summary.json")["status"] == "finished"

@@ -18,7 +18,7 @@ from accel_train.observe.goodput import (
 )
 from tests.support.goodput import assert_accounts_add_up
 from tests.support.processes import run_forked
-from tests.support.runs import write_corpus, write_recipe_file
+from tests.support.runs import write_recipe_file
 
 
 class Time:
@@ -177,12 +177,11 @@ def test_the_longest_line_has_room(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_accounts_of_killed_launches_add_up_to_the_wall_clock(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
-    recipe = write_recipe_file(tmp_path, task="causal-lm", schedule={"max_steps": 100_000})
-    began, folder = time.time(), tmp_path / "run"
+def test_the_accounts_of_killed_launches_add_up_to_the_wall_clock(corpus: Path) -> None:
+    recipe = write_recipe_file(corpus, task="causal-lm", schedule={"max_steps": 100_000})
+    began, folder = time.time(), corpus / "run"
     for number, signal_of_end in enumerate((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM), start=1):
-        forked = run_forked(["run", str(recipe)], 1, folder=tmp_path / "processes")
+        forked = run_forked(["run", str(recipe)], 1, folder=corpus / "processes")
         enough = time.monotonic() + 300
         while not ((launches := read_launches(folder))[number - 1 :] and launches[-1]["steps"] >= 5):
             assert time.monotonic() < enough, forked.stderr(0)

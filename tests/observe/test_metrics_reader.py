@@ -1,12 +1,15 @@
 """A long metrics.jsonl: what is kept of it, whichever way it is read."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from accel_train.observe import metrics_reader
 from accel_train.observe.metrics_reader import MetricsReader
+from accel_train.observe.run_folder import parse_line, read_metrics
+from tests.support.runs import write_jsonl, write_lines
 
 
 @pytest.fixture
@@ -34,7 +37,7 @@ def lines_of(num_steps: int) -> list[str]:
 
 def test_each_group_keeps_its_extremes(path: Path) -> None:
     lines = lines_of(2_000)
-    path.write_text("".join(f"{line}\n" for line in lines))
+    write_lines(path, *lines)
     kept = MetricsReader(path).read()
     expected, group, num_bytes = [], [], 0
     for number, line in enumerate(lines):
@@ -72,12 +75,28 @@ def test_a_file_that_grows_keeps_its_extremes_and_evaluations(path: Path) -> Non
     assert len(kept) < 300
 
 
+def test_lines_are_parsed_once_and_a_file_that_was_cut_is_read_anew(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_lines(path, *lines_of(2_000))
+    reader, parsed = MetricsReader(path), []
+    assert len(reader.read()) < 300
+    monkeypatch.setattr(metrics_reader, "parse_line", lambda *a: (parsed.append(a), parse_line(*a))[1])
+    added = {"split": "train", "step": 2_001, "loss": 1.5}
+    with path.open("a") as file:
+        file.write(json.dumps(added) + "\n")
+    assert reader.read()[-1] == added
+    assert len(parsed) < 100
+    os.truncate(path, 3_000)  # a rollback
+    assert reader.read() == read_metrics(path.parent)
+
+
 @pytest.mark.parametrize("at", [1, 700, 1_301])
 @pytest.mark.parametrize("text", ['{"step": 3, "split": "train", "loss": 1.5', '"split": "train"', "[]", "\0" * 30])
 def test_a_damaged_line_is_named_by_its_number(at: int, text: str, path: Path) -> None:
     lines = lines_of(2_000)
     lines.insert(at - 1, text)
-    path.write_text("".join(f"{line}\n" for line in lines))
+    write_lines(path, *lines)
     damage: list[str] = []
     assert MetricsReader(path).read(damage)[-1]["step"] == 2_000
     assert len(damage) == 1
@@ -87,6 +106,6 @@ def test_a_damaged_line_is_named_by_its_number(at: int, text: str, path: Path) -
 def test_a_number_that_is_not_finite_is_kept(path: Path) -> None:
     lines = [json.loads(line) for line in lines_of(2_000)]
     lines[333]["loss"], lines[900]["other"], lines[1_500]["grad_norm"] = "NaN", "Infinity", "-Infinity"
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    write_jsonl(path, lines)
     kept = {line["step"] for line in MetricsReader(path).read()}
     assert {lines[at]["step"] for at in (333, 900, 1_500)} <= kept

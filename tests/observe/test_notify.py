@@ -19,6 +19,7 @@ from accel_train.core.state import StepResult
 from accel_train.observe import notify
 from accel_train.observe.notify import Notifier
 from accel_train.training.output import how_it_ended
+from tests.support.commands import call, error_line
 from tests.support.runs import events, losses, metrics, run_forked_command, write_corpus, write_recipe_file
 
 SECRET = "T0001-B0002-very-secret"
@@ -169,7 +170,7 @@ def test_a_preempted_run_tells_and_waits_no_longer_than_the_time_limit(
 
     monkeypatch.setattr(Notifier, "on_step", stop_at_step_2)
     begin = time.monotonic()
-    assert main(["run", recipe_with(tmp_path, [hook.url], schedule={"max_steps": 100_000})]) == 75
+    call("run", recipe_with(tmp_path, [hook.url], schedule={"max_steps": 100_000}), code=75)
     assert time.monotonic() - begin < 50  # the webhook is silent for 60 seconds
     assert [(sent["event"], sent["exit_code"]) for sent in hook.sent] == [("preempted", 75)]
     assert len(events(tmp_path / "run", "notify_failed")) == 1
@@ -205,12 +206,9 @@ program()
     ],
 )
 def test_a_target_that_cannot_be_called_is_one_line_before_anything_is_built(
-    target: Any, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    target: Any, said: str, tmp_path: Path
 ) -> None:
-    assert main(["run", recipe_with(tmp_path, [target])]) == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
-    assert len(errors) == 1
-    assert said in errors[0]
+    assert said in error_line("run", recipe_with(tmp_path, [target]))
     assert not (tmp_path / "run").exists()
 
 
@@ -218,12 +216,12 @@ def test_a_variable_may_hold_the_url_and_the_resolved_recipe_trains_again(
     tmp_path: Path, hook: Hook, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TEAM_WEBHOOK", hook.url)
-    assert main(["run", recipe_with(tmp_path, ["$TEAM_WEBHOOK", hook.url])]) == 0
+    call("run", recipe_with(tmp_path, ["$TEAM_WEBHOOK", hook.url]))
     assert len(hook.sent) == 2
     resolved = tmp_path / "run" / "recipe.resolved.yaml"
     assert yaml.safe_load(resolved.read_text())["log"]["notify"] == ["$TEAM_WEBHOOK", "REDACTED"]
     again = tmp_path / "again"
-    assert main(["run", str(resolved), "--output_dir", str(again)]) == 0
+    call("run", resolved, "--output_dir", again)
     assert len(hook.sent) == 3
     [warned] = events(again, "notify_failed")
     assert "REDACTED" in warned["message"]

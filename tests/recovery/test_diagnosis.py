@@ -16,6 +16,9 @@ from accel_train.checkpoint.store import free_path
 from accel_train.model.batch_norm import RunningStatistics
 from accel_train.model.training_module import TrainingModule
 from accel_train.observe.incident_record import (
+    Finding,
+    KeptBatch,
+    KeptWeights,
     classify,
     incident_folders,
     next_actions,
@@ -26,7 +29,7 @@ from accel_train.observe.run_folder import RunFolder
 from accel_train.recovery.diagnosis import DiagnosisRequest, Recomputation, SamplesOf, examine, find_rows
 from accel_train.recovery.module_watch import ModuleWatch
 from accel_train.report.report import write_report
-from tests.support.number_faults import plan_of
+from tests.support.number_faults import incident_with, plan_of
 from tests.support.programs.number_faults import train_with_faults
 from tests.support.runs import events
 from tests.support.tasks.number_faults import Fault, Faults, Regressor
@@ -244,11 +247,11 @@ def test_incident_holds_what_a_stranger_needs(broken_run: Path) -> None:
     names = {path.name for path in folder.iterdir()}
     assert names == {"incident.json", "incident.md", "batch-rank-0.safetensors", "weights.safetensors"}
     record = read_incident(folder)
-    assert [step for step, _ in record["last_losses"]] == [1, 2, 3]
-    assert record["learning_rate"] > 0
-    assert torch.__version__.startswith(record["environment"]["torch"])
+    assert [step for step, _ in record.last_losses] == [1, 2, 3]
+    assert record.learning_rate > 0
+    assert torch.__version__.startswith(record.environment["torch"])
     text = (folder / "incident.md").read_text()
-    sample = record["processes"][0]["samples"][0]
+    sample = record.processes[0].samples[0]
     for said in (f"sample {sample} on process 0", "`blocks.1.act` (GELU)", "What to do", "replay", f"row {sample} of"):
         assert said in text, said
     with safe_open(folder / "batch-rank-0.safetensors", framework="pt") as file:
@@ -263,7 +266,7 @@ def test_report_shows_the_incident(broken_run: Path) -> None:
     page = write_report([broken_run]).read_text()
     record = read_incident(broken_run / "incidents" / "step-00000003")
     assert "<h2>Incidents</h2>" in page
-    assert page.count(record["sentence"]) >= 2  # among the events, too
+    assert page.count(record.sentence) >= 2  # among the events, too
     assert 'href="incidents/step-00000003/incident.md"' in page
     assert "blocks.1.act" in page
 
@@ -298,33 +301,32 @@ def test_batches_and_weights_above_their_limits_are_not_kept(tmp_path: Path, mon
     train_with(tmp_path, {"step": 2}, steps=3)
     [folder] = incident_folders(tmp_path / "run")
     record = read_incident(folder)
-    assert (record["batches"], record["weights"]["file"]) == ([], None)
+    assert (record.batches, record.weights.file) == ([], None)
     assert not list(folder.glob("*.safetensors"))
 
 
-BATCH, WEIGHTS = ["batch-rank-0.safetensors"], {"file": "weights.safetensors", "checkpoint": None}
+BATCH, FILE, OF = [KeptBatch("batch-rank-0.safetensors", 0)], "weights.safetensors", "the weights before the step"
 
 
 @pytest.mark.parametrize(
     "batches, weights, said",
     [
-        (BATCH, WEIGHTS, "sample and module"),
-        (BATCH, {"file": None, "checkpoint": "step-00000002"}, "before step-00000002"),
-        (BATCH, {"file": None, "checkpoint": None}, "checkpoint.every_steps"),
-        ([], WEIGHTS, "too large"),
+        (BATCH, KeptWeights(FILE, None, OF), "sample and module"),
+        (BATCH, KeptWeights(None, "step-00000002", OF), "before step-00000002"),
+        (BATCH, KeptWeights(None, None, OF), "checkpoint.every_steps"),
+        ([], KeptWeights(FILE, None, OF), "too large"),
     ],
 )
 def test_what_to_do_about_a_step_that_was_not_diagnosed_follows_from_what_was_kept(
-    batches: list[str], weights: dict[str, Any], said: str
+    batches: list[KeptBatch], weights: KeptWeights, said: str
 ) -> None:
-    record = {"not_diagnosed": "sharded", "folder": "step-00000003", "batches": batches, "weights": weights}
-    assert said in " ".join(next_actions(record))
+    incident = incident_with(not_diagnosed="sharded", folder="step-00000003", batches=batches, weights=weights)
+    assert said in " ".join(next_actions(incident))
 
 
-def finding_of(rank: int, **changes: Any) -> dict[str, Any]:
-    known = {"rank": rank, "device": "cuda:1 (GPU)", "host": "n3", "happens_again": False, "error": None}
-    then = {"unit": "sample", "gradients_finite_then": True, "loss_sum_then": 1.0}
-    return {**known, **then, "loss_sum": 1.0, "gradient_norm": 1.0, "heaviest": [], **changes}
+def finding_of(rank: int, **changes: Any) -> Finding:
+    known = {"happens_again": False, "host": "n3", "loss_sum_then": 1.0, "loss_sum": 1.0, "gradient_norm": 1.0}
+    return Finding(rank, "cuda:1 (GPU)", **{**known, **changes})
 
 
 @pytest.mark.parametrize(
@@ -336,13 +338,11 @@ def finding_of(rank: int, **changes: Any) -> dict[str, Any]:
         ([finding_of(0), finding_of(1, happens_again=None, error="OutOfMemoryError: no")], "unknown", "OutOfMemory"),
     ],
 )
-def test_kind_of_an_incident_follows_from_all_findings(
-    findings: list[dict[str, Any]], expected: str, said: str
-) -> None:
-    record: dict[str, Any] = {"kind": "not finite", "processes": findings, "not_diagnosed": None}
-    record["classification"] = classify(record)
-    assert record["classification"] == expected
-    assert said in summarise_incident(record)
+def test_kind_of_an_incident_follows_from_all_findings(findings: list[Finding], expected: str, said: str) -> None:
+    incident = incident_with(processes=findings)
+    incident.classification = classify(incident)
+    assert incident.classification == expected
+    assert said in summarise_incident(incident)
 
 
 @pytest.mark.parametrize(
@@ -350,8 +350,12 @@ def test_kind_of_an_incident_follows_from_all_findings(
 )
 def test_spike_that_is_not_as_large_again_was_transient(loss: float, norm: float, expected: str) -> None:
     findings = [finding_of(rank, loss_sum=loss * 4, gradient_norm=norm) for rank in (0, 1)]
-    record = {"kind": "spike", "processes": findings, "num_targets": 8, "loss": 9.0, "grad_norm": 9.0, "skipped": True}
-    assert classify(record) == expected
+    assert classify(incident_with(kind="spike", processes=findings)) == expected
+
+
+def test_spike_that_could_not_be_computed_again_everywhere_is_unknown() -> None:
+    for changed in ({"error": "OutOfMemoryError: no"}, {"loss_sum": None}):
+        assert classify(incident_with(kind="spike", processes=[finding_of(0), finding_of(1, **changed)])) == "unknown"
 
 
 # --- batch norm --------------------------------------------------------------------------------------------------

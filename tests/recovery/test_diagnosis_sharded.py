@@ -1,9 +1,9 @@
 """A bad step of a sharded run is skipped on all processes, and `replay` names sample and module."""
 
-import json
 import math
 import shutil
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file
 
-from accel_train.core.json_io import write_json
+from accel_train.core.json_io import read_json, write_json
 from accel_train.data.order import DataOrder
 from accel_train.observe.incident_record import read_incident
 from accel_train.recipe.schema import Recipe
@@ -20,7 +20,7 @@ from accel_train.task import with_data_of
 from tests.support.comparisons import assert_same_bits, tensors
 from tests.support.number_faults import GAP_STEPS, ONCE, PLACES, assert_named, incident, plan_of, spread
 from tests.support.processes import run_forked
-from tests.support.runs import TINY_MODEL, events, losses, write_corpus
+from tests.support.runs import TINY_MODEL, event_steps, events, losses, write_corpus, write_yaml
 from tests.support.tasks.number_faults_sharded import ShardedLanguageModel
 
 FSDP2 = {"parallel": {"strategy": "fsdp2"}}
@@ -60,7 +60,7 @@ def train(
         for sample, fault in zip(samples, faults, strict=True)
     ]
     path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(recipe))
+    write_yaml(path, recipe)
     forked = run_forked(
         ["run", str(path)],
         processes,
@@ -74,11 +74,16 @@ def train(
 def replayed(run: Path, step: int, *settings: str) -> tuple[Replay, dict[str, Any]]:
     """The replay of an incident, and the incident's record with what the replay found."""
     replay = replay_incident(run / "incidents" / f"step-{step:08d}", "cpu", settings=settings)
-    kept = {found["rank"]: found for found in replay.findings}
+    kept = {found.rank: found for found in replay.findings}
     verdict = format_replay(replay).rpartition("verdict: ")[2].splitlines()[0]
-    processes = [kept.get(found["rank"], found) for found in replay.record["processes"]]
+    processes = [asdict(kept.get(found.rank, found)) for found in replay.incident.processes]
     classification = verdict.partition(":")[0].lower()
-    return replay, {**replay.record, "processes": processes, "classification": classification, "sentence": verdict}
+    return replay, {
+        **asdict(replay.incident),
+        "processes": processes,
+        "classification": classification,
+        "sentence": verdict,
+    }
 
 
 def at(step: int, rank: int, micro_batch: int, row: int, place: str, name: str = "", **more: Any) -> dict[str, Any]:
@@ -101,10 +106,10 @@ def assert_kept_and_named(run: Path, samples: Sequence[int]) -> None:
     """Batches and whole weights of each of FAULTS are kept, and a replay names process, sample and module."""
     folder = run / "incidents" / "step-00000003"
     assert f"accel-train replay {folder} " in events(run, "skip")[0]["message"]
-    assert "shard of the weights" in read_incident(folder)["not_diagnosed"]
+    assert "shard of the weights" in read_incident(folder).not_diagnosed
     assert "accel-train replay incidents/step-00000003" in (folder / "incident.md").read_text()
     # Only the process whose loss was not finite; both where gradients were summed before anything looked at them.
-    assert [each["rank"] for each in read_incident(folder)["batches"]] == [1]
+    assert [each.rank for each in read_incident(folder).batches] == [1]
     assert [each["rank"] for each in incident(run, 13)["batches"]] == [0, 1]
     kept, saved = load_file(folder / "weights.safetensors"), tensors(run, 2, "model")
     assert_same_bits({name: saved[name] for name in kept if "statistics" not in name}, {
@@ -132,7 +137,7 @@ def assert_kept_and_named(run: Path, samples: Sequence[int]) -> None:
 def assert_same_run(run: Path, other: Path) -> None:
     """Losses and weights, moments and running statistics at the end, to the bit; the steps of the faults skipped."""
     assert losses(run) == losses(other) or str(losses(run)) == str(losses(other))  # NaN is not NaN
-    assert [event["step"] for event in events(run, "skip")] == [3, 13, 23]
+    assert event_steps(run, "skip") == [3, 13, 23]
     for kind in ("model", "optimizer"):
         assert_same_bits(tensors(run, STEPS, kind), tensors(other, STEPS, kind))
     assert not (other / "incidents").exists()
@@ -173,7 +178,7 @@ def test_a_replay_reads_a_checkpoint_where_weights_were_too_large_to_keep(folder
     shutil.copytree(folder / "kept", run)
     kept = run / "incidents" / "step-00000003"
     (kept / "weights.safetensors").unlink()
-    record = json.loads((kept / "incident.json").read_text())
+    record = read_json(kept / "incident.json")
     assert record["weights"]["checkpoint"] is None
     write_json(kept / "incident.json", {**record, "weights": {"file": None, "checkpoint": "step-00000002", "of": "x"}})
     replay, found = replayed(run, 3)
@@ -208,7 +213,7 @@ def test_faults_of_every_kind_are_named_on_either_process(tmp_path: Path) -> Non
     faults = spread([*PLACES, *ONCE], processes=2)
     steps = faults[-1]["step"] + GAP_STEPS
     samples = train(tmp_path, "run", faults, steps, **FSDP2)
-    assert [event["step"] for event in events(tmp_path / "run", "skip")] == [fault["step"] for fault in faults]
+    assert event_steps(tmp_path / "run", "skip") == [fault["step"] for fault in faults]
     for fault, sample in zip(faults, samples, strict=True):
         if not fault.get("once"):
             assert_named(replayed(tmp_path / "run", fault["step"])[1], fault, sample)

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from accel_train.recovery.divergence import checksums
+from tests.support.marks import slow
 from tests.support.processes import run_forked
-from tests.support.runs import checkpoint, events, losses, write_corpus, write_recipe_file
+from tests.support.runs import checkpoint, events, losses, write_recipe_file
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8])
@@ -26,13 +27,12 @@ def test_checksums_are_of_negative_zero_and_nan_as_of_other_bits() -> None:
     assert len(set(checksums([zero, negative, nan]).tolist())) == 3
 
 
-@pytest.mark.parametrize(("processes", "rank"), [pytest.param(2, 1, marks=pytest.mark.slow), (3, 1)])
+@pytest.mark.parametrize(("processes", "rank"), [slow(2, 1), (3, 1)])
 def test_a_weight_that_changes_on_one_process_is_found_within_the_check_interval_and_gone_back_on(
-    tmp_path: Path, processes: int, rank: int
+    corpus: Path, processes: int, rank: int
 ) -> None:
-    write_corpus(tmp_path)
     recipe = write_recipe_file(
-        tmp_path,
+        corpus,
         task="tests.support.tasks.process_faults:FaultTask",
         batch={"global_batch_size": 6},
         schedule={"max_steps": 30},
@@ -40,24 +40,23 @@ def test_a_weight_that_changes_on_one_process_is_found_within_the_check_interval
         guard={"drift_check_steps": 5, "healthy_after_steps": 3},
         options={"flip_at": {"step": 17, "rank": rank}},
     )
-    forked = run_forked(["run", str(recipe)], processes, folder=tmp_path / "processes")
+    forked = run_forked(["run", str(recipe)], processes, folder=corpus / "processes")
     forked.expect(0)
-    [drift] = events(tmp_path / "run", "drift")
+    [drift] = events(corpus / "run", "drift")
     assert drift["step"] == 18  # a checkpoint was due there, and is not made of what differs
     assert drift["parameters"] == ["transformer.wte.weight", "transformer.ln_f.bias"]  # the first and the last
     assert (f"rank {rank}" in drift["message"]) == (processes == 3)  # no majority of two
-    [rollback] = events(tmp_path / "run", "rollback")
+    [rollback] = events(corpus / "run", "rollback")
     assert (rollback["at_step"], rollback["to_step"]) == (18, 12)
-    assert max(losses(tmp_path / "run")) == 30
-    assert checkpoint(tmp_path / "run", 30)
+    assert max(losses(corpus / "run")) == 30
+    assert checkpoint(corpus / "run", 30)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [1, 3])
-def test_a_part_that_differs_from_its_copy_is_found_with_several_copies_of_a_model(tmp_path: Path, rank: int) -> None:
-    write_corpus(tmp_path)
+def test_a_part_that_differs_from_its_copy_is_found_with_several_copies_of_a_model(corpus: Path, rank: int) -> None:
     recipe = write_recipe_file(
-        tmp_path,
+        corpus,
         task="tests.support.tasks.process_faults:FaultTask",
         parallel={"strategy": "fsdp2", "dp_shard_size": 2},
         schedule={"max_steps": 12},
@@ -65,24 +64,23 @@ def test_a_part_that_differs_from_its_copy_is_found_with_several_copies_of_a_mod
         guard={"drift_check_steps": 3, "healthy_after_steps": 2},
         options={"flip_part_at": {"step": 8, "rank": rank}},
     )
-    forked = run_forked(["run", str(recipe)], 4, folder=tmp_path / "processes")
+    forked = run_forked(["run", str(recipe)], 4, folder=corpus / "processes")
     forked.expect(0)
-    [drift] = events(tmp_path / "run", "drift")
+    [drift] = events(corpus / "run", "drift")
     assert (drift["step"], drift["parameters"]) == (8, ["transformer.h.1.ln_2.weight"])
-    [rollback] = events(tmp_path / "run", "rollback")
+    [rollback] = events(corpus / "run", "rollback")
     assert (rollback["at_step"], rollback["to_step"]) == (8, 4)
-    assert max(losses(tmp_path / "run")) == 12
+    assert max(losses(corpus / "run")) == 12
 
 
-def test_a_run_that_may_not_go_back_stops_where_its_weights_differ(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
+def test_a_run_that_may_not_go_back_stops_where_its_weights_differ(corpus: Path) -> None:
     recipe = write_recipe_file(
-        tmp_path,
+        corpus,
         task="tests.support.tasks.process_faults:FaultTask",
         guard={"drift_check_steps": 5, "max_rollbacks": 0},
         options={"flip_at": {"step": 3, "rank": 1}},
     )
-    forked = run_forked(["run", str(recipe)], 2, folder=tmp_path / "processes")
+    forked = run_forked(["run", str(recipe)], 2, folder=corpus / "processes")
     assert forked.wait() == [3, 3]
     for fact in ("step 5: ", ": transformer.", "guard.max_rollbacks is 0"):
         assert fact in forked.stderr(0)

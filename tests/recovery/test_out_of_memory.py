@@ -11,6 +11,7 @@ from accel_train.data.batch_sizes import resolve_batch
 from accel_train.data.order import DataOrder
 from accel_train.recipe.schema import Batch
 from accel_train.recovery.out_of_memory import CAREFUL_STEPS, NewSizes, block_table, smaller_micro_batches
+from tests.support.marks import slow
 from tests.support.number_faults import launch
 from tests.support.processes import run_forked
 from tests.support.runs import checkpoint, events, losses, metrics, recipe_dict, write_corpus, write_recipe_file
@@ -34,10 +35,7 @@ def run_in(folder: Path, *, processes: int, expect: int = 0, **sections: Any) ->
     [
         (1, 0, "forward"),
         (2, 1, "backward"),
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in ((1, 0, "backward"), (2, 1, "forward"), (2, 0, "forward"), (2, 0, "backward"))
-        ),
+        *(slow(*each) for each in ((1, 0, "backward"), (2, 1, "forward"), (2, 0, "forward"), (2, 0, "backward"))),
     ],
 )
 def test_all_processes_halve_the_micro_batch_until_it_fits_and_the_curve_is_the_same(
@@ -78,10 +76,10 @@ def test_the_router_loss_of_a_mixture_is_the_same_after_one_process_ran_out_of_m
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("where", "rank"), [pytest.param("forward", 0, marks=pytest.mark.slow), ("backward", 1)])
+@pytest.mark.parametrize(("where", "rank"), [slow("forward", 0), ("backward", 1)])
 @pytest.mark.parametrize(
     "sections",
-    [{}, pytest.param({"checkpoint": {"every_steps": 4}, "evaluate": {"every_steps": 4}}, marks=pytest.mark.slow)],
+    [{}, slow({"checkpoint": {"every_steps": 4}, "evaluate": {"every_steps": 4}})],
     ids=["plain", "due after that step"],
 )
 def test_memory_that_runs_out_late_on_one_of_several_processes_costs_no_step(
@@ -113,22 +111,21 @@ def test_a_step_that_memory_ran_out_of_leaves_no_trace_in_batch_norm(tmp_path: P
 
 
 @pytest.mark.slow
-def test_fp16_keeps_its_loss_scale_where_memory_ran_out(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
+def test_fp16_keeps_its_loss_scale_where_memory_ran_out(corpus: Path) -> None:
     seen = {}
     for name, options in (
         ("clean", {}),
         ("tight", {"no_room": {"rank": 1, "rows": 2, "where": "backward", "from_step": 4}}),
     ):
-        recipe = recipe_dict(tmp_path, output_dir=str(tmp_path / name), options=options, schedule={"max_steps": 6})
-        (tmp_path / f"seen {name}").mkdir()
-        plan = {"recipe": recipe, "out": str(tmp_path / f"seen {name}"), "fp16_scale": 1024.0}
+        recipe = recipe_dict(corpus, output_dir=str(corpus / name), options=options, schedule={"max_steps": 6})
+        (corpus / f"seen {name}").mkdir()
+        plan = {"recipe": recipe, "out": str(corpus / f"seen {name}"), "fp16_scale": 1024.0}
         seen[name] = launch(plan, processes=2)
     for clean, tight in zip(seen["clean"], seen["tight"], strict=True):
         assert clean["loss_scale"] == tight["loss_scale"] == 1024.0
         assert list(tight["losses"].values()) == pytest.approx(list(clean["losses"].values()), rel=1e-3)
         assert tight["skipped"] == []
-    assert events(tmp_path / "tight", "out_of_memory")
+    assert events(corpus / "tight", "out_of_memory")
 
 
 def test_one_sample_that_does_not_fit_ends_the_run_with_exit_code_6_and_advice(tmp_path: Path) -> None:

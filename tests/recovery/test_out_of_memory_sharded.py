@@ -1,16 +1,16 @@
 """Out of memory where a forward waits for others: exit code 75, then smaller micro-batches."""
 
-import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from accel_train.core.json_io import read_json
+from tests.support.marks import slow
 from tests.support.processes import Forked, run_forked
-from tests.support.runs import LLAMA, environment, events, losses, write_corpus, write_recipe_file
+from tests.support.runs import LLAMA, event_steps, events, losses, ran, write_corpus, write_recipe_file
 
 PRELOAD = ["deepspeed", "deepspeed.runtime.sequence_parallel.ulysses_sp"]
 SECTIONS: dict[str, Any] = {
@@ -56,7 +56,7 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     [
         pytest.param({"strategy": "fsdp2"}, "backward", 6, id="fsdp2"),
         *(
-            pytest.param(*each, id=name, marks=pytest.mark.slow)
+            slow(*each, id=name)
             for name, each in {
                 "zero-1": ({"strategy": "deepspeed", "zero_stage": 1}, "backward", 6),
                 "zero-3": ({"strategy": "deepspeed", "zero_stage": 3}, "forward", 6),
@@ -82,13 +82,13 @@ def test_all_processes_end_with_75_and_the_next_start_trains_with_what_fits(
             assert fact in line
     [record] = tmp_path.glob("*/cache/micro_batches/*.json")
     assert record.is_relative_to(tmp_path / "1")
-    assert json.loads(record.read_text())["per_device_batch_size"] == 2
+    assert read_json(record)["per_device_batch_size"] == 2
 
     started = start(recipe, 2, [0, 0], preload=PRELOAD, cwd=str(tmp_path / "{rank}"))
     announced = (started.folder / "rank-0.out").read_text()
     assert "2  (process 1 holds no more; here 4: as set)" in announced
     assert losses(tmp_path / "tight/run") == pytest.approx(clean, rel=1e-6)
-    assert [event["step"] for event in events(tmp_path / "tight/run", "resume")] == [4]
+    assert event_steps(tmp_path / "tight/run", "resume") == [4]
     assert not events(tmp_path / "tight/run", "skip")
 
 
@@ -99,14 +99,7 @@ def test_torchrun_restarts_such_a_run_by_itself_and_reports_75_when_no_restart_i
     no_room = {"rank": 0, "rows": 1, "where": "forward", "block": 1, "from_step": 3}
     recipe = write_recipe(tmp_path / "tight", no_room, parallel={"strategy": "fsdp2"})
     torchrun = ["-m", "accel_train.torchrun", "--standalone", "--nproc_per_node=2", "--max_restarts=1"]
-    done = subprocess.run(
-        [sys.executable, *torchrun, "-m", "accel_train", "run", str(recipe)],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+    done = ran([sys.executable, *torchrun, "-m", "accel_train", "run", str(recipe)])
     assert done.returncode == 75, done.stderr[-3000:]
     messages = [event["message"] for event in events(tmp_path / "tight/run", "out_of_memory")]
     for message, facts in zip(messages, (("3", "4", "2 samples"), ("2", "2", "1 sample")), strict=True):

@@ -1,10 +1,8 @@
 """`accel-train replay`: an incident computed again from what its folder holds."""
 
-import json
 import math
 import os
 import shutil
-import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,14 +13,14 @@ import torch
 from accelerate import PartialState
 from accelerate.state import AcceleratorState
 
-from accel_train.cli.main import main
-from accel_train.core.json_io import write_json
+from accel_train.core.json_io import read_json, write_json
 from accel_train.observe.incident_record import WEIGHTS, read_incident
 from accel_train.recovery.replay import format_replay, replay_incident
 from accel_train.runtime.process_group import has_accelerator
+from tests.support.commands import call
 from tests.support.number_faults import plan_of
 from tests.support.programs.number_faults import train_with_faults
-from tests.support.runs import environment
+from tests.support.runs import ran
 
 
 @pytest.fixture(autouse=True)
@@ -44,10 +42,8 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_with(tmp_path_factory.mktemp("run"), {"sample": 7, "place": "forward", "name": "blocks.1.act"})
 
 
-def test_fault_that_comes_with_the_sample_happens_again(broken: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["replay", str(broken), "--device", "cpu"]) == 0
-    said = capsys.readouterr().out
-    assert "verdict: happens again" in said
+def test_fault_that_comes_with_the_sample_happens_again(broken: Path) -> None:
+    said = call("replay", broken, "--device", "cpu", named="verdict: happens again").out
     [first] = [line for line in said.splitlines() if "<- first" in line]
     assert first.split()[:3] == ["blocks.1.act", "GELU", "NO"]
     assert [line.split()[2] for line in said.splitlines() if line.startswith("blocks.0.act")] == ["yes"]
@@ -78,8 +74,8 @@ def test_loss_computed_again_is_that_of_the_step_to_the_bit_dropout_included(tmp
     fault = {"sample": 7, "place": "gradient", "name": "head.weight"}
     folder = run_with(tmp_path, fault, batch={"gradient_accumulation_steps": 1})
     [replayed] = replay_incident(folder, "cpu").micro_batches
-    [finding] = read_incident(folder)["processes"]
-    assert finding["loss_sum"] == finding["loss_sum_then"] == replayed.outcome.loss
+    [finding] = read_incident(folder).processes
+    assert finding.loss_sum == finding.loss_sum_then == replayed.outcome.loss
     assert replayed.outcome.not_finite == ["head.weight"]
     assert all(call.output_finite for call in replayed.watch.calls)
     assert "verdict: happens again" in format_replay(replay_incident(folder, "cpu"))
@@ -103,9 +99,7 @@ def test_fault_that_came_once_does_not_happen_again(tmp_path: Path) -> None:
 def test_debugger_stops_at_the_first_module_with_its_output_at_hand(broken: Path) -> None:
     program = [sys.executable, "-m", "accel_train", "replay", str(broken), "--device", "cpu", "--debug"]
     keys = "p 'at', name, module\np args[0].isfinite().all(), output.isnan().any()\nc\n"
-    done = subprocess.run(
-        program, input=keys, env=environment(), capture_output=True, text=True, timeout=300, check=False
-    )
+    done = ran(program, input=keys)
     assert done.returncode == 0, done.stderr
     assert "('at', 'blocks.1.act', GELU(" in done.stdout
     assert "(tensor(True), tensor(True))" in done.stdout
@@ -125,12 +119,12 @@ def test_debugger_stops_at_the_first_module_with_its_output_at_hand(broken: Path
     ],
 )
 def test_what_cannot_be_computed_again_is_an_error_that_says_so(
-    broken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], without_cuda: None, case: str, said: str
+    broken: Path, tmp_path: Path, without_cuda: None, case: str, said: str
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(broken.parent.parent, run)
     folder, device = run / "incidents" / broken.name, "cpu"
-    record = json.loads((folder / "incident.json").read_text())
+    record = read_json(folder / "incident.json")
     if case == "no folder":
         folder = folder / "nothing"
     elif case == "no incident":
@@ -145,15 +139,14 @@ def test_what_cannot_be_computed_again_is_an_error_that_says_so(
         folder = Path(shutil.move(folder, tmp_path))
     else:
         device = "cuda"
-    assert main(["replay", str(folder), "--device", device]) == 2
-    assert said in capsys.readouterr().err
+    assert said in call("replay", folder, "--device", device, code=2).err
 
 
 def test_checkpoint_stands_in_for_weights_that_were_too_large_to_keep(tmp_path: Path) -> None:
     fault = {"sample": 7, "place": "forward", "name": "blocks.1.act"}
     folder = run_with(tmp_path, fault, checkpoint={"every_steps": 1, "keep": 5})
     (folder / "weights.safetensors").unlink()
-    record = json.loads((folder / "incident.json").read_text())
+    record = read_json(folder / "incident.json")
     newest = f"step-{max(record['step'] - 1, 1):08d}"
     write_json(folder / "incident.json", {**record, "weights": {"file": None, "checkpoint": newest, "of": "x"}})
     replay = replay_incident(folder, "cpu")

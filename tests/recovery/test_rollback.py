@@ -21,9 +21,20 @@ from accel_train.checkpoint.rollback_log import (
 )
 from accel_train.checkpoint.store import checkpoint_folders, folder_of, publish, step_of
 from accel_train.core.errors import CheckpointError, TrainingStopped
+from accel_train.core.json_io import read_json
 from accel_train.core.state import Rollback, TrainState
 from tests.support.programs.disk_driver import files
-from tests.support.runs import checkpoint, events, losses, metrics, recipe_dict, run, write_corpus, write_recipe_file
+from tests.support.runs import (
+    checkpoint,
+    event_steps,
+    events,
+    losses,
+    metrics,
+    recipe_dict,
+    run,
+    write_corpus,
+    write_recipe_file,
+)
 
 POISONED = [14, 15, 16]
 RUN: dict[str, Any] = {
@@ -64,38 +75,36 @@ def went_back_once(folder: Path) -> None:
     first, last = event["skip_first"], event["skip_last"]
     assert 8 < first <= 14 < 16 <= last < 20
     assert re.findall(r"\d+", event["message"]) == ["1", "3", "8", str(first), str(last)]
-    (record,) = json.loads((folder / ROLLBACKS).read_text())
+    (record,) = read_json(folder / ROLLBACKS)
     assert record == {name: event[name] for name in record}
     assert list(losses(folder)) == [*range(1, first), *range(last + 1, 31)]
     assert not any(record["skipped"] for record in metrics(folder))
-    assert json.loads((folder / "summary.json").read_text())["steps"] == 30
+    assert read_json(folder / "summary.json")["steps"] == 30
 
 
 def test_bad_steps_in_a_row_lead_back_once_to_the_newest_healthy_checkpoint_and_past_them(undisturbed: Path) -> None:
     went_back_once(undisturbed)
-    assert [event["step"] for event in events(undisturbed, "skip")] == [14, 15, 16]
-    saved = [event["step"] for event in events(undisturbed, "checkpoint")]
+    assert event_steps(undisturbed, "skip") == [14, 15, 16]
+    saved = event_steps(undisturbed, "checkpoint")
     assert [step for step in saved if step != 12] == [4, 8, 20, 24, 28, 30], "step 16 is not made on the new branch"
-    assert json.loads((undisturbed / "summary.json").read_text())["skipped_steps"] == 3
+    assert read_json(undisturbed / "summary.json")["skipped_steps"] == 3
     assert all(torch.isfinite(tensor).all() for tensor in checkpoint(undisturbed, 30).values())
     assert rollbacks_of(folder_of(undisturbed / "checkpoints", 30)) == read_rollbacks(undisturbed)
 
 
 def test_with_selective_checkpointing_the_run_goes_back_and_trains_to_the_same_bits(
-    tmp_path: Path, undisturbed: Path
+    corpus: Path, undisturbed: Path
 ) -> None:
-    write_corpus(tmp_path)
-    train(Recipe.model_validate(recipe_dict(tmp_path, **RUN, precision={"gradient_checkpointing": "selective"})))
-    went_back_once(tmp_path / "run")
-    assert same_bits(checkpoint(tmp_path / "run", 30), checkpoint(undisturbed, 30))
+    train(Recipe.model_validate(recipe_dict(corpus, **RUN, precision={"gradient_checkpointing": "selective"})))
+    went_back_once(corpus / "run")
+    assert same_bits(checkpoint(corpus / "run", 30), checkpoint(undisturbed, 30))
 
 
 @pytest.mark.faults
-def test_two_processes_go_back_together_and_train_the_same(tmp_path: Path, undisturbed: Path) -> None:
-    write_corpus(tmp_path)
-    run(write_recipe_file(tmp_path, **RUN), processes=2)
-    went_back_once(tmp_path / "run")
-    assert losses(tmp_path / "run") == pytest.approx(losses(undisturbed), rel=1e-5)
+def test_two_processes_go_back_together_and_train_the_same(corpus: Path, undisturbed: Path) -> None:
+    run(write_recipe_file(corpus, **RUN), processes=2)
+    went_back_once(corpus / "run")
+    assert losses(corpus / "run") == pytest.approx(losses(undisturbed), rel=1e-5)
 
 
 def killed_and_resumed(folder: Path, processes: int, **options: Any) -> Path:
@@ -115,9 +124,9 @@ def test_killed_right_after_the_record_the_run_goes_on_on_the_new_branch_to_the_
     folder = killed_and_resumed(tmp_path, 1, kill_in_rollback="removal")
     assert events(folder, "resume")[0]["step"] == 8
     went_back_once(folder)
-    assert [event["step"] for event in events(folder, "skip")] == [14, 15, 16], "the bad steps were not made again"
+    assert event_steps(folder, "skip") == [14, 15, 16], "the bad steps were not made again"
     assert same_bits(checkpoint(folder, 30), checkpoint(undisturbed, 30))
-    summaries = [json.loads((place / "summary.json").read_text()) for place in (folder, undisturbed)]
+    summaries = [read_json(place / "summary.json") for place in (folder, undisturbed)]
     assert summaries[0]["skipped_steps"] == summaries[1]["skipped_steps"]
 
 
@@ -175,13 +184,12 @@ def test_killed_after_the_second_rollback_in_one_region_the_lowered_learning_rat
     assert same_bits(checkpoint(whole, 30), checkpoint(killed, 30))
 
 
-def test_without_a_healthy_checkpoint_the_run_stops_and_says_why(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
+def test_without_a_healthy_checkpoint_the_run_stops_and_says_why(corpus: Path) -> None:
     recipe = {**RUN, "guard": {**RUN["guard"], "healthy_after_steps": 20}}
     with pytest.raises(TrainingStopped, match=r"cannot roll back: .* step 14 .* 20 clean steps"):
-        train(Recipe.model_validate(recipe_dict(tmp_path, **recipe)))
-    assert not (tmp_path / "run" / ROLLBACKS).exists()
-    assert [step_of(folder) for folder in checkpoint_folders(tmp_path / "run" / "checkpoints")] == [4, 8, 12]
+        train(Recipe.model_validate(recipe_dict(corpus, **recipe)))
+    assert not (corpus / "run" / ROLLBACKS).exists()
+    assert [step_of(folder) for folder in checkpoint_folders(corpus / "run" / "checkpoints")] == [4, 8, 12]
 
 
 FIRST = Rollback(number=1, at_step=16, to_step=8, skip_first=11, skip_last=16, num_skipped_steps=3)

@@ -19,6 +19,7 @@ from accel_train.parallel.ddp import Ddp
 from accel_train.recipe.parallel import Parallel
 from accel_train.recovery.stragglers import StragglerWatch, Work, slow_part, slowest
 from accel_train.runtime.process_group import WATCHED_SECONDS
+from tests.support.marks import slow
 from tests.support.processes import Forked, run_forked
 from tests.support.programs import collective
 from tests.support.runs import LLAMA, events, recipe_dict, write_recipe_file
@@ -46,8 +47,8 @@ def start(folder: Path, started: list[Forked], processes: int, slow: dict[str, A
     ("processes", "rank", "what", "slow"),
     [
         (2, 1, "read", "data"),
-        pytest.param(2, 1, "block", "compute", id="fsdp2", marks=pytest.mark.slow),
-        pytest.param(3, 2, "step", "compute", marks=pytest.mark.slow),
+        slow(2, 1, "block", "compute", id="fsdp2"),
+        slow(3, 2, "step", "compute"),
     ],
 )
 def test_slow_process_is_named_once_with_what_is_slow(
@@ -72,11 +73,11 @@ def test_slow_process_is_named_once_with_what_is_slow(
 @pytest.mark.parametrize(
     ("processes", "parallel", "num_groups"),
     [
-        pytest.param(2, {}, 1, id="ddp", marks=pytest.mark.slow),
+        slow(2, {}, 1, id="ddp"),
         pytest.param(4, {"strategy": "fsdp2", "dp_shard_size": 2}, 5, id="hsdp"),
-        pytest.param(4, {"strategy": "fsdp2", "tp_size": 2}, 5, id="fsdp2-tp", marks=pytest.mark.slow),
-        pytest.param(2, {"strategy": "fsdp2", "tp_size": 2}, 2, id="tp", marks=pytest.mark.slow),
-        pytest.param(2, {"strategy": "deepspeed"}, 1, id="zero", marks=pytest.mark.slow),
+        slow(4, {"strategy": "fsdp2", "tp_size": 2}, 5, id="fsdp2-tp"),
+        slow(2, {"strategy": "fsdp2", "tp_size": 2}, 2, id="tp"),
+        slow(2, {"strategy": "deepspeed"}, 1, id="zero"),
     ],
 )
 def test_processes_that_are_all_slow_are_no_stragglers_and_the_watchdog_alone_limits_collectives_of_all_groups(

@@ -10,8 +10,9 @@ import yaml
 from accel_train import Recipe
 from accel_train.runtime.consistency import disagreements, facts_of
 from accel_train.task import TaskData
+from tests.support.marks import slow
 from tests.support.processes import run_forked
-from tests.support.runs import events, losses, recipe_dict, write_corpus, write_recipe_file
+from tests.support.runs import event_steps, losses, recipe_dict, write_recipe_file, write_yaml
 
 
 def facts(folder: Path, fingerprint: str = "f", **sections: Any) -> dict[str, Any]:
@@ -51,16 +52,15 @@ def test_paths_and_workers_of_one_machine_may_differ(tmp_path: Path) -> None:
     ],
 )
 def test_processes_that_disagree_exit_with_2_and_say_in_what_before_a_model_is_built(
-    tmp_path: Path, options: dict[str, Any], of_rank_1: dict[str, Any], said: str
+    corpus: Path, options: dict[str, Any], of_rank_1: dict[str, Any], said: str
 ) -> None:
-    write_corpus(tmp_path)
     recipe = write_recipe_file(
-        tmp_path, task="tests.support.tasks.process_faults:FaultTask", options={**options, "raise_in_build": 0}
+        corpus, task="tests.support.tasks.process_faults:FaultTask", options={**options, "raise_in_build": 0}
     )
     changed = {**yaml.safe_load(recipe.read_text()), **of_rank_1}
-    (tmp_path / "rank-1.yaml").write_text(yaml.safe_dump({**yaml.safe_load(recipe.read_text()), **changed}))
-    (tmp_path / "rank-0.yaml").write_text(recipe.read_text())
-    forked = run_forked(["run", str(tmp_path / "rank-{rank}.yaml")], 2, folder=tmp_path / "processes")
+    write_yaml(corpus / "rank-1.yaml", {**yaml.safe_load(recipe.read_text()), **changed})
+    (corpus / "rank-0.yaml").write_text(recipe.read_text())
+    forked = run_forked(["run", str(corpus / "rank-{rank}.yaml")], 2, folder=corpus / "processes")
     forked.expect(2)
     lines = [line for rank in (0, 1) for line in forked.stderr(rank).splitlines() if line.startswith("error")]
     assert len(lines) == 1
@@ -68,18 +68,17 @@ def test_processes_that_disagree_exit_with_2_and_say_in_what_before_a_model_is_b
     assert said in lines[0]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strategy", ["ddp", slow("fsdp2")])
 def test_an_output_dir_that_the_processes_do_not_share_is_refused_before_a_model_is_built(
-    tmp_path: Path, strategy: str
+    corpus: Path, strategy: str
 ) -> None:
-    write_corpus(tmp_path)
     options = {"raise_in_build": 0}
     recipe = write_recipe_file(
-        tmp_path, task="tests.support.tasks.process_faults:FaultTask", parallel={"strategy": strategy}, options=options
+        corpus, task="tests.support.tasks.process_faults:FaultTask", parallel={"strategy": strategy}, options=options
     )
-    here, there = tmp_path / "machine-0", tmp_path / "machine-1"
-    words = ["run", str(recipe), "--output_dir", str(tmp_path / "machine-{rank}")]
-    forked = run_forked(words, 2, folder=tmp_path / "processes")
+    here, there = corpus / "machine-0", corpus / "machine-1"
+    words = ["run", str(recipe), "--output_dir", str(corpus / "machine-{rank}")]
+    forked = run_forked(words, 2, folder=corpus / "processes")
     forked.expect(2)
     lines = [line for rank in (0, 1) for line in forked.stderr(rank).splitlines() if line.startswith("error")]
     assert len(lines) == 1
@@ -89,33 +88,31 @@ def test_an_output_dir_that_the_processes_do_not_share_is_refused_before_a_model
     assert not list(here.rglob("*.tmp"))
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
-def test_an_output_dir_that_has_another_path_on_each_machine_trains_and_resumes(tmp_path: Path, strategy: str) -> None:
-    write_corpus(tmp_path)
-    (tmp_path / "storage").mkdir()
+@pytest.mark.parametrize("strategy", [slow("ddp"), "fsdp2"])
+def test_an_output_dir_that_has_another_path_on_each_machine_trains_and_resumes(corpus: Path, strategy: str) -> None:
+    (corpus / "storage").mkdir()
     for machine in (0, 1):
-        (tmp_path / f"machine-{machine}").mkdir()
-        (tmp_path / f"machine-{machine}" / f"mount-{machine}").symlink_to(tmp_path / "storage")
+        (corpus / f"machine-{machine}").mkdir()
+        (corpus / f"machine-{machine}" / f"mount-{machine}").symlink_to(corpus / "storage")
     sections = {"parallel": {"strategy": strategy}, "checkpoint": {"every_steps": 3, "keep": 5}}
-    recipe = write_recipe_file(tmp_path, schedule={"max_steps": 6}, **sections)
-    words, run = ["run", str(recipe), "--output_dir", "mount-{rank}/run"], tmp_path / "storage" / "run"
+    recipe = write_recipe_file(corpus, schedule={"max_steps": 6}, **sections)
+    words, run = ["run", str(recipe), "--output_dir", "mount-{rank}/run"], corpus / "storage" / "run"
     for _ in range(2):
-        forked = run_forked(words, 2, folder=tmp_path / "processes", cwd=str(tmp_path / "machine-{rank}"))
+        forked = run_forked(words, 2, folder=corpus / "processes", cwd=str(corpus / "machine-{rank}"))
         forked.expect(0)
         assert list(losses(run)) == [1, 2, 3, 4, 5, 6]
         shutil.rmtree(run / "checkpoints" / "step-00000006")
-    assert [event["step"] for event in events(run, "resume")] == [3]
+    assert event_steps(run, "resume") == [3]
 
 
 @pytest.mark.slow
-def test_a_checkpoint_to_resume_that_a_process_does_not_see_is_refused(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
-    recipe = write_recipe_file(tmp_path, checkpoint={"every_steps": 3}, schedule={"max_steps": 3})
-    assert run_forked(["run", str(recipe)], 1, folder=tmp_path / "processes").wait() == [0]
+def test_a_checkpoint_to_resume_that_a_process_does_not_see_is_refused(corpus: Path) -> None:
+    recipe = write_recipe_file(corpus, checkpoint={"every_steps": 3}, schedule={"max_steps": 3})
+    assert run_forked(["run", str(recipe)], 1, folder=corpus / "processes").wait() == [0]
     for machine in (0, 1):
-        (tmp_path / f"machine-{machine}").mkdir()
-    (tmp_path / "run" / "checkpoints" / "step-00000003").rename(tmp_path / "machine-0" / "step-00000003")
-    words = ["run", str(recipe), "--output_dir", str(tmp_path / "next"), "--checkpoint.resume", "step-00000003"]
-    forked = run_forked(words, 2, folder=tmp_path / "processes", cwd=str(tmp_path / "machine-{rank}"))
+        (corpus / f"machine-{machine}").mkdir()
+    (corpus / "run" / "checkpoints" / "step-00000003").rename(corpus / "machine-0" / "step-00000003")
+    words = ["run", str(recipe), "--output_dir", str(corpus / "next"), "--checkpoint.resume", "step-00000003"]
+    forked = run_forked(words, 2, folder=corpus / "processes", cwd=str(corpus / "machine-{rank}"))
     forked.expect(2)
     assert ": checkpoint.resume=step-00000003: rank 1 (process " in forked.stderr(0) + forked.stderr(1)

@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from accel_train import Recipe, train
-from accel_train.cli.main import main
 from accel_train.core.errors import SettingError
+from accel_train.core.json_io import read_json
 from accel_train.runtime.doctor import (
     Finding,
-    _launcher_finding,
     check_environment,
     check_folder,
     check_host,
+    check_launch,
     check_launcher,
     check_versions,
     examine,
@@ -28,7 +28,8 @@ from accel_train.runtime.doctor import (
     idle_gpus,
     launch_facts,
 )
-from tests.support.runs import recipe_dict, write_corpus
+from tests.support.commands import call
+from tests.support.runs import recipe_dict
 
 JOIN_AND_CHECK = """\
 from accelerate import PartialState
@@ -95,7 +96,7 @@ def test_a_world_size_that_accelerate_does_not_see_is_refused(monkeypatch: pytes
         check_launcher(1)
     assert caught.value.problem.startswith("WORLD_SIZE=4, ")
     assert "torchrun --nproc_per_node 4" in caught.value.remedy
-    (finding,) = _launcher_finding()
+    finding = next(check_launch())
     assert (finding.text, finding.remedy) == (caught.value.problem, caught.value.remedy)
 
 
@@ -171,13 +172,12 @@ def test_a_notebook_is_told_of_its_launcher(monkeypatch: pytest.MonkeyPatch, not
 
 
 def test_a_run_records_the_idle_gpus_with_its_other_choices(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, not_launched: None, capsys: pytest.CaptureFixture[str]
+    corpus: Path, monkeypatch: pytest.MonkeyPatch, not_launched: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     monkeypatch.setattr(torch.cpu, "device_count", lambda: 8)  # stands for GPUs: torch counts devices by the run's kind
-    write_corpus(tmp_path)
-    train(Recipe.model_validate(recipe_dict(tmp_path, schedule={"max_steps": 1})))
-    choices = json.loads((tmp_path / "run" / "summary.json").read_text())["choices"]
+    train(Recipe.model_validate(recipe_dict(corpus, schedule={"max_steps": 1})))
+    choices = read_json(corpus / "run" / "summary.json")["choices"]
     assert "1 of 8 GPUs used" in json.dumps(choices["gpus"])
     assert "--nproc_per_node 8" in json.dumps(choices["gpus"])
     assert "1 of 8 GPUs used" in "".join(capsys.readouterr())
@@ -241,20 +241,16 @@ def test_findings_are_lines_with_the_remedy_below() -> None:
     ]
 
 
-def test_doctor_exits_with_0_unless_something_is_bad(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_doctor_exits_with_0_unless_something_is_bad(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("WORLD_SIZE", "RANK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("ACCEL_TRAIN_CACHE", str(tmp_path))
     expected = 2 if any(finding.status == "bad" for finding in examine()) else 0
-    assert main(["doctor"]) == expected
-    assert "python" in capsys.readouterr().out
+    assert "python" in call("doctor", code=expected).out
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("ACCEL_TRAIN_CACHE", str(tmp_path / "file"))
-    assert main(["doctor"]) == 2
-    assert "bad   cache" in capsys.readouterr().out
+    assert "bad   cache" in call("doctor", code=2).out
 
 
 def test_a_launch_is_known_by_its_command_host_folder_and_commit(

@@ -14,7 +14,6 @@ import torch
 from accelerate import PartialState
 
 from accel_train import fit
-from accel_train.cli.main import main
 from accel_train.parallel import precision
 from accel_train.recipe.schema import Precision
 from accel_train.runtime import doctor, driver, process_group
@@ -27,7 +26,8 @@ from accel_train.runtime.driver import (
     unused_driver,
 )
 from accel_train.runtime.process_group import start_processes
-from tests.support.runs import write_corpus, write_recipe_file
+from tests.support.commands import call
+from tests.support.runs import refused, write_recipe_file
 
 CPU_BUILD, CUDA_13 = TorchBuild("2.13.0+cpu", None, True), TorchBuild("2.13.0", "13.0", False)
 CUDA_12 = TorchBuild("2.13.0+cu126", "12.6", False)
@@ -125,8 +125,7 @@ def test_a_start_and_doctor_refuse_a_gpu_without_kernels(gpu_machine: Path, monk
     processes: Any = SimpleNamespace(device=torch.device("cuda", 0), num_processes=1)
     monkeypatch.setattr(process_group, "PartialState", lambda **given: processes)
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    with pytest.raises(ValueError, match=r"Tesla V100.*/whl/cu126"):
-        start_processes()
+    refused(start_processes, named="Tesla V100|/whl/cu126")
     for name, value in {"is_available": True, "device_count": 1, "mem_get_info": (2, 2)}.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: True)
@@ -192,8 +191,7 @@ def test_two_processes_on_one_gpu_are_named(monkeypatch: pytest.MonkeyPatch) -> 
     check(0, "a")
     check(1, "b")
     check(0, "a")  # another run of the same processes
-    with pytest.raises(ValueError, match=r"ranks 0 and 2 .*H100.* 2 visible"):
-        check(2, "a")
+    refused(check, 2, "a", named="ranks 0 and 2 |H100| 2 visible")
 
 
 def test_the_open_kernel_module_has_its_version_elsewhere_in_the_line(gpu_machine: Path) -> None:
@@ -263,27 +261,23 @@ def start_trainer(folder: Path) -> None:
 
 @pytest.mark.parametrize("start", [start_fit, start_trainer])
 def test_fit_and_the_trainer_refuse_before_they_train(gpu_machine: Path, tmp_path: Path, start: Any) -> None:
-    with pytest.raises(ValueError, match=r"550\.54\.14.*/whl/cu126"):
-        start(tmp_path)
+    refused(start, tmp_path, named="550.54.14|/whl/cu126")
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("build", [CPU_BUILD, CUDA_13], ids=["known before torch is imported", "known after"])
 def test_run_ends_with_2_and_leaves_no_folder(
     gpu_machine: Path,
-    tmp_path: Path,
+    corpus: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
     build: TorchBuild,
 ) -> None:
     from accel_train.cli.commands import train
 
     monkeypatch.setattr(driver, "installed_torch", lambda: build)
     monkeypatch.setattr(train, "installed_torch", lambda: build)
-    write_corpus(tmp_path)
-    assert main(["run", str(write_recipe_file(tmp_path))]) == 2
-    assert "/whl/cu126" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
+    call("run", write_recipe_file(corpus), code=2, named="/whl/cu126")
+    assert not (corpus / "run").exists()
 
 
 def test_use_cpu_of_training_arguments_is_a_purpose(gpu_machine: Path, tmp_path: Path) -> None:

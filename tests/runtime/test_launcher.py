@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support.marks import faults
 from tests.support.runs import environment
 
 LAUNCHER = """
@@ -41,8 +42,8 @@ CALLS = {
     [
         ("processes", True),
         ("processes", False),
-        pytest.param("Trainer", True, marks=pytest.mark.faults),
-        pytest.param("SFTTrainer", True, marks=pytest.mark.faults),
+        faults("Trainer", True),
+        faults("SFTTrainer", True),
     ],
 )
 def test_a_process_whose_launcher_ended_before_it_looked_ends_at_once_and_one_of_a_shell_goes_on(

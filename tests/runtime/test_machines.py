@@ -83,10 +83,10 @@ def test_a_run_that_connects_machines_by_gloo_is_refused_before_it_joins(
 def test_doctor_names_the_variable_and_is_alarmed_on_several_machines_alone(
     debian: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    [alone] = doctor._check_hostname()
+    [alone] = doctor.check_launch()
     for name, value in TWO_MACHINES.items():
         monkeypatch.setenv(name, value)
-    [several] = doctor._check_hostname()
+    *_, several = doctor.check_launch()
     assert (alone.status, several.status) == ("ok", "bad")
     assert "GLOO_SOCKET_IFNAME" in alone.text
     assert "GLOO_SOCKET_IFNAME" in several.remedy

@@ -16,46 +16,36 @@ from typing import Any
 import pytest
 
 from accel_train.core.errors import ExitedEarly, Preempted
+from accel_train.core.json_io import read_json
 from accel_train.core.ownership import claim
 from accel_train.recipe.schema import Recipe
 from accel_train.runtime.signals import StopRequest
 from accel_train.training.train import train
+from tests.support.endless import ENDLESS, TASK, seconds_to_end, start, wait_for
 from tests.support.kills import is_alive
-from tests.support.processes import Forked, run_forked
-from tests.support.runs import command, environment, events, losses, recipe_dict, write_recipe_file
-
-TASK = "tests.support.tasks.process_faults:FaultTask"
-ENDLESS = {"schedule": {"max_steps": 100_000}}
-
-
-def start(folder: Path, started: list[Forked], processes: int = 1, **sections: Any) -> Forked:
-    recipe = write_recipe_file(folder, task=TASK, **{**ENDLESS, **sections})
-    started.append(run_forked(["run", str(recipe)], processes, folder=folder / f"processes-{len(started)}"))
-    return started[-1]
-
-
-def wait_for_step(forked: Forked, folder: Path, step: int = 1) -> None:
-    deadline = time.monotonic() + 300
-    while not (folder / "run" / "metrics.jsonl").exists() or max(losses(folder / "run"), default=0) < step:
-        assert time.monotonic() < deadline, "no such step"
-        assert None in forked.exit_codes(), forked.stderr(0)
-        time.sleep(0.02)
-
-
-def seconds_to_end(forked: Forked) -> float:
-    begin = time.monotonic()
-    forked.wait(60)
-    return time.monotonic() - begin
+from tests.support.marks import faults
+from tests.support.processes import Forked
+from tests.support.runs import (
+    assert_saved_at_the_stop,
+    command,
+    environment,
+    event_steps,
+    events,
+    losses,
+    recipe_dict,
+    wait_for_step,
+    write_recipe_file,
+)
 
 
 def test_ctrl_c_once_saves_and_ctrl_c_twice_ends_at_once(corpus: Path, started: list[Forked]) -> None:
     once = start(corpus, started)
-    wait_for_step(once, corpus)
+    wait_for(once, corpus)
     once.kill(None, signal.SIGINT)
     once.expect(75)
     assert "press Ctrl-C again to stop at once" in once.stderr(0)
     twice = start(corpus, started, options={"seconds": {"step": 5.0}})
-    wait_for_step(twice, corpus, events(corpus / "run", "preempted")[-1]["step"])
+    wait_for(twice, corpus, events(corpus / "run", "preempted")[-1]["step"])
     time.sleep(3)
     twice.kill(None, signal.SIGINT)
     time.sleep(0.5)
@@ -70,12 +60,11 @@ def test_each_signal_to_stop_saves_where_no_checkpoints_are_due(
     corpus: Path, started: list[Forked], number: signal.Signals
 ) -> None:
     forked = start(corpus, started, options={"seconds": {"step": 0.05}}, data={"num_workers": 1})
-    wait_for_step(forked, corpus, 2)
+    wait_for(forked, corpus, 2)
     for pid in (*children(forked.pids[0]), forked.pids[0]):  # as a terminal that is closed does
         os.kill(pid, number)
     forked.expect(75)
-    step = events(corpus / "run", "preempted")[0]["step"]
-    assert (corpus / "run" / "checkpoints" / f"step-{step:08d}").is_dir()
+    assert_saved_at_the_stop(corpus / "run")
 
 
 @pytest.mark.slow
@@ -92,16 +81,16 @@ def test_run_whose_terminal_is_closed_saves(corpus: Path) -> None:
         stderr=theirs,
     )
     os.close(theirs)
-    deadline = time.monotonic() + 300
-    while not (corpus / "run" / "metrics.jsonl").exists() or max(losses(corpus / "run"), default=0) < 2:
-        assert time.monotonic() < deadline
+
+    def is_read() -> bool:
         with suppress(BlockingIOError):
             os.read(terminal, 65536)
-        time.sleep(0.02)
+        return process.poll() is None
+
+    wait_for_step(corpus / "run", 2, is_read)
     os.close(terminal)
     assert process.wait(300) == 75
-    step = events(corpus / "run", "preempted")[0]["step"]
-    assert (corpus / "run" / "checkpoints" / f"step-{step:08d}").is_dir()
+    assert_saved_at_the_stop(corpus / "run")
 
 
 @pytest.mark.parametrize("launched_by_torchrun", [False, True])
@@ -133,16 +122,16 @@ def test_evaluation_is_left_at_a_signal_to_one_process_and_done_when_the_run_goe
     whole = start(corpus, started, 2, **sections, output_dir=str(corpus / "whole"))
     whole.expect(0)
     cut = start(corpus, started, 2, **sections, options={"seconds": {"evaluate": 2.0}})
-    wait_for_step(cut, corpus, 2)
+    wait_for(cut, corpus, 2)
     time.sleep(1)
     cut.kill(1, signal.SIGUSR1)
     assert seconds_to_end(cut) < 10
     assert cut.exit_codes() == [75, 75]
-    assert [event["step"] for event in events(corpus / "run", "preempted")] == [2]
+    assert event_steps(corpus / "run", "preempted") == [2]
     assert "evaluation:" not in (corpus / "processes-1" / "rank-0.out").read_text()
     last = start(corpus, started, 2, **sections)
     last.expect(0)
-    summaries = [json.loads((corpus / name / "summary.json").read_text()) for name in ("whole", "run")]
+    summaries = [read_json(corpus / name / "summary.json") for name in ("whole", "run")]
     assert summaries[0]["eval"] == summaries[1]["eval"]
     assert summaries[0]["best_step"] == summaries[1]["best_step"]
 
@@ -153,7 +142,7 @@ def test_stop_request_that_a_hung_reader_keeps_from_being_carried_out_ends_the_r
 ) -> None:
     data = {"num_workers": 1}
     forked = start(corpus, started, 2, options={"data_worker": "hangs"}, data=data, checkpoint={"every_steps": 1})
-    wait_for_step(forked, corpus, 10)  # the 12th batch is never read, and what a step came to is heard of a step late
+    wait_for(forked, corpus, 10)  # the 12th batch is never read, and what a step came to is heard of a step late
     time.sleep(2)
     workers = [worker for pid in forked.pids for worker in children(pid)]
     forked.kill(0, signal.SIGTERM)
@@ -178,7 +167,7 @@ def test_stop_request_that_a_hung_reader_keeps_from_being_carried_out_ends_the_r
         ("killed", r"DataLoader worker (\(pid.*\) (is killed by signal: Killed|exited unexpectedly)|is gone)"),
         # So does one that is killed as it hands over a batch, where torch asks a moment too early whether it has died.
         ("hangs_up", r"DataLoader worker is gone, with a batch half sent \((ConnectionResetError|EOFError)"),
-        pytest.param("hangs", "DataLoader timed out after 4", marks=pytest.mark.faults),
+        faults("hangs", "DataLoader timed out after 4"),
     ],
 )
 def test_data_worker_that_dies_or_hangs_ends_the_run_with_an_error_and_the_run_goes_on_from_its_checkpoint(
@@ -236,7 +225,7 @@ def test_signal_to_all_processes_of_a_job_leaves_the_data_workers_to_the_trainin
     corpus: Path, started: list[Forked]
 ) -> None:
     forked = start(corpus, started, options={"seconds": {"step": 0.05}}, data={"num_workers": 2})
-    wait_for_step(forked, corpus, 3)
+    wait_for(forked, corpus, 3)
     workers = children(forked.pids[0])
     assert len(workers) >= 2
     for pid in (*workers, forked.pids[0]):
@@ -270,7 +259,7 @@ def test_second_run_in_a_folder_exits_with_2_at_once_naming_the_first_and_the_fo
     corpus: Path, started: list[Forked]
 ) -> None:
     first = start(corpus, started)
-    wait_for_step(first, corpus)
+    wait_for(first, corpus)
     second = start(corpus, started)
     assert seconds_to_end(second) < 10
     assert second.exit_codes() == [2]
@@ -310,10 +299,7 @@ def launch(corpus: Path, launched: list["subprocess.Popen[bytes]"], until_step: 
     with path.open("wb") as stderr:
         words = command(recipe, processes=2)
         launched.append(subprocess.Popen(words, env=environment(), stderr=stderr, start_new_session=True))
-    deadline = time.monotonic() + 180
-    while not (corpus / "run" / "metrics.jsonl").exists() or max(losses(corpus / "run"), default=0) < until_step:
-        assert time.monotonic() < deadline, path.read_text()
-        time.sleep(0.05)
+    wait_for_step(corpus / "run", until_step, lambda: True, path.read_text)
     return path
 
 
@@ -327,8 +313,7 @@ def test_signal_to_torchrun_stops_all_processes_in_time_at_one_step(
     assert launched[0].wait(60) != 0
     assert time.monotonic() - begin < 20
     assert "preempted: asked to stop: saved at step" in stderr.read_text()
-    step = events(corpus / "run", "preempted")[0]["step"]
-    assert (corpus / "run" / "checkpoints" / f"step-{step:08d}").is_dir()
+    assert_saved_at_the_stop(corpus / "run")
 
 
 @pytest.mark.faults

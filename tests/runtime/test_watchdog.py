@@ -1,6 +1,5 @@
 """A process that dies, hangs or cannot stop ends the whole run soon; each process prints which rank it was, and why."""
 
-import json
 import math
 import os
 import signal
@@ -12,40 +11,18 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from accel_train.core.json_io import read_json
 from accel_train.runtime.heartbeat import Failure, HeartbeatStore, ProcessStatus, find_hung, lost_peer
 from accel_train.runtime.signals import StopRequest
 from accel_train.runtime.watchdog import Watchdog
-from tests.support.processes import Forked, run_forked
-from tests.support.runs import environment, events, losses, write_recipe_file
-
-TASK = "tests.support.tasks.process_faults:FaultTask"
-
-
-def start(folder: Path, started: list[Forked], processes: int = 2, **sections: Any) -> Forked:
-    recipe = write_recipe_file(folder, task=TASK, **{"schedule": {"max_steps": 100_000}, **sections})
-    started.append(run_forked(["run", str(recipe)], processes, folder=folder / "processes"))
-    return started[-1]
-
-
-def seconds_until_end(forked: Forked, folder: Path, after_step: int) -> float:
-    """From the step after which something is to happen, to the end of the last process."""
-    wait_for_step(forked, folder, after_step)
-    begin = time.monotonic()
-    forked.wait(60)
-    return time.monotonic() - begin
-
-
-def wait_for_step(forked: Forked, folder: Path, step: int) -> None:
-    deadline = time.monotonic() + 300
-    while not (folder / "run" / "metrics.jsonl").exists() or max(losses(folder / "run"), default=0) < step:
-        assert time.monotonic() < deadline, "no such step"
-        assert None in forked.exit_codes() or max(losses(folder / "run"), default=0) >= step, forked.stderr(0)
-        time.sleep(0.02)
+from tests.support.endless import seconds_to_end, start, wait_for
+from tests.support.marks import faults
+from tests.support.processes import Forked
+from tests.support.runs import events, ran
 
 
 def errors(forked: Forked) -> list[str]:
@@ -60,6 +37,7 @@ from pathlib import Path
 from accel_train.runtime.heartbeat import Failure
 from accel_train.runtime.signals import BEFORE_THE_FIRST_STEP, StopRequest
 from accel_train.runtime.watchdog import Watchdog
+from tests.support.marks import faults
 
 def record(event):
     has_begun.set()
@@ -76,10 +54,7 @@ os._exit(9)
 
 
 def test_a_loop_that_fails_while_the_watchdog_ends_the_process_does_not_cut_it_short(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", ENDS_WHILE_THE_LOOP_FAILS],
-        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+    done = ran([sys.executable, "-c", ENDS_WHILE_THE_LOOP_FAILS], cwd=tmp_path)
     assert (done.returncode, done.stderr) == (5, "error: rank 0 is gone\n")
 
 
@@ -87,27 +62,23 @@ def test_a_loop_that_fails_while_the_watchdog_ends_the_process_does_not_cut_it_s
     ("fault", "rank", "codes", "said"),
     [
         ("raise_at", 1, [5, 1], "rank 1 (process {pid} on {host}) failed first: KeyError: 'a layer that is not there'"),
-        pytest.param(
+        faults(
             "raise_at",
             0,
             [1, 5],
             "rank 0 (process {pid} on {host}) failed first: KeyError: 'a layer that is not there'",
-            marks=pytest.mark.faults,
         ),
-        pytest.param(
-            "kill_at", 1, [5, -9], "rank 1 (process {pid} on {host}) is gone without an error", marks=pytest.mark.faults
-        ),
+        faults("kill_at", 1, [5, -9], "rank 1 (process {pid} on {host}) is gone without an error"),
         ("kill_at", 0, [-9, 5], "rank 0 (process {pid} on {host}) is gone without an error"),
-        pytest.param(
-            "exit_at", 1, [5, 0], "rank 1 (process {pid} on {host}) is gone without an error", marks=pytest.mark.faults
-        ),
+        faults("exit_at", 1, [5, 0], "rank 1 (process {pid} on {host}) is gone without an error"),
     ],
 )
 def test_process_that_dies_ends_the_whole_run_within_10_seconds_and_is_named(
     corpus: Path, started: list[Forked], fault: str, rank: int, codes: list[int], said: str
 ) -> None:
-    forked = start(corpus, started, options={fault: {"step": 4, "rank": rank}})
-    assert seconds_until_end(forked, corpus, after_step=2) < 10
+    forked = start(corpus, started, 2, options={fault: {"step": 4, "rank": rank}})
+    wait_for(forked, corpus, 2)
+    assert seconds_to_end(forked) < 10
     assert forked.exit_codes() == codes
     begin = f"error: rank {1 - rank}: "
     [line] = errors(forked)
@@ -121,7 +92,7 @@ def test_process_that_dies_ends_the_whole_run_within_10_seconds_and_is_named(
 def test_process_that_fails_while_the_run_is_prepared_is_named_as_well(
     corpus: Path, started: list[Forked], fault: str, place: str
 ) -> None:
-    forked = start(corpus, started, options={fault: 1})
+    forked = start(corpus, started, 2, options={fault: 1})
     begin = time.monotonic()
     codes = forked.wait()
     assert time.monotonic() - begin < 15
@@ -137,23 +108,19 @@ def test_process_that_fails_while_the_run_is_prepared_is_named_as_well(
 @pytest.mark.parametrize(
     ("fault", "rank", "said"),
     [
-        pytest.param("sigstop_at", 1, "is stopped (SIGSTOP, or a debugger)", marks=pytest.mark.faults),
-        pytest.param("sigstop_at", 0, "is stopped (SIGSTOP, or a debugger)", marks=pytest.mark.faults),
+        faults("sigstop_at", 1, "is stopped (SIGSTOP, or a debugger)"),
+        faults("sigstop_at", 0, "is stopped (SIGSTOP, or a debugger)"),
         ("spin_at", 1, "makes no progress; it had done step 3, and was in tasks/process_faults.py:"),
-        pytest.param(
-            "spin_at",
-            0,
-            "makes no progress; it had done step 3, and was in tasks/process_faults.py:",
-            marks=pytest.mark.faults,
-        ),
+        faults("spin_at", 0, "makes no progress; it had done step 3, and was in tasks/process_faults.py:"),
     ],
 )
 def test_process_that_hangs_is_named_with_its_stack_and_all_end_soon_after_the_timeout(
     corpus: Path, started: list[Forked], fault: str, rank: int, said: str
 ) -> None:
     guard = {"hang_timeout_seconds": 5}
-    forked = start(corpus, started, options={fault: {"step": 4, "rank": rank}}, guard=guard)
-    assert 4 < seconds_until_end(forked, corpus, after_step=2) < 15
+    forked = start(corpus, started, 2, options={fault: {"step": 4, "rank": rank}}, guard=guard)
+    wait_for(forked, corpus, 2)
+    assert 4 < seconds_to_end(forked) < 15
     print(forked.stderr(0), forked.stderr(1))
     stopped = -9 if fault == "sigstop_at" else 5
     assert forked.exit_codes() == [stopped if each == rank else 5 for each in (0, 1)]
@@ -172,8 +139,8 @@ def test_process_that_hangs_is_named_with_its_stack_and_all_end_soon_after_the_t
     ("processes", "strategy", "work"),
     [
         (2, "ddp", {"save": 5}),
-        pytest.param(1, "ddp", {"score": 5, "save": 5, "baselines": 5}, marks=pytest.mark.faults),
-        pytest.param(2, "fsdp2", {"load": 5, "score": 5, "save": 5, "baselines": 5}, marks=pytest.mark.faults),
+        faults(1, "ddp", {"score": 5, "save": 5, "baselines": 5}),
+        faults(2, "fsdp2", {"load": 5, "score": 5, "save": 5, "baselines": 5}),
     ],
 )
 def test_work_after_the_last_step_that_takes_longer_than_the_timeout_does_not_end_the_run(
@@ -183,7 +150,7 @@ def test_work_after_the_last_step_that_takes_longer_than_the_timeout_does_not_en
     sections |= {"options": {"seconds": work}, "parallel": {"strategy": strategy}}
     forked = start(corpus, started, processes, **sections)
     forked.expect(0, 60)
-    assert json.loads((corpus / "run" / "summary.json").read_text())["steps"] == 2
+    assert read_json(corpus / "run" / "summary.json")["steps"] == 2
     assert (corpus / "run" / "model" / "model.safetensors").is_file()
     noted = [line for line in forked.stderr(0).splitlines() if line.startswith("note: ")]
     what = {"score": "computing metrics", "save": "writing model/", "baselines": "computing baselines and a sample"}
@@ -191,12 +158,12 @@ def test_work_after_the_last_step_that_takes_longer_than_the_timeout_does_not_en
         assert any(f"{what[name]} has taken" in line for line in noted), noted
 
 
-@pytest.mark.parametrize(("where", "rank"), [("score", 1), pytest.param("save", 0, marks=pytest.mark.faults)])
+@pytest.mark.parametrize(("where", "rank"), [("score", 1), faults("save", 0)])
 def test_process_that_hangs_after_the_last_step_is_named_and_all_end(
     corpus: Path, started: list[Forked], where: str, rank: int
 ) -> None:
     sections = {"guard": {"hang_timeout_seconds": 2}, "schedule": {"max_steps": 2}, "evaluate": {"every_steps": 2}}
-    forked = start(corpus, started, options={"sigstop_in": {where: rank}}, **sections)
+    forked = start(corpus, started, 2, options={"sigstop_in": {where: rank}}, **sections)
     forked.wait(60)
     assert forked.exit_codes() == [-9 if each == rank else 5 for each in (0, 1)]
     [line] = errors(forked)
@@ -297,10 +264,27 @@ def join(ranks: int, per_machine: int) -> tuple[CountedStore, list[HeartbeatStor
     return store, heartbeats
 
 
-def test_calls_of_the_store_at_a_start_grow_with_the_processes_and_not_with_their_square() -> None:
-    few, many = join(64, 8)[0].num_calls, join(512, 8)[0].num_calls
-    assert many < 1.1 * 8 * few
-    assert many < 80 * 512
+@pytest.mark.parametrize("rank", [0, 8])
+def test_the_start_of_a_process_makes_as_many_store_calls_in_a_large_run_as_in_a_small_one(rank: int) -> None:
+    calls = {}
+    for num_processes in (64, 4096):
+        store = CountedStore()
+        others = [HeartbeatStore(store, each, num_processes) for each in range(rank + 1, rank + 8)]
+        for other in others:
+            other.exchange()
+        status = store.get(f"status/{rank + 1}").decode().replace(socket.gethostname(), "elsewhere")
+        for each in {*range(num_processes)} - {*range(rank, rank + 8)}:
+            store.set(f"status/{each}", status)
+        store.add("joined", num_processes - 8)
+        own, before = HeartbeatStore(store, rank, num_processes), store.num_calls
+        own.meet()
+        start = store.num_calls
+        own.exchange()
+        calls[num_processes] = (start - before, store.num_calls - start)
+        assert sorted(own._known) == sorted({0, *range(rank, rank + 8)})
+    assert calls[4096] == calls[64]
+    assert calls[64][0] < 80
+    assert calls[64][1] < 8
 
 
 def test_a_process_knows_its_machine_and_rank_0_and_reads_all_in_one_call_when_it_looks_for_a_hang() -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from accel_train.checkpoint.sharded import CheckpointReader
 from accel_train.checkpoint.weight_files import CARD
 from accel_train.core.ownership import MARKER
-from tests.support.runs import events, losses, metrics
+from tests.support.runs import checkpoint, events, losses, metrics
 
 Train = Callable[..., Path]
 
@@ -39,6 +39,15 @@ def tensors(run: Path, step: int, kind: str) -> dict[str, torch.Tensor]:
 def assert_same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
     assert left.keys() == right.keys()
     assert [name for name in left if not torch.equal(left[name], right[name])] == []
+
+
+def assert_same_bits_of_runs(run: Path, other: Path, steps: int) -> None:
+    """Each loss, evaluation, weight, and moment of `steps` steps, to the bit."""
+    assert list(losses(run)) == list(range(1, steps + 1))
+    assert losses(run) == losses(other)
+    ours, theirs = ([{**line, "seconds": None} for line in metrics(each, "eval")] for each in (run, other))
+    assert ours == theirs
+    assert_same_bits(checkpoint(run, steps), checkpoint(other, steps))
 
 
 def files_of_model(run: Path) -> dict[str, bytes]:

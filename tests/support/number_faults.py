@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.core.json_io import read_json
+from accel_train.observe.incident_record import Incident
 from tests.support.processes import run_forked
 from tests.support.runs import TESTS, recipe_dict
 
@@ -96,6 +97,15 @@ def launch(plan: Mapping[str, Any], processes: int, expect: int = 0) -> list[dic
     assert forked.first_failure() == expect, "\n".join(forked.stderr(rank)[-5000:] for rank in range(processes))
     seen = [Path(plan["out"]) / f"rank-{rank}.json" for rank in range(processes)]
     return [json.loads(path.read_text()) for path in seen if expect == 0]
+
+
+def incident_with(**changes: Any) -> Incident:
+    """An incident as a run of one process writes it, with these fields in place of the usual ones."""
+    numbers = {"loss": 9.0, "grad_norm": 9.0, "learning_rate": 1e-3, "max_grad_norm": 1.0, "seconds": 0.0}
+    counts = {"step": 3, "num_targets": 8, "seed": 1, "world_size": 1, "num_sharing": 1}
+    texts = {"run": "run", "time": "", "kind": "not finite", "action": "skip", "reason": "", "precision": "no"}
+    rest: dict[str, Any] = {"loss_scale": None, "skipped": True, "not_diagnosed": None, "processes": []}
+    return Incident(**{**numbers, **counts, **texts, **rest, **changes})
 
 
 def incident(folder: Path, step: int) -> dict[str, Any]:

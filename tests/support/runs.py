@@ -7,8 +7,10 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -63,10 +65,21 @@ def write_corpus(folder: Path, num_documents: int = 40) -> Path:
     return path
 
 
-def write_jsonl(path: Path, rows: Iterable[Any]) -> Path:
+def write_lines(path: Path | str, *lines: str) -> Path:
+    """Write the lines; returns the path."""
+    Path(path).write_text("".join(f"{line}\n" for line in lines))
+    return Path(path)
+
+
+def write_yaml(path: Path | str, value: Any) -> Path:
+    """Write a recipe, or another value; returns the path."""
+    Path(path).write_text(yaml.safe_dump(value))
+    return Path(path)
+
+
+def write_jsonl(path: Path | str, rows: Iterable[Any]) -> Path:
     """Write a row a line; returns the path."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+    return write_lines(path, *map(json.dumps, rows))
 
 
 def write_file(name: str | Path, content: str | bytes) -> str:
@@ -164,6 +177,14 @@ def environment(**extra: str) -> dict[str, str]:
     return {**keep, "OMP_NUM_THREADS": "1", "PYTHONPATH": modules, "HF_HUB_OFFLINE": "1", **extra}
 
 
+def ran(
+    words: Sequence[str], *, variables: Mapping[str, str] = MappingProxyType({}), **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end with `environment` and these variables; return its output and exit code."""
+    options = {"timeout": 300, "check": False, **options}
+    return subprocess.run(words, env=environment(**variables), capture_output=True, text=True, **options)
+
+
 def run_forked_command(
     words: Sequence[str], processes: int, program: Path | None = None
 ) -> subprocess.CompletedProcess[str]:
@@ -213,6 +234,31 @@ def metrics(folder: Path, split: str = "train") -> list[dict[str, Any]]:
 def losses(folder: Path) -> dict[int, float]:
     """Training loss by step."""
     return {record["step"]: record["loss"] for record in metrics(folder)}
+
+
+def done_steps(folder: Path) -> int:
+    """The last step in metrics.jsonl; 0 before the first."""
+    return max(losses(folder), default=0) if (folder / "metrics.jsonl").exists() else 0
+
+
+def wait_for_step(folder: Path, step: int, is_alive: Callable[[], bool], said: Callable[[], str] = str) -> None:
+    """Wait until a run has logged a step. `said` returns what the run wrote, for where it does not come to it."""
+    deadline = time.monotonic() + 300
+    while done_steps(folder) < step:
+        assert time.monotonic() < deadline, said()
+        assert is_alive() or done_steps(folder) >= step, said()
+        time.sleep(0.02)
+
+
+def assert_saved_at_the_stop(folder: Path) -> None:
+    """A run that was asked to stop has a checkpoint of the step that it stopped after."""
+    step = event_steps(folder, "preempted")[0]
+    assert (folder / "checkpoints" / f"step-{step:08d}").is_dir()
+
+
+def event_steps(folder: Path, kind: str) -> list[int]:
+    """The steps of the events of one kind."""
+    return [event["step"] for event in events(folder, kind)]
 
 
 def events(folder: Path, kind: str) -> list[dict[str, Any]]:

@@ -2,21 +2,16 @@
 
 import importlib
 import json
-import math
 import os
 import shutil
 import signal
-import socket
 import sys
 import unicodedata
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import yaml
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
@@ -25,24 +20,24 @@ from accel_train.checkpoint.resume import read_state
 from accel_train.checkpoint.run_recipe import named_recipe
 from accel_train.cli.main import main
 from accel_train.core.errors import CheckpointError
+from accel_train.core.json_io import read_json
 from accel_train.core.redaction import redact_text
 from accel_train.core.terminal import without_controls
 from accel_train.inference.finished_run import recipe_of_trained
 from accel_train.model.compile import CACHE_VARIABLE, machine_kind
-from accel_train.observe import metrics_reader
-from accel_train.observe.metrics_reader import MetricsReader
-from accel_train.observe.run_folder import RECIPE_FILE, RunFolder, parse_line, read_metrics
+from accel_train.observe.run_folder import RECIPE_FILE, RunFolder
 from accel_train.recipe.schema import Recipe
 from accel_train.report.report import load_runs
-from accel_train.runtime.heartbeat import HeartbeatStore
 from accel_train.task import TaskData
 from accel_train.tasks.causal_lm.task import CausalLM
+from tests.support.commands import call, error_line
 from tests.support.runs import (
     events,
     losses,
     recipe_dict,
     write_corpus,
     write_recipe_file,
+    write_yaml,
 )
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
@@ -175,12 +170,12 @@ def test_attack_02_a_sweep_on_changed_data_trains_its_runs_again(tmp_path: Path)
     }
     (tmp_path / "tc.yaml").write_text(json.dumps(recipe))
     sweep = ["sweep", "tc.yaml", "--seed", "0,1", "--output_dir", "out"]
-    assert main(sweep) == 0
-    assert main(sweep) == 0
+    call(*sweep)
+    call(*sweep)
     assert len(_starts(tmp_path / "out/seed=0")) == 1
     assert not (tmp_path / "out/seed=0/previous-1").exists()
     data.write_text(data.read_text().replace(",pos", ",x").replace(",neg", ",pos").replace(",x", ",neg"))
-    assert main(sweep) == 0
+    call(*sweep)
     assert "data.fingerprint was" in _starts(tmp_path / "out/seed=0")[0]
     assert (tmp_path / "out/seed=0/previous-1/summary.json").is_file()
 
@@ -192,7 +187,7 @@ def _strangers_run(folder: Path, **sections: Any) -> Path:
     (run / "model" / "config.json").write_text('{"model_type": "gpt2"}')
     (run / "model" / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
     write_corpus(folder)
-    (run / RECIPE_FILE).write_text(yaml.safe_dump(recipe_dict(folder, **sections)))
+    write_yaml(run / RECIPE_FILE, recipe_dict(folder, **sections))
     lines = [{"split": "train", "step": step, "loss": 5.0 / step} for step in range(1, 5)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (run / "events.jsonl").write_text(json.dumps({"step": 0, "event": "start", "message": "starting"}) + "\n")
@@ -203,16 +198,13 @@ def _strangers_run(folder: Path, **sections: Any) -> Path:
     "target", ['curl -H "Authorization: Bearer BEARERSECRET777" x', ["curl", "-u", "bob:PASSWORD555"]]
 )
 def test_attack_03_a_command_in_log_notify_is_refused_and_reaches_no_file_or_terminal(
-    target: str | list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    target: str | list[str], corpus: Path
 ) -> None:
-    write_corpus(tmp_path)
-    recipe = write_recipe_file(tmp_path, log={"notify": [target]})
-    assert main(["run", str(recipe)]) == 2
-    said = "".join(capsys.readouterr())
+    recipe = write_recipe_file(corpus, log={"notify": [target]})
+    said = "".join(call("run", recipe, code=2, named="log.notify"))
     assert said.count("error:") == 1
-    assert "log.notify" in said
     assert not [secret for secret in ("BEARERSECRET777", "PASSWORD555") if secret in said]
-    assert not (tmp_path / "run").exists()
+    assert not (corpus / "run").exists()
 
 
 def test_a_run_s_webhooks_are_left_out_when_it_is_opened(tmp_path: Path) -> None:
@@ -275,7 +267,7 @@ def test_attack_05_an_alias_bomb_in_a_recipe_ends_a_comparison_at_once(tmp_path:
         file.write("\n" + "\n".join(bomb) + "\n")
     loaded = load_runs(runs)
     assert loaded[1].recipe is None  # 2 * 9^8 values
-    assert main(["report", *map(str, runs), "--out", str(tmp_path / "both.html")]) == 0
+    call("report", *runs, "--out", tmp_path / "both.html")
     assert "cannot be read" in (tmp_path / "both.html").read_text()
 
 
@@ -283,18 +275,16 @@ def test_attack_05_an_alias_bomb_in_a_recipe_ends_a_comparison_at_once(tmp_path:
     "record", ['{"step":3,"kind":"nonfinite"}', '{"format": 1, "step": 3}', "[]", "{", '{"format": 1, "processes": 3}']
 )
 def test_attack_06_a_damaged_incident_costs_neither_the_report_nor_the_end_of_a_run(
-    record: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    record: str, tmp_path: Path
 ) -> None:
     run = _strangers_run(tmp_path)
     incident = run / "incidents" / "step-00000003" / "incident.json"
     incident.parent.mkdir(parents=True)
     incident.write_text(record)
-    assert main(["report", str(run)]) == 0
+    assert str(incident) in call("report", run).err
     assert (run / "report.html").is_file()
-    assert str(incident) in capsys.readouterr().err
-    assert main(["watch", str(run), "--once"]) == 0
-    assert main(["replay", str(incident.parent)]) == 2
-    assert capsys.readouterr().err.count("error:") == 1
+    call("watch", run, "--once")
+    error_line("replay", incident.parent)
 
 
 class _EndsBadly(CausalLM):
@@ -308,7 +298,7 @@ class _EndsBadly(CausalLM):
 
 
 def test_attack_06_nothing_after_the_weights_changes_the_exit_code(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    corpus: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
         raise KeyError("folder")
@@ -316,83 +306,11 @@ def test_attack_06_nothing_after_the_weights_changes_the_exit_code(
     for name in ("write_report", "examples_of", "_note_end"):
         monkeypatch.setattr(f"accel_train.training.finish.{name}", fail)
     monkeypatch.setattr("accel_train.observe.run_folder.RunFolder.write_summary", fail)
-    write_corpus(tmp_path)
-    recipe = write_recipe_file(tmp_path, task=f"{__name__}:_EndsBadly", schedule={"max_steps": 2})
+    recipe = write_recipe_file(corpus, task=f"{__name__}:_EndsBadly", schedule={"max_steps": 2})
     assert main(["run", str(recipe)]) == 0
-    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+    assert (corpus / "run" / "model" / "model.safetensors").is_file()
     said = capfd.readouterr().out
     assert said.count("warning: ") == 6, said
-
-
-class CountedStore:
-    """A store that counts its calls."""
-
-    def __init__(self) -> None:
-        self.store, self.num_calls = dist.HashStore(), 0
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        def call(*arguments: Any) -> Any:
-            self.num_calls += 1
-            return getattr(self.store, name)(*arguments)
-
-        return call
-
-
-@pytest.mark.parametrize("rank", [0, 8])
-def test_attack_07_the_start_of_a_process_makes_as_many_store_calls_in_a_large_run_as_in_a_small_one(rank: int) -> None:
-    calls = {}
-    for num_processes in (64, 4096):
-        store = CountedStore()
-        others = [HeartbeatStore(store, each, num_processes) for each in range(rank + 1, rank + 8)]
-        for other in others:
-            other.exchange()
-        status = store.get(f"status/{rank + 1}").decode().replace(socket.gethostname(), "elsewhere")
-        for each in {*range(num_processes)} - {*range(rank, rank + 8)}:
-            store.set(f"status/{each}", status)
-        store.add("joined", num_processes - 8)
-        own, before = HeartbeatStore(store, rank, num_processes), store.num_calls
-        own.meet()
-        start = store.num_calls
-        own.exchange()
-        calls[num_processes] = (start - before, store.num_calls - start)
-        assert sorted(own._known) == sorted({0, *range(rank, rank + 8)})
-    assert calls[4096] == calls[64]
-    assert calls[64][1] < 8
-
-
-def test_attack_08_a_long_run_is_read_once_in_little_memory_and_keeps_its_extremes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(metrics_reader, "WHOLE_BYTES", 2**16)
-    monkeypatch.setattr(metrics_reader, "GROUPS", 50)
-    run = _strangers_run(tmp_path)
-    steps = 20_000
-    odd = {7_001: 99.0, 7_002: "NaN", 9_001: -3.0}
-    lines = [
-        {"split": "train", "step": n, "loss": odd.get(n, 5.0), "grad_norm": 1.0 + (n == 123)} for n in range(1, steps)
-    ]
-    lines.insert(100, {"split": "eval", "step": 100, "loss": 4.0})
-    path = run / "metrics.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"split": "tr')
-    reader = MetricsReader(path)
-    kept = reader.read()
-    assert len(kept) < 500
-    assert [line["step"] for line in kept] == sorted(line["step"] for line in kept)
-    by_step = {line["step"]: line for line in kept if line["split"] == "train"}
-    assert by_step[7_001]["loss"] == 99.0
-    assert math.isnan(by_step[7_002]["loss"])
-    assert by_step[9_001]["loss"] == -3.0
-    assert by_step[123]["grad_norm"] == 2.0
-    assert [step for step in range(steps - 60, steps) if step not in by_step] == []
-    assert [line for line in kept if line["split"] == "eval"] == [lines[100]]
-    parsed = []
-    monkeypatch.setattr(metrics_reader, "parse_line", lambda *a: (parsed.append(a), parse_line(*a))[1])
-    with path.open("a") as file:
-        file.write(f'ain", "step": {steps}, "loss": 1.5}}\n')
-    assert reader.read()[-1] == {"split": "train", "step": steps, "loss": 1.5}
-    assert len(parsed) < 500
-    os.truncate(path, 3_000)  # a rollback
-    assert reader.read() == read_metrics(run)
 
 
 @pytest.mark.parametrize("damaged", [False, True])
@@ -434,12 +352,12 @@ def test_attack_09_changed_options_of_a_task_are_an_event(tmp_path: Path, monkey
         "batch": {"global_batch_size": 4}, "checkpoint": {"every_steps": 4}, "log": {"progress": False},
     }  # fmt: skip
     (tmp_path / "w.yaml").write_text(json.dumps(recipe))
-    assert main(["run", "w.yaml"]) == 0
+    call("run", "w.yaml")
     shutil.rmtree(tmp_path / "run/checkpoints/step-00000008")
     (tmp_path / "weighted_task.py").write_text(source.replace(".square()", ".abs()"))
     sys.modules.pop("weighted_task")
     importlib.invalidate_caches()
-    assert main(["run", "w.yaml", "--options", "{weight: 0.5}"]) == 0
+    call("run", "w.yaml", "--options", "{weight: 0.5}")
     changes = events(tmp_path / "run", "settings_changed")
     changed = {change["setting"]: (change["was"], change["now"]) for change in changes}
     assert changed["options.weight"] == (1.0, 0.5)
@@ -447,60 +365,53 @@ def test_attack_09_changed_options_of_a_task_are_an_event(tmp_path: Path, monkey
     sys.modules.pop("weighted_task")
 
 
+@pytest.mark.parametrize("named", ["task", "optimizer.name"])
 @pytest.mark.parametrize("place", ["beside the run", "in the run folder", "below the current folder"])
 def test_attack_10_a_module_that_came_with_a_run_is_imported_by_consent_only(
-    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    place: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = {"in the run folder": tmp_path / "run", "below the current folder": tmp_path / "evil"}.get(place, tmp_path)
-    name = "evil.deep" if place == "below the current folder" else "evil"
-    run = _strangers_run(tmp_path, task=f"{name}:Task")
-    folder.mkdir(exist_ok=True)
-    (folder / f"{name.rpartition('.')[2]}.py").write_text(
-        f"open({str(tmp_path / 'canary')!r}, 'w').close()\nclass Task: pass\n"
-    )
+    name = "evil.deep:Task" if place == "below the current folder" else "evil:Task"
+    run, canary = _strangers_run(tmp_path, **_sections(named, name)), tmp_path / "canary"
+    _canary_module(folder / f"{name.partition(':')[0].rpartition('.')[2]}.py", canary)
     monkeypatch.chdir(run if place == "in the run folder" else tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("PYTHONPATH", ".")
     shown = os.path.relpath(run)
-    for words in (
-        ["evaluate"],
-        ["predict"],
-        ["export"],
-        ["export", "--quantize", "int8"],
-        ["verify", "--resume-proof"],
-    ):
-        assert main([words[0], shown, *words[1:]]) in ((2, 4) if words[0] == "verify" else (2,)), words
-        said = capsys.readouterr().err
-        assert not (tmp_path / "canary").exists(), words
-        assert words[0] == "verify" or f"--task {name}:Task" in said, said
+    for words in ("evaluate", "predict", "export", "export --quantize int8"):
+        command, *flags = words.split()
+        call(command, shown, *flags, code=2, named=f"--{named} {name}")
+        assert not canary.exists(), words
         assert str(Path.cwd()) not in sys.path
-    assert main(["evaluate", shown, "--task", "other:Task"]) == 2
-    assert not (tmp_path / "canary").exists()
-    assert main(["evaluate", shown, "--task", f"{name}:Task"]) == 2  # it is not a task, which only its import shows
-    assert (tmp_path / "canary").exists()
-    assert "not derived" in capsys.readouterr().err
+    call("evaluate", shown, f"--{named}", "other:Task", code=2)
+    assert not canary.exists()
+    if named == "task":
+        # It is not a task, which only its import shows.
+        call("evaluate", shown, "--task", name, code=2, named="not derived")
+        assert canary.exists()
     for loaded in ("evil.deep", "evil"):
         sys.modules.pop(loaded, None)
 
 
-def test_attack_10_an_installed_module_needs_no_consent(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def _sections(named: str, name: str) -> dict[str, Any]:
+    """Return the sections of a recipe that names a task or an optimizer of one's own."""
+    return {"task": name} if named == "task" else {"optimizer": {"name": name}, "task": "causal-lm"}
+
+
+def test_attack_10_an_installed_module_needs_no_consent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = _strangers_run(tmp_path / "sent", task="a_task_of_mine:Task")
     own = tmp_path / "own"
     own.mkdir()
     (own / "a_task_of_mine.py").write_text("class Task: pass\n")
     monkeypatch.chdir(tmp_path / "sent")
     monkeypatch.setattr(sys, "path", [*sys.path, str(own)])
-    assert main(["evaluate", str(run)]) == 2
-    assert "a_task_of_mine:Task' is not derived" in capsys.readouterr().err
+    call("evaluate", run, code=2, named="a_task_of_mine:Task' is not derived")
     assert str(Path.cwd()) not in sys.path, "an optional import of the task would be looked up there"
     del sys.modules["a_task_of_mine"]
     # A file of the same name where the reader stands would be imported in its place by `python -m`.
     shutil.copy(own / "a_task_of_mine.py", tmp_path / "sent")
     monkeypatch.setattr(sys, "path", [str(tmp_path / "sent"), *sys.path])
-    assert main(["evaluate", str(run)]) == 2
-    assert "--task a_task_of_mine:Task" in capsys.readouterr().err
+    call("evaluate", run, code=2, named="--task a_task_of_mine:Task")
 
 
 def _canary_module(file: Path, canary: Path) -> None:
@@ -511,10 +422,10 @@ def _canary_module(file: Path, canary: Path) -> None:
 @pytest.mark.parametrize("named", ["task", "optimizer.name"])
 @pytest.mark.parametrize("place", ["a run folder", "below the current folder"])
 def test_code_beside_a_strangers_recipe_runs_by_consent_on_the_command_line_only(
-    place: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    place: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     name = "stranger_a.code:Task" if place == "below the current folder" else "stranger_b:Task"
-    sections: dict[str, Any] = {"task": name} if named == "task" else {"optimizer": {"name": name}, "task": "causal-lm"}
+    sections = _sections(named, name)
     if place == "a run folder":
         recipe = _strangers_run(tmp_path, **sections) / RECIPE_FILE
         _canary_module(tmp_path / "stranger_b.py", tmp_path / "canary")
@@ -522,33 +433,29 @@ def test_code_beside_a_strangers_recipe_runs_by_consent_on_the_command_line_only
         write_corpus(tmp_path)
         _canary_module(tmp_path / "stranger_a" / "code.py", tmp_path / "canary")
         recipe = tmp_path / "stranger_a" / "recipe.yaml"
-        recipe.write_text(yaml.safe_dump(recipe_dict(tmp_path, **sections)))
+        write_yaml(recipe, recipe_dict(tmp_path, **sections))
     monkeypatch.setattr(sys, "path", [*sys.path, ""])
     for words in (["plan"], ["prepare"], ["find-lr"], ["run"], ["rehearse"], ["sweep"]):
         more = ["--seed", "0,1"] if words == ["sweep"] else []
-        assert main([*words, str(recipe), *more]) == 2, words
-        said = capsys.readouterr().err
-        assert f"--{named} {name}" in said, said
+        call(*words, recipe, *more, code=2, named=f"--{named} {name}")
         assert not (tmp_path / "canary").exists(), words
-    assert main(["plan", str(recipe), f"--{named}", name]) == 2  # not a class of the kind, which only its import shows
+    call("plan", recipe, f"--{named}", name, code=2)  # not a class of the kind, which only its import shows
     assert (tmp_path / "canary").exists()
     for module in ("stranger_b", "stranger_a.code", "stranger_a"):
         sys.modules.pop(module, None)
 
 
 def test_a_module_in_the_current_folder_needs_no_consent_for_a_recipe_of_ones_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_corpus(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path, ""])
-    for folder in (tmp_path, tmp_path / "recipes"):
-        _canary_module(tmp_path / "of_ones_own.py", tmp_path / "canary")
+    for folder in (corpus, corpus / "recipes"):
+        _canary_module(corpus / "of_ones_own.py", corpus / "canary")
         folder.mkdir(exist_ok=True)
-        (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe_dict(tmp_path, task="of_ones_own:Task")))
-        assert main(["plan", str(folder / "recipe.yaml")]) == 2
-        assert "not derived" in capsys.readouterr().err
-        assert (tmp_path / "canary").exists()
-        (tmp_path / "canary").unlink()
+        write_yaml(folder / "recipe.yaml", recipe_dict(corpus, task="of_ones_own:Task"))
+        call("plan", folder / "recipe.yaml", code=2, named="not derived")
+        assert (corpus / "canary").exists()
+        (corpus / "canary").unlink()
         sys.modules.pop("of_ones_own")
 
 
@@ -562,19 +469,18 @@ def test_a_recipe_of_a_run_does_not_consent_to_the_code_of_a_model(tmp_path: Pat
 
 
 def test_attack_11_an_empty_kernel_in_the_kept_cache_is_removed_and_the_run_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("ACCEL_TRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("ACCEL_TRAIN_CACHE", str(corpus / "cache"))
     monkeypatch.setenv(CACHE_VARIABLE, "")
     monkeypatch.delenv(CACHE_VARIABLE)
-    kept = tmp_path / "cache" / "compiled" / machine_kind()
+    kept = corpus / "cache" / "compiled" / machine_kind()
     kernel = kept / "ab" / "cabc.main.so"
     kernel.parent.mkdir(parents=True)
     for folder in (kept.parent, kept):
         folder.chmod(0o700)
     kernel.touch()
-    write_corpus(tmp_path)
-    recipe = recipe_dict(tmp_path, precision={"compile": True}, schedule={"max_steps": 2})
+    recipe = recipe_dict(corpus, precision={"compile": True}, schedule={"max_steps": 2})
     torch.compiler.reset()
     torch.compiler.set_default_backend("eager")  # nothing waits for a C++ compiler
     try:
@@ -583,7 +489,7 @@ def test_attack_11_an_empty_kernel_in_the_kept_cache_is_removed_and_the_run_star
         torch.compiler.set_default_backend(None)
         torch.compiler.reset()
     assert not kernel.exists()
-    choice = json.loads((tmp_path / "run" / "summary.json").read_text())["choices"]["compile_cache"]
+    choice = read_json(corpus / "run" / "summary.json")["choices"]["compile_cache"]
     assert "removed 1 file" in json.dumps(choice)
 
 
@@ -606,23 +512,17 @@ def test_a_pipe_in_place_of_a_file_of_a_run_hangs_no_reader(name: str, tmp_path:
     before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     signal.alarm(60)
     try:
-        assert main(["report", str(run), "--out", str(tmp_path / "page.html")]) == 0
-        assert main(["watch", str(run), "--once"]) == 0
+        call("report", run, "--out", tmp_path / "page.html")
+        call("watch", run, "--once")
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
 
 
 @pytest.mark.parametrize("name", ["a" * 300, "\udcff"])
-def test_a_name_that_no_folder_can_have_is_one_line(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_corpus(tmp_path)
-    recipe = write_recipe_file(tmp_path)
-    assert main(["run", str(recipe), "--output_dir", str(tmp_path / name)]) == 2
-    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error:")]
-    assert len(errors) == 1
-    assert "output_dir" in errors[0]
+def test_a_name_that_no_folder_can_have_is_one_line(name: str, corpus: Path) -> None:
+    recipe = write_recipe_file(corpus)
+    assert "output_dir" in error_line("run", recipe, "--output_dir", corpus / name)
 
 
 @pytest.mark.parametrize(

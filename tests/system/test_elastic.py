@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.processes import run_forked
-from tests.support.runs import events, losses, metrics, write_corpus, write_recipe_file
+from tests.support.runs import event_steps, events, losses, metrics, write_corpus, write_recipe_file
 
 DDP: dict[str, Any] = {}
 FSDP2 = {"strategy": "fsdp2"}
@@ -82,49 +82,46 @@ def assert_same_run(run: Path, uninterrupted: Path) -> None:
 @pytest.mark.faults
 @pytest.mark.parametrize("chain", CHAINS)
 def test_stopped_and_gone_on_with_2_1_4_3_2_processes_no_sample_of_3_epochs_is_repeated_or_lost(
-    tmp_path: Path, uninterrupted: Path, chain: str
+    corpus: Path, uninterrupted: Path, chain: str
 ) -> None:
-    write_corpus(tmp_path)
     steps: list[list[int]] = []
     for number, ((processes, parallel), stop) in enumerate(zip(CHAINS[chain], STOPS, strict=True)):
         options = {} if stop is None else {"term_at": {"step": stop, "rank": processes - 1}, "first_step": len(steps)}
-        leg = sit(tmp_path, str(number), processes, parallel, **options)
+        leg = sit(corpus, str(number), processes, parallel, **options)
         assert leg.codes == [0 if stop is None else 75] * processes
         steps += leg.steps
-        assert stop is None or events(tmp_path / "run", "preempted")[-1]["step"] == len(steps)
-    assert len(events(tmp_path / "run", "resume")) == 4
+        assert stop is None or events(corpus / "run", "preempted")[-1]["step"] == len(steps)
+    assert len(events(corpus / "run", "resume")) == 4
     read = [index for step in steps for index in step]
     num_samples = max(read) + 1
     assert len(steps) == len(losses(uninterrupted))
     assert len(read) >= 3 * num_samples
     for epoch in range(3):
         assert sorted(read[epoch * num_samples : (epoch + 1) * num_samples]) == list(range(num_samples))
-    assert_same_run(tmp_path / "run", uninterrupted)
+    assert_same_run(corpus / "run", uninterrupted)
 
 
 @pytest.mark.faults
 @pytest.mark.parametrize("chain", CHAINS)
 def test_killed_and_gone_on_with_2_1_4_3_2_processes_it_is_the_uninterrupted_run(
-    tmp_path: Path, uninterrupted: Path, chain: str
+    corpus: Path, uninterrupted: Path, chain: str
 ) -> None:
-    write_corpus(tmp_path)
     begun_at = 0
     for number, ((processes, parallel), stop) in enumerate(zip(CHAINS[chain], STOPS, strict=True)):
         kill = {} if stop is None else {"kill_at": {"step": stop + 2, "rank": processes - 1}, "first_step": begun_at}
-        leg = sit(tmp_path, str(number), processes, parallel, saves=True, **kill)
+        leg = sit(corpus, str(number), processes, parallel, saves=True, **kill)
         ended = [0] * processes if stop is None else [*[5] * (processes - 1), -signal.SIGKILL]
         assert leg.codes == ended
-        checkpoints = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))
+        checkpoints = sorted((corpus / "run" / "checkpoints").glob("step-*"))
         begun_at = int(checkpoints[-1].name.removeprefix("step-"))
-    resumed = [event["step"] for event in events(tmp_path / "run", "resume")]
+    resumed = event_steps(corpus / "run", "resume")
     assert len(resumed) == 4
     assert all(step % 5 == 0 for step in resumed)
-    assert_same_run(tmp_path / "run", uninterrupted)
+    assert_same_run(corpus / "run", uninterrupted)
 
 
-def test_a_world_size_that_cannot_carry_the_global_batch_is_refused_with_those_that_can(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
-    recipe = write_recipe_file(tmp_path, **{**RUN, "batch": {"global_batch_size": 9}})
-    forked = run_forked(["run", str(recipe)], 2, folder=tmp_path / "processes")
+def test_a_world_size_that_cannot_carry_the_global_batch_is_refused_with_those_that_can(corpus: Path) -> None:
+    recipe = write_recipe_file(corpus, **{**RUN, "batch": {"global_batch_size": 9}})
+    forked = run_forked(["run", str(recipe)], 2, folder=corpus / "processes")
     forked.expect(2)
     assert "run on 1, 3 or 9 processes" in forked.stderr(0)

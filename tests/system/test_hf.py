@@ -21,8 +21,9 @@ from accel_train.checkpoint.verify import format_verified, verify
 from accel_train.hf import Seq2SeqTrainer, Trainer
 from tests.support.hf_models import Plain, arguments, bert, both, difference, plain_rows, rows
 from tests.support.runs import (
-    events,
+    event_steps,
     metrics,
+    refused,
 )
 from tests.system.test_fits import EVALUATING
 
@@ -62,7 +63,7 @@ def test_hf_00_checkpoints_to_which_a_callback_added_files_are_rotated_and_a_for
     assert check(tmp_path / "own" / "checkpoints" / "step-00000004").problem is None
     kept = tmp_path / "foreign" / "checkpoints" / "kept-step-00000002"
     assert [path.name for path in kept.rglob("*") if path.is_file()] == ["mine.txt"]
-    assert [event["step"] for event in events(tmp_path / "foreign", "kept_files")] == [3]
+    assert event_steps(tmp_path / "foreign", "kept_files") == [3]
 
 
 class Rewrites(TrainerCallback):
@@ -97,10 +98,10 @@ def test_hf_01_a_rewritten_config_of_a_checkpoint_does_not_keep_a_run_from_resum
     assert changed_descriptions(newest) == ["README.md", "config.json"]
     assert "config.json" in format_verified(verify(tmp_path))
     assert make(Rewrites(), 4).train(resume_from_checkpoint=True).global_step == 4
-    assert [event["step"] for event in events(tmp_path, "checkpoint_changed")] == [2]
+    assert event_steps(tmp_path, "checkpoint_changed") == [2]
     assert [line["step"] for line in metrics(tmp_path)][-1] == 4
     make(Rewrites("model.safetensors"), 6).train(resume_from_checkpoint=True)
-    assert [event["step"] for event in events(tmp_path, "checkpoint_changed")] == [2, 6]
+    assert event_steps(tmp_path, "checkpoint_changed") == [2, 6]
     assert check(tmp_path / "checkpoints" / "step-00000006").problem is not None
     assert "model.safetensors" in capsys.readouterr().out
 
@@ -204,8 +205,7 @@ def test_hf_07_a_patched_import_of_transformers_trains(tmp_path: Path, monkeypat
         def _save_checkpoint(self, *args: Any) -> None:
             """Do nothing."""
 
-    with pytest.raises(ValueError, match="_save_checkpoint"):
-        Never(Plain(), arguments(tmp_path))
+    refused(Never, Plain(), arguments(tmp_path), named="_save_checkpoint")
 
 
 def test_hf_08_both_trainers_are_imported_from_the_package() -> None:
@@ -232,8 +232,7 @@ def test_hf_a_class_of_both_trainers_is_refused() -> None:
     class OfALibrary(StockTrainer):
         """As SFTTrainer."""
 
-    with pytest.raises(ValueError, match="class Mixed"):
-        type("Mixed", (OfALibrary, Trainer), {})
+    refused(type, "Mixed", (OfALibrary, Trainer), {}, named="class Mixed")
 
 
 def test_hf_default_callbacks_and_attributes_are_those_of_transformers(

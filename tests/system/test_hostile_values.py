@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
 from json import JSONDecodeError
 from pathlib import Path
@@ -14,11 +15,11 @@ from typing import Any
 
 import pytest
 
-from accel_train import train
 from accel_train.checkpoint.resume import read_state
 from accel_train.checkpoint.store import check
 from accel_train.cli.main import main
 from accel_train.core.errors import CheckpointError
+from accel_train.core.json_io import read_json
 from accel_train.data.images.pairs import pairs_pool
 from accel_train.data.sources import resolve_sources
 from accel_train.data.text.tokenizers import load_tokenizer
@@ -26,7 +27,7 @@ from accel_train.experiments.finetune.polygons import find_polygons
 from accel_train.experiments.finetune.recipe import asked_of, minimal_recipe
 from accel_train.inference.finished_run import recipe_of_trained
 from accel_train.model.pretrained import pretrained_config
-from accel_train.observe.incident_record import format_incident, next_actions, read_incident
+from accel_train.observe.incident_record import Finding, HeavySample, main_facts, next_actions, read_incident
 from accel_train.recipe.schema import Recipe
 from accel_train.tasks.multiple_choice.config import MultipleChoiceData
 from accel_train.tasks.multiple_choice.data import read_choices
@@ -37,7 +38,9 @@ from accel_train.tasks.text_classification.data import load_labelled_texts
 from accel_train.tasks.token_classification.config import TokenClassificationData
 from accel_train.tasks.token_classification.data import read_sentences, tag_scheme
 from tests.support.boxes import coco_content, read_boxes, write_images
-from tests.support.runs import recipe_dict, write_corpus
+from tests.support.commands import call
+from tests.support.number_faults import incident_with
+from tests.support.runs import recipe_dict, refused
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
 
@@ -175,8 +178,7 @@ def test_a_class_number_far_above_the_number_of_classes_is_a_fault_of_its_line(c
     label.write_text("1019 0.5 0.5 0.3 0.3\n0 0.2 0.2 0.1 0.1\n")
     assert len(read_boxes(str(tmp_path / "images")).label_names) == 1020
     label.write_text(f"0 0.5 0.5 0.3 0.3\n{class_id} 0.2 0.2 0.1 0.1\n")
-    with pytest.raises(ValueError, match=r"labels/a\.txt, line 2: the class id"):
-        read_boxes(str(tmp_path / "images"))
+    refused(read_boxes, str(tmp_path / "images"), named="labels/a.txt, line 2: the class id")
     shutil.rmtree(tmp_path / "labels")
     row = {"objects": {"bbox": [[4, 6, 10, 8]] * 2, "category": [1, class_id]}}
     rows = [{"file_name": name, **row} for name in ("a.png", "b.png")]
@@ -279,23 +281,8 @@ def test_class_names_of_masks(tmp_path: Path) -> None:
     assert survives(lambda: pairs_pool(tmp_path / "images", tmp_path / "masks"), file, ["sky", "road"]) > 10
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run with a checkpoint."""
-    folder = tmp_path_factory.mktemp("finished")
-    write_corpus(folder)
-    sections: dict[str, Any] = {"schedule": {"max_steps": 2}, "checkpoint": {"every_steps": 1}}
-    train(Recipe.model_validate(recipe_dict(folder, task="causal-lm", **sections)))
-    return folder / "run"
-
-
-@pytest.fixture
-def run(finished: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(finished, tmp_path / "run"))
-
-
 @pytest.mark.parametrize("name", ["summary.json", "evaluation.json", "metrics.jsonl", "events.jsonl", "launches.jsonl"])
-def test_report_and_watch_of_a_run(name: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_and_watch_of_a_run(name: str, run: Path) -> None:
     file, generator = run / name, random.Random(1)
     lines = file.read_text().splitlines() if name.endswith("l") else [file.read_text()]
     document = json.loads(lines[0])
@@ -312,14 +299,13 @@ def test_report_and_watch_of_a_run(name: str, run: Path, capsys: pytest.CaptureF
         for number, value in tried.values():
             text = text.replace(f'"PLACE{number}"', value)
         file.write_text("\n".join([text, *lines[1:]]) + "\n")
-        assert main(["report", str(run)]) == 0, tried
-        assert main(["watch", str(run), "--once"]) == 0, tried
-        assert "Traceback" not in capsys.readouterr().err, tried
+        call("report", run)
+        assert "Traceback" not in call("watch", run, "--once").err, tried
 
 
 def test_files_of_a_checkpoint(run: Path) -> None:
     folder = run / "checkpoints" / "step-00000002"
-    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest = read_json(folder / "manifest.json")
 
     def read_manifest() -> None:
         status = check(folder)
@@ -328,7 +314,7 @@ def test_files_of_a_checkpoint(run: Path) -> None:
 
     survives(read_manifest, folder / "manifest.json", manifest)
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    trainer = json.loads((folder / "trainer.json").read_text())
+    trainer = read_json(folder / "trainer.json")
     survives(lambda: read_state(folder), folder / "trainer.json", trainer)
 
 
@@ -342,23 +328,20 @@ def test_configurations_of_a_model_folder(run: Path) -> None:
         "tokenizer_config.json": lambda: load_tokenizer(str(model), trust_remote_code=False),
         "tokenizer.json": lambda: load_tokenizer(str(model), trust_remote_code=False),
     }.items():
-        document = json.loads((model / name).read_text())
+        document = read_json(model / name)
         survives(read, model / name, document)
         (model / name).write_text(json.dumps(document))
     (model / "modules.json").write_text("[" * 5000)
-    with pytest.raises(ValueError, match=r"modules\.json"):
-        pooling_of(str(model))
+    refused(pooling_of, str(model), named="modules.json")
 
 
 def test_an_incident(tmp_path: Path) -> None:
-    file = tmp_path / "incident.json"
-    document = {"format": 1, "kind": "spike", "step": 3, "processes": []}
-    file.write_text(json.dumps(document))
-    for description, text in hostile(document):
-        file.write_text(text)
-        try:
-            record = read_incident(tmp_path)
-        except ValueError:
-            continue
-        assert format_incident(record), description
-        assert next_actions(record), description
+    finding = Finding(0, "cpu", heaviest=[HeavySample(1, 0, 2.0, 3.0)])
+    file, incident = tmp_path / "incident.json", incident_with(kind="spike", processes=[finding])
+
+    def read() -> None:
+        found = read_incident(tmp_path)
+        assert main_facts(found)
+        assert next_actions(found)
+
+    assert survives(read, file, asdict(incident)) > 50

@@ -11,38 +11,40 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from accel_train import Recipe, train
 from tests.support.comparisons import assert_same_bits
+from tests.support.marks import slow
 from tests.support.runs import (
     TINY_MODEL,
+    assert_saved_at_the_stop,
     checkpoint,
     command,
     environment,
+    event_steps,
     events,
     losses,
     metrics,
+    ran,
     recipe_dict,
     run,
-    write_corpus,
     write_recipe_file,
+    write_yaml,
 )
 
 WITH_DROPOUT = {**TINY_MODEL, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 
 
 @pytest.mark.slow
-def test_world_size_and_accumulation_change_neither_losses_nor_samples(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
+def test_world_size_and_accumulation_change_neither_losses_nor_samples(corpus: Path) -> None:
     cuts = {"1x32": (1, 32), "4x8": (1, 8), "8x4": (1, 4), "2 processes": (2, 16), "4 processes": (4, 2)}
     traces, samples = {}, {}
     for name, (processes, per_device) in cuts.items():
-        reads = tmp_path / f"reads {name}"
+        reads = corpus / f"reads {name}"
         reads.mkdir()
         recipe = recipe_dict(
-            tmp_path,
-            output_dir=str(tmp_path / f"run {name}"),
+            corpus,
+            output_dir=str(corpus / f"run {name}"),
             batch={"global_batch_size": 32, "per_device_batch_size": per_device},
             schedule={"max_steps": 15, "warmup_steps": 2},
             options={"ragged": True, "record": str(reads)},
@@ -50,10 +52,10 @@ def test_world_size_and_accumulation_change_neither_losses_nor_samples(tmp_path:
         if processes == 1:
             train(Recipe.model_validate(recipe))
         else:
-            path = tmp_path / "recipe.yaml"
-            path.write_text(yaml.safe_dump(recipe))
+            path = corpus / "recipe.yaml"
+            write_yaml(path, recipe)
             run(path, processes=processes)
-        traces[name] = losses(tmp_path / f"run {name}")
+        traces[name] = losses(corpus / f"run {name}")
         by_rank = [
             [index for line in (reads / f"rank-{rank}.jsonl").read_text().splitlines() for index in json.loads(line)]
             for rank in range(processes)
@@ -72,48 +74,46 @@ def test_world_size_and_accumulation_change_neither_losses_nor_samples(tmp_path:
 
 
 @pytest.mark.slow
-def test_killed_at_a_random_step_and_run_again_equals_the_uninterrupted_run_to_the_bit(tmp_path: Path) -> None:
+def test_killed_at_a_random_step_and_run_again_equals_the_uninterrupted_run_to_the_bit(corpus: Path) -> None:
     """Of several processes: `test_faults_kill.py`, 200 times."""
-    write_corpus(tmp_path)
     common = {
         "model": {"config": WITH_DROPOUT},
         "schedule": {"max_steps": 20},
         "checkpoint": {"every_steps": 4, "keep": 2, "keep_best": False},
         "evaluate": {"every_steps": 6},
     }
-    recipe = write_recipe_file(tmp_path, output_dir=str(tmp_path / "whole"), **common)
+    recipe = write_recipe_file(corpus, output_dir=str(corpus / "whole"), **common)
     run(recipe)
     killed_at = random.Random(1).randrange(6, 19)
     recipe = write_recipe_file(
-        tmp_path,
-        output_dir=str(tmp_path / "killed"),
+        corpus,
+        output_dir=str(corpus / "killed"),
         options={"kill_at": {"step": killed_at, "rank": 0}},
         **common,
     )
     died = run(recipe, expect=None)
     assert died.returncode != 0
-    assert not (tmp_path / "killed" / "summary.json").exists()
-    recipe = write_recipe_file(tmp_path, output_dir=str(tmp_path / "killed"), **common)
+    assert not (corpus / "killed" / "summary.json").exists()
+    recipe = write_recipe_file(corpus, output_dir=str(corpus / "killed"), **common)
     run(recipe)
-    resumed = [event["step"] for event in events(tmp_path / "killed", "resume")]
+    resumed = event_steps(corpus / "killed", "resume")
     assert resumed in ([], [4]), "the save of step 4 may have been under way"
-    whole, killed = losses(tmp_path / "whole"), losses(tmp_path / "killed")
+    whole, killed = losses(corpus / "whole"), losses(corpus / "killed")
     assert [loss.hex() for loss in killed.values()] == [loss.hex() for loss in whole.values()]
     assert list(killed) == list(range(1, 21))
-    assert_same_bits(checkpoint(tmp_path / "whole", 20), checkpoint(tmp_path / "killed", 20))
+    assert_same_bits(checkpoint(corpus / "whole", 20), checkpoint(corpus / "killed", 20))
 
 
-@pytest.mark.parametrize("fault", ["nan_at", pytest.param("inf_at", marks=pytest.mark.slow)])
-def test_nonfinite_loss_on_one_rank_skips_the_step_on_all(tmp_path: Path, fault: str) -> None:
-    write_corpus(tmp_path)
+@pytest.mark.parametrize("fault", ["nan_at", slow("inf_at")])
+def test_nonfinite_loss_on_one_rank_skips_the_step_on_all(corpus: Path, fault: str) -> None:
     recipe = write_recipe_file(
-        tmp_path,
+        corpus,
         schedule={"max_steps": 6, "warmup_steps": 0, "type": "constant"},
         checkpoint={"every_steps": 1, "keep": 10},
         options={fault: {"step": 4, "rank": 1}},
     )
     run(recipe, processes=2)
-    folder = tmp_path / "run"
+    folder = corpus / "run"
     assert_same_bits(checkpoint(folder, 3), checkpoint(folder, 4))
     assert not torch.equal(
         checkpoint(folder, 4)["model.safetensors:transformer.wte.weight"],
@@ -121,14 +121,13 @@ def test_nonfinite_loss_on_one_rank_skips_the_step_on_all(tmp_path: Path, fault:
     )
     assert [record["skipped"] for record in metrics(folder)] == [False, False, False, True, False, False]
     assert metrics(folder)[3]["loss"] in ("NaN", "Infinity")
-    assert [event["step"] for event in events(folder, "skip")] == [4]
+    assert event_steps(folder, "skip") == [4]
 
 
 @pytest.mark.slow
-def test_spent_skip_budget_stops_all_processes_with_exit_code_3_and_a_good_checkpoint(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
+def test_spent_skip_budget_stops_all_processes_with_exit_code_3_and_a_good_checkpoint(corpus: Path) -> None:
     recipe = write_recipe_file(
-        tmp_path,
+        corpus,
         schedule={"max_steps": 30},
         checkpoint={"every_steps": 5},
         guard={"max_consecutive_skips": 3},
@@ -137,13 +136,13 @@ def test_spent_skip_budget_stops_all_processes_with_exit_code_3_and_a_good_check
     done = run(recipe, processes=1, expect=3)
     assert "3 in a row" not in done.stderr
     assert "4 in a row, and guard.max_consecutive_skips allows 3" in done.stderr
-    folder = tmp_path / "run"
-    assert [event["step"] for event in events(folder, "skip")] == [8, 9, 10, 11]
-    assert [event["step"] for event in events(folder, "stop")] == [11]
+    folder = corpus / "run"
+    assert event_steps(folder, "skip") == [8, 9, 10, 11]
+    assert event_steps(folder, "stop") == [11]
     assert all(torch.isfinite(tensor).all() for tensor in checkpoint(folder, 5).values())
     two = write_recipe_file(
-        tmp_path,
-        output_dir=str(tmp_path / "two"),
+        corpus,
+        output_dir=str(corpus / "two"),
         schedule={"max_steps": 30},
         guard={"on_nonfinite": "stop"},
         options={"nan_at": {"step": 3, "rank": 1}},
@@ -152,35 +151,33 @@ def test_spent_skip_budget_stops_all_processes_with_exit_code_3_and_a_good_check
     assert "step 3: not finite" in done.stderr
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("processes", [1, slow(2)])
 def test_asked_to_stop_on_one_rank_all_save_the_same_step_and_the_run_goes_on_to_the_bit(
-    tmp_path: Path, processes: int
+    corpus: Path, processes: int
 ) -> None:
-    write_corpus(tmp_path)
     common = {"model": {"config": WITH_DROPOUT}, "schedule": {"max_steps": 14}}
-    run(write_recipe_file(tmp_path, output_dir=str(tmp_path / "whole"), **common), processes=processes)
+    run(write_recipe_file(corpus, output_dir=str(corpus / "whole"), **common), processes=processes)
     options = {"term_at": {"step": 6, "rank": processes - 1}}
-    stopped = write_recipe_file(tmp_path, output_dir=str(tmp_path / "stopped"), options=options, **common)
+    stopped = write_recipe_file(corpus, output_dir=str(corpus / "stopped"), options=options, **common)
     run(stopped, processes=processes, expect=75)
-    saved_at = events(tmp_path / "stopped", "preempted")[0]["step"]
+    saved_at = events(corpus / "stopped", "preempted")[0]["step"]
     assert 6 <= saved_at <= 8
-    run(write_recipe_file(tmp_path, output_dir=str(tmp_path / "stopped"), **common), processes=processes)
-    whole, stopped_losses = losses(tmp_path / "whole"), losses(tmp_path / "stopped")
+    run(write_recipe_file(corpus, output_dir=str(corpus / "stopped"), **common), processes=processes)
+    whole, stopped_losses = losses(corpus / "whole"), losses(corpus / "stopped")
     assert [loss.hex() for loss in stopped_losses.values()] == [loss.hex() for loss in whole.values()]
-    assert_same_bits(checkpoint(tmp_path / "whole", 14), checkpoint(tmp_path / "stopped", 14))
+    assert_same_bits(checkpoint(corpus / "whole", 14), checkpoint(corpus / "stopped", 14))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGUSR1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [signal.SIGINT, slow(signal.SIGUSR1)])
 def test_signal_from_outside_at_any_moment_ends_in_a_checkpoint_and_exit_code_75(
-    tmp_path: Path, number: signal.Signals
+    corpus: Path, number: signal.Signals
 ) -> None:
-    write_corpus(tmp_path)
     recipe = write_recipe_file(
-        tmp_path, schedule={"max_steps": 100_000, "warmup_steps": 10}, log={"every_steps": 1, "progress": False}
+        corpus, schedule={"max_steps": 100_000, "warmup_steps": 10}, log={"every_steps": 1, "progress": False}
     )
     process = subprocess.Popen(command(recipe), env=environment(), stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
-    while not (tmp_path / "run" / "metrics.jsonl").exists() or not metrics(tmp_path / "run"):
+    while not (corpus / "run" / "metrics.jsonl").exists() or not metrics(corpus / "run"):
         assert time.monotonic() < deadline, "the run did not start"
         assert process.poll() is None, process.stderr and process.stderr.read()
         time.sleep(0.1)
@@ -188,65 +185,53 @@ def test_signal_from_outside_at_any_moment_ends_in_a_checkpoint_and_exit_code_75
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 75, stderr
     assert ("press Ctrl-C again" in stderr) == (number == signal.SIGINT)
-    step = events(tmp_path / "run", "preempted")[0]["step"]
-    assert (tmp_path / "run" / "checkpoints" / f"step-{step:08d}").is_dir()
+    assert_saved_at_the_stop(corpus / "run")
 
 
 @pytest.mark.slow
-def test_damaged_newest_checkpoint_is_named_and_the_one_before_used(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
+def test_damaged_newest_checkpoint_is_named_and_the_one_before_used(corpus: Path) -> None:
     common = {"schedule": {"max_steps": 12}, "checkpoint": {"every_steps": 4, "keep": 3}}
-    recipe = write_recipe_file(tmp_path, **common)
+    recipe = write_recipe_file(corpus, **common)
     run(recipe)
-    whole = losses(tmp_path / "run")
-    weights = tmp_path / "run" / "checkpoints" / "step-00000012" / "model.safetensors"
+    whole = losses(corpus / "run")
+    weights = corpus / "run" / "checkpoints" / "step-00000012" / "model.safetensors"
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
     run(recipe)
-    folder = tmp_path / "run"
+    folder = corpus / "run"
     assert "model.safetensors differs" in events(folder, "checkpoint_invalid")[0]["message"]
     assert events(folder, "resume")[0]["step"] == 8
     assert losses(folder) == whole
 
 
 @pytest.mark.slow
-def test_another_recipe_in_the_same_folder_is_refused_and_named(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
-    run(write_recipe_file(tmp_path))
-    changed = write_recipe_file(tmp_path, batch={"global_batch_size": 4}, schedule={"max_steps": 20})
+def test_another_recipe_in_the_same_folder_is_refused_and_named(corpus: Path) -> None:
+    run(write_recipe_file(corpus))
+    changed = write_recipe_file(corpus, batch={"global_batch_size": 4}, schedule={"max_steps": 20})
     done = run(changed, expect=2)
     assert "batch.global_batch_size was 8 (" in done.stderr
     assert "schedule.max_steps was 12 (" in done.stderr
     run(changed, "--checkpoint.accept_changes", "true")
-    assert max(losses(tmp_path / "run")) == 20
+    assert max(losses(corpus / "run")) == 20
     run(changed, "--checkpoint.resume", "never")
-    assert list(losses(tmp_path / "run")) == list(range(1, 21))
-    assert (tmp_path / "run" / "previous-1" / "checkpoints").is_dir()
+    assert list(losses(corpus / "run")) == list(range(1, 21))
+    assert (corpus / "run" / "previous-1" / "checkpoints").is_dir()
 
 
 @pytest.mark.slow
-def test_finished_run_started_again_trains_no_step(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
-    recipe = write_recipe_file(tmp_path)
+def test_finished_run_started_again_trains_no_step(corpus: Path) -> None:
+    recipe = write_recipe_file(corpus)
     run(recipe)
-    before = losses(tmp_path / "run")
+    before = losses(corpus / "run")
     run(recipe)
-    assert losses(tmp_path / "run") == before
+    assert losses(corpus / "run") == before
 
 
 @pytest.mark.slow
-def test_launcher_that_asks_for_more_processes_than_accelerate_sees_is_refused(tmp_path: Path) -> None:
-    write_corpus(tmp_path)
-    recipe = write_recipe_file(tmp_path)
+def test_launcher_that_asks_for_more_processes_than_accelerate_sees_is_refused(corpus: Path) -> None:
+    recipe = write_recipe_file(corpus)
     launched = ["accelerate.commands.launch", "--cpu", "--num_processes", "2", "-m", "accel_train", "run", str(recipe)]
-    done = subprocess.run(
-        [command(recipe)[0], "-m", *launched],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = ran([command(recipe)[0], "-m", *launched])
     assert done.returncode != 0
     assert "torchrun --nproc_per_node N" in done.stderr

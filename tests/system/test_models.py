@@ -14,21 +14,21 @@ from transformers import (
 )
 
 from accel_train import train
-from accel_train.cli.main import main
 from accel_train.data.text.tokenizers import byte_tokenizer, pretrained_tokenizer
 from accel_train.model.kernels.documents import same_document_mask
 from accel_train.recipe.schema import Recipe
 from accel_train.tasks.causal_lm.config import CausalLMData
 from accel_train.tasks.causal_lm.encoding import Example, chat_encoder
 from accel_train.tasks.causal_lm.task import CausalLM
+from tests.support.commands import call
 from tests.support.runs import (
     TINY_MODEL,
     metrics,
     recipe_dict,
     run,
     write_base,
-    write_corpus,
     write_recipe_file,
+    write_yaml,
 )
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
@@ -78,31 +78,25 @@ def _difference_of_packed_document(fields: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize(("fields", "layer"), LAYERS)
 def test_field_01_a_layer_that_reaches_into_the_next_document_is_refused_by_name(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], fields: dict[str, Any], layer: str
+    corpus: Path, fields: dict[str, Any], layer: str
 ) -> None:
     assert _difference_of_packed_document(fields) > 1e-5
-    write_corpus(tmp_path)
     sections: dict[str, Any] = {"task": "causal-lm", "model": {"config": fields}, "schedule": {"max_steps": 1}}
-    path = write_recipe_file(tmp_path, **sections, data={"mask_documents": True})
+    path = write_recipe_file(corpus, **sections, data={"mask_documents": True})
     for command in ("run", "plan"):
-        assert main([command, str(path)]) == 2
-        error = capsys.readouterr().err
+        error = call(command, path, code=2).err
         assert layer in error
         assert "data.mask_documents" in error
-    assert not (tmp_path / "run").exists()
-    assert main(["run", str(path), "--data.mask_documents", "false"]) == 0
+    assert not (corpus / "run").exists()
+    call("run", path, "--data.mask_documents", "false")
 
 
-def test_field_01_attention_alone_keeps_documents_apart_and_the_start_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_field_01_attention_alone_keeps_documents_apart_and_the_start_says_so(corpus: Path) -> None:
     fields = {"model_type": "llama", **SIZES}
     assert _difference_of_packed_document(fields) < 1e-5
-    write_corpus(tmp_path)
     sections: dict[str, Any] = {"task": "causal-lm", "model": {"config": fields}, "schedule": {"max_steps": 1}}
-    path = write_recipe_file(tmp_path, **sections, data={"mask_documents": True})
-    assert main(["run", str(path), "--verbose"]) == 0
-    (line,) = [line for line in "".join(capsys.readouterr()).splitlines() if "probe  " in line]
+    path = write_recipe_file(corpus, **sections, data={"mask_documents": True})
+    (line,) = [line for line in "".join(call("run", path, "--verbose")).splitlines() if "probe  " in line]
     assert "equal" in line
     assert "packed documents" in line
 
@@ -115,7 +109,7 @@ def test_field_01_finetune_masks_documents_only_where_that_is_exact(
     base = write_base(Path(), fields)
     byte_tokenizer().save_pretrained(str(base))
     Path("texts.txt").write_text("a text to train on, line by line\n" * 400)
-    assert main(["finetune", "texts.txt", "--model", str(base), "--dry-run"]) == 0
+    call("finetune", "texts.txt", "--model", base, "--dry-run")
     data = yaml.safe_load(Path("runs/texts.yaml").read_text())["data"]
     assert data.get("mask_documents", False) is is_masked
 
@@ -150,16 +144,15 @@ def _mixture(
         train(Recipe.model_validate(recipe))
     else:
         path = folder / f"{name}.yaml"
-        path.write_text(yaml.safe_dump(recipe))
+        write_yaml(path, recipe)
         run(path, processes=processes)
     steps = metrics(folder / name)
     return [(each["step_loss"], each.get("router_aux_loss", 0.0), each["grad_norm"]) for each in steps]
 
 
 def test_field_02_the_loss_is_that_of_transformers_with_its_router_loss(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    corpus: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_corpus(tmp_path)
     seen: list[tuple[float, float]] = []
     ours = CausalLM.loss_sum
 
@@ -175,19 +168,18 @@ def test_field_02_the_loss_is_that_of_transformers_with_its_router_loss(
         return ours(task, model, batch)
 
     monkeypatch.setattr(CausalLM, "loss_sum", compared)
-    got = _mixture(tmp_path, "run")
+    got = _mixture(corpus, "run")
     assert [step[0] for step in got] == pytest.approx([each[0] for each in seen], rel=1e-6)
     assert [step[1] for step in got] == pytest.approx([each[1] for each in seen], rel=1e-6)
 
 
 @pytest.mark.parametrize("mask", [False, True])
-def test_field_02_the_router_loss_does_not_depend_on_how_a_batch_is_cut(tmp_path: Path, mask: bool) -> None:
-    write_corpus(tmp_path)
+def test_field_02_the_router_loss_does_not_depend_on_how_a_batch_is_cut(corpus: Path, mask: bool) -> None:
     data = {"mask_documents": mask}
-    whole = _mixture(tmp_path, "whole", data=data)
+    whole = _mixture(corpus, "whole", data=data)
     assert all(1.9 < router < 4 for _, router, _ in whole)
-    parts = _mixture(tmp_path, "parts", per_device=2, data=data)
-    off = _mixture(tmp_path, "off", data=data, loss={"router_aux": False})
+    parts = _mixture(corpus, "parts", per_device=2, data=data)
+    off = _mixture(corpus, "off", data=data, loss={"router_aux": False})
     torch.testing.assert_close(torch.tensor(parts), torch.tensor(whole), rtol=1e-6, atol=2e-6)
     assert whole[0][0] - off[0][0] == pytest.approx(0.5 * whole[0][1], rel=1e-5)
     assert off[0][1] == 0
@@ -198,12 +190,11 @@ def test_field_02_the_router_loss_does_not_depend_on_how_a_batch_is_cut(tmp_path
     [(2, 4, "ddp"), (2, 1, "ddp"), (4, 2, "ddp"), (2, 4, "fsdp2"), (2, 2, "fsdp2")],
 )
 def test_field_02_the_router_loss_is_the_same_on_any_number_of_processes(
-    tmp_path: Path, processes: int, per_device: int, strategy: str
+    corpus: Path, processes: int, per_device: int, strategy: str
 ) -> None:
-    write_corpus(tmp_path)
-    whole = _mixture(tmp_path, "whole")
+    whole = _mixture(corpus, "whole")
     assert all(1.9 < router < 4 for _, router, _ in whole)
-    spread = _mixture(tmp_path, "spread", processes, per_device, parallel={"strategy": strategy})
+    spread = _mixture(corpus, "spread", processes, per_device, parallel={"strategy": strategy})
     torch.testing.assert_close(torch.tensor(spread), torch.tensor(whole), rtol=1e-6, atol=2e-6)
 
 

@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,10 @@ import torch
 import transformers
 import yaml
 
-from accel_train import Recipe, train
+from accel_train import Recipe
 from accel_train.checkpoint.rollback_log import read_rollbacks
 from accel_train.checkpoint.store import check
 from accel_train.checkpoint.weight_files import CARD
-from accel_train.cli.main import main
 from accel_train.core.json_io import read_json
 from accel_train.data.text.tokenizers import load_tokenizer
 from accel_train.engine.save import restore
@@ -32,24 +32,27 @@ from accel_train.inference.generate import generate_from_run
 from accel_train.metrics.registry import load_metric
 from accel_train.model.pretrained import pretrained_config
 from accel_train.observe.goodput import read_launches
+from accel_train.observe.incident_record import KeptBatch
 from accel_train.observe.run_folder import RECIPE_FILE, read_events, read_metrics, read_summary
 from accel_train.recipe.data import Data
 from accel_train.training.setup import prepare_run
+from tests.support.commands import call, error_line
+from tests.support.marks import faults
+from tests.support.number_faults import incident_with
 from tests.support.pickle_gadgets import FORMS, gadgets
-from tests.support.runs import command, environment, recipe_dict, write_corpus, write_recipe_file
+from tests.support.runs import (
+    command,
+    environment,
+    ran,
+    recipe_dict,
+    refused,
+    write_corpus,
+    write_recipe_file,
+    write_yaml,
+)
 
 NOT_READ = ("README.md", "generation_config.json", ".lock", "report.html", "healthy.json", ".accel_train.json")
 """Files that no command needs, so one that is broken is no reason to refuse."""
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a corpus and a finished run with two checkpoints."""
-    folder = tmp_path_factory.mktemp("trained")
-    write_corpus(folder)
-    sections: dict[str, Any] = {"schedule": {"max_steps": 4}, "checkpoint": {"every_steps": 2}}
-    train(Recipe.model_validate(recipe_dict(folder, task="causal-lm", **sections)))
-    return folder
 
 
 @pytest.fixture
@@ -58,13 +61,6 @@ def canary(tmp_path: Path) -> Iterator[Path]:
     path = tmp_path / "canary"
     yield path
     assert not path.exists(), "code of the file was run"
-
-
-@pytest.fixture
-def run(trained: Path, tmp_path: Path) -> Path:
-    """The run in a folder of its own."""
-    shutil.copytree(trained / "run", tmp_path / "run")
-    return tmp_path / "run"
 
 
 def files_of(folder: Path) -> list[str]:
@@ -90,7 +86,7 @@ def refuses(read: Any, *arguments: Any) -> bool:
 def forge(folder: Path, name: str, content: bytes) -> None:
     """Put other content into a checkpoint, and write its manifest as somebody who knows the format would."""
     (folder / name).write_bytes(content)
-    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest = read_json(folder / "manifest.json")
     manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     (folder / "manifest.json").write_text(json.dumps(manifest))
 
@@ -202,7 +198,7 @@ def test_gadget_in_any_other_file_of_a_run_folder_is_refused_and_not_run(run: Pa
         for what, content in dangerous(canary):
             (run / name).write_bytes(content + b"\n")
             assert refuses(READERS[name], run), f"{what} as {name}"
-    assert main(["report", str(run)]) == 0, "what is damaged is named, and left out"
+    call("report", run)
     for other in (
         "[]",
         '{"examples": 3}',
@@ -210,7 +206,7 @@ def test_gadget_in_any_other_file_of_a_run_folder_is_refused_and_not_run(run: Pa
         '{"examples": [{"images": ["javascript:x"]}]}',
     ):
         (run / "examples.json").write_text(other)
-        assert main(["report", str(run)]) == 0, other
+        call("report", run)
         assert "javascript:x" not in (run / "report.html").read_text()
 
 
@@ -225,7 +221,7 @@ def test_a_run_that_meets_a_forged_pickle_passes_it_over_or_stops_with_exit_code
     for checkpoint in (folder / "run" / "checkpoints").glob("step-*"):
         for name in ("model.safetensors", "optimizer.safetensors", "trainer.json"):
             forge(checkpoint, name, content)
-    done = subprocess.run(command(recipe), env=environment(), capture_output=True, text=True, timeout=300)
+    done = ran(command(recipe))
     assert done.returncode == 4, done.stderr
     assert "Traceback" not in done.stderr
     assert "step-0000000" in done.stderr
@@ -252,14 +248,14 @@ def model_with_code(trained: Path, tmp_path: Path, canary: Path) -> Path:
         + "from transformers import PreTrainedTokenizerFast\n\n\n"
         + "class OwnTokenizer(PreTrainedTokenizerFast):\n    pass\n"
     )
-    config = json.loads((folder / "config.json").read_text())
+    config = read_json(folder / "config.json")
     config |= {"model_type": "own", "architectures": ["OwnModel"]}
     config["auto_map"] = {
         "AutoConfig": "configuration_own.OwnConfig",
         "AutoModelForCausalLM": "modeling_own.OwnModel",
     }
     (folder / "config.json").write_text(json.dumps(config))
-    tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+    tokenizer = read_json(folder / "tokenizer_config.json")
     tokenizer |= {
         "tokenizer_class": "OwnTokenizer",
         "auto_map": {"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]},
@@ -275,7 +271,7 @@ def own_model(folder: Path, work: Path, **settings: Any) -> Path:
     return write_recipe_file(work, task="causal-lm", **recipe)
 
 
-@pytest.mark.parametrize("tokenizer", [pytest.param("bytes", marks=pytest.mark.faults), "auto"])
+@pytest.mark.parametrize("tokenizer", [faults("bytes"), "auto"])
 def test_code_of_a_model_folder_is_refused_and_no_prompt_is_answered(
     model_with_code: Path, tmp_path: Path, tokenizer: str
 ) -> None:
@@ -317,14 +313,11 @@ def test_code_of_a_model_folder_runs_by_consent_in_the_recipe(model_with_code: P
 
 @pytest.mark.parametrize("name", ["generate", "predict", "evaluate"])
 def test_no_command_on_a_finished_run_runs_code_of_its_model_folder(
-    model_with_code: Path, run: Path, canary: Path, name: str, capsys: pytest.CaptureFixture[str]
+    model_with_code: Path, run: Path, canary: Path, name: str
 ) -> None:
     shutil.rmtree(run / "model")
     shutil.copytree(model_with_code, run / "model")
-    code = main([name, str(run)])
-    assert not canary.exists()
-    assert code == 2
-    assert capsys.readouterr().err.count("error:") == 1
+    error_line(name, run)
 
 
 # --- somebody else's run ------------------------------------------------------------------------------------------
@@ -335,7 +328,7 @@ def rewrite_recipe(run: Path, **sections: Any) -> None:
     recipe = yaml.safe_load((run / RECIPE_FILE).read_text())
     for name, fields in sections.items():
         recipe[name] = {**(recipe[name] or {}), **fields} if isinstance(fields, dict) else fields
-    (run / RECIPE_FILE).write_text(yaml.safe_dump(recipe))
+    write_yaml(run / RECIPE_FILE, recipe)
 
 
 @pytest.fixture
@@ -347,16 +340,7 @@ def someones_run(model_with_code: Path, run: Path, monkeypatch: pytest.MonkeyPat
     rewrite_recipe(run, model=consent, tokenizer="auto")
     incident = run / "incidents" / "step-00000001"
     incident.mkdir(parents=True)
-    record = {
-        "format": 1,
-        "batches": [{"file": "x"}],
-        "precision": "no",
-        "world_size": 1,
-        "num_sharing": 1,
-        "num_targets": 1,
-        "loss_scale": None,
-        **{"step": 1, "kind": "nonfinite", "sentence": "", "classification": "unknown", "processes": [], "weights": {}},
-    }
+    record = asdict(incident_with(step=1, batches=[KeptBatch("x", 0)]))
     (incident / "incident.json").write_text(json.dumps(record))
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(run.parent / "modules"))
     for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
@@ -367,9 +351,7 @@ def someones_run(model_with_code: Path, run: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     "words", ["generate", "evaluate", "export --quantize int8", "verify --resume-proof", "replay", "predict"]
 )
-def test_a_senders_consent_to_the_models_code_is_not_the_readers(
-    someones_run: Path, canary: Path, words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_senders_consent_to_the_models_code_is_not_the_readers(someones_run: Path, canary: Path, words: str) -> None:
     if words == "predict":  # a language model has no label
         written = yaml.safe_load((someones_run / RECIPE_FILE).read_text())["data"]
         shared = {name: value for name, value in written.items() if name in Data.model_fields}
@@ -377,12 +359,7 @@ def test_a_senders_consent_to_the_models_code_is_not_the_readers(
         rewrite_recipe(someones_run, data={**shared, "label_column": "text"})
     folder = someones_run / "incidents" / "step-00000001" if words == "replay" else someones_run
     name, *flags = words.split()
-    code = main([name, str(folder), *flags])
-    assert not canary.exists()
-    said = capsys.readouterr().err
-    assert code == 2, said
-    assert said.count("error:") == 1
-    assert "trust_remote_code" in said
+    error_line(name, folder, *flags, named="trust_remote_code")
 
 
 def test_the_reader_consents_on_the_command_line(someones_run: Path, canary: Path) -> None:
@@ -396,25 +373,14 @@ def test_the_reader_consents_on_the_command_line(someones_run: Path, canary: Pat
 
 
 @pytest.mark.parametrize("named", [{"task": "senders_task:Task"}, {"optimizer": {"name": "senders_task:Task"}}])
-@pytest.mark.parametrize("place", [".", ".."])
-def test_a_class_that_lies_in_the_run_folder_or_beside_it_is_not_imported(
-    named: dict[str, Any],
-    place: str,
-    run: Path,
-    canary: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_class_beside_a_run_is_not_imported_to_prove_that_it_resumes(
+    named: dict[str, Any], run: Path, canary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (run / place / "senders_task.py").write_text(f"open({str(canary)!r}, 'w').close()\nclass Task: pass\n")
+    (run.parent / "senders_task.py").write_text(f"open({str(canary)!r}, 'w').close()\nclass Task: pass\n")
     rewrite_recipe(run, **named)
-    monkeypatch.chdir(run / place)
+    monkeypatch.chdir(run.parent)
     monkeypatch.setattr(sys, "path", list(sys.path))  # the command may put the current folder there
-    for words in ("evaluate", "predict", "export --quantize int8", "verify --resume-proof"):
-        name, *flags = words.split()
-        assert main([name, str(run), *flags]) == 2
-        said = capsys.readouterr().err
-        assert not canary.exists(), words
-        assert "senders_task.py" in said
+    call("verify", run, "--resume-proof", code=2, named="senders_task.py")
 
 
 def test_a_senders_consent_to_metrics_of_the_hub_is_not_the_readers(
@@ -423,8 +389,7 @@ def test_a_senders_consent_to_metrics_of_the_hub_is_not_the_readers(
     rewrite_recipe(run, evaluate={"allow_hub_metrics": True})
     assert not recipe_of_trained(run).evaluate.allow_hub_metrics
     assert recipe_of_trained(run, settings=["--evaluate.allow_hub_metrics", "true"]).evaluate.allow_hub_metrics
-    with pytest.raises(ValueError, match=r"--evaluate\.allow_hub_metrics true"):
-        load_metric("a_metric_of_the_hub")
+    refused(load_metric, "a_metric_of_the_hub", named="--evaluate.allow_hub_metrics true")
 
 
 # --- manifests that lie ------------------------------------------------------------------------------------------
@@ -444,22 +409,18 @@ MANIFESTS: dict[str, str] = {
 
 
 @pytest.mark.parametrize("lie", MANIFESTS)
-def test_verify_names_a_manifest_that_lies_and_reads_nothing_outside(
-    run: Path, lie: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_verify_names_a_manifest_that_lies_and_reads_nothing_outside(run: Path, lie: str) -> None:
     (run / "secret").write_text("secret")
     folder = run / "checkpoints" / "step-00000004"
     (folder / "manifest.json").write_bytes(MANIFESTS[lie].encode("utf-8", "surrogateescape"))
-    assert main(["verify", str(run)]) == 0  # the older one is good
-    table = capsys.readouterr().out
-    assert "would use step-00000002" in table
+    table = call("verify", run, named="would use step-00000002").out
     assert "manifest.json" in next(line for line in table.splitlines() if line.startswith("step-00000004")) or (
         "model.safetensors has" in table
     )
 
 
 @pytest.mark.parametrize("what", ["a file", "the manifest", "the folder", "a pipe"])
-def test_verify_refuses_links_and_what_is_no_file(run: Path, what: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_refuses_links_and_what_is_no_file(run: Path, what: str) -> None:
     folder = run / "checkpoints" / "step-00000004"
     target = {"the folder": folder, "the manifest": folder / "manifest.json"}.get(what, folder / "trainer.json")
     elsewhere = run / "elsewhere"
@@ -468,8 +429,7 @@ def test_verify_refuses_links_and_what_is_no_file(run: Path, what: str, capsys: 
         os.mkfifo(target)
     else:
         target.symlink_to(elsewhere)
-    assert main(["verify", str(run)]) == 0
-    assert "would use step-00000002" in capsys.readouterr().out
+    call("verify", run, named="would use step-00000002")
 
 
 def test_a_manifest_of_a_gigabyte_of_nesting_does_not_take_the_memory_of_a_run(trained: Path, tmp_path: Path) -> None:
@@ -481,13 +441,7 @@ def test_a_manifest_of_a_gigabyte_of_nesting_does_not_take_the_memory_of_a_run(t
             file.truncate(2 << 30)  # a hole: it takes no room on the disk
     limited = "import resource, sys, runpy; resource.setrlimit(resource.RLIMIT_DATA, (4 << 30,) * 2); "
     limited += "sys.argv = ['accel_train', 'verify', sys.argv[1]]; runpy.run_module('accel_train', run_name='__main__')"
-    done = subprocess.run(
-        [sys.executable, "-c", limited, str(folder / "run")],
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    done = ran([sys.executable, "-c", limited, str(folder / "run")])
     assert done.returncode == 4, done.stderr
     assert recipe.is_file()
     assert "manifest.json" in done.stdout

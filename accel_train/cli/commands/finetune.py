@@ -4,9 +4,9 @@ import argparse
 import os
 from collections.abc import Sequence
 
-from accel_train.cli.command import VERBOSE, Command, Outcome, show, users_mistakes
+from accel_train.cli import results
+from accel_train.cli.command import VERBOSE, Command, Outcome, flag, show, users_mistakes, value
 from accel_train.cli.commands.train import run_recipe
-from accel_train.cli.results import training as results
 from accel_train.core.redaction import redact_text
 from accel_train.recipe.tasks import finetune_tasks
 
@@ -48,35 +48,27 @@ def _finetune(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome
 
 FINETUNE = Command(
     _finetune,
+    results.FinetuneResult,
     "train on your own data: find the task, write a recipe, and train it",
     {
-        "path": {
-            "metavar": "PATH",
-            "nargs": "?",
-            "help": (
-                "a table (csv, tsv, jsonl, parquet), text files, chats, CoNLL or SQuAD files, or a folder of images by "
-                "class, with masks, or with boxes"
-            ),
-        },
-        "--example": {"action": "store_true", "help": "write a small table, example.csv, and train on it"},
-        "--model": {
-            "metavar": "NAME",
-            "help": "pretrained weights: a folder or a hub name; default: a small model from scratch",
-        },
-        "--text": {"metavar": "COL", "help": "text column, template '{title}. {body}', or two columns A,B as a pair"},
-        "--label": {"metavar": "COL", "help": "label column, or columns of 0 and 1 with commas between them"},
-        "--group": {
-            "metavar": "COL",
-            "help": "column of groups; rows of a group are on one side of the split; default: found for pairs",
-        },
-        "--task": {
-            "metavar": "TASK",
-            "help": "a task of the list below; default: found from the data",
-        },
-        "--output_dir": {"metavar": "DIR", "help": "run folder; default: runs/NAME, named after the data"},
-        "--recipe": {"metavar": "FILE", "help": "recipe file to write; default: DIR.yaml"},
+        "path": value(
+            "PATH",
+            "a table (csv, tsv, jsonl, parquet), text files, chats, CoNLL or SQuAD files, or a folder of images by "
+            "class, with masks, or with boxes",
+            nargs="?",
+        ),
+        "--example": flag("write a small table, example.csv, and train on it"),
+        "--model": value("NAME", "pretrained weights: a folder or a hub name; default: a small model from scratch"),
+        "--text": value("COL", "text column, template '{title}. {body}', or two columns A,B as a pair"),
+        "--label": value("COL", "label column, or columns of 0 and 1 with commas between them"),
+        "--group": value(
+            "COL", "column of groups; rows of a group are on one side of the split; default: found for pairs"
+        ),
+        "--task": value("TASK", "a task of the list below; default: found from the data"),
+        "--output_dir": value("DIR", "run folder; default: runs/NAME, named after the data"),
+        "--recipe": value("FILE", "recipe file to write; default: DIR.yaml"),
         "--verbose": VERBOSE,
-        "--dry-run": {"action": "store_true", "help": "print the findings and write the recipe, but do not train"},
+        "--dry-run": flag("print the findings and write the recipe, but do not train"),
     },
     processes="all",
     tasks=finetune_tasks,

@@ -7,8 +7,8 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from accel_train.cli.command import Command, Outcome, users_mistakes
-from accel_train.cli.results import runs as results
+from accel_train.cli import results
+from accel_train.cli.command import Command, Outcome, users_mistakes, value
 from accel_train.core.errors import UserError
 from accel_train.core.files import output_path
 from accel_train.core.format import did_you_mean
@@ -26,13 +26,11 @@ def _recipes(_: argparse.Namespace, __: Sequence[str]) -> Outcome:
         for text in (recipe.about, needs):
             print(textwrap.fill(text, width, initial_indent="    ", subsequent_indent="    "))
     print("\naccel-train run NAME trains one; accel-train init NAME copies one, to be edited.")
-    result: results.RecipesResult = {
-        "recipes": [
-            {"name": name, "about": recipe.about, "file": str(recipe.path), "notes": recipe.notes}
-            for name, recipe in shipped_recipes().items()
-        ]
-    }
-    return Outcome(result)
+    listed: list[results.RecipeOfPackage] = [
+        {"name": name, "about": recipe.about, "file": str(recipe.path), "notes": recipe.notes}
+        for name, recipe in shipped_recipes().items()
+    ]
+    return Outcome(results.RecipesResult(recipes=listed))
 
 
 @users_mistakes()
@@ -51,8 +49,7 @@ def _init(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
     except FileExistsError as error:
         raise UserError(f"{target} already exists. Give another file: accel-train init {name} FILE") from error
     print(f"{target}: edit it, then run `accel-train plan {target}` and `accel-train run {target}`")
-    result: results.InitResult = {"recipe": name, "file": str(target)}
-    return Outcome(result)
+    return Outcome(results.InitResult(recipe=name, file=str(target)))
 
 
 @users_mistakes()
@@ -87,31 +84,32 @@ def _completion(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
 
     script = shtab.complete(arguments.build_parser(extend), arguments.shell)
     print(script)
-    result: results.CompletionResult = {"shell": arguments.shell, "script": script}
-    return Outcome(result)
+    return Outcome(results.CompletionResult(shell=arguments.shell, script=script))
 
 
-RECIPES = Command(_recipes, "list the recipes of the package and what each needs", {}, takes_settings=False)
+RECIPES = Command(
+    _recipes, results.RecipesResult, "list the recipes of the package and what each needs", {}, takes_settings=False
+)
 
 INIT = Command(
     _init,
+    results.InitResult,
     "copy a recipe of the package, so that you can edit it",
     {
-        "name": {"metavar": "NAME", "help": "recipe name from `accel-train recipes`"},
-        "file": {"metavar": "FILE", "nargs": "?", "help": "file to write; default: NAME.yaml"},
+        "name": value("NAME", "recipe name from `accel-train recipes`"),
+        "file": value("FILE", "file to write; default: NAME.yaml", nargs="?"),
     },
     takes_settings=False,
 )
 
 EXPLAIN = Command(
     _explain,
+    results.ExplainResult,
     "explain a setting: values, default, meaning, and an example",
     {
         "setting": {
-            "metavar": "SETTING",
-            "nargs": "?",
+            **value("SETTING", "setting or section, such as optimizer.lr_scaling; default: all", nargs="?"),
             "default": "",
-            "help": "setting or section, such as optimizer.lr_scaling; default: all",
         },
     },
     takes_settings=False,
@@ -119,6 +117,7 @@ EXPLAIN = Command(
 
 COMPLETION = Command(
     _completion,
+    results.CompletionResult,
     "print the script that completes commands, flags, and settings in your shell",
     {
         "shell": {

@@ -7,28 +7,26 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from accel_train.cli import results
 from accel_train.cli.command import (
     RECIPE,
     Command,
     Outcome,
+    flag,
     importing,
     importing_for,
     recipe_of,
     say,
     show,
     users_mistakes,
+    value,
     whole_number,
 )
-from accel_train.cli.results import training as results
 from accel_train.core.errors import CheckpointError
 from accel_train.core.terminal import busy, use_colour
 
 if TYPE_CHECKING:
     from accel_train.experiments.rehearse_report import Rehearsal
-
-PROCESSES = {"metavar": "N", "type": whole_number(1)}
-ALL = {"action": "store_true"}
-STEPS = {"metavar": "K", "type": whole_number(4), "default": 8}
 
 
 def _rehearse(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
@@ -121,30 +119,28 @@ def _rehearsed(
 
 REHEARSE = Command(
     _rehearse,
+    results.RehearseResult,
     "test your real recipe in minutes: train, evaluate, save, kill, resume, and compare, also with one process",
     {
         "recipe": RECIPE,
-        "--processes": {**PROCESSES, "help": "processes to train with; default: one per GPU"},
-        "--steps": {**STEPS, "help": "steps to train, at least 4; default: 8"},
-        "--all": {**ALL, "help": "show each step of the rehearsal, every comparison, and the plan"},
+        "--processes": value("N", "processes to train with; default: one per GPU", whole_number(1)),
+        "--steps": value("K", "steps to train, at least 4", whole_number(4), "8"),
+        "--all": flag("show each step of the rehearsal, every comparison, and the plan"),
     },
 )
 
 VERIFY = Command(
     _verify,
+    results.VerifyResult,
     "check the digests of every checkpoint and of model/, and name the checkpoint that a resume would use",
     {
-        "run": {"metavar": "RUN", "help": "output_dir of a run"},
-        "--accept-weights": {
-            "action": "store_true",
-            "help": "accept the files of the written model as they are: you changed them on purpose",
-        },
-        "--resume-proof": {
-            "action": "store_true",
-            "help": "also resume from copies of the newest checkpoint, once with a kill and once without, and compare",
-        },
-        "--processes": {**PROCESSES, "help": "processes for --resume-proof; default: as in the run"},
-        "--steps": {**STEPS, "help": "steps to train for --resume-proof; default: 8"},
-        "--all": {**ALL, "help": "show each step and every comparison of --resume-proof"},
+        "run": value("RUN", "output_dir of a run"),
+        "--accept-weights": flag("accept the files of the written model as they are: you changed them on purpose"),
+        "--resume-proof": flag(
+            "also resume from copies of the newest checkpoint, once with a kill and once without, and compare"
+        ),
+        "--processes": value("N", "processes for --resume-proof; default: as in the run", whole_number(1)),
+        "--steps": value("K", "steps to train for --resume-proof", whole_number(4), "8"),
+        "--all": flag("show each step and every comparison of --resume-proof"),
     },
 )

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel_train.cli import results
 from accel_train.cli.command import (
     DATA,
     RUN,
@@ -16,14 +17,15 @@ from accel_train.cli.command import (
     Outcome,
     data_of,
     finite_number,
+    flag,
     importing,
     importing_for,
     out_of,
     say,
     users_mistakes,
+    value,
     whole_number,
 )
-from accel_train.cli.results import runs as results
 from accel_train.core.files import is_written_into
 from accel_train.core.terminal import busy
 from accel_train.runtime.exit import end_process_group
@@ -46,18 +48,14 @@ def _evaluate(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome
         run = evaluate.open_for_evaluation(folder, data, settings)
         _print_notes(run)
     measured = evaluate.measure(run)
-    result: results.EvaluateResult | None = None
+    result = None
     if run.accelerator.is_main_process:
         print(evaluate.format_measured(measured, evaluate.baselines_of(folder, data)))
         file = evaluate.write_evaluation(run, measured, data)
         print(file, file=sys.stderr)
-        result = {
-            "run": arguments.run,
-            "data": data,
-            "metrics": measured.metrics,
-            "details": measured.details,
-            "file": str(file),
-        }
+        result = results.EvaluateResult(
+            run=arguments.run, data=data, metrics=measured.metrics, details=measured.details, file=str(file)
+        )
     end_process_group(run.inner)
     return Outcome(result)
 
@@ -75,9 +73,8 @@ def _predict(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
         print(written)
     assert run.data.eval is not None
     rows = len(run.data.eval)  # type: ignore[arg-type]
-    result: results.PredictResult = {"run": arguments.run, "data": data, "file": str(out), "rows": rows}
     end_process_group(run.inner)
-    return Outcome(result)
+    return Outcome(results.PredictResult(run=arguments.run, data=data, file=str(out), rows=rows))
 
 
 def _print_notes(run: "TrainedRun") -> None:
@@ -102,8 +99,7 @@ def _generate(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
         from accel_train.inference.generate import generate_from_run
     text = generate_from_run(Path(arguments.run), arguments.prompt, **sampling)
     print(text)
-    result: results.GenerateResult = {"prompt": arguments.prompt, "text": text}
-    return Outcome(result)
+    return Outcome(results.GenerateResult(prompt=arguments.prompt, text=text))
 
 
 @users_mistakes()
@@ -111,9 +107,7 @@ def _chat(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
     sampling = _sampling_of(arguments)
     with importing(arguments.run, GENERATES):
         from accel_train.inference.generate import chat_with_run
-    messages = chat_with_run(Path(arguments.run), _typed(), **sampling)
-    result: results.ChatResult = {"messages": messages}
-    return Outcome(result)
+    return Outcome(results.ChatResult(messages=chat_with_run(Path(arguments.run), _typed(), **sampling)))
 
 
 def _typed() -> Iterator[str]:
@@ -144,8 +138,7 @@ def _export(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
 
     folder, record = export_run(run, out_of(arguments), quantize, settings, onnx=onnx)
     print(format_export(folder, record))
-    result: results.ExportResult = {"folder": str(folder), "quantize": quantize, "onnx": onnx, "details": record}
-    return Outcome(result)
+    return Outcome(results.ExportResult(folder=str(folder), quantize=quantize, onnx=onnx, details=record))
 
 
 @users_mistakes()
@@ -158,16 +151,16 @@ def _push(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
         run, arguments.name, private=arguments.private, updates=arguments.update, is_dry_run=arguments.dry_run
     )
     print(format_push(push))
-    result: results.PushResult = {
-        "run": str(run),
-        "repository": push.name,
-        "private": push.private,
-        "url": push.url,
-        "files": push.files,
-        "left_out": push.left_out,
-        "kept": push.kept,
-        "card": push.card,
-    }
+    result = results.PushResult(
+        run=str(run),
+        repository=push.name,
+        private=push.private,
+        url=push.url,
+        files=push.files,
+        left_out=push.left_out,
+        kept=push.kept,
+        card=push.card,
+    )
     return Outcome(result)
 
 
@@ -187,8 +180,7 @@ def _report(arguments: argparse.Namespace, _: Sequence[str]) -> Outcome:
     written = write_report([Path(run) for run in arguments.runs], out, refuse=True)
     if out is None or not is_written_into(out):
         print(written)
-    result: results.ReportResult = {"file": str(written), "runs": arguments.runs}
-    return Outcome(result)
+    return Outcome(results.ReportResult(file=str(written), runs=arguments.runs))
 
 
 def _follow(arguments: argparse.Namespace) -> Outcome:
@@ -261,9 +253,9 @@ def _replayed(incident: str, replay: "Replay") -> results.ReplayResult:
     """Return the result of a replayed incident."""
     return {
         "incident": incident,
-        "step": replay.record["step"],
-        "kind": replay.record["kind"],
-        "sentence": replay.record["sentence"],
+        "step": replay.incident.step,
+        "kind": replay.incident.kind,
+        "sentence": replay.incident.sentence,
         "classification": replay.classification,
         "device": replay.device,
         "precision": replay.precision,
@@ -297,6 +289,7 @@ def _doctor(_: argparse.Namespace, __: Sequence[str]) -> Outcome:
 
 EVALUATE = Command(
     _evaluate,
+    results.EvaluateResult,
     "compute metrics of a finished run, on its held-out data or on other labeled data",
     {
         "run": RUN,
@@ -307,64 +300,50 @@ EVALUATE = Command(
 
 PREDICT = Command(
     _predict,
+    results.PredictResult,
     "write a table of a finished run's predictions, one row per sample; labels are not needed",
     {
         "run": RUN,
         **DATA,
-        "--out": {"metavar": "FILE", "help": "csv, jsonl, or parquet file; default: RUN/predictions.csv"},
+        "--out": value("FILE", "csv, jsonl, or parquet file; default: RUN/predictions.csv"),
     },
     processes="all",
 )
 
 _SAMPLING: dict[str, dict[str, Any]] = {
-    "--max-new-tokens": {
-        "metavar": "N",
-        "type": whole_number(1),
-        "default": 200,
-        "help": "tokens to write; default: 200",
-    },
-    "--temperature": {
-        "metavar": "T",
-        "type": finite_number(least=0),
-        "default": 0.8,
-        "help": "sampling temperature; 0 takes the likeliest token; default: 0.8",
-    },
-    "--seed": {
-        "metavar": "S",
-        "type": whole_number(0, 2**64 - 1),
-        "default": 0,
-        "help": "seed of the sampling; default: 0",
-    },
+    "--max-new-tokens": value("N", "tokens to write", whole_number(1), "200"),
+    "--temperature": value("T", "sampling temperature; 0 takes the likeliest token", finite_number(least=0), "0.8"),
+    "--seed": value("S", "seed of the sampling", whole_number(0, 2**64 - 1), "0"),
 }
 GENERATE = Command(
     _generate,
+    results.GenerateResult,
     "write text with a finished language model run",
-    {"run": RUN, "--prompt": {"metavar": "TEXT", "default": "", "help": "beginning of the text"}, **_SAMPLING},
+    {"run": RUN, "--prompt": {**value("TEXT", "beginning of the text"), "default": ""}, **_SAMPLING},
     takes_settings=False,
 )
 CHAT = Command(
     _chat,
+    results.ChatResult,
     "type messages to a finished language model run, and read its answers",
     {"run": RUN, **_SAMPLING},
     takes_settings=False,
 )
 
-OWN_CODE = {"metavar": "MODULE:CLASS", "help": "allow this code of the run's recipe; read it first"}
+OWN_CODE = value("MODULE:CLASS", "allow this code of the run's recipe; read it first")
 
 EXPORT = Command(
     _export,
+    results.ExportResult,
     "write the model into a folder to share; int8 makes it smaller, --onnx runs it without torch",
     {
         "run": RUN,
-        "--out": {"metavar": "FOLDER", "help": "folder to write; default: RUN/export, with -onnx and -int8 after it"},
+        "--out": value("FOLDER", "folder to write; default: RUN/export, with -onnx and -int8 after it"),
         "--quantize": {
             "choices": ["int8"],
             "help": "int8 stores linear layers in a quarter of the memory; needs torchao, with --onnx onnxruntime",
         },
-        "--onnx": {
-            "action": "store_true",
-            "help": "write an ONNX graph for onnxruntime, and check that its metrics are equal",
-        },
+        "--onnx": flag("write an ONNX graph for onnxruntime, and check that its metrics are equal"),
         "--task": OWN_CODE,
         "--optimizer.name": OWN_CODE,
     },
@@ -374,16 +353,14 @@ EXPORT = Command(
 
 PUSH = Command(
     _push,
+    results.PushResult,
     "send the model to the Hugging Face Hub, with a card of its scores",
     {
         "run": RUN,
-        "name": {"metavar": "NAME", "help": "repository: a name, or owner/name"},
-        "--private": {"action": "store_true", "help": "make the new repository private"},
-        "--update": {
-            "action": "store_true",
-            "help": "add a commit to a repository that has files; the old files stay in its history",
-        },
-        "--dry-run": {"action": "store_true", "help": "print the files and the card, and send nothing"},
+        "name": value("NAME", "repository: a name, or owner/name"),
+        "--private": flag("make the new repository private"),
+        "--update": flag("add a commit to a repository that has files; the old files stay in its history"),
+        "--dry-run": flag("print the files and the card, and send nothing"),
     },
     takes_settings=False,
     processes="one",
@@ -391,31 +368,25 @@ PUSH = Command(
 
 REPORT = Command(
     _report,
+    results.ReportResult,
     "write an HTML report of one run, or compare several runs",
     {
-        "runs": {"metavar": "RUN", "nargs": "+", "help": "output_dir of a run"},
-        "--out": {"metavar": "FILE", "help": "HTML file to write; default: RUN/report.html"},
-        "--follow": {
-            "action": "store_true",
-            "help": "serve the page on localhost and reload it while the run trains; writes no file",
-        },
-        "--port": {"metavar": "N", "type": whole_number(0, 65_535), "help": "port of --follow; default: a free port"},
+        "runs": value("RUN", "output_dir of a run", nargs="+"),
+        "--out": value("FILE", "HTML file to write; default: RUN/report.html"),
+        "--follow": flag("serve the page on localhost and reload it while the run trains; writes no file"),
+        "--port": value("N", "port of --follow; default: a free port", whole_number(0, 65_535)),
     },
     takes_settings=False,
 )
 
 WATCH = Command(
     _watch,
+    results.WatchResult,
     "show a run in the terminal until it ends: state, loss, learning rate, time left, events",
     {
-        "run": {"metavar": "RUN", "help": "output_dir of a run; its processes may be on other machines"},
-        "--once": {"action": "store_true", "help": "print the state once and exit"},
-        "--every": {
-            "metavar": "SECONDS",
-            "type": finite_number(),
-            "default": 2.0,
-            "help": "seconds between updates; default: 2",
-        },
+        "run": value("RUN", "output_dir of a run; its processes may be on other machines"),
+        "--once": flag("print the state once and exit"),
+        "--every": value("SECONDS", "seconds between updates", finite_number(), "2"),
     },
     takes_settings=False,
     processes="one",
@@ -423,20 +394,19 @@ WATCH = Command(
 
 REPLAY = Command(
     _replay,
+    results.ReplayResult,
     "recompute the bad step of an incident, module by module",
     {
-        "incident": {"metavar": "INCIDENT", "help": "folder in RUN/incidents"},
-        "--device": {"metavar": "DEVICE", "help": "cpu or cuda; default: cuda if available"},
-        "--debug": {
-            "action": "store_true",
-            "help": "stop in the debugger at the first module whose output is not finite",
-        },
+        "incident": value("INCIDENT", "folder in RUN/incidents"),
+        "--device": value("DEVICE", "cpu or cuda; default: cuda if available"),
+        "--debug": flag("stop in the debugger at the first module whose output is not finite"),
     },
     processes="one",
 )
 
 DOCTOR = Command(
     _doctor,
+    results.DoctorResult,
     "check GPUs, driver, versions, precision, launcher, and disk, and print how to fix each problem",
     {},
     takes_settings=False,

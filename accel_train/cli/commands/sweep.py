@@ -4,8 +4,8 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from accel_train.cli.command import Command, Outcome, importing, say, users_mistakes, whole_number
-from accel_train.cli.results import training as results
+from accel_train.cli import results
+from accel_train.cli.command import Command, Outcome, importing, say, users_mistakes, value, whole_number
 
 
 def _sweep(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
@@ -29,41 +29,35 @@ def _sweep(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
     from accel_train.observe.run_folder import read_record
 
     record = read_record(swept.root / SWEEP_FILE)
-    result: results.SweepResult = {
-        "output_dir": str(swept.root),
-        "runs": record["runs"],
-        "combinations": record["combinations"],
-        "report": None if swept.report is None else str(swept.report),
-    }
+    result = results.SweepResult(
+        output_dir=str(swept.root),
+        runs=record["runs"],
+        combinations=record["combinations"],
+        report=None if swept.report is None else str(swept.report),
+    )
     return Outcome(result, swept.exit_code)
 
 
 SWEEP = Command(
     _sweep,
+    results.SweepResult,
     "train every combination of setting values and compare the runs; run it again to resume",
     {
-        "recipe": {
-            "metavar": "RECIPE",
-            "help": "recipe file, or a name from `accel-train recipes`; give settings several values, --seed 0,1,2, or "
+        "recipe": value(
+            "RECIPE",
+            "recipe file, or a name from `accel-train recipes`; give settings several values, --seed 0,1,2, or "
             "a range, --optimizer.learning_rate 1e-5..1e-3; commas within [ ], { }, and quotation marks do not split",
-        },
-        "--random": {
-            "metavar": "N",
-            "type": whole_number(1),
-            "help": "train N combinations drawn from the lists and ranges, each with every seed",
-        },
-        "--optuna": {
-            "metavar": "N",
-            "type": whole_number(1),
-            "help": "train N combinations chosen by Optuna's TPE from the results so far, each with every seed",
-        },
-        "--draw-seed": {
-            "metavar": "S",
-            "type": whole_number(0, 2**64 - 1),
-            "default": 0,
-            "help": "seed of --random and --optuna; default: 0",
-        },
-        "--processes": {"metavar": "N", "type": whole_number(1), "help": "processes of each run; default: one per GPU"},
+        ),
+        "--random": value(
+            "N", "train N combinations drawn from the lists and ranges, each with every seed", whole_number(1)
+        ),
+        "--optuna": value(
+            "N",
+            "train N combinations chosen by Optuna's TPE from the results so far, each with every seed",
+            whole_number(1),
+        ),
+        "--draw-seed": value("S", "seed of --random and --optuna", whole_number(0, 2**64 - 1), "0"),
+        "--processes": value("N", "processes of each run; default: one per GPU", whole_number(1)),
     },
     processes="one",
 )

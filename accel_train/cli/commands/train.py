@@ -10,22 +10,24 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from accel_train.cli import results
 from accel_train.cli.command import (
     RECIPE,
     VERBOSE,
     Command,
     Outcome,
     finite_number,
+    flag,
     importing,
     out_of,
     recipe_of,
     say,
     show,
     users_mistakes,
+    value,
     whole_number,
 )
 from accel_train.cli.early import check_before_torch
-from accel_train.cli.results import training as results
 from accel_train.core.errors import Preempted, TrainingStopped
 from accel_train.core.hardware import known_gpu
 from accel_train.core.redaction import redact_text
@@ -180,13 +182,11 @@ def _find_lr(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
 
 RUN = Command(
     _run,
+    results.RunResult,
     "train a recipe; run the same command again to resume",
     {
         "recipe": RECIPE,
-        "--accept-changes": {
-            "action": "store_true",
-            "help": "resume even if the recipe has changed since the checkpoint",
-        },
+        "--accept-changes": flag("resume even if the recipe has changed since the checkpoint"),
         "--verbose": VERBOSE,
     },
     processes="all",
@@ -194,41 +194,32 @@ RUN = Command(
 
 PLAN = Command(
     _plan,
+    results.PlanResult,
     "compute steps, memory, time, and settings of a run before it costs anything",
     {
         "recipe": RECIPE,
-        "--world-size": {
-            "metavar": "N",
-            "type": whole_number(1),
-            "help": "processes (GPUs) to plan for; default: the GPUs of this machine",
-        },
-        "--gpu": {"metavar": "NAME", "help": "GPU to plan for: H200, A100, ...; default: the GPU of this machine"},
-        "--gpus-per-node": {
-            "metavar": "N",
-            "type": whole_number(1),
-            "help": "GPUs of each machine; default: 8, or all if there are fewer",
-        },
-        "--interconnect": {
-            "metavar": "NAME",
-            "help": "network between machines: infiniband-ndr, roce-200, ethernet-100, ...; default: assumed",
-        },
-        "--mfu": {
-            "metavar": "X",
-            "type": finite_number(most=1),
-            "help": "share of peak FLOPS that the model reaches; default: 0.4 if it is compiled, otherwise 0.3",
-        },
-        "--mtbf": {
-            "metavar": "HOURS",
-            "type": finite_number(),
-            "help": "mean hours between two failures of the run; default: a published rate",
-        },
-        "--all": {"action": "store_true", "help": "show every setting with who set it, and how each number was found"},
-        "--no-data": {"action": "store_true", "help": "read no data: plan from sequence length and vocabulary alone"},
+        "--world-size": value("N", "processes (GPUs) to plan for; default: the GPUs of this machine", whole_number(1)),
+        "--gpu": value("NAME", "GPU to plan for: H200, A100, ...; default: the GPU of this machine"),
+        "--gpus-per-node": value("N", "GPUs of each machine; default: 8, or all if there are fewer", whole_number(1)),
+        "--interconnect": value(
+            "NAME", "network between machines: infiniband-ndr, roce-200, ethernet-100, ...; default: assumed"
+        ),
+        "--mfu": value(
+            "X",
+            "share of peak FLOPS that the model reaches; default: 0.4 if it is compiled, otherwise 0.3",
+            finite_number(most=1),
+        ),
+        "--mtbf": value(
+            "HOURS", "mean hours between two failures of the run; default: a published rate", finite_number()
+        ),
+        "--all": flag("show every setting with who set it, and how each number was found"),
+        "--no-data": flag("read no data: plan from sequence length and vocabulary alone"),
     },
 )
 
 PREPARE = Command(
     _prepare,
+    results.PrepareResult,
     "download and tokenize what a run reads, on a machine without GPUs",
     {"recipe": RECIPE},
     processes="one",
@@ -236,26 +227,14 @@ PREPARE = Command(
 
 FIND_LR = Command(
     _find_lr,
+    results.FindLrResult,
     "find a learning rate: raise it while training until the loss stops falling",
     {
         "recipe": RECIPE,
-        "--min": {
-            "metavar": "LR",
-            "type": finite_number(),
-            "default": 1e-6,
-            "help": "first learning rate; default: 1e-6",
-        },
-        "--max": {"metavar": "LR", "type": finite_number(), "default": 1.0, "help": "last learning rate; default: 1"},
-        "--steps": {
-            "metavar": "N",
-            "type": whole_number(20),
-            "default": 100,
-            "help": "steps to train, at least 20; default: 100",
-        },
-        "--out": {
-            "metavar": "FOLDER",
-            "help": "folder for find-lr.json and find-lr.png; default: the recipe's output_dir",
-        },
+        "--min": value("LR", "first learning rate", finite_number(), "1e-6"),
+        "--max": value("LR", "last learning rate", finite_number(), "1"),
+        "--steps": value("N", "steps to train, at least 20", whole_number(20), "100"),
+        "--out": value("FOLDER", "folder for find-lr.json and find-lr.png; default: the recipe's output_dir"),
     },
     processes="all",
 )

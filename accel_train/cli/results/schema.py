@@ -1,12 +1,13 @@
 """The JSON Schema of the `--json` output, and its documentation page, generated from the types of the results."""
 
 from collections.abc import Iterator
-from typing import Any, Literal, is_typeddict
+from typing import Any, Literal
 
 from pydantic import ConfigDict, TypeAdapter
-from typing_extensions import TypedDict
+from typing_extensions import TypedDict, is_typeddict
 
-from accel_train.cli.results import RESULTS, runs, training
+from accel_train.cli import results
+from accel_train.cli.commands import COMMANDS
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -46,19 +47,19 @@ def json_schema(*, closed: bool = False) -> dict[str, Any]:
     `closed` allows no other fields.
     """
     _describe("forbid" if closed else "allow")
-    kinds = {"answer": Answer, **RESULTS}
+    kinds = {"answer": Answer, **{name: command.result for name, command in COMMANDS.items()}}
     inputs: list[Any] = [(name, "serialization", TypeAdapter(kind)) for name, kind in kinds.items()]
     references, schema = TypeAdapter.json_schemas(inputs, ref_template="#/$defs/{model}")
     answer = schema["$defs"].pop("Answer")
-    properties = {**answer["properties"], "command": {"enum": [*RESULTS, None]}}
-    results = [
+    properties = {**answer["properties"], "command": {"enum": [*COMMANDS, None]}}
+    rules = [
         {
             "if": {"properties": {"command": {"const": name}}},
             "then": {"properties": {"result": {"anyOf": [references[name, "serialization"], {"type": "null"}]}}},
         }
-        for name in RESULTS
+        for name in COMMANDS
     ]
-    return {"$schema": DIALECT, **answer, "properties": properties, "allOf": results, "$defs": schema["$defs"]}
+    return {"$schema": DIALECT, **answer, "properties": properties, "allOf": rules, "$defs": schema["$defs"]}
 
 
 def schema_page() -> str:
@@ -78,11 +79,16 @@ def schema_page() -> str:
         "",
         *_table(Error),
     ]
-    for name, kind in RESULTS.items():
-        about = " ".join((kind.__doc__ or "").split()).partition(": ")[2]
+    whole = {name: command.result for name, command in COMMANDS.items()}
+    for name, kind in whole.items():
+        about = _about(kind).partition(": ")[2]
         lines += ["", f"## {name}", "", f"{about[0].upper()}{about[1:]}", "", *_table(kind)]
-        for part in _parts_of(kind):
-            lines += ["", f"`{part.__name__}`: {_first_lower(part)}", "", *_table(part)]
+        # A whole result within another one has a table of its own.
+        text = " ".join(map(str, kind.__annotations__.values()))
+        for part in _types():
+            if part not in whole.values() and part.__name__ in text:
+                about = _about(part)
+                lines += ["", f"`{part.__name__}`: {about[0].lower()}{about[1:]}", "", *_table(part)]
     return "\n".join(lines) + "\n"
 
 
@@ -93,25 +99,11 @@ def _describe(others: Literal["allow", "forbid"]) -> None:
 
 
 def _types() -> list[type]:
-    return [kind for module in (training, runs) for kind in vars(module).values() if is_typed(kind)]
+    return [kind for kind in vars(results).values() if is_typeddict(kind)]
 
 
-def is_typed(kind: object) -> bool:
-    """Return whether an object is a type of results."""
-    from typing_extensions import is_typeddict as is_extended
-
-    return is_typeddict(kind) or is_extended(kind)
-
-
-def _parts_of(kind: type) -> Iterator[type]:
-    """Yield the types that a result contains, except whole results, because these have separate tables."""
-    text = " ".join(str(annotation) for annotation in kind.__annotations__.values())
-    yield from (part for part in _types() if part not in RESULTS.values() and part.__name__ in text)
-
-
-def _first_lower(kind: type) -> str:
-    text = " ".join((kind.__doc__ or "").split())
-    return f"{text[0].lower()}{text[1:]}"
+def _about(kind: type) -> str:
+    return " ".join((kind.__doc__ or "").split())
 
 
 def _table(kind: type) -> Iterator[str]:
