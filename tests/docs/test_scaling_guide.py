@@ -124,8 +124,8 @@ def test_scaling_names_the_settings_codes_and_times_of_the_launch_files() -> Non
     assert [Parallel(**each).strategy for each in sections] == ["fsdp2", "fsdp2", "deepspeed", "ddp"]
     assert Parallel(**sections[0], dp_shard_size=8).dp_shard_size == 8
     codes = SCALING.partition("## Read exit codes")[2].partition("\n## ")[0]
-    named = [[int(code) for code in re.findall(r"\b(?:Codes )?(\d+)\b", part)] for part in codes.split(". ")[:2]]
-    assert named == [[PEER, PREEMPTED], [*FINAL]]
+    again, changed = (re.findall(r"\b\d+\b", sentence) for sentence in re.split(r"\.\s", codes)[:2])
+    assert ([*map(int, again)], [*map(int, changed)]) == ([PEER, PREEMPTED], [*FINAL])
     refused = [
         reason.partition(" ")[0]
         for *_, reason in REFUSED
