@@ -55,18 +55,13 @@ def test_dist_is_the_same_bytes_under_another_umask_and_its_wheel_works_without_
     folder.mkdir()
     variables = {name: value for name, value in environment().items() if name != "PYTHONPATH"}
 
-    def command(*words: str) -> str:
-        program = [str(tmp_path / "venv" / "bin" / "accel-train"), *words]
-        return subprocess.run(program, cwd=folder, env=variables, check=True, capture_output=True, text=True).stdout
+    def done(*command: str) -> str:
+        return subprocess.run(command, cwd=folder, env=variables, check=True, capture_output=True, text=True).stdout
 
-    where = subprocess.run(
-        [str(python), "-c", "import accel_train; print(accel_train.__file__)"],
-        cwd=folder,
-        env=variables,
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
+    def command(*words: str) -> str:
+        return done(str(tmp_path / "venv" / "bin" / "accel-train"), *words)
+
+    where = done(str(python), "-c", "import accel_train; print(accel_train.__file__)")
     assert where.startswith(str(site))
     assert "gpt_tiny\n" in command("recipes")
     assert "takes   one of none, linear, sqrt" in command("explain", "optimizer.lr_scaling")

@@ -143,50 +143,43 @@ def test_accelerate_launch_with_a_sharding_file_trains_a_sharded_model(
     assert f"strategy: {strategy}  # ACCELERATE_USE_{variable} of the launch" in resolved
 
 
+def environments(command: list[str], folder: Path, **variables: str) -> list[dict[str, str]]:
+    """The environment of each process that a command starts with the program PRINT_ENVIRONMENT, by rank."""
+    seen = folder / "seen"
+    seen.mkdir()
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
+    subprocess.run(command, env={**clean, **variables, "SEEN": str(seen)}, cwd=folder, check=True, timeout=300)
+    return [json.loads(path.read_text()) for path in sorted(seen.iterdir())]
+
+
 @pytest.mark.parametrize(("name", "num_processes"), [("one_gpu.yaml", 1), ("ddp.yaml", 2)])
 def test_accelerate_launch_starts_the_processes_and_changes_no_training(
     name: str, num_processes: int, tmp_path: Path
 ) -> None:
     script = tmp_path / "print_environment.py"
     script.write_text(PRINT_ENVIRONMENT)
-    seen = tmp_path / "seen"
-    seen.mkdir()
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCH / name)]
     if num_processes > 1:
         command += ["--num_processes", str(num_processes), "--main_process_port", "0"]
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
-    subprocess.run([*command, str(script)], env={**clean, "SEEN": str(seen)}, check=True, timeout=300)
-
-    environments = [json.loads((seen / str(rank)).read_text()) for rank in range(num_processes)]
-    assert len(list(seen.iterdir())) == num_processes
-    for seen_by_one in environments:
-        assert seen_by_one.get("WORLD_SIZE", "1") == str(num_processes)
-        assert seen_by_one["ACCELERATE_MIXED_PRECISION"] == "no"  # exported always; the program passes its own
-        assert seen_by_one["ACCELERATE_DYNAMO_BACKEND"] == "NO"
-        assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" not in seen_by_one
-        assert "ACCELERATE_USE_DEEPSPEED" not in seen_by_one
-        assert "ACCELERATE_USE_FSDP" not in seen_by_one
+    started = environments([*command, str(script)], tmp_path)
+    assert [seen.get("WORLD_SIZE", "1") for seen in started] == [str(num_processes)] * num_processes
+    for seen in started:
+        assert seen["ACCELERATE_MIXED_PRECISION"] == "no"  # exported always; the program passes its own
+        assert seen["ACCELERATE_DYNAMO_BACKEND"] == "NO"
+        for unset in ("GRADIENT_ACCUMULATION_STEPS", "USE_DEEPSPEED", "USE_FSDP"):
+            assert f"ACCELERATE_{unset}" not in seen
 
 
 def test_the_cpu_script_starts_the_program_in_two_processes(tmp_path: Path) -> None:
-    # A package of the same name, found first, stands in for the program: what is held is what the script starts.
+    # A package of the same name, found first, stands in for the program: the test is about what the script starts.
     stand_in = tmp_path / "accel_train"
     stand_in.mkdir()
     (stand_in / "__init__.py").touch()
-    (stand_in / "__main__.py").write_text(
-        "import sys\n" + PRINT_ENVIRONMENT + "assert sys.argv[1:] == ['run', 'x.yaml']\n"
-    )
-    seen = tmp_path / "seen"
-    seen.mkdir()
-    variables = {
-        **os.environ,
-        "SEEN": str(seen),
-        "PYTHONPATH": str(tmp_path),
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-    }
-    script = LAUNCH / "cpu_two_processes.sh"
-    subprocess.run([str(script), "run", "x.yaml"], env=variables, cwd=tmp_path, check=True, timeout=300)
-    started = [json.loads(path.read_text()) for path in sorted(seen.iterdir())]
+    check = "assert sys.argv[1:] == ['run', 'x.yaml']\n"
+    (stand_in / "__main__.py").write_text(f"import sys\n{PRINT_ENVIRONMENT}{check}")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    command = [str(LAUNCH / "cpu_two_processes.sh"), "run", "x.yaml"]
+    started = environments(command, tmp_path, PYTHONPATH=str(tmp_path), PATH=path)
     assert [process["LOCAL_RANK"] for process in started] == ["0", "1"]
     assert all(process["ACCELERATE_USE_CPU"] == "true" for process in started)
 

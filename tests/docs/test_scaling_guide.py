@@ -17,7 +17,6 @@ from accel_train.cli.main import parse_arguments
 from accel_train.data.batch_sizes import resolve_batch
 from accel_train.recipe.loader import load_recipe
 from accel_train.recipe.parallel import Parallel
-from accel_train.runtime.launch_environment import REFUSED
 from accel_train.torchrun import FINAL, PEER, PREEMPTED, SHUTDOWN_SECONDS
 from tests.support.runs import REPOSITORY
 
@@ -126,13 +125,6 @@ def test_scaling_names_the_settings_codes_and_times_of_the_launch_files() -> Non
     codes = SCALING.partition("## Read exit codes")[2].partition("\n## ")[0]
     again, changed = (re.findall(r"\b\d+\b", sentence) for sentence in re.split(r"\.\s", codes)[:2])
     assert ([*map(int, again)], [*map(int, changed)]) == ([PEER, PREEMPTED], [*FINAL])
-    refused = [
-        reason.partition(" ")[0]
-        for *_, reason in REFUSED
-        if " is not supported;" in reason or " is not supported (" in reason
-    ]
-    assert refused == ["Megatron-LM", "context"]
-    assert [name for name in refused if name not in SCALING] == []
     slurm = (REPOSITORY / "launch" / "slurm.sh").read_text()
     (signal,) = re.findall(r"^#SBATCH (--signal=\S+)$", slurm, flags=re.MULTILINE)
     (row,) = (line for line in SCALING.splitlines() if line.startswith("| SLURM | "))
