@@ -3,6 +3,7 @@
 import math
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ def test_fit_of_the_readme_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     labels = (inputs.sum(dim=1) > 0).long()
     data, model = TensorDataset(inputs, labels), torch.nn.Linear(4, 2)
     before = torch.nn.functional.cross_entropy(model(inputs), labels).item()
-    names = {"nn": torch.nn, "model": model, "train_data": data, "test_data": data}
+    names: dict[str, Any] = {"nn": torch.nn, "model": model, "train_data": data, "test_data": data}
     exec(source, names)
     result = names["result"]
     assert result.model is model
