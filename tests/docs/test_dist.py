@@ -55,18 +55,13 @@ def test_dist_is_the_same_bytes_under_another_umask_and_its_wheel_works_without_
     folder.mkdir()
     variables = {name: value for name, value in environment().items() if name != "PYTHONPATH"}
 
-    def command(*words: str) -> str:
-        program = [str(tmp_path / "venv" / "bin" / "accel-train"), *words]
-        return subprocess.run(program, cwd=folder, env=variables, check=True, capture_output=True, text=True).stdout
+    def done(*command: str) -> str:
+        return subprocess.run(command, cwd=folder, env=variables, check=True, capture_output=True, text=True).stdout
 
-    where = subprocess.run(
-        [str(python), "-c", "import accel_train; print(accel_train.__file__)"],
-        cwd=folder,
-        env=variables,
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
+    def command(*words: str) -> str:
+        return done(str(tmp_path / "venv" / "bin" / "accel-train"), *words)
+
+    where = done(str(python), "-c", "import accel_train; print(accel_train.__file__)")
     assert where.startswith(str(site))
     assert "gpt_tiny\n" in command("recipes")
     assert "takes   one of none, linear, sqrt" in command("explain", "optimizer.lr_scaling")
@@ -78,20 +73,11 @@ def test_dist_is_the_same_bytes_under_another_umask_and_its_wheel_works_without_
     assert (folder / "runs" / "reviews" / "model" / "config.json").exists()
     (folder / "own.txt").write_text("one two three\n" * 2000)
     command("init", "gpt_tiny", "own.yaml")
-    tiny = [
-        "--data.train",
-        "own.txt",
-        "--data.eval_fraction",
-        "0",
-        "--tokenizer",
-        "bytes",
-        "--schedule.max_steps",
-        "2",
-        "--evaluate.every_steps",
-        "0",
-    ]
-    command("run", "own.yaml", *tiny)
-    command("run", "gpt_tiny", *tiny, "--output_dir", "named")
+    tiny = (
+        "--data.train own.txt --data.eval_fraction 0 --tokenizer bytes --schedule.max_steps 2 --evaluate.every_steps 0"
+    )
+    command("run", "own.yaml", *tiny.split())
+    command("run", "gpt_tiny", *tiny.split(), "--output_dir", "named")
     assert command("report", "runs/gpt-tiny", "named", "--out", "both.html").strip() == "both.html"
     assert "uPlot" in (folder / "both.html").read_text()
     assert (folder / "named" / "model" / "model.safetensors").stat().st_size > os.stat(folder / "own.yaml").st_size

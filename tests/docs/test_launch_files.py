@@ -74,23 +74,6 @@ def environment_of(path: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) -> 
     return {**{name: value for name, value in exported.items() if name not in os.environ}, "WORLD_SIZE": str(processes)}
 
 
-def test_there_is_a_launch_file_for_one_gpu_one_machine_and_several_plain_and_sharded() -> None:
-    machines = {path.name: load_config_from_file(str(path)).num_machines for path in CONFIGS}
-    assert machines == {
-        "one_gpu.yaml": 1,
-        "ddp.yaml": 1,
-        "fsdp2.yaml": 1,
-        "tp.yaml": 1,
-        "sp.yaml": 1,
-        "zero2.yaml": 1,
-        "zero3.yaml": 1,
-        "two_machines.yaml": 2,
-        "hsdp.yaml": 4,
-        "many_machines.yaml": 32,
-    }
-    assert load_config_from_file(str(LAUNCH / "one_gpu.yaml")).num_processes == 1
-
-
 @configs
 def test_accelerate_reads_the_file_and_finds_no_word_on_how_to_train(
     path: Path, monkeypatch: pytest.MonkeyPatch
@@ -112,53 +95,61 @@ def test_accelerate_reads_the_file_and_finds_no_word_on_how_to_train(
     assert exported.get("FSDP_ACTIVATION_CHECKPOINTING", "false") == "false"
 
 
-@pytest.mark.parametrize(
-    ("name", "parallel"),
-    [
-        ("one_gpu.yaml", {}),
-        ("ddp.yaml", {}),
-        ("two_machines.yaml", {}),
-        ("many_machines.yaml", {}),
-        ("fsdp2.yaml", {"strategy": "fsdp2"}),
-        ("hsdp.yaml", {"strategy": "fsdp2", "dp_shard_size": 8}),
-        ("zero2.yaml", {"strategy": "deepspeed", "zero_stage": 2}),
-        ("zero3.yaml", {"strategy": "deepspeed", "zero_stage": 3}),
-        ("tp.yaml", {"strategy": "fsdp2", "dp_shard_size": 4, "tp_size": 2}),
-        ("sp.yaml", {"strategy": "fsdp2", "dp_shard_size": 8, "sp_size": 2}),
-    ],
-)
-def test_what_a_file_makes_of_a_recipe_that_says_nothing_of_it_is_what_it_is_named_for(
-    name: str, parallel: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+FILES: dict[str, tuple[int, dict[str, Any]]] = {
+    "one_gpu.yaml": (1, {}),
+    "ddp.yaml": (1, {}),
+    "two_machines.yaml": (2, {}),
+    "many_machines.yaml": (32, {}),
+    "fsdp2.yaml": (1, {"strategy": "fsdp2"}),
+    "hsdp.yaml": (4, {"strategy": "fsdp2", "dp_shard_size": 8}),
+    "zero2.yaml": (1, {"strategy": "deepspeed", "zero_stage": 2}),
+    "zero3.yaml": (1, {"strategy": "deepspeed", "zero_stage": 3}),
+    "tp.yaml": (1, {"strategy": "fsdp2", "dp_shard_size": 4, "tp_size": 2}),
+    "sp.yaml": (1, {"strategy": "fsdp2", "dp_shard_size": 8, "sp_size": 2}),
+}
+"""Machines, and section `parallel`, of each file."""
+
+
+@configs
+def test_a_file_gives_a_recipe_the_machines_and_the_layout_of_its_name_and_changes_nothing_else(
+    path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    machines, parallel = FILES[path.name]
+    assert load_config_from_file(str(path)).num_machines == machines
     recipe = Recipe.model_validate(recipe_dict(Path("somewhere")))
-    launched = with_launch_environment(recipe, environment_of(LAUNCH / name, monkeypatch))
+    launched = with_launch_environment(recipe, environment_of(path, monkeypatch))
     assert launched.parallel == Parallel(**parallel)
     assert {**launched.model_dump(), "parallel": None} == {**recipe.model_dump(), "parallel": None}
 
 
-@pytest.mark.slow
-def test_accelerate_launch_with_the_fsdp2_file_trains_a_sharded_model(corpus: Path) -> None:
-    recipe = write_recipe_file(corpus, schedule={"max_steps": 3})
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCH / "fsdp2.yaml")]
-    command += ["--num_processes", "2", "--main_process_port", "0", "-m", "accel_train", "run", str(recipe)]
-    subprocess.run(command, env=environment(ACCELERATE_USE_CPU="true"), check=True, timeout=240)
-    assert list(losses(corpus / "run")) == [1, 2, 3]
-    assert (
-        "strategy: fsdp2  # ACCELERATE_USE_FSDP of the launch" in (corpus / "run" / "recipe.resolved.yaml").read_text()
-    )
+def test_each_of_these_launch_files_exists_and_the_first_starts_one_process() -> None:
+    assert {path.name for path in CONFIGS} == set(FILES)
+    assert load_config_from_file(str(LAUNCH / "one_gpu.yaml")).num_processes == 1
 
 
 @pytest.mark.slow
-def test_accelerate_launch_with_the_zero3_file_trains_under_deepspeed(corpus: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "strategy", "variable"), [("fsdp2", "fsdp2", "FSDP"), ("zero3", "deepspeed", "DEEPSPEED")]
+)
+def test_accelerate_launch_with_a_sharding_file_trains_a_sharded_model(
+    name: str, strategy: str, variable: str, corpus: Path
+) -> None:
     recipe = write_recipe_file(corpus, schedule={"max_steps": 3})
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCH / "zero3.yaml")]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCH / f"{name}.yaml")]
     command += ["--num_processes", "2", "--main_process_port", "0", "-m", "accel_train", "run", str(recipe)]
     subprocess.run(command, env=environment(ACCELERATE_USE_CPU="true"), check=True, timeout=240)
     assert list(losses(corpus / "run")) == [1, 2, 3]
-    assert (
-        "strategy: deepspeed  # ACCELERATE_USE_DEEPSPEED of the launch"
-        in (corpus / "run" / "recipe.resolved.yaml").read_text()
-    )
+    resolved = (corpus / "run" / "recipe.resolved.yaml").read_text()
+    assert f"strategy: {strategy}  # ACCELERATE_USE_{variable} of the launch" in resolved
+
+
+def environments(command: list[str], folder: Path, **variables: str) -> list[dict[str, str]]:
+    """The environment of each process that a command starts with the program PRINT_ENVIRONMENT, by rank."""
+    seen = folder / "seen"
+    seen.mkdir()
+    clean = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
+    subprocess.run(command, env={**clean, **variables, "SEEN": str(seen)}, cwd=folder, check=True, timeout=300)
+    return [json.loads(path.read_text()) for path in sorted(seen.iterdir())]
 
 
 @pytest.mark.parametrize(("name", "num_processes"), [("one_gpu.yaml", 1), ("ddp.yaml", 2)])
@@ -167,44 +158,28 @@ def test_accelerate_launch_starts_the_processes_and_changes_no_training(
 ) -> None:
     script = tmp_path / "print_environment.py"
     script.write_text(PRINT_ENVIRONMENT)
-    seen = tmp_path / "seen"
-    seen.mkdir()
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(LAUNCH / name)]
     if num_processes > 1:
         command += ["--num_processes", str(num_processes), "--main_process_port", "0"]
-    clean = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
-    subprocess.run([*command, str(script)], env={**clean, "SEEN": str(seen)}, check=True, timeout=300)
-
-    environments = [json.loads((seen / str(rank)).read_text()) for rank in range(num_processes)]
-    assert len(list(seen.iterdir())) == num_processes
-    for seen_by_one in environments:
-        assert seen_by_one.get("WORLD_SIZE", "1") == str(num_processes)
-        assert seen_by_one["ACCELERATE_MIXED_PRECISION"] == "no"  # exported always; the program passes its own
-        assert seen_by_one["ACCELERATE_DYNAMO_BACKEND"] == "NO"
-        assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS" not in seen_by_one
-        assert "ACCELERATE_USE_DEEPSPEED" not in seen_by_one
-        assert "ACCELERATE_USE_FSDP" not in seen_by_one
+    started = environments([*command, str(script)], tmp_path)
+    assert [seen.get("WORLD_SIZE", "1") for seen in started] == [str(num_processes)] * num_processes
+    for seen in started:
+        assert seen["ACCELERATE_MIXED_PRECISION"] == "no"  # exported always; the program passes its own
+        assert seen["ACCELERATE_DYNAMO_BACKEND"] == "NO"
+        for unset in ("GRADIENT_ACCUMULATION_STEPS", "USE_DEEPSPEED", "USE_FSDP"):
+            assert f"ACCELERATE_{unset}" not in seen
 
 
 def test_the_cpu_script_starts_the_program_in_two_processes(tmp_path: Path) -> None:
-    # A package of the same name, found first, stands in for the program: what is held is what the script starts.
+    # A package of the same name, found first, stands in for the program: the test is about what the script starts.
     stand_in = tmp_path / "accel_train"
     stand_in.mkdir()
     (stand_in / "__init__.py").touch()
-    (stand_in / "__main__.py").write_text(
-        "import sys\n" + PRINT_ENVIRONMENT + "assert sys.argv[1:] == ['run', 'x.yaml']\n"
-    )
-    seen = tmp_path / "seen"
-    seen.mkdir()
-    variables = {
-        **os.environ,
-        "SEEN": str(seen),
-        "PYTHONPATH": str(tmp_path),
-        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-    }
-    script = LAUNCH / "cpu_two_processes.sh"
-    subprocess.run([str(script), "run", "x.yaml"], env=variables, cwd=tmp_path, check=True, timeout=300)
-    started = [json.loads(path.read_text()) for path in sorted(seen.iterdir())]
+    check = "assert sys.argv[1:] == ['run', 'x.yaml']\n"
+    (stand_in / "__main__.py").write_text(f"import sys\n{PRINT_ENVIRONMENT}{check}")
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    command = [str(LAUNCH / "cpu_two_processes.sh"), "run", "x.yaml"]
+    started = environments(command, tmp_path, PYTHONPATH=str(tmp_path), PATH=path)
     assert [process["LOCAL_RANK"] for process in started] == ["0", "1"]
     assert all(process["ACCELERATE_USE_CPU"] == "true" for process in started)
 

@@ -23,8 +23,10 @@ from accel_train.recipe.explain import explained
 from accel_train.recipe.loader import load_recipe, shipped_recipes
 from accel_train.recipe.names import free_names, is_section, recipe_names
 from accel_train.recipe.schema import Recipe
+from accel_train.training.loop import run_steps
+from accel_train.training.setup import prepare_run
 from tests.docs.test_scaling_guide import is_taken
-from tests.support.runs import REPOSITORY
+from tests.support.runs import REPOSITORY, losses, recipe_dict, write_corpus
 
 PAGES = [
     "README.md", "AGENTS.md", "CONTRIBUTING.md", "launch/README.md",
@@ -53,6 +55,39 @@ def anchors(page: str) -> set[str]:
     """The anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", CODE.sub("", text_of(page)), flags=re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_a_page_names_are_there(page: str) -> None:
+    names = re.findall(r"`(?!output_dir)(\w+/[\w/]+(?:\.py|/))`", text_of(page))
+    assert page != "docs/architecture.md" or len(names) > 40
+    folders = (REPOSITORY / "accel_train", REPOSITORY)
+    assert [name for name in names if not any((folder / name).exists() for folder in folders)] == []
+
+
+def test_the_table_of_files_to_change_names_files_and_functions_that_exist() -> None:
+    rows = [
+        row
+        for row in text_of("docs/architecture.md").partition("## Find the file to change")[2].splitlines()
+        if row.startswith("| ")
+    ][1:]
+    assert len(rows) >= 45
+    package, lacking = REPOSITORY / "accel_train", []
+    for row in rows:
+        path = package / "__init__.py"
+        for name in re.findall(r"`([^`]+)`", row.split(" | ", 1)[1]):
+            if name.isidentifier():
+                found = re.search(rf"^\s*(?:def |class |){name}\b", path.read_text(), re.M) is not None
+            elif "/" in name or name.endswith(".py"):
+                # A name without a folder lies beside the one before it.
+                places = [base / name for base in (package, REPOSITORY, REPOSITORY / "tests", path.parent)]
+                place = next((place for place in places if place.exists()), None)
+                found = place is not None
+                path = place if place is not None and place.is_file() else path
+            else:
+                continue
+            lacking += [] if found else [(row, name)]
+    assert lacking == []
 
 
 @pytest.mark.parametrize("page", PAGES)
@@ -178,7 +213,7 @@ def test_every_python_block_runs_in_a_test_or_says_what_it_needs(page: str) -> N
     """Those of the quick starts run in test_quick_starts.py, and files and calls of `fit` here and
     in test_readme.py.
     """
-    starts = ("# needs ", "# runs ", "# transformers\n", "# accel_train\n", "# config/", "from accel_train import fit ")
+    starts = ("# needs ", "# runs ", "# config/", "from accel_train import fit ")
     left = [
         block
         for block in blocks(page, "python")
@@ -187,33 +222,13 @@ def test_every_python_block_runs_in_a_test_or_says_what_it_needs(page: str) -> N
     assert len(left) == EXCERPTS.get(page, 0), left
 
 
-def test_every_guarantee_has_an_id_of_its_own_and_names_the_test_that_holds_it() -> None:
-    """Rows of the tables whose first column is `id`, which every table but that of the three trainers has."""
-    tables = re.findall(r"^\| (.+) \|\n\|[-|]+\|\n((?:\|.*\n)+)", text_of("docs/guarantees.md"), flags=re.MULTILINE)
-    assert [head.split(" | ")[0] for head, _ in tables if not head.startswith("fault | accel_train")] == ["id"] * 6
-    rows = [row.strip("| ").split(" | ") for head, rows in tables if head.startswith("id") for row in rows.splitlines()]
-    ids = [row[0] for row in rows]
-    assert [name for name in ids if not re.fullmatch(r"[a-z]+-\d\d", name)] == []
-    assert sorted(set(ids)) == sorted(ids)
-    named = {row[0]: re.findall(r"`(tests/[\w/]+/test_\w+\.py|tests/test_\w+\.py)`", row[-1]) for row in rows}
-    assert [name for name, files in named.items() if not files] == []
-    assert [file for files in named.values() for file in files if not (REPOSITORY / file).is_file()] == []
-
-
-@pytest.mark.filterwarnings("ignore:'pin_memory' argument")  # transformers' own, without a GPU
-def test_both_trainers_of_the_page_for_newcomers_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.support.hf_models import bert, rows
-
-    found = [
-        block for block in blocks("docs/coming_from.md", "python") if re.match(r"# (transformers|accel_train)\n", block)
-    ]
-    assert len(found) == 2
-    for number, block in enumerate(found):
-        (tmp_path / str(number)).mkdir()
-        monkeypatch.chdir(tmp_path / str(number))
-        names: dict[str, Any] = {"model": bert(), "train": rows(16), "test": rows(8)}
-        exec(compile(block, f"docs/coming_from.md, trainer {number}", "exec"), names)
-        assert names["trainer"].state.global_step > 0
+def test_every_guarantee_has_an_id_of_its_own_and_names_the_tests_that_hold_it() -> None:
+    lines = [line for line in text_of("docs/guarantees.md").splitlines() if line.startswith("| ") and "`tests/" in line]
+    rows = [re.fullmatch(r"\| ([a-z]+-\d\d) \| .* \| (`tests/.*`) \|", line) for line in lines]
+    assert [line for line, row in zip(lines, rows, strict=True) if row is None] == []
+    assert len({row[1] for row in rows if row}) == len(lines) > 90
+    named = {file for row in rows if row for file in re.findall(r"`([^`]+)`", row[2])}
+    assert [file for file in named if not (REPOSITORY / file).is_file()] == []
 
 
 def test_recipe_of_the_page_for_newcomers_is_its_config_of_nanogpt() -> None:
@@ -222,18 +237,24 @@ def test_recipe_of_the_page_for_newcomers_is_its_config_of_nanogpt() -> None:
     theirs: dict[str, Any] = {}
     exec(config, theirs)
     ours = Recipe.model_validate(yaml.safe_load(recipe))
-    model = ours.model.config or {}
-    assert [model[name] for name in ("n_layer", "n_head", "n_embd")] == [
-        theirs[name] for name in ("n_layer", "n_head", "n_embd")
-    ]
-    assert (model["n_positions"], model["resid_pdrop"]) == (theirs["block_size"], theirs["dropout"])
-    assert ours.batch.global_batch_size == theirs["batch_size"] * theirs["gradient_accumulation_steps"]
-    assert (ours.optimizer.learning_rate, ours.optimizer.betas[1]) == (theirs["learning_rate"], theirs["beta2"])
-    assert (ours.schedule.max_steps, ours.schedule.warmup_steps) == (theirs["max_iters"], theirs["warmup_iters"])
-    assert ours.schedule.min_lr_ratio == pytest.approx(theirs["min_lr"] / theirs["learning_rate"])
+    model, schedule = ours.model.config or {}, ours.schedule
+    expected = {
+        **{name: model[name] for name in ("n_layer", "n_head", "n_embd")},
+        "block_size": model["n_positions"],
+        "dropout": model["resid_pdrop"],
+        "batch_size": ours.batch.global_batch_size,
+        "learning_rate": ours.optimizer.learning_rate,
+        "beta2": ours.optimizer.betas[1],
+        "max_iters": schedule.max_steps,
+        "warmup_iters": schedule.warmup_steps,
+        "min_lr": pytest.approx(schedule.min_lr_ratio * ours.optimizer.learning_rate),
+        "gradient_accumulation_steps": 1,
+    }
+    assert {name: theirs[name] for name in expected} == expected
 
 
 def module_of(page: str, name: str, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """The module of a page's block that begins with its file's name."""
     (source,) = (block for block in blocks(page, "python") if block.startswith(f"# {name}.py"))
     module = types.ModuleType(name)
     monkeypatch.setitem(sys.modules, name, module)
@@ -241,19 +262,33 @@ def module_of(page: str, name: str, monkeypatch: pytest.MonkeyPatch) -> types.Mo
     return module
 
 
-def test_task_of_the_page_for_newcomers_learns_by_its_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from accel_train.training.loop import run_steps
-    from accel_train.training.setup import prepare_run
-    from tests.support.runs import losses
-
-    monkeypatch.chdir(tmp_path)
-    module_of("docs/coming_from.md", "fit_task", monkeypatch)
-    (recipe,) = (block for block in blocks("docs/coming_from.md", "yaml") if block.startswith("# fit_task.yaml"))
-    run = prepare_run(Recipe.model_validate(yaml.safe_load(recipe)))
+def trained(tree: dict[str, Any]) -> tuple[Any, list[float]]:
+    """A run by a recipe after its steps, and its losses."""
+    run = prepare_run(Recipe.model_validate(tree))
     with run.resources:
         run_steps(run)
-    found = list(losses(tmp_path / "runs" / "fit").values())
+    return run, list(losses(Path(run.plan.recipe.output_dir)).values())
+
+
+@pytest.mark.parametrize(("page", "name"), [("docs/coming_from.md", "fit_task"), ("docs/tasks.md", "line_fit")])
+def test_a_task_of_a_page_learns_by_its_recipe(
+    page: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    module_of(page, name, monkeypatch)
+    (recipe,) = (block for block in blocks(page, "yaml") if block.startswith(f"# {name}.yaml"))
+    _, found = trained(yaml.safe_load(recipe))
     assert found[-1] < 0.1 * found[0]
+
+
+@pytest.mark.parametrize(("data", "noise"), [({}, 0.1), ({"noise": 0.2}, 0.2)])
+def test_the_language_model_of_the_page_about_tasks_reads_its_setting(
+    data: dict[str, float], noise: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module_of("docs/tasks.md", "noise", monkeypatch)
+    write_corpus(tmp_path)
+    run, found = trained(recipe_dict(tmp_path, task="noise:Noise", data=data, schedule={"max_steps": 2}))
+    assert (len(found), getattr(run.plan.task, "noise", None)) == (2, noise)
 
 
 def test_metric_of_the_cookbook_is_the_recall_of_the_worst_class(monkeypatch: pytest.MonkeyPatch) -> None:

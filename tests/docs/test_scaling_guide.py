@@ -17,7 +17,6 @@ from accel_train.cli.main import parse_arguments
 from accel_train.data.batch_sizes import resolve_batch
 from accel_train.recipe.loader import load_recipe
 from accel_train.recipe.parallel import Parallel
-from accel_train.runtime.launch_environment import REFUSED
 from accel_train.torchrun import FINAL, PEER, PREEMPTED, SHUTDOWN_SECONDS
 from tests.support.runs import REPOSITORY
 
@@ -112,40 +111,29 @@ def test_check_of_the_commands_can_fail(monkeypatch: pytest.MonkeyPatch) -> None
         is_taken(absent)
 
 
-def test_every_launch_file_is_named_and_every_link_and_file_is_there() -> None:
+def test_every_launch_file_is_named_and_is_there() -> None:
     readme = (REPOSITORY / "launch" / "README.md").read_text()
-    for path in (REPOSITORY / "launch").iterdir():
-        assert path.name == "README.md" or f"]({path.name})" in readme, f"{path.name} is not in launch/README.md"
-        assert path.name in ("README.md", "one_gpu.yaml") or f"launch/{path.name}" in SCALING
-    for base, text in {"launch": readme, "docs": SCALING}.items():
-        links = [link for link in re.findall(r"\]\(([^)#]+)\)", text) if "://" not in link]
-        assert [link for link in links if not (REPOSITORY / base / link).exists()] == []
-    assert [name for name in re.findall(r"launch/\w+\.\w+", SCALING) if not (REPOSITORY / name).exists()] == []
+    files = {path.name for path in (REPOSITORY / "launch").iterdir()} - {"README.md"}
+    assert {*re.findall(r"\]\((\w+\.\w+)\)", readme)} == files
+    assert {*re.findall(r"launch/(\w+\.\w+)", SCALING)} == files - {"one_gpu.yaml"}
 
 
-def test_what_scaling_says_of_settings_codes_and_times_is_so() -> None:
-    def says(text: str) -> bool:
-        return text in " ".join(SCALING.split())
-
+def test_scaling_names_the_settings_codes_and_times_of_the_launch_files() -> None:
     sections = [yaml.safe_load(each)["parallel"] for each in re.findall(r"`(parallel: {.*?})`", SCALING)]
     assert [Parallel(**each).strategy for each in sections] == ["fsdp2", "fsdp2", "deepspeed", "ddp"]
     assert Parallel(**sections[0], dp_shard_size=8).dp_shard_size == 8
-    assert says("`dp_shard_size: 8`")
-    assert says(f"| {', '.join(map(str, FINAL))} |")
-    assert says(f"runs again after {PEER} and {PREEMPTED}")
-    refused = [
-        reason.partition(" ")[0]
-        for *_, reason in REFUSED
-        if " is not supported;" in reason or " is not supported (" in reason
-    ]
-    assert refused == ["Megatron-LM", "context"]
-    assert [name for name in refused if name not in SCALING] == []
+    codes = SCALING.partition("## Read exit codes")[2].partition("\n## ")[0]
+    again, changed = (re.findall(r"\b\d+\b", sentence) for sentence in re.split(r"\.\s", codes)[:2])
+    assert ([*map(int, again)], [*map(int, changed)]) == ([PEER, PREEMPTED], [*FINAL])
     slurm = (REPOSITORY / "launch" / "slurm.sh").read_text()
     (signal,) = re.findall(r"^#SBATCH (--signal=\S+)$", slurm, flags=re.MULTILINE)
-    assert says(f"5 minutes before its time limit (`{signal}`)")
-    assert signal.endswith("@300")
-    assert says("again in place, 3 times")
-    assert "${MAX_RESTARTS:-3}" in slurm
+    (row,) = (line for line in SCALING.splitlines() if line.startswith("| SLURM | "))
+    assert f"`{signal}`" in row
+    minutes, restarts = re.search(r"(\d+) minutes before", row), re.search(r"in place, (\d+) times", row)
+    assert minutes
+    assert int(signal.partition("@")[2]) == 60 * int(minutes[1])
+    assert restarts
+    assert f"${{MAX_RESTARTS:-{restarts[1]}}}" in slurm
     runtime: dict[str, Any] = next(yaml.safe_load_all((REPOSITORY / "launch" / "kubernetes.yaml").read_text()))
     (job,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
     assert job["template"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] == 300 <= SHUTDOWN_SECONDS
@@ -157,9 +145,9 @@ def test_recipes_of_gpt2_go_on_every_power_of_two_and_read_their_data_once(name:
     for world_size in (2**power for power in range(10)):
         sizes = resolve_batch(recipe.batch, world_size)
         assert sizes.per_device_batch_size * sizes.gradient_accumulation_steps * world_size == 512
-    with pytest.raises(ValueError, match="global_batch_size=512 is not divisible by 240 processes"):
+    with pytest.raises(ValueError, match="240"):
         resolve_batch(recipe.batch, 240)
-    assert "512 samples fit on 256 GPUs, but not on 240" in SCALING
+    assert re.search(r"512\s+samples\s+fit\s+on\s+256\s+GPUs,\s+but\s+not\s+on\s+240", SCALING)
     assert 512 * 1024 * (recipe.schedule.max_steps or 0) == pytest.approx(10e9, rel=1e-3)
 
 
