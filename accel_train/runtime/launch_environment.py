@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from accel_train.core.errors import SettingError
 from accel_train.core.state import Choice
-from accel_train.recipe.names import value_of
+from accel_train.recipe.values import value_of
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.values import Origin
 from accel_train.recipe.writer import who_set
