@@ -10,7 +10,6 @@ from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from numpy.typing import NDArray
 from safetensors.torch import load_model
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, default_collate
@@ -22,7 +21,7 @@ from accel_train.model.tensors import as_tensors
 from accel_train.recipe.data import Data
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.tasks import TaskSpec
-from accel_train.task import Facts, Scores, Task, TaskData
+from accel_train.task import Batch, Facts, Scores, Task, TaskData, Tensors, Totals
 
 _SAMPLES, _STRUCTURE = "samples", "structure"
 """Keys of a batch: one row per sample, and the nested structure that `collate` returned."""
@@ -71,7 +70,7 @@ class ModuleTask(Task):
         """
         return None
 
-    def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    def metrics(self, model: nn.Module, batch: Any) -> Tensors:
         """Return further evaluation metrics by name, shaped like `loss` and averaged over all samples."""
         return {}
 
@@ -127,14 +126,14 @@ class ModuleTask(Task):
                 load_model(model, Path(recipe.model.pretrained) / "model.safetensors")
         return model
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the fp32 loss summed over the samples, or over the targets that `count_targets` counts."""
         loss = self.loss(model, self._given(batch))
         if self._batching()[1] is not None and isinstance(loss, Tensor):
             return loss.float().sum()
         return _summed(loss, len(batch[_SAMPLES]), "loss")
 
-    def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def evaluate_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         """Return the loss and the metrics, summed over the samples."""
         samples = batch[_SAMPLES]
         found = self.metrics(model, self._given(batch))
@@ -142,7 +141,7 @@ class ModuleTask(Task):
         size = torch.tensor(len(samples), device=samples.device)
         return {"loss_sum": self.loss_sum(model, batch), **sums, "num_samples": size}
 
-    def score(self, loss: float, totals: Mapping[str, NDArray[Any]], data: TaskData) -> Scores:
+    def score(self, loss: float, totals: Totals, data: TaskData) -> Scores:
         """Return the mean of each metric over all samples."""
         number = max(int(totals["num_samples"]), 1)
         own = {name: total for name, total in totals.items() if name not in ("num_samples", "loss_sum", "num_targets")}
@@ -242,7 +241,7 @@ class FittedModule(ModuleTask):
         """Return the result of the program's loss function."""
         return self.functions["loss"](model, batch)
 
-    def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    def metrics(self, model: nn.Module, batch: Any) -> Tensors:
         """Return the result of the program's metrics function, or nothing without one."""
         function = self.functions.get("metrics")
         return {} if function is None else function(model, batch)

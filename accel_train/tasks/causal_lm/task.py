@@ -1,7 +1,6 @@
 """Causal language modeling: predict each next token of a text with any causal LM of transformers."""
 
 import math
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -46,7 +44,7 @@ from accel_train.model.tensors import unpacked_numel
 from accel_train.observe.throughput import model_flops_per_token
 from accel_train.recipe.data import TrainedTokenizer
 from accel_train.recipe.schema import Recipe
-from accel_train.task import Facts, Scores, Task, TaskData
+from accel_train.task import Batch, Facts, Scores, Task, TaskData, Tensors, Totals
 from accel_train.tasks.causal_lm.config import SPEC, CausalLMData
 from accel_train.tasks.causal_lm.data import prepare_rows
 from accel_train.tasks.causal_lm.packing import rows_as_samples, shares_windows
@@ -168,7 +166,7 @@ class CausalLM(Task):
             choices["loss.router_aux"] = Choice(value, router.reason)
         return choices
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the fp32 cross-entropy summed over the labels that are not -100.
 
         In training, add label smoothing (`loss.label_smoothing`), the z-loss (`loss.z_loss`), and the router loss
@@ -182,14 +180,14 @@ class CausalLM(Task):
             return loss_sum + self.global_loss.loss_sum(batch["labels"])
         return self.cross_entropy_sum(model, batch)
 
-    def global_part(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def global_part(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the routers' distribution over experts, for `GlobalLoss.over`, without computing logits or loss."""
         assert self.global_loss is not None
         with self.global_loss.recording():
             hidden_states(model, batch, self.compiled)
         return self.global_loss.routing(batch["labels"])
 
-    def cross_entropy_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def cross_entropy_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the cross-entropy summed over the labels, without the router loss."""
         labels = batch["labels"]
         smoothing, z_loss = (self.label_smoothing, self.z_loss) if model.training else (0.0, 0.0)
@@ -225,7 +223,7 @@ class CausalLM(Task):
             num_frozen=sum(unpacked_numel(each) for each in used if not each.requires_grad),
         )
 
-    def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def evaluate_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         """Return the summed loss and, when fine-tuning, the counts of labels and of correct predictions."""
         if not self.counts_hits:
             return {"loss_sum": self.loss_sum(model, batch)}
@@ -238,7 +236,7 @@ class CausalLM(Task):
             loss_sum, num_hits = chunked_counts(head, hidden_states(model, batch, self.compiled), labels)
         return {"loss_sum": loss_sum, "num_hits": num_hits, "num_labels": (labels != IGNORED_LABEL).sum()}
 
-    def score(self, loss: float, totals: Mapping[str, NDArray[Any]], data: TaskData) -> Scores:
+    def score(self, loss: float, totals: Totals, data: TaskData) -> Scores:
         """Return the perplexity, with bits per byte for text or token accuracy for rows.
 
         Bits per byte do not depend on the tokenizer.
@@ -294,7 +292,7 @@ print(write({start}, max_new_tokens=40)[0]["generated_text"]{read})""",
         return {"prompt": prompt, "text": text}
 
 
-def next_token_logits(model: nn.Module, batch: Mapping[str, Tensor], compiled: bool = False) -> Tensor:
+def next_token_logits(model: nn.Module, batch: Batch, compiled: bool = False) -> Tensor:
     """Return logits (B, T, vocabulary) in the model's precision.
 
     Document ids in the batch restrict attention and positions to each document.
@@ -306,14 +304,14 @@ def next_token_logits(model: nn.Module, batch: Mapping[str, Tensor], compiled: b
     return logits
 
 
-def hidden_states(model: nn.Module, batch: Mapping[str, Tensor], compiled: bool = False) -> Tensor:
+def hidden_states(model: nn.Module, batch: Batch, compiled: bool = False) -> Tensor:
     """Return the hidden states (B, T, hidden size) that the output layer reads."""
     assert isinstance(model, PreTrainedModel)
     hidden: Tensor = model.base_model(**model_inputs(model, batch, compiled)).last_hidden_state
     return hidden
 
 
-def model_inputs(model: nn.Module, batch: Mapping[str, Tensor], compiled: bool) -> dict[str, Any]:
+def model_inputs(model: nn.Module, batch: Batch, compiled: bool) -> dict[str, Any]:
     """Return the keyword arguments of a forward pass over whole sequences."""
     inputs: dict[str, Any] = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
     if "document_ids" in batch or "document_lengths" in batch:

@@ -1,9 +1,7 @@
 """Image classification: predict one class per image with any image classifier of transformers."""
 
 import warnings
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,7 +18,7 @@ from accel_train.metrics.scores import auroc_from_histogram, classification_scor
 from accel_train.recipe.data import Augment
 from accel_train.recipe.evaluate import Evaluate
 from accel_train.recipe.schema import Recipe
-from accel_train.task import Scores, TaskData
+from accel_train.task import Batch, Scores, TaskData, Tensors, Totals
 from accel_train.tasks.common import classification
 from accel_train.tasks.common.vision import VisionTask, image_logits
 from accel_train.tasks.image_classification.config import SPEC, ImageClassificationData
@@ -91,13 +89,13 @@ print(model.config.id2label[int(scores.argmax())], scores.max().item())"""
             where=sets.train.where,
         )
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the fp32 cross-entropy summed over images. Training adds smoothing, weights, and mixed labels."""
         logits = image_logits(model, batch["pixel_values"])
         labels = batch["labels"] if "labels" in batch else batch["soft_labels"]
         return self.loss(logits, labels, training=model.training)
 
-    def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def evaluate_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         """Return the summed loss, the confusion matrix, and counts for further metrics and test-time augmentation."""
         pixel_values, labels = batch["pixel_values"], batch["labels"]
         logits = image_logits(model, pixel_values)
@@ -126,7 +124,7 @@ print(model.config.id2label[int(scores.argmax())], scores.max().item())"""
         views = self.views(model, pixel_values, logits)
         return torch.stack([each.float().softmax(-1) for each in views]).mean(0)
 
-    def score(self, loss: float, totals: Mapping[str, NDArray[Any]], data: TaskData) -> Scores:
+    def score(self, loss: float, totals: Totals, data: TaskData) -> Scores:
         """Return accuracy, precision, recall, F1, and Matthews' correlation, with top-5 accuracy from 11 classes."""
         names = data.source.label_names
         scores = classification_scores(totals["confusion"], names)
@@ -142,7 +140,7 @@ print(model.config.id2label[int(scores.argmax())], scores.max().item())"""
             details["test_time_augmentation"] = {"without": dict(scores.metrics), "with": dict(averaged)}
         return Scores(metrics, details)
 
-    def predict_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def predict_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         """Return the likeliest class and all probabilities, averaged over all views with test-time augmentation."""
         pixel_values = batch["pixel_values"]
         scores = self._mean_probabilities(model, pixel_values, image_logits(model, pixel_values))

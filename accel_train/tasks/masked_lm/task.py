@@ -1,6 +1,5 @@
 """Masked language modeling: predict masked tokens from both sides with any BERT-style model of transformers."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +26,7 @@ from accel_train.metrics.scores import perplexity
 from accel_train.model.kernels.chunked_loss import summed_loss
 from accel_train.recipe.data import TrainedTokenizer
 from accel_train.recipe.schema import Recipe
-from accel_train.task import Facts, Scores, Task, TaskData
+from accel_train.task import Batch, Columns, Facts, Scores, Task, TaskData, Tensors, Totals
 from accel_train.tasks.common import classification
 from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.generation import NO_TOKEN, decoded
@@ -155,7 +154,7 @@ class MaskedLM(Task):
         data.add_notes(notes)
         return model
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the fp32 cross-entropy summed over masked tokens, with `loss.label_smoothing` in training."""
         return summed_loss(_logits(model, batch), batch["labels"], self.label_smoothing if model.training else 0.0)
 
@@ -165,7 +164,7 @@ class MaskedLM(Task):
         flops = classification.training_flops(AutoModelForMaskedLM, model.config, input_ids=(1, self.length))
         return None if flops is None else flops / (self.probability * self.length)
 
-    def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def evaluate_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         """Return the summed loss, the number of masked tokens, and the number whose likeliest token is right."""
         logits, labels = _logits(model, batch), batch["labels"]
         return {
@@ -174,7 +173,7 @@ class MaskedLM(Task):
             "num_labels": (labels != IGNORED_LABEL).sum(),
         }
 
-    def score(self, loss: float, totals: Mapping[str, NDArray[Any]], data: TaskData) -> Scores:
+    def score(self, loss: float, totals: Totals, data: TaskData) -> Scores:
         """Return the perplexity and accuracy of the masked tokens. All evaluations use the same masks.
 
         The perplexity is exp of the loss with all masks of a window at once, as in transformers' `run_mlm`. Masking one
@@ -199,7 +198,7 @@ class MaskedLM(Task):
             "unigram_token_accuracy": float(wanted[counts.argmax()] / wanted.sum()),
         }
 
-    def predict_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def predict_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         """Fill masks with the likeliest tokens and return `filled`, `tokens`, and `score` (N,).
 
         `filled` holds the text's ids, and `tokens` the ids at the masks: both (N, `data.sequence_length`), -1
@@ -219,7 +218,7 @@ class MaskedLM(Task):
         padded = {name: nn.functional.pad(each, (0, width), value=NO_TOKEN) for name, each in rows.items()}
         return {**padded, "score": (score * is_mask).sum(1) / is_mask.sum(1).clamp(min=1)}
 
-    def prediction_columns(self, rows: Mapping[str, NDArray[Any]], data: TaskData) -> dict[str, list[Any]]:
+    def prediction_columns(self, rows: Totals, data: TaskData) -> Columns:
         """Return the texts with filled masks, the tokens at the masks, and their score."""
         tokenizer = data.source.tokenizer
         return {
@@ -249,7 +248,7 @@ print(fill("a text with a {mask}"))""",
         )
 
 
-def _logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+def _logits(model: nn.Module, batch: Batch) -> Tensor:
     logits: Tensor = model(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits
     return logits
 

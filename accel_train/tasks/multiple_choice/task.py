@@ -1,7 +1,6 @@
 """Multiple choice: find which of several endings belongs to a text (SWAG, RACE, ARC)."""
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +15,7 @@ from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.text.padding import joined_arrays, samples_digest
 from accel_train.metrics import tally
 from accel_train.recipe.schema import Recipe
-from accel_train.task import Facts, Scores, TaskData
+from accel_train.task import Batch, Columns, Facts, Scores, TaskData, Tensors, Totals
 from accel_train.tasks.common import classification
 from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.encoder import EncoderTask, cut_note
@@ -102,32 +101,32 @@ class MultipleChoice(EncoderTask):
         """Return the shape of a text with all its endings."""
         return (1, self.num_choices, length)
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the fp32 cross-entropy of the right ending, summed over texts. Training applies label smoothing."""
         return self.loss(_logits(model, batch), batch["labels"], training=model.training)
 
-    def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def evaluate_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         """Return the summed loss without smoothing, and the confusion matrix of positions."""
         logits, labels = _logits(model, batch), batch["labels"]
         confusion = tally.confusion_counts(labels, logits.argmax(-1), self.num_choices)
         return {"loss_sum": self.loss(logits, labels, training=False), "confusion": confusion}
 
-    def score(self, loss: float, totals: Mapping[str, NDArray[Any]], data: TaskData) -> Scores:
+    def score(self, loss: float, totals: Totals, data: TaskData) -> Scores:
         """Return the accuracy. Positions carry no meaning, so they have no separate scores."""
         confusion = totals["confusion"]
         return Scores({"accuracy": float(np.trace(confusion) / confusion.sum()) if confusion.any() else float("nan")})
 
-    def predict_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def predict_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         """Return the position of the likeliest ending, from 0, and the probability of each ending."""
         scores = _logits(model, batch).float().softmax(dim=-1)
         score, label = scores.max(dim=-1)
         return {"label": label, "score": score, "scores": scores}
 
-    def prediction_columns(self, rows: Mapping[str, NDArray[Any]], data: TaskData) -> dict[str, list[Any]]:
+    def prediction_columns(self, rows: Totals, data: TaskData) -> Columns:
         """Return the likeliest ending, its position, all probabilities, and the right position if known."""
         evaluated: list[choices.ChoiceRow] = data.source.choices.eval
         asked, places = [evaluated[index] for index in rows["index"].tolist()], rows["label"].tolist()
-        columns: dict[str, list[Any]] = {
+        columns: Columns = {
             "label": [str(place) for place in places],
             "ending": [row.endings[place] for row, place in zip(asked, places)],
             "score": _decimals(rows["score"]),
@@ -167,7 +166,7 @@ def _decimals(values: NDArray[Any]) -> list[float]:
     return [float(str(value)) for value in values]
 
 
-def _logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+def _logits(model: nn.Module, batch: Batch) -> Tensor:
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
     logits: Tensor = model(**inputs).logits
     return logits

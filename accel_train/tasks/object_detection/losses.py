@@ -22,6 +22,7 @@ from transformers.loss.loss_rt_detr import _set_aux_loss as all_layers
 
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.model.kernels.global_loss import SummedParts, sums_dtype
+from accel_train.task import Batch
 
 SOFTMAX = ("detr", "table-transformer", "yolos")
 """Model types with a class for "no object"."""
@@ -32,7 +33,7 @@ _NUM_TERMS = 4
 
 Layer = dict[str, Tensor]
 """Outputs of a decoder layer, named as the criteria of transformers read them."""
-Targets = list[dict[str, Tensor]]
+Targets = list[Layer]
 Indices = list[tuple[Tensor, Tensor]]
 
 
@@ -100,7 +101,7 @@ def watch(model: PreTrainedModel) -> None:
     model.loss_function = Terms(model.config)
 
 
-def detection_terms(model: Any, batch: Mapping[str, Tensor]) -> tuple[Any, Tensor]:
+def detection_terms(model: Any, batch: Batch) -> tuple[Any, Tensor]:
     """Return the outputs of a watched model, and the terms (4,) of its loss, fp32."""
     labels = [
         {"class_labels": ids[ids != IGNORED_LABEL], "boxes": boxes[ids != IGNORED_LABEL]}

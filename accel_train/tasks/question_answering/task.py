@@ -1,12 +1,9 @@
 """Extractive question answering: find the answer in a context, or that it has no answer (SQuAD 1.1 and 2.0)."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -14,7 +11,7 @@ from accel_train.core.model_card import FOLDER, Use
 from accel_train.data.text.padding import joined_arrays, samples_digest
 from accel_train.metrics.texts import answer_scores
 from accel_train.recipe.schema import Recipe
-from accel_train.task import Facts, Scores, TaskData
+from accel_train.task import Batch, Columns, Facts, Scores, TaskData, Tensors, Totals
 from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.encoder import EncoderTask
 from accel_train.tasks.common.texts import Divided
@@ -148,7 +145,7 @@ class QuestionAnswering(EncoderTask):
             )
         return notes
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the mean fp32 cross-entropy of an answer's first and last token, summed over windows.
 
         Padding is excluded from the softmax, unlike in the models' own loss, so the rest of the batch has no effect.
@@ -156,7 +153,7 @@ class QuestionAnswering(EncoderTask):
         smoothing = self.label_smoothing if model.training else 0.0
         return self._loss_sum(self._logits(model, batch), batch, smoothing)
 
-    def _loss_sum(self, logits: tuple[Tensor, Tensor], batch: Mapping[str, Tensor], smoothing: float) -> Tensor:
+    def _loss_sum(self, logits: tuple[Tensor, Tensor], batch: Batch, smoothing: float) -> Tensor:
         start, end = logits
         losses = (
             position_loss_sum(places, batch[name], batch["attention_mask"], smoothing)
@@ -164,22 +161,22 @@ class QuestionAnswering(EncoderTask):
         )
         return sum(losses, start=start.new_zeros(())) / 2
 
-    def _logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def _logits(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the fp32 logits (W, T) of the first token and of the last token."""
         names = ("input_ids", "attention_mask", "token_type_ids")
         output = model(**{name: batch[name] for name in names if name in batch})
         return output.start_logits.float(), output.end_logits.float()
 
-    def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def evaluate_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         """Return the summed loss without smoothing, and the likeliest answers per question: positions and scores."""
         logits = self._logits(model, batch)
         found = {f"rows_{name}": value for name, value in self._best(logits, batch).items()}
         return {"loss_sum": self._loss_sum(logits, batch, 0.0), **found}
 
-    def _best(self, logits: tuple[Tensor, Tensor], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _best(self, logits: tuple[Tensor, Tensor], batch: Batch) -> Tensors:
         return best_spans(*logits, batch, num_best=NUM_BEST, max_answer_length=self.max_answer_length)
 
-    def score(self, loss: float, totals: Mapping[str, NDArray[Any]], data: TaskData) -> Scores:
+    def score(self, loss: float, totals: Totals, data: TaskData) -> Scores:
         """Return SQuAD's exact match and F1, with no-answer metrics if questions may be unanswered."""
         source: Source = data.source
         rows = {name.removeprefix("rows_"): value for name, value in totals.items() if name.startswith("rows_")}
@@ -202,16 +199,16 @@ class QuestionAnswering(EncoderTask):
         """Return the text of `best`, or an empty string if the no-answer score exceeds the threshold."""
         return "" if self.threshold is not None and best.null_score > self.threshold else best.text
 
-    def predict_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def predict_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         """Return the likeliest answers of each question, and the score of no answer."""
         return self._best(self._logits(model, batch), batch)
 
-    def prediction_columns(self, rows: Mapping[str, NDArray[Any]], data: TaskData) -> dict[str, list[Any]]:
+    def prediction_columns(self, rows: Totals, data: TaskData) -> Columns:
         """Return the answer, its probability, the five likeliest answers, and the right answers if known."""
         source: Source = data.source
         asked = [source.asked[index] for index in rows["index"].tolist()]
         every = [ranked(question, rows, row) for row, question in enumerate(asked)]
-        columns: dict[str, list[Any]] = {
+        columns: Columns = {
             "question": [question.question for question in asked],
             "answer": [self._given(best[0]) for best in every],
             "score": [best[0].probability for best in every],

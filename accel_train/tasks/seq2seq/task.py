@@ -1,7 +1,7 @@
 """Sequence to sequence: translate, summarize, or rewrite texts with any encoder-decoder (T5, BART, Marian, ...)."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from accel_train.metrics.texts import TEXT_SCORES, text_scores
 from accel_train.model.kernels.chunked_loss import summed_loss
 from accel_train.model.pretrained import pretrained_config, value_of
 from accel_train.recipe.schema import Recipe
-from accel_train.task import Facts, Scores, Task, TaskData
+from accel_train.task import Batch, Columns, Facts, Scores, Task, TaskData, Tensors, Totals
 from accel_train.tasks.common import classification
 from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.generation import TextGenerator, decoded, spaced
@@ -140,7 +140,7 @@ class Seq2Seq(Task):
         data.add_notes(notes)
         return model
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the fp32 cross-entropy summed over target tokens, with `loss.label_smoothing` in training."""
         smoothing = self.label_smoothing if model.training else 0.0
         return summed_loss(decoder_logits(model, batch), batch["labels"], smoothing)
@@ -153,7 +153,7 @@ class Seq2Seq(Task):
         flops = classification.training_flops(AutoModelForSeq2SeqLM, model.config, **shapes)
         return None if flops is None else flops / target
 
-    def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def evaluate_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         """Return the summed loss, the counts of target tokens and correct predictions, and generated texts.
 
         Predictions are teacher-forced. Texts are generated only for the chosen rows.
@@ -170,7 +170,7 @@ class Seq2Seq(Task):
             counted["rows_generated"] = self.generator.generate(model, model_inputs(batch), rows >= 0)
         return counted
 
-    def score(self, loss: float, totals: Mapping[str, NDArray[Any]], data: TaskData) -> Scores:
+    def score(self, loss: float, totals: Totals, data: TaskData) -> Scores:
         """Return perplexity and token accuracy, with BLEU, chrF, ROUGE, and exact match of generated texts."""
         source: Source = data.source
         accuracy = float(totals["num_hits"] / max(1, totals["num_labels"]))
@@ -205,15 +205,15 @@ class Seq2Seq(Task):
             for score, value in self._text_scores(texts, rows).items()
         }
 
-    def predict_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def predict_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         """Generate a text per source. Return token ids `generated` (N, `data.max_target_length`), -1 after the end."""
         return {"generated": self.generator.generate(model, model_inputs(batch))}
 
-    def prediction_columns(self, rows: Mapping[str, NDArray[Any]], data: TaskData) -> dict[str, list[Any]]:
+    def prediction_columns(self, rows: Totals, data: TaskData) -> Columns:
         """Return the generated texts, and the targets if known."""
         source: Source = data.source
         targets = [source.rows[number].label for number in rows["index"]]
-        columns: dict[str, list[Any]] = {"generated": decoded(rows["generated"], source.tokenizer)}
+        columns: Columns = {"generated": decoded(rows["generated"], source.tokenizer)}
         return columns | ({"target": targets} if targets[0] is not None else {})
 
     def save_description(self, model: nn.Module, data: TaskData, folder: Path) -> None:
@@ -362,7 +362,7 @@ def resolve_lengths(recipe: Recipe, config: PreTrainedConfig, tokenizer: PreTrai
     return found[0], found[1]
 
 
-def decoder_logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+def decoder_logits(model: nn.Module, batch: Batch) -> Tensor:
     """Return logits (N, T, vocabulary) for `labels` (N, T). The model shifts the labels for its decoder."""
     labels = batch["labels"]
     # M2M-100 and a few other models do not have this method.
@@ -372,6 +372,6 @@ def decoder_logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     return logits
 
 
-def model_inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def model_inputs(batch: Batch) -> Tensors:
     """Return the encoder inputs of a batch."""
     return {name: batch[name] for name in ("input_ids", "attention_mask")}

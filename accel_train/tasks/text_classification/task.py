@@ -1,6 +1,5 @@
 """Text classification of texts or pairs: predict one of several labels, several labels at once, or a number."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -19,7 +18,7 @@ from accel_train.metrics import METRICS, tally
 from accel_train.metrics.scores import auroc_from_histogram, classification_scores, multilabel_scores, regression_scores
 from accel_train.model.ngrams import NgramsForSequenceClassification
 from accel_train.recipe.schema import Recipe
-from accel_train.task import Facts, Scores, TaskData
+from accel_train.task import Batch, Facts, Scores, TaskData, Tensors, Totals
 from accel_train.tasks.common import classification
 from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.encoder import EncoderTask, cut_note
@@ -137,14 +136,14 @@ class TextClassification(EncoderTask):
                 nn.init.constant_(model.bias, float(np.mean([sample.label for sample in samples])))
         return model
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the fp32 cross-entropy, binary cross-entropy, or squared error, summed over samples.
 
         Training adds label smoothing and class weights.
         """
         return self._loss_sum(_logits(model, batch), batch["labels"], training=model.training)
 
-    def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def evaluate_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         """Return the summed loss without smoothing, and counts for the scores, or rows if a metric needs them."""
         logits, labels = _logits(model, batch).float(), batch["labels"]
         counted = {"loss_sum": self._loss_sum(logits, labels, training=False)}
@@ -165,7 +164,7 @@ class TextClassification(EncoderTask):
             counted |= {"rows_predictions": predictions, "rows_labels": labels, "rows_scores": scores}
         return counted
 
-    def score(self, loss: float, totals: Mapping[str, NDArray[Any]], data: TaskData) -> Scores:
+    def score(self, loss: float, totals: Totals, data: TaskData) -> Scores:
         """Return accuracy, precision, recall, F1, Matthews' correlation, and AUROC, or the errors of a regression."""
         names = self.scheme.names
         if self.scheme.problem_type == "regression":
@@ -180,7 +179,7 @@ class TextClassification(EncoderTask):
         further = classification.row_metrics(self.row_metrics, totals, allow_hub=self.allow_hub_metrics)
         return Scores({**scores.metrics, **further}, scores.details)
 
-    def predict_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def predict_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         """Return each text's label with all probabilities. A regression returns its number instead."""
         logits = _logits(model, batch).float()
         if self.scheme.problem_type == "regression":
@@ -222,7 +221,7 @@ print(classify("a text", truncation=True))""",
         return self.loss(logits, labels, training=training)
 
 
-def _logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+def _logits(model: nn.Module, batch: Batch) -> Tensor:
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
     logits: Tensor = model(**inputs).logits
     return logits

@@ -1,14 +1,12 @@
 """Token classification: tag each word of a sentence with entities (B-PER, I-PER, O) or parts of speech."""
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -20,7 +18,7 @@ from accel_train.metrics import tally
 from accel_train.metrics.entities import entity_counts, entity_tags
 from accel_train.metrics.scores import classification_scores, entity_scores
 from accel_train.recipe.schema import Recipe
-from accel_train.task import Facts, Scores, TaskData
+from accel_train.task import Batch, Columns, Facts, Scores, TaskData, Tensors, Totals
 from accel_train.tasks.common import classification
 from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.encoder import EncoderTask
@@ -108,7 +106,7 @@ class TokenClassification(EncoderTask):
             ),
         )
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the fp32 cross-entropy summed over words. Training adds label smoothing and class weights."""
         return self.loss(word_logits(model, batch).flatten(0, 1), batch["labels"].flatten(), training=model.training)
 
@@ -117,20 +115,20 @@ class TokenClassification(EncoderTask):
         flops = super().flops_per_target(recipe, model)
         return None if flops is None else flops / self.words_per_sentence
 
-    def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def evaluate_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         """Return the summed loss without smoothing, and counts of entities by type or a confusion matrix."""
         logits, labels = word_logits(model, batch).float(), batch["labels"]
         loss_sum = self.loss(logits.flatten(0, 1), labels.flatten(), training=False)
         return {"loss_sum": loss_sum, **self._counts(labels, logits.argmax(-1))}
 
-    def score(self, loss: float, totals: Mapping[str, NDArray[Any]], data: TaskData) -> Scores:
+    def score(self, loss: float, totals: Totals, data: TaskData) -> Scores:
         """Return precision, recall, and F1 of entities with the word accuracy, or class scores of plain tags."""
         if self.tags is None:
             return classification_scores(totals["confusion"], self.names)
         right, total = totals["words"].tolist()
         return entity_scores(totals["entities"], self.tags.types, int(right), int(total))
 
-    def predict_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def predict_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         """Return the tag of each word, -1 beyond a sentence's end, and its probability.
 
         Both have shape (N, number of words in the longest evaluation sentence).
@@ -142,14 +140,14 @@ class TokenClassification(EncoderTask):
             "tag_scores": nn.functional.pad(scores, (0, missing)),
         }
 
-    def prediction_columns(self, rows: Mapping[str, NDArray[Any]], data: TaskData) -> dict[str, list[Any]]:
+    def prediction_columns(self, rows: Totals, data: TaskData) -> Columns:
         """Return the words, their tags and probabilities, and the true tags if known. Texts have their spans, too.
 
         Words that were cut off have the tag and probability None.
         """
         source: Source = data.source
         assert source.sentences.eval is not None
-        columns: dict[str, list[Any]] = {"words": [], "tags": [], "scores": []}
+        columns: Columns = {"words": [], "tags": [], "scores": []}
         columns |= {"true_tags": []} if self.is_labelled else {}
         columns |= {} if source.sentences.eval[0].text is None else {"spans": []}
         for index, tags, scores in zip(rows["index"].tolist(), rows["tags"], rows["tag_scores"]):
@@ -207,7 +205,7 @@ print(tag("a sentence"))""",
             "sentences",
         )
 
-    def _counts(self, labels: Tensor, predictions: Tensor) -> dict[str, Tensor]:
+    def _counts(self, labels: Tensor, predictions: Tensor) -> Tensors:
         """Return the counts that `score` needs from labels and predictions (N, W)."""
         if self.tags is None:
             return {"confusion": tally.confusion_counts(labels, predictions, len(self.names))}
@@ -216,7 +214,7 @@ print(tag("a sentence"))""",
         return {"entities": entity_counts(self.tags, labels, predictions), "words": torch.stack([right, known.sum()])}
 
 
-def word_logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+def word_logits(model: nn.Module, batch: Batch) -> Tensor:
     """Return the logits (N, W, C) at the first token of each word."""
     inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "word_starts")}
     logits: Tensor = model(**inputs).logits
