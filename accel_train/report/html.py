@@ -149,6 +149,8 @@ def describe_run(run: Run) -> dict[str, Any]:
     # The text may begin with the prompt.
     prompt = str(sample.get("prompt") or "")
     kinds = Counter(event["event"] for event in run.events)
+    first = min(MOST_EVENTS // 2, len(run.events))
+    last = max(first, len(run.events) - MOST_EVENTS // 2)
     return {
         "name": run.name,
         "status": status[:1].upper() + status[1:],
@@ -160,8 +162,8 @@ def describe_run(run: Run) -> dict[str, Any]:
             if (value := each.read(run)) is not None
         ],
         "sample": {"prompt": prompt, "text": str(sample.get("text") or "").removeprefix(prompt)} if sample else None,
-        "events": [_event_row(event) for event in _shown_events(run.events)],
-        "num_events_left_out": max(0, len(run.events) - MOST_EVENTS),
+        "events": [*map(_event_row, run.events[:first]), *map(_event_row, run.events[last:])],
+        "num_events_left_out": last - first,
         "events_summary": ", ".join(f"{kind.replace('_', ' ')} ×{count}" for kind, count in kinds.items()),
         "incidents": run.incidents,
         "not_beaten": _not_beaten(summary),
@@ -195,7 +197,9 @@ def compare_headlines(runs: Sequence[Run]) -> list[dict[str, Any]]:
     `best` lists the columns with the best value if values differ. Scores have no best value if the runs were evaluated
     on different data, and the throughput has none if models, processes, or devices differ.
     """
-    is_unlike = len({_machine_and_model(run) for run in runs}) > 1
+    machines = [(run.summary.get("environment") or {}).get("gpu") for run in runs]
+    models = [[run.summary.get(name) for name in ("parameters", "world_size")] for run in runs]
+    is_unlike = len(set(map(str, zip(machines, models)))) > 1
     rows, targets, is_other = [], shared_targets(runs), differ_in_evaluation_data(runs)
     for headline in headlines(runs):
         values = [headline.read(run) for run in runs]
@@ -215,11 +219,6 @@ def compare_headlines(runs: Sequence[Run]) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def _machine_and_model(run: Run) -> str:
-    gpu = (run.summary.get("environment") or {}).get("gpu")
-    return str([run.summary.get("parameters"), run.summary.get("world_size"), gpu])
 
 
 def compare_recipes(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
@@ -282,11 +281,6 @@ def _not_beaten(summary: JsonRecord) -> dict[str, Any] | None:
     sentence, causes = found.get("sentence"), found.get("causes")
     is_whole = isinstance(sentence, str) and isinstance(causes, list)
     return {"sentence": sentence, "causes": causes} if is_whole else None
-
-
-def _shown_events(events: Sequence[JsonRecord]) -> Sequence[JsonRecord]:
-    half = MOST_EVENTS // 2
-    return events if len(events) <= MOST_EVENTS else [*events[:half], *events[-half:]]
 
 
 def _event_row(event: JsonRecord) -> dict[str, Any]:

@@ -17,12 +17,14 @@ from transformers import (
     PreTrainedModel,
 )
 
+from accel_train.core.errors import SettingError
 from accel_train.core.model_card import FOLDER, Use
 from accel_train.core.state import Choice
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.text.corpus import Corpus, prepare_text
 from accel_train.data.text.tokenizers import pretrained_tokenizer
 from accel_train.data.text.tokens import collate_windows
+from accel_train.metrics.scores import perplexity
 from accel_train.model.kernels.attention import (
     attention_window,
     choose_attention,
@@ -80,11 +82,12 @@ class CausalLM(Task):
         Raises:
             ValueError: a setting changes the model's result.
         """
-        if recipe.task != "causal-lm" or type(self).build_model is not CausalLM.build_model:
-            # The program builds its own model.
+        softcap = recipe.loss.logit_softcap
+        # The program has its own forward, or builds its own model.
+        if (recipe.task != "causal-lm" and softcap is None) or type(self).build_model is not CausalLM.build_model:
             return {}
         config = config_of(recipe)
-        cap_logits(config, recipe.loss.logit_softcap)
+        cap_logits(config, softcap)
         return prove(recipe, config, FORWARD)
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
@@ -154,8 +157,17 @@ class CausalLM(Task):
         """Return whether the loss is computed in chunks, how documents are masked, and the router coefficient.
 
         Raises:
-            ValueError: `loss.chunked` is true, but the model does not allow it.
+            ValueError: `loss.chunked` is true, but the model does not allow it, or the model does not have
+                `loss.logit_softcap`.
         """
+        softcap, config = recipe.loss.logit_softcap, getattr(model, "config", None)
+        if softcap is not None and getattr(config and config.get_text_config(), SOFTCAP, None) != softcap:
+            raise SettingError(
+                f"the model that {type(self).__name__}.build_model returns has another {SOFTCAP}",
+                "Leave the cap out, or write it into the configuration of the model",
+                f"loss.logit_softcap={softcap:g}",
+                ("loss.logit_softcap",),
+            )
         chunking = choose_chunking(recipe.loss.chunked, model, recipe.parallel.tp_size)
         choices: dict[str, Choice[Any]] = {"loss.chunked": chunking}
         if isinstance(model, PreTrainedModel) and shares_windows(recipe, model.config):
@@ -216,7 +228,7 @@ class CausalLM(Task):
         assert isinstance(model, PreTrainedModel)
         text, used = model.config.get_text_config(), matmul_parameters(model)
         return self.positions_per_target * model_flops_per_token(
-            sum(unpacked_numel(each) for each in used),
+            sum(map(unpacked_numel, used)),
             text.num_hidden_layers,
             text.hidden_size,
             CausalLMData.of(recipe.data).sequence_length,
@@ -241,7 +253,7 @@ class CausalLM(Task):
 
         Bits per byte do not depend on the tokenizer.
         """
-        scores = {"perplexity": math.exp(loss) if loss < 700 else math.inf}
+        scores = {"perplexity": perplexity(loss)}
         facts = data.facts
         if facts.eval_bytes and facts.eval_tokens:
             scores["bits_per_byte"] = loss / math.log(2) * (facts.eval_tokens - 1) / facts.eval_bytes
@@ -324,9 +336,9 @@ def model_inputs(model: nn.Module, batch: Batch, compiled: bool) -> dict[str, An
 
 def router_choice(recipe: Recipe, model: nn.Module) -> Choice[float] | None:
     """Return the coefficient of the router loss (see `choose_router_loss`)."""
-    section, place = recipe.parallel, ""
-    if section.strategy == "deepspeed" or section.sp_size > 1:
-        place = "parallel.sp_size above 1" if section.sp_size > 1 else "parallel.strategy deepspeed"
+    place = "parallel.strategy deepspeed" if recipe.parallel.strategy == "deepspeed" else ""
+    if recipe.parallel.sp_size > 1:
+        place = "parallel.sp_size above 1"
     return choose_router_loss(recipe.loss.router_aux, model, place)
 
 
@@ -378,6 +390,14 @@ def cap_logits(config: PreTrainedConfig, softcap: float | None) -> None:
     setattr(text, SOFTCAP, softcap)
 
 
+def matmul_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
+    """Return the parameters used in matrix products: all except position embeddings and an untied input embedding."""
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    head = model.get_output_embeddings()
+    tied = {id(head.weight)} if head is not None else set()
+    return [each for each in model.parameters() if id(each) not in embeddings - tied]
+
+
 def attention_arguments(recipe: Recipe, config: PreTrainedConfig) -> dict[str, str]:
     """Return `attn_implementation` for the model factories of transformers, or nothing if the library chooses."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -393,14 +413,6 @@ def attention_arguments(recipe: Recipe, config: PreTrainedConfig) -> dict[str, s
             f"data.sequence_length up to {window}, or leave data.mask_documents out"
         )
     return {} if choice.value == "library default" else {"attn_implementation": choice.value}
-
-
-def matmul_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
-    """Return the parameters used in matrix products: all except position embeddings and an untied input embedding."""
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    head = model.get_output_embeddings()
-    tied = {id(head.weight)} if head is not None else set()
-    return [each for each in model.parameters() if id(each) not in embeddings - tied]
 
 
 FORWARD = Forward(attention_arguments, next_token_logits, hidden_states, summed_loss)

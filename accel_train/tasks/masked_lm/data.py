@@ -122,19 +122,14 @@ def rows_to_fill(data: MaskedLMData) -> list[TextRow]:
     Raises:
         ValueError: no text exists, or a text cannot be read; the message names file and row.
     """
-    rows: list[TextRow] = []
-    for source in resolve_sources(data.eval or data.train, data, key=data.train_key):
+    rows, key = list[TextRow](), data.train_key
+    for source in resolve_sources(data.eval or data.train, data, key=key):
         for part in [replace(source, files=(file,)) for file in source.files] or [source]:
-            rows += _lines(part, data) if part.files and file_kind(part.files[0]) == "text" else _cells(part, data)
+            is_text = bool(part.files) and file_kind(part.files[0]) == "text"
+            rows += _lines(part, data) if is_text else text_rows([part], data, (data.text_column,), None, key=key)
     if not rows:
-        raise ValueError(
-            f"{data.train_key} holds no text; give a line or a row for each text whose masks are to be filled"
-        )
+        raise ValueError(f"{key} holds no text; give a line or a row for each text whose masks are to be filled")
     return rows
-
-
-def _cells(source: Source, data: MaskedLMData) -> list[TextRow]:
-    return text_rows([source], data, (data.text_column,), None, key=data.train_key)
 
 
 def _lines(source: Source, data: MaskedLMData) -> list[TextRow]:

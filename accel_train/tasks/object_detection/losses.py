@@ -9,6 +9,7 @@ losses and gradients do not depend on the number of processes or on accumulation
 """
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -116,20 +117,14 @@ class Terms:
 
     def __init__(self, config: PreTrainedConfig) -> None:
         self.config = config
-        # Made at the first call: models are also built without values, and the criterion has buffers.
-        self._made: tuple[Any, dict[str, float]] | None = None
 
-    @property
+    @cached_property
     def criterion(self) -> Any:
-        """Criterion of transformers, with its matcher."""
-        self._made = self._made or _criterion(self.config)
-        return self._made[0]
-
-    @property
-    def weights(self) -> dict[str, float]:
-        """Weight of each part of the loss."""
-        self._made = self._made or _criterion(self.config)
-        return self._made[1]
+        """Criterion of transformers, with its matcher. It has buffers, and models are also built without values, so it
+        is made at the first call.
+        """
+        criterion, self.weights = _criterion(self.config)
+        return criterion
 
     @torch.compiler.disable
     def __call__(
@@ -147,7 +142,10 @@ class Terms:
         self.criterion.to(device)
         with torch.autocast(device.type, enabled=False):
             layers = self._layers(logits, pred_boxes, outputs_class, outputs_coord, further)
-            layers = [{name: _wide(value) for name, value in layer.items()} for layer in layers]
+            layers = [
+                {name: value if value.dtype == torch.float64 else value.float() for name, value in layer.items()}
+                for layer in layers
+            ]
             total = torch.stack([layer["logits"].sum() + layer["pred_boxes"].sum() for layer in layers]).sum()
             # The matcher ends a run if a box is NaN. The guard decides instead: x - x is NaN if x is not finite.
             if not torch.isfinite(total):
@@ -218,10 +216,6 @@ class Terms:
         part = {name: chosen(value)[None] for name, value in layer.items()}
         found = self.criterion.get_loss("local", part, targets, indices, 1.0)
         return found["loss_fgl"] * self.weights["loss_fgl"], found["loss_ddf"] * self.weights["loss_ddf"]
-
-
-def _wide(value: Tensor) -> Tensor:
-    return value if value.dtype == torch.float64 else value.float()
 
 
 def _criterion(config: PreTrainedConfig) -> tuple[Any, dict[str, float]]:

@@ -75,7 +75,8 @@ print(found["labels"], found["scores"], found["boxes"])"""
         data = ObjectDetectionData.of(recipe.data)
         source, notes = self.read_images(recipe, detection.read_boxed_images)
         sets = source.sets
-        if sets.eval is not None and sets.eval.boxes is not None and _has_no_box(sets.eval):
+        held = sets.eval
+        if held is not None and held.boxes and all(held.boxes_of(row).is_crowd.all() for row in range(len(held))):
             raise DataError(
                 f"none of the {len(sets.eval)} evaluation images has a box, so mAP is not defined. "
                 "Name images with boxes in data.eval"
@@ -83,7 +84,7 @@ print(found["labels"], found["scores"], found["boxes"])"""
         settings = detection.DetectionSettings(source.preprocessing, data.augment, data.min_visible)
         train = detection.AugmentedBoxedImages(sets.train, settings)
         evaluation = None if sets.eval is None else detection.BoxedImages(sets.eval, settings)
-        for side in (train, *([] if evaluation is None else [evaluation])):
+        for side in filter(None, (train, evaluation)):
             for index in evenly_spaced(len(side), _NUM_TRIED):
                 side.decoded(index)
         self.global_loss = losses.GlobalCounts()
@@ -212,17 +213,9 @@ print(found["labels"], found["scores"], found["boxes"])"""
     def save_description(self, model: nn.Module, data: TaskData, folder: Path) -> None:
         """Write the configuration, the detector's image processor, and a short model card."""
         super().save_description(model, data, folder)
-        data.source.preprocessing.save_for_boxes(
-            folder, f"{_PROCESSORS.get(self.config.model_type, _usual(self.config))}ImageProcessor"
-        )
-
-
-def _has_no_box(images: ImageRows) -> bool:
-    return all(images.boxes_of(index).is_crowd.all() for index in range(len(images)))
-
-
-def _usual(config: PreTrainedConfig) -> str:
-    return "RTDetr" if config.model_type in losses.REAL_TIME else "Detr"
+        kind = self.config.model_type
+        processor = _PROCESSORS.get(kind, "RTDetr" if kind in losses.REAL_TIME else "Detr")
+        data.source.preprocessing.save_for_boxes(folder, f"{processor}ImageProcessor")
 
 
 def _loss(terms: Tensor, counts: Tensor, config: PreTrainedConfig) -> Tensor:

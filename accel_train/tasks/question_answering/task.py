@@ -1,11 +1,13 @@
 """Extractive question answering: find the answer in a context, or that it has no answer (SQuAD 1.1 and 2.0)."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
+from itertools import chain
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from accel_train.core.model_card import FOLDER, Use
 from accel_train.data.text.padding import joined_arrays, samples_digest
@@ -14,10 +16,12 @@ from accel_train.recipe.schema import Recipe
 from accel_train.task import Batch, Columns, Facts, Scores, TaskData, Tensors, Totals
 from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.encoder import EncoderTask
+from accel_train.tasks.common.generation import spaced
 from accel_train.tasks.common.texts import Divided
 from accel_train.tasks.question_answering import data as questions
 from accel_train.tasks.question_answering.answers import Best, best_spans, overlap_answers, position_loss_sum, ranked
 from accel_train.tasks.question_answering.config import SPEC, QuestionAnsweringData
+from accel_train.tasks.rows import TextSource
 
 NUM_BEST = 20
 """Number of likeliest answers that are kept per question."""
@@ -40,23 +44,7 @@ print(context[letters[first, 0] : letters[last, 1]])
 _MAY_BE_UNANSWERED = "may_be_unanswered"
 
 
-@dataclass(frozen=True)
-class Source:
-    """The questions, tokenizer, and model configuration that the task keeps in addition to its samples."""
-
-    loaded: Divided[questions.Question]
-    tokenizer: PreTrainedTokenizerBase
-    config: PreTrainedConfig
-
-    @property
-    def asked(self) -> list[questions.Question]:
-        """Evaluation questions."""
-        assert self.loaded.eval is not None
-        return self.loaded.eval
-
-    def row_ids(self, index: int) -> str:
-        """Return the name of an evaluation question."""
-        return self.asked[index].id
+Source = TextSource[Divided[questions.Question]]
 
 
 class QuestionAnswering(EncoderTask):
@@ -111,7 +99,7 @@ class QuestionAnswering(EncoderTask):
             collate=partial(
                 questions.collate_windows, with_types=models.with_token_types(tokenizer, config, self.head)
             ),
-            fingerprint=_fingerprint(train, evaluation),
+            fingerprint=_fingerprint(train, evaluation or ()),
             source=Source(asked, tokenizer, config),
             facts=Facts(
                 others={
@@ -181,10 +169,9 @@ class QuestionAnswering(EncoderTask):
         source: Source = data.source
         rows = {name.removeprefix("rows_"): value for name, value in totals.items() if name.startswith("rows_")}
         # evaluate.max_samples selects questions at even spacing, in the order in which the evaluation reads them.
-        count, total = len(rows["null"]), len(source.asked)
-        asked = [source.asked[index * total // count] for index in range(count)]
+        asked = [source.evaluated[index] for index in spaced(len(rows["null"]), len(source.evaluated))]
         best = [ranked(question, rows, row)[0] for row, question in enumerate(asked)]
-        wanted = [[answer.text for answer in question.answers] for question in asked]
+        wanted = [question.wanted for question in asked]
         metrics = answer_scores(
             [each.text for each in best], [each.null_score for each in best], wanted, self.threshold
         )
@@ -206,7 +193,7 @@ class QuestionAnswering(EncoderTask):
     def prediction_columns(self, rows: Totals, data: TaskData) -> Columns:
         """Return the answer, its probability, the five likeliest answers, and the right answers if known."""
         source: Source = data.source
-        asked = [source.asked[index] for index in rows["index"].tolist()]
+        asked = [source.evaluated[index] for index in rows["index"].tolist()]
         every = [ranked(question, rows, row) for row, question in enumerate(asked)]
         columns: Columns = {
             "question": [question.question for question in asked],
@@ -217,16 +204,16 @@ class QuestionAnswering(EncoderTask):
             columns["null_score"] = [best[0].null_score for best in every]
         columns["best_answers"] = [[each.text for each in best[:5]] for best in every]
         if self.is_labelled:
-            columns["true_answers"] = [sorted({answer.text for answer in question.answers}) for question in asked]
+            columns["true_answers"] = [sorted({*question.wanted}) for question in asked]
         return columns
 
     def baselines(self, data: TaskData) -> dict[str, float]:
         """Return the scores of the context part with the most question words around it, and of an empty answer."""
         source: Source = data.source
-        if source.loaded.eval is None:
+        if source.rows.eval is None:
             return {}
-        wanted = [[answer.text for answer in question.answers] for question in source.asked]
-        answers = {"sliding_window": overlap_answers(source.loaded.train, source.asked)}
+        wanted = [question.wanted for question in source.evaluated]
+        answers = {"sliding_window": overlap_answers(source.rows.train, source.evaluated)}
         if self.threshold is not None:
             answers["no_answer"] = [""] * len(wanted)
         return {
@@ -259,15 +246,9 @@ def _stride(asked: int | None, max_length: int) -> int:
     return most if asked is None else asked
 
 
-def _fingerprint(train: list[questions.Window], evaluation: list[tuple[questions.Window, ...]] | None) -> str:
-    sides = [train, [window for windows in evaluation or () for window in windows]]
-    arrays = [
-        array
-        for side in sides
-        if side
-        for array in (
-            *joined_arrays([window.ids for window in side]),
-            np.array([(*window.context, *window.answer) for window in side]),
-        )
-    ]
-    return samples_digest(("question-answering",), [*arrays, np.array([len(windows) for windows in evaluation or ()])])
+def _fingerprint(train: list[questions.Window], evaluation: Sequence[tuple[questions.Window, ...]]) -> str:
+    arrays: list[NDArray[Any]] = []
+    for side in filter(None, (train, [*chain(*evaluation)])):
+        arrays += joined_arrays([window.ids for window in side])
+        arrays.append(np.array([(*window.context, *window.answer) for window in side]))
+    return samples_digest(("question-answering",), [*arrays, np.array([*map(len, evaluation)])])

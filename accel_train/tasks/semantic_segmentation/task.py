@@ -56,7 +56,7 @@ print(mask.shape, mask.unique())"""
         )
         train = segmentation.SegmentationCrops(sets.train, settings)
         evaluation = None if sets.eval is None else segmentation.SegmentationImages(sets.eval, settings)
-        for side in (train, *([] if evaluation is None else [evaluation])):
+        for side in filter(None, (train, evaluation)):
             for index in evenly_spaced(len(side), _NUM_TRIED):
                 side.decoded(index)
         weights = None

@@ -12,11 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import normalize
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig
 
 from accel_train.core.model_card import FOLDER, Use
 from accel_train.core.state import Choice
-from accel_train.data.text.padding import joined_arrays, samples_digest
 from accel_train.metrics.scores import pearson_correlation, spearman_correlation
 from accel_train.model.pretrained import value_of
 from accel_train.recipe.schema import Recipe
@@ -24,6 +23,7 @@ from accel_train.task import Batch, Columns, Facts, Scores, TaskData, Tensors, T
 from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.encoder import EncoderTask, cut_note
 from accel_train.tasks.common.texts import Divided, characters_as_words
+from accel_train.tasks.rows import TextSource, digest_of_sides
 from accel_train.tasks.sentence_embedding import data as rows_of
 from accel_train.tasks.sentence_embedding.config import EMBEDDING, SPEC, SentenceEmbeddingData
 from accel_train.tasks.sentence_embedding.folder import Pooling, pooling_of, write_folder
@@ -42,19 +42,11 @@ print(model.similarity(queries, documents))
 
 
 @dataclass(frozen=True)
-class Source:
-    """The rows, tokenizer, and model configuration that the task keeps in addition to its samples."""
+class Source(TextSource[Divided[rows_of.AnchorRow]]):
+    """The rows, and the prompts of their texts."""
 
-    rows: Divided[rows_of.AnchorRow]
-    tokenizer: PreTrainedTokenizerBase
-    config: PreTrainedConfig
     prompts: dict[str, str]
     """Text before anchors (`query`) and before positives and negatives (`document`)."""
-
-    def row_ids(self, index: int) -> str:
-        """Return the name of an evaluation row: its id column, or its file and row number."""
-        assert self.rows.eval is not None
-        return self.rows.eval[index].id
 
 
 class SentenceEmbedding(EncoderTask):
@@ -107,13 +99,8 @@ class SentenceEmbedding(EncoderTask):
             evaluation=evaluation,
             lengths=lengths,
             collate=rows_of.collate_rows,
-            fingerprint=_fingerprint(train, evaluation),
-            source=Source(
-                rows,
-                reader.tokenizer,
-                reader.config,
-                texts,
-            ),
+            fingerprint=digest_of_sides(("sentence-embedding",), (train, evaluation), rows_of.arrays_of),
+            source=Source(rows, reader.tokenizer, reader.config, texts),
             facts=Facts(
                 others={"pooling": self.pooling, "objective": section.loss_name},
                 notes=cut_note(lengths, reader.max_length, section.of_training("rows")),
@@ -308,15 +295,6 @@ def _check_config(recipe: Recipe, config: PreTrainedConfig, section: SentenceEmb
         raise ValueError(
             f"data.matryoshka_dims names {too_many[0]}, but the model's vectors have {width} numbers; leave it out"
         )
-
-
-def _fingerprint(train: list[rows_of.Sample], evaluation: list[rows_of.Sample] | None) -> str:
-    arrays: list[NDArray[Any]] = []
-    for side in (train, evaluation):
-        if side is not None:
-            arrays += joined_arrays([each for sample in side for each in sample.ids])
-            arrays += [np.array([sample.texts for sample in side]), np.array([sample.score for sample in side])]
-    return samples_digest(("sentence-embedding",), arrays)
 
 
 Floats = NDArray[np.floating[Any]]
