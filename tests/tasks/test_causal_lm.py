@@ -10,6 +10,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
+from accel_train.core.errors import SettingError
 from accel_train.engine.resolve import check_recipe
 from accel_train.model.kernels.attention import _CHECKED_MODEL_TYPES, CAUSAL_SDPA, causal_sdpa, choose_attention
 from accel_train.model.kernels.chunked_loss import summed_loss
@@ -226,6 +227,21 @@ def test_a_softcap_that_the_saved_model_would_not_apply_is_refused(tmp_path: Pat
         Recipe.model_validate(recipe_dict(tmp_path, **sections)),
         named="loss.logit_softcap|adapter/|merge",
     )
+
+
+@pytest.mark.parametrize(("model_type", "cap"), [("gpt2", None), ("gemma2", None), ("gemma2", 25.0)])
+def test_a_class_that_builds_its_own_model_gives_it_the_softcap_or_is_refused(
+    tmp_path: Path, model_type: str, cap: float | None
+) -> None:
+    config = AutoConfig.for_model(model_type, **SIZES, final_logit_softcapping=cap)
+    recipe = Recipe.model_validate(recipe_dict(tmp_path, task="causal-lm", loss={"logit_softcap": 25.0}))
+    model = AutoModelForCausalLM.from_config(config)
+    if cap is not None:
+        CausalLM().choices(recipe, model)
+        return
+    with pytest.raises(SettingError) as caught:
+        CausalLM().choices(recipe, model)
+    assert caught.value.settings == ("loss.logit_softcap",)
 
 
 def test_z_loss_is_added_in_training_and_not_in_evaluation(task_and_data: tuple[CausalLM, Recipe, TaskData]) -> None:

@@ -42,7 +42,7 @@ def test_columns_are_encoded_as_lists_of_their_names_and_held_out_alike(tmp_path
     _, found, model = load(recipe_for("text-classification", write_columns(tmp_path / f"c.{suffix}"), **columns))
     path = write_texts(tmp_path / "lists.jsonl", label=several_topics)
     _, expected, other = load(recipe_for("text-classification", path, **lists))
-    texts, same = found.source.texts, expected.source.texts
+    texts, same = found.source.rows, expected.source.rows
     assert texts.scheme.names == tuple(COLUMNS) == same.scheme.names
     for side in ("train_labels", "eval_labels"):
         labels = getattr(texts, side)
@@ -129,7 +129,7 @@ def test_rows_that_lack_any_of_the_labels_are_dropped_on_request(tmp_path: Path)
     path = write_columns(tmp_path / "c.jsonl", machine=None)
     data = {"label_columns": COLUMNS, "missing_labels": "drop"}
     _, found, _ = load(recipe_for("text-classification", path, data=data))
-    texts = found.source.texts
+    texts = found.source.rows
     assert len(texts.train) + len(texts.eval) == 59
     assert not any(row.where.endswith(":6") for row in (*texts.train, *texts.eval))
     assert any("1 of 60 rows have no label" in note for note in texts.notes)

@@ -49,7 +49,7 @@ def test_three_endings_are_a_row_of_inputs_and_operations_are_counted_but_for_a_
 
 def test_each_ending_is_read_with_its_text_and_knows_where_it_begins(tmp_path: Path) -> None:
     _, data, _ = load(recipe_for(write_jsonl(tmp_path / "a.jsonl", choices())))
-    own, row, sample = data.source.tokenizer, data.source.choices.eval[0], data.eval[0]
+    own, row, sample = data.source.tokenizer, data.source.rows.eval[0], data.eval[0]
     assert len(sample.ids) == 3
     for ids, begin, ending in zip(sample.ids, sample.second_from, row.endings, strict=True):
         assert own.decode(ids[begin:-1]) == ending
@@ -63,7 +63,7 @@ def test_each_ending_is_read_with_its_text_and_knows_where_it_begins(tmp_path: P
 def test_baselines_are_a_place_and_the_words_that_the_text_has(tmp_path: Path, text: str, endings: list[str]) -> None:
     samples = [{"text": f"{text} {number}", "endings": endings, "label": int(number % 4 > 0)} for number in range(60)]
     task, data, _ = load(recipe_for(write_jsonl(tmp_path / "a.jsonl", samples)))
-    share = np.mean([row.label for row in data.source.choices.eval])
+    share = np.mean([row.label for row in data.source.rows.eval])
     assert task.baselines(data) == {
         "majority_accuracy": pytest.approx(share),
         "word_overlap_accuracy": pytest.approx(share),

@@ -61,10 +61,11 @@ def test_a_model_that_does_not_apply_the_cap_of_its_logits_is_refused(tmp_path: 
     # The language model inside of Gemma 3 applies the cap, and the model with images does not.
     recipe = recipe_of(tmp_path, {"model_type": "gemma3"}, loss={"logit_softcap": 30.0}, data={"mask_documents": False})
     assert measured(recipe, CAP).differences[CAP] > 0.1
-    with pytest.raises(SettingError) as caught:
-        CausalLM().prove(recipe)
-    assert caught.value.settings == ("loss.logit_softcap",)
-    assert caught.value.problem.startswith("Gemma3ForConditionalGeneration ")
+    for task in ("causal-lm", "module_of_a_user:OwnLoss"):
+        with pytest.raises(SettingError) as caught:
+            CausalLM().prove(recipe.model_copy(update={"task": task}))
+        assert caught.value.settings == ("loss.logit_softcap",)
+        assert caught.value.problem.startswith("Gemma3ForConditionalGeneration ")
 
 
 def test_a_wrong_loss_in_chunks_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

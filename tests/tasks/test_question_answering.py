@@ -54,7 +54,7 @@ def test_jsonl_parquet_csv_and_squads_own_form_are_read_as_the_same_samples(tmp_
         for kind in ("jsonl", "parquet", "csv", "json")
     ]
     assert len({data.fingerprint for data in found}) == 1
-    assert [data.source.row_ids(0) for data in found] == [found[0].source.asked[0].id] * 4
+    assert [data.source.row_ids(0) for data in found] == [found[0].source.evaluated[0].id] * 4
     assert found[0].facts.others["num_unanswered"] > 0
 
 
@@ -68,7 +68,7 @@ def test_every_answer_is_whole_in_some_window_of_its_question_and_says_its_text(
     _, data, _ = load(recipe_for(path, tokenizer=tokenizer, data={"max_length": max_length, "doc_stride": 7}))
     num_windows = [len(windows) for windows in data.eval]
     assert max(num_windows) > 1
-    for row, windows in zip(data.source.asked, data.eval):
+    for row, windows in zip(data.source.evaluated, data.eval):
         answered = [window for window in windows if window.answer != (0, 0)]
         assert answered
         for window in answered:
@@ -131,7 +131,7 @@ def test_the_baselines_are_the_words_near_those_of_the_question_and_no_answer(tm
     assert overlap_answers(train, [Question("which small boat sinks ?", context, (), "", "")]) == ["red"]
     assert overlap_answers(train, [Question("小 船 ?", "猫睡了。小红船沉了", (), "", "")]) == ["红"]
     task, data, _ = load(recipe_for(write_jsonl(tmp_path / "a.jsonl", questions(unanswered=3))))
-    wanted = [bool(row.answers) for row in data.source.asked]
+    wanted = [bool(row.answers) for row in data.source.evaluated]
     baselines = task.baselines(data)
     assert baselines["no_answer_f1"] == pytest.approx(1 - sum(wanted) / len(wanted))
     assert baselines.keys() == {

@@ -77,9 +77,9 @@ def test_what_is_saved_writes_the_same_through_transformers(tmp_path: Path, conf
     batch, _ = batch_of(data, range(4))
     rows = {name: value.numpy() for name, value in task.predict_batch(model, batch).items()}
     columns = task.prediction_columns({**rows, "index": np.arange(4)}, data)
-    assert columns["target"] == [data.source.rows[index].label for index in range(4)]
+    assert columns["target"] == [data.source.evaluated[index].label for index in range(4)]
     for index, text in enumerate(columns["generated"]):
-        given = tokenizer("say: " + data.source.rows[index].texts[0], return_tensors="pt")
+        given = tokenizer("say: " + data.source.evaluated[index].texts[0], return_tensors="pt")
         ids = theirs.generate(input_ids=given["input_ids"], attention_mask=given["attention_mask"])
         assert ids.shape[1] <= 10
         assert tokenizer.decode(ids[0], skip_special_tokens=True).strip() == text
@@ -116,9 +116,9 @@ def test_equal_sources_are_on_one_side_and_columns_have_any_name(tmp_path: Path)
     rows = [{"en": f"text {row % 10}", "de": f"Text {row}"} for row in range(40)]
     write_jsonl(path, rows)
     _, data, _ = load(recipe_for(path, data={"source_column": "en", "target_column": "de"}))
-    held_out = {row.texts for row in data.source.rows}
+    held_out = {row.texts for row in data.source.evaluated}
     assert 0 < len(held_out) < 10
-    assert len(data.source.rows) == 4 * len(held_out)
+    assert len(data.source.evaluated) == 4 * len(held_out)
 
 
 def test_scores_of_texts_are_those_of_the_packages_and_baselines_are_scored_alike(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_scores_of_texts_are_those_of_the_packages_and_baselines_are_scored_alik
     assert 0 < two["bleu"] < 100
     task, data, _ = load(recipe_for(write_pairs(tmp_path / "a.csv")))
     baselines = task.baselines(data)
-    rows = data.source.rows
+    rows = data.source.evaluated
     copied = text_scores([row.texts[0] for row in rows], [row.label for row in rows])
     assert {name: baselines[f"copied_source_{name}"] for name in copied} == copied
     assert baselines["most_frequent_target_chrf"] > 0

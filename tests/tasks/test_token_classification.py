@@ -47,8 +47,8 @@ def test_conll_jsonl_csv_and_parquet_are_read_as_the_same_samples(tmp_path: Path
 @pytest.mark.parametrize("tokenizer", ["bytes", {"train_bpe": {"vocab_size": 300}}], ids=["bytes", "bpe"])
 def test_a_words_label_stands_at_its_first_token_and_nowhere_else(tmp_path: Path, tokenizer: Any) -> None:
     _, data, _ = load(recipe_for(write_conll(tmp_path / "a.conll"), tokenizer=tokenizer))
-    own, scheme = data.source.tokenizer, data.source.sentences.scheme
-    for row, sample in zip(data.source.sentences.eval, data.source.samples, strict=True):
+    own, scheme = data.source.tokenizer, data.source.rows.scheme
+    for row, sample in zip(data.source.rows.eval, data.eval, strict=True):
         tokens = [own.decode([token]) for token in sample.ids]
         assert sample.words.tolist() == list(range(len(row.words)))
         assert [scheme.names[label] for label in sample.labels] == list(row.tags)

@@ -76,9 +76,10 @@ print(found["labels"], found["scores"], found["boxes"])"""
         source, notes = self.read_images(recipe, detection.read_boxed_images)
         sets = source.sets
         held = sets.eval
-        if held is not None and held.boxes and all(held.boxes_of(row).is_crowd.all() for row in range(len(held))):
+        boxes = [] if held is None or held.boxes is None else [held.boxes_of(index) for index in range(len(held))]
+        if boxes and all(each.is_crowd.all() for each in boxes):
             raise DataError(
-                f"none of the {len(sets.eval)} evaluation images has a box, so mAP is not defined. "
+                f"none of the {len(boxes)} evaluation images has a box, so mAP is not defined. "
                 "Name images with boxes in data.eval"
             )
         settings = detection.DetectionSettings(source.preprocessing, data.augment, data.min_visible)
