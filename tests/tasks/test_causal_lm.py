@@ -8,6 +8,7 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from torch.testing import assert_close
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 from accel_train.core.errors import SettingError
@@ -44,8 +45,8 @@ def test_maskless_causal_attention_gives_the_librarys_logits(model_type: str) ->
         got = model(ids, use_cache=False).logits
         model.set_attn_implementation("eager")
         eager = model(ids, use_cache=False).logits
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(got, eager, rtol=1e-4, atol=1e-5)
+    assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    assert_close(got, eager, rtol=1e-4, atol=1e-5)
 
 
 def test_model_with_a_sliding_window_shorter_than_the_sequence_keeps_its_mask() -> None:
@@ -75,7 +76,7 @@ def test_masked_documents_are_as_if_each_stood_alone(task_and_data: tuple[Causal
     alone = sum(
         task.loss_sum(model, {"input_ids": part[None], "labels": part.roll(-1)[None]}) for part in (first, second)
     )
-    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
+    assert_close(together, alone, rtol=1e-5, atol=1e-5)
     mask = same_document_mask(batch["document_ids"])
     assert mask.shape == (1, 1, 23, 23)
     assert not mask[0, 0, 9:, :9].any()

@@ -1,7 +1,6 @@
 """Columns of 0 and 1 (`data.label_columns`) train the same as lists of their names, and a wrong cell is named."""
 
 import csv
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import yaml
 
 from accel_train.cli.main import main
 from accel_train.core.errors import RecipeProblems
+from accel_train.core.json_io import load_json
 from accel_train.data.tables import binary_value
 from accel_train.recipe.loader import load_recipe, make_recipe
 from tests.support.runs import losses, refused, write_recipe_file
@@ -100,7 +100,7 @@ def test_a_run_on_columns_has_the_losses_of_lists_resumes_predicts_and_is_evalua
     scores = {}
     for run, table in (("columns", "columns.csv"), ("lists", "lists.jsonl")):
         assert main(["evaluate", run, table]) == 0
-        scores[run] = json.loads(Path(run, f"evaluation-{run}.json").read_text())["metrics"]
+        scores[run] = load_json(Path(run, f"evaluation-{run}.json"))["metrics"]
     assert scores["columns"] == scores["lists"]
     assert main(["evaluate", "columns", "columns.csv", "--data.label_columns", "[loop, machine]"]) == 2
     assert "not the labels of the model (number, machine, loop)" in capsys.readouterr().err

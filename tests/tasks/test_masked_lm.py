@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from transformers import AutoModelForMaskedLM, AutoTokenizer, pipeline
 
+from accel_train.core.json_io import load_json
 from accel_train.data.samples import Drawn
 from tests.support import text_tasks
 from tests.support.runs import metrics, refused, run_forked_command
@@ -125,7 +126,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_learns_and_its_model_opens_in_transformers(trained: Path) -> None:
     evaluations = metrics(trained, "eval")
     assert evaluations[-1]["loss"] < 0.9 * evaluations[0]["loss"]
-    summary = json.loads((trained / "summary.json").read_text())
+    summary = load_json(trained / "summary.json")
     assert summary["eval"]["perplexity"] < summary["baselines"]["unigram_perplexity"] * 1.2
     model = AutoModelForMaskedLM.from_pretrained(trained / "model")
     assert AutoTokenizer.from_pretrained(trained / "model").mask_token_id < model.config.vocab_size

@@ -1,6 +1,5 @@
 """Multiple choice: endings keep their places, however they are written, and rows without a right ending are named."""
 
-import json
 from functools import partial
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 from transformers import AutoModelForMultipleChoice, AutoTokenizer
 
 from accel_train.cli.main import main
+from accel_train.core.json_io import load_json
 from accel_train.task import load_task
 from tests.support import text_tasks
 from tests.support.runs import metrics, write_jsonl
@@ -88,7 +88,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_learns_which_ending_is_right_and_reports_it_next_to_baselines(finished: Path) -> None:
     last = metrics(finished, "eval")[-1]
-    summary = json.loads((finished / "summary.json").read_text())
+    summary = load_json(finished / "summary.json")
     assert last["accuracy"] > max(0.9, *summary["baselines"].values())
     assert AutoModelForMultipleChoice.from_pretrained(finished / "model").config.model_type == "bert"
 

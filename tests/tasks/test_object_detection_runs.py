@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForObjectDetection
 
 from accel_train.cli.main import main
 from accel_train.core.errors import SettingError
+from accel_train.core.json_io import load_json
 from accel_train.engine.batch_search import Trials, search
 from accel_train.engine.resolve import check_recipe
 from accel_train.model.compile import repeated_blocks
@@ -37,7 +38,7 @@ FSDP2: dict[str, Any] = {"strategy": "fsdp2"}
 
 
 def evaluation_of(run: Path) -> dict[str, float]:
-    found: dict[str, float] = json.loads((run / "summary.json").read_text())["eval"]
+    found: dict[str, float] = load_json(run / "summary.json")["eval"]
     return found
 
 

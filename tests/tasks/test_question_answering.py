@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForQuestionAnswering
 
+from accel_train.core.json_io import load_json
 from accel_train.data.builtin.stdlib_questions import _questions
 from accel_train.task import load_task
 from accel_train.tasks.question_answering.answers import best_spans, overlap_answers, position_loss_sum
@@ -188,7 +189,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_learns_to_answer_and_reports_scores_next_to_baselines(finished: Path) -> None:
     last = metrics(finished, "eval_final")[-1]
-    summary = json.loads((finished / "summary.json").read_text())
+    summary = load_json(finished / "summary.json")
     assert last["f1"] > max(0.7, *(value for name, value in summary["baselines"].items() if name.endswith("f1")))
     assert len(metrics(finished, "eval")) == 2
     model = AutoModelForQuestionAnswering.from_pretrained(finished / "model")

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from accel_train.cli.main import main
+from accel_train.core.json_io import load_json
 from accel_train.metrics.texts import TEXT_SCORES, text_scores
 from accel_train.task import load_task
 from accel_train.tasks.seq2seq.config import SPEC
@@ -178,18 +179,18 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_learns_and_reports_scores_texts_and_baselines(trained: Path) -> None:
     evaluations = metrics(trained, "eval")
     assert evaluations[-1]["loss"] < 0.9 * evaluations[0]["loss"]
-    summary = json.loads((trained / "summary.json").read_text())
+    summary = load_json(trained / "summary.json")
     assert set(TEXT_SCORES) < summary["eval"].keys()
     assert summary["baselines"]["copied_source_exact_match"] == 0
     assert summary["sample"]["prompt"] == "31"
-    details = json.loads((trained / "evaluation.json").read_text())["details"]["generation"]
+    details = load_json(trained / "evaluation.json")["details"]["generation"]
     assert details["num_texts"] == summary["data"]["num_eval"]
     assert details["samples"][0].keys() == {"id", "source", "target", "generated"}
     assert "Generated texts" in (trained / "report.html").read_text()
 
 
 def test_the_code_in_the_model_card_writes_what_predict_writes(trained: Path, not_launched: None) -> None:
-    data = json.loads((trained / "summary.json").read_text())["data"]
+    data = load_json(trained / "summary.json")["data"]
     card = (trained / "model" / "README.md").read_text()
     assert f"on {data['num_train']} pairs of texts, evaluated on {data['num_eval']} others" in card
     assert "up to 16 tokens" in card
@@ -227,6 +228,6 @@ def test_a_compiled_model_generates_what_one_does_that_is_not(tmp_path: Path, co
         evaluate = {"every_steps": 2, "generation": {"max_samples": 5}}
         sections = {"model": {"config": T5}, "schedule": {"max_steps": 2}, "precision": precision, "evaluate": evaluate}
         run(write_recipe_file(folder, task="seq2seq", data=data, **sections))
-        found.append(json.loads((folder / "run" / "evaluation.json").read_text()))
+        found.append(load_json(folder / "run" / "evaluation.json"))
     assert found[0]["details"]["generation"] == found[1]["details"]["generation"]
     assert found[1]["metrics"] == pytest.approx(found[0]["metrics"], rel=1e-5)

@@ -2,7 +2,6 @@
 the same.
 """
 
-import json
 import math
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ from transformers import (
     pipeline,
 )
 
+from accel_train.core.json_io import load_json
 from accel_train.data.text.tokenizers import byte_tokenizer, train_bpe
 from accel_train.metrics.scores import auroc, auroc_from_histogram
 from accel_train.metrics.tally import score_histogram
@@ -358,7 +358,7 @@ def test_a_run_learns_the_topics_and_reports_scores_next_to_baselines(tmp_path: 
     evaluations = metrics(run, "eval")
     assert evaluations[-1]["accuracy"] > 0.9
     assert evaluations[-1]["f1_macro"] > 0.9
-    summary = json.loads((run / "summary.json").read_text())
+    summary = load_json(run / "summary.json")
     assert summary["baselines"]["bag_of_words_accuracy"] > 0.9
     model = AutoModelForSequenceClassification.from_pretrained(run / "model")
     tokenizer = AutoTokenizer.from_pretrained(run / "model")

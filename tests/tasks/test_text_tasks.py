@@ -2,7 +2,6 @@
 nothing, mistakes are named, and saved weights are loaded again.
 """
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +13,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.testing import assert_close
 from transformers import AutoTokenizer
 
 from accel_train.core.errors import SettingError
+from accel_train.core.json_io import load_json
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.tasks import TASKS as BUILT_IN
 from accel_train.tasks.token_classification.task import word_logits
@@ -116,9 +117,9 @@ def test_the_loss_is_the_models_own_and_so_is_its_gradient(case: Any) -> None:
     is_by_token = name in ("token-classification", "seq2seq", "masked-lm")
     assert num_targets == (int((batch["labels"] != -100).sum()) if is_by_token else 8)
     ours, its = task.loss_sum(model, batch) / num_targets, its_loss(name, data, model, batch)
-    torch.testing.assert_close(ours, its)
+    assert_close(ours, its)
     weight = model.get_input_embeddings().weight
-    torch.testing.assert_close(*(torch.autograd.grad(loss, weight)[0] for loss in (ours, its)))
+    assert_close(*(torch.autograd.grad(loss, weight)[0] for loss in (ours, its)))
 
 
 def test_loss_scores_and_details_do_not_depend_on_the_batch_size(case: Any) -> None:
@@ -134,7 +135,7 @@ def test_loss_scores_and_details_do_not_depend_on_the_batch_size(case: Any) -> N
         assert same_details == details
     rows = [batch_of(data, range(row, row + 1), train=True)[0] for row in range(8)]
     whole, _ = batch_of(data, range(8), train=True)
-    torch.testing.assert_close(task.loss_sum(model, whole), sum(task.loss_sum(model, row) for row in rows))
+    assert_close(task.loss_sum(model, whole), sum(task.loss_sum(model, row) for row in rows))
 
 
 @pytest.mark.parametrize(
@@ -153,8 +154,8 @@ def test_smoothing_and_weights_count_in_training_and_not_in_evaluation(tmp_path:
     plain, *_ = load(recipe_for(task, path))
     smooth, data, model = load(recipe_for(task, path, loss={"label_smoothing": 0.2, "class_weights": weights}))
     batch, _ = batch_of(data, range(16), train=True)
-    torch.testing.assert_close(smooth.loss_sum(model, batch), plain.loss_sum(model, batch))
-    torch.testing.assert_close(smooth.evaluate_batch(model, batch)["loss_sum"], plain.loss_sum(model, batch))
+    assert_close(smooth.loss_sum(model, batch), plain.loss_sum(model, batch))
+    assert_close(smooth.evaluate_batch(model, batch)["loss_sum"], plain.loss_sum(model, batch))
     labels, known = batch["labels"], batch["labels"] >= 0
     logits = word_logits(model, batch) if task == "token-classification" else model(**batch).logits
     each = cross_entropy(logits[known], labels[known], label_smoothing=0.2, reduction="none")
@@ -165,7 +166,7 @@ def test_smoothing_and_weights_count_in_training_and_not_in_evaluation(tmp_path:
     elif weights:
         of_label = np.array([1, 1, 1, 1, 0.25])
     expected = (each * torch.tensor(of_label)[labels[known]]).sum()
-    torch.testing.assert_close(smooth.loss_sum(model.train(), batch), expected.float())
+    assert_close(smooth.loss_sum(model.train(), batch), expected.float())
 
 
 MISTAKES: list[tuple[str, dict[str, Any], str]] = [
@@ -406,7 +407,7 @@ def test_ddp_fsdp2_zero_and_a_run_that_is_stopped_on_two_processes_and_resumed_o
     for other in (sharded, zero, elastic):
         assert_same_run(other / "run", alone / "run", 1e-5)
         assert last_evaluation(other / "run") == pytest.approx(last_evaluation(alone / "run"), rel=1e-4, abs=1e-5)
-        ours, theirs = (json.loads((each / "run" / "evaluation.json").read_text()) for each in (other, alone))
+        ours, theirs = (load_json(each / "run" / "evaluation.json") for each in (other, alone))
         assert ours["details"] == theirs["details"], "each sample counts once, in order"
     if task == "seq2seq":
         generation = theirs["details"]["generation"]
@@ -485,7 +486,7 @@ def test_a_recipe_beats_its_baselines_in_a_part_of_its_steps(
     tmp_path: Path, recipe: str, flags: list[str], metric: str, margins: dict[str, float]
 ) -> None:
     run(REPOSITORY / f"recipes/{recipe}.yaml", *flags, "--output_dir", str(tmp_path / "run"))
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary = load_json(tmp_path / "run" / "summary.json")
     assert all(summary["eval"][metric] > summary["baselines"][name] + margin for name, margin in margins.items())
     least = {"text_classification": 0.92, "seq2seq": 0.7}
     assert summary["eval"]["exact_match" if recipe == "seq2seq" else metric] > least.get(recipe, 0)

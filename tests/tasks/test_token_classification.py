@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForTokenClassification, AutoTokenizer, pipeline
 
 from accel_train.cli.main import main
+from accel_train.core.json_io import load_json
 from accel_train.data.builtin.stdlib_tags import tagged_words
 from accel_train.data.sources import resolve_sources
 from accel_train.data.text.spans import spans_of, word_places
@@ -140,9 +141,9 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_learns_the_entities_and_reports_scores_by_type_beside_the_baseline(finished: Path) -> None:
     assert metrics(finished, "eval")[-1]["f1"] > 0.9
-    evaluation = json.loads((finished / "evaluation.json").read_text())
+    evaluation = load_json(finished / "evaluation.json")
     assert evaluation["details"]["classification"]["report"]["PER"]["f1-score"] > 0.8
-    summary = json.loads((finished / "summary.json").read_text())
+    summary = load_json(finished / "summary.json")
     assert 0 < summary["baselines"]["most_frequent_tag_f1"] <= 1
     assert summary["words_per_second"] > 0
 
