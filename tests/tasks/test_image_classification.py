@@ -35,35 +35,16 @@ from tests.support import runs
 from tests.support.runs import REPOSITORY, refused
 from tests.support.text_tasks import batch_of, evaluated, load
 
-RESNET = {
-    "model_type": "resnet",
-    "embedding_size": 8,
-    "hidden_sizes": [8, 16],
-    "depths": [1, 1],
-    "layer_type": "basic",
-}
-VIT = {
-    "model_type": "vit",
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-    "patch_size": 8,
-}
-SMALL = {
-    "resnet": RESNET,
-    "vit": VIT,
-    "convnext": {"model_type": "convnext", "hidden_sizes": [8, 8, 8, 8], "depths": [1, 1, 1, 1]},
-    "mobilenet_v2": {"model_type": "mobilenet_v2", "depth_multiplier": 0.25},
-    "regnet": {
-        "model_type": "regnet",
-        "hidden_sizes": [8, 8],
-        "depths": [1, 1],
-        "embedding_size": 8,
-        "groups_width": 8,
-    },
-    "swin": {"model_type": "swin", "embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "window_size": 2},
-}
+SMALL = yaml.safe_load("""
+resnet: {embedding_size: 8, hidden_sizes: [8, 16], depths: [1, 1], layer_type: basic}
+vit: {hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2, intermediate_size: 32, patch_size: 8}
+convnext: {hidden_sizes: [8, 8, 8, 8], depths: [1, 1, 1, 1]}
+mobilenet_v2: {depth_multiplier: 0.25}
+regnet: {hidden_sizes: [8, 8], depths: [1, 1], embedding_size: 8, groups_width: 8}
+swin: {embed_dim: 8, depths: [1, 1], num_heads: [1, 2], window_size: 2}
+""")
+"""A small model of each family."""
+RESNET, VIT = ({"model_type": name, **SMALL[name]} for name in ("resnet", "vit"))
 CLASSES = ("black", "blue", "green")
 
 
@@ -267,7 +248,7 @@ def test_pickled_weights_are_refused(trained: Any, tmp_path: Path, colours: Path
 
 @pytest.mark.parametrize("name", SMALL)
 def test_every_family_of_models_is_built_for_the_classes_with_and_without_weights(colours: Path, name: str) -> None:
-    recipe = make_recipe(colours, model={"config": SMALL[name]})
+    recipe = make_recipe(colours, model={"config": {"model_type": name, **SMALL[name]}})
     task, data, model = load(recipe)
     assert model.config.num_labels == 3
     batch, _ = batch_of(data, [0, 1])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from transformers import AutoModelForMaskedLM, AutoTokenizer, pipeline
 
 from accel_train.core.json_io import load_json
@@ -116,10 +117,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "masked-lm",
         tmp_path_factory.mktemp("masked"),
         model={"config": {**BERT, "num_hidden_layers": 2}, "freeze": ["*position_embeddings*"]},
-        loss={"label_smoothing": 0.05},
-        optimizer={"learning_rate": 1e-2, "ema_decay": 0.9, "layer_decay": 0.9},
-        schedule={"max_steps": 30},
-        evaluate={"every_steps": 10, "metric_for_best_model": "token_accuracy", "early_stopping_patience": 3},
+        **yaml.safe_load("""
+            loss: {label_smoothing: 0.05}
+            optimizer: {learning_rate: 0.01, ema_decay: 0.9, layer_decay: 0.9}
+            schedule: {max_steps: 30}
+            evaluate: {every_steps: 10, metric_for_best_model: token_accuracy, early_stopping_patience: 3}
+        """),
     )
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from transformers import AutoModelForMultipleChoice, AutoTokenizer
 
 from accel_train.cli.main import main
@@ -77,12 +78,14 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "multiple-choice",
         tmp_path_factory.mktemp("finished"),
         120,
-        tokenizer={"train_bpe": {"vocab_size": 320}},
-        data={"group_by_length": True, "id_column": "id"},
-        batch={"global_batch_size": 16},
-        optimizer={"learning_rate": 5e-3},
-        schedule={"max_steps": 60},
-        evaluate={"every_steps": 30, "metric_for_best_model": "accuracy"},
+        **yaml.safe_load("""
+            tokenizer: {train_bpe: {vocab_size: 320}}
+            data: {group_by_length: true, id_column: id}
+            batch: {global_batch_size: 16}
+            optimizer: {learning_rate: 0.005}
+            schedule: {max_steps: 60}
+            evaluate: {every_steps: 30, metric_for_best_model: accuracy}
+        """),
     )
 
 

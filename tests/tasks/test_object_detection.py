@@ -22,6 +22,7 @@ from accel_train.data.images.pools import boxed_scenes_pool
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.order import permute
 from accel_train.recipe.schema import Recipe
+from accel_train.task import Tensors
 from accel_train.tasks.object_detection import losses
 from accel_train.tasks.object_detection.metrics import Detection, average_precision
 from tests.support.detectors import CROPS, DEFORMABLE, DETECTORS, FAULTY, YOLOS, sections_of, train_boxes
@@ -30,7 +31,7 @@ from tests.support.tasks.global_loss import assert_resumes_to_the_bit, assert_st
 from tests.support.text_tasks import batch_of, load
 
 
-def make_batch() -> dict[str, torch.Tensor]:
+def make_batch() -> Tensors:
     """Four images: with three boxes, one, none, and nine of the same class, more than queries."""
     generator = torch.Generator().manual_seed(0)
     class_ids = torch.full((4, 9), IGNORED_LABEL)
@@ -53,7 +54,7 @@ def model_of(config: dict[str, Any]) -> Any:
     return model
 
 
-def their_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+def their_loss(model: Any, batch: Tensors) -> torch.Tensor:
     labels = [
         {"class_labels": ids[ids >= 0], "boxes": boxes[ids >= 0]}
         for ids, boxes in zip(batch["class_ids"], batch["boxes"], strict=True)
@@ -62,12 +63,12 @@ def their_loss(model: Any, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     return loss
 
 
-def our_loss(model: Any, batch: dict[str, torch.Tensor], counts: torch.Tensor) -> torch.Tensor:
+def our_loss(model: Any, batch: Tensors, counts: torch.Tensor) -> torch.Tensor:
     terms = losses.detection_terms(model, batch)[1]
     return (terms * losses.weights_of_terms(counts, model.config).to(terms.dtype)).sum()
 
 
-def gradients(model: Any) -> dict[str, torch.Tensor]:
+def gradients(model: Any) -> Tensors:
     found = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
     model.zero_grad(set_to_none=True)
     return found

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForQuestionAnswering
 
 from accel_train.core.json_io import load_json
@@ -178,12 +179,14 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(
         "question-answering",
         folder,
-        tokenizer={"train_bpe": {"vocab_size": 320}},
         data={"train": str(folder / "a.jsonl"), "max_length": 40},
-        batch={"global_batch_size": 16, "per_device_eval_batch_size": 3},
-        optimizer={"learning_rate": 1e-2},
-        schedule={"max_steps": 60},
-        evaluate={"every_steps": 30, "metric_for_best_model": "f1", "max_samples": 5},
+        **yaml.safe_load("""
+            tokenizer: {train_bpe: {vocab_size: 320}}
+            batch: {global_batch_size: 16, per_device_eval_batch_size: 3}
+            optimizer: {learning_rate: 0.01}
+            schedule: {max_steps: 60}
+            evaluate: {every_steps: 30, metric_for_best_model: f1, max_samples: 5}
+        """),
     )
 
 

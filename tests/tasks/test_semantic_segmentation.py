@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from numpy.random import default_rng
 from PIL import Image
 from torch.nn.functional import conv2d, cross_entropy, interpolate, pad
@@ -38,29 +39,27 @@ from accel_train.tasks.semantic_segmentation.data import (
 from tests.support.runs import metrics, recipe_dict, refused, run, run_forked_command, write_recipe_file
 from tests.support.text_tasks import SEGFORMER, batch_of, load
 
-RESNET = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 8], "depths": [1, 1], "layer_type": "basic"}
-UPERNET = {
-    "model_type": "upernet",
-    "hidden_size": 8,
-    "pool_scales": [1, 2],
-    "auxiliary_channels": 8,
-    "auxiliary_in_channels": 8,
-    "auxiliary_in_index": 0,
-    "backbone_config": RESNET | {"out_features": ["stage1", "stage2"]},
-}
-MOBILENET = {"model_type": "mobilenet_v2", "depth_multiplier": 0.1, "min_depth": 8, "finegrained_output": False}
-DPT = {
-    "model_type": "dpt",
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "patch_size": 8,
-    "backbone_out_indices": [0, 1, 2, 3],
-    "neck_hidden_sizes": [8, 8, 8, 8],
-    "fusion_hidden_size": 8,
-}
-"""Takes squares alone."""
+UPERNET, MOBILENET, DPT = yaml.safe_load("""
+- model_type: upernet
+  hidden_size: 8
+  pool_scales: [1, 2]
+  auxiliary_channels: 8
+  auxiliary_in_channels: 8
+  auxiliary_in_index: 0
+  backbone_config: {model_type: resnet, embedding_size: 8, hidden_sizes: [8, 8], depths: [1, 1], layer_type: basic,
+    out_features: [stage1, stage2]}
+- {model_type: mobilenet_v2, depth_multiplier: 0.1, min_depth: 8, finegrained_output: false}
+- model_type: dpt
+  hidden_size: 16
+  intermediate_size: 16
+  num_hidden_layers: 4
+  num_attention_heads: 2
+  patch_size: 8
+  backbone_out_indices: [0, 1, 2, 3]
+  neck_hidden_sizes: [8, 8, 8, 8]
+  fusion_hidden_size: 8
+""")
+"""DPT takes squares alone."""
 AS_IT_IS = Augment(scale_range=None, horizontal_flip=0.0)
 Make = Callable[..., Recipe]
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from accel_train.cli.main import main
@@ -163,16 +164,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tmp_path_factory.mktemp("seq2seq"),
         60,
         model={"config": T5, "freeze": ["shared.*"]},
-        data={"id_column": "name", "max_length": 16, "group_by_length": True},
-        loss={"label_smoothing": 0.1},
-        optimizer={"learning_rate": 1e-2, "ema_decay": 0.9, "layer_decay": 0.9},
-        schedule={"max_steps": 30},
-        evaluate={
-            "every_steps": 15,
-            "metric_for_best_model": "chrf",
-            "early_stopping_patience": 3,
-            "sample_prompt": "31",
-        },
+        **yaml.safe_load("""
+            data: {id_column: name, max_length: 16, group_by_length: true}
+            loss: {label_smoothing: 0.1}
+            optimizer: {learning_rate: 0.01, ema_decay: 0.9, layer_decay: 0.9}
+            schedule: {max_steps: 30}
+            evaluate: {every_steps: 15, metric_for_best_model: chrf, early_stopping_patience: 3, sample_prompt: '31'}
+        """),
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 from transformers import (
@@ -347,13 +348,15 @@ def test_a_run_learns_the_topics_and_reports_scores_next_to_baselines(tmp_path: 
         tmp_path,
         120,
         model={"config": MODERNBERT},
-        tokenizer={"train_bpe": {"vocab_size": 320}},
-        data={"group_by_length": True},
-        batch={"global_batch_size": 16},
-        loss={"label_smoothing": 0.05},
-        optimizer={"learning_rate": 1e-2},
-        schedule={"max_steps": 40},
-        evaluate={"every_steps": 20, "metric_for_best_model": "f1_macro"},
+        **yaml.safe_load("""
+            tokenizer: {train_bpe: {vocab_size: 320}}
+            data: {group_by_length: true}
+            batch: {global_batch_size: 16}
+            loss: {label_smoothing: 0.05}
+            optimizer: {learning_rate: 0.01}
+            schedule: {max_steps: 40}
+            evaluate: {every_steps: 20, metric_for_best_model: f1_macro}
+        """),
     )
     evaluations = metrics(run, "eval")
     assert evaluations[-1]["accuracy"] > 0.9

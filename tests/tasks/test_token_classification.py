@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForTokenClassification, AutoTokenizer, pipeline
 
 from accel_train.cli.main import main
@@ -90,36 +91,11 @@ def test_plain_tags_are_scored_as_classes_and_the_baseline_knows_each_words_tag(
 
 def test_names_of_a_function_are_tagged_as_python_understands_them() -> None:
     words, tags = tagged_words("def f(self, x=LIMIT):\n    y = os.path.join(x, sep=self.a)\n    return y  # z\n")
-    assert list(zip(words, tags)) == [
-        ("def", "O"),
-        ("f", "B-function"),
-        ("(", "O"),
-        ("self", "B-parameter"),
-        (",", "O"),
-        ("x", "B-parameter"),
-        ("=", "O"),
-        ("LIMIT", "B-global"),
-        (")", "O"),
-        (":", "O"),
-        ("y", "B-variable"),
-        ("=", "O"),
-        ("os", "B-call"),
-        (".", "I-call"),
-        ("path", "I-call"),
-        (".", "I-call"),
-        ("join", "I-call"),
-        ("(", "O"),
-        ("x", "B-parameter"),
-        (",", "O"),
-        ("sep", "B-keyword"),
-        ("=", "O"),
-        ("self", "B-attribute"),
-        (".", "I-attribute"),
-        ("a", "I-attribute"),
-        (")", "O"),
-        ("return", "O"),
-        ("y", "B-variable"),
-    ]
+    assert " ".join(f"{word}/{tag}" for word, tag in zip(words, tags, strict=True)) == (
+        "def/O f/B-function (/O self/B-parameter ,/O x/B-parameter =/O LIMIT/B-global )/O :/O y/B-variable =/O "
+        "os/B-call ./I-call path/I-call ./I-call join/I-call (/O x/B-parameter ,/O sep/B-keyword =/O "
+        "self/B-attribute ./I-attribute a/I-attribute )/O return/O y/B-variable"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -130,12 +106,14 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(
         "token-classification",
         tmp_path_factory.mktemp("finished"),
-        tokenizer={"train_bpe": {"vocab_size": 300}},
-        data={"group_by_length": True, "max_length": 24},
-        batch={"global_batch_size": 16, "per_device_eval_batch_size": 3},
-        optimizer={"learning_rate": 1e-2},
-        schedule={"max_steps": 40},
-        evaluate={"every_steps": 20, "metric_for_best_model": "f1"},
+        **yaml.safe_load("""
+            tokenizer: {train_bpe: {vocab_size: 300}}
+            data: {group_by_length: true, max_length: 24}
+            batch: {global_batch_size: 16, per_device_eval_batch_size: 3}
+            optimizer: {learning_rate: 0.01}
+            schedule: {max_steps: 40}
+            evaluate: {every_steps: 20, metric_for_best_model: f1}
+        """),
     )
 
 
@@ -207,11 +185,13 @@ def test_predicted_spans_have_their_places_in_the_text(tmp_path: Path, not_launc
     folder = train(
         "token-classification",
         tmp_path,
-        tokenizer={"train_bpe": {"vocab_size": 300}},
         data={"train": str(path), "tokens_column": "text", "tags_column": "label", "tag_format": "spans"},
-        batch={"global_batch_size": 16},
-        optimizer={"learning_rate": 1e-2},
-        schedule={"max_steps": 40},
+        **yaml.safe_load("""
+            tokenizer: {train_bpe: {vocab_size: 300}}
+            batch: {global_batch_size: 16}
+            optimizer: {learning_rate: 0.01}
+            schedule: {max_steps: 40}
+        """),
     )
     text = "to  New York\n went Zoë"
     new = write_jsonl(tmp_path / "new.jsonl", [{"text": text}, {"text": "Ada left Bonn .", "label": [[0, 3, "PER"]]}])

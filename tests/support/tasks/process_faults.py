@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from accel_train.recipe.schema import Recipe
-from accel_train.task import Scores, TaskData
+from accel_train.task import Batch, Scores, TaskData, Tensors
 from tests.support.tasks.probe import RANK, ProbeTask
 
 
@@ -106,7 +106,7 @@ class FaultTask(ProbeTask):
         if module.training:
             time.sleep(self.seconds["block"])
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         if self._here("flip_part_at", self.accumulation_calls + 1) and model.training:
             weight: Any = model.get_parameter("transformer.h.1.ln_2.weight")  # not gathered yet
             weight.to_local().data.view(torch.int32)[3] ^= 1
@@ -134,7 +134,7 @@ class FaultTask(ProbeTask):
                 happen()
         return loss
 
-    def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def evaluate_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         time.sleep(self.seconds.get("evaluate", 0))
         return super().evaluate_batch(model, batch)
 
