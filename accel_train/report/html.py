@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -141,7 +141,7 @@ def headlines(runs: Sequence[Run]) -> list[Headline]:
     return [*scores, *HEADLINES]
 
 
-def describe_run(run: Run) -> dict[str, Any]:
+def describe_run(run: Run) -> JsonRecord:
     """Return the template data of one run, except its curves."""
     summary, targets = run.summary, run.targets
     status = str(summary.get("status", "no summary yet: still running, or killed"))
@@ -191,7 +191,7 @@ def differ_in_evaluation_data(runs: Sequence[Run]) -> bool:
     return any(len(values) > 1 for values in known)
 
 
-def compare_headlines(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def compare_headlines(runs: Sequence[Run]) -> list[JsonRecord]:
     """Return one row per headline number that some run has.
 
     `best` lists the columns with the best value if values differ. Scores have no best value if the runs were evaluated
@@ -232,7 +232,7 @@ def compare_recipes(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     return [(name, values) for name, values in table if len(set(values)) > 1]
 
 
-def compare_baselines(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def compare_baselines(runs: Sequence[Run]) -> list[JsonRecord]:
     """Return bars that compare each run's bits per byte with baselines without training: xz and byte frequencies."""
     bars: list[tuple[str, Any, int]] = [
         (run.name if len(runs) > 1 else "this run", final_metric("bits_per_byte", run), number)
@@ -275,7 +275,7 @@ def _lead(run: Run, targets: str) -> str:
     )
 
 
-def _not_beaten(summary: JsonRecord) -> dict[str, Any] | None:
+def _not_beaten(summary: JsonRecord) -> JsonRecord | None:
     """Return the sentence on a baseline that the model does not beat, with likely causes, or None."""
     found = summary.get("not_beaten") or {}
     sentence, causes = found.get("sentence"), found.get("causes")
@@ -283,7 +283,7 @@ def _not_beaten(summary: JsonRecord) -> dict[str, Any] | None:
     return {"sentence": sentence, "causes": causes} if is_whole else None
 
 
-def _event_row(event: JsonRecord) -> dict[str, Any]:
+def _event_row(event: JsonRecord) -> JsonRecord:
     kind = str(event["event"])
     return {
         "step": f"{event['step']:,}",
@@ -295,7 +295,7 @@ def _event_row(event: JsonRecord) -> dict[str, Any]:
     }
 
 
-def _tables(summary: JsonRecord) -> list[dict[str, Any]]:
+def _tables(summary: JsonRecord) -> list[JsonRecord]:
     """Return the tables below the curves: choices, evaluation, memory, data, environment."""
     phases = (summary.get("peak_memory_bytes") or {}).items()
     memory = {phase: f"{size / 2**30:.2f} GiB" for phase, size in phases if isinstance(size, int | float)}
@@ -315,7 +315,7 @@ def _tables(summary: JsonRecord) -> list[dict[str, Any]]:
     ]
 
 
-def _texts(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _texts(values: JsonRecord) -> Iterator[tuple[str, str]]:
     """Yield the dotted name and text of each value, without empty values."""
     for name, value in dotted_items(values):
         if isinstance(value, bool):
@@ -334,7 +334,7 @@ LONGEST_PERCENT = 36
 """Width of the longest bar: its text needs room on a phone."""
 
 
-def describe_time(run: Run) -> dict[str, Any] | None:
+def describe_time(run: Run) -> JsonRecord | None:
     """Return a sentence and a bar for each account, the productive steps first; None where nothing is recorded."""
     goodput = run.goodput
     accounts, wall = goodput.get("accounts"), goodput.get("wall_seconds")
