@@ -4,7 +4,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,20 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
     with open_tab(tmp_path_factory.mktemp("profile")) as tab:
         yield tab
+
+
+Show = Callable[..., Tab]
+
+
+@pytest.fixture
+def show(tab: Tab, pages: dict[str, Path]) -> Show:
+    """Opens a page by name, and gives its tab."""
+
+    def show(name: str, **how: Any) -> Tab:
+        tab.open(pages[name], **how)
+        return tab
+
+    return show
 
 
 def place(tab: Tab, number: int, share: float) -> tuple[float, float]:
@@ -120,10 +134,8 @@ def test_no_page_has_a_script_error_or_asks_for_anything_or_is_wider_than_the_wi
     assert min(inked(tab, number) for number in range(tab.run("charts.length"))) > 500
 
 
-def test_hovering_shows_values_in_every_chart_and_dragging_zooms_all_until_a_double_click(
-    tab: Tab, pages: dict[str, Path]
-) -> None:
-    tab.open(pages["one"], width=1400)
+def test_hovering_shows_values_in_every_chart_and_dragging_zooms_all_until_a_double_click(show: Show) -> None:
+    tab = show("one", width=1400)
     assert legend(tab, 0).startswith("each log line trend evaluation NaN or Inf checkpoint ×4")
     everything = shown_steps(tab)
     share = (100 - everything[0][0]) / (everything[0][1] - everything[0][0])
@@ -144,8 +156,8 @@ def test_hovering_shows_values_in_every_chart_and_dragging_zooms_all_until_a_dou
     assert shown_steps(tab) == everything
 
 
-def test_a_click_on_the_legend_hides_a_curve_and_another_shows_it(tab: Tab, pages: dict[str, Path]) -> None:
-    tab.open(pages["one"], width=1400)
+def test_a_click_on_the_legend_hides_a_curve_and_another_shows_it(show: Show) -> None:
+    tab = show("one", width=1400)
     before = inked(tab, 0)
     button = "charts[0].legend.querySelectorAll('button')[1]"
     box = tab.run(f"(({{left, top}}) => [left + 5, top + 5])({button}.getBoundingClientRect())")
@@ -160,8 +172,8 @@ def test_a_click_on_the_legend_hides_a_curve_and_another_shows_it(tab: Tab, page
     assert inked(tab, 0) == before
 
 
-def test_the_trend_by_default_is_a_line_fitted_to_a_twentieth_of_the_curve(tab: Tab, pages: dict[str, Path]) -> None:
-    tab.open(pages["one"], width=420)
+def test_the_trend_by_default_is_a_line_fitted_to_a_twentieth_of_the_curve(show: Show) -> None:
+    tab = show("one", width=420)
     found = np.array(tab.run("smooth(Array.from({length: 400}, (_, n) => 7 - 0.01 * n), 400 / 90)"))
     np.testing.assert_allclose(found, 7 - 0.01 * np.arange(400), atol=1e-9)
     noise = np.random.default_rng(0).normal(size=400).round(4).tolist()
@@ -187,8 +199,8 @@ def test_charts_follow_the_theme_of_the_system_and_that_of_the_switch(tab: Tab, 
     assert dark_system == switched_to_dark == ("rgb(21, 23, 26)", "rgb(106, 168, 232)", "light")
 
 
-def test_downloads_hold_the_values_and_the_picture_of_a_chart(tab: Tab, pages: dict[str, Path]) -> None:
-    tab.open(pages["one"], width=1400)
+def test_downloads_hold_the_values_and_the_picture_of_a_chart(show: Show) -> None:
+    tab = show("one", width=1400)
     csv: list[str] = tab.run("csvOf(charts[0]).trim().split('\\n')")
     head: list[Any] = csv[0].split(",")
     assert head[:5] == ["step", "each log line", "trend", "evaluation", "NaN or Inf"]
@@ -203,10 +215,8 @@ def test_downloads_hold_the_values_and_the_picture_of_a_chart(tab: Tab, pages: d
     assert found == "data:image/png;base64,"
 
 
-def test_without_scripts_the_tables_are_there_and_a_sentence_says_what_is_missing(
-    tab: Tab, pages: dict[str, Path]
-) -> None:
-    tab.open(pages["one"], width=420, script=False)
+def test_without_scripts_the_tables_are_there_and_a_sentence_says_what_is_missing(show: Show) -> None:
+    tab = show("one", width=420, script=False)
     text = tab.run("document.body.innerText.replace(/\\s+/g, ' ')")
     assert "need JavaScript" in text
     assert "smoothing" not in text
@@ -214,8 +224,8 @@ def test_without_scripts_the_tables_are_there_and_a_sentence_says_what_is_missin
     assert tab.run("document.documentElement.scrollWidth") == 420
 
 
-def test_ticks_of_an_axis_have_one_notation(tab: Tab, pages: dict[str, Path]) -> None:
-    tab.open(pages["one"], width=420)
+def test_ticks_of_an_axis_have_one_notation(show: Show) -> None:
+    tab = show("one", width=420)
     for ticks, texts in (
         ([0, 8e-4, 1.6e-3, 2.4e-3], ["0", "0.0008", "0.0016", "0.0024"]),
         ([0, 2e-5, 4e-5], ["0", "2e-5", "4e-5"]),

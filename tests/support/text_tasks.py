@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from accel_train.cli.main import main
 from accel_train.recipe.schema import Recipe
 from accel_train.task import TaskData, load_task
-from tests.support.runs import write_corpus, write_jsonl, write_recipe_file
+from tests.support.runs import run_forked_command, write_corpus, write_jsonl, write_recipe_file
 
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 SIZES = {
@@ -255,7 +255,12 @@ def run_card(model: Path, replaced: Mapping[str, str]) -> str:
     return printed.getvalue().rstrip("\n")
 
 
-def predict(run: Path, out: Path, *data: Path) -> list[dict[str, Any]]:
-    """Run `accel-train predict` in this process; returns the rows of the jsonl file."""
-    assert main(["predict", str(run), *map(str, data), "--out", str(out)]) == 0
+def predict(run: Path, out: Path, *data: Path | str, processes: int = 0) -> list[dict[str, Any]]:
+    """Run `accel-train predict` in this process, or in new ones; returns the rows of the jsonl file."""
+    words = ["predict", str(run), *map(str, data), "--out", str(out)]
+    if processes:
+        done = run_forked_command(words, processes)
+        assert done.returncode == 0, done.stderr[-3000:]
+    else:
+        assert main(words) == 0
     return [json.loads(line) for line in out.read_text().splitlines()]

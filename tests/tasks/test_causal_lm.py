@@ -24,9 +24,11 @@ from accel_train.tasks.causal_lm.task import CausalLM, matmul_parameters
 from tests.support.hf_models import SIZES, small_config
 from tests.support.runs import LLAMA, TINY_MODEL, recipe_dict, refused, write_corpus
 
+Loaded = tuple[CausalLM, Recipe, TaskData]
+
 
 @pytest.fixture
-def task_and_data(tmp_path: Path) -> tuple[CausalLM, Recipe, TaskData]:
+def task_and_data(tmp_path: Path) -> Loaded:
     write_corpus(tmp_path)
     recipe = Recipe.model_validate(recipe_dict(tmp_path, task="causal-lm"))
     task = CausalLM()
@@ -62,7 +64,7 @@ def test_decoding_with_a_cache_under_maskless_attention_is_refused() -> None:
         causal_sdpa(torch.nn.Module(), query, key, key, None)
 
 
-def test_masked_documents_are_as_if_each_stood_alone(task_and_data: tuple[CausalLM, Recipe, TaskData]) -> None:
+def test_masked_documents_are_as_if_each_stood_alone(task_and_data: Loaded) -> None:
     task, recipe, data = task_and_data
     model = task.build_model(recipe, data).eval()
     first, second = torch.randint(0, 250, (9,)), torch.randint(0, 250, (14,))
@@ -82,7 +84,7 @@ def test_masked_documents_are_as_if_each_stood_alone(task_and_data: tuple[Causal
     assert not mask[0, 0, 9:, :9].any()
 
 
-def test_loss_is_the_mean_over_the_labels_that_count(task_and_data: tuple[CausalLM, Recipe, TaskData]) -> None:
+def test_loss_is_the_mean_over_the_labels_that_count(task_and_data: Loaded) -> None:
     task, recipe, data = task_and_data
     model = task.build_model(recipe, data).eval()
     batch = data.collate(data.train.__getitems__(list(range(len(data.train))))[-3:])
@@ -94,7 +96,7 @@ def test_loss_is_the_mean_over_the_labels_that_count(task_and_data: tuple[Causal
 
 
 def test_bf16_logits_are_never_copied_to_fp32_by_accelerate_and_the_loss_is_within_1e_3_of_fp32(
-    task_and_data: tuple[CausalLM, Recipe, TaskData], monkeypatch: pytest.MonkeyPatch
+    task_and_data: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task, recipe, data = task_and_data
     model = task.build_model(recipe, data)
@@ -141,7 +143,7 @@ def test_forward_and_loss_are_one_graph_with_causal_attention_and_no_mask(tmp_pa
 
 
 def test_vocabulary_is_padded_and_tied_embeddings_are_counted_once(
-    task_and_data: tuple[CausalLM, Recipe, TaskData],
+    task_and_data: Loaded,
 ) -> None:
     task, recipe, data = task_and_data
     model = task.build_model(recipe, data)
@@ -151,7 +153,7 @@ def test_vocabulary_is_padded_and_tied_embeddings_are_counted_once(
     assert sum(each.numel() for each in matmul_parameters(model)) == blocks_and_head
 
 
-def test_a_frozen_weight_costs_two_operations_less(task_and_data: tuple[CausalLM, Recipe, TaskData]) -> None:
+def test_a_frozen_weight_costs_two_operations_less(task_and_data: Loaded) -> None:
     task, recipe, data = task_and_data
     model = task.build_model(recipe, data)
     whole = task.flops_per_target(recipe, model)
@@ -160,9 +162,7 @@ def test_a_frozen_weight_costs_two_operations_less(task_and_data: tuple[CausalLM
     assert task.flops_per_target(recipe, model) == whole - 2 * sum(each.numel() for each in block.parameters())
 
 
-def test_pretrained_model_goes_on_with_padded_embeddings(
-    tmp_path: Path, task_and_data: tuple[CausalLM, Recipe, TaskData]
-) -> None:
+def test_pretrained_model_goes_on_with_padded_embeddings(tmp_path: Path, task_and_data: Loaded) -> None:
     task, recipe, data = task_and_data
     first = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY_MODEL, vocab_size=257))
     first.save_pretrained(tmp_path / "first")
@@ -245,7 +245,7 @@ def test_a_class_that_builds_its_own_model_gives_it_the_softcap_or_is_refused(
     assert caught.value.settings == ("loss.logit_softcap",)
 
 
-def test_z_loss_is_added_in_training_and_not_in_evaluation(task_and_data: tuple[CausalLM, Recipe, TaskData]) -> None:
+def test_z_loss_is_added_in_training_and_not_in_evaluation(task_and_data: Loaded) -> None:
     task, recipe, data = task_and_data
     model, batch = task.build_model(recipe, data), dict(data.collate([data.train[0], data.train[1]]))
     batch["labels"][:, :3] = -100

@@ -1,6 +1,5 @@
 """Masked language modeling: seed, epoch and sample decide which tokens are masked, and masks in rows are filled."""
 
-import json
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from transformers import AutoModelForMaskedLM, AutoTokenizer, pipeline
 from accel_train.core.json_io import load_json
 from accel_train.data.samples import Drawn
 from tests.support import text_tasks
-from tests.support.runs import metrics, refused, run_forked_command
+from tests.support.runs import metrics, refused
 from tests.support.text_tasks import BERT, batch_of, load, predict, run_card, train
 
 recipe_for = partial(text_tasks.recipe_for, "masked-lm")
@@ -143,10 +142,7 @@ def test_predict_fills_the_masks_of_a_file_and_without_one_those_of_the_evaluati
     trained: Path, tmp_path: Path, not_launched: None
 ) -> None:
     (tmp_path / "lines.txt").write_text("step4 [MASK]oss1 token\nrank2 batch[MASK]\nseed[MASK]\n")
-    words = ["predict", str(trained), str(tmp_path / "lines.txt"), "--out", str(tmp_path / "lines.jsonl")]
-    done = run_forked_command(words, 2)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
+    rows = predict(trained, tmp_path / "lines.jsonl", tmp_path / "lines.txt", processes=2)
     assert [row["id"].rpartition(":")[2] for row in rows] == ["1", "2", "3"]
     assert all(row["filled"] and row["tokens"] and 0 < row["score"] <= 1 for row in rows)
     assert predict(trained, tmp_path / "own.jsonl")[0]["id"] == "window 0"

@@ -28,7 +28,7 @@ from tests.support.boxes import write_images
 from tests.support.comparisons import tensors
 from tests.support.detectors import DEFORMABLE, DETECTORS, FAULTY, YOLOS, sections_of, train_boxes
 from tests.support.runs import REPOSITORY, events, metrics, run_forked_command, write_jsonl
-from tests.support.text_tasks import load
+from tests.support.text_tasks import load, predict
 
 ONE_STACK = YOLOS | {"use_mid_position_embeddings": False}
 """A YOLOS whose weights each have one depth."""
@@ -111,10 +111,7 @@ def test_a_sharded_evaluation_and_predictions_on_two_processes_are_those_of_one(
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(recipe))
         done = run_forked_command(["run", str(tmp_path / f"{name}.yaml")], processes)
         assert done.returncode == 0, done.stderr[-3000:]
-        out = tmp_path / f"{name}.jsonl"
-        done = run_forked_command(["predict", str(tmp_path / name), "--out", str(out)], processes)
-        assert done.returncode == 0, done.stderr[-3000:]
-        found.append([json.loads(line) for line in out.read_text().splitlines()])
+        found.append(predict(tmp_path / name, tmp_path / f"{name}.jsonl", processes=processes))
     ours, whole = (evaluation_of(tmp_path / name) for name in ("parts", "whole"))
     weights = [load_file(tmp_path / name / "model/model.safetensors") for name in ("parts", "first")]
     assert all(torch.equal(each, weights[1][name]) for name, each in weights[0].items())

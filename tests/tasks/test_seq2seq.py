@@ -1,7 +1,6 @@
 """Sequence to sequence: texts are generated for the rows asked for, and what is saved writes the same."""
 
 import csv
-import json
 import sys
 from functools import partial
 from pathlib import Path
@@ -19,7 +18,7 @@ from accel_train.metrics.texts import TEXT_SCORES, text_scores
 from accel_train.task import load_task
 from accel_train.tasks.seq2seq.config import SPEC
 from tests.support import text_tasks
-from tests.support.runs import metrics, run, run_forked_command, write_jsonl, write_recipe_file
+from tests.support.runs import metrics, run, write_jsonl, write_recipe_file
 from tests.support.text_tasks import (
     BART,
     MARIAN,
@@ -205,10 +204,7 @@ def test_predictions_are_a_row_a_source_with_or_without_targets(
     assert own[0].keys() == {"id", "generated", "target"}
     assert own[0]["id"].startswith("row-")
     (tmp_path / "new.csv").write_text("source\n12 5\n7 7\n19 4\n")
-    words = ["predict", str(trained), str(tmp_path / "new.csv"), "--out", str(tmp_path / "new.jsonl")]
-    done = run_forked_command(words, 2)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in (tmp_path / "new.jsonl").read_text().splitlines()]
+    rows = predict(trained, tmp_path / "new.jsonl", tmp_path / "new.csv", processes=2)
     assert [row["id"].rpartition(":")[2] for row in rows] == ["2", "3", "4"]
     assert rows[0].keys() == {"id", "generated"}
 
