@@ -1,13 +1,14 @@
 """Parts of the tasks that keep rows of text in memory: their source, padded pairs, digest of samples, and logits."""
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from accel_train.data.sources import Source
 from accel_train.data.text.padding import padded, padded_inputs, samples_digest
 from accel_train.task import Batch, Tensors
 from accel_train.tasks.common.texts import Divided
@@ -36,6 +37,12 @@ class TextSource(Generic[Rows]):
     def row_ids(self, index: int) -> str:
         """Return the name of an evaluation row: its id column, or its file and row number."""
         return str(self.evaluated[index].id)
+
+
+def file_by_file(sources: Iterable[Source]) -> Iterator[Source]:
+    """Yield each file as a source of its own. A source without files stays as it is."""
+    for source in sources:
+        yield from [replace(source, files=(file,)) for file in source.files] or [source]
 
 
 def second_from(types: Sequence[int]) -> int:

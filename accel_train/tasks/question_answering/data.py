@@ -1,7 +1,6 @@
 """Question answering: read rows with a context and answers in it, tokenize them in windows and batch them."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,7 +17,7 @@ from accel_train.data.text.tokenizers import parts_to_tokenize, plain_encoder
 from accel_train.recipe.schema import Recipe
 from accel_train.tasks.common.texts import Divided, read_both
 from accel_train.tasks.question_answering.config import QuestionAnsweringData
-from accel_train.tasks.rows import padded_pairs, second_from
+from accel_train.tasks.rows import file_by_file, padded_pairs, second_from
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -78,10 +77,9 @@ def read_questions(sources: Sequence[Source], data: QuestionAnsweringData, *, ke
         ValueError: no questions exist, or a question cannot be read; the message names file, row and column.
     """
     questions: list[Question] = []
-    for source in sources:
-        for part in [replace(source, files=(file,)) for file in source.files] or [source]:
-            is_json = bool(part.files) and file_kind(part.files[0]) == "json"
-            questions += _squad_questions(part.files[0], data) if is_json else _table_questions(part, data)
+    for part in file_by_file(sources):
+        is_json = bool(part.files) and file_kind(part.files[0]) == "json"
+        questions += _squad_questions(part.files[0], data) if is_json else _table_questions(part, data)
     if not questions:
         raise ValueError(f"{key} holds no questions: {describe(sources)}; name a file that has some")
     return questions

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,6 +19,7 @@ from accel_train.data.text.spans import SPAN_FORMS, Remarks, complete_tags, read
 from accel_train.data.text.tokenizers import parts_to_tokenize, plain_encoder
 from accel_train.recipe.schema import Recipe
 from accel_train.tasks.common.texts import Divided, hold_out, list_cell, repeated_texts
+from accel_train.tasks.rows import file_by_file
 from accel_train.tasks.token_classification.config import TokenClassificationData
 
 if TYPE_CHECKING:
@@ -129,20 +130,19 @@ def read_sentences(
     """
     sentences: list[Sentence] = []
     remarks = Remarks()
-    for source in sources:
-        for part in [replace(source, files=(file,)) for file in source.files] or [source]:
-            form = data.tag_format
-            if form == "auto" and part.files and file_kind(part.files[0]) in ("conll", "text"):
-                form = "conll"
-            if form == "conll" and part.files:
-                found = _conll_sentences(part.files[0], data)
-            elif form in SPAN_FORMS:
-                found = _marked_sentences(part, data, remarks)
-            elif data.sentence_column is not None:
-                found = _sentences_of_word_rows(part, data, data.sentence_column)
-            else:
-                found = _table_sentences(part, data)
-            sentences += (sentence for sentence in found if sentence.words)
+    for part in file_by_file(sources):
+        form = data.tag_format
+        if form == "auto" and part.files and file_kind(part.files[0]) in ("conll", "text"):
+            form = "conll"
+        if form == "conll" and part.files:
+            found = _conll_sentences(part.files[0], data)
+        elif form in SPAN_FORMS:
+            found = _marked_sentences(part, data, remarks)
+        elif data.sentence_column is not None:
+            found = _sentences_of_word_rows(part, data, data.sentence_column)
+        else:
+            found = _table_sentences(part, data)
+        sentences += (sentence for sentence in found if sentence.words)
     notes += remarks.notes
     if not sentences:
         raise ValueError(f"{key} holds no sentences: {describe(sources)}; name a file that has some")
