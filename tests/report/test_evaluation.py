@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from accel_train.core.json_io import write_json
 from accel_train.core.metric_names import label, show_value
@@ -195,18 +196,20 @@ def test_a_run_without_evaluation_file_shows_its_last_evaluation(tmp_path: Path)
 
 
 ODD: list[Any] = [
-    {},
-    [],
-    "text",
-    {"classification": None, "segmentation": [], "test_time_augmentation": 3},
-    {"classification": {"label_names": ["a", "b"], "confusion_matrix": [[1, 2]]}},
-    {"classification": {"label_names": ["a"], "confusion_matrix": [["x"]], "report": {"a": None, "accuracy": None}}},
-    {"classification": {"label_names": ["a", "b"], "confusion_matrix": [[0, 0], [0, 0]], "report": {"a": {}}}},
-    {"classification": {"label_names": "ab", "confusion_matrix": [[-1, 0], [0, 0]], "report_text": 7}},
-    {"classification": {"label_names": [], "confusion_matrix": [], "report": {}, "report_text": ""}},
+    *yaml.safe_load("""
+    - {}
+    - []
+    - text
+    - {classification: null, segmentation: [], test_time_augmentation: 3}
+    - {classification: {label_names: [a, b], confusion_matrix: [[1, 2]]}}
+    - {classification: {label_names: [a], confusion_matrix: [[x]], report: {a: null, accuracy: null}}}
+    - {classification: {label_names: [a, b], confusion_matrix: [[0, 0], [0, 0]], report: {a: {}}}}
+    - {classification: {label_names: ab, confusion_matrix: [[-1, 0], [0, 0]], report_text: 7}}
+    - {classification: {label_names: [], confusion_matrix: [], report: {}, report_text: ''}}
+    - {segmentation: {label_names: [a], iou: [2.0, 3.0]}}
+    """),
     {"classification": {"label_names": [math.nan, 3], "confusion_matrix": [[1, 0], [0, 10**9]]}},
     {"segmentation": {"label_names": ["a", "b"], "iou": [math.nan, "x"], "confusion_matrix": None}},
-    {"segmentation": {"label_names": ["a"], "iou": [2.0, 3.0]}},
     {"test_time_augmentation": {"without": {"accuracy": math.nan}, "with": None}},
 ]
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -170,50 +171,48 @@ def test_smoothing_and_weights_count_in_training_and_not_in_evaluation(tmp_path:
 
 
 MISTAKES: list[tuple[str, dict[str, Any], str]] = [
-    ("text-classification", {"data": {"text_columns": ["txt"]}}, "a.jsonl:1|'txt'|'text'|data.text_columns"),
-    (
-        "text-classification",
-        {"data": {"label_names": ["loop", "number"]}},
-        "a.jsonl:3|'label'|machine|data.label_names",
-    ),
-    ("text-classification", {"data": {"max_length": 200}}, "data.max_length=200|128"),
-    ("text-classification", {"data": {"max_length": 2}}, "data.max_length=2|at least 3"),
-    ("text-classification", using({"model_type": "gpt_bigcode2"}), "gpt_bigcode2|gpt_bigcode?"),
-    ("text-classification", using({"model_type": "vit"}), "'vit'|bert"),
+    *yaml.safe_load("""
+    - [text-classification, {data: {text_columns: [txt]}}, "a.jsonl:1|'txt'|'text'|data.text_columns"]
+    - [text-classification, {data: {label_names: [loop, number]}}, "a.jsonl:3|'label'|machine|data.label_names"]
+    - [text-classification, {data: {max_length: 200}}, data.max_length=200|128]
+    - [text-classification, {data: {max_length: 2}}, data.max_length=2|at least 3]
+    - [text-classification, {model: {config: {model_type: gpt_bigcode2}}}, 'gpt_bigcode2|gpt_bigcode?']
+    - [text-classification, {model: {config: {model_type: vit}}}, "'vit'|bert"]
+    - [text-classification, {model: {pretrained: ./nothing}}, model.pretrained='./nothing'|cannot be loaded]
+    - [text-classification, {loss: {class_weights: {lop: 2.0}}}, "'lop'|'loop'"]
+    - [text-classification, {evaluate: {metrics: [acuracy]}}, "'acuracy'|'accuracy'"]
+    - [text-classification, {evaluate: {metrics: [pearson]}}, "'pearson'|single_label"]
+    - [token-classification, {data: {label_names: [O, B-PER]}}, "a.conll:3|word 2|'tags'|B-LOC"]
+    - [token-classification, {data: {max_length: 300}}, data.max_length=300|128]
+    - [token-classification, {model: {config: {model_type: vit}}}, "'vit'|bert"]
+    - [token-classification, {loss: {class_weights: {B-PRE: 2.0}}}, "'B-PRE'|'B-PER'"]
+    - [question-answering, {data: {doc_stride: 40}}, data.doc_stride=40|data.max_length=128|32]
+    - [question-answering, {data: {answers_column: answer}}, "q.jsonl:1|'answer'|'answers'|data.answers_column"]
+    - [question-answering, {model: {config: {model_type: vit}}}, "'vit'|bert"]
+    - [multiple-choice, {data: {choices_columns: [ending]}}, "m.jsonl:1|'ending'|'endings'|data.choices_columns"]
+    - [multiple-choice, {model: {config: {model_type: gpt2}}}, "'gpt2'|bert"]
+    - [seq2seq, {data: {source_column: sorce}}, "pairs.csv:1|'sorce'|'source'|data.source_column"]
+    - [seq2seq, {model: {config: {model_type: bert}}}, "'bert'|bart"]
+    - [seq2seq, {data: {max_target_length: 1}}, data.max_target_length=1|at least 2]
+    - [masked-lm, {data: {sequence_length: 129}}, data.sequence_length=129|128 positions]
+    - [masked-lm, {data: {sequence_length: 3}}, data.sequence_length=3|at least 4]
+    - [masked-lm, {model: {config: {model_type: gpt2}}}, "'gpt2'|bert"]
+    """),
     ("text-classification", using({**BERT, "hiden_size": 3}), "hiden_size|hidden_size?"),
     ("text-classification", using({**BERT, "vocab_size": 100}), "vocab_size=100|260 tokens|at least 260"),
-    ("text-classification", {"model": {"pretrained": "./nothing"}}, "model.pretrained='./nothing'|cannot be loaded"),
     (
         "text-classification",
         {"model": {"config": BERT, "problem_type": "regression"}},
         "a.jsonl:3|machine|problem_type",
     ),
-    ("text-classification", {"loss": {"class_weights": {"lop": 2.0}}}, "'lop'|'loop'"),
-    ("text-classification", {"evaluate": {"metrics": ["acuracy"]}}, "'acuracy'|'accuracy'"),
-    ("text-classification", {"evaluate": {"metrics": ["pearson"]}}, "'pearson'|single_label"),
     (  # [PAD] is token 257 of the byte tokenizer, and positions count from it
         "text-classification",
         using({**ROBERTA, "max_position_embeddings": 300}) | WINDOWS,
         "data.max_length=64|42 positions",
     ),
-    ("token-classification", {"data": {"label_names": ["O", "B-PER"]}}, "a.conll:3|word 2|'tags'|B-LOC"),
-    ("token-classification", {"data": {"max_length": 300}}, "data.max_length=300|128"),
-    ("token-classification", using({"model_type": "vit"}), "'vit'|bert"),
-    ("token-classification", {"loss": {"class_weights": {"B-PRE": 2.0}}}, "'B-PRE'|'B-PER'"),
-    ("question-answering", {"data": {"doc_stride": 40}}, "data.doc_stride=40|data.max_length=128|32"),
-    ("question-answering", {"data": {"answers_column": "answer"}}, "q.jsonl:1|'answer'|'answers'|data.answers_column"),
-    ("question-answering", using({"model_type": "vit"}), "'vit'|bert"),
-    ("multiple-choice", {"data": {"choices_columns": ["ending"]}}, "m.jsonl:1|'ending'|'endings'|data.choices_columns"),
-    ("multiple-choice", using({"model_type": "gpt2"}), "'gpt2'|bert"),
-    ("seq2seq", {"data": {"source_column": "sorce"}}, "pairs.csv:1|'sorce'|'source'|data.source_column"),
-    ("seq2seq", using({"model_type": "bert"}), "'bert'|bart"),
     ("seq2seq", using(BART) | {"data": {"max_length": 65}}, "data.max_length=65|64 positions|encoder"),
     ("seq2seq", using(BART) | {"data": {"max_target_length": 65}}, "data.max_target_length=65|64 positions|decoder"),
-    ("seq2seq", {"data": {"max_target_length": 1}}, "data.max_target_length=1|at least 2"),
     ("seq2seq", using({**T5, "vocab_size": 100}), "vocab_size=100|258 tokens|at least 258"),
-    ("masked-lm", {"data": {"sequence_length": 129}}, "data.sequence_length=129|128 positions"),
-    ("masked-lm", {"data": {"sequence_length": 3}}, "data.sequence_length=3|at least 4"),
-    ("masked-lm", using({"model_type": "gpt2"}), "'gpt2'|bert"),
     ("masked-lm", using({**ROBERTA, "max_position_embeddings": 280}), "data.sequence_length=32|22 positions"),
 ]
 
@@ -227,10 +226,13 @@ SPECIAL = "[PAD][SEP]<|endoftext|>"
 CHOICE = {"text": "a", "endings": ["b", "c"], "label": 1}
 QUESTION = {"id": 1, "question": "?", "context": "The house is red"}
 ROWS: list[tuple[str, Any, str]] = [
-    ("token-classification", [{"tokens": ["a", "b"], "tags": ["O"]}], "a.jsonl:1|'tags'|1 tags|2 words|'tokens'"),
-    ("token-classification", [{"tokens": 3, "tags": ["O"]}], "a.jsonl:1|'tokens'|holds 3"),
-    ("token-classification", [{"tokens": ["a"], "ner_tags": ["O"]}], "a.jsonl:1|'tags'|'ner_tags'"),
-    ("token-classification", [{"tokens": ["a", 3], "tags": ["O", "O"]}], "a.jsonl:1|'tokens'|holds 3"),
+    *yaml.safe_load("""
+    - [token-classification, [{tokens: [a, b], tags: [O]}], "a.jsonl:1|'tags'|1 tags|2 words|'tokens'"]
+    - [token-classification, [{tokens: 3, tags: [O]}], "a.jsonl:1|'tokens'|holds 3"]
+    - [token-classification, [{tokens: [a], ner_tags: [O]}], "a.jsonl:1|'tags'|'ner_tags'"]
+    - [token-classification, [{tokens: [a, 3], tags: [O, O]}], "a.jsonl:1|'tokens'|holds 3"]
+    - [seq2seq, [{source: a, target: 3}], "a.jsonl:1|'target' holds 3|data.target_column"]
+    """),
     ("token-classification", "Ada\tB-PER\nsleeps\n", "a.conll:2|sleeps|no tag|a tab"),
     ("token-classification", "1\ta\tO\n2\tb\tO\n3\tc\tO\n4\td\tO\n", "a.conll:1: the first column"),
     ("question-answering", [{**QUESTION, "answers": None}], "a.jsonl:1|no answers|empty list"),
@@ -251,7 +253,6 @@ ROWS: list[tuple[str, Any, str]] = [
     ("multiple-choice", [{**CHOICE, "endings": ["b"]}], "a.jsonl:1|'endings'|1 endings|at least two"),
     ("multiple-choice", [{**CHOICE, "endings": 3}], "a.jsonl:1|'endings'|holds 3"),
     ("multiple-choice", [{**CHOICE, "endings": "[b"}], "a.jsonl:1|'endings'|[b|not a list"),
-    ("seq2seq", [{"source": "a", "target": 3}], "a.jsonl:1|'target' holds 3|data.target_column"),
 ]
 
 
