@@ -144,15 +144,15 @@ def test_0_and_1_are_read_as_files_and_pandas_write_them_and_nothing_else_is() -
 
 @pytest.mark.parametrize(
     "data, model, said",
-    [
-        ({"label_column": "c"}, {}, "data.label_column=c also"),
-        ({"label_names": ["a", "b"]}, {}, "data.label_names"),
-        ({"label_ids_from": 1}, {}, "data.label_ids_from=1"),
-        ({"label_columns": ["a"]}, {}, "at least two columns"),
-        ({"label_columns": ["a", "b", "a"]}, {}, "'a' occurs twice"),
-        ({"text_columns": ["b"]}, {}, "also reads 'b'"),
-        ({}, {"problem_type": "regression"}, "model.problem_type=regression"),
-    ],
+    yaml.safe_load("""
+    - [{label_column: c}, {}, data.label_column=c also]
+    - [{label_names: [a, b]}, {}, data.label_names]
+    - [{label_ids_from: 1}, {}, data.label_ids_from=1]
+    - [{label_columns: [a]}, {}, at least two columns]
+    - [{label_columns: [a, b, a]}, {}, "'a' occurs twice"]
+    - [{text_columns: [b]}, {}, "also reads 'b'"]
+    - [{}, {problem_type: regression}, model.problem_type=regression]
+    """),
 )
 def test_label_columns_that_contradict_another_setting_are_refused_without_reading(
     data: dict[str, Any], model: dict[str, Any], said: str
@@ -165,6 +165,6 @@ def test_label_columns_that_contradict_another_setting_are_refused_without_readi
         "schedule": {"max_steps": 1},
     }
     with pytest.raises(RecipeProblems) as problem:
-        make_recipe(yaml.safe_load(yaml.safe_dump(tree)), "recipe")
+        make_recipe(tree, "recipe")
     assert said in str(problem.value)
     assert "data.label_columns" in str(problem.value)
