@@ -160,8 +160,9 @@ class CausalLM(Task):
             ValueError: `loss.chunked` is true, but the model does not allow it, or the model does not have
                 `loss.logit_softcap`.
         """
-        softcap, config = recipe.loss.logit_softcap, getattr(model, "config", None)
-        if softcap is not None and getattr(config and config.get_text_config(), SOFTCAP, None) != softcap:
+        softcap = recipe.loss.logit_softcap
+        config_of_text = getattr(getattr(model, "config", None), "get_text_config", dict)
+        if softcap is not None and getattr(config_of_text(), SOFTCAP, None) != softcap:
             raise SettingError(
                 f"the model that {type(self).__name__}.build_model returns has another {SOFTCAP}",
                 "Leave the cap out, or write it into the configuration of the model",
