@@ -70,5 +70,4 @@ def digest_of_sides(
 
 def logits_of(model: nn.Module, batch: Batch, not_read: Sequence[str] = ("labels",)) -> Tensor:
     """Return the logits of a batch in the model's precision, without the tensors that the model does not read."""
-    logits: Tensor = model(**{name: tensor for name, tensor in batch.items() if name not in not_read}).logits
-    return logits
+    return model(**{name: tensor for name, tensor in batch.items() if name not in not_read}).logits

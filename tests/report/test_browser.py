@@ -41,7 +41,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     scores = classification_scores(matrix, names)
     evals = [{"accuracy": 0.1 * number} for number in range(9)]
     classified = test_evaluation.make_run(folder / "c", details=scores.details, metrics=scores.metrics, evals=evals)
-    odd: list[list[float]] = [[math.nan] * 30, [math.inf, 1.0], [0.0] * 30, [-1.0, 2.0], [5.0], [3e38, 1.0], [2.0] * 30]
+    odd = [[math.nan] * 30, [math.inf, 1.0], [0.0] * 30, [-1.0, 2.0], [5.0], [3e38, 1.0], [2.0] * 30]
     for number, losses in enumerate(odd):
         with RunFolder(folder / f"odd-{number}") as written:
             for step, loss in enumerate(losses, start=1_234_567):
@@ -86,18 +86,16 @@ def place(tab: Tab, number: int, share: float) -> tuple[float, float]:
 
 
 def legend(tab: Tab, number: int) -> str:
-    text: str = tab.run(f"charts[{number}].legend.innerText.replace(/\\s+/g, ' ')")
-    return text
+    return tab.run(f"charts[{number}].legend.innerText.replace(/\\s+/g, ' ')")
 
 
 def shown_steps(tab: Tab) -> list[list[float]]:
-    found: list[list[float]] = tab.run("charts.map(({plot}) => [plot.scales.x.min, plot.scales.x.max])")
-    return found
+    return tab.run("charts.map(({plot}) => [plot.scales.x.min, plot.scales.x.max])")
 
 
 def inked(tab: Tab, number: int) -> int:
     """How many pixels of a chart are not empty."""
-    count: int = tab.run(
+    count = tab.run(
         f"(() => {{ const {{canvas}} = charts[{number}].plot.ctx;"
         "const {data} = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);"
         "return data.filter((value, n) => n % 4 === 3 && value > 0).length; })()"
@@ -201,8 +199,8 @@ def test_charts_follow_the_theme_of_the_system_and_that_of_the_switch(tab: Tab, 
 
 def test_downloads_hold_the_values_and_the_picture_of_a_chart(show: Show) -> None:
     tab = show("one", width=1400)
-    csv: list[str] = tab.run("csvOf(charts[0]).trim().split('\\n')")
-    head: list[Any] = csv[0].split(",")
+    csv = tab.run("csvOf(charts[0]).trim().split('\\n')")
+    head = csv[0].split(",")
     assert head[:5] == ["step", "each log line", "trend", "evaluation", "NaN or Inf"]
     rows = {row.split(",")[0]: row.split(",") for row in csv[1:]}
     assert len(rows) == 41
@@ -282,8 +280,8 @@ def test_a_page_that_follows_a_run_renews_itself_and_keeps_what_the_reader_has_s
 
 
 def test_runs_side_by_side_are_all_there_with_their_times_in_one_table(tab: Tab, tmp_path: Path) -> None:
-    defeat: dict[str, Any] = {"sentence": "The model does not beat a baseline", "causes": ["too few steps"]}
-    launch: dict[str, Any] = {"launch": 1, "step": 9, "steps": 9, "saves": 0, "started": 1000.0, "seconds": 60.0}
+    defeat = {"sentence": "The model does not beat a baseline", "causes": ["too few steps"]}
+    launch = {"launch": 1, "step": 9, "steps": 9, "saves": 0, "started": 1000.0, "seconds": 60.0}
     launch |= {"accounts": {"imports": 10.0, "productive_steps": 50.0}}
     runs = []
     for name in ("a", "b", "c"):

@@ -44,7 +44,7 @@ def test_the_library_that_draws_the_charts_comes_with_its_licence(html: str) -> 
 def test_the_report_says_where_the_time_of_all_launches_went(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     assert "the time went" not in page_of(run).text
-    accounts: dict[str, Any] = {"launch": 1, "step": 9, "steps": 9, "saves": 0}
+    accounts = {"launch": 1, "step": 9, "steps": 9, "saves": 0}
     lines = [
         {**accounts, "started": 1000.0, "seconds": 60.0, "accounts": {"start_up": 10.0, "productive_steps": 50.0}},
         {

@@ -129,7 +129,7 @@ def test_forward_and_loss_are_one_graph_with_causal_attention_and_no_mask(tmp_pa
     module = TrainingModule(task.build_model(recipe, data), task)
     batch = data.collate(data.train.__getitems__([0, 1]))
     batch.pop("num_targets")
-    attention: list[Any] = []
+    attention = []
 
     def look(graph: torch.fx.GraphModule, example: Any) -> Any:
         calls = [node.kwargs for node in graph.graph.nodes if "scaled_dot_product" in str(node.target)]
@@ -184,7 +184,7 @@ def test_documents_are_not_masked_where_that_would_switch_off_a_window_of_attent
     tmp_path: Path, model_type: str
 ) -> None:
     config = {"model_type": model_type, **SIZES, "vocab_size": 320, "sliding_window": 8, "use_sliding_window": True}
-    sections: dict[str, Any] = {"data": {"mask_documents": True, "sequence_length": 16}, "model": {"config": config}}
+    sections = {"data": {"mask_documents": True, "sequence_length": 16}, "model": {"config": config}}
     write_corpus(tmp_path)
     recipe = Recipe.model_validate(recipe_dict(tmp_path, task="causal-lm", **sections))
     task = CausalLM()
@@ -195,7 +195,7 @@ def test_documents_are_not_masked_where_that_would_switch_off_a_window_of_attent
 def test_a_softcap_is_in_the_saved_configuration_and_bounds_the_logits_of_the_saved_model(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     model = {"config": {"model_type": "gemma2", **SIZES, "vocab_size": 320}}
-    sections: dict[str, Any] = {"task": "causal-lm", "model": model}
+    sections = {"task": "causal-lm", "model": model}
     recipe = Recipe.model_validate(recipe_dict(tmp_path, **sections, loss={"logit_softcap": 0.25}))
     task = CausalLM()
     data = task.load_data(recipe, progress=False)
@@ -217,7 +217,7 @@ def test_a_softcap_is_in_the_saved_configuration_and_bounds_the_logits_of_the_sa
 def test_a_softcap_that_the_saved_model_would_not_apply_is_refused(tmp_path: Path) -> None:
     recipe = Recipe.model_validate(recipe_dict(tmp_path, task="causal-lm", loss={"logit_softcap": 30.0}))
     refused(CausalLM().prove, recipe, named="loss.logit_softcap|final_logit_softcapping|gemma2")
-    sections: dict[str, Any] = {"task": "masked-lm", "model": {"config": {"model_type": "bert"}}}
+    sections = {"task": "masked-lm", "model": {"config": {"model_type": "bert"}}}
     for name in ("logit_softcap", "z_loss"):
         recipe = Recipe.model_validate(recipe_dict(tmp_path, **sections, loss={name: 1.0}))
         refused(check_recipe, recipe, named=f"loss.{name}|masked-lm")

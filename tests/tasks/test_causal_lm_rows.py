@@ -67,7 +67,7 @@ def sft_recipe(tmp_path: Path) -> Make:
 @pytest.fixture(autouse=True)
 def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Whose templates would have been tried in a process of their own, which tests of that trial start."""
-    found: list[str] = []
+    found = []
     monkeypatch.setattr(encoding, "check_template", lambda tool, chats, whose, tools: found.append(whose))
     return found
 

@@ -216,7 +216,7 @@ def test_a_detector_that_peft_cannot_adapt_is_refused() -> None:
 def test_pipeline_of_transformers_opens_the_model_and_finds_the_predicted_boxes(trained: Path, tmp_path: Path) -> None:
     from accel_train.inference.predict import predict_rows
 
-    rows: list[dict[str, Any]] = predict_rows(trained, trained.parent / "set" / "images")
+    rows = predict_rows(trained, trained.parent / "set" / "images")
     detect = pipeline("object-detection", model=str(trained / "model"))
     for row in rows:
         theirs = detect(Image.open(row["id"]), threshold=0.0)

@@ -66,7 +66,7 @@ def colours(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_recipe(train: Path | str, **sections: Any) -> Recipe:
-    fields: dict[str, Any] = {
+    fields = {
         "task": "image-classification",
         "output_dir": "nowhere",
         "model": {"config": RESNET},
@@ -265,7 +265,7 @@ def test_every_family_of_models_is_built_for_the_classes_with_and_without_weight
 def test_flops_are_three_times_those_of_the_convolutions(colours: Path) -> None:
     recipe = make_recipe(colours)
     task, _, model = load(recipe)
-    sizes: list[int] = []
+    sizes = []
 
     def count(module: torch.nn.Module, _: Any, output: torch.Tensor) -> None:
         weight = module.weight
@@ -495,7 +495,7 @@ def test_a_run_on_two_processes_with_readers_draws_what_one_process_draws(colour
 def test_batch_norms_train_on_two_processes_and_the_result_is_written(colours: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForImageClassification
 
-    sections: dict[str, Any] = {
+    sections = {
         "batch": {"global_batch_size": 16},
         "schedule": {"max_steps": 25},
         "optimizer": {"learning_rate": 2e-3},

@@ -138,7 +138,7 @@ def test_rows_that_lack_any_of_the_labels_are_dropped_on_request(tmp_path: Path)
 def test_0_and_1_are_read_as_files_and_pandas_write_them_and_nothing_else_is() -> None:
     assert [binary_value(cell) for cell in (0, "0", False, 0.0, "0.0", "False")] == [False] * 6
     assert [binary_value(cell) for cell in (1, "1", True, 1.0, "1.0", "true")] == [True] * 6
-    wrong: list[Any] = [None, "", 2, "yes", 0.5, "01", [1], -1, float("nan")]
+    wrong = [None, "", 2, "yes", 0.5, "01", [1], -1, float("nan")]
     assert [binary_value(cell) for cell in wrong] == [None] * len(wrong)
 
 

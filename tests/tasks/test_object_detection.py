@@ -59,8 +59,7 @@ def their_loss(model: Any, batch: Tensors) -> torch.Tensor:
         {"class_labels": ids[ids >= 0], "boxes": boxes[ids >= 0]}
         for ids, boxes in zip(batch["class_ids"], batch["boxes"], strict=True)
     ]
-    loss: torch.Tensor = model(pixel_values=batch["pixel_values"], labels=labels).loss
-    return loss
+    return model(pixel_values=batch["pixel_values"], labels=labels).loss
 
 
 def our_loss(model: Any, batch: Tensors, counts: torch.Tensor) -> torch.Tensor:
@@ -180,7 +179,7 @@ def test_the_evaluation_loss_is_that_of_transformers_on_all_images(tmp_path: Pat
     task, data, model = load(Recipe.model_validate(sections_of(tmp_path)))
     batch, num_targets = batch_of(data, range(12))
     assert num_targets == 12
-    totals: dict[str, Any] = {}
+    totals = {}
     with torch.no_grad():
         for start in (0, 5, 10):
             part = {name: value[start : start + 5] for name, value in batch.items()}
@@ -242,13 +241,13 @@ def test_average_precision_is_that_of_pycocotools_on_files(tmp_path: Path) -> No
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_an_image_that_is_nan_is_named_and_its_step_changes_no_weight(tmp_path: Path, processes: int) -> None:
     bad = int(permute(np.arange(600), 600, 0, 0)[8 + 3])
-    sections: dict[str, Any] = {"checkpoint": {"every_steps": 1, "keep": 9}, "task": FAULTY}
+    sections = {"checkpoint": {"every_steps": 1, "keep": 9}, "task": FAULTY}
     train_boxes(tmp_path, "run", processes, 4, options={"nan_sample": bad}, **sections)
     assert_step_2_is_skipped(tmp_path / "run", bad)
 
 
 def test_a_run_that_is_stopped_and_resumed_equals_one_that_is_not_to_the_bit(tmp_path: Path) -> None:
-    sections: dict[str, Any] = {"model": DEFORMABLE, "task": FAULTY, "schedule": {"max_steps": 5}}
+    sections = {"model": DEFORMABLE, "task": FAULTY, "schedule": {"max_steps": 5}}
     assert_resumes_to_the_bit(train_boxes, tmp_path, 5, **sections)
 
 
@@ -305,7 +304,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "images").mkdir()
     scenes = boxed_scenes_pool(held_out=False)
     assert scenes.boxes is not None
-    content: dict[str, Any] = {"images": [], "annotations": [], "categories": []}
+    content = {"images": [], "annotations": [], "categories": []}
     content["categories"] = [{"id": 3 * number + 5, "name": f"digit {number}"} for number in range(10)]
     for number in range(20):
         scale = 1 + number % 2

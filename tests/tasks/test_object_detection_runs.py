@@ -38,8 +38,7 @@ FSDP2: dict[str, Any] = {"strategy": "fsdp2"}
 
 
 def evaluation_of(run: Path) -> dict[str, float]:
-    found: dict[str, float] = load_json(run / "summary.json")["eval"]
-    return found
+    return load_json(run / "summary.json")["eval"]
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +57,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_stopped_and_gone_on_with_other_processes_it_is_the_uninterrupted_run(
     tmp_path: Path, uninterrupted: Path, first: Any, second: Any
 ) -> None:
-    sections: dict[str, Any] = {"model": DEFORMABLE, "optimizer": PAPER, "schedule": {"max_steps": 6}, "task": FAULTY}
+    sections = {"model": DEFORMABLE, "optimizer": PAPER, "schedule": {"max_steps": 6}, "task": FAULTY}
     (before, how), (after, other) = first, second
     options = {"term_at": {"step": 3, "rank": before - 1}}
     train_boxes(tmp_path, "run", before, 4, expect=75, parallel=how, options=options, **sections)
@@ -84,7 +83,7 @@ def test_a_process_without_images_at_the_end_of_an_epoch_changes_no_loss(
     rows = [{"file_name": name, "objects": each} for name, each in zip(names, objects, strict=True)]
     write_jsonl(tmp_path / "images/metadata.jsonl", rows)
     data = {"train": str(tmp_path / "images"), "eval_fraction": 0, "last_batch": "short"}
-    sections: dict[str, Any] = {"data": data, "batch": {"global_batch_size": 3}, "schedule": {"max_steps": 6}}
+    sections = {"data": data, "batch": {"global_batch_size": 3}, "schedule": {"max_steps": 6}}
     whole = train_boxes(tmp_path, "whole", 1, 3, **sections)
     found = train_boxes(tmp_path, "parts", 3, 1, parallel=parallel, **sections)
     assert len(found) == 6
@@ -94,7 +93,7 @@ def test_a_process_without_images_at_the_end_of_an_epoch_changes_no_loss(
 
 @pytest.mark.slow
 def test_a_sharded_evaluation_and_predictions_on_two_processes_are_those_of_one(tmp_path: Path) -> None:
-    sections: dict[str, Any] = {"model": DEFORMABLE, "data": {}, "optimizer": {"learning_rate": 5e-3}}
+    sections = {"model": DEFORMABLE, "data": {}, "optimizer": {"learning_rate": 5e-3}}
     train_boxes(tmp_path, "first", schedule={"max_steps": 40}, **sections)
     found = []
     for name, processes, parallel, size in (("whole", 1, DDP, 8), ("parts", 2, FSDP2, 3)):

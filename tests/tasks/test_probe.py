@@ -119,7 +119,7 @@ def test_random_numbers_stay_as_they_are_and_the_second_start_reads_the_first_on
     assert CausalLM().prove(recipe) == first
     with pytest.raises(TypeError):  # other settings have a proof of their own
         CausalLM().prove(recipe_of(tmp_path, data={"sequence_length": 31}))
-    other: Any = str  # of another module
+    other = str  # of another module
     with pytest.raises(TypeError):
         prove(recipe, CONFIG_MAPPING["llama"](**LLAMA), FORWARD._replace(loss_sum=other))
 

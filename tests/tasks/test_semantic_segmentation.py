@@ -160,7 +160,7 @@ def test_pixels_count_as_samples_do_also_with_deterministic_algorithms(
     torch.manual_seed(0)
     logits, labels = torch.randn(2, 3, 5, 7), torch.randint(0, 3, (2, 5, 7))
     labels[0, :2] = 255
-    options: dict[str, Any] = {"ignore_index": 255, "label_smoothing": smoothing}
+    options = {"ignore_index": 255, "label_smoothing": smoothing}
     options["class_weights"] = None if weights is None else torch.tensor(weights)
     expected = classification_loss_sum(logits.movedim(1, -1).flatten(0, 2), labels.flatten(), **options)
     assert_close(classification_loss_sum(logits, labels, **options), expected)

@@ -76,7 +76,7 @@ def train_rows(
 
 def plain_loss(vectors: Tensor, texts: Tensor, *, symmetric: bool = False) -> Tensor:
     """The mean ranking loss by loops, over distinct texts: equal texts do not count as negatives of each other."""
-    total: Tensor = torch.zeros(())
+    total = torch.zeros(())
     for row, (anchor, positive, *_) in enumerate(texts.tolist()):
         wrong = []
         for other, (its_anchor, *documents) in enumerate(texts.tolist()):
@@ -137,7 +137,7 @@ SCORED = {"score_column": "score"}
 
 
 def test_a_step_has_the_loss_and_the_gradient_of_plain_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[float, float]] = []
+    seen = []
     ours = SentenceEmbedding.loss_sum
 
     def compared(task: SentenceEmbedding, model: Any, batch: Any) -> Tensor:
@@ -166,7 +166,7 @@ def test_the_loss_does_not_depend_on_accumulation(tmp_path: Path, data: dict[str
 
 def test_both_forwards_of_a_micro_batch_draw_the_same_dropout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient would otherwise be of other vectors than the loss over the global batch compared."""
-    drawn: list[Tensor] = []
+    drawn = []
     ours = SentenceEmbedding._table
 
     def drawing(task: SentenceEmbedding, model: Any, batch: Any) -> Table:
@@ -231,7 +231,7 @@ def test_a_row_whose_vector_is_nan_is_named_and_its_step_changes_no_weight(tmp_p
 
 
 def test_a_run_that_is_stopped_and_resumed_equals_one_that_is_not_to_the_bit(tmp_path: Path) -> None:
-    sections: dict[str, Any] = {"data": TRIPLETS, "task": FAULTY, "schedule": {"max_steps": 8}}
+    sections = {"data": TRIPLETS, "task": FAULTY, "schedule": {"max_steps": 8}}
     assert_resumes_to_the_bit(train_rows, tmp_path, 3, **sections)
 
 
@@ -273,7 +273,7 @@ def test_retrieval_counts_equal_texts_once_and_ties_against_the_model() -> None:
 
 def test_baselines_of_scripts_without_spaces_compare_characters(tmp_path: Path) -> None:
     draw = random.Random(0)
-    rows: list[dict[str, Any]] = []
+    rows = []
     for _ in range(200):
         anchor, positive = ("".join(chr(0x4E00 + draw.randrange(90)) for _ in range(12)) for _side in range(2))
         rows.append({"anchor": anchor, "positive": positive[:6] + anchor[3:6] + positive[6:]})
@@ -365,7 +365,7 @@ def test_a_graph_gives_the_vectors_of_sentence_transformers_for_texts_of_any_len
     train_rows(tmp_path, "run", data=data, model={"config": {**BERT, "initializer_range": 0.5}})
     model = sentence_transformers.SentenceTransformer(str(tmp_path / "run/model"), device="cpu")
     texts = ["w1 w2 w3", "w7", "w30 w31 w4 w4 w9 " * 9]
-    exports: list[tuple[str, list[str]]] = [("onnx", []), ("onnx-int8", ["--quantize", "int8"])]
+    exports = [("onnx", []), ("onnx-int8", ["--quantize", "int8"])]
     for name, flags in exports[: 1 if pooling == "mean" else 2]:
         assert main(["export", str(tmp_path / "run"), "--onnx", *flags, "--json"]) == 0
         details = json.loads(capsys.readouterr().out.splitlines()[-1])["result"]["details"]
@@ -376,7 +376,7 @@ def test_a_graph_gives_the_vectors_of_sentence_transformers_for_texts_of_any_len
         assert details["metrics"]["onnx" if flags else "after"] == pytest.approx(measured, rel=1e-4, abs=1e-4)
         monkeypatch.chdir(tmp_path / f"run/export-{name}")
         for given in (texts, texts[:1], texts[1:]):
-            found: dict[str, Any] = {"texts": given}
+            found = {"texts": given}
             exec(Path("README.md").read_text().split("```python")[1].split("```")[0], found)
             expected = model.encode(given)
             vectors, similarities = found["vectors"], found["similarities"]

@@ -74,7 +74,7 @@ def test_a_process_without_rows_at_the_end_of_an_epoch_changes_no_loss(
 ) -> None:
     """Of 17 rows, the third step of an epoch has one, so one of two processes has none."""
     data = {**TRIPLETS, "train": str(write_rows(tmp_path, 17).rename(tmp_path / "short.jsonl"))}
-    sections: dict[str, Any] = {"data": data, "schedule": {"max_steps": 7}}
+    sections = {"data": data, "schedule": {"max_steps": 7}}
     whole = train_rows(tmp_path, "whole", **sections)
     found = train_rows(tmp_path, "parts", 2, per_device, parallel=parallel, **sections)
     assert len(found) == 7

@@ -305,7 +305,7 @@ def tfidf_accuracy(texts: LabelledTexts, **settings: Any) -> float:
 def test_baselines_of_scripts_without_spaces_count_characters(tmp_path: Path, first: str, share: float) -> None:
     """The class is the order of two letters. Other texts of the corpus are English, and of either class."""
     draw, letters = np.random.default_rng(0), [chr(ord(first) + place) for place in range(22)]
-    rows: list[list[Any]] = []
+    rows = []
     for number in range(int(300 / share)):
         label, text = (number + number // 10) % 2, "".join(draw.choice(letters[2:], 12))
         if number % (1 / share) < 1:

@@ -108,8 +108,7 @@ def its_loss(task: str, data: Any, model: Any, batch: dict[str, Tensor]) -> Tens
         batch = {**batch, "labels": by_token}
     if task in ("token-classification", "seq2seq"):
         batch = {name: batch[name] for name in ("input_ids", "attention_mask", "labels")}
-    found: Tensor = model(**batch).loss
-    return found
+    return model(**batch).loss
 
 
 def test_the_loss_is_the_models_own_and_so_is_its_gradient(case: Any) -> None:
@@ -373,7 +372,7 @@ def faulty_recipe(folder: Path, task: str, model: dict[str, Any] | None = None, 
     config = T5 if task == "seq2seq" else TWO_LAYERS | ({"initializer_range": 0.2} if is_reader(task) else {})
     generation = {"generation": {"max_samples": 7}} if task == "seq2seq" else {}
     weights = "balanced" if task == "token-classification" else None
-    settings: dict[str, Any] = {
+    settings = {
         "task": f"tests.support.tasks.text_faults:Faulty{BUILT_IN[task].where.partition(':')[2]}",
         "windows": task == "masked-lm",
         "model": {"config": config, **(model or {})},

@@ -280,8 +280,7 @@ class _Probe:
 
     def _own_logits(self, tokens: Any) -> Tensor:
         """Return the logits (B, T, vocabulary) of transformers' own forward pass."""
-        logits: Tensor = self.stock(input_ids=torch.as_tensor(tokens), use_cache=False).logits
-        return logits
+        return self.stock(input_ids=torch.as_tensor(tokens), use_cache=False).logits
 
     def _logits(self, batch: Batch) -> Tensor:
         with torch.no_grad():

@@ -313,15 +313,13 @@ def next_token_logits(model: nn.Module, batch: Batch, compiled: bool = False) ->
     # A plain head is called directly. This skips the output records of transformers and saves 50 us.
     if not compiled and has_plain_head(model):
         return model.get_output_embeddings()(hidden_states(model, batch))  # type: ignore[operator]
-    logits: Tensor = model(**model_inputs(model, batch, compiled)).logits
-    return logits
+    return model(**model_inputs(model, batch, compiled)).logits
 
 
 def hidden_states(model: nn.Module, batch: Batch, compiled: bool = False) -> Tensor:
     """Return the hidden states (B, T, hidden size) that the output layer reads."""
     assert isinstance(model, PreTrainedModel)
-    hidden: Tensor = model.base_model(**model_inputs(model, batch, compiled)).last_hidden_state
-    return hidden
+    return model.base_model(**model_inputs(model, batch, compiled)).last_hidden_state
 
 
 def model_inputs(model: nn.Module, batch: Batch, compiled: bool) -> dict[str, Any]:

@@ -339,8 +339,7 @@ def decoder_logits(model: nn.Module, batch: Batch) -> Tensor:
     # M2M-100 and a few other models do not have this method.
     shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     decoder: dict[str, Any] = {"labels": labels} if shift is None else {"decoder_input_ids": shift(labels)}
-    logits: Tensor = model(**model_inputs(batch), **decoder, use_cache=False).logits
-    return logits
+    return model(**model_inputs(batch), **decoder, use_cache=False).logits
 
 
 def model_inputs(batch: Batch) -> Tensors:

@@ -110,8 +110,7 @@ def _constant_answer(texts: LabelledTexts) -> NDArray[Any]:
     assert texts.eval is not None
     is_regression = texts.scheme.problem_type == "regression"
     model: Any = DummyRegressor() if is_regression else DummyClassifier(strategy="most_frequent")
-    answer: NDArray[Any] = model.fit(texts.train, texts.train_labels).predict(texts.eval)
-    return answer
+    return model.fit(texts.train, texts.train_labels).predict(texts.eval)
 
 
 def _linear_answer(

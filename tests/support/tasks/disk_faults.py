@@ -37,7 +37,7 @@ class PoisonedDataset(Dataset[Any]):
         return len(self.inner)
 
     def __getitems__(self, indices: Sequence[int]) -> np.ndarray:
-        rows: np.ndarray = np.array(self.inner.__getitems__(indices))
+        rows = np.array(self.inner.__getitems__(indices))
         rows[[index in self.poisoned for index in indices], 0] = POISON
         return rows
 

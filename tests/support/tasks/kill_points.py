@@ -44,7 +44,7 @@ class Deadly:
     """A task that kills processes of its run."""
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
-        data: TaskData = super().load_data(recipe, progress=progress)  # type: ignore[misc]
+        data = super().load_data(recipe, progress=progress)  # type: ignore[misc]
         self.times, own_draw = 0, data.draw
 
         def draw(index: int, generator: np.random.Generator) -> Any:
@@ -57,15 +57,14 @@ class Deadly:
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         if model.training:
             self.pass_by("forward")
-        loss: Tensor = super().loss_sum(model, batch)  # type: ignore[misc]
+        loss = super().loss_sum(model, batch)  # type: ignore[misc]
         if model.training and os.environ.get("KILL_PLACE") == "backward":
             loss.register_hook(lambda _: self.pass_by("backward"))
         return loss
 
     def evaluate_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         self.pass_by("evaluate")
-        found: Tensors = super().evaluate_batch(model, batch)  # type: ignore[misc]
-        return found
+        return super().evaluate_batch(model, batch)  # type: ignore[misc]
 
     def pass_by(self, place: str) -> None:
         """Count that this process comes to a place, and kill if it is the time."""

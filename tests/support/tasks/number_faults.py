@@ -133,8 +133,7 @@ class Block(nn.Module):
         self.back = nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = x + self.back(self.drop(self.act(self.widen(self.norm(x)))))
-        return result
+        return x + self.back(self.drop(self.act(self.widen(self.norm(x)))))
 
 
 class Regressor(nn.Module):
@@ -151,8 +150,7 @@ class Regressor(nn.Module):
         x = self.statistics(self.embed(x))
         for block in self.blocks:
             x = block(x)
-        result: Tensor = self.head(x).squeeze(-1)
-        return result
+        return self.head(x).squeeze(-1)
 
 
 class FaultyRegression(Task):

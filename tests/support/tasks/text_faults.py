@@ -25,8 +25,7 @@ class Faulty:
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
         self.options, self.step = recipe.options, 0
-        data: TaskData = super().load_data(recipe, progress=progress)  # type: ignore[misc]
-        return data
+        return super().load_data(recipe, progress=progress)  # type: ignore[misc]
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> Any:
         loss = super().loss_sum(model, batch)  # type: ignore[misc]
