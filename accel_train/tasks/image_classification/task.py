@@ -16,7 +16,6 @@ from accel_train.data.images.labelled import ImageRows, ImageSets
 from accel_train.metrics import METRICS, fits, load_metric, tally
 from accel_train.metrics.scores import auroc_from_histogram, classification_scores
 from accel_train.recipe.data import Augment
-from accel_train.recipe.evaluate import Evaluate
 from accel_train.recipe.schema import Recipe
 from accel_train.task import Batch, Scores, TaskData, Tensors, Totals
 from accel_train.tasks.common import classification
@@ -57,7 +56,14 @@ print(model.config.id2label[int(scores.argmax())], scores.max().item())"""
                 f"data.image_size={list(data.image_size)}: image-classification cuts squares out of images; "
                 "give one number"
             )
-        _check_metrics(recipe.evaluate)
+        for name in recipe.evaluate.metrics:
+            if name not in METRICS:
+                load_metric(name, allow_hub=recipe.evaluate.allow_hub_metrics)
+            elif not fits(name, "single_label"):
+                raise ValueError(
+                    f"evaluate.metrics: {name!r} is not for classes; "
+                    "accuracy, f1_macro, mcc and auroc are among those that are"
+                )
         self.evaluation = recipe.evaluate
         source, notes = self.read_images(recipe, read_labelled_images)
         sets, preprocessing = source.sets, source.preprocessing
@@ -179,14 +185,3 @@ def _thumbnails(images: ImageRows) -> tuple[NDArray[np.float32], NDArray[np.int6
         for index in chosen
     ]
     return np.stack(rows).reshape(len(chosen), -1) / np.float32(255), images.labels[chosen]
-
-
-def _check_metrics(section: Evaluate) -> None:
-    for name in section.metrics:
-        if name in METRICS and not fits(name, "single_label"):
-            raise ValueError(
-                f"evaluate.metrics: {name!r} is not for classes; "
-                "accuracy, f1_macro, mcc and auroc are among those that are"
-            )
-        if name not in METRICS:
-            load_metric(name, allow_hub=section.allow_hub_metrics)
