@@ -322,5 +322,5 @@ def _summed(value: Tensor, size: int, name: str) -> Tensor:
     elif value.shape not in ((), (size,)):
         problem = f"has shape {tuple(value.shape)} for {size} samples"
     if problem:
-        raise RecipeError(f"{name} {problem}; return a tensor of one number for each sample, or their mean")
+        raise RecipeError(f"{name} {problem}; return one number for each sample, or their mean")
     return value.float() * size if value.dim() == 0 else value.float().sum()
