@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeGuard
 
 from pydantic import BaseModel, ValidationError
 
@@ -55,6 +55,15 @@ def target_rate(record: Mapping[str, Any]) -> Any:
     names = map(rate_name, ("tokens", "pixels", "words", "targets", "samples"))
     return next((record[name] for name in names if isinstance(record.get(name), int | float)), None)
 
+
+Batch: TypeAlias = "Mapping[str, torch.Tensor]"
+"""Collated samples: tensors by name, on the device."""
+Tensors: TypeAlias = "dict[str, torch.Tensor]"
+"""Results for a batch, by name, on the device."""
+Totals: TypeAlias = "Mapping[str, NDArray[Any]]"
+"""Results for all batches of an evaluation or a prediction, by name, on the host."""
+Columns: TypeAlias = dict[str, list[Any]]
+"""A table of plain Python values, by column."""
 
 _OF_SPEC = ("Data", "loss_is_by_position", "loss_is_global", "evaluates_untrained")
 """Attributes that a task had before its `spec`."""
@@ -225,10 +234,10 @@ class Task(ABC):
         return {}
 
     @abstractmethod
-    def loss_sum(self, model: "torch.nn.Module", batch: "Mapping[str, torch.Tensor]") -> "torch.Tensor":
+    def loss_sum(self, model: "torch.nn.Module", batch: Batch) -> "torch.Tensor":
         """Compute the loss of a micro-batch, summed (not averaged) over its targets, fp32, 0-dim."""
 
-    def loss_without_values(self, model: "torch.nn.Module", batch: "Mapping[str, torch.Tensor]") -> "torch.Tensor":
+    def loss_without_values(self, model: "torch.nn.Module", batch: Batch) -> "torch.Tensor":
         """Compute a loss of the same size in memory that reads no values, for tensors that have a shape only."""
         return self.loss_sum(model, batch)
 
@@ -236,7 +245,7 @@ class Task(ABC):
         """Return the module whose outputs an exported graph has."""
         return model
 
-    def export_batch(self, batch: "Mapping[str, torch.Tensor]") -> "Mapping[str, torch.Tensor]":
+    def export_batch(self, batch: Batch) -> Batch:
         """Return a batch of samples as `exportable` takes it, with tensors that it may ignore."""
         return batch
 
@@ -248,9 +257,7 @@ class Task(ABC):
         """Return the floating-point operations of forward and backward per target; None, the default, if unknown."""
         return None
 
-    def evaluate_batch(
-        self, model: "torch.nn.Module", batch: "Mapping[str, torch.Tensor]"
-    ) -> "dict[str, torch.Tensor]":
+    def evaluate_batch(self, model: "torch.nn.Module", batch: Batch) -> Tensors:
         """Compute the sums of a batch that an evaluation needs, on the device, by name; default: `loss_sum` (0-dim).
 
         Tensors with the same name are summed over batches and processes, so memory stays constant. Counts are summed as
@@ -261,11 +268,11 @@ class Task(ABC):
         """
         return {"loss_sum": self.loss_sum(model, batch)}
 
-    def score(self, loss: float, totals: "Mapping[str, NDArray[Any]]", data: TaskData) -> Scores:
+    def score(self, loss: float, totals: Totals, data: TaskData) -> Scores:
         """Compute metrics from the mean evaluation loss and from the sums of `evaluate_batch`; by default none."""
         return Scores({})
 
-    def predict_batch(self, model: "torch.nn.Module", batch: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
+    def predict_batch(self, model: "torch.nn.Module", batch: Batch) -> Tensors:
         """Return the predictions for each sample of a batch, by column, as tensors with one row per sample.
 
         `accel-train predict` writes them. Columns are `label` (an index into `data.source.label_names`, if these
@@ -274,7 +281,7 @@ class Task(ABC):
         """
         return {}
 
-    def prediction_columns(self, rows: "Mapping[str, NDArray[Any]]", data: TaskData) -> dict[str, list[Any]]:
+    def prediction_columns(self, rows: Totals, data: TaskData) -> Columns:
         """Return the table of predictions by column, without `id`: one value per sample number in `rows["index"]`.
 
         `rows` hold the results of `predict_batch`. Values are plain Python values. The default is empty, for names that

@@ -150,8 +150,7 @@ def load_metric(name: str, *, allow_hub: bool = False, **options: Any) -> "Evalu
     options = {"keep_in_memory": options.get("num_process", 1) == 1, **options}
     if name in METRICS:
         base, average = METRICS[name]
-        module: EvaluationModule = _module(base)(**{"config_name": average, **options})
-        return module
+        return _module(base)(**{"config_name": average, **options})
     hint = did_you_mean(name, METRICS, f"there are {', '.join(sorted(METRICS))}.", show=repr)
     if not allow_hub:
         raise ValueError(

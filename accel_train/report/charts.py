@@ -119,10 +119,14 @@ def _describe(kind: Kind, runs: Sequence[Run], title: str, most: int) -> JsonRec
     columns = [column(kind.lines(run), kind.column) for run in runs]
     evaluations = [column(run.evals, "loss") if kind.name == "loss" else column((), "") for run in runs]
     finite = np.concatenate([values[np.isfinite(values)] for _, values in columns])
-    scale = _scale(kind, np.concatenate([finite, *(_finite(*found)[1] for found in evaluations)]))
+    scale: str = kind.scale
+    if scale == "log if wide":
+        # The loss falls from 11 to 3 in the first percent of a run. A log axis keeps the rest readable.
+        shown = np.concatenate([finite, *(_finite(*found)[1] for found in evaluations)])
+        scale = "log" if len(shown) and shown.min() > 0 and shown.max() > 2 * shown.min() else "linear"
     curves = [
-        {"run": number, **_curve(kind, _finite(*columns[number]), scale, most), **_off_axis(kind, run, columns[number])}
-        for number, run in enumerate(runs)
+        {"run": number, **_curve(kind, _finite(*points), scale, most), **_off_axis(kind, run, points)}
+        for number, (run, points) in enumerate(zip(runs, columns))
     ]
     evaluated = [(number, *_points(*_finite(*found), most)) for number, found in enumerate(evaluations)]
     return {
@@ -139,13 +143,6 @@ def _describe(kind: Kind, runs: Sequence[Run], title: str, most: int) -> JsonRec
         "evaluations": [{"run": number, "x": x, "y": y} for number, x, y in evaluated if x],
         "marks": _event_marks(runs[0]) if kind.name == "loss" and len(runs) == 1 else [],
     }
-
-
-def _scale(kind: Kind, values: Array) -> str:
-    # The loss falls from 11 to 3 in the first percent of a run. A log axis keeps the rest readable.
-    if kind.scale != "log if wide":
-        return kind.scale
-    return "log" if len(values) and values.min() > 0 and values.max() > 2 * values.min() else "linear"
 
 
 def _curve(kind: Kind, points: tuple[Array, Array], scale: str, most: int) -> JsonRecord:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from accel_train.core.metric_names import MISSING, follows_from_loss, is_variant, label, show_metric, show_value
+from accel_train.core.state import JsonRecord
 from accel_train.metrics.baselines import by_baseline, is_number
 from accel_train.metrics.scores import SUMMARY_ROWS
 from accel_train.report.metric_names import NOT_A_SCORE
@@ -28,8 +29,16 @@ MAX_ROWS = 20
 """Number of rows above which a table of classes is folded."""
 MAX_PAIRS = 10
 """Maximum number of rows in the table of the most frequent mistakes."""
-Block = dict[str, Any]
+Block = JsonRecord
 """Part of the section as template data. `kind` is examples, table, matrix, bars or text."""
+
+
+_EXAMPLES: dict[str, tuple[dict[str, type], str]] = {
+    "label": ({"truth": str, "prediction": str, "score": float}, "{truth}, predicted as {prediction} ({score:.0%})"),
+    "mask": ({"wrong": float}, "{wrong:.1%} of the pixels wrong"),
+    "boxes": ({"boxes": int, "found": int}, "{boxes} annotated, {found} predicted"),
+}
+"""Values of an example by kind of prediction, and its caption."""
 
 
 def describe_evaluation(runs: Sequence[Run]) -> list[Block]:
@@ -48,45 +57,36 @@ def describe_evaluation(runs: Sequence[Run]) -> list[Block]:
     return [{"folded": False, "wide": False, "hint": ""} | block for block in blocks if block]
 
 
-def _describe_examples(found: Mapping[str, Any], num_eval: Any) -> Block:
+def _describe_examples(found: JsonRecord, num_eval: Any) -> Block:
     """Return the part with samples that the run got wrong, with their images or texts."""
-    of_pixels, of_boxes = found.get("kind") == "mask", found.get("kind") == "boxes"
-    needed: dict[str, type] = {"truth": str, "prediction": str, "score": float}
-    if of_pixels or of_boxes:
-        needed = {"wrong": float} if of_pixels else {"boxes": int, "found": int}
+    kind = str(found.get("kind"))
+    needed, caption = _EXAMPLES.get(kind, _EXAMPLES["label"])
     examples = [
         each
         for each in _list(found.get("examples"))
-        if isinstance(each, Mapping) and all(isinstance(each.get(name), kind) for name, kind in needed.items())
+        if isinstance(each, Mapping) and all(isinstance(each.get(name), type_) for name, type_ in needed.items())
     ]
     if not examples or not all(is_number(found.get(name)) for name in ("tried", "wrong")):
         return {}
-    captions = [
-        f"{each['wrong']:.1%} of the pixels wrong"
-        if of_pixels
-        else f"{each['boxes']} annotated, {each['found']} predicted"
-        if of_boxes
-        else f"{each['truth']}, predicted as {each['prediction']} ({each['score']:.0%})"
-        for each in examples
-    ]
     items = [
         {
             "images": [image for image in _list(each.get("images")) if str(image).startswith("data:image/png;base64,")],
             "text": each.get("text"),
-            "caption": caption,
+            "caption": caption.format(**each),
         }
-        for each, caption in zip(examples, captions)
+        for each in examples
     ]
     is_part = is_number(num_eval) and num_eval > found["tried"]
     tried = f"{found['tried']:,} of the {num_eval:,}" if is_part else f"{found['tried']:,}"
-    counted = f"of {tried} held-out samples {found['wrong']:,} are wrong; the most confident first"
-    hint = "image, truth, prediction; the worst first" if of_pixels else counted
-    if of_boxes:
+    hint = f"of {tried} held-out samples {found['wrong']:,} are wrong; the most confident first"
+    if kind == "mask":
+        hint = "image, truth, prediction; the worst first"
+    elif kind == "boxes":
         least = found.get("least_score")
         of_best = f" with a score of at least {least:.2g}" if is_number(least) else ""
         hint = f"truth, and predicted boxes{of_best}"
     return {
-        "title": "Predictions" if of_pixels or of_boxes else "Mistakes",
+        "title": "Predictions" if kind in ("mask", "boxes") else "Mistakes",
         "kind": "examples",
         "items": items,
         "colours": [pair for pair in _list(found.get("colours")) if _is_colour(pair)],
@@ -104,7 +104,7 @@ def _list(found: Any) -> list[Any]:
     return found if isinstance(found, list) else []
 
 
-def confusion_matrix(part: Mapping[str, Any]) -> tuple[NDArray[np.int64], list[str]] | None:
+def confusion_matrix(part: JsonRecord) -> tuple[NDArray[np.int64], list[str]] | None:
     """Return the confusion matrix and class names in `details`, or None if it is not square or counts nothing."""
     names = _names(part)
     try:
@@ -135,7 +135,7 @@ def _table_of_metrics(runs: Sequence[Run]) -> Block:
     return _table("Metrics", ["", *head], rows)
 
 
-def _describe_classification(part: Mapping[str, Any]) -> list[Block]:
+def _describe_classification(part: JsonRecord) -> list[Block]:
     report = _mapping(part.get("report"))
     blocks = [_table_of_classes(report)] if report else []
     found = confusion_matrix(part)
@@ -149,7 +149,7 @@ def _describe_classification(part: Mapping[str, Any]) -> list[Block]:
     return blocks
 
 
-def _table_of_classes(report: Mapping[str, Any]) -> Block:
+def _table_of_classes(report: JsonRecord) -> Block:
     figures = ("precision", "recall", "f1-score")
     rows, total = [], None
     for name, values in report.items():
@@ -195,7 +195,7 @@ def _table_of_pairs(matrix: NDArray[np.int64], names: Sequence[str], unit: str) 
     return _table("Most frequent mistakes", head, rows) | {"text_columns": 1} if rows else {}
 
 
-def _describe_segmentation(part: Mapping[str, Any]) -> list[Block]:
+def _describe_segmentation(part: JsonRecord) -> list[Block]:
     names, ious = _names(part), part.get("iou")
     blocks: list[Block] = []
     if names and isinstance(ious, list) and len(ious) == len(names):
@@ -212,7 +212,7 @@ def _describe_segmentation(part: Mapping[str, Any]) -> list[Block]:
     return blocks
 
 
-def _describe_detection(part: Mapping[str, Any]) -> list[Block]:
+def _describe_detection(part: JsonRecord) -> list[Block]:
     names, values = _names(part), _list(part.get("average_precision"))
     if not names or len(values) != len(names):
         return []
@@ -228,7 +228,7 @@ def _describe_detection(part: Mapping[str, Any]) -> list[Block]:
     return blocks
 
 
-def _describe_generation(part: Mapping[str, Any]) -> list[Block]:
+def _describe_generation(part: JsonRecord) -> list[Block]:
     rows = [
         _row(str(each.get("source", "")), [str(each.get(name, "")) for name in ("target", "generated")])
         for each in _list(part.get("samples"))
@@ -244,7 +244,7 @@ def _bar(name: str, iou: Any) -> Block:
     return {"label": name, "percent": percent, "value": f"{iou:.3f}" if known else "does not occur", "this": False}
 
 
-def _describe_augmentation(part: Mapping[str, Any]) -> Block:
+def _describe_augmentation(part: JsonRecord) -> Block:
     plain, augmented = _mapping(part.get("without")), _mapping(part.get("with"))
     rows = []
     for name in dict.fromkeys((*plain, *augmented)):
@@ -267,9 +267,9 @@ def _cell(value: Any, form: str = ".3f") -> str:
     return format(value, form) if is_number(value) else show_value(value)
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
+def _mapping(value: Any) -> JsonRecord:
+    return value if isinstance(value, dict) else {}
 
 
-def _names(part: Mapping[str, Any]) -> list[str]:
+def _names(part: JsonRecord) -> list[str]:
     return [str(name) for name in _list(part.get("label_names"))]

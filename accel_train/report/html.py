@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -141,7 +141,7 @@ def headlines(runs: Sequence[Run]) -> list[Headline]:
     return [*scores, *HEADLINES]
 
 
-def describe_run(run: Run) -> dict[str, Any]:
+def describe_run(run: Run) -> JsonRecord:
     """Return the template data of one run, except its curves."""
     summary, targets = run.summary, run.targets
     status = str(summary.get("status", "no summary yet: still running, or killed"))
@@ -149,6 +149,8 @@ def describe_run(run: Run) -> dict[str, Any]:
     # The text may begin with the prompt.
     prompt = str(sample.get("prompt") or "")
     kinds = Counter(event["event"] for event in run.events)
+    first = min(MOST_EVENTS // 2, len(run.events))
+    last = max(first, len(run.events) - MOST_EVENTS // 2)
     return {
         "name": run.name,
         "status": status[:1].upper() + status[1:],
@@ -160,8 +162,8 @@ def describe_run(run: Run) -> dict[str, Any]:
             if (value := each.read(run)) is not None
         ],
         "sample": {"prompt": prompt, "text": str(sample.get("text") or "").removeprefix(prompt)} if sample else None,
-        "events": [_event_row(event) for event in _shown_events(run.events)],
-        "num_events_left_out": max(0, len(run.events) - MOST_EVENTS),
+        "events": [*map(_event_row, run.events[:first]), *map(_event_row, run.events[last:])],
+        "num_events_left_out": last - first,
         "events_summary": ", ".join(f"{kind.replace('_', ' ')} ×{count}" for kind, count in kinds.items()),
         "incidents": run.incidents,
         "not_beaten": _not_beaten(summary),
@@ -189,13 +191,15 @@ def differ_in_evaluation_data(runs: Sequence[Run]) -> bool:
     return any(len(values) > 1 for values in known)
 
 
-def compare_headlines(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def compare_headlines(runs: Sequence[Run]) -> list[JsonRecord]:
     """Return one row per headline number that some run has.
 
     `best` lists the columns with the best value if values differ. Scores have no best value if the runs were evaluated
     on different data, and the throughput has none if models, processes, or devices differ.
     """
-    is_unlike = len({_machine_and_model(run) for run in runs}) > 1
+    machines = [(run.summary.get("environment") or {}).get("gpu") for run in runs]
+    models = [[run.summary.get(name) for name in ("parameters", "world_size")] for run in runs]
+    is_unlike = len(set(map(str, zip(machines, models)))) > 1
     rows, targets, is_other = [], shared_targets(runs), differ_in_evaluation_data(runs)
     for headline in headlines(runs):
         values = [headline.read(run) for run in runs]
@@ -217,11 +221,6 @@ def compare_headlines(runs: Sequence[Run]) -> list[dict[str, Any]]:
     return rows
 
 
-def _machine_and_model(run: Run) -> str:
-    gpu = (run.summary.get("environment") or {}).get("gpu")
-    return str([run.summary.get("parameters"), run.summary.get("world_size"), gpu])
-
-
 def compare_recipes(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     """Return the settings that differ between the runs' recipes, with each run's value."""
     read = [run.recipe for run in runs]
@@ -233,7 +232,7 @@ def compare_recipes(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
     return [(name, values) for name, values in table if len(set(values)) > 1]
 
 
-def compare_baselines(runs: Sequence[Run]) -> list[dict[str, Any]]:
+def compare_baselines(runs: Sequence[Run]) -> list[JsonRecord]:
     """Return bars that compare each run's bits per byte with baselines without training: xz and byte frequencies."""
     bars: list[tuple[str, Any, int]] = [
         (run.name if len(runs) > 1 else "this run", final_metric("bits_per_byte", run), number)
@@ -276,7 +275,7 @@ def _lead(run: Run, targets: str) -> str:
     )
 
 
-def _not_beaten(summary: JsonRecord) -> dict[str, Any] | None:
+def _not_beaten(summary: JsonRecord) -> JsonRecord | None:
     """Return the sentence on a baseline that the model does not beat, with likely causes, or None."""
     found = summary.get("not_beaten") or {}
     sentence, causes = found.get("sentence"), found.get("causes")
@@ -284,12 +283,7 @@ def _not_beaten(summary: JsonRecord) -> dict[str, Any] | None:
     return {"sentence": sentence, "causes": causes} if is_whole else None
 
 
-def _shown_events(events: Sequence[JsonRecord]) -> Sequence[JsonRecord]:
-    half = MOST_EVENTS // 2
-    return events if len(events) <= MOST_EVENTS else [*events[:half], *events[-half:]]
-
-
-def _event_row(event: JsonRecord) -> dict[str, Any]:
+def _event_row(event: JsonRecord) -> JsonRecord:
     kind = str(event["event"])
     return {
         "step": f"{event['step']:,}",
@@ -301,7 +295,7 @@ def _event_row(event: JsonRecord) -> dict[str, Any]:
     }
 
 
-def _tables(summary: JsonRecord) -> list[dict[str, Any]]:
+def _tables(summary: JsonRecord) -> list[JsonRecord]:
     """Return the tables below the curves: choices, evaluation, memory, data, environment."""
     phases = (summary.get("peak_memory_bytes") or {}).items()
     memory = {phase: f"{size / 2**30:.2f} GiB" for phase, size in phases if isinstance(size, int | float)}
@@ -321,7 +315,7 @@ def _tables(summary: JsonRecord) -> list[dict[str, Any]]:
     ]
 
 
-def _texts(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _texts(values: JsonRecord) -> Iterator[tuple[str, str]]:
     """Yield the dotted name and text of each value, without empty values."""
     for name, value in dotted_items(values):
         if isinstance(value, bool):
@@ -340,7 +334,7 @@ LONGEST_PERCENT = 36
 """Width of the longest bar: its text needs room on a phone."""
 
 
-def describe_time(run: Run) -> dict[str, Any] | None:
+def describe_time(run: Run) -> JsonRecord | None:
     """Return a sentence and a bar for each account, the productive steps first; None where nothing is recorded."""
     goodput = run.goodput
     accounts, wall = goodput.get("accounts"), goodput.get("wall_seconds")

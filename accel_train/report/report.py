@@ -7,11 +7,11 @@ from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment, StrictUndefined, Template
 
 from accel_train.core.ownership import check_file, write_file
+from accel_train.core.state import JsonRecord
 from accel_train.observe.metrics_reader import MetricsReader
 from accel_train.report.charts import describe_charts
 from accel_train.report.evaluation import describe_evaluation
@@ -33,7 +33,7 @@ def write_report(
     *,
     refuse: bool = False,
     home: Path | None = None,
-    tables: Sequence[dict[str, Any]] = (),
+    tables: Sequence[JsonRecord] = (),
 ) -> Path:
     """Write the report of a run, or the comparison of several, as one HTML file.
 
@@ -75,7 +75,7 @@ def page_template() -> Template:
     return environment.from_string(_read("report.html"))
 
 
-def render_page(runs: Sequence[Run], tables: Sequence[dict[str, Any]] = ()) -> str:
+def render_page(runs: Sequence[Run], tables: Sequence[JsonRecord] = ()) -> str:
     """Return the HTML page as text. Everything that comes from a run is escaped."""
     several = len(runs) > 1
     title = "Comparison of runs" if several else runs[0].name

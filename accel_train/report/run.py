@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -61,18 +61,18 @@ class Run:
     damage: Sequence[str] = ()
     """Messages about files that cannot be read."""
 
-    def final_metrics(self) -> Mapping[str, Any]:
+    def final_metrics(self) -> JsonRecord:
         """Return the metrics of the last evaluation, from evaluation.json, the summary, or the last evaluation line."""
         for found in (self.evaluation.get("metrics"), self.summary.get("eval"), *reversed(self.evals)):
-            if isinstance(found, Mapping) and found:
+            if isinstance(found, dict) and found:
                 return found
         return {}
 
-    def details(self, part: str) -> Mapping[str, Any]:
+    def details(self, part: str) -> JsonRecord:
         """Return a part of evaluation.json's details, or an empty mapping if it is missing."""
         found = self.evaluation.get("details")
-        found = found.get(part) if isinstance(found, Mapping) else None
-        return found if isinstance(found, Mapping) else {}
+        found = found.get(part) if isinstance(found, dict) else None
+        return found if isinstance(found, dict) else {}
 
     @cached_property
     def goodput(self) -> JsonRecord:
@@ -80,7 +80,7 @@ class Run:
         return goodput_of(self.launches) if self.launches else {}
 
     @cached_property
-    def recipe(self) -> dict[str, Any] | None:
+    def recipe(self) -> JsonRecord | None:
         """Settings of the recipe, or None if the recipe cannot be read."""
         try:
             recipe = parse_yaml(self.recipe_text, run_folder.RECIPE_FILE)[0] or {}
@@ -159,10 +159,8 @@ def _usable_incidents(folder: Path, damage: list[str]) -> list[JsonRecord]:
             facts = main_facts(incident)
         # The record has values that were not written by a run.
         except Exception as error:
-            reason = (
-                f"{path / RECORD}: {type(error).__name__}: {error}" if type(error) is not ValueError else str(error)
-            )
-            run_folder.note_damage(f"{reason}; it is ignored", damage)
+            kind = "" if type(error) is ValueError else f"{path / RECORD}: {type(error).__name__}: "
+            run_folder.note_damage(f"{kind}{error}; it is ignored", damage)
         else:
             link = f"{INCIDENTS}/{path.name}/{TEXT}"
             found.append({**asdict(incident), "facts": facts, "link": link})
@@ -170,13 +168,9 @@ def _usable_incidents(folder: Path, damage: list[str]) -> list[JsonRecord]:
 
 
 def _in_gib(line: JsonRecord) -> JsonRecord:
-    """Return a line with values `..._bytes` converted to `..._gib`."""
-    return {
-        name.replace("_bytes", "_gib"): value / 2**30
-        if name.endswith("_bytes") and type(value) in (int, float)
-        else value
-        for name, value in line.items()
-    }
+    """Return a line with the values `..._bytes` as `..._gib`, too."""
+    sizes = [name for name, value in line.items() if name.endswith("_bytes") and isinstance(value, int | float)]
+    return line | {name.replace("_bytes", "_gib"): line[name] / 2**30 for name in sizes}
 
 
 def _usable_summary(path: Path, damage: list[str]) -> JsonRecord:

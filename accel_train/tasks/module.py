@@ -6,11 +6,10 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 from weakref import WeakKeyDictionary
 
 import torch
-from numpy.typing import NDArray
 from safetensors.torch import load_model
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset, default_collate
@@ -22,10 +21,12 @@ from accel_train.model.tensors import as_tensors
 from accel_train.recipe.data import Data
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.tasks import TaskSpec
-from accel_train.task import Facts, Scores, Task, TaskData
+from accel_train.task import Batch, Facts, Scores, Task, TaskData, Tensors, Totals
 
 _SAMPLES, _STRUCTURE = "samples", "structure"
 """Keys of a batch: one row per sample, and the nested structure that `collate` returned."""
+_Batching: TypeAlias = "tuple[Callable[[Sequence[Any]], Any] | None, Callable[[Any], int | None] | None]"
+"""Functions that collate samples, and that count the targets of a batch. None: the defaults."""
 _LEFT: "WeakKeyDictionary[nn.Module, tuple[str, str]]" = WeakKeyDictionary()
 """Digests of modules that this process has fitted: as given to `fit`, and as the run left them."""
 
@@ -71,7 +72,7 @@ class ModuleTask(Task):
         """
         return None
 
-    def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    def metrics(self, model: nn.Module, batch: Any) -> Tensors:
         """Return further evaluation metrics by name, shaped like `loss` and averaged over all samples."""
         return {}
 
@@ -108,7 +109,7 @@ class ModuleTask(Task):
         return TaskData(
             train,
             evaluation,
-            _Named(*self._batching()),
+            _Named(self._batching()),
             fingerprint=json_digest(digests),
             inputs={f"{name} data": digest for name, digest in digests.items()} | self.code(),
             facts=facts,
@@ -127,14 +128,14 @@ class ModuleTask(Task):
                 load_model(model, Path(recipe.model.pretrained) / "model.safetensors")
         return model
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the fp32 loss summed over the samples, or over the targets that `count_targets` counts."""
         loss = self.loss(model, self._given(batch))
         if self._batching()[1] is not None and isinstance(loss, Tensor):
             return loss.float().sum()
         return _summed(loss, len(batch[_SAMPLES]), "loss")
 
-    def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def evaluate_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         """Return the loss and the metrics, summed over the samples."""
         samples = batch[_SAMPLES]
         found = self.metrics(model, self._given(batch))
@@ -142,7 +143,7 @@ class ModuleTask(Task):
         size = torch.tensor(len(samples), device=samples.device)
         return {"loss_sum": self.loss_sum(model, batch), **sums, "num_samples": size}
 
-    def score(self, loss: float, totals: Mapping[str, NDArray[Any]], data: TaskData) -> Scores:
+    def score(self, loss: float, totals: Totals, data: TaskData) -> Scores:
         """Return the mean of each metric over all samples."""
         number = max(int(totals["num_samples"]), 1)
         own = {name: total for name, total in totals.items() if name not in ("num_samples", "loss_sum", "num_targets")}
@@ -154,7 +155,7 @@ class ModuleTask(Task):
         if not (folder / "config.json").exists():
             (folder / "config.json").write_text(json.dumps({"module": type(model).__qualname__}) + "\n")
 
-    def _batching(self) -> "tuple[Callable[[Sequence[Any]], Any] | None, Callable[[Any], int | None] | None]":
+    def _batching(self) -> "_Batching":
         """Return the functions of `_Named`. None for each method that is not overridden, so that it is not pickled."""
         kind = type(self)
         return (
@@ -167,7 +168,7 @@ class ModuleTask(Task):
         structure, samples = batch.get(_STRUCTURE), batch[_SAMPLES]
         # A batch of an incident keeps only tensors.
         if structure is None:
-            example = _Named(*self._batching())([cast("Any", self.data()[0])[0]] * len(samples))
+            example = _Named(self._batching())([cast("Any", self.data()[0])[0]] * len(samples))
             structure = example[_STRUCTURE]
             if {name for name, value in example.items() if isinstance(value, Tensor)} != batch.keys():
                 raise ValueError("this micro-batch has another structure than a batch of the first training sample")
@@ -242,22 +243,12 @@ class FittedModule(ModuleTask):
         """Return the result of the program's loss function."""
         return self.functions["loss"](model, batch)
 
-    def metrics(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
+    def metrics(self, model: nn.Module, batch: Any) -> Tensors:
         """Return the result of the program's metrics function, or nothing without one."""
-        function = self.functions.get("metrics")
-        return {} if function is None else function(model, batch)
+        return self.functions["metrics"](model, batch) if "metrics" in self.functions else {}
 
-    def count_targets(self, batch: Any) -> int | None:
-        """Return the result of the program's function."""
-        return self.functions["count_targets"](batch)
-
-    def _batching(self) -> "tuple[Callable[[Sequence[Any]], Any] | None, Callable[[Any], int | None] | None]":
+    def _batching(self) -> "_Batching":
         return self.functions.get("collate"), self.functions.get("count_targets")
-
-    def collate(self, samples: Sequence[Any]) -> Any:
-        """Return a batch made by the program's function, or by torch's DataLoader collation without one."""
-        function = self.functions.get("collate")
-        return super().collate(samples) if function is None else function(samples)
 
 
 class _Named:
@@ -266,10 +257,8 @@ class _Named:
     Processes that read ahead get it: it holds two functions, but not the task with its loss and model.
     """
 
-    def __init__(
-        self, collate: Callable[[Sequence[Any]], Any] | None, count_targets: Callable[[Any], int | None] | None
-    ) -> None:
-        self.collate, self.count_targets = collate, count_targets
+    def __init__(self, batching: "_Batching") -> None:
+        self.collate, self.count_targets = batching
 
     def __call__(self, samples: Sequence[Any]) -> dict[str, Any]:
         tensors: dict[str, Any] = {}
@@ -325,20 +314,13 @@ def _summed(value: Tensor, size: int, name: str) -> Tensor:
     Raises:
         RecipeError: `value` is not a tensor, has another shape, or is a whole number, not a mean.
     """
+    problem = ""
     if not isinstance(value, Tensor):
-        raise RecipeError(
-            f"{name} is a {type(value).__name__}; return a tensor of one number for each sample, or their mean"
-        )
-    if value.dim() == 0 and not value.is_floating_point():
-        raise RecipeError(
-            f"{name} is a whole number of type {value.dtype}, so it is a count, not a mean over samples; return one "
-            "number for each sample, or their mean"
-        )
-    if value.dim() == 0:
-        return value.float() * size
-    if value.shape != (size,):
-        raise RecipeError(
-            f"{name} has shape {tuple(value.shape)} for {size} samples; "
-            "return one number for each sample, or their mean"
-        )
-    return value.float().sum()
+        problem = f"is a {type(value).__name__}, not a tensor"
+    elif value.dim() == 0 and not value.is_floating_point():
+        problem = f"is a whole number of type {value.dtype}, so it is a count, not a mean over samples"
+    elif value.shape not in ((), (size,)):
+        problem = f"has shape {tuple(value.shape)} for {size} samples"
+    if problem:
+        raise RecipeError(f"{name} {problem}; return one number for each sample, or their mean")
+    return value.float() * size if value.dim() == 0 else value.float().sum()

@@ -127,7 +127,7 @@ def test_modules_can_be_combined_and_leave_no_file(tmp_path: Path, monkeypatch: 
 def test_several_processes_score_together(tmp_path: Path) -> None:
     """The second process is a real one; this one is the first, which computes."""
     labels, predictions = draw(30, 3)
-    shared: dict[str, Any] = {"num_process": 2, "experiment_id": "both", "cache_dir": str(tmp_path), "timeout": 100}
+    shared = {"num_process": 2, "experiment_id": "both", "cache_dir": str(tmp_path), "timeout": 100}
     code = (
         "import sys; from accel_train.metrics import load_metric; metric = load_metric('f1', process_id=1, "
         f"**{shared!r}); print('ready', flush=True); sys.stdin.readline(); "
@@ -171,7 +171,7 @@ def test_the_hub_is_asked_only_with_permission_and_only_for_what_is_not_here(
 ) -> None:
     from evaluate import loading
 
-    asked: list[str] = []
+    asked = []
 
     def no_network(name: str, **options: Any) -> None:
         asked.append(name)

@@ -2,6 +2,7 @@
 
 import math
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,15 @@ from accel_train.metrics.tally import multilabel_counts
 from tests.support.predictions import confusion, draw
 
 
+def averages(labels: Any, predictions: Any) -> dict[str, float]:
+    """Return scikit-learn's averages of precision, recall, and F1."""
+    found = {}
+    for average in ("macro", "micro", "weighted"):
+        figures = sk.precision_recall_fscore_support(labels, predictions, average=average, zero_division=0)
+        found |= {f"{name}_{average}": value for name, value in zip(("precision", "recall", "f1"), figures[:3])}
+    return found
+
+
 @pytest.mark.parametrize(
     "num_classes, absent", [(2, ()), (4, ()), (6, (2, 5)), (1, ())], ids=["binary", "four", "absent", "one"]
 )
@@ -36,10 +46,7 @@ def test_classification_scores_are_sklearns(num_classes: int, absent: tuple[int,
         warnings.simplefilter("ignore", UserWarning)  # of a single class
         mcc = sk.matthews_corrcoef(labels, predictions)
     expected = {"accuracy": sk.accuracy_score(labels, predictions), "mcc": mcc}
-    for average in ("macro", "micro", "weighted"):
-        figures = sk.precision_recall_fscore_support(labels, predictions, average=average, zero_division=0)
-        expected |= {f"{name}_{average}": value for name, value in zip(("precision", "recall", "f1"), figures[:3])}
-    assert scores.metrics == pytest.approx(expected, abs=1e-12)
+    assert scores.metrics == pytest.approx(expected | averages(labels, predictions), abs=1e-12)
     report = scores.details["classification"]["report"]
     occurring = sorted({*labels.tolist(), *predictions.tolist()})
     wanted = sk.classification_report(
@@ -92,10 +99,7 @@ def test_multilabel_scores_are_sklearns(seed: int) -> None:
     labels[:, 4] = predictions[:, 4] = False  # a label that never occurs
     scores = multilabel_scores(multilabel_counts(torch.tensor(labels), torch.tensor(predictions)), "abcde")
     expected = {"hamming_loss": sk.hamming_loss(labels, predictions)}
-    for average in ("macro", "micro", "weighted"):
-        figures = sk.precision_recall_fscore_support(labels, predictions, average=average, zero_division=0)
-        expected |= {f"{name}_{average}": value for name, value in zip(("precision", "recall", "f1"), figures[:3])}
-    assert scores.metrics == pytest.approx(expected, abs=1e-12)
+    assert scores.metrics == pytest.approx(expected | averages(labels, predictions), abs=1e-12)
     wanted = sk.classification_report(labels, predictions, target_names=list("abcde"), zero_division=0)
     text = scores.details["classification"]["report_text"]
     assert text == "".join(line for line in wanted.splitlines(keepends=True) if "samples avg" not in line)

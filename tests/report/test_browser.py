@@ -4,7 +4,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     scores = classification_scores(matrix, names)
     evals = [{"accuracy": 0.1 * number} for number in range(9)]
     classified = test_evaluation.make_run(folder / "c", details=scores.details, metrics=scores.metrics, evals=evals)
-    odd: list[list[float]] = [[math.nan] * 30, [math.inf, 1.0], [0.0] * 30, [-1.0, 2.0], [5.0], [3e38, 1.0], [2.0] * 30]
+    odd = [[math.nan] * 30, [math.inf, 1.0], [0.0] * 30, [-1.0, 2.0], [5.0], [3e38, 1.0], [2.0] * 30]
     for number, losses in enumerate(odd):
         with RunFolder(folder / f"odd-{number}") as written:
             for step, loss in enumerate(losses, start=1_234_567):
@@ -62,6 +62,20 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
         yield tab
 
 
+Show = Callable[..., Tab]
+
+
+@pytest.fixture
+def show(tab: Tab, pages: dict[str, Path]) -> Show:
+    """Opens a page by name, and gives its tab."""
+
+    def show(name: str, **how: Any) -> Tab:
+        tab.open(pages[name], **how)
+        return tab
+
+    return show
+
+
 def place(tab: Tab, number: int, share: float) -> tuple[float, float]:
     """Where a chart is in the window, `share` of its width from the left; it is scrolled to."""
     box = tab.run(
@@ -72,18 +86,16 @@ def place(tab: Tab, number: int, share: float) -> tuple[float, float]:
 
 
 def legend(tab: Tab, number: int) -> str:
-    text: str = tab.run(f"charts[{number}].legend.innerText.replace(/\\s+/g, ' ')")
-    return text
+    return tab.run(f"charts[{number}].legend.innerText.replace(/\\s+/g, ' ')")
 
 
 def shown_steps(tab: Tab) -> list[list[float]]:
-    found: list[list[float]] = tab.run("charts.map(({plot}) => [plot.scales.x.min, plot.scales.x.max])")
-    return found
+    return tab.run("charts.map(({plot}) => [plot.scales.x.min, plot.scales.x.max])")
 
 
 def inked(tab: Tab, number: int) -> int:
     """How many pixels of a chart are not empty."""
-    count: int = tab.run(
+    count = tab.run(
         f"(() => {{ const {{canvas}} = charts[{number}].plot.ctx;"
         "const {data} = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);"
         "return data.filter((value, n) => n % 4 === 3 && value > 0).length; })()"
@@ -120,10 +132,8 @@ def test_no_page_has_a_script_error_or_asks_for_anything_or_is_wider_than_the_wi
     assert min(inked(tab, number) for number in range(tab.run("charts.length"))) > 500
 
 
-def test_hovering_shows_values_in_every_chart_and_dragging_zooms_all_until_a_double_click(
-    tab: Tab, pages: dict[str, Path]
-) -> None:
-    tab.open(pages["one"], width=1400)
+def test_hovering_shows_values_in_every_chart_and_dragging_zooms_all_until_a_double_click(show: Show) -> None:
+    tab = show("one", width=1400)
     assert legend(tab, 0).startswith("each log line trend evaluation NaN or Inf checkpoint ×4")
     everything = shown_steps(tab)
     share = (100 - everything[0][0]) / (everything[0][1] - everything[0][0])
@@ -144,8 +154,8 @@ def test_hovering_shows_values_in_every_chart_and_dragging_zooms_all_until_a_dou
     assert shown_steps(tab) == everything
 
 
-def test_a_click_on_the_legend_hides_a_curve_and_another_shows_it(tab: Tab, pages: dict[str, Path]) -> None:
-    tab.open(pages["one"], width=1400)
+def test_a_click_on_the_legend_hides_a_curve_and_another_shows_it(show: Show) -> None:
+    tab = show("one", width=1400)
     before = inked(tab, 0)
     button = "charts[0].legend.querySelectorAll('button')[1]"
     box = tab.run(f"(({{left, top}}) => [left + 5, top + 5])({button}.getBoundingClientRect())")
@@ -160,8 +170,8 @@ def test_a_click_on_the_legend_hides_a_curve_and_another_shows_it(tab: Tab, page
     assert inked(tab, 0) == before
 
 
-def test_the_trend_by_default_is_a_line_fitted_to_a_twentieth_of_the_curve(tab: Tab, pages: dict[str, Path]) -> None:
-    tab.open(pages["one"], width=420)
+def test_the_trend_by_default_is_a_line_fitted_to_a_twentieth_of_the_curve(show: Show) -> None:
+    tab = show("one", width=420)
     found = np.array(tab.run("smooth(Array.from({length: 400}, (_, n) => 7 - 0.01 * n), 400 / 90)"))
     np.testing.assert_allclose(found, 7 - 0.01 * np.arange(400), atol=1e-9)
     noise = np.random.default_rng(0).normal(size=400).round(4).tolist()
@@ -187,10 +197,10 @@ def test_charts_follow_the_theme_of_the_system_and_that_of_the_switch(tab: Tab, 
     assert dark_system == switched_to_dark == ("rgb(21, 23, 26)", "rgb(106, 168, 232)", "light")
 
 
-def test_downloads_hold_the_values_and_the_picture_of_a_chart(tab: Tab, pages: dict[str, Path]) -> None:
-    tab.open(pages["one"], width=1400)
-    csv: list[str] = tab.run("csvOf(charts[0]).trim().split('\\n')")
-    head: list[Any] = csv[0].split(",")
+def test_downloads_hold_the_values_and_the_picture_of_a_chart(show: Show) -> None:
+    tab = show("one", width=1400)
+    csv = tab.run("csvOf(charts[0]).trim().split('\\n')")
+    head = csv[0].split(",")
     assert head[:5] == ["step", "each log line", "trend", "evaluation", "NaN or Inf"]
     rows = {row.split(",")[0]: row.split(",") for row in csv[1:]}
     assert len(rows) == 41
@@ -203,10 +213,8 @@ def test_downloads_hold_the_values_and_the_picture_of_a_chart(tab: Tab, pages: d
     assert found == "data:image/png;base64,"
 
 
-def test_without_scripts_the_tables_are_there_and_a_sentence_says_what_is_missing(
-    tab: Tab, pages: dict[str, Path]
-) -> None:
-    tab.open(pages["one"], width=420, script=False)
+def test_without_scripts_the_tables_are_there_and_a_sentence_says_what_is_missing(show: Show) -> None:
+    tab = show("one", width=420, script=False)
     text = tab.run("document.body.innerText.replace(/\\s+/g, ' ')")
     assert "need JavaScript" in text
     assert "smoothing" not in text
@@ -214,8 +222,8 @@ def test_without_scripts_the_tables_are_there_and_a_sentence_says_what_is_missin
     assert tab.run("document.documentElement.scrollWidth") == 420
 
 
-def test_ticks_of_an_axis_have_one_notation(tab: Tab, pages: dict[str, Path]) -> None:
-    tab.open(pages["one"], width=420)
+def test_ticks_of_an_axis_have_one_notation(show: Show) -> None:
+    tab = show("one", width=420)
     for ticks, texts in (
         ([0, 8e-4, 1.6e-3, 2.4e-3], ["0", "0.0008", "0.0016", "0.0024"]),
         ([0, 2e-5, 4e-5], ["0", "2e-5", "4e-5"]),
@@ -272,8 +280,8 @@ def test_a_page_that_follows_a_run_renews_itself_and_keeps_what_the_reader_has_s
 
 
 def test_runs_side_by_side_are_all_there_with_their_times_in_one_table(tab: Tab, tmp_path: Path) -> None:
-    defeat: dict[str, Any] = {"sentence": "The model does not beat a baseline", "causes": ["too few steps"]}
-    launch: dict[str, Any] = {"launch": 1, "step": 9, "steps": 9, "saves": 0, "started": 1000.0, "seconds": 60.0}
+    defeat = {"sentence": "The model does not beat a baseline", "causes": ["too few steps"]}
+    launch = {"launch": 1, "step": 9, "steps": 9, "saves": 0, "started": 1000.0, "seconds": 60.0}
     launch |= {"accounts": {"imports": 10.0, "productive_steps": 50.0}}
     runs = []
     for name in ("a", "b", "c"):

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from accel_train.core.json_io import write_json
 from accel_train.core.metric_names import label, show_value
@@ -15,7 +16,7 @@ from accel_train.observe.run_folder import RunFolder
 from accel_train.report.metric_names import MAX_CURVES, metrics_with_curves
 from accel_train.report.report import write_report
 from accel_train.report.run import load_run
-from tests.report.tables import assert_table
+from tests.report.tables import assert_table, page_of
 from tests.support.report import Page
 
 CATS = np.array([[30, 4, 0], [1, 50, 9], [0, 0, 6]])
@@ -81,7 +82,7 @@ def test_the_headlines_are_those_of_the_task_and_count_its_targets(html: str) ->
     [("image-classification", "Images"), ("semantic-segmentation", "Pixels"), ("my.tasks:Mine", "Targets")],
 )
 def test_the_unit_is_named_after_the_task(tmp_path: Path, task: str, word: str) -> None:
-    assert f"{word} 640" in Page(write_report([make_run(tmp_path / "run", task=task)]).read_text()).text
+    assert f"{word} 640" in page_of(make_run(tmp_path / "run", task=task)).text
 
 
 def test_every_class_has_a_row_and_the_averages_follow(html: str) -> None:
@@ -107,7 +108,7 @@ def test_many_classes_get_a_table_of_mistakes_instead_of_the_picture(tmp_path: P
     matrix = 7 * np.eye(30, dtype=np.int64)
     matrix[3, 4], matrix[8, 9] = 13, 5
     run = classified(tmp_path / "run", matrix, [f"class {number}" for number in range(30)])
-    page = Page(write_report([run]).read_text())
+    page = page_of(run)
     head = "Most frequent mistakes truth predicted as samples of the class"
     assert_table(page.text, head, "class 3 class 4 13 65.0 %", "class 8 class 9 5 41.7 %")
     assert "By class 30 classes" in page.text
@@ -118,7 +119,7 @@ def test_a_segmentation_is_shown_by_class(tmp_path: Path) -> None:
     matrix = np.array([[900_000, 100_000, 0], [50_000, 450_000, 0], [0, 0, 0]])
     scores = segmentation_scores(matrix, ["ground", "tree", "sky"])
     run = make_run(tmp_path / "run", details=scores.details, metrics=scores.metrics, task="semantic-segmentation")
-    text = Page(write_report([run]).read_text()).text
+    text = page_of(run).text
     assert_table(text, "ground 0.857", "tree 0.750", "sky does not occur", "mean 0.804")
     assert_table(text, "truth predicted as pixels of the class", "ground tree 100,000 10.0 %")
     assert "Mean IoU 0.8036" in text
@@ -127,7 +128,7 @@ def test_a_segmentation_is_shown_by_class(tmp_path: Path) -> None:
 def test_a_baseline_belongs_to_the_longest_metric_that_its_name_ends_with(tmp_path: Path) -> None:
     metrics = {"accuracy": 0.5, "pixel_accuracy": 0.9}
     run = make_run(tmp_path / "run", metrics=metrics, baselines={"majority_pixel_accuracy": 0.4})
-    text = Page(write_report([run]).read_text()).text
+    text = page_of(run).text
     assert_table(text, "Metrics this run majority", "Accuracy 0.5000 –", "Pixel accuracy 0.9000 0.4000")
 
 
@@ -183,30 +184,32 @@ def test_several_runs_are_compared_metric_by_metric(tmp_path: Path) -> None:
 def test_a_language_model_whose_headlines_say_it_all_has_no_section(tmp_path: Path) -> None:
     scores = {"loss": 2.0, "perplexity": 7.4, "bits_per_byte": 1.2}
     run = make_run(tmp_path / "run", metrics=scores, evals=[scores, scores], task="causal-lm")
-    text = Page(write_report([run]).read_text()).text
+    text = page_of(run).text
     assert "Evaluation at" not in text
     assert "Evaluation over the" not in text
     assert "Perplexity 7.4" in text
 
 
 def test_a_run_without_evaluation_file_shows_its_last_evaluation(tmp_path: Path) -> None:
-    text = Page(write_report([make_run(tmp_path / "run")]).read_text()).text
+    text = page_of(make_run(tmp_path / "run")).text
     assert_table(text, "Evaluation Metrics this run majority", "Loss 0.3333 –", "Accuracy 0.8000 0.6000")
 
 
 ODD: list[Any] = [
-    {},
-    [],
-    "text",
-    {"classification": None, "segmentation": [], "test_time_augmentation": 3},
-    {"classification": {"label_names": ["a", "b"], "confusion_matrix": [[1, 2]]}},
-    {"classification": {"label_names": ["a"], "confusion_matrix": [["x"]], "report": {"a": None, "accuracy": None}}},
-    {"classification": {"label_names": ["a", "b"], "confusion_matrix": [[0, 0], [0, 0]], "report": {"a": {}}}},
-    {"classification": {"label_names": "ab", "confusion_matrix": [[-1, 0], [0, 0]], "report_text": 7}},
-    {"classification": {"label_names": [], "confusion_matrix": [], "report": {}, "report_text": ""}},
+    *yaml.safe_load("""
+    - {}
+    - []
+    - text
+    - {classification: null, segmentation: [], test_time_augmentation: 3}
+    - {classification: {label_names: [a, b], confusion_matrix: [[1, 2]]}}
+    - {classification: {label_names: [a], confusion_matrix: [[x]], report: {a: null, accuracy: null}}}
+    - {classification: {label_names: [a, b], confusion_matrix: [[0, 0], [0, 0]], report: {a: {}}}}
+    - {classification: {label_names: ab, confusion_matrix: [[-1, 0], [0, 0]], report_text: 7}}
+    - {classification: {label_names: [], confusion_matrix: [], report: {}, report_text: ''}}
+    - {segmentation: {label_names: [a], iou: [2.0, 3.0]}}
+    """),
     {"classification": {"label_names": [math.nan, 3], "confusion_matrix": [[1, 0], [0, 10**9]]}},
     {"segmentation": {"label_names": ["a", "b"], "iou": [math.nan, "x"], "confusion_matrix": None}},
-    {"segmentation": {"label_names": ["a"], "iou": [2.0, 3.0]}},
     {"test_time_augmentation": {"without": {"accuracy": math.nan}, "with": None}},
 ]
 
@@ -215,7 +218,7 @@ ODD: list[Any] = [
 @pytest.mark.filterwarnings("error")
 def test_no_evaluation_is_too_odd_to_report(tmp_path: Path, details: Any) -> None:
     run = make_run(tmp_path / "run", details=details, metrics={"accuracy": math.nan, "auroc": None, "loss": math.inf})
-    text = Page(write_report([run]).read_text()).text
+    text = page_of(run).text
     assert "Accuracy NaN" in text
     assert "Loss ∞" in text
 
@@ -229,7 +232,7 @@ def test_scores_of_an_empty_evaluation_are_shown_as_what_they_are(tmp_path: Path
 def test_an_early_stop_is_marked_on_the_loss(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     (run / "events.jsonl").write_text('{"step": 20, "event": "early_stop", "message": "stopped early"}\n')
-    page = Page(write_report([run]).read_text())
+    page = page_of(run)
     assert [mark["label"] for mark in page.charts["loss"]["marks"]] == ["stopped early"]
     assert "stopped early" in page.texts  # the list of events
 

@@ -12,7 +12,7 @@ from accel_train.report.charts import MOST_MARKS, describe_charts, part_means, s
 from accel_train.report.html import MOST_EVENTS, compare_headlines, differ_in_evaluation_data, main_metrics
 from accel_train.report.report import render_page, write_report
 from accel_train.report.run import Run, load_run
-from tests.report.tables import assert_table
+from tests.report.tables import assert_table, page_of
 from tests.support.report import SUMMARY, Page, make_run
 
 
@@ -43,8 +43,8 @@ def test_the_library_that_draws_the_charts_comes_with_its_licence(html: str) -> 
 
 def test_the_report_says_where_the_time_of_all_launches_went(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    assert "the time went" not in Page(write_report([run]).read_text()).text
-    accounts: dict[str, Any] = {"launch": 1, "step": 9, "steps": 9, "saves": 0}
+    assert "the time went" not in page_of(run).text
+    accounts = {"launch": 1, "step": 9, "steps": 9, "saves": 0}
     lines = [
         {**accounts, "started": 1000.0, "seconds": 60.0, "accounts": {"start_up": 10.0, "productive_steps": 50.0}},
         {
@@ -55,7 +55,7 @@ def test_the_report_says_where_the_time_of_all_launches_went(tmp_path: Path) -> 
         },
     ]
     (run / "launches.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    text = " ".join(Page(write_report([run]).read_text()).text.split())
+    text = " ".join(page_of(run).text.split())
     assert "50.0% of 1m 40s" in text
     assert "Steps done again 10.0 s, 10.0%" in text
     assert "Between launches 30.0 s, 30.0%" in text
@@ -63,7 +63,7 @@ def test_the_report_says_where_the_time_of_all_launches_went(tmp_path: Path) -> 
 
 def test_everything_that_comes_from_a_run_is_escaped(tmp_path: Path) -> None:
     run = make_run(tmp_path / "<img src=x onerror=alert(1)>")
-    page = Page(write_report([run]).read_text())
+    page = page_of(run)
     assert not page.handlers
     assert page.tags.count("script") == 3  # the data, uPlot, and our own
     assert "b" in page.tags  # the page's own, around the prompt
@@ -118,7 +118,7 @@ def test_the_loss_scale_has_a_chart_only_where_there_is_one_and_nothing_lies_bes
     names = {"loss", "learning_rate", "grad_norm", "throughput"}
     plain, fp16 = make_run(tmp_path / "plain"), make_run(tmp_path / "fp16", fp16=True)
     before = set(plain.iterdir())
-    assert set(Page(write_report([plain]).read_text()).charts) == names
+    assert set(page_of(plain).charts) == names
     assert {path.name for path in set(plain.iterdir()) - before} <= {"report.html", ".accel_train.json"}
     elsewhere = write_report([fp16], tmp_path / "elsewhere" / "mine.html")
     assert set(Page(elsewhere.read_text()).charts) == {*names, "loss_scale"}
@@ -209,7 +209,7 @@ def test_no_throughput_is_best_where_models_processes_or_devices_differ(change: 
 def test_the_step_of_the_weights_in_model_is_marked_where_the_best_ones_were_kept(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", summary={**SUMMARY, "best_step": 150})
     label = "weights in model/"
-    assert label not in [mark["label"] for mark in Page(write_report([run]).read_text()).charts["loss"]["marks"]]
+    assert label not in [mark["label"] for mark in page_of(run).charts["loss"]["marks"]]
     with (run / "events.jsonl").open("a") as file:
         event = {
             "time": "2026-01-01T00:00:00Z",
@@ -218,17 +218,17 @@ def test_the_step_of_the_weights_in_model_is_marked_where_the_best_ones_were_kep
             "message": "the weights of step 150",
         }
         file.write(json.dumps(event) + "\n")
-    marks = {mark["label"]: mark["x"] for mark in Page(write_report([run]).read_text()).charts["loss"]["marks"]}
+    marks = {mark["label"]: mark["x"] for mark in page_of(run).charts["loss"]["marks"]}
     assert marks[label] == [150]
 
 
 def test_a_report_shows_the_lines_that_use_the_model_with_its_path(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    assert "Use this model" not in Page(write_report([run]).read_text()).text
+    assert "Use this model" not in page_of(run).text
     (run / "model").mkdir()
     code = 'classify = pipeline("text-classification", model="path/of/this/folder")\nclassify("a < b")'
     (run / "model" / "README.md").write_text(f"# A model\n\n```python\n{code}\n```\n")
-    text = Page(write_report([run]).read_text()).text
+    text = page_of(run).text
     assert f'Use this model classify = pipeline("text-classification", model="{run.as_posix()}/model")' in text
     assert 'classify("a < b")' in text
 
@@ -245,7 +245,7 @@ def test_a_killed_run_is_reported_from_what_it_left(tmp_path: Path) -> None:
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 205, "spl')
     (run / "recipe.resolved.yaml").unlink()
-    text = Page(write_report([run]).read_text()).text
+    text = page_of(run).text
     assert "No summary yet: still running, or killed" in text
     assert "Evaluation loss 2.1000" in text
     assert "Steps 200" in text
@@ -254,7 +254,7 @@ def test_a_killed_run_is_reported_from_what_it_left(tmp_path: Path) -> None:
 
 def test_a_run_killed_before_its_first_line_is_reported(tmp_path: Path) -> None:
     RunFolder(tmp_path / "run").open().close()
-    assert "No step has" in Page(write_report([tmp_path / "run"]).read_text()).text
+    assert "No step has" in page_of(tmp_path / "run").text
 
 
 @pytest.mark.parametrize("losses", [[math.nan] * 30, [math.inf, 1.0], [0.0] * 30, [-1.0, 2.0], [5.0], [3e38, 1.0]])
@@ -264,7 +264,7 @@ def test_no_curve_is_too_odd_to_draw(tmp_path: Path, losses: list[float]) -> Non
         for step, loss in enumerate(losses, start=1):
             line = {"step": step, "split": "train", "loss": loss, "loss_scale": max(loss, 0.0)}
             folder.append_metrics({**line, "tokens_per_second": None})
-    (curve,) = Page(write_report([tmp_path / "run"]).read_text()).charts["loss"]["curves"]
+    (curve,) = page_of(tmp_path / "run").charts["loss"]["curves"]
     assert len(curve["x"]) + len(curve["up"]) == len(losses)
 
 
@@ -283,9 +283,9 @@ def test_throughput_is_shown_under_any_of_its_names(tmp_path: Path, task: str, n
             line = {"step": step, "split": "train", "loss": 1.0, name: 250.0}
             folder.append_metrics({**line, "samples_per_second": 250.0 if name.startswith("samples") else 3.0})
         folder.write_text("recipe.resolved.yaml", f"task: {task}\n")
-        assert f"Throughput 250 {unit}/s" in Page(write_report([tmp_path / "run"]).read_text()).text
+        assert f"Throughput 250 {unit}/s" in page_of(tmp_path / "run").text
         folder.write_summary({name: 500.0, "samples_per_second": 500.0 if name.startswith("samples") else 3.0})
-    assert f"Throughput 500 {unit}/s" in Page(write_report([tmp_path / "run"]).read_text()).text
+    assert f"Throughput 500 {unit}/s" in page_of(tmp_path / "run").text
     title = Page((tmp_path / "run" / "report.html").read_text()).charts["throughput"]["title"]
     assert title == f"{unit.capitalize()} per second"
 
@@ -295,7 +295,7 @@ def test_a_step_that_was_nan_is_marked_where_the_mean_of_its_line_leaves_it_out(
         for step in (1, 2, 3):
             own = math.nan if step == 2 else 1.0
             folder.append_metrics({"step": step, "split": "train", "loss": 1.0, "step_loss": own})
-    assert Page(write_report([tmp_path / "run"]).read_text()).charts["loss"]["curves"][0]["up"] == [2]
+    assert page_of(tmp_path / "run").charts["loss"]["curves"][0]["up"] == [2]
 
 
 def test_a_folder_without_a_run_is_an_error_that_says_what_is_missing(tmp_path: Path) -> None:
@@ -389,7 +389,7 @@ def by_step(line: dict[str, Any]) -> int:
 def test_facts_about_data_are_in_words_and_empty_ones_are_left_out(tmp_path: Path) -> None:
     data = {"num_empty_documents": 3, "notes": [], "num_train_of_label": {"cat": 1200}, "reused": True}
     run = make_run(tmp_path / "run", summary={**SUMMARY, "data": data | {"sources": ["a", "b"]}})
-    page = Page(write_report([run]).read_text())
+    page = page_of(run)
     assert_table(page.text, "Empty documents 3", "Train of label: cat 1,200", "Reused yes", "Sources a; b")
     assert "notes" not in page.text
 
@@ -403,14 +403,14 @@ def test_axis_labels_are_short(value: float, text: str) -> None:
 
 def test_the_machine_has_charts_of_its_own(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    assert "The machine over" not in Page(write_report([run]).read_text()).text
+    assert "The machine over" not in page_of(run).text
     with RunFolder(run) as folder:
         for step in range(1, 9):
             numbers = {"cpu_percent": 50.0, "process_memory_bytes": step * 2**30, "gpu_watts": None}
             folder.append_metrics({"step": step, "split": "system", **numbers})
             # One point is no curve.
-            assert ("The machine over" in Page(write_report([run]).read_text()).text) == (step > 1)
-    page = Page(write_report([run]).read_text())
+            assert ("The machine over" in page_of(run).text) == (step > 1)
+    page = page_of(run)
     assert "The machine over" in page.text
     machine = {name: chart for name, chart in page.charts.items() if chart["group"] == "machine"}
     assert list(machine) == ["cpu_percent", "process_memory_gib"]

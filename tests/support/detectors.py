@@ -3,51 +3,51 @@
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from tests.support.runs import train_recipe
 
-RESNET: dict[str, Any] = {
-    "model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 8, 8, 8], "depths": [1, 1, 1, 1],
-    "layer_type": "basic", "out_features": ["stage2", "stage3", "stage4"],
-}  # fmt: skip
-DECODER: dict[str, Any] = {
-    "d_model": 32, "encoder_layers": 1, "decoder_layers": 2, "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "num_queries": 7, "dropout": 0.0,
-}  # fmt: skip
-LAST = {"backbone_config": RESNET | {"out_features": ["stage4"]}}
-REAL_TIME: dict[str, Any] = {
-    "d_model": 16, "encoder_hidden_dim": 16, "encoder_in_channels": [8, 8, 8], "decoder_in_channels": [16, 16, 16],
-    "num_queries": 7, "encoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "decoder_layers": 2,
-    "encoder_attention_heads": 2, "decoder_attention_heads": 2, "hidden_expansion": 1.0, "num_denoising": 0,
-}  # fmt: skip
-RT_RESNET = {"backbone_config": {**RESNET, "model_type": "rt_detr_resnet"}}
-HGNET: dict[str, Any] = {
-    "model_type": "hgnet_v2", "stem_channels": [3, 8, 8], "embedding_size": 8, "hidden_sizes": [8, 8, 8, 8],
-    "stage_in_channels": [8, 8, 8, 8], "stage_mid_channels": [8, 8, 8, 8], "stage_out_channels": [8, 8, 8, 8],
-    "stage_num_blocks": [1, 1, 1, 1], "stage_numb_of_layers": [1, 1, 1, 1], "stage_kernel_size": [3, 3, 3, 3],
-    "stage_downsample": [False, True, True, True], "stage_light_block": [False, False, False, False],
-    "out_features": ["stage2", "stage3", "stage4"],
-}  # fmt: skip
-YOLOS: dict[str, Any] = {
-    "model_type": "yolos", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "intermediate_size": 16, "image_size": [64, 64], "patch_size": 16, "num_detection_tokens": 7,
-    "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
-}  # fmt: skip
-DEFORMABLE: dict[str, Any] = {
-    "model_type": "deformable_detr", **DECODER, "backbone_config": RESNET, "num_feature_levels": 3,
-    "auxiliary_loss": True, "with_box_refine": True,
-}  # fmt: skip
-DETECTORS: dict[str, dict[str, Any]] = {
-    "detr": {"model_type": "detr", **DECODER, **LAST},
-    "detr of all layers": {"model_type": "detr", **DECODER, **LAST, "auxiliary_loss": True},
-    "table-transformer": {"model_type": "table-transformer", **DECODER, **LAST, "auxiliary_loss": True},
-    "conditional_detr": {"model_type": "conditional_detr", **DECODER, **LAST, "auxiliary_loss": True},
-    "deformable_detr": DEFORMABLE | {"auxiliary_loss": False, "with_box_refine": False},
-    "deformable_detr of all layers": DEFORMABLE,
-    "yolos": YOLOS,
-    "rt_detr": {"model_type": "rt_detr", **REAL_TIME, **RT_RESNET},
-    "rt_detr_v2": {"model_type": "rt_detr_v2", **REAL_TIME, **RT_RESNET},
-    "d_fine": {"model_type": "d_fine", **REAL_TIME, "backbone_config": HGNET, "depth_mult": 1.0},
-}
+_MODELS = yaml.safe_load("""
+resnet: &resnet {model_type: resnet, embedding_size: 8, hidden_sizes: [8, 8, 8, 8], depths: [1, 1, 1, 1],
+  layer_type: basic, out_features: [stage2, stage3, stage4]}
+hgnet: &hgnet
+  model_type: hgnet_v2
+  stem_channels: [3, 8, 8]
+  embedding_size: 8
+  hidden_sizes: [8, 8, 8, 8]
+  stage_in_channels: [8, 8, 8, 8]
+  stage_mid_channels: [8, 8, 8, 8]
+  stage_out_channels: [8, 8, 8, 8]
+  stage_num_blocks: [1, 1, 1, 1]
+  stage_numb_of_layers: [1, 1, 1, 1]
+  stage_kernel_size: [3, 3, 3, 3]
+  stage_downsample: [false, true, true, true]
+  stage_light_block: [false, false, false, false]
+  out_features: [stage2, stage3, stage4]
+decoder: &decoder {d_model: 32, encoder_layers: 1, decoder_layers: 2, encoder_attention_heads: 2,
+  decoder_attention_heads: 2, encoder_ffn_dim: 16, decoder_ffn_dim: 16, num_queries: 7, dropout: 0.0}
+last: &last {<<: *decoder, backbone_config: {<<: *resnet, out_features: [stage4]}}
+real_time: &real_time {d_model: 16, encoder_hidden_dim: 16, encoder_in_channels: [8, 8, 8],
+  decoder_in_channels: [16, 16, 16], num_queries: 7, encoder_layers: 1, encoder_ffn_dim: 16, decoder_ffn_dim: 16,
+  decoder_layers: 2, encoder_attention_heads: 2, decoder_attention_heads: 2, hidden_expansion: 1.0, num_denoising: 0}
+on_resnet: &on_resnet {<<: *real_time, backbone_config: {<<: *resnet, model_type: rt_detr_resnet}}
+detectors:
+  detr: {model_type: detr, <<: *last}
+  detr of all layers: {model_type: detr, <<: *last, auxiliary_loss: true}
+  table-transformer: {model_type: table-transformer, <<: *last, auxiliary_loss: true}
+  conditional_detr: {model_type: conditional_detr, <<: *last, auxiliary_loss: true}
+  deformable_detr of all layers: &deformable {model_type: deformable_detr, <<: *decoder, backbone_config: *resnet,
+    num_feature_levels: 3, auxiliary_loss: true, with_box_refine: true}
+  deformable_detr: {<<: *deformable, auxiliary_loss: false, with_box_refine: false}
+  yolos: {model_type: yolos, hidden_size: 16, num_hidden_layers: 2, num_attention_heads: 2, intermediate_size: 16,
+    image_size: [64, 64], patch_size: 16, num_detection_tokens: 7, hidden_dropout_prob: 0.0,
+    attention_probs_dropout_prob: 0.0}
+  rt_detr: {model_type: rt_detr, <<: *on_resnet}
+  rt_detr_v2: {model_type: rt_detr_v2, <<: *on_resnet}
+  d_fine: {model_type: d_fine, <<: *real_time, backbone_config: *hgnet, depth_mult: 1.0}
+""")
+DETECTORS: dict[str, dict[str, Any]] = _MODELS["detectors"]
+YOLOS, DEFORMABLE = DETECTORS["yolos"], DETECTORS["deformable_detr of all layers"]
 
 FAULTY = "tests.support.tasks.detection_faults:FaultyObjectDetection"
 CROPS: dict[str, Any] = {"augment": {"scale_range": [1.5, 2.5], "horizontal_flip": 0.5}, "min_visible": 1.0}

@@ -9,47 +9,30 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import yaml
 from torch import Tensor, nn
 
 from accel_train.cli.main import main
 from accel_train.recipe.schema import Recipe
 from accel_train.task import TaskData, load_task
-from tests.support.runs import write_corpus, write_jsonl, write_recipe_file
+from tests.support.runs import run_forked_command, write_corpus, write_jsonl, write_recipe_file
 
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 128,
-}
-BERT = {"model_type": "bert", **SIZES, **NO_DROPOUT}
-MODERNBERT = {"model_type": "modernbert", "classifier_pooling": "mean", "local_attention": 16, **SIZES}
+_MODELS = yaml.safe_load("""
+sizes: &sizes {hidden_size: 32, intermediate_size: 48, num_hidden_layers: 1, num_attention_heads: 2,
+  max_position_embeddings: 128}
+bert: {model_type: bert, <<: *sizes, hidden_dropout_prob: 0.0, attention_probs_dropout_prob: 0.0}
+modernbert: {model_type: modernbert, classifier_pooling: mean, local_attention: 16, <<: *sizes}
+gpt2: {model_type: gpt2, n_embd: 32, n_layer: 2, n_head: 2, n_positions: 128}
+t5: {model_type: t5, d_model: 32, d_kv: 8, d_ff: 48, num_layers: 2, num_heads: 4, dropout_rate: 0.0}
+bart: {model_type: bart, d_model: 32, encoder_layers: 2, decoder_layers: 2, encoder_attention_heads: 2,
+  decoder_attention_heads: 2, encoder_ffn_dim: 48, decoder_ffn_dim: 48, max_position_embeddings: 64, dropout: 0.0}
+segformer: {model_type: segformer, hidden_sizes: [8, 8, 16, 16], depths: [1, 1, 1, 1],
+  num_attention_heads: [1, 1, 2, 2], decoder_hidden_size: 16}
+""")
+SIZES, BERT, MODERNBERT, GPT2, T5, BART, SEGFORMER = _MODELS.values()
 ROBERTA = {**BERT, "model_type": "roberta", "max_position_embeddings": 400}
 """Counts positions from the id of the padding."""
-GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 128}
-T5 = {"model_type": "t5", "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
-BART = {
-    "model_type": "bart",
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "max_position_embeddings": 64,
-    "dropout": 0.0,
-}
 MARIAN = {**BART, "model_type": "marian"}
-SEGFORMER = {
-    "model_type": "segformer",
-    "hidden_sizes": [8, 8, 16, 16],
-    "depths": [1, 1, 1, 1],
-    "num_attention_heads": [1, 1, 2, 2],
-    "decoder_hidden_size": 16,
-}
 
 TOPICS = {"loop": "step batch epoch update", "number": "loss norm mean sum", "machine": "rank device memory host"}
 PEOPLE, PLACES = ("Ada Lovelace", "Emmy Noether", "Zoë"), ("New York", "Erlangen", "Bonn")
@@ -255,7 +238,12 @@ def run_card(model: Path, replaced: Mapping[str, str]) -> str:
     return printed.getvalue().rstrip("\n")
 
 
-def predict(run: Path, out: Path, *data: Path) -> list[dict[str, Any]]:
-    """Run `accel-train predict` in this process; returns the rows of the jsonl file."""
-    assert main(["predict", str(run), *map(str, data), "--out", str(out)]) == 0
+def predict(run: Path, out: Path, *data: Path | str, processes: int = 0) -> list[dict[str, Any]]:
+    """Run `accel-train predict` in this process, or in new ones; returns the rows of the jsonl file."""
+    words = ["predict", str(run), *map(str, data), "--out", str(out)]
+    if processes:
+        done = run_forked_command(words, processes)
+        assert done.returncode == 0, done.stderr[-3000:]
+    else:
+        assert main(words) == 0
     return [json.loads(line) for line in out.read_text().splitlines()]

@@ -8,8 +8,10 @@ import torch
 import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from torch.testing import assert_close
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
+from accel_train.core.errors import SettingError
 from accel_train.engine.resolve import check_recipe
 from accel_train.model.kernels.attention import _CHECKED_MODEL_TYPES, CAUSAL_SDPA, causal_sdpa, choose_attention
 from accel_train.model.kernels.chunked_loss import summed_loss
@@ -22,9 +24,11 @@ from accel_train.tasks.causal_lm.task import CausalLM, matmul_parameters
 from tests.support.hf_models import SIZES, small_config
 from tests.support.runs import LLAMA, TINY_MODEL, recipe_dict, refused, write_corpus
 
+Loaded = tuple[CausalLM, Recipe, TaskData]
+
 
 @pytest.fixture
-def task_and_data(tmp_path: Path) -> tuple[CausalLM, Recipe, TaskData]:
+def task_and_data(tmp_path: Path) -> Loaded:
     write_corpus(tmp_path)
     recipe = Recipe.model_validate(recipe_dict(tmp_path, task="causal-lm"))
     task = CausalLM()
@@ -43,8 +47,8 @@ def test_maskless_causal_attention_gives_the_librarys_logits(model_type: str) ->
         got = model(ids, use_cache=False).logits
         model.set_attn_implementation("eager")
         eager = model(ids, use_cache=False).logits
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(got, eager, rtol=1e-4, atol=1e-5)
+    assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    assert_close(got, eager, rtol=1e-4, atol=1e-5)
 
 
 def test_model_with_a_sliding_window_shorter_than_the_sequence_keeps_its_mask() -> None:
@@ -60,7 +64,7 @@ def test_decoding_with_a_cache_under_maskless_attention_is_refused() -> None:
         causal_sdpa(torch.nn.Module(), query, key, key, None)
 
 
-def test_masked_documents_are_as_if_each_stood_alone(task_and_data: tuple[CausalLM, Recipe, TaskData]) -> None:
+def test_masked_documents_are_as_if_each_stood_alone(task_and_data: Loaded) -> None:
     task, recipe, data = task_and_data
     model = task.build_model(recipe, data).eval()
     first, second = torch.randint(0, 250, (9,)), torch.randint(0, 250, (14,))
@@ -74,13 +78,13 @@ def test_masked_documents_are_as_if_each_stood_alone(task_and_data: tuple[Causal
     alone = sum(
         task.loss_sum(model, {"input_ids": part[None], "labels": part.roll(-1)[None]}) for part in (first, second)
     )
-    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
+    assert_close(together, alone, rtol=1e-5, atol=1e-5)
     mask = same_document_mask(batch["document_ids"])
     assert mask.shape == (1, 1, 23, 23)
     assert not mask[0, 0, 9:, :9].any()
 
 
-def test_loss_is_the_mean_over_the_labels_that_count(task_and_data: tuple[CausalLM, Recipe, TaskData]) -> None:
+def test_loss_is_the_mean_over_the_labels_that_count(task_and_data: Loaded) -> None:
     task, recipe, data = task_and_data
     model = task.build_model(recipe, data).eval()
     batch = data.collate(data.train.__getitems__(list(range(len(data.train))))[-3:])
@@ -92,7 +96,7 @@ def test_loss_is_the_mean_over_the_labels_that_count(task_and_data: tuple[Causal
 
 
 def test_bf16_logits_are_never_copied_to_fp32_by_accelerate_and_the_loss_is_within_1e_3_of_fp32(
-    task_and_data: tuple[CausalLM, Recipe, TaskData], monkeypatch: pytest.MonkeyPatch
+    task_and_data: Loaded, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task, recipe, data = task_and_data
     model = task.build_model(recipe, data)
@@ -125,7 +129,7 @@ def test_forward_and_loss_are_one_graph_with_causal_attention_and_no_mask(tmp_pa
     module = TrainingModule(task.build_model(recipe, data), task)
     batch = data.collate(data.train.__getitems__([0, 1]))
     batch.pop("num_targets")
-    attention: list[Any] = []
+    attention = []
 
     def look(graph: torch.fx.GraphModule, example: Any) -> Any:
         calls = [node.kwargs for node in graph.graph.nodes if "scaled_dot_product" in str(node.target)]
@@ -139,7 +143,7 @@ def test_forward_and_loss_are_one_graph_with_causal_attention_and_no_mask(tmp_pa
 
 
 def test_vocabulary_is_padded_and_tied_embeddings_are_counted_once(
-    task_and_data: tuple[CausalLM, Recipe, TaskData],
+    task_and_data: Loaded,
 ) -> None:
     task, recipe, data = task_and_data
     model = task.build_model(recipe, data)
@@ -149,7 +153,7 @@ def test_vocabulary_is_padded_and_tied_embeddings_are_counted_once(
     assert sum(each.numel() for each in matmul_parameters(model)) == blocks_and_head
 
 
-def test_a_frozen_weight_costs_two_operations_less(task_and_data: tuple[CausalLM, Recipe, TaskData]) -> None:
+def test_a_frozen_weight_costs_two_operations_less(task_and_data: Loaded) -> None:
     task, recipe, data = task_and_data
     model = task.build_model(recipe, data)
     whole = task.flops_per_target(recipe, model)
@@ -158,9 +162,7 @@ def test_a_frozen_weight_costs_two_operations_less(task_and_data: tuple[CausalLM
     assert task.flops_per_target(recipe, model) == whole - 2 * sum(each.numel() for each in block.parameters())
 
 
-def test_pretrained_model_goes_on_with_padded_embeddings(
-    tmp_path: Path, task_and_data: tuple[CausalLM, Recipe, TaskData]
-) -> None:
+def test_pretrained_model_goes_on_with_padded_embeddings(tmp_path: Path, task_and_data: Loaded) -> None:
     task, recipe, data = task_and_data
     first = AutoModelForCausalLM.from_config(AutoConfig.for_model(**TINY_MODEL, vocab_size=257))
     first.save_pretrained(tmp_path / "first")
@@ -182,7 +184,7 @@ def test_documents_are_not_masked_where_that_would_switch_off_a_window_of_attent
     tmp_path: Path, model_type: str
 ) -> None:
     config = {"model_type": model_type, **SIZES, "vocab_size": 320, "sliding_window": 8, "use_sliding_window": True}
-    sections: dict[str, Any] = {"data": {"mask_documents": True, "sequence_length": 16}, "model": {"config": config}}
+    sections = {"data": {"mask_documents": True, "sequence_length": 16}, "model": {"config": config}}
     write_corpus(tmp_path)
     recipe = Recipe.model_validate(recipe_dict(tmp_path, task="causal-lm", **sections))
     task = CausalLM()
@@ -193,7 +195,7 @@ def test_documents_are_not_masked_where_that_would_switch_off_a_window_of_attent
 def test_a_softcap_is_in_the_saved_configuration_and_bounds_the_logits_of_the_saved_model(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     model = {"config": {"model_type": "gemma2", **SIZES, "vocab_size": 320}}
-    sections: dict[str, Any] = {"task": "causal-lm", "model": model}
+    sections = {"task": "causal-lm", "model": model}
     recipe = Recipe.model_validate(recipe_dict(tmp_path, **sections, loss={"logit_softcap": 0.25}))
     task = CausalLM()
     data = task.load_data(recipe, progress=False)
@@ -215,7 +217,7 @@ def test_a_softcap_is_in_the_saved_configuration_and_bounds_the_logits_of_the_sa
 def test_a_softcap_that_the_saved_model_would_not_apply_is_refused(tmp_path: Path) -> None:
     recipe = Recipe.model_validate(recipe_dict(tmp_path, task="causal-lm", loss={"logit_softcap": 30.0}))
     refused(CausalLM().prove, recipe, named="loss.logit_softcap|final_logit_softcapping|gemma2")
-    sections: dict[str, Any] = {"task": "masked-lm", "model": {"config": {"model_type": "bert"}}}
+    sections = {"task": "masked-lm", "model": {"config": {"model_type": "bert"}}}
     for name in ("logit_softcap", "z_loss"):
         recipe = Recipe.model_validate(recipe_dict(tmp_path, **sections, loss={name: 1.0}))
         refused(check_recipe, recipe, named=f"loss.{name}|masked-lm")
@@ -228,7 +230,22 @@ def test_a_softcap_that_the_saved_model_would_not_apply_is_refused(tmp_path: Pat
     )
 
 
-def test_z_loss_is_added_in_training_and_not_in_evaluation(task_and_data: tuple[CausalLM, Recipe, TaskData]) -> None:
+@pytest.mark.parametrize(("model_type", "cap"), [("gpt2", None), ("gemma2", None), ("gemma2", 25.0)])
+def test_a_class_that_builds_its_own_model_gives_it_the_softcap_or_is_refused(
+    tmp_path: Path, model_type: str, cap: float | None
+) -> None:
+    config = AutoConfig.for_model(model_type, **SIZES, final_logit_softcapping=cap)
+    recipe = Recipe.model_validate(recipe_dict(tmp_path, task="causal-lm", loss={"logit_softcap": 25.0}))
+    model = AutoModelForCausalLM.from_config(config)
+    if cap is not None:
+        CausalLM().choices(recipe, model)
+        return
+    with pytest.raises(SettingError) as caught:
+        CausalLM().choices(recipe, model)
+    assert caught.value.settings == ("loss.logit_softcap",)
+
+
+def test_z_loss_is_added_in_training_and_not_in_evaluation(task_and_data: Loaded) -> None:
     task, recipe, data = task_and_data
     model, batch = task.build_model(recipe, data), dict(data.collate([data.train[0], data.train[1]]))
     batch["labels"][:, :3] = -100

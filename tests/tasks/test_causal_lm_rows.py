@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -66,7 +67,7 @@ def sft_recipe(tmp_path: Path) -> Make:
 @pytest.fixture(autouse=True)
 def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Whose templates would have been tried in a process of their own, which tests of that trial start."""
-    found: list[str] = []
+    found = []
     monkeypatch.setattr(encoding, "check_template", lambda tool, chats, whose, tools: found.append(whose))
     return found
 
@@ -304,15 +305,17 @@ def test_message_that_spells_a_special_token_is_reported(sft_recipe: Make) -> No
 WIZARD = {"messages": [{"role": "wizard", "content": "a"}, {"role": "assistant", "content": "b"}]}
 NO_ASSISTANT = {"messages": [{"role": "user", "content": "Hi"}]}
 FAULTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("'completion'", {"prompt": "a"}, {}),
-    ("'completion'|empty", {"prompt": "a", "completion": ""}, {}),
-    ("'prompt' holds 7", {"prompt": 7, "completion": "a"}, {}),
+    *yaml.safe_load("""
+    - ["'completion'", {prompt: a}, {}]
+    - ["'completion'|empty", {prompt: a, completion: ''}, {}]
+    - ["'prompt' holds 7", {prompt: 7, completion: a}, {}]
+    - ['''messages'' holds "hello"', {messages: hello}, {format: chat}]
+    - ["'messages'|empty list", {messages: []}, {format: chat}]
+    - ["'messages', message 1: role is null", {messages: [{content: a}]}, {format: chat}]
+    - ["'messages', message 1: content is 3", {messages: [{role: user, content: 3}]}, {format: chat}]
+    """),
     ("'completion'|character 0|lone surrogate", {"prompt": "a", "completion": "\ud800"}, {}),
     ("'talk'", chat("a", "b"), {"format": "chat", "messages_column": "talk"}),
-    ("'messages' holds \"hello\"", {"messages": "hello"}, {"format": "chat"}),
-    ("'messages'|empty list", {"messages": []}, {"format": "chat"}),
-    ("'messages', message 1: role is null", {"messages": [{"content": "a"}]}, {"format": "chat"}),
-    ("'messages', message 1: content is 3", {"messages": [{"role": "user", "content": 3}]}, {"format": "chat"}),
     ("'messages', message 2: the assistant", chat("a", ""), {"format": "chat"}),
     ("'messages'|role 'assistant'", NO_ASSISTANT, {"format": "chat"}),
     ("'messages'|no wizard", WIZARD, {"format": "chat", "chat_template": STRICT}),

@@ -8,6 +8,7 @@ import torch
 from sklearn.utils.class_weight import compute_class_weight
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, one_hot
+from torch.testing import assert_close
 
 from accel_train.tasks.common.classification import (
     classification_loss_sum,
@@ -33,7 +34,7 @@ def labels() -> Tensor:
 @pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.9])
 def test_without_weights_it_is_torchs_cross_entropy_summed(logits: Tensor, labels: Tensor, smoothing: float) -> None:
     loss = classification_loss_sum(logits, labels, label_smoothing=smoothing)
-    torch.testing.assert_close(loss, cross_entropy(logits, labels, label_smoothing=smoothing, reduction="sum"))
+    assert_close(loss, cross_entropy(logits, labels, label_smoothing=smoothing, reduction="sum"))
     assert loss.shape == ()
     assert loss.dtype == torch.float32
 
@@ -42,7 +43,7 @@ def test_half_precision_logits_are_summed_in_fp32(logits: Tensor, labels: Tensor
     half = logits.bfloat16()
     loss = classification_loss_sum(half, labels)
     assert loss.dtype == torch.float32
-    torch.testing.assert_close(loss, cross_entropy(half.float(), labels, reduction="sum"))
+    assert_close(loss, cross_entropy(half.float(), labels, reduction="sum"))
 
 
 def test_a_weight_multiplies_the_whole_loss_of_its_class(logits: Tensor, labels: Tensor) -> None:
@@ -52,28 +53,26 @@ def test_a_weight_multiplies_the_whole_loss_of_its_class(logits: Tensor, labels:
         float(weights[label]) * cross_entropy(row[None], label[None], label_smoothing=0.1)
         for row, label in zip(logits, labels)
     )
-    torch.testing.assert_close(loss, by_hand)
+    assert_close(loss, by_hand)
 
 
 def test_without_smoothing_weights_are_torchs(logits: Tensor, labels: Tensor) -> None:
     weights = torch.tensor([0.5, 2.0, 1.0])
     expected = cross_entropy(logits, labels, weight=weights, reduction="sum")
-    torch.testing.assert_close(classification_loss_sum(logits, labels, class_weights=weights), expected)
+    assert_close(classification_loss_sum(logits, labels, class_weights=weights), expected)
 
 
 @pytest.mark.parametrize("settings", [{}, {"label_smoothing": 0.2}, {"class_weights": torch.tensor([0.5, 2.0, 1.0])}])
 def test_soft_labels_of_one_class_are_that_class(logits: Tensor, labels: Tensor, settings: dict[str, Any]) -> None:
     soft = one_hot(labels, 3).float()
-    torch.testing.assert_close(
-        classification_loss_sum(logits, soft, **settings), classification_loss_sum(logits, labels, **settings)
-    )
+    assert_close(classification_loss_sum(logits, soft, **settings), classification_loss_sum(logits, labels, **settings))
 
 
 def test_a_mixed_label_costs_the_mixture_of_its_losses(logits: Tensor, labels: Tensor) -> None:
     other = labels.roll(1)
     soft = 0.3 * one_hot(labels, 3).float() + 0.7 * one_hot(other, 3).float()
     expected = 0.3 * classification_loss_sum(logits, labels) + 0.7 * classification_loss_sum(logits, other)
-    torch.testing.assert_close(classification_loss_sum(logits, soft), expected)
+    assert_close(classification_loss_sum(logits, soft), expected)
 
 
 @pytest.mark.parametrize("ignore_index", [-100, 255])
@@ -88,7 +87,7 @@ def test_an_ignored_label_counts_nothing_and_gives_no_gradient(
         logits, ignored, label_smoothing=0.1, class_weights=weights, ignore_index=ignore_index
     )
     expected = classification_loss_sum(logits[1::2], labels[1::2], label_smoothing=0.1, class_weights=weights)
-    torch.testing.assert_close(loss, expected)
+    assert_close(loss, expected)
     (gradient,) = torch.autograd.grad(loss, logits)
     assert not gradient[::2].any()
     assert gradient[1::2].any()
@@ -97,7 +96,7 @@ def test_an_ignored_label_counts_nothing_and_gives_no_gradient(
 def test_several_labels_are_averaged_over_labels_and_summed_over_samples(logits: Tensor) -> None:
     truth = (logits.roll(1, dims=0) > 0).float()
     expected = binary_cross_entropy_with_logits(logits, truth) * len(logits)
-    torch.testing.assert_close(multi_label_loss_sum(logits, truth), expected)
+    assert_close(multi_label_loss_sum(logits, truth), expected)
 
 
 def test_a_regression_sums_squared_errors() -> None:

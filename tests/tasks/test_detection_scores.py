@@ -12,6 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForObjectDetection, pipeline
 
+from accel_train.core.json_io import load_json
 from accel_train.data.images.boxes import Boxes
 from accel_train.model.lora import add_adapters
 from accel_train.recipe.schema import LoRA
@@ -21,13 +22,13 @@ from accel_train.tasks.object_detection.metrics import (
     average_precision,
     mean_boxes,
 )
-from tests.support.detectors import DEFORMABLE
+from tests.support.detectors import DEFORMABLE, YOLOS
 from tests.support.runs import metrics, run, run_forked_command, write_recipe_file
 
 NAMES = ("cat", "dog")
-YOLOS = {
-    "model_type": "yolos", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16,
-    "image_size": [32, 32], "patch_size": 8, "num_detection_tokens": 4, "use_mid_position_embeddings": False,
+SMALL: dict[str, Any] = YOLOS | {
+    "num_hidden_layers": 1, "image_size": [32, 32], "patch_size": 8, "num_detection_tokens": 4,
+    "use_mid_position_embeddings": False,
 }  # fmt: skip
 
 
@@ -164,7 +165,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     recipe = write_recipe_file(
         folder,
         task="object-detection",
-        model={"config": YOLOS},
+        model={"config": SMALL},
         data=data,
         batch={"global_batch_size": 4},
         schedule={"max_steps": 4},
@@ -175,7 +176,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_run_reports_the_scores_and_the_baseline_of_the_held_out_images(trained: Path) -> None:
-    end = json.loads((trained / "summary.json").read_text())
+    end = load_json(trained / "summary.json")
     assert set(SPEC.metrics) <= set(end["eval"])
     assert set(end["baselines"]) == {f"mean_box_{name}" for name in SPEC.metrics}
     assert all(np.isfinite(line["loss"]) for line in metrics(trained))
@@ -200,7 +201,7 @@ def test_adapters_of_yolos_are_merged_into_a_model_with_the_scores_of_the_run(tr
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert any("query" in name for name in changed)
     assert not any("patch_embeddings" in name for name in changed)
-    end = json.loads((tmp_path / "run" / "summary.json").read_text())["eval"]
+    end = load_json(tmp_path / "run" / "summary.json")["eval"]
     again = run_forked_command(["evaluate", str(tmp_path / "run"), "--json"], 1)
     assert json.loads(again.stdout)["result"]["metrics"]["loss"] == pytest.approx(end["loss"], rel=1e-5)
 
@@ -215,7 +216,7 @@ def test_a_detector_that_peft_cannot_adapt_is_refused() -> None:
 def test_pipeline_of_transformers_opens_the_model_and_finds_the_predicted_boxes(trained: Path, tmp_path: Path) -> None:
     from accel_train.inference.predict import predict_rows
 
-    rows: list[dict[str, Any]] = predict_rows(trained, trained.parent / "set" / "images")
+    rows = predict_rows(trained, trained.parent / "set" / "images")
     detect = pipeline("object-detection", model=str(trained / "model"))
     for row in rows:
         theirs = detect(Image.open(row["id"]), threshold=0.0)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from numpy.random import default_rng
 from PIL import Image
 from sklearn.metrics import accuracy_score, f1_score, roc_auc_score
 from torch.nn.functional import cross_entropy, log_softmax
@@ -23,6 +24,7 @@ from transformers import (
 )
 
 from accel_train.cli.main import main
+from accel_train.core.json_io import load_json
 from accel_train.core.model_card import FOLDER
 from accel_train.recipe.evaluate import TestTimeAugmentation as Averaging
 from accel_train.recipe.schema import Recipe
@@ -33,35 +35,16 @@ from tests.support import runs
 from tests.support.runs import REPOSITORY, refused
 from tests.support.text_tasks import batch_of, evaluated, load
 
-RESNET = {
-    "model_type": "resnet",
-    "embedding_size": 8,
-    "hidden_sizes": [8, 16],
-    "depths": [1, 1],
-    "layer_type": "basic",
-}
-VIT = {
-    "model_type": "vit",
-    "hidden_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "intermediate_size": 32,
-    "patch_size": 8,
-}
-SMALL = {
-    "resnet": RESNET,
-    "vit": VIT,
-    "convnext": {"model_type": "convnext", "hidden_sizes": [8, 8, 8, 8], "depths": [1, 1, 1, 1]},
-    "mobilenet_v2": {"model_type": "mobilenet_v2", "depth_multiplier": 0.25},
-    "regnet": {
-        "model_type": "regnet",
-        "hidden_sizes": [8, 8],
-        "depths": [1, 1],
-        "embedding_size": 8,
-        "groups_width": 8,
-    },
-    "swin": {"model_type": "swin", "embed_dim": 8, "depths": [1, 1], "num_heads": [1, 2], "window_size": 2},
-}
+SMALL = yaml.safe_load("""
+resnet: {embedding_size: 8, hidden_sizes: [8, 16], depths: [1, 1], layer_type: basic}
+vit: {hidden_size: 16, num_hidden_layers: 1, num_attention_heads: 2, intermediate_size: 32, patch_size: 8}
+convnext: {hidden_sizes: [8, 8, 8, 8], depths: [1, 1, 1, 1]}
+mobilenet_v2: {depth_multiplier: 0.25}
+regnet: {hidden_sizes: [8, 8], depths: [1, 1], embedding_size: 8, groups_width: 8}
+swin: {embed_dim: 8, depths: [1, 1], num_heads: [1, 2], window_size: 2}
+""")
+"""A small model of each family."""
+RESNET, VIT = ({"model_type": name, **SMALL[name]} for name in ("resnet", "vit"))
 CLASSES = ("black", "blue", "green")
 
 
@@ -69,7 +52,7 @@ CLASSES = ("black", "blue", "green")
 def colours(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three classes that a glance tells apart: 20 training and 9 evaluation images of each, of different sizes."""
     root = tmp_path_factory.mktemp("colours")
-    generator = np.random.default_rng(0)
+    generator = default_rng(0)
     for split, each in (("train", 20), ("val", 9)):
         for label, name in enumerate(CLASSES):
             (root / split / name).mkdir(parents=True)
@@ -83,7 +66,7 @@ def colours(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_recipe(train: Path | str, **sections: Any) -> Recipe:
-    fields: dict[str, Any] = {
+    fields = {
         "task": "image-classification",
         "output_dir": "nowhere",
         "model": {"config": RESNET},
@@ -104,10 +87,7 @@ def trained(colours: Path) -> tuple[ImageClassification, TaskData, torch.nn.Modu
     assert data.draw is not None
     model.train()
     for step in range(30):
-        samples = [
-            data.draw(int(i), np.random.default_rng((0, step, int(i))))
-            for i in np.random.default_rng(step).permutation(60)[:16]
-        ]
+        samples = [data.draw(int(i), default_rng((0, step, int(i)))) for i in default_rng(step).permutation(60)[:16]]
         batch = data.collate(samples)
         (task.loss_sum(model, batch) / batch["num_targets"]).backward()
         optimizer.step()
@@ -182,9 +162,9 @@ def test_training_on_takes_weights_preprocessing_and_order_of_classes(
 ) -> None:
     task, data, model = trained
     task.save(model, data, tmp_path)
-    settings = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    settings = load_json(tmp_path / "preprocessor_config.json")
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({**settings, "image_mean": [0.1, 0.2, 0.3]}))
-    config = json.loads((tmp_path / "config.json").read_text())
+    config = load_json(tmp_path / "config.json")
     config["id2label"] = {"0": "green", "1": "black", "2": "blue"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     _, on, again = load(make_recipe(colours, model={"config": None, "pretrained": str(tmp_path)}))
@@ -229,14 +209,14 @@ def test_a_mobilevit_is_trained_evaluated_and_written_with_its_own_order_of_chan
     assert found == pytest.approx(loss_by_transformers(tmp_path / "own", colours / "val"), abs=1e-5)
     assert data.draw is not None
     blue = [index for index in range(60) if data.train[index].label == CLASSES.index("blue")]
-    drawn = data.collate([data.draw(index, np.random.default_rng(index)) for index in blue])["pixel_values"]
+    drawn = data.collate([data.draw(index, default_rng(index)) for index in blue])["pixel_values"]
     shown = data.collate([data.train[index] for index in blue])["pixel_values"]
     for pixels in (drawn, shown):
         assert pixels.mean((0, 2, 3)).argmax() == 0
         assert 0 <= pixels.min() < 0.1 < 0.5 < pixels.max() <= 1
     (tmp_path / "model").mkdir()
     task.save(loaded, data, tmp_path / "model")
-    settings = json.loads((tmp_path / "model" / "preprocessor_config.json").read_text())
+    settings = load_json(tmp_path / "model" / "preprocessor_config.json")
     assert (settings["image_processor_type"], settings["do_flip_channel_order"]) == ("MobileViTImageProcessor", True)
     assert found == pytest.approx(loss_by_transformers(tmp_path / "model", colours / "val"), abs=1e-5)
     settings["do_flip_channel_order"] = False
@@ -268,7 +248,7 @@ def test_pickled_weights_are_refused(trained: Any, tmp_path: Path, colours: Path
 
 @pytest.mark.parametrize("name", SMALL)
 def test_every_family_of_models_is_built_for_the_classes_with_and_without_weights(colours: Path, name: str) -> None:
-    recipe = make_recipe(colours, model={"config": SMALL[name]})
+    recipe = make_recipe(colours, model={"config": {"model_type": name, **SMALL[name]}})
     task, data, model = load(recipe)
     assert model.config.num_labels == 3
     batch, _ = batch_of(data, [0, 1])
@@ -285,7 +265,7 @@ def test_every_family_of_models_is_built_for_the_classes_with_and_without_weight
 def test_flops_are_three_times_those_of_the_convolutions(colours: Path) -> None:
     recipe = make_recipe(colours)
     task, _, model = load(recipe)
-    sizes: list[int] = []
+    sizes = []
 
     def count(module: torch.nn.Module, _: Any, output: torch.Tensor) -> None:
         weight = module.weight
@@ -311,7 +291,7 @@ def test_a_model_of_one_channel_gets_grey_images(colours: Path) -> None:
     batch, _ = batch_of(data, [0, 1, 2])
     assert batch["pixel_values"].shape == (3, 1, 32, 32)
     assert data.draw is not None
-    assert data.draw(0, np.random.default_rng(0)).image.shape == (32, 32)
+    assert data.draw(0, default_rng(0)).image.shape == (32, 32)
     assert model(pixel_values=batch["pixel_values"]).logits.shape == (3, 3)
 
 
@@ -375,7 +355,7 @@ def test_a_batch_with_a_mixed_image_has_soft_labels_and_its_loss_is_the_mixed_lo
     log_p = log_softmax(model(pixel_values=batch["pixel_values"]).logits, -1)
     expected = -(log_p[0, 0] + 0.7 * log_p[1, 0] + 0.3 * log_p[1, 2])
     assert torch.allclose(task.loss_sum(model, batch), expected)
-    drawn = [data.draw(index, np.random.default_rng(index)) for index in range(30)]
+    drawn = [data.draw(index, default_rng(index)) for index in range(30)]
     assert sum(sample.share < 1 for sample in drawn) > 25
 
 
@@ -463,7 +443,7 @@ def test_averaging_at_test_time_is_the_mean_of_probabilities_and_is_reported_bes
 
 
 def test_more_than_ten_classes_have_a_top_5_accuracy(tmp_path: Path) -> None:
-    images = np.random.default_rng(0).integers(0, 256, (120, 16, 16, 3), dtype=np.uint8)
+    images = default_rng(0).integers(0, 256, (120, 16, 16, 3), dtype=np.uint8)
     np.savez(tmp_path / "a.npz", images=images, labels=np.arange(120) % 12)
     task, data, model = load(make_recipe(tmp_path / "a.npz", data={"eval_fraction": 0.3}))
     metrics, _ = evaluated(task, data, model, 16)
@@ -515,7 +495,7 @@ def test_a_run_on_two_processes_with_readers_draws_what_one_process_draws(colour
 def test_batch_norms_train_on_two_processes_and_the_result_is_written(colours: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForImageClassification
 
-    sections: dict[str, Any] = {
+    sections = {
         "batch": {"global_batch_size": 16},
         "schedule": {"max_steps": 25},
         "optimizer": {"learning_rate": 2e-3},
@@ -532,7 +512,7 @@ def test_a_broken_body_stops_the_run_and_names_the_file(
     colours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shutil.copytree(colours, tmp_path / "images")
-    large = Image.fromarray(np.random.default_rng(0).integers(0, 256, (200, 200, 3), dtype=np.uint8))
+    large = Image.fromarray(default_rng(0).integers(0, 256, (200, 200, 3), dtype=np.uint8))
     broken = tmp_path / "images/train/blue/07.png"
     large.save(broken)
     broken.write_bytes(broken.read_bytes()[:3000])

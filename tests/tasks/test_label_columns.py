@@ -1,7 +1,6 @@
 """Columns of 0 and 1 (`data.label_columns`) train the same as lists of their names, and a wrong cell is named."""
 
 import csv
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import yaml
 
 from accel_train.cli.main import main
 from accel_train.core.errors import RecipeProblems
+from accel_train.core.json_io import load_json
 from accel_train.data.tables import binary_value
 from accel_train.recipe.loader import load_recipe, make_recipe
 from tests.support.runs import losses, refused, write_recipe_file
@@ -42,7 +42,7 @@ def test_columns_are_encoded_as_lists_of_their_names_and_held_out_alike(tmp_path
     _, found, model = load(recipe_for("text-classification", write_columns(tmp_path / f"c.{suffix}"), **columns))
     path = write_texts(tmp_path / "lists.jsonl", label=several_topics)
     _, expected, other = load(recipe_for("text-classification", path, **lists))
-    texts, same = found.source.texts, expected.source.texts
+    texts, same = found.source.rows, expected.source.rows
     assert texts.scheme.names == tuple(COLUMNS) == same.scheme.names
     for side in ("train_labels", "eval_labels"):
         labels = getattr(texts, side)
@@ -100,7 +100,7 @@ def test_a_run_on_columns_has_the_losses_of_lists_resumes_predicts_and_is_evalua
     scores = {}
     for run, table in (("columns", "columns.csv"), ("lists", "lists.jsonl")):
         assert main(["evaluate", run, table]) == 0
-        scores[run] = json.loads(Path(run, f"evaluation-{run}.json").read_text())["metrics"]
+        scores[run] = load_json(Path(run, f"evaluation-{run}.json"))["metrics"]
     assert scores["columns"] == scores["lists"]
     assert main(["evaluate", "columns", "columns.csv", "--data.label_columns", "[loop, machine]"]) == 2
     assert "not the labels of the model (number, machine, loop)" in capsys.readouterr().err
@@ -129,7 +129,7 @@ def test_rows_that_lack_any_of_the_labels_are_dropped_on_request(tmp_path: Path)
     path = write_columns(tmp_path / "c.jsonl", machine=None)
     data = {"label_columns": COLUMNS, "missing_labels": "drop"}
     _, found, _ = load(recipe_for("text-classification", path, data=data))
-    texts = found.source.texts
+    texts = found.source.rows
     assert len(texts.train) + len(texts.eval) == 59
     assert not any(row.where.endswith(":6") for row in (*texts.train, *texts.eval))
     assert any("1 of 60 rows have no label" in note for note in texts.notes)
@@ -138,21 +138,21 @@ def test_rows_that_lack_any_of_the_labels_are_dropped_on_request(tmp_path: Path)
 def test_0_and_1_are_read_as_files_and_pandas_write_them_and_nothing_else_is() -> None:
     assert [binary_value(cell) for cell in (0, "0", False, 0.0, "0.0", "False")] == [False] * 6
     assert [binary_value(cell) for cell in (1, "1", True, 1.0, "1.0", "true")] == [True] * 6
-    wrong: list[Any] = [None, "", 2, "yes", 0.5, "01", [1], -1, float("nan")]
+    wrong = [None, "", 2, "yes", 0.5, "01", [1], -1, float("nan")]
     assert [binary_value(cell) for cell in wrong] == [None] * len(wrong)
 
 
 @pytest.mark.parametrize(
     "data, model, said",
-    [
-        ({"label_column": "c"}, {}, "data.label_column=c also"),
-        ({"label_names": ["a", "b"]}, {}, "data.label_names"),
-        ({"label_ids_from": 1}, {}, "data.label_ids_from=1"),
-        ({"label_columns": ["a"]}, {}, "at least two columns"),
-        ({"label_columns": ["a", "b", "a"]}, {}, "'a' occurs twice"),
-        ({"text_columns": ["b"]}, {}, "also reads 'b'"),
-        ({}, {"problem_type": "regression"}, "model.problem_type=regression"),
-    ],
+    yaml.safe_load("""
+    - [{label_column: c}, {}, data.label_column=c also]
+    - [{label_names: [a, b]}, {}, data.label_names]
+    - [{label_ids_from: 1}, {}, data.label_ids_from=1]
+    - [{label_columns: [a]}, {}, at least two columns]
+    - [{label_columns: [a, b, a]}, {}, "'a' occurs twice"]
+    - [{text_columns: [b]}, {}, "also reads 'b'"]
+    - [{}, {problem_type: regression}, model.problem_type=regression]
+    """),
 )
 def test_label_columns_that_contradict_another_setting_are_refused_without_reading(
     data: dict[str, Any], model: dict[str, Any], said: str
@@ -165,6 +165,6 @@ def test_label_columns_that_contradict_another_setting_are_refused_without_readi
         "schedule": {"max_steps": 1},
     }
     with pytest.raises(RecipeProblems) as problem:
-        make_recipe(yaml.safe_load(yaml.safe_dump(tree)), "recipe")
+        make_recipe(tree, "recipe")
     assert said in str(problem.value)
     assert "data.label_columns" in str(problem.value)

@@ -1,16 +1,17 @@
 """Masked language modeling: seed, epoch and sample decide which tokens are masked, and masks in rows are filled."""
 
-import json
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from transformers import AutoModelForMaskedLM, AutoTokenizer, pipeline
 
+from accel_train.core.json_io import load_json
 from accel_train.data.samples import Drawn
 from tests.support import text_tasks
-from tests.support.runs import metrics, refused, run_forked_command
+from tests.support.runs import metrics, refused
 from tests.support.text_tasks import BERT, batch_of, load, predict, run_card, train
 
 recipe_for = partial(text_tasks.recipe_for, "masked-lm")
@@ -115,17 +116,19 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "masked-lm",
         tmp_path_factory.mktemp("masked"),
         model={"config": {**BERT, "num_hidden_layers": 2}, "freeze": ["*position_embeddings*"]},
-        loss={"label_smoothing": 0.05},
-        optimizer={"learning_rate": 1e-2, "ema_decay": 0.9, "layer_decay": 0.9},
-        schedule={"max_steps": 30},
-        evaluate={"every_steps": 10, "metric_for_best_model": "token_accuracy", "early_stopping_patience": 3},
+        **yaml.safe_load("""
+            loss: {label_smoothing: 0.05}
+            optimizer: {learning_rate: 0.01, ema_decay: 0.9, layer_decay: 0.9}
+            schedule: {max_steps: 30}
+            evaluate: {every_steps: 10, metric_for_best_model: token_accuracy, early_stopping_patience: 3}
+        """),
     )
 
 
 def test_a_run_learns_and_its_model_opens_in_transformers(trained: Path) -> None:
     evaluations = metrics(trained, "eval")
     assert evaluations[-1]["loss"] < 0.9 * evaluations[0]["loss"]
-    summary = json.loads((trained / "summary.json").read_text())
+    summary = load_json(trained / "summary.json")
     assert summary["eval"]["perplexity"] < summary["baselines"]["unigram_perplexity"] * 1.2
     model = AutoModelForMaskedLM.from_pretrained(trained / "model")
     assert AutoTokenizer.from_pretrained(trained / "model").mask_token_id < model.config.vocab_size
@@ -139,10 +142,7 @@ def test_predict_fills_the_masks_of_a_file_and_without_one_those_of_the_evaluati
     trained: Path, tmp_path: Path, not_launched: None
 ) -> None:
     (tmp_path / "lines.txt").write_text("step4 [MASK]oss1 token\nrank2 batch[MASK]\nseed[MASK]\n")
-    words = ["predict", str(trained), str(tmp_path / "lines.txt"), "--out", str(tmp_path / "lines.jsonl")]
-    done = run_forked_command(words, 2)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
+    rows = predict(trained, tmp_path / "lines.jsonl", tmp_path / "lines.txt", processes=2)
     assert [row["id"].rpartition(":")[2] for row in rows] == ["1", "2", "3"]
     assert all(row["filled"] and row["tokens"] and 0 < row["score"] <= 1 for row in rows)
     assert predict(trained, tmp_path / "own.jsonl")[0]["id"] == "window 0"

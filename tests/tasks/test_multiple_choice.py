@@ -1,14 +1,15 @@
 """Multiple choice: endings keep their places, however they are written, and rows without a right ending are named."""
 
-import json
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from transformers import AutoModelForMultipleChoice, AutoTokenizer
 
 from accel_train.cli.main import main
+from accel_train.core.json_io import load_json
 from accel_train.task import load_task
 from tests.support import text_tasks
 from tests.support.runs import metrics, write_jsonl
@@ -49,7 +50,7 @@ def test_three_endings_are_a_row_of_inputs_and_operations_are_counted_but_for_a_
 
 def test_each_ending_is_read_with_its_text_and_knows_where_it_begins(tmp_path: Path) -> None:
     _, data, _ = load(recipe_for(write_jsonl(tmp_path / "a.jsonl", choices())))
-    own, row, sample = data.source.tokenizer, data.source.choices.eval[0], data.eval[0]
+    own, row, sample = data.source.tokenizer, data.source.rows.eval[0], data.eval[0]
     assert len(sample.ids) == 3
     for ids, begin, ending in zip(sample.ids, sample.second_from, row.endings, strict=True):
         assert own.decode(ids[begin:-1]) == ending
@@ -63,7 +64,7 @@ def test_each_ending_is_read_with_its_text_and_knows_where_it_begins(tmp_path: P
 def test_baselines_are_a_place_and_the_words_that_the_text_has(tmp_path: Path, text: str, endings: list[str]) -> None:
     samples = [{"text": f"{text} {number}", "endings": endings, "label": int(number % 4 > 0)} for number in range(60)]
     task, data, _ = load(recipe_for(write_jsonl(tmp_path / "a.jsonl", samples)))
-    share = np.mean([row.label for row in data.source.choices.eval])
+    share = np.mean([row.label for row in data.source.rows.eval])
     assert task.baselines(data) == {
         "majority_accuracy": pytest.approx(share),
         "word_overlap_accuracy": pytest.approx(share),
@@ -77,18 +78,20 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "multiple-choice",
         tmp_path_factory.mktemp("finished"),
         120,
-        tokenizer={"train_bpe": {"vocab_size": 320}},
-        data={"group_by_length": True, "id_column": "id"},
-        batch={"global_batch_size": 16},
-        optimizer={"learning_rate": 5e-3},
-        schedule={"max_steps": 60},
-        evaluate={"every_steps": 30, "metric_for_best_model": "accuracy"},
+        **yaml.safe_load("""
+            tokenizer: {train_bpe: {vocab_size: 320}}
+            data: {group_by_length: true, id_column: id}
+            batch: {global_batch_size: 16}
+            optimizer: {learning_rate: 0.005}
+            schedule: {max_steps: 60}
+            evaluate: {every_steps: 30, metric_for_best_model: accuracy}
+        """),
     )
 
 
 def test_a_run_learns_which_ending_is_right_and_reports_it_next_to_baselines(finished: Path) -> None:
     last = metrics(finished, "eval")[-1]
-    summary = json.loads((finished / "summary.json").read_text())
+    summary = load_json(finished / "summary.json")
     assert last["accuracy"] > max(0.9, *summary["baselines"].values())
     assert AutoModelForMultipleChoice.from_pretrained(finished / "model").config.model_type == "bert"
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from numpy.random import default_rng
 from PIL import Image
 
 from accel_train.core.errors import DataError
@@ -77,7 +78,7 @@ def found_in(sample: DetectionSample) -> list[float]:
 def test_a_box_stays_on_its_pixels(augment: Augment) -> None:
     num_seen = num_gone = 0
     for seed in range(60):
-        generator = np.random.default_rng(seed)
+        generator = default_rng(seed)
         left, top = generator.integers(0, 50, 2).tolist()
         width, height = generator.integers(6, 40, 2).tolist()
         box = (left, top, min(left + width, 80), min(top + height, 60))
@@ -100,7 +101,7 @@ def test_a_box_stays_on_its_pixels(augment: Augment) -> None:
 
 
 def test_a_still_sample_has_the_boxes_of_the_file() -> None:
-    sample = augment_boxes(red((16, 8, 32, 24)), boxes_of((16, 8, 32, 24)), settings(), np.random.default_rng(0))
+    sample = augment_boxes(red((16, 8, 32, 24)), boxes_of((16, 8, 32, 24)), settings(), default_rng(0))
     assert sample.boxes.tolist() == [[24 / 64, 16 / 64, 16 / 64, 16 / 64]]
 
 
@@ -109,10 +110,8 @@ def test_a_box_is_left_out_if_too_little_of_it_stays_in_the_crop() -> None:
     shares = []
     for seed in range(200):
         whole = boxes_of((0, 0, 32, 32))
-        every = augment_boxes(red((0, 0, 32, 32)), whole, settings(augment), np.random.default_rng(seed))
-        some = augment_boxes(
-            red((0, 0, 32, 32)), whole, settings(augment, min_visible=0.3), np.random.default_rng(seed)
-        )
+        every = augment_boxes(red((0, 0, 32, 32)), whole, settings(augment), default_rng(seed))
+        some = augment_boxes(red((0, 0, 32, 32)), whole, settings(augment, min_visible=0.3), default_rng(seed))
         share = float(every.boxes[0, 2] * every.boxes[0, 3]) if len(every.boxes) else 0.0
         shares.append(share)
         assert len(some.boxes) == (share >= 0.3)
@@ -126,13 +125,13 @@ def test_crowds_are_no_targets_in_training_and_evaluation() -> None:
     rows = ImageRows(ArrayImages(array, "images"), np.arange(1), None, np.zeros(1, np.int64), boxes=boxes)
     for sample in (
         BoxedImages(rows, settings())[0],
-        AugmentedBoxedImages(rows, settings()).draw(0, np.random.default_rng(0)),
+        AugmentedBoxedImages(rows, settings()).draw(0, default_rng(0)),
     ):
         assert sample.class_ids.tolist() == [0, 2]
 
 
 def some_images() -> ImageRows:
-    array = np.random.default_rng(0).integers(0, 256, (6, 40, 60, 3), dtype=np.uint8)
+    array = default_rng(0).integers(0, 256, (6, 40, 60, 3), dtype=np.uint8)
     boxes = tuple(boxes_of(*[(5, 5, 30, 30)] * number, size=(60, 40)) for number in range(6))
     return ImageRows(ArrayImages(array, "images"), np.array([5, 0, 3]), None, np.zeros(3, np.int64), boxes=boxes)
 
@@ -140,11 +139,11 @@ def some_images() -> ImageRows:
 def test_a_draw_depends_on_index_and_generator_alone() -> None:
     chosen = settings(Augment(color_jitter=0.4, vertical_flip=0.5), 32)
     one, other = (AugmentedBoxedImages(some_images(), chosen) for _ in range(2))
-    other.draw(1, np.random.default_rng(4))
-    drawn = [each.draw(2, np.random.default_rng((7, 2))) for each in (one, other)]
+    other.draw(1, default_rng(4))
+    drawn = [each.draw(2, default_rng((7, 2))) for each in (one, other)]
     assert np.array_equal(drawn[0].image, drawn[1].image)
     assert np.array_equal(drawn[0].boxes, drawn[1].boxes)
-    assert not np.array_equal(one.draw(2, np.random.default_rng((8, 2))).image, drawn[0].image)
+    assert not np.array_equal(one.draw(2, default_rng((8, 2))).image, drawn[0].image)
 
 
 def test_rows_have_their_own_boxes() -> None:
@@ -191,7 +190,7 @@ def test_a_batch_pads_boxes_and_counts_its_images() -> None:
 def test_outside_its_image_a_crop_has_the_mean_color() -> None:
     augment = STILL.model_copy(update={"scale_range": (0.5, 0.5)})
     chosen = settings(augment, mean=(0.2, 0.4, 0.6))
-    sample = augment_boxes(Image.new("RGB", (64, 64), (255, 0, 0)), boxes_of(), chosen, np.random.default_rng(1))
+    sample = augment_boxes(Image.new("RGB", (64, 64), (255, 0, 0)), boxes_of(), chosen, default_rng(1))
     colors = {tuple(color) for color in sample.image.reshape(-1, 3).tolist()}
     assert colors == {(255, 0, 0), (51, 102, 153)}
 

@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForObjectDetection
 
 from accel_train.cli.main import main
 from accel_train.core.errors import SettingError
+from accel_train.core.json_io import load_json
 from accel_train.engine.batch_search import Trials, search
 from accel_train.engine.resolve import check_recipe
 from accel_train.model.compile import repeated_blocks
@@ -27,7 +28,7 @@ from tests.support.boxes import write_images
 from tests.support.comparisons import tensors
 from tests.support.detectors import DEFORMABLE, DETECTORS, FAULTY, YOLOS, sections_of, train_boxes
 from tests.support.runs import REPOSITORY, events, metrics, run_forked_command, write_jsonl
-from tests.support.text_tasks import load
+from tests.support.text_tasks import load, predict
 
 ONE_STACK = YOLOS | {"use_mid_position_embeddings": False}
 """A YOLOS whose weights each have one depth."""
@@ -37,8 +38,7 @@ FSDP2: dict[str, Any] = {"strategy": "fsdp2"}
 
 
 def evaluation_of(run: Path) -> dict[str, float]:
-    found: dict[str, float] = json.loads((run / "summary.json").read_text())["eval"]
-    return found
+    return load_json(run / "summary.json")["eval"]
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_stopped_and_gone_on_with_other_processes_it_is_the_uninterrupted_run(
     tmp_path: Path, uninterrupted: Path, first: Any, second: Any
 ) -> None:
-    sections: dict[str, Any] = {"model": DEFORMABLE, "optimizer": PAPER, "schedule": {"max_steps": 6}, "task": FAULTY}
+    sections = {"model": DEFORMABLE, "optimizer": PAPER, "schedule": {"max_steps": 6}, "task": FAULTY}
     (before, how), (after, other) = first, second
     options = {"term_at": {"step": 3, "rank": before - 1}}
     train_boxes(tmp_path, "run", before, 4, expect=75, parallel=how, options=options, **sections)
@@ -83,7 +83,7 @@ def test_a_process_without_images_at_the_end_of_an_epoch_changes_no_loss(
     rows = [{"file_name": name, "objects": each} for name, each in zip(names, objects, strict=True)]
     write_jsonl(tmp_path / "images/metadata.jsonl", rows)
     data = {"train": str(tmp_path / "images"), "eval_fraction": 0, "last_batch": "short"}
-    sections: dict[str, Any] = {"data": data, "batch": {"global_batch_size": 3}, "schedule": {"max_steps": 6}}
+    sections = {"data": data, "batch": {"global_batch_size": 3}, "schedule": {"max_steps": 6}}
     whole = train_boxes(tmp_path, "whole", 1, 3, **sections)
     found = train_boxes(tmp_path, "parts", 3, 1, parallel=parallel, **sections)
     assert len(found) == 6
@@ -93,7 +93,7 @@ def test_a_process_without_images_at_the_end_of_an_epoch_changes_no_loss(
 
 @pytest.mark.slow
 def test_a_sharded_evaluation_and_predictions_on_two_processes_are_those_of_one(tmp_path: Path) -> None:
-    sections: dict[str, Any] = {"model": DEFORMABLE, "data": {}, "optimizer": {"learning_rate": 5e-3}}
+    sections = {"model": DEFORMABLE, "data": {}, "optimizer": {"learning_rate": 5e-3}}
     train_boxes(tmp_path, "first", schedule={"max_steps": 40}, **sections)
     found = []
     for name, processes, parallel, size in (("whole", 1, DDP, 8), ("parts", 2, FSDP2, 3)):
@@ -110,10 +110,7 @@ def test_a_sharded_evaluation_and_predictions_on_two_processes_are_those_of_one(
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(recipe))
         done = run_forked_command(["run", str(tmp_path / f"{name}.yaml")], processes)
         assert done.returncode == 0, done.stderr[-3000:]
-        out = tmp_path / f"{name}.jsonl"
-        done = run_forked_command(["predict", str(tmp_path / name), "--out", str(out)], processes)
-        assert done.returncode == 0, done.stderr[-3000:]
-        found.append([json.loads(line) for line in out.read_text().splitlines()])
+        found.append(predict(tmp_path / name, tmp_path / f"{name}.jsonl", processes=processes))
     ours, whole = (evaluation_of(tmp_path / name) for name in ("parts", "whole"))
     weights = [load_file(tmp_path / name / "model/model.safetensors") for name in ("parts", "first")]
     assert all(torch.equal(each, weights[1][name]) for name, each in weights[0].items())

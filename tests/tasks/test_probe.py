@@ -31,6 +31,13 @@ def measured(recipe: Recipe, *checks: str) -> probe.Proof:
     return examine(recipe, CONFIG_MAPPING[fields.pop("model_type")](**fields), FORWARD, checks)
 
 
+def refusal_of(recipe: Recipe) -> SettingError:
+    """Return the error that the probe of a recipe ends with."""
+    with pytest.raises(SettingError) as caught:
+        CausalLM().prove(recipe)
+    return caught.value
+
+
 def test_documents_without_a_mask_are_seen_to_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_of(tmp_path)
     assert measured(recipe, DOCUMENTS, ROWS).has_passed
@@ -43,10 +50,9 @@ def test_documents_without_a_mask_are_seen_to_differ(tmp_path: Path, monkeypatch
     proof = measured(recipe, DOCUMENTS, ROWS)
     assert proof.differences[DOCUMENTS] > 1e-2 < proof.differences[ROWS]
     assert proof.layer == "LlamaAttention"
-    with pytest.raises(SettingError) as caught:
-        CausalLM().prove(recipe)
-    assert caught.value.settings == ("data.mask_documents",)
-    assert caught.value.problem.startswith("LlamaAttention ")
+    error = refusal_of(recipe)
+    assert error.settings == ("data.mask_documents",)
+    assert error.problem.startswith("LlamaAttention ")
 
 
 def test_positions_that_do_not_restart_are_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,10 +67,10 @@ def test_a_model_that_does_not_apply_the_cap_of_its_logits_is_refused(tmp_path: 
     # The language model inside of Gemma 3 applies the cap, and the model with images does not.
     recipe = recipe_of(tmp_path, {"model_type": "gemma3"}, loss={"logit_softcap": 30.0}, data={"mask_documents": False})
     assert measured(recipe, CAP).differences[CAP] > 0.1
-    with pytest.raises(SettingError) as caught:
-        CausalLM().prove(recipe)
-    assert caught.value.settings == ("loss.logit_softcap",)
-    assert caught.value.problem.startswith("Gemma3ForConditionalGeneration ")
+    for task in ("causal-lm", "module_of_a_user:OwnLoss"):
+        error = refusal_of(recipe.model_copy(update={"task": task}))
+        assert error.settings == ("loss.logit_softcap",)
+        assert error.problem.startswith("Gemma3ForConditionalGeneration ")
 
 
 def test_a_wrong_loss_in_chunks_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,9 +78,7 @@ def test_a_wrong_loss_in_chunks_is_seen(tmp_path: Path, monkeypatch: pytest.Monk
     assert measured(recipe, CHUNKED).has_passed
     losses = chunked_loss._losses
     monkeypatch.setattr(chunked_loss, "_losses", lambda *given: (losses(*given)[0] * 1.0001, losses(*given)[1]))
-    with pytest.raises(SettingError) as caught:
-        CausalLM().prove(recipe)
-    assert caught.value.at == "loss.chunked=True"
+    assert refusal_of(recipe).at == "loss.chunked=True"
 
 
 @pytest.mark.parametrize("kept", ["blocks", "selective"])
@@ -90,17 +94,13 @@ def test_wrong_gradients_of_checkpointed_blocks_are_seen(
         model.get_input_embeddings().weight.register_hook(lambda gradient: gradient * 1.001)
 
     monkeypatch.setattr(probe, "checkpoint_activations", wrong)
-    with pytest.raises(SettingError) as caught:
-        CausalLM().prove(recipe)
-    assert caught.value.at == f"precision.gradient_checkpointing={kept}"
+    assert refusal_of(recipe).at == f"precision.gradient_checkpointing={kept}"
 
 
 def test_a_model_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
     fields = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     recipe = recipe_of(tmp_path, {"model_type": "bert", **fields}, data={"mask_documents": False})
-    with pytest.raises(SettingError) as caught:
-        CausalLM().prove(recipe)
-    assert caught.value.at == "model type bert"
+    assert refusal_of(recipe).at == "model type bert"
     decoder = recipe_of(tmp_path, {"model_type": "bert", **fields, "is_decoder": True}, data={"mask_documents": False})
     assert CausalLM().prove(decoder)["probe"].value == "equal"
 
@@ -119,7 +119,7 @@ def test_random_numbers_stay_as_they_are_and_the_second_start_reads_the_first_on
     assert CausalLM().prove(recipe) == first
     with pytest.raises(TypeError):  # other settings have a proof of their own
         CausalLM().prove(recipe_of(tmp_path, data={"sequence_length": 31}))
-    other: Any = str  # of another module
+    other = str  # of another module
     with pytest.raises(TypeError):
         prove(recipe, CONFIG_MAPPING["llama"](**LLAMA), FORWARD._replace(loss_sum=other))
 

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForQuestionAnswering
 
+from accel_train.core.json_io import load_json
 from accel_train.data.builtin.stdlib_questions import _questions
 from accel_train.task import load_task
 from accel_train.tasks.question_answering.answers import best_spans, overlap_answers, position_loss_sum
@@ -54,7 +56,7 @@ def test_jsonl_parquet_csv_and_squads_own_form_are_read_as_the_same_samples(tmp_
         for kind in ("jsonl", "parquet", "csv", "json")
     ]
     assert len({data.fingerprint for data in found}) == 1
-    assert [data.source.row_ids(0) for data in found] == [found[0].source.asked[0].id] * 4
+    assert [data.source.row_ids(0) for data in found] == [found[0].source.evaluated[0].id] * 4
     assert found[0].facts.others["num_unanswered"] > 0
 
 
@@ -68,7 +70,7 @@ def test_every_answer_is_whole_in_some_window_of_its_question_and_says_its_text(
     _, data, _ = load(recipe_for(path, tokenizer=tokenizer, data={"max_length": max_length, "doc_stride": 7}))
     num_windows = [len(windows) for windows in data.eval]
     assert max(num_windows) > 1
-    for row, windows in zip(data.source.asked, data.eval):
+    for row, windows in zip(data.source.evaluated, data.eval):
         answered = [window for window in windows if window.answer != (0, 0)]
         assert answered
         for window in answered:
@@ -131,7 +133,7 @@ def test_the_baselines_are_the_words_near_those_of_the_question_and_no_answer(tm
     assert overlap_answers(train, [Question("which small boat sinks ?", context, (), "", "")]) == ["red"]
     assert overlap_answers(train, [Question("小 船 ?", "猫睡了。小红船沉了", (), "", "")]) == ["红"]
     task, data, _ = load(recipe_for(write_jsonl(tmp_path / "a.jsonl", questions(unanswered=3))))
-    wanted = [bool(row.answers) for row in data.source.asked]
+    wanted = [bool(row.answers) for row in data.source.evaluated]
     baselines = task.baselines(data)
     assert baselines["no_answer_f1"] == pytest.approx(1 - sum(wanted) / len(wanted))
     assert baselines.keys() == {
@@ -177,18 +179,20 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(
         "question-answering",
         folder,
-        tokenizer={"train_bpe": {"vocab_size": 320}},
         data={"train": str(folder / "a.jsonl"), "max_length": 40},
-        batch={"global_batch_size": 16, "per_device_eval_batch_size": 3},
-        optimizer={"learning_rate": 1e-2},
-        schedule={"max_steps": 60},
-        evaluate={"every_steps": 30, "metric_for_best_model": "f1", "max_samples": 5},
+        **yaml.safe_load("""
+            tokenizer: {train_bpe: {vocab_size: 320}}
+            batch: {global_batch_size: 16, per_device_eval_batch_size: 3}
+            optimizer: {learning_rate: 0.01}
+            schedule: {max_steps: 60}
+            evaluate: {every_steps: 30, metric_for_best_model: f1, max_samples: 5}
+        """),
     )
 
 
 def test_a_run_learns_to_answer_and_reports_scores_next_to_baselines(finished: Path) -> None:
     last = metrics(finished, "eval_final")[-1]
-    summary = json.loads((finished / "summary.json").read_text())
+    summary = load_json(finished / "summary.json")
     assert last["f1"] > max(0.7, *(value for name, value in summary["baselines"].items() if name.endswith("f1")))
     assert len(metrics(finished, "eval")) == 2
     model = AutoModelForQuestionAnswering.from_pretrained(finished / "model")

@@ -1,6 +1,5 @@
 """Each task's list of metrics, `spec.metrics`, holds the names that its evaluations report, and no other names."""
 
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 
 from accel_train import Recipe, train
+from accel_train.core.json_io import load_json
 from accel_train.core.metric_names import METRICS, OF_CLASSES, OF_EVERY_EVALUATION, label
 from accel_train.metrics import METRICS as BY_NAME
 from accel_train.recipe.tasks import TASKS
@@ -67,7 +67,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def reported(run: Path) -> set[str]:
-    return {*json.loads((run / "summary.json").read_text())["eval"]} - {*OF_EVERY_EVALUATION}
+    return {*load_json(run / "summary.json")["eval"]} - {*OF_EVERY_EVALUATION}
 
 
 @pytest.mark.parametrize("task", TASKS)

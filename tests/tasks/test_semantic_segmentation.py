@@ -2,7 +2,6 @@
 both files.
 """
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,13 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
+from numpy.random import default_rng
 from PIL import Image
 from torch.nn.functional import conv2d, cross_entropy, interpolate, pad
+from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoImageProcessor, AutoModelForSemanticSegmentation
 
 from accel_train.core.errors import DataError
+from accel_train.core.json_io import load_json
 from accel_train.data.builtin.digit_scenes import LABEL_NAMES, digit_scenes, digits
 from accel_train.data.images.preprocessing import Preprocessing
 from accel_train.metrics.scores import segmentation_scores
@@ -36,29 +39,27 @@ from accel_train.tasks.semantic_segmentation.data import (
 from tests.support.runs import metrics, recipe_dict, refused, run, run_forked_command, write_recipe_file
 from tests.support.text_tasks import SEGFORMER, batch_of, load
 
-RESNET = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8, 8], "depths": [1, 1], "layer_type": "basic"}
-UPERNET = {
-    "model_type": "upernet",
-    "hidden_size": 8,
-    "pool_scales": [1, 2],
-    "auxiliary_channels": 8,
-    "auxiliary_in_channels": 8,
-    "auxiliary_in_index": 0,
-    "backbone_config": RESNET | {"out_features": ["stage1", "stage2"]},
-}
-MOBILENET = {"model_type": "mobilenet_v2", "depth_multiplier": 0.1, "min_depth": 8, "finegrained_output": False}
-DPT = {
-    "model_type": "dpt",
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 2,
-    "patch_size": 8,
-    "backbone_out_indices": [0, 1, 2, 3],
-    "neck_hidden_sizes": [8, 8, 8, 8],
-    "fusion_hidden_size": 8,
-}
-"""Takes squares alone."""
+UPERNET, MOBILENET, DPT = yaml.safe_load("""
+- model_type: upernet
+  hidden_size: 8
+  pool_scales: [1, 2]
+  auxiliary_channels: 8
+  auxiliary_in_channels: 8
+  auxiliary_in_index: 0
+  backbone_config: {model_type: resnet, embedding_size: 8, hidden_sizes: [8, 8], depths: [1, 1], layer_type: basic,
+    out_features: [stage1, stage2]}
+- {model_type: mobilenet_v2, depth_multiplier: 0.1, min_depth: 8, finegrained_output: false}
+- model_type: dpt
+  hidden_size: 16
+  intermediate_size: 16
+  num_hidden_layers: 4
+  num_attention_heads: 2
+  patch_size: 8
+  backbone_out_indices: [0, 1, 2, 3]
+  neck_hidden_sizes: [8, 8, 8, 8]
+  fusion_hidden_size: 8
+""")
+"""DPT takes squares alone."""
 AS_IT_IS = Augment(scale_range=None, horizontal_flip=0.0)
 Make = Callable[..., Recipe]
 
@@ -66,7 +67,7 @@ Make = Callable[..., Recipe]
 @pytest.fixture
 def pairs(tmp_path: Path) -> Path:
     """Twelve pictures of three sizes; a mask is the picture's red channel by thirds, its rim ignored."""
-    generator = np.random.default_rng(0)
+    generator = default_rng(0)
     for kind in ("images", "masks"):
         (tmp_path / "set" / kind).mkdir(parents=True)
     for number in range(12):
@@ -110,12 +111,12 @@ def test_scenes_are_always_the_same_and_training_shows_no_digit_of_evaluation() 
     "settings", [AS_IT_IS, Augment(horizontal_flip=1.0, vertical_flip=1.0), Augment(scale_range=(0.3, 2.0))]
 )
 def test_image_and_mask_go_through_the_same(settings: Augment, crop: int | tuple[int, int]) -> None:
-    mask = np.random.default_rng(1).integers(0, 6, (7, 9), dtype=np.uint8).repeat(8, 0).repeat(8, 1)
+    mask = default_rng(1).integers(0, 6, (7, 9), dtype=np.uint8).repeat(8, 0).repeat(8, 1)
     image = Image.fromarray((mask * 40)[..., None].repeat(3, 2))
     preprocessing = Preprocessing(64, resample=Image.Resampling.NEAREST)
     all_settings = SegmentSettings(preprocessing, crop, 6, 255, settings)
     for seed in range(20):
-        pixels, labels = augment_pair(image, mask, all_settings, np.random.default_rng(seed))
+        pixels, labels = augment_pair(image, mask, all_settings, default_rng(seed))
         assert pixels.shape == (*(crop if isinstance(crop, tuple) else (crop, crop)), 3)
         inside = labels != 255
         assert inside.any()
@@ -123,16 +124,16 @@ def test_image_and_mask_go_through_the_same(settings: Augment, crop: int | tuple
         assert (pixels[~inside] == np.round(255 * np.array(preprocessing.mean))).all(), (
             "beyond the image is mean colour"
         )
-        again = augment_pair(image, mask, all_settings, np.random.default_rng(seed))
+        again = augment_pair(image, mask, all_settings, default_rng(seed))
         assert np.array_equal(pixels, again[0])
 
 
 def test_colours_change_the_image_and_not_the_mask() -> None:
-    mask = np.random.default_rng(1).integers(0, 6, (32, 32), dtype=np.uint8)
-    image = Image.fromarray(np.random.default_rng(2).integers(0, 255, (32, 32, 3), dtype=np.uint8))
+    mask = default_rng(1).integers(0, 6, (32, 32), dtype=np.uint8)
+    image = Image.fromarray(default_rng(2).integers(0, 255, (32, 32, 3), dtype=np.uint8))
     settings = Augment(scale_range=None, horizontal_flip=0.0, color_jitter=0.5)
     all_settings = SegmentSettings(Preprocessing(32), 32, 6, 255, settings)
-    pixels, labels = augment_pair(image, mask, all_settings, np.random.default_rng(0))
+    pixels, labels = augment_pair(image, mask, all_settings, default_rng(0))
     assert np.array_equal(labels, mask)
     assert not np.array_equal(pixels, np.asarray(image))
 
@@ -148,7 +149,7 @@ def test_logits_reach_labels_of_several_sizes_as_if_each_image_were_alone() -> N
     assert found.shape == (3, 5, 33, 40)
     for index, (height, width) in enumerate(sizes):
         alone = interpolate(logits[index : index + 1], (height, width), mode="bilinear", align_corners=False)[0]
-        torch.testing.assert_close(found[index, :, :height, :width], alone, rtol=1e-5, atol=1e-5)
+        assert_close(found[index, :, :height, :width], alone, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
@@ -159,13 +160,13 @@ def test_pixels_count_as_samples_do_also_with_deterministic_algorithms(
     torch.manual_seed(0)
     logits, labels = torch.randn(2, 3, 5, 7), torch.randint(0, 3, (2, 5, 7))
     labels[0, :2] = 255
-    options: dict[str, Any] = {"ignore_index": 255, "label_smoothing": smoothing}
+    options = {"ignore_index": 255, "label_smoothing": smoothing}
     options["class_weights"] = None if weights is None else torch.tensor(weights)
     expected = classification_loss_sum(logits.movedim(1, -1).flatten(0, 2), labels.flatten(), **options)
-    torch.testing.assert_close(classification_loss_sum(logits, labels, **options), expected)
+    assert_close(classification_loss_sum(logits, labels, **options), expected)
     torch.use_deterministic_algorithms(True)
     try:
-        torch.testing.assert_close(classification_loss_sum(logits, labels, **options), expected)
+        assert_close(classification_loss_sum(logits, labels, **options), expected)
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -204,7 +205,7 @@ def test_every_parameter_of_a_model_with_an_auxiliary_head_is_trained(pairs: Pat
     recipe = seg_recipe(pairs, model=UPERNET)
     task, data, model = load(recipe)
     assert any("auxiliary head" in note for note in data.facts.notes)
-    batch = data.collate([data.draw(index, np.random.default_rng(index)) for index in range(4)])
+    batch = data.collate([data.draw(index, default_rng(index)) for index in range(4)])
     task.loss_sum(model.train(), batch).backward()
     assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
 
@@ -241,7 +242,7 @@ def test_averaging_over_flips_is_the_mean_of_turned_back_probabilities(pairs: Pa
         views = task.views(model, pixels, model(pixels).logits)
         found = mean_pixel_probabilities(views, batch)
         counts = task.evaluate_batch(model, batch)
-    torch.testing.assert_close(found, torch.stack(expected).mean(0))
+    assert_close(found, torch.stack(expected).mean(0))
     details = task.score(0.0, {name: value.numpy() for name, value in counts.items()}, data).details
     assert set(details["test_time_augmentation"]["with"]) == {"mean_iou", "pixel_accuracy"}
 
@@ -262,7 +263,7 @@ def test_overlapping_windows_are_averaged_as_by_mmsegmentation() -> None:
             top, left = max(bottom - high, 0), max(end - wide, 0)
             total += pad(forward(images[:, :, top:bottom, left:end]), (left, 64 - end, top, 45 - bottom))
             count[:, :, top:bottom, left:end] += 1
-    torch.testing.assert_close(window_logits(forward, images, windows), total / count)
+    assert_close(window_logits(forward, images, windows), total / count)
     small = images[..., :32, :24]
     assert torch.equal(window_logits(forward, small, windows), forward(small))
 
@@ -352,7 +353,7 @@ def test_mask_is_read_by_its_numbers_and_never_by_its_colours(pairs: Path, mode:
     mask = Image.fromarray(values.astype(np.uint16) if mode == "I;16" else values)
     if mode == "P":
         mask = Image.fromarray(values)
-        mask.putpalette(np.random.default_rng(0).integers(0, 256, 768, dtype=np.uint8).tobytes())
+        mask.putpalette(default_rng(0).integers(0, 256, 768, dtype=np.uint8).tobytes())
     assert mask.mode == mode
     mask.save(path)
     sets = read_masked_images(SemanticSegmentationData(train=str(pairs), eval_fraction=0))
@@ -462,13 +463,13 @@ def test_images_of_height_and_width_are_resized_to_both_by_us_and_by_transformer
     batch, _ = batch_of(data)
     assert batch["pixel_values"].shape[-2:] == (32, 64)
     assert data.collate([data.train[0]])["labels"].shape[-2:] == (32, 64)
-    assert task.loss_sum(model, data.collate([data.draw(0, np.random.default_rng(0))])).isfinite()
+    assert task.loss_sum(model, data.collate([data.draw(0, default_rng(0))])).isfinite()
     assert (task.flops_per_target(recipe, model) or 0) > 0
     task.save_description(model, data, tmp_path)
     assert "images of 64 x 32 pixels" in (tmp_path / "README.md").read_text()
     processor = AutoImageProcessor.from_pretrained(tmp_path, backend="pil")
     theirs = processor(Image.open(data.source.row_ids(0)), return_tensors="pt")
-    torch.testing.assert_close(theirs["pixel_values"][0], batch["pixel_values"][0], rtol=0, atol=1e-2)
+    assert_close(theirs["pixel_values"][0], batch["pixel_values"][0], rtol=0, atol=1e-2)
 
 
 @pytest.mark.slow
@@ -482,7 +483,7 @@ def test_windows_give_the_same_metrics_on_one_process_and_on_two(
     for processes, words in ((1, ["run", "segmentation", *flags]), (2, ["evaluate", "run"])):
         done = run_forked_command(words, processes)
         assert done.returncode == 0, done.stderr[-3000:]
-        found.append(json.loads(Path("run/evaluation.json").read_text()))
+        found.append(load_json(Path("run/evaluation.json")))
     assert found[1]["metrics"] == pytest.approx(found[0]["metrics"], rel=1e-6)
     averaged = [each["details"]["test_time_augmentation"]["with"] for each in found]
     assert averaged[1] == pytest.approx(averaged[0], rel=1e-6)
@@ -513,6 +514,6 @@ def test_run_writes_a_model_that_transformers_loads_and_whose_masks_are_ours(tmp
         batch = data.collate([data.eval[0]])
         batch.pop("num_targets")
         ours = task.predict_batch(model, batch)["mask"][0]
-    torch.testing.assert_close(theirs["pixel_values"], batch["pixel_values"], rtol=0, atol=1e-5)
+    assert_close(theirs["pixel_values"], batch["pixel_values"], rtol=0, atol=1e-5)
     (mask,) = processor.post_process_semantic_segmentation(outputs, target_sizes=[(64, 64)])
     assert (mask == ours).float().mean() > 0.999

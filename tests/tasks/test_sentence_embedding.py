@@ -15,17 +15,17 @@ from torch.nn.functional import cosine_similarity
 
 from accel_train import load_exported
 from accel_train.cli.main import main
+from accel_train.core.json_io import load_json
 from accel_train.recipe.schema import Recipe
 from accel_train.tasks.sentence_embedding import losses
 from accel_train.tasks.sentence_embedding.losses import Objective, Table
 from accel_train.tasks.sentence_embedding.task import SentenceEmbedding, retrieval
-from tests.support.runs import checkpoint, events, metrics, train_recipe, write_jsonl
+from tests.support import text_tasks
+from tests.support.runs import events, metrics, train_recipe, write_jsonl
+from tests.support.tasks.global_loss import assert_resumes_to_the_bit, assert_step_2_is_skipped
 from tests.support.text_tasks import load
 
-BERT = {
-    "model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48,
-    "max_position_embeddings": 64, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
-}  # fmt: skip
+BERT = {**text_tasks.BERT, "max_position_embeddings": 64}
 
 
 def write_rows(folder: Path, count: int = 22) -> Path:
@@ -76,7 +76,7 @@ def train_rows(
 
 def plain_loss(vectors: Tensor, texts: Tensor, *, symmetric: bool = False) -> Tensor:
     """The mean ranking loss by loops, over distinct texts: equal texts do not count as negatives of each other."""
-    total: Tensor = torch.zeros(())
+    total = torch.zeros(())
     for row, (anchor, positive, *_) in enumerate(texts.tolist()):
         wrong = []
         for other, (its_anchor, *documents) in enumerate(texts.tolist()):
@@ -137,7 +137,7 @@ SCORED = {"score_column": "score"}
 
 
 def test_a_step_has_the_loss_and_the_gradient_of_plain_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[float, float]] = []
+    seen = []
     ours = SentenceEmbedding.loss_sum
 
     def compared(task: SentenceEmbedding, model: Any, batch: Any) -> Tensor:
@@ -166,7 +166,7 @@ def test_the_loss_does_not_depend_on_accumulation(tmp_path: Path, data: dict[str
 
 def test_both_forwards_of_a_micro_batch_draw_the_same_dropout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient would otherwise be of other vectors than the loss over the global batch compared."""
-    drawn: list[Tensor] = []
+    drawn = []
     ours = SentenceEmbedding._table
 
     def drawing(task: SentenceEmbedding, model: Any, batch: Any) -> Table:
@@ -227,24 +227,12 @@ def test_a_row_whose_vector_is_nan_is_named_and_its_step_changes_no_weight(tmp_p
     bad = json.loads(lines[5])["positive"]
     sections = {"checkpoint": {"every_steps": 1, "keep": 9}, "schedule": {"max_steps": 3}}
     train_rows(tmp_path, "run", processes, 4, data=TRIPLETS, task=FAULTY, options={"nan_text": bad}, **sections)
-    [skip] = events(tmp_path / "run", "skip")
-    assert skip["step"] == 2
-    before, after = (checkpoint(tmp_path / "run", step) for step in (1, 2))
-    weights = [name for name in before if name.startswith("model.safetensors")]
-    assert weights
-    assert all(torch.equal(before[name], after[name]) for name in weights)
-    incident = json.loads((tmp_path / "run/incidents/step-00000002/incident.json").read_text())
-    assert [each["samples"] for each in incident["processes"] if each["happens_again"]] == [[5]]
+    assert_step_2_is_skipped(tmp_path / "run", 5)
 
 
 def test_a_run_that_is_stopped_and_resumed_equals_one_that_is_not_to_the_bit(tmp_path: Path) -> None:
-    sections: dict[str, Any] = {"data": TRIPLETS, "task": FAULTY, "schedule": {"max_steps": 8}}
-    sections |= {"optimizer": {"learning_rate": 1e-3, "ema_decay": 0.9}}
-    whole = train_rows(tmp_path, "whole", 1, 4, **sections)
-    train_rows(tmp_path, "parts", 1, 4, expect=75, options={"term_at": {"step": 3, "rank": 0}}, **sections)
-    assert train_rows(tmp_path, "parts", 1, 4, **sections) == whole
-    ours, theirs = (load_file(tmp_path / name / "model/model.safetensors") for name in ("parts", "whole"))
-    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+    sections = {"data": TRIPLETS, "task": FAULTY, "schedule": {"max_steps": 8}}
+    assert_resumes_to_the_bit(train_rows, tmp_path, 3, **sections)
 
 
 @pytest.mark.slow
@@ -285,7 +273,7 @@ def test_retrieval_counts_equal_texts_once_and_ties_against_the_model() -> None:
 
 def test_baselines_of_scripts_without_spaces_compare_characters(tmp_path: Path) -> None:
     draw = random.Random(0)
-    rows: list[dict[str, Any]] = []
+    rows = []
     for _ in range(200):
         anchor, positive = ("".join(chr(0x4E00 + draw.randrange(90)) for _ in range(12)) for _side in range(2))
         rows.append({"anchor": anchor, "positive": positive[:6] + anchor[3:6] + positive[6:]})
@@ -321,7 +309,7 @@ def test_the_evaluations_do_not_depend_on_batch_size_or_processes(
         train_rows(tmp_path, name, count, data=data, batch=batch, evaluate={"every_steps": 4}, parallel=layout)
         found.append(metrics(tmp_path / name, "eval"))
         assert [line["step"] for line in found[-1]] == [0, 4]
-        baselines = json.loads((tmp_path / name / "summary.json").read_text())["baselines"]
+        baselines = load_json(tmp_path / name / "summary.json")["baselines"]
         assert baselines["untrained_mrr_at_10"] == found[-1][0]["mrr_at_10"]
     for whole, parts in zip(*found, strict=True):
         for name in ("loss", "recall_at_1", "mrr_at_10", "ndcg_at_10"):
@@ -377,7 +365,7 @@ def test_a_graph_gives_the_vectors_of_sentence_transformers_for_texts_of_any_len
     train_rows(tmp_path, "run", data=data, model={"config": {**BERT, "initializer_range": 0.5}})
     model = sentence_transformers.SentenceTransformer(str(tmp_path / "run/model"), device="cpu")
     texts = ["w1 w2 w3", "w7", "w30 w31 w4 w4 w9 " * 9]
-    exports: list[tuple[str, list[str]]] = [("onnx", []), ("onnx-int8", ["--quantize", "int8"])]
+    exports = [("onnx", []), ("onnx-int8", ["--quantize", "int8"])]
     for name, flags in exports[: 1 if pooling == "mean" else 2]:
         assert main(["export", str(tmp_path / "run"), "--onnx", *flags, "--json"]) == 0
         details = json.loads(capsys.readouterr().out.splitlines()[-1])["result"]["details"]
@@ -388,7 +376,7 @@ def test_a_graph_gives_the_vectors_of_sentence_transformers_for_texts_of_any_len
         assert details["metrics"]["onnx" if flags else "after"] == pytest.approx(measured, rel=1e-4, abs=1e-4)
         monkeypatch.chdir(tmp_path / f"run/export-{name}")
         for given in (texts, texts[:1], texts[1:]):
-            found: dict[str, Any] = {"texts": given}
+            found = {"texts": given}
             exec(Path("README.md").read_text().split("```python")[1].split("```")[0], found)
             expected = model.encode(given)
             vectors, similarities = found["vectors"], found["similarities"]

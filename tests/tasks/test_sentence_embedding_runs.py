@@ -9,31 +9,31 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel
 
-from accel_train.cli.main import main
-from tests.support.runs import events, run_forked_command, write_jsonl
+from tests.support.runs import events, write_jsonl
+from tests.support.text_tasks import predict
 from tests.tasks.test_sentence_embedding import BERT, FAULTY, TRIPLETS, train_rows, write_rows
 
 STEPS = 6
 FSDP2: dict[str, Any] = {"strategy": "fsdp2"}
 
 
-def write_encoder(folder: Path) -> str:
-    """Write random weights of `BERT` for `model.pretrained`; return their folder."""
+def on_4_bits(folder: Path, **optimizer: float) -> dict[str, Any]:
+    """Return sections that train adapters on random weights of `BERT`, written to `folder`, in 4 bits."""
     torch.manual_seed(5)
     path = folder / "base"
     AutoModel.from_config(AutoConfig.for_model(**BERT | {"vocab_size": 320})).save_pretrained(path)
-    return str(path)
-
-
-@pytest.mark.slow
-def test_adapters_on_a_4_bit_base_train_on_shards_as_on_one_process_and_resume_to_the_bit(tmp_path: Path) -> None:
-    sections: dict[str, Any] = {
-        "model": {"pretrained": write_encoder(tmp_path), "frozen_dtype": "nf4", "lora": {"rank": 4}},
-        "optimizer": {"learning_rate": 1e-2, "ema_decay": 0.9},
+    return {
+        "model": {"pretrained": str(path), "frozen_dtype": "nf4", "lora": {"rank": 4}},
+        "optimizer": {"learning_rate": 1e-2, **optimizer},
         "schedule": {"max_steps": STEPS},
         "data": TRIPLETS,
         "task": FAULTY,
     }
+
+
+@pytest.mark.slow
+def test_adapters_on_a_4_bit_base_train_on_shards_as_on_one_process_and_resume_to_the_bit(tmp_path: Path) -> None:
+    sections = on_4_bits(tmp_path, ema_decay=0.9)
     one = train_rows(tmp_path, "one", 1, 8, **sections)
     whole = train_rows(tmp_path, "whole", 2, 2, parallel=FSDP2, **sections)
     assert [loss for loss, _ in whole] == pytest.approx([loss for loss, _ in one], rel=1e-6)
@@ -54,13 +54,7 @@ def test_adapters_on_a_4_bit_base_train_on_shards_as_on_one_process_and_resume_t
 
 @pytest.mark.slow
 def test_a_4_bit_run_of_two_shards_goes_on_in_one_process(tmp_path: Path) -> None:
-    sections: dict[str, Any] = {
-        "model": {"pretrained": write_encoder(tmp_path), "frozen_dtype": "nf4", "lora": {"rank": 4}},
-        "optimizer": {"learning_rate": 1e-2},
-        "schedule": {"max_steps": STEPS},
-        "data": TRIPLETS,
-        "task": FAULTY,
-    }
+    sections = on_4_bits(tmp_path)
     one = train_rows(tmp_path, "one", 1, 8, **sections)
     term = {"term_at": {"step": 3, "rank": 0}}
     train_rows(tmp_path, "parts", 2, 4, expect=75, parallel=FSDP2, options=term, **sections)
@@ -80,7 +74,7 @@ def test_a_process_without_rows_at_the_end_of_an_epoch_changes_no_loss(
 ) -> None:
     """Of 17 rows, the third step of an epoch has one, so one of two processes has none."""
     data = {**TRIPLETS, "train": str(write_rows(tmp_path, 17).rename(tmp_path / "short.jsonl"))}
-    sections: dict[str, Any] = {"data": data, "schedule": {"max_steps": 7}}
+    sections = {"data": data, "schedule": {"max_steps": 7}}
     whole = train_rows(tmp_path, "whole", **sections)
     found = train_rows(tmp_path, "parts", 2, per_device, parallel=parallel, **sections)
     assert len(found) == 7
@@ -98,19 +92,9 @@ def test_two_processes_predict_each_row_once_in_order(tmp_path: Path) -> None:
     for columns, name in (("[anchor, positive]", "similarity"), ("[anchor]", "embedding")):
         found = []
         for processes in (1, 2):
+            flags = ("--data.pair_columns", columns, "--data.id_column", "id")
             out = tmp_path / f"{name}-{processes}.jsonl"
-            words = (
-                "predict",
-                str(tmp_path / "run"),
-                str(rows),
-                "--data.pair_columns",
-                columns,
-                "--data.id_column",
-                "id",
-            )
-            done = run_forked_command([*words, "--out", str(out)], processes)
-            assert done.returncode == 0, done.stderr[-3000:]
-            found.append([json.loads(line) for line in out.read_text().splitlines()])
+            found.append(predict(tmp_path / "run", out, rows, *flags, processes=processes))
         assert [row["id"] for row in found[1]] == [f"row {number}" for number in range(21)]
         for row, other in zip(*found, strict=True):
             assert row["id"] == other["id"]
@@ -132,10 +116,8 @@ def test_the_similarity_of_a_row_is_the_product_of_its_two_embeddings_with_the_p
             ("[positive]", "--data.column_prompts", "[query]"),
         )
     ):
-        out = tmp_path / f"{number}.jsonl"
-        words = ["predict", str(tmp_path / "run"), str(rows), "--data.pair_columns", columns, "--out", str(out)]
-        assert main([*words, *more]) == 0
-        found.append([json.loads(line) for line in out.read_text().splitlines()])
+        flags = ("--data.pair_columns", columns, *more)
+        found.append(predict(tmp_path / "run", tmp_path / f"{number}.jsonl", rows, *flags))
         said.append(capsys.readouterr().err)
     assert [len(each) for each in found] == [5] * 5
     assert "'anchor' gets the query prompt 'query: '" in said[0]

@@ -1,7 +1,6 @@
 """Sequence to sequence: texts are generated for the rows asked for, and what is saved writes the same."""
 
 import csv
-import json
 import sys
 from functools import partial
 from pathlib import Path
@@ -10,14 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 from accel_train.cli.main import main
+from accel_train.core.json_io import load_json
 from accel_train.metrics.texts import TEXT_SCORES, text_scores
 from accel_train.task import load_task
 from accel_train.tasks.seq2seq.config import SPEC
 from tests.support import text_tasks
-from tests.support.runs import metrics, run, run_forked_command, write_jsonl, write_recipe_file
+from tests.support.runs import metrics, run, write_jsonl, write_recipe_file
 from tests.support.text_tasks import (
     BART,
     MARIAN,
@@ -77,9 +78,9 @@ def test_what_is_saved_writes_the_same_through_transformers(tmp_path: Path, conf
     batch, _ = batch_of(data, range(4))
     rows = {name: value.numpy() for name, value in task.predict_batch(model, batch).items()}
     columns = task.prediction_columns({**rows, "index": np.arange(4)}, data)
-    assert columns["target"] == [data.source.rows[index].label for index in range(4)]
+    assert columns["target"] == [data.source.evaluated[index].label for index in range(4)]
     for index, text in enumerate(columns["generated"]):
-        given = tokenizer("say: " + data.source.rows[index].texts[0], return_tensors="pt")
+        given = tokenizer("say: " + data.source.evaluated[index].texts[0], return_tensors="pt")
         ids = theirs.generate(input_ids=given["input_ids"], attention_mask=given["attention_mask"])
         assert ids.shape[1] <= 10
         assert tokenizer.decode(ids[0], skip_special_tokens=True).strip() == text
@@ -116,9 +117,9 @@ def test_equal_sources_are_on_one_side_and_columns_have_any_name(tmp_path: Path)
     rows = [{"en": f"text {row % 10}", "de": f"Text {row}"} for row in range(40)]
     write_jsonl(path, rows)
     _, data, _ = load(recipe_for(path, data={"source_column": "en", "target_column": "de"}))
-    held_out = {row.texts for row in data.source.rows}
+    held_out = {row.texts for row in data.source.evaluated}
     assert 0 < len(held_out) < 10
-    assert len(data.source.rows) == 4 * len(held_out)
+    assert len(data.source.evaluated) == 4 * len(held_out)
 
 
 def test_scores_of_texts_are_those_of_the_packages_and_baselines_are_scored_alike(tmp_path: Path) -> None:
@@ -130,7 +131,7 @@ def test_scores_of_texts_are_those_of_the_packages_and_baselines_are_scored_alik
     assert 0 < two["bleu"] < 100
     task, data, _ = load(recipe_for(write_pairs(tmp_path / "a.csv")))
     baselines = task.baselines(data)
-    rows = data.source.rows
+    rows = data.source.evaluated
     copied = text_scores([row.texts[0] for row in rows], [row.label for row in rows])
     assert {name: baselines[f"copied_source_{name}"] for name in copied} == copied
     assert baselines["most_frequent_target_chrf"] > 0
@@ -162,34 +163,31 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tmp_path_factory.mktemp("seq2seq"),
         60,
         model={"config": T5, "freeze": ["shared.*"]},
-        data={"id_column": "name", "max_length": 16, "group_by_length": True},
-        loss={"label_smoothing": 0.1},
-        optimizer={"learning_rate": 1e-2, "ema_decay": 0.9, "layer_decay": 0.9},
-        schedule={"max_steps": 30},
-        evaluate={
-            "every_steps": 15,
-            "metric_for_best_model": "chrf",
-            "early_stopping_patience": 3,
-            "sample_prompt": "31",
-        },
+        **yaml.safe_load("""
+            data: {id_column: name, max_length: 16, group_by_length: true}
+            loss: {label_smoothing: 0.1}
+            optimizer: {learning_rate: 0.01, ema_decay: 0.9, layer_decay: 0.9}
+            schedule: {max_steps: 30}
+            evaluate: {every_steps: 15, metric_for_best_model: chrf, early_stopping_patience: 3, sample_prompt: '31'}
+        """),
     )
 
 
 def test_a_run_learns_and_reports_scores_texts_and_baselines(trained: Path) -> None:
     evaluations = metrics(trained, "eval")
     assert evaluations[-1]["loss"] < 0.9 * evaluations[0]["loss"]
-    summary = json.loads((trained / "summary.json").read_text())
+    summary = load_json(trained / "summary.json")
     assert set(TEXT_SCORES) < summary["eval"].keys()
     assert summary["baselines"]["copied_source_exact_match"] == 0
     assert summary["sample"]["prompt"] == "31"
-    details = json.loads((trained / "evaluation.json").read_text())["details"]["generation"]
+    details = load_json(trained / "evaluation.json")["details"]["generation"]
     assert details["num_texts"] == summary["data"]["num_eval"]
     assert details["samples"][0].keys() == {"id", "source", "target", "generated"}
     assert "Generated texts" in (trained / "report.html").read_text()
 
 
 def test_the_code_in_the_model_card_writes_what_predict_writes(trained: Path, not_launched: None) -> None:
-    data = json.loads((trained / "summary.json").read_text())["data"]
+    data = load_json(trained / "summary.json")["data"]
     card = (trained / "model" / "README.md").read_text()
     assert f"on {data['num_train']} pairs of texts, evaluated on {data['num_eval']} others" in card
     assert "up to 16 tokens" in card
@@ -206,10 +204,7 @@ def test_predictions_are_a_row_a_source_with_or_without_targets(
     assert own[0].keys() == {"id", "generated", "target"}
     assert own[0]["id"].startswith("row-")
     (tmp_path / "new.csv").write_text("source\n12 5\n7 7\n19 4\n")
-    words = ["predict", str(trained), str(tmp_path / "new.csv"), "--out", str(tmp_path / "new.jsonl")]
-    done = run_forked_command(words, 2)
-    assert done.returncode == 0, done.stderr[-3000:]
-    rows = [json.loads(line) for line in (tmp_path / "new.jsonl").read_text().splitlines()]
+    rows = predict(trained, tmp_path / "new.jsonl", tmp_path / "new.csv", processes=2)
     assert [row["id"].rpartition(":")[2] for row in rows] == ["2", "3", "4"]
     assert rows[0].keys() == {"id", "generated"}
 
@@ -227,6 +222,6 @@ def test_a_compiled_model_generates_what_one_does_that_is_not(tmp_path: Path, co
         evaluate = {"every_steps": 2, "generation": {"max_samples": 5}}
         sections = {"model": {"config": T5}, "schedule": {"max_steps": 2}, "precision": precision, "evaluate": evaluate}
         run(write_recipe_file(folder, task="seq2seq", data=data, **sections))
-        found.append(json.loads((folder / "run" / "evaluation.json").read_text()))
+        found.append(load_json(folder / "run" / "evaluation.json"))
     assert found[0]["details"]["generation"] == found[1]["details"]["generation"]
     assert found[1]["metrics"] == pytest.approx(found[0]["metrics"], rel=1e-5)

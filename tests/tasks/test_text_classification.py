@@ -2,7 +2,6 @@
 the same.
 """
 
-import json
 import math
 from functools import partial
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 from transformers import (
@@ -23,6 +23,7 @@ from transformers import (
     pipeline,
 )
 
+from accel_train.core.json_io import load_json
 from accel_train.data.text.tokenizers import byte_tokenizer, train_bpe
 from accel_train.metrics.scores import auroc, auroc_from_histogram
 from accel_train.metrics.tally import score_histogram
@@ -92,7 +93,7 @@ def test_saved_it_answers_the_same_through_transformers_pipeline(tmp_path: Path)
     task, data, model = load(recipe)
     task.save(model, data, tmp_path)
     classify = pipeline("text-classification", model=str(tmp_path), tokenizer=str(tmp_path))
-    rows = data.source.texts.eval
+    rows = data.source.rows.eval
     batch, _ = batch_of(data, range(6))
     predicted = task.predict_batch(model, batch)
     for index in range(6):
@@ -180,7 +181,7 @@ def test_a_pair_is_told_apart_by_types_where_the_model_takes_them(tmp_path: Path
         assert ("token_type_ids" in batch) == has_types
         if has_types:
             tokenizer = data.source.tokenizer
-            row = data.source.texts.eval[0].texts
+            row = data.source.rows.eval[0].texts
             expected = tokenizer(*row, return_token_type_ids=True)
             length = len(expected["input_ids"])
             assert batch["input_ids"][0, :length].tolist() == expected["input_ids"]
@@ -275,8 +276,8 @@ def test_further_metrics_are_computed_from_rows_and_agree_with_the_counts(tmp_pa
 def test_a_constant_a_bag_of_words_and_a_weighted_one_are_scored_on_the_same_texts(tmp_path: Path) -> None:
     task, data, _ = load(recipe_for(write_texts(tmp_path / "a.csv", 120)))
     baselines = task.baselines(data)
-    labels = data.source.texts.eval_labels
-    majority = np.bincount(data.source.texts.train_labels).argmax()
+    labels = data.source.rows.eval_labels
+    majority = np.bincount(data.source.rows.train_labels).argmax()
     assert baselines["majority_accuracy"] == pytest.approx((labels == majority).mean())
     assert baselines["bag_of_words_accuracy"] > 0.9  # a topic has words of its own
     assert set(baselines) == {
@@ -304,7 +305,7 @@ def tfidf_accuracy(texts: LabelledTexts, **settings: Any) -> float:
 def test_baselines_of_scripts_without_spaces_count_characters(tmp_path: Path, first: str, share: float) -> None:
     """The class is the order of two letters. Other texts of the corpus are English, and of either class."""
     draw, letters = np.random.default_rng(0), [chr(ord(first) + place) for place in range(22)]
-    rows: list[list[Any]] = []
+    rows = []
     for number in range(int(300 / share)):
         label, text = (number + number // 10) % 2, "".join(draw.choice(letters[2:], 12))
         if number % (1 / share) < 1:
@@ -314,7 +315,7 @@ def test_baselines_of_scripts_without_spaces_count_characters(tmp_path: Path, fi
             text = f"{['cats', 'dogs'][label]} sleep {number}"
         rows.append([text, f"c{label}"])
     _, data, _ = load(recipe_for(write_csv(tmp_path / "a.csv", ["text", "label"], *rows)))
-    texts = data.source.texts
+    texts = data.source.rows
     found = baseline_scores(texts)
     assert {name.removesuffix("_accuracy") for name in found if name.endswith("accuracy")} == {
         "majority",
@@ -336,8 +337,8 @@ def test_baselines_of_scripts_with_spaces_count_words(tmp_path: Path, words: str
     rows = [[f"{known[number % 2]} {known[2]} {number}", (number + number // 7) % 2] for number in range(200)]
     rows[7][0] = "这 一 条 是 中文"
     _, data, _ = load(recipe_for(write_csv(tmp_path / "a.csv", ["text", "label"], *rows)))
-    found = baseline_scores(data.source.texts)
-    assert found["tfidf_accuracy"] == tfidf_accuracy(data.source.texts)
+    found = baseline_scores(data.source.rows)
+    assert found["tfidf_accuracy"] == tfidf_accuracy(data.source.rows)
     assert "bag_of_words_accuracy" in found
 
 
@@ -347,18 +348,20 @@ def test_a_run_learns_the_topics_and_reports_scores_next_to_baselines(tmp_path: 
         tmp_path,
         120,
         model={"config": MODERNBERT},
-        tokenizer={"train_bpe": {"vocab_size": 320}},
-        data={"group_by_length": True},
-        batch={"global_batch_size": 16},
-        loss={"label_smoothing": 0.05},
-        optimizer={"learning_rate": 1e-2},
-        schedule={"max_steps": 40},
-        evaluate={"every_steps": 20, "metric_for_best_model": "f1_macro"},
+        **yaml.safe_load("""
+            tokenizer: {train_bpe: {vocab_size: 320}}
+            data: {group_by_length: true}
+            batch: {global_batch_size: 16}
+            loss: {label_smoothing: 0.05}
+            optimizer: {learning_rate: 0.01}
+            schedule: {max_steps: 40}
+            evaluate: {every_steps: 20, metric_for_best_model: f1_macro}
+        """),
     )
     evaluations = metrics(run, "eval")
     assert evaluations[-1]["accuracy"] > 0.9
     assert evaluations[-1]["f1_macro"] > 0.9
-    summary = json.loads((run / "summary.json").read_text())
+    summary = load_json(run / "summary.json")
     assert summary["baselines"]["bag_of_words_accuracy"] > 0.9
     model = AutoModelForSequenceClassification.from_pretrained(run / "model")
     tokenizer = AutoTokenizer.from_pretrained(run / "model")

@@ -2,7 +2,6 @@
 nothing, mistakes are named, and saved weights are loaded again.
 """
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torch.testing import assert_close
 from transformers import AutoTokenizer
 
 from accel_train.core.errors import SettingError
+from accel_train.core.json_io import load_json
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.tasks import TASKS as BUILT_IN
 from accel_train.tasks.token_classification.task import word_logits
@@ -106,8 +108,7 @@ def its_loss(task: str, data: Any, model: Any, batch: dict[str, Tensor]) -> Tens
         batch = {**batch, "labels": by_token}
     if task in ("token-classification", "seq2seq"):
         batch = {name: batch[name] for name in ("input_ids", "attention_mask", "labels")}
-    found: Tensor = model(**batch).loss
-    return found
+    return model(**batch).loss
 
 
 def test_the_loss_is_the_models_own_and_so_is_its_gradient(case: Any) -> None:
@@ -116,9 +117,9 @@ def test_the_loss_is_the_models_own_and_so_is_its_gradient(case: Any) -> None:
     is_by_token = name in ("token-classification", "seq2seq", "masked-lm")
     assert num_targets == (int((batch["labels"] != -100).sum()) if is_by_token else 8)
     ours, its = task.loss_sum(model, batch) / num_targets, its_loss(name, data, model, batch)
-    torch.testing.assert_close(ours, its)
+    assert_close(ours, its)
     weight = model.get_input_embeddings().weight
-    torch.testing.assert_close(*(torch.autograd.grad(loss, weight)[0] for loss in (ours, its)))
+    assert_close(*(torch.autograd.grad(loss, weight)[0] for loss in (ours, its)))
 
 
 def test_loss_scores_and_details_do_not_depend_on_the_batch_size(case: Any) -> None:
@@ -134,7 +135,7 @@ def test_loss_scores_and_details_do_not_depend_on_the_batch_size(case: Any) -> N
         assert same_details == details
     rows = [batch_of(data, range(row, row + 1), train=True)[0] for row in range(8)]
     whole, _ = batch_of(data, range(8), train=True)
-    torch.testing.assert_close(task.loss_sum(model, whole), sum(task.loss_sum(model, row) for row in rows))
+    assert_close(task.loss_sum(model, whole), sum(task.loss_sum(model, row) for row in rows))
 
 
 @pytest.mark.parametrize(
@@ -153,8 +154,8 @@ def test_smoothing_and_weights_count_in_training_and_not_in_evaluation(tmp_path:
     plain, *_ = load(recipe_for(task, path))
     smooth, data, model = load(recipe_for(task, path, loss={"label_smoothing": 0.2, "class_weights": weights}))
     batch, _ = batch_of(data, range(16), train=True)
-    torch.testing.assert_close(smooth.loss_sum(model, batch), plain.loss_sum(model, batch))
-    torch.testing.assert_close(smooth.evaluate_batch(model, batch)["loss_sum"], plain.loss_sum(model, batch))
+    assert_close(smooth.loss_sum(model, batch), plain.loss_sum(model, batch))
+    assert_close(smooth.evaluate_batch(model, batch)["loss_sum"], plain.loss_sum(model, batch))
     labels, known = batch["labels"], batch["labels"] >= 0
     logits = word_logits(model, batch) if task == "token-classification" else model(**batch).logits
     each = cross_entropy(logits[known], labels[known], label_smoothing=0.2, reduction="none")
@@ -165,54 +166,52 @@ def test_smoothing_and_weights_count_in_training_and_not_in_evaluation(tmp_path:
     elif weights:
         of_label = np.array([1, 1, 1, 1, 0.25])
     expected = (each * torch.tensor(of_label)[labels[known]]).sum()
-    torch.testing.assert_close(smooth.loss_sum(model.train(), batch), expected.float())
+    assert_close(smooth.loss_sum(model.train(), batch), expected.float())
 
 
 MISTAKES: list[tuple[str, dict[str, Any], str]] = [
-    ("text-classification", {"data": {"text_columns": ["txt"]}}, "a.jsonl:1|'txt'|'text'|data.text_columns"),
-    (
-        "text-classification",
-        {"data": {"label_names": ["loop", "number"]}},
-        "a.jsonl:3|'label'|machine|data.label_names",
-    ),
-    ("text-classification", {"data": {"max_length": 200}}, "data.max_length=200|128"),
-    ("text-classification", {"data": {"max_length": 2}}, "data.max_length=2|at least 3"),
-    ("text-classification", using({"model_type": "gpt_bigcode2"}), "gpt_bigcode2|gpt_bigcode?"),
-    ("text-classification", using({"model_type": "vit"}), "'vit'|bert"),
+    *yaml.safe_load("""
+    - [text-classification, {data: {text_columns: [txt]}}, "a.jsonl:1|'txt'|'text'|data.text_columns"]
+    - [text-classification, {data: {label_names: [loop, number]}}, "a.jsonl:3|'label'|machine|data.label_names"]
+    - [text-classification, {data: {max_length: 200}}, data.max_length=200|128]
+    - [text-classification, {data: {max_length: 2}}, data.max_length=2|at least 3]
+    - [text-classification, {model: {config: {model_type: gpt_bigcode2}}}, 'gpt_bigcode2|gpt_bigcode?']
+    - [text-classification, {model: {config: {model_type: vit}}}, "'vit'|bert"]
+    - [text-classification, {model: {pretrained: ./nothing}}, model.pretrained='./nothing'|cannot be loaded]
+    - [text-classification, {loss: {class_weights: {lop: 2.0}}}, "'lop'|'loop'"]
+    - [text-classification, {evaluate: {metrics: [acuracy]}}, "'acuracy'|'accuracy'"]
+    - [text-classification, {evaluate: {metrics: [pearson]}}, "'pearson'|single_label"]
+    - [token-classification, {data: {label_names: [O, B-PER]}}, "a.conll:3|word 2|'tags'|B-LOC"]
+    - [token-classification, {data: {max_length: 300}}, data.max_length=300|128]
+    - [token-classification, {model: {config: {model_type: vit}}}, "'vit'|bert"]
+    - [token-classification, {loss: {class_weights: {B-PRE: 2.0}}}, "'B-PRE'|'B-PER'"]
+    - [question-answering, {data: {doc_stride: 40}}, data.doc_stride=40|data.max_length=128|32]
+    - [question-answering, {data: {answers_column: answer}}, "q.jsonl:1|'answer'|'answers'|data.answers_column"]
+    - [question-answering, {model: {config: {model_type: vit}}}, "'vit'|bert"]
+    - [multiple-choice, {data: {choices_columns: [ending]}}, "m.jsonl:1|'ending'|'endings'|data.choices_columns"]
+    - [multiple-choice, {model: {config: {model_type: gpt2}}}, "'gpt2'|bert"]
+    - [seq2seq, {data: {source_column: sorce}}, "pairs.csv:1|'sorce'|'source'|data.source_column"]
+    - [seq2seq, {model: {config: {model_type: bert}}}, "'bert'|bart"]
+    - [seq2seq, {data: {max_target_length: 1}}, data.max_target_length=1|at least 2]
+    - [masked-lm, {data: {sequence_length: 129}}, data.sequence_length=129|128 positions]
+    - [masked-lm, {data: {sequence_length: 3}}, data.sequence_length=3|at least 4]
+    - [masked-lm, {model: {config: {model_type: gpt2}}}, "'gpt2'|bert"]
+    """),
     ("text-classification", using({**BERT, "hiden_size": 3}), "hiden_size|hidden_size?"),
     ("text-classification", using({**BERT, "vocab_size": 100}), "vocab_size=100|260 tokens|at least 260"),
-    ("text-classification", {"model": {"pretrained": "./nothing"}}, "model.pretrained='./nothing'|cannot be loaded"),
     (
         "text-classification",
         {"model": {"config": BERT, "problem_type": "regression"}},
         "a.jsonl:3|machine|problem_type",
     ),
-    ("text-classification", {"loss": {"class_weights": {"lop": 2.0}}}, "'lop'|'loop'"),
-    ("text-classification", {"evaluate": {"metrics": ["acuracy"]}}, "'acuracy'|'accuracy'"),
-    ("text-classification", {"evaluate": {"metrics": ["pearson"]}}, "'pearson'|single_label"),
     (  # [PAD] is token 257 of the byte tokenizer, and positions count from it
         "text-classification",
         using({**ROBERTA, "max_position_embeddings": 300}) | WINDOWS,
         "data.max_length=64|42 positions",
     ),
-    ("token-classification", {"data": {"label_names": ["O", "B-PER"]}}, "a.conll:3|word 2|'tags'|B-LOC"),
-    ("token-classification", {"data": {"max_length": 300}}, "data.max_length=300|128"),
-    ("token-classification", using({"model_type": "vit"}), "'vit'|bert"),
-    ("token-classification", {"loss": {"class_weights": {"B-PRE": 2.0}}}, "'B-PRE'|'B-PER'"),
-    ("question-answering", {"data": {"doc_stride": 40}}, "data.doc_stride=40|data.max_length=128|32"),
-    ("question-answering", {"data": {"answers_column": "answer"}}, "q.jsonl:1|'answer'|'answers'|data.answers_column"),
-    ("question-answering", using({"model_type": "vit"}), "'vit'|bert"),
-    ("multiple-choice", {"data": {"choices_columns": ["ending"]}}, "m.jsonl:1|'ending'|'endings'|data.choices_columns"),
-    ("multiple-choice", using({"model_type": "gpt2"}), "'gpt2'|bert"),
-    ("seq2seq", {"data": {"source_column": "sorce"}}, "pairs.csv:1|'sorce'|'source'|data.source_column"),
-    ("seq2seq", using({"model_type": "bert"}), "'bert'|bart"),
     ("seq2seq", using(BART) | {"data": {"max_length": 65}}, "data.max_length=65|64 positions|encoder"),
     ("seq2seq", using(BART) | {"data": {"max_target_length": 65}}, "data.max_target_length=65|64 positions|decoder"),
-    ("seq2seq", {"data": {"max_target_length": 1}}, "data.max_target_length=1|at least 2"),
     ("seq2seq", using({**T5, "vocab_size": 100}), "vocab_size=100|258 tokens|at least 258"),
-    ("masked-lm", {"data": {"sequence_length": 129}}, "data.sequence_length=129|128 positions"),
-    ("masked-lm", {"data": {"sequence_length": 3}}, "data.sequence_length=3|at least 4"),
-    ("masked-lm", using({"model_type": "gpt2"}), "'gpt2'|bert"),
     ("masked-lm", using({**ROBERTA, "max_position_embeddings": 280}), "data.sequence_length=32|22 positions"),
 ]
 
@@ -226,10 +225,13 @@ SPECIAL = "[PAD][SEP]<|endoftext|>"
 CHOICE = {"text": "a", "endings": ["b", "c"], "label": 1}
 QUESTION = {"id": 1, "question": "?", "context": "The house is red"}
 ROWS: list[tuple[str, Any, str]] = [
-    ("token-classification", [{"tokens": ["a", "b"], "tags": ["O"]}], "a.jsonl:1|'tags'|1 tags|2 words|'tokens'"),
-    ("token-classification", [{"tokens": 3, "tags": ["O"]}], "a.jsonl:1|'tokens'|holds 3"),
-    ("token-classification", [{"tokens": ["a"], "ner_tags": ["O"]}], "a.jsonl:1|'tags'|'ner_tags'"),
-    ("token-classification", [{"tokens": ["a", 3], "tags": ["O", "O"]}], "a.jsonl:1|'tokens'|holds 3"),
+    *yaml.safe_load("""
+    - [token-classification, [{tokens: [a, b], tags: [O]}], "a.jsonl:1|'tags'|1 tags|2 words|'tokens'"]
+    - [token-classification, [{tokens: 3, tags: [O]}], "a.jsonl:1|'tokens'|holds 3"]
+    - [token-classification, [{tokens: [a], ner_tags: [O]}], "a.jsonl:1|'tags'|'ner_tags'"]
+    - [token-classification, [{tokens: [a, 3], tags: [O, O]}], "a.jsonl:1|'tokens'|holds 3"]
+    - [seq2seq, [{source: a, target: 3}], "a.jsonl:1|'target' holds 3|data.target_column"]
+    """),
     ("token-classification", "Ada\tB-PER\nsleeps\n", "a.conll:2|sleeps|no tag|a tab"),
     ("token-classification", "1\ta\tO\n2\tb\tO\n3\tc\tO\n4\td\tO\n", "a.conll:1: the first column"),
     ("question-answering", [{**QUESTION, "answers": None}], "a.jsonl:1|no answers|empty list"),
@@ -250,7 +252,6 @@ ROWS: list[tuple[str, Any, str]] = [
     ("multiple-choice", [{**CHOICE, "endings": ["b"]}], "a.jsonl:1|'endings'|1 endings|at least two"),
     ("multiple-choice", [{**CHOICE, "endings": 3}], "a.jsonl:1|'endings'|holds 3"),
     ("multiple-choice", [{**CHOICE, "endings": "[b"}], "a.jsonl:1|'endings'|[b|not a list"),
-    ("seq2seq", [{"source": "a", "target": 3}], "a.jsonl:1|'target' holds 3|data.target_column"),
 ]
 
 
@@ -371,7 +372,7 @@ def faulty_recipe(folder: Path, task: str, model: dict[str, Any] | None = None, 
     config = T5 if task == "seq2seq" else TWO_LAYERS | ({"initializer_range": 0.2} if is_reader(task) else {})
     generation = {"generation": {"max_samples": 7}} if task == "seq2seq" else {}
     weights = "balanced" if task == "token-classification" else None
-    settings: dict[str, Any] = {
+    settings = {
         "task": f"tests.support.tasks.text_faults:Faulty{BUILT_IN[task].where.partition(':')[2]}",
         "windows": task == "masked-lm",
         "model": {"config": config, **(model or {})},
@@ -406,7 +407,7 @@ def test_ddp_fsdp2_zero_and_a_run_that_is_stopped_on_two_processes_and_resumed_o
     for other in (sharded, zero, elastic):
         assert_same_run(other / "run", alone / "run", 1e-5)
         assert last_evaluation(other / "run") == pytest.approx(last_evaluation(alone / "run"), rel=1e-4, abs=1e-5)
-        ours, theirs = (json.loads((each / "run" / "evaluation.json").read_text()) for each in (other, alone))
+        ours, theirs = (load_json(each / "run" / "evaluation.json") for each in (other, alone))
         assert ours["details"] == theirs["details"], "each sample counts once, in order"
     if task == "seq2seq":
         generation = theirs["details"]["generation"]
@@ -485,7 +486,7 @@ def test_a_recipe_beats_its_baselines_in_a_part_of_its_steps(
     tmp_path: Path, recipe: str, flags: list[str], metric: str, margins: dict[str, float]
 ) -> None:
     run(REPOSITORY / f"recipes/{recipe}.yaml", *flags, "--output_dir", str(tmp_path / "run"))
-    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    summary = load_json(tmp_path / "run" / "summary.json")
     assert all(summary["eval"][metric] > summary["baselines"][name] + margin for name, margin in margins.items())
     least = {"text_classification": 0.92, "seq2seq": 0.7}
     assert summary["eval"]["exact_match" if recipe == "seq2seq" else metric] > least.get(recipe, 0)

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForTokenClassification, AutoTokenizer, pipeline
 
 from accel_train.cli.main import main
+from accel_train.core.json_io import load_json
 from accel_train.data.builtin.stdlib_tags import tagged_words
 from accel_train.data.sources import resolve_sources
 from accel_train.data.text.spans import spans_of, word_places
@@ -47,8 +49,8 @@ def test_conll_jsonl_csv_and_parquet_are_read_as_the_same_samples(tmp_path: Path
 @pytest.mark.parametrize("tokenizer", ["bytes", {"train_bpe": {"vocab_size": 300}}], ids=["bytes", "bpe"])
 def test_a_words_label_stands_at_its_first_token_and_nowhere_else(tmp_path: Path, tokenizer: Any) -> None:
     _, data, _ = load(recipe_for(write_conll(tmp_path / "a.conll"), tokenizer=tokenizer))
-    own, scheme = data.source.tokenizer, data.source.sentences.scheme
-    for row, sample in zip(data.source.sentences.eval, data.source.samples, strict=True):
+    own, scheme = data.source.tokenizer, data.source.rows.scheme
+    for row, sample in zip(data.source.rows.eval, data.eval, strict=True):
         tokens = [own.decode([token]) for token in sample.ids]
         assert sample.words.tolist() == list(range(len(row.words)))
         assert [scheme.names[label] for label in sample.labels] == list(row.tags)
@@ -89,36 +91,11 @@ def test_plain_tags_are_scored_as_classes_and_the_baseline_knows_each_words_tag(
 
 def test_names_of_a_function_are_tagged_as_python_understands_them() -> None:
     words, tags = tagged_words("def f(self, x=LIMIT):\n    y = os.path.join(x, sep=self.a)\n    return y  # z\n")
-    assert list(zip(words, tags)) == [
-        ("def", "O"),
-        ("f", "B-function"),
-        ("(", "O"),
-        ("self", "B-parameter"),
-        (",", "O"),
-        ("x", "B-parameter"),
-        ("=", "O"),
-        ("LIMIT", "B-global"),
-        (")", "O"),
-        (":", "O"),
-        ("y", "B-variable"),
-        ("=", "O"),
-        ("os", "B-call"),
-        (".", "I-call"),
-        ("path", "I-call"),
-        (".", "I-call"),
-        ("join", "I-call"),
-        ("(", "O"),
-        ("x", "B-parameter"),
-        (",", "O"),
-        ("sep", "B-keyword"),
-        ("=", "O"),
-        ("self", "B-attribute"),
-        (".", "I-attribute"),
-        ("a", "I-attribute"),
-        (")", "O"),
-        ("return", "O"),
-        ("y", "B-variable"),
-    ]
+    assert " ".join(f"{word}/{tag}" for word, tag in zip(words, tags, strict=True)) == (
+        "def/O f/B-function (/O self/B-parameter ,/O x/B-parameter =/O LIMIT/B-global )/O :/O y/B-variable =/O "
+        "os/B-call ./I-call path/I-call ./I-call join/I-call (/O x/B-parameter ,/O sep/B-keyword =/O "
+        "self/B-attribute ./I-attribute a/I-attribute )/O return/O y/B-variable"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -129,20 +106,22 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return train(
         "token-classification",
         tmp_path_factory.mktemp("finished"),
-        tokenizer={"train_bpe": {"vocab_size": 300}},
-        data={"group_by_length": True, "max_length": 24},
-        batch={"global_batch_size": 16, "per_device_eval_batch_size": 3},
-        optimizer={"learning_rate": 1e-2},
-        schedule={"max_steps": 40},
-        evaluate={"every_steps": 20, "metric_for_best_model": "f1"},
+        **yaml.safe_load("""
+            tokenizer: {train_bpe: {vocab_size: 300}}
+            data: {group_by_length: true, max_length: 24}
+            batch: {global_batch_size: 16, per_device_eval_batch_size: 3}
+            optimizer: {learning_rate: 0.01}
+            schedule: {max_steps: 40}
+            evaluate: {every_steps: 20, metric_for_best_model: f1}
+        """),
     )
 
 
 def test_a_run_learns_the_entities_and_reports_scores_by_type_beside_the_baseline(finished: Path) -> None:
     assert metrics(finished, "eval")[-1]["f1"] > 0.9
-    evaluation = json.loads((finished / "evaluation.json").read_text())
+    evaluation = load_json(finished / "evaluation.json")
     assert evaluation["details"]["classification"]["report"]["PER"]["f1-score"] > 0.8
-    summary = json.loads((finished / "summary.json").read_text())
+    summary = load_json(finished / "summary.json")
     assert 0 < summary["baselines"]["most_frequent_tag_f1"] <= 1
     assert summary["words_per_second"] > 0
 
@@ -206,11 +185,13 @@ def test_predicted_spans_have_their_places_in_the_text(tmp_path: Path, not_launc
     folder = train(
         "token-classification",
         tmp_path,
-        tokenizer={"train_bpe": {"vocab_size": 300}},
         data={"train": str(path), "tokens_column": "text", "tags_column": "label", "tag_format": "spans"},
-        batch={"global_batch_size": 16},
-        optimizer={"learning_rate": 1e-2},
-        schedule={"max_steps": 40},
+        **yaml.safe_load("""
+            tokenizer: {train_bpe: {vocab_size: 300}}
+            batch: {global_batch_size: 16}
+            optimizer: {learning_rate: 0.01}
+            schedule: {max_steps: 40}
+        """),
     )
     text = "to  New York\n went Zoë"
     new = write_jsonl(tmp_path / "new.jsonl", [{"text": text}, {"text": "Ada left Bonn .", "label": [[0, 3, "PER"]]}])

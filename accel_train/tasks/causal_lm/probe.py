@@ -9,8 +9,8 @@ import hashlib
 import inspect
 import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
@@ -195,7 +195,14 @@ def _problem(recipe: Recipe, config: PreTrainedConfig, proof: Proof) -> SettingE
 
 def examine(recipe: Recipe, config: PreTrainedConfig, forward: Forward, checks: Sequence[str]) -> Proof:
     """Compute the checks on a toy-size model of this configuration. The random state is restored afterwards."""
-    with isolated(nn.Module(), torch.device("cpu")), _quiet(), torch.device("cpu"), torch.enable_grad():
+    with (
+        isolated(nn.Module(), torch.device("cpu")),
+        # Warnings of transformers and torch are about the toy model.
+        quiet_bars(reports=False),
+        warnings.catch_warnings(action="ignore"),
+        torch.device("cpu"),
+        torch.enable_grad(),
+    ):
         proof = _examine(recipe, config, forward, checks, seed=0)
         if proof.has_passed or not proof.differences:
             return proof
@@ -280,8 +287,7 @@ class _Probe:
 
     def _own_logits(self, tokens: Any) -> Tensor:
         """Return the logits (B, T, vocabulary) of transformers' own forward pass."""
-        logits: Tensor = self.stock(input_ids=torch.as_tensor(tokens), use_cache=False).logits
-        return logits
+        return self.stock(input_ids=torch.as_tensor(tokens), use_cache=False).logits
 
     def _logits(self, batch: Batch) -> Tensor:
         with torch.no_grad():
@@ -466,14 +472,6 @@ def _difference_of_losses(
     names = list(gradients)
     of_gradients = _largest_difference([other_gradients[name] for name in names], [gradients[name] for name in names])
     return max(_largest_difference([other_loss], [loss]), of_gradients)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Hide warnings of transformers and torch in the block, because they concern the toy model."""
-    with quiet_bars(reports=False), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
 
 
 def _remembered(recipe: Recipe, config: PreTrainedConfig, checks: Sequence[str], forward: Forward) -> Proof:

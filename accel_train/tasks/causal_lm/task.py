@@ -1,7 +1,6 @@
 """Causal language modeling: predict each next token of a text with any causal LM of transformers."""
 
 import math
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -19,12 +17,14 @@ from transformers import (
     PreTrainedModel,
 )
 
+from accel_train.core.errors import SettingError
 from accel_train.core.model_card import FOLDER, Use
 from accel_train.core.state import Choice
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.text.corpus import Corpus, prepare_text
 from accel_train.data.text.tokenizers import pretrained_tokenizer
 from accel_train.data.text.tokens import collate_windows
+from accel_train.metrics.scores import perplexity
 from accel_train.model.kernels.attention import (
     attention_window,
     choose_attention,
@@ -46,7 +46,7 @@ from accel_train.model.tensors import unpacked_numel
 from accel_train.observe.throughput import model_flops_per_token
 from accel_train.recipe.data import TrainedTokenizer
 from accel_train.recipe.schema import Recipe
-from accel_train.task import Facts, Scores, Task, TaskData
+from accel_train.task import Batch, Facts, Scores, Task, TaskData, Tensors, Totals
 from accel_train.tasks.causal_lm.config import SPEC, CausalLMData
 from accel_train.tasks.causal_lm.data import prepare_rows
 from accel_train.tasks.causal_lm.packing import rows_as_samples, shares_windows
@@ -82,11 +82,12 @@ class CausalLM(Task):
         Raises:
             ValueError: a setting changes the model's result.
         """
-        if recipe.task != "causal-lm" or type(self).build_model is not CausalLM.build_model:
-            # The program builds its own model.
+        softcap = recipe.loss.logit_softcap
+        # The program has its own forward, or builds its own model.
+        if (recipe.task != "causal-lm" and softcap is None) or type(self).build_model is not CausalLM.build_model:
             return {}
         config = config_of(recipe)
-        cap_logits(config, recipe.loss.logit_softcap)
+        cap_logits(config, softcap)
         return prove(recipe, config, FORWARD)
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
@@ -156,8 +157,18 @@ class CausalLM(Task):
         """Return whether the loss is computed in chunks, how documents are masked, and the router coefficient.
 
         Raises:
-            ValueError: `loss.chunked` is true, but the model does not allow it.
+            ValueError: `loss.chunked` is true, but the model does not allow it, or the model does not have
+                `loss.logit_softcap`.
         """
+        softcap = recipe.loss.logit_softcap
+        config_of_text = getattr(getattr(model, "config", None), "get_text_config", dict)
+        if softcap is not None and getattr(config_of_text(), SOFTCAP, None) != softcap:
+            raise SettingError(
+                f"the model that {type(self).__name__}.build_model returns has another {SOFTCAP}",
+                "Leave the cap out, or write it into the configuration of the model",
+                f"loss.logit_softcap={softcap:g}",
+                ("loss.logit_softcap",),
+            )
         chunking = choose_chunking(recipe.loss.chunked, model, recipe.parallel.tp_size)
         choices: dict[str, Choice[Any]] = {"loss.chunked": chunking}
         if isinstance(model, PreTrainedModel) and shares_windows(recipe, model.config):
@@ -168,7 +179,7 @@ class CausalLM(Task):
             choices["loss.router_aux"] = Choice(value, router.reason)
         return choices
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the fp32 cross-entropy summed over the labels that are not -100.
 
         In training, add label smoothing (`loss.label_smoothing`), the z-loss (`loss.z_loss`), and the router loss
@@ -182,14 +193,14 @@ class CausalLM(Task):
             return loss_sum + self.global_loss.loss_sum(batch["labels"])
         return self.cross_entropy_sum(model, batch)
 
-    def global_part(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def global_part(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the routers' distribution over experts, for `GlobalLoss.over`, without computing logits or loss."""
         assert self.global_loss is not None
         with self.global_loss.recording():
             hidden_states(model, batch, self.compiled)
         return self.global_loss.routing(batch["labels"])
 
-    def cross_entropy_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def cross_entropy_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the cross-entropy summed over the labels, without the router loss."""
         labels = batch["labels"]
         smoothing, z_loss = (self.label_smoothing, self.z_loss) if model.training else (0.0, 0.0)
@@ -218,14 +229,14 @@ class CausalLM(Task):
         assert isinstance(model, PreTrainedModel)
         text, used = model.config.get_text_config(), matmul_parameters(model)
         return self.positions_per_target * model_flops_per_token(
-            sum(unpacked_numel(each) for each in used),
+            sum(map(unpacked_numel, used)),
             text.num_hidden_layers,
             text.hidden_size,
             CausalLMData.of(recipe.data).sequence_length,
             num_frozen=sum(unpacked_numel(each) for each in used if not each.requires_grad),
         )
 
-    def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def evaluate_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         """Return the summed loss and, when fine-tuning, the counts of labels and of correct predictions."""
         if not self.counts_hits:
             return {"loss_sum": self.loss_sum(model, batch)}
@@ -238,12 +249,12 @@ class CausalLM(Task):
             loss_sum, num_hits = chunked_counts(head, hidden_states(model, batch, self.compiled), labels)
         return {"loss_sum": loss_sum, "num_hits": num_hits, "num_labels": (labels != IGNORED_LABEL).sum()}
 
-    def score(self, loss: float, totals: Mapping[str, NDArray[Any]], data: TaskData) -> Scores:
+    def score(self, loss: float, totals: Totals, data: TaskData) -> Scores:
         """Return the perplexity, with bits per byte for text or token accuracy for rows.
 
         Bits per byte do not depend on the tokenizer.
         """
-        scores = {"perplexity": math.exp(loss) if loss < 700 else math.inf}
+        scores = {"perplexity": perplexity(loss)}
         facts = data.facts
         if facts.eval_bytes and facts.eval_tokens:
             scores["bits_per_byte"] = loss / math.log(2) * (facts.eval_tokens - 1) / facts.eval_bytes
@@ -294,7 +305,7 @@ print(write({start}, max_new_tokens=40)[0]["generated_text"]{read})""",
         return {"prompt": prompt, "text": text}
 
 
-def next_token_logits(model: nn.Module, batch: Mapping[str, Tensor], compiled: bool = False) -> Tensor:
+def next_token_logits(model: nn.Module, batch: Batch, compiled: bool = False) -> Tensor:
     """Return logits (B, T, vocabulary) in the model's precision.
 
     Document ids in the batch restrict attention and positions to each document.
@@ -302,18 +313,16 @@ def next_token_logits(model: nn.Module, batch: Mapping[str, Tensor], compiled: b
     # A plain head is called directly. This skips the output records of transformers and saves 50 us.
     if not compiled and has_plain_head(model):
         return model.get_output_embeddings()(hidden_states(model, batch))  # type: ignore[operator]
-    logits: Tensor = model(**model_inputs(model, batch, compiled)).logits
-    return logits
+    return model(**model_inputs(model, batch, compiled)).logits
 
 
-def hidden_states(model: nn.Module, batch: Mapping[str, Tensor], compiled: bool = False) -> Tensor:
+def hidden_states(model: nn.Module, batch: Batch, compiled: bool = False) -> Tensor:
     """Return the hidden states (B, T, hidden size) that the output layer reads."""
     assert isinstance(model, PreTrainedModel)
-    hidden: Tensor = model.base_model(**model_inputs(model, batch, compiled)).last_hidden_state
-    return hidden
+    return model.base_model(**model_inputs(model, batch, compiled)).last_hidden_state
 
 
-def model_inputs(model: nn.Module, batch: Mapping[str, Tensor], compiled: bool) -> dict[str, Any]:
+def model_inputs(model: nn.Module, batch: Batch, compiled: bool) -> dict[str, Any]:
     """Return the keyword arguments of a forward pass over whole sequences."""
     inputs: dict[str, Any] = {name: batch[name] for name in ("input_ids", "position_ids") if name in batch}
     if "document_ids" in batch or "document_lengths" in batch:
@@ -326,9 +335,9 @@ def model_inputs(model: nn.Module, batch: Mapping[str, Tensor], compiled: bool) 
 
 def router_choice(recipe: Recipe, model: nn.Module) -> Choice[float] | None:
     """Return the coefficient of the router loss (see `choose_router_loss`)."""
-    section, place = recipe.parallel, ""
-    if section.strategy == "deepspeed" or section.sp_size > 1:
-        place = "parallel.sp_size above 1" if section.sp_size > 1 else "parallel.strategy deepspeed"
+    place = "parallel.strategy deepspeed" if recipe.parallel.strategy == "deepspeed" else ""
+    if recipe.parallel.sp_size > 1:
+        place = "parallel.sp_size above 1"
     return choose_router_loss(recipe.loss.router_aux, model, place)
 
 
@@ -380,6 +389,14 @@ def cap_logits(config: PreTrainedConfig, softcap: float | None) -> None:
     setattr(text, SOFTCAP, softcap)
 
 
+def matmul_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
+    """Return the parameters used in matrix products: all except position embeddings and an untied input embedding."""
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    head = model.get_output_embeddings()
+    tied = {id(head.weight)} if head is not None else set()
+    return [each for each in model.parameters() if id(each) not in embeddings - tied]
+
+
 def attention_arguments(recipe: Recipe, config: PreTrainedConfig) -> dict[str, str]:
     """Return `attn_implementation` for the model factories of transformers, or nothing if the library chooses."""
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -395,14 +412,6 @@ def attention_arguments(recipe: Recipe, config: PreTrainedConfig) -> dict[str, s
             f"data.sequence_length up to {window}, or leave data.mask_documents out"
         )
     return {} if choice.value == "library default" else {"attn_implementation": choice.value}
-
-
-def matmul_parameters(model: PreTrainedModel) -> list[nn.Parameter]:
-    """Return the parameters used in matrix products: all except position embeddings and an untied input embedding."""
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    head = model.get_output_embeddings()
-    tied = {id(head.weight)} if head is not None else set()
-    return [each for each in model.parameters() if id(each) not in embeddings - tied]
 
 
 FORWARD = Forward(attention_arguments, next_token_logits, hidden_states, summed_loss)

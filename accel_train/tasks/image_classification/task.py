@@ -1,9 +1,7 @@
 """Image classification: predict one class per image with any image classifier of transformers."""
 
 import warnings
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,9 +16,8 @@ from accel_train.data.images.labelled import ImageRows, ImageSets
 from accel_train.metrics import METRICS, fits, load_metric, tally
 from accel_train.metrics.scores import auroc_from_histogram, classification_scores
 from accel_train.recipe.data import Augment
-from accel_train.recipe.evaluate import Evaluate
 from accel_train.recipe.schema import Recipe
-from accel_train.task import Scores, TaskData
+from accel_train.task import Batch, Scores, TaskData, Tensors, Totals
 from accel_train.tasks.common import classification
 from accel_train.tasks.common.vision import VisionTask, image_logits
 from accel_train.tasks.image_classification.config import SPEC, ImageClassificationData
@@ -59,7 +56,14 @@ print(model.config.id2label[int(scores.argmax())], scores.max().item())"""
                 f"data.image_size={list(data.image_size)}: image-classification cuts squares out of images; "
                 "give one number"
             )
-        _check_metrics(recipe.evaluate)
+        for name in recipe.evaluate.metrics:
+            if name not in METRICS:
+                load_metric(name, allow_hub=recipe.evaluate.allow_hub_metrics)
+            elif not fits(name, "single_label"):
+                raise ValueError(
+                    f"evaluate.metrics: {name!r} is not for classes; "
+                    "accuracy, f1_macro, mcc and auroc are among those that are"
+                )
         self.evaluation = recipe.evaluate
         source, notes = self.read_images(recipe, read_labelled_images)
         sets, preprocessing = source.sets, source.preprocessing
@@ -91,13 +95,13 @@ print(model.config.id2label[int(scores.argmax())], scores.max().item())"""
             where=sets.train.where,
         )
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the fp32 cross-entropy summed over images. Training adds smoothing, weights, and mixed labels."""
         logits = image_logits(model, batch["pixel_values"])
         labels = batch["labels"] if "labels" in batch else batch["soft_labels"]
         return self.loss(logits, labels, training=model.training)
 
-    def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def evaluate_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         """Return the summed loss, the confusion matrix, and counts for further metrics and test-time augmentation."""
         pixel_values, labels = batch["pixel_values"], batch["labels"]
         logits = image_logits(model, pixel_values)
@@ -126,7 +130,7 @@ print(model.config.id2label[int(scores.argmax())], scores.max().item())"""
         views = self.views(model, pixel_values, logits)
         return torch.stack([each.float().softmax(-1) for each in views]).mean(0)
 
-    def score(self, loss: float, totals: Mapping[str, NDArray[Any]], data: TaskData) -> Scores:
+    def score(self, loss: float, totals: Totals, data: TaskData) -> Scores:
         """Return accuracy, precision, recall, F1, and Matthews' correlation, with top-5 accuracy from 11 classes."""
         names = data.source.label_names
         scores = classification_scores(totals["confusion"], names)
@@ -142,7 +146,7 @@ print(model.config.id2label[int(scores.argmax())], scores.max().item())"""
             details["test_time_augmentation"] = {"without": dict(scores.metrics), "with": dict(averaged)}
         return Scores(metrics, details)
 
-    def predict_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def predict_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         """Return the likeliest class and all probabilities, averaged over all views with test-time augmentation."""
         pixel_values = batch["pixel_values"]
         scores = self._mean_probabilities(model, pixel_values, image_logits(model, pixel_values))
@@ -181,14 +185,3 @@ def _thumbnails(images: ImageRows) -> tuple[NDArray[np.float32], NDArray[np.int6
         for index in chosen
     ]
     return np.stack(rows).reshape(len(chosen), -1) / np.float32(255), images.labels[chosen]
-
-
-def _check_metrics(section: Evaluate) -> None:
-    for name in section.metrics:
-        if name in METRICS and not fits(name, "single_label"):
-            raise ValueError(
-                f"evaluate.metrics: {name!r} is not for classes; "
-                "accuracy, f1_macro, mcc and auroc are among those that are"
-            )
-        if name not in METRICS:
-            load_metric(name, allow_hub=section.allow_hub_metrics)

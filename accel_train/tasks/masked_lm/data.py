@@ -1,7 +1,7 @@
 """Masked language modeling: text windows with tokens to predict, and rows whose masks are filled."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from accel_train.data.tables import check_text
 from accel_train.data.text.tokens import PADDING, WindowDataset
 from accel_train.tasks.common.texts import TextRow, text_rows
 from accel_train.tasks.masked_lm.config import MaskedLMData
+from accel_train.tasks.rows import file_by_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -122,19 +123,13 @@ def rows_to_fill(data: MaskedLMData) -> list[TextRow]:
     Raises:
         ValueError: no text exists, or a text cannot be read; the message names file and row.
     """
-    rows: list[TextRow] = []
-    for source in resolve_sources(data.eval or data.train, data, key=data.train_key):
-        for part in [replace(source, files=(file,)) for file in source.files] or [source]:
-            rows += _lines(part, data) if part.files and file_kind(part.files[0]) == "text" else _cells(part, data)
+    rows, key = list[TextRow](), data.train_key
+    for part in file_by_file(resolve_sources(data.eval or data.train, data, key=key)):
+        is_text = bool(part.files) and file_kind(part.files[0]) == "text"
+        rows += _lines(part, data) if is_text else text_rows([part], data, (data.text_column,), None, key=key)
     if not rows:
-        raise ValueError(
-            f"{data.train_key} holds no text; give a line or a row for each text whose masks are to be filled"
-        )
+        raise ValueError(f"{key} holds no text; give a line or a row for each text whose masks are to be filled")
     return rows
-
-
-def _cells(source: Source, data: MaskedLMData) -> list[TextRow]:
-    return text_rows([source], data, (data.text_column,), None, key=data.train_key)
 
 
 def _lines(source: Source, data: MaskedLMData) -> list[TextRow]:

@@ -1,6 +1,5 @@
 """Masked language modeling: predict masked tokens from both sides with any BERT-style model of transformers."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,18 +21,19 @@ from transformers import (
 from accel_train.core.model_card import FOLDER, Use
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.text.corpus import prepare_text
-from accel_train.data.text.tokenizers import byte_tokenizer, load_tokenizer, vocab_size_of
+from accel_train.data.text.tokenizers import vocab_size_of
 from accel_train.metrics.scores import perplexity
 from accel_train.model.kernels.chunked_loss import summed_loss
 from accel_train.recipe.data import TrainedTokenizer
 from accel_train.recipe.schema import Recipe
-from accel_train.task import Facts, Scores, Task, TaskData
+from accel_train.task import Batch, Columns, Facts, Scores, Task, TaskData, Tensors, Totals
 from accel_train.tasks.common import classification
 from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.generation import NO_TOKEN, decoded
-from accel_train.tasks.common.texts import TextRow, with_frame
+from accel_train.tasks.common.texts import TextRow, text_tokenizer, with_frame
 from accel_train.tasks.masked_lm.config import SPEC, MaskedLMData
 from accel_train.tasks.masked_lm.data import MaskedWindows, Masking, collate_masked, mask_rows, masking_of, rows_to_fill
+from accel_train.tasks.rows import logits_of
 
 MASKED_LM = models.Head("masked language modelling", AutoModelForMaskedLM, MODEL_FOR_MASKED_LM_MAPPING)
 MOST_COUNTED = 10_000
@@ -77,10 +77,7 @@ class MaskedLM(Task):
         """
         section = MaskedLMData.of(recipe.data)
         models.check_model(recipe, MASKED_LM)
-        self.label_smoothing, self.probability = (
-            recipe.loss.label_smoothing,
-            section.mlm_probability,
-        )
+        self.label_smoothing, self.probability = recipe.loss.label_smoothing, section.mlm_probability
         self.length = section.sequence_length
         if section.label_column is None:
             return self._rows_with_masks(recipe)
@@ -111,11 +108,8 @@ class MaskedLM(Task):
         )
 
     def _rows_with_masks(self, recipe: Recipe) -> TaskData:
-        choice = recipe.tokenizer_in_use
-        assert not isinstance(choice, TrainedTokenizer), "a finished run has its tokenizer next to its weights"
-        trusted = recipe.model.trust_remote_code
-        loaded = byte_tokenizer() if choice == "bytes" else load_tokenizer(choice, trust_remote_code=trusted)
-        tokenizer, _ = _with_mask(recipe, loaded)
+        # A finished run has its tokenizer next to its weights, so no texts are needed to train one.
+        tokenizer, _ = _with_mask(recipe, text_tokenizer(recipe, ())[0])
         rows = rows_to_fill(MaskedLMData.of(recipe.data))
         samples = cast("Dataset[Any]", mask_rows(rows, tokenizer, self.length))
         return TaskData(
@@ -155,9 +149,9 @@ class MaskedLM(Task):
         data.add_notes(notes)
         return model
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the fp32 cross-entropy summed over masked tokens, with `loss.label_smoothing` in training."""
-        return summed_loss(_logits(model, batch), batch["labels"], self.label_smoothing if model.training else 0.0)
+        return summed_loss(logits_of(model, batch), batch["labels"], self.label_smoothing if model.training else 0.0)
 
     def flops_per_target(self, recipe: Recipe, model: nn.Module) -> float | None:
         """Return 3 x the FLOPs of one window's forward pass, divided by the mean number of tokens it predicts."""
@@ -165,16 +159,16 @@ class MaskedLM(Task):
         flops = classification.training_flops(AutoModelForMaskedLM, model.config, input_ids=(1, self.length))
         return None if flops is None else flops / (self.probability * self.length)
 
-    def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def evaluate_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         """Return the summed loss, the number of masked tokens, and the number whose likeliest token is right."""
-        logits, labels = _logits(model, batch), batch["labels"]
+        logits, labels = logits_of(model, batch), batch["labels"]
         return {
             "loss_sum": summed_loss(logits, labels),
             "num_hits": (logits.argmax(-1) == labels).sum(),
             "num_labels": (labels != IGNORED_LABEL).sum(),
         }
 
-    def score(self, loss: float, totals: Mapping[str, NDArray[Any]], data: TaskData) -> Scores:
+    def score(self, loss: float, totals: Totals, data: TaskData) -> Scores:
         """Return the perplexity and accuracy of the masked tokens. All evaluations use the same masks.
 
         The perplexity is exp of the loss with all masks of a window at once, as in transformers' `run_mlm`. Masking one
@@ -199,13 +193,13 @@ class MaskedLM(Task):
             "unigram_token_accuracy": float(wanted[counts.argmax()] / wanted.sum()),
         }
 
-    def predict_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def predict_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         """Fill masks with the likeliest tokens and return `filled`, `tokens`, and `score` (N,).
 
         `filled` holds the text's ids, and `tokens` the ids at the masks: both (N, `data.sequence_length`), -1
         elsewhere. The score is the mean probability of the filled tokens.
         """
-        ids, logits = batch["input_ids"], _logits(model, batch).float()
+        ids, logits = batch["input_ids"], logits_of(model, batch).float()
         masking = self.masking
         allowed = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
         allowed[: len(masking.is_special)] = torch.from_numpy(~masking.is_special).to(logits.device)
@@ -219,7 +213,7 @@ class MaskedLM(Task):
         padded = {name: nn.functional.pad(each, (0, width), value=NO_TOKEN) for name, each in rows.items()}
         return {**padded, "score": (score * is_mask).sum(1) / is_mask.sum(1).clamp(min=1)}
 
-    def prediction_columns(self, rows: Mapping[str, NDArray[Any]], data: TaskData) -> dict[str, list[Any]]:
+    def prediction_columns(self, rows: Totals, data: TaskData) -> Columns:
         """Return the texts with filled masks, the tokens at the masks, and their score."""
         tokenizer = data.source.tokenizer
         return {
@@ -247,11 +241,6 @@ print(fill("a text with a {mask}"))""",
             ],
             f"windows of {self.length} tokens",
         )
-
-
-def _logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    logits: Tensor = model(**{name: tensor for name, tensor in batch.items() if name != "labels"}).logits
-    return logits
 
 
 def _with_mask(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedTokenizerBase, list[str]]:

@@ -1,6 +1,7 @@
 """Texts with several endings, one of them right: read table rows, tokenize and batch them."""
 
 from collections.abc import Sequence
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -11,11 +12,12 @@ from accel_train.core.format import is_whole
 from accel_train.data.labels import IGNORED_LABEL, label_name
 from accel_train.data.sources import Source, describe
 from accel_train.data.tables import read_rows, show_cell, text_cell
-from accel_train.data.text.padding import padded, padded_inputs
+from accel_train.data.text.padding import joined_arrays
 from accel_train.data.text.tokenizers import parts_to_tokenize, plain_encoder
 from accel_train.recipe.schema import Recipe
 from accel_train.tasks.common.texts import Divided, list_cell, read_both
 from accel_train.tasks.multiple_choice.config import MultipleChoiceData
+from accel_train.tasks.rows import padded_pairs, second_from
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -84,28 +86,22 @@ def read_choices(sources: Sequence[Source], data: MultipleChoiceData, *, key: st
     further = [column for column in (data.label_column, data.id_column) if column is not None]
     rows = []
     for source in sources:
-        for row in read_rows(source, (*names, *choices, *further), data):
-            text, *begin = (text_cell(cell, name, row.where, data) for cell, name in zip(row.cells, names))
-            cells: Sequence[Any] = row.cells[len(names) : len(names) + len(choices)]
-            columns: Sequence[str] = choices
+        for cells, where, _ in read_rows(source, (*names, *choices, *further), data):
+            unread = iter(cells)
+            text, *begin = (text_cell(cell, name, where, data) for name, cell in zip(names, unread))
+            columns, own = choices, [*islice(unread, len(choices))]
             if len(choices) == 1:
-                cells = list_cell(cells[0], choices[0], row.where)
-                columns = [choices[0]] * len(cells)
-            endings = tuple(
-                " ".join([*begin, text_cell(cell, name, row.where, data)]) for cell, name in zip(cells, columns)
-            )
+                own = [*list_cell(own[0], choices[0], where)]
+                columns *= len(own)
+            endings = tuple(" ".join([*begin, text_cell(cell, name, where, data)]) for cell, name in zip(own, columns))
             if len(endings) < 2:
                 raise ValueError(
-                    f"{row.where}: column {choices[0]!r} has {len(endings)} endings; at least two are a choice"
+                    f"{where}: column {choices[0]!r} has {len(endings)} endings; at least two are a choice"
                 )
             label = IGNORED_LABEL
             if data.label_column is not None:
-                label = _place(
-                    row.cells[len(names) + len(choices)], len(endings), f"{row.where}, column {data.label_column!r}"
-                )
-            rows.append(
-                ChoiceRow(text, endings, label, row.where, row.where if data.id_column is None else str(row.cells[-1]))
-            )
+                label = _place(next(unread), len(endings), f"{where}, column {data.label_column!r}")
+            rows.append(ChoiceRow(text, endings, label, where, where if data.id_column is None else str(next(unread))))
     if not rows:
         raise ValueError(f"{key} holds no rows: {describe(sources)}; name a table with rows")
     _check_counts(rows)
@@ -150,24 +146,24 @@ def tokenize_choices(
         pairs = zip(encoded["input_ids"], encoded["token_type_ids"])
         for row in part:
             ids, types = zip(*(next(pairs) for _ in row.endings))
-            second_from = tuple(each.index(1) if 1 in each else len(each) for each in types)
-            samples.append(Sample(tuple(np.array(each, dtype=np.int32) for each in ids), second_from, row.label))
+            arrays = tuple(np.array(each, dtype=np.int32) for each in ids)
+            samples.append(Sample(arrays, tuple(map(second_from, types)), row.label))
     return samples
 
 
-def collate_choices(
-    samples: Sequence[Sample], *, pad_id: int, multiple: int, max_length: int, with_types: bool
-) -> dict[str, Any]:
-    """Return a batch padded on the right: `input_ids`, `attention_mask` and optionally `token_type_ids`.
+def collate_choices(samples: Sequence[Sample], *, with_types: bool, **padding: int) -> dict[str, Any]:
+    """Return a batch of `padded_pairs`, (N, choices, T) int64, `labels` (N,), and `num_targets`.
 
-    All have shape (N, choices, T), int64. `labels` is (N,). `num_targets` is the number of samples with a known label.
+    `num_targets` is the number of samples with a known label.
     """
-    ids = [each for sample in samples for each in sample.ids]
-    batch = padded_inputs(ids, pad_id=pad_id, multiple=multiple, max_length=max_length)
-    if with_types:
-        begins = [begin for sample in samples for begin in sample.second_from]
-        types = [np.arange(len(each)) >= begin for each, begin in zip(ids, begins)]
-        batch["token_type_ids"] = padded(types, batch["input_ids"].shape[1], 0)
-    labels = torch.tensor([sample.label for sample in samples])
+    ids, begins, every = zip(*samples)
+    batch = padded_pairs([*chain(*ids)], chain(*begins), with_types=with_types, **padding)
+    labels = torch.tensor(every)
     shaped = {name: tensor.unflatten(0, (len(samples), -1)) for name, tensor in batch.items()}
     return {**shaped, "labels": labels, "num_targets": int((labels != IGNORED_LABEL).sum())}
+
+
+def arrays_of(samples: Sequence[Sample]) -> list[NDArray[Any]]:
+    """Return samples as arrays, for a digest."""
+    ids, begins, labels = zip(*samples)
+    return [*joined_arrays([*chain(*ids)]), np.array(begins, dtype=np.int32), np.array(labels)]

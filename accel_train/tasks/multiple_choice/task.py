@@ -1,28 +1,25 @@
 """Multiple choice: find which of several endings belongs to a text (SWAG, RACE, ARC)."""
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from accel_train.core.model_card import FOLDER, Use
 from accel_train.data.labels import IGNORED_LABEL
-from accel_train.data.text.padding import joined_arrays, samples_digest
 from accel_train.metrics import tally
 from accel_train.recipe.schema import Recipe
-from accel_train.task import Facts, Scores, TaskData
+from accel_train.task import Batch, Columns, Facts, Scores, TaskData, Tensors, Totals
 from accel_train.tasks.common import classification
 from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.encoder import EncoderTask, cut_note
 from accel_train.tasks.common.texts import WORD, Divided
 from accel_train.tasks.multiple_choice import data as choices
 from accel_train.tasks.multiple_choice.config import SPEC, MultipleChoiceData
+from accel_train.tasks.rows import TextSource, digest_of_sides, logits_of
 
 _EXAMPLE = f"""
 from transformers import AutoModelForMultipleChoice, AutoTokenizer
@@ -37,23 +34,13 @@ print(endings[scores.argmax()])
 _WORD = re.compile(WORD)
 
 
-@dataclass(frozen=True)
-class Source:
-    """The texts with endings, tokenizer, and model configuration that the task keeps in addition to its samples."""
-
-    choices: Divided[choices.ChoiceRow]
-    tokenizer: PreTrainedTokenizerBase
-    config: PreTrainedConfig
+class Source(TextSource[Divided[choices.ChoiceRow]]):
+    """The texts with endings, and the names of their classes."""
 
     @property
     def label_names(self) -> tuple[str, ...]:
         """Positions of the endings, from 0, as text."""
-        return tuple(map(str, range(len(self.choices.train[0].endings))))
-
-    def row_ids(self, index: int) -> str:
-        """Return the name of an evaluation row: its id column, or its file and row number."""
-        assert self.choices.eval is not None
-        return self.choices.eval[index].id
+        return tuple(map(str, range(len(self.rows.train[0].endings))))
 
 
 class MultipleChoice(EncoderTask):
@@ -90,10 +77,10 @@ class MultipleChoice(EncoderTask):
             evaluation=evaluation,
             lengths=lengths,
             collate=partial(choices.collate_choices, with_types=with_types),
-            fingerprint=_fingerprint(train, evaluation),
+            fingerprint=digest_of_sides(("multiple-choice",), (train, evaluation), choices.arrays_of),
             source=Source(rows, tokenizer, reader.config),
             facts=Facts(
-                others={"num_choices": len(rows.train[0].endings)},
+                others={"num_choices": self.num_choices},
                 notes=cut_note(lengths, length, section.of_training("rows")),
             ),
         )
@@ -102,32 +89,32 @@ class MultipleChoice(EncoderTask):
         """Return the shape of a text with all its endings."""
         return (1, self.num_choices, length)
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the fp32 cross-entropy of the right ending, summed over texts. Training applies label smoothing."""
-        return self.loss(_logits(model, batch), batch["labels"], training=model.training)
+        return self.loss(logits_of(model, batch), batch["labels"], training=model.training)
 
-    def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def evaluate_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         """Return the summed loss without smoothing, and the confusion matrix of positions."""
-        logits, labels = _logits(model, batch), batch["labels"]
+        logits, labels = logits_of(model, batch), batch["labels"]
         confusion = tally.confusion_counts(labels, logits.argmax(-1), self.num_choices)
         return {"loss_sum": self.loss(logits, labels, training=False), "confusion": confusion}
 
-    def score(self, loss: float, totals: Mapping[str, NDArray[Any]], data: TaskData) -> Scores:
+    def score(self, loss: float, totals: Totals, data: TaskData) -> Scores:
         """Return the accuracy. Positions carry no meaning, so they have no separate scores."""
         confusion = totals["confusion"]
         return Scores({"accuracy": float(np.trace(confusion) / confusion.sum()) if confusion.any() else float("nan")})
 
-    def predict_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def predict_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         """Return the position of the likeliest ending, from 0, and the probability of each ending."""
-        scores = _logits(model, batch).float().softmax(dim=-1)
+        scores = logits_of(model, batch).float().softmax(dim=-1)
         score, label = scores.max(dim=-1)
         return {"label": label, "score": score, "scores": scores}
 
-    def prediction_columns(self, rows: Mapping[str, NDArray[Any]], data: TaskData) -> dict[str, list[Any]]:
+    def prediction_columns(self, rows: Totals, data: TaskData) -> Columns:
         """Return the likeliest ending, its position, all probabilities, and the right position if known."""
-        evaluated: list[choices.ChoiceRow] = data.source.choices.eval
-        asked, places = [evaluated[index] for index in rows["index"].tolist()], rows["label"].tolist()
-        columns: dict[str, list[Any]] = {
+        source: Source = data.source
+        asked, places = [source.evaluated[index] for index in rows["index"].tolist()], rows["label"].tolist()
+        columns: Columns = {
             "label": [str(place) for place in places],
             "ending": [row.endings[place] for row, place in zip(asked, places)],
             "score": _decimals(rows["score"]),
@@ -140,7 +127,7 @@ class MultipleChoice(EncoderTask):
 
     def baselines(self, data: TaskData) -> dict[str, float]:
         """Return the accuracy of the most frequent position and of the largest word overlap with the text."""
-        rows: Divided[choices.ChoiceRow] = data.source.choices
+        rows: Divided[choices.ChoiceRow] = data.source.rows
         if rows.eval is None:
             return {}
         truth = np.array([row.label for row in rows.eval])
@@ -167,25 +154,9 @@ def _decimals(values: NDArray[Any]) -> list[float]:
     return [float(str(value)) for value in values]
 
 
-def _logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-    logits: Tensor = model(**inputs).logits
-    return logits
-
-
 def _likest(row: choices.ChoiceRow) -> int:
     """Return the position of the ending with the largest share of words found in the text. The first wins a tie."""
     known = {*_WORD.findall(row.text.lower())}
     endings = [_WORD.findall(ending.lower()) for ending in row.endings]
     shares = [sum(word in known for word in words) / max(1, len(words)) for words in endings]
     return shares.index(max(shares))
-
-
-def _fingerprint(train: list[choices.Sample], evaluation: list[choices.Sample] | None) -> str:
-    arrays: list[NDArray[Any]] = []
-    for side in (train, evaluation):
-        if side is not None:
-            ids = [each for sample in side for each in sample.ids]
-            arrays += [*joined_arrays(ids), np.array([sample.second_from for sample in side], dtype=np.int32)]
-            arrays.append(np.array([sample.label for sample in side]))
-    return samples_digest(("multiple-choice",), arrays)

@@ -58,7 +58,10 @@ def read_boxed_images(data: ObjectDetectionData, known_names: tuple[str, ...] | 
             raise ValueError("data.annotations=null is for images to predict; then data.label_names says the classes")
         return _to_predict(data, data.label_names or known_names or ())
     train, held, notes = _parts(data)
-    sources, others = ([each for part in side for each in _read(part, data)] for side in (train, held or ()))
+    sources, others = (
+        [each for _, found, part, images in side for each in read_annotated(found, part, data, images)]
+        for side in (train, held or ())
+    )
     names, further_notes = _class_names(sources, data, known_names)
     key = "data.label_names" if data.label_names else f"{data.train_key} ({', '.join(names[:10])})"
     sides = [[with_names(each, names, key) for each in side] for side in (sources, others) if side]
@@ -116,13 +119,11 @@ def _category_ids(sources: Sequence[Annotated], names: tuple[str, ...]) -> tuple
 def _scenes(data: ObjectDetectionData) -> ImageSets:
     if data.eval not in (None, DIGIT_SCENES, (DIGIT_SCENES,)):
         raise ValueError(f"data.eval={data.eval}: {DIGIT_SCENES} has scenes to evaluate on. Leave data.eval out")
-    held: ImagePool | None = boxed_scenes_pool(held_out=True)
+    held = boxed_scenes_pool(held_out=True)
     pool = boxed_scenes_pool(held_out=False) if data.is_for_training else held
-    assert pool is not None
     assert pool.names is not None
-    if data.eval is None and data.eval_fraction == 0:
-        held = None
-    return divide_pools(pool, held, data).named(pool.names, ())
+    is_held = data.eval is not None or data.eval_fraction > 0
+    return divide_pools(pool, held if is_held else None, data).named(pool.names, ())
 
 
 def _parts(data: ObjectDetectionData) -> tuple[list[_Part], list[_Part] | None, tuple[str, ...]]:
@@ -130,16 +131,14 @@ def _parts(data: ObjectDetectionData) -> tuple[list[_Part], list[_Part] | None, 
 
     None: the evaluation images are split off. An empty list: a trained model is shown the same images.
     """
-    names = (data.train,) if isinstance(data.train, str) else data.train
+    names, held_names = ((each,) if isinstance(each, str) else each for each in (data.train, data.eval))
+    annotations = data.annotations if data.is_for_training else None
+    train = [_part(name, annotations or "auto", data.train_key, data) for name in names or ()]
     if not data.is_for_training:
-        shown = [_part(name, "auto", data.train_key, data) for name in names]
-        return [part._replace(part="eval" if part.found.eval is not None else "train") for part in shown], [], ()
-    assert data.annotations is not None
-    train = [_part(name, data.annotations, data.train_key, data) for name in names]
-    if data.eval is not None:
-        held_names = (data.eval,) if isinstance(data.eval, str) else data.eval
+        return train, [], ()
+    if held_names is not None:
         held = [_part(name, data.eval_annotations or "auto", "data.eval", data) for name in held_names]
-        return train, [part._replace(part="eval" if part.found.eval is not None else "train") for part in held], ()
+        return train, held, ()
     (first, *more) = train
     tests = [part.found.test for part in train if part.found.test is not None]
     notes = [f"{test} is left alone; after training: accel-train evaluate RUN {test}" for test in tests]
@@ -147,10 +146,6 @@ def _parts(data: ObjectDetectionData) -> tuple[list[_Part], list[_Part] | None, 
         return train, None, tuple(notes)
     what = f"the val of {first.found.eval}" if first.found.eval == first.found.train else str(first.found.eval)
     return train, [first._replace(key="data.eval", part="eval")], (f"evaluation is on {what}", *notes)
-
-
-def _read(part: _Part, data: ObjectDetectionData) -> list[Annotated]:
-    return read_annotated(part.found, part.part, data, part.images)
 
 
 def _part(name: str, annotations: str, key: str, data: ObjectDetectionData) -> _Part:
@@ -162,7 +157,9 @@ def _part(name: str, annotations: str, key: str, data: ObjectDetectionData) -> _
     found = locate(place, data)
     if found is None:
         raise ValueError(f"{key}: {place} has no boxes; expected {LAYOUTS}. Images without boxes are for predict")
-    return _Part(key, found, "train", None if annotations == "auto" else Path(name).expanduser())
+    is_trained_on = data.is_for_training and key == data.train_key
+    part = "train" if is_trained_on or found.eval is None else "eval"
+    return _Part(key, found, part, None if annotations == "auto" else Path(name).expanduser())
 
 
 def _class_names(
@@ -198,7 +195,7 @@ def checked_pools(
         for source, found in zip(sources, checked):
             file_faults += [*source.faults.files, *found.file_faults]
             box_faults += [*source.faults.boxes, *found.box_faults]
-            file_faults += [fault for fault in (other_order(source, found),) if fault is not None]
+            file_faults += filter(None, [other_order(source, found)])
         file_faults += repeated_images(checked)
         boxes = tuple(each for found in checked for each in found.boxes)
         num_crowds += sum(int(each.is_crowd.sum()) for each in boxes)

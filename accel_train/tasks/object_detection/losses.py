@@ -9,6 +9,7 @@ losses and gradients do not depend on the number of processes or on accumulation
 """
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from transformers.loss.loss_rt_detr import _set_aux_loss as all_layers
 
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.model.kernels.global_loss import SummedParts, sums_dtype
+from accel_train.task import Batch
 
 SOFTMAX = ("detr", "table-transformer", "yolos")
 """Model types with a class for "no object"."""
@@ -32,7 +34,7 @@ _NUM_TERMS = 4
 
 Layer = dict[str, Tensor]
 """Outputs of a decoder layer, named as the criteria of transformers read them."""
-Targets = list[dict[str, Tensor]]
+Targets = list[Layer]
 Indices = list[tuple[Tensor, Tensor]]
 
 
@@ -100,7 +102,7 @@ def watch(model: PreTrainedModel) -> None:
     model.loss_function = Terms(model.config)
 
 
-def detection_terms(model: Any, batch: Mapping[str, Tensor]) -> tuple[Any, Tensor]:
+def detection_terms(model: Any, batch: Batch) -> tuple[Any, Tensor]:
     """Return the outputs of a watched model, and the terms (4,) of its loss, fp32."""
     labels = [
         {"class_labels": ids[ids != IGNORED_LABEL], "boxes": boxes[ids != IGNORED_LABEL]}
@@ -115,20 +117,14 @@ class Terms:
 
     def __init__(self, config: PreTrainedConfig) -> None:
         self.config = config
-        # Made at the first call: models are also built without values, and the criterion has buffers.
-        self._made: tuple[Any, dict[str, float]] | None = None
 
-    @property
+    @cached_property
     def criterion(self) -> Any:
-        """Criterion of transformers, with its matcher."""
-        self._made = self._made or _criterion(self.config)
-        return self._made[0]
-
-    @property
-    def weights(self) -> dict[str, float]:
-        """Weight of each part of the loss."""
-        self._made = self._made or _criterion(self.config)
-        return self._made[1]
+        """Criterion of transformers, with its matcher. It has buffers, and models are also built without values, so it
+        is made at the first call.
+        """
+        criterion, self.weights = _criterion(self.config)
+        return criterion
 
     @torch.compiler.disable
     def __call__(
@@ -146,7 +142,10 @@ class Terms:
         self.criterion.to(device)
         with torch.autocast(device.type, enabled=False):
             layers = self._layers(logits, pred_boxes, outputs_class, outputs_coord, further)
-            layers = [{name: _wide(value) for name, value in layer.items()} for layer in layers]
+            layers = [
+                {name: value if value.dtype == torch.float64 else value.float() for name, value in layer.items()}
+                for layer in layers
+            ]
             total = torch.stack([layer["logits"].sum() + layer["pred_boxes"].sum() for layer in layers]).sum()
             # The matcher ends a run if a box is NaN. The guard decides instead: x - x is NaN if x is not finite.
             if not torch.isfinite(total):
@@ -217,10 +216,6 @@ class Terms:
         part = {name: chosen(value)[None] for name, value in layer.items()}
         found = self.criterion.get_loss("local", part, targets, indices, 1.0)
         return found["loss_fgl"] * self.weights["loss_fgl"], found["loss_ddf"] * self.weights["loss_ddf"]
-
-
-def _wide(value: Tensor) -> Tensor:
-    return value if value.dtype == torch.float64 else value.float()
 
 
 def _criterion(config: PreTrainedConfig) -> tuple[Any, dict[str, float]]:

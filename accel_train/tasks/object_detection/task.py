@@ -1,6 +1,5 @@
 """Object detection: find the objects of an image with a detector of transformers that matches them to queries."""
 
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from accel_train.data.images.first_format import first_repr
 from accel_train.data.images.images import evenly_spaced, text_digest
 from accel_train.data.images.labelled import ImageRows
 from accel_train.recipe.schema import Recipe
-from accel_train.task import Scores, TaskData
+from accel_train.task import Batch, Columns, Scores, TaskData, Tensors, Totals
 from accel_train.tasks.common.vision import ImageSource, VisionTask
 from accel_train.tasks.object_detection import data as detection
 from accel_train.tasks.object_detection import losses
@@ -76,15 +75,17 @@ print(found["labels"], found["scores"], found["boxes"])"""
         data = ObjectDetectionData.of(recipe.data)
         source, notes = self.read_images(recipe, detection.read_boxed_images)
         sets = source.sets
-        if sets.eval is not None and sets.eval.boxes is not None and _has_no_box(sets.eval):
+        held = sets.eval
+        boxes = [] if held is None or held.boxes is None else [held.boxes_of(index) for index in range(len(held))]
+        if boxes and all(each.is_crowd.all() for each in boxes):
             raise DataError(
-                f"none of the {len(sets.eval)} evaluation images has a box, so mAP is not defined. "
+                f"none of the {len(boxes)} evaluation images has a box, so mAP is not defined. "
                 "Name images with boxes in data.eval"
             )
         settings = detection.DetectionSettings(source.preprocessing, data.augment, data.min_visible)
         train = detection.AugmentedBoxedImages(sets.train, settings)
         evaluation = None if sets.eval is None else detection.BoxedImages(sets.eval, settings)
-        for side in (train, *([] if evaluation is None else [evaluation])):
+        for side in filter(None, (train, evaluation)):
             for index in evenly_spaced(len(side), _NUM_TRIED):
                 side.decoded(index)
         self.global_loss = losses.GlobalCounts()
@@ -121,25 +122,25 @@ print(found["labels"], found["scores"], found["boxes"])"""
         """Return how the loss is divided."""
         return {"loss": Choice("set loss", "divided once by the boxes and queries of the global batch")}
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the fp32 loss of a micro-batch, times the images of the global batch."""
         terms = losses.detection_terms(model, batch)[1]
         counts = (self.global_loss if model.training else losses.GlobalCounts()).whole(self._counts(batch))
         return _loss(terms, counts, self.config)
 
-    def loss_without_values(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss_without_values(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return a loss without matching, whose memory is small: a number for each query and box of the batch."""
         outputs = model(pixel_values=batch["pixel_values"])
         return outputs.logits.float().sum() + outputs.pred_boxes.float().sum()
 
-    def global_part(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def global_part(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the counts of a micro-batch, for `GlobalLoss.over`."""
         return self._counts(batch)
 
-    def _counts(self, batch: Mapping[str, Tensor]) -> Tensor:
+    def _counts(self, batch: Batch) -> Tensor:
         return losses.count(batch["class_ids"], self.num_queries)
 
-    def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def evaluate_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         """Return the terms and counts of the loss, which add up over batches, and the best boxes of each image."""
         outputs, terms = losses.detection_terms(model, batch)
         return {
@@ -149,12 +150,12 @@ print(found["labels"], found["scores"], found["boxes"])"""
             "rows_boxes": self._best(outputs),
         }
 
-    def loss_of_rows(self, totals: Mapping[str, NDArray[Any]]) -> float:
+    def loss_of_rows(self, totals: Totals) -> float:
         """Return the loss of all evaluation images, times their number."""
         terms, counts = (torch.from_numpy(np.asarray(totals[name], np.float64)) for name in ("terms", "counts"))
         return float(_loss(terms, counts, self.config))
 
-    def score(self, loss: float, totals: Mapping[str, NDArray[Any]], data: TaskData) -> Scores:
+    def score(self, loss: float, totals: Totals, data: TaskData) -> Scores:
         """Return mAP over IoU thresholds of 0.5 to 0.95, mAP at 0.5 and 0.75, and AP by class."""
         rows: ImageRows = data.source.sets.eval
         number = len(totals["rows_boxes"])
@@ -177,17 +178,17 @@ print(found["labels"], found["scores"], found["boxes"])"""
         metrics = scores_of.average_precision(evaluation, found, source.label_names).metrics
         return {f"mean_box_{name}": value for name, value in metrics.items()}
 
-    def predict_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def predict_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         """Return `found` (N, K, 6): score, class, and corners in [0, 1] of the best boxes."""
         return {"found": self._best(model(pixel_values=batch["pixel_values"]))}
 
-    def prediction_columns(self, rows: Mapping[str, NDArray[Any]], data: TaskData) -> dict[str, list[Any]]:
+    def prediction_columns(self, rows: Totals, data: TaskData) -> Columns:
         """Return lists for each image, by falling score: `labels`, `scores`, and `boxes`.
 
         A box is [left, top, width, height] in pixels, as in COCO.
         """
         images, names = data.source.sets.eval, data.source.label_names
-        columns: dict[str, list[Any]] = {"labels": [], "scores": [], "boxes": []}
+        columns: Columns = {"labels": [], "scores": [], "boxes": []}
         for index, row in zip(rows["index"].tolist(), rows["found"], strict=True):
             found = _detection(row, *_size(images, index))
             columns["labels"].append([names[each] for each in found.class_ids.tolist()])
@@ -213,16 +214,9 @@ print(found["labels"], found["scores"], found["boxes"])"""
     def save_description(self, model: nn.Module, data: TaskData, folder: Path) -> None:
         """Write the configuration, the detector's image processor, and a short model card."""
         super().save_description(model, data, folder)
-        detector = f"{_PROCESSORS.get(self.config.model_type, _usual(self.config))}ImageProcessor"
-        data.source.preprocessing.save(folder, crops=False, detector=detector)
-
-
-def _has_no_box(images: ImageRows) -> bool:
-    return all(images.boxes_of(index).is_crowd.all() for index in range(len(images)))
-
-
-def _usual(config: PreTrainedConfig) -> str:
-    return "RTDetr" if config.model_type in losses.REAL_TIME else "Detr"
+        kind = self.config.model_type
+        processor = _PROCESSORS.get(kind, "RTDetr" if kind in losses.REAL_TIME else "Detr")
+        data.source.preprocessing.save(folder, crops=False, detector=f"{processor}ImageProcessor")
 
 
 def _loss(terms: Tensor, counts: Tensor, config: PreTrainedConfig) -> Tensor:

@@ -2,16 +2,16 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import median_low
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
+from accel_train.task import Batch, Tensors, Totals
 from accel_train.tasks.common.texts import WORD
 from accel_train.tasks.question_answering.data import Question
 
@@ -39,9 +39,7 @@ def position_loss_sum(logits: Tensor, positions: Tensor, mask: Tensor, label_smo
     return losses.sum()
 
 
-def best_spans(
-    start: Tensor, end: Tensor, batch: Mapping[str, Tensor], *, num_best: int, max_answer_length: int
-) -> dict[str, Tensor]:
+def best_spans(start: Tensor, end: Tensor, batch: Batch, *, num_best: int, max_answer_length: int) -> Tensors:
     """Return the likeliest answers of each question over all of its windows.
 
     The score of an answer is the sum of the logits of its first and last token. All spans of up to `max_answer_length`
@@ -87,7 +85,7 @@ class Best(NamedTuple):
     """Score of no answer minus the score of this answer. Higher favors no answer."""
 
 
-def ranked(question: Question, rows: Mapping[str, NDArray[Any]], row: int) -> list[Best]:
+def ranked(question: Question, rows: Totals, row: int) -> list[Best]:
     """Return a question's kept answers without repetition, the likeliest first.
 
     A question without any possible answer gets one empty answer.

@@ -1,7 +1,6 @@
 """Question answering: read rows with a context and answers in it, tokenize them in windows and batch them."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -13,11 +12,12 @@ from accel_train.core.json_io import parse_json
 from accel_train.data.encoding import BOM, decode
 from accel_train.data.sources import Source, describe, file_kind
 from accel_train.data.tables import read_rows, show_cell, text_cell
-from accel_train.data.text.padding import padded, padded_inputs
+from accel_train.data.text.padding import padded
 from accel_train.data.text.tokenizers import parts_to_tokenize, plain_encoder
 from accel_train.recipe.schema import Recipe
 from accel_train.tasks.common.texts import Divided, read_both
 from accel_train.tasks.question_answering.config import QuestionAnsweringData
+from accel_train.tasks.rows import file_by_file, padded_pairs, second_from
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,6 +50,11 @@ class Question(NamedTuple):
         """Return the context. Questions about one context are on the same side of a split."""
         return self.context
 
+    @property
+    def wanted(self) -> list[str]:
+        """Return the texts of the accepted answers."""
+        return [answer.text for answer in self.answers]
+
 
 def load_questions(recipe: Recipe) -> Divided[Question]:
     """Return the questions of `data.train` and `data.eval`. Without `data.eval`, a part is held out by context.
@@ -72,10 +77,9 @@ def read_questions(sources: Sequence[Source], data: QuestionAnsweringData, *, ke
         ValueError: no questions exist, or a question cannot be read; the message names file, row and column.
     """
     questions: list[Question] = []
-    for source in sources:
-        for part in [replace(source, files=(file,)) for file in source.files] or [source]:
-            is_json = bool(part.files) and file_kind(part.files[0]) == "json"
-            questions += _squad_questions(part.files[0], data) if is_json else _table_questions(part, data)
+    for part in file_by_file(sources):
+        is_json = bool(part.files) and file_kind(part.files[0]) == "json"
+        questions += _squad_questions(part.files[0], data) if is_json else _table_questions(part, data)
     if not questions:
         raise ValueError(f"{key} holds no questions: {describe(sources)}; name a file that has some")
     return questions
@@ -201,7 +205,6 @@ def _cut(question: str, tokenizer: "PreTrainedTokenizerBase", most_tokens: int) 
 def _window(encoded: Any, number: int, row: Question) -> Window:
     ids = np.array(encoded["input_ids"][number], dtype=np.int32)
     parts = np.array([-1 if part is None else part for part in encoded.sequence_ids(number)])
-    types = encoded["token_type_ids"][number]
     places = np.flatnonzero(parts == 1)
     first, after = (int(places[0]), int(places[-1]) + 1) if len(places) else (0, 0)
     offsets = np.array(encoded["offset_mapping"][number], dtype=np.int32).reshape(-1, 2)[first:after]
@@ -211,7 +214,7 @@ def _window(encoded: Any, number: int, row: Question) -> Window:
         inside = np.flatnonzero((offsets[:, 1] > start) & (offsets[:, 0] < end) & (offsets[:, 1] > offsets[:, 0]))
         if len(inside) and offsets[0, 0] <= start and end <= offsets[-1, 1]:
             answer = (first + int(inside[0]), first + int(inside[-1]))
-    return Window(ids, types.index(1) if 1 in types else len(ids), (first, after), answer, offsets)
+    return Window(ids, second_from(encoded["token_type_ids"][number]), (first, after), answer, offsets)
 
 
 def without_offsets(questions: Sequence[tuple[Window, ...]]) -> list[Window]:
@@ -221,14 +224,9 @@ def without_offsets(questions: Sequence[tuple[Window, ...]]) -> list[Window]:
 
 
 def collate_windows(
-    samples: Sequence[Window] | Sequence[tuple[Window, ...]],
-    *,
-    pad_id: int,
-    multiple: int,
-    max_length: int,
-    with_types: bool,
+    samples: Sequence[Window] | Sequence[tuple[Window, ...]], *, with_types: bool, **padding: int
 ) -> dict[str, Any]:
-    """Return a batch of windows padded on the right.
+    """Return a batch of windows, padded on the right by `padded_pairs`.
 
     Samples are windows (training) or whole questions. The batch has:
 
@@ -244,15 +242,12 @@ def collate_windows(
     """
     questions = [(sample,) if isinstance(sample, Window) else sample for sample in samples]
     every = [window for question in questions for window in question]
-    batch = padded_inputs([window.ids for window in every], pad_id=pad_id, multiple=multiple, max_length=max_length)
-    width = batch["input_ids"].shape[1]
-    if with_types:
-        types = [np.arange(len(window.ids)) >= window.second_from for window in every]
-        batch["token_type_ids"] = padded(types, width, 0)
-    answers = torch.tensor([window.answer for window in every])
-    batch |= {"start_positions": answers[:, 0].contiguous(), "end_positions": answers[:, 1].contiguous()}
+    ids, begins, _, answers, _ = zip(*every)
+    batch = padded_pairs(ids, begins, with_types=with_types, **padding)
+    batch |= dict(zip(("start_positions", "end_positions"), map(torch.tensor, zip(*answers))))
     if not isinstance(samples[0], Window):
-        context, offsets = np.zeros((len(every), width), np.int64), np.zeros((len(every), width, 2), np.int64)
+        shape = batch["input_ids"].shape
+        context, offsets = np.zeros(shape, np.int64), np.zeros((*shape, 2), np.int64)
         for row, window in enumerate(every):
             place = slice(*window.context)
             context[row, place], offsets[row, place] = window.offsets[:, 1] > window.offsets[:, 0], window.offsets

@@ -1,26 +1,27 @@
 """Extractive question answering: find the answer in a context, or that it has no answer (SQuAD 1.1 and 2.0)."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from accel_train.core.model_card import FOLDER, Use
 from accel_train.data.text.padding import joined_arrays, samples_digest
 from accel_train.metrics.texts import answer_scores
 from accel_train.recipe.schema import Recipe
-from accel_train.task import Facts, Scores, TaskData
+from accel_train.task import Batch, Columns, Facts, Scores, TaskData, Tensors, Totals
 from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.encoder import EncoderTask
+from accel_train.tasks.common.generation import spaced
 from accel_train.tasks.common.texts import Divided
 from accel_train.tasks.question_answering import data as questions
 from accel_train.tasks.question_answering.answers import Best, best_spans, overlap_answers, position_loss_sum, ranked
 from accel_train.tasks.question_answering.config import SPEC, QuestionAnsweringData
+from accel_train.tasks.rows import TextSource
 
 NUM_BEST = 20
 """Number of likeliest answers that are kept per question."""
@@ -43,23 +44,7 @@ print(context[letters[first, 0] : letters[last, 1]])
 _MAY_BE_UNANSWERED = "may_be_unanswered"
 
 
-@dataclass(frozen=True)
-class Source:
-    """The questions, tokenizer, and model configuration that the task keeps in addition to its samples."""
-
-    loaded: Divided[questions.Question]
-    tokenizer: PreTrainedTokenizerBase
-    config: PreTrainedConfig
-
-    @property
-    def asked(self) -> list[questions.Question]:
-        """Evaluation questions."""
-        assert self.loaded.eval is not None
-        return self.loaded.eval
-
-    def row_ids(self, index: int) -> str:
-        """Return the name of an evaluation question."""
-        return self.asked[index].id
+Source = TextSource[Divided[questions.Question]]
 
 
 class QuestionAnswering(EncoderTask):
@@ -114,7 +99,7 @@ class QuestionAnswering(EncoderTask):
             collate=partial(
                 questions.collate_windows, with_types=models.with_token_types(tokenizer, config, self.head)
             ),
-            fingerprint=_fingerprint(train, evaluation),
+            fingerprint=_fingerprint(train, evaluation or ()),
             source=Source(asked, tokenizer, config),
             facts=Facts(
                 others={
@@ -148,7 +133,7 @@ class QuestionAnswering(EncoderTask):
             )
         return notes
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the mean fp32 cross-entropy of an answer's first and last token, summed over windows.
 
         Padding is excluded from the softmax, unlike in the models' own loss, so the rest of the batch has no effect.
@@ -156,7 +141,7 @@ class QuestionAnswering(EncoderTask):
         smoothing = self.label_smoothing if model.training else 0.0
         return self._loss_sum(self._logits(model, batch), batch, smoothing)
 
-    def _loss_sum(self, logits: tuple[Tensor, Tensor], batch: Mapping[str, Tensor], smoothing: float) -> Tensor:
+    def _loss_sum(self, logits: tuple[Tensor, Tensor], batch: Batch, smoothing: float) -> Tensor:
         start, end = logits
         losses = (
             position_loss_sum(places, batch[name], batch["attention_mask"], smoothing)
@@ -164,30 +149,29 @@ class QuestionAnswering(EncoderTask):
         )
         return sum(losses, start=start.new_zeros(())) / 2
 
-    def _logits(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def _logits(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the fp32 logits (W, T) of the first token and of the last token."""
         names = ("input_ids", "attention_mask", "token_type_ids")
         output = model(**{name: batch[name] for name in names if name in batch})
         return output.start_logits.float(), output.end_logits.float()
 
-    def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def evaluate_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         """Return the summed loss without smoothing, and the likeliest answers per question: positions and scores."""
         logits = self._logits(model, batch)
         found = {f"rows_{name}": value for name, value in self._best(logits, batch).items()}
         return {"loss_sum": self._loss_sum(logits, batch, 0.0), **found}
 
-    def _best(self, logits: tuple[Tensor, Tensor], batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _best(self, logits: tuple[Tensor, Tensor], batch: Batch) -> Tensors:
         return best_spans(*logits, batch, num_best=NUM_BEST, max_answer_length=self.max_answer_length)
 
-    def score(self, loss: float, totals: Mapping[str, NDArray[Any]], data: TaskData) -> Scores:
+    def score(self, loss: float, totals: Totals, data: TaskData) -> Scores:
         """Return SQuAD's exact match and F1, with no-answer metrics if questions may be unanswered."""
         source: Source = data.source
         rows = {name.removeprefix("rows_"): value for name, value in totals.items() if name.startswith("rows_")}
         # evaluate.max_samples selects questions at even spacing, in the order in which the evaluation reads them.
-        count, total = len(rows["null"]), len(source.asked)
-        asked = [source.asked[index * total // count] for index in range(count)]
+        asked = [source.evaluated[index] for index in spaced(len(rows["null"]), len(source.evaluated))]
         best = [ranked(question, rows, row)[0] for row, question in enumerate(asked)]
-        wanted = [[answer.text for answer in question.answers] for question in asked]
+        wanted = [question.wanted for question in asked]
         metrics = answer_scores(
             [each.text for each in best], [each.null_score for each in best], wanted, self.threshold
         )
@@ -202,16 +186,16 @@ class QuestionAnswering(EncoderTask):
         """Return the text of `best`, or an empty string if the no-answer score exceeds the threshold."""
         return "" if self.threshold is not None and best.null_score > self.threshold else best.text
 
-    def predict_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def predict_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         """Return the likeliest answers of each question, and the score of no answer."""
         return self._best(self._logits(model, batch), batch)
 
-    def prediction_columns(self, rows: Mapping[str, NDArray[Any]], data: TaskData) -> dict[str, list[Any]]:
+    def prediction_columns(self, rows: Totals, data: TaskData) -> Columns:
         """Return the answer, its probability, the five likeliest answers, and the right answers if known."""
         source: Source = data.source
-        asked = [source.asked[index] for index in rows["index"].tolist()]
+        asked = [source.evaluated[index] for index in rows["index"].tolist()]
         every = [ranked(question, rows, row) for row, question in enumerate(asked)]
-        columns: dict[str, list[Any]] = {
+        columns: Columns = {
             "question": [question.question for question in asked],
             "answer": [self._given(best[0]) for best in every],
             "score": [best[0].probability for best in every],
@@ -220,16 +204,16 @@ class QuestionAnswering(EncoderTask):
             columns["null_score"] = [best[0].null_score for best in every]
         columns["best_answers"] = [[each.text for each in best[:5]] for best in every]
         if self.is_labelled:
-            columns["true_answers"] = [sorted({answer.text for answer in question.answers}) for question in asked]
+            columns["true_answers"] = [sorted({*question.wanted}) for question in asked]
         return columns
 
     def baselines(self, data: TaskData) -> dict[str, float]:
         """Return the scores of the context part with the most question words around it, and of an empty answer."""
         source: Source = data.source
-        if source.loaded.eval is None:
+        if source.rows.eval is None:
             return {}
-        wanted = [[answer.text for answer in question.answers] for question in source.asked]
-        answers = {"sliding_window": overlap_answers(source.loaded.train, source.asked)}
+        wanted = [question.wanted for question in source.evaluated]
+        answers = {"sliding_window": overlap_answers(source.rows.train, source.evaluated)}
         if self.threshold is not None:
             answers["no_answer"] = [""] * len(wanted)
         return {
@@ -262,15 +246,9 @@ def _stride(asked: int | None, max_length: int) -> int:
     return most if asked is None else asked
 
 
-def _fingerprint(train: list[questions.Window], evaluation: list[tuple[questions.Window, ...]] | None) -> str:
-    sides = [train, [window for windows in evaluation or () for window in windows]]
-    arrays = [
-        array
-        for side in sides
-        if side
-        for array in (
-            *joined_arrays([window.ids for window in side]),
-            np.array([(*window.context, *window.answer) for window in side]),
-        )
-    ]
-    return samples_digest(("question-answering",), [*arrays, np.array([len(windows) for windows in evaluation or ()])])
+def _fingerprint(train: list[questions.Window], evaluation: Sequence[tuple[questions.Window, ...]]) -> str:
+    arrays: list[NDArray[Any]] = []
+    for side in filter(None, (train, [*chain(*evaluation)])):
+        arrays += joined_arrays([window.ids for window in side])
+        arrays.append(np.array([(*window.context, *window.answer) for window in side]))
+    return samples_digest(("question-answering",), [*arrays, np.array([*map(len, evaluation)])])

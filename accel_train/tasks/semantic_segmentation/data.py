@@ -251,13 +251,8 @@ def _crop_pair(
     crop_size = height_width(settings.crop_size)
     canvas = place_crop(image, settings.preprocessing, size, corner, crop_size)
     ignored = Image.new("L", crop_size[::-1], settings.ignore_index)
-    ignored.paste(_resized(Image.fromarray(mask), size, Image.Resampling.NEAREST), (-corner[0], -corner[1]))
+    ignored.paste(Image.fromarray(mask).resize(size[::-1], Image.Resampling.NEAREST), (-corner[0], -corner[1]))
     return canvas, np.asarray(ignored)
-
-
-def _resized(image: Image.Image, size: tuple[int, int], resample: int) -> Image.Image:
-    """Return the image resized to `size`, (height, width)."""
-    return image if image.size == size[::-1] else image.resize(size[::-1], resample)
 
 
 def collate_segments(

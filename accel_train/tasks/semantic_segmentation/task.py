@@ -1,12 +1,9 @@
 """Semantic segmentation: predict a class per pixel with any segmentation model of transformers."""
 
-from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers import MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING, AutoModelForSemanticSegmentation
 
@@ -16,7 +13,7 @@ from accel_train.data.images.preprocessing import Size
 from accel_train.metrics.scores import segmentation_scores
 from accel_train.metrics.tally import confusion_counts
 from accel_train.recipe.schema import Recipe
-from accel_train.task import Scores, TaskData
+from accel_train.task import Batch, Scores, TaskData, Tensors, Totals
 from accel_train.tasks.common.classification import ClassLoss, resolve_class_weights
 from accel_train.tasks.common.image_views import at_label_size, mean_pixel_probabilities, one_at_a_time
 from accel_train.tasks.common.vision import ImageSource, VisionTask, image_logits
@@ -59,7 +56,7 @@ print(mask.shape, mask.unique())"""
         )
         train = segmentation.SegmentationCrops(sets.train, settings)
         evaluation = None if sets.eval is None else segmentation.SegmentationImages(sets.eval, settings)
-        for side in (train, *([] if evaluation is None else [evaluation])):
+        for side in filter(None, (train, evaluation)):
             for index in evenly_spaced(len(side), _NUM_TRIED):
                 side.decoded(index)
         weights = None
@@ -85,7 +82,7 @@ print(mask.shape, mask.unique())"""
             where=sets.train.where,
         )
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the fp32 cross-entropy summed over pixels that are not ignored.
 
         Training adds smoothing and class weights.
@@ -93,14 +90,14 @@ print(mask.shape, mask.unique())"""
         logits = at_label_size(image_logits(model, batch["pixel_values"]), batch)
         return self.loss(logits, batch["labels"].long(), training=model.training)
 
-    def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def evaluate_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         """Return the summed loss and the confusion matrix of pixels, at the size of the masks.
 
         With test-time augmentation, also return the confusion matrix of the averaged predictions.
         """
         logits = self.whole_logits(model, batch["pixel_values"])
         views, num_classes = self.views(model, batch["pixel_values"], logits), logits.shape[1]
-        counts: dict[str, Tensor] = {}
+        counts: Tensors = {}
         for own, image in one_at_a_time(batch):
             full, labels = at_label_size(logits[own], image), image["labels"].long()
             # `ignore_index` may be the number of a class, so ignored pixels become -1.
@@ -116,7 +113,7 @@ print(mask.shape, mask.unique())"""
             counts = {name: counts[name] + value if name in counts else value for name, value in found.items()}
         return counts
 
-    def score(self, loss: float, totals: Mapping[str, NDArray[Any]], data: TaskData) -> Scores:
+    def score(self, loss: float, totals: Totals, data: TaskData) -> Scores:
         """Return the mean intersection over union of the classes that occur, and the pixel accuracy."""
         names = data.source.label_names
         scores = segmentation_scores(totals["confusion"], names)
@@ -126,7 +123,7 @@ print(mask.shape, mask.unique())"""
         compared = {"without": dict(scores.metrics), "with": dict(averaged)}
         return Scores(scores.metrics, {**scores.details, "test_time_augmentation": compared})
 
-    def predict_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def predict_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         """Return the likeliest class of each pixel as `mask`, at the size of the masks, with `height` and `width`.
 
         In a batch with masks of several sizes, pixels beyond a mask's own height and width are 255.

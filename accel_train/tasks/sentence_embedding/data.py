@@ -1,6 +1,7 @@
 """Rows of texts that belong together, or scored pairs: read table rows, tokenize and batch them."""
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from accel_train.core.files import digest64
 from accel_train.data.sources import Source
 from accel_train.data.tables import show_cell
-from accel_train.data.text.padding import padded_inputs
+from accel_train.data.text.padding import joined_arrays, padded_inputs
 from accel_train.data.text.tokenizers import parts_to_tokenize, plain_encoder
 from accel_train.recipe.schema import Recipe
 from accel_train.tasks.common.texts import Divided, TextRow, read_both, text_rows
@@ -131,16 +132,19 @@ def text_hash(text: str) -> int:
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
-def collate_rows(samples: Sequence[Sample], *, pad_id: int, multiple: int, max_length: int) -> dict[str, Any]:
-    """Return a batch padded on the right: `input_ids` and `attention_mask` (N, K, T) int64, `texts` (N, K), `scores`.
-
-    `num_targets` is the number of rows.
-    """
-    ids = [each for sample in samples for each in sample.ids]
-    batch = padded_inputs(ids, pad_id=pad_id, multiple=multiple, max_length=max_length)
+def collate_rows(samples: Sequence[Sample], **padding: int) -> dict[str, Any]:
+    """Return a batch of `padded_inputs` (N, K, T) int64, `texts` (N, K), `scores`, and `num_targets`, the rows."""
+    ids, texts, scores = zip(*samples)
+    batch = padded_inputs([*chain(*ids)], **padding)
     return {
         **{name: tensor.unflatten(0, (len(samples), -1)) for name, tensor in batch.items()},
-        "texts": torch.tensor([sample.texts for sample in samples]),
-        "scores": torch.tensor([sample.score for sample in samples], dtype=torch.float32),
+        "texts": torch.tensor(texts),
+        "scores": torch.tensor(scores, dtype=torch.float32),
         "num_targets": len(samples),
     }
+
+
+def arrays_of(samples: Sequence[Sample]) -> list[NDArray[Any]]:
+    """Return samples as arrays, for a digest."""
+    ids, texts, scores = zip(*samples)
+    return [*joined_arrays([*chain(*ids)]), np.array(texts), np.array(scores)]

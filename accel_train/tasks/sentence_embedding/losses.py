@@ -150,8 +150,7 @@ class GlobalBatch(GlobalLoss["list[Part]"]):
         part = parts[self._next]
         assert part.gradient.shape == table.vectors.shape, "the micro-batches come in the order of the first forward"
         self._next = (self._next + 1) % len(parts) if was_in_step else 0
-        loss_sum: Tensor = _Cached.apply(table.vectors, *part)
-        return loss_sum
+        return _Cached.apply(table.vectors, *part)
 
     def join(self, parts: Sequence[Tensor], weighs: Sequence[bool], *, is_alone: bool) -> list[Part]:
         """* Return the parts of this process's micro-batches, from the rows of all processes."""

@@ -1,6 +1,6 @@
 """Sentence embedding: train vectors whose cosine similarity tells which texts belong together."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -12,18 +12,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import normalize
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig
 
 from accel_train.core.model_card import FOLDER, Use
 from accel_train.core.state import Choice
-from accel_train.data.text.padding import joined_arrays, samples_digest
 from accel_train.metrics.scores import pearson_correlation, spearman_correlation
 from accel_train.model.pretrained import value_of
 from accel_train.recipe.schema import Recipe
-from accel_train.task import Facts, Scores, TaskData
+from accel_train.task import Batch, Columns, Facts, Scores, TaskData, Tensors, Totals
 from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.encoder import EncoderTask, cut_note
 from accel_train.tasks.common.texts import Divided, characters_as_words
+from accel_train.tasks.rows import TextSource, digest_of_sides
 from accel_train.tasks.sentence_embedding import data as rows_of
 from accel_train.tasks.sentence_embedding.config import EMBEDDING, SPEC, SentenceEmbeddingData
 from accel_train.tasks.sentence_embedding.folder import Pooling, pooling_of, write_folder
@@ -42,19 +42,11 @@ print(model.similarity(queries, documents))
 
 
 @dataclass(frozen=True)
-class Source:
-    """The rows, tokenizer, and model configuration that the task keeps in addition to its samples."""
+class Source(TextSource[Divided[rows_of.AnchorRow]]):
+    """The rows, and the prompts of their texts."""
 
-    rows: Divided[rows_of.AnchorRow]
-    tokenizer: PreTrainedTokenizerBase
-    config: PreTrainedConfig
     prompts: dict[str, str]
     """Text before anchors (`query`) and before positives and negatives (`document`)."""
-
-    def row_ids(self, index: int) -> str:
-        """Return the name of an evaluation row: its id column, or its file and row number."""
-        assert self.rows.eval is not None
-        return self.rows.eval[index].id
 
 
 class SentenceEmbedding(EncoderTask):
@@ -107,13 +99,8 @@ class SentenceEmbedding(EncoderTask):
             evaluation=evaluation,
             lengths=lengths,
             collate=rows_of.collate_rows,
-            fingerprint=_fingerprint(train, evaluation),
-            source=Source(
-                rows,
-                reader.tokenizer,
-                reader.config,
-                texts,
-            ),
+            fingerprint=digest_of_sides(("sentence-embedding",), (train, evaluation), rows_of.arrays_of),
+            source=Source(rows, reader.tokenizer, reader.config, texts),
             facts=Facts(
                 others={"pooling": self.pooling, "objective": section.loss_name},
                 notes=cut_note(lengths, reader.max_length, section.of_training("rows")),
@@ -135,26 +122,26 @@ class SentenceEmbedding(EncoderTask):
         """Return the shape of a row with all its texts."""
         return (self.objective.num_texts, length)
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the fp32 loss summed over rows. In training, other rows of the global batch are negatives."""
         table = self._table(model, batch)
         return (self.global_loss or GlobalBatch(self.objective)).loss_sum(table)
 
-    def global_part(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def global_part(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the vectors of a micro-batch, packed, for `GlobalLoss.over`."""
         return self._table(model, batch).packed()
 
-    def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def evaluate_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         """Return the vectors of all texts. Loss and scores compare all of them with each other."""
         vectors, texts, scores = self._table(model, batch)
         return {"rows_vectors": vectors, "rows_texts": texts, "rows_scores": scores}
 
-    def loss_of_rows(self, rows: Mapping[str, NDArray[Any]]) -> float:
+    def loss_of_rows(self, rows: Totals) -> float:
         """Return the loss summed over evaluation rows, which form one batch."""
         table = Table(*(torch.from_numpy(rows[f"rows_{name}"]) for name in Table._fields))
         return float(self.objective.row_losses(table, with_gradient=False)[0].double().sum())
 
-    def score(self, loss: float, totals: Mapping[str, NDArray[Any]], data: TaskData) -> Scores:
+    def score(self, loss: float, totals: Totals, data: TaskData) -> Scores:
         """Return the correlations of scored pairs, or recall, MRR, and nDCG of finding each anchor's positives."""
         vectors = totals["rows_vectors"]
         unit = vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
@@ -197,14 +184,14 @@ class SentenceEmbedding(EncoderTask):
             baselines |= {f"{name}_{metric}": value for metric, value in found.items()}
         return baselines
 
-    def predict_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def predict_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         """Return the vector of each text, or the similarity of the first two texts of each row."""
         unit = normalize(self._table(model, batch).vectors, dim=-1)
         if unit.shape[1] == 1:
             return {"embedding": unit[:, 0]}
         return {"similarity": (unit[:, 0] * unit[:, 1]).sum(-1)}
 
-    def prediction_columns(self, rows: Mapping[str, NDArray[Any]], data: TaskData) -> dict[str, list[Any]]:
+    def prediction_columns(self, rows: Totals, data: TaskData) -> Columns:
         """Return `embedding` (a list of numbers) or `similarity`, as the shortest decimals of float32."""
         if "similarity" in rows:
             return {"similarity": [float(str(value)) for value in rows["similarity"]]}
@@ -231,10 +218,10 @@ class SentenceEmbedding(EncoderTask):
         """Return the model with its pooling and normalization."""
         return Embedder(model, self.pooling)
 
-    def export_batch(self, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def export_batch(self, batch: Batch) -> Tensors:
         return {name: batch[name].flatten(0, 1) for name in ("input_ids", "attention_mask")}
 
-    def _table(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Table:
+    def _table(self, model: nn.Module, batch: Batch) -> Table:
         """Return the pooled vectors of a batch in fp32, with its other columns."""
         ids, mask = batch["input_ids"], batch["attention_mask"]
         found = model(input_ids=ids.flatten(0, 1), attention_mask=mask.flatten(0, 1))
@@ -252,7 +239,7 @@ class Embedder(nn.Module):
         super().__init__()
         self.model, self.pooling = model, pooling
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, **more: Tensor) -> dict[str, Tensor]:
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, **more: Tensor) -> Tensors:
         """Return `sentence_embedding` (N, D): one normalized fp32 vector per text."""
         hidden = self.model(input_ids=input_ids, attention_mask=attention_mask, **more).last_hidden_state
         return {EMBEDDING: normalize(pooled(hidden, attention_mask, self.pooling), dim=-1)}
@@ -308,15 +295,6 @@ def _check_config(recipe: Recipe, config: PreTrainedConfig, section: SentenceEmb
         raise ValueError(
             f"data.matryoshka_dims names {too_many[0]}, but the model's vectors have {width} numbers; leave it out"
         )
-
-
-def _fingerprint(train: list[rows_of.Sample], evaluation: list[rows_of.Sample] | None) -> str:
-    arrays: list[NDArray[Any]] = []
-    for side in (train, evaluation):
-        if side is not None:
-            arrays += joined_arrays([each for sample in side for each in sample.ids])
-            arrays += [np.array([sample.texts for sample in side]), np.array([sample.score for sample in side])]
-    return samples_digest(("sentence-embedding",), arrays)
 
 
 Floats = NDArray[np.floating[Any]]

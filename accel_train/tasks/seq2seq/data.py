@@ -12,7 +12,7 @@ from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.sources import Source, describe, file_kind, files_of
 from accel_train.data.tables import MissingColumn, show_cell, text_cell
 from accel_train.data.text.aligned import read_aligned
-from accel_train.data.text.padding import padded, padded_inputs
+from accel_train.data.text.padding import joined_arrays, padded, padded_inputs
 from accel_train.data.text.tokenizers import parts_to_tokenize, plain_encoder
 from accel_train.recipe.schema import Recipe
 from accel_train.tasks.common.texts import Divided, TextRow, read_both, text_rows, text_tokenizer
@@ -150,6 +150,11 @@ def tokenize_pairs(
             row = number if number in chosen else -1
             pairs.append(Pair(np.array(source, dtype=np.int32), np.array(target, dtype=np.int32), row))
     return pairs
+
+
+def arrays_of(pairs: Sequence[Pair]) -> list[NDArray[Any]]:
+    """Return pairs as arrays, for a digest."""
+    return [*joined_arrays([pair.source for pair in pairs]), *joined_arrays([pair.target for pair in pairs])]
 
 
 def collate_pairs(

@@ -1,10 +1,10 @@
 """Sequence to sequence: translate, summarize, or rewrite texts with any encoder-decoder (T5, BART, Marian, ...)."""
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import mode
 from typing import Any, cast
 
 import numpy as np
@@ -24,46 +24,38 @@ from transformers import (
 
 from accel_train.core.model_card import FOLDER, Use
 from accel_train.data.labels import IGNORED_LABEL
-from accel_train.data.text.padding import joined_arrays, samples_digest
 from accel_train.data.text.tokenizers import vocab_size_of
 from accel_train.metrics.scores import perplexity
 from accel_train.metrics.texts import TEXT_SCORES, text_scores
 from accel_train.model.kernels.chunked_loss import summed_loss
 from accel_train.model.pretrained import pretrained_config, value_of
 from accel_train.recipe.schema import Recipe
-from accel_train.task import Facts, Scores, Task, TaskData
+from accel_train.task import Batch, Columns, Facts, Scores, Task, TaskData, Tensors, Totals
 from accel_train.tasks.common import classification
 from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.generation import TextGenerator, decoded, spaced
 from accel_train.tasks.common.text_models import DEFAULT_MAX_LENGTH, Head
-from accel_train.tasks.common.texts import TextRow
+from accel_train.tasks.common.texts import Divided, TextRow
 from accel_train.tasks.common.vocabulary import fields_with_vocabulary
+from accel_train.tasks.rows import TextSource, digest_of_sides
 from accel_train.tasks.seq2seq.config import SPEC, Seq2SeqData
-from accel_train.tasks.seq2seq.data import Pair, collate_pairs, load_pairs, pair_tokenizer, tokenize_pairs
+from accel_train.tasks.seq2seq.data import arrays_of, collate_pairs, load_pairs, pair_tokenizer, tokenize_pairs
 
 NUM_SHOWN = 10
 """Number of generated texts in the report."""
 
 
 @dataclass(frozen=True)
-class Source:
-    """The evaluation rows, tokenizer, and model configuration that the task keeps in addition to its samples."""
+class Source(TextSource[Divided[TextRow]]):
+    """The pairs of texts, and the rows to generate texts for."""
 
-    rows: list[TextRow]
-    tokenizer: PreTrainedTokenizerBase
-    config: PreTrainedConfig
     generated: Sequence[int]
     """Indices of the evaluation rows for which texts are generated."""
-    most_frequent_target: str
 
     @property
     def vocab_size(self) -> int:
         """Number of tokens in the tokenizer's vocabulary."""
         return vocab_size_of(self.tokenizer)
-
-    def row_ids(self, index: int) -> str:
-        """Return the name of an evaluation row: its id column, or its file and row number."""
-        return self.rows[index].id
 
 
 class Seq2Seq(Task):
@@ -108,7 +100,7 @@ class Seq2Seq(Task):
             collate=partial(
                 collate_pairs, pad_id=int(tokenizer.pad_token_id), multiple=data.pad_to_multiple_of, max_lengths=lengths
             ),
-            fingerprint=_fingerprint(train, evaluation),
+            fingerprint=digest_of_sides((), (train, evaluation), arrays_of),
             facts=Facts(
                 sources=texts.description,
                 num_train=len(train),
@@ -124,7 +116,7 @@ class Seq2Seq(Task):
                 notes=[*texts.notes, *tokenizer_notes, *_cut(sizes, lengths, data)],
             ),
             reading_is_free=True,
-            source=Source(rows, tokenizer, config, generated, _most_frequent(texts.train)),
+            source=Source(texts, tokenizer, config, generated),
             lengths=sizes.sum(axis=1),
             lengths_vary=True,
         )
@@ -140,7 +132,7 @@ class Seq2Seq(Task):
         data.add_notes(notes)
         return model
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the fp32 cross-entropy summed over target tokens, with `loss.label_smoothing` in training."""
         smoothing = self.label_smoothing if model.training else 0.0
         return summed_loss(decoder_logits(model, batch), batch["labels"], smoothing)
@@ -153,7 +145,7 @@ class Seq2Seq(Task):
         flops = classification.training_flops(AutoModelForSeq2SeqLM, model.config, **shapes)
         return None if flops is None else flops / target
 
-    def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def evaluate_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         """Return the summed loss, the counts of target tokens and correct predictions, and generated texts.
 
         Predictions are teacher-forced. Texts are generated only for the chosen rows.
@@ -170,7 +162,7 @@ class Seq2Seq(Task):
             counted["rows_generated"] = self.generator.generate(model, model_inputs(batch), rows >= 0)
         return counted
 
-    def score(self, loss: float, totals: Mapping[str, NDArray[Any]], data: TaskData) -> Scores:
+    def score(self, loss: float, totals: Totals, data: TaskData) -> Scores:
         """Return perplexity and token accuracy, with BLEU, chrF, ROUGE, and exact match of generated texts."""
         source: Source = data.source
         accuracy = float(totals["num_hits"] / max(1, totals["num_labels"]))
@@ -178,7 +170,7 @@ class Seq2Seq(Task):
         if "rows_number" not in totals:
             return Scores(metrics)
         chosen = totals["rows_number"] >= 0
-        rows = [source.rows[number] for number in totals["rows_number"][chosen]]
+        rows = [source.evaluated[number] for number in totals["rows_number"][chosen]]
         texts = decoded(totals["rows_generated"][chosen], source.tokenizer)
         shown = [
             {"id": row.id, "source": row.texts[0], "target": row.label, "generated": text}
@@ -193,27 +185,26 @@ class Seq2Seq(Task):
     def baselines(self, data: TaskData) -> dict[str, float]:
         """Return the scores of two answers without a model: the source, and the most frequent training target."""
         source: Source = data.source
-        rows = [source.rows[number] for number in source.generated]
-        answers = {
-            "copied_source": [row.texts[0] for row in rows],
-            "most_frequent_target": [source.most_frequent_target] * len(rows),
-        }
+        rows = [source.evaluated[number] for number in source.generated]
+        if not rows:
+            return {}
+        most_frequent = mode(row.label for row in source.rows.train)
+        answers = {"copied_source": [row.texts[0] for row in rows], "most_frequent_target": [most_frequent] * len(rows)}
         return {
             f"{name}_{score}": value
             for name, texts in answers.items()
-            if rows
             for score, value in self._text_scores(texts, rows).items()
         }
 
-    def predict_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def predict_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         """Generate a text per source. Return token ids `generated` (N, `data.max_target_length`), -1 after the end."""
         return {"generated": self.generator.generate(model, model_inputs(batch))}
 
-    def prediction_columns(self, rows: Mapping[str, NDArray[Any]], data: TaskData) -> dict[str, list[Any]]:
+    def prediction_columns(self, rows: Totals, data: TaskData) -> Columns:
         """Return the generated texts, and the targets if known."""
         source: Source = data.source
-        targets = [source.rows[number].label for number in rows["index"]]
-        columns: dict[str, list[Any]] = {"generated": decoded(rows["generated"], source.tokenizer)}
+        targets = [source.evaluated[number].label for number in rows["index"]]
+        columns: Columns = {"generated": decoded(rows["generated"], source.tokenizer)}
         return columns | ({"target": targets} if targets[0] is not None else {})
 
     def save_description(self, model: nn.Module, data: TaskData, folder: Path) -> None:
@@ -269,34 +260,14 @@ def _generated_rows(recipe: Recipe, num_rows: int) -> Sequence[int]:
     return read if wanted is None else [read[index] for index in spaced(wanted, len(read))]
 
 
-def _most_frequent(rows: Sequence[TextRow]) -> str:
-    counts = Counter(row.label for row in rows if row.label is not None)
-    return counts.most_common(1)[0][0] if counts else ""
-
-
 def _cut(sizes: NDArray[np.int64], lengths: tuple[int, int], data: Seq2SeqData) -> list[str]:
     """Return notes about training texts that reach a length limit. The count includes a few that fit exactly."""
-    notes = []
-    for side, name, column, most in (
-        ("sources", "max_length", 0, lengths[0]),
-        ("targets", "max_target_length", 1, lengths[1]),
-    ):
-        count = int((sizes[:, column] >= most).sum())
-        if count:
-            notes.append(
-                f"{count:,} of {len(sizes):,} {data.of_training(side)} reach data.{name}={most} tokens, and are cut "
-                "there"
-            )
-    return notes
-
-
-def _fingerprint(train: Sequence[Pair], evaluation: Sequence[Pair]) -> str:
-    parts = [
-        ids
-        for pairs in (train, evaluation)
-        for ids in ([pair.source for pair in pairs], [pair.target for pair in pairs])
+    sides = zip(("sources", "targets"), ("max_length", "max_target_length"), lengths, sizes.T, strict=True)
+    return [
+        f"{count:,} of {len(sizes):,} {data.of_training(side)} reach data.{name}={most} tokens, and are cut there"
+        for side, name, most, own in sides
+        if (count := int((own >= most).sum()))
     ]
-    return samples_digest((), [array for rows in parts for array in joined_arrays(rows)])
 
 
 SEQ2SEQ = Head("sequence-to-sequence", AutoModelForSeq2SeqLM, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING)
@@ -362,16 +333,15 @@ def resolve_lengths(recipe: Recipe, config: PreTrainedConfig, tokenizer: PreTrai
     return found[0], found[1]
 
 
-def decoder_logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+def decoder_logits(model: nn.Module, batch: Batch) -> Tensor:
     """Return logits (N, T, vocabulary) for `labels` (N, T). The model shifts the labels for its decoder."""
     labels = batch["labels"]
     # M2M-100 and a few other models do not have this method.
     shift = getattr(model, "prepare_decoder_input_ids_from_labels", None)
     decoder: dict[str, Any] = {"labels": labels} if shift is None else {"decoder_input_ids": shift(labels)}
-    logits: Tensor = model(**model_inputs(batch), **decoder, use_cache=False).logits
-    return logits
+    return model(**model_inputs(batch), **decoder, use_cache=False).logits
 
 
-def model_inputs(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def model_inputs(batch: Batch) -> Tensors:
     """Return the encoder inputs of a batch."""
     return {name: batch[name] for name in ("input_ids", "attention_mask")}

@@ -11,10 +11,11 @@ from numpy.typing import NDArray
 from accel_train.data.labels import IGNORED_LABEL, LabelScheme, columns_scheme, is_missing, label_scheme
 from accel_train.data.sources import Source, describe
 from accel_train.data.tables import class_names, resolve_both
-from accel_train.data.text.padding import padded, padded_inputs
+from accel_train.data.text.padding import joined_arrays
 from accel_train.data.text.tokenizers import parts_to_tokenize, plain_encoder
 from accel_train.recipe.schema import Recipe
-from accel_train.tasks.common.texts import TextRow, hold_out, repeated_texts, text_rows
+from accel_train.tasks.common.texts import Divided, TextRow, hold_out, repeated_texts, text_rows
+from accel_train.tasks.rows import padded_pairs, second_from
 from accel_train.tasks.text_classification.config import TextClassificationData
 
 if TYPE_CHECKING:
@@ -24,17 +25,12 @@ _TEXTS_PER_CALL = 1000
 
 
 @dataclass(frozen=True)
-class LabelledTexts:
+class LabelledTexts(Divided[TextRow]):
     """Texts in memory, with labels encoded by `LabelScheme.encode`."""
 
     scheme: LabelScheme
-    train: list[TextRow]
     train_labels: NDArray[Any]
-    eval: list[TextRow] | None
     eval_labels: NDArray[Any]
-    description: str
-    notes: list[str]
-    """Notes for the user, as sentences."""
 
     @property
     def num_train_of_label(self) -> dict[str, int]:
@@ -59,12 +55,16 @@ def load_labelled_texts(recipe: Recipe, known_names: tuple[str, ...] | None) -> 
     rows, dropped = _with_labels(read_text_rows(sources, data, key=data.train_key), data, data.train_key)
     notes += dropped
     labels = [row.label for row in rows]
+
+    def where(index: int) -> str:
+        return rows[index].where
+
     if data.label_columns is not None:
-        scheme = columns_scheme(labels, lambda index: rows[index].where, data.label_columns, data.label_names)
+        scheme = columns_scheme(labels, where, data.label_columns, data.label_names)
     else:
         scheme = label_scheme(
             labels,
-            lambda index: rows[index].where,
+            where,
             column=data.label_column,
             problem_type=recipe.model.problem_type,
             label_names=data.label_names,
@@ -75,7 +75,7 @@ def load_labelled_texts(recipe: Recipe, known_names: tuple[str, ...] | None) -> 
         )
     classes = None
     if data.stratify and not eval_sources and scheme.problem_type == "single_label":
-        classes = scheme.encode(labels, lambda index: rows[index].where).tolist()
+        classes = scheme.encode(labels, where).tolist()
     train, evaluation, split_notes = hold_out(rows, data, sources, eval_sources, classes)
     notes += [*scheme.notes, *split_notes]
     if eval_sources:
@@ -96,11 +96,11 @@ def load_labelled_texts(recipe: Recipe, known_names: tuple[str, ...] | None) -> 
         description=describe(sources, eval_sources),
         notes=notes,
     )
-    empty = next((row.where for row in train if not any(map(str.strip, row.texts))), None)
-    if empty is not None and data.is_for_training:
-        count = sum(not any(map(str.strip, row.texts)) for row in train)
+    empty = [row.where for row in train if not any(map(str.strip, row.texts))]
+    if empty and data.is_for_training:
         notes.append(
-            f"{count:,} of {len(train):,} training texts are empty ({empty} is the first), and trained on as they are"
+            f"{len(empty):,} of {len(train):,} training texts are empty ({empty[0]} is the first), and trained on as "
+            "they are"
         )
     missing = [name for name, count in texts.num_train_of_label.items() if count == 0]
     if missing and data.is_labelled and data.is_for_training:
@@ -133,7 +133,7 @@ def shared_sides(train: Sequence[TextRow], evaluation: Sequence[TextRow], column
         if count:
             notes.append(
                 f"{count:,} of {len(evaluation):,} evaluation pairs have a {column!r} that another pair in data.train "
-                "too has: their score says little of new ones"
+                "has too, so their score says little about new ones"
             )
     return notes
 
@@ -170,23 +170,22 @@ class Sample(NamedTuple):
     """Class id, number, or row of zeros and ones."""
 
 
-def collate_texts(
-    samples: Sequence[Sample], *, pad_id: int, multiple: int, max_length: int, with_types: bool
-) -> dict[str, Any]:
-    """Return a batch padded on the right: `input_ids`, `attention_mask` and optionally `token_type_ids`, (N, T) int64.
+def collate_texts(samples: Sequence[Sample], *, with_types: bool, **padding: int) -> dict[str, Any]:
+    """Return a batch of `padded_pairs`, (N, T) int64, `labels` (N, ...), and `num_targets`.
 
-    T is the longest length, rounded up to a multiple of `multiple`, and at most `max_length`, the model's limit. With
-    `with_types`, `token_type_ids` marks the tokens of the second text. `labels` is (N, ...). `num_targets` is the
-    number of texts with a known class.
+    `num_targets` is the number of texts with a known class.
     """
-    ids = [sample.ids for sample in samples]
-    batch = padded_inputs(ids, pad_id=pad_id, multiple=multiple, max_length=max_length)
-    if with_types:
-        types = [np.arange(len(sample.ids)) >= sample.second_from for sample in samples]
-        batch["token_type_ids"] = padded(types, batch["input_ids"].shape[1], 0)
-    labels = np.stack([np.asarray(sample.label) for sample in samples])
+    ids, begins, every = zip(*samples)
+    labels = np.stack([*map(np.asarray, every)])
     num_targets = int((labels != IGNORED_LABEL).sum()) if labels.ndim == 1 else len(samples)
+    batch = padded_pairs(ids, begins, with_types=with_types, **padding)
     return {**batch, "labels": torch.from_numpy(labels), "num_targets": num_targets}
+
+
+def arrays_of(samples: Sequence[Sample]) -> list[NDArray[Any]]:
+    """Return samples as arrays, for a digest."""
+    ids, begins, labels = zip(*samples)
+    return [*joined_arrays(ids), np.array(begins, dtype=np.int32), np.array(labels)]
 
 
 def tokenize_rows(
@@ -215,6 +214,5 @@ def tokenize_rows(
                 raise ValueError(
                     f"{rows[row].where}: the text is empty, and the tokenizer adds no tokens; drop the row"
                 )
-            second_from = types.index(1) if 1 in types else len(ids)
-            samples.append(Sample(np.array(ids, dtype=np.int32), second_from, labels[row]))
+            samples.append(Sample(np.array(ids, dtype=np.int32), second_from(types), labels[row]))
     return samples

@@ -12,7 +12,7 @@ from torch import Tensor
 from accel_train.data.labels import LabelScheme
 from accel_train.metrics import METRICS, fits, load_metric, scores, tally
 from accel_train.recipe.schema import Recipe
-from accel_train.task import Scores
+from accel_train.task import Scores, Tensors, Totals
 from accel_train.tasks.common.texts import characters_as_words, joined
 from accel_train.tasks.text_classification.data import LabelledTexts
 
@@ -40,9 +40,9 @@ def check_metrics(recipe: Recipe, scheme: LabelScheme) -> None:
             raise ValueError(f"evaluate.metrics: auroc of {len(scheme.names):,} labels is not counted; leave it out")
 
 
-def count_label_metrics(names: Sequence[str], logits: Tensor, labels: Tensor) -> dict[str, Tensor]:
+def count_label_metrics(names: Sequence[str], logits: Tensor, labels: Tensor) -> Tensors:
     """Return the counts for multi-label metrics that `multilabel_counts` lacks, from logits and labels (N, C)."""
-    counted: dict[str, Tensor] = {}
+    counted: Tensors = {}
     if "accuracy" in names:
         known = (labels >= 0).all(1)
         right = ((logits > 0) == (labels > 0)).all(1)
@@ -54,9 +54,7 @@ def count_label_metrics(names: Sequence[str], logits: Tensor, labels: Tensor) ->
     return counted
 
 
-def label_metrics(
-    names: Sequence[str], totals: Mapping[str, NDArray[Any]], averages: Mapping[str, float]
-) -> dict[str, float]:
+def label_metrics(names: Sequence[str], totals: Totals, averages: Mapping[str, float]) -> dict[str, float]:
     """Return multi-label metrics: exact-match accuracy, mean AUROC of the labels, and averages (`f1` is macro)."""
     found: dict[str, float] = {}
     for name in names:
@@ -112,8 +110,7 @@ def _constant_answer(texts: LabelledTexts) -> NDArray[Any]:
     assert texts.eval is not None
     is_regression = texts.scheme.problem_type == "regression"
     model: Any = DummyRegressor() if is_regression else DummyClassifier(strategy="most_frequent")
-    answer: NDArray[Any] = model.fit(texts.train, texts.train_labels).predict(texts.eval)
-    return answer
+    return model.fit(texts.train, texts.train_labels).predict(texts.eval)
 
 
 def _linear_answer(

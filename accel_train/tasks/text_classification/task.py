@@ -1,28 +1,23 @@
 """Text classification of texts or pairs: predict one of several labels, several labels at once, or a number."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import Any, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from accel_train.core.model_card import FOLDER, Use
-from accel_train.data.labels import LabelScheme
-from accel_train.data.text.padding import joined_arrays, samples_digest
 from accel_train.metrics import METRICS, tally
 from accel_train.metrics.scores import auroc_from_histogram, classification_scores, multilabel_scores, regression_scores
 from accel_train.model.ngrams import NgramsForSequenceClassification
 from accel_train.recipe.schema import Recipe
-from accel_train.task import Facts, Scores, TaskData
+from accel_train.task import Batch, Facts, Scores, TaskData, Tensors, Totals
 from accel_train.tasks.common import classification
 from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.encoder import EncoderTask, cut_note
+from accel_train.tasks.rows import TextSource, digest_of_sides, logits_of
 from accel_train.tasks.text_classification import data as labelled
 from accel_train.tasks.text_classification.config import SPEC, TextClassificationData
 from accel_train.tasks.text_classification.metrics import (
@@ -33,28 +28,17 @@ from accel_train.tasks.text_classification.metrics import (
 )
 
 
-@dataclass(frozen=True)
-class Source:
-    """The texts, tokenizer, and model configuration that the task keeps in addition to its samples."""
-
-    texts: labelled.LabelledTexts
-    tokenizer: PreTrainedTokenizerBase
-    config: PreTrainedConfig
+class Source(TextSource[labelled.LabelledTexts]):
+    """The labeled texts, and the names of their classes."""
 
     @property
     def label_names(self) -> tuple[str, ...]:
         """Class names in the order of their ids."""
-        return self.texts.scheme.names
-
-    def row_ids(self, index: int) -> str:
-        """Return the name of an evaluation row: its id column, or its file and row number."""
-        assert self.texts.eval is not None
-        return self.texts.eval[index].id
+        return self.rows.scheme.names
 
     def shown(self, index: int) -> dict[str, Any]:
         """Return the text of an evaluation row for a report."""
-        assert self.texts.eval is not None
-        return {"text": "\n".join(self.texts.eval[index].texts)}
+        return {"text": "\n".join(self.evaluated[index].texts)}
 
 
 class TextClassification(EncoderTask):
@@ -73,10 +57,10 @@ class TextClassification(EncoderTask):
         section = TextClassificationData.of(recipe.data)
         models.check_model(recipe)
         texts = labelled.load_labelled_texts(recipe, models.known_names(recipe))
-        scheme = texts.scheme
+        scheme = self.scheme = texts.scheme
         check_metrics(recipe, scheme)
         counts = np.array(list(texts.num_train_of_label.values()))
-        is_single = scheme.problem_type == "single_label"
+        is_single, is_multi = (scheme.problem_type == kind for kind in ("single_label", "multi_label"))
         weights = (
             classification.resolve_class_weights(recipe.loss.class_weights, counts, scheme.names) if is_single else None
         )
@@ -89,10 +73,9 @@ class TextClassification(EncoderTask):
         train = encode(texts.train, texts.train_labels)
         evaluation = None if texts.eval is None else encode(texts.eval, texts.eval_labels)
 
-        self.scheme = scheme
         self.loss = classification.ClassLoss(recipe.loss.label_smoothing, weights)
         names = recipe.evaluate.metrics
-        self.counted_metrics = [name for name in names if scheme.problem_type == "multi_label" and name in METRICS]
+        self.counted_metrics = [name for name in names if is_multi and name in METRICS]
         self.row_metrics = [name for name in names if name not in self.counted_metrics]
         self.allow_hub_metrics = recipe.evaluate.allow_hub_metrics
         lengths = np.array([len(sample.ids) for sample in train])
@@ -105,7 +88,7 @@ class TextClassification(EncoderTask):
             evaluation=evaluation,
             lengths=lengths,
             collate=partial(labelled.collate_texts, with_types=with_types),
-            fingerprint=_fingerprint(scheme, train, evaluation),
+            fingerprint=digest_of_sides((scheme.problem_type, *scheme.names), (train, evaluation), labelled.arrays_of),
             source=Source(texts, tokenizer, reader.config),
             facts=Facts(
                 problem_type=f"{scheme.problem_type} ({scheme.reason})",
@@ -130,23 +113,23 @@ class TextClassification(EncoderTask):
         if isinstance(model, NgramsForSequenceClassification) and recipe.model.config and not model.rarity.is_meta:
             samples = cast("list[labelled.Sample]", data.train)
             model.measure_rarity(
-                torch.from_numpy(np.stack([sample.ids, np.arange(len(sample.ids)) >= sample.second_from]).astype(int))
-                for sample in samples
+                torch.from_numpy(np.stack([ids, np.arange(len(ids)) >= second_from]).astype(int))
+                for ids, second_from, _ in samples
             )
             if self.scheme.problem_type == "regression":
                 nn.init.constant_(model.bias, float(np.mean([sample.label for sample in samples])))
         return model
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the fp32 cross-entropy, binary cross-entropy, or squared error, summed over samples.
 
         Training adds label smoothing and class weights.
         """
-        return self._loss_sum(_logits(model, batch), batch["labels"], training=model.training)
+        return self._loss_sum(logits_of(model, batch), batch["labels"], training=model.training)
 
-    def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def evaluate_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         """Return the summed loss without smoothing, and counts for the scores, or rows if a metric needs them."""
-        logits, labels = _logits(model, batch).float(), batch["labels"]
+        logits, labels = logits_of(model, batch).float(), batch["labels"]
         counted = {"loss_sum": self._loss_sum(logits, labels, training=False)}
         if self.scheme.problem_type == "regression":
             return {**counted, "rows_predictions": logits.squeeze(-1), "rows_labels": labels}
@@ -165,7 +148,7 @@ class TextClassification(EncoderTask):
             counted |= {"rows_predictions": predictions, "rows_labels": labels, "rows_scores": scores}
         return counted
 
-    def score(self, loss: float, totals: Mapping[str, NDArray[Any]], data: TaskData) -> Scores:
+    def score(self, loss: float, totals: Totals, data: TaskData) -> Scores:
         """Return accuracy, precision, recall, F1, Matthews' correlation, and AUROC, or the errors of a regression."""
         names = self.scheme.names
         if self.scheme.problem_type == "regression":
@@ -180,9 +163,9 @@ class TextClassification(EncoderTask):
         further = classification.row_metrics(self.row_metrics, totals, allow_hub=self.allow_hub_metrics)
         return Scores({**scores.metrics, **further}, scores.details)
 
-    def predict_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def predict_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         """Return each text's label with all probabilities. A regression returns its number instead."""
-        logits = _logits(model, batch).float()
+        logits = logits_of(model, batch).float()
         if self.scheme.problem_type == "regression":
             return {"value": logits.squeeze(-1)}
         if self.scheme.problem_type == "multi_label":
@@ -193,7 +176,7 @@ class TextClassification(EncoderTask):
 
     def baselines(self, data: TaskData) -> dict[str, float]:
         """Return the scores of a constant answer and of bags of words on the same split."""
-        return {} if data.eval is None else baseline_scores(data.source.texts)
+        return {} if data.eval is None else baseline_scores(data.source.rows)
 
     def use(self, model: nn.Module, data: TaskData) -> Use:
         facts, names = data.facts, self.scheme.names
@@ -220,18 +203,3 @@ print(classify("a text", truncation=True))""",
         if self.scheme.problem_type == "multi_label":
             return classification.multi_label_loss_sum(logits, labels)
         return self.loss(logits, labels, training=training)
-
-
-def _logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-    logits: Tensor = model(**inputs).logits
-    return logits
-
-
-def _fingerprint(scheme: LabelScheme, train: list[labelled.Sample], evaluation: list[labelled.Sample] | None) -> str:
-    arrays: list[NDArray[Any]] = []
-    for side in (train, evaluation):
-        if side is not None:
-            ids, second_from, labels = zip(*side)
-            arrays += [*joined_arrays(ids), np.array(second_from, dtype=np.int32), np.array(labels)]
-    return samples_digest((scheme.problem_type, *scheme.names), arrays)

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -14,11 +14,12 @@ from accel_train.data.encoding import read_lines
 from accel_train.data.labels import IGNORED_LABEL, LabelScheme, label_scheme
 from accel_train.data.sources import Source, describe, file_kind
 from accel_train.data.tables import class_names, read_rows, resolve_both, show_cell, text_cell
-from accel_train.data.text.padding import padded, padded_inputs
+from accel_train.data.text.padding import joined_arrays, padded, padded_inputs
 from accel_train.data.text.spans import SPAN_FORMS, Remarks, complete_tags, read_marked
 from accel_train.data.text.tokenizers import parts_to_tokenize, plain_encoder
 from accel_train.recipe.schema import Recipe
-from accel_train.tasks.common.texts import hold_out, list_cell, repeated_texts
+from accel_train.tasks.common.texts import Divided, hold_out, list_cell, repeated_texts
+from accel_train.tasks.rows import file_by_file
 from accel_train.tasks.token_classification.config import TokenClassificationData
 
 if TYPE_CHECKING:
@@ -58,17 +59,12 @@ class Sentence(NamedTuple):
 
 
 @dataclass(frozen=True)
-class TaggedSentences:
+class TaggedSentences(Divided[Sentence]):
     """Sentences in memory, with the ids of their tags (-100: unknown)."""
 
     scheme: LabelScheme
-    train: list[Sentence]
     train_tags: list[NDArray[np.int64]]
-    eval: list[Sentence] | None
     eval_tags: list[NDArray[np.int64]]
-    description: str
-    notes: list[str]
-    """Notes for the user, as sentences."""
 
     @property
     def num_train_of_label(self) -> dict[str, int]:
@@ -95,9 +91,8 @@ def load_sentences(recipe: Recipe, known_names: tuple[str, ...] | None) -> Tagge
     if eval_sources:
         evaluation = read_sentences(eval_sources, data, key="data.eval", notes=notes)
         notes += repeated_texts(train, evaluation, data) if data.tags_column is not None else []
-    train_tags, eval_tags = encode_tags(scheme, train), encode_tags(scheme, evaluation or [])
-    description = describe(sources, eval_sources)
-    return TaggedSentences(scheme, train, train_tags, evaluation, eval_tags, description, notes)
+    tags = [encode_tags(scheme, side) for side in (train, evaluation or [])]
+    return TaggedSentences(train, evaluation, describe(sources, eval_sources), notes, scheme, *tags)
 
 
 def tag_scheme(
@@ -135,21 +130,19 @@ def read_sentences(
     """
     sentences: list[Sentence] = []
     remarks = Remarks()
-    for source in sources:
-        for part in [replace(source, files=(file,)) for file in source.files] or [source]:
-            is_conll = bool(part.files) and (
-                data.tag_format == "conll"
-                or (data.tag_format == "auto" and file_kind(part.files[0]) in ("conll", "text"))
-            )
-            if is_conll:
-                found = _conll_sentences(part.files[0], data)
-            elif data.tag_format in SPAN_FORMS:
-                found = _marked_sentences(part, data, remarks)
-            elif data.sentence_column is not None:
-                found = _sentences_of_word_rows(part, data, data.sentence_column)
-            else:
-                found = _table_sentences(part, data)
-            sentences += (sentence for sentence in found if sentence.words)
+    for part in file_by_file(sources):
+        form = data.tag_format
+        if form == "auto" and part.files and file_kind(part.files[0]) in ("conll", "text"):
+            form = "conll"
+        if form == "conll" and part.files:
+            found = _conll_sentences(part.files[0], data)
+        elif form in SPAN_FORMS:
+            found = _marked_sentences(part, data, remarks)
+        elif data.sentence_column is not None:
+            found = _sentences_of_word_rows(part, data, data.sentence_column)
+        else:
+            found = _table_sentences(part, data)
+        sentences += (sentence for sentence in found if sentence.words)
     notes += remarks.notes
     if not sentences:
         raise ValueError(f"{key} holds no sentences: {describe(sources)}; name a file that has some")
@@ -174,13 +167,9 @@ def _table_sentences(source: Source, data: TokenClassificationData) -> Iterator[
 
 def _marked_sentences(source: Source, data: TokenClassificationData, remarks: Remarks) -> Iterator[Sentence]:
     """Yield texts with spans. Their words are the parts of the text, which stays as it is."""
+    text_column, spans_column = data.tokens_column, data.tags_column
     for text, places, tags, where, name in read_marked(
-        source,
-        data,
-        data.tag_format,
-        text_column=data.tokens_column,
-        spans_column=data.tags_column,
-        remarks=remarks,
+        source, data, data.tag_format, text_column=text_column, spans_column=spans_column, remarks=remarks
     ):
         yield Sentence(tuple(text[start:end] for start, end in places), tags, where, name, text, places)
 
@@ -314,18 +303,24 @@ def first_tokens(places: NDArray[np.int64], offsets: NDArray[np.int64]) -> tuple
     return found.astype(np.int32), tokens[first].astype(np.int32)
 
 
-def collate_sentences(samples: Sequence[Sample], *, pad_id: int, multiple: int, max_length: int) -> dict[str, Any]:
-    """Return a batch padded on the right: `input_ids`, `attention_mask` (N, T), `word_starts`, `labels` (N, W), int64.
+def collate_sentences(samples: Sequence[Sample], **padding: int) -> dict[str, Any]:
+    """Return a batch of `padded_inputs`, and `word_starts` and `labels` (N, W), all int64.
 
     `word_starts` are the positions of the words' first tokens, padded with 0. `labels` are padded with -100.
     `num_targets` is the number of words with a label.
     """
-    ids = [sample.ids for sample in samples]
-    width = max(1, *(len(sample.starts) for sample in samples))
-    labels = padded([sample.labels for sample in samples], width, IGNORED_LABEL)
+    ids, starts, _, every = zip(*samples)
+    width = max(1, *map(len, starts))
+    labels = padded(every, width, IGNORED_LABEL)
     return {
-        **padded_inputs(ids, pad_id=pad_id, multiple=multiple, max_length=max_length),
-        "word_starts": padded([sample.starts for sample in samples], width, 0),
+        **padded_inputs(ids, **padding),
+        "word_starts": padded(starts, width, 0),
         "labels": labels,
         "num_targets": int((labels != IGNORED_LABEL).sum()),
     }
+
+
+def arrays_of(samples: Sequence[Sample]) -> list[NDArray[Any]]:
+    """Return samples as arrays, for a digest."""
+    ids, starts, _, labels = zip(*samples)
+    return [array for column in (ids, starts, labels) for array in joined_arrays(column)]

@@ -1,52 +1,38 @@
 """Token classification: tag each word of a sentence with entities (B-PER, I-PER, O) or parts of speech."""
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from accel_train.core.model_card import FOLDER, Use
 from accel_train.data.labels import IGNORED_LABEL
-from accel_train.data.text.padding import joined_arrays, padded, samples_digest
+from accel_train.data.text.padding import padded
 from accel_train.data.text.spans import spans_of
 from accel_train.metrics import tally
 from accel_train.metrics.entities import entity_counts, entity_tags
 from accel_train.metrics.scores import classification_scores, entity_scores
 from accel_train.recipe.schema import Recipe
-from accel_train.task import Facts, Scores, TaskData
+from accel_train.task import Batch, Columns, Facts, Scores, TaskData, Tensors, Totals
 from accel_train.tasks.common import classification
 from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.encoder import EncoderTask
+from accel_train.tasks.rows import TextSource, digest_of_sides, logits_of
 from accel_train.tasks.token_classification import data as words
 from accel_train.tasks.token_classification.config import SPEC, TokenClassificationData
 
 
-@dataclass(frozen=True)
-class Source:
-    """The sentences, tokenizer, and model configuration that the task keeps in addition to its samples."""
-
-    sentences: words.TaggedSentences
-    samples: list[words.Sample]
-    """Evaluation sentences as token ids."""
-    tokenizer: PreTrainedTokenizerBase
-    config: PreTrainedConfig
+class Source(TextSource[words.TaggedSentences]):
+    """The tagged sentences, and the names of their tags."""
 
     @property
     def label_names(self) -> tuple[str, ...]:
         """Tags in the order of their ids."""
-        return self.sentences.scheme.names
-
-    def row_ids(self, index: int) -> str:
-        """Return the name of an evaluation sentence: its id column, or its file and row number."""
-        assert self.sentences.eval is not None
-        return self.sentences.eval[index].id
+        return self.rows.scheme.names
 
 
 class TokenClassification(EncoderTask):
@@ -94,8 +80,8 @@ class TokenClassification(EncoderTask):
             evaluation=evaluation,
             lengths=np.array([len(sample.ids) for sample in train]),
             collate=words.collate_sentences,
-            fingerprint=_fingerprint(names, train, evaluation),
-            source=Source(sentences, evaluation or [], tokenizer, reader.config),
+            fingerprint=digest_of_sides(names, (train, evaluation), words.arrays_of),
+            source=Source(sentences, tokenizer, reader.config),
             facts=Facts(
                 train_targets=num_targets,
                 label_names=list(names),
@@ -108,7 +94,7 @@ class TokenClassification(EncoderTask):
             ),
         )
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the fp32 cross-entropy summed over words. Training adds label smoothing and class weights."""
         return self.loss(word_logits(model, batch).flatten(0, 1), batch["labels"].flatten(), training=model.training)
 
@@ -117,20 +103,20 @@ class TokenClassification(EncoderTask):
         flops = super().flops_per_target(recipe, model)
         return None if flops is None else flops / self.words_per_sentence
 
-    def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def evaluate_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         """Return the summed loss without smoothing, and counts of entities by type or a confusion matrix."""
         logits, labels = word_logits(model, batch).float(), batch["labels"]
         loss_sum = self.loss(logits.flatten(0, 1), labels.flatten(), training=False)
         return {"loss_sum": loss_sum, **self._counts(labels, logits.argmax(-1))}
 
-    def score(self, loss: float, totals: Mapping[str, NDArray[Any]], data: TaskData) -> Scores:
+    def score(self, loss: float, totals: Totals, data: TaskData) -> Scores:
         """Return precision, recall, and F1 of entities with the word accuracy, or class scores of plain tags."""
         if self.tags is None:
             return classification_scores(totals["confusion"], self.names)
         right, total = totals["words"].tolist()
         return entity_scores(totals["entities"], self.tags.types, int(right), int(total))
 
-    def predict_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def predict_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         """Return the tag of each word, -1 beyond a sentence's end, and its probability.
 
         Both have shape (N, number of words in the longest evaluation sentence).
@@ -142,30 +128,29 @@ class TokenClassification(EncoderTask):
             "tag_scores": nn.functional.pad(scores, (0, missing)),
         }
 
-    def prediction_columns(self, rows: Mapping[str, NDArray[Any]], data: TaskData) -> dict[str, list[Any]]:
+    def prediction_columns(self, rows: Totals, data: TaskData) -> Columns:
         """Return the words, their tags and probabilities, and the true tags if known. Texts have their spans, too.
 
         Words that were cut off have the tag and probability None.
         """
         source: Source = data.source
-        assert source.sentences.eval is not None
-        columns: dict[str, list[Any]] = {"words": [], "tags": [], "scores": []}
+        samples = cast("list[words.Sample]", data.eval)
+        columns: Columns = {"words": [], "tags": [], "scores": []}
         columns |= {"true_tags": []} if self.is_labelled else {}
-        columns |= {} if source.sentences.eval[0].text is None else {"spans": []}
+        columns |= {} if source.evaluated[0].text is None else {"spans": []}
         for index, tags, scores in zip(rows["index"].tolist(), rows["tags"], rows["tag_scores"]):
-            sentence, sample = source.sentences.eval[index], source.samples[index]
-            found: dict[int, tuple[str, float]] = {
-                word: (self.names[tag], float(str(score)))
-                for word, tag, score in zip(sample.words.tolist(), tags.tolist(), scores)
+            sentence, found = source.evaluated[index], samples[index].words.tolist()
+            by_word: dict[str, dict[int, Any]] = {
+                "tags": dict(zip(found, (self.names[tag] for tag in tags.tolist()))),
+                "scores": dict(zip(found, (float(str(score)) for score in scores))),
             }
-            places = range(len(sentence.words))
             columns["words"].append(list(sentence.words))
-            columns["tags"].append([found[place][0] if place in found else None for place in places])
-            columns["scores"].append([found[place][1] if place in found else None for place in places])
+            for name, known in by_word.items():
+                columns[name].append([*map(known.get, range(len(sentence.words)))])
             if sentence.text is not None:
                 columns["spans"].append(spans_of(sentence.text, sentence.text_places, columns["tags"][-1]))
             if self.is_labelled:
-                columns["true_tags"].append([self.names[tag] for tag in source.sentences.eval_tags[index].tolist()])
+                columns["true_tags"].append([self.names[tag] for tag in source.rows.eval_tags[index].tolist()])
         return columns
 
     def baselines(self, data: TaskData) -> dict[str, float]:
@@ -173,7 +158,7 @@ class TokenClassification(EncoderTask):
 
         An unknown word gets the most frequent tag of all words.
         """
-        sentences: words.TaggedSentences = data.source.sentences
+        sentences: words.TaggedSentences = data.source.rows
         if sentences.eval is None:
             return {}
         counts: defaultdict[str, Counter[int]] = defaultdict(Counter)
@@ -184,7 +169,7 @@ class TokenClassification(EncoderTask):
         every = int(np.bincount(np.concatenate(sentences.train_tags)).argmax())
         answers = [np.array([best.get(word, every) for word in sentence.words]) for sentence in sentences.eval]
         # Words that were cut off are not scored, as for the model.
-        kept = [sample.words for sample in data.source.samples]
+        kept = [sample.words for sample in cast("list[words.Sample]", data.eval)]
         pairs = [(tags[place], answer[place]) for tags, answer, place in zip(sentences.eval_tags, answers, kept)]
         width = max(1, *(len(place) for place in kept))
         labels, predictions = (padded([pair[side] for pair in pairs], width, IGNORED_LABEL) for side in (0, 1))
@@ -207,7 +192,7 @@ print(tag("a sentence"))""",
             "sentences",
         )
 
-    def _counts(self, labels: Tensor, predictions: Tensor) -> dict[str, Tensor]:
+    def _counts(self, labels: Tensor, predictions: Tensor) -> Tensors:
         """Return the counts that `score` needs from labels and predictions (N, W)."""
         if self.tags is None:
             return {"confusion": tally.confusion_counts(labels, predictions, len(self.names))}
@@ -216,10 +201,9 @@ print(tag("a sentence"))""",
         return {"entities": entity_counts(self.tags, labels, predictions), "words": torch.stack([right, known.sum()])}
 
 
-def word_logits(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+def word_logits(model: nn.Module, batch: Batch) -> Tensor:
     """Return the logits (N, W, C) at the first token of each word."""
-    inputs = {name: tensor for name, tensor in batch.items() if name not in ("labels", "word_starts")}
-    logits: Tensor = model(**inputs).logits
+    logits = logits_of(model, batch, ("labels", "word_starts"))
     return logits.gather(1, batch["word_starts"][..., None].expand(-1, -1, logits.shape[-1]))
 
 
@@ -233,14 +217,3 @@ def _cut(called: str, rows: Sequence[words.Sentence], samples: Sequence[words.Sa
         f"{num_words:,} words of {num_rows:,} of {len(rows):,} {called} have no token within "
         f"data.max_length={max_length}: they are neither learned nor scored"
     ]
-
-
-def _fingerprint(names: Sequence[str], train: Sequence[words.Sample], evaluation: Sequence[words.Sample] | None) -> str:
-    arrays = [
-        array
-        for side in (train, evaluation)
-        if side is not None
-        for column in ("ids", "starts", "labels")
-        for array in joined_arrays([getattr(sample, column) for sample in side])
-    ]
-    return samples_digest(names, arrays)

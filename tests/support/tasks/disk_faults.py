@@ -7,7 +7,7 @@ import resource
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 from accel_train.checkpoint.rollback_log import ROLLBACKS
 from accel_train.recipe.schema import Recipe
 from accel_train.recovery import rollback
-from accel_train.task import TaskData
+from accel_train.task import Batch, TaskData
 from accel_train.tasks.causal_lm.task import CausalLM
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -37,7 +37,7 @@ class PoisonedDataset(Dataset[Any]):
         return len(self.inner)
 
     def __getitems__(self, indices: Sequence[int]) -> np.ndarray:
-        rows: np.ndarray = np.array(self.inner.__getitems__(indices))
+        rows = np.array(self.inner.__getitems__(indices))
         rows[[index in self.poisoned for index in indices], 0] = POISON
         return rows
 
@@ -61,7 +61,7 @@ class DiskTask(CausalLM):
         self.record = Path(recipe.output_dir) / ROLLBACKS
         self.most_writers = self.calls_beside_a_writer = 0
         self.saves: set[threading.Thread] = set()
-        self.last_batch: Mapping[str, Tensor] | None = None
+        self.last_batch: Batch | None = None
         data = super().load_data(recipe, progress=progress)
         if RANK == 0:
             self._break_the_disk()
@@ -70,7 +70,7 @@ class DiskTask(CausalLM):
         samples = {size * (step - 1) + i for step in self.options.get("poisoned", ()) for i in range(size)}
         return replace(data, train=PoisonedDataset(data.train, samples))
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         loss = super().loss_sum(model, batch)
         if not model.training:
             return loss
@@ -92,7 +92,7 @@ class DiskTask(CausalLM):
                     os.kill(os.getpid(), signal.SIGINT)
         return self._poisoned(loss, batch)
 
-    def _poisoned(self, loss: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    def _poisoned(self, loss: Tensor, batch: Batch) -> Tensor:
         return loss * float("nan") if bool((batch["input_ids"] == POISON).any()) else loss
 
     def _limit_files(self, writers: list[threading.Thread]) -> None:

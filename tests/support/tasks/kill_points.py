@@ -7,7 +7,7 @@ and
 
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from accel_train.data.samples import fetch
 from accel_train.recipe.schema import Recipe
-from accel_train.task import TaskData
+from accel_train.task import Batch, TaskData, Tensors
 from accel_train.tasks.object_detection.task import ObjectDetection
 from accel_train.tasks.sentence_embedding.task import SentenceEmbedding
 from tests.support.tasks.probe import ProbeTask
@@ -44,7 +44,7 @@ class Deadly:
     """A task that kills processes of its run."""
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
-        data: TaskData = super().load_data(recipe, progress=progress)  # type: ignore[misc]
+        data = super().load_data(recipe, progress=progress)  # type: ignore[misc]
         self.times, own_draw = 0, data.draw
 
         def draw(index: int, generator: np.random.Generator) -> Any:
@@ -54,18 +54,17 @@ class Deadly:
 
         return replace(data, train=DeadlyDataset(data.train, self), draw=None if own_draw is None else draw)
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         if model.training:
             self.pass_by("forward")
-        loss: Tensor = super().loss_sum(model, batch)  # type: ignore[misc]
+        loss = super().loss_sum(model, batch)  # type: ignore[misc]
         if model.training and os.environ.get("KILL_PLACE") == "backward":
             loss.register_hook(lambda _: self.pass_by("backward"))
         return loss
 
-    def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def evaluate_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         self.pass_by("evaluate")
-        found: dict[str, Tensor] = super().evaluate_batch(model, batch)  # type: ignore[misc]
-        return found
+        return super().evaluate_batch(model, batch)  # type: ignore[misc]
 
     def pass_by(self, place: str) -> None:
         """Count that this process comes to a place, and kill if it is the time."""

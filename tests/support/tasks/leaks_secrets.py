@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -23,6 +22,6 @@ class TalkativeTask(ProbeTask):
     def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         loss = super().loss_sum(model, batch)
         if self.accumulation_calls == self.options.get("fail_at"):
-            known: dict[str, Any] = {**self.options, **os.environ}
+            known = {**self.options, **os.environ}
             raise RuntimeError(f"the service cannot be reached: {known}")
         return loss

@@ -6,7 +6,7 @@ with `once`, it is gone after the first time.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from accel_train.recipe.schema import Recipe
-from accel_train.task import Task, TaskData
+from accel_train.task import Batch, Task, TaskData
 from accel_train.tasks.causal_lm.task import CausalLM
 
 NUM_FEATURES = 6
@@ -133,8 +133,7 @@ class Block(nn.Module):
         self.back = nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = x + self.back(self.drop(self.act(self.widen(self.norm(x)))))
-        return result
+        return x + self.back(self.drop(self.act(self.widen(self.norm(x)))))
 
 
 class Regressor(nn.Module):
@@ -151,8 +150,7 @@ class Regressor(nn.Module):
         x = self.statistics(self.embed(x))
         for block in self.blocks:
             x = block(x)
-        result: Tensor = self.head(x).squeeze(-1)
-        return result
+        return self.head(x).squeeze(-1)
 
 
 class FaultyRegression(Task):
@@ -194,7 +192,7 @@ class FaultyRegression(Task):
             if fault.place == "data"
         }
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         self.faults.samples = batch["sample"]
         errors = (model(batch["features"]).float() - batch["wanted"]).square() * batch["counts"]
         return self.faults.break_loss(errors.sum())
@@ -239,7 +237,7 @@ class FaultyLanguageModel(CausalLM):
         """Break these samples from now on."""
         self.faults.put_into(model, faults)
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         self.faults.samples = batch["sample"]
         return self.faults.break_loss(super().loss_sum(model, batch))
 
@@ -269,7 +267,7 @@ class Uncounted(FaultyRegression):
 
         return replace(data, collate=collate, eval=data.train if recipe.options.get("evaluates") else None)
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         if not self.classes:
             return super().loss_sum(model, batch)
         score = model(batch["features"]).float()

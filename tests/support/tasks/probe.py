@@ -7,7 +7,7 @@ import math
 import os
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from pathlib import Path
@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 
 from accel_train.model.kernels import chunked_loss
 from accel_train.recipe.schema import Recipe
-from accel_train.task import TaskData
+from accel_train.task import Batch, TaskData, Tensors
 from accel_train.tasks.causal_lm.task import CausalLM
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -89,7 +89,7 @@ class ProbeTask(CausalLM):
         self.options = recipe.options
         chunked_loss.LOGITS_AT_ONCE = self.options.get("logits_at_once", chunked_loss.LOGITS_AT_ONCE)
         self.accumulation_calls = self.times_run_out = 0
-        self.last_batch: Mapping[str, Tensor] | None = None
+        self.last_batch: Batch | None = None
         data = super().load_data(recipe, progress=progress)
         train = data.train
         if "record" in self.options:
@@ -116,7 +116,7 @@ class ProbeTask(CausalLM):
                 file.write(f"{held}\n")
         return model
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         rows, limit = len(batch["labels"]), self.options.get("no_room", {"rank": -1})
         is_new = batch is not self.last_batch  # not forwarded again only to reduce gradients
         calls = self.accumulation_calls + is_new
@@ -156,7 +156,7 @@ class ProbeTask(CausalLM):
             time.sleep(3600)
         return loss
 
-    def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def evaluate_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         if len(batch["labels"]) > self.options.get("no_room_to_evaluate", math.inf):
             raise torch.OutOfMemoryError(OUT_OF_MEMORY)
         return super().evaluate_batch(model, batch)

@@ -8,7 +8,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from multiprocessing import connection
 from pathlib import Path
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from accel_train.recipe.schema import Recipe
-from accel_train.task import Scores, TaskData
+from accel_train.task import Batch, Scores, TaskData, Tensors
 from tests.support.tasks.probe import RANK, ProbeTask
 
 
@@ -106,9 +106,9 @@ class FaultTask(ProbeTask):
         if module.training:
             time.sleep(self.seconds["block"])
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         if self._here("flip_part_at", self.accumulation_calls + 1) and model.training:
-            weight: Any = model.get_parameter("transformer.h.1.ln_2.weight")  # not gathered yet
+            weight = model.get_parameter("transformer.h.1.ln_2.weight")  # not gathered yet
             weight.to_local().data.view(torch.int32)[3] ^= 1
         loss = super().loss_sum(model, batch)
         if not model.training:
@@ -121,7 +121,7 @@ class FaultTask(ProbeTask):
             seconds = {f"{named[name]} {name}": limit.total_seconds() for name, limit in limits.items()}
             with Path(self.options["timeouts"], f"rank-{RANK}.jsonl").open("a") as file:
                 file.write(json.dumps(seconds) + "\n")
-        faults: dict[str, Callable[[], object]] = {
+        faults = {
             "raise_at": self._fail,
             "exit_at": lambda: os._exit(0),
             "sys_exit_at": lambda: sys.exit(0),
@@ -134,7 +134,7 @@ class FaultTask(ProbeTask):
                 happen()
         return loss
 
-    def evaluate_batch(self, model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def evaluate_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         time.sleep(self.seconds.get("evaluate", 0))
         return super().evaluate_batch(model, batch)
 

@@ -3,14 +3,13 @@
 import math
 import os
 import signal
-from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from accel_train.recipe.schema import Recipe
-from accel_train.task import TaskData
+from accel_train.task import Batch, TaskData
 from accel_train.tasks.masked_lm.task import MaskedLM
 from accel_train.tasks.multiple_choice.task import MultipleChoice
 from accel_train.tasks.question_answering.task import QuestionAnswering
@@ -26,10 +25,9 @@ class Faulty:
 
     def load_data(self, recipe: Recipe, *, progress: bool) -> TaskData:
         self.options, self.step = recipe.options, 0
-        data: TaskData = super().load_data(recipe, progress=progress)  # type: ignore[misc]
-        return data
+        return super().load_data(recipe, progress=progress)  # type: ignore[misc]
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Any:
         loss = super().loss_sum(model, batch)  # type: ignore[misc]
         if model.training:
             self.step += 1
@@ -67,14 +65,14 @@ class FaultySentenceEmbedding(Faulty, SentenceEmbedding):
     With nan_text, the vector of this text is NaN.
     """
 
-    def _table(self, model: nn.Module, batch: Mapping[str, Tensor]) -> losses.Table:
+    def _table(self, model: nn.Module, batch: Batch) -> losses.Table:
         table = super()._table(model, batch)
         if "nan_text" not in self.options:
             return table
         is_bad = table.texts == text_hash(self.options["nan_text"])
         return table._replace(vectors=table.vectors.masked_fill(is_bad[..., None], math.nan))
 
-    def loss_sum(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Any:
+    def loss_sum(self, model: nn.Module, batch: Batch) -> Any:
         exchange, calls, at = losses._exchange_count, 0, self.options.get("no_room_at")
 
         def short_of_memory(count: int, device: torch.device) -> list[int]:

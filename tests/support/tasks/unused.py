@@ -28,8 +28,7 @@ class Plain(nn.Module):
         x = self.embed(x)
         for number, layer in enumerate(self.layers):
             x = x if number == self.left_out else layer(torch.tanh(x))
-        result: Tensor = self.head(torch.tanh(x)).squeeze(-1)
-        return result
+        return self.head(torch.tanh(x)).squeeze(-1)
 
 
 class Unused(FaultyRegression):

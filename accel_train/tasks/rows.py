@@ -1,0 +1,73 @@
+"""Parts of the tasks that keep rows of text in memory: their source, padded pairs, digest of samples, and logits."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from accel_train.data.sources import Source
+from accel_train.data.text.padding import padded, padded_inputs, samples_digest
+from accel_train.task import Batch, Tensors
+from accel_train.tasks.common.texts import Divided
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+
+Rows = TypeVar("Rows", bound=Divided[Any])
+Sample = TypeVar("Sample")
+
+
+@dataclass(frozen=True)
+class TextSource(Generic[Rows]):
+    """The rows, tokenizer, and model configuration that a text task keeps in addition to its samples."""
+
+    rows: Rows
+    tokenizer: "PreTrainedTokenizerBase"
+    config: "PreTrainedConfig"
+
+    @property
+    def evaluated(self) -> list[Any]:
+        """Evaluation rows."""
+        assert self.rows.eval is not None
+        return self.rows.eval
+
+    def row_ids(self, index: int) -> str:
+        """Return the name of an evaluation row: its id column, or its file and row number."""
+        return str(self.evaluated[index].id)
+
+
+def file_by_file(sources: Iterable[Source]) -> Iterator[Source]:
+    """Yield each file as a source of its own. A source without files stays as it is."""
+    for source in sources:
+        yield from [replace(source, files=(file,)) for file in source.files] or [source]
+
+
+def second_from(types: Sequence[int]) -> int:
+    """Return the position of the first token of a pair's second text. For a single text, the number of tokens."""
+    return types.index(1) if 1 in types else len(types)
+
+
+def padded_pairs(ids: Sequence[NDArray[Any]], begins: Iterable[int], *, with_types: bool, **padding: int) -> Tensors:
+    """Return `padded_inputs` of ids. `with_types` adds `token_type_ids`, which are 1 from `begins` of a row on."""
+    batch = padded_inputs(ids, **padding)
+    if with_types:
+        types = [np.arange(len(row)) >= begin for row, begin in zip(ids, begins)]
+        batch["token_type_ids"] = padded(types, batch["input_ids"].shape[1], 0)
+    return batch
+
+
+def digest_of_sides(
+    names: Iterable[str],
+    sides: Iterable[Sequence[Sample] | None],
+    arrays_of: Callable[[Sequence[Sample]], Iterable[NDArray[Any]]],
+) -> str:
+    """Return a hex digest of names, and of the arrays of each side's samples."""
+    return samples_digest(names, [array for side in sides if side is not None for array in arrays_of(side)])
+
+
+def logits_of(model: nn.Module, batch: Batch, not_read: Sequence[str] = ("labels",)) -> Tensor:
+    """Return the logits of a batch in the model's precision, without the tensors that the model does not read."""
+    return model(**{name: tensor for name, tensor in batch.items() if name not in not_read}).logits
