@@ -21,12 +21,12 @@ from transformers import EvalPrediction
 from transformers.trainer_pt_utils import find_batch_size, nested_concat, nested_detach, nested_numpify
 from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize, speed_metrics
 
-from accel_train.core.errors import SettingError
 from accel_train.core.work import working
 from accel_train.data.order import evaluation_batches
 from accel_train.engine.evaluation import evaluation_mode
 from accel_train.engine.loader import Reading, read_batches
 from accel_train.engine.step import MicroBatch
+from accel_train.hf.argument_table import argument_error
 from accel_train.hf.checkpoints import is_spread, leave_in_evaluation_mode
 from accel_train.hf.inputs import (
     collate_of,
@@ -284,8 +284,7 @@ class Evaluation:
         if metrics is None and options.get("compute_result") is False:
             return {}
         if not isinstance(metrics, Mapping):
-            problem, remedy = f"returned {metrics!r}", "Return a dict of numbers by name."
-            raise SettingError(problem, remedy, "compute_metrics", ("compute_metrics",))
+            raise argument_error(f"returned {metrics!r}", "Return a dict of numbers by name.", "compute_metrics")
         return dict(metrics)
 
 

@@ -22,6 +22,7 @@ from transformers.trainer_utils import RemoveColumnsCollator, unwrap_peft_model
 from transformers.utils import find_labels
 
 from accel_train.core.errors import SettingError
+from accel_train.hf.argument_table import argument_error
 
 if TYPE_CHECKING:
     from accel_train.hf import Trainer
@@ -104,11 +105,10 @@ def readable(trainer: "Trainer", data: Any) -> Any:
     names, taken = data.column_names, trainer.signature.columns
     unused = [name for name in names if name not in taken]
     if len(unused) == len(names) and names:
-        raise SettingError(
-            f"the model's forward takes none of the columns ({', '.join(names)}), only {', '.join(taken)}",
-            "Rename the columns, or set remove_unused_columns=False.",
-            "dataset",
-            ("remove_unused_columns",),
+        raise argument_error(
+            f"the model's forward takes none of the dataset's columns ({', '.join(names)}), only {', '.join(taken)}",
+            "Rename the columns, or set it False.",
+            remove_unused_columns=True,
         )
     return data.remove_columns(unused)
 
@@ -138,7 +138,7 @@ def counted(inputs: Any, signature: Signature) -> tuple[dict[str, Any], int]:
     if not isinstance(inputs, Mapping) or not inputs:
         kind = "an empty mapping" if isinstance(inputs, Mapping) else type(inputs).__name__
         remedy = f"Return the model's inputs by name ({', '.join(signature.columns)})."
-        raise SettingError(f"returned {kind}", remedy, "data_collator", ("data_collator",))
+        raise argument_error(f"returned {kind}", remedy, "data_collator")
     return dict(inputs), int(targets_in(inputs, signature))
 
 
@@ -229,7 +229,7 @@ def train_loader(trainer: "Trainer") -> TrainLoader:
     """Return an epoch's micro-batches for inspection."""
     args, source = trainer.args, trainer.train_dataset
     if source is None:
-        raise SettingError("required for training", "Give one.", "train_dataset", ("train_dataset",))
+        raise argument_error("required for training", "Give one.", "train_dataset")
     rows = readable(trainer, source)
     order = epoch_order(args, rows)
     return TrainLoader(
@@ -246,7 +246,7 @@ def train_loader(trainer: "Trainer") -> TrainLoader:
 def evaluation_loader(trainer: "Trainer", data: Any) -> DataLoader[Any]:
     """Return the batches of a dataset, or of an evaluation dataset given by name, for inspection."""
     if data is None:
-        raise SettingError("required for an evaluation", "Give one.", "eval_dataset", ("eval_dataset",))
+        raise argument_error("required for an evaluation", "Give one.", "eval_dataset")
     return DataLoader(
         readable(trainer, trainer.eval_dataset[data] if isinstance(data, str) else data),
         batch_size=trainer.args.per_device_eval_batch_size,
@@ -271,8 +271,8 @@ def loader_of_override(trainer: "Trainer", method: str, *data: Any) -> Any:
     finally:
         del accelerator.prepare
     if accelerator.num_processes > 1 and isinstance(loader, DataLoaderShard | DataLoaderDispatcher):
-        problem, remedy = "returned a prepared loader", "Return the DataLoader itself; every process reads all of it."
-        raise SettingError(problem, remedy, method, (method,))
+        remedy = "Return the DataLoader itself; every process reads all of it."
+        raise argument_error("returned a prepared loader", remedy, method)
     return loader
 
 

@@ -34,6 +34,7 @@ from accel_train.hf.sft_setup import (
     check_adapter,
     collator_for,
     config_of,
+    joins_rows,
     label_log_probs,
     label_scores,
     loaded,
@@ -101,8 +102,7 @@ class SFTTrainer(Trainer):
                 self._check_rows(part, f"eval_dataset[{name!r}]" if part is not eval_dataset else "eval_dataset")
         self.padding_free = args.padding_free or args.packing
         if self.padding_free and data_collator is not None:
-            name = "packing" if args.packing else "padding_free"
-            raise argument_error("needs TRL's collator", "Remove data_collator.", **{name: True})
+            raise argument_error("needs TRL's collator", "Remove data_collator.", **joins_rows(args))
         if args.loss_type == "dft" and compute_loss_func is not None:
             raise argument_error("has its own loss", "Remove compute_loss_func.", loss_type="dft")
         is_pair = KINDS.get("prompt") in kinds_of(first, args.dataset_text_field) and formatting_func is None
@@ -176,9 +176,11 @@ class SFTTrainer(Trainer):
             try:
                 template = get_training_chat_template(self.processing_class)
             except ValueError as error:
-                remedy = "Put {% generation %} around the assistant's text and its end token, in chat_template_path."
-                problem = "the chat template does not mark the assistant's text, and TRL does not know it"
-                raise argument_error(problem, remedy, assistant_only_loss=True) from error
+                raise argument_error(
+                    "the chat template does not mark the assistant's text, and TRL does not know it",
+                    "Put {% generation %} around the assistant's text and its end token, in chat_template_path.",
+                    assistant_only_loss=True,
+                ) from error
         if not is_chat_template_stop_token_trained(self.processing_class, chat_template=template):
             self._warn(
                 "the chat template leaves the token that ends the assistant's turn outside {% generation %}, so the "
@@ -196,32 +198,27 @@ class SFTTrainer(Trainer):
         Raises:
             SettingError: the dataset has an unsupported type, no rows, or columns of no kind or of several.
         """
-        args, settings = self.args, ("train_dataset",)
         if not isinstance(dataset, Dataset | IterableDataset):
             remedy = "Give a datasets.Dataset: Dataset.from_list(rows), or one split of a DatasetDict."
-            raise SettingError(f"got {type(dataset).__name__}", remedy, at, settings)
+            raise data_error(at, f"got {type(dataset).__name__}", remedy)
         first: Mapping[str, Any] | None = next(iter(dataset), None)
         if first is None:
-            raise SettingError("has no rows", "Give at least one.", at, settings)
+            raise data_error(at, "has no rows", "Give at least one.")
         if "image" in first or "images" in first:
-            raise SettingError("images are not supported", "Use trl.SFTTrainer for vision models.", at, settings)
+            raise data_error(at, "images are not supported", "Use trl.SFTTrainer for vision models.")
         if self._skips_preparation:
             if "labels" not in first and first.keys() & {"completion_mask", "assistant_masks"}:
                 problem = "skip_prepare_dataset ignores the mask columns, and there are no labels"
-                raise SettingError(problem, "Add labels with -100 where nothing is learned.", at, settings)
-            return first
-        if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
+                raise data_error(at, problem, "Add labels with -100 where nothing is learned.")
+        elif isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
             problem = "with_transform may give other rows at each read"
-            raise SettingError(problem, "Use dataset.map, or skip_prepare_dataset.", at, settings)
-        if self._formatting_func is not None and "input_ids" not in first:
-            if args.completion_only_loss:
-                problem = "formatting_func makes plain text, which has no completion"
-                raise argument_error(problem, "Remove one of the two.", completion_only_loss=True)
-            if args.assistant_only_loss:
-                problem = "formatting_func makes plain text, which has no assistant"
-                raise argument_error(problem, "Remove one of the two.", assistant_only_loss=True)
-            return first
-        if not self._prepares_rows:
+            raise data_error(at, problem, "Use dataset.map, or skip_prepare_dataset.")
+        elif self._formatting_func is not None and "input_ids" not in first:
+            for name in ("completion_only_loss", "assistant_only_loss"):
+                if getattr(self.args, name):
+                    problem = "formatting_func makes plain text, which has neither completion nor assistant"
+                    raise argument_error(problem, "Remove one of the two.", **{name: True})
+        elif not self._prepares_rows:
             self._check_kind(first, at)
         return first
 
@@ -234,34 +231,54 @@ class SFTTrainer(Trainer):
         """Check that a row is of one kind, which has the masks that the arguments ask for."""
         from trl.data_utils import is_conversational, is_conversational_from_value
 
-        args, found, settings = self.args, kinds_of(first, self.args.dataset_text_field), ("train_dataset",)
-        names = ", ".join(first)
-        is_preference = not first.keys().isdisjoint(PREFERENCES)
+        args, names, text_field = self.args, first.keys(), self.args.dataset_text_field
+        found = kinds_of(first, text_field)
         is_chat = is_conversational(dict(first)) or is_conversational_from_value(dict(first))
-        if is_preference:
-            problem, remedy = "chosen and rejected are preference data", "Rename chosen to messages, drop rejected."
-        elif not found:
-            problem = f"has the columns {names}"
-            remedy = f"Name them messages, prompt and completion, {args.dataset_text_field}, or input_ids."
-        elif len(found) > 1 and "tokens" not in found:
-            chosen = " and ".join(name for name in first if KINDS.get(name) or name == args.dataset_text_field)
-            problem, remedy = f"{chosen} hold different kinds of rows", "Keep one kind: dataset.remove_columns(...)."
-        elif found == {"pair"} and not {"prompt", "completion"} <= first.keys():
-            problem, remedy = f"has the columns {names}", "Give both prompt and completion."
-        elif found == {"chat"} and not is_chat:
-            problem, remedy = "the chats have no role and content", "Give lists of {'role': ..., 'content': ...}."
-        elif args.completion_only_loss and "pair" not in found and not first.keys() & {"completion_mask", "labels"}:
-            problem = "completion_only_loss=True needs prompt and completion"
-            remedy = "Remove it; for the assistant's turns of a chat, set assistant_only_loss=True."
-        elif args.assistant_only_loss and not is_chat and not first.keys() & {"assistant_masks", "labels"}:
-            problem = "assistant_only_loss=True needs chats"
-            remedy = "Remove it, or give messages, or assistant_masks with input_ids."
-        elif args.completion_only_loss is None and "completion_mask" in first and "labels" not in first:
-            problem = "completion_mask has no effect by default"
-            remedy = "Set completion_only_loss: True to learn completions alone, False to learn all tokens."
-        else:
-            return
-        raise SettingError(problem, remedy, at, settings)
+        for is_wrong, problem, remedy in (
+            (
+                not names.isdisjoint(PREFERENCES),
+                "chosen and rejected are preference data",
+                "Rename chosen to messages, drop rejected.",
+            ),
+            (
+                not found,
+                f"has the columns {', '.join(names)}",
+                f"Name them messages, prompt and completion, {text_field}, or input_ids.",
+            ),
+            (
+                len(found) > 1 and "tokens" not in found,
+                f"{' and '.join(each for each in names if each in KINDS or each == text_field)} hold different kinds "
+                "of rows",
+                "Keep one kind: dataset.remove_columns(...).",
+            ),
+            (
+                found == {"pair"} and not {"prompt", "completion"} <= names,
+                f"has the columns {', '.join(names)}",
+                "Give both prompt and completion.",
+            ),
+            (
+                found == {"chat"} and not is_chat,
+                "the chats have no role and content",
+                "Give lists of {'role': ..., 'content': ...}.",
+            ),
+            (
+                args.completion_only_loss and "pair" not in found and not names & {"completion_mask", "labels"},
+                "completion_only_loss=True needs prompt and completion",
+                "Remove it; for the assistant's turns of a chat, set assistant_only_loss=True.",
+            ),
+            (
+                args.assistant_only_loss and not is_chat and not names & {"assistant_masks", "labels"},
+                "assistant_only_loss=True needs chats",
+                "Remove it, or give messages, or assistant_masks with input_ids.",
+            ),
+            (
+                args.completion_only_loss is None and "completion_mask" in names and "labels" not in names,
+                "completion_mask has no effect by default",
+                "Set completion_only_loss: True to learn completions alone, False to learn all tokens.",
+            ),
+        ):
+            if is_wrong:
+                raise data_error(at, problem, remedy)
 
     @property
     def _skips_preparation(self) -> bool:
@@ -303,7 +320,7 @@ class SFTTrainer(Trainer):
             self._check_kind(first, at)
         if is_chat and processing_class.chat_template is None:
             problem, remedy = "the tokenizer has no chat template", "Set chat_template_path in SFTConfig."
-            raise SettingError(problem, remedy, "processing_class", ("processing_class", "chat_template_path"))
+            raise argument_error(problem, remedy, "processing_class", chat_template_path=None)
         before = len(dataset) if isinstance(dataset, Dataset) else None
         prepare: Any = resolve_name(self._replaces)._prepare_dataset
         try:
@@ -318,11 +335,11 @@ class SFTTrainer(Trainer):
                 remedy = "Put {% generation %} around the assistant's text, and give each chat an assistant's turn."
                 raise argument_error(problem, remedy, assistant_only_loss=True) from error
             problem = f"TRL cannot prepare the rows{first_empty(dataset, args.dataset_text_field)}: {in_words(error)}"
-            raise SettingError(problem, "Correct the rows, or the chat template.", at, ("train_dataset",)) from error
+            raise data_error(at, problem, "Correct the rows, or the chat template.") from error
         if before is not None and isinstance(rows, Sized):
             cut = f"no label within max_length={args.max_length}"
             if not len(rows):
-                raise SettingError(f"all rows have {cut}", "Raise max_length.", at, ("train_dataset",))
+                raise data_error(at, f"all rows have {cut}", "Raise max_length.")
             if not packing and len(rows) < before:
                 self._warn(f"{before - len(rows)} of {before} {dataset_name} rows have {cut}; they are left out")
         return rows
@@ -409,6 +426,11 @@ class SFTTrainer(Trainer):
             return self.compute_loss(model, inputs, num_items_in_batch=num_items_in(self, inputs)), None, None
 
 
+def data_error(at: str, problem: str, remedy: str) -> SettingError:
+    """Return the error about the rows of a dataset."""
+    return SettingError(problem, remedy, at, ("train_dataset",))
+
+
 def kinds_of(row: Mapping[str, Any], text_field: str) -> set[str]:
     """Return the kinds of rows that the columns belong to. One kind is unambiguous."""
     return {kind for name, kind in {text_field: "text", **KINDS}.items() if name in row}
@@ -422,8 +444,8 @@ def formatted(dataset: Any, function: Callable[[Any], str], args: Any) -> Any:
     """
     first = next(iter(dataset))
     if not isinstance(found := function(first), str):
-        problem, name = f"returned {type(found).__name__} for one row", "formatting_func"
-        raise SettingError(problem, "Return one string; the function gets one row.", name, (name,))
+        problem = f"returned {type(found).__name__} for one row"
+        raise argument_error(problem, "Return one string; the function gets one row.", "formatting_func")
     options: dict[str, Any] = {"num_proc": args.dataset_num_proc} if isinstance(dataset, Dataset) else {}
     return dataset.map(lambda row: {args.dataset_text_field: function(row)}, remove_columns=list(first), **options)
 
@@ -439,8 +461,9 @@ def with_equal_lengths(dataset: Any, at: str) -> Any:
     def check(row: dict[str, Any], index: int) -> None:
         for name in names:
             if name in row and (found := len(row[name])) != (expected := len(row["input_ids"])):
-                problem = f"row {index} has {expected} input_ids but {found} {name}"
-                raise SettingError(problem, "Give one for each token.", at, ("train_dataset",))
+                raise data_error(
+                    at, f"row {index} has {expected} input_ids but {found} {name}", "Give one for each token."
+                )
 
     if not isinstance(dataset, Dataset):
 

@@ -131,7 +131,7 @@ class HFTask(Task):
             step = list(islice(batches, per_step))
             if not step:
                 remedy = "The data must be readable once for each epoch."
-                raise SettingError(f"no data in epoch {epoch}", remedy, "train_dataset", ("train_dataset",))
+                raise argument_error(f"no data in epoch {epoch}", remedy, "train_dataset")
             while step:
                 yield step
                 step = list(islice(batches, per_step))
@@ -318,11 +318,9 @@ def loss_of_step(trainer: "Trainer", model: nn.Module, inputs: dict[str, Any]) -
     if not handed and isinstance(returned, Tensor) and returned.requires_grad:
         return returned
     if not handed:
-        method = f"{type(trainer).__name__}.training_step"
-        raise SettingError(
+        raise argument_error(
             "never called self.accelerator.backward(loss)",
             "Call it instead of loss.backward(), because the loop divides the loss before it runs backward.",
-            method,
-            (method,),
+            f"{type(trainer).__name__}.training_step",
         )
     return torch.stack(handed).sum() if len(handed) > 1 else handed[0]

@@ -28,6 +28,7 @@ from transformers.utils import can_return_loss, logging
 from accel_train.core.errors import SettingError
 from accel_train.core.json_io import plain_metrics
 from accel_train.hf import hub, search, training
+from accel_train.hf.argument_table import argument_error
 from accel_train.hf.arguments import check_arguments, check_combinations, check_overrides, train_batch_size
 from accel_train.hf.checkpoints import save_pretrained, whole_model
 from accel_train.hf.evaluation import Evaluation, merged, parts_of, predict_batch
@@ -104,10 +105,9 @@ class Trainer:
         self._memory_tracker.start()
         logging.set_verbosity(args.get_process_log_level())
         if (model is None) == (model_init is None):
-            raise SettingError("give exactly one of model and model_init", settings=("model", "model_init"))
+            raise argument_error("no model, or two", "Give exactly one.", "model", "model_init")
         if tokenizer is not None and processing_class is not None:
-            names = ("tokenizer", "processing_class")
-            raise SettingError("tokenizer is the old name of processing_class", "Give only one.", settings=names)
+            raise argument_error("an old and a new name", "Give only one.", "tokenizer", "processing_class")
         self.model_init = model_init
         self.processing_class = processing_class if processing_class is not None else tokenizer
         self.data_collator = data_collator or training.default_collator(self.processing_class)
@@ -235,9 +235,9 @@ class Trainer:
             direction: minimize or maximize, or a list for several objectives.
             kwargs: arguments of `optuna.create_study` (sampler, pruner, ...), and timeout, n_jobs, catch.
         """
-        search.check_search(self, backend)
-        self.hp_space, self.hp_name, self.compute_objective = hp_space, hp_name, compute_objective
-        return search.search(self, n_trials, direction, kwargs)
+        self.hp_space, self.hp_name = hp_space or trainer_utils.default_hp_space_optuna, hp_name
+        self.compute_objective = compute_objective or trainer_utils.default_compute_objective
+        return search.search(self, backend, n_trials, direction, kwargs)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
