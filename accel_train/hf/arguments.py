@@ -42,6 +42,8 @@ REMEDIES = {
     "_save": "override save_model",
 }
 """Remedies by the name of an overridden method of transformers' Trainer. The remedy for other methods is a callback."""
+Leaves = dict[str, Any]
+"""Fields of the recipe, or of one of its sections, by name."""
 OURS = "use accel-train run, whose recipe has a `parallel` section"
 
 
@@ -129,11 +131,12 @@ class Length:
     global_batch_size: int
     num_samples_planned: float
     """Samples of all steps, as transformers counts them for its samples per second."""
+    gradient_accumulation_steps: int
 
-    def epoch_at(self, step: int, gradient_accumulation_steps: int) -> float:
+    def epoch_at(self, step: int) -> float:
         """Return the epochs done after `step`, in fractions of micro-batches, as transformers logs them."""
         epochs, step_in_epoch = divmod(step, self.steps_per_epoch)
-        batches = min(step_in_epoch * gradient_accumulation_steps, self.batches_per_epoch)
+        batches = min(step_in_epoch * self.gradient_accumulation_steps, self.batches_per_epoch)
         return epochs + batches / self.batches_per_epoch
 
 
@@ -176,7 +179,7 @@ def length_of(args: TrainingArguments, num_samples: int | None, num_batches: int
         epochs, max_steps = math.ceil(args.num_train_epochs), math.ceil(args.num_train_epochs * steps_per_epoch)
     is_by_samples = num_samples is not None and args.max_steps <= 0
     planned = (num_samples or 0) * args.num_train_epochs if is_by_samples else max_steps * global_batch
-    return Length(batches, steps_per_epoch, max_steps, epochs, global_batch, planned)
+    return Length(batches, steps_per_epoch, max_steps, epochs, global_batch, planned, accumulation)
 
 
 def train_batch_size(args: TrainingArguments) -> int:
@@ -269,7 +272,7 @@ def precision_of(args: TrainingArguments) -> str:
     return "fp16" if args.fp16 else "bf16" if args.bf16 else said.get("precision.mixed_precision", "no")
 
 
-def schedule_of(args: TrainingArguments) -> dict[str, Any] | None:
+def schedule_of(args: TrainingArguments) -> Leaves | None:
     """Return `schedule.type` and its fields, or None if only transformers' scheduler can do it."""
     kind, kwargs = name_of(args.lr_scheduler_type), dict(args.lr_scheduler_kwargs or {})
     if kind in ("linear", "cosine", "constant", "inverse_sqrt") and not kwargs:
@@ -358,7 +361,7 @@ def recomputes_activations(args: TrainingArguments) -> bool:
     return by_fsdp or any(getattr(args, name, False) for name in names)
 
 
-def parallel_leaves(args: TrainingArguments) -> dict[str, Any]:
+def parallel_leaves(args: TrainingArguments) -> Leaves:
     """Return the recipe fields that the arguments `fsdp`, `deepspeed`, and `parallelism_config` set, or an empty dict.
 
     Raises:
@@ -372,7 +375,7 @@ def parallel_leaves(args: TrainingArguments) -> dict[str, Any]:
     return {f"parallel.{name}": value for name, value in leaves.items()}
 
 
-def _fsdp_leaves(args: TrainingArguments) -> dict[str, Any]:
+def _fsdp_leaves(args: TrainingArguments) -> Leaves:
     config: Any = args.fsdp_config or {}
     if int(config.get("version", 2)) != 2:
         problem = f"version={config['version']}: FSDP1 is not supported"
@@ -386,7 +389,7 @@ def _fsdp_leaves(args: TrainingArguments) -> dict[str, Any]:
     }
 
 
-def _deepspeed_leaves(args: TrainingArguments) -> dict[str, Any]:
+def _deepspeed_leaves(args: TrainingArguments) -> Leaves:
     """Return the `parallel` fields of a DeepSpeed configuration.
 
     `trainer_config_process` of transformers has filled in each `auto` and noted contradictions to the arguments.
@@ -409,7 +412,7 @@ def _deepspeed_leaves(args: TrainingArguments) -> dict[str, Any]:
     return {"strategy": "deepspeed", "zero_stage": stage} if stage else {}
 
 
-def _size_leaves(config: Any, *, is_zero: bool) -> dict[str, Any]:
+def _size_leaves(config: Any, *, is_zero: bool) -> Leaves:
     at = "parallelism_config"
     for name in ("tp_size", "cp_size", "sp_size"):
         # Older versions of Accelerate have no sp_size.

@@ -43,7 +43,7 @@ from accel_train.hf.checkpoints import (
     state_text,
 )
 from accel_train.hf.hub import push_checkpoint
-from accel_train.hf.inputs import SUMS, num_input_tokens
+from accel_train.hf.inputs import SUMS, Inputs, num_input_tokens
 from accel_train.hf.search import report_to_search
 from accel_train.observe.observer import Observer
 
@@ -112,7 +112,7 @@ class Flow(Observer):
         state.max_steps, state.num_train_epochs = self.length.max_steps, self.length.num_epochs
         state.is_local_process_zero = trainer.is_local_process_zero()
         state.is_world_process_zero = trainer.is_world_process_zero()
-        state.global_step, state.epoch = run.state.step, self._epoch(run.state.step)
+        state.global_step, state.epoch = run.state.step, self.length.epoch_at(run.state.step)
         self._epoch_ended_at, self._flops_before = run.state.step, state.total_flos
         try:
             state_text(TrainerState(stateful_callbacks=exportable(trainer)), plain)
@@ -157,7 +157,7 @@ class Flow(Observer):
         if step == self._begun_step:
             self._flops, self._tokens = self._flops_at_step, []
         self._begun_step, self._flops_at_step = step, self._flops
-        self.trainer.state.global_step, self.trainer.state.epoch = step, self._epoch(step)
+        self.trainer.state.global_step, self.trainer.state.epoch = step, self.length.epoch_at(step)
         if self.requests is not None and self.run is not None:
             self._begin_step_after(step)
 
@@ -168,7 +168,7 @@ class Flow(Observer):
             SettingError: a callback asks to end an epoch early, but the epoch is not the last.
         """
         trainer, state = self.trainer, self.trainer.state
-        state.global_step, state.epoch = result.step, self._epoch(result.step)
+        state.global_step, state.epoch = result.step, self.length.epoch_at(result.step)
         self.names.note_best()
         if not (self._is_optimizer_checked or result.skipped) and self.run is not None:
             # DeepSpeed uses other names, and does not use an optimizer of the user.
@@ -335,7 +335,7 @@ class Flow(Observer):
         # Remove links to checkpoints that a rotation has deleted since.
         self.names.link()
 
-    def count(self, inputs: dict[str, Any]) -> bool:
+    def count(self, inputs: Inputs) -> bool:
         """Add the FLOPs and tokens of a micro-batch, and announce the previous one. Return whether it counts."""
         if torch.compiler.is_compiling() or not self.trainer.model.training:
             return False
@@ -404,9 +404,6 @@ class Flow(Observer):
         if self._num_applied == 0:
             return (math.nan if self._num_skipped else 0.0), self._num_skipped
         return self._applied_sum / self._num_applied, self._num_skipped
-
-    def _epoch(self, step: int) -> float:
-        return self.length.epoch_at(step, self.trainer.args.gradient_accumulation_steps)
 
 
 def may_ask(callbacks: list[TrainerCallback]) -> bool:

@@ -29,6 +29,7 @@ from accel_train.engine.step import MicroBatch
 from accel_train.hf.argument_table import argument_error
 from accel_train.hf.checkpoints import is_spread, leave_in_evaluation_mode
 from accel_train.hf.inputs import (
+    Inputs,
     collate_of,
     collator_of,
     counted,
@@ -82,7 +83,7 @@ def merged(parts: Iterable[dict[str, float]]) -> dict[str, float]:
 
 
 def predict_batch(
-    trainer: "Trainer", model: nn.Module, inputs: dict[str, Any], loss_only: bool, ignore_keys: list[str] | None
+    trainer: "Trainer", model: nn.Module, inputs: Inputs, loss_only: bool, ignore_keys: list[str] | None
 ) -> tuple[Tensor | None, Any, Any]:
     """Return the loss, outputs, and labels of one batch. The outputs omit the loss and the model's ignored keys."""
     names = trainer.signature.label_names
@@ -223,7 +224,7 @@ class Evaluation:
         if is_spread(trainer) and first is not None and 0 < (number + 1) % world_size <= rank:
             yield send_to_device(first, accelerator.device), ONLY_FORWARDED
 
-    def _forward(self, inputs: dict[str, Any], num_targets: int, loss_only: bool) -> BatchOutputs:
+    def _forward(self, inputs: Inputs, num_targets: int, loss_only: bool) -> BatchOutputs:
         trainer = self.trainer
         name = getattr(trainer.model, "main_input_name", "input_ids")
         kept = inputs.get(name) if "inputs" in trainer.args.include_for_metrics else None

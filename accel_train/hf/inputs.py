@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from accel_train.hf import Trainer
 
 
+Inputs = dict[str, Any]
+"""A batch as the model's forward takes it, by argument."""
+
+
 @dataclass(frozen=True)
 class Signature:
     """The arguments of a model's forward, and the labels among them."""
@@ -119,17 +123,17 @@ def collator_of(trainer: "Trainer") -> Callable[[list[Any]], Any]:
     return RemoveColumnsCollator(own, trainer.signature.columns) if trainer.args.remove_unused_columns else own
 
 
-def collate_of(trainer: "Trainer") -> Callable[[Sequence[Any]], dict[str, Any]]:
+def collate_of(trainer: "Trainer") -> Callable[[Sequence[Any]], Inputs]:
     """Return the collation of samples to model inputs and `num_targets`. Worker processes receive a copy."""
     return partial(_collate, collator_of(trainer), trainer.signature)
 
 
-def _collate(collator: Callable[[list[Any]], Any], signature: Signature, samples: Sequence[Any]) -> dict[str, Any]:
+def _collate(collator: Callable[[list[Any]], Any], signature: Signature, samples: Sequence[Any]) -> Inputs:
     inputs, num_targets = counted(collator(list(samples)), signature)
     return {**inputs, "num_targets": num_targets}
 
 
-def counted(inputs: Any, signature: Signature) -> tuple[dict[str, Any], int]:
+def counted(inputs: Any, signature: Signature) -> tuple[Inputs, int]:
     """Return a batch's inputs and its number of targets.
 
     Raises:

@@ -29,7 +29,7 @@ from accel_train.hf import training
 from accel_train.hf.argument_table import argument_error
 from accel_train.hf.arguments import check_overrides
 from accel_train.hf.hub import write_card
-from accel_train.hf.inputs import TokenMetrics, num_items_in
+from accel_train.hf.inputs import Inputs, TokenMetrics, num_items_in
 from accel_train.hf.sft_setup import (
     check_adapter,
     collator_for,
@@ -369,7 +369,7 @@ class SFTTrainer(Trainer):
         return super().predict(self._prepared_evaluation(test_dataset), ignore_keys, metric_key_prefix)
 
     def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+        self, model: nn.Module, inputs: Inputs, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Return the mean loss of one micro-batch over its label tokens, plus the weighted router loss.
 
@@ -417,7 +417,7 @@ class SFTTrainer(Trainer):
             write_card(self, (Path(folder) / "README.md").read_text(encoding="utf-8"))
 
     def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+        self, model: nn.Module, inputs: Inputs, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
         """Return the loss, logits, and labels of one batch. The loss alone needs no logits."""
         if not prediction_loss_only or inputs.get("labels") is None:

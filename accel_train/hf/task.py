@@ -29,6 +29,7 @@ from accel_train.hf.checkpoints import copy_whole, is_spread, save_description, 
 from accel_train.hf.inputs import (
     SUMS,
     Columns,
+    Inputs,
     collate_of,
     collator_of,
     counted,
@@ -105,7 +106,7 @@ class HFTask(Task):
             for name, part in parts.items()
         }
 
-    def _read_from(self, first_step: int) -> Iterator[list[tuple[dict[str, Any], int]]]:
+    def _read_from(self, first_step: int) -> Iterator[list[tuple[Inputs, int]]]:
         """Yield each step's micro-batches from batches that can only be read in order. A resume reads up to its step.
 
         Every process reads all batches and keeps each W-th. A process without a batch forwards the step's first batch
@@ -271,7 +272,7 @@ def as_prepared(trainer: "Trainer", model: nn.Module, *, predicts: bool = False)
             hook.remove()
 
 
-def loss_of(trainer: "Trainer", model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any) -> tuple[Any, Any]:
+def loss_of(trainer: "Trainer", model: nn.Module, inputs: Inputs, num_items_in_batch: Any) -> tuple[Any, Any]:
     """Return the mean loss of one micro-batch, and the model's outputs.
 
     Raises:
@@ -297,7 +298,7 @@ def loss_of(trainer: "Trainer", model: nn.Module, inputs: dict[str, Any], num_it
     return outputs["loss"] if isinstance(outputs, dict) else outputs[0], outputs
 
 
-def loss_of_step(trainer: "Trainer", model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+def loss_of_step(trainer: "Trainer", model: nn.Module, inputs: Inputs) -> Tensor:
     """Return the mean loss of a micro-batch with its graph.
 
     Raises:

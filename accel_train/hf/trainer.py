@@ -32,7 +32,7 @@ from accel_train.hf.argument_table import argument_error
 from accel_train.hf.arguments import check_arguments, check_combinations, check_overrides, train_batch_size
 from accel_train.hf.checkpoints import save_pretrained, whole_model
 from accel_train.hf.evaluation import Evaluation, merged, parts_of, predict_batch
-from accel_train.hf.inputs import Signature, TokenMetrics, evaluation_loader, train_loader
+from accel_train.hf.inputs import Inputs, Signature, TokenMetrics, evaluation_loader, train_loader
 from accel_train.hf.task import loss_of
 from accel_train.optim.optimizers import build_optimizer
 from accel_train.recipe.schema import Recipe
@@ -240,7 +240,7 @@ class Trainer:
         return search.search(self, backend, n_trials, direction, kwargs)
 
     def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+        self, model: nn.Module, inputs: Inputs, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Return the mean loss of one micro-batch over its targets. `num_items_in_batch` counts only this micro-batch.
 
@@ -254,7 +254,7 @@ class Trainer:
         """Return the context in which `compute_loss` is called. Override it for a custom context."""
         return nullcontext()
 
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+    def training_step(self, model: nn.Module, inputs: Inputs, num_items_in_batch: Any = None) -> Tensor:
         """Return the detached loss of one micro-batch, after `self.accelerator.backward(loss)`.
 
         Override it as in transformers, with a call of this method or with a custom backward. The loop takes the loss
@@ -266,7 +266,7 @@ class Trainer:
         self.accelerator.backward(loss)
         return loss.detach()
 
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+    def floating_point_ops(self, inputs: Inputs) -> int:
         """Return 6 x tokens x parameters without embeddings (forward and backward), as in transformers."""
         main = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
         return 6 * main.numel() * self._num_flops_parameters if isinstance(main, Tensor) else 0
@@ -371,7 +371,7 @@ class Trainer:
         return trainer_utils.PredictionOutput(found.predictions, found.label_ids, found.metrics)
 
     def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+        self, model: nn.Module, inputs: Inputs, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
         """Return the loss, outputs, and labels of one batch. The outputs omit the loss and the model's ignored keys.
 
@@ -487,7 +487,7 @@ class Trainer:
     def _prepare_input(self, data: Any) -> Any:
         return StockTrainer._prepare_input(self, data)
 
-    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+    def _prepare_inputs(self, inputs: Inputs) -> dict[str, Any]:
         return StockTrainer._prepare_inputs(self, inputs)
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:

@@ -46,13 +46,6 @@ from accel_train.task import Facts, Task, TaskData, load_task, read_data, with_d
 T = TypeVar("T")
 
 
-_PROBLEM_TYPES = {
-    "single_label_classification": "single_label",
-    "multi_label_classification": "multi_label",
-    "regression": "regression",
-}
-
-
 class DataNotFound(SettingError):
     """Raised when a run's own data is not where its recipe says, and no other data is given."""
 
@@ -143,14 +136,19 @@ def recipe_of_trained(folder: Path, data: str | None = None, settings: Sequence[
     recipe = read_recipe(folder, settings)
     weights = folder / "model"
     config = load_object(weights / "config.json")
-    changes: dict[str, Any] = {"pretrained": str(weights), "config": None, "freeze": (), "freeze_batch_norm": False}
-    # The saved weights are loaded as fp32.
-    changes["frozen_dtype"] = "auto"
-    changes["problem_type"] = _PROBLEM_TYPES.get(str(config.get("problem_type")), recipe.model.problem_type)
-    model = recipe.model.model_copy(update=changes)
-    section = located(recipe.data, _started_in(folder))
-    trained = read_recipe_only(folder).data
-    section = section.as_trained(trained)
+    problem_type = str(config.get("problem_type") or recipe.model.problem_type).removesuffix("_classification")
+    model = recipe.model.model_copy(
+        update={
+            "pretrained": str(weights),
+            "config": None,
+            "freeze": (),
+            "freeze_batch_norm": False,
+            # The saved weights are loaded as fp32.
+            "frozen_dtype": "auto",
+            "problem_type": problem_type,
+        }
+    )
+    section = located(recipe.data, _started_in(folder)).as_trained(read_recipe_only(folder).data)
     if recipe.origin("data.cache_dir").kind == "command line":
         section = section.model_copy(update={"cache_dir": recipe.data.cache_dir})
     if data is not None:
@@ -162,7 +160,7 @@ def recipe_of_trained(folder: Path, data: str | None = None, settings: Sequence[
             and recipe.origin("data.missing_labels").kind != "command line"
         ):
             shown["missing_labels"] = "error"
-        names = _class_names(config, weights) if changes["problem_type"] != "regression" else None
+        names = _class_names(config, weights) if problem_type != "regression" else None
         if isinstance(section, NamedClassesData) and names is not None:
             shown["label_names"] = names
             # The model's outputs keep their order, whatever the order in flags.

@@ -14,10 +14,10 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForObjectDetec
 from transformers.image_transforms import center_to_corners_format
 
 from accel_train import Recipe
-from accel_train.cli.main import main
 from accel_train.inference import onnx_export
 from accel_train.inference.int8 import quiet
 from accel_train.tasks.object_detection.metrics import Detection, average_precision
+from tests.inference.conftest import Cli
 from tests.inference.test_onnx import exported, exported_in_int8
 from tests.support.detectors import DETECTORS, YOLOS
 from tests.support.runs import write_recipe_file
@@ -25,9 +25,8 @@ from tests.support.text_tasks import load
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, not_launched: None) -> None:
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("accel_train.inference.int8_cost._TIMED_SECONDS", 0.01)
 
 
 def distinct(config: dict[str, Any]) -> dict[str, Any]:
@@ -71,7 +70,7 @@ def test_a_graph_gives_the_logits_and_boxes_of_a_detector(family: str, tmp_path:
 
 @pytest.mark.slow
 def test_a_graph_of_a_detector_gives_the_boxes_of_its_image_processor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     recipe = write_recipe_file(
         tmp_path,
@@ -80,8 +79,8 @@ def test_a_graph_of_a_detector_gives_the_boxes_of_its_image_processor(
         data={"train": "digit-scenes", "image_size": 64, "cache_dir": None, "sequence_length": None},
         schedule={"max_steps": 2},
     )
-    assert main(["run", str(recipe)]) == 0
-    folder, details = exported(tmp_path / "run", capsys)
+    cli(f"run {recipe}")
+    folder, details = exported(tmp_path / "run", cli)
     assert details["onnx"]["inputs"] == {"pixel_values": ["batch", 3, 64, 64]}
     assert details["onnx"]["outputs"] == {"logits": ["batch", 7, 11], "pred_boxes": ["batch", 7, 4]}
     assert set(details["metrics"]["before"]) == {"map", "map_50", "map_75", "num_targets"}
@@ -98,7 +97,7 @@ def test_a_graph_of_a_detector_gives_the_boxes_of_its_image_processor(
     assert len(expected["boxes"]) == 7
     for name in ("boxes", "scores", "labels"):
         torch.testing.assert_close(read["found"][name], expected[name], atol=1e-3, rtol=1e-4)
-    session, _, details = exported_in_int8(tmp_path / "run", capsys)
+    session, _, details = exported_in_int8(tmp_path / "run", cli)
     assert details["int8"]["num_matrices"] > 4
     assert details["metrics"]["after"]["map"] == pytest.approx(precision_of(session, recipe), rel=1e-6)
     assert details["metrics"]["after"]["map"] > 0

@@ -2,6 +2,7 @@
 
 import copy
 import random
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,23 @@ def made(kind: Any, folder: Path | str, data: str, **given: Any) -> Any:
     others["peft_config"] = adapter() if adapter else None
     model = make if isinstance(make, str) else make(len(tool))
     return kind(model, config(folder, **given), processing_class=tool, **others)
+
+
+def both(folder: Path, data: str, read: Callable[[Any], Any], overrides: type = object, **given: Any) -> Any:
+    """What `read` gives of TRL's trainer and of ours after train(), and our trainer. Both get the methods of
+    `overrides`.
+    """
+    import trl
+
+    from accel_train import SFTTrainer
+
+    found = []
+    for kind in (trl.SFTTrainer, SFTTrainer):
+        own = kind if overrides is object else type("Own", (overrides, kind), {})
+        trainer = made(own, folder / kind.__module__, data, **given)
+        trainer.train()
+        found.append(read(trainer))
+    return *found, trainer
 
 
 def losses(trainer: Any) -> list[float]:
