@@ -263,9 +263,8 @@ class Flow(Observer):
             counts_nothing = trainer.overrides("evaluate") or trainer.overrides("evaluation_loop")
             with working("evaluating") if counts_nothing else nullcontext():
                 found = [trainer.evaluate(ignore_keys=self.ignore_keys)]
-            if trainer.args.world_size > 1:
-                # All processes then choose the same best step, even if compute_metrics draws samples.
-                broadcast_object_list(found)
+            # All processes then choose the same best step, even if compute_metrics draws samples.
+            broadcast_object_list(found)
             self._by_step[step] = found[0]
             report_to_search(trainer, self._by_step[step])
             if self.scheduler is not None:

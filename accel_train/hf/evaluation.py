@@ -10,12 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from accelerate.utils import convert_to_fp32, send_to_device
+from accelerate.utils import convert_to_fp32, gather_object, send_to_device
 from torch import Tensor, nn
 from transformers import EvalPrediction
 from transformers.trainer_pt_utils import find_batch_size, nested_concat, nested_detach, nested_numpify
@@ -173,7 +173,7 @@ class Evaluation:
             if by_batch:
                 outputs, scores = self._score_by_batch(own)
             else:
-                outputs, scores = in_turn(accelerator.num_processes, _read_losses(list(own))), {}
+                outputs, scores = in_turn(_read_losses(list(own))), {}
         if not trainer.is_in_train:
             # The mode stays, as in transformers, because inference often follows.
             leave_in_evaluation_mode(trainer)
@@ -249,14 +249,13 @@ class Evaluation:
 
     def _score_by_batch(self, own: Iterator[BatchOutputs]) -> tuple[list[BatchOutputs], dict[str, Any]]:
         """Call compute_metrics with one batch at a time, in order. evaluate then keeps only losses."""
-        world_size = self.trainer.accelerator.num_processes
         everything: list[BatchOutputs] = []
         metrics: dict[str, Any] = {}
         following, has_more = next(own, None), True
         while has_more:
             this, following = following, next(own, None)
-            turn = in_turn(world_size, [] if this is None else _read_losses([this]))
-            has_more = any(in_turn(world_size, [following is not None]))
+            turn = in_turn([] if this is None else _read_losses([this]))
+            has_more = any(in_turn([following is not None]))
             for one in turn:
                 is_last = not has_more and one is turn[-1]
                 metrics = self._score([one], one.predictions, one.labels, one.inputs, compute_result=is_last)
@@ -299,13 +298,9 @@ def _read_losses(outputs: list[BatchOutputs]) -> list[BatchOutputs]:
     return outputs
 
 
-def in_turn(world_size: int, own: list[Any]) -> list[Any]:
+def in_turn(own: list[Any]) -> list[Any]:
     """Return the items of all processes in the order of the batches: the first of each process, then the second, ..."""
-    if world_size == 1:
-        return own
-    gathered: list[Any] = [None] * world_size
-    dist.all_gather_object(gathered, own)
-    return [of_rank[turn] for turn in range(max(map(len, gathered))) for of_rank in gathered if turn < len(of_rank)]
+    return [item for turn in zip_longest(*gather_object([own])) for item in turn if item is not None]
 
 
 def joined(batches: list[Any], concatenate: bool) -> Any:

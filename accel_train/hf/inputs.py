@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, SeedableRandomSampler
 from datasets import Dataset as TableDataset
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import TrainingArguments
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -212,35 +212,18 @@ class TrainLoader(DataLoader[Any]):
         return self.collate_fn is self._made_with
 
 
-class EpochOrder(Sampler[int]):
-    """The samples of the epoch that `set_epoch` chose, in their order."""
-
-    def __init__(self, order: Callable[[int], NDArray[np.int64]], length: int) -> None:
-        self._order, self._length, self._epoch = order, length, 0
-
-    def __iter__(self) -> Iterator[int]:
-        yield from self._order(self._epoch).tolist()
-
-    def __len__(self) -> int:
-        return self._length
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch."""
-        self._epoch = epoch
-
-
 def train_loader(trainer: "Trainer") -> TrainLoader:
     """Return an epoch's micro-batches for inspection."""
     args, source = trainer.args, trainer.train_dataset
     if source is None:
         raise argument_error("required for training", "Give one.", "train_dataset")
     rows = readable(trainer, source)
-    order = epoch_order(args, rows)
+    seed = _order_seed(args, rows)
     return TrainLoader(
         source,
         rows,
         batch_size=args.per_device_train_batch_size,
-        sampler=order and EpochOrder(order, len(rows)),
+        sampler=None if seed is None else SeedableRandomSampler(rows, generator=torch.Generator(), data_seed=seed),
         collate_fn=collator_of(trainer),
         num_workers=args.dataloader_num_workers,
         drop_last=args.dataloader_drop_last,
@@ -280,17 +263,22 @@ def loader_of_override(trainer: "Trainer", method: str, *data: Any) -> Any:
     return loader
 
 
+def _order_seed(args: TrainingArguments, rows: Any) -> int | None:
+    """Return the seed of the order of samples, or None for sequential order."""
+    if is_stream(rows) or args.train_sampling_strategy == "sequential":
+        return None
+    return args.seed if args.data_seed is None else args.data_seed
+
+
 def epoch_order(args: TrainingArguments, rows: Any) -> Callable[[int], NDArray[np.int64]] | None:
     """Return the sample order of each epoch as in transformers, or None for sequential order.
 
-    The order is torch.randperm, seeded by seed + epoch.
-
-    Source: `accelerate.data_loader.SeedableRandomSampler`. Two orders are cached: a permutation of 10^6 costs 20 ms,
-    and readers are less than an epoch ahead of the loop.
+    The order is torch.randperm, seeded by seed + epoch, as in `SeedableRandomSampler` of Accelerate. Two orders are
+    cached: a permutation of 10^6 costs 20 ms, and readers are less than an epoch ahead of the loop.
     """
-    if is_stream(rows) or args.train_sampling_strategy == "sequential":
+    seed = _order_seed(args, rows)
+    if seed is None:
         return None
-    seed = args.seed if args.data_seed is None else args.data_seed
 
     @lru_cache(maxsize=2)
     def order(epoch: int) -> NDArray[np.int64]:

@@ -458,20 +458,17 @@ def with_equal_lengths(dataset: Any, at: str) -> Any:
     """
     names = ("labels", "completion_mask", "assistant_masks")
 
-    def check(row: dict[str, Any], index: int) -> None:
+    def check(row: dict[str, Any], index: int) -> dict[str, Any]:
         for name in names:
             if name in row and (found := len(row[name])) != (expected := len(row["input_ids"])):
                 raise data_error(
                     at, f"row {index} has {expected} input_ids but {found} {name}", "Give one for each token."
                 )
 
+        return row
+
     if not isinstance(dataset, Dataset):
-
-        def checked(row: dict[str, Any], index: int) -> dict[str, Any]:
-            check(row, index)
-            return row
-
-        return dataset.map(checked, with_indices=True)
+        return dataset.map(check, with_indices=True)
     columns = [name for name in ("input_ids", *names) if name in dataset.column_names]
     for index, row in enumerate(dataset.select_columns(columns).with_format(None)):
         check(row, index)

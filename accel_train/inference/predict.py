@@ -259,9 +259,8 @@ def label_columns(rows: Mapping[str, NDArray[Any]], names: Sequence[str], *, lab
             columns["score"] = list(map(_number, rows["score"]))
         if labelled and "truth" in rows:
             columns[f"true_{kind}"] = list(map(show, rows["truth"]))
-    scores = rows.get("scores")
-    if scores is not None and scores.shape[1] <= MAX_SCORE_COLUMNS:
-        columns |= {f"score_{name(index)}": list(map(_number, column)) for index, column in enumerate(scores.T)}
+    for index, column in enumerate(rows["scores"].T if "scores" in rows else ()):
+        columns[f"score_{name(index)}"] = list(map(_number, column))
     return columns
 
 

@@ -17,13 +17,13 @@ from accel_train.hf.arguments import check_arguments, length_of, to_recipe, with
 from accel_train.optim.optimizers import parameter_groups
 from accel_train.recipe.names import recipe_names
 from accel_train.recipe.schema import Recipe
-from tests.support.hf_models import Plain, arguments, bert, made, refused, rows
+from tests.support.hf_models import Given, Plain, arguments, bert, made, refused, rows
 from tests.support.runs import REPOSITORY
 
 DOCS = REPOSITORY / "docs" / "hf_trainer.md"
 
 # A value of each refused field (and of fields that are honored for some values only) that has to be an error.
-REFUSED: dict[str, Any] = {
+REFUSED: Given = {
     "average_tokens_across_devices": False,
     "lr_scheduler_type": "greedy",
     "optim": "galore_adamw_layerwise",
@@ -40,9 +40,9 @@ CHECKPOINTING = (
     "activation_checkpointing" if hasattr(TrainingArguments, "activation_checkpointing") else "gradient_checkpointing"
 )
 MULTI_LABEL = bert(problem_type="multi_label_classification")
-MIN_RATE: dict[str, Any] = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}}
-BEST: dict[str, Any] = {"load_best_model_at_end": True, "eval_strategy": "epoch", "save_strategy": "epoch"}
-INDEPENDENT: dict[str, Any] = {
+MIN_RATE: Given = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}}
+BEST: Given = {"load_best_model_at_end": True, "eval_strategy": "epoch", "save_strategy": "epoch"}
+INDEPENDENT: Given = {
     "per_device_train_batch_size": 4,
     "gradient_accumulation_steps": 2,
     "learning_rate": 3e-4,
@@ -74,7 +74,7 @@ INDEPENDENT: dict[str, Any] = {
     "train_sampling_strategy": "sequential",
 }
 """Arguments that set leaves, whatever the others are."""
-LEAVES: dict[str, Any] = {
+LEAVES: Given = {
     "batch.per_device_batch_size": 4,
     "batch.gradient_accumulation_steps": 2,
     "optimizer.learning_rate": 3e-4,
@@ -103,7 +103,7 @@ LEAVES: dict[str, Any] = {
     "evaluate.every_steps": 4,
     "data.shuffle": False,
 }
-TRANSLATED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+TRANSLATED: list[tuple[Given, Given]] = [
     (INDEPENDENT, LEAVES),
     (MIN_RATE, {"schedule.min_lr_ratio": 0.1}),
     (BEST, {"checkpoint.load_best_model_at_end": True}),
@@ -180,7 +180,7 @@ def test_defaults_and_fields_of_a_subclass_are_accepted_and_new_ones_of_transfor
 
 
 @pytest.mark.parametrize(("given", "expected"), TRANSLATED, ids=lambda value: ",".join(value)[:80])
-def test_fields_become_leaves_of_the_recipe(tmp_path: Path, given: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_fields_become_leaves_of_the_recipe(tmp_path: Path, given: Given, expected: Given) -> None:
     leaves = dict(dotted_items(recipe_of(arguments(tmp_path, **given)).model_dump()))
     assert {name: leaves[name] for name in expected} == expected
 
@@ -223,7 +223,7 @@ def test_old_names_switches_and_tokens(tmp_path: Path) -> None:
         {"seed": -1},
     ],
 )
-def test_a_value_that_breaks_a_rule_is_named_as_the_user_wrote_it(tmp_path: Path, given: dict[str, Any]) -> None:
+def test_a_value_that_breaks_a_rule_is_named_as_the_user_wrote_it(tmp_path: Path, given: Given) -> None:
     name, value = next(iter(given.items()))
     assert f"{name}={value}: " in refused(lambda: recipe_of(arguments(tmp_path, **given)), name).problem
 
@@ -284,7 +284,7 @@ def test_weight_decay_falls_on_the_parameters_that_transformers_decays(tmp_path:
     ids=lambda value: ",".join(value) if isinstance(value, dict) else None,
 )
 def test_arguments_that_contradict_each_other_or_this_machine_are_refused_when_the_trainer_is_made(
-    tmp_path: Path, given: dict[str, Any], settings: list[str], fact: str
+    tmp_path: Path, given: Given, settings: list[str], fact: str
 ) -> None:
     assert fact in str(refused(lambda: made(tmp_path, given.pop("model", Plain()), **given), *settings))
 

@@ -26,6 +26,7 @@ from tests.support.hf_models import (
     refused,
     rows,
     trained,
+    trained_plain,
 )
 
 
@@ -90,7 +91,7 @@ def test_callbacks_stop_save_evaluate_and_log_at_the_very_step(tmp_path: Path) -
             control.should_save = state.global_step == 3
             control.should_training_stop = state.global_step == 5
 
-    trainer = trained(tmp_path, Plain(), plain_rows(80), eval_dataset=plain_rows(8), callbacks=[StepSignals()])
+    trainer = trained_plain(tmp_path, 80, eval_dataset=plain_rows(8), callbacks=[StepSignals()])
     assert trainer.state.global_step == 5
     lines = [(line["step"], "loss" in line) for line in history(trainer)]
     assert lines == [(1, True), (2, False), (3, True), (5, False)]
@@ -135,9 +136,9 @@ def test_callbacks_get_their_states_back_in_order_and_a_line_names_other_numbers
     args["eval_dataset"] = [{**row, "labels": 2} for row in plain_rows(8)]  # so that each evaluation is worse
     stops = [EarlyStoppingCallback(9), EarlyStoppingCallback(9)]
     again = [Counts(), Counts(), Counts(7)]
-    trained(tmp_path, Plain(), plain_rows(16), callbacks=[stops[0], Counts(1), Counts(10), LeftOut()], **args)
+    trained_plain(tmp_path, 16, callbacks=[stops[0], Counts(1), Counts(10), LeftOut()], **args)
     capsys.readouterr()
-    trained(tmp_path, Plain(), plain_rows(16), str(tmp_path / "checkpoint-2"), callbacks=[stops[1], *again], **args)
+    trained_plain(tmp_path, 16, str(tmp_path / "checkpoint-2"), callbacks=[stops[1], *again], **args)
     assert [(callback.by, callback.count) for callback in again] == [(1, 4), (10, 40), (7, 14)]
     assert stops[1].early_stopping_patience_counter == stops[0].early_stopping_patience_counter == 1
     said = capsys.readouterr().out
@@ -147,7 +148,7 @@ def test_callbacks_get_their_states_back_in_order_and_a_line_names_other_numbers
 
 def test_an_end_of_an_epoch_before_the_last_is_refused_by_name(tmp_path: Path) -> None:
     ends = [Sets(should_epoch_stop=1)]
-    error = refused(lambda: trained(tmp_path, Plain(), plain_rows(16), callbacks=ends), "num_train_epochs")
+    error = refused(lambda: trained_plain(tmp_path, 16, callbacks=ends), "num_train_epochs")
     assert "should_epoch_stop at step 1" in error.problem
 
 

@@ -13,13 +13,9 @@ from accel_train.core.errors import SettingError
 from accel_train.recipe.schema import Recipe
 from accel_train.tasks.causal_lm.task import CausalLM
 from tests.support.runs import recipe_dict, write_jsonl
-from tests.support.sft import llama, made, tokenizer
+from tests.support.sft import MARKS, llama, made, tokenizer
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning"),  # transformers renames what TRL sets by default
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.usefixtures("without_cuda"),
-]
+pytestmark = MARKS
 SHIPPED = Path(trl.__file__).parent / "chat_templates"
 SAID = ("A color.", "Älter 🙂")
 CHAT = [

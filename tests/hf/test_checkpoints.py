@@ -16,6 +16,7 @@ from accel_train.hf import Trainer
 from accel_train.hf.checkpoints import load_stock_weights
 from tests.support.hf_models import (
     CLOSE,
+    Given,
     Plain,
     bert,
     both,
@@ -26,6 +27,7 @@ from tests.support.hf_models import (
     refused,
     rows,
     trained,
+    trained_plain,
 )
 from tests.support.runs import events
 
@@ -78,7 +80,7 @@ def test_a_checkpoint_of_another_model_is_refused(
 
 
 def test_weights_that_transformers_saves_under_other_names_are_all_loaded(tmp_path: Path) -> None:
-    sizes: dict[str, Any] = {"image_size": 8, "patch_size": 4, "hidden_size": 16, "num_hidden_layers": 1}
+    sizes: Given = {"image_size": 8, "patch_size": 4, "hidden_size": 16, "num_hidden_layers": 1}
     config = transformers.ViTConfig(**sizes, num_attention_heads=2, intermediate_size=16)
     saved, fresh = (transformers.ViTForImageClassification(config) for _ in range(2))
     saved.save_pretrained(tmp_path)
@@ -167,7 +169,7 @@ def test_an_adapter_checkpoint_of_transformers_is_resumed_to_the_same_weights(tm
     assert "adapter_model.safetensors not found" in error.problem
 
 
-class Scaled(Dataset[dict[str, Any]]):
+class Scaled(Dataset[Given]):
     """A data set of a script: its items are made by code."""
 
     def __init__(self, factor: float, *, is_random: bool = False) -> None:
@@ -177,7 +179,7 @@ class Scaled(Dataset[dict[str, Any]]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> Given:
         row, self.num_reads = self.rows[index], self.num_reads + 1
         factor = self.num_reads if self.is_random else self.factor
         return {**row, "features": row["features"] * factor}
@@ -217,7 +219,7 @@ def test_a_compiled_model_is_saved_under_plain_names(tmp_path: Path) -> None:
     compiled = torch.compile(Plain(), backend="eager")
     trainer = trained(tmp_path, compiled, plain_rows(16), max_steps=2, **every(2, "save"))
     trainer.save_model(str(tmp_path / "saved"))
-    plain = trained(tmp_path / "plain", Plain(), plain_rows(16), max_steps=2)
+    plain = trained_plain(tmp_path / "plain", 16, max_steps=2)
     for folder in ("model", "checkpoint-2", "saved"):
         weights = load_file(tmp_path / folder / "model.safetensors")
         assert not any("_orig_mod" in name for name in weights), folder

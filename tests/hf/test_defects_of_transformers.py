@@ -27,6 +27,7 @@ from tests.support.hf_models import (
     token_bert,
     token_rows,
     trained,
+    trained_plain,
 )
 from tests.support.runs import events
 
@@ -93,7 +94,7 @@ def test_an_out_of_memory_error_never_changes_the_global_batch(tmp_path: Path) -
     args = {"num_train_epochs": 1, "auto_find_batch_size": True}
     theirs, ours, *_ = both(tmp_path, Tight, train_dataset=plain_rows(80), **args)
     assert (theirs.state.global_step, ours.state.global_step) == (12, 10)
-    whole = trained(tmp_path / "whole", Plain(), plain_rows(80), num_train_epochs=1)
+    whole = trained_plain(tmp_path / "whole", 80, num_train_epochs=1)
     assert difference(ours.model, whole.model) < 1e-6
 
 

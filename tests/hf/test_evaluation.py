@@ -25,7 +25,7 @@ from tests.support.hf_models import (
     same_log,
     token_bert,
     token_rows,
-    trained,
+    trained_plain,
 )
 
 
@@ -134,7 +134,7 @@ def test_overridden_evaluation_methods_are_called_in_training(tmp_path: Path) ->
     names = ("evaluate", "get_eval_dataloader", "prediction_step", "log")
     own = type("Own", (Trainer,), {name: noted(name) for name in names})
     args = {"eval_strategy": "epoch", "num_train_epochs": 1, "eval_dataset": plain_rows(16)}
-    trained(tmp_path, Plain(), plain_rows(16), kind=own, **args)
+    trained_plain(tmp_path, 16, kind=own, **args)
     assert [name for name in called if name != "log"] == [*names[:3], "prediction_step"]
     assert called.count("log") == 3
     line = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()][-1]

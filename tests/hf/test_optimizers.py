@@ -16,6 +16,7 @@ from accel_train.hf import Trainer
 from tests.support.hf_models import (
     CLOSE,
     KINDS,
+    Given,
     Plain,
     bert,
     both,
@@ -33,6 +34,7 @@ from tests.support.hf_models import (
     token_bert,
     token_rows,
     trained,
+    trained_plain,
 )
 from tests.support.optimizers import KeepsLists, Momentum
 
@@ -82,7 +84,7 @@ def test_an_optimizer_whose_state_no_checkpoint_holds_is_refused_when_the_traine
     ids=lambda args: args["optim"],
 )
 def test_optimizers_that_transformers_makes_learn_the_same_and_are_resumed_to_the_bit(
-    tmp_path: Path, args: dict[str, Any]
+    tmp_path: Path, args: Given
 ) -> None:
     args |= {"learning_rate": 1e-3, "max_steps": 4, **every(2, "save")}
     theirs, ours, *_ = both(tmp_path, train_dataset=rows(16), **args)
@@ -115,7 +117,7 @@ def test_an_override_of_both_makers_at_once_is_used(tmp_path: Path) -> None:
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
             self.lr_scheduler = StepLR(self.optimizer, step_size=num_training_steps // 2)
 
-    trainer = trained(tmp_path, Plain(), plain_rows(45), kind=Own, max_steps=4, logging_steps=1)
+    trainer = trained_plain(tmp_path, 45, kind=Own, max_steps=4, logging_steps=1)
     assert rates(trainer) == pytest.approx([0.5, 0.5, 0.05, 0.05])
 
 
@@ -145,7 +147,7 @@ def plateau(kind: Any, folder: Path, resume: str | None = None) -> list[float]:
     worse = [{**row, "labels": 2} for row in plain_rows(16)]
     args = {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0, "factor": 0.5}}
     args |= {"max_steps": 4, "learning_rate": 0.5, **every(1, "eval", "save", "logging")}
-    return rates(trained(folder, Plain(), plain_rows(24), resume, kind=kind, eval_dataset=worse, **args))
+    return rates(trained_plain(folder, 24, resume, kind=kind, eval_dataset=worse, **args))
 
 
 def test_a_schedule_that_follows_a_metric_gives_the_rates_of_transformers_also_after_a_resume(tmp_path: Path) -> None:
@@ -194,9 +196,7 @@ def test_losses_handed_to_backward_one_after_the_other_are_added(tmp_path: Path)
             return loss.detach()
 
     args = {"max_steps": 2, "optim": "sgd", "learning_rate": 0.1}
-    once, twice = (
-        trained(tmp_path / kind.__name__, Plain(), plain_rows(16), kind=kind, **args) for kind in (Trainer, Twice)
-    )
+    once, twice = (trained_plain(tmp_path / kind.__name__, 16, kind=kind, **args) for kind in (Trainer, Twice))
     assert difference(once.model, twice.model) < 1e-6
 
 
@@ -205,7 +205,7 @@ def test_a_training_step_that_hands_no_loss_over_is_an_error_that_says_so(tmp_pa
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
             return self.compute_loss(model, inputs).detach()
 
-    error = refused(lambda: trained(tmp_path, Plain(), plain_rows(8), kind=Silent), "Silent.training_step")
+    error = refused(lambda: trained_plain(tmp_path, 8, kind=Silent), "Silent.training_step")
     assert "self.accelerator.backward" in error.problem
 
 
@@ -218,7 +218,7 @@ def test_the_context_of_compute_loss_is_around_each_loss_of_training_and_evaluat
             self.entered += 1
             yield
 
-    trainer = trained(tmp_path, Plain(), plain_rows(16), kind=Own, max_steps=2, eval_dataset=plain_rows(8))
+    trainer = trained_plain(tmp_path, 16, kind=Own, max_steps=2, eval_dataset=plain_rows(8))
     assert trainer.entered == 2
     trainer.evaluate()
     assert trainer.entered == 3
@@ -226,15 +226,15 @@ def test_the_context_of_compute_loss_is_around_each_loss_of_training_and_evaluat
 
 def gpt2() -> Any:
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 64}
+    sizes: Given = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 64}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **sizes))
 
 
-def language_rows(count: int) -> list[dict[str, Any]]:
+def language_rows(count: int) -> list[Given]:
     return [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in rows(count, length=8)]
 
 
-MATCHED: dict[str, tuple[Any, dict[str, Any]]] = {
+MATCHED: dict[str, tuple[Any, Given]] = {
     "targets of GPT-2": (gpt2, {"train_dataset": language_rows(24), "max_steps": 2}),
     "weights of micro-batches": (
         Plain,

@@ -12,7 +12,18 @@ import torch
 import transformers
 
 from accel_train.hf import Trainer
-from tests.support.hf_models import Plain, both, difference, history, llama, made, plain_rows, refused, rows, trained
+from tests.support.hf_models import (
+    Plain,
+    both,
+    difference,
+    history,
+    llama,
+    made,
+    plain_rows,
+    refused,
+    rows,
+    trained_plain,
+)
 from tests.support.runs import REPOSITORY
 
 DOCS = (REPOSITORY / "docs" / "hf_trainer.md").read_text()
@@ -102,7 +113,7 @@ def test_a_loader_of_the_base_with_another_collator_is_read_as_it_is_and_shuffle
             firsts.append(inputs["features"][0].tolist())
             return super().compute_loss(model, inputs, **kwargs)
 
-    trained(tmp_path, Plain(), plain_rows(16), kind=Collated)
+    trained_plain(tmp_path, 16, kind=Collated)
     assert len(firsts) == 4
     assert firsts[:2] != firsts[2:]
 

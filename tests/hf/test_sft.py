@@ -29,10 +29,11 @@ from accel_train import SFTTrainer
 from accel_train.hf.argument_table import table
 from accel_train.hf.arguments import check_overrides
 from accel_train.hf.sft_setup import SFT_FIELDS
-from tests.support.hf_models import every, refused
+from tests.support.hf_models import Given, every, refused
 from tests.support.processes import run_forked
 from tests.support.runs import REPOSITORY, TESTS, run_forked_command
 from tests.support.sft import (
+    MARKS,
     PACKED,
     RESUMED,
     SETUPS,
@@ -57,17 +58,12 @@ from tests.support.sft import (
     virtual,
 )
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning"),  # transformers renames what TRL sets by default
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning"),  # dynamo's
-    pytest.mark.usefixtures("without_cuda"),
-]
+pytestmark = [*MARKS, pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")]  # dynamo's
 DOCS = REPOSITORY / "docs" / "hf_trainer.md"
 USER, ASSISTANT = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}
 
 
-def own_fields() -> dict[str, Any]:
+def own_fields() -> Given:
     from trl import SFTConfig
 
     shared = {field.name for field in dataclasses.fields(TrainingArguments)}
@@ -120,7 +116,7 @@ def test_the_log_and_evaluations_have_the_metrics_of_trl(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("given", [{}, {"label_smoothing_factor": 0.1}], ids=["fused", "from logits"])
-def test_metrics_depend_on_neither_accumulation_nor_a_resume(tmp_path: Path, given: dict[str, Any]) -> None:
+def test_metrics_depend_on_neither_accumulation_nor_a_resume(tmp_path: Path, given: Given) -> None:
     given = {"max_steps": 4, "assistant_only_loss": True, "save_strategy": "steps", "save_steps": 3, **given}
     whole = made(SFTTrainer, tmp_path / "whole", "chat", per_device_train_batch_size=8, **given)
     whole.train()
@@ -180,7 +176,7 @@ def t5(size: int) -> Any:
 
 def mamba(size: int) -> Any:
     """A model whose layers carry values to the next row."""
-    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16, "n_groups": 1}
+    sizes: Given = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16, "n_groups": 1}
     return Mamba2ForCausalLM(Mamba2Config(vocab_size=size, state_size=8, chunk_size=8, **sizes))
 
 
@@ -240,7 +236,7 @@ def mamba(size: int) -> Any:
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_refused_by_name(
-    tmp_path: Path, row: dict[str, Any], given: dict[str, Any], setting: str, fact: str
+    tmp_path: Path, row: Given, given: Given, setting: str, fact: str
 ) -> None:
     data = Dataset.from_list([row] * 4)
     assert fact in refused(lambda: made(SFTTrainer, tmp_path, "", train_dataset=data, **given), setting).problem
@@ -260,7 +256,7 @@ def test_rows_that_an_override_prepares_are_trained_and_evaluated_as_in_trl(tmp_
         evaluations = trainer.evaluate(), trainer.evaluate(rows("text", 4))
         return [*losses(trainer), *(each["eval_loss"] for each in evaluations)]
 
-    given: dict[str, Any] = {"max_steps": 2, "eval_dataset": rows("text", 4), "per_device_eval_batch_size": 4}
+    given: Given = {"max_steps": 2, "eval_dataset": rows("text", 4), "per_device_eval_batch_size": 4}
     expected, found, _ = both(tmp_path, "text", read, Tokens, **given)
     assert found == pytest.approx(expected, rel=1e-5)
 
@@ -383,7 +379,7 @@ def saved(tmp_path_factory: Any) -> str:
     ids=["path", "bf16 weights", "bf16", "QLoRA, 4 bits", "QLoRA, 8 bits"],
 )
 def test_a_model_given_as_a_path_has_the_losses_of_trl(
-    saved: str, tmp_path: Path, given: dict[str, Any], dtype: torch.dtype
+    saved: str, tmp_path: Path, given: Given, dtype: torch.dtype
 ) -> None:
     def read(trainer: Any) -> list[float]:
         (weight,) = (each for name, each in trainer.model.named_parameters() if "0.mlp.up_proj" in name)
@@ -444,7 +440,7 @@ def accuracy(prediction: Any) -> dict[str, float]:
 @pytest.mark.parametrize(
     "given", [{}, PACKED, {**PACKED, "eval_packing": False}], ids=["padded", "packed", "unpacked evaluation"]
 )
-def test_evaluations_at_steps_have_the_losses_and_metrics_of_trl(tmp_path: Path, given: dict[str, Any]) -> None:
+def test_evaluations_at_steps_have_the_losses_and_metrics_of_trl(tmp_path: Path, given: Given) -> None:
     names = [f"eval_{part}_{name}" for part in ("one", "two") for name in ("loss", "accuracy")]
 
     def read(trainer: Any) -> dict[tuple[int, str], float]:
@@ -472,7 +468,7 @@ def test_callbacks_see_each_step_and_stop_the_run(tmp_path: Path) -> None:
 def test_noise_of_neftune_is_in_training_alone(tmp_path: Path) -> None:
     found = {}
     for alpha in (None, 5.0, 5.0001):
-        given: dict[str, Any] = {"neftune_noise_alpha": alpha, "eval_dataset": rows("chat", 8), "eval_on_start": True}
+        given: Given = {"neftune_noise_alpha": alpha, "eval_dataset": rows("chat", 8), "eval_on_start": True}
         trainer = made(SFTTrainer, tmp_path / str(alpha), "chat", max_steps=3, **given)
         trainer.train()
         first = next(line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line)

@@ -26,6 +26,7 @@ from accel_train.hf.callbacks import Flow
 from tests.support.hf_models import (
     CLOSE,
     KINDS,
+    Given,
     Plain,
     accuracy,
     bert,
@@ -44,6 +45,7 @@ from tests.support.hf_models import (
     token_bert,
     token_rows,
     trained,
+    trained_plain,
 )
 from tests.support.hub import record_uploads
 from tests.support.runs import events
@@ -138,7 +140,7 @@ def summed(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
 
 def vit() -> Any:
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_labels": 3}
+    sizes: Given = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_labels": 3}
     sizes |= {"intermediate_size": 32, "image_size": 16, "patch_size": 8, "hidden_dropout_prob": 0.0}
     return ImageClassifier(ViTConfig(**sizes))
 
@@ -149,13 +151,13 @@ PIXELS = torch.randn(24, 3, 16, 16, generator=torch.Generator().manual_seed(1))
 SPANS = [{"input_ids": row["input_ids"], "start_positions": row["labels"], "end_positions": 5} for row in TEXTS]
 WORSE = [{**row, "labels": 2} for row in plain_rows(16)]
 TABLE = datasets.Dataset.from_list([{**row, "text": "?"} for row in TEXTS])
-BEST: dict[str, Any] = {"load_best_model_at_end": True}
-FAST: dict[str, Any] = {"learning_rate": 1e-2}
-RAGGED: dict[str, Any] = {"gradient_accumulation_steps": 2, "data_collator": pad}
+BEST: Given = {"load_best_model_at_end": True}
+FAST: Given = {"learning_rate": 1e-2}
+RAGGED: Given = {"gradient_accumulation_steps": 2, "data_collator": pad}
 # The clip rounds otherwise, which Adam makes visible in biases of attention keys, whose gradient is 0.
-LABELS: dict[str, Any] = {"eval_on_start": True, "eval_delay": 2, "dataloader_num_workers": 1, "max_grad_norm": 100.0}
+LABELS: Given = {"eval_on_start": True, "eval_delay": 2, "dataloader_num_workers": 1, "max_grad_norm": 100.0}
 LABELS |= {"logging_first_step": True, "max_steps": 4, **every(3, "eval"), "eval_dataset": "of training"}
-CASES: dict[str, tuple[Any, list[Any], dict[str, Any]]] = {
+CASES: dict[str, tuple[Any, list[Any], Given]] = {
     "defaults": (Plain, PLAIN, FAST),
     # Theirs weighs a short micro-batch as much as a full one.
     "accumulation": (
@@ -244,7 +246,7 @@ def test_weights_and_log_are_those_of_transformers(tmp_path: Path, case: str) ->
     assert found.metrics.keys() == expected.metrics.keys()
 
 
-SCHEDULES: list[tuple[str, dict[str, Any] | None]] = [
+SCHEDULES: list[tuple[str, Given | None]] = [
     ("cosine", {"num_cycles": 1.5}),
     ("cosine_with_restarts", {"num_cycles": 2}),
     ("polynomial", {"power": 2.0, "lr_end": 1e-5}),
@@ -255,7 +257,7 @@ SCHEDULES: list[tuple[str, dict[str, Any] | None]] = [
 
 
 @pytest.mark.parametrize(("kind", "kwargs"), SCHEDULES)
-def test_learning_rates_are_those_of_transformers(tmp_path: Path, kind: str, kwargs: dict[str, Any] | None) -> None:
+def test_learning_rates_are_those_of_transformers(tmp_path: Path, kind: str, kwargs: Given | None) -> None:
     args = {"lr_scheduler_type": kind, "lr_scheduler_kwargs": kwargs, "warmup_steps": 2, "max_steps": 8}
     theirs, ours, *_ = both(tmp_path, Plain, train_dataset=plain_rows(16), logging_steps=1, **args)
     assert rates(ours) == pytest.approx(rates(theirs), rel=1e-9)
@@ -266,7 +268,7 @@ def getting_worse(folder: Path, resume: Any = None, **more: Any) -> Any:
     args = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "learning_rate": 0.5, **more}
     worse = [{**row, "labels": 2} for row in plain_rows(8)]
     args |= {"max_steps": 4, "eval_dataset": worse, **every(2, "eval", "save")}
-    return trained(folder, Plain(), plain_rows(16), resume, **args)
+    return trained_plain(folder, 16, resume, **args)
 
 
 def evaluations(trainer: Any) -> list[tuple[int, float]]:
@@ -310,14 +312,14 @@ def test_what_was_evaluated_after_the_step_that_a_rollback_goes_to_is_evaluated_
         assert len(evaluations(trainer)) == num_evaluations
 
 
-def noisy(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+def noisy(samples: list[Given]) -> dict[str, torch.Tensor]:
     """A collator that draws from all generators of its process."""
     features = torch.stack([sample["features"] for sample in samples])
     noise = torch.rand(features.shape) + torch.from_numpy(np.random.rand(8)).float() + random.random()
     return {"features": features + noise, "labels": torch.tensor([sample["labels"] for sample in samples])}
 
 
-RESUMED: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+RESUMED: dict[str, tuple[Any, Any, Given]] = {
     "evaluations": (bert, rows(45), {"eval_dataset": rows(16, seed=2), **every(4, "eval", "save")}),
     "stream": (bert, Stream(rows(45)), {"max_steps": 6, "gradient_accumulation_steps": 2}),
     "collator": (Plain, plain_rows(24), {"max_steps": 6, "data_collator": noisy}),
@@ -390,7 +392,7 @@ def test_what_has_the_name_of_a_checkpoint_already_is_left_alone(tmp_path: Path,
     theirs = tmp_path / "checkpoint-2"
     theirs.mkdir()
     (theirs / "weights").write_text("of another program")
-    trained(tmp_path, Plain(), plain_rows(16), max_steps=4, **every(2, "save"))
+    trained_plain(tmp_path, 16, max_steps=4, **every(2, "save"))
     assert (theirs / "weights").read_text() == "of another program"
     assert (tmp_path / "checkpoint-4").resolve() == (tmp_path / "checkpoints" / "step-00000004").resolve()
     assert f"{theirs} already exists" in capsys.readouterr().out
@@ -401,7 +403,7 @@ def test_a_finished_run_is_resumed_for_more_epochs(tmp_path: Path, schedule: str
     args = {"learning_rate": 1e-2, "lr_scheduler_type": schedule, "save_strategy": "epoch"}
     for epochs in (1, 2):
         theirs, ours = (
-            trained(tmp_path / name, Plain(), plain_rows(45), epochs > 1, kind=kind, num_train_epochs=epochs, **args)
+            trained_plain(tmp_path / name, 45, epochs > 1, kind=kind, num_train_epochs=epochs, **args)
             for name, kind in zip(("theirs", "ours"), KINDS, strict=True)
         )
     assert ours.state.global_step == theirs.state.global_step == 12
@@ -477,7 +479,7 @@ def test_noise_on_embeddings_is_that_of_transformers_and_ends_with_train(tmp_pat
     assert set(seen) == {2}
     assert len(embeddings._forward_hooks) == 1
     assert difference(trainer.model, trained(tmp_path / "plain", bert(), rows(24), max_steps=2).model) > 0
-    error = refused(lambda: trained(tmp_path, Plain(), plain_rows(8), neftune_noise_alpha=5.0), "neftune_noise_alpha")
+    error = refused(lambda: trained_plain(tmp_path, 8, neftune_noise_alpha=5.0), "neftune_noise_alpha")
     assert "Plain" in error.problem
 
 
@@ -608,7 +610,7 @@ def _squares(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Te
     ],
     ids=["the model's loss", "label smoothing", "a loss function", "an overridden loss"],
 )
-def test_losses_in_bf16_are_those_of_transformers(tmp_path: Path, overrides: type, given: dict[str, Any]) -> None:
+def test_losses_in_bf16_are_those_of_transformers(tmp_path: Path, overrides: type, given: Given) -> None:
     data = rows(32)
     args = {"bf16": True, **every(1, "logging"), **every(4, "eval")}
     theirs, ours, *_ = both(

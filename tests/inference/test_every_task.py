@@ -11,13 +11,13 @@ import yaml
 from PIL import Image
 
 from accel_train.cli.main import main
-from accel_train.core.model_card import FILE, FOLDER, SCORES, USE, Card
+from accel_train.core.model_card import FILE, FOLDER, SCORES, Card
 from accel_train.inference.export import load_exported
 from accel_train.inference.predict import predict_rows
 from accel_train.inference.push import push_run
 from accel_train.recipe.tasks import TASKS
 from accel_train.task import is_of_transformers
-from tests.inference.conftest import Cli
+from tests.inference.conftest import Cli, code_of
 from tests.support.every_task import CASES, recipe_of, task_of
 
 COLUMNS = {
@@ -66,10 +66,6 @@ def test_predictions_have_the_columns_of_what_the_task_gives(finished: tuple[str
         with pytest.raises(ValueError, match="predicts masks"):
             predict_rows(run, "x")
     cli(f"predict {run} --out rows.json", code=0 if gives == "boxes" else 2)
-
-
-def code_of(card: str) -> str:
-    return dict(Card.parse(card).sections)[USE].split("```python")[1].split("```")[0]
 
 
 @pytest.mark.filterwarnings("ignore:Tokenizer does not support real words")  # the tokenizer of bytes

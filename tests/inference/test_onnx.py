@@ -21,11 +21,12 @@ from accel_train.core import errors
 from accel_train.inference import onnx_export, onnx_int8
 from accel_train.inference.export import load_exported
 from accel_train.model.ngrams import register
-from tests.inference.conftest import Cli
+from tests.inference.conftest import Cli, run_card
 from tests.support import text_tasks
 from tests.support.runs import answers, write_recipe_file
 from tests.support.text_tasks import BERT, GPT2, MODERNBERT, ROBERTA, SEGFORMER
 
+Config = dict[str, Any]
 SECOND = ["one number", "x"]
 TEXTS = ["a step", "the device memory of the host is 3 and more, and more, and more"]
 # As finetune writes them.
@@ -54,7 +55,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def exported(run: Path, cli: Cli) -> tuple[Path, dict[str, Any]]:
+def exported(run: Path, cli: Cli) -> tuple[Path, Config]:
     """The folder that `export --onnx --json` wrote, and the details of its result."""
     result = cli.result(f"export {run} --onnx")
     assert (result["onnx"], result["folder"]) == (True, str(run / "export-onnx"))
@@ -67,7 +68,7 @@ def exported(run: Path, cli: Cli) -> tuple[Path, dict[str, Any]]:
     return run / "export-onnx", details
 
 
-def assert_same_logits(folder: Path, model: Any, feed: dict[str, Any]) -> None:
+def assert_same_logits(folder: Path, model: Any, feed: Config) -> None:
     """`feed` is the processor's result, and the graph takes no other name and leaves none out."""
     session = InferenceSession(folder / "model.onnx")
     outputs = [each.name for each in session.get_outputs()]
@@ -81,7 +82,7 @@ def assert_same_logits(folder: Path, model: Any, feed: dict[str, Any]) -> None:
 
 slow = pytest.mark.slow
 CLASSES = "AutoModelForSequenceClassification"
-CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+CASES: dict[str, tuple[str, str, Config, Config]] = {
     "text": ("text-classification", CLASSES, BERT, {}),
     "ngrams": ("text-classification", CLASSES, NGRAMS, {}),
     "answers": ("question-answering", "AutoModelForQuestionAnswering", BERT, {}),
@@ -109,7 +110,7 @@ def train(case: str, folder: Path) -> Path:
 
 @pytest.mark.parametrize("case", [pytest.param(name, marks=() if at < 3 else slow) for at, name in enumerate(CASES)])
 def test_a_graph_computes_the_logits_of_from_pretrained_for_texts_of_any_size(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
+    case: str, tmp_path: Path, cli: Cli
 ) -> None:
     task, factory, *_ = CASES[case]
     run = train(case, tmp_path)
@@ -128,10 +129,7 @@ def test_a_graph_computes_the_logits_of_from_pretrained_for_texts_of_any_size(
     with pytest.raises(ValueError, match="InferenceSession"):
         load_exported(folder)
     if case == "text":
-        monkeypatch.chdir(folder)
-        found: dict[str, Any] = {"texts": TEXTS[:1]}
-        exec(Path("README.md").read_text().split("```python")[1].split("```")[0], found)
-        assert found["outputs"][0].shape == (1, 3)
+        assert run_card(folder, texts=TEXTS[:1])["outputs"][0].shape == (1, 3)
 
 
 BROKEN: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], float, str]] = {
@@ -208,7 +206,7 @@ def test_a_refusal_comes_before_torch_and_names_the_fix(
     assert said in line
 
 
-def exported_in_int8(run: Path, cli: Cli) -> tuple[InferenceSession, onnx.ModelProto, dict[str, Any]]:
+def exported_in_int8(run: Path, cli: Cli) -> tuple[InferenceSession, onnx.ModelProto, Config]:
     """The graph that `export --onnx --quantize int8` wrote, as a session and as a file, and the details."""
     result = cli.result(f"export {run} --onnx --quantize int8")
     folder = run / "export-onnx-int8"
@@ -236,7 +234,7 @@ def int8_weights(graph: onnx.ModelProto) -> list[tuple[NDArray[np.int8], NDArray
 
 @pytest.mark.parametrize("case", ["text", pytest.param("pairs", marks=slow), pytest.param("gpt2", marks=slow)])
 def test_an_int8_graph_of_texts_holds_every_matrix_in_int8_and_is_near_the_model(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
+    case: str, tmp_path: Path, cli: Cli
 ) -> None:
     run = train(case, tmp_path)
     session, graph, details = exported_in_int8(run, cli)
@@ -269,10 +267,7 @@ def test_an_int8_graph_of_texts_holds_every_matrix_in_int8_and_is_near_the_model
     with pytest.raises(ValueError, match="InferenceSession"):
         load_exported(run / "export-onnx-int8")
     if case == "text":
-        monkeypatch.chdir(run / "export-onnx-int8")
-        read: dict[str, Any] = {"texts": TEXTS[:1]}
-        exec(Path("README.md").read_text().split("```python")[1].split("```")[0], read)
-        assert read["outputs"][0].shape == (1, 3)
+        assert run_card(run / "export-onnx-int8", texts=TEXTS[:1])["outputs"][0].shape == (1, 3)
 
 
 def test_a_model_without_matrices_is_refused_in_int8_and_nothing_is_written(tmp_path: Path, cli: Cli) -> None:
@@ -313,7 +308,7 @@ def write_images(folder: Path, masks: bool) -> Path:
     return folder
 
 
-def train_images(config: dict[str, Any], folder: Path, cli: Cli) -> Path:
+def train_images(config: Config, folder: Path, cli: Cli) -> Path:
     """A run of three steps."""
     masks = config in (SEGFORMER, UPERNET)
     data = {"train": str(write_images(folder / "set", masks)), "image_size": 32, "eval_fraction": 0.3}
@@ -332,7 +327,7 @@ def train_images(config: dict[str, Any], folder: Path, cli: Cli) -> Path:
 
 @pytest.mark.parametrize("config", [RESNET, pytest.param(VIT, marks=slow), pytest.param(UPERNET, marks=slow)])
 def test_an_int8_graph_of_images_holds_matrices_and_convolutions_in_int8_and_is_near_the_model(
-    config: dict[str, Any], tmp_path: Path, cli: Cli
+    config: Config, tmp_path: Path, cli: Cli
 ) -> None:
     run = train_images(config, tmp_path, cli)
     session, graph, details = exported_in_int8(run, cli)
@@ -362,7 +357,7 @@ def test_an_int8_graph_of_images_holds_matrices_and_convolutions_in_int8_and_is_
     ],
 )
 def test_a_graph_computes_the_logits_of_images_of_any_size_that_the_model_takes(
-    config: dict[str, Any], size: Any, tmp_path: Path, cli: Cli
+    config: Config, size: Any, tmp_path: Path, cli: Cli
 ) -> None:
     masks = config in (SEGFORMER, UPERNET)
     folder, details = exported(train_images(config, tmp_path, cli), cli)

@@ -17,7 +17,7 @@ from accel_train import Recipe
 from accel_train.inference import onnx_export
 from accel_train.inference.int8 import quiet
 from accel_train.tasks.object_detection.metrics import Detection, average_precision
-from tests.inference.conftest import Cli
+from tests.inference.conftest import Cli, run_card
 from tests.inference.test_onnx import exported, exported_in_int8
 from tests.support.detectors import DETECTORS, YOLOS
 from tests.support.runs import write_recipe_file
@@ -69,9 +69,7 @@ def test_a_graph_gives_the_logits_and_boxes_of_a_detector(family: str, tmp_path:
 
 
 @pytest.mark.slow
-def test_a_graph_of_a_detector_gives_the_boxes_of_its_image_processor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
-) -> None:
+def test_a_graph_of_a_detector_gives_the_boxes_of_its_image_processor(tmp_path: Path, cli: Cli) -> None:
     recipe = write_recipe_file(
         tmp_path,
         task="object-detection",
@@ -84,11 +82,10 @@ def test_a_graph_of_a_detector_gives_the_boxes_of_its_image_processor(
     assert details["onnx"]["inputs"] == {"pixel_values": ["batch", 3, 64, 64]}
     assert details["onnx"]["outputs"] == {"logits": ["batch", 7, 11], "pred_boxes": ["batch", 7, 4]}
     assert set(details["metrics"]["before"]) == {"map", "map_50", "map_75", "num_targets"}
-    monkeypatch.chdir(folder)
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (50, 90, 3), dtype=np.uint8))
-    code = Path("README.md").read_text().split("```python")[1].split("```")[0]
-    read: dict[str, Any] = {"image": image}
-    exec(code.replace("threshold=0.5", "threshold=0.0"), read)
+    card = folder / "README.md"
+    card.write_text(card.read_text().replace("threshold=0.5", "threshold=0.0"))
+    read = run_card(folder, image=image)
     model = AutoModelForObjectDetection.from_pretrained(tmp_path / "run/model").eval()
     processor = AutoImageProcessor.from_pretrained(tmp_path / "run/model")
     with torch.no_grad():

@@ -11,7 +11,6 @@ import pytest
 import torch
 import yaml
 from PIL import Image
-from safetensors.torch import save_file
 
 from accel_train.cli.main import main
 from accel_train.data.encoding import in_its_encoding
@@ -246,16 +245,6 @@ def test_notes_on_training_are_not_made_for_other_data_and_those_on_its_files_ke
     assert cut.startswith("1 of 2 texts reach data.max_length")
 
 
-def test_a_language_model_is_sent_to_generate(cli: Cli) -> None:
-    Path("lm/model").mkdir(parents=True, exist_ok=True)
-    Path("lm/model/config.json").write_text("{}")
-    save_file({"weight": torch.zeros(1)}, "lm/model/model.safetensors")
-    Path("lm/recipe.resolved.yaml").write_text(
-        yaml.safe_dump({**QUIET, "output_dir": "lm", "model": TEXTS["model"], "data": {"train": "x"}})
-    )
-    assert "`accel-train generate lm` writes text" in cli("predict lm", code=2)
-
-
 def test_masks_are_written_with_a_class_in_each_pixel(cli: Cli) -> None:
     Path("scenes.yaml").write_text(yaml.safe_dump(SCENES))
     cli("run scenes.yaml")
@@ -337,11 +326,6 @@ def test_labels_by_name_and_none_where_the_truth_is_not_known() -> None:
     assert columns["true_label"] == ["b", None, "a"]
     assert columns["score_a"] == [1.0, 0.0, 0.0]
     assert "true_label" not in label_columns(rows, ("a", "b"), labelled=False)
-
-
-def test_many_classes_have_no_column_each() -> None:
-    rows = {"label": np.array([1]), "scores": np.zeros((1, 21), dtype=np.float32)}
-    assert list(label_columns(rows, [str(index) for index in range(21)], labelled=True)) == ["label"]
 
 
 def test_several_labels_are_joined_and_numbers_are_numbers() -> None:

@@ -23,7 +23,8 @@ from transformers import (
 from accel_train.core.errors import SettingError
 from accel_train.hf import Trainer
 
-Row = dict[str, Any]
+Row = Given = dict[str, Any]
+"""A sample; and arguments by name."""
 CLOCKS = ("_runtime", "_per_second", "_preparation_time")
 CLOSE = 1e-5
 KINDS = (transformers.Trainer, Trainer)
@@ -32,7 +33,7 @@ KINDS = (transformers.Trainer, Trainer)
 def bert(kind: Any = BertForSequenceClassification, *, num_labels: int = 3, seed: int = 0, **config: Any) -> Any:
     """Two layers without dropout, so that both trainers compute the same."""
     torch.manual_seed(seed)
-    settings: dict[str, Any] = {
+    settings: Given = {
         "vocab_size": 64,
         "hidden_size": 32,
         "num_hidden_layers": 2,
@@ -49,7 +50,7 @@ def bert(kind: Any = BertForSequenceClassification, *, num_labels: int = 3, seed
 def llama(seed: int = 0) -> Any:
     """A causal language model whose loss takes num_items_in_batch."""
     torch.manual_seed(seed)
-    sizes: dict[str, Any] = {
+    sizes: Given = {
         "hidden_size": 32,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
@@ -111,7 +112,7 @@ def token_bert() -> Any:
     return bert(BertForTokenClassification)
 
 
-USUAL_ARGUMENTS: dict[str, Any] = {
+USUAL_ARGUMENTS: Given = {
     "use_cpu": True,
     "per_device_train_batch_size": 8,
     "per_device_eval_batch_size": 8,
@@ -143,9 +144,14 @@ def trained(folder: Path, model: Any, data: Any, resume: Any = None, **given: An
     return trainer
 
 
-def every(steps: int, *events: str) -> dict[str, Any]:
+def trained_plain(folder: Path, count: int, resume: Any = None, **given: Any) -> Any:
+    """A trainer of `Plain` on so many rows, after train()."""
+    return trained(folder, Plain(), plain_rows(count), resume, **given)
+
+
+def every(steps: int, *events: str) -> Given:
     """Arguments for an `eval`, a `save`, or `logging` after so many steps."""
-    given: dict[str, Any] = {f"{event}_strategy": "steps" for event in events}
+    given: Given = {f"{event}_strategy": "steps" for event in events}
     return given | {f"{event}_steps": steps for event in events}
 
 
@@ -156,7 +162,7 @@ def both(
     *,
     overrides: type = object,
     act: Any = lambda trainer: trainer.train(),
-    args: dict[str, Any] | None = None,
+    args: Given | None = None,
     **setup: Any,
 ) -> Any:
     """The same trainer twice, transformers' and ours, and what each gives: (theirs, ours, expected, found).

@@ -15,12 +15,20 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AddedToken, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers import PreTrainedTokenizerFast as Fast
 
+from tests.support.hf_models import Given
+
+MARKS = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),  # transformers renames what TRL sets by default
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.usefixtures("without_cuda"),
+]
+"""Marks of modules that run TRL."""
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
     "<|end|>{% endgeneration %}{% else %}{{ m['content'] }}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-SIZES: dict[str, Any] = {
+SIZES: Given = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
@@ -80,7 +88,7 @@ def config(folder: Path | str, **changes: Any) -> Any:
     """A small complete SFTConfig in fp32."""
     from trl import SFTConfig
 
-    usual: dict[str, Any] = {
+    usual: Given = {
         "use_cpu": True,
         "bf16": False,
         "per_device_train_batch_size": 4,
@@ -136,7 +144,7 @@ def adapted(size: int) -> Any:
     return get_peft_model(llama(size), lora())
 
 
-def padded(rows: list[Any]) -> dict[str, Any]:
+def padded(rows: list[Any]) -> Given:
     """A collator as users write it."""
     pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
     ids, labels = ([torch.tensor(row[name]) for row in rows] for name in ("input_ids", "labels"))
@@ -197,15 +205,15 @@ def same_scores(found: list[dict[str, float]], expected: list[dict[str, float]],
         assert ours == pytest.approx(theirs, rel=rel)
 
 
-SKIPPED: dict[str, Any] = {"dataset_kwargs": {"skip_prepare_dataset": True}}
+SKIPPED: Given = {"dataset_kwargs": {"skip_prepare_dataset": True}}
 BEFORE = Dataset.from_list(
     [
         {"input_ids": [*range(3, 8 + i % 5)] * 2, "labels": [*range(3, 8 + i % 5)] * 2, "seq_lengths": [5 + i % 5] * 2}
         for i in range(40)
     ]
 )
-PACKED: dict[str, Any] = {"packing": True, "max_length": 128, "per_device_train_batch_size": 2}
-SETUPS: dict[str, tuple[str, dict[str, Any]]] = {
+PACKED: Given = {"packing": True, "max_length": 128, "per_device_train_batch_size": 2}
+SETUPS: dict[str, tuple[str, Given]] = {
     "chats": ("chat", {}),
     "assistant only, accumulated": ("chat", {"assistant_only_loss": True, "gradient_accumulation_steps": 3}),
     "completion only": ("pair", {}),
@@ -247,16 +255,16 @@ SETUPS: dict[str, tuple[str, dict[str, Any]]] = {
     "rows cut at the end": ("chat", {"max_length": 20, "truncation_mode": "keep_end"}),
 }
 """Set-ups that both trainers run."""
-WRAPPED: dict[str, Any] = {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
-SPREAD: dict[str, tuple[str, dict[str, Any]]] = {
+WRAPPED: Given = {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
+SPREAD: dict[str, tuple[str, Given]] = {
     "two processes": ("chat", {"assistant_only_loss": True, "gradient_accumulation_steps": 2}),
     "two processes, LoRA, packed": ("chat", {"peft_config": lora, "dataloader_drop_last": True, **PACKED}),
     "FSDP2, LoRA, packed": ("chat", {"peft_config": lora, "dataloader_drop_last": True, **WRAPPED, **PACKED}),
     "FSDP2": ("chat", WRAPPED),
 }
 """Set-ups of two processes."""
-_SAVED: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, "assistant_only_loss": True}
-RESUMED: dict[str, tuple[str, dict[str, Any]]] = {
+_SAVED: Given = {"save_strategy": "steps", "save_steps": 3, "assistant_only_loss": True}
+RESUMED: dict[str, tuple[str, Given]] = {
     "padded, accumulated": ("chat", {"gradient_accumulation_steps": 2, **_SAVED}),
     "packed, LoRA with dropout, noise": (
         "chat",
