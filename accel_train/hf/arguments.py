@@ -91,8 +91,9 @@ def check_combinations(trainer: "Trainer") -> None:
     args, (optimizer, scheduler) = trainer.args, trainer.given_optimizers
     for name in () if trainer.generates else GENERATION_FIELDS:
         if value := getattr(args, name, None):
-            remedy = "Use accel_train.hf.Seq2SeqTrainer."
-            raise argument_error("accel_train.Trainer does not generate text", remedy, **{name: value})
+            raise argument_error(
+                "accel_train.Trainer does not generate text", "Use accel_train.hf.Seq2SeqTrainer.", **{name: value}
+            )
     if optimizer is not None and trainer.optimizer_cls_and_kwargs is not None:
         raise argument_error("both make an optimizer", "Give only one.", "optimizers", "optimizer_cls_and_kwargs")
     if trainer.model_init is not None and optimizer is not None:
@@ -111,11 +112,16 @@ def check_combinations(trainer: "Trainer") -> None:
             eval_strategy=name_of(args.eval_strategy),
         )
     if args.save_strategy == "best" and args.metric_for_best_model is None:
-        problem = "`args.metric_for_best_model` must be provided"
-        raise argument_error(problem, "Name a metric.", save_strategy="best", metric_for_best_model=None)
+        raise argument_error(
+            "`args.metric_for_best_model` must be provided",
+            "Name a metric.",
+            save_strategy="best",
+            metric_for_best_model=None,
+        )
     if not callable(trainer.data_collator):
-        remedy = "Give a function of a list of samples."
-        raise argument_error("not callable", remedy, data_collator=trainer.data_collator)
+        raise argument_error(
+            "not callable", "Give a function of a list of samples.", data_collator=trainer.data_collator
+        )
 
 
 @dataclass(frozen=True)
@@ -167,12 +173,17 @@ def length_of(args: TrainingArguments, num_samples: int | None, num_batches: int
     elif args.max_steps > 0:
         batches = args.max_steps * accumulation
     else:
-        problem = "the number of steps is unknown, because the dataset has no length"
-        raise argument_error(problem, "Set max_steps.", "train_dataset", max_steps=args.max_steps)
+        raise argument_error(
+            "the number of steps is unknown, because the dataset has no length",
+            "Set max_steps.",
+            "train_dataset",
+            max_steps=args.max_steps,
+        )
     steps_per_epoch = batches // accumulation if args.dataloader_drop_last else math.ceil(batches / accumulation)
     if steps_per_epoch == 0:
-        problem = f"{num_samples} samples are fewer than one step of {global_batch}"
-        raise argument_error(problem, "Lower the batch size.", "train_dataset")
+        raise argument_error(
+            f"{num_samples} samples are fewer than one step of {global_batch}", "Lower the batch size.", "train_dataset"
+        )
     if args.max_steps > 0:
         epochs, max_steps = math.ceil(args.max_steps / steps_per_epoch), args.max_steps
     else:
@@ -192,8 +203,11 @@ def train_batch_size(args: TrainingArguments) -> int:
     if not accelerator_settings(args.accelerator_config).get("split_batches"):
         return size
     if size % args.world_size:
-        problem = f"accelerator_config sets split_batches, but {args.world_size} processes do not divide the batch"
-        raise argument_error(problem, "Use a multiple.", per_device_train_batch_size=size)
+        raise argument_error(
+            f"accelerator_config sets split_batches, but {args.world_size} processes do not divide the batch",
+            "Use a multiple.",
+            per_device_train_batch_size=size,
+        )
     return size // args.world_size
 
 
@@ -378,8 +392,9 @@ def parallel_leaves(args: TrainingArguments) -> Leaves:
 def _fsdp_leaves(args: TrainingArguments) -> Leaves:
     config: Any = args.fsdp_config or {}
     if int(config.get("version", 2)) != 2:
-        problem = f"version={config['version']}: FSDP1 is not supported"
-        raise argument_error(problem, "Remove it to use FSDP2.", "fsdp_config")
+        raise argument_error(
+            f"version={config['version']}: FSDP1 is not supported", "Remove it to use FSDP2.", "fsdp_config"
+        )
     if config.get("xla"):
         raise argument_error("xla=True: XLA is not supported", "Remove it.", "fsdp_config")
     return {
@@ -417,8 +432,11 @@ def _size_leaves(config: Any, *, is_zero: bool) -> Leaves:
     for name in ("tp_size", "cp_size", "sp_size"):
         # Older versions of Accelerate have no sp_size.
         if (size := getattr(config, name, 1)) > 1:
-            problem = f"{name}={size}: accel_train.Trainer does not split layers or sequences"
-            raise argument_error(problem, f"Leave it at 1, or {OURS}.", at)
+            raise argument_error(
+                f"{name}={size}: accel_train.Trainer does not split layers or sequences",
+                f"Leave it at 1, or {OURS}.",
+                at,
+            )
     if config.dp_shard_size <= 1:
         return {}
     if is_zero:

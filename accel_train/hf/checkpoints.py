@@ -102,8 +102,11 @@ def _load_stock_adapters(model: Any, folder: Path) -> None:
     for adapter in model.peft_config:
         file = adapter_place(adapter) + SAFETENSORS_WEIGHTS_NAME
         if not (folder / file).is_file():
-            remedy = f"Give a model with the adapters of the checkpoint; this model's is named {adapter}."
-            raise _resume_error(folder, f"{file} not found", remedy)
+            raise _resume_error(
+                folder,
+                f"{file} not found",
+                f"Give a model with the adapters of the checkpoint; this model's is named {adapter}.",
+            )
         own, tensors = get_peft_model_state_dict(model, adapter_name=adapter), load_file(folder / file)
         _check_same(folder, {name: each.shape for name, each in own.items()}, tensors)
         set_peft_model_state_dict(model, tensors, adapter_name=adapter)

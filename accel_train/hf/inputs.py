@@ -141,8 +141,9 @@ def counted(inputs: Any, signature: Signature) -> tuple[Inputs, int]:
     """
     if not isinstance(inputs, Mapping) or not inputs:
         kind = "an empty mapping" if isinstance(inputs, Mapping) else type(inputs).__name__
-        remedy = f"Return the model's inputs by name ({', '.join(signature.columns)})."
-        raise argument_error(f"returned {kind}", remedy, "data_collator")
+        raise argument_error(
+            f"returned {kind}", f"Return the model's inputs by name ({', '.join(signature.columns)}).", "data_collator"
+        )
     return dict(inputs), int(targets_in(inputs, signature))
 
 
@@ -258,8 +259,9 @@ def loader_of_override(trainer: "Trainer", method: str, *data: Any) -> Any:
     finally:
         del accelerator.prepare
     if accelerator.num_processes > 1 and isinstance(loader, DataLoaderShard | DataLoaderDispatcher):
-        remedy = "Return the DataLoader itself; every process reads all of it."
-        raise argument_error("returned a prepared loader", remedy, method)
+        raise argument_error(
+            "returned a prepared loader", "Return the DataLoader itself; every process reads all of it.", method
+        )
     return loader
 
 

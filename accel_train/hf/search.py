@@ -23,13 +23,13 @@ def search(trainer: "Trainer", backend: Any, n_trials: int, direction: str | lis
     Raises:
         SettingError: `model_init` is missing, Optuna is not installed, or another backend is named.
     """
-    name = name_of(backend)
-    if name not in ("None", "optuna"):
-        raise argument_error("only optuna is supported", "Remove it.", backend=name)
-    check_packages(["optuna"], "optuna", "hyperparameter_search")
-    if trainer.model_init is None:
-        raise argument_error("a search needs it", "Each trial starts with a new model.", "model_init")
     try:
+        name = name_of(backend)
+        if name not in ("None", "optuna"):
+            raise argument_error("only optuna is supported", "Remove it.", backend=name)
+        check_packages(["optuna"], "optuna", "hyperparameter_search")
+        if trainer.model_init is None:
+            raise argument_error("a search needs it", "Each trial starts with a new model.", "model_init")
         return run_hp_search_optuna(trainer, n_trials, direction, **study)
     finally:
         trainer.hp_space = None

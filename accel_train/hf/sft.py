@@ -18,18 +18,25 @@ from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
-import pyarrow.compute
 import torch
 from datasets import Dataset, IterableDataset
 from jinja2 import TemplateError
 from torch import Tensor, nn
 
-from accel_train.core.errors import SettingError
 from accel_train.hf import training
 from accel_train.hf.argument_table import argument_error
 from accel_train.hf.arguments import check_overrides
 from accel_train.hf.hub import write_card
 from accel_train.hf.inputs import Inputs, TokenMetrics, num_items_in
+from accel_train.hf.sft_rows import (
+    check_kind,
+    check_vocabulary,
+    data_error,
+    first_empty,
+    formatted,
+    kinds_of,
+    with_equal_lengths,
+)
 from accel_train.hf.sft_setup import (
     check_adapter,
     collator_for,
@@ -51,9 +58,6 @@ from accel_train.runtime.heartbeat import is_peer_error, lost_peer_named, open_h
 from accel_train.runtime.launcher import stop_with_launcher
 
 LOG = logging.getLogger(__name__)
-KINDS = {"input_ids": "tokens", "messages": "chat", "conversations": "chat", "prompt": "pair", "completion": "pair"}
-"""Kinds of rows by column. The kind of the text column is `text`."""
-PREFERENCES = ("chosen", "rejected")
 
 
 class SFTTrainer(Trainer):
@@ -105,7 +109,7 @@ class SFTTrainer(Trainer):
             raise argument_error("needs TRL's collator", "Remove data_collator.", **joins_rows(args))
         if args.loss_type == "dft" and compute_loss_func is not None:
             raise argument_error("has its own loss", "Remove compute_loss_func.", loss_type="dft")
-        is_pair = KINDS.get("prompt") in kinds_of(first, args.dataset_text_field) and formatting_func is None
+        is_pair = "pair" in kinds_of(first, args.dataset_text_field) and formatting_func is None
         self.completion_only_loss = is_pair if args.completion_only_loss is None else args.completion_only_loss
         check_adapter(model, peft_config, args)
 
@@ -199,8 +203,11 @@ class SFTTrainer(Trainer):
             SettingError: the dataset has an unsupported type, no rows, or columns of no kind or of several.
         """
         if not isinstance(dataset, Dataset | IterableDataset):
-            remedy = "Give a datasets.Dataset: Dataset.from_list(rows), or one split of a DatasetDict."
-            raise data_error(at, f"got {type(dataset).__name__}", remedy)
+            raise data_error(
+                at,
+                f"got {type(dataset).__name__}",
+                "Give a datasets.Dataset: Dataset.from_list(rows), or one split of a DatasetDict.",
+            )
         first: Mapping[str, Any] | None = next(iter(dataset), None)
         if first is None:
             raise data_error(at, "has no rows", "Give at least one.")
@@ -208,77 +215,31 @@ class SFTTrainer(Trainer):
             raise data_error(at, "images are not supported", "Use trl.SFTTrainer for vision models.")
         if self._skips_preparation:
             if "labels" not in first and first.keys() & {"completion_mask", "assistant_masks"}:
-                problem = "skip_prepare_dataset ignores the mask columns, and there are no labels"
-                raise data_error(at, problem, "Add labels with -100 where nothing is learned.")
+                raise data_error(
+                    at,
+                    "skip_prepare_dataset ignores the mask columns, and there are no labels",
+                    "Add labels with -100 where nothing is learned.",
+                )
         elif isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
-            problem = "with_transform may give other rows at each read"
-            raise data_error(at, problem, "Use dataset.map, or skip_prepare_dataset.")
+            raise data_error(
+                at, "with_transform may give other rows at each read", "Use dataset.map, or skip_prepare_dataset."
+            )
         elif self._formatting_func is not None and "input_ids" not in first:
             for name in ("completion_only_loss", "assistant_only_loss"):
                 if getattr(self.args, name):
-                    problem = "formatting_func makes plain text, which has neither completion nor assistant"
-                    raise argument_error(problem, "Remove one of the two.", **{name: True})
+                    raise argument_error(
+                        "formatting_func makes plain text, which has neither completion nor assistant",
+                        "Remove one of the two.",
+                        **{name: True},
+                    )
         elif not self._prepares_rows:
-            self._check_kind(first, at)
+            check_kind(first, self.args, at)
         return first
 
     @property
     def _prepares_rows(self) -> bool:
         """True if a subclass overrides `_prepare_dataset`, so rows may be of any kind."""
         return type(self)._prepare_dataset is not SFTTrainer._prepare_dataset
-
-    def _check_kind(self, first: Mapping[str, Any], at: str) -> None:
-        """Check that a row is of one kind, which has the masks that the arguments ask for."""
-        from trl.data_utils import is_conversational, is_conversational_from_value
-
-        args, names, text_field = self.args, first.keys(), self.args.dataset_text_field
-        found = kinds_of(first, text_field)
-        is_chat = is_conversational(dict(first)) or is_conversational_from_value(dict(first))
-        for is_wrong, problem, remedy in (
-            (
-                not names.isdisjoint(PREFERENCES),
-                "chosen and rejected are preference data",
-                "Rename chosen to messages, drop rejected.",
-            ),
-            (
-                not found,
-                f"has the columns {', '.join(names)}",
-                f"Name them messages, prompt and completion, {text_field}, or input_ids.",
-            ),
-            (
-                len(found) > 1 and "tokens" not in found,
-                f"{' and '.join(each for each in names if each in KINDS or each == text_field)} hold different kinds "
-                "of rows",
-                "Keep one kind: dataset.remove_columns(...).",
-            ),
-            (
-                found == {"pair"} and not {"prompt", "completion"} <= names,
-                f"has the columns {', '.join(names)}",
-                "Give both prompt and completion.",
-            ),
-            (
-                found == {"chat"} and not is_chat,
-                "the chats have no role and content",
-                "Give lists of {'role': ..., 'content': ...}.",
-            ),
-            (
-                args.completion_only_loss and "pair" not in found and not names & {"completion_mask", "labels"},
-                "completion_only_loss=True needs prompt and completion",
-                "Remove it; for the assistant's turns of a chat, set assistant_only_loss=True.",
-            ),
-            (
-                args.assistant_only_loss and not is_chat and not names & {"assistant_masks", "labels"},
-                "assistant_only_loss=True needs chats",
-                "Remove it, or give messages, or assistant_masks with input_ids.",
-            ),
-            (
-                args.completion_only_loss is None and "completion_mask" in names and "labels" not in names,
-                "completion_mask has no effect by default",
-                "Set completion_only_loss: True to learn completions alone, False to learn all tokens.",
-            ),
-        ):
-            if is_wrong:
-                raise data_error(at, problem, remedy)
 
     @property
     def _skips_preparation(self) -> bool:
@@ -317,7 +278,7 @@ class SFTTrainer(Trainer):
         elif formatting_func is not None:
             is_chat, dataset = False, formatted(dataset, formatting_func, args)
         elif self._prepares_rows:
-            self._check_kind(first, at)
+            check_kind(first, self.args, at)
         if is_chat and processing_class.chat_template is None:
             problem, remedy = "the tokenizer has no chat template", "Set chat_template_path in SFTConfig."
             raise argument_error(problem, remedy, "processing_class", chat_template_path=None)
@@ -331,11 +292,16 @@ class SFTTrainer(Trainer):
             if isinstance(error, AttributeError) and error.obj is self:
                 raise version_error(f"it reads SFTTrainer.{error.name}") from error
             if isinstance(error, RuntimeError) and "assistant tokens" in str(error):
-                problem = f"a row of the {dataset_name} data has no token of the assistant by this chat template"
-                remedy = "Put {% generation %} around the assistant's text, and give each chat an assistant's turn."
-                raise argument_error(problem, remedy, assistant_only_loss=True) from error
-            problem = f"TRL cannot prepare the rows{first_empty(dataset, args.dataset_text_field)}: {in_words(error)}"
-            raise data_error(at, problem, "Correct the rows, or the chat template.") from error
+                raise argument_error(
+                    f"a row of the {dataset_name} data has no token of the assistant by this chat template",
+                    "Put {% generation %} around the assistant's text, and give each chat an assistant's turn.",
+                    assistant_only_loss=True,
+                ) from error
+            raise data_error(
+                at,
+                f"TRL cannot prepare the rows{first_empty(dataset, args.dataset_text_field)}: {in_words(error)}",
+                "Correct the rows, or the chat template.",
+            ) from error
         if before is not None and isinstance(rows, Sized):
             cut = f"no label within max_length={args.max_length}"
             if not len(rows):
@@ -424,76 +390,3 @@ class SFTTrainer(Trainer):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         with self.compute_loss_context_manager():
             return self.compute_loss(model, inputs, num_items_in_batch=num_items_in(self, inputs)), None, None
-
-
-def data_error(at: str, problem: str, remedy: str) -> SettingError:
-    """Return the error about the rows of a dataset."""
-    return SettingError(problem, remedy, at, ("train_dataset",))
-
-
-def kinds_of(row: Mapping[str, Any], text_field: str) -> set[str]:
-    """Return the kinds of rows that the columns belong to. One kind is unambiguous."""
-    return {kind for name, kind in {text_field: "text", **KINDS}.items() if name in row}
-
-
-def formatted(dataset: Any, function: Callable[[Any], str], args: Any) -> Any:
-    """Return the texts that `formatting_func` makes of the rows, in the text column alone.
-
-    Raises:
-        SettingError: the function does not return one string for one row.
-    """
-    first = next(iter(dataset))
-    if not isinstance(found := function(first), str):
-        problem = f"returned {type(found).__name__} for one row"
-        raise argument_error(problem, "Return one string; the function gets one row.", "formatting_func")
-    options: dict[str, Any] = {"num_proc": args.dataset_num_proc} if isinstance(dataset, Dataset) else {}
-    return dataset.map(lambda row: {args.dataset_text_field: function(row)}, remove_columns=list(first), **options)
-
-
-def with_equal_lengths(dataset: Any, at: str) -> Any:
-    """Return rows of tokens whose labels and masks are as long as `input_ids`. Rows of a stream are checked when read.
-
-    Raises:
-        SettingError: a column has another length. TRL would cut the longer one, or move labels to other tokens.
-    """
-    names = ("labels", "completion_mask", "assistant_masks")
-
-    def check(row: dict[str, Any], index: int) -> dict[str, Any]:
-        for name in names:
-            if name in row and (found := len(row[name])) != (expected := len(row["input_ids"])):
-                raise data_error(
-                    at, f"row {index} has {expected} input_ids but {found} {name}", "Give one for each token."
-                )
-
-        return row
-
-    if not isinstance(dataset, Dataset):
-        return dataset.map(check, with_indices=True)
-    columns = [name for name in ("input_ids", *names) if name in dataset.column_names]
-    for index, row in enumerate(dataset.select_columns(columns).with_format(None)):
-        check(row, index)
-    return dataset
-
-
-def first_empty(dataset: Any, text_field: str) -> str:
-    """Return the place of the first row without content, in parentheses; empty if all have content."""
-    for index, row in enumerate(dataset):
-        if names := [name for name in (text_field, *KINDS) if name in row and not row[name]]:
-            return f" (row {index} has an empty {names[0]})"
-    return ""
-
-
-def check_vocabulary(rows: Any, tokenizer: Any, size: int, at: str) -> None:
-    """Check that the model has an embedding for each token of a dataset. Streams and rows without tokens are not read.
-
-    Raises:
-        SettingError: a token, or the padding token, is outside.
-    """
-    largest = tokenizer.pad_token_id or 0
-    if isinstance(rows, Dataset) and "input_ids" in rows.column_names:
-        for batch in rows.select_columns("input_ids").with_format("arrow").iter(10_000):
-            largest = max(largest, pyarrow.compute.max(batch["input_ids"].combine_chunks().flatten()).as_py() or 0)
-    if largest >= size:
-        problem = f"token {largest} ({tokenizer.convert_ids_to_tokens(largest)!r}) is not among the model's {size}"
-        remedy = "Give the model's tokenizer, or call model.resize_token_embeddings(len(tokenizer))."
-        raise SettingError(problem, remedy, at, ("train_dataset", "processing_class"))

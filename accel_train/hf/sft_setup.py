@@ -135,8 +135,11 @@ def config_of(args: Any, model: Any) -> Any:
     elif not isinstance(args, SFTConfig):
         others = [each for each in type(args).__mro__ if each.__module__.split(".")[0] == "trl"]
         if others:
-            problem = f"{others[0].__name__} is for preference, reward, or reinforcement learning"
-            raise argument_error(problem, "Use trl's own trainer for it; accel_train has only SFTTrainer.", "args")
+            raise argument_error(
+                f"{others[0].__name__} is for preference, reward, or reinforcement learning",
+                "Use trl's own trainer for it; accel_train has only SFTTrainer.",
+                "args",
+            )
         args = SFTConfig(**{**args.to_dict(), "hub_token": args.hub_token})
     shared = {field.name for field in dataclasses.fields(TrainingArguments)}
     own = (field for field in dataclasses.fields(SFTConfig) if field.name not in shared)
@@ -157,16 +160,19 @@ def _check_combinations(args: Any) -> None:
         raise argument_error("not tested with SFTTrainer", "Use fsdp=True.", deepspeed=args.deepspeed)
     kwargs = args.gradient_checkpointing_kwargs or {}
     if kwargs.get("selective"):
-        problem = "selective is a key of TRL's own loop"
-        raise argument_error(problem, "Remove it.", gradient_checkpointing_kwargs=kwargs)
+        raise argument_error("selective is a key of TRL's own loop", "Remove it.", gradient_checkpointing_kwargs=kwargs)
     if args.packing and args.max_length is None:
         raise argument_error("packing needs a length", "Set max_length.", packing=True, max_length=None)
     if args.eval_packing and not args.packing:
-        problem = "the collator of unpacked training rows would let packed evaluation rows attend to each other"
-        raise argument_error(problem, "Set packing=True too, or leave it out.", eval_packing=True)
+        raise argument_error(
+            "the collator of unpacked training rows would let packed evaluation rows attend to each other",
+            "Set packing=True too, or leave it out.",
+            eval_packing=True,
+        )
     if args.padding_free and not args.packing and args.max_length is not None:
-        problem = "rows are not cut without padding"
-        raise argument_error(problem, "Set packing=True, or max_length=None.", padding_free=True)
+        raise argument_error(
+            "rows are not cut without padding", "Set packing=True, or max_length=None.", padding_free=True
+        )
 
 
 def check_adapter(model: Any, peft_config: Any, args: Any) -> None:
@@ -184,8 +190,9 @@ def check_adapter(model: Any, peft_config: Any, args: Any) -> None:
         if not isinstance(peft_config, PeftConfig):
             raise argument_error(f"got {type(peft_config).__name__}", "Give a peft.LoraConfig.", name)
         if configs:
-            remedy = "Leave it out, or call model.merge_and_unload() first."
-            raise argument_error("the model already has an adapter", remedy, name)
+            raise argument_error(
+                "the model already has an adapter", "Leave it out, or call model.merge_and_unload() first.", name
+            )
         configs.append(peft_config)
     for config in configs:
         if (args.packing or args.padding_free) and depends_on_the_sequence(config):
@@ -257,8 +264,9 @@ def _causal(model: Any) -> Any:
     """Return the model. Raises SettingError if it is not a causal language model of transformers or peft."""
     inner = unwrap_peft_model(model) if isinstance(model, nn.Module) else model
     if not isinstance(inner, PreTrainedModel) or inner.get_output_embeddings() is None:
-        problem = f"{type(inner).__name__} has no language-model head"
-        raise argument_error(problem, "Give a causal language model.", "model")
+        raise argument_error(
+            f"{type(inner).__name__} has no language-model head", "Give a causal language model.", "model"
+        )
     if inner.config.is_encoder_decoder:
         raise argument_error(f"{type(inner).__name__} has an encoder", "Use accel_train.Seq2SeqTrainer.", "model")
     return model
@@ -277,11 +285,13 @@ def tokenizer_of(processing_class: Any, model: Any, revision: str | None, args: 
         try:
             processing_class = AutoProcessor.from_pretrained(place, **options)
         except (OSError, ValueError) as error:
-            problem = f"no tokenizer in {place or 'a model without a name'}"
-            raise argument_error(problem, "Give one.", name) from error
+            raise argument_error(f"no tokenizer in {place or 'a model without a name'}", "Give one.", name) from error
     if isinstance(processing_class, ProcessorMixin):
-        problem = "processors of images or audio are not supported"
-        raise argument_error(problem, "Use trl.SFTTrainer, or give the tokenizer of a text model.", name)
+        raise argument_error(
+            "processors of images or audio are not supported",
+            "Use trl.SFTTrainer, or give the tokenizer of a text model.",
+            name,
+        )
     if not isinstance(processing_class, PreTrainedTokenizerBase):
         raise argument_error(f"got {type(processing_class).__name__}", "Give a tokenizer.", name)
     if args.eos_token is not None:
@@ -337,8 +347,9 @@ def with_adapter(model: Any, args: Any, config: Any, added: list[int]) -> Any:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     if isinstance(model.get_output_embeddings(), BaseTunerLayer):
-        problem = "an adapter on lm_head would not be trained"
-        raise argument_error(problem, "Remove lm_head from target_modules.", "peft_config")
+        raise argument_error(
+            "an adapter on lm_head would not be trained", "Remove lm_head from target_modules.", "peft_config"
+        )
     if args.gradient_checkpointing:
         model.enable_input_require_grads()
     # As in QLoRA's paper and in TRL. Updates of a DoRA magnitude are smaller than bf16 can represent.
@@ -359,8 +370,12 @@ def collator_for(model: Any, tokenizer: Any, args: Any, *, padding_free: bool) -
 
     token = args.pad_token or tokenizer.pad_token or tokenizer.eos_token
     if token is None or token not in tokenizer.get_vocab():
-        problem = "the padding token is not in the tokenizer's vocabulary"
-        raise argument_error(problem, "Set tokenizer.pad_token.", "processing_class", pad_token=token)
+        raise argument_error(
+            "the padding token is not in the tokenizer's vocabulary",
+            "Set tokenizer.pad_token.",
+            "processing_class",
+            pad_token=token,
+        )
     tokenizer.pad_token = token
     model.config.get_text_config().pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
     made: Callable[[list[Any]], Any] = DataCollatorForLanguageModeling(
@@ -398,8 +413,11 @@ def prepare_forward(model: Any, args: Any, *, padding_free: bool) -> bool:
                 given = {key: value for key, value in packed.items() if key != "labels"}
                 leak = difference(toy(**given, use_cache=False).logits[0], torch.cat(alone))
                 if not leak <= SAME:
-                    problem = f"rows in one sequence change each other in {type(inner).__name__} ({leak:.0e})"
-                    raise argument_error(problem, "Set it False.", **joins_rows(args))
+                    raise argument_error(
+                        f"rows in one sequence change each other in {type(inner).__name__} ({leak:.0e})",
+                        "Set it False.",
+                        **joins_rows(args),
+                    )
             batch = DataCollatorForLanguageModeling(pad_token_id=0)(rows)
             own = toy(**batch, use_cache=False).loss
             add_fused_lm_head(toy)
@@ -409,8 +427,11 @@ def prepare_forward(model: Any, args: Any, *, padding_free: bool) -> bool:
     # Any failure of a foreign model means that nothing is proved.
     except Exception as error:
         if padding_free:
-            problem = f"cannot prove that {type(inner).__name__} keeps rows apart: {in_words(error)}"
-            raise argument_error(problem, "Set it False.", **joins_rows(args)) from error
+            raise argument_error(
+                f"cannot prove that {type(inner).__name__} keeps rows apart: {in_words(error)}",
+                "Set it False.",
+                **joins_rows(args),
+            ) from error
         return False
     if is_exact:
         add_fused_lm_head(inner, outputs=("log_probs", "entropy", "is_top1"))
@@ -432,8 +453,9 @@ def router_weight(model: Any, args: Any) -> float:
     weight = getattr(config, "router_aux_loss_coef", 0.0) if given is None else given
     has_router = hasattr(config, "output_router_logits")
     if given and not has_router:
-        problem = f"{type(model).__name__} returns no router logits"
-        raise argument_error(problem, "Remove it.", router_aux_loss_coef=given)
+        raise argument_error(
+            f"{type(model).__name__} returns no router logits", "Remove it.", router_aux_loss_coef=given
+        )
     if hasattr(config, "router_aux_loss_coef"):
         config.router_aux_loss_coef, config.output_router_logits = weight, has_router and weight != 0.0
     return float(weight) if has_router else 0.0

@@ -131,8 +131,9 @@ class HFTask(Task):
             batches = self._batches_of(epoch)
             step = list(islice(batches, per_step))
             if not step:
-                remedy = "The data must be readable once for each epoch."
-                raise argument_error(f"no data in epoch {epoch}", remedy, "train_dataset")
+                raise argument_error(
+                    f"no data in epoch {epoch}", "The data must be readable once for each epoch.", "train_dataset"
+                )
             while step:
                 yield step
                 step = list(islice(batches, per_step))
@@ -167,8 +168,9 @@ class HFTask(Task):
             enable = enable_method(model)
             if enable is None:
                 methods = "gradient_checkpointing_enable or activation_checkpointing_enable"
-                problem = f"{type(model).__name__} does not have {methods}"
-                raise argument_error(problem, "Set it False.", gradient_checkpointing=True)
+                raise argument_error(
+                    f"{type(model).__name__} does not have {methods}", "Set it False.", gradient_checkpointing=True
+                )
             enable(getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs)
         return model
 
@@ -236,8 +238,11 @@ def lengths_of(trainer: "Trainer", data: Any) -> NDArray[np.int64]:
     if isinstance(data, TableDataset) and column in data.column_names:
         return np.asarray(data[column], dtype=np.int64)
     if len(data) == 0 or not isinstance(data[0], Mapping) or input_name not in data[0]:
-        problem = f"needs samples with {input_name!r}, or a column {column!r} with lengths"
-        raise argument_error(problem, "", train_sampling_strategy="group_by_length")
+        raise argument_error(
+            f"needs samples with {input_name!r}, or a column {column!r} with lengths",
+            "",
+            train_sampling_strategy="group_by_length",
+        )
     return np.asarray([len(data[index][input_name]) for index in range(len(data))], dtype=np.int64)
 
 

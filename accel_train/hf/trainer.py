@@ -133,9 +133,11 @@ class Trainer:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if StockTrainer in cls.__mro__:
-            problem = "derives from transformers.Trainer too, whose loop would train"
-            remedy = "Derive only from accel_train.Trainer (SFTTrainer for TRL's). Other trainers do not work with it."
-            raise SettingError(problem, remedy, f"class {cls.__name__}")
+            raise SettingError(
+                "derives from transformers.Trainer too, whose loop would train",
+                "Derive only from accel_train.Trainer (SFTTrainer for TRL's). Other trainers do not work with it.",
+                f"class {cls.__name__}",
+            )
 
     @property
     def model_accepts_loss_kwargs(self) -> bool:

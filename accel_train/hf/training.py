@@ -98,8 +98,9 @@ def prepared(model: nn.Module, args: TrainingArguments) -> nn.Module:
 def label_smoother(model: nn.Module, epsilon: float) -> LabelSmoother | None:
     """Return transformers' label smoother, or None for an `epsilon` of 0."""
     if epsilon and getattr(getattr(model, "config", None), "problem_type", None) == "multi_label_classification":
-        problem = "several labels per sample cannot be smoothed"
-        raise argument_error(problem, "Set it to 0.", label_smoothing_factor=epsilon)
+        raise argument_error(
+            "several labels per sample cannot be smoothed", "Set it to 0.", label_smoothing_factor=epsilon
+        )
     return LabelSmoother(epsilon=epsilon) if epsilon else None
 
 
@@ -363,8 +364,11 @@ def model_hooks(trainer: "Trainer") -> Iterator[None]:
         DebugUnderflowOverflow(trainer.model)
     if args.neftune_noise_alpha is not None:
         if not hasattr(trainer.model, "get_input_embeddings"):
-            problem = f"{type(trainer.model).__name__} has no get_input_embeddings"
-            raise argument_error(problem, "", neftune_noise_alpha=args.neftune_noise_alpha)
+            raise argument_error(
+                f"{type(trainer.model).__name__} has no get_input_embeddings",
+                "",
+                neftune_noise_alpha=args.neftune_noise_alpha,
+            )
         handle = activate_neftune(trainer.model, args.neftune_noise_alpha)
     try:
         yield
@@ -393,8 +397,11 @@ def check_metric(trainer: "Trainer") -> None:
     parts = parts_of(trainer, None, "eval") or [(None, "eval")]
     names = sorted(f"{prefix}_{name}".removeprefix("eval_") for _, prefix in parts for name in found)
     if wanted.removeprefix("eval_") not in names:
-        problem = f"evaluations report only {', '.join(names)}"
-        raise argument_error(problem, "Name one of them, or give compute_metrics.", metric_for_best_model=wanted)
+        raise argument_error(
+            f"evaluations report only {', '.join(names)}",
+            "Name one of them, or give compute_metrics.",
+            metric_for_best_model=wanted,
+        )
 
 
 class ScheduledRates:
@@ -432,8 +439,11 @@ class ScheduledRates:
             if isinstance(scheduler, ReduceLROnPlateau):
                 self._flow.scheduler = scheduler
             elif not isinstance(scheduler, LRScheduler):
-                problem = f"{type(scheduler).__name__} is not a scheduler of torch.optim.lr_scheduler"
-                raise argument_error(problem, "Use one of them.", "lr_scheduler")
+                raise argument_error(
+                    f"{type(scheduler).__name__} is not a scheduler of torch.optim.lr_scheduler",
+                    "Use one of them.",
+                    "lr_scheduler",
+                )
             self._scheduler, self._rates = scheduler, [rates_of(self._optimizer)]
             return self._optimizer
         return trainer.create_optimizer()

@@ -106,7 +106,7 @@ def tool(name: str, *, marked: bool = False) -> Any:
 
 def learned(tokenizer: Any, labels: list[int]) -> list[str]:
     """The texts of uninterrupted labels."""
-    runs: list[list[int]] = [[]]
+    runs = [[]]
     for label in labels:
         if label >= 0:
             runs[-1].append(label)
@@ -122,7 +122,7 @@ def expected(family: Family, header: str) -> list[str]:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_trainer_learns_the_assistants_text_and_its_stop_token(name: str, tmp_path: Path, caplog: Any) -> None:
     data, family = Dataset.from_list([{"messages": CHAT}] * 4), FAMILIES[name]
-    given: dict[str, Any] = {"train_dataset": data, "assistant_only_loss": True}
+    given = {"train_dataset": data, "assistant_only_loss": True}
     if name == "mistral":
         with pytest.raises(SettingError, match="does not mark") as caught:
             made(SFTTrainer, tmp_path, "", processing_class=tool(name), **given)

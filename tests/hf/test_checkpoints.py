@@ -18,6 +18,7 @@ from tests.support.hf_models import (
     CLOSE,
     Given,
     Plain,
+    adapted,
     bert,
     both,
     difference,
@@ -28,6 +29,7 @@ from tests.support.hf_models import (
     rows,
     trained,
     trained_plain,
+    vit,
 )
 from tests.support.runs import events
 
@@ -80,20 +82,10 @@ def test_a_checkpoint_of_another_model_is_refused(
 
 
 def test_weights_that_transformers_saves_under_other_names_are_all_loaded(tmp_path: Path) -> None:
-    sizes: Given = {"image_size": 8, "patch_size": 4, "hidden_size": 16, "num_hidden_layers": 1}
-    config = transformers.ViTConfig(**sizes, num_attention_heads=2, intermediate_size=16)
-    saved, fresh = (transformers.ViTForImageClassification(config) for _ in range(2))
+    saved, fresh = map(vit, range(2))
     saved.save_pretrained(tmp_path)
     load_stock_weights(fresh, tmp_path)
     assert difference(saved, fresh) == 0
-
-
-def adapted() -> Any:
-    """A model with an adapter whose weights are not zero."""
-    config = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"], init_lora_weights=False)
-    model = bert()
-    torch.manual_seed(1)
-    return peft.get_peft_model(model, config)
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's

@@ -8,7 +8,6 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from transformers import ViTConfig, ViTForImageClassification
 from transformers.trainer_utils import get_last_checkpoint as their_last_checkpoint
 
 from accel_train.hf import get_last_checkpoint
@@ -28,6 +27,7 @@ from tests.support.hf_models import (
     token_rows,
     trained,
     trained_plain,
+    vit,
 )
 from tests.support.runs import events
 
@@ -52,7 +52,7 @@ def test_a_nan_batch_leaves_the_weights_alone_and_is_seen_in_the_log(tmp_path: P
 
 def test_the_evaluation_loss_does_not_depend_on_the_batch_size(tmp_path: Path) -> None:
     """transformers (issue 39241): the mean of batch means, so a batch of few tokens weighs as much as one of many."""
-    setup: dict[str, Any] = {"data_collator": pad, "eval_dataset": token_rows(16)}
+    setup = {"data_collator": pad, "eval_dataset": token_rows(16)}
     theirs, ours = (
         [
             made(tmp_path, token_bert(), kind=kind, per_device_eval_batch_size=size, **setup).evaluate()["eval_loss"]
@@ -103,7 +103,7 @@ def test_accumulation_changes_neither_the_loss_nor_the_gradient(tmp_path: Path) 
     does).
     """
     args = {"max_steps": 1, "logging_steps": 1, "train_sampling_strategy": "sequential"}
-    norms: list[list[float]] = [[], []]
+    norms = [[], []]
     for accumulation in (1, 2, 4):
         args |= {"per_device_train_batch_size": 8 // accumulation, "gradient_accumulation_steps": accumulation}
         for each, trainer in zip(norms, both(tmp_path, train_dataset=rows(16), **args)[:2], strict=True):
@@ -127,13 +127,7 @@ def test_the_best_weights_are_loaded_also_where_a_model_is_saved_under_other_nam
     as they are.
     """
 
-    def vit() -> Any:
-        torch.manual_seed(0)
-        sizes = {"image_size": 8, "patch_size": 4, "num_channels": 1, "hidden_size": 16, "num_hidden_layers": 1}
-        config = ViTConfig(**sizes, num_attention_heads=2, intermediate_size=16, num_labels=2)
-        return ViTForImageClassification(config)
-
-    pixels = torch.randn(16, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    pixels = torch.randn(16, 3, 16, 16, generator=torch.Generator().manual_seed(0))
     data = [{"pixel_values": image, "labels": 0} for image in pixels]
     worse = [{**row, "labels": 1} for row in data]  # so that the first evaluation is the best
     args = {"max_steps": 4, "learning_rate": 0.1, "load_best_model_at_end": True, "metric_for_best_model": "loss"}

@@ -226,7 +226,7 @@ def test_the_context_of_compute_loss_is_around_each_loss_of_training_and_evaluat
 
 def gpt2() -> Any:
     torch.manual_seed(0)
-    sizes: Given = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 64}
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 64}
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **sizes))
 
 

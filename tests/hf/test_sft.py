@@ -176,7 +176,7 @@ def t5(size: int) -> Any:
 
 def mamba(size: int) -> Any:
     """A model whose layers carry values to the next row."""
-    sizes: Given = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16, "n_groups": 1}
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4, "head_dim": 16, "n_groups": 1}
     return Mamba2ForCausalLM(Mamba2Config(vocab_size=size, state_size=8, chunk_size=8, **sizes))
 
 
@@ -247,7 +247,7 @@ class Tokens:
 
     def _prepare_dataset(self, dataset: Any, *args: Any, **kwargs: Any) -> Any:
         rows = [{"text": "".join(each["text"][::-1])} for each in dataset]
-        made: Any = super()._prepare_dataset(Dataset.from_list(rows), *args, **kwargs)  # type: ignore[misc]
+        made = super()._prepare_dataset(Dataset.from_list(rows), *args, **kwargs)  # type: ignore[misc]
         return made.map(lambda row: {"labels": [-100] * (len(row["labels"]) - 3) + row["labels"][-3:]})
 
 
@@ -256,7 +256,7 @@ def test_rows_that_an_override_prepares_are_trained_and_evaluated_as_in_trl(tmp_
         evaluations = trainer.evaluate(), trainer.evaluate(rows("text", 4))
         return [*losses(trainer), *(each["eval_loss"] for each in evaluations)]
 
-    given: Given = {"max_steps": 2, "eval_dataset": rows("text", 4), "per_device_eval_batch_size": 4}
+    given = {"max_steps": 2, "eval_dataset": rows("text", 4), "per_device_eval_batch_size": 4}
     expected, found, _ = both(tmp_path, "text", read, Tokens, **given)
     assert found == pytest.approx(expected, rel=1e-5)
 
@@ -468,7 +468,7 @@ def test_callbacks_see_each_step_and_stop_the_run(tmp_path: Path) -> None:
 def test_noise_of_neftune_is_in_training_alone(tmp_path: Path) -> None:
     found = {}
     for alpha in (None, 5.0, 5.0001):
-        given: Given = {"neftune_noise_alpha": alpha, "eval_dataset": rows("chat", 8), "eval_on_start": True}
+        given = {"neftune_noise_alpha": alpha, "eval_dataset": rows("chat", 8), "eval_on_start": True}
         trainer = made(SFTTrainer, tmp_path / str(alpha), "chat", max_steps=3, **given)
         trainer.train()
         first = next(line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line)

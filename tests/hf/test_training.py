@@ -9,7 +9,6 @@ from typing import Any
 
 import datasets
 import numpy as np
-import peft
 import pytest
 import torch
 import transformers
@@ -17,8 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import AutoModelForSequenceClassification as Classifier
-from transformers import BertForQuestionAnswering, EarlyStoppingCallback, TrainerCallback, ViTConfig
-from transformers import ViTForImageClassification as ImageClassifier
+from transformers import BertForQuestionAnswering, EarlyStoppingCallback, TrainerCallback
 
 from accel_train.core.errors import TrainingStopped
 from accel_train.hf import get_last_checkpoint
@@ -29,6 +27,7 @@ from tests.support.hf_models import (
     Given,
     Plain,
     accuracy,
+    adapted,
     bert,
     both,
     difference,
@@ -46,6 +45,7 @@ from tests.support.hf_models import (
     token_rows,
     trained,
     trained_plain,
+    vit,
 )
 from tests.support.hub import record_uploads
 from tests.support.runs import events
@@ -136,13 +136,6 @@ class Counted(IterableDataset[Any]):
 def summed(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
     flat = torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), labels.flatten(), reduction="sum")
     return flat / num_items_in_batch
-
-
-def vit() -> Any:
-    torch.manual_seed(0)
-    sizes: Given = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_labels": 3}
-    sizes |= {"intermediate_size": 32, "image_size": 16, "patch_size": 8, "hidden_dropout_prob": 0.0}
-    return ImageClassifier(ViTConfig(**sizes))
 
 
 PLAIN, TEXTS, TOKENS = plain_rows(45), rows(24), token_rows(42)
@@ -457,7 +450,7 @@ def test_data_that_cannot_be_trained_on_are_refused_by_name(tmp_path: Path) -> N
 
 
 def test_batches_of_like_length_have_less_padding(tmp_path: Path) -> None:
-    spreads: dict[str, list[int]] = {"random": [], "group_by_length": []}
+    spreads = {"random": [], "group_by_length": []}
     for strategy, seen in spreads.items():
 
         def collate(samples: list[Any], seen: list[int] = seen) -> Any:
@@ -545,10 +538,6 @@ def test_saves_are_pushed_as_the_strategy_says(
 def test_of_an_adapter_run_the_adapter_alone_is_pushed_and_a_checkpoint_resumes_to_the_bit(
     tmp_path: Path, monkeypatch: Any, strategy: str
 ) -> None:
-    def adapted() -> Any:
-        torch.manual_seed(0)
-        return peft.get_peft_model(bert(), peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"]))
-
     uploads = record_uploads(monkeypatch)
     args = {"max_steps": 4, "optim": "adamw_torch", **every(2, "save")}
     pushed = {"push_to_hub": True, "hub_strategy": strategy, **args}

@@ -4,7 +4,6 @@ import json
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -89,7 +88,7 @@ def test_a_pushed_card_has_the_tasks_names_and_the_scores(finished: tuple[str, P
     assert spec.learns in card
     assert (FOLDER in card, str(run.parent) in card) == (False, False)
     assert '"me/tiny"' in code_of(card)
-    summary: dict[str, Any] = json.loads((run / "summary.json").read_text())["eval"]
+    summary = json.loads((run / "summary.json").read_text())["eval"]
     scores = dict(Card.parse(card).sections)[SCORES]
     assert all(f"| {name} |" in scores for name in summary.keys() - {"num_targets"})
 

@@ -60,7 +60,7 @@ def tokens() -> torch.Tensor:
 
 def logits(model: nn.Module) -> torch.Tensor:
     with torch.no_grad():
-        found: torch.Tensor = model(tokens()).logits
+        found = model(tokens()).logits
     return found
 
 
@@ -166,7 +166,7 @@ def test_an_int8_export_loads_again_and_says_what_it_costs(cli: Cli) -> None:
 
 
 def whole_model() -> nn.Module:
-    model: nn.Module = AutoModelForCausalLM.from_pretrained("run/model").eval()
+    model = AutoModelForCausalLM.from_pretrained("run/model").eval()
     return model
 
 

@@ -101,7 +101,7 @@ CASES: dict[str, tuple[str, str, Config, Config]] = {
 def train(case: str, folder: Path) -> Path:
     """A run of three steps, whose weights are large enough for logits that differ from text to text."""
     task, _, config, sections = CASES[case]
-    rows: list[Any] = [60, float] if case == "regression" else []
+    rows = [60, float] if case == "regression" else []
     is_ngrams = config["model_type"] == "ngrams"
     settings = {"schedule": {"max_steps": 3}, "optimizer": {"learning_rate": 0.1 if is_ngrams else 1e-3}, **sections}
     model = {"config": config if is_ngrams else {**config, "initializer_range": 0.5}}
@@ -175,7 +175,7 @@ def test_one_bad_batch_of_many_refuses_the_graph(name: str, graph: list[float], 
     node, batches = SimpleNamespace(name=name), iter([np.float32([each]) for each in graph])
     given = SimpleNamespace(get_inputs=list, get_outputs=lambda: [node], run=lambda *_: [next(batches)])
     expected = iter(model)
-    reference: Any = torch.nn.Identity()
+    reference = torch.nn.Identity()
     reference.forward = lambda **_: {name: torch.tensor([next(expected)])}
     checked = onnx_export.OnnxModel(given, reference)
     for _ in graph:

@@ -31,7 +31,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def distinct(config: dict[str, Any]) -> dict[str, Any]:
     """The configuration with weights so large that queries differ from each other."""
-    spread: dict[str, Any] = {"initializer_range": 0.3, "init_std": 0.3}
+    spread = {"initializer_range": 0.3, "init_std": 0.3}
     backbone = {"backbone_config": config["backbone_config"] | spread} if "backbone_config" in config else {}
     return config | spread | backbone
 
@@ -146,7 +146,7 @@ def test_queries_are_compared_in_any_order_and_left_out_only_where_a_rounding_de
     session = SimpleNamespace(get_inputs=list, get_outputs=lambda: nodes, run=lambda *_: arrays)
     # A negative gap is between the first two queries, and a positive one between the last that is chosen and the next.
     scores = [4.0, 4.0 + gap, 2.0, 1.0] if gap < 0 else [4.0, 3.0, 2.0, 2.0 - gap]
-    reference: Any = torch.nn.Identity()
+    reference = torch.nn.Identity()
     reference.config = SimpleNamespace(num_queries=3, learn_initial_query=learned)
     reference.forward = lambda **_: {
         "logits": QUERIES,

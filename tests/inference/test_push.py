@@ -84,7 +84,7 @@ def model_files() -> list[Path]:
 
 
 def sent(*words: str) -> dict[str, Any]:
-    result: dict[str, Any] = push.push_run(Path("run"), *words)._asdict()
+    result = push.push_run(Path("run"), *words)._asdict()
     return result
 
 

@@ -18,6 +18,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     TrainingArguments,
+    ViTConfig,
+    ViTForImageClassification,
 )
 
 from accel_train.core.errors import SettingError
@@ -57,6 +59,24 @@ def llama(seed: int = 0) -> Any:
         "intermediate_size": 64,
     }
     return LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=32, **sizes))
+
+
+def vit(seed: int = 0) -> Any:
+    """A model of images of 3 x 16 x 16, saved under other weight names than its own."""
+    torch.manual_seed(seed)
+    sizes: Given = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_labels": 3}
+    sizes |= {"intermediate_size": 32, "image_size": 16, "patch_size": 8, "hidden_dropout_prob": 0.0}
+    return ViTForImageClassification(ViTConfig(**sizes))
+
+
+def adapted() -> Any:
+    """A model with an adapter whose weights are not zero."""
+    import peft
+
+    config = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"], init_lora_weights=False)
+    model = bert()
+    torch.manual_seed(1)
+    return peft.get_peft_model(model, config)
 
 
 class Plain(nn.Module):
