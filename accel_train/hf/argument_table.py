@@ -18,7 +18,7 @@ from accel_train.core.errors import SettingError
 Allowed = Callable[[Any], bool]
 
 
-def argument_error(problem: str, remedy: str, *names: str, **values: Any) -> SettingError:
+def argument_error(problem: str, remedy: str = "", *names: str, **values: Any) -> SettingError:
     """Return the error about some arguments, given by name, or by name with their values."""
     at = ", ".join((*names, *(f"{name}={value!r}" for name, value in values.items())))
     return SettingError(problem, remedy, at, (*names, *values))

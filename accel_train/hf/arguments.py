@@ -312,8 +312,7 @@ def set_fields(args: TrainingArguments) -> dict[str, Any]:
         if (value := getattr(args, field.name)) not in (field.default, [], {}, None)
         and not field.name.endswith("_token")
     }
-    plain: dict[str, Any] = parse_json(json.dumps(changed, default=lambda value: getattr(value, "value", str(value))))
-    return plain
+    return parse_json(json.dumps(changed, default=lambda value: getattr(value, "value", str(value))))
 
 
 def _every(args: TrainingArguments, kind: str, length: Length) -> int:
@@ -350,10 +349,8 @@ def with_decay_of(recipe: Recipe, model: nn.Module, decayed: Collection[str]) ->
 
 def _explain(error: ValidationError, args: TrainingArguments) -> SettingError:
     """Return an error that names each argument with an invalid recipe field."""
-    names = {"schedule": "warmup_steps", "optimizer.betas.1": "adam_beta2"}
-    for name, rule in FIELDS.items():
-        for leaf in rule.leaves:
-            names.setdefault(leaf, name)
+    names = {leaf: name for name, rule in reversed(FIELDS.items()) for leaf in rule.leaves}
+    names |= {"schedule": "warmup_steps", "optimizer.betas.1": "adam_beta2"}
     found, messages = [], []
     for problem in error.errors(include_url=False):
         place = ".".join(map(str, problem["loc"]))

@@ -270,9 +270,7 @@ class Flow(Observer):
             if self.scheduler is not None:
                 name = f"eval_{(trainer.args.metric_for_best_model or 'loss').removeprefix('eval_')}"
                 if name not in found[0]:
-                    raise argument_error(
-                        f"the evaluation has only {', '.join(found[0])}", "", metric_for_best_model=name
-                    )
+                    raise argument_error(f"the evaluation has only {', '.join(found[0])}", metric_for_best_model=name)
                 self.scheduler.step(found[0][name])
         named = {name.removeprefix("eval_"): as_text(value) for name, value in self._by_step[step].items()}
         metrics = {

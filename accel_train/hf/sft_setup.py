@@ -378,10 +378,9 @@ def collator_for(model: Any, tokenizer: Any, args: Any, *, padding_free: bool) -
         )
     tokenizer.pad_token = token
     model.config.get_text_config().pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
-    made: Callable[[list[Any]], Any] = DataCollatorForLanguageModeling(
+    return DataCollatorForLanguageModeling(
         pad_token_id=tokenizer.pad_token_id, padding_free=padding_free, pad_to_multiple_of=args.pad_to_multiple_of
     )
-    return made
 
 
 def prepare_forward(model: Any, args: Any, *, padding_free: bool) -> bool:

@@ -240,7 +240,6 @@ def lengths_of(trainer: "Trainer", data: Any) -> NDArray[np.int64]:
     if len(data) == 0 or not isinstance(data[0], Mapping) or input_name not in data[0]:
         raise argument_error(
             f"needs samples with {input_name!r}, or a column {column!r} with lengths",
-            "",
             train_sampling_strategy="group_by_length",
         )
     return np.asarray([len(data[index][input_name]) for index in range(len(data))], dtype=np.int64)
@@ -312,8 +311,7 @@ def loss_of_step(trainer: "Trainer", model: nn.Module, inputs: Inputs) -> Tensor
     num_items = num_items_in(trainer, inputs)
     if not trainer.overrides("training_step"):
         with trainer.compute_loss_context_manager():
-            loss: Tensor = trainer.compute_loss(model, dict(inputs), num_items_in_batch=num_items)
-        return loss
+            return trainer.compute_loss(model, dict(inputs), num_items_in_batch=num_items)
     handed: list[Tensor] = []
     accelerator: Any = trainer.accelerator
     accelerator.backward = lambda loss, **_: handed.append(loss)

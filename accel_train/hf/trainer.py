@@ -107,7 +107,7 @@ class Trainer:
         if (model is None) == (model_init is None):
             raise argument_error("no model, or two", "Give exactly one.", "model", "model_init")
         if tokenizer is not None and processing_class is not None:
-            raise argument_error("an old and a new name", "Give only one.", "tokenizer", "processing_class")
+            raise argument_error("two names of one argument", "Give only one.", "tokenizer", "processing_class")
         self.model_init = model_init
         self.processing_class = processing_class if processing_class is not None else tokenizer
         self.data_collator = data_collator or training.default_collator(self.processing_class)

@@ -83,13 +83,23 @@ def makes_optimizer(trainer: "Trainer") -> bool:
 
 
 def prepared(model: nn.Module, args: TrainingArguments) -> nn.Module:
-    """Return the user's model, set up as the arguments say."""
+    """Return the user's model, set up as the arguments say.
+
+    Raises:
+        SettingError: kernels of liger-kernel are asked for, but the device is a CPU, or the package is not installed.
+    """
     model = with_plain_names(model)
     validate_quantization_for_training(model)
     if args.deepspeed:
         load_whole(model)
     if args.use_liger_kernel:
-        _use_liger_kernels(model, args)
+        if args.device.type == "cpu":
+            problem = "the kernels need a GPU, but the device is the CPU"
+            raise argument_error(problem, "Remove it.", use_liger_kernel=True)
+        try:
+            apply_liger_kernel(model, args.liger_kernel_config)
+        except ImportError as error:
+            raise argument_error(str(error), use_liger_kernel=True) from error
     if (config := getattr(model, "config", None)) is not None:
         config.use_cache = args.use_cache
     return model
@@ -335,21 +345,7 @@ def check_optimizer(trainer: "Trainer") -> None:
             trainer.get_optimizer_cls_and_kwargs(args, trainer.model)
         # Each handler of transformers raises another type of error.
         except Exception as error:
-            raise argument_error(str(error), "", optim=name_of(args.optim)) from error
-
-
-def _use_liger_kernels(model: nn.Module, args: TrainingArguments) -> None:
-    """Replace layers of the model with layers of liger-kernel.
-
-    Raises:
-        SettingError: the device is a CPU, or liger-kernel is not installed.
-    """
-    if args.device.type == "cpu":
-        raise argument_error("the kernels need a GPU, but the device is the CPU", "Remove it.", use_liger_kernel=True)
-    try:
-        apply_liger_kernel(model, args.liger_kernel_config)
-    except ImportError as error:
-        raise argument_error(str(error), "", use_liger_kernel=True) from error
+            raise argument_error(str(error), optim=name_of(args.optim)) from error
 
 
 @contextmanager
@@ -364,11 +360,8 @@ def model_hooks(trainer: "Trainer") -> Iterator[None]:
         DebugUnderflowOverflow(trainer.model)
     if args.neftune_noise_alpha is not None:
         if not hasattr(trainer.model, "get_input_embeddings"):
-            raise argument_error(
-                f"{type(trainer.model).__name__} has no get_input_embeddings",
-                "",
-                neftune_noise_alpha=args.neftune_noise_alpha,
-            )
+            problem = f"{type(trainer.model).__name__} has no get_input_embeddings"
+            raise argument_error(problem, neftune_noise_alpha=args.neftune_noise_alpha)
         handle = activate_neftune(trainer.model, args.neftune_noise_alpha)
     try:
         yield

@@ -181,8 +181,7 @@ def load_exported(folder: str | Path) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     model_class = _class_of(config, folder)
     if record["quantize"] is None:
-        whole: PreTrainedModel = model_class.from_pretrained(folder, use_safetensors=True)
-        return whole.eval()
+        return model_class.from_pretrained(folder, use_safetensors=True).eval()
     tensors = load_file(folder / INT8_FILE)
     model = model_class(config, **_pooler_of(model_class, tensors)).eval()
     put_int8_tensors(model, tuple(record["int8"]["matrices"]), tensors)
@@ -247,8 +246,7 @@ def _load_whole(folder: Path, recipe: Recipe, record: dict[str, Any], *, needed:
         return None
     if recipe.model.lora is not None and not recipe.model.lora.merge:
         put_in_adapters(model, recipe.model, folder / "adapter")
-    whole: PreTrainedModel = model.eval()
-    return whole
+    return model.eval()
 
 
 def _transformers_class(folder: Path) -> Any:

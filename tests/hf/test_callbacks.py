@@ -1,7 +1,6 @@
 """Callbacks are told what transformers tells them, see the same step, and steer the run as there."""
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import transformers
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+from accel_train.core.json_io import load_object
 from accel_train.core.work import current_work
 from accel_train.hf.callbacks import may_ask
 from tests.support.hf_models import (
@@ -111,7 +111,7 @@ def test_a_resume_without_the_callback_that_stopped_trains_to_the_end_as_transfo
     *_, (theirs, expected), (ours, found) = both(tmp_path, Plain, act=stop_and_resume, **args, **data)
     assert found.global_step == expected.global_step == 9
     assert difference(theirs.model, ours.model) < CLOSE
-    assert json.loads((tmp_path / "ours" / "summary.json").read_text())["status"] == "finished"
+    assert load_object(tmp_path / "ours" / "summary.json")["status"] == "finished"
     assert "step 5 of 9" in capsys.readouterr().out
 
 

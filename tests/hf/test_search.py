@@ -1,12 +1,12 @@
 """hyperparameter_search: a run for each trial, the best one returned."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import optuna
 import pytest
 
+from accel_train.core.json_io import load_object
 from tests.support.hf_models import Plain, made, plain_rows, refused
 
 
@@ -26,7 +26,7 @@ def test_each_trial_is_a_run_of_its_own_and_the_best_one_is_returned(tmp_path: P
     )
     assert best.hyperparameters == {"learning_rate": 1e-3}
     for rate in rates["learning_rate"]:
-        summary = json.loads((tmp_path / f"rate-{rate}" / "summary.json").read_text())
+        summary = load_object(tmp_path / f"rate-{rate}" / "summary.json")
         assert summary["status"] == "finished"
     assert trainer.args.learning_rate == 1e-2
     assert trainer.args.output_dir == str(tmp_path)

@@ -1,7 +1,6 @@
 """SFTTrainer: the losses of TRL's own, every field of SFTConfig, and one clear error for what is not supported."""
 
 import dataclasses
-import json
 import signal
 import socket
 import subprocess
@@ -26,6 +25,7 @@ from transformers import (
 )
 
 from accel_train import SFTTrainer
+from accel_train.core.json_io import load_object
 from accel_train.hf.argument_table import table
 from accel_train.hf.arguments import check_overrides
 from accel_train.hf.sft_setup import SFT_FIELDS
@@ -91,7 +91,7 @@ def test_two_processes_have_the_losses_of_trl(name: str, tmp_path: Path) -> None
         (folder := tmp_path / kind).mkdir()
         done = run_forked_command([str(folder), kind, name], 2, TESTS / "support/programs/sft.py")
         assert done.returncode == 0, done.stderr[-3000:]
-        found[kind] = json.loads((folder / "result.json").read_text())
+        found[kind] = load_object(folder / "result.json")
     assert len(found["stock"]["losses"]) == 10
     assert found["ours"]["losses"] == pytest.approx(found["stock"]["losses"], rel=1e-5)
     is_ragged = "gradient_accumulation_steps" in SPREAD[name][1]

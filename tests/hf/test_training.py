@@ -19,6 +19,7 @@ from transformers import AutoModelForSequenceClassification as Classifier
 from transformers import BertForQuestionAnswering, EarlyStoppingCallback, TrainerCallback
 
 from accel_train.core.errors import TrainingStopped
+from accel_train.core.json_io import load_object
 from accel_train.hf import get_last_checkpoint
 from accel_train.hf.callbacks import Flow
 from tests.support.hf_models import (
@@ -497,10 +498,10 @@ def test_everything_that_is_saved_can_be_loaded(tmp_path: Path) -> None:
     trainer.log_metrics("train", result.metrics)
     for folder in (tmp_path / "saved", tmp_path / "run" / "model", get_last_checkpoint(tmp_path / "run")):
         assert difference(Classifier.from_pretrained(folder), trainer.model) == 0
-    state = json.loads((tmp_path / "run" / "trainer_state.json").read_text())
+    state = load_object(tmp_path / "run" / "trainer_state.json")
     assert state["global_step"] == 6
     assert state["log_history"] == trainer.state.log_history
-    assert json.loads((tmp_path / "run" / "train_results.json").read_text())["train_loss"] == result.training_loss
+    assert load_object(tmp_path / "run" / "train_results.json")["train_loss"] == result.training_loss
     trainer.create_model_card(model_name="tiny", tags="test")
     assert "tiny" in (tmp_path / "run" / "README.md").read_text()
 

@@ -2,7 +2,6 @@
 
 import fcntl
 import io
-import json
 import os
 import pty
 import shutil
@@ -18,6 +17,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from accel_train.cli.main import main
+from accel_train.core.json_io import load_object
 from accel_train.core.metric_names import label as label_of
 from accel_train.inference.evaluate import short_name
 from accel_train.inference.finished_run import DataNotFound, changes_of, counted, open_run
@@ -92,7 +92,7 @@ def test_on_its_own_data_a_run_prints_the_very_numbers_it_ended_with(name: str, 
     left = Path(name, "evaluation.json").read_text()
     Path(name, "evaluation.json").unlink()
     printed = cli("evaluate", name)
-    summary = json.loads(Path(name, "summary.json").read_text())
+    summary = load_object(Path(name, "summary.json"))
     assert printed.startswith(format_scores(summary["eval"], summary["baselines"]))
     assert name == "text" or "precision    recall  f1-score   support" in printed
     assert Path(name, "evaluation.json").read_text() == left
@@ -113,7 +113,7 @@ def test_a_language_model_is_evaluated_on_another_text_with_its_own_tokenizer(
     Path("other.txt").write_text("step1 loss2 token3 " * 300)
     own = Path("text/evaluation.json").read_text()
     cli("evaluate text --data other.txt")
-    written = json.loads(Path("text/evaluation-other.json").read_text())
+    written = load_object(Path("text/evaluation-other.json"))
     assert written["data"] == "other.txt"
     assert 0 < written["metrics"]["loss"] < 10
     assert Path("text/evaluation.json").read_text() == own
@@ -131,7 +131,7 @@ def test_other_images_keep_the_classes_of_the_model_whatever_they_hold(cli: Cli)
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray((image * 255 / 16).astype(np.uint8)).save(path)
     cli("evaluate digits two")
-    details = json.loads(Path("digits/evaluation-two.json").read_text())["details"]["classification"]
+    details = load_object(Path("digits/evaluation-two.json"))["details"]["classification"]
     assert details["label_names"] == [str(digit) for digit in range(10)]
     assert [sum(row) for row in details["confusion_matrix"]] == [0, 0, 0, 5, 0, 0, 0, 5, 0, 0]
 
@@ -181,7 +181,7 @@ def test_numbers_of_test_time_augmentation_are_printed_by_the_run_and_by_evaluat
     flags = "--schedule.max_steps 2 --evaluate.test_time_augmentation.horizontal_flip true"
     for words in (f"run digits.yaml --output_dir augmented {flags}", "evaluate augmented"):
         printed = cli(words)
-        found = json.loads(Path("augmented/evaluation.json").read_text())["details"]["test_time_augmentation"]
+        found = load_object(Path("augmented/evaluation.json"))["details"]["test_time_augmentation"]
         assert "With test-time augmentation:\n" in printed
         for name, value in found["with"].items():
             start = f"  {label_of(name):24}"
@@ -200,11 +200,11 @@ def test_a_run_that_was_moved_is_used_from_another_folder(
     data = {"train": "corpus.jsonl", "cache_dir": "cache"}
     recipe = runs.write_recipe_file(home, task="causal-lm", output_dir="run", data=data, schedule={"max_steps": 1})
     cli("run", recipe.name)
-    ended_with = json.loads(Path("run/summary.json").read_text())["eval"]["loss"]
+    ended_with = load_object(Path("run/summary.json"))["eval"]["loss"]
     Path("run").rename(away / "moved")
     monkeypatch.chdir(away)
     cli("evaluate moved")
-    assert json.loads(Path("moved/evaluation.json").read_text())["metrics"]["loss"] == ended_with
+    assert load_object(Path("moved/evaluation.json"))["metrics"]["loss"] == ended_with
     assert not (away / "cache").exists()
     cli("generate moved --max-new-tokens 1")
     (home / "corpus.jsonl").rename(away / "corpus.jsonl")

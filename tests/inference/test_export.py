@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from accel_train.checkpoint.weight_files import accept_weights
 from accel_train.cli.main import main
+from accel_train.core.json_io import load_object
 from accel_train.inference.export import load_exported
 from accel_train.inference.finished_run import open_run
 from accel_train.inference.int8 import int8_tensors, left_alone, matrices, put_int8_tensors, quantize_int8
@@ -144,10 +145,10 @@ def test_an_export_is_for_from_pretrained(cli: Cli) -> None:
 
 def test_an_int8_export_loads_again_and_says_what_it_costs(cli: Cli) -> None:
     printed = cli("export run --quantize int8 --out small")
-    record = json.loads(Path("small/export.json").read_text())
+    record = load_object(Path("small/export.json"))
     assert record["weights_bytes"]["after"] < record["weights_bytes"]["before"]
     assert record["weights_bytes"]["after"] == Path("small/model-int8.safetensors").stat().st_size
-    ended_with = json.loads(Path("run/evaluation.json").read_text())["metrics"]
+    ended_with = load_object(Path("run/evaluation.json"))["metrics"]
     assert {name: record["metrics"]["before"][name] for name in ended_with} == ended_with
     assert record["metrics"]["after"]["loss"] == pytest.approx(ended_with["loss"], rel=0.01)
     assert record["metrics"]["after"]["loss"] != ended_with["loss"]
@@ -172,8 +173,8 @@ def whole_model() -> nn.Module:
 
 def test_adapters_that_were_not_merged_are_merged_in_an_export(cli: Cli) -> None:
     cli("evaluate adapted")
-    ended_with = json.loads(Path("adapted/summary.json").read_text())["eval"]["loss"]
-    assert json.loads(Path("adapted/evaluation.json").read_text())["metrics"]["loss"] == ended_with
+    ended_with = load_object(Path("adapted/summary.json"))["eval"]["loss"]
+    assert load_object(Path("adapted/evaluation.json"))["metrics"]["loss"] == ended_with
     cli("export adapted")
     exported, base = load_exported("adapted/export"), whole_model()
     assert not torch.equal(logits(exported), logits(base))

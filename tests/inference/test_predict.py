@@ -13,6 +13,7 @@ import yaml
 from PIL import Image
 
 from accel_train.cli.main import main
+from accel_train.core.json_io import load_object
 from accel_train.data.encoding import in_its_encoding
 from accel_train.inference import predict as predicting
 from accel_train.inference.finished_run import check_own_encoding, open_run
@@ -83,12 +84,12 @@ def test_without_data_a_row_is_written_for_each_sample_that_was_held_out(cli: Cl
     assert cli("predict texts") == "texts/predictions.csv\n"
     rows = read_csv("texts/predictions.csv")
     truth = {row["id"]: row["label"] for row in read_csv("texts.csv")}
-    assert len(rows) == json.loads(Path("texts/summary.json").read_text())["eval"]["num_targets"] > 10
+    assert len(rows) == load_object(Path("texts/summary.json"))["eval"]["num_targets"] > 10
     ids = [int(row["id"].removeprefix("row-")) for row in rows]
     assert ids == sorted(set(ids))
     assert all(row["true_label"] == truth[row["id"]] for row in rows)
     hits = sum(row["label"] == row["true_label"] for row in rows)
-    accuracy = json.loads(Path("texts/evaluation.json").read_text())["metrics"]["accuracy"]
+    accuracy = load_object(Path("texts/evaluation.json"))["metrics"]["accuracy"]
     assert hits / len(rows) == pytest.approx(accuracy, abs=1e-12)
     assert {row["label"] for row in rows} <= set(TOPICS)
     assert all(1 / 3 <= float(row["score"]) <= 1 for row in rows)
@@ -251,8 +252,8 @@ def test_masks_are_written_with_a_class_in_each_pixel(cli: Cli) -> None:
     for _ in range(2):  # the second takes the place of the first
         cli("predict scenes")
     rows = read_csv("scenes/predictions.csv")
-    labels = json.loads(Path("scenes/model/config.json").read_text())["id2label"]
-    evaluation = json.loads(Path("scenes/evaluation.json").read_text())
+    labels = load_object(Path("scenes/model/config.json"))["id2label"]
+    evaluation = load_object(Path("scenes/evaluation.json"))
     confusion = np.array(evaluation["details"]["segmentation"]["confusion_matrix"])
     assert len({row["mask"] for row in rows}) == len(rows) == len(list(Path("scenes/predictions-masks").glob("*.png")))
     counts = np.zeros(256, dtype=np.int64)
