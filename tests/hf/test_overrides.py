@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from accel_train.hf import Trainer
+from accel_train.hf.inputs import epoch_order
 from tests.support.hf_models import (
     Plain,
     both,
@@ -113,7 +114,9 @@ def test_a_loader_of_the_base_with_another_collator_is_read_as_it_is_and_shuffle
             firsts.append(inputs["features"][0].tolist())
             return super().compute_loss(model, inputs, **kwargs)
 
-    trained_plain(tmp_path, 16, kind=Collated)
+    trainer = trained_plain(tmp_path, 16, kind=Collated)
+    order = epoch_order(trainer.args, trainer.train_dataset)
+    assert [*trainer.get_train_dataloader().sampler] == order(0).tolist()
     assert len(firsts) == 4
     assert firsts[:2] != firsts[2:]
 
