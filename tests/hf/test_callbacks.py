@@ -27,6 +27,7 @@ from tests.support.hf_models import (
     rows,
     trained,
     trained_plain,
+    worse_rows,
 )
 
 
@@ -133,7 +134,7 @@ class LeftOut(Counts):
 def test_callbacks_get_their_states_back_in_order_and_a_line_names_other_numbers(tmp_path: Path, capsys: Any) -> None:
     args = {"max_steps": 4, "lr_scheduler_type": "constant", "restore_callback_states_from_checkpoint": True}
     args |= {**every(2, "save", "eval"), "metric_for_best_model": "loss", "learning_rate": 0.5}
-    args["eval_dataset"] = [{**row, "labels": 2} for row in plain_rows(8)]  # so that each evaluation is worse
+    args["eval_dataset"] = worse_rows(8)  # so that each evaluation is worse
     stops = [EarlyStoppingCallback(9), EarlyStoppingCallback(9)]
     again = [Counts(), Counts(), Counts(7)]
     trained_plain(tmp_path, 16, callbacks=[stops[0], Counts(1), Counts(10), LeftOut()], **args)

@@ -35,6 +35,7 @@ from tests.support.hf_models import (
     token_rows,
     trained,
     trained_plain,
+    worse_rows,
 )
 from tests.support.optimizers import KeepsLists, Momentum
 
@@ -144,10 +145,9 @@ def test_state_that_a_checkpoint_cannot_hold_is_said_at_the_first_step(tmp_path:
 
 
 def plateau(kind: Any, folder: Path, resume: str | None = None) -> list[float]:
-    worse = [{**row, "labels": 2} for row in plain_rows(16)]
     args = {"lr_scheduler_type": "reduce_lr_on_plateau", "lr_scheduler_kwargs": {"patience": 0, "factor": 0.5}}
     args |= {"max_steps": 4, "learning_rate": 0.5, **every(1, "eval", "save", "logging")}
-    return rates(trained_plain(folder, 24, resume, kind=kind, eval_dataset=worse, **args))
+    return rates(trained_plain(folder, 24, resume, kind=kind, eval_dataset=worse_rows(16), **args))
 
 
 def test_a_schedule_that_follows_a_metric_gives_the_rates_of_transformers_also_after_a_resume(tmp_path: Path) -> None:
@@ -161,8 +161,10 @@ def test_a_schedule_that_follows_a_metric_gives_the_rates_of_transformers_also_a
 def test_a_given_schedule_that_follows_a_metric_is_used(tmp_path: Path) -> None:
     model = Plain()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    worse = [{**row, "labels": 2} for row in plain_rows(8)]
-    given = {"optimizers": (optimizer, ReduceLROnPlateau(optimizer, patience=0, factor=0.1)), "eval_dataset": worse}
+    given = {
+        "optimizers": (optimizer, ReduceLROnPlateau(optimizer, patience=0, factor=0.1)),
+        "eval_dataset": worse_rows(8),
+    }
     trained(tmp_path, model, plain_rows(24), max_steps=3, **every(1, "eval", "logging"), **given)
     assert optimizer.param_groups[0]["lr"] < 0.1
 

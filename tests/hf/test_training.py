@@ -47,6 +47,7 @@ from tests.support.hf_models import (
     trained,
     trained_plain,
     vit,
+    worse_rows,
 )
 from tests.support.hub import record_uploads
 from tests.support.runs import events
@@ -143,7 +144,6 @@ PLAIN, TEXTS, TOKENS = plain_rows(45), rows(24), token_rows(42)
 SHIFTED = [{"input_ids": row["input_ids"], "labels": [-100, *row["input_ids"][1:]]} for row in TOKENS]
 PIXELS = torch.randn(24, 3, 16, 16, generator=torch.Generator().manual_seed(1))
 SPANS = [{"input_ids": row["input_ids"], "start_positions": row["labels"], "end_positions": 5} for row in TEXTS]
-WORSE = [{**row, "labels": 2} for row in plain_rows(16)]
 TABLE = datasets.Dataset.from_list([{**row, "text": "?"} for row in TEXTS])
 BEST: Given = {"load_best_model_at_end": True}
 FAST: Given = {"learning_rate": 1e-2}
@@ -202,7 +202,7 @@ CASES: dict[str, tuple[Any, list[Any], Given]] = {
         Plain,
         plain_rows(24, seed=4),
         {"make_callbacks": lambda: [EarlyStoppingCallback(2)], **every(2, "eval", "save"), **BEST}
-        | {"eval_dataset": WORSE, "learning_rate": 0.5, "num_train_epochs": 10, "save_total_limit": 1},
+        | {"eval_dataset": worse_rows(16), "learning_rate": 0.5, "num_train_epochs": 10, "save_total_limit": 1},
     ),
     "best": (
         bert,
@@ -260,8 +260,7 @@ def test_learning_rates_are_those_of_transformers(tmp_path: Path, kind: str, kwa
 def getting_worse(folder: Path, resume: Any = None, **more: Any) -> Any:
     """A trainer whose evaluations are best at step 2 of 4, after train()."""
     args = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "learning_rate": 0.5, **more}
-    worse = [{**row, "labels": 2} for row in plain_rows(8)]
-    args |= {"max_steps": 4, "eval_dataset": worse, **every(2, "eval", "save")}
+    args |= {"max_steps": 4, "eval_dataset": worse_rows(8), **every(2, "eval", "save")}
     return trained_plain(folder, 16, resume, **args)
 
 
@@ -366,7 +365,7 @@ def test_checkpoints_are_where_transformers_looks_for_them(tmp_path: Path) -> No
 def test_checkpoints_that_are_left_are_those_of_transformers(
     tmp_path: Path, strategy: str, losses: tuple[int, ...], limit: int | None
 ) -> None:
-    class Given:
+    class Scripted:
         def evaluate(self: Any, *_: Any, **__: Any) -> dict[str, float]:
             metrics = {"eval_loss": float(losses[self.state.global_step // 2 - 1])}
             self.log(metrics)
@@ -377,7 +376,7 @@ def test_checkpoints_that_are_left_are_those_of_transformers(
     args |= {"metric_for_best_model": "loss", "greater_is_better": False, "save_total_limit": limit}
     args |= {"load_best_model_at_end": strategy == "steps"}
     data = plain_rows(16)
-    both(tmp_path, Plain, overrides=Given, args=args, train_dataset=data, eval_dataset=data[:4])
+    both(tmp_path, Plain, overrides=Scripted, args=args, train_dataset=data, eval_dataset=data[:4])
     theirs, ours = ({path.name for path in (tmp_path / name).glob("checkpoint-*")} for name in ("theirs", "ours"))
     assert ours == theirs
 

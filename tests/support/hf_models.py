@@ -106,6 +106,11 @@ def plain_rows(count: int, seed: int = 1) -> list[Row]:
     return [{"features": feature, "labels": int(feature[0] > 0)} for feature in features]
 
 
+def worse_rows(count: int) -> list[Row]:
+    """Rows of `Plain` whose loss grows while it learns `plain_rows`."""
+    return [{**row, "labels": 2} for row in plain_rows(count)]
+
+
 def token_rows(count: int, seed: int = 1) -> list[Row]:
     """Texts of different lengths with a class for each token, some of them ignored."""
     generator = torch.Generator().manual_seed(seed)
