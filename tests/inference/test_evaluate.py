@@ -267,5 +267,5 @@ def test_data_that_has_changed_since_the_training_is_said_and_with_other_classes
     assert changes_of(Facts(), trained, tmp_path) == []
     (note,) = changes_of(trained, trained.model_copy(update={"num_eval": 1}), tmp_path)
     assert note.endswith("has changed: 8 samples and 1 held out, and it was trained with 8 and 2")
-    with pytest.raises(ValueError, match="its classes are ant, dog, and were cat, dog"):
+    with pytest.raises(ValueError, match=r"ant, dog.* cat, dog"):
         changes_of(trained, trained.model_copy(update={"label_names": ["ant", "dog"]}), tmp_path)

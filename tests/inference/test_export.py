@@ -112,7 +112,7 @@ def test_tied_matrices_stay_whole_and_what_stays_is_counted() -> None:
 
 
 def test_a_model_without_matrices_is_refused() -> None:
-    with pytest.raises(ValueError, match="Sequential has no linear layer"):
+    with pytest.raises(ValueError, match="Sequential"):
         quantize_int8(nn.Sequential(nn.Conv2d(1, 1, 3)))
 
 
@@ -127,11 +127,11 @@ def test_int8_tensors_make_the_same_model_again() -> None:
         assert torch.equal(other(tokens() % 64).logits, model(tokens() % 64).logits)
     tensors = int8_tensors(model, names)
     del tensors["classifier.weight.scale"]
-    with pytest.raises(ValueError, match=r"classifier\.weight\.scale is missing"):
+    with pytest.raises(ValueError, match=r"classifier\.weight\.scale"):
         put_int8_tensors(bert(num_labels=3), names, tensors)
     tensors = int8_tensors(model, names)
     del tensors["bert.pooler.dense.bias"]
-    with pytest.raises(ValueError, match=r"bert\.pooler\.dense\.bias does not fit"):
+    with pytest.raises(ValueError, match=r"bert\.pooler\.dense\.bias"):
         put_int8_tensors(bert(num_labels=3), names, tensors)
 
 
@@ -283,7 +283,7 @@ def test_a_flipped_bit_in_the_weights_is_refused_by_every_command_until_it_is_ac
     cli(f"verify {model} --accept-weights")
     cli("export", run)
     flip(copied / "export" / weights.name)
-    with pytest.raises(ValueError, match="differs from what the run wrote"):
+    with pytest.raises(ValueError, match=weights.name):
         load_exported(copied / "export")
 
 
