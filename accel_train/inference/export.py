@@ -28,6 +28,7 @@ from accel_train.inference.finished_run import (
     DataNotFound,
     TrainedRun,
     check_content,
+    keeps_adapters,
     open_run,
     put_in_adapters,
     recipe_of_trained,
@@ -120,7 +121,7 @@ def export_run(
     target = target.resolve() if target.is_symlink() else target
     check_folder(target, f"--out {target}")
     record: dict[str, Any] = {"run": str(folder), "quantize": quantize}
-    is_unmerged = recipe.model.lora is not None and not recipe.model.lora.merge
+    is_unmerged = keeps_adapters(recipe.model)
     run = None
     if quantize is not None and not onnx:
         require_torchao()
@@ -244,8 +245,7 @@ def _load_whole(folder: Path, recipe: Recipe, record: dict[str, Any], *, needed:
             raise ValueError(f"{reason}; copy {source} as it is, if you want that") from error
         record["not_for_from_pretrained"] = reason
         return None
-    if recipe.model.lora is not None and not recipe.model.lora.merge:
-        put_in_adapters(model, recipe.model, folder / "adapter")
+    put_in_adapters(model, recipe.model, folder / "adapter")
     return model.eval()
 
 

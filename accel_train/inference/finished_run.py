@@ -106,8 +106,7 @@ def open_run(
     torch.manual_seed(recipe.seed)
     model = task.build_model(recipe, task_data)
     check_weights(model, folder / "model", recipe.task)
-    if recipe.model.lora is not None and not recipe.model.lora.merge:
-        put_in_adapters(model, recipe.model, folder / "adapter")
+    put_in_adapters(model, recipe.model, folder / "adapter")
     inner = TrainingModule(model.eval(), task)
     compile_module(inner, recipe.precision)
     accelerator.prepare_model(inner.to(accelerator.device), evaluation_mode=True)
@@ -248,7 +247,7 @@ def check_content(folder: Path, recipe: Recipe) -> None:
         ValueError: a weight file has changed.
     """
     check_digests(folder / "model")
-    if recipe.model.lora is not None and not recipe.model.lora.merge:
+    if keeps_adapters(recipe.model):
         check_digests(folder / "adapter")
 
 
@@ -356,15 +355,21 @@ def check_weights(model: nn.Module, folder: Path, task: str) -> None:
         )
 
 
+def keeps_adapters(section: Model) -> bool:
+    """Return whether a run's adapters are not merged into its weights."""
+    return section.lora is not None and not section.lora.merge
+
+
 def put_in_adapters(model: nn.Module, section: Model, folder: Path) -> None:
-    """Load the adapters of an unmerged run from `folder` into its model, in place.
+    """Load the adapters of a run that keeps them from `folder` into its model, in place.
 
     Raises:
         ValueError: the adapters are missing, damaged, or belong to another model.
     """
+    if section.lora is None or section.lora.merge:
+        return
     from accel_train.model.lora import ADAPTER, add_adapters
 
-    assert section.lora is not None
     check_weight_files(folder)
     add_adapters(model, section.lora)
     saved = load_file(folder / "adapter_model.safetensors")

@@ -21,7 +21,7 @@ from accel_train.core.json_io import load_object
 from accel_train.core.model_card import FILE, FOLDER, OF_TENSORS, SCORES, Card, Use, new_card, of_transformers
 from accel_train.core.ownership import MARKER
 from accel_train.core.work import working
-from accel_train.inference.finished_run import check_finished
+from accel_train.inference.finished_run import check_finished, keeps_adapters
 from accel_train.inference.model_files import is_known
 from accel_train.observe.run_folder import SUMMARY_FILE, read_summary
 from accel_train.recipe.tasks import TASKS, TaskSpec
@@ -65,7 +65,7 @@ def push_run(
     """
     check_finished(folder)
     recipe, source = read_recipe_only(folder), folder / "model"
-    if recipe.model.lora is not None and not recipe.model.lora.merge:
+    if keeps_adapters(recipe.model):
         raise ValueError(
             f"{folder} keeps its adapters apart (model.lora.merge: false), and model/ lacks them. Merge them with "
             f"`accel-train export {folder} --out FOLDER`, then `hf upload {name} FOLDER`"
