@@ -5,8 +5,10 @@ without any effect. Other values raise a ValueError that names the field, its va
 """
 
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, Field, dataclass
+from functools import partial
+from operator import not_
 from typing import Any, Literal
 
 from transformers import TrainingArguments
@@ -16,10 +18,10 @@ from accel_train.core.errors import SettingError
 Allowed = Callable[[Any], bool]
 
 
-def argument_error(problem: str, remedy: str, **arguments: Any) -> SettingError:
-    """Return the error about `arguments`, given by name with their values."""
-    at = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-    return SettingError(problem, remedy, at, tuple(arguments))
+def argument_error(problem: str, remedy: str = "", *names: str, **values: Any) -> SettingError:
+    """Return the error about some arguments, given by name, or by name with their values."""
+    at = ", ".join((*names, *(f"{name}={value!r}" for name, value in values.items())))
+    return SettingError(problem, remedy, at, (*names, *values))
 
 
 @dataclass(frozen=True)
@@ -49,18 +51,10 @@ def computed(*names: str, note: str = "", text: str = "", **rule: Any) -> Rule:
     return Rule("translated", text or shown, leaves=names, **rule)
 
 
-def honored(how: str, *, allowed: Allowed | None = None, remedy: str = "") -> Rule:
-    """Return the rule of an argument that the Trainer itself honors."""
-    return Rule("honored", how, allowed, remedy)
-
-
-def refused(remedy: str) -> Rule:
-    """Return a rule that accepts only values without any effect: false and empty ones."""
-    return Rule("refused", remedy, lambda value: not value)
-
-
-def _is(*values: Any) -> Allowed:
-    return lambda value: any(value is known or value == known for known in values)
+honored = partial(Rule, "honored")
+"""Returns the rule of an argument that the Trainer itself honors."""
+refused = partial(Rule, "refused", allowed=not_)
+"""Returns a rule that accepts only values without any effect: false and empty ones."""
 
 
 def name_of(value: Any) -> str:
@@ -72,7 +66,7 @@ def _or_auto(value: Any) -> Any:
     return "auto" if value is None else value
 
 
-def accelerator_settings(config: Any) -> dict[str, Any]:
+def accelerator_settings(config: Any) -> Mapping[str, Any]:
     """Return the fields of an `accelerator_config`, given as a dict, an object, or None."""
     return config if isinstance(config, dict) else {} if config is None else config.to_dict()
 
@@ -265,7 +259,7 @@ FIELDS: dict[str, Rule] = {
         "data.shuffle",
         "data.group_by_length",
         note="random, sequential, group_by_length",
-        allowed=_is("random", "sequential", "group_by_length"),
+        allowed=lambda value: value in ("random", "sequential", "group_by_length"),
         remedy="use random, sequential or group_by_length",
     ),
     "length_column_name": honored("the lengths for group_by_length"),
@@ -296,6 +290,29 @@ FIELDS: dict[str, Rule] = {
     ),
     "local_rank": honored("not read, as in transformers: the launcher sets it"),
 }
+
+
+def check_fields(args: Any, known: Iterable[Field[Any]], rules: Mapping[str, Rule], kind: str, trainer: str) -> None:
+    """Check that the known fields of a trainer's arguments have supported values.
+
+    A field without a rule is one of another version of transformers or TRL. It has to keep its default.
+
+    Raises:
+        SettingError: a field has another value. The message names each such field, its value, and the remedy.
+    """
+    problems = {}
+    for field in known:
+        value, rule = getattr(args, field.name), rules.get(field.name)
+        said = f"{field.name}={getattr(value, 'value', value)!r}"
+        if rule is None:
+            default = field.default if field.default_factory is MISSING else field.default_factory()
+            if value != default:
+                problems[field.name] = f"{said}: accel_train.{trainer} does not know this field; remove it"
+        elif rule.allowed is not None and not rule.allowed(value):
+            problems[field.name] = f"{said}: {rule.remedy or rule.text}"
+    if problems:
+        at = f"{kind} that accel_train.{trainer} cannot honor"
+        raise SettingError("; ".join(problems.values()), at=at, settings=tuple(problems))
 
 
 def table(fields: Mapping[str, Rule] = FIELDS, kind: str = "TrainingArguments") -> str:

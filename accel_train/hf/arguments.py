@@ -7,7 +7,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Collection
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
 from accel_train.core.errors import SettingError
 from accel_train.core.json_io import parse_json
-from accel_train.hf.argument_table import FIELDS, accelerator_settings, argument_error, name_of
+from accel_train.hf.argument_table import FIELDS, accelerator_settings, argument_error, check_fields, name_of
 from accel_train.optim.optimizers import parameter_groups
 from accel_train.recipe.optimizer import ParameterGroup
 from accel_train.recipe.schema import Recipe
@@ -42,31 +42,19 @@ REMEDIES = {
     "_save": "override save_model",
 }
 """Remedies by the name of an overridden method of transformers' Trainer. The remedy for other methods is a callback."""
+Leaves = dict[str, Any]
+"""Fields of the recipe, or of one of its sections, by name."""
 OURS = "use accel-train run, whose recipe has a `parallel` section"
 
 
 def check_arguments(args: TrainingArguments) -> None:
-    """Check that all fields have supported values.
+    """Check that all fields have supported values. Fields of the script's own subclass are not checked.
 
     Raises:
         SettingError: a field has another value. The message names each such field, its value, and the remedy.
     """
-    problems = {}
-    for field in dataclasses.fields(args):
-        value = getattr(args, field.name)
-        rule = FIELDS.get(field.name)
-        # A field of the script's own subclass, or of another version of transformers.
-        if rule is None:
-            if field.name in TRANSFORMERS_FIELDS and field.default_factory is MISSING and value != field.default:
-                problems[field.name] = (
-                    f"{field.name}={value!r}: accel_train.Trainer does not know this field; remove it"
-                )
-        elif rule.allowed is not None and not rule.allowed(value):
-            shown = getattr(value, "value", value)
-            problems[field.name] = f"{field.name}={shown!r}: {rule.remedy or rule.text}"
-    if problems:
-        at = "TrainingArguments that accel_train.Trainer cannot honor"
-        raise SettingError("; ".join(problems.values()), at=at, settings=tuple(problems))
+    known = (field for field in dataclasses.fields(args) if field.name in TRANSFORMERS_FIELDS)
+    check_fields(args, known, FIELDS, "TrainingArguments", "Trainer")
 
 
 def check_overrides(kind: "type[Trainer]") -> None:
@@ -102,27 +90,38 @@ def check_combinations(trainer: "Trainer") -> None:
     """
     args, (optimizer, scheduler) = trainer.args, trainer.given_optimizers
     for name in () if trainer.generates else GENERATION_FIELDS:
-        if getattr(args, name, None):
-            problem, remedy = "accel_train.Trainer does not generate text", "Use accel_train.hf.Seq2SeqTrainer."
-            raise argument_error(problem, remedy, **{name: getattr(args, name)})
+        if value := getattr(args, name, None):
+            raise argument_error(
+                "accel_train.Trainer does not generate text", "Use accel_train.hf.Seq2SeqTrainer.", **{name: value}
+            )
     if optimizer is not None and trainer.optimizer_cls_and_kwargs is not None:
-        names = ("optimizers", "optimizer_cls_and_kwargs")
-        raise SettingError("give only one of optimizers and optimizer_cls_and_kwargs", settings=names)
+        raise argument_error("both make an optimizer", "Give only one.", "optimizers", "optimizer_cls_and_kwargs")
     if trainer.model_init is not None and optimizer is not None:
-        problem = "optimizers do not have the new parameters that model_init makes"
-        raise SettingError(problem, "Override create_optimizer instead.", settings=("optimizers", "model_init"))
+        raise argument_error(
+            "the optimizer does not have the new parameters that model_init makes",
+            "Override create_optimizer instead.",
+            "optimizers",
+            "model_init",
+        )
     if optimizer is None and scheduler is not None:
-        problem = "optimizers=(None, scheduler): a scheduler belongs to its optimizer"
-        raise SettingError(problem, "Give both.", settings=("optimizers",))
+        raise argument_error("a scheduler belongs to its optimizer, but this is None", "Give both.", "optimizers")
     if args.eval_strategy != "no" and trainer.eval_dataset is None:
-        remedy = "Give one, or set eval_strategy to no."
-        raise argument_error("evaluation needs an eval_dataset", remedy, eval_strategy=name_of(args.eval_strategy))
+        raise argument_error(
+            "evaluation needs an eval_dataset",
+            "Give one, or set eval_strategy to no.",
+            eval_strategy=name_of(args.eval_strategy),
+        )
     if args.save_strategy == "best" and args.metric_for_best_model is None:
-        problem = "save_strategy=best: `args.metric_for_best_model` must be provided"
-        raise SettingError(problem, settings=("save_strategy", "metric_for_best_model"))
+        raise argument_error(
+            "`args.metric_for_best_model` must be provided",
+            "Name a metric.",
+            save_strategy="best",
+            metric_for_best_model=None,
+        )
     if not callable(trainer.data_collator):
-        remedy = "Give a function of a list of samples."
-        raise argument_error("not callable", remedy, data_collator=trainer.data_collator)
+        raise argument_error(
+            "not callable", "Give a function of a list of samples.", data_collator=trainer.data_collator
+        )
 
 
 @dataclass(frozen=True)
@@ -138,11 +137,12 @@ class Length:
     global_batch_size: int
     num_samples_planned: float
     """Samples of all steps, as transformers counts them for its samples per second."""
+    gradient_accumulation_steps: int
 
-    def epoch_at(self, step: int, gradient_accumulation_steps: int) -> float:
+    def epoch_at(self, step: int) -> float:
         """Return the epochs done after `step`, in fractions of micro-batches, as transformers logs them."""
         epochs, step_in_epoch = divmod(step, self.steps_per_epoch)
-        batches = min(step_in_epoch * gradient_accumulation_steps, self.batches_per_epoch)
+        batches = min(step_in_epoch * self.gradient_accumulation_steps, self.batches_per_epoch)
         return epochs + batches / self.batches_per_epoch
 
 
@@ -163,29 +163,34 @@ def length_of(args: TrainingArguments, num_samples: int | None, num_batches: int
         whole, rest = divmod(num_samples, per_step)
         batches = whole if args.dataloader_drop_last else whole + (rest > 0)
         if args.dataloader_drop_last and batches % accumulation and batches > accumulation:
-            raise SettingError(
+            raise argument_error(
                 f"{num_samples} samples make {batches} micro-batches per process, which is not a multiple of "
-                f"gradient_accumulation_steps={accumulation}",
-                "Set it False, or choose sizes that divide.",
-                "dataloader_drop_last=True",
-                ("dataloader_drop_last", "gradient_accumulation_steps"),
+                "gradient_accumulation_steps",
+                "Set dataloader_drop_last=False, or choose sizes that divide.",
+                dataloader_drop_last=True,
+                gradient_accumulation_steps=accumulation,
             )
     elif args.max_steps > 0:
         batches = args.max_steps * accumulation
     else:
-        problem = "the number of steps is unknown, because the dataset has no length"
-        raise SettingError(problem, "Set max_steps.", "train_dataset", ("train_dataset", "max_steps"))
+        raise argument_error(
+            "the number of steps is unknown, because the dataset has no length",
+            "Set max_steps.",
+            "train_dataset",
+            max_steps=args.max_steps,
+        )
     steps_per_epoch = batches // accumulation if args.dataloader_drop_last else math.ceil(batches / accumulation)
     if steps_per_epoch == 0:
-        problem = f"{num_samples} samples are fewer than one step of {global_batch}"
-        raise SettingError(problem, "Lower the batch size.", "train_dataset", ("train_dataset",))
+        raise argument_error(
+            f"{num_samples} samples are fewer than one step of {global_batch}", "Lower the batch size.", "train_dataset"
+        )
     if args.max_steps > 0:
         epochs, max_steps = math.ceil(args.max_steps / steps_per_epoch), args.max_steps
     else:
         epochs, max_steps = math.ceil(args.num_train_epochs), math.ceil(args.num_train_epochs * steps_per_epoch)
     is_by_samples = num_samples is not None and args.max_steps <= 0
     planned = (num_samples or 0) * args.num_train_epochs if is_by_samples else max_steps * global_batch
-    return Length(batches, steps_per_epoch, max_steps, epochs, global_batch, planned)
+    return Length(batches, steps_per_epoch, max_steps, epochs, global_batch, planned, accumulation)
 
 
 def train_batch_size(args: TrainingArguments) -> int:
@@ -198,8 +203,11 @@ def train_batch_size(args: TrainingArguments) -> int:
     if not accelerator_settings(args.accelerator_config).get("split_batches"):
         return size
     if size % args.world_size:
-        problem = f"accelerator_config sets split_batches, but {args.world_size} processes do not divide the batch"
-        raise argument_error(problem, "Use a multiple.", per_device_train_batch_size=size)
+        raise argument_error(
+            f"accelerator_config sets split_batches, but {args.world_size} processes do not divide the batch",
+            "Use a multiple.",
+            per_device_train_batch_size=size,
+        )
     return size // args.world_size
 
 
@@ -224,13 +232,22 @@ def to_recipe(
         SettingError: a value breaks a rule of the recipe. The message names the argument.
     """
     check_arguments(args)
-    translated = {name: rule for name, rule in FIELDS.items() if rule.value_of and hasattr(args, name)}
-    leaves = {rule.leaves[0]: rule.value_of(getattr(args, name)) for name, rule in translated.items() if rule.value_of}
+    schedule = schedule_of(args)
+    # The schedule `constant` of transformers has no warmup.
+    has_warmup = schedule is not None and args.lr_scheduler_type != "constant"
+    leaves = {
+        rule.leaves[0]: rule.value_of(getattr(args, name))
+        for name, rule in FIELDS.items()
+        if rule.value_of and hasattr(args, name)
+    }
     if args.save_strategy == "best" and args.save_total_limit:
         # With the last step's, which is removed at the end.
         leaves["checkpoint.keep"] += 1
-    leaves |= _schedule_leaves(args, length) | {
+    leaves |= {
         "task": "hf-trainer",
+        "schedule.max_steps": length.max_steps,
+        "schedule.warmup_steps": args.get_warmup_steps(length.max_steps) if has_warmup else 0,
+        **{f"schedule.{name}": value for name, value in (schedule or {"type": "constant"}).items()},
         "model.config": _describe(model),
         "data.train": train_name,
         "data.shuffle": args.train_sampling_strategy != "sequential",
@@ -269,18 +286,7 @@ def precision_of(args: TrainingArguments) -> str:
     return "fp16" if args.fp16 else "bf16" if args.bf16 else said.get("precision.mixed_precision", "no")
 
 
-def _schedule_leaves(args: TrainingArguments, length: Length) -> dict[str, Any]:
-    schedule = schedule_of(args)
-    # The schedule `constant` of transformers has no warmup.
-    has_warmup = schedule is not None and args.lr_scheduler_type != "constant"
-    return {
-        "schedule.max_steps": length.max_steps,
-        "schedule.warmup_steps": args.get_warmup_steps(length.max_steps) if has_warmup else 0,
-        **{f"schedule.{name}": value for name, value in (schedule or {"type": "constant"}).items()},
-    }
-
-
-def schedule_of(args: TrainingArguments) -> dict[str, Any] | None:
+def schedule_of(args: TrainingArguments) -> Leaves | None:
     """Return `schedule.type` and its fields, or None if only transformers' scheduler can do it."""
     kind, kwargs = name_of(args.lr_scheduler_type), dict(args.lr_scheduler_kwargs or {})
     if kind in ("linear", "cosine", "constant", "inverse_sqrt") and not kwargs:
@@ -306,8 +312,7 @@ def set_fields(args: TrainingArguments) -> dict[str, Any]:
         if (value := getattr(args, field.name)) not in (field.default, [], {}, None)
         and not field.name.endswith("_token")
     }
-    plain: dict[str, Any] = parse_json(json.dumps(changed, default=lambda value: getattr(value, "value", str(value))))
-    return plain
+    return parse_json(json.dumps(changed, default=lambda value: getattr(value, "value", str(value))))
 
 
 def _every(args: TrainingArguments, kind: str, length: Length) -> int:
@@ -344,10 +349,8 @@ def with_decay_of(recipe: Recipe, model: nn.Module, decayed: Collection[str]) ->
 
 def _explain(error: ValidationError, args: TrainingArguments) -> SettingError:
     """Return an error that names each argument with an invalid recipe field."""
-    names = {"schedule": "warmup_steps", "optimizer.betas.1": "adam_beta2"}
-    for name, rule in FIELDS.items():
-        for leaf in rule.leaves:
-            names.setdefault(leaf, name)
+    names = {leaf: name for name, rule in reversed(FIELDS.items()) for leaf in rule.leaves}
+    names |= {"schedule": "warmup_steps", "optimizer.betas.1": "adam_beta2"}
     found, messages = [], []
     for problem in error.errors(include_url=False):
         place = ".".join(map(str, problem["loc"]))
@@ -369,27 +372,28 @@ def recomputes_activations(args: TrainingArguments) -> bool:
     return by_fsdp or any(getattr(args, name, False) for name in names)
 
 
-def parallel_leaves(args: TrainingArguments) -> dict[str, Any]:
+def parallel_leaves(args: TrainingArguments) -> Leaves:
     """Return the recipe fields that the arguments `fsdp`, `deepspeed`, and `parallelism_config` set, or an empty dict.
 
     Raises:
         SettingError: two of them contradict each other, or one asks for an unsupported feature.
     """
     if args.fsdp and args.deepspeed:
-        raise SettingError("fsdp and deepspeed both shard the model", "Give only one.", settings=("fsdp", "deepspeed"))
+        raise argument_error("both shard the model", "Give only one.", "fsdp", "deepspeed")
     leaves = _deepspeed_leaves(args) if args.deepspeed else _fsdp_leaves(args) if args.fsdp else {}
     if args.parallelism_config is not None:
         leaves |= _size_leaves(args.parallelism_config, is_zero=bool(args.deepspeed))
     return {f"parallel.{name}": value for name, value in leaves.items()}
 
 
-def _fsdp_leaves(args: TrainingArguments) -> dict[str, Any]:
+def _fsdp_leaves(args: TrainingArguments) -> Leaves:
     config: Any = args.fsdp_config or {}
     if int(config.get("version", 2)) != 2:
-        problem = f"version={config['version']}: FSDP1 is not supported"
-        raise SettingError(problem, "Remove it to use FSDP2.", "fsdp_config", ("fsdp_config",))
+        raise argument_error(
+            f"version={config['version']}: FSDP1 is not supported", "Remove it to use FSDP2.", "fsdp_config"
+        )
     if config.get("xla"):
-        raise SettingError("xla=True: XLA is not supported", "Remove it.", "fsdp_config", ("fsdp_config",))
+        raise argument_error("xla=True: XLA is not supported", "Remove it.", "fsdp_config")
     return {
         "strategy": "fsdp2",
         "reshard_after_forward": str(config.get("reshard_after_forward", True)).lower() == "true",
@@ -397,7 +401,7 @@ def _fsdp_leaves(args: TrainingArguments) -> dict[str, Any]:
     }
 
 
-def _deepspeed_leaves(args: TrainingArguments) -> dict[str, Any]:
+def _deepspeed_leaves(args: TrainingArguments) -> Leaves:
     """Return the `parallel` fields of a DeepSpeed configuration.
 
     `trainer_config_process` of transformers has filled in each `auto` and noted contradictions to the arguments.
@@ -415,20 +419,23 @@ def _deepspeed_leaves(args: TrainingArguments) -> dict[str, Any]:
     elif config.get_value("scheduler") is not None:
         found = "the scheduler section is not used", "Remove it, and set lr_scheduler_type."
     if found is not None:
-        raise SettingError(*found, "deepspeed", ("deepspeed",))
+        raise argument_error(*found, "deepspeed")
     stage = int(config.get_value("zero_optimization.stage", 0))
     return {"strategy": "deepspeed", "zero_stage": stage} if stage else {}
 
 
-def _size_leaves(config: Any, *, is_zero: bool) -> dict[str, Any]:
+def _size_leaves(config: Any, *, is_zero: bool) -> Leaves:
     at = "parallelism_config"
     for name in ("tp_size", "cp_size", "sp_size"):
         # Older versions of Accelerate have no sp_size.
         if (size := getattr(config, name, 1)) > 1:
-            problem = f"{name}={size}: accel_train.Trainer does not split layers or sequences"
-            raise SettingError(problem, f"Leave it at 1, or {OURS}.", at, (at,))
+            raise argument_error(
+                f"{name}={size}: accel_train.Trainer does not split layers or sequences",
+                f"Leave it at 1, or {OURS}.",
+                at,
+            )
     if config.dp_shard_size <= 1:
         return {}
     if is_zero:
-        raise SettingError("dp_shard_size is for fsdp", "Remove it when you use deepspeed.", at, (at, "deepspeed"))
+        raise argument_error("dp_shard_size is for fsdp", "Remove it when you use deepspeed.", at, "deepspeed")
     return {"strategy": "fsdp2", "dp_shard_size": config.dp_shard_size}

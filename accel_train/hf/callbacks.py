@@ -43,7 +43,7 @@ from accel_train.hf.checkpoints import (
     state_text,
 )
 from accel_train.hf.hub import push_checkpoint
-from accel_train.hf.inputs import SUMS, num_input_tokens
+from accel_train.hf.inputs import SUMS, Inputs, num_input_tokens
 from accel_train.hf.search import report_to_search
 from accel_train.observe.observer import Observer
 
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from accel_train.engine.run import RunContext
     from accel_train.hf import Trainer
 
-OF_AN_UPDATE = ("on_pre_optimizer_step", "on_optimizer_step")
 ASKS_NOTHING = (
     DefaultFlowCallback,
     PrinterCallback,
@@ -113,7 +112,7 @@ class Flow(Observer):
         state.max_steps, state.num_train_epochs = self.length.max_steps, self.length.num_epochs
         state.is_local_process_zero = trainer.is_local_process_zero()
         state.is_world_process_zero = trainer.is_world_process_zero()
-        state.global_step, state.epoch = run.state.step, self._epoch(run.state.step)
+        state.global_step, state.epoch = run.state.step, self.length.epoch_at(run.state.step)
         self._epoch_ended_at, self._flops_before = run.state.step, state.total_flos
         try:
             state_text(TrainerState(stateful_callbacks=exportable(trainer)), plain)
@@ -158,7 +157,7 @@ class Flow(Observer):
         if step == self._begun_step:
             self._flops, self._tokens = self._flops_at_step, []
         self._begun_step, self._flops_at_step = step, self._flops
-        self.trainer.state.global_step, self.trainer.state.epoch = step, self._epoch(step)
+        self.trainer.state.global_step, self.trainer.state.epoch = step, self.length.epoch_at(step)
         if self.requests is not None and self.run is not None:
             self._begin_step_after(step)
 
@@ -169,7 +168,7 @@ class Flow(Observer):
             SettingError: a callback asks to end an epoch early, but the epoch is not the last.
         """
         trainer, state = self.trainer, self.trainer.state
-        state.global_step, state.epoch = result.step, self._epoch(result.step)
+        state.global_step, state.epoch = result.step, self.length.epoch_at(result.step)
         self.names.note_best()
         if not (self._is_optimizer_checked or result.skipped) and self.run is not None:
             # DeepSpeed uses other names, and does not use an optimizer of the user.
@@ -181,7 +180,9 @@ class Flow(Observer):
         if (metrics := trainer._token_metrics) is not None and self.run is not None:
             metrics.num_tokens += int(result.counts[SUMS.index("num_tokens")])
             self.run.state.num_input_tokens_seen = metrics.num_tokens
-        self._count_tokens()
+        if trainer.args.include_num_input_tokens_seen not in ("no", False):
+            state.num_input_tokens_seen += int(self._over_processes([sum(self._tokens)])[0])
+            self._tokens = []
         if (every := trainer.args.torch_empty_cache_steps) and result.step % every == 0:
             clear_device_cache()
         if result.skipped:
@@ -262,13 +263,15 @@ class Flow(Observer):
             counts_nothing = trainer.overrides("evaluate") or trainer.overrides("evaluation_loop")
             with working("evaluating") if counts_nothing else nullcontext():
                 found = [trainer.evaluate(ignore_keys=self.ignore_keys)]
-            if trainer.args.world_size > 1:
-                # All processes then choose the same best step, even if compute_metrics draws samples.
-                broadcast_object_list(found)
+            # All processes then choose the same best step, even if compute_metrics draws samples.
+            broadcast_object_list(found)
             self._by_step[step] = found[0]
             report_to_search(trainer, self._by_step[step])
             if self.scheduler is not None:
-                self._step_scheduler(self.scheduler, self._by_step[step])
+                name = f"eval_{(trainer.args.metric_for_best_model or 'loss').removeprefix('eval_')}"
+                if name not in found[0]:
+                    raise argument_error(f"the evaluation has only {', '.join(found[0])}", metric_for_best_model=name)
+                self.scheduler.step(found[0][name])
         named = {name.removeprefix("eval_"): as_text(value) for name, value in self._by_step[step].items()}
         metrics = {
             name: v for name, v in named.items() if isinstance(v, float | int | list) and not name.endswith(CLOCKS)
@@ -278,13 +281,6 @@ class Flow(Observer):
         if self.requests is not None and trainer.control.should_training_stop:
             self.requests.stop |= state.global_step < self.length.max_steps
         return {"loss": math.nan, **metrics}
-
-    def _step_scheduler(self, scheduler: ReduceLROnPlateau, metrics: Mapping[str, Any]) -> None:
-        """Step a schedule that follows the evaluations with the metrics of one evaluation."""
-        name = f"eval_{(self.trainer.args.metric_for_best_model or 'loss').removeprefix('eval_')}"
-        if name not in metrics:
-            raise argument_error(f"the evaluation has only {', '.join(metrics)}", "", metric_for_best_model=name)
-        scheduler.step(metrics[name])
 
     def on_event(self, kind: str, step: int, message: str, *, rank: int | None = None, **facts: Any) -> None:
         """Call on_save after a checkpoint, note loaded best weights, and forget evaluations after a rollback."""
@@ -337,7 +333,7 @@ class Flow(Observer):
         # Remove links to checkpoints that a rotation has deleted since.
         self.names.link()
 
-    def count(self, inputs: dict[str, Any]) -> bool:
+    def count(self, inputs: Inputs) -> bool:
         """Add the FLOPs and tokens of a micro-batch, and announce the previous one. Return whether it counts."""
         if torch.compiler.is_compiling() or not self.trainer.model.training:
             return False
@@ -360,12 +356,6 @@ class Flow(Observer):
         if (step + 1) % self.length.steps_per_epoch:
             return sizes.gradient_accumulation_steps
         return len(plan.order.rank_micro_batches(step, rank, sizes.world_size, sizes.per_device_batch_size))
-
-    def _count_tokens(self) -> None:
-        """Add the step's tokens over all processes to the state."""
-        if self.trainer.args.include_num_input_tokens_seen not in ("no", False):
-            self.trainer.state.num_input_tokens_seen += int(self._over_processes([sum(self._tokens)])[0])
-            self._tokens = []
 
     def end(self) -> None:
         """Sum the FLOPs over processes, after all files are written."""
@@ -399,11 +389,11 @@ class Flow(Observer):
         if not self.trainer.control.should_epoch_stop or step_in_epoch == 0:
             return
         if epochs < self.length.num_epochs - 1:
-            raise SettingError(
+            raise argument_error(
                 f"a callback set control.should_epoch_stop at step {step}, but only the last epoch can end early, "
                 "because the samples of each step are fixed in advance",
-                "Set should_training_stop, or lower num_train_epochs.",
-                settings=("num_train_epochs",),
+                "Set should_training_stop, or lower it.",
+                num_train_epochs=self.trainer.args.num_train_epochs,
             )
         self.trainer.control.should_training_stop = True
 
@@ -413,19 +403,10 @@ class Flow(Observer):
             return (math.nan if self._num_skipped else 0.0), self._num_skipped
         return self._applied_sum / self._num_applied, self._num_skipped
 
-    def _epoch(self, step: int) -> float:
-        return self.length.epoch_at(step, self.trainer.args.gradient_accumulation_steps)
-
 
 def may_ask(callbacks: list[TrainerCallback]) -> bool:
     """Return whether a callback may request something. The host then waits for each step."""
     return any(type(callback) not in ASKS_NOTHING for callback in callbacks)
-
-
-def looks_into_steps(callback: TrainerCallback) -> bool:
-    """Return whether a callback overrides an event of the optimizer update."""
-    own = (getattr(getattr(callback, event), "__func__", None) for event in OF_AN_UPDATE)
-    return any(method is not getattr(TrainerCallback, event) for method, event in zip(own, OF_AN_UPDATE, strict=True))
 
 
 def watch_updates(
@@ -434,12 +415,16 @@ def watch_updates(
     call: Callable[[str], None],
     hooks: ExitStack,
 ) -> None:
-    """Call the update events of the callbacks until `hooks` is closed.
+    """Call the update events of callbacks that override one, until `hooks` is closed.
 
     Gradients are clipped before the first event and still exist in the second one. The events are also called for
     updates that are skipped on the device.
     """
-    if not any(map(looks_into_steps, callbacks)):
+    if not any(
+        getattr(getattr(callback, event), "__func__", None) is not getattr(TrainerCallback, event)
+        for callback in callbacks
+        for event in ("on_pre_optimizer_step", "on_optimizer_step")
+    ):
         return
 
     def before(updated: Any, *_: Any) -> None:

@@ -57,29 +57,6 @@ def get_last_checkpoint(output_dir: str | Path) -> str | None:
     return None if path is None else str(path)
 
 
-def link_checkpoints(output_dir: Path) -> list[Path]:
-    """Link each `checkpoint-N` to `checkpoints/step-N`, and remove such links if their target is missing.
-
-    Returns:
-        Paths named `checkpoint-N` that are not links. They stay unchanged.
-
-    Raises:
-        OSError: a link cannot be created.
-    """
-    targets = {f"checkpoint-{step_of(folder)}": folder for folder in checkpoint_folders(output_dir / "checkpoints")}
-    for path in output_dir.glob("checkpoint-*"):
-        if path.is_symlink() and path.readlink().parts[0] == "checkpoints" and path.name not in targets:
-            path.unlink()
-    in_the_way = []
-    for name, folder in targets.items():
-        path = output_dir / name
-        if not path.is_symlink() and not path.exists():
-            path.symlink_to(folder.relative_to(output_dir), target_is_directory=True)
-        elif not path.is_symlink():
-            in_the_way.append(path)
-    return in_the_way
-
-
 def stock_checkpoint(args: TrainingArguments, requested: str | bool | None) -> Path | None:
     """Return the checkpoint to resume from if transformers' own Trainer wrote it, or None.
 
@@ -125,8 +102,11 @@ def _load_stock_adapters(model: Any, folder: Path) -> None:
     for adapter in model.peft_config:
         file = adapter_place(adapter) + SAFETENSORS_WEIGHTS_NAME
         if not (folder / file).is_file():
-            remedy = f"Give a model with the adapters of the checkpoint; this model's is named {adapter}."
-            raise _resume_error(folder, f"{file} not found", remedy)
+            raise _resume_error(
+                folder,
+                f"{file} not found",
+                f"Give a model with the adapters of the checkpoint; this model's is named {adapter}.",
+            )
         own, tensors = get_peft_model_state_dict(model, adapter_name=adapter), load_file(folder / file)
         _check_same(folder, {name: each.shape for name, each in own.items()}, tensors)
         set_peft_model_state_dict(model, tensors, adapter_name=adapter)
@@ -215,7 +195,7 @@ def resume_of(args: TrainingArguments, requested: str | bool | None) -> str:
     theirs = re.fullmatch(r"checkpoint-(\d+)", path.name)
     if not path.exists() and theirs:
         path = path.parent / "checkpoints" / f"step-{int(theirs.group(1)):08d}"
-    # `link_checkpoints` makes this link.
+    # `CheckpointNames` makes this link.
     if path.is_symlink():
         path = path.parent / path.readlink()
     if not path.exists():
@@ -269,15 +249,26 @@ class CheckpointNames:
         return str(output_dir / (f"checkpoint-{step}" if self._has_links else f"checkpoints/step-{step:08d}"))
 
     def link(self) -> None:
-        """Link `checkpoint-N` in the run folder to each published checkpoint, because scripts look for these names."""
-        if self.trainer.is_world_process_zero():
-            try:
-                in_the_way = link_checkpoints(self.run.plan.output_dir)
-            except OSError as error:
-                self._has_links, in_the_way = False, []
-                self.run.observer.note(f"checkpoint-N: cannot link to checkpoints/ here ({error})")
-            for path in in_the_way:
-                self.run.observer.note(f"{path} already exists and stays unchanged. This run's is in checkpoints/.")
+        """Link `checkpoint-N` in the run folder to each published checkpoint, because scripts look for these names.
+
+        Links whose checkpoint is gone are removed. A path of this name that is not a link stays unchanged.
+        """
+        if not self.trainer.is_world_process_zero():
+            return
+        output_dir, note = self.run.plan.output_dir, self.run.observer.note
+        targets = {output_dir / f"checkpoint-{step_of(each)}": each for each in checkpoint_folders(self.run.saver.root)}
+        try:
+            for path in output_dir.glob("checkpoint-*"):
+                if path.is_symlink() and path.readlink().parts[0] == "checkpoints" and path not in targets:
+                    path.unlink()
+            for path, folder in targets.items():
+                if not path.is_symlink() and not path.exists():
+                    path.symlink_to(folder.relative_to(output_dir), target_is_directory=True)
+                elif not path.is_symlink():
+                    note(f"{path} already exists and stays unchanged. This run's is in checkpoints/.")
+        except OSError as error:
+            self._has_links = False
+            note(f"checkpoint-N: cannot link to checkpoints/ here ({error})")
 
     def leave_as_transformers(self) -> None:
         """Remove checkpoints that transformers does not keep, when a finished run needs them no more.
@@ -306,8 +297,7 @@ class CheckpointNames:
     def find_best(self) -> None:
         """Set `state.best_model_checkpoint` to the folder of the best step, if it exists or is being saved."""
         state = self.trainer.state
-        saved = {step_of(folder) for folder in checkpoint_folders(self.run.plan.output_dir / "checkpoints")}
-        if state.best_global_step is not None and state.best_global_step in saved | {self.run.state.step}:
+        if state.best_global_step in {*steps_of(self.run.saver.root), self.run.state.step}:
             state.best_model_checkpoint = self.folder(state.best_global_step)
 
 

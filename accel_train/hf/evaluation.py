@@ -10,25 +10,26 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from accelerate.utils import convert_to_fp32, send_to_device
+from accelerate.utils import convert_to_fp32, gather_object, send_to_device
 from torch import Tensor, nn
 from transformers import EvalPrediction
 from transformers.trainer_pt_utils import find_batch_size, nested_concat, nested_detach, nested_numpify
 from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize, speed_metrics
 
-from accel_train.core.errors import SettingError
 from accel_train.core.work import working
 from accel_train.data.order import evaluation_batches
 from accel_train.engine.evaluation import evaluation_mode
 from accel_train.engine.loader import Reading, read_batches
 from accel_train.engine.step import MicroBatch
+from accel_train.hf.argument_table import argument_error
 from accel_train.hf.checkpoints import is_spread, leave_in_evaluation_mode
 from accel_train.hf.inputs import (
+    Inputs,
     collate_of,
     collator_of,
     counted,
@@ -82,7 +83,7 @@ def merged(parts: Iterable[dict[str, float]]) -> dict[str, float]:
 
 
 def predict_batch(
-    trainer: "Trainer", model: nn.Module, inputs: dict[str, Any], loss_only: bool, ignore_keys: list[str] | None
+    trainer: "Trainer", model: nn.Module, inputs: Inputs, loss_only: bool, ignore_keys: list[str] | None
 ) -> tuple[Tensor | None, Any, Any]:
     """Return the loss, outputs, and labels of one batch. The outputs omit the loss and the model's ignored keys."""
     names = trainer.signature.label_names
@@ -172,7 +173,7 @@ class Evaluation:
             if by_batch:
                 outputs, scores = self._score_by_batch(own)
             else:
-                outputs, scores = in_turn(accelerator.num_processes, _read_losses(list(own))), {}
+                outputs, scores = in_turn(_read_losses(list(own))), {}
         if not trainer.is_in_train:
             # The mode stays, as in transformers, because inference often follows.
             leave_in_evaluation_mode(trainer)
@@ -223,7 +224,7 @@ class Evaluation:
         if is_spread(trainer) and first is not None and 0 < (number + 1) % world_size <= rank:
             yield send_to_device(first, accelerator.device), ONLY_FORWARDED
 
-    def _forward(self, inputs: dict[str, Any], num_targets: int, loss_only: bool) -> BatchOutputs:
+    def _forward(self, inputs: Inputs, num_targets: int, loss_only: bool) -> BatchOutputs:
         trainer = self.trainer
         name = getattr(trainer.model, "main_input_name", "input_ids")
         kept = inputs.get(name) if "inputs" in trainer.args.include_for_metrics else None
@@ -248,14 +249,13 @@ class Evaluation:
 
     def _score_by_batch(self, own: Iterator[BatchOutputs]) -> tuple[list[BatchOutputs], dict[str, Any]]:
         """Call compute_metrics with one batch at a time, in order. evaluate then keeps only losses."""
-        world_size = self.trainer.accelerator.num_processes
         everything: list[BatchOutputs] = []
         metrics: dict[str, Any] = {}
         following, has_more = next(own, None), True
         while has_more:
             this, following = following, next(own, None)
-            turn = in_turn(world_size, [] if this is None else _read_losses([this]))
-            has_more = any(in_turn(world_size, [following is not None]))
+            turn = in_turn([] if this is None else _read_losses([this]))
+            has_more = any(in_turn([following is not None]))
             for one in turn:
                 is_last = not has_more and one is turn[-1]
                 metrics = self._score([one], one.predictions, one.labels, one.inputs, compute_result=is_last)
@@ -284,8 +284,7 @@ class Evaluation:
         if metrics is None and options.get("compute_result") is False:
             return {}
         if not isinstance(metrics, Mapping):
-            problem, remedy = f"returned {metrics!r}", "Return a dict of numbers by name."
-            raise SettingError(problem, remedy, "compute_metrics", ("compute_metrics",))
+            raise argument_error(f"returned {metrics!r}", "Return a dict of numbers by name.", "compute_metrics")
         return dict(metrics)
 
 
@@ -299,13 +298,9 @@ def _read_losses(outputs: list[BatchOutputs]) -> list[BatchOutputs]:
     return outputs
 
 
-def in_turn(world_size: int, own: list[Any]) -> list[Any]:
+def in_turn(own: list[Any]) -> list[Any]:
     """Return the items of all processes in the order of the batches: the first of each process, then the second, ..."""
-    if world_size == 1:
-        return own
-    gathered: list[Any] = [None] * world_size
-    dist.all_gather_object(gathered, own)
-    return [of_rank[turn] for turn in range(max(map(len, gathered))) for of_rank in gathered if turn < len(of_rank)]
+    return [item for turn in zip_longest(*gather_object([own])) for item in turn if item is not None]
 
 
 def joined(batches: list[Any], concatenate: bool) -> Any:

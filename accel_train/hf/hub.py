@@ -1,6 +1,7 @@
 """The Hub, through huggingface_hub: repository, uploads, and model card."""
 
-from collections.abc import Callable
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +12,10 @@ from transformers.trainer_utils import _is_peft_model
 
 from accel_train.checkpoint.contents import AVERAGE, MODEL, OPTIMIZER, TRAINER
 from accel_train.checkpoint.store import MANIFEST
-from accel_train.core.errors import SettingError
 from accel_train.core.ownership import write_file
-from accel_train.core.work import working
 from accel_train.hf.argument_table import name_of
 from accel_train.hf.checkpoints import is_spread
+from accel_train.inference.push import ask_hub
 
 if TYPE_CHECKING:
     from accel_train.hf import Trainer
@@ -28,6 +28,7 @@ NOT_PUSHED = [
     *("events.jsonl*", "metrics.jsonl*", "launches.jsonl", "incidents/*", "profile/*", "*.log"),
 ]
 """Patterns of files in a run folder that only matter to the person who trained. They are not uploaded."""
+_ask = partial(ask_hub, more=", or set push_to_hub=False. The trained model is in output_dir", setting="push_to_hub")
 
 
 def create_repo(args: TrainingArguments, token: str | None, private: bool | None) -> str:
@@ -39,7 +40,7 @@ def create_repo(args: TrainingArguments, token: str | None, private: bool | None
     name = args.hub_model_id or Path(args.output_dir).absolute().name
     wanted = args.hub_private_repo if private is None else private
     api = HfApi(token=token or args.hub_token)
-    return str(_call(lambda: api.create_repo(name, private=wanted, exist_ok=True)).repo_id)
+    return str(_ask(lambda: api.create_repo(name, private=wanted, exist_ok=True)).repo_id)
 
 
 def push_checkpoint(trainer: "Trainer", folder: Path) -> None:
@@ -72,30 +73,31 @@ def push_model(
 ) -> Any:
     """Upload the saved model and its card to the Hub. Return the commit, or its future if `blocking` is False."""
     args = trainer.args
-    name = Path(args.output_dir).name if args.hub_model_id is None else args.hub_model_id.split("/")[-1]
-    tags = card.get("tags") or []
-    tags = [tags] if isinstance(tags, str) else list(tags)
-    tags += [tag for tag in getattr(trainer.model, "model_tags", None) or () if tag not in tags]
+    folder = Path(args.output_dir)
+    name = folder.name if args.hub_model_id is None else args.hub_model_id.split("/")[-1]
+    tags = _joined(card.get("tags"), getattr(trainer.model, "model_tags", None))
     trainer.create_model_card(**{"model_name": name, **card, **({"tags": tags} if tags else {})})
     finish_pushes(trainer)
-    options = {"revision": revision or trainer.args.hub_revision, "run_as_future": not blocking}
-    folder = Path(trainer.args.output_dir)
+    options = {"revision": revision or args.hub_revision, "run_as_future": not blocking}
     return _upload(trainer, folder, message, token, ignore_patterns=NOT_PUSHED, **options)
+
+
+def _joined(tags: str | Iterable[str] | None, more: Iterable[str] | None) -> list[str]:
+    """Return one or several tags, followed by the others of `more`."""
+    return list(dict.fromkeys((*([tags] if isinstance(tags, str) else tags or ()), *(more or ()))))
 
 
 def finish_pushes(trainer: "Trainer") -> None:
     """Wait for the uploads that still run."""
     for job in trainer.pushes:
-        _call(job.result)
+        _ask(job.result)
     trainer.pushes.clear()
 
 
 def write_model_card(trainer: "Trainer", tags: str | list[str] | None = None, **facts: Any) -> None:
     """Write `README.md` to output_dir as transformers does. Tags of an existing README are kept."""
     path = Path(trainer.args.output_dir) / "README.md"
-    tags = [tags] if isinstance(tags, str) else list(tags or [])
-    if path.exists():
-        tags += [tag for tag in ModelCard.load(path).data.tags or [] if tag not in tags]
+    tags = _joined(tags, ModelCard.load(path).data.tags if path.exists() else None)
     write_card(trainer, TrainingSummary.from_trainer(trainer, tags=tags or None, **facts).to_model_card())
 
 
@@ -111,19 +113,4 @@ def _upload(trainer: "Trainer", folder: Path, message: str | None, token: str | 
     args = trainer.args
     upload: Any = HfApi(token=token or args.hub_token).upload_folder
     options = {"path_in_repo": None, "revision": args.hub_revision, "run_as_future": True, **options}
-    return _call(lambda: upload(repo_id=trainer.hub_model_id, folder_path=folder, commit_message=message, **options))
-
-
-def _call(request: Callable[[], Any]) -> Any:
-    try:
-        with working("calling the Hugging Face Hub"):
-            return request()
-    # A network service can raise any error.
-    except Exception as error:
-        raise SettingError(
-            f"the request failed ({type(error).__name__}: {str(error).strip().splitlines()[0]})",
-            "Log in with `hf auth login` or hub_token, unset HF_HUB_OFFLINE, or set push_to_hub=False. "
-            "The trained model is in output_dir.",
-            "Hugging Face Hub",
-            ("push_to_hub",),
-        ) from error
+    return _ask(lambda: upload(repo_id=trainer.hub_model_id, folder_path=folder, commit_message=message, **options))

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, SeedableRandomSampler
 from datasets import Dataset as TableDataset
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import TrainingArguments
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -22,9 +22,14 @@ from transformers.trainer_utils import RemoveColumnsCollator, unwrap_peft_model
 from transformers.utils import find_labels
 
 from accel_train.core.errors import SettingError
+from accel_train.hf.argument_table import argument_error
 
 if TYPE_CHECKING:
     from accel_train.hf import Trainer
+
+
+Inputs = dict[str, Any]
+"""A batch as the model's forward takes it, by argument."""
 
 
 @dataclass(frozen=True)
@@ -104,11 +109,10 @@ def readable(trainer: "Trainer", data: Any) -> Any:
     names, taken = data.column_names, trainer.signature.columns
     unused = [name for name in names if name not in taken]
     if len(unused) == len(names) and names:
-        raise SettingError(
-            f"the model's forward takes none of the columns ({', '.join(names)}), only {', '.join(taken)}",
-            "Rename the columns, or set remove_unused_columns=False.",
-            "dataset",
-            ("remove_unused_columns",),
+        raise argument_error(
+            f"the model's forward takes none of the dataset's columns ({', '.join(names)}), only {', '.join(taken)}",
+            "Rename the columns, or set it False.",
+            remove_unused_columns=True,
         )
     return data.remove_columns(unused)
 
@@ -119,17 +123,17 @@ def collator_of(trainer: "Trainer") -> Callable[[list[Any]], Any]:
     return RemoveColumnsCollator(own, trainer.signature.columns) if trainer.args.remove_unused_columns else own
 
 
-def collate_of(trainer: "Trainer") -> Callable[[Sequence[Any]], dict[str, Any]]:
+def collate_of(trainer: "Trainer") -> Callable[[Sequence[Any]], Inputs]:
     """Return the collation of samples to model inputs and `num_targets`. Worker processes receive a copy."""
     return partial(_collate, collator_of(trainer), trainer.signature)
 
 
-def _collate(collator: Callable[[list[Any]], Any], signature: Signature, samples: Sequence[Any]) -> dict[str, Any]:
+def _collate(collator: Callable[[list[Any]], Any], signature: Signature, samples: Sequence[Any]) -> Inputs:
     inputs, num_targets = counted(collator(list(samples)), signature)
     return {**inputs, "num_targets": num_targets}
 
 
-def counted(inputs: Any, signature: Signature) -> tuple[dict[str, Any], int]:
+def counted(inputs: Any, signature: Signature) -> tuple[Inputs, int]:
     """Return a batch's inputs and its number of targets.
 
     Raises:
@@ -137,8 +141,9 @@ def counted(inputs: Any, signature: Signature) -> tuple[dict[str, Any], int]:
     """
     if not isinstance(inputs, Mapping) or not inputs:
         kind = "an empty mapping" if isinstance(inputs, Mapping) else type(inputs).__name__
-        remedy = f"Return the model's inputs by name ({', '.join(signature.columns)})."
-        raise SettingError(f"returned {kind}", remedy, "data_collator", ("data_collator",))
+        raise argument_error(
+            f"returned {kind}", f"Return the model's inputs by name ({', '.join(signature.columns)}).", "data_collator"
+        )
     return dict(inputs), int(targets_in(inputs, signature))
 
 
@@ -208,35 +213,18 @@ class TrainLoader(DataLoader[Any]):
         return self.collate_fn is self._made_with
 
 
-class EpochOrder(Sampler[int]):
-    """The samples of the epoch that `set_epoch` chose, in their order."""
-
-    def __init__(self, order: Callable[[int], NDArray[np.int64]], length: int) -> None:
-        self._order, self._length, self._epoch = order, length, 0
-
-    def __iter__(self) -> Iterator[int]:
-        yield from self._order(self._epoch).tolist()
-
-    def __len__(self) -> int:
-        return self._length
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch."""
-        self._epoch = epoch
-
-
 def train_loader(trainer: "Trainer") -> TrainLoader:
     """Return an epoch's micro-batches for inspection."""
     args, source = trainer.args, trainer.train_dataset
     if source is None:
-        raise SettingError("required for training", "Give one.", "train_dataset", ("train_dataset",))
+        raise argument_error("required for training", "Give one.", "train_dataset")
     rows = readable(trainer, source)
-    order = epoch_order(args, rows)
+    seed = _order_seed(args, rows)
     return TrainLoader(
         source,
         rows,
         batch_size=args.per_device_train_batch_size,
-        sampler=order and EpochOrder(order, len(rows)),
+        sampler=None if seed is None else SeedableRandomSampler(rows, generator=torch.Generator(), data_seed=seed),
         collate_fn=collator_of(trainer),
         num_workers=args.dataloader_num_workers,
         drop_last=args.dataloader_drop_last,
@@ -246,7 +234,7 @@ def train_loader(trainer: "Trainer") -> TrainLoader:
 def evaluation_loader(trainer: "Trainer", data: Any) -> DataLoader[Any]:
     """Return the batches of a dataset, or of an evaluation dataset given by name, for inspection."""
     if data is None:
-        raise SettingError("required for an evaluation", "Give one.", "eval_dataset", ("eval_dataset",))
+        raise argument_error("required for an evaluation", "Give one.", "eval_dataset")
     return DataLoader(
         readable(trainer, trainer.eval_dataset[data] if isinstance(data, str) else data),
         batch_size=trainer.args.per_device_eval_batch_size,
@@ -271,22 +259,28 @@ def loader_of_override(trainer: "Trainer", method: str, *data: Any) -> Any:
     finally:
         del accelerator.prepare
     if accelerator.num_processes > 1 and isinstance(loader, DataLoaderShard | DataLoaderDispatcher):
-        problem, remedy = "returned a prepared loader", "Return the DataLoader itself; every process reads all of it."
-        raise SettingError(problem, remedy, method, (method,))
+        raise argument_error(
+            "returned a prepared loader", "Return the DataLoader itself; every process reads all of it.", method
+        )
     return loader
+
+
+def _order_seed(args: TrainingArguments, rows: Any) -> int | None:
+    """Return the seed of the order of samples, or None for sequential order."""
+    if is_stream(rows) or args.train_sampling_strategy == "sequential":
+        return None
+    return args.seed if args.data_seed is None else args.data_seed
 
 
 def epoch_order(args: TrainingArguments, rows: Any) -> Callable[[int], NDArray[np.int64]] | None:
     """Return the sample order of each epoch as in transformers, or None for sequential order.
 
-    The order is torch.randperm, seeded by seed + epoch.
-
-    Source: `accelerate.data_loader.SeedableRandomSampler`. Two orders are cached: a permutation of 10^6 costs 20 ms,
-    and readers are less than an epoch ahead of the loop.
+    The order is torch.randperm, seeded by seed + epoch, as in `SeedableRandomSampler` of Accelerate. Two orders are
+    cached: a permutation of 10^6 costs 20 ms, and readers are less than an epoch ahead of the loop.
     """
-    if is_stream(rows) or args.train_sampling_strategy == "sequential":
+    seed = _order_seed(args, rows)
+    if seed is None:
         return None
-    seed = args.seed if args.data_seed is None else args.data_seed
 
     @lru_cache(maxsize=2)
     def order(epoch: int) -> NDArray[np.int64]:

@@ -4,40 +4,32 @@ import copy
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from transformers.integrations.integration_utils import run_hp_search_optuna
-from transformers.trainer_utils import default_compute_objective, default_hp_space_optuna
 
-from accel_train.core.errors import SettingError
+from accel_train.core.errors import check_packages
+from accel_train.hf.argument_table import argument_error, name_of
 
 if TYPE_CHECKING:
     from accel_train.hf import Trainer
 
 
-def check_search(trainer: "Trainer", backend: Any) -> None:
-    """Check that a search can run.
+def search(trainer: "Trainer", backend: Any, n_trials: int, direction: str | list[str], study: dict[str, Any]) -> Any:
+    """Train once per trial, in `output_dir/run-N`, and return the best trial as transformers' `BestRun`.
 
     Raises:
         SettingError: `model_init` is missing, Optuna is not installed, or another backend is named.
     """
-    at, name = "hyperparameter_search", getattr(backend, "value", backend)
-    if name not in (None, "optuna"):
-        raise SettingError(f"backend={name!r}: only optuna is supported", "Remove it.", at, ("backend",))
-    if find_spec("optuna") is None:
-        raise SettingError("package optuna not found", "Run pip install 'accel-train[optuna]'.", at, ("optuna",))
-    if trainer.model_init is None:
-        raise SettingError("needs a model_init", "Each trial starts with a new model.", at, ("model_init",))
-
-
-def search(trainer: "Trainer", n_trials: int, direction: str | list[str], study: dict[str, Any]) -> Any:
-    """Train once per trial, in `output_dir/run-N`, and return the best trial as transformers' `BestRun`."""
-    trainer.hp_space = trainer.hp_space or default_hp_space_optuna
-    trainer.compute_objective = trainer.compute_objective or default_compute_objective
     try:
+        name = name_of(backend)
+        if name not in ("None", "optuna"):
+            raise argument_error("only optuna is supported", "Remove it.", backend=name)
+        check_packages(["optuna"], "optuna", "hyperparameter_search")
+        if trainer.model_init is None:
+            raise argument_error("a search needs it", "Each trial starts with a new model.", "model_init")
         return run_hp_search_optuna(trainer, n_trials, direction, **study)
     finally:
         trainer.hp_space = None
@@ -54,11 +46,11 @@ def trial_arguments(trainer: "Trainer", trial: Any) -> Iterator[None]:
         yield
         return
     if trainer.hp_space is None:
-        raise SettingError("only for a search", "Call hyperparameter_search.", "train(trial=...)", ("trial",))
+        raise argument_error("only for a search", "Call hyperparameter_search.", "trial")
     kept, args = trainer.args, copy.copy(trainer.args)
     for name, value in trainer.hp_space(trial).items():
         if not hasattr(args, name):
-            raise SettingError(f"{name!r} is not a field of the arguments", at="hp_space", settings=(name,))
+            raise argument_error("not a field of the arguments", "Correct hp_space.", name)
         before = getattr(args, name)
         setattr(args, name, value if before is None else type(before)(value))
     name = f"run-{trial.number}" if trainer.hp_name is None else trainer.hp_name(trial)
@@ -101,5 +93,5 @@ def new_model(init: Any, trial: Any) -> nn.Module:
     takes_trial = any(each.default in (None, each.empty) for each in inspect.signature(init).parameters.values())
     model: nn.Module | None = init(trial) if takes_trial else init()
     if model is None:
-        raise SettingError("returned None", "Return a model.", "model_init", ("model_init",))
+        raise argument_error("returned None", "Return a model.", "model_init")
     return model

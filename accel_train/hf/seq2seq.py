@@ -8,6 +8,7 @@ from transformers.trainer_seq2seq import Seq2SeqTrainer as StockSeq2SeqTrainer
 from transformers.trainer_utils import PredictionOutput
 
 from accel_train.hf.evaluation import merged, parts_of
+from accel_train.hf.inputs import Inputs
 from accel_train.hf.trainer import Trainer
 
 # Default of transformers' generate without a length in the generation config.
@@ -89,7 +90,7 @@ class Seq2SeqTrainer(Trainer):
     def prediction_step(
         self,
         model: nn.Module,
-        inputs: dict[str, Any],
+        inputs: Inputs,
         prediction_loss_only: bool,
         ignore_keys: list[str] | None = None,
         **gen_kwargs: Any,

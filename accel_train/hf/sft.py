@@ -18,22 +18,30 @@ from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
-import pyarrow.compute
 import torch
 from datasets import Dataset, IterableDataset
 from jinja2 import TemplateError
 from torch import Tensor, nn
 
-from accel_train.core.errors import SettingError
 from accel_train.hf import training
 from accel_train.hf.argument_table import argument_error
 from accel_train.hf.arguments import check_overrides
 from accel_train.hf.hub import write_card
-from accel_train.hf.inputs import TokenMetrics, num_items_in
+from accel_train.hf.inputs import Inputs, TokenMetrics, num_items_in
+from accel_train.hf.sft_rows import (
+    check_kind,
+    check_vocabulary,
+    data_error,
+    first_empty,
+    formatted,
+    kinds_of,
+    with_equal_lengths,
+)
 from accel_train.hf.sft_setup import (
     check_adapter,
     collator_for,
     config_of,
+    joins_rows,
     label_log_probs,
     label_scores,
     loaded,
@@ -50,9 +58,6 @@ from accel_train.runtime.heartbeat import is_peer_error, lost_peer_named, open_h
 from accel_train.runtime.launcher import stop_with_launcher
 
 LOG = logging.getLogger(__name__)
-KINDS = {"input_ids": "tokens", "messages": "chat", "conversations": "chat", "prompt": "pair", "completion": "pair"}
-"""Kinds of rows by column. The kind of the text column is `text`."""
-PREFERENCES = ("chosen", "rejected")
 
 
 class SFTTrainer(Trainer):
@@ -101,11 +106,10 @@ class SFTTrainer(Trainer):
                 self._check_rows(part, f"eval_dataset[{name!r}]" if part is not eval_dataset else "eval_dataset")
         self.padding_free = args.padding_free or args.packing
         if self.padding_free and data_collator is not None:
-            name = "packing" if args.packing else "padding_free"
-            raise argument_error("needs TRL's collator", "Remove data_collator.", **{name: True})
+            raise argument_error("needs TRL's collator", "Remove data_collator.", **joins_rows(args))
         if args.loss_type == "dft" and compute_loss_func is not None:
             raise argument_error("has its own loss", "Remove compute_loss_func.", loss_type="dft")
-        is_pair = KINDS.get("prompt") in kinds_of(first, args.dataset_text_field) and formatting_func is None
+        is_pair = "pair" in kinds_of(first, args.dataset_text_field) and formatting_func is None
         self.completion_only_loss = is_pair if args.completion_only_loss is None else args.completion_only_loss
         check_adapter(model, peft_config, args)
 
@@ -176,9 +180,11 @@ class SFTTrainer(Trainer):
             try:
                 template = get_training_chat_template(self.processing_class)
             except ValueError as error:
-                remedy = "Put {% generation %} around the assistant's text and its end token, in chat_template_path."
-                problem = "the chat template does not mark the assistant's text, and TRL does not know it"
-                raise argument_error(problem, remedy, assistant_only_loss=True) from error
+                raise argument_error(
+                    "the chat template does not mark the assistant's text, and TRL does not know it",
+                    "Put {% generation %} around the assistant's text and its end token, in chat_template_path.",
+                    assistant_only_loss=True,
+                ) from error
         if not is_chat_template_stop_token_trained(self.processing_class, chat_template=template):
             self._warn(
                 "the chat template leaves the token that ends the assistant's turn outside {% generation %}, so the "
@@ -196,72 +202,44 @@ class SFTTrainer(Trainer):
         Raises:
             SettingError: the dataset has an unsupported type, no rows, or columns of no kind or of several.
         """
-        args, settings = self.args, ("train_dataset",)
         if not isinstance(dataset, Dataset | IterableDataset):
-            remedy = "Give a datasets.Dataset: Dataset.from_list(rows), or one split of a DatasetDict."
-            raise SettingError(f"got {type(dataset).__name__}", remedy, at, settings)
+            raise data_error(
+                at,
+                f"got {type(dataset).__name__}",
+                "Give a datasets.Dataset: Dataset.from_list(rows), or one split of a DatasetDict.",
+            )
         first: Mapping[str, Any] | None = next(iter(dataset), None)
         if first is None:
-            raise SettingError("has no rows", "Give at least one.", at, settings)
+            raise data_error(at, "has no rows", "Give at least one.")
         if "image" in first or "images" in first:
-            raise SettingError("images are not supported", "Use trl.SFTTrainer for vision models.", at, settings)
+            raise data_error(at, "images are not supported", "Use trl.SFTTrainer for vision models.")
         if self._skips_preparation:
             if "labels" not in first and first.keys() & {"completion_mask", "assistant_masks"}:
-                problem = "skip_prepare_dataset ignores the mask columns, and there are no labels"
-                raise SettingError(problem, "Add labels with -100 where nothing is learned.", at, settings)
-            return first
-        if isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
-            problem = "with_transform may give other rows at each read"
-            raise SettingError(problem, "Use dataset.map, or skip_prepare_dataset.", at, settings)
-        if self._formatting_func is not None and "input_ids" not in first:
-            if args.completion_only_loss:
-                problem = "formatting_func makes plain text, which has no completion"
-                raise argument_error(problem, "Remove one of the two.", completion_only_loss=True)
-            if args.assistant_only_loss:
-                problem = "formatting_func makes plain text, which has no assistant"
-                raise argument_error(problem, "Remove one of the two.", assistant_only_loss=True)
-            return first
-        if not self._prepares_rows:
-            self._check_kind(first, at)
+                raise data_error(
+                    at,
+                    "skip_prepare_dataset ignores the mask columns, and there are no labels",
+                    "Add labels with -100 where nothing is learned.",
+                )
+        elif isinstance(dataset, Dataset) and dataset.format["type"] == "custom":
+            raise data_error(
+                at, "with_transform may give other rows at each read", "Use dataset.map, or skip_prepare_dataset."
+            )
+        elif self._formatting_func is not None and "input_ids" not in first:
+            for name in ("completion_only_loss", "assistant_only_loss"):
+                if getattr(self.args, name):
+                    raise argument_error(
+                        "formatting_func makes plain text, which has neither completion nor assistant",
+                        "Remove one of the two.",
+                        **{name: True},
+                    )
+        elif not self._prepares_rows:
+            check_kind(first, self.args, at)
         return first
 
     @property
     def _prepares_rows(self) -> bool:
         """True if a subclass overrides `_prepare_dataset`, so rows may be of any kind."""
         return type(self)._prepare_dataset is not SFTTrainer._prepare_dataset
-
-    def _check_kind(self, first: Mapping[str, Any], at: str) -> None:
-        """Check that a row is of one kind, which has the masks that the arguments ask for."""
-        from trl.data_utils import is_conversational, is_conversational_from_value
-
-        args, found, settings = self.args, kinds_of(first, self.args.dataset_text_field), ("train_dataset",)
-        names = ", ".join(first)
-        is_preference = not first.keys().isdisjoint(PREFERENCES)
-        is_chat = is_conversational(dict(first)) or is_conversational_from_value(dict(first))
-        if is_preference:
-            problem, remedy = "chosen and rejected are preference data", "Rename chosen to messages, drop rejected."
-        elif not found:
-            problem = f"has the columns {names}"
-            remedy = f"Name them messages, prompt and completion, {args.dataset_text_field}, or input_ids."
-        elif len(found) > 1 and "tokens" not in found:
-            chosen = " and ".join(name for name in first if KINDS.get(name) or name == args.dataset_text_field)
-            problem, remedy = f"{chosen} hold different kinds of rows", "Keep one kind: dataset.remove_columns(...)."
-        elif found == {"pair"} and not {"prompt", "completion"} <= first.keys():
-            problem, remedy = f"has the columns {names}", "Give both prompt and completion."
-        elif found == {"chat"} and not is_chat:
-            problem, remedy = "the chats have no role and content", "Give lists of {'role': ..., 'content': ...}."
-        elif args.completion_only_loss and "pair" not in found and not first.keys() & {"completion_mask", "labels"}:
-            problem = "completion_only_loss=True needs prompt and completion"
-            remedy = "Remove it; for the assistant's turns of a chat, set assistant_only_loss=True."
-        elif args.assistant_only_loss and not is_chat and not first.keys() & {"assistant_masks", "labels"}:
-            problem = "assistant_only_loss=True needs chats"
-            remedy = "Remove it, or give messages, or assistant_masks with input_ids."
-        elif args.completion_only_loss is None and "completion_mask" in first and "labels" not in first:
-            problem = "completion_mask has no effect by default"
-            remedy = "Set completion_only_loss: True to learn completions alone, False to learn all tokens."
-        else:
-            return
-        raise SettingError(problem, remedy, at, settings)
 
     @property
     def _skips_preparation(self) -> bool:
@@ -300,10 +278,10 @@ class SFTTrainer(Trainer):
         elif formatting_func is not None:
             is_chat, dataset = False, formatted(dataset, formatting_func, args)
         elif self._prepares_rows:
-            self._check_kind(first, at)
+            check_kind(first, self.args, at)
         if is_chat and processing_class.chat_template is None:
             problem, remedy = "the tokenizer has no chat template", "Set chat_template_path in SFTConfig."
-            raise SettingError(problem, remedy, "processing_class", ("processing_class", "chat_template_path"))
+            raise argument_error(problem, remedy, "processing_class", chat_template_path=None)
         before = len(dataset) if isinstance(dataset, Dataset) else None
         prepare: Any = resolve_name(self._replaces)._prepare_dataset
         try:
@@ -314,15 +292,20 @@ class SFTTrainer(Trainer):
             if isinstance(error, AttributeError) and error.obj is self:
                 raise version_error(f"it reads SFTTrainer.{error.name}") from error
             if isinstance(error, RuntimeError) and "assistant tokens" in str(error):
-                problem = f"a row of the {dataset_name} data has no token of the assistant by this chat template"
-                remedy = "Put {% generation %} around the assistant's text, and give each chat an assistant's turn."
-                raise argument_error(problem, remedy, assistant_only_loss=True) from error
-            problem = f"TRL cannot prepare the rows{first_empty(dataset, args.dataset_text_field)}: {in_words(error)}"
-            raise SettingError(problem, "Correct the rows, or the chat template.", at, ("train_dataset",)) from error
+                raise argument_error(
+                    f"a row of the {dataset_name} data has no token of the assistant by this chat template",
+                    "Put {% generation %} around the assistant's text, and give each chat an assistant's turn.",
+                    assistant_only_loss=True,
+                ) from error
+            raise data_error(
+                at,
+                f"TRL cannot prepare the rows{first_empty(dataset, args.dataset_text_field)}: {in_words(error)}",
+                "Correct the rows, or the chat template.",
+            ) from error
         if before is not None and isinstance(rows, Sized):
             cut = f"no label within max_length={args.max_length}"
             if not len(rows):
-                raise SettingError(f"all rows have {cut}", "Raise max_length.", at, ("train_dataset",))
+                raise data_error(at, f"all rows have {cut}", "Raise max_length.")
             if not packing and len(rows) < before:
                 self._warn(f"{before - len(rows)} of {before} {dataset_name} rows have {cut}; they are left out")
         return rows
@@ -352,7 +335,7 @@ class SFTTrainer(Trainer):
         return super().predict(self._prepared_evaluation(test_dataset), ignore_keys, metric_key_prefix)
 
     def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+        self, model: nn.Module, inputs: Inputs, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Return the mean loss of one micro-batch over its label tokens, plus the weighted router loss.
 
@@ -400,80 +383,10 @@ class SFTTrainer(Trainer):
             write_card(self, (Path(folder) / "README.md").read_text(encoding="utf-8"))
 
     def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+        self, model: nn.Module, inputs: Inputs, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
         """Return the loss, logits, and labels of one batch. The loss alone needs no logits."""
         if not prediction_loss_only or inputs.get("labels") is None:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         with self.compute_loss_context_manager():
             return self.compute_loss(model, inputs, num_items_in_batch=num_items_in(self, inputs)), None, None
-
-
-def kinds_of(row: Mapping[str, Any], text_field: str) -> set[str]:
-    """Return the kinds of rows that the columns belong to. One kind is unambiguous."""
-    return {kind for name, kind in {text_field: "text", **KINDS}.items() if name in row}
-
-
-def formatted(dataset: Any, function: Callable[[Any], str], args: Any) -> Any:
-    """Return the texts that `formatting_func` makes of the rows, in the text column alone.
-
-    Raises:
-        SettingError: the function does not return one string for one row.
-    """
-    first = next(iter(dataset))
-    if not isinstance(found := function(first), str):
-        problem, name = f"returned {type(found).__name__} for one row", "formatting_func"
-        raise SettingError(problem, "Return one string; the function gets one row.", name, (name,))
-    options: dict[str, Any] = {"num_proc": args.dataset_num_proc} if isinstance(dataset, Dataset) else {}
-    return dataset.map(lambda row: {args.dataset_text_field: function(row)}, remove_columns=list(first), **options)
-
-
-def with_equal_lengths(dataset: Any, at: str) -> Any:
-    """Return rows of tokens whose labels and masks are as long as `input_ids`. Rows of a stream are checked when read.
-
-    Raises:
-        SettingError: a column has another length. TRL would cut the longer one, or move labels to other tokens.
-    """
-    names = ("labels", "completion_mask", "assistant_masks")
-
-    def check(row: dict[str, Any], index: int) -> None:
-        for name in names:
-            if name in row and (found := len(row[name])) != (expected := len(row["input_ids"])):
-                problem = f"row {index} has {expected} input_ids but {found} {name}"
-                raise SettingError(problem, "Give one for each token.", at, ("train_dataset",))
-
-    if not isinstance(dataset, Dataset):
-
-        def checked(row: dict[str, Any], index: int) -> dict[str, Any]:
-            check(row, index)
-            return row
-
-        return dataset.map(checked, with_indices=True)
-    columns = [name for name in ("input_ids", *names) if name in dataset.column_names]
-    for index, row in enumerate(dataset.select_columns(columns).with_format(None)):
-        check(row, index)
-    return dataset
-
-
-def first_empty(dataset: Any, text_field: str) -> str:
-    """Return the place of the first row without content, in parentheses; empty if all have content."""
-    for index, row in enumerate(dataset):
-        if names := [name for name in (text_field, *KINDS) if name in row and not row[name]]:
-            return f" (row {index} has an empty {names[0]})"
-    return ""
-
-
-def check_vocabulary(rows: Any, tokenizer: Any, size: int, at: str) -> None:
-    """Check that the model has an embedding for each token of a dataset. Streams and rows without tokens are not read.
-
-    Raises:
-        SettingError: a token, or the padding token, is outside.
-    """
-    largest = tokenizer.pad_token_id or 0
-    if isinstance(rows, Dataset) and "input_ids" in rows.column_names:
-        for batch in rows.select_columns("input_ids").with_format("arrow").iter(10_000):
-            largest = max(largest, pyarrow.compute.max(batch["input_ids"].combine_chunks().flatten()).as_py() or 0)
-    if largest >= size:
-        problem = f"token {largest} ({tokenizer.convert_ids_to_tokens(largest)!r}) is not among the model's {size}"
-        remedy = "Give the model's tokenizer, or call model.resize_token_embeddings(len(tokenizer))."
-        raise SettingError(problem, remedy, at, ("train_dataset", "processing_class"))

@@ -7,9 +7,7 @@ import dataclasses
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import MISSING
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
@@ -19,8 +17,8 @@ from torch import Tensor, nn
 from transformers import AutoProcessor, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainingArguments
 from transformers.trainer_utils import unwrap_peft_model
 
-from accel_train.core.errors import SettingError
-from accel_train.hf.argument_table import Rule, argument_error, honored, refused
+from accel_train.core.errors import SettingError, check_packages
+from accel_train.hf.argument_table import Rule, argument_error, check_fields, honored, refused
 from accel_train.model.freeze import ends_with, matching
 from accel_train.model.isolation import isolated
 from accel_train.model.kernels.toy import in_words, toy_model
@@ -101,9 +99,7 @@ def check_trl() -> None:
     Raises:
         SettingError: it is missing or another version. The message names the extra and the tested version.
     """
-    if find_spec("trl") is None:
-        remedy = "Install it: pip install 'accel-train[sft]'."
-        raise SettingError("needs the package trl", remedy, "SFTTrainer", ("args",))
+    check_packages(["trl"], "sft", "SFTTrainer")
     for name, needed in USED.items():
         try:
             parameters = inspect.signature(resolve_name(name)).parameters.keys()
@@ -135,42 +131,26 @@ def config_of(args: Any, model: Any) -> Any:
         name = model if isinstance(model, str) else getattr(model.config, "_name_or_path", "")
         args = SFTConfig(f"{name.rstrip('/').split('/')[-1]}-SFT")
     elif not isinstance(args, TrainingArguments):
-        raise SettingError(f"got {type(args).__name__}", "Give a trl.SFTConfig.", "args", ("args",))
+        raise argument_error(f"got {type(args).__name__}", "Give a trl.SFTConfig.", "args")
     elif not isinstance(args, SFTConfig):
         others = [each for each in type(args).__mro__ if each.__module__.split(".")[0] == "trl"]
         if others:
-            problem = f"{others[0].__name__} is for preference, reward, or reinforcement learning"
-            remedy = "Use trl's own trainer for it; accel_train has only SFTTrainer."
-            raise SettingError(problem, remedy, "args", ("args",))
+            raise argument_error(
+                f"{others[0].__name__} is for preference, reward, or reinforcement learning",
+                "Use trl's own trainer for it; accel_train has only SFTTrainer.",
+                "args",
+            )
         args = SFTConfig(**{**args.to_dict(), "hub_token": args.hub_token})
-    check_config(args, SFTConfig)
+    shared = {field.name for field in dataclasses.fields(TrainingArguments)}
+    own = (field for field in dataclasses.fields(SFTConfig) if field.name not in shared)
+    check_fields(args, own, SFT_FIELDS, "SFTConfig", "SFTTrainer")
+    _check_combinations(args)
     return args
 
 
-def check_config(args: Any, kind: type) -> None:
-    """Check that the fields of an SFTConfig, and those it shares with TrainingArguments, have supported values.
-
-    Args:
-        kind: the installed SFTConfig.
-
-    Raises:
-        SettingError: fields have other values. The message names each with its remedy.
-    """
-    problems = {}
-    shared = {field.name for field in dataclasses.fields(TrainingArguments)}
-    known = {field.name: field for field in dataclasses.fields(kind) if field.name not in shared}
-    for name, field in known.items():
-        value, rule = getattr(args, name), SFT_FIELDS.get(name)
-        if rule is None:
-            default = field.default if field.default_factory is MISSING else field.default_factory()
-            if value != default:
-                problems[name] = f"{name}={value!r}: accel_train.SFTTrainer does not know this field; remove it"
-        elif rule.allowed is not None and not rule.allowed(value):
-            problems[name] = f"{name}={value!r}: {rule.remedy or rule.text}"
-    if problems:
-        at = "SFTConfig that accel_train.SFTTrainer cannot honor"
-        raise SettingError("; ".join(problems.values()), at=at, settings=tuple(problems))
-    _check_combinations(args)
+def joins_rows(args: Any) -> dict[str, bool]:
+    """Return the argument that puts several rows into one sequence, by name."""
+    return {"packing" if args.packing else "padding_free": True}
 
 
 def _check_combinations(args: Any) -> None:
@@ -180,16 +160,19 @@ def _check_combinations(args: Any) -> None:
         raise argument_error("not tested with SFTTrainer", "Use fsdp=True.", deepspeed=args.deepspeed)
     kwargs = args.gradient_checkpointing_kwargs or {}
     if kwargs.get("selective"):
-        problem = "selective is a key of TRL's own loop"
-        raise argument_error(problem, "Remove it.", gradient_checkpointing_kwargs=kwargs)
+        raise argument_error("selective is a key of TRL's own loop", "Remove it.", gradient_checkpointing_kwargs=kwargs)
     if args.packing and args.max_length is None:
         raise argument_error("packing needs a length", "Set max_length.", packing=True, max_length=None)
     if args.eval_packing and not args.packing:
-        problem = "the collator of unpacked training rows would let packed evaluation rows attend to each other"
-        raise argument_error(problem, "Set packing=True too, or leave it out.", eval_packing=True)
+        raise argument_error(
+            "the collator of unpacked training rows would let packed evaluation rows attend to each other",
+            "Set packing=True too, or leave it out.",
+            eval_packing=True,
+        )
     if args.padding_free and not args.packing and args.max_length is not None:
-        problem = "rows are not cut without padding"
-        raise argument_error(problem, "Set packing=True, or max_length=None.", padding_free=True)
+        raise argument_error(
+            "rows are not cut without padding", "Set packing=True, or max_length=None.", padding_free=True
+        )
 
 
 def check_adapter(model: Any, peft_config: Any, args: Any) -> None:
@@ -199,27 +182,24 @@ def check_adapter(model: Any, peft_config: Any, args: Any) -> None:
         SettingError: it is not a configuration of peft, the model already has an adapter, or rows are packed although
             an adapter depends on the whole sequence.
     """
-    at, settings, found = "peft_config", ("peft_config",), None
-    configs = list(getattr(model, "peft_config", {}).values())
+    name, configs = "peft_config", list(getattr(model, "peft_config", {}).values())
     if peft_config is not None:
-        try:
-            from peft import PeftConfig
-        except ImportError as error:
-            raise SettingError("needs the package peft", "pip install 'accel-train[sft]'", at, settings) from error
+        check_packages(["peft"], "sft", name)
+        from peft import PeftConfig
+
         if not isinstance(peft_config, PeftConfig):
-            found = f"got {type(peft_config).__name__}", "Give a peft.LoraConfig."
-        elif configs:
-            found = "the model already has an adapter", "Leave it out, or call model.merge_and_unload() first."
+            raise argument_error(f"got {type(peft_config).__name__}", "Give a peft.LoraConfig.", name)
+        if configs:
+            raise argument_error(
+                "the model already has an adapter", "Leave it out, or call model.merge_and_unload() first.", name
+            )
         configs.append(peft_config)
-    if found:
-        raise SettingError(*found, at, settings)
     for config in configs:
         if (args.packing or args.padding_free) and depends_on_the_sequence(config):
-            name = "packing" if args.packing else "padding_free"
             problem = (
                 f"{type(config).__name__} depends on the whole sequence, so rows in one sequence change each other"
             )
-            raise argument_error(problem, "Set it False, or give a LoraConfig.", **{name: True})
+            raise argument_error(problem, "Set it False, or give a LoraConfig.", **joins_rows(args))
 
 
 def depends_on_the_sequence(config: Any) -> bool:
@@ -267,12 +247,11 @@ def loaded(model: Any, args: Any, quantization_config: Any) -> tuple[Any, str | 
     if not isinstance(model, str):
         name = "model_init_kwargs" if given else "quantization_config"
         if given or quantization_config is not None:
-            raise SettingError("the model is already made", "Remove it, or give the model's name.", name, (name,))
+            raise argument_error("the model is already made", "Remove it, or give the model's name.", name)
         return _causal(model), None
     if quantization_config is not None:
         if "quantization_config" in given:
-            names = ("quantization_config", "model_init_kwargs")
-            raise SettingError("is also in model_init_kwargs", "Give only one.", names[0], names)
+            raise argument_error("both quantize", "Give only one.", "quantization_config", "model_init_kwargs")
         given["quantization_config"] = quantization_config
     from trl.trainer.utils import create_model_from_path
 
@@ -285,11 +264,11 @@ def _causal(model: Any) -> Any:
     """Return the model. Raises SettingError if it is not a causal language model of transformers or peft."""
     inner = unwrap_peft_model(model) if isinstance(model, nn.Module) else model
     if not isinstance(inner, PreTrainedModel) or inner.get_output_embeddings() is None:
-        problem, remedy = f"{type(inner).__name__} has no language-model head", "Give a causal language model."
-        raise SettingError(problem, remedy, "model", ("model",))
+        raise argument_error(
+            f"{type(inner).__name__} has no language-model head", "Give a causal language model.", "model"
+        )
     if inner.config.is_encoder_decoder:
-        problem, remedy = f"{type(inner).__name__} has an encoder", "Use accel_train.Seq2SeqTrainer."
-        raise SettingError(problem, remedy, "model", ("model",))
+        raise argument_error(f"{type(inner).__name__} has an encoder", "Use accel_train.Seq2SeqTrainer.", "model")
     return model
 
 
@@ -306,13 +285,15 @@ def tokenizer_of(processing_class: Any, model: Any, revision: str | None, args: 
         try:
             processing_class = AutoProcessor.from_pretrained(place, **options)
         except (OSError, ValueError) as error:
-            problem = f"no tokenizer in {place or 'a model without a name'}"
-            raise SettingError(problem, "Give one.", name, (name,)) from error
+            raise argument_error(f"no tokenizer in {place or 'a model without a name'}", "Give one.", name) from error
     if isinstance(processing_class, ProcessorMixin):
-        problem = "processors of images or audio are not supported"
-        raise SettingError(problem, "Use trl.SFTTrainer, or give the tokenizer of a text model.", name, (name,))
+        raise argument_error(
+            "processors of images or audio are not supported",
+            "Use trl.SFTTrainer, or give the tokenizer of a text model.",
+            name,
+        )
     if not isinstance(processing_class, PreTrainedTokenizerBase):
-        raise SettingError(f"got {type(processing_class).__name__}", "Give a tokenizer.", name, (name,))
+        raise argument_error(f"got {type(processing_class).__name__}", "Give a tokenizer.", name)
     if args.eos_token is not None:
         if args.eos_token not in processing_class.get_vocab():
             raise argument_error("not in the tokenizer's vocabulary", "Add it first.", eos_token=args.eos_token)
@@ -358,14 +339,17 @@ def with_adapter(model: Any, args: Any, config: Any, added: list[int]) -> Any:
     if unwrap_peft_model(model) is model:
         return model
     if config is None and added:
-        problem = f"the adapter does not train the {len(added)} tokens that the template adds"
-        remedy = "Give the base model and peft_config."
-        raise argument_error(problem, remedy, chat_template_path=args.chat_template_path)
+        raise argument_error(
+            f"the adapter does not train the {len(added)} tokens that the template adds",
+            "Give the base model and peft_config.",
+            chat_template_path=args.chat_template_path,
+        )
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     if isinstance(model.get_output_embeddings(), BaseTunerLayer):
-        problem, name = "an adapter on lm_head would not be trained", "peft_config"
-        raise SettingError(problem, "Remove lm_head from target_modules.", name, (name,))
+        raise argument_error(
+            "an adapter on lm_head would not be trained", "Remove lm_head from target_modules.", "peft_config"
+        )
     if args.gradient_checkpointing:
         model.enable_input_require_grads()
     # As in QLoRA's paper and in TRL. Updates of a DoRA magnitude are smaller than bf16 can represent.
@@ -386,14 +370,17 @@ def collator_for(model: Any, tokenizer: Any, args: Any, *, padding_free: bool) -
 
     token = args.pad_token or tokenizer.pad_token or tokenizer.eos_token
     if token is None or token not in tokenizer.get_vocab():
-        problem = f"the tokenizer's vocabulary has no padding token {token!r}"
-        raise SettingError(problem, "Set tokenizer.pad_token.", "processing_class", ("pad_token", "processing_class"))
+        raise argument_error(
+            "the padding token is not in the tokenizer's vocabulary",
+            "Set tokenizer.pad_token.",
+            "processing_class",
+            pad_token=token,
+        )
     tokenizer.pad_token = token
     model.config.get_text_config().pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
-    made: Callable[[list[Any]], Any] = DataCollatorForLanguageModeling(
+    return DataCollatorForLanguageModeling(
         pad_token_id=tokenizer.pad_token_id, padding_free=padding_free, pad_to_multiple_of=args.pad_to_multiple_of
     )
-    return made
 
 
 def prepare_forward(model: Any, args: Any, *, padding_free: bool) -> bool:
@@ -408,7 +395,7 @@ def prepare_forward(model: Any, args: Any, *, padding_free: bool) -> bool:
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
     from trl.trainer.utils import add_fused_lm_head
 
-    inner, name = unwrap_peft_model(model), "packing" if args.packing else "padding_free"
+    inner = unwrap_peft_model(model)
     config = type(inner.config).from_dict(
         {key: value for key, value in inner.config.to_dict().items() if key != "quantization_config"}
     )
@@ -425,8 +412,11 @@ def prepare_forward(model: Any, args: Any, *, padding_free: bool) -> bool:
                 given = {key: value for key, value in packed.items() if key != "labels"}
                 leak = difference(toy(**given, use_cache=False).logits[0], torch.cat(alone))
                 if not leak <= SAME:
-                    problem = f"rows in one sequence change each other in {type(inner).__name__} ({leak:.0e})"
-                    raise argument_error(problem, "Set it False.", **{name: True})
+                    raise argument_error(
+                        f"rows in one sequence change each other in {type(inner).__name__} ({leak:.0e})",
+                        "Set it False.",
+                        **joins_rows(args),
+                    )
             batch = DataCollatorForLanguageModeling(pad_token_id=0)(rows)
             own = toy(**batch, use_cache=False).loss
             add_fused_lm_head(toy)
@@ -436,8 +426,11 @@ def prepare_forward(model: Any, args: Any, *, padding_free: bool) -> bool:
     # Any failure of a foreign model means that nothing is proved.
     except Exception as error:
         if padding_free:
-            problem = f"cannot prove that {type(inner).__name__} keeps rows apart: {in_words(error)}"
-            raise argument_error(problem, "Set it False.", **{name: True}) from error
+            raise argument_error(
+                f"cannot prove that {type(inner).__name__} keeps rows apart: {in_words(error)}",
+                "Set it False.",
+                **joins_rows(args),
+            ) from error
         return False
     if is_exact:
         add_fused_lm_head(inner, outputs=("log_probs", "entropy", "is_top1"))
@@ -459,8 +452,9 @@ def router_weight(model: Any, args: Any) -> float:
     weight = getattr(config, "router_aux_loss_coef", 0.0) if given is None else given
     has_router = hasattr(config, "output_router_logits")
     if given and not has_router:
-        problem = f"{type(model).__name__} returns no router logits"
-        raise argument_error(problem, "Remove it.", router_aux_loss_coef=given)
+        raise argument_error(
+            f"{type(model).__name__} returns no router logits", "Remove it.", router_aux_loss_coef=given
+        )
     if hasattr(config, "router_aux_loss_coef"):
         config.router_aux_loss_coef, config.output_router_logits = weight, has_router and weight != 0.0
     return float(weight) if has_router else 0.0

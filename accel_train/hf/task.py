@@ -29,6 +29,7 @@ from accel_train.hf.checkpoints import copy_whole, is_spread, save_description, 
 from accel_train.hf.inputs import (
     SUMS,
     Columns,
+    Inputs,
     collate_of,
     collator_of,
     counted,
@@ -105,7 +106,7 @@ class HFTask(Task):
             for name, part in parts.items()
         }
 
-    def _read_from(self, first_step: int) -> Iterator[list[tuple[dict[str, Any], int]]]:
+    def _read_from(self, first_step: int) -> Iterator[list[tuple[Inputs, int]]]:
         """Yield each step's micro-batches from batches that can only be read in order. A resume reads up to its step.
 
         Every process reads all batches and keeps each W-th. A process without a batch forwards the step's first batch
@@ -130,8 +131,9 @@ class HFTask(Task):
             batches = self._batches_of(epoch)
             step = list(islice(batches, per_step))
             if not step:
-                remedy = "The data must be readable once for each epoch."
-                raise SettingError(f"no data in epoch {epoch}", remedy, "train_dataset", ("train_dataset",))
+                raise argument_error(
+                    f"no data in epoch {epoch}", "The data must be readable once for each epoch.", "train_dataset"
+                )
             while step:
                 yield step
                 step = list(islice(batches, per_step))
@@ -166,8 +168,9 @@ class HFTask(Task):
             enable = enable_method(model)
             if enable is None:
                 methods = "gradient_checkpointing_enable or activation_checkpointing_enable"
-                problem = f"{type(model).__name__} does not have {methods}"
-                raise argument_error(problem, "Set it False.", gradient_checkpointing=True)
+                raise argument_error(
+                    f"{type(model).__name__} does not have {methods}", "Set it False.", gradient_checkpointing=True
+                )
             enable(getattr(args, "activation_checkpointing_kwargs", None) or args.gradient_checkpointing_kwargs)
         return model
 
@@ -235,8 +238,10 @@ def lengths_of(trainer: "Trainer", data: Any) -> NDArray[np.int64]:
     if isinstance(data, TableDataset) and column in data.column_names:
         return np.asarray(data[column], dtype=np.int64)
     if len(data) == 0 or not isinstance(data[0], Mapping) or input_name not in data[0]:
-        problem = f"needs samples with {input_name!r}, or a column {column!r} with lengths"
-        raise argument_error(problem, "", train_sampling_strategy="group_by_length")
+        raise argument_error(
+            f"needs samples with {input_name!r}, or a column {column!r} with lengths",
+            train_sampling_strategy="group_by_length",
+        )
     return np.asarray([len(data[index][input_name]) for index in range(len(data))], dtype=np.int64)
 
 
@@ -271,7 +276,7 @@ def as_prepared(trainer: "Trainer", model: nn.Module, *, predicts: bool = False)
             hook.remove()
 
 
-def loss_of(trainer: "Trainer", model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any) -> tuple[Any, Any]:
+def loss_of(trainer: "Trainer", model: nn.Module, inputs: Inputs, num_items_in_batch: Any) -> tuple[Any, Any]:
     """Return the mean loss of one micro-batch, and the model's outputs.
 
     Raises:
@@ -297,7 +302,7 @@ def loss_of(trainer: "Trainer", model: nn.Module, inputs: dict[str, Any], num_it
     return outputs["loss"] if isinstance(outputs, dict) else outputs[0], outputs
 
 
-def loss_of_step(trainer: "Trainer", model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+def loss_of_step(trainer: "Trainer", model: nn.Module, inputs: Inputs) -> Tensor:
     """Return the mean loss of a micro-batch with its graph.
 
     Raises:
@@ -306,8 +311,7 @@ def loss_of_step(trainer: "Trainer", model: nn.Module, inputs: dict[str, Any]) -
     num_items = num_items_in(trainer, inputs)
     if not trainer.overrides("training_step"):
         with trainer.compute_loss_context_manager():
-            loss: Tensor = trainer.compute_loss(model, dict(inputs), num_items_in_batch=num_items)
-        return loss
+            return trainer.compute_loss(model, dict(inputs), num_items_in_batch=num_items)
     handed: list[Tensor] = []
     accelerator: Any = trainer.accelerator
     accelerator.backward = lambda loss, **_: handed.append(loss)
@@ -318,11 +322,9 @@ def loss_of_step(trainer: "Trainer", model: nn.Module, inputs: dict[str, Any]) -
     if not handed and isinstance(returned, Tensor) and returned.requires_grad:
         return returned
     if not handed:
-        method = f"{type(trainer).__name__}.training_step"
-        raise SettingError(
+        raise argument_error(
             "never called self.accelerator.backward(loss)",
             "Call it instead of loss.backward(), because the loop divides the loss before it runs backward.",
-            method,
-            (method,),
+            f"{type(trainer).__name__}.training_step",
         )
     return torch.stack(handed).sum() if len(handed) > 1 else handed[0]

@@ -28,10 +28,11 @@ from transformers.utils import can_return_loss, logging
 from accel_train.core.errors import SettingError
 from accel_train.core.json_io import plain_metrics
 from accel_train.hf import hub, search, training
+from accel_train.hf.argument_table import argument_error
 from accel_train.hf.arguments import check_arguments, check_combinations, check_overrides, train_batch_size
 from accel_train.hf.checkpoints import save_pretrained, whole_model
 from accel_train.hf.evaluation import Evaluation, merged, parts_of, predict_batch
-from accel_train.hf.inputs import Signature, TokenMetrics, evaluation_loader, train_loader
+from accel_train.hf.inputs import Inputs, Signature, TokenMetrics, evaluation_loader, train_loader
 from accel_train.hf.task import loss_of
 from accel_train.optim.optimizers import build_optimizer
 from accel_train.recipe.schema import Recipe
@@ -104,10 +105,9 @@ class Trainer:
         self._memory_tracker.start()
         logging.set_verbosity(args.get_process_log_level())
         if (model is None) == (model_init is None):
-            raise SettingError("give exactly one of model and model_init", settings=("model", "model_init"))
+            raise argument_error("no model, or two", "Give exactly one.", "model", "model_init")
         if tokenizer is not None and processing_class is not None:
-            names = ("tokenizer", "processing_class")
-            raise SettingError("tokenizer is the old name of processing_class", "Give only one.", settings=names)
+            raise argument_error("two names of one argument", "Give only one.", "tokenizer", "processing_class")
         self.model_init = model_init
         self.processing_class = processing_class if processing_class is not None else tokenizer
         self.data_collator = data_collator or training.default_collator(self.processing_class)
@@ -133,9 +133,11 @@ class Trainer:
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if StockTrainer in cls.__mro__:
-            problem = "derives from transformers.Trainer too, whose loop would train"
-            remedy = "Derive only from accel_train.Trainer (SFTTrainer for TRL's). Other trainers do not work with it."
-            raise SettingError(problem, remedy, f"class {cls.__name__}")
+            raise SettingError(
+                "derives from transformers.Trainer too, whose loop would train",
+                "Derive only from accel_train.Trainer (SFTTrainer for TRL's). Other trainers do not work with it.",
+                f"class {cls.__name__}",
+            )
 
     @property
     def model_accepts_loss_kwargs(self) -> bool:
@@ -235,12 +237,12 @@ class Trainer:
             direction: minimize or maximize, or a list for several objectives.
             kwargs: arguments of `optuna.create_study` (sampler, pruner, ...), and timeout, n_jobs, catch.
         """
-        search.check_search(self, backend)
-        self.hp_space, self.hp_name, self.compute_objective = hp_space, hp_name, compute_objective
-        return search.search(self, n_trials, direction, kwargs)
+        self.hp_space, self.hp_name = hp_space or trainer_utils.default_hp_space_optuna, hp_name
+        self.compute_objective = compute_objective or trainer_utils.default_compute_objective
+        return search.search(self, backend, n_trials, direction, kwargs)
 
     def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+        self, model: nn.Module, inputs: Inputs, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Return the mean loss of one micro-batch over its targets. `num_items_in_batch` counts only this micro-batch.
 
@@ -254,7 +256,7 @@ class Trainer:
         """Return the context in which `compute_loss` is called. Override it for a custom context."""
         return nullcontext()
 
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+    def training_step(self, model: nn.Module, inputs: Inputs, num_items_in_batch: Any = None) -> Tensor:
         """Return the detached loss of one micro-batch, after `self.accelerator.backward(loss)`.
 
         Override it as in transformers, with a call of this method or with a custom backward. The loop takes the loss
@@ -266,7 +268,7 @@ class Trainer:
         self.accelerator.backward(loss)
         return loss.detach()
 
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+    def floating_point_ops(self, inputs: Inputs) -> int:
         """Return 6 x tokens x parameters without embeddings (forward and backward), as in transformers."""
         main = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
         return 6 * main.numel() * self._num_flops_parameters if isinstance(main, Tensor) else 0
@@ -371,7 +373,7 @@ class Trainer:
         return trainer_utils.PredictionOutput(found.predictions, found.label_ids, found.metrics)
 
     def prediction_step(
-        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
+        self, model: nn.Module, inputs: Inputs, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
         """Return the loss, outputs, and labels of one batch. The outputs omit the loss and the model's ignored keys.
 
@@ -487,7 +489,7 @@ class Trainer:
     def _prepare_input(self, data: Any) -> Any:
         return StockTrainer._prepare_input(self, data)
 
-    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
+    def _prepare_inputs(self, inputs: Inputs) -> dict[str, Any]:
         return StockTrainer._prepare_inputs(self, inputs)
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:

@@ -65,10 +65,6 @@ if TYPE_CHECKING:
     from accel_train.hf import Trainer
 
 
-PACKAGES = ("accel_train", "transformers")
-"""Packages whose methods and callbacks add no metrics to an evaluation."""
-
-
 def seed(args: TrainingArguments) -> None:
     """Seed all random generators."""
     (enable_full_determinism if args.full_determinism else transformers.set_seed)(args.seed)
@@ -87,13 +83,23 @@ def makes_optimizer(trainer: "Trainer") -> bool:
 
 
 def prepared(model: nn.Module, args: TrainingArguments) -> nn.Module:
-    """Return the user's model, set up as the arguments say."""
+    """Return the user's model, set up as the arguments say.
+
+    Raises:
+        SettingError: kernels of liger-kernel are asked for, but the device is a CPU, or the package is not installed.
+    """
     model = with_plain_names(model)
     validate_quantization_for_training(model)
     if args.deepspeed:
         load_whole(model)
     if args.use_liger_kernel:
-        _use_liger_kernels(model, args)
+        if args.device.type == "cpu":
+            problem = "the kernels need a GPU, but the device is the CPU"
+            raise argument_error(problem, "Remove it.", use_liger_kernel=True)
+        try:
+            apply_liger_kernel(model, args.liger_kernel_config)
+        except ImportError as error:
+            raise argument_error(str(error), use_liger_kernel=True) from error
     if (config := getattr(model, "config", None)) is not None:
         config.use_cache = args.use_cache
     return model
@@ -102,8 +108,9 @@ def prepared(model: nn.Module, args: TrainingArguments) -> nn.Module:
 def label_smoother(model: nn.Module, epsilon: float) -> LabelSmoother | None:
     """Return transformers' label smoother, or None for an `epsilon` of 0."""
     if epsilon and getattr(getattr(model, "config", None), "problem_type", None) == "multi_label_classification":
-        problem = "several labels per sample cannot be smoothed"
-        raise argument_error(problem, "Set it to 0.", label_smoothing_factor=epsilon)
+        raise argument_error(
+            "several labels per sample cannot be smoothed", "Set it to 0.", label_smoothing_factor=epsilon
+        )
     return LabelSmoother(epsilon=epsilon) if epsilon else None
 
 
@@ -185,7 +192,7 @@ def run_training(
     if isinstance(loader, TrainLoader) and loader.is_as_made:
         source, loader = loader.source, None
     if loader is None and source is None:
-        raise SettingError("required for training", "Give one.", "train_dataset", ("train_dataset",))
+        raise argument_error("required for training", "Give one.", "train_dataset")
     rows = readable(trainer, source) if loader is None else None
     num_samples = len(rows) if isinstance(rows, Sized) else None
     # length_hint is 0 without a loader, and for a loader over a dataset without a length.
@@ -338,21 +345,7 @@ def check_optimizer(trainer: "Trainer") -> None:
             trainer.get_optimizer_cls_and_kwargs(args, trainer.model)
         # Each handler of transformers raises another type of error.
         except Exception as error:
-            raise argument_error(str(error), "", optim=name_of(args.optim)) from error
-
-
-def _use_liger_kernels(model: nn.Module, args: TrainingArguments) -> None:
-    """Replace layers of the model with layers of liger-kernel.
-
-    Raises:
-        SettingError: the device is a CPU, or liger-kernel is not installed.
-    """
-    if args.device.type == "cpu":
-        raise argument_error("the kernels need a GPU, but the device is the CPU", "Remove it.", use_liger_kernel=True)
-    try:
-        apply_liger_kernel(model, args.liger_kernel_config)
-    except ImportError as error:
-        raise argument_error(str(error), "", use_liger_kernel=True) from error
+            raise argument_error(str(error), optim=name_of(args.optim)) from error
 
 
 @contextmanager
@@ -368,7 +361,7 @@ def model_hooks(trainer: "Trainer") -> Iterator[None]:
     if args.neftune_noise_alpha is not None:
         if not hasattr(trainer.model, "get_input_embeddings"):
             problem = f"{type(trainer.model).__name__} has no get_input_embeddings"
-            raise argument_error(problem, "", neftune_noise_alpha=args.neftune_noise_alpha)
+            raise argument_error(problem, neftune_noise_alpha=args.neftune_noise_alpha)
         handle = activate_neftune(trainer.model, args.neftune_noise_alpha)
     try:
         yield
@@ -377,35 +370,31 @@ def model_hooks(trainer: "Trainer") -> Iterator[None]:
             deactivate_neftune(trainer.model, handle)
 
 
-def metric_names(trainer: "Trainer") -> set[str] | None:
-    """Return the metrics that evaluations will report, without `eval_`. None if the program may add others."""
-    own = ("evaluate", "evaluation_loop", "prediction_step", "compute_loss", "log")
-    adds = [getattr(trainer, name).__module__ for name in own]
-    adds += [type(callback).__module__ for callback in trainer.callback_handler.callbacks]
-    if trainer.compute_metrics is not None or any(each.split(".")[0] not in PACKAGES for each in adds):
-        return None
-    metrics = trainer._token_metrics
-    names = {"loss", *({} if metrics is None else metrics.of([[1.0] * len(SUMS)]))}
-    parts = parts_of(trainer, None, "eval") or [(None, "eval")]
-    return {f"{prefix}_{name}".removeprefix("eval_") for _, prefix in parts for name in names}
-
-
 def check_metric(trainer: "Trainer") -> None:
     """Check that evaluations report `metric_for_best_model`, before the first step, if their metrics are known.
 
     Raises:
         SettingError: they do not. The message names the metrics.
     """
-    args, names = trainer.args, metric_names(trainer)
-    wanted = args.metric_for_best_model
-    if wanted is None or names is None or args.eval_strategy == "no" or wanted.removeprefix("eval_") in names:
+    wanted = trainer.args.metric_for_best_model
+    if wanted is None or trainer.args.eval_strategy == "no" or trainer.compute_metrics is not None:
         return
-    problem = f"evaluations report only {', '.join(sorted(names))}"
-    remedy = "Name one of them, or give compute_metrics."
-    raise argument_error(problem, remedy, metric_for_best_model=wanted)
-
-
-MAKERS = ("create_optimizer", "create_scheduler", "create_optimizer_and_scheduler")
+    own = ("evaluate", "evaluation_loop", "prediction_step", "compute_loss", "log")
+    adds = [getattr(trainer, name).__module__ for name in own]
+    adds += [type(callback).__module__ for callback in trainer.callback_handler.callbacks]
+    # Methods and callbacks of the program may add metrics.
+    if any(each.split(".")[0] not in ("accel_train", "transformers") for each in adds):
+        return
+    metrics = trainer._token_metrics
+    found = ["loss", *([] if metrics is None else metrics.of([[1.0] * len(SUMS)]))]
+    parts = parts_of(trainer, None, "eval") or [(None, "eval")]
+    names = sorted(f"{prefix}_{name}".removeprefix("eval_") for _, prefix in parts for name in found)
+    if wanted.removeprefix("eval_") not in names:
+        raise argument_error(
+            f"evaluations report only {', '.join(names)}",
+            "Name one of them, or give compute_metrics.",
+            metric_for_best_model=wanted,
+        )
 
 
 class ScheduledRates:
@@ -422,7 +411,7 @@ class ScheduledRates:
         self.are_used = (
             trainer.given_optimizers[0] is not None
             or makes_optimizer(trainer)
-            or any(map(trainer.overrides, MAKERS))
+            or any(map(trainer.overrides, ("create_optimizer", "create_scheduler", "create_optimizer_and_scheduler")))
             or schedule_of(trainer.args) is None
         )
         """Whether the user or transformers made the optimizer or schedule. Otherwise the recipe sets the rates."""
@@ -438,14 +427,16 @@ class ScheduledRates:
             trainer.create_optimizer_and_scheduler(self._max_steps)
             scheduler = trainer.lr_scheduler
             if trainer.optimizer is None:
-                name = "create_optimizer_and_scheduler"
-                raise SettingError("did not set self.optimizer", "Set it.", name, (name,))
+                raise argument_error("did not set self.optimizer", "Set it.", "create_optimizer_and_scheduler")
             self._optimizer = trainer.optimizer = always_training(trainer.optimizer)
             if isinstance(scheduler, ReduceLROnPlateau):
                 self._flow.scheduler = scheduler
             elif not isinstance(scheduler, LRScheduler):
-                problem = f"{type(scheduler).__name__} is not a scheduler of torch.optim.lr_scheduler"
-                raise SettingError(problem, "Use one of them.", "lr_scheduler", ("lr_scheduler",))
+                raise argument_error(
+                    f"{type(scheduler).__name__} is not a scheduler of torch.optim.lr_scheduler",
+                    "Use one of them.",
+                    "lr_scheduler",
+                )
             self._scheduler, self._rates = scheduler, [rates_of(self._optimizer)]
             return self._optimizer
         return trainer.create_optimizer()

@@ -28,6 +28,7 @@ from accel_train.inference.finished_run import (
     DataNotFound,
     TrainedRun,
     check_content,
+    keeps_adapters,
     open_run,
     put_in_adapters,
     recipe_of_trained,
@@ -120,7 +121,7 @@ def export_run(
     target = target.resolve() if target.is_symlink() else target
     check_folder(target, f"--out {target}")
     record: dict[str, Any] = {"run": str(folder), "quantize": quantize}
-    is_unmerged = recipe.model.lora is not None and not recipe.model.lora.merge
+    is_unmerged = keeps_adapters(recipe.model)
     run = None
     if quantize is not None and not onnx:
         require_torchao()
@@ -181,8 +182,7 @@ def load_exported(folder: str | Path) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     model_class = _class_of(config, folder)
     if record["quantize"] is None:
-        whole: PreTrainedModel = model_class.from_pretrained(folder, use_safetensors=True)
-        return whole.eval()
+        return model_class.from_pretrained(folder, use_safetensors=True).eval()
     tensors = load_file(folder / INT8_FILE)
     model = model_class(config, **_pooler_of(model_class, tensors)).eval()
     put_int8_tensors(model, tuple(record["int8"]["matrices"]), tensors)
@@ -245,10 +245,8 @@ def _load_whole(folder: Path, recipe: Recipe, record: dict[str, Any], *, needed:
             raise ValueError(f"{reason}; copy {source} as it is, if you want that") from error
         record["not_for_from_pretrained"] = reason
         return None
-    if recipe.model.lora is not None and not recipe.model.lora.merge:
-        put_in_adapters(model, recipe.model, folder / "adapter")
-    whole: PreTrainedModel = model.eval()
-    return whole
+    put_in_adapters(model, recipe.model, folder / "adapter")
+    return model.eval()
 
 
 def _transformers_class(folder: Path) -> Any:

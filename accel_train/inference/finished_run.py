@@ -46,13 +46,6 @@ from accel_train.task import Facts, Task, TaskData, load_task, read_data, with_d
 T = TypeVar("T")
 
 
-_PROBLEM_TYPES = {
-    "single_label_classification": "single_label",
-    "multi_label_classification": "multi_label",
-    "regression": "regression",
-}
-
-
 class DataNotFound(SettingError):
     """Raised when a run's own data is not where its recipe says, and no other data is given."""
 
@@ -113,8 +106,7 @@ def open_run(
     torch.manual_seed(recipe.seed)
     model = task.build_model(recipe, task_data)
     check_weights(model, folder / "model", recipe.task)
-    if recipe.model.lora is not None and not recipe.model.lora.merge:
-        put_in_adapters(model, recipe.model, folder / "adapter")
+    put_in_adapters(model, recipe.model, folder / "adapter")
     inner = TrainingModule(model.eval(), task)
     compile_module(inner, recipe.precision)
     accelerator.prepare_model(inner.to(accelerator.device), evaluation_mode=True)
@@ -143,14 +135,19 @@ def recipe_of_trained(folder: Path, data: str | None = None, settings: Sequence[
     recipe = read_recipe(folder, settings)
     weights = folder / "model"
     config = load_object(weights / "config.json")
-    changes: dict[str, Any] = {"pretrained": str(weights), "config": None, "freeze": (), "freeze_batch_norm": False}
-    # The saved weights are loaded as fp32.
-    changes["frozen_dtype"] = "auto"
-    changes["problem_type"] = _PROBLEM_TYPES.get(str(config.get("problem_type")), recipe.model.problem_type)
-    model = recipe.model.model_copy(update=changes)
-    section = located(recipe.data, _started_in(folder))
-    trained = read_recipe_only(folder).data
-    section = section.as_trained(trained)
+    problem_type = str(config.get("problem_type") or recipe.model.problem_type).removesuffix("_classification")
+    model = recipe.model.model_copy(
+        update={
+            "pretrained": str(weights),
+            "config": None,
+            "freeze": (),
+            "freeze_batch_norm": False,
+            # The saved weights are loaded as fp32.
+            "frozen_dtype": "auto",
+            "problem_type": problem_type,
+        }
+    )
+    section = located(recipe.data, _started_in(folder)).as_trained(read_recipe_only(folder).data)
     if recipe.origin("data.cache_dir").kind == "command line":
         section = section.model_copy(update={"cache_dir": recipe.data.cache_dir})
     if data is not None:
@@ -162,7 +159,7 @@ def recipe_of_trained(folder: Path, data: str | None = None, settings: Sequence[
             and recipe.origin("data.missing_labels").kind != "command line"
         ):
             shown["missing_labels"] = "error"
-        names = _class_names(config, weights) if changes["problem_type"] != "regression" else None
+        names = _class_names(config, weights) if problem_type != "regression" else None
         if isinstance(section, NamedClassesData) and names is not None:
             shown["label_names"] = names
             # The model's outputs keep their order, whatever the order in flags.
@@ -250,7 +247,7 @@ def check_content(folder: Path, recipe: Recipe) -> None:
         ValueError: a weight file has changed.
     """
     check_digests(folder / "model")
-    if recipe.model.lora is not None and not recipe.model.lora.merge:
+    if keeps_adapters(recipe.model):
         check_digests(folder / "adapter")
 
 
@@ -358,15 +355,21 @@ def check_weights(model: nn.Module, folder: Path, task: str) -> None:
         )
 
 
+def keeps_adapters(section: Model) -> bool:
+    """Return whether a run's adapters are not merged into its weights."""
+    return section.lora is not None and not section.lora.merge
+
+
 def put_in_adapters(model: nn.Module, section: Model, folder: Path) -> None:
-    """Load the adapters of an unmerged run from `folder` into its model, in place.
+    """Load the adapters of a run that keeps them from `folder` into its model, in place.
 
     Raises:
         ValueError: the adapters are missing, damaged, or belong to another model.
     """
+    if section.lora is None or section.lora.merge:
+        return
     from accel_train.model.lora import ADAPTER, add_adapters
 
-    assert section.lora is not None
     check_weight_files(folder)
     add_adapters(model, section.lora)
     saved = load_file(folder / "adapter_model.safetensors")

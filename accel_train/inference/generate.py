@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,8 +35,7 @@ def generate_from_run(
         ValueError: the folder has no trained model, or an argument is out of range.
     """
     check_generation(run_folder, max_new_tokens=max_new_tokens, temperature=temperature)
-    tokenizer, model = _load(Path(run_folder) / "model")
-    is_chat = _is_chat(Path(run_folder))
+    tokenizer, model, is_chat = _load(Path(run_folder))
     start = chat_prompt(tokenizer, prompt) if is_chat else prompt
     text = generate_text(model, tokenizer, start, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
     return _answer(tokenizer, start, text) if is_chat else text
@@ -55,8 +55,7 @@ def chat_with_run(
     from transformers import TextStreamer
 
     check_generation(run_folder, max_new_tokens=max_new_tokens, temperature=temperature)
-    tokenizer, model = _load(Path(run_folder) / "model")
-    is_chat = _is_chat(Path(run_folder))
+    tokenizer, model, is_chat = _load(Path(run_folder))
     most = (getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**30) - max_new_tokens
     earlier: list[dict[str, str]] = []
     written: list[dict[str, str]] = []
@@ -80,14 +79,17 @@ def chat_with_run(
     return written
 
 
-def _load(folder: Path) -> "tuple[PreTrainedTokenizerBase, PreTrainedModel]":
+def _load(run_folder: Path) -> "tuple[PreTrainedTokenizerBase, PreTrainedModel, bool]":
+    """Return tokenizer and model, and whether the run was trained on chats. False if its recipe cannot be read."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
+    from accel_train.checkpoint.run_recipe import read_recipe_only
     from accel_train.checkpoint.weight_files import check_digests
+    from accel_train.tasks.causal_lm.config import CausalLMData
 
-    check_digests(folder)
+    check_digests(folder := run_folder / "model")
     logging.disable_progress_bar()
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -103,22 +105,13 @@ def _load(folder: Path) -> "tuple[PreTrainedTokenizerBase, PreTrainedModel]":
             f"{folder} cannot be loaded as a language model: {reason}; was the run a causal-lm?"
         ) from error
     model.to(torch.device("cuda" if torch.cuda.is_available() and not uses_cpu(os.environ) else "cpu"))
-    return tokenizer, model
+    data = None
+    with suppress(ValueError):
+        data = read_recipe_only(run_folder).data
+    return tokenizer, model, isinstance(data, CausalLMData) and data.format == "chat"
 
 
 def _answer(tokenizer: "PreTrainedTokenizerBase", start: str, text: str) -> str:
     """Return what follows the prompt in a text without special tokens."""
     asked = tokenizer.decode(tokenizer.encode(start, add_special_tokens=False), skip_special_tokens=True)
     return text.removeprefix(str(asked)).strip()
-
-
-def _is_chat(run_folder: Path) -> bool:
-    """Return whether a run was trained on chats. False if its recipe cannot be read."""
-    from accel_train.checkpoint.run_recipe import read_recipe_only
-    from accel_train.tasks.causal_lm.config import CausalLMData
-
-    try:
-        data = read_recipe_only(run_folder).data
-        return isinstance(data, CausalLMData) and data.format == "chat"
-    except ValueError:
-        return False

@@ -23,7 +23,7 @@ from accel_train.core.terminal import busy
 from accel_train.inference.finished_run import TrainedRun, with_model
 from accel_train.inference.int8 import quiet
 from accel_train.inference.int8_cost import Contender, compare
-from accel_train.inference.onnx_int8 import quantize_graph
+from accel_train.inference.onnx_int8 import bytes_of, quantize_graph
 from accel_train.tasks.sentence_embedding.config import EMBEDDING
 
 ONNX_FILE = "model.onnx"
@@ -174,7 +174,7 @@ def write_onnx(run: TrainedRun, folder: Path, quantize: str | None = None) -> di
     model.to(run.accelerator.device)
     checked, session = _opened(file, model, leaves_out_ties=True)
     _probe(checked, example, run)
-    size = _bytes_of(folder)
+    size = bytes_of(file)
     text = "evaluating it in onnxruntime"
     contenders = {"onnx": Contender(with_model(run, checked), text, with_model(run, OnnxModel(session)))}
     sizes, int8 = {"after": size}, None
@@ -184,7 +184,7 @@ def write_onnx(run: TrainedRun, folder: Path, quantize: str | None = None) -> di
         rounded, session = _opened(file, model)
         _probe(rounded, example, run)
         of_int8 = Contender(with_model(run, rounded), f"{text}, in int8", with_model(run, OnnxModel(session)))
-        contenders["after"], sizes = of_int8, {"onnx": size, "after": _bytes_of(folder)}
+        contenders["after"], sizes = of_int8, {"onnx": size, "after": bytes_of(file)}
     else:
         contenders = {"after": contenders["onnx"]}
     # The loss of a detector matches boxes, which is not the model's part, and the graph cannot compute it.
@@ -229,10 +229,6 @@ def _opened(file: Path, model: nn.Module, *, leaves_out_ties: bool = False) -> t
     except Exception as error:
         raise ValueError(f"--onnx: onnxruntime cannot load this model: {_reason(error)}") from error
     return OnnxModel(session, model, leaves_out_ties=leaves_out_ties), session
-
-
-def _bytes_of(folder: Path) -> int:
-    return sum(file.stat().st_size for file in folder.glob(f"{ONNX_FILE}*"))
 
 
 def _example(run: TrainedRun) -> dict[str, Tensor]:

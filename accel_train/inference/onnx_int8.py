@@ -39,7 +39,7 @@ def quantize_graph(file: Path) -> Int8Graph:
         ValueError: the graph has no matrix and no convolution with constant weights.
     """
     staged = file.with_name("staged.onnx")
-    is_large = _bytes_of(file) > LARGEST_FILE
+    is_large = bytes_of(file) > LARGEST_FILE
     quantize_dynamic(
         file,
         staged,
@@ -68,7 +68,8 @@ def _files_of(file: Path) -> list[Path]:
     return list(file.parent.glob(f"{file.name}*"))
 
 
-def _bytes_of(file: Path) -> int:
+def bytes_of(file: Path) -> int:
+    """Return the size of a graph with its weights."""
     return sum(each.stat().st_size for each in _files_of(file))
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -77,8 +77,7 @@ def open_for_prediction(
         ValueError: the run is not finished, has no data, or its task has no predictions, or the table has an unknown
             format.
     """
-    gives = _given_by(recipe_of_trained(folder, data, settings), folder)
-    writer = WRITERS.get(gives, ROWS)
+    writer = _writer_of(recipe_of_trained(folder, data, settings), folder)
     table = folder / "predictions.csv" if out is None else output_path(out)
     if table.suffix.lower() not in writer.suffixes and not is_written_into(table):
         raise ValueError(
@@ -92,8 +91,8 @@ def open_for_prediction(
     return _open(folder, writer, data, settings), table
 
 
-def _given_by(recipe: Recipe, folder: Path) -> Gives | None:
-    """Return the kind of a task's predictions; None if only the predictions say it.
+def _writer_of(recipe: Recipe, folder: Path) -> Writer:
+    """Return the writer of a task's predictions.
 
     Raises:
         ValueError: the task continues texts, and predicts nothing for a sample.
@@ -103,7 +102,7 @@ def _given_by(recipe: Recipe, folder: Path) -> Gives | None:
         raise ValueError(
             f"{folder} is a language model and predicts no labels; `accel-train generate {folder}` writes text"
         )
-    return gives
+    return WRITERS.get(gives, ROWS)
 
 
 def _open(folder: Path, writer: Writer, data: str | None, settings: Sequence[str] = ()) -> TrainedRun:
@@ -126,7 +125,7 @@ def predict_rows(folder: Path, data: Any) -> list[dict[str, Any]]:
         ValueError: the task has no predictions per row, or the data do not fit.
     """
     recipe = recipe_of_trained(folder)
-    writer = WRITERS.get(_given_by(recipe, folder), ROWS)
+    writer = _writer_of(recipe, folder)
     if writer.has_masks:
         raise ValueError(f"{folder} predicts masks, not rows; write them: accel-train predict {folder} FOLDER")
     with TemporaryDirectory() as name:
@@ -242,42 +241,32 @@ def _predict_all(run: TrainedRun, masks: Path) -> dict[str, NDArray[Any]]:
 
 def label_columns(rows: Mapping[str, NDArray[Any]], names: Sequence[str], *, labelled: bool) -> Columns:
     """Return a table's columns: the predicted label by name, its score, and the true label if known."""
-    truth = rows.get("truth") if labelled else None
     columns: Columns = {}
-    if "value" in rows:
-        columns["value"] = _numbers(rows["value"])
-        if truth is not None:
-            columns["true_value"] = [None if number != number else number for number in _numbers(truth)]
-    if "label" in rows:
-        columns["label"] = [_name(index, names) for index in rows["label"].tolist()]
-        if "score" in rows:
-            columns["score"] = _numbers(rows["score"])
-        if truth is not None:
-            columns["true_label"] = [_name(index, names) for index in truth.tolist()]
-    if "labels" in rows:
-        columns["labels"] = [_joined(row, names) for row in rows["labels"]]
-        if truth is not None:
-            columns["true_labels"] = [_joined(row > 0, names) if (row >= 0).all() else None for row in truth]
-    scores = rows.get("scores")
-    if scores is not None and scores.shape[1] <= MAX_SCORE_COLUMNS:
-        columns |= {f"score_{_name(index, names)}": _numbers(scores[:, index]) for index in range(scores.shape[1])}
+
+    # A row without a label has a negative one, or NaN.
+    def name(index: int) -> str | None:
+        return None if index < 0 else names[index] if index < len(names) else str(index)
+
+    def joined(chosen: NDArray[Any]) -> str | None:
+        return None if (chosen < 0).any() else "|".join(str(name(index)) for index in np.flatnonzero(chosen).tolist())
+
+    shown: dict[str, Callable[[Any], Any]] = {"value": _number, "label": name, "labels": joined}
+    for kind, show in shown.items():
+        if kind not in rows:
+            continue
+        columns[kind] = list(map(show, rows[kind]))
+        if kind == "label" and "score" in rows:
+            columns["score"] = list(map(_number, rows["score"]))
+        if labelled and "truth" in rows:
+            columns[f"true_{kind}"] = list(map(show, rows["truth"]))
+    for index, column in enumerate(rows["scores"].T if "scores" in rows else ()):
+        columns[f"score_{name(index)}"] = list(map(_number, column))
     return columns
 
 
-def _name(index: int, names: Sequence[str]) -> str | None:
-    # The row has no label.
-    if index < 0:
-        return None
-    return names[index] if index < len(names) else str(index)
-
-
-def _joined(chosen: NDArray[Any], names: Sequence[str]) -> str:
-    return "|".join(str(_name(index, names)) for index in np.flatnonzero(chosen).tolist())
-
-
-def _numbers(values: NDArray[Any]) -> list[float]:
-    """Return float32 values as the shortest exact decimals: 0.9, not 0.8999999761581421."""
-    return [float(str(value)) for value in values]
+def _number(value: Any) -> float | None:
+    """Return a float32 value as the shortest exact decimal: 0.9, not 0.8999999761581421. NaN becomes None."""
+    return None if value != value else float(str(value))
 
 
 def write_table(columns: Columns, out: Path, home: Path) -> Path:

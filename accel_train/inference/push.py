@@ -16,10 +16,12 @@ from huggingface_hub.utils import validate_repo_id
 
 from accel_train.checkpoint.run_recipe import read_recipe_only
 from accel_train.checkpoint.weight_files import check_digests
+from accel_train.core.errors import SettingError
 from accel_train.core.json_io import load_object
 from accel_train.core.model_card import FILE, FOLDER, OF_TENSORS, SCORES, Card, Use, new_card, of_transformers
 from accel_train.core.ownership import MARKER
-from accel_train.inference.finished_run import check_finished
+from accel_train.core.work import working
+from accel_train.inference.finished_run import check_finished, keeps_adapters
 from accel_train.inference.model_files import is_known
 from accel_train.observe.run_folder import SUMMARY_FILE, read_summary
 from accel_train.recipe.tasks import TASKS, TaskSpec
@@ -63,7 +65,7 @@ def push_run(
     """
     check_finished(folder)
     recipe, source = read_recipe_only(folder), folder / "model"
-    if recipe.model.lora is not None and not recipe.model.lora.merge:
+    if keeps_adapters(recipe.model):
         raise ValueError(
             f"{folder} keeps its adapters apart (model.lora.merge: false), and model/ lacks them. Merge them with "
             f"`accel-train export {folder} --out FOLDER`, then `hf upload {name} FOLDER`"
@@ -152,36 +154,45 @@ def _send(push: Push, source: Path, folder: Path, *, updates: bool) -> Push:
         raise ValueError("no token of the Hugging Face Hub. Log in with `hf auth login`, or set HF_TOKEN")
     api, name, kept = HfApi(token=token), push.name, set()
     if "/" not in name:
-        name = f"{_ask(api.whoami)['name']}/{name}"
+        name = f"{ask_hub(api.whoami)['name']}/{name}"
         push = push._replace(name=name, card=card_of(folder, name))
-    if _ask(lambda: api.repo_exists(name)):
-        kept = set(_ask(lambda: api.list_repo_files(name))) - {".gitattributes"}
+    if ask_hub(lambda: api.repo_exists(name)):
+        kept = set(ask_hub(lambda: api.list_repo_files(name))) - {".gitattributes"}
         if kept and not updates:
             raise ValueError(
                 f"the repository {name} has {len(kept)} files already. Give another name, or --update to add a commit; "
                 "the old files stay in its history"
             )
-        if push.private and not _ask(lambda: api.repo_info(name)).private:
+        if push.private and not ask_hub(lambda: api.repo_info(name)).private:
             raise ValueError(
                 f"the repository {name} exists and is public. Make it private on the Hub, or leave out --private"
             )
-    _ask(lambda: api.create_repo(name, private=push.private, exist_ok=True))
+    ask_hub(lambda: api.create_repo(name, private=push.private, exist_ok=True))
     files: list[Any] = [CommitOperationAdd(path, source / path) for path in push.files if path != FILE]
     files.append(CommitOperationAdd(FILE, push.card.encode()))
-    commit = _ask(lambda: api.create_commit(name, files, commit_message=f"Add the model of {folder.absolute().name}"))
+    message = f"Add the model of {folder.absolute().name}"
+    commit = ask_hub(lambda: api.create_commit(name, files, commit_message=message))
     sizes = {**push.files, FILE: len(push.card.encode())}
     return push._replace(files=sizes, url=str(commit.commit_url), kept=tuple(sorted(kept - {*push.files})))
 
 
-def _ask(request: Callable[[], Answer]) -> Answer:
+def ask_hub(request: Callable[[], Answer], more: str = "", setting: str = "") -> Answer:
+    """Return the answer of the Hugging Face Hub.
+
+    Raises:
+        SettingError: it refused, or cannot be reached. `more` continues the remedy.
+    """
     try:
-        return request()
+        with working("calling the Hugging Face Hub"):
+            return request()
     # A network service can raise any error.
     except Exception as error:
         said = (str(error).strip().splitlines() or ["no message"])[0]
-        raise ValueError(
-            f"the Hugging Face Hub refused ({type(error).__name__}: {said}). Check the token (`hf auth login`), the "
-            "network, and HF_HUB_OFFLINE"
+        raise SettingError(
+            f"the request failed ({type(error).__name__}: {said})",
+            f"Check the token (`hf auth login`), the network, and HF_HUB_OFFLINE{more}",
+            "Hugging Face Hub",
+            (setting,) if setting else (),
         ) from error
 
 

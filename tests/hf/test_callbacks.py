@@ -1,7 +1,6 @@
 """Callbacks are told what transformers tells them, see the same step, and steer the run as there."""
 
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,26 @@ import transformers
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
+from accel_train.core.json_io import load_object
 from accel_train.core.work import current_work
 from accel_train.hf.callbacks import may_ask
-from tests.support import hf_models as hf
+from tests.support.hf_models import (
+    CLOSE,
+    Plain,
+    accuracy,
+    bert,
+    both,
+    difference,
+    every,
+    history,
+    made,
+    plain_rows,
+    refused,
+    rows,
+    trained,
+    trained_plain,
+    worse_rows,
+)
 
 
 class Listener(TrainerCallback):
@@ -61,8 +77,8 @@ def test_callbacks_are_told_what_transformers_tells_them_in_its_order(
         return [Sets(**{flag: step}), listeners[-1]]
 
     args = {f"{what}_strategy": strategy for what in ("eval", "save", "logging")} | {"eval_steps": 4, "save_steps": 4}
-    args |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "eval_dataset": hf.plain_rows(8)}
-    hf.both(tmp_path, hf.Plain, make_callbacks=callbacks, train_dataset=hf.plain_rows(24), **args)
+    args |= {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "eval_dataset": plain_rows(8)}
+    both(tmp_path, Plain, make_callbacks=callbacks, train_dataset=plain_rows(24), **args)
     theirs, ours = (each.heard for each in listeners)
     assert ours[-1] == ("on_train_end", last)
     assert ours == theirs
@@ -76,11 +92,9 @@ def test_callbacks_stop_save_evaluate_and_log_at_the_very_step(tmp_path: Path) -
             control.should_save = state.global_step == 3
             control.should_training_stop = state.global_step == 5
 
-    trainer = hf.trained(
-        tmp_path, hf.Plain(), hf.plain_rows(80), eval_dataset=hf.plain_rows(8), callbacks=[StepSignals()]
-    )
+    trainer = trained_plain(tmp_path, 80, eval_dataset=plain_rows(8), callbacks=[StepSignals()])
     assert trainer.state.global_step == 5
-    lines = [(line["step"], "loss" in line) for line in hf.history(trainer)]
+    lines = [(line["step"], "loss" in line) for line in history(trainer)]
     assert lines == [(1, True), (2, False), (3, True), (5, False)]
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000003", "step-00000005"]
 
@@ -90,15 +104,15 @@ def test_a_resume_without_the_callback_that_stopped_trains_to_the_end_as_transfo
 ) -> None:
     def stop_and_resume(trainer: Any) -> Any:
         assert trainer.train().global_step == 5
-        again = type(trainer)(hf.Plain(), trainer.args, train_dataset=trainer.train_dataset)
+        again = type(trainer)(Plain(), trainer.args, train_dataset=trainer.train_dataset)
         return again, again.train(resume_from_checkpoint=True)
 
-    args = {"max_steps": 9, "learning_rate": 1e-2, **hf.every(5, "save")}
-    data = {"train_dataset": hf.plain_rows(24), "make_callbacks": lambda: [Sets(should_training_stop=5)]}
-    *_, (theirs, expected), (ours, found) = hf.both(tmp_path, hf.Plain, act=stop_and_resume, **args, **data)
+    args = {"max_steps": 9, "learning_rate": 1e-2, **every(5, "save")}
+    data = {"train_dataset": plain_rows(24), "make_callbacks": lambda: [Sets(should_training_stop=5)]}
+    *_, (theirs, expected), (ours, found) = both(tmp_path, Plain, act=stop_and_resume, **args, **data)
     assert found.global_step == expected.global_step == 9
-    assert hf.difference(theirs.model, ours.model) < hf.CLOSE
-    assert json.loads((tmp_path / "ours" / "summary.json").read_text())["status"] == "finished"
+    assert difference(theirs.model, ours.model) < CLOSE
+    assert load_object(tmp_path / "ours" / "summary.json")["status"] == "finished"
     assert "step 5 of 9" in capsys.readouterr().out
 
 
@@ -119,15 +133,13 @@ class LeftOut(Counts):
 
 def test_callbacks_get_their_states_back_in_order_and_a_line_names_other_numbers(tmp_path: Path, capsys: Any) -> None:
     args = {"max_steps": 4, "lr_scheduler_type": "constant", "restore_callback_states_from_checkpoint": True}
-    args |= {**hf.every(2, "save", "eval"), "metric_for_best_model": "loss", "learning_rate": 0.5}
-    args["eval_dataset"] = [{**row, "labels": 2} for row in hf.plain_rows(8)]  # so that each evaluation is worse
+    args |= {**every(2, "save", "eval"), "metric_for_best_model": "loss", "learning_rate": 0.5}
+    args["eval_dataset"] = worse_rows(8)  # so that each evaluation is worse
     stops = [EarlyStoppingCallback(9), EarlyStoppingCallback(9)]
     again = [Counts(), Counts(), Counts(7)]
-    hf.trained(tmp_path, hf.Plain(), hf.plain_rows(16), callbacks=[stops[0], Counts(1), Counts(10), LeftOut()], **args)
+    trained_plain(tmp_path, 16, callbacks=[stops[0], Counts(1), Counts(10), LeftOut()], **args)
     capsys.readouterr()
-    hf.trained(
-        tmp_path, hf.Plain(), hf.plain_rows(16), str(tmp_path / "checkpoint-2"), callbacks=[stops[1], *again], **args
-    )
+    trained_plain(tmp_path, 16, str(tmp_path / "checkpoint-2"), callbacks=[stops[1], *again], **args)
     assert [(callback.by, callback.count) for callback in again] == [(1, 4), (10, 40), (7, 14)]
     assert stops[1].early_stopping_patience_counter == stops[0].early_stopping_patience_counter == 1
     said = capsys.readouterr().out
@@ -137,12 +149,12 @@ def test_callbacks_get_their_states_back_in_order_and_a_line_names_other_numbers
 
 def test_an_end_of_an_epoch_before_the_last_is_refused_by_name(tmp_path: Path) -> None:
     ends = [Sets(should_epoch_stop=1)]
-    error = hf.refused(lambda: hf.trained(tmp_path, hf.Plain(), hf.plain_rows(16), callbacks=ends), "num_train_epochs")
+    error = refused(lambda: trained_plain(tmp_path, 16, callbacks=ends), "num_train_epochs")
     assert "should_epoch_stop at step 1" in error.problem
 
 
 def test_without_callbacks_of_the_user_the_host_waits_for_no_step(tmp_path: Path) -> None:
-    trainer = hf.made(tmp_path, hf.Plain(), hf.plain_rows(16))
+    trainer = made(tmp_path, Plain(), plain_rows(16))
     assert not may_ask(trainer.callback_handler.callbacks)
     trainer.add_callback(Listener)
     assert may_ask(trainer.callback_handler.callbacks)
@@ -178,11 +190,11 @@ def test_a_callback_sees_the_clipped_gradients_before_and_after_the_update_as_in
         return callbacks[-1:]
 
     args = {"max_grad_norm": 0.05, "learning_rate": 0.1, "optim": optim, "max_steps": 3}
-    _, ours, *_ = hf.both(tmp_path, hf.Plain, make_callbacks=make_callbacks, train_dataset=hf.plain_rows(24), **args)
+    _, ours, *_ = both(tmp_path, Plain, make_callbacks=make_callbacks, train_dataset=plain_rows(24), **args)
     theirs, seen = (each.seen for each in callbacks)
     assert len(seen) == 6
     for one, other in zip(theirs, seen, strict=True):
-        assert other == pytest.approx(one, abs=hf.CLOSE)
+        assert other == pytest.approx(one, abs=CLOSE)
     assert all(norm < 0.051 for _, norm in seen)
     ours.optimizer.step()
     assert len(seen) == 6, "the hooks end with train()"
@@ -202,11 +214,11 @@ def test_rates_that_a_callback_changes_hold_for_a_step_as_in_transformers(tmp_pa
     setup = {
         "max_steps": 4,
         "learning_rate": 0.1,
-        "train_dataset": hf.plain_rows(24),
+        "train_dataset": plain_rows(24),
         "callbacks": [ChangesRates(event)],
     }
-    theirs, ours, *_ = hf.both(tmp_path, hf.Plain, **setup)
-    assert hf.difference(theirs.model, ours.model) < hf.CLOSE
+    theirs, ours, *_ = both(tmp_path, Plain, **setup)
+    assert difference(theirs.model, ours.model) < CLOSE
     assert theirs.lr_scheduler.get_last_lr()[0] == ours.lr_scheduler.get_last_lr()[0] == 0.0
 
 
@@ -214,7 +226,7 @@ def test_a_freed_cache_and_further_readers_change_nothing(tmp_path: Path) -> Non
     args = {"torch_empty_cache_steps": 1, "dataloader_num_workers": 1, "dataloader_prefetch_factor": 2}
     args |= {"dataloader_multiprocessing_context": "fork"}
     plain, other = (
-        hf.made(tmp_path / name, hf.bert(), hf.rows(16), max_steps=2, **given).train().training_loss
+        made(tmp_path / name, bert(), rows(16), max_steps=2, **given).train().training_loss
         for name, given in (("plain", {}), ("other", args))
     )
     assert other == plain
@@ -238,15 +250,15 @@ class NotesWork(TrainerCallback):
 
     def compute_metrics(self, prediction: Any) -> dict[str, float]:
         self.seen["compute_metrics"] = current_work()[0]
-        return hf.accuracy(prediction)
+        return accuracy(prediction)
 
 
 def test_callbacks_and_compute_metrics_are_exempt_from_the_hang_timeout_and_evaluation_batches_are_progress(
     tmp_path: Path,
 ) -> None:
     notes = NotesWork()
-    setup = {"callbacks": [notes], "compute_metrics": notes.compute_metrics, "eval_dataset": hf.rows(21)}
-    hf.trained(tmp_path, hf.bert(), hf.rows(16), max_steps=1, **hf.every(1, "eval", "save"), **setup)
+    setup = {"callbacks": [notes], "compute_metrics": notes.compute_metrics, "eval_dataset": rows(21)}
+    trained(tmp_path, bert(), rows(16), max_steps=1, **every(1, "eval", "save"), **setup)
     assert notes.seen == {name: f"calling {name}" for name in ("on_save", "on_evaluate", "compute_metrics")}
     assert len(notes.beats) > 3
     assert all(before < after for before, after in itertools.pairwise(notes.beats))

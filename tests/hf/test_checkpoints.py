@@ -14,17 +14,33 @@ from torch.utils.data import Dataset
 
 from accel_train.hf import Trainer
 from accel_train.hf.checkpoints import load_stock_weights
-from tests.support import hf_models as hf
+from tests.support.hf_models import (
+    CLOSE,
+    Given,
+    Plain,
+    adapted,
+    bert,
+    both,
+    difference,
+    every,
+    history,
+    plain_rows,
+    refused,
+    rows,
+    trained,
+    trained_plain,
+    vit,
+)
 from tests.support.runs import events
 
-SAVING = {**hf.every(3, "save"), "max_steps": 6, "weight_decay": 0.1, "logging_steps": 1}
+SAVING = {**every(3, "save"), "max_steps": 6, "weight_decay": 0.1, "logging_steps": 1}
 
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A folder with checkpoint-3 and checkpoint-6 of transformers, and the trainer that wrote them."""
     folder = tmp_path_factory.mktemp("stock")
-    return folder, hf.trained(folder, hf.bert(), hf.rows(32), kind=transformers.Trainer, **SAVING)
+    return folder, trained(folder, bert(), rows(32), kind=transformers.Trainer, **SAVING)
 
 
 @pytest.mark.parametrize("by", ["name", "True"])
@@ -34,10 +50,10 @@ def test_a_checkpoint_that_transformers_wrote_is_resumed_to_the_same_weights(
     folder, theirs = stock
     own = tmp_path / "checkpoint-3"
     shutil.copytree(folder / "checkpoint-3", own)
-    ours = hf.trained(tmp_path, hf.bert(seed=5), hf.rows(32), True if by == "True" else str(own), **SAVING)
+    ours = trained(tmp_path, bert(seed=5), rows(32), True if by == "True" else str(own), **SAVING)
     assert ours.state.global_step == 6
-    assert hf.difference(theirs.model, ours.model) < hf.CLOSE
-    assert [line["step"] for line in hf.history(ours)] == [line["step"] for line in hf.history(theirs)]
+    assert difference(theirs.model, ours.model) < CLOSE
+    assert [line["step"] for line in history(ours)] == [line["step"] for line in history(theirs)]
     assert f"resumes {own}" in capsys.readouterr().out
     assert (own / "optimizer.pt").is_file()  # left as it was
     assert (tmp_path / "checkpoint-6").is_symlink()
@@ -48,50 +64,40 @@ def test_a_checkpoint_of_transformers_without_an_optimizer_is_resumed_and_that_i
 ) -> None:
     shutil.copytree(stock[0] / "checkpoint-3", tmp_path / "old")
     (tmp_path / "old" / "optimizer.pt").unlink()
-    trainer = hf.trained(tmp_path / "run", hf.bert(), hf.rows(32), str(tmp_path / "old"), **SAVING)
+    trainer = trained(tmp_path / "run", bert(), rows(32), str(tmp_path / "old"), **SAVING)
     assert trainer.state.global_step == 6
     assert "optimizer.pt not found" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("model", "weight"), [(hf.bert(hidden_size=16), "bert.embeddings.LayerNorm.bias"), (hf.Plain(), "bert.embeddings")]
+    ("model", "weight"), [(bert(hidden_size=16), "bert.embeddings.LayerNorm.bias"), (Plain(), "bert.embeddings")]
 )
 def test_a_checkpoint_of_another_model_is_refused(
     tmp_path: Path, stock: tuple[Path, Any], model: Any, weight: str
 ) -> None:
-    data, old = hf.plain_rows(16) if isinstance(model, hf.Plain) else hf.rows(16), str(stock[0] / "checkpoint-3")
-    error = hf.refused(lambda: hf.trained(tmp_path, model, data, old), "resume_from_checkpoint")
+    data, old = plain_rows(16) if isinstance(model, Plain) else rows(16), str(stock[0] / "checkpoint-3")
+    error = refused(lambda: trained(tmp_path, model, data, old), "resume_from_checkpoint")
     assert old in error.at
     assert weight in error.problem
 
 
 def test_weights_that_transformers_saves_under_other_names_are_all_loaded(tmp_path: Path) -> None:
-    sizes: dict[str, Any] = {"image_size": 8, "patch_size": 4, "hidden_size": 16, "num_hidden_layers": 1}
-    config = transformers.ViTConfig(**sizes, num_attention_heads=2, intermediate_size=16)
-    saved, fresh = (transformers.ViTForImageClassification(config) for _ in range(2))
+    saved, fresh = map(vit, range(2))
     saved.save_pretrained(tmp_path)
     load_stock_weights(fresh, tmp_path)
-    assert hf.difference(saved, fresh) == 0
-
-
-def adapted() -> Any:
-    """A model with an adapter whose weights are not zero."""
-    config = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"], init_lora_weights=False)
-    model = hf.bert()
-    torch.manual_seed(1)
-    return peft.get_peft_model(model, config)
+    assert difference(saved, fresh) == 0
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's
 def test_a_checkpoint_of_an_adapted_model_is_loaded_by_peft_and_operations_are_counted_on_after_a_resume(
     tmp_path: Path,
 ) -> None:
-    args = {"max_steps": 4, **hf.every(2, "save")}
-    theirs, ours, *_ = hf.both(tmp_path, adapted, train_dataset=hf.rows(24), **args)
-    loaded = peft.PeftModel.from_pretrained(hf.bert(), str(tmp_path / "ours/checkpoint-4"))
-    assert hf.difference(loaded, ours.model) == 0.0
-    resumed = hf.trained(tmp_path / "ours", adapted(), hf.rows(24), str(tmp_path / "ours/checkpoint-2"), **args)
-    assert hf.difference(resumed.model, ours.model) == 0.0
+    args = {"max_steps": 4, **every(2, "save")}
+    theirs, ours, *_ = both(tmp_path, adapted, train_dataset=rows(24), **args)
+    loaded = peft.PeftModel.from_pretrained(bert(), str(tmp_path / "ours/checkpoint-4"))
+    assert difference(loaded, ours.model) == 0.0
+    resumed = trained(tmp_path / "ours", adapted(), rows(24), str(tmp_path / "ours/checkpoint-2"), **args)
+    assert difference(resumed.model, ours.model) == 0.0
     assert theirs.state.total_flos == ours.state.total_flos == resumed.state.total_flos > 0
 
 
@@ -101,7 +107,7 @@ def adapted_twice(seed: int = 1) -> Any:
         peft.LoraConfig(task_type="SEQ_CLS" if r == 2 else None, r=r, target_modules=[name], init_lora_weights=False)
         for r, name in ((2, "query"), (4, "value"))
     )
-    model = hf.bert()
+    model = bert()
     torch.manual_seed(seed)
     model = peft.get_peft_model(model, first, adapter_name="first")
     model.add_adapter("second", second)
@@ -111,8 +117,8 @@ def adapted_twice(seed: int = 1) -> Any:
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's
 def test_each_adapter_is_saved_with_its_weights_and_configuration_where_peft_puts_it(tmp_path: Path) -> None:
-    args = {"max_steps": 4, **hf.every(2, "save"), "save_total_limit": 1}
-    theirs, ours, *_ = hf.both(tmp_path, adapted_twice, train_dataset=hf.rows(24), **args)
+    args = {"max_steps": 4, **every(2, "save"), "save_total_limit": 1}
+    theirs, ours, *_ = both(tmp_path, adapted_twice, train_dataset=rows(24), **args)
     for name, trainer in (("theirs", theirs), ("ours", ours)):
         trainer.save_model(str(tmp_path / name / "saved"))
     for place in ("saved", "checkpoint-4"):
@@ -129,7 +135,7 @@ def test_each_adapter_is_saved_with_its_weights_and_configuration_where_peft_put
             torch.testing.assert_close(
                 weights, peft.get_peft_model_state_dict(ours.model, adapter_name=adapter), rtol=0, atol=0
             )
-    resumed = hf.trained(tmp_path / "ours", adapted_twice(2), hf.rows(24), True, **{**args, "max_steps": 6})
+    resumed = trained(tmp_path / "ours", adapted_twice(2), rows(24), True, **{**args, "max_steps": 6})
     assert resumed.state.global_step == 6
     assert not list((tmp_path / "ours/checkpoints").glob("kept-*"))
 
@@ -137,37 +143,35 @@ def test_each_adapter_is_saved_with_its_weights_and_configuration_where_peft_put
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft's
 @pytest.mark.parametrize("make", [adapted, adapted_twice])
 def test_an_adapter_checkpoint_of_transformers_is_resumed_to_the_same_weights(tmp_path: Path, make: Any) -> None:
-    theirs = hf.trained(tmp_path, make(), hf.rows(32), kind=transformers.Trainer, **SAVING)
+    theirs = trained(tmp_path, make(), rows(32), kind=transformers.Trainer, **SAVING)
     shutil.rmtree(tmp_path / "checkpoint-6")
     model = make()
     for name, weight in model.named_parameters():
         if "lora_" in name:
             weight.data.zero_()
-    ours = hf.trained(tmp_path, model, hf.rows(32), True, **SAVING)
+    ours = trained(tmp_path, model, rows(32), True, **SAVING)
     assert ours.state.global_step == 6
-    assert hf.difference(theirs.model, ours.model) < hf.CLOSE
-    found, expected = ([line["loss"] for line in hf.history(each) if "loss" in line] for each in (ours, theirs))
-    assert found == pytest.approx(expected, abs=hf.CLOSE)
+    assert difference(theirs.model, ours.model) < CLOSE
+    found, expected = ([line["loss"] for line in history(each) if "loss" in line] for each in (ours, theirs))
+    assert found == pytest.approx(expected, abs=CLOSE)
     other = adapted_twice() if make is adapted else adapted()
     old = str(tmp_path / "old")
     shutil.copytree(tmp_path / "checkpoint-3", old)
-    error = hf.refused(
-        lambda: hf.trained(tmp_path / "other", other, hf.rows(32), old, **SAVING), "resume_from_checkpoint"
-    )
+    error = refused(lambda: trained(tmp_path / "other", other, rows(32), old, **SAVING), "resume_from_checkpoint")
     assert "adapter_model.safetensors not found" in error.problem
 
 
-class Scaled(Dataset[dict[str, Any]]):
+class Scaled(Dataset[Given]):
     """A data set of a script: its items are made by code."""
 
     def __init__(self, factor: float, *, is_random: bool = False) -> None:
-        self.rows, self.factor, self.is_random = hf.plain_rows(16), factor, is_random
+        self.rows, self.factor, self.is_random = plain_rows(16), factor, is_random
         self.num_reads = 0
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> Given:
         row, self.num_reads = self.rows[index], self.num_reads + 1
         factor = self.num_reads if self.is_random else self.factor
         return {**row, "features": row["features"] * factor}
@@ -183,8 +187,8 @@ class Doubled(Trainer):
 
 
 def test_a_resume_says_which_data_and_code_of_the_program_have_changed(tmp_path: Path) -> None:
-    args = {"max_steps": 3, **hf.every(2, "save")}
-    hf.trained(tmp_path, hf.Plain(), Scaled(1.0), **args)
+    args = {"max_steps": 3, **every(2, "save")}
+    trained(tmp_path, Plain(), Scaled(1.0), **args)
     changed: list[str] = []
     for data, further, expected in (
         (Scaled(1.0), {}, None),
@@ -192,22 +196,22 @@ def test_a_resume_says_which_data_and_code_of_the_program_have_changed(tmp_path:
         (Scaled(1.0), {"compute_loss_func": doubled}, "inputs.compute_loss_func"),
         (Scaled(1.0), {"kind": Doubled}, "inputs.the class of the trainer"),
     ):
-        hf.trained(tmp_path, hf.Plain(), data, str(tmp_path / "checkpoint-2"), **args, **further)
+        trained(tmp_path, Plain(), data, str(tmp_path / "checkpoint-2"), **args, **further)
         changed += [expected] if expected else []
         assert [event["setting"] for event in events(tmp_path, "settings_changed")] == changed
 
 
 def test_data_that_differ_from_read_to_read_are_resumed_without_an_event(tmp_path: Path) -> None:
     for resume in (None, str(tmp_path / "checkpoint-2")):
-        hf.trained(tmp_path, hf.Plain(), Scaled(1.0, is_random=True), resume, max_steps=3, **hf.every(2, "save"))
+        trained(tmp_path, Plain(), Scaled(1.0, is_random=True), resume, max_steps=3, **every(2, "save"))
     assert "settings_changed" not in (tmp_path / "events.jsonl").read_text()
 
 
 def test_a_compiled_model_is_saved_under_plain_names(tmp_path: Path) -> None:
-    compiled = torch.compile(hf.Plain(), backend="eager")
-    trainer = hf.trained(tmp_path, compiled, hf.plain_rows(16), max_steps=2, **hf.every(2, "save"))
+    compiled = torch.compile(Plain(), backend="eager")
+    trainer = trained(tmp_path, compiled, plain_rows(16), max_steps=2, **every(2, "save"))
     trainer.save_model(str(tmp_path / "saved"))
-    plain = hf.trained(tmp_path / "plain", hf.Plain(), hf.plain_rows(16), max_steps=2)
+    plain = trained_plain(tmp_path / "plain", 16, max_steps=2)
     for folder in ("model", "checkpoint-2", "saved"):
         weights = load_file(tmp_path / folder / "model.safetensors")
         assert not any("_orig_mod" in name for name in weights), folder

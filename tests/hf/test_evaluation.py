@@ -11,13 +11,28 @@ import transformers
 from transformers import EvalPrediction
 
 from accel_train.hf import Trainer
-from tests.support import hf_models as hf
+from tests.support.hf_models import (
+    CLOSE,
+    Plain,
+    accuracy,
+    bert,
+    both,
+    made,
+    pad,
+    plain_rows,
+    refused,
+    rows,
+    same_log,
+    token_bert,
+    token_rows,
+    trained_plain,
+)
 
 
 def test_full_evaluations_in_bf16_and_metrics_of_memory_are_those_of_transformers(tmp_path: Path) -> None:
-    args = {"bf16_full_eval": True, "skip_memory_metrics": False, "compute_metrics": hf.accuracy}
-    act = {"act": lambda trainer: trainer.evaluate(), "eval_dataset": hf.rows(16)}
-    _, ours, expected, found = hf.both(tmp_path, **act, **args)
+    args = {"bf16_full_eval": True, "skip_memory_metrics": False, "compute_metrics": accuracy}
+    act = {"act": lambda trainer: trainer.evaluate(), "eval_dataset": rows(16)}
+    _, ours, expected, found = both(tmp_path, **act, **args)
     assert found.keys() == expected.keys() - {"eval_model_preparation_time"} >= {"eval_mem_cpu_alloc_delta"}
     assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-2)
     assert next(ours.model.parameters()).dtype == torch.bfloat16
@@ -38,32 +53,30 @@ def test_the_evaluation_loop_is_called_as_in_run_qa_and_an_override_is_used(tmp_
             output = super().evaluation_loop(*args, **kwargs)
             return output._replace(metrics={**output.metrics, "eval_marked": 1.0})
 
-    setup = {"act": lambda trainer: trainer.evaluate(), "eval_dataset": hf.rows(21), "compute_metrics": hf.accuracy}
-    *_, expected, found = hf.both(tmp_path, hf.bert, (transformers.Trainer, Answers), **setup)
-    marked = hf.made(tmp_path, hf.bert(), kind=Marked, eval_dataset=hf.rows(21), compute_metrics=hf.accuracy)
+    setup = {"act": lambda trainer: trainer.evaluate(), "eval_dataset": rows(21), "compute_metrics": accuracy}
+    *_, expected, found = both(tmp_path, bert, (transformers.Trainer, Answers), **setup)
+    marked = made(tmp_path, bert(), kind=Marked, eval_dataset=rows(21), compute_metrics=accuracy)
     assert (found["accuracy"], found["count"]) == (expected["eval_accuracy"], 21)
     assert found["eval_loss"] == pytest.approx(expected["eval_loss"], abs=1e-3)
     assert marked.evaluate().keys() >= {"eval_marked", "eval_accuracy", "eval_runtime"}
-    assert marked.predict(hf.rows(7)).metrics["test_loss"] > 0
+    assert marked.predict(rows(7)).metrics["test_loss"] > 0
 
 
 def test_predictions_come_in_order_and_padded_as_in_transformers(tmp_path: Path) -> None:
-    data = hf.token_rows(21)
-    *_, expected, found = hf.both(
-        tmp_path, hf.token_bert, data_collator=hf.pad, act=lambda trainer: trainer.predict(data)
-    )
-    np.testing.assert_allclose(found.predictions, expected.predictions, atol=hf.CLOSE)
+    data = token_rows(21)
+    *_, expected, found = both(tmp_path, token_bert, data_collator=pad, act=lambda trainer: trainer.predict(data))
+    np.testing.assert_allclose(found.predictions, expected.predictions, atol=CLOSE)
     np.testing.assert_array_equal(found.label_ids, expected.label_ids)
     assert found.predictions.shape[0] == 21
     assert set(found.metrics) >= {"test_loss", "test_runtime", "test_samples_per_second", "test_steps_per_second"}
 
 
 def test_a_dict_of_data_sets_is_evaluated_one_by_one(tmp_path: Path) -> None:
-    parts = {"easy": hf.rows(16, seed=2), "hard": hf.rows(8, seed=3)}
+    parts = {"easy": rows(16, seed=2), "hard": rows(8, seed=3)}
     args = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True, "eval_dataset": parts}
-    args |= {"metric_for_best_model": "eval_hard_loss", "compute_metrics": hf.accuracy}
-    theirs, ours, *_ = hf.both(tmp_path, train_dataset=hf.rows(24), **args)
-    hf.same_log(theirs, ours)
+    args |= {"metric_for_best_model": "eval_hard_loss", "compute_metrics": accuracy}
+    theirs, ours, *_ = both(tmp_path, train_dataset=rows(24), **args)
+    same_log(theirs, ours)
     assert ours.state.best_metric == pytest.approx(theirs.state.best_metric)
     assert {"eval_easy_loss", "eval_hard_accuracy"} <= ours.evaluate().keys()
     assert {"test_a_loss"} <= ours.evaluate({"a": parts["easy"]}, metric_key_prefix="test").keys()
@@ -77,7 +90,7 @@ def test_inputs_and_losses_are_handed_to_compute_metrics(tmp_path: Path) -> None
         return {}
 
     args = {"include_for_metrics": ["inputs", "loss"], "compute_metrics": look}
-    hf.made(tmp_path, hf.bert(), eval_dataset=hf.rows(11), **args).evaluate()
+    made(tmp_path, bert(), eval_dataset=rows(11), **args).evaluate()
     assert shapes == {"inputs": (11, 12), "losses": (11,)}
 
 
@@ -88,21 +101,21 @@ def test_batch_metrics_see_every_sample_once_and_are_asked_for_a_result_at_the_e
         calls.append((len(found.label_ids), compute_result))
         return {"count": sum(number for number, _ in calls)} if compute_result else {}
 
-    trainer = hf.made(tmp_path, hf.bert(), eval_dataset=hf.rows(19), batch_eval_metrics=True, compute_metrics=by_batch)
+    trainer = made(tmp_path, bert(), eval_dataset=rows(19), batch_eval_metrics=True, compute_metrics=by_batch)
     assert trainer.evaluate()["eval_count"] == 19
     assert calls == [(8, False), (8, False), (3, True)]
 
 
 def test_metrics_that_are_no_dict_are_an_error_that_says_so(tmp_path: Path) -> None:
-    trainer = hf.made(tmp_path, hf.bert(), eval_dataset=hf.rows(8), compute_metrics=lambda found: None)
-    assert "None" in hf.refused(trainer.evaluate, "compute_metrics").problem
+    trainer = made(tmp_path, bert(), eval_dataset=rows(8), compute_metrics=lambda found: None)
+    assert "None" in refused(trainer.evaluate, "compute_metrics").problem
 
 
 def test_logits_are_preprocessed_and_batches_kept_apart_if_asked(tmp_path: Path) -> None:
     setup = {"preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1)}
-    found = hf.made(tmp_path, hf.bert(), eval_do_concat_batches=False, **setup).predict(hf.rows(11))
+    found = made(tmp_path, bert(), eval_do_concat_batches=False, **setup).predict(rows(11))
     assert [part.shape for part in found.predictions] == [(8,), (3,)]
-    only = hf.made(tmp_path, hf.bert(), prediction_loss_only=True).predict(hf.rows(11))
+    only = made(tmp_path, bert(), prediction_loss_only=True).predict(rows(11))
     assert only.predictions is None
     assert "test_loss" in only.metrics
 
@@ -120,8 +133,8 @@ def test_overridden_evaluation_methods_are_called_in_training(tmp_path: Path) ->
 
     names = ("evaluate", "get_eval_dataloader", "prediction_step", "log")
     own = type("Own", (Trainer,), {name: noted(name) for name in names})
-    args = {"eval_strategy": "epoch", "num_train_epochs": 1, "eval_dataset": hf.plain_rows(16)}
-    hf.trained(tmp_path, hf.Plain(), hf.plain_rows(16), kind=own, **args)
+    args = {"eval_strategy": "epoch", "num_train_epochs": 1, "eval_dataset": plain_rows(16)}
+    trained_plain(tmp_path, 16, kind=own, **args)
     assert [name for name in called if name != "log"] == [*names[:3], "prediction_step"]
     assert called.count("log") == 3
     line = [json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines()][-1]
@@ -134,14 +147,14 @@ def test_after_an_evaluation_the_model_is_ready_for_inference_as_in_transformers
         trainer.train()
         modes = [trainer.model.training]
         trainer.model.train()
-        trainer.predict(hf.plain_rows(8))
+        trainer.predict(plain_rows(8))
         return [*modes, trainer.model.training]
 
     args = {
         "max_steps": 2,
         "eval_strategy": strategy,
-        "train_dataset": hf.plain_rows(16),
-        "eval_dataset": hf.plain_rows(8),
+        "train_dataset": plain_rows(16),
+        "eval_dataset": plain_rows(8),
     }
-    *_, expected, found = hf.both(tmp_path, hf.Plain, act=act, **args)
+    *_, expected, found = both(tmp_path, Plain, act=act, **args)
     assert found == expected == [strategy == "no", False]

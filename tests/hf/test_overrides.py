@@ -12,7 +12,19 @@ import torch
 import transformers
 
 from accel_train.hf import Trainer
-from tests.support import hf_models as hf
+from accel_train.hf.inputs import epoch_order
+from tests.support.hf_models import (
+    Plain,
+    both,
+    difference,
+    history,
+    llama,
+    made,
+    plain_rows,
+    refused,
+    rows,
+    trained_plain,
+)
 from tests.support.runs import REPOSITORY
 
 DOCS = (REPOSITORY / "docs" / "hf_trainer.md").read_text()
@@ -21,9 +33,9 @@ DOCS = (REPOSITORY / "docs" / "hf_trainer.md").read_text()
 def lines() -> list[tuple[list[str], str]]:
     """The names and the verdict of each line of the table of methods and events."""
     table = DOCS.partition("## Every method and event")[2].partition("## Every argument")[0]
-    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| `")]
+    cells = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| `")]
     return [
-        (re.findall(r"`(\w+)`", names)[0:], verdict) for names, verdict in rows if "transformers.Trainer" not in names
+        (re.findall(r"`(\w+)`", names)[0:], verdict) for names, verdict in cells if "transformers.Trainer" not in names
     ]
 
 
@@ -60,7 +72,7 @@ HELPERS = {"_prepare_inputs": "training_step", "_get_train_sampler": "get_train_
 @pytest.mark.parametrize("name", [*named("refused"), *HELPERS])
 def test_methods_that_are_never_called_are_refused_as_overrides(tmp_path: Path, name: str) -> None:
     own = type("Own", (Trainer,), {name: lambda self, *args: None})
-    error = hf.refused(lambda: hf.made(tmp_path, hf.Plain(), kind=own), f"Own.{name}")
+    error = refused(lambda: made(tmp_path, Plain(), kind=own), f"Own.{name}")
     assert HELPERS.get(name, "callback") in error.problem
 
 
@@ -77,7 +89,7 @@ def test_the_constructor_takes_every_argument_of_transformers_in_its_order() -> 
 
 
 def test_methods_are_callable_before_train(tmp_path: Path) -> None:
-    trainer = hf.made(tmp_path, hf.Plain(), hf.plain_rows(4))
+    trainer = made(tmp_path, Plain(), plain_rows(4))
     assert trainer.get_num_trainable_parameters() == 27
     assert trainer.get_total_train_batch_size() == 8
     trainer.create_optimizer_and_scheduler(num_training_steps=4)
@@ -102,13 +114,15 @@ def test_a_loader_of_the_base_with_another_collator_is_read_as_it_is_and_shuffle
             firsts.append(inputs["features"][0].tolist())
             return super().compute_loss(model, inputs, **kwargs)
 
-    hf.trained(tmp_path, hf.Plain(), hf.plain_rows(16), kind=Collated)
+    trainer = trained_plain(tmp_path, 16, kind=Collated)
+    order = epoch_order(trainer.args, trainer.train_dataset)
+    assert [*trainer.get_train_dataloader().sampler] == order(0).tolist()
     assert len(firsts) == 4
     assert firsts[:2] != firsts[2:]
 
 
 def test_weights_in_bf16_are_trained(tmp_path: Path) -> None:
-    data = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in hf.rows(24)]
-    theirs, ours, *_ = hf.both(tmp_path, lambda: hf.llama().to(torch.bfloat16), max_steps=4, train_dataset=data)
-    assert hf.difference(theirs.model, ours.model) < 1e-2
-    assert hf.history(ours)[0]["loss"] == pytest.approx(hf.history(theirs)[0]["loss"], abs=0.02)
+    data = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in rows(24)]
+    theirs, ours, *_ = both(tmp_path, lambda: llama().to(torch.bfloat16), max_steps=4, train_dataset=data)
+    assert difference(theirs.model, ours.model) < 1e-2
+    assert history(ours)[0]["loss"] == pytest.approx(history(theirs)[0]["loss"], abs=0.02)

@@ -1,12 +1,12 @@
 """The Trainer on two processes, also sharded: the run of one process, and each sample evaluated once, in order."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from accelerate.parallelism_config import ParallelismConfig
 
+from accel_train.core.json_io import load_object
 from accel_train.hf import Trainer
 from accel_train.hf.arguments import parallel_leaves, train_batch_size
 from tests.support.hf_models import Plain, arguments, flat, llama, plain_rows, refused
@@ -17,7 +17,7 @@ def result(folder: Path, program: str, processes: int, *words: str) -> Any:
     folder.mkdir()
     done = run_forked_command([str(folder), *words], processes, TESTS / "support/programs" / program)
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-5000:]}"
-    return json.loads((folder / "result.json").read_text())
+    return load_object(folder / "result.json")
 
 
 @pytest.mark.slow

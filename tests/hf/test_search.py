@@ -1,12 +1,12 @@
 """hyperparameter_search: a run for each trial, the best one returned."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import optuna
 import pytest
 
+from accel_train.core.json_io import load_object
 from tests.support.hf_models import Plain, made, plain_rows, refused
 
 
@@ -26,7 +26,7 @@ def test_each_trial_is_a_run_of_its_own_and_the_best_one_is_returned(tmp_path: P
     )
     assert best.hyperparameters == {"learning_rate": 1e-3}
     for rate in rates["learning_rate"]:
-        summary = json.loads((tmp_path / f"rate-{rate}" / "summary.json").read_text())
+        summary = load_object(tmp_path / f"rate-{rate}" / "summary.json")
         assert summary["status"] == "finished"
     assert trainer.args.learning_rate == 1e-2
     assert trainer.args.output_dir == str(tmp_path)
@@ -35,7 +35,7 @@ def test_each_trial_is_a_run_of_its_own_and_the_best_one_is_returned(tmp_path: P
 def test_a_trial_that_is_not_worth_going_on_is_pruned(tmp_path: Path) -> None:
     trainer = searcher(tmp_path, eval_strategy="steps", eval_steps=1)
     pruner = optuna.pruners.ThresholdPruner(upper=0.0)
-    study_like: dict[str, Any] = {"pruner": pruner, "storage": f"sqlite:///{tmp_path}/study.db", "study_name": "one"}
+    study_like = {"pruner": pruner, "storage": f"sqlite:///{tmp_path}/study.db", "study_name": "one"}
     with pytest.raises(ValueError, match="Record"):  # a best trial does not exist
         trainer.hyperparameter_search(
             lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 0.1, 0.2)}, n_trials=1, **study_like

@@ -10,13 +10,9 @@ import pytest
 from huggingface_hub import ModelCard
 
 from tests.support.hub import record_uploads
-from tests.support.sft import llama, losses, rows, tokenizer
+from tests.support.sft import MARKS, llama, losses, rows, tokenizer
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning"),  # transformers renames what TRL sets by default
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.usefixtures("without_cuda"),
-]
+pytestmark = MARKS
 IMPORT = "from trl import SFTTrainer\n"
 TRL_IMPORT = "from trl import SFTTrainer, get_dataset, get_peft_config, get_quantization_config"
 SCRIPTS = {

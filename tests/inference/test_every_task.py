@@ -4,19 +4,19 @@ import json
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 from PIL import Image
 
 from accel_train.cli.main import main
-from accel_train.core.model_card import FILE, FOLDER, SCORES, USE, Card
+from accel_train.core.model_card import FILE, FOLDER, SCORES, Card
 from accel_train.inference.export import load_exported
 from accel_train.inference.predict import predict_rows
 from accel_train.inference.push import push_run
 from accel_train.recipe.tasks import TASKS
 from accel_train.task import is_of_transformers
+from tests.inference.conftest import Cli, code_of
 from tests.support.every_task import CASES, recipe_of, task_of
 
 COLUMNS = {
@@ -45,21 +45,17 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, not_launched: None) -> None:
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_predictions_have_the_columns_of_what_the_task_gives(
-    finished: tuple[str, Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_predictions_have_the_columns_of_what_the_task_gives(finished: tuple[str, Path], cli: Cli) -> None:
     case, run = finished
     gives = TASKS[task_of(case)].gives
-    code = main(["predict", str(run), "--out", "rows.jsonl"])
     if gives == "continuation":
-        assert code == 2
-        assert f"accel-train generate {run}" in capsys.readouterr().err
+        assert f"accel-train generate {run}" in cli(f"predict {run}", code=2)
         return
-    assert code == 0
+    cli(f"predict {run} --out rows.jsonl")
     rows = [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()]
     assert gives is not None
     assert OTHER_COLUMNS.get(case, COLUMNS[gives]) <= rows[0].keys()
@@ -68,11 +64,7 @@ def test_predictions_have_the_columns_of_what_the_task_gives(
         assert {Path(row["mask"]).is_file() for row in rows} == {True}
         with pytest.raises(ValueError, match="predicts masks"):
             predict_rows(run, "x")
-    assert main(["predict", str(run), "--out", "rows.json"]) == (0 if gives == "boxes" else 2)
-
-
-def code_of(card: str) -> str:
-    return dict(Card.parse(card).sections)[USE].split("```python")[1].split("```")[0]
+    cli(f"predict {run} --out rows.json", code=0 if gives == "boxes" else 2)
 
 
 @pytest.mark.filterwarnings("ignore:Tokenizer does not support real words")  # the tokenizer of bytes
@@ -96,18 +88,17 @@ def test_a_pushed_card_has_the_tasks_names_and_the_scores(finished: tuple[str, P
     assert spec.learns in card
     assert (FOLDER in card, str(run.parent) in card) == (False, False)
     assert '"me/tiny"' in code_of(card)
-    summary: dict[str, Any] = json.loads((run / "summary.json").read_text())["eval"]
+    summary = json.loads((run / "summary.json").read_text())["eval"]
     scores = dict(Card.parse(card).sections)[SCORES]
     assert all(f"| {name} |" in scores for name in summary.keys() - {"num_targets"})
 
 
 def test_an_export_is_for_from_pretrained_and_a_graph_of_what_is_generated_is_refused(
-    finished: tuple[str, Path], capsys: pytest.CaptureFixture[str]
+    finished: tuple[str, Path], cli: Cli
 ) -> None:
     case, run = finished
-    assert main(["export", str(run), "--out", "out"]) == 0
+    cli(f"export {run} --out out")
     assert is_of_transformers(load_exported("out"))
     assert code_of(Path("out", FILE).read_text())
     if TASKS[task_of(case)].gives in ("text", "continuation"):
-        assert main(["export", str(run), "--onnx"]) == 2
-        assert "token by token" in capsys.readouterr().err
+        assert "token by token" in cli(f"export {run} --onnx", code=2)

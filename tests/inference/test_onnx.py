@@ -1,6 +1,5 @@
 """`accel-train export --onnx`: graphs that compute the model's logits at any size, and nothing written otherwise."""
 
-import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -18,15 +17,16 @@ from PIL import Image
 from transformers import AutoImageProcessor, AutoTokenizer
 from transformers.pytorch_utils import Conv1D
 
-from accel_train.cli.main import main
 from accel_train.core import errors
 from accel_train.inference import onnx_export, onnx_int8
 from accel_train.inference.export import load_exported
 from accel_train.model.ngrams import register
+from tests.inference.conftest import Cli, run_card
 from tests.support import text_tasks
 from tests.support.runs import answers, write_recipe_file
 from tests.support.text_tasks import BERT, GPT2, MODERNBERT, ROBERTA, SEGFORMER
 
+Config = dict[str, Any]
 SECOND = ["one number", "x"]
 TEXTS = ["a step", "the device memory of the host is 3 and more, and more, and more"]
 # As finetune writes them.
@@ -51,16 +51,13 @@ UPERNET = {
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, not_launched: None) -> None:
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("accel_train.inference.int8_cost._TIMED_SECONDS", 0.01)
 
 
-def exported(run: Path, capsys: pytest.CaptureFixture[str]) -> tuple[Path, dict[str, Any]]:
+def exported(run: Path, cli: Cli) -> tuple[Path, Config]:
     """The folder that `export --onnx --json` wrote, and the details of its result."""
-    capsys.readouterr()
-    assert main(["export", str(run), "--onnx", "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)["result"]
+    result = cli.result(f"export {run} --onnx")
     assert (result["onnx"], result["folder"]) == (True, str(run / "export-onnx"))
     details = result["details"]
     assert details["metrics"]["after"] == pytest.approx(details["metrics"]["before"], rel=1e-4, abs=1e-4)
@@ -71,7 +68,7 @@ def exported(run: Path, capsys: pytest.CaptureFixture[str]) -> tuple[Path, dict[
     return run / "export-onnx", details
 
 
-def assert_same_logits(folder: Path, model: Any, feed: dict[str, Any]) -> None:
+def assert_same_logits(folder: Path, model: Any, feed: Config) -> None:
     """`feed` is the processor's result, and the graph takes no other name and leaves none out."""
     session = InferenceSession(folder / "model.onnx")
     outputs = [each.name for each in session.get_outputs()]
@@ -85,7 +82,7 @@ def assert_same_logits(folder: Path, model: Any, feed: dict[str, Any]) -> None:
 
 slow = pytest.mark.slow
 CLASSES = "AutoModelForSequenceClassification"
-CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
+CASES: dict[str, tuple[str, str, Config, Config]] = {
     "text": ("text-classification", CLASSES, BERT, {}),
     "ngrams": ("text-classification", CLASSES, NGRAMS, {}),
     "answers": ("question-answering", "AutoModelForQuestionAnswering", BERT, {}),
@@ -104,7 +101,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
 def train(case: str, folder: Path) -> Path:
     """A run of three steps, whose weights are large enough for logits that differ from text to text."""
     task, _, config, sections = CASES[case]
-    rows: list[Any] = [60, float] if case == "regression" else []
+    rows = [60, float] if case == "regression" else []
     is_ngrams = config["model_type"] == "ngrams"
     settings = {"schedule": {"max_steps": 3}, "optimizer": {"learning_rate": 0.1 if is_ngrams else 1e-3}, **sections}
     model = {"config": config if is_ngrams else {**config, "initializer_range": 0.5}}
@@ -113,11 +110,11 @@ def train(case: str, folder: Path) -> Path:
 
 @pytest.mark.parametrize("case", [pytest.param(name, marks=() if at < 3 else slow) for at, name in enumerate(CASES)])
 def test_a_graph_computes_the_logits_of_from_pretrained_for_texts_of_any_size(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    case: str, tmp_path: Path, cli: Cli
 ) -> None:
     task, factory, *_ = CASES[case]
     run = train(case, tmp_path)
-    folder, _ = exported(run, capsys)
+    folder, _ = exported(run, cli)
     is_pair = "pairs" in case or task in ("question-answering", "multiple-choice")
     texts = (TEXTS, SECOND) if is_pair else (TEXTS,)
     tokens = AutoTokenizer.from_pretrained(folder)(*texts, padding=True, return_tensors="np")
@@ -132,10 +129,7 @@ def test_a_graph_computes_the_logits_of_from_pretrained_for_texts_of_any_size(
     with pytest.raises(ValueError, match="InferenceSession"):
         load_exported(folder)
     if case == "text":
-        monkeypatch.chdir(folder)
-        found: dict[str, Any] = {"texts": TEXTS[:1]}
-        exec(Path("README.md").read_text().split("```python")[1].split("```")[0], found)
-        assert found["outputs"][0].shape == (1, 3)
+        assert run_card(folder, texts=TEXTS[:1])["outputs"][0].shape == (1, 3)
 
 
 BROKEN: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], float, str]] = {
@@ -150,7 +144,7 @@ BROKEN: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], float, str]] = {
 
 
 def test_a_graph_that_is_not_the_model_is_refused_and_nothing_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     run = train("text", tmp_path)
     before, whole = sorted(run.rglob("*")), onnx_export._Outputs.forward
@@ -159,14 +153,11 @@ def test_a_graph_that_is_not_the_model_is_refused_and_nothing_is_written(
             onnx_export._Outputs, "forward", lambda self, *given, change=change: (change(whole(self, *given)[0]),)
         )
         monkeypatch.setattr(onnx_export, "TOLERANCE", tolerance)
-        capsys.readouterr()
-        assert main(["export", str(run), "--onnx"]) == 2
-        [error] = answers(capsys.readouterr().err)
+        [error] = answers(cli(f"export {run} --onnx", code=2))
         assert said in error
         assert sorted(run.rglob("*")) == before
     (tmp_path / "a.jsonl").rename("moved.jsonl")
-    assert main(["export", str(run), "--onnx"]) == 2
-    assert "Put the data there" in capsys.readouterr().err
+    assert "Put the data there" in cli(f"export {run} --onnx", code=2)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +175,7 @@ def test_one_bad_batch_of_many_refuses_the_graph(name: str, graph: list[float], 
     node, batches = SimpleNamespace(name=name), iter([np.float32([each]) for each in graph])
     given = SimpleNamespace(get_inputs=list, get_outputs=lambda: [node], run=lambda *_: [next(batches)])
     expected = iter(model)
-    reference: Any = torch.nn.Identity()
+    reference = torch.nn.Identity()
     reference.forward = lambda **_: {name: torch.tensor([next(expected)])}
     checked = onnx_export.OnnxModel(given, reference)
     for _ in graph:
@@ -194,20 +185,16 @@ def test_one_bad_batch_of_many_refuses_the_graph(name: str, graph: list[float], 
 
 
 @pytest.mark.parametrize(
-    "task, more, said",
+    "task, said",
     [
-        ("causal-lm", [], "optimum-cli export onnx"),
-        ("seq2seq", [], "seq2seq generates text token by token"),
-        ("own:Task", [], "own:Task is custom"),
-        (
-            "text-classification",
-            [],
-            "--onnx: needs the package onnxscript. Install it: pip install 'accel-train[onnx]'",
-        ),
+        ("causal-lm", "optimum-cli export onnx"),
+        ("seq2seq", "seq2seq generates text token by token"),
+        ("own:Task", "own:Task is custom"),
+        ("text-classification", "--onnx: needs the package onnxscript. Install it: pip install 'accel-train[onnx]'"),
     ],
 )
 def test_a_refusal_comes_before_torch_and_names_the_fix(
-    task: str, more: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    task: str, said: str, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     Path("run").mkdir()
     Path("run/recipe.resolved.yaml").write_text(
@@ -215,19 +202,13 @@ def test_a_refusal_comes_before_torch_and_names_the_fix(
     )
     if "needs" in said:
         monkeypatch.setattr(errors, "find_spec", lambda name: None if name == "onnxscript" else name)
-    assert main(["export", "run", "--onnx", *more]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert said in lines[0]
-    assert len(lines) == 1
+    [line] = cli("export run --onnx", code=2).splitlines()
+    assert said in line
 
 
-def exported_in_int8(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> tuple[InferenceSession, onnx.ModelProto, dict[str, Any]]:
+def exported_in_int8(run: Path, cli: Cli) -> tuple[InferenceSession, onnx.ModelProto, Config]:
     """The graph that `export --onnx --quantize int8` wrote, as a session and as a file, and the details."""
-    capsys.readouterr()
-    assert main(["export", str(run), "--onnx", "--quantize", "int8", "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)["result"]
+    result = cli.result(f"export {run} --onnx --quantize int8")
     folder = run / "export-onnx-int8"
     assert (result["onnx"], result["quantize"], result["folder"]) == (True, "int8", str(folder))
     details, file = result["details"], folder / "model.onnx"
@@ -237,8 +218,7 @@ def exported_in_int8(
     for name in ("metrics", "samples_per_second"):
         assert list(details[name]) == ["before", "onnx", "after"]
     assert details["metrics"]["onnx"] == pytest.approx(details["metrics"]["before"], rel=1e-4, abs=1e-4)
-    assert main(["evaluate", str(run), "--json"]) == 0
-    evaluated = json.loads(capsys.readouterr().out)["result"]["metrics"]
+    evaluated = cli.result(f"evaluate {run}")["metrics"]
     assert details["metrics"]["before"] == pytest.approx(
         {name: evaluated[name] for name in details["metrics"]["before"]}
     )
@@ -254,10 +234,10 @@ def int8_weights(graph: onnx.ModelProto) -> list[tuple[NDArray[np.int8], NDArray
 
 @pytest.mark.parametrize("case", ["text", pytest.param("pairs", marks=slow), pytest.param("gpt2", marks=slow)])
 def test_an_int8_graph_of_texts_holds_every_matrix_in_int8_and_is_near_the_model(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    case: str, tmp_path: Path, cli: Cli
 ) -> None:
     run = train(case, tmp_path)
-    session, graph, details = exported_in_int8(run, capsys)
+    session, graph, details = exported_in_int8(run, cli)
     model = transformers.AutoModelForSequenceClassification.from_pretrained(run / "model").eval()
     # A Conv1D of GPT-2 holds its inputs first, as the graph does.
     layers = [each for each in model.modules() if isinstance(each, torch.nn.Linear | Conv1D)]
@@ -287,25 +267,18 @@ def test_an_int8_graph_of_texts_holds_every_matrix_in_int8_and_is_near_the_model
     with pytest.raises(ValueError, match="InferenceSession"):
         load_exported(run / "export-onnx-int8")
     if case == "text":
-        monkeypatch.chdir(run / "export-onnx-int8")
-        read: dict[str, Any] = {"texts": TEXTS[:1]}
-        exec(Path("README.md").read_text().split("```python")[1].split("```")[0], read)
-        assert read["outputs"][0].shape == (1, 3)
+        assert run_card(run / "export-onnx-int8", texts=TEXTS[:1])["outputs"][0].shape == (1, 3)
 
 
-def test_a_model_without_matrices_is_refused_in_int8_and_nothing_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_without_matrices_is_refused_in_int8_and_nothing_is_written(tmp_path: Path, cli: Cli) -> None:
     run = train("ngrams", tmp_path)
     before = sorted(run.rglob("*"))
-    assert main(["export", str(run), "--onnx", "--quantize", "int8"]) == 2
-    [error] = answers(capsys.readouterr().err)
+    [error] = answers(cli(f"export {run} --onnx --quantize int8", code=2))
     assert "no matrix and no convolution" in error
     assert sorted(run.rglob("*")) == before
     (run / "export-onnx-int8").mkdir()
     (run / "export-onnx-int8" / "mine.txt").write_text("mine")
-    assert main(["export", str(run), "--onnx", "--quantize", "int8"]) == 2
-    assert "mine.txt" in capsys.readouterr().err
+    assert "mine.txt" in cli(f"export {run} --onnx --quantize int8", code=2)
     assert [each.name for each in (run / "export-onnx-int8").iterdir()] == ["mine.txt"]
 
 
@@ -335,7 +308,7 @@ def write_images(folder: Path, masks: bool) -> Path:
     return folder
 
 
-def train_images(config: dict[str, Any], folder: Path) -> Path:
+def train_images(config: Config, folder: Path, cli: Cli) -> Path:
     """A run of three steps."""
     masks = config in (SEGFORMER, UPERNET)
     data = {"train": str(write_images(folder / "set", masks)), "image_size": 32, "eval_fraction": 0.3}
@@ -348,16 +321,16 @@ def train_images(config: dict[str, Any], folder: Path) -> Path:
         evaluate={"test_time_augmentation": {"horizontal_flip": True}},
         schedule={"max_steps": 3},
     )
-    assert main(["run", str(recipe)]) == 0
+    cli(f"run {recipe}")
     return folder / "run"
 
 
 @pytest.mark.parametrize("config", [RESNET, pytest.param(VIT, marks=slow), pytest.param(UPERNET, marks=slow)])
 def test_an_int8_graph_of_images_holds_matrices_and_convolutions_in_int8_and_is_near_the_model(
-    config: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    config: Config, tmp_path: Path, cli: Cli
 ) -> None:
-    run = train_images(config, tmp_path)
-    session, graph, details = exported_in_int8(run, capsys)
+    run = train_images(config, tmp_path, cli)
+    session, graph, details = exported_in_int8(run, cli)
     name = "AutoModelForSemanticSegmentation" if config is UPERNET else "AutoModelForImageClassification"
     model = getattr(transformers, name).from_pretrained(run / "model").eval()
     kinds = {"num_matrices": torch.nn.Linear, "num_convolutions": torch.nn.Conv2d}
@@ -384,10 +357,10 @@ def test_an_int8_graph_of_images_holds_matrices_and_convolutions_in_int8_and_is_
     ],
 )
 def test_a_graph_computes_the_logits_of_images_of_any_size_that_the_model_takes(
-    config: dict[str, Any], size: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    config: Config, size: Any, tmp_path: Path, cli: Cli
 ) -> None:
     masks = config in (SEGFORMER, UPERNET)
-    folder, details = exported(train_images(config, tmp_path), capsys)
+    folder, details = exported(train_images(config, tmp_path, cli), cli)
     sizes = details["onnx"]["inputs"]["pixel_values"]
     assert sizes == ["batch", 3, *(["height", "width"] if size == "any" else [size, size])]
     name = "AutoModelForSemanticSegmentation" if masks else "AutoModelForImageClassification"

@@ -14,10 +14,10 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForObjectDetec
 from transformers.image_transforms import center_to_corners_format
 
 from accel_train import Recipe
-from accel_train.cli.main import main
 from accel_train.inference import onnx_export
 from accel_train.inference.int8 import quiet
 from accel_train.tasks.object_detection.metrics import Detection, average_precision
+from tests.inference.conftest import Cli, run_card
 from tests.inference.test_onnx import exported, exported_in_int8
 from tests.support.detectors import DETECTORS, YOLOS
 from tests.support.runs import write_recipe_file
@@ -25,14 +25,13 @@ from tests.support.text_tasks import load
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, not_launched: None) -> None:
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("accel_train.inference.int8_cost._TIMED_SECONDS", 0.01)
 
 
 def distinct(config: dict[str, Any]) -> dict[str, Any]:
     """The configuration with weights so large that queries differ from each other."""
-    spread: dict[str, Any] = {"initializer_range": 0.3, "init_std": 0.3}
+    spread = {"initializer_range": 0.3, "init_std": 0.3}
     backbone = {"backbone_config": config["backbone_config"] | spread} if "backbone_config" in config else {}
     return config | spread | backbone
 
@@ -70,9 +69,7 @@ def test_a_graph_gives_the_logits_and_boxes_of_a_detector(family: str, tmp_path:
 
 
 @pytest.mark.slow
-def test_a_graph_of_a_detector_gives_the_boxes_of_its_image_processor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_graph_of_a_detector_gives_the_boxes_of_its_image_processor(tmp_path: Path, cli: Cli) -> None:
     recipe = write_recipe_file(
         tmp_path,
         task="object-detection",
@@ -80,16 +77,15 @@ def test_a_graph_of_a_detector_gives_the_boxes_of_its_image_processor(
         data={"train": "digit-scenes", "image_size": 64, "cache_dir": None, "sequence_length": None},
         schedule={"max_steps": 2},
     )
-    assert main(["run", str(recipe)]) == 0
-    folder, details = exported(tmp_path / "run", capsys)
+    cli(f"run {recipe}")
+    folder, details = exported(tmp_path / "run", cli)
     assert details["onnx"]["inputs"] == {"pixel_values": ["batch", 3, 64, 64]}
     assert details["onnx"]["outputs"] == {"logits": ["batch", 7, 11], "pred_boxes": ["batch", 7, 4]}
     assert set(details["metrics"]["before"]) == {"map", "map_50", "map_75", "num_targets"}
-    monkeypatch.chdir(folder)
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (50, 90, 3), dtype=np.uint8))
-    code = Path("README.md").read_text().split("```python")[1].split("```")[0]
-    read: dict[str, Any] = {"image": image}
-    exec(code.replace("threshold=0.5", "threshold=0.0"), read)
+    card = folder / "README.md"
+    card.write_text(card.read_text().replace("threshold=0.5", "threshold=0.0"))
+    read = run_card(folder, image=image)
     model = AutoModelForObjectDetection.from_pretrained(tmp_path / "run/model").eval()
     processor = AutoImageProcessor.from_pretrained(tmp_path / "run/model")
     with torch.no_grad():
@@ -98,7 +94,7 @@ def test_a_graph_of_a_detector_gives_the_boxes_of_its_image_processor(
     assert len(expected["boxes"]) == 7
     for name in ("boxes", "scores", "labels"):
         torch.testing.assert_close(read["found"][name], expected[name], atol=1e-3, rtol=1e-4)
-    session, _, details = exported_in_int8(tmp_path / "run", capsys)
+    session, _, details = exported_in_int8(tmp_path / "run", cli)
     assert details["int8"]["num_matrices"] > 4
     assert details["metrics"]["after"]["map"] == pytest.approx(precision_of(session, recipe), rel=1e-6)
     assert details["metrics"]["after"]["map"] > 0
@@ -150,7 +146,7 @@ def test_queries_are_compared_in_any_order_and_left_out_only_where_a_rounding_de
     session = SimpleNamespace(get_inputs=list, get_outputs=lambda: nodes, run=lambda *_: arrays)
     # A negative gap is between the first two queries, and a positive one between the last that is chosen and the next.
     scores = [4.0, 4.0 + gap, 2.0, 1.0] if gap < 0 else [4.0, 3.0, 2.0, 2.0 - gap]
-    reference: Any = torch.nn.Identity()
+    reference = torch.nn.Identity()
     reference.config = SimpleNamespace(num_queries=3, learn_initial_query=learned)
     reference.forward = lambda **_: {
         "logits": QUERIES,

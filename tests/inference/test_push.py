@@ -13,6 +13,7 @@ from huggingface_hub import ModelCard
 from accel_train.cli.main import main
 from accel_train.core.model_card import FILE as CARD
 from accel_train.inference import push
+from tests.inference.conftest import Cli
 from tests.support import runs
 
 
@@ -67,7 +68,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def hub(finished: Path, monkeypatch: pytest.MonkeyPatch, not_launched: None) -> Iterator[Hub]:
+def hub(finished: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     """A Hub without repositories, and somebody who is logged in."""
     monkeypatch.chdir(finished)
     made = Hub()
@@ -83,28 +84,22 @@ def model_files() -> list[Path]:
 
 
 def sent(*words: str) -> dict[str, Any]:
-    result: dict[str, Any] = push.push_run(Path("run"), *words)._asdict()
-    return result
-
-
-def answered(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    assert main([*words, "--json"]) == 0
-    result: dict[str, Any] = json.loads(capsys.readouterr().out)["result"]
+    result = push.push_run(Path("run"), *words)._asdict()
     return result
 
 
 def test_a_dry_run_asks_nobody_and_names_each_file_with_its_size(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     monkeypatch.setattr(push, "get_token", lambda: None)
-    result = answered(capsys, "push", "run", "tiny", "--dry-run")
+    result = cli.result("push run tiny --dry-run")
     sizes = {path.name: path.stat().st_size for path in model_files()}
     assert result["files"] == {**sizes, "README.md": len(result["card"].encode())}
     assert (result["url"], result["repository"], hub.repositories) == (None, "tiny", {})
 
 
-def test_the_hub_gets_the_model_and_the_scores_of_the_summary(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
-    result = answered(capsys, "push", "run", "tiny", "--private")
+def test_the_hub_gets_the_model_and_the_scores_of_the_summary(hub: Hub, cli: Cli) -> None:
+    result = cli.result("push run tiny --private")
     files, is_private = hub.repositories["me/tiny"]
     assert is_private
     assert result["url"] == "https://huggingface.co/me/tiny/commit/1"
@@ -138,12 +133,9 @@ def test_code_that_the_model_names_is_sent(hub: Hub, finished: Path) -> None:
         config.write_text(before)
 
 
-def test_a_repository_with_files_is_refused_and_an_update_keeps_its_other_files(
-    hub: Hub, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_repository_with_files_is_refused_and_an_update_keeps_its_other_files(hub: Hub, cli: Cli) -> None:
     hub.repositories["me/tiny"] = ({".gitattributes": b"", "mine.txt": b"kept"}, False)
-    assert main(["push", "run", "me/tiny"]) == 2
-    assert "--update" in capsys.readouterr().err
+    assert "--update" in cli("push run me/tiny", code=2)
     assert hub.calls == []
     assert push.push_run(Path("run"), "me/tiny", updates=True).kept == ("mine.txt",)
     assert hub.repositories["me/tiny"][0]["mine.txt"] == b"kept"
@@ -152,29 +144,24 @@ def test_a_repository_with_files_is_refused_and_an_update_keeps_its_other_files(
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (["push", "run", "a b"], "owner/name"),
-        (["push", "none", "tiny"], "none does not exist"),
-        (["push", "run", "me/public", "--private"], "leave out --private"),
+        ("run a--b", "owner/name"),
+        ("none tiny", "none does not exist"),
+        ("run me/public --private", "leave out --private"),
     ],
 )
-def test_what_cannot_be_pushed_is_one_error(
-    words: list[str], named: str, hub: Hub, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_cannot_be_pushed_is_one_error(words: str, named: str, hub: Hub, cli: Cli) -> None:
     hub.repositories["me/public"] = ({}, False)
-    assert main(words) == 2
-    assert named in capsys.readouterr().err
+    assert named in cli(f"push {words}", code=2)
     assert hub.calls == []
 
 
 def test_nobody_logged_in_and_a_refusal_of_the_hub_are_errors_with_the_remedy(
-    hub: Hub, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    hub: Hub, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     hub.failure = ConnectionError("no route\nto the hub")
-    assert main(["push", "run", "me/tiny"]) == 2
-    assert "ConnectionError: no route" in capsys.readouterr().err
+    assert "ConnectionError: no route" in cli("push run me/tiny", code=2)
     monkeypatch.setattr(push, "get_token", lambda: None)
-    assert main(["push", "run", "me/tiny"]) == 2
-    assert "hf auth login" in capsys.readouterr().err
+    assert "hf auth login" in cli("push run me/tiny", code=2)
 
 
 def test_folders_of_this_machine_are_not_in_the_card(finished: Path) -> None:

@@ -18,12 +18,15 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     TrainingArguments,
+    ViTConfig,
+    ViTForImageClassification,
 )
 
 from accel_train.core.errors import SettingError
 from accel_train.hf import Trainer
 
-Row = dict[str, Any]
+Row = Given = dict[str, Any]
+"""A sample; and arguments by name."""
 CLOCKS = ("_runtime", "_per_second", "_preparation_time")
 CLOSE = 1e-5
 KINDS = (transformers.Trainer, Trainer)
@@ -32,7 +35,7 @@ KINDS = (transformers.Trainer, Trainer)
 def bert(kind: Any = BertForSequenceClassification, *, num_labels: int = 3, seed: int = 0, **config: Any) -> Any:
     """Two layers without dropout, so that both trainers compute the same."""
     torch.manual_seed(seed)
-    settings: dict[str, Any] = {
+    settings: Given = {
         "vocab_size": 64,
         "hidden_size": 32,
         "num_hidden_layers": 2,
@@ -49,13 +52,31 @@ def bert(kind: Any = BertForSequenceClassification, *, num_labels: int = 3, seed
 def llama(seed: int = 0) -> Any:
     """A causal language model whose loss takes num_items_in_batch."""
     torch.manual_seed(seed)
-    sizes: dict[str, Any] = {
+    sizes: Given = {
         "hidden_size": 32,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
         "intermediate_size": 64,
     }
     return LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=32, **sizes))
+
+
+def vit(seed: int = 0) -> Any:
+    """A model of images of 3 x 16 x 16, saved under other weight names than its own."""
+    torch.manual_seed(seed)
+    sizes: Given = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "num_labels": 3}
+    sizes |= {"intermediate_size": 32, "image_size": 16, "patch_size": 8, "hidden_dropout_prob": 0.0}
+    return ViTForImageClassification(ViTConfig(**sizes))
+
+
+def adapted() -> Any:
+    """A model with an adapter whose weights are not zero."""
+    import peft
+
+    config = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["query"], init_lora_weights=False)
+    model = bert()
+    torch.manual_seed(1)
+    return peft.get_peft_model(model, config)
 
 
 class Plain(nn.Module):
@@ -85,6 +106,11 @@ def plain_rows(count: int, seed: int = 1) -> list[Row]:
     return [{"features": feature, "labels": int(feature[0] > 0)} for feature in features]
 
 
+def worse_rows(count: int) -> list[Row]:
+    """Rows of `Plain` whose loss grows while it learns `plain_rows`."""
+    return [{**row, "labels": 2} for row in plain_rows(count)]
+
+
 def token_rows(count: int, seed: int = 1) -> list[Row]:
     """Texts of different lengths with a class for each token, some of them ignored."""
     generator = torch.Generator().manual_seed(seed)
@@ -111,7 +137,7 @@ def token_bert() -> Any:
     return bert(BertForTokenClassification)
 
 
-USUAL_ARGUMENTS: dict[str, Any] = {
+USUAL_ARGUMENTS: Given = {
     "use_cpu": True,
     "per_device_train_batch_size": 8,
     "per_device_eval_batch_size": 8,
@@ -143,9 +169,14 @@ def trained(folder: Path, model: Any, data: Any, resume: Any = None, **given: An
     return trainer
 
 
-def every(steps: int, *events: str) -> dict[str, Any]:
+def trained_plain(folder: Path, count: int, resume: Any = None, **given: Any) -> Any:
+    """A trainer of `Plain` on so many rows, after train()."""
+    return trained(folder, Plain(), plain_rows(count), resume, **given)
+
+
+def every(steps: int, *events: str) -> Given:
     """Arguments for an `eval`, a `save`, or `logging` after so many steps."""
-    given: dict[str, Any] = {f"{event}_strategy": "steps" for event in events}
+    given: Given = {f"{event}_strategy": "steps" for event in events}
     return given | {f"{event}_steps": steps for event in events}
 
 
@@ -156,7 +187,7 @@ def both(
     *,
     overrides: type = object,
     act: Any = lambda trainer: trainer.train(),
-    args: dict[str, Any] | None = None,
+    args: Given | None = None,
     **setup: Any,
 ) -> Any:
     """The same trainer twice, transformers' and ours, and what each gives: (theirs, ours, expected, found).

@@ -2,6 +2,7 @@
 
 import copy
 import random
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,20 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AddedToken, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 from transformers import PreTrainedTokenizerFast as Fast
 
+from tests.support.hf_models import Given
+
+MARKS = [
+    pytest.mark.filterwarnings("ignore::FutureWarning"),  # transformers renames what TRL sets by default
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.usefixtures("without_cuda"),
+]
+"""Marks of modules that run TRL."""
 TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{% if m['role'] == 'assistant' %}{% generation %}{{ m['content'] }}"
     "<|end|>{% endgeneration %}{% else %}{{ m['content'] }}<|end|>{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-SIZES: dict[str, Any] = {
+SIZES: Given = {
     "hidden_size": 32,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
@@ -79,7 +88,7 @@ def config(folder: Path | str, **changes: Any) -> Any:
     """A small complete SFTConfig in fp32."""
     from trl import SFTConfig
 
-    usual: dict[str, Any] = {
+    usual: Given = {
         "use_cpu": True,
         "bf16": False,
         "per_device_train_batch_size": 4,
@@ -135,7 +144,7 @@ def adapted(size: int) -> Any:
     return get_peft_model(llama(size), lora())
 
 
-def padded(rows: list[Any]) -> dict[str, Any]:
+def padded(rows: list[Any]) -> Given:
     """A collator as users write it."""
     pad = partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
     ids, labels = ([torch.tensor(row[name]) for row in rows] for name in ("input_ids", "labels"))
@@ -163,6 +172,23 @@ def made(kind: Any, folder: Path | str, data: str, **given: Any) -> Any:
     return kind(model, config(folder, **given), processing_class=tool, **others)
 
 
+def both(folder: Path, data: str, read: Callable[[Any], Any], overrides: type = object, **given: Any) -> Any:
+    """What `read` gives of TRL's trainer and of ours after train(), and our trainer. Both get the methods of
+    `overrides`.
+    """
+    import trl
+
+    from accel_train import SFTTrainer
+
+    found = []
+    for kind in (trl.SFTTrainer, SFTTrainer):
+        own = kind if overrides is object else type("Own", (overrides, kind), {})
+        trainer = made(own, folder / kind.__module__, data, **given)
+        trainer.train()
+        found.append(read(trainer))
+    return *found, trainer
+
+
 def losses(trainer: Any) -> list[float]:
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
@@ -179,15 +205,15 @@ def same_scores(found: list[dict[str, float]], expected: list[dict[str, float]],
         assert ours == pytest.approx(theirs, rel=rel)
 
 
-SKIPPED: dict[str, Any] = {"dataset_kwargs": {"skip_prepare_dataset": True}}
+SKIPPED: Given = {"dataset_kwargs": {"skip_prepare_dataset": True}}
 BEFORE = Dataset.from_list(
     [
         {"input_ids": [*range(3, 8 + i % 5)] * 2, "labels": [*range(3, 8 + i % 5)] * 2, "seq_lengths": [5 + i % 5] * 2}
         for i in range(40)
     ]
 )
-PACKED: dict[str, Any] = {"packing": True, "max_length": 128, "per_device_train_batch_size": 2}
-SETUPS: dict[str, tuple[str, dict[str, Any]]] = {
+PACKED: Given = {"packing": True, "max_length": 128, "per_device_train_batch_size": 2}
+SETUPS: dict[str, tuple[str, Given]] = {
     "chats": ("chat", {}),
     "assistant only, accumulated": ("chat", {"assistant_only_loss": True, "gradient_accumulation_steps": 3}),
     "completion only": ("pair", {}),
@@ -229,16 +255,16 @@ SETUPS: dict[str, tuple[str, dict[str, Any]]] = {
     "rows cut at the end": ("chat", {"max_length": 20, "truncation_mode": "keep_end"}),
 }
 """Set-ups that both trainers run."""
-WRAPPED: dict[str, Any] = {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
-SPREAD: dict[str, tuple[str, dict[str, Any]]] = {
+WRAPPED: Given = {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
+SPREAD: dict[str, tuple[str, Given]] = {
     "two processes": ("chat", {"assistant_only_loss": True, "gradient_accumulation_steps": 2}),
     "two processes, LoRA, packed": ("chat", {"peft_config": lora, "dataloader_drop_last": True, **PACKED}),
     "FSDP2, LoRA, packed": ("chat", {"peft_config": lora, "dataloader_drop_last": True, **WRAPPED, **PACKED}),
     "FSDP2": ("chat", WRAPPED),
 }
 """Set-ups of two processes."""
-_SAVED: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, "assistant_only_loss": True}
-RESUMED: dict[str, tuple[str, dict[str, Any]]] = {
+_SAVED: Given = {"save_strategy": "steps", "save_steps": 3, "assistant_only_loss": True}
+RESUMED: dict[str, tuple[str, Given]] = {
     "padded, accumulated": ("chat", {"gradient_accumulation_steps": 2, **_SAVED}),
     "packed, LoRA with dropout, noise": (
         "chat",
