@@ -43,13 +43,13 @@ def recognise_boxes(asked: Asked, located: Located) -> Found:
     Raises:
         ValueError: annotations have faults. The message has a line for each.
     """
-    settings: Choices = {"data.train": Choice(asked.path, "")}
+    settings: Choices = {"data.train": Choice(asked.path)}
     if located.kind == COLUMNS and len(asked.label) == 1:
         settings["data.class_column"] = Choice(asked.label[0], "from --label")
     else:
         refuse_columns(asked, asked.path, "images with boxes")
     if "data.annotations" not in asked.given:
-        settings["data.train"] = Choice(str(located.train), "")
+        settings["data.train"] = Choice(str(located.train))
         if located.eval is not None and "data.eval" not in asked.given:
             what = "its validation part" if located.eval == located.train else "evaluation data by its name"
             settings["data.eval"] = Choice(str(located.eval), what)

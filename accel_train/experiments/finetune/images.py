@@ -107,7 +107,7 @@ def recognise_classes(asked: Asked, folder: Path, tables: Sequence[Path] = ()) -
         f"images in {len(counts)} folders, one for each class",
         f"{folder}: {format_count(len(names), 'image')} in {len(counts)} classes ({_listed(list(counts))})",
         num_samples=len(names),
-        settings={"data.train": Choice(asked.path, "")},
+        settings={"data.train": Choice(asked.path)},
         counts=counts,
         unused=not_used(folder, used, num_others - sum(entry.is_file() for entry in root.glob("[!.]*"))),
         notes=notes,

@@ -100,7 +100,7 @@ def lengths(sizes: Sequence[int]) -> dict[str, Any]:
 
 def places_of(asked: Asked, train: str | Path, held_out: str | Path | None) -> Choices:
     """Return the settings that name the training data, and evaluation data that their name shows."""
-    found: Choices = {"data.train": Choice(str(train), "")}
+    found: Choices = {"data.train": Choice(str(train))}
     if held_out is not None and "data.eval" not in asked.given:
         found["data.eval"] = Choice(str(held_out), "evaluation data by its name")
     return found

@@ -109,7 +109,7 @@ def recognise_class_folders(asked: Asked, folder: Path, folders: Sequence[Path],
     # The path stays as the user gave it if it is the folder of classes.
     train = (asked.path if root == folder else str(root)) if is_whole else [str(path) for path in named]
     settings = places_of(asked, root, held_out) | {
-        "data.train": Choice(train, ""),
+        "data.train": Choice(train),
         "data.lines": Choice("folder_names", "each file is a text, and its folder is the label"),
     }
     why = f"texts in {len(named)} folders, one for each class; for a language model: --task causal-lm"
@@ -154,7 +154,7 @@ def recognise_files_of_classes(asked: Asked, texts: Sequence[Path]) -> Found:
         ValueError: a file cannot be read, or a flag names columns.
     """
     settings: Choices = {
-        "data.train": Choice(asked.path, ""),
+        "data.train": Choice(asked.path),
         "data.lines": Choice("file_names", "each line is a text, and its file is the label"),
     }
     names = listed([path.stem for path in texts])
@@ -265,7 +265,7 @@ def _readings(asked: Asked, files: Sequence[Path]) -> Choices:
 
 def recognise_lines(asked: Asked, files: Sequence[Path], parts: Choices, lines: Choice[str]) -> Found:
     """Return the facts of files with a label and a text on each line. `parts` name the files."""
-    settings = {"data.train": Choice(asked.path, ""), **_readings(asked, files), **parts, "data.lines": lines}
+    settings = {"data.train": Choice(asked.path), **_readings(asked, files), **parts, "data.lines": lines}
     return _labelled(asked, settings, "each line is a label and a text", "line", ", each with a label and a text")
 
 
@@ -275,7 +275,7 @@ def recognise_text(asked: Asked, files: Sequence[Path], parts: Choices, others: 
     Raises:
         ValueError: the files are empty, may be something else, or do not fit the requested task.
     """
-    settings = {"data.train": Choice(asked.path, ""), **_readings(asked, files), **parts}
+    settings = {"data.train": Choice(asked.path), **_readings(asked, files), **parts}
     asked = replace(asked, data=with_settings(asked.data, settings))
     if asked.task not in (None, "causal-lm"):
         raise ValueError(
