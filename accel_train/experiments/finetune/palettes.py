@@ -81,7 +81,7 @@ class Palette(NamedTuple):
 def find_palette(asked: Asked, place: str) -> Palette | None:
     """Return the color masks of a folder, or None without. Raises ValueError for unclear pairs or lists of classes."""
     path = Path(place).expanduser()
-    if asked.task not in (None, "semantic-segmentation") or not path.is_dir() or not list_images(path)[0]:
+    if not asked.allows("semantic-segmentation") or not path.is_dir() or not list_images(path)[0]:
         return None
     from accel_train.experiments.finetune.images import find_pairs, not_used  # imports torch
     from accel_train.tasks.semantic_segmentation.data import masked_pool

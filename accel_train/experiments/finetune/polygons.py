@@ -78,7 +78,7 @@ def find_polygons(asked: Asked, place: str) -> Polygons | None:
     files = [path / name for name in list_files(path)[1] if name.lower().endswith(".json")]
     if os.path.isfile(path):
         files, root = [path], path.parent.parent if path.parent.name.lower() == "annotations" else path.parent
-    is_asked = asked.task in (None, "semantic-segmentation")
+    is_asked = asked.allows("semantic-segmentation")
     if not is_asked or not any(_content(files[index]) for index in evenly_spaced(len(files), _NUM_LOOKED_AT)):
         return None
     from accel_train.experiments.finetune.images import find_pairs  # imports torch

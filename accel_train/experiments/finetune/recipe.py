@@ -43,6 +43,14 @@ class Asked:
     given: frozenset[str] = frozenset()
     """Dotted names of the settings on the command line. finetune does not choose these settings."""
 
+    @property
+    def place(self) -> Path:
+        return Path(self.path).expanduser()
+
+    def allows(self, *tasks: str) -> bool:
+        """Return whether the flag leaves the task open, or names one of these."""
+        return self.task in (None, *tasks)
+
 
 @dataclass(frozen=True)
 class Found:
@@ -143,7 +151,7 @@ def check_header(asked: Asked) -> None:
     Raises:
         ValueError: a column is missing; the message names the flag.
     """
-    path = Path(asked.path).expanduser()
+    path = asked.place
     flags = {"--text": asked.text, "--label": asked.label}
     named = [(flag, name) for flag, names in flags.items() for each in names for name in (each, *columns_read(each))]
     if not named or not path.is_file() or file_kind(path) != "csv":

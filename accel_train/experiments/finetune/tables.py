@@ -65,7 +65,7 @@ def recognise_table(asked: Asked, path: Path, held_out: Path | None = None) -> F
     """
     if conll_settings(files_at(path)[0], asked) is not None:
         return recognise_annotated(asked, "token-classification", path, held_out)
-    asked, table = with_languages(asked, read_table(path, asked.data, asked.given))
+    asked, table = with_languages(asked, read_table(path, asked))
     if len(asked.label) == 1 and asked.label[0] not in table:
         asked = replace(asked, label=tuple(asked.label[0].split(",")))
     _check_flags(asked, table)
@@ -144,7 +144,7 @@ def _chats(asked: Asked, table: Table) -> dict[str, Any] | None:
     chats = [column for column in table.columns.values() if column.is_chat]
     pair = None if chats else _pair_of(asked, table)
     refuse_bad_answers(asked, table, {"messages_column": chats[0].name} if chats else _named(*pair) if pair else {})
-    if not chats or asked.label or asked.task not in (None, "causal-lm"):
+    if not chats or asked.label or not asked.allows("causal-lm"):
         return None
     named = [column for column in chats if column.name == asked.data.messages_column] or chats
     if len(named) > 1:
@@ -215,7 +215,7 @@ def _pair_of(asked: Asked, table: Table) -> tuple[str, str] | None:
 
 def _pairs(asked: Asked, table: Table) -> dict[str, Any] | None:
     """Return the facts of a table with columns of prompts and completions, or None."""
-    if asked.text or asked.label or asked.task not in (None, "causal-lm") or "data.text_column" in asked.given:
+    if asked.text or asked.label or not asked.allows("causal-lm") or "data.text_column" in asked.given:
         return None
     is_given = bool({"data.prompt_column", "data.completion_column"} & asked.given)
     pair = _pair_of(asked, table)
@@ -285,7 +285,7 @@ def _plain_text(asked: Asked, table: Table) -> dict[str, Any] | None:
 
 def _labelled(asked: Asked, table: Table) -> dict[str, Any]:
     """Return the facts of a table with one or two text columns and a label column."""
-    if asked.task not in (None, "text-classification"):
+    if not asked.allows("text-classification"):
         raise ValueError(
             f"--task {asked.task}: {table.path} is a table without a column of images. Name a folder of images"
         )

@@ -157,7 +157,7 @@ def _parts_of(asked: Asked, path: Path) -> dict[str, bytes] | None:
     files = [path] if path.is_file() else [each for each in files_below(path) if each.is_file()]
     files = [file for file in files if not is_about_data(file, path)]
     is_usual = not 0 < len(files) <= _MOST_TAGGED or any(file_kind(file) is not None for file in files)
-    if is_usual or asked.task not in (None, "token-classification"):
+    if is_usual or not asked.allows("token-classification"):
         return None
     from accel_train.experiments.finetune.annotated.text_tasks import holds_tags  # imports torch
 
@@ -184,7 +184,7 @@ def _side_by_side(asked: Asked, path: Path) -> dict[str, bytes]:
     Raises:
         ValueError: two files differ in lines, or labels are neither short nor a tag for each word.
     """
-    is_open = asked.task in (None, "text-classification", "token-classification") and asked.data.lines is None
+    is_open = asked.allows("text-classification", "token-classification") and asked.data.lines is None
     files = [file for file in files_below(path) if not is_about_data(file, path)] if is_open and path.is_dir() else []
     mapping = next((file for file in files if file.name == "mapping.txt"), None)
     words_of = {
@@ -259,7 +259,7 @@ def _tables_in_texts(asked: Asked, path: Path) -> dict[str, bytes]:
     """Return tables of text files: lines with tabs, or with equally many fields of which none is empty."""
     files = [path] if path.is_file() else files_below(path)
     files = [file for file in files if file.is_file() and not is_about_data(file, path)]
-    is_asked = asked.task not in (None, "text-classification") or asked.data.lines is not None
+    is_asked = not asked.allows("text-classification") or asked.data.lines is not None
     if is_asked or len(files) > _MOST_TAGGED or any(file.suffix.lower() not in _MAYBE_TABLES for file in files):
         return {}
     found, num_rows = dict[str, bytes](), 0

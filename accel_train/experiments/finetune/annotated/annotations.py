@@ -47,7 +47,7 @@ def find_spans(asked: Asked, table: Table) -> Marked | None:
     Raises:
         ValueError: the table has annotations that are not read, or several columns may be the text or the spans.
     """
-    if asked.task not in (None, "token-classification", "text-classification"):
+    if not asked.allows("token-classification", "text-classification"):
         return None
     rows = list(islice(_rows(asked, table), _ROWS_LOOKED_AT))
     form = next((form for form in _FORMS if any(map(form.is_it, rows))), None)

@@ -18,7 +18,7 @@ from accel_train.experiments.finetune.annotated.annotations import (
     objects,
     results_of,
 )
-from accel_train.experiments.finetune.columns import readings, with_settings
+from accel_train.experiments.finetune.columns import data_at
 from accel_train.experiments.finetune.recipe import Asked, listed
 
 _MOST_FILES = 20
@@ -43,7 +43,7 @@ def tables_of_classes(asked: Asked, path: Path) -> tuple[str, dict[str, bytes]] 
         ValueError: annotations of a text differ, or several columns may be the text or the classes.
     """
     files = [path] if path.is_file() else [file for file in files_below(path) if not is_about_data(file, path)]
-    is_open = asked.task in (None, "text-classification") and 0 < len(files) <= _MOST_FILES
+    is_open = asked.allows("text-classification") and 0 < len(files) <= _MOST_FILES
     if not is_open or any(file_kind(file) not in ("jsonl", "json") for file in files):
         return None
     names, by_split = ("text", "label"), dict[str, list[_Text]]()
@@ -70,8 +70,7 @@ def tables_of_classes(asked: Asked, path: Path) -> tuple[str, dict[str, bytes]] 
 
 def _texts_of(asked: Asked, file: Path) -> tuple[Columns, list[_Text]] | None:
     try:
-        data = with_settings(asked.data, readings(file, asked.data, asked.given))
-        rows = [(row, where) for row, where, _ in json_objects(file, data, "text")]
+        rows = [(row, where) for row, where, _ in json_objects(file, data_at(file, asked), "text")]
     # The reader of the table will report the row.
     except ValueError:
         return None

@@ -1,7 +1,7 @@
 """Recognition of words with tags, questions with answers, and texts to rewrite. The readers of the tasks check them."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,10 +10,10 @@ import numpy as np
 
 from accel_train.core.format import format_count
 from accel_train.core.state import Choice
-from accel_train.data.encoding import read_lines, read_text
+from accel_train.data.encoding import read_lines
 from accel_train.data.sources import resolve_sources
 from accel_train.experiments.finetune.annotated.annotations import find_spans
-from accel_train.experiments.finetune.columns import Column, Table, files_at, readings, with_settings
+from accel_train.experiments.finetune.columns import Column, Table, data_at, files_at, readings, with_settings
 from accel_train.experiments.finetune.recipe import Asked, Choices, Found, lengths, listed, places_of, refuse_columns
 from accel_train.tasks.question_answering.data import read_questions
 from accel_train.tasks.sentence_embedding.data import read_anchor_rows
@@ -86,14 +86,14 @@ def holds_tags(path: Path, asked: Asked) -> bool:
 
 def conll_settings(path: Path, asked: Asked) -> Choices | None:
     """Return the settings to read a .tsv file as CoNLL, or None for a table."""
-    if asked.task not in (None, "token-classification") or path.suffix.lower() != ".tsv" or asked.text or asked.label:
+    if not asked.allows("token-classification") or path.suffix.lower() != ".tsv" or asked.text or asked.label:
         return None
     blocks = _tagged_lines(path, asked)
     if len(blocks) < 2:
         return None
     settings: Choices = {"data.tag_format": Choice("conll", "blank lines between sentences, and a tag in each line")}
     numbers = [[fields[0] for fields in block] for block in blocks]
-    if any(len(each) > 1 for each in numbers) and all(each == _counted(each) for each in numbers):
+    if any(len(each) > 1 for each in numbers) and all(each == [*map(str, range(1, len(each) + 1))] for each in numbers):
         settings["data.tokens_column"] = Choice("2", "the first column numbers the words")
         fields = [fields for block in blocks for fields in block]
         columns = list(zip(*fields))[2:]
@@ -103,15 +103,10 @@ def conll_settings(path: Path, asked: Asked) -> Choices | None:
     return settings
 
 
-def _counted(numbers: Sequence[str]) -> list[str]:
-    return [str(place) for place in range(1, len(numbers) + 1)]
-
-
 def _tagged_lines(path: Path, asked: Asked) -> list[list[list[str]]]:
     """Return the first sentences of a file, as fields of lines that end with entity tags. Empty for another file."""
     try:
-        data = with_settings(asked.data, readings(path, asked.data, asked.given))
-        lines = [line.strip() for line, _ in islice(read_lines(path, data), _LINES_LOOKED_AT)]
+        lines = [line.strip() for line, _ in islice(read_lines(path, data_at(path, asked)), _LINES_LOOKED_AT)]
     # The reader of plain text will report the line.
     except ValueError:
         return []
@@ -130,12 +125,6 @@ def _tagged_lines(path: Path, asked: Asked) -> list[list[list[str]]]:
     return [block for block in blocks if block] if are_tagged and tags - {"O"} else []
 
 
-def holds_questions(path: Path, asked: Asked) -> bool:
-    """Return whether a JSON file has the form of SQuAD's files."""
-    text = read_text(path, asked.data)
-    return text.lstrip().startswith("{") and '"paragraphs"' in text and '"qas"' in text
-
-
 def recognise_annotated(asked: Asked, task: str, path: Path, held_out: Path | None = None) -> Found:
     """Return the facts of a CoNLL or SQuAD file. `held_out` is a file to evaluate on.
 
@@ -143,10 +132,10 @@ def recognise_annotated(asked: Asked, task: str, path: Path, held_out: Path | No
         ValueError: the file cannot be read, or a flag does not fit. The message names the line or the flag.
     """
     kind = _KINDS[task]
-    if asked.task not in (None, task):
+    if not asked.allows(task):
         raise ValueError(f"--task {asked.task}: {path} holds {kind.file}. Leave the flag out")
     refuse_columns(asked, path, kind.file)
-    settings = readings(files_at(path)[0], asked.data, asked.given) if task == "token-classification" else {}
+    settings = readings(files_at(path)[0], asked) if task == "token-classification" else {}
     if (lines := conll_settings(path, asked)) is not None:
         settings = {name: choice for name, choice in settings.items() if name != "data.header"} | lines
     facts = facts_of(asked, task, str(path), settings)
@@ -161,7 +150,7 @@ def annotated(asked: Asked, table: Table) -> dict[str, Any] | None:
     Raises:
         ValueError: several columns hold tags, a row cannot be read, or the columns do not fit `--task`.
     """
-    if asked.task not in (None, *_KINDS) or (asked.task is None and (asked.text or asked.label)):
+    if not asked.allows(*_KINDS) or (asked.task is None and (asked.text or asked.label)):
         return None
     given = (*asked.text, *asked.label)
     finders = {"token-classification": _tagged, "question-answering": _questions, "seq2seq": _pair}

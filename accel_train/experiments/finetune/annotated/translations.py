@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 from accel_train.core.format import format_count
 from accel_train.core.state import Choice
@@ -13,15 +12,9 @@ from accel_train.data.text.aligned import target_file
 from accel_train.experiments.finetune.annotated.text_tasks import LANGUAGES, PAIRS, facts_of
 from accel_train.experiments.finetune.columns import Column, Table, readings
 from accel_train.experiments.finetune.recipe import Asked, Found, listed, places_of
+from accel_train.experiments.finetune.tree import Tree
 
 _SIDES = frozenset(side for pair in PAIRS for side in pair)
-
-
-class Aligned(NamedTuple):
-    """Line-aligned files."""
-
-    sources: Sequence[Path]
-    target_suffix: str
 
 
 def with_languages(asked: Asked, table: Table) -> tuple[Asked, Table]:
@@ -33,7 +26,7 @@ def with_languages(asked: Asked, table: Table) -> tuple[Asked, Table]:
     for name, column in table.columns.items():
         keys = list(column.cells[0]) if isinstance(column.cells[0], Mapping) else []
         are_texts = len(keys) > 1 and all(map(_is_language, keys)) and all(map(_has_texts(keys), column.cells))
-        if asked.task not in (None, "seq2seq") or not are_texts:
+        if not asked.allows("seq2seq") or not are_texts:
             continue
         source, target = _direction(asked, keys, table.path)
         columns = {key: Column(key, tuple(cell[key] for cell in column.cells)) for key in keys}
@@ -44,17 +37,18 @@ def with_languages(asked: Asked, table: Table) -> tuple[Asked, Table]:
     return asked, table
 
 
-def find_aligned(asked: Asked, path: Path, files: Sequence[Path]) -> Aligned | None:
-    """Return the line-aligned files among `files`: STEM.de and STEM.en. If `path` is one of them, it is the source.
+def recognise_aligned(asked: Asked, tree: Tree) -> Found | str:
+    """Return the facts of line-aligned files, STEM.de and STEM.en. If the path is one of them, it is the source.
 
     Raises:
-        ValueError: the direction is open, or the files are packed.
+        ValueError: the direction is open, the files are packed, cannot be read, or differ in lines.
     """
-    if asked.task not in (None, "seq2seq"):
-        return None
+    files, path, stems = tree.files, tree.path, dict[Path, dict[str, Path]]()
+    if not tree.is_folder:
+        is_text = file_kind(path) in (None, "text")
+        files = sorted(tree.folder.glob(f"{path.with_suffix('').name}.*")) if is_text else []
     named = {*asked.text, *asked.label} if asked.task == "seq2seq" else frozenset[str]()
-    stems: dict[Path, dict[str, Path]] = {}
-    for file in files:
+    for file in files if asked.allows("seq2seq") else ():
         name = file.with_suffix("") if file.suffix == ".gz" else file
         suffix = name.suffix[1:]
         if _is_language(suffix) or suffix in _SIDES or suffix in named:
@@ -65,26 +59,18 @@ def find_aligned(asked: Asked, path: Path, files: Sequence[Path]) -> Aligned | N
         found = [each for each in found if path in each.values()]
         asked = replace(asked, text=asked.text or (path.suffix[1:],))
     if not found:
-        return None
+        return "no STEM.de and STEM.en"
     if packed := [file for each in found for file in each.values() if file.suffix == ".gz"]:
         raise ValueError(f"{packed[0]}: aligned files are read in place. Unpack them: gunzip {packed[0].parent}/*.gz")
     names = sorted({suffix for each in found for suffix in each})
     are_classes = "; if they are classes: --task text-classification" if len(stems) == 1 else ""
     source, target = _direction(asked, names, path, are_classes)
-    return Aligned([each[source] for each in found if {source, target} <= {*each}], target)
-
-
-def recognise_aligned(asked: Asked, target_suffix: str, path: Path, held_out: Path | None = None) -> Found:
-    """Return the facts of a file of sources, whose targets are in a file with another suffix.
-
-    Raises:
-        ValueError: a file cannot be read, or the two differ in lines.
-    """
-    why = f"a line belongs to the same line of {target_file(path, target_suffix).name}"
-    settings = {**readings(path, asked.data, asked.given), "data.target_suffix": Choice(target_suffix, why)}
-    facts = facts_of(asked, "seq2seq", str(path), settings)
-    settings |= places_of(asked, path, held_out)
-    about = f"{path}: {format_count(facts['num_samples'], 'pair')} of lines"
+    train, held_out = tree.chosen([each[source] for each in found if {source, target} <= {*each}])
+    why = f"a line belongs to the same line of {target_file(train, target).name}"
+    settings = {**readings(train, asked), "data.target_suffix": Choice(target, why)}
+    facts = facts_of(asked, "seq2seq", str(train), settings)
+    settings |= places_of(asked, train, held_out)
+    about = f"{train}: {format_count(facts['num_samples'], 'pair')} of lines"
     return Found("seq2seq", "two files hold the same texts, line by line", about, settings=settings, unused=(), **facts)
 
 

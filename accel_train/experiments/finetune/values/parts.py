@@ -10,7 +10,7 @@ from typing import Any
 from accel_train.data.parts import Part, pick
 from accel_train.data.sources import file_kind
 from accel_train.data.tables import SPLITS, columns_with_parts, parts_in, rows_of
-from accel_train.experiments.finetune.columns import files_at, read_table, readings, source_of, with_settings
+from accel_train.experiments.finetune.columns import data_at, files_at, read_table, source_of
 from accel_train.experiments.finetune.recipe import MOST_LISTED, Asked
 from accel_train.recipe.yaml_core import parse_yaml
 
@@ -29,7 +29,7 @@ def rows_by_part(asked: Asked, path: Path) -> tuple[str, dict[str, bytes]] | Non
         return None
     source, kind = source_of(path), file_kind(path)
     try:
-        data = with_settings(asked.data, readings(path, asked.data, asked.given))
+        data = data_at(path, asked)
     # The reader of the table will report the byte.
     except ValueError:
         return None
@@ -52,7 +52,7 @@ def rows_by_part(asked: Asked, path: Path) -> tuple[str, dict[str, bytes]] | Non
 def _names_images(asked: Asked, path: Path) -> bool:
     from accel_train.experiments.finetune.images import image_column  # imports Pillow
 
-    found = image_column(read_table(path, asked.data, asked.given))
+    found = image_column(read_table(path, asked))
     return found is not None and isinstance(found[1][0], str)
 
 
