@@ -1,13 +1,14 @@
 """The user's request, the recognized data, and the recipe file: each value with its reason."""
 
 import glob
+import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import Any, NamedTuple
 
 from accel_train.core.files import make_folders, write_atomically
 from accel_train.core.format import did_you_mean, format_count
@@ -50,6 +51,20 @@ class Asked:
     def allows(self, *tasks: str) -> bool:
         """Return whether the flag leaves the task open, or names one of these."""
         return self.task in (None, *tasks)
+
+    def encoded(self, text: str) -> bytes:
+        """Return text in the encoding that the recipe will name."""
+        return text.encode(self.data.encoding if "data.encoding" in self.given else "utf-8")
+
+    def jsonl(self, rows: Iterable[Any]) -> bytes:
+        return self.encoded("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+class Converted(NamedTuple):
+    """Files in a form that finetune reads, by name, and words about the conversion."""
+
+    files: Mapping[str, bytes]
+    how: str = ""
 
 
 @dataclass(frozen=True)

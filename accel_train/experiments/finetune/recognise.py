@@ -34,13 +34,10 @@ from accel_train.experiments.finetune.texts import (
     recognise_lines,
     recognise_text,
 )
-from accel_train.experiments.finetune.tree import TABLES, Tree, shards_of
+from accel_train.experiments.finetune.tree import MOST_TAGGED, TABLES, Tree, shards_of
 from accel_train.experiments.finetune.values.labels import NAME_FILES, names_in
 from accel_train.recipe.data import Data
 from accel_train.recipe.tasks import finetune_tasks
-
-_MOST_TAGGED = 20
-"""Text files in a folder up to which each is tried as words with tags."""
 
 
 class Form(NamedTuple):
@@ -157,7 +154,7 @@ def _holds_rows(path: Path, asked: Asked) -> bool:
 
 def _tags(asked: Asked, tree: Tree) -> Found | str:
     texts = tree.of_kind("text")
-    is_few = len(texts) <= _MOST_TAGGED or not tree.is_folder
+    is_few = len(texts) <= MOST_TAGGED or not tree.is_folder
     is_asked, is_free = asked.task == "token-classification", asked.task is None and "data.lines" not in asked.given
     tagged = tree.of_kind("conll") or [
         path for path in texts if is_few and (is_asked or (is_free and holds_tags(path, asked)))

@@ -18,11 +18,20 @@ from accel_train.data.images.annotations.yolo import CLASSES_FILES
 from accel_train.data.images.images import evenly_spaced
 from accel_train.data.images.misread import kind_of_annotation
 from accel_train.data.parts import folders_of_parts, is_unlabeled, part_of, top_part
-from accel_train.data.sources import file_kind, is_about_data, resolve_sources
+from accel_train.data.sources import file_kind, resolve_sources
 from accel_train.data.tables import read_rows
 from accel_train.data.text.documents import read_documents
 from accel_train.experiments.finetune.columns import Column, Table, readings, source_of, with_settings
-from accel_train.experiments.finetune.recipe import Asked, Choices, Found, lengths, listed, places_of, refuse_columns
+from accel_train.experiments.finetune.recipe import (
+    Asked,
+    Choices,
+    Converted,
+    Found,
+    lengths,
+    listed,
+    places_of,
+    refuse_columns,
+)
 from accel_train.experiments.finetune.tree import Tree
 from accel_train.experiments.finetune.values.labels import recognise_label
 from accel_train.recipe.data import Data
@@ -72,16 +81,15 @@ def _are_texts(lines: list[str]) -> bool:
     return num_continued <= _MOST_CONTINUED * len(lines) and 2 * num_odd <= len(lines)
 
 
-def classes_by_suffix(asked: Asked, folder: Path) -> dict[str, Path]:
-    """Return the files STEM.CLASS of a folder by class. Without `--task`, CLASS must be a usual label: pos, neg."""
-    if not asked.allows("text-classification") or asked.data.lines is not None:
-        return {}
-    paths = [path for path in folder.iterdir() if not path.name.startswith(".") and not is_about_data(path, folder)]
-    files = {path.suffix[1:]: path for path in sorted(paths) if path.is_file() and not file_kind(path)}
-    if len(paths) < 2 or len(files) != len(paths) or "" in files or len({path.stem for path in paths}) > 1:
-        return {}
+def classes_by_suffix(asked: Asked, tree: Tree) -> Converted | None:
+    """Return the files STEM.CLASS of a folder as CLASS.txt. Without `--task`, CLASS must be a usual label: pos, neg."""
+    files = {path.suffix[1:]: path for path in tree.files if path.parent == tree.path and not file_kind(path)}
+    if not asked.allows("text-classification") or asked.data.lines is not None or "" in files:
+        return None
+    if len(files) < 2 or len(files) != len(tree.files) or len({path.stem for path in tree.files}) > 1:
+        return None
     is_safe = asked.task is not None or (_LABELS.issuperset(files) and are_classes(files, asked))
-    return files if is_safe else {}
+    return Converted({f"{name}.txt": file.read_bytes() for name, file in files.items()}) if is_safe else None
 
 
 def recognise_class_folders(asked: Asked, tree: Tree) -> Found | str:

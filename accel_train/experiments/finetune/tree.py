@@ -15,6 +15,8 @@ from accel_train.experiments.finetune.columns import files_at
 from accel_train.experiments.finetune.values.parts import parts_of_card
 
 TABLES: tuple[FileKind, ...] = ("csv", "jsonl", "parquet")
+MOST_TAGGED = 20
+"""Number of files up to which each is tried as words with tags, or as an export of an annotation tool."""
 _SHARD = re.compile(r"(.+)-[0-9]{5}-of-([0-9]{5})\.parquet")
 
 

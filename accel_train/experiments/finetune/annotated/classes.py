@@ -1,15 +1,12 @@
 """Classes of whole texts in the exports of Prodigy and Label Studio, written as tables. Imports no torch."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from accel_train.core.files import files_below
 from accel_train.core.format import format_count
 from accel_train.data.parts import part_of
-from accel_train.data.sources import file_kind, is_about_data
 from accel_train.data.tables import SPLITS, json_objects
 from accel_train.data.text.spans import ANNOTATIONS, finished
 from accel_train.experiments.finetune.annotated.annotations import (
@@ -19,9 +16,9 @@ from accel_train.experiments.finetune.annotated.annotations import (
     results_of,
 )
 from accel_train.experiments.finetune.columns import data_at
-from accel_train.experiments.finetune.recipe import Asked, listed
+from accel_train.experiments.finetune.recipe import Asked, Converted, listed
+from accel_train.experiments.finetune.tree import MOST_TAGGED, Tree
 
-_MOST_FILES = 20
 _MEDIA = re.compile(r"\S+\.\w{2,5}(?:\?\S*)?")
 """Name of an image or a sound."""
 
@@ -36,36 +33,35 @@ class _Text(NamedTuple):
     """None: rejected, ignored, or not annotated."""
 
 
-def tables_of_classes(asked: Asked, path: Path) -> tuple[str, dict[str, bytes]] | None:
-    """Return a note on texts that were left out, and a table for each part, or None for files without these classes.
+def tables_of_classes(asked: Asked, tree: Tree) -> Converted | None:
+    """Return a table for each part, and a note on texts that were left out, or None for files without these classes.
 
     Raises:
         ValueError: annotations of a text differ, or several columns may be the text or the classes.
     """
-    files = [path] if path.is_file() else [file for file in files_below(path) if not is_about_data(file, path)]
-    is_open = asked.allows("text-classification") and 0 < len(files) <= _MOST_FILES
-    if not is_open or any(file_kind(file) not in ("jsonl", "json") for file in files):
+    files = tree.of_kind("jsonl", "json")
+    if not asked.allows("text-classification") or not 0 < len(files) <= MOST_TAGGED or files != tree.files:
         return None
     names, by_split = ("text", "label"), dict[str, list[_Text]]()
     for file in files:
         if (found := _texts_of(asked, file)) is None:
             return None
         names, texts = found
-        part = part_of(file.relative_to(path).as_posix()) if file != path else None
+        part = part_of(file.relative_to(tree.path).as_posix()) if tree.is_folder else None
         by_split.setdefault(SPLITS[part or "train"], []).extend(texts)
     every = [text for texts in by_split.values() for text in texts]
     is_one = all(len(text.labels or ()) < 2 for text in every)
-    lines = {
+    rows = {
         f"{split}.jsonl": [
-            f"{json.dumps(dict(zip(names, (text, labels[0] if is_one else labels))))}\n"
+            dict(zip(names, (text, labels[0] if is_one else labels)))
             for text, labels in texts
             if labels or (labels is not None and not is_one)
         ]
         for split, texts in by_split.items()
     }
-    left_out = len(every) - sum(map(len, lines.values()))
+    left_out = len(every) - sum(map(len, rows.values()))
     how = f", without {format_count(left_out, 'text')} rejected, ignored, or without a class" if left_out else ""
-    return how, {name: "".join(some).encode() for name, some in lines.items()}
+    return Converted({name: asked.jsonl(some) for name, some in rows.items()}, how)
 
 
 def _texts_of(asked: Asked, file: Path) -> tuple[Columns, list[_Text]] | None:

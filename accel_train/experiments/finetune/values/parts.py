@@ -1,6 +1,5 @@
 """The parts of a data set by a column of its table, which is split into one file per part, or by a hub's README.md."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,14 +10,14 @@ from accel_train.data.parts import Part, pick
 from accel_train.data.sources import file_kind
 from accel_train.data.tables import SPLITS, columns_with_parts, parts_in, rows_of
 from accel_train.experiments.finetune.columns import data_at, files_at, read_table, source_of
-from accel_train.experiments.finetune.recipe import MOST_LISTED, Asked
+from accel_train.experiments.finetune.recipe import MOST_LISTED, Asked, Converted
 from accel_train.recipe.yaml_core import parse_yaml
 
 _HEAD = re.compile(r"---\s*\n(.*?)\n---\s*(?:\n|$)", re.DOTALL)
 
 
-def rows_by_part(asked: Asked, path: Path) -> tuple[str, dict[str, bytes]] | None:
-    """Return words for the column of parts in a table, and a file for each: parquet as parquet, other rows as jsonl.
+def rows_by_part(asked: Asked, path: Path) -> Converted | None:
+    """Return a file for each part that a column of a table names: parquet as parquet, other rows as jsonl.
 
     Returns None without this column, and for a table that names image files, because its paths are relative to it.
 
@@ -41,11 +40,10 @@ def rows_by_part(asked: Asked, path: Path) -> tuple[str, dict[str, bytes]] | Non
         by = f" by column {name!r}"
         found = {SPLITS[part]: numbers for part, numbers in parts.items()}
         if kind == "parquet":
-            return by, {f"{split}.parquet": _parquet_of(path, numbers) for split, numbers in found.items()}
-        encoding = data.encoding if "data.encoding" in asked.given else "utf-8"
-        lines = [f"{json.dumps(row)}\n" for row in rows_of(source, names, data)]
-        texts = {split: "".join(lines[number] for number in numbers) for split, numbers in found.items()}
-        return by, {f"{split}.jsonl": text.encode(encoding) for split, text in texts.items()}
+            return Converted({f"{split}.parquet": _parquet_of(path, rows) for split, rows in found.items()}, by)
+        every = list(rows_of(source, names, data))
+        parted = {split: [every[number] for number in numbers] for split, numbers in found.items()}
+        return Converted({f"{split}.jsonl": asked.jsonl(rows) for split, rows in parted.items()}, by)
     return None
 
 
