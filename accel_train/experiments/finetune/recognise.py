@@ -15,8 +15,7 @@ from accel_train.data.parts import is_unlabeled, part_of, pick, top_part
 from accel_train.data.sources import file_kind, files_of, is_saved_dataset, resolve_sources
 from accel_train.data.tables import column_names, has_object_lines
 from accel_train.experiments.finetune.annotated.annotations import refuse_files_of_tools
-from accel_train.experiments.finetune.annotated.text_tasks import holds_tags, recognise_annotated
-from accel_train.experiments.finetune.annotated.translations import recognise_aligned
+from accel_train.experiments.finetune.annotated.text_tasks import recognise_aligned, recognise_annotated, tagged_lines
 from accel_train.experiments.finetune.boxes import recognise_boxes
 from accel_train.experiments.finetune.columns import files_at, read_table, source_of, with_settings
 from accel_train.experiments.finetune.images import (
@@ -157,7 +156,7 @@ def _tags(asked: Asked, tree: Tree) -> Found | str:
     is_few = len(texts) <= MOST_TAGGED or not tree.is_folder
     is_asked, is_free = asked.task == "token-classification", asked.task is None and "data.lines" not in asked.given
     tagged = tree.of_kind("conll") or [
-        path for path in texts if is_few and (is_asked or (is_free and holds_tags(path, asked)))
+        path for path in texts if is_few and (is_asked or (is_free and tagged_lines(path, asked)))
     ]
     if not tagged:
         return "no tag like B-PER at the end of each line"

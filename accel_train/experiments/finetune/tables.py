@@ -22,8 +22,8 @@ from accel_train.experiments.finetune.annotated.text_tasks import (
     conll_settings,
     marked,
     recognise_annotated,
+    with_languages,
 )
-from accel_train.experiments.finetune.annotated.translations import with_languages
 from accel_train.experiments.finetune.columns import Column, Table, files_at, read_table, with_settings
 from accel_train.experiments.finetune.images import recognise_images
 from accel_train.experiments.finetune.recipe import Asked, Choices, Found, lengths, listed, missing_column, places_of

@@ -24,7 +24,7 @@ from accel_train.data.encoding import read_lines, read_text
 from accel_train.data.parts import only_entry, part_of, unwrapped
 from accel_train.data.sources import file_kind, is_saved_dataset
 from accel_train.data.tables import SPLITS
-from accel_train.experiments.finetune.annotated.classes import tables_of_classes
+from accel_train.experiments.finetune.annotated.annotations import tables_of_classes
 from accel_train.experiments.finetune.recipe import WAIT_SECONDS, Asked, Converted, default_output_dir
 from accel_train.experiments.finetune.texts import classes_by_suffix, find_label_lines
 from accel_train.experiments.finetune.tree import MOST_TAGGED, Tree
@@ -90,8 +90,10 @@ def unpacked(asked: Asked, output_dir: str | None, *, is_first: bool = True) -> 
     if place != asked.path:
         folder = Path(f"{run.rstrip('/')}-masks")
     if Path(place).expanduser().is_dir() or place.lower().endswith(".json"):
-        from accel_train.experiments.finetune.palettes import find_palette
-        from accel_train.experiments.finetune.polygons import find_polygons  # imports Pillow
+        from accel_train.experiments.finetune.masks import (
+            find_palette,
+            find_polygons,  # imports Pillow
+        )
 
         if (masks := find_polygons(asked, place) or find_palette(asked, place)) is not None:
             _publish(folder, Path(place), masks.digest, masks.write, is_first=is_first)
@@ -138,11 +140,11 @@ def _conll_files(asked: Asked, tree: Tree) -> Converted | None:
     is_open = asked.allows("token-classification") and 0 < len(tree.files) <= MOST_TAGGED
     if not is_open or any(file_kind(file) is not None for file in tree.files):
         return None
-    from accel_train.experiments.finetune.annotated.text_tasks import holds_tags  # imports torch
+    from accel_train.experiments.finetune.annotated.text_tasks import tagged_lines  # imports torch
 
     parts = {file: part_of(file.suffix[1:]) for file in tree.files}
     splits = {file: SPLITS[part] if part else file.suffix[1:] or "data" for file, part in parts.items()}
-    found = {f"{file.stem}.{split}.conll": file for file, split in splits.items() if holds_tags(file, asked)}
+    found = {f"{file.stem}.{split}.conll": file for file, split in splits.items() if tagged_lines(file, asked)}
     are_all = len(found) == len(tree.files)
     return Converted({name: file.read_bytes() for name, file in found.items()}) if are_all else None
 

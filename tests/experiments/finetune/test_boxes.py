@@ -169,7 +169,7 @@ def test_faults_end_in_one_list() -> None:
 
 
 def test_polygons_are_masks_unless_detection_is_asked_for() -> None:
-    from accel_train.experiments.finetune.polygons import find_polygons
+    from accel_train.experiments.finetune.masks import find_polygons
 
     content = coco_content()
     for each in content["annotations"]:
