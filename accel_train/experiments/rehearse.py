@@ -18,7 +18,7 @@ from typing import Any
 from accel_train.checkpoint.health import TAGS
 from accel_train.checkpoint.rollback_log import ROLLBACKS, read_rollbacks
 from accel_train.checkpoint.run_recipe import check_settings, named_recipe, read_recipe, reader_settings
-from accel_train.checkpoint.store import checkpoint_folders, read_trainer, remove, step_of
+from accel_train.checkpoint.store import checkpoint_folders, folder_of, read_trainer, remove, step_of
 from accel_train.checkpoint.verify import verify
 from accel_train.core.errors import CheckpointError
 from accel_train.core.format import format_blocks, format_bytes, format_count, format_seconds
@@ -296,7 +296,7 @@ def _rehearse(
             _refuse_changes(training.events(), name)
             training.wait_for_checkpoint(last)
             stop_seconds = training.stop(STOP_SECONDS)
-            num_bytes = sum(file.stat().st_size for file in (whole / "checkpoints" / f"step-{last:08d}").iterdir())
+            num_bytes = sum(file.stat().st_size for file in folder_of(whole / "checkpoints", last).iterdir())
             records = read_metrics(whole), training.events()
         note("uninterrupted", f"steps {start + 1} to {last}, evaluated and saved at {first} and {last}")
         _keep_only(whole, last)

@@ -17,8 +17,7 @@ from safetensors.torch import save_file
 from accel_train.checkpoint.sharded import CheckpointReader
 from accel_train.cli.main import main
 from accel_train.experiments.compare_runs import Comparison, _compare_tensors, same_bits
-from accel_train.experiments.rehearse import _changed_settings, _refuse_changes
-from accel_train.experiments.rehearse import _evaluation
+from accel_train.experiments.rehearse import _changed_settings, _evaluation, _refuse_changes
 from accel_train.experiments.subprocess_run import LAUNCHER_VARIABLES, TrainingProcess
 from accel_train.plan.plan import resolve_plan
 from accel_train.recipe.loader import load_recipe
