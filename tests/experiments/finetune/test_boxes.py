@@ -21,12 +21,6 @@ from tests.support.boxes import THINGS, coco_content, write_coco, write_images, 
 from tests.support.runs import refused
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def find(path: str, *settings: str, **flags: Any) -> Found:
     return recognise(asked_of(path, minimal_recipe(path, settings), **flags))
 

@@ -18,6 +18,7 @@ from accel_train.experiments.finetune.unpack import unpacked
 from accel_train.recipe.data import Data
 from accel_train.tasks.image_classification.config import ImageClassificationData
 from tests.data.test_parts import PARTS
+from tests.support.runs import refused
 
 Files = dict[str, str | bytes]
 
@@ -369,12 +370,6 @@ GALLERY: dict[str, tuple[Files, Read | str]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 @pytest.mark.parametrize("name", GALLERY)
 def test_a_folder_is_read_as_its_form_says_or_refused(name: str) -> None:
     files, expected = GALLERY[name]
@@ -502,7 +497,6 @@ def test_a_run_knows_the_names_of_parts(suffix: str) -> None:
         data = Data(train=str(folder))
         # A program has files such as test.py.
         if part in ("eval", "test") and suffix != ".py":
-            with pytest.raises(ValueError, match="next to training files"):
-                resolve_sources(data.train, data, key="data.train")
+            refused(resolve_sources, data.train, data, key="data.train", named="next to training files")
         else:
             assert len(resolve_sources(data.train, data, key="data.train")[0].files) == len({"train", name})

@@ -21,14 +21,9 @@ from accel_train.experiments.finetune.start import write_recipe
 from accel_train.experiments.finetune.unpack import unpacked
 from accel_train.tasks.semantic_segmentation.data import masked_pool
 from benchmarks import shapes
+from tests.support.runs import refused
 
 ROWS = ["text,label", *(f"the film number {n} was long,{'ab'[n % 2]}" for n in range(40))]
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
 
 
 def unpack(path: str, output_dir: str | None = None) -> tuple[str, str, str | None]:
@@ -98,42 +93,31 @@ def test_an_archive_that_would_fill_the_disk_is_refused_before_it_is_written(
     assert not Path("runs/b-data").exists()
 
 
-def test_a_member_outside_of_the_folder_is_refused_without_advice_to_unpack_it() -> None:
-    with tarfile.open("b.tar", "w") as archive:
-        archive.addfile(tarfile.TarInfo("../../evil.csv"), io.BytesIO())
-    with pytest.raises(ValueError, match=r"evil\.csv") as refused:
-        unpack("b.tar")
-    assert "yourself" not in str(refused.value)
-
-
 def test_a_folder_with_other_data_is_not_written_to() -> None:
     write_zip("reviews.zip", {"data.csv": "\n".join(ROWS)})
     Path("runs/reviews-data").mkdir(parents=True)
     Path("runs/reviews-data/mine.csv").write_text("mine")
-    with pytest.raises(ValueError, match=r"runs/reviews-data exists and was not made from reviews.zip"):
-        unpack("reviews.zip")
+    refused(unpack, "reviews.zip", named="runs/reviews-data exists and was not made from reviews.zip")
     assert [path.name for path in Path("runs/reviews-data").iterdir()] == ["mine.csv"]
     place, run, _ = unpack("reviews.zip", "other")
     assert (place, run) == ("other-data/data.csv", "other")
     write_zip("reviews.zip", {"data.csv": "\n".join(ROWS[:-1])})
-    with pytest.raises(ValueError, match=r"other-data exists and was not made from reviews.zip"):
-        unpack("reviews.zip", "other")
+    refused(unpack, "reviews.zip", "other", named="other-data exists and was not made from reviews.zip")
 
 
 def test_a_damaged_archive_leaves_no_folder() -> None:
     write_zip("reviews.zip", {"data.csv": "\n".join(ROWS)})
     whole = Path("reviews.zip").read_bytes()
     Path("reviews.zip").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match=r"reviews.zip cannot be unpacked"):
-        unpack("reviews.zip")
+    refused(unpack, "reviews.zip", named="reviews.zip cannot be unpacked")
     assert list(Path("runs").iterdir()) == []
 
 
 def test_an_archive_writes_nothing_outside_its_folder() -> None:
     with tarfile.open("bad.tar", "w") as archive:
         archive.addfile(tarfile.TarInfo("../../outside.csv"))
-    with pytest.raises(ValueError, match=r"bad.tar cannot be unpacked"):
-        unpack("bad.tar")
+    error = refused(unpack, "bad.tar", named="bad.tar cannot be unpacked|outside.csv")
+    assert "yourself" not in str(error)
     write_zip("bad.zip", {"../../outside.csv": "x", "data.csv": "\n".join(ROWS)})
     unpack("bad.zip")
     assert not list(Path().rglob("../outside.csv"))
@@ -153,16 +137,14 @@ def test_cells_of_a_spreadsheet_are_written_as_they_are_shown() -> None:
 
 def test_a_spreadsheet_without_its_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "python_calamine", None)
-    with pytest.raises(ValueError, match=r"pip install 'accel-train\[excel\]'"):
-        unpack(shapes.spreadsheet())
+    refused(unpack, shapes.spreadsheet(), named="pip install 'accel-train[excel]'")
 
 
 def test_another_process_reads_what_the_first_unpacks_and_unpacks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     write_zip("reviews.zip", {"data.csv": "\n".join(ROWS)})
     monkeypatch.setattr("accel_train.experiments.finetune.unpack.WAIT_SECONDS", 0.2)
     asked = asked_of("reviews.zip", minimal_recipe("reviews.zip", []))
-    with pytest.raises(ValueError, match="the first process did not make runs/reviews-data"):
-        unpacked(asked, None, is_first=False)
+    refused(unpacked, asked, None, is_first=False, named="the first process did not make runs/reviews-data")
     assert not Path("runs").exists()
     assert unpacked(asked, None) == unpacked(asked, None, is_first=False)
 
@@ -187,8 +169,7 @@ def test_splits_in_one_document_are_files_and_the_test_split_is_evaluated_on_onl
 @pytest.mark.parametrize("other", [{"oos_train": []}, {"val": [], "dev": []}, {"version": "1.0"}, {"test": {}}])
 def test_an_object_with_another_key_or_with_two_keys_for_a_split_is_refused(other: dict[str, Any]) -> None:
     Path("whole.json").write_text(json.dumps({"train": [["a", "b"]], **other}))
-    with pytest.raises(ValueError, match=r"whole.json"):
-        write_recipe("whole.json", [])
+    refused(write_recipe, "whole.json", [], named="whole.json")
     assert not Path("runs").exists()
 
 
@@ -207,8 +188,7 @@ def test_conll_files_are_named_by_the_part_in_their_extension() -> None:
     assert Path(f"{folder}.train.conll").read_bytes() == Path("conll/esp.train").read_bytes()
     assert write_recipe("conll/esp.testb", []).recipe.data.train == "runs/esp-data/esp.test.conll"
     Path("conll/esp.dev").write_bytes(Path("conll/esp.testa").read_bytes())
-    with pytest.raises(ValueError, match=r"conll: finetune cannot read these files"):
-        write_recipe("conll", ["--output_dir", "runs/other"])
+    refused(write_recipe, "conll", ["--output_dir", "runs/other"], named="conll: finetune cannot read these files")
 
 
 def test_sentences_and_their_tags_in_two_files_are_one_file_of_words_with_tags() -> None:
@@ -224,8 +204,12 @@ def test_sentences_and_their_tags_in_two_files_are_one_file_of_words_with_tags()
     whole = "to O\nboston B-city\nplease O\n\nfrom O\ndenver B-city\n"
     assert Path("runs/atis-data/train.conll").read_text() == "\n".join([whole] * 10)
     Path("atis/valid/seq.out").write_text("O B-city O\n\nO\n" * 10)
-    with pytest.raises(ValueError, match=r"valid/seq.out:3 has 1 tag for the 2 words of seq.in"):
-        write_recipe("atis", ["--output_dir", "runs/other"])
+    refused(
+        write_recipe,
+        "atis",
+        ["--output_dir", "runs/other"],
+        named="valid/seq.out:3 has 1 tag for the 2 words of seq.in",
+    )
 
 
 def write_labelme(name: str, *shapes: tuple[str, list[list[float]]], kind: str = "polygon", **facts: object) -> None:
@@ -282,8 +266,7 @@ def test_polygons_of_labelme_become_masks_with_names_in_order() -> None:
     assert written.found.unused == ("test/",)
     assert not write_recipe("set", []).is_new
     write_labelme("set/val/a.json", ("roof", SQUARE))
-    with pytest.raises(ValueError, match="runs/set-data exists and was not made from set"):
-        write_recipe("set", [])
+    refused(write_recipe, "set", [], named="runs/set-data exists and was not made from set")
 
 
 def test_polygons_of_coco_become_masks_with_names_by_number_and_crowds_are_not_counted() -> None:
@@ -399,8 +382,7 @@ def test_colors_of_masks_are_classes_by_the_list_next_to_them_and_void_is_not_co
     assert (whole.recipe.data.train, whole.recipe.data.eval) == ("runs/whole-data", None)
     assert mask_at("runs/whole-data/masks/2.png") == np.array([0, 9, 1, 2])[blocks(2)].tolist()
     Path("set/val_labels/0_L.png").write_bytes(Path("set/val_labels/1_L.png").read_bytes())
-    with pytest.raises(ValueError, match="runs/set-data exists and was not made from set"):
-        write_recipe("set", [])
+    refused(write_recipe, "set", [], named="runs/set-data exists and was not made from set")
 
 
 def test_colors_are_named_by_the_lists_of_tools_or_by_their_parts() -> None:
