@@ -286,7 +286,12 @@ def _rehearse(
 
     with _temporary_folder_next_to(output_dir) as temporary:
         folder = Path(temporary)
-        free_bytes = _free_bytes(folder, plan)
+        free_bytes, needed = shutil.disk_usage(folder).free, CHECKPOINTS_AT_ONCE * plan.checkpoint_bytes
+        if free_bytes < needed:
+            raise CheckpointError(
+                f"{folder.parent} has {format_bytes(free_bytes)} free, but a rehearsal needs {format_bytes(needed)}. "
+                "Free space, or set output_dir on another disk"
+            )
         on = format_count(plan.world_size, "process", "processes")
         say(f"rehearsing {name} on {on}, in {folder} (removed afterwards)")
         whole, killed = folder / "whole", folder / "killed"
@@ -334,16 +339,6 @@ def _rehearse(
         compared,
         equality,
     )
-
-
-def _free_bytes(folder: Path, plan: Plan) -> int:
-    free_bytes, needed = shutil.disk_usage(folder).free, CHECKPOINTS_AT_ONCE * plan.checkpoint_bytes
-    if free_bytes < needed:
-        raise CheckpointError(
-            f"{folder.parent} has {format_bytes(free_bytes)} free, but a rehearsal needs {format_bytes(needed)}. "
-            "Free space, or set output_dir on another disk"
-        )
-    return free_bytes
 
 
 def _saved_steps(run: Path, start: int, every_steps: int) -> tuple[int, int]:

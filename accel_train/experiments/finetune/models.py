@@ -101,7 +101,7 @@ def look_at(name: str, task: str, *, trust_remote_code: bool) -> Pretrained:
     model = {"pretrained": name, "trust_remote_code": trust_remote_code}
     tree = {"output_dir": "runs", "model": model, "data": {"train": "."}, "schedule": {"max_steps": 1}}
     config = pretrained_config(make_recipe(tree, "--model"))
-    is_text = task not in ("image-classification", "semantic-segmentation", "object-detection")
+    is_text = "tokenizer" in TASKS[task].uses
     size = None if is_text else pretrained_image_size(name, config, trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code) if is_text else None
     return Pretrained(

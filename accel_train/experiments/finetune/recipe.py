@@ -390,38 +390,29 @@ def how_to_use(found: Found, recipe: Recipe) -> list[str]:
     # The model's code is a file in the folder of its weights.
     has_own_code = (recipe.model.config or {}).get("model_type") == "ngrams"
     consent = ", trust_remote_code=True" if has_own_code else ""
-    if found.task == "sentence-embedding":
-        return [
-            *lines,
-            f"  accel-train predict {quote(output_dir)} NEW.csv --out predictions.csv",
-            "  from sentence_transformers import SentenceTransformer",
-            f'  SentenceTransformer("{model}").encode(["a text"])',
-        ]
     columns = found.settings.get("data.text_columns")
     is_pair = columns is not None and len(columns.value) == 2
     prompt = "Hello" if found.is_chat else "Once upon a time"
-    given = '[{"role": "user", "content": "Hello"}]' if found.is_chat else f'"{prompt}"'
     text = '{"text": "a text", "text_pair": "another text"}' if is_pair else '"a text"'
-    suffix = Path(str(found.settings["data.train"].value)).suffix
-    kind, arguments, data = {
-        "text-classification": ("text-classification", f"{text}, truncation=True", "NEW.csv"),
-        "causal-lm": ("text-generation", given, ""),
-        "image-classification": ("image-classification", '"an_image.jpg"', "FOLDER"),
-        "semantic-segmentation": ("image-segmentation", '"an_image.jpg"', "FOLDER"),
-        "object-detection": ("object-detection", '"an_image.jpg"', "FOLDER"),
-        "token-classification": ("token-classification", '"a sentence"', "NEW.jsonl"),
-        "question-answering": ("", "", "NEW.jsonl"),
-        "seq2seq": ("", "", f"NEW{suffix if 'data.target_suffix' in found.settings else '.csv'}"),
-    }[found.task]
-    if found.task == "token-classification":
-        consent = ', aggregation_strategy="first"'
-    call = f'pipeline("{kind}", model="{model}"{consent})({arguments})'
-    command = f"accel-train predict {quote(output_dir)} {data} --out predictions.csv"
-    if not data:
-        command = f"accel-train generate {quote(output_dir)} --prompt '{prompt}'"
-    if not kind:
-        return [*lines, f"  {command}", f"  {os.path.join(model, 'README.md')} shows how to use it in Python"]
-    return [*lines, f"  {command}", "  from transformers import pipeline", f"  {call}"]
+    data, argument = ("FOLDER", '"an_image.jpg"') if found.edge else ("NEW.csv", f"{text}, truncation=True")
+    if found.task == "causal-lm":
+        argument = '[{"role": "user", "content": "Hello"}]' if found.is_chat else f'"{prompt}"'
+    elif found.task == "token-classification":
+        data, argument, consent = "NEW.jsonl", '"a sentence"', ', aggregation_strategy="first"'
+    elif found.task == "question-answering":
+        data = "NEW.jsonl"
+    elif "data.target_suffix" in found.settings:
+        data = f"NEW{Path(str(found.settings['data.train'].value)).suffix}"
+    lines.append(f"  accel-train predict {quote(output_dir)} {data} --out predictions.csv")
+    if found.task == "causal-lm":
+        lines[-1] = f"  accel-train generate {quote(output_dir)} --prompt '{prompt}'"
+    if found.task in ("question-answering", "seq2seq"):
+        return [*lines, f"  {os.path.join(model, 'README.md')} shows how to use it in Python"]
+    if found.task == "sentence-embedding":
+        call = f'SentenceTransformer("{model}").encode(["a text"])'
+        return [*lines, "  from sentence_transformers import SentenceTransformer", f"  {call}"]
+    call = f'pipeline("{TASKS[found.task].pipeline}", model="{model}"{consent})({argument})'
+    return [*lines, "  from transformers import pipeline", f"  {call}"]
 
 
 def minimal_recipe(path: str, arguments: Sequence[str]) -> Recipe:

@@ -97,7 +97,9 @@ def recognise_table(asked: Asked, path: Path, held_out: Path | None = None) -> F
     dropped = found.pop("num_dropped", 0)
     rows = (f"{format_count(dropped, 'row')} without a label",) if dropped else ()
     # Image classification lists unused columns itself, and unused images.
-    found["unused"] = found.get("unused", (*_unused_columns(table, read), *rows))
+    others = [repr(name) for name in (*table.columns, *table.partial) if name not in read]
+    unused = (f"{'column' if len(others) == 1 else 'columns'} {listed(others)}",) if others else ()
+    found["unused"] = found.get("unused", (*unused, *rows))
     notes = (*table.notes, *left_out, *found.pop("notes", ()))
     num_samples = found.pop("num_samples", len(table.wheres) - dropped)
     return Found(description=about, num_samples=num_samples, notes=notes, **found)
@@ -119,11 +121,6 @@ def _with_templates(asked: Asked, table: Table) -> Table:
 def _columns_read(settings: Choices) -> set[str]:
     values = [each.value for name, each in settings.items() if "_column" in name]
     return {name for value in values for name in ([value] if isinstance(value, str) else value)}
-
-
-def _unused_columns(table: Table, read: set[str]) -> tuple[str, ...]:
-    names = [repr(name) for name in (*table.columns, *table.partial) if name not in read]
-    return (f"{'column' if len(names) == 1 else 'columns'} {listed(names)}",) if names else ()
 
 
 def _check_flags(asked: Asked, table: Table) -> None:

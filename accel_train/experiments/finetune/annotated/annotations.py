@@ -167,11 +167,9 @@ def columns_of_spans(rows: Rows) -> list[str]:
 
 def _are_spans(cell: object) -> bool:
     spans = [fields_of(each) for each in spans_in(cell) or ()]
-    return bool(spans) and all(each is not None and _is_span(*each) for each in spans)
-
-
-def _is_span(start: object, end: object, label: object) -> bool:
-    return type(start) is int and type(end) is int and isinstance(label, str | list)
+    return bool(spans) and all(
+        each is not None and type(each[0]) is type(each[1]) is int and isinstance(each[2], str | list) for each in spans
+    )
 
 
 def _marks_places(row: Mapping[str, Any]) -> bool:

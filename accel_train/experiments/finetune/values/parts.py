@@ -35,7 +35,12 @@ def rows_by_part(asked: Asked, path: Path) -> Converted | None:
     columns, names = columns_with_parts(source, data, (*asked.label, *asked.text))
     for name, cells in columns.items():
         parts = parts_in(str(path), name, cells, names)
-        if parts is None or _names_images(asked, path):
+        if parts is None:
+            continue
+        from accel_train.experiments.finetune.images import image_column  # imports Pillow
+
+        images = image_column(read_table(path, asked))
+        if images is not None and isinstance(images[1][0], str):
             continue
         by = f" by column {name!r}"
         found = {SPLITS[part]: numbers for part, numbers in parts.items()}
@@ -45,13 +50,6 @@ def rows_by_part(asked: Asked, path: Path) -> Converted | None:
         parted = {split: [every[number] for number in numbers] for split, numbers in found.items()}
         return Converted({f"{split}.jsonl": asked.jsonl(rows) for split, rows in parted.items()}, by)
     return None
-
-
-def _names_images(asked: Asked, path: Path) -> bool:
-    from accel_train.experiments.finetune.images import image_column  # imports Pillow
-
-    found = image_column(read_table(path, asked))
-    return found is not None and isinstance(found[1][0], str)
 
 
 def _parquet_of(path: Path, rows: Sequence[int]) -> bytes:
