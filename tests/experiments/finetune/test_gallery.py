@@ -239,6 +239,14 @@ GALLERY: dict[str, tuple[Files, Read | str]] = {
         {"README.md": "---\nconfigs:\n- data_files: [a.csv, b.csv]\n---\n"} | each("{a,b}.csv", CSV),
         "several patterns",
     ),
+    "a card with an empty list": (
+        {"README.md": "---\nconfigs:\n- data_files: [{split: train, path: []}]\n---\n", "data.csv": CSV},
+        Read(TEXT, "data.csv"),
+    ),
+    "a card with a number": (
+        {"README.md": "---\nconfigs:\n- data_files: 5\n---\n", "data.csv": CSV},
+        Read(TEXT, "data.csv"),
+    ),
     "a card without files": ({"README.md": "---\nlicense: mit\n---\n", "data.csv": CSV}, Read(TEXT, "data.csv")),
     # Lines that begin with labels.
     "fastText": (each("{train,test}.txt", FASTTEXT), Read(TEXT, "train.txt", test="test.txt")),

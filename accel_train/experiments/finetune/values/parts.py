@@ -77,7 +77,8 @@ def parts_of_card(folder: Path) -> dict[Part, Path]:
         return {}
     configs = content.get("configs") if isinstance(content, dict) else None
     named = [each for each in configs if isinstance(each, dict)] if isinstance(configs, list) else []
-    found = {str(each.get("config_name")): _files_of(each["data_files"]) for each in named if each.get("data_files")}
+    named = [each for each in named if isinstance(each.get("data_files"), str | list | dict)]
+    found = {str(each.get("config_name")): _files_of(each["data_files"]) for each in named}
     places = {name: {part: _place(folder, name, files) for part, files in each.items()} for name, each in found.items()}
     if len(places) > 1:
         commands = [_command(name, each) for name, each in places.items()][:MOST_LISTED]
@@ -90,18 +91,14 @@ def _command(name: str, places: Mapping[Part, Path]) -> str:
     return f"{name}: accel-train finetune {train}{f' --data.eval {held}' if held else ''}"
 
 
-def _files_of(data_files: Any) -> dict[Part, list[str]]:
+def _files_of(data_files: str | list[Any] | dict[Any, Any]) -> dict[Part, list[str]]:
     """Return the patterns of each part: a pattern, a list of them, or of {split, path}, or a mapping of splits."""
-    if isinstance(data_files, Mapping):
-        data_files = [{"split": split, "path": path} for split, path in data_files.items()]
-    files: dict[str, list[str]] = {}
-    for each in data_files if isinstance(data_files, list) else [data_files]:
-        each = each if isinstance(each, Mapping) else {"split": "train", "path": each}
-        paths = each.get("path")
-        files.setdefault(str(each.get("split")), []).extend(map(str, paths if isinstance(paths, list) else [paths]))
+    from datasets.data_files import sanitize_patterns  # slow to import
+
+    files = {name: [*map(str, patterns)] for name, patterns in sanitize_patterns(data_files).items()}
     names: dict[Part, str | None] = {part: pick(files, part) for part in SPLITS}
     names["train"] = names["train"] or (next(iter(files)) if len(files) == 1 else None)
-    return {part: files[name] for part, name in names.items() if name is not None}
+    return {part: files[name] for part, name in names.items() if name is not None and files[name]}
 
 
 def _place(folder: Path, name: str, files: Sequence[str]) -> Path:
