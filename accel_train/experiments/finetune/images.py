@@ -317,7 +317,7 @@ def image_column(table: Table) -> tuple[Column, Sequence[Any]] | None:
     return None
 
 
-def recognise_images(asked: Asked, table: Table) -> dict[str, Any] | None:
+def recognise_images(asked: Asked, table: Table) -> Found | None:
     """Return the facts of a table with a column of images and a column of labels, or None without images."""
     if asked.text or not asked.allows("image-classification"):
         return None
@@ -351,14 +351,14 @@ def recognise_images(asked: Asked, table: Table) -> dict[str, Any] | None:
     where = "its cells name image files"
     if list(cells) != list(column.cells):
         where = f"its cells name images in {folder / os.path.dirname(cells[0])}/"
-    return {
-        "task": "image-classification",
-        "why": f"column {column.name!r} names images, column {label.name!r} their classes",
-        "settings": {"data.image_column": Choice(column.name, where), **label.settings},
-        "counts": label.counts,
-        "unused": _not_used(table, cells, column.name, label.name),
+    return Found(
+        task="image-classification",
+        why=f"column {column.name!r} names images, column {label.name!r} their classes",
+        settings={"data.image_column": Choice(column.name, where), **label.settings},
+        counts=label.counts,
+        unused=_not_used(table, cells, column.name, label.name),
         **sizes_of(RowImages(cells, folder, column.name, str(table.path), tuple(table.wheres))),
-    }
+    )
 
 
 def _not_used(table: Table, cells: Sequence[Any], *used: str) -> tuple[str, ...]:

@@ -74,10 +74,12 @@ class Found:
     task: str
     why: str
     """Reason for the task."""
-    description: str
+    description: str = ""
     """Path, sizes, and columns, in words."""
-    num_samples: int
+    num_samples: int = 0
     """Number of rows, texts, or images. For plain text, the number of files."""
+    num_dropped: int = 0
+    """Number of rows without a label, which are left out."""
     settings: Choices = field(default_factory=dict)
     """Settings of the section `data`, and other settings that depend only on the data."""
     num_chars: int = 0
@@ -98,6 +100,8 @@ class Found:
     is_chat: bool = False
     eval_fraction: float | None = None
     """Held-out share from the command line, or 0 with named evaluation data. None: finetune chooses it."""
+    read: tuple[str, ...] = ()
+    """Columns that are read without a setting that names them."""
     unused: tuple[str, ...] | None = None
     """Columns and files that are not read. None if unknown."""
     test: str | None = None

@@ -142,7 +142,7 @@ def recognise_annotated(asked: Asked, task: str, path: Path, held_out: Path | No
     return Found(task, f"it holds {kind.file}", about, settings=settings, unused=(), **facts)
 
 
-def annotated(asked: Asked, table: Table) -> dict[str, Any] | None:
+def annotated(asked: Asked, table: Table) -> Found | None:
     """Return the facts of a table of words with tags, questions with answers, or texts to rewrite, or None.
 
     Raises:
@@ -162,13 +162,13 @@ def annotated(asked: Asked, table: Table) -> dict[str, Any] | None:
         if task == "token-classification" and (numbers := _number_of_sentences(table, names[0])) is not None:
             settings["data.sentence_column"] = Choice(numbers, "each row is one word of a sentence")
         facts = facts_of(asked, task, str(table.path), {**table.settings, **settings})
-        return {"task": task, "why": kind.table.format(*names), "settings": settings, **facts}
+        return Found(task, kind.table.format(*names), settings=settings, **facts)
     if asked.task is not None:
         raise ValueError(f"--task {asked.task} needs {_KINDS[asked.task].needs}. {table.path} has: {table.names}")
     return None
 
 
-def marked(asked: Asked, table: Table) -> dict[str, Any] | None:
+def marked(asked: Asked, table: Table) -> Found | None:
     """Return the facts of a table of texts with spans, or None.
 
     Raises:
@@ -180,10 +180,10 @@ def marked(asked: Asked, table: Table) -> dict[str, Any] | None:
     settings = found.settings
     facts = facts_of(asked, "token-classification", str(table.path), {**table.settings, **settings})
     why = f"column {found.spans!r} holds spans of column {found.text!r}"
-    return {"task": "token-classification", "why": why, "settings": settings, "read": found.read, **facts}
+    return Found("token-classification", why, settings=settings, read=found.read, **facts)
 
 
-def anchored(asked: Asked, table: Table) -> dict[str, Any] | None:
+def anchored(asked: Asked, table: Table) -> Found | None:
     """Return the facts of a table of texts that belong together, or of scored pairs, or None.
 
     Raises:
@@ -230,12 +230,12 @@ def anchored(asked: Asked, table: Table) -> dict[str, Any] | None:
     data: Any = with_settings(asked.data, {**table.settings, **settings})
     rows = read_anchor_rows(resolve_sources(str(table.path), data, key=str(table.path)), data, key=str(table.path))
     held = "texts that belong together" if score is None else f"pairs of texts, and {score!r} their similarity"
-    return {
-        "task": "sentence-embedding",
-        "why": f"columns {', '.join(map(repr, names[:-1]))} and {names[-1]!r} are {held}",
-        "settings": settings,
+    return Found(
+        task="sentence-embedding",
+        why=f"columns {', '.join(map(repr, names[:-1]))} and {names[-1]!r} are {held}",
+        settings=settings,
         **lengths([len(text) for row in rows for text in row.texts]),
-    }
+    )
 
 
 def _tagged(asked: Asked, table: Table) -> tuple[str, ...] | None:
