@@ -166,6 +166,12 @@ def test_splits_in_one_document_are_files_and_the_test_split_is_evaluated_on_onl
     assert Path("runs/two-data/eval_from_test.jsonl").read_text() == '{"1": "a b", "2": "c"}\n'
 
 
+def test_rows_are_written_in_the_encoding_of_the_command_line() -> None:
+    rows = [dict(zip(("text", "label"), row.split(","))) for row in ROWS[1:]]
+    Path("whole.json").write_text(json.dumps({"train": rows, "dev": rows[:7]}), encoding="utf-16")
+    assert write_recipe("whole.json", ["--data.encoding", "utf-16"]).found.num_samples == 40
+
+
 @pytest.mark.parametrize("other", [{"oos_train": []}, {"val": [], "dev": []}, {"version": "1.0"}, {"test": {}}])
 def test_an_object_with_another_key_or_with_two_keys_for_a_split_is_refused(other: dict[str, Any]) -> None:
     Path("whole.json").write_text(json.dumps({"train": [["a", "b"]], **other}))
