@@ -185,7 +185,6 @@ def _layout_conclusion(equality: Equality) -> str:
 
 
 STEPS = 8
-LEAST_STEPS = 4
 EVALUATED_SAMPLES = 64
 STEPS_TO_SPARE = 1000
 """Steps by which a shorter run is extended past its last save. A signal then ends it before its schedule does."""
@@ -207,7 +206,7 @@ def rehearse_recipe(
         ProcessFailed: a run ended early.
         CheckpointError: the disk does not have enough room.
     """
-    _check(steps, processes)
+    _refuse_launch()
     recipe = named_recipe(path, settings)
     plan = resolve_plan(recipe, processes, progress=sys.stderr.isatty())
     return _rehearse(path, settings, plan, Path(recipe.output_dir), None, steps // 2, say)
@@ -229,7 +228,7 @@ def prove_resume(
         ValueError: the folder holds no run, or its run was stopped early.
         ProcessFailed, CheckpointError: as in `rehearse_recipe`, or no checkpoint is valid.
     """
-    _check(steps, processes)
+    _refuse_launch()
     path = run / RECIPE_FILE
     if not path.is_file():
         raise ValueError(f"{run}: {RECIPE_FILE} not found. Name the output_dir of a run")
@@ -245,11 +244,7 @@ def prove_resume(
     return _rehearse(str(path), settings, plan, run, newest, steps // 2, say)
 
 
-def _check(steps: int, processes: int | None) -> None:
-    if steps < LEAST_STEPS:
-        raise ValueError(f"--steps={steps}: must be at least {LEAST_STEPS}, to leave steps after the kill")
-    if processes is not None and processes < 1:
-        raise ValueError(f"--processes={processes}: must be at least 1")
+def _refuse_launch() -> None:
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ValueError(
             f"WORLD_SIZE={os.environ['WORLD_SIZE']}: rehearse starts its own processes. Run it without a launcher, "

@@ -131,11 +131,6 @@ def _images(asked: Asked, tree: Tree) -> Found | str:
     return recognise_classes(asked, tree.path, tables)
 
 
-def _of_tools(asked: Asked, tree: Tree) -> Found | str:
-    refuse_files_of_tools(tree.files, asked)
-    return "no .ann, .spacy, or .xmi"
-
-
 def _table(asked: Asked, tree: Tree) -> Found | str:
     tables = tree.of_kind(*TABLES)
     if not tables and not tree.of_kind("text", "conll"):
@@ -183,7 +178,7 @@ FORMS = (
     Form("images with masks", ("semantic-segmentation",), recognise_masks),
     Form("images with boxes", ("object-detection",), recognise_boxes),
     Form("images by class", ("image-classification",), _images),
-    Form("files of annotation tools", (), _of_tools),
+    Form("files of annotation tools", (), refuse_files_of_tools),
     Form("translations, line by line", ("seq2seq",), recognise_aligned),
     Form(
         "table",

@@ -97,8 +97,6 @@ def sweep(
             before any run starts.
         Preempted: a signal arrived, and the current run was asked to save.
     """
-    if processes is not None and processes < 1:
-        raise ValueError(f"--processes={processes}: must be at least 1")
     space = sweep_values.read_space(settings)
     first = combine(path, space, selection)
     root = Path(first[0].recipe.output_dir)

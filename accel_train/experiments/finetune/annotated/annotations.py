@@ -61,14 +61,15 @@ def find_spans(asked: Asked, table: Table) -> Marked | None:
     return None if found is None or isinstance(found, str) or asked.task == "text-classification" else found
 
 
-def refuse_files_of_tools(files: Sequence[Path], asked: Asked) -> None:
+def refuse_files_of_tools(asked: Asked, tree: Tree) -> str:
     """Raise ValueError if an annotation tool's files would be read as text, or not at all."""
     # One file of each kind.
-    for path in {path.suffix.lower(): path for path in files}.values() if asked.task != "causal-lm" else ():
+    for path in {path.suffix.lower(): path for path in tree.files}.values() if asked.task != "causal-lm" else ():
         suffix = path.suffix.lower()
         for name, suffixes, begin, remedy in _FILES:
             if suffix in suffixes and (not begin or any(begin in line for line in _first_lines(path, asked))):
                 raise ValueError(f"{path}: {name} are not read. {remedy}")
+    return "no .ann, .spacy, or .xmi"
 
 
 def _first_lines(path: Path, asked: Asked) -> list[str]:
