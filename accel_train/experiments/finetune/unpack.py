@@ -69,8 +69,8 @@ def unpacked(asked: Asked, output_dir: str | None, *, is_first: bool = True) -> 
             notes.append(f"{path}: {inner} is read, the only {'file' if inner == only else 'folder'} in it")
             asked, path = replace(asked, path=str(inner)), inner
     place, folder = asked.path, Path(f"{run.rstrip('/')}-data")
-    tree = Tree(path)
-    found = next(filter(None, (convert(asked, tree) for convert in CONVERTERS)), None) if kind is None else None
+    tree, is_open = Tree(path), kind is None and path.exists()
+    found = next(filter(None, (convert(asked, tree) for convert in CONVERTERS if is_open)), None)
     if kind is not None:
         _publish(folder, path, sha256(path), partial(_write, path, kind.lower()), is_first=is_first)
         place = str(_data_in(folder))

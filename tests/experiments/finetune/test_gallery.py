@@ -437,6 +437,13 @@ def test_a_pattern_is_read_like_the_folder(path: str) -> None:
     assert facts(found).eval == (None if path == "set/train*.txt" else "val.txt")
 
 
+def test_files_of_a_pattern_are_not_converted() -> None:
+    # A folder of converted files would be named by the pattern.
+    with pytest.raises(ValueError, match="tabs divide"):
+        found_in({"a.txt": TABS}, "set/*.txt")
+    assert not Path("runs").exists()
+
+
 def _by_part(name: str, other: str, form: str, content: str | bytes) -> Files:
     return {**each(form.format(name), content), **each(form.format(other), content)}
 
