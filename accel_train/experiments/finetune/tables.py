@@ -96,16 +96,16 @@ def recognise_table(asked: Asked, path: Path, held_out: Path | None = None) -> F
         if name not in read
     ]
     others = [repr(name) for name in (*table.columns, *table.partial) if name not in read]
-    unused = (f"{'column' if len(others) == 1 else 'columns'} {listed(others)}",) if others else ()
+    unused = [f"{'column' if len(others) == 1 else 'columns'} {listed(others)}"] if others else []
     if found.num_dropped:
-        unused += (f"{format_count(found.num_dropped, 'row')} without a label",)
+        unused.append(f"{format_count(found.num_dropped, 'row')} without a label")
     return replace(
         found,
         description=about,
         settings=settings,
         num_samples=found.num_samples or len(table.wheres) - found.num_dropped,
         # Image classification lists unused columns itself, and unused images.
-        unused=unused if found.unused is None else found.unused,
+        unused=(*unused,) if found.unused is None else found.unused,
         notes=(*table.notes, *left_out, *found.notes),
     )
 
