@@ -10,7 +10,7 @@ import tarfile
 import time
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path, PurePath
@@ -23,12 +23,13 @@ from accel_train.data.delimited import DELIMITERS, table_delimiter
 from accel_train.data.encoding import read_lines, read_text
 from accel_train.data.parts import only_entry, part_of, unwrapped
 from accel_train.data.sources import file_kind, is_saved_dataset
-from accel_train.data.tables import SPLITS
+from accel_train.data.tables import SPLITS, columns_with_parts, parts_in, rows_of
 from accel_train.experiments.finetune.annotated.annotations import tables_of_classes
+from accel_train.experiments.finetune.columns import data_at, read_table, source_of
 from accel_train.experiments.finetune.recipe import WAIT_SECONDS, Asked, Converted, default_output_dir
 from accel_train.experiments.finetune.texts import classes_by_suffix, find_label_lines
 from accel_train.experiments.finetune.tree import MOST_TAGGED, Tree
-from accel_train.experiments.finetune.values.parts import parts_of_card, rows_by_part
+from accel_train.experiments.finetune.values.parts import parts_of_card
 
 _ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 _SHEETS = (".xlsx", ".xls", ".xlsb", ".ods")
@@ -296,6 +297,53 @@ def _splits_of(asked: Asked, tree: Tree) -> Converted | None:
     return Converted({f"{name}.jsonl": asked.jsonl(rows) for name, rows in lines.items()})
 
 
+def _rows_by_part(asked: Asked, tree: Tree) -> Converted | None:
+    """Return a file for each part that a column of a table names: parquet as parquet, other rows as jsonl.
+
+    Returns None without this column, and for a table that names image files, because its paths are relative to it.
+
+    Raises:
+        ValueError: some rows of the column are of no part.
+    """
+    path = tree.path
+    if not path.is_file():
+        return None
+    source, kind = source_of(path), file_kind(path)
+    try:
+        data = data_at(path, asked)
+    # The reader of the table will report the byte.
+    except ValueError:
+        return None
+    columns, names = columns_with_parts(source, data, (*asked.label, *asked.text))
+    for name, cells in columns.items():
+        parts = parts_in(str(path), name, cells, names)
+        if parts is None:
+            continue
+        from accel_train.experiments.finetune.images import image_column  # imports Pillow
+
+        images = image_column(read_table(path, asked))
+        if images is not None and isinstance(images[1][0], str):
+            continue
+        by = f" by column {name!r}"
+        found = {SPLITS[part]: numbers for part, numbers in parts.items()}
+        if kind == "parquet":
+            return Converted({f"{split}.parquet": _parquet_of(path, rows) for split, rows in found.items()}, by)
+        every = list(rows_of(source, names, data))
+        parted = {split: [every[number] for number in numbers] for split, numbers in found.items()}
+        return Converted({f"{split}.jsonl": asked.jsonl(rows) for split, rows in parted.items()}, by)
+    return None
+
+
+def _parquet_of(path: Path, rows: Sequence[int]) -> bytes:
+    import pyarrow
+    import pyarrow.parquet
+
+    sink = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.parquet.read_table(path).take(rows), sink)
+    content: bytes = sink.getvalue().to_pybytes()
+    return content
+
+
 CONVERTERS: tuple[Callable[[Asked, Tree], Converted | None], ...] = (
     _splits_of,
     classes_by_suffix,
@@ -303,7 +351,7 @@ CONVERTERS: tuple[Callable[[Asked, Tree], Converted | None], ...] = (
     _tables_in_texts,
     _conll_files,
     tables_of_classes,
-    lambda asked, tree: rows_by_part(asked, tree.path),
+    _rows_by_part,
 )
 """Forms of data that are written as other files. The first that is found counts.
 

@@ -1,4 +1,4 @@
-"""The parts of a data set by a column of its table, which is split into one file per part, or by a hub's README.md."""
+"""The parts of a data set by the README.md of a hub."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -7,59 +7,12 @@ from shlex import quote
 from typing import Any
 
 from accel_train.data.parts import Part, pick
-from accel_train.data.sources import file_kind
-from accel_train.data.tables import SPLITS, columns_with_parts, parts_in, rows_of
-from accel_train.experiments.finetune.columns import data_at, files_at, read_table, source_of
-from accel_train.experiments.finetune.recipe import MOST_LISTED, Asked, Converted
+from accel_train.data.tables import SPLITS
+from accel_train.experiments.finetune.columns import files_at
+from accel_train.experiments.finetune.recipe import MOST_LISTED
 from accel_train.recipe.yaml_core import parse_yaml
 
 _HEAD = re.compile(r"---\s*\n(.*?)\n---\s*(?:\n|$)", re.DOTALL)
-
-
-def rows_by_part(asked: Asked, path: Path) -> Converted | None:
-    """Return a file for each part that a column of a table names: parquet as parquet, other rows as jsonl.
-
-    Returns None without this column, and for a table that names image files, because its paths are relative to it.
-
-    Raises:
-        ValueError: some rows of the column are of no part.
-    """
-    if not path.is_file():
-        return None
-    source, kind = source_of(path), file_kind(path)
-    try:
-        data = data_at(path, asked)
-    # The reader of the table will report the byte.
-    except ValueError:
-        return None
-    columns, names = columns_with_parts(source, data, (*asked.label, *asked.text))
-    for name, cells in columns.items():
-        parts = parts_in(str(path), name, cells, names)
-        if parts is None:
-            continue
-        from accel_train.experiments.finetune.images import image_column  # imports Pillow
-
-        images = image_column(read_table(path, asked))
-        if images is not None and isinstance(images[1][0], str):
-            continue
-        by = f" by column {name!r}"
-        found = {SPLITS[part]: numbers for part, numbers in parts.items()}
-        if kind == "parquet":
-            return Converted({f"{split}.parquet": _parquet_of(path, rows) for split, rows in found.items()}, by)
-        every = list(rows_of(source, names, data))
-        parted = {split: [every[number] for number in numbers] for split, numbers in found.items()}
-        return Converted({f"{split}.jsonl": asked.jsonl(rows) for split, rows in parted.items()}, by)
-    return None
-
-
-def _parquet_of(path: Path, rows: Sequence[int]) -> bytes:
-    import pyarrow
-    import pyarrow.parquet
-
-    sink = pyarrow.BufferOutputStream()
-    pyarrow.parquet.write_table(pyarrow.parquet.read_table(path).take(rows), sink)
-    content: bytes = sink.getvalue().to_pybytes()
-    return content
 
 
 def parts_of_card(folder: Path) -> dict[Part, Path]:
