@@ -109,9 +109,9 @@ def recognise_class_folders(asked: Asked, tree: Tree) -> Found | str:
     num_loose = sum(path.parent == root for path in below)
     if not is_flat or len(counts) < 2 or min(counts.values()) < max(2, num_loose):
         return none
-    if any(part_of(each.name) for each in counts):
-        return none
     named = [path for path in sorted(counts) if not is_unlabeled(path.name)]
+    if not named or any(part_of(each.name) for each in counts):
+        return none
     root, held_out = named[0].parent, parts.get("eval") if root != folder else None
     train: str | list[str] = [*map(str, named)]
     if len(named) == len(counts):
@@ -297,8 +297,8 @@ def recognise_text(asked: Asked, tree: Tree) -> Found | str:
             f"{asked.task} needs a table (.csv, .tsv, .jsonl, .parquet), lines with a label and a text, or images"
         )
     if asked.task is None:
-        texts = tree.of_kind("text")
-        _refuse_other_data(asked, files, [path for path in tree.files if path not in texts and tree.is_folder])
+        others = [path for path in tree.files if tree.is_folder and file_kind(path) != "text"]
+        _refuse_other_data(asked, files, others)
     refuse_columns(asked, asked.path, "plain text")
     num_chars = sum(path.stat().st_size for path in files)
     if num_chars <= _READ_AT_MOST:

@@ -91,10 +91,8 @@ def unpacked(asked: Asked, output_dir: str | None, *, is_first: bool = True) -> 
     if place != asked.path:
         folder = Path(f"{run.rstrip('/')}-masks")
     if Path(place).expanduser().is_dir() or place.lower().endswith(".json"):
-        from accel_train.experiments.finetune.masks import (
-            find_palette,
-            find_polygons,  # imports Pillow
-        )
+        # Imports Pillow.
+        from accel_train.experiments.finetune.masks import find_palette, find_polygons
 
         if (masks := find_polygons(asked, place) or find_palette(asked, place)) is not None:
             _publish(folder, Path(place), masks.digest, masks.write, is_first=is_first)

@@ -309,6 +309,7 @@ GALLERY: dict[str, tuple[Files, Read | str]] = {
         each("train/{a,b,unsup}/{1,2,3}.txt", PROSE),
         Read(TEXT, ["train/a", "train/b"]),
     ),
+    "texts by folder without labels": (each("{unsup,unlabeled}/{1,2,3}.txt", PROSE), Read(LM, classes="")),
     "texts by file": (
         {"pos.txt": lines("{text} good."), "neg.txt": lines("{text} bad.", 30)},
         Read(TEXT, classes="neg pos"),
