@@ -26,7 +26,8 @@ from pydantic import ValidationError
 
 from accel_train.core.files import write_atomically
 from accel_train.experiments import equality
-from accel_train.experiments.equality import Equality, Layout, Processes
+from accel_train.experiments.equality import Equality, Layout, failed
+from accel_train.experiments.processes import Processes
 from accel_train.model.pretrained import without_pooler
 from accel_train.observe.run_folder import read_metrics
 from accel_train.recipe.optimizer import Optimizer
@@ -247,11 +248,11 @@ def _resumed(layout: Layout, plain: Layout, one: Processes, several: Processes, 
     reference, failure = equality.train_plain(plain, one, folder)
     output = folder / "resumed"
     if failure is not None:
-        return failure.verdict(layout.processes, alone=True)
+        return failed(failure, layout.processes, alone=True)
     equality.keep_first_checkpoint(reference, output)
     changed = layout.recipe.model_copy(update={"output_dir": str(output)})
     if (failure := several.call(partial(equality.train_toy, changed))) is not None:
-        return failure.verdict(layout.processes)
+        return failed(failure, layout.processes)
     if any(row["step"] <= equality.RESUMED_AFTER for row in read_metrics(output)):
         return Equality(layout.processes, first="the run did not resume, but started again")
     since = equality.RESUMED_AFTER
@@ -263,12 +264,12 @@ def _loaded(layout: Layout, plain: Layout, one: Processes, several: Processes, f
     reference, failure = equality.train_plain(plain, one, folder)
     output = folder / "finished"
     if failure is not None:
-        return failure.verdict(layout.processes, alone=True)
+        return failed(failure, layout.processes, alone=True)
     changed = layout.recipe.model_copy(update={"output_dir": str(output)})
     failure = several.call(partial(equality.train_toy, changed, finish=True))
     failure = failure or one.call(partial(load_and_save, output, layout.recipe.task))
     if failure is not None:
-        return failure.verdict(layout.processes)
+        return failed(failure, layout.processes)
     return equality.compare_beyond_rounding(plain, one, reference, output, layout.processes)
 
 

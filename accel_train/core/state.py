@@ -9,10 +9,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Choice(Generic[T]):
-    """A resolved setting with the reason that is printed."""
+    """A resolved setting with the reason that is printed. A value that explains itself has no reason."""
 
     value: T
-    reason: str
+    reason: str = ""
 
     def __str__(self) -> str:
         return f"{self.value} ({self.reason})"

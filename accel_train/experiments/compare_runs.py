@@ -1,7 +1,7 @@
 """Bitwise comparison of two runs of one recipe: losses, evaluations, weights, optimizer moments, and counters."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from accel_train.checkpoint.sharded import CheckpointReader
-from accel_train.checkpoint.store import read_trainer
+from accel_train.checkpoint.store import folder_of, read_trainer
 from accel_train.core.state import JsonRecord
 from accel_train.observe.run_folder import read_metrics
 
@@ -42,7 +42,7 @@ def compare_runs(first_run: Path, second_run: Path, first_step: int, last_step: 
     """Compare the metrics of `first_step` to `last_step` in two run folders, and the checkpoints of the last step."""
     runs = first_run, second_run
     rows = [[row for row in read_metrics(run) if first_step <= row["step"] <= last_step] for run in runs]
-    folders = [run / "checkpoints" / f"step-{last_step:08d}" for run in runs]
+    folders = [folder_of(run / "checkpoints", last_step) for run in runs]
     tensors = {name: [CheckpointReader(folder, kind) for folder in folders] for name, kind in TENSORS.items()}
     compared = [
         *(_compare_rows(name, rows, *series) for name, series in SERIES.items()),
@@ -50,6 +50,15 @@ def compare_runs(first_run: Path, second_run: Path, first_step: int, last_step: 
         _compare_counters(folders),
     ]
     return [each for each in compared if each.extent]
+
+
+def pairs_of_tensors(
+    left: CheckpointReader, right: CheckpointReader
+) -> Iterator[tuple[str, Tensor | None, Tensor | None]]:
+    """Yield the tensors of two checkpoints by name. None: the checkpoint does not have it."""
+    for name in sorted(left.shapes.keys() | right.shapes.keys()):
+        one, other = (reader.read(name) if name in reader.shapes else None for reader in (left, right))
+        yield name, one, other
 
 
 def same_bits(left: Tensor, right: Tensor) -> bool:
@@ -84,12 +93,10 @@ def _gap(left: Any, right: Any) -> str:
 
 def _compare_tensors(name: str, left: CheckpointReader, right: CheckpointReader) -> Comparison:
     gaps: dict[str, float] = {}
-    num_numbers = 0
-    names = sorted(left.shapes.keys() | right.shapes.keys())
-    for tensor in names:
-        if tensor not in left.shapes or tensor not in right.shapes:
+    num_numbers, names = 0, left.shapes.keys() | right.shapes.keys()
+    for tensor, ours, theirs in pairs_of_tensors(left, right):
+        if ours is None or theirs is None:
             return Comparison(name, f"{len(names)} tensors", f"only one of the runs has {tensor}")
-        ours, theirs = left.read(tensor), right.read(tensor)
         num_numbers += ours.numel()
         if not same_bits(ours, theirs):
             gap = float((ours.double() - theirs.double()).abs().max()) if ours.shape == theirs.shape else math.nan

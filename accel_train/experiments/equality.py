@@ -5,33 +5,26 @@ packing, and adapters. The reference is one process with one whole micro-batch a
 on the recipe's own data by the same code as a run, and their metrics and checkpoints are compared.
 """
 
-import gc
 import math
-import multiprocessing
-import multiprocessing.connection
-import os
 import shutil
-import sys
-import time
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from accel_train.checkpoint.sharded import CheckpointReader
+from accel_train.checkpoint.store import folder_of
 from accel_train.core.json_io import json_digest, to_json
+from accel_train.experiments.compare_runs import pairs_of_tensors
+from accel_train.experiments.processes import Failure, Processes
 from accel_train.observe.run_folder import read_metrics
 from accel_train.recipe.evaluate import Evaluate
 from accel_train.recipe.optimizer import Optimizer
 from accel_train.recipe.schedule import Schedule
 from accel_train.recipe.schema import Checkpoint, Guard, Log, Recipe
 from accel_train.recipe.tasks import TASKS
-from accel_train.runtime.launcher import free_port, stop_with_parent
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,13 +47,8 @@ FLOOR = 1e-2
 """Smallest scale of a weight's difference. A bias that starts at 0 and gets no gradient only holds rounding."""
 ALONE, NO_TOY = "one process fails", "the model has no toy size"
 """Beginnings of two reasons why nothing was compared."""
-SECONDS = 120.0
-"""Time limit of one training, including the start of its processes."""
-SECONDS_FOR_OTHERS = 10.0
-"""Time that the other processes have to end after one has failed."""
 QUICK_BACKEND = "aot_eager"
 """Compiler of a toy. It traces the same graphs and gradients as inductor, but generates no code."""
-PRELOADED = ("accel_train.training.train", "accel_train.tasks.causal_lm.task", "accel_train.parallel.strategies")
 
 
 @dataclass(frozen=True)
@@ -93,6 +81,15 @@ class Equality:
         return f"equal to {self.difference:.1e}{rounding}"
 
 
+def failed(failure: Failure, processes: int, *, alone: bool = False) -> Equality:
+    """Return the comparison that ended with a failure: in the layout, or (`alone`) in the one process."""
+    if failure.is_refusal:
+        return Equality(processes, reason=failure.text)
+    if alone:
+        return Equality(processes, reason=f"{ALONE}: {failure.text}")
+    return Equality(processes, first=f"training fails: {failure.text}")
+
+
 class Layout(NamedTuple):
     """A recipe at toy size, and the number of its processes."""
 
@@ -110,7 +107,7 @@ def compare_layout(recipe: Recipe, world_size: int, folder: Path) -> Equality:
         return compare_layouts(layout, plain, one, several, folder)
 
 
-def compare_layouts(layout: Layout, plain: Layout, one: "Processes", several: "Processes", folder: Path) -> Equality:
+def compare_layouts(layout: Layout, plain: Layout, one: Processes, several: Processes, folder: Path) -> Equality:
     """Compare two trainings with one seed; if they differ, with another seed too, and with the effect of rounding.
 
     Rounding can route a token to another expert. With other weights it does not. A wrong layout differs with any.
@@ -119,17 +116,15 @@ def compare_layouts(layout: Layout, plain: Layout, one: "Processes", several: "P
     for seed in (0, 1):
         reference, failure = train_plain(plain, one, folder, seed)
         if failure is not None:
-            return failure.verdict(layout.processes, alone=True)
+            return failed(failure, layout.processes, alone=True)
         output = folder / f"layout-{seed}"
-        shutil.rmtree(output, ignore_errors=True)
-        failure = several.call(partial(train_toy, _in_folder(layout.recipe, seed, output)))
+        failure = _train(layout, several, seed, output)
         if failure is not None and layout.recipe.precision.compile:
             # It cannot run some graphs that the compiler can.
             layout = layout._replace(recipe=_changed(layout.recipe, precision={"compile_backend": "inductor"}))
-            shutil.rmtree(output, ignore_errors=True)
-            failure = several.call(partial(train_toy, _in_folder(layout.recipe, seed, output)))
+            failure = _train(layout, several, seed, output)
         if failure is not None:
-            return failure.verdict(layout.processes)
+            return failed(failure, layout.processes)
         found = compare_folders(reference, output, layout.processes)
         if not found.is_different:
             break
@@ -143,7 +138,7 @@ def compare_layouts(layout: Layout, plain: Layout, one: "Processes", several: "P
 
 
 def compare_beyond_rounding(
-    plain: Layout, one: "Processes", reference: Path, layout: Path, processes: int, seed: int = 0, since: int = 0
+    plain: Layout, one: Processes, reference: Path, layout: Path, processes: int, seed: int = 0, since: int = 0
 ) -> Equality:
     """Compare two runs. If they differ, the one process also trains with weights that are rounded differently.
 
@@ -156,33 +151,38 @@ def compare_beyond_rounding(
     for number in range(ROUNDINGS):
         rounded = reference.with_name(f"{reference.name}-rounded-{number}")
         if not rounded.exists():
-            failure = one.call(partial(train_toy, _in_folder(plain.recipe, seed, rounded), rounding=number))
+            failure = _train(plain, one, seed, rounded, rounding=number)
             if failure is not None:
-                return failure.verdict(processes, alone=True)
+                return failed(failure, processes, alone=True)
         for name, gap in _differences(reference, rounded, since)[0].items():
             floor[name] = max(gap, floor.get(name, 0.0))
     return compare_folders(reference, layout, processes, since, floor)
 
 
 def _splits_batch_norms(layout: Layout, reference: Path) -> bool:
-    weights = CheckpointReader(reference / "checkpoints" / f"step-{STEPS:08d}", "model").shapes
+    weights = CheckpointReader(_saved(reference), "model").shapes
     section, is_whole = layout.recipe.parallel, layout.recipe.batch.gradient_accumulation_steps == 1
     return any("running_mean" in name for name in weights) and not (section.sync_batch_norm and is_whole)
 
 
-def train_plain(plain: Layout, one: "Processes", folder: Path, seed: int = 0) -> tuple[Path, "Failure | None"]:
+def train_plain(plain: Layout, one: Processes, folder: Path, seed: int = 0) -> tuple[Path, Failure | None]:
     """Train the reference, unless `folder` has it. Return its run folder, and the failure if there is one."""
     output = (
         folder / f"plain-{json_digest(to_json(plain.recipe.model_dump(exclude={'output_dir', 'seed'})))[:8]}-{seed}"
     )
-    if (output / "checkpoints" / f"step-{STEPS:08d}").exists():
-        return output, None
-    shutil.rmtree(output, ignore_errors=True)
-    return output, one.call(partial(train_toy, _in_folder(plain.recipe, seed, output)))
+    return output, None if _saved(output).exists() else _train(plain, one, seed, output)
 
 
-def _in_folder(recipe: Recipe, seed: int, folder: Path) -> Recipe:
-    return recipe.model_copy(update={"seed": seed, "output_dir": str(folder)})
+def _train(
+    layout: Layout, processes: Processes, seed: int, folder: Path, rounding: int | None = None
+) -> Failure | None:
+    shutil.rmtree(folder, ignore_errors=True)
+    recipe = layout.recipe.model_copy(update={"seed": seed, "output_dir": str(folder)})
+    return processes.call(partial(train_toy, recipe, rounding=rounding))
+
+
+def _saved(run: Path, step: int = STEPS) -> Path:
+    return folder_of(run / "checkpoints", step)
 
 
 def compare_folders(
@@ -214,15 +214,12 @@ def _differences(plain: Path, layout: Path, since: int = 0) -> tuple[dict[str, f
             key = f"{name} of step {step}"
             differences[key] = _relative(abs(values[0] - values[1]), abs(values[0]))
             said[key] = f"{key} is {values[1]:.7g}, one process has {values[0]:.7g}"
-    folders = [each / "checkpoints" / f"step-{STEPS:08d}" for each in (plain, layout)]
-    ours, theirs = (CheckpointReader(each, "model") for each in folders)
-    for name in sorted(ours.shapes.keys() | theirs.shapes.keys()):
+    for name, one, two in pairs_of_tensors(*(CheckpointReader(_saved(each), "model") for each in (plain, layout))):
         said[name] = f"weight {name} after step {STEPS}"
-        if ours.shapes.get(name) != theirs.shapes.get(name):
+        if one is None or two is None or one.shape != two.shape:
             differences[name], said[name] = math.inf, f"weight {name} has another shape"
-            continue
-        one, two = ours.read(name).double(), theirs.read(name).double()
-        if one.numel():
+        elif one.numel():
+            one, two = one.double(), two.double()
             differences[name] = _relative(float((one - two).abs().max()), max(float(one.abs().max()), FLOOR))
     return differences, said
 
@@ -398,136 +395,4 @@ def _round_differently(weights: Iterable["Tensor"], seed: int) -> None:
 
 def keep_first_checkpoint(run: Path, copy: Path) -> None:
     """Copy a toy's checkpoint of step `RESUMED_AFTER` to another run folder, which then resumes from it."""
-    name = f"step-{RESUMED_AFTER:08d}"
-    shutil.copytree(run / "checkpoints" / name, copy / "checkpoints" / name)
-
-
-class Failure(NamedTuple):
-    """The end of a call that failed."""
-
-    text: str
-    is_refusal: bool
-    """Whether it is an error of the recipe, not of the program."""
-
-    def verdict(self, processes: int, *, alone: bool = False) -> Equality:
-        """Return the comparison that ended like this: in the layout, or (`alone`) in the one process."""
-        if self.is_refusal:
-            return Equality(processes, reason=self.text)
-        if alone:
-            return Equality(processes, reason=f"{ALONE}: {self.text}")
-        return Equality(processes, first=f"training fails: {self.text}")
-
-
-class Processes:
-    """Processes on the CPU that are joined by gloo and compute what they are asked to: `with Processes(2) as several:`.
-
-    They are forked from a server that has imported torch, and take any number of calls. After a failure on only some
-    of them, the next call starts new ones.
-    """
-
-    def __init__(self, size: int, begin: Callable[[], None] | None = None) -> None:
-        self.size, self._begin = size, begin
-        self._started: list[tuple[Any, Connection]] = []
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
-
-    def end(self) -> None:
-        """End the processes. The next call starts new ones."""
-        for process, connection in self._started:
-            connection.close()
-            process.kill()
-        for process, _ in self._started:
-            process.join()
-        self._started = []
-
-    def call(self, function: Callable[[], None]) -> Failure | None:
-        """Run a function on all processes, and return the first failure, or None."""
-        if not self._started:
-            self._start()
-        answers: dict[int, Failure | None] = {}
-        deadline = time.monotonic() + SECONDS
-        for _, connection in self._started:
-            with suppress(OSError):
-                connection.send(function)
-        while len(answers) < self.size and time.monotonic() < deadline:
-            ready = multiprocessing.connection.wait([each for _, each in self._started], timeout=1.0)
-            for rank, (_, connection) in enumerate(self._started):
-                if connection in ready and rank not in answers:
-                    try:
-                        answers[rank] = connection.recv()
-                    except (EOFError, OSError):
-                        answers[rank] = Failure(f"process {rank} ended", is_refusal=False)
-                    if answers[rank] is not None:
-                        deadline = min(deadline, time.monotonic() + SECONDS_FOR_OTHERS)
-        failures = [each for _, each in sorted(answers.items()) if each is not None]
-        if len(answers) < self.size or len(failures) > 0:
-            self.end()
-        if len(answers) < self.size and not failures:
-            return Failure(f"not over after {SECONDS:.0f} seconds", is_refusal=False)
-        return failures[0] if failures else None
-
-    def _start(self) -> None:
-        port = free_port()
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(list(PRELOADED))
-        with _silent_errors():
-            for rank in range(self.size):
-                ours, theirs = context.Pipe()
-                process = context.Process(target=_serve, args=(theirs, rank, self.size, port, self._begin))
-                process.start()
-                theirs.close()
-                self._started.append((process, ours))
-
-
-@contextmanager
-def _silent_errors() -> Iterator[None]:
-    """Start the server of multiprocessing without a standard error: it would print warnings of packages."""
-    sys.stderr.flush()
-    kept = os.dup(2)
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-
-
-def _serve(connection: Connection, rank: int, size: int, port: int, begin: Callable[[], None] | None) -> None:
-    """Answer calls until the connection closes."""
-    stop_with_parent()
-    gc.freeze()  # A collection would copy the memory that is shared with the server.
-    with open(os.devnull, "w") as nowhere:
-        for stream in (1, 2):
-            os.dup2(nowhere.fileno(), stream)
-    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
-    for name in [*places, "GROUP_RANK", "MASTER_ADDR"]:
-        os.environ.pop(name, None)
-    if size > 1:
-        os.environ.update({name: str(value) for name, value in places.items()}, MASTER_ADDR="127.0.0.1")
-    os.environ.update(ACCELERATE_USE_CPU="true", CUDA_VISIBLE_DEVICES="", TOKENIZERS_PARALLELISM="false")
-    import torch
-
-    torch.set_num_threads(1)
-    if begin is not None:
-        begin()
-    while True:
-        try:
-            function = connection.recv()
-        except (EOFError, OSError):
-            os._exit(0)
-        failure = None
-        try:
-            function()
-        except (Exception, SystemExit) as error:
-            text = " ".join(str(error).split()) or type(error).__name__
-            # A library's own ValueError says nothing about a setting.
-            raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
-            is_refusal = isinstance(error, ValueError) and Path(__file__).parents[1] in Path(raised_in).parents
-            failure = Failure(text if is_refusal else f"{type(error).__name__}: {text}", is_refusal)
-        sys.stdout.flush()
-        connection.send(failure)
+    shutil.copytree(_saved(run, RESUMED_AFTER), _saved(copy, RESUMED_AFTER))

@@ -123,7 +123,7 @@ def make_schedule(schedule: Schedule, max_steps: int, warmup_steps: int) -> Call
 class Rate(Choice[float]):
     """The peak learning rate of a run. The reason is the formula of `lr_scaling` with its numbers."""
 
-    factor: float
+    factor: float = 1.0
     """Quotient of the peak and the recipe's `optimizer.learning_rate`."""
 
 
@@ -142,7 +142,7 @@ def scale_learning_rate(section: Optimizer, global_batch_size: int) -> Rate:
     elif scaling.rule == "sqrt":
         peak, how = written * math.sqrt(global_batch_size / base), f"sqrt({sizes})"
     else:
-        return Rate(written, "as written, not scaled with the batch", 1.0)
+        return Rate(written, "as written, not scaled with the batch")
     return Rate(peak, f"{scaling.rule}: {written:g} x {how} = {peak:g}", peak / written)
 
 

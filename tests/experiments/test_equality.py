@@ -11,7 +11,8 @@ from torch import Tensor
 
 from accel_train.cli.main import main
 from accel_train.experiments import equality
-from accel_train.experiments.equality import Equality, Processes, compare_layout, compare_layouts, toy_layouts
+from accel_train.experiments.equality import Equality, compare_layout, compare_layouts, toy_layouts
+from accel_train.experiments.processes import Processes
 from accel_train.observe.run_folder import read_metrics
 from accel_train.recipe.schema import Recipe
 from benchmarks import equality as benchmark

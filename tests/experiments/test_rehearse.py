@@ -17,8 +17,7 @@ from safetensors.torch import save_file
 from accel_train.checkpoint.sharded import CheckpointReader
 from accel_train.cli.main import main
 from accel_train.experiments.compare_runs import Comparison, _compare_tensors, same_bits
-from accel_train.experiments.rehearse import _changed_settings, _refuse_changes
-from accel_train.experiments.rehearse_report import _evaluation
+from accel_train.experiments.rehearse import _changed_settings, _evaluation, _refuse_changes
 from accel_train.experiments.subprocess_run import LAUNCHER_VARIABLES, TrainingProcess
 from accel_train.plan.plan import resolve_plan
 from accel_train.recipe.loader import load_recipe
@@ -150,19 +149,11 @@ def test_resume_proof_of_a_run_passes_and_leaves_its_folder_alone(
     assert not [entry for entry in tmp_path.iterdir() if entry.name.startswith(".rehearsal")]
 
 
-@pytest.mark.parametrize(
-    "arguments, said",
-    [
-        (["--steps", "3"], "--steps: 3 is not"),
-        (["--processes", "0"], "--processes: 0 is not"),
-        (["--batch.global_batch_size", "7", "--processes", "2"], "7 is not divisible by"),
-    ],
-)
-def test_what_cannot_be_rehearsed_is_refused_before_anything_starts(
-    write: Callable[..., str], capsys: pytest.CaptureFixture[str], arguments: list[str], said: str
+def test_a_recipe_that_cannot_be_planned_is_refused_before_anything_starts(
+    write: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["rehearse", write(), *arguments]) == 2
-    assert said in capsys.readouterr().err
+    assert main(["rehearse", write(), "--batch.global_batch_size", "7", "--processes", "2"]) == 2
+    assert "global_batch_size" in capsys.readouterr().err
 
 
 def test_rehearsal_on_a_gpu_sets_deterministic_kernels_unless_a_flag_says_otherwise(write: Callable[..., str]) -> None:

@@ -148,7 +148,6 @@ def test_optuna_never_chooses_the_same_twice() -> None:
 @pytest.mark.parametrize(
     "words, said",
     [
-        ("--seed 0", "nothing to sweep"),
         ("--seed 0,,1", "0,,1: a value is empty"),
         ("--seed 0,0", "0 is repeated"),
         ("--output_dir a,b", "--output_dir takes one value"),

@@ -23,7 +23,7 @@ from accel_train.core.json_io import read_json
 from accel_train.data.images.pairs import pairs_pool
 from accel_train.data.sources import resolve_sources
 from accel_train.data.text.tokenizers import load_tokenizer
-from accel_train.experiments.finetune.polygons import find_polygons
+from accel_train.experiments.finetune.masks import find_polygons
 from accel_train.experiments.finetune.recipe import asked_of, minimal_recipe
 from accel_train.inference.finished_run import recipe_of_trained
 from accel_train.model.pretrained import pretrained_config

@@ -26,7 +26,7 @@ from accel_train.core.errors import CheckpointError
 from accel_train.core.terminal import busy, use_colour
 
 if TYPE_CHECKING:
-    from accel_train.experiments.rehearse_report import Rehearsal
+    from accel_train.experiments.rehearse import Rehearsal
 
 
 def _rehearse(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
@@ -89,7 +89,7 @@ def _verify(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
 def _rehearsed(
     rehearse: "Callable[..., Rehearsal]", arguments: argparse.Namespace, settings: Sequence[str], *, with_plan: bool
 ) -> results.RehearseResult:
-    from accel_train.experiments.rehearse_report import format_rehearsal
+    from accel_train.experiments.rehearse import format_rehearsal
 
     with users_mistakes():
         rehearsal = rehearse(settings, processes=arguments.processes, steps=arguments.steps, say=say)

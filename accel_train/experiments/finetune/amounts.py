@@ -48,13 +48,6 @@ def batch_for(found: Found) -> int:
     return 16 if found.num_samples < 2_000 else 32 if found.num_samples < 50_000 else 64
 
 
-def epochs_for(found: Found, batch: int, steps: int, least: int, most: int) -> Choice[int]:
-    """Return the passes over the data, between `least` and `most`, that make about `steps` steps."""
-    per_epoch = max(1, round(found.num_samples * (1 - eval_fraction_for(found)) / batch))
-    epochs = min(most, max(least, round(steps / per_epoch)))
-    return Choice(epochs, f"about {epochs * per_epoch:,} steps of {batch}")
-
-
 def eval_fraction_for(found: Found) -> float:
     """Return the share of samples held out for evaluation. Larger datasets have smaller shares."""
     if found.eval_fraction is not None:
@@ -64,12 +57,16 @@ def eval_fraction_for(found: Found) -> float:
     return 0.2 if found.num_samples < 2_000 else 0.1 if found.num_samples < 20_000 else 0.05
 
 
-def held_out_for(found: Found) -> Choice[float]:
-    number = found.num_samples
-    fraction = eval_fraction_for(found)
-    if number == 1:
-        return Choice(fraction, "the end of the one document")
-    return Choice(fraction, f"of {format_count(number, 'sample')}, chosen by hash: the same samples in every run")
+def held_out_for(found: Found) -> Choices:
+    """Return the settings of the held-out part."""
+    fraction, chosen = eval_fraction_for(found), Choices()
+    if found.eval_fraction is None:
+        why = f"of {format_count(found.num_samples, 'sample')}, chosen by hash: the same samples in every run"
+        chosen["data.eval_fraction"] = Choice(fraction, why if found.num_samples > 1 else "the end of the one document")
+    has_classes = found.task == "image-classification" or (found.task == "text-classification" and found.has_one_label)
+    if has_classes and fraction and "data.group_column" not in found.settings:
+        chosen["data.stratify"] = Choice(True, "each class has the same share of its samples held out")
+    return chosen
 
 
 def metric_for(found: Found) -> Choice[str]:
@@ -88,38 +85,50 @@ def metric_for(found: Found) -> Choice[str]:
     return Choice("accuracy", "the classes have similar sizes")
 
 
+class Passes(NamedTuple):
+    """The passes over the data, between `least` and `most`, that make about `steps` steps."""
+
+    steps: int
+    least: int
+    most: int
+
+
+class Amounts(NamedTuple):
+    """How a task is trained: from scratch as in a recipe of this package, or with pretrained weights."""
+
+    recipe: str
+    from_scratch: Passes
+    pretrained: Passes
+    weight_decay: float = 0.01
+    """Weight decay of pretrained weights."""
+
+
+AMOUNTS = {
+    "text-classification": Amounts("text_classification", Passes(1_200, 3, 30), Passes(1_000, 2, 5)),
+    "image-classification": Amounts("image_classification", Passes(600, 5, 40), Passes(1_000, 3, 10), 0.05),
+    "semantic-segmentation": Amounts("segmentation", Passes(800, 5, 100), Passes(1_500, 10, 60)),
+    "object-detection": Amounts("object_detection", Passes(2_000, 10, 200), Passes(1_500, 10, 60), 1e-4),
+    "token-classification": Amounts("token_classification", Passes(1_200, 3, 30), Passes(1_000, 2, 5)),
+    "question-answering": Amounts("question_answering", Passes(1_200, 3, 30), Passes(1_000, 2, 5)),
+    "seq2seq": Amounts("seq2seq", Passes(1_200, 3, 30), Passes(1_000, 2, 5)),
+    "sentence-embedding": Amounts("sentence_embedding", Passes(600, 3, 30), Passes(1_000, 1, 5)),
+}
+
+
 def training_of(
-    found: Found,
-    batch: int,
-    rate: Choice[float],
-    epochs: tuple[int, int, int],
-    weight_decay: float,
-    metric: Choice[str] | None = None,
+    found: Found, batch: int, rate: Choice[float], passes: Passes, weight_decay: float, metric: Choice[str] | None
 ) -> Choices:
-    """Return batch, optimizer, schedule, and evaluation settings. `epochs` are the last arguments of `epochs_for`."""
-    num_epochs = epochs_for(found, batch, *epochs)
+    """Return batch, optimizer, schedule, and evaluation settings. `metric` is None for a metric by the labels."""
+    per_epoch = max(1, round(found.num_samples * (1 - eval_fraction_for(found)) / batch))
+    epochs = min(passes.most, max(passes.least, round(passes.steps / per_epoch)))
     return {
         "batch.global_batch_size": Choice(batch, format_count(found.num_samples, "sample")),
         "optimizer.learning_rate": rate,
-        "optimizer.weight_decay": Choice(weight_decay, ""),
-        "schedule.type": Choice("warmup_cosine", ""),
-        "schedule.num_epochs": num_epochs,
-        "schedule.warmup_ratio": Choice(0.1, ""),
-        "evaluate.every_epochs": Choice(max(1, num_epochs.value // 8), ""),
+        "optimizer.weight_decay": Choice(weight_decay),
+        "schedule.type": Choice("warmup_cosine"),
+        "schedule.num_epochs": Choice(epochs, f"about {epochs * per_epoch:,} steps of {batch}"),
+        "schedule.warmup_ratio": Choice(0.1),
+        "evaluate.every_epochs": Choice(max(1, epochs // 8)),
         "evaluate.metric_for_best_model": metric or metric_for(found),
         "checkpoint.every_steps": Choice(0, "saves after each best evaluation, and when the run is stopped"),
     }
-
-
-def stratified(found: Found) -> Choices:
-    has_classes = found.task == "image-classification" or (found.task == "text-classification" and found.has_one_label)
-    if not has_classes or eval_fraction_for(found) == 0 or "data.group_column" in found.settings:
-        return {}
-    return {"data.stratify": Choice(True, "each class has the same share of its samples held out")}
-
-
-def adapters(pretrained: Pretrained) -> Choices:
-    if pretrained.num_parameters < LORA_FROM_PARAMETERS:
-        return {}
-    why = f"{num_parameters_in_words(pretrained.num_parameters)} parameters: adapters need a fraction of the memory"
-    return {"model.lora": Choice({"rank": 16, "alpha": 32.0}, why)}

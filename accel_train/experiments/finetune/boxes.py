@@ -11,62 +11,59 @@ from accel_train.data.images.annotations.columns import KIND as COLUMNS
 from accel_train.data.images.annotations.folders import LAYOUTS, Located, locate
 from accel_train.data.images.annotations.yolo import CLASSES_FILES, label_file, yolo_places, yolo_settings
 from accel_train.data.images.images import Images
-from accel_train.data.sources import is_saved_dataset
+from accel_train.data.sources import file_kind, is_saved_dataset
+from accel_train.experiments.finetune.columns import with_settings
 from accel_train.experiments.finetune.images import not_used, sizes_of
 from accel_train.experiments.finetune.recipe import Asked, Choices, Found, refuse_columns
+from accel_train.experiments.finetune.tree import Tree
 from accel_train.tasks.object_detection.config import ObjectDetectionData
 from accel_train.tasks.object_detection.data import read_boxed_images
 
 TASK = "object-detection"
 
 
-def find_boxes(asked: Asked, path: Path) -> Located | None:
-    """Return the boxes at a path, or None without boxes or if another task is asked for.
-
-    Raises:
-        ValueError: the task is object-detection, and the path has no boxes.
-    """
-    if asked.task not in (None, TASK):
-        return None
-    if "data.annotations" in asked.given and asked.data.annotations is not None:
-        path = Path(asked.data.annotations).expanduser()
-    found = locate(path, asked.data)
-    if found is None and asked.task == TASK:
-        raise ValueError(f"--task {TASK}: {path} has no boxes; expected {LAYOUTS}")
-    # A table may hold texts about boxes.
-    return None if found is not None and found.kind == COLUMNS and asked.text and asked.task is None else found
-
-
-def recognise_boxes(asked: Asked, located: Located) -> Found:
+def recognise_boxes(asked: Asked, tree: Tree) -> Found | str:
     """Return the images and boxes of a folder or a file, after checking all boxes.
 
     Raises:
-        ValueError: annotations have faults. The message has a line for each.
+        ValueError: annotations have faults, with a line for each; or the task is object-detection without boxes.
     """
-    settings: Choices = {"data.train": Choice(asked.path, "")}
+    none, located, path = "no COCO, YOLO, or Pascal VOC", None, tree.path
+    if not asked.allows(TASK):
+        return none
+    if "data.annotations" in asked.given and asked.data.annotations is not None:
+        path = Path(asked.data.annotations).expanduser()
+    if tree.is_folder or tree.path.exists() or file_kind(tree.path) == "parquet":
+        located = locate(path, asked.data)
+        if located is None and asked.task == TASK:
+            raise ValueError(f"--task {TASK}: {path} has no boxes; expected {LAYOUTS}")
+    # A table may hold texts about boxes.
+    if located is None or (located.kind == COLUMNS and asked.text and asked.task is None):
+        return none
+    settings: Choices = {"data.train": Choice(asked.path)}
     if located.kind == COLUMNS and len(asked.label) == 1:
         settings["data.class_column"] = Choice(asked.label[0], "from --label")
     else:
         refuse_columns(asked, asked.path, "images with boxes")
     if "data.annotations" not in asked.given:
-        settings["data.train"] = Choice(str(located.train), "")
+        settings["data.train"] = Choice(str(located.train))
         if located.eval is not None and "data.eval" not in asked.given:
             what = "its validation part" if located.eval == located.train else "evaluation data by its name"
             settings["data.eval"] = Choice(str(located.eval), what)
-    update = {name.removeprefix("data."): choice.value for name, choice in settings.items()}
-    fields = {name: getattr(asked.data, name) for name in ObjectDetectionData.model_fields}
-    sets = read_boxed_images(ObjectDetectionData.model_validate({**fields, **update}))
+    data = with_settings(asked.data, settings)
+    fields = {name: getattr(data, name) for name in ObjectDetectionData.model_fields}
+    sets = read_boxed_images(ObjectDetectionData.model_validate(fields))
     if sets.box_format is not None:
         settings["data.box_format"] = Choice(sets.box_format, "the order of numbers in which the boxes fit the images")
-    num_images = len(sets.train) + (len(sets.eval) if sets.eval is not None and "data.eval" not in settings else 0)
     sides = [sets.train] if sets.eval is None or "data.eval" in settings else [sets.train, sets.eval]
+    num_images = sum(map(len, sides))
     counts = Counter(
         sets.label_names[number]
         for side in sides
         for index in range(len(side))
         for number in side.boxes_of(index).class_ids.tolist()
     )
-    root = Path(asked.path).expanduser()
+    root = asked.place
     images = [side.images for side in (sets.train, sets.eval) if side is not None]
     unused = not_used(root, _read_files(located, images, root)) if root.is_dir() else ()
     if is_saved_dataset(root):

@@ -19,7 +19,7 @@ from accel_train.data.images.images import IMAGE_SUFFIXES
 from accel_train.data.labels import is_missing, label_name, means_missing
 from accel_train.data.sources import Source, file_kind, resolve_sources
 from accel_train.data.tables import LABEL_NAMES, binary_value, class_names, column_names, read_rows, shared_keys
-from accel_train.experiments.finetune.recipe import Choices
+from accel_train.experiments.finetune.recipe import Asked, Choices
 from accel_train.recipe.data import Data
 
 _CHAT_NAMES = ("messages", "conversation", "conversations", "chat", "dialog", "dialogue", "turns")
@@ -208,19 +208,25 @@ def files_at(path: Path) -> list[Path]:
     return [path] if path.exists() else sorted(map(Path, glob.glob(str(path), recursive=True)))
 
 
-def readings(path: Path, data: Data, given: frozenset[str]) -> Choices:
+def readings(path: Path, asked: Asked) -> Choices:
     """Return the settings that are needed to read a file, if they are not the defaults: encoding and header."""
-    settings: Choices = {}
-    if "data.encoding" not in given and file_kind(path) != "parquet":
+    settings, data = Choices(), asked.data
+    if "data.encoding" not in asked.given and file_kind(path) != "parquet":
         guess = guess_encoding(path, data.encoding_errors)
         if guess is not None:
             if not guess[0].startswith("utf-16"):
                 check_western(path)
             settings["data.encoding"] = Choice(*guess)
-            data = data.model_copy(update={"encoding": guess[0]})
-    if file_kind(path) == "csv" and "data.header" not in given and (why := _missing_header(path, data)) is not None:
+            data = with_settings(data, settings)
+    is_open = file_kind(path) == "csv" and "data.header" not in asked.given
+    if is_open and (why := _missing_header(path, data)) is not None:
         settings["data.header"] = Choice("none", why)
     return settings
+
+
+def data_at(path: Path, asked: Asked) -> Data:
+    """Return the settings that read a file."""
+    return with_settings(asked.data, readings(path, asked))
 
 
 def with_settings(data: Data, settings: Choices) -> Data:
@@ -228,14 +234,14 @@ def with_settings(data: Data, settings: Choices) -> Data:
     return data.model_copy(update={name.removeprefix("data."): choice.value for name, choice in settings.items()})
 
 
-def read_table(path: Path, data: Data, given: frozenset[str]) -> Table:
+def read_table(path: Path, asked: Asked) -> Table:
     """Return every row of the columns that all rows have.
 
     Raises:
         ValueError: a row cannot be read, or the table has no rows. The message names the file and line.
     """
-    settings = {} if path.is_dir() else readings(files_at(path)[0], data, given)
-    data = with_settings(data, settings)
+    settings = {} if path.is_dir() else readings(files_at(path)[0], asked)
+    data = with_settings(asked.data, settings)
     (source,) = resolve_sources(str(path), data, key=str(path))
     names, partial = (
         shared_keys(source.files, data) if file_kind(path) in ("jsonl", "json") else (column_names(source, data), {})

@@ -28,12 +28,13 @@ from accel_train.data.images.images import (
 from accel_train.data.images.labelled import eval_beside_train, parts_of_classes
 from accel_train.data.images.masks import mask_values
 from accel_train.data.images.misread import NO_TASK, medium_of, refuse_annotations
-from accel_train.data.images.pairs import BESIDE, pair_of_folders, pairs_below
+from accel_train.data.images.pairs import BESIDE, LISTED_SUFFIXES, lists_pairs, pair_of_folders, pairs_below
 from accel_train.data.images.pools import read_pools
 from accel_train.data.images.tables import find_images
 from accel_train.data.parts import Part, are_parts, part_of, pick
 from accel_train.experiments.finetune.columns import Column, Table, read_table
 from accel_train.experiments.finetune.recipe import Asked, Found, places_of, refuse_columns
+from accel_train.experiments.finetune.tree import Tree
 from accel_train.experiments.finetune.values.labels import recognise_label
 from accel_train.tasks.semantic_segmentation.data import masked_pool
 
@@ -107,7 +108,7 @@ def recognise_classes(asked: Asked, folder: Path, tables: Sequence[Path] = ()) -
         f"images in {len(counts)} folders, one for each class",
         f"{folder}: {format_count(len(names), 'image')} in {len(counts)} classes ({_listed(list(counts))})",
         num_samples=len(names),
-        settings={"data.train": Choice(asked.path, "")},
+        settings={"data.train": Choice(asked.path)},
         counts=counts,
         unused=not_used(folder, used, num_others - sum(entry.is_file() for entry in root.glob("[!.]*"))),
         notes=notes,
@@ -187,18 +188,29 @@ def _side(folder: Path, part: Part) -> Path | None:
     return None if name is None else folder / name
 
 
-def recognise_masks(asked: Asked, pairs: Pairs) -> Found:
+def recognise_masks(asked: Asked, tree: Tree) -> Found | str:
     """Return the images and masks of a folder or a list, and the classes among the numbers in masks.
 
     Raises:
         ValueError: an image has no mask, or the numbers in masks are not classes in order. The message names both.
     """
+    pairs = None
+    if tree.is_folder:
+        is_open = asked.task not in ("image-classification", "object-detection")
+        pairs = find_pairs(asked.path) if is_open else None
+    elif tree.path.suffix.lower() in LISTED_SUFFIXES:
+        if asked.task == "semantic-segmentation":
+            pairs = Pairs(asked.path, None, "from --task: a list of images with their masks")
+        elif asked.task is None and tree.path.exists() and lists_pairs(tree.path, asked.data):
+            pairs = Pairs(asked.path, None, "each line names an image and its mask")
+    if pairs is None:
+        return "no images/ and masks/"
     refuse_columns(asked, asked.path, "images and masks")
-    if asked.task not in (None, "semantic-segmentation"):
+    if not asked.allows("semantic-segmentation"):
         raise ValueError(f"--task {asked.task}: {asked.path} holds images and masks. Use --task semantic-segmentation")
     pool = masked_pool(pairs.train, asked.data, asked.path)
     classes, notes = _classes_of(asked, pool)
-    root = Path(asked.path).expanduser()
+    root = asked.place
     names = [name for name in (pairs.train, pairs.eval) if name is not None]
     used = [
         folder for name in names for folder in pair_of_folders(Path(name).expanduser()) or (Path(name).expanduser(),)
@@ -305,9 +317,9 @@ def image_column(table: Table) -> tuple[Column, Sequence[Any]] | None:
     return None
 
 
-def recognise_images(asked: Asked, table: Table) -> dict[str, Any] | None:
+def recognise_images(asked: Asked, table: Table) -> Found | None:
     """Return the facts of a table with a column of images and a column of labels, or None without images."""
-    if asked.text or asked.task not in (None, "image-classification"):
+    if asked.text or not asked.allows("image-classification"):
         return None
     media = [(column, kind) for column in table.columns.values() if (kind := medium_of(column.cells)) is not None]
     if media and not any(column.is_text for column in table.columns.values()):
@@ -339,14 +351,14 @@ def recognise_images(asked: Asked, table: Table) -> dict[str, Any] | None:
     where = "its cells name image files"
     if list(cells) != list(column.cells):
         where = f"its cells name images in {folder / os.path.dirname(cells[0])}/"
-    return {
-        "task": "image-classification",
-        "why": f"column {column.name!r} names images, column {label.name!r} their classes",
-        "settings": {"data.image_column": Choice(column.name, where), **label.settings},
-        "counts": label.counts,
-        "unused": _not_used(table, cells, column.name, label.name),
+    return Found(
+        task="image-classification",
+        why=f"column {column.name!r} names images, column {label.name!r} their classes",
+        settings={"data.image_column": Choice(column.name, where), **label.settings},
+        counts=label.counts,
+        unused=_not_used(table, cells, column.name, label.name),
         **sizes_of(RowImages(cells, folder, column.name, str(table.path), tuple(table.wheres))),
-    }
+    )
 
 
 def _not_used(table: Table, cells: Sequence[Any], *used: str) -> tuple[str, ...]:
@@ -376,7 +388,7 @@ def refuse_other_classes(asked: Asked, folder: Path, images: Sequence[str], tabl
     class_of = {Path(name).stem: name.split("/", 1)[0] for name in images}
     for path in tables if len(class_of) == len(images) else ():
         try:
-            table = read_table(path, asked.data, asked.given)
+            table = read_table(path, asked)
         except ValueError:
             # The table holds other data.
             continue

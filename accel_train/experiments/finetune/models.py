@@ -13,16 +13,15 @@ from accel_train.core.state import Choice
 from accel_train.data.images.processors import model_preprocessing, pretrained_image_size
 from accel_train.data.text.tokenizers import load_tokenizer
 from accel_train.experiments.finetune.amounts import (
+    AMOUNTS,
     LORA_FROM_PARAMETERS,
+    Passes,
     Pretrained,
-    adapters,
     batch_for,
     eval_fraction_for,
     held_out_for,
     learning_rate_of,
-    metric_for,
     num_parameters_in_words,
-    stratified,
     training_of,
 )
 from accel_train.experiments.finetune.recipe import Choices, Found
@@ -51,24 +50,42 @@ def choose(found: Found, pretrained: Pretrained | None) -> Choices:
     }
     chosen = by_task[found.task](found, pretrained)
     if pretrained is not None:
-        chosen = {
-            "model.pretrained": Choice(
-                pretrained.name, f"from --model; {num_parameters_in_words(pretrained.num_parameters)} parameters"
-            ),
-            **chosen,
-            **({} if pretrained.image_resize is None else {"data.image_resize": pretrained.image_resize}),
-            **adapters(pretrained),
-        }
-    return {
-        **chosen,
-        **({"data.eval_fraction": held_out_for(found)} if found.eval_fraction is None else {}),
-        **stratified(found),
-        "checkpoint.load_best_model_at_end": Choice(True, "model/ holds the weights with the best evaluation"),
-    }
+        size = f"{num_parameters_in_words(pretrained.num_parameters)} parameters"
+        chosen = {"model.pretrained": Choice(pretrained.name, f"from --model; {size}"), **chosen}
+        if pretrained.image_resize is not None:
+            chosen["data.image_resize"] = pretrained.image_resize
+        if pretrained.num_parameters >= LORA_FROM_PARAMETERS:
+            why = f"{size}: adapters need a fraction of the memory"
+            chosen["model.lora"] = Choice({"rank": 16, "alpha": 32.0}, why)
+    best = Choice(True, "model/ holds the weights with the best evaluation")
+    return {**chosen, **held_out_for(found), "checkpoint.load_best_model_at_end": best}
 
 
-def _recipe_of(name: str) -> Recipe:
+def _recipe_of(task: str) -> Recipe:
+    """Return the recipe of this package with a small model from scratch."""
+    name = AMOUNTS[task].recipe if task in AMOUNTS else "gpt_tiny"
     return load_recipe(shipped_recipes()[name].path)
+
+
+def _config_of(task: str, **changes: Any) -> dict[str, Any]:
+    return {**(_recipe_of(task).model.config or {}), **changes}
+
+
+def _trained(
+    found: Found,
+    pretrained: Pretrained | None,
+    batch: int,
+    metric: Choice[str] | None = None,
+    rate: Choice[float] | None = None,
+) -> Choices:
+    """Return batch, optimizer, schedule, and evaluation: as in the task's recipe, or by the size of the weights."""
+    amounts = AMOUNTS[found.task]
+    if pretrained is not None:
+        rate = rate or learning_rate_of(pretrained)
+        return training_of(found, batch, rate, amounts.pretrained, amounts.weight_decay, metric)
+    own = _recipe_of(found.task).optimizer
+    rate = rate or Choice(own.learning_rate, f"as in the recipe {amounts.recipe}")
+    return training_of(found, batch, rate, amounts.from_scratch, own.weight_decay, metric)
 
 
 def look_at(name: str, task: str, *, trust_remote_code: bool) -> Pretrained:
@@ -84,7 +101,7 @@ def look_at(name: str, task: str, *, trust_remote_code: bool) -> Pretrained:
     model = {"pretrained": name, "trust_remote_code": trust_remote_code}
     tree = {"output_dir": "runs", "model": model, "data": {"train": "."}, "schedule": {"max_steps": 1}}
     config = pretrained_config(make_recipe(tree, "--model"))
-    is_text = task not in ("image-classification", "semantic-segmentation", "object-detection")
+    is_text = "tokenizer" in TASKS[task].uses
     size = None if is_text else pretrained_image_size(name, config, trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code) if is_text else None
     return Pretrained(
@@ -149,15 +166,13 @@ def text_classifier(found: Found, pretrained: Pretrained | None) -> Choices:
     batch = batch_for(found)
     common: Choices = {"data.group_by_length": Choice(True, "less padding")}
     if pretrained is not None:
-        training = training_of(found, batch, learning_rate_of(pretrained), (1_000, 2, 5), 0.01)
-        return common | training | {"optimizer.betas": Choice([0.9, 0.999], "")}
+        return common | _trained(found, pretrained, batch) | {"optimizer.betas": Choice([0.9, 0.999])}
     if found.num_samples < _MANY_TEXTS:
         columns = found.settings.get("data.text_columns")
         is_pair = columns is not None and len(columns.value) == 2
-        is_regression = not found.counts and not found.has_one_label
         # Squared errors diverge at twice these rates if a table repeats its texts.
         rate = Choice(0.05 if is_pair else 0.1, "for squared errors")
-        if not is_regression:
+        if found.counts or found.has_one_label:
             rate = Choice(10.0, "for features of length 1")
         ways: dict[str, Any] = {"separate_norms": True, "within_words": True, "log_counts": True}
         config = {"model_type": "ngrams", **ways, **({"type_vocab_size": 2} if is_pair else {})}
@@ -170,36 +185,26 @@ def text_classifier(found: Found, pretrained: Pretrained | None) -> Choices:
             "tokenizer": Choice("bytes", "the n-grams are made of bytes"),
             "data.max_length": Choice(2048, "bytes"),
             **common,
-            **training_of(found, batch, rate, (500, 4, 30), 0.0),
-            "schedule.type": Choice("linear", ""),
+            **training_of(found, batch, rate, Passes(500, 4, 30), 0.0, None),
+            "schedule.type": Choice("linear"),
             "optimizer.name": Choice("sgd", "rare n-grams stay small, as in a support vector machine"),
-            "optimizer.max_grad_norm": Choice(0.0, ""),
+            "optimizer.max_grad_norm": Choice(0.0),
         }
-    config = {
-        "model_type": "modernbert",
-        "hidden_size": 256,
-        "intermediate_size": 384,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 512,
-        "local_attention": 8,
-        "layer_types": ["full_attention", "sliding_attention"] * 2,
-        "classifier_pooling": "mean",
-        "embedding_dropout": 0.1,
-        "mlp_dropout": 0.1,
-        "classifier_dropout": 0.1,
-    }
+    config = _config_of(
+        found.task,
+        hidden_size=256,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        layer_types=["full_attention", "sliding_attention"] * 2,
+        embedding_dropout=0.1,
+        mlp_dropout=0.1,
+        classifier_dropout=0.1,
+    )
     why = "no --model: a small model from scratch; pretrained weights learn more from few texts"
-    return {
-        "model.config": Choice(config, why),
-        "tokenizer.train_bpe.vocab_size": Choice(16_000, "a tokenizer trained on these texts"),
-        "data.max_length": Choice(256, ""),
-        **common,
-        **training_of(found, batch, Choice(3e-3, "as in the recipe text_classification"), (1_200, 3, 30), 0.1),
-        "optimizer.betas": Choice([0.9, 0.98], ""),
-        "optimizer.ema_decay": Choice(0.99, ""),
-        **({"loss.label_smoothing": Choice(0.1, "")} if found.has_one_label else {}),
-    }
+    common = {"data.max_length": Choice(256), **common}
+    chosen = _from_scratch(found, Choice(config, why), common, _trained(found, None, batch), vocabulary=16_000)
+    chosen["optimizer.ema_decay"] = Choice(0.99)
+    return chosen | ({"loss.label_smoothing": Choice(0.1)} if found.has_one_label else {})
 
 
 def language_model(found: Found, pretrained: Pretrained | None) -> Choices:
@@ -222,15 +227,7 @@ def language_model(found: Found, pretrained: Pretrained | None) -> Choices:
         length = max(8, int(num_tokens / 20))
     batch, size = 16, f"{found.num_chars:,} characters"
     steps = max(100, min(3_000 if is_large else 600, round(10 * num_tokens / (batch * length))))
-    dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    config = {
-        "model_type": "gpt2",
-        "n_layer": layers,
-        "n_head": 4,
-        "n_embd": width,
-        "n_positions": max(length, 16),
-        **dropout,
-    }
+    config = _config_of(found.task, n_layer=layers, n_embd=width, n_positions=max(length, 16))
     tokenizer: Choices = {"tokenizer": Choice("bytes", f"{size} are too few to train a tokenizer")}
     if found.num_chars > 100_000:
         vocabulary = 8192 if is_large else 2048
@@ -244,11 +241,11 @@ def language_model(found: Found, pretrained: Pretrained | None) -> Choices:
         "optimizer.name": Choice("muon", "as in the recipe gpt_tiny"),
         "optimizer.learning_rate": Choice(1.6e-2, "as in the recipe gpt_tiny"),
         "schedule.max_steps": Choice(steps, f"for {size}: at most 10 passes, or 100 steps"),
-        "schedule.warmup_ratio": Choice(0.05, ""),
-        "schedule.min_lr_ratio": Choice(0.1, ""),
-        "evaluate.every_steps": Choice(max(10, steps // 5), ""),
-        "evaluate.max_samples": Choice(256, ""),
-        "checkpoint.every_steps": Choice(max(10, steps // 5), ""),
+        "schedule.warmup_ratio": Choice(0.05),
+        "schedule.min_lr_ratio": Choice(0.1),
+        "evaluate.every_steps": Choice(max(10, steps // 5)),
+        "evaluate.max_samples": Choice(256),
+        "checkpoint.every_steps": Choice(max(10, steps // 5)),
     }
 
 
@@ -266,13 +263,13 @@ def _trained_on(found: Found, pretrained: Pretrained, has_rows: bool) -> Choices
         **({} if has_rows else {"data.mask_documents": pretrained.masks_documents}),
         "batch.global_batch_size": Choice(batch, f"samples of at most {length} tokens"),
         "optimizer.learning_rate": learning_rate_of(pretrained),
-        "optimizer.weight_decay": Choice(0.0 if has_rows else 0.1, ""),
+        "optimizer.weight_decay": Choice(0.0 if has_rows else 0.1),
         "schedule.num_epochs": epochs,
-        "schedule.warmup_ratio": Choice(0.05, ""),
-        "schedule.min_lr_ratio": Choice(0.1, ""),
-        "evaluate.every_epochs": Choice(0.5, ""),
-        "evaluate.max_samples": Choice(512, ""),
-        "checkpoint.every_steps": Choice(200, ""),
+        "schedule.warmup_ratio": Choice(0.05),
+        "schedule.min_lr_ratio": Choice(0.1),
+        "evaluate.every_epochs": Choice(0.5),
+        "evaluate.max_samples": Choice(512),
+        "checkpoint.every_steps": Choice(200),
     }
 
 
@@ -284,42 +281,35 @@ def _row_length(found: Found, room: int) -> int:
 
 def image_classifier(found: Found, pretrained: Pretrained | None) -> Choices:
     batch = batch_for(found)
-    flip = Choice(0.0, "gray images may be characters, which a mirror changes") if found.is_gray else Choice(0.5, "")
-    chosen: Choices = {"data.augment.horizontal_flip": flip, "loss.label_smoothing": Choice(0.1, "")}
+    flip = Choice(0.0, "gray images may be characters, which a mirror changes") if found.is_gray else Choice(0.5)
+    chosen: Choices = {"data.augment.horizontal_flip": flip, "loss.label_smoothing": Choice(0.1)}
+    trained = _trained(found, pretrained, batch)
     if pretrained is not None:
-        training = training_of(found, batch, learning_rate_of(pretrained), (1_000, 3, 10), 0.05)
-        return chosen | {"data.image_size": Choice(*_own_size(pretrained, 224)), **training}
+        return {**chosen, "data.image_size": _own_size(pretrained, 224), **trained}
     size = Choice(_from_scratch_size(found), f"the median image has a short edge of {found.edge} pixels")
-    is_large = size.value > 64
-    config = {
-        "model_type": "resnet",
-        "num_channels": 3,
-        "embedding_size": 32,
-        "hidden_sizes": [32, 64, 128, 256] if is_large else [32, 64, 128],
-        "depths": [2, 2, 2, 2] if is_large else [1, 1, 1],
-        "layer_type": "basic",
-    }
+    larger = {"hidden_sizes": [32, 64, 128, 256], "depths": [2, 2, 2, 2]} if size.value > 64 else {}
+    config = _config_of(found.task, num_channels=3, **larger)
     gray = "; all images are gray, and pipeline() reads them in color" if found.is_gray else ""
     return {
         "model.config": Choice(config, f"no --model: a small ResNet from scratch{gray}"),
         "data.image_size": size,
-        "data.augment.random_resized_crop": Choice([0.7, 1.0] if found.is_gray else [0.35, 1.0], ""),
+        "data.augment.random_resized_crop": Choice([0.7, 1.0] if found.is_gray else [0.35, 1.0]),
         **chosen,
-        **training_of(found, batch, Choice(3e-3, "as in the recipe image_classification"), (600, 5, 40), 0.05),
-        "optimizer.ema_decay": Choice(0.99, ""),
+        **trained,
+        "optimizer.ema_decay": Choice(0.99),
     }
 
 
-def _own_size(pretrained: Pretrained, usual: int) -> tuple[int, str]:
+def _own_size(pretrained: Pretrained, usual: int) -> Choice[int]:
     size = pretrained.image_size
-    return (size, "the size that the model was trained with") if size else (usual, "the usual size")
+    return Choice(size, "the size that the model was trained with") if size else Choice(usual, "the usual size")
 
 
 def _from_scratch_size(found: Found) -> int:
     return next((size for size in (32, 64, 128) if found.edge <= size * 1.25), 128)
 
 
-def _size_of_aspect(found: Found, edge: int) -> tuple[int | list[int], str]:
+def _size_of_aspect(found: Found, edge: int) -> Choice[Any]:
     """Return the image size for this short edge: a square, or (height, width) with the median image's aspect.
 
     The longer edge is a multiple of 32.
@@ -327,22 +317,22 @@ def _size_of_aspect(found: Found, edge: int) -> tuple[int | list[int], str]:
     why = f"the median image has a short edge of {found.edge} pixels"
     longer = round(edge * min(2.0, max(found.aspect, 1 / found.aspect)) / 32) * 32
     if longer == edge:
-        return edge, why
+        return Choice(edge, why)
     shape = [edge, longer] if found.aspect > 1 else [longer, edge]
-    return shape, f"height and width: {why} and is {found.aspect:.2g} times as wide as high"
+    return Choice(shape, f"height and width: {why} and is {found.aspect:.2g} times as wide as high")
 
 
-def _pretrained_sizes(found: Found, pretrained: Pretrained) -> Choices:
+def _pretrained_sizes(found: Found, own: Choice[int]) -> Choices:
     """Return the image size of a pretrained segmenter. Larger images are seen in windows, to keep their details."""
-    own, why = _own_size(pretrained, 512)
-    edge = min(2 * own, found.edge // 32 * 32)
-    if edge <= 1.25 * own:
-        return {"data.image_size": Choice(own, why)}
+    size = own.value
+    edge = min(2 * size, found.edge // 32 * 32)
+    if edge <= 1.25 * size:
+        return {"data.image_size": own}
     return {
-        "data.image_size": Choice(*_size_of_aspect(found, edge)),
-        "data.crop_size": Choice(own, f"{why}; training sees crops"),
+        "data.image_size": _size_of_aspect(found, edge),
+        "data.crop_size": Choice(size, f"{own.reason}; training sees crops"),
         "evaluate.window_stride": Choice(
-            own * 2 // 3, "evaluation and prediction use windows of data.crop_size that overlap by a third"
+            size * 2 // 3, "evaluation and prediction use windows of data.crop_size that overlap by a third"
         ),
     }
 
@@ -350,52 +340,48 @@ def _pretrained_sizes(found: Found, pretrained: Pretrained) -> Choices:
 def segmenter(found: Found, pretrained: Pretrained | None) -> Choices:
     batch = 8 if found.num_samples < 200 else 16
     metric = Choice("mean_iou", "every class counts equally, even with few pixels")
+    trained = _trained(found, pretrained, batch, metric)
     if pretrained is not None:
-        training = training_of(found, batch, learning_rate_of(pretrained), (1_500, 10, 60), 0.01, metric)
-        return {**_pretrained_sizes(found, pretrained), **training}
-    rate = Choice(1e-2, "as in the recipe segmentation")
+        return {**_pretrained_sizes(found, _own_size(pretrained, 512)), **trained}
+    why = "no --model: a small UPerNet from scratch, as in the recipe segmentation"
     return {
-        "model.config": Choice(
-            _recipe_of("segmentation").model.config,
-            "no --model: a small UPerNet from scratch, as in the recipe segmentation",
-        ),
-        "data.image_size": Choice(*_size_of_aspect(found, _from_scratch_size(found))),
-        **training_of(found, batch, rate, (800, 5, 100), 0.01, metric),
+        "model.config": Choice(_config_of(found.task), why),
+        "data.image_size": _size_of_aspect(found, _from_scratch_size(found)),
+        **trained,
     }
 
 
 def detector(found: Found, pretrained: Pretrained | None) -> Choices:
     batch = 8 if found.num_samples < 500 else 16
     metric = Choice("map", "mean average precision, as COCO defines it")
-    clip: Choices = {"optimizer.max_grad_norm": Choice(0.1, "usual for detectors (DETR)")}
+    rate = Choice(1e-3, "usual for small models from scratch")
     if pretrained is not None:
         rate = Choice(5e-5, "usual for pretrained detectors")
-        training = training_of(found, batch, rate, (1_500, 10, 60), 1e-4, metric)
-        return {"data.image_size": Choice(*_own_size(pretrained, 480)), **training, **clip}
+    trained = _trained(found, pretrained, batch, metric, rate)
+    trained["optimizer.max_grad_norm"] = Choice(0.1, "usual for detectors (DETR)")
+    if pretrained is not None:
+        return {"data.image_size": _own_size(pretrained, 480), **trained}
     # As many boxes as COCO's scores count of an image.
-    config = {**(_recipe_of("object_detection").model.config or {}), "num_queries": 100}
-    rate = Choice(1e-3, "usual for small models from scratch")
+    config = _config_of(found.task, num_queries=100)
     return {
         "model.config": Choice(config, "no --model: a small detector from scratch; it finds up to 100 boxes"),
-        "data.image_size": Choice(*_size_of_aspect(found, _from_scratch_size(found))),
-        **training_of(found, batch, rate, (2_000, 10, 200), 0.01, metric),
-        **clip,
+        "data.image_size": _size_of_aspect(found, _from_scratch_size(found)),
+        **trained,
     }
 
 
 def tagger(found: Found, pretrained: Pretrained | None) -> Choices:
     is_entities = entity_tags(tuple(found.counts)) is not None
-    metric = Choice("f1", "of whole entities") if is_entities else metric_for(found)
-    return _small_model(found, pretrained, "token_classification", 512, metric)
+    return _small_model(found, pretrained, 512, Choice("f1", "of whole entities") if is_entities else None)
 
 
 def answerer(found: Found, pretrained: Pretrained | None) -> Choices:
     room = 256 if pretrained is None else min(384, pretrained.num_positions or 384)
-    return _small_model(found, pretrained, "question_answering", room, Choice("f1", "of the words of an answer"))
+    return _small_model(found, pretrained, room, Choice("f1", "of the words of an answer"))
 
 
 def translator(found: Found, pretrained: Pretrained | None) -> Choices:
-    metric, number = Choice("chrf", "the characters that generated texts share with targets"), Choice(100, "")
+    metric, number = Choice("chrf", "the characters that generated texts share with targets"), Choice(100)
     if missing_packages(TASKS["seq2seq"].packages):
         why = "scores of generated texts need pip install 'accel-train[seq2seq]'"
         metric, number = Choice("loss", why), Choice(0, why)
@@ -404,64 +390,62 @@ def translator(found: Found, pretrained: Pretrained | None) -> Choices:
     return {
         "data.max_target_length": Choice(length, "tokens; 19 of 20 targets fit"),
         "evaluate.generation.max_samples": number,
-        **_small_model(found, pretrained, "seq2seq", room, metric),
+        **_small_model(found, pretrained, room, metric),
+    }
+
+
+def _small_model(found: Found, pretrained: Pretrained | None, room: int, metric: Choice[str] | None) -> Choices:
+    """Return the settings of the task's recipe, fitted to the data. `room` is the most tokens of a text."""
+    common: Choices = {
+        "data.max_length": Choice(_row_length(found, room), "tokens"),
+        "data.group_by_length": Choice(True, "less padding"),
+    }
+    is_t5 = pretrained is not None and pretrained.is_t5 and pretrained.num_parameters < LORA_FROM_PARAMETERS
+    trained = _trained(found, pretrained, batch_for(found), metric, Choice(3e-4, "usual for T5") if is_t5 else None)
+    if pretrained is not None:
+        return common | trained
+    why = f"no --model: a small model from scratch, as in the recipe {AMOUNTS[found.task].recipe}"
+    return _from_scratch(found, Choice(_config_of(found.task), why), common, trained)
+
+
+def _from_scratch(
+    found: Found,
+    config: Choice[dict[str, Any]],
+    common: Choices,
+    trained: Choices,
+    *,
+    vocabulary: int = 4_000,
+    why: str = "a tokenizer trained on these texts",
+) -> Choices:
+    """Return the settings of a model of texts, with the betas and the average of the task's recipe."""
+    own = _recipe_of(found.task).optimizer
+    return {
+        "model.config": config,
+        "tokenizer.train_bpe.vocab_size": Choice(vocabulary, why),
+        **common,
+        **trained,
+        "optimizer.betas": Choice([*own.betas]),
+        "optimizer.ema_decay": Choice(own.ema_decay),
     }
 
 
 def embedder(found: Found, pretrained: Pretrained | None) -> Choices:
     has_scores = "data.score_column" in found.settings
-    metric = Choice("spearman", "the order of the similarities") if has_scores else Choice("mrr_at_10", "")
+    metric = Choice("spearman", "the order of the similarities") if has_scores else Choice("mrr_at_10")
     room = 256 if pretrained is None else min(256, pretrained.num_positions or 256)
     length = _row_length(found, room)
     num_train = found.num_samples * (1 - eval_fraction_for(found))
     batch = max(2, min(128, 2 ** int(math.log2(max(num_train / 8, 1)))))
+    is_adapted = pretrained is None or pretrained.num_parameters >= LORA_FROM_PARAMETERS
+    rate = None if is_adapted else Choice(2e-5, "usual for pretrained sentence encoders")
+    trained = _trained(found, pretrained, batch, metric, rate)
+    # The other rows of the batch are negatives.
+    why = f"each pair has {batch - 1} negatives, on any number of GPUs"
+    trained["batch.global_batch_size"] = Choice(batch, "all pairs of the batch are compared" if has_scores else why)
     common: Choices = {"data.max_length": Choice(length, "tokens")}
     if pretrained is not None:
-        is_adapted = pretrained.num_parameters >= LORA_FROM_PARAMETERS
-        rate = learning_rate_of(pretrained) if is_adapted else Choice(2e-5, "usual for pretrained sentence encoders")
-        return _with_negatives(common | training_of(found, batch, rate, (1_000, 1, 5), 0.01, metric), batch, has_scores)
-    own = _recipe_of("sentence_embedding")
-    config, why = dict(own.model.config or {}), "as in the recipe sentence_embedding"
+        return common | trained
+    config, why = _config_of(found.task), "as in the recipe sentence_embedding"
     config["max_position_embeddings"] = max(config["max_position_embeddings"], length)
-    chosen: Choices = {
-        "model.config": Choice(config, f"no --model: a small model from scratch, {why}; pretrained weights know more"),
-        "tokenizer.train_bpe.vocab_size": Choice(600, f"short tokens, {why}"),
-        **common,
-        **training_of(found, batch, Choice(2e-3, why), (600, 3, 30), own.optimizer.weight_decay, metric),
-        "optimizer.betas": Choice([0.9, 0.98], ""),
-        "optimizer.ema_decay": Choice(own.optimizer.ema_decay, ""),
-    }
-    return _with_negatives(chosen, batch, has_scores)
-
-
-def _with_negatives(chosen: Choices, batch: int, has_scores: bool) -> Choices:
-    """Return the choices with the reason of the batch: its other rows are negatives."""
-    why = (
-        "all pairs of the batch are compared"
-        if has_scores
-        else f"each pair has {batch - 1} negatives, on any number of GPUs"
-    )
-    return {**chosen, "batch.global_batch_size": Choice(batch, why)}
-
-
-def _small_model(found: Found, pretrained: Pretrained | None, recipe: str, room: int, metric: Choice[str]) -> Choices:
-    """Return the settings of a recipe of this package, fitted to the data. `room` is the most tokens of a text."""
-    common: Choices = {
-        "data.max_length": Choice(_row_length(found, room), "tokens"),
-        "data.group_by_length": Choice(True, "less padding"),
-    }
-    batch = batch_for(found)
-    if pretrained is not None:
-        is_t5 = pretrained.is_t5 and pretrained.num_parameters < LORA_FROM_PARAMETERS
-        rate = Choice(3e-4, "usual for T5") if is_t5 else learning_rate_of(pretrained)
-        return common | training_of(found, batch, rate, (1_000, 2, 5), 0.01, metric)
-    own = _recipe_of(recipe)
-    why = f"as in the recipe {recipe}"
-    return {
-        "model.config": Choice(own.model.config, f"no --model: a small model from scratch, {why}"),
-        "tokenizer.train_bpe.vocab_size": Choice(4_000, "a tokenizer trained on these texts"),
-        **common,
-        **training_of(found, batch, Choice(3e-3, why), (1_200, 3, 30), own.optimizer.weight_decay, metric),
-        "optimizer.betas": Choice([0.9, 0.98], ""),
-        "optimizer.ema_decay": Choice(own.optimizer.ema_decay, ""),
-    }
+    model = Choice(config, f"no --model: a small model from scratch, {why}; pretrained weights know more")
+    return _from_scratch(found, model, common, trained, vocabulary=600, why=f"short tokens, {why}")

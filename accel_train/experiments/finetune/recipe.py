@@ -1,13 +1,14 @@
 """The user's request, the recognized data, and the recipe file: each value with its reason."""
 
 import glob
+import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import Any, NamedTuple
 
 from accel_train.core.files import make_folders, write_atomically
 from accel_train.core.format import did_you_mean, format_count
@@ -43,6 +44,28 @@ class Asked:
     given: frozenset[str] = frozenset()
     """Dotted names of the settings on the command line. finetune does not choose these settings."""
 
+    @property
+    def place(self) -> Path:
+        return Path(self.path).expanduser()
+
+    def allows(self, *tasks: str) -> bool:
+        """Return whether the flag leaves the task open, or names one of these."""
+        return self.task in (None, *tasks)
+
+    def encoded(self, text: str) -> bytes:
+        """Return text in the encoding that the recipe will name."""
+        return text.encode(self.data.encoding if "data.encoding" in self.given else "utf-8")
+
+    def jsonl(self, rows: Iterable[Any]) -> bytes:
+        return self.encoded("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+class Converted(NamedTuple):
+    """Files in a form that finetune reads, by name, and words about the conversion."""
+
+    files: Mapping[str, bytes]
+    how: str = ""
+
 
 @dataclass(frozen=True)
 class Found:
@@ -51,10 +74,12 @@ class Found:
     task: str
     why: str
     """Reason for the task."""
-    description: str
+    description: str = ""
     """Path, sizes, and columns, in words."""
-    num_samples: int
+    num_samples: int = 0
     """Number of rows, texts, or images. For plain text, the number of files."""
+    num_dropped: int = 0
+    """Number of rows without a label, which are left out."""
     settings: Choices = field(default_factory=dict)
     """Settings of the section `data`, and other settings that depend only on the data."""
     num_chars: int = 0
@@ -75,6 +100,8 @@ class Found:
     is_chat: bool = False
     eval_fraction: float | None = None
     """Held-out share from the command line, or 0 with named evaluation data. None: finetune chooses it."""
+    read: tuple[str, ...] = ()
+    """Columns that are read without a setting that names them."""
     unused: tuple[str, ...] | None = None
     """Columns and files that are not read. None if unknown."""
     test: str | None = None
@@ -100,7 +127,7 @@ def lengths(sizes: Sequence[int]) -> dict[str, Any]:
 
 def places_of(asked: Asked, train: str | Path, held_out: str | Path | None) -> Choices:
     """Return the settings that name the training data, and evaluation data that their name shows."""
-    found: Choices = {"data.train": Choice(str(train), "")}
+    found: Choices = {"data.train": Choice(str(train))}
     if held_out is not None and "data.eval" not in asked.given:
         found["data.eval"] = Choice(str(held_out), "evaluation data by its name")
     return found
@@ -143,7 +170,7 @@ def check_header(asked: Asked) -> None:
     Raises:
         ValueError: a column is missing; the message names the flag.
     """
-    path = Path(asked.path).expanduser()
+    path = asked.place
     flags = {"--text": asked.text, "--label": asked.label}
     named = [(flag, name) for flag, names in flags.items() for each in names for name in (each, *columns_read(each))]
     if not named or not path.is_file() or file_kind(path) != "csv":
@@ -367,38 +394,29 @@ def how_to_use(found: Found, recipe: Recipe) -> list[str]:
     # The model's code is a file in the folder of its weights.
     has_own_code = (recipe.model.config or {}).get("model_type") == "ngrams"
     consent = ", trust_remote_code=True" if has_own_code else ""
-    if found.task == "sentence-embedding":
-        return [
-            *lines,
-            f"  accel-train predict {quote(output_dir)} NEW.csv --out predictions.csv",
-            "  from sentence_transformers import SentenceTransformer",
-            f'  SentenceTransformer("{model}").encode(["a text"])',
-        ]
     columns = found.settings.get("data.text_columns")
     is_pair = columns is not None and len(columns.value) == 2
     prompt = "Hello" if found.is_chat else "Once upon a time"
-    given = '[{"role": "user", "content": "Hello"}]' if found.is_chat else f'"{prompt}"'
     text = '{"text": "a text", "text_pair": "another text"}' if is_pair else '"a text"'
-    suffix = Path(str(found.settings["data.train"].value)).suffix
-    kind, arguments, data = {
-        "text-classification": ("text-classification", f"{text}, truncation=True", "NEW.csv"),
-        "causal-lm": ("text-generation", given, ""),
-        "image-classification": ("image-classification", '"an_image.jpg"', "FOLDER"),
-        "semantic-segmentation": ("image-segmentation", '"an_image.jpg"', "FOLDER"),
-        "object-detection": ("object-detection", '"an_image.jpg"', "FOLDER"),
-        "token-classification": ("token-classification", '"a sentence"', "NEW.jsonl"),
-        "question-answering": ("", "", "NEW.jsonl"),
-        "seq2seq": ("", "", f"NEW{suffix if 'data.target_suffix' in found.settings else '.csv'}"),
-    }[found.task]
-    if found.task == "token-classification":
-        consent = ', aggregation_strategy="first"'
-    call = f'pipeline("{kind}", model="{model}"{consent})({arguments})'
-    command = f"accel-train predict {quote(output_dir)} {data} --out predictions.csv"
-    if not data:
-        command = f"accel-train generate {quote(output_dir)} --prompt '{prompt}'"
-    if not kind:
-        return [*lines, f"  {command}", f"  {os.path.join(model, 'README.md')} shows how to use it in Python"]
-    return [*lines, f"  {command}", "  from transformers import pipeline", f"  {call}"]
+    data, argument = ("FOLDER", '"an_image.jpg"') if found.edge else ("NEW.csv", f"{text}, truncation=True")
+    if found.task == "causal-lm":
+        argument = '[{"role": "user", "content": "Hello"}]' if found.is_chat else f'"{prompt}"'
+    elif found.task == "token-classification":
+        data, argument, consent = "NEW.jsonl", '"a sentence"', ', aggregation_strategy="first"'
+    elif found.task == "question-answering":
+        data = "NEW.jsonl"
+    elif "data.target_suffix" in found.settings:
+        data = f"NEW{Path(str(found.settings['data.train'].value)).suffix}"
+    lines.append(f"  accel-train predict {quote(output_dir)} {data} --out predictions.csv")
+    if found.task == "causal-lm":
+        lines[-1] = f"  accel-train generate {quote(output_dir)} --prompt '{prompt}'"
+    if found.task in ("question-answering", "seq2seq"):
+        return [*lines, f"  {os.path.join(model, 'README.md')} shows how to use it in Python"]
+    if found.task == "sentence-embedding":
+        call = f'SentenceTransformer("{model}").encode(["a text"])'
+        return [*lines, "  from sentence_transformers import SentenceTransformer", f"  {call}"]
+    call = f'pipeline("{TASKS[found.task].pipeline}", model="{model}"{consent})({argument})'
+    return [*lines, "  from transformers import pipeline", f"  {call}"]
 
 
 def minimal_recipe(path: str, arguments: Sequence[str]) -> Recipe:

@@ -22,8 +22,8 @@ from accel_train.experiments.finetune.annotated.text_tasks import (
     conll_settings,
     marked,
     recognise_annotated,
+    with_languages,
 )
-from accel_train.experiments.finetune.annotated.translations import with_languages
 from accel_train.experiments.finetune.columns import Column, Table, files_at, read_table, with_settings
 from accel_train.experiments.finetune.images import recognise_images
 from accel_train.experiments.finetune.recipe import Asked, Choices, Found, lengths, listed, missing_column, places_of
@@ -65,7 +65,7 @@ def recognise_table(asked: Asked, path: Path, held_out: Path | None = None) -> F
     """
     if conll_settings(files_at(path)[0], asked) is not None:
         return recognise_annotated(asked, "token-classification", path, held_out)
-    asked, table = with_languages(asked, read_table(path, asked.data, asked.given))
+    asked, table = with_languages(asked, read_table(path, asked))
     if len(asked.label) == 1 and asked.label[0] not in table:
         asked = replace(asked, label=tuple(asked.label[0].split(",")))
     _check_flags(asked, table)
@@ -85,22 +85,29 @@ def recognise_table(asked: Asked, path: Path, held_out: Path | None = None) -> F
         refuse_words_by_row(table)
     found = found or anchored(asked, table) or _pairs(asked, table)
     found = found or recognise_images(asked, table) or _plain_text(asked, table) or _labelled(asked, table)
+    named = found.settings
     if "data.eval" in settings and "data.group_column" not in asked.given:
-        found["settings"].pop("data.group_column", None)
-    found["settings"] = {**settings, **found["settings"]}
-    read = {*found.pop("read", ()), *_columns_read(found["settings"])}
+        named = {name: choice for name, choice in named.items() if name != "data.group_column"}
+    settings |= named
+    read = {*found.read, *_columns_read(settings)}
     left_out = [
         f"column {name!r} is left out: {where} does not have it"
         for name, where in table.partial.items()
         if name not in read
     ]
-    dropped = found.pop("num_dropped", 0)
-    rows = (f"{format_count(dropped, 'row')} without a label",) if dropped else ()
-    # Image classification lists unused columns itself, and unused images.
-    found["unused"] = found.get("unused", (*_unused_columns(table, read), *rows))
-    notes = (*table.notes, *left_out, *found.pop("notes", ()))
-    num_samples = found.pop("num_samples", len(table.wheres) - dropped)
-    return Found(description=about, num_samples=num_samples, notes=notes, **found)
+    others = [repr(name) for name in (*table.columns, *table.partial) if name not in read]
+    unused = [f"{'column' if len(others) == 1 else 'columns'} {listed(others)}"] if others else []
+    if found.num_dropped:
+        unused.append(f"{format_count(found.num_dropped, 'row')} without a label")
+    return replace(
+        found,
+        description=about,
+        settings=settings,
+        num_samples=found.num_samples or len(table.wheres) - found.num_dropped,
+        # Image classification lists unused columns itself, and unused images.
+        unused=(*unused,) if found.unused is None else found.unused,
+        notes=(*table.notes, *left_out, *found.notes),
+    )
 
 
 def _with_templates(asked: Asked, table: Table) -> Table:
@@ -121,11 +128,6 @@ def _columns_read(settings: Choices) -> set[str]:
     return {name for value in values for name in ([value] if isinstance(value, str) else value)}
 
 
-def _unused_columns(table: Table, read: set[str]) -> tuple[str, ...]:
-    names = [repr(name) for name in (*table.columns, *table.partial) if name not in read]
-    return (f"{'column' if len(names) == 1 else 'columns'} {listed(names)}",) if names else ()
-
-
 def _check_flags(asked: Asked, table: Table) -> None:
     group = asked.data.group_column
     given = (("--text", asked.text), ("--label", asked.label), ("--data.group_column", (group,) if group else ()))
@@ -139,12 +141,12 @@ def _check_flags(asked: Asked, table: Table) -> None:
                 raise ValueError(missing_column(flag, name, str(table.path), list(table.columns)))
 
 
-def _chats(asked: Asked, table: Table) -> dict[str, Any] | None:
+def _chats(asked: Asked, table: Table) -> Found | None:
     """Return the facts of a table with a column of chats, or None."""
     chats = [column for column in table.columns.values() if column.is_chat]
     pair = None if chats else _pair_of(asked, table)
     refuse_bad_answers(asked, table, {"messages_column": chats[0].name} if chats else _named(*pair) if pair else {})
-    if not chats or asked.label or asked.task not in (None, "causal-lm"):
+    if not chats or asked.label or not asked.allows("causal-lm"):
         return None
     named = [column for column in chats if column.name == asked.data.messages_column] or chats
     if len(named) > 1:
@@ -187,17 +189,17 @@ def _chats(asked: Asked, table: Table) -> dict[str, Any] | None:
         f"each is a list of {{{', '.join(('role', text) if text == 'content' else ('from', text))}}}; "
         "the loss counts the assistant's messages"
     )
-    return {
-        "task": "causal-lm",
-        "why": f"column {column.name!r} holds chats",
-        "settings": {
+    return Found(
+        task="causal-lm",
+        why=f"column {column.name!r} holds chats",
+        settings={
             "data.format": Choice("chat", why),
             **_column("messages_column", column.name, "the column of chats"),
             **(_column("tools_column", tools, "its name; the chat template shows them") if tools else {}),
         },
         **lengths(sizes),
-        "is_chat": True,
-    }
+        is_chat=True,
+    )
 
 
 def _named(prompt: str, completion: str) -> dict[str, str]:
@@ -213,9 +215,9 @@ def _pair_of(asked: Asked, table: Table) -> tuple[str, str] | None:
     return pair if pair is not None and all(table[name].is_strings for name in pair) else None
 
 
-def _pairs(asked: Asked, table: Table) -> dict[str, Any] | None:
+def _pairs(asked: Asked, table: Table) -> Found | None:
     """Return the facts of a table with columns of prompts and completions, or None."""
-    if asked.text or asked.label or asked.task not in (None, "causal-lm") or "data.text_column" in asked.given:
+    if asked.text or asked.label or not asked.allows("causal-lm") or "data.text_column" in asked.given:
         return None
     is_given = bool({"data.prompt_column", "data.completion_column"} & asked.given)
     pair = _pair_of(asked, table)
@@ -250,20 +252,20 @@ def _pairs(asked: Asked, table: Table) -> dict[str, Any] | None:
     names = columns_of(data)
     for *cells, where in zip(*(table[name].cells for name in names), table.wheres):
         check_row(Row(tuple(cells), where, 0), data)
-    return {
-        "task": "causal-lm",
-        "why": f"columns {pair[0]!r} and {pair[1]!r} are prompt and completion",
-        "settings": {
+    return Found(
+        task="causal-lm",
+        why=f"columns {pair[0]!r} and {pair[1]!r} are prompt and completion",
+        settings={
             "data.format": Choice("prompt_completion", "the loss counts the completions"),
             **_column("prompt_column", pair[0], "its name"),
             **_column("completion_column", pair[1], "its name"),
             **(_column("input_column", inputs, "it follows the prompt, after a blank line") if inputs else {}),
         },
         **lengths([sum(len(cell or "") for cell in row) for row in zip(*(table[name].cells for name in names))]),
-    }
+    )
 
 
-def _plain_text(asked: Asked, table: Table) -> dict[str, Any] | None:
+def _plain_text(asked: Asked, table: Table) -> Found | None:
     """Return the facts of a table with one text column and no label, for a language model, or None."""
     texts = [column for column in table.columns.values() if column.is_strings]
     is_alone = len(table.columns) == len(texts) == 1 and not asked.label and not table.partial
@@ -273,19 +275,17 @@ def _plain_text(asked: Asked, table: Table) -> dict[str, Any] | None:
     if len(column) > 1:
         raise ValueError(f"--text {','.join(asked.text)}: a language model reads one column. Name one")
     text = column[0]
-    return {
-        "task": "causal-lm",
-        "why": "from --task"
-        if asked.task
-        else "one column of text and no label: a language model learns to continue it",
-        "settings": _column("text_column", text.name, why),
+    return Found(
+        task="causal-lm",
+        why="from --task" if asked.task else "one column of text and no label: a language model learns to continue it",
+        settings=_column("text_column", text.name, why),
         **lengths([len(str(cell)) for cell in text.cells]),
-    }
+    )
 
 
-def _labelled(asked: Asked, table: Table) -> dict[str, Any]:
+def _labelled(asked: Asked, table: Table) -> Found:
     """Return the facts of a table with one or two text columns and a label column."""
-    if asked.task not in (None, "text-classification"):
+    if not asked.allows("text-classification"):
         raise ValueError(
             f"--task {asked.task}: {table.path} is a table without a column of images. Name a folder of images"
         )
@@ -301,20 +301,20 @@ def _labelled(asked: Asked, table: Table) -> dict[str, Any]:
     held = f"column {label.name!r} holds {'labels' if label.counts else 'numbers'}"
     if "data.label_columns" in label.settings:
         held = f"columns {label.name} hold one label each"
-    return {
-        "task": "text-classification",
-        "why": f"{'columns' if len(texts) > 1 else 'column'} {' and '.join(repr(column.name) for column in texts)} "
+    return Found(
+        task="text-classification",
+        why=f"{'columns' if len(texts) > 1 else 'column'} {' and '.join(repr(column.name) for column in texts)} "
         f"{'are' if len(texts) > 1 else 'is'} text, {held}",
-        "settings": {
+        settings={
             "data.text_columns": Choice([column.name for column in texts], why),
             **label.settings,
             **_group_of(asked, table, texts),
         },
-        "counts": label.counts,
-        "has_one_label": label.is_one,
-        "num_dropped": label.num_dropped,
+        counts=label.counts,
+        has_one_label=label.is_one,
+        num_dropped=label.num_dropped,
         **lengths([sum(len(str(cell)) for cell in row) for row in zip(*(column.cells for column in texts))]),
-    }
+    )
 
 
 def _group_of(asked: Asked, table: Table, texts: Sequence[Column]) -> Choices:

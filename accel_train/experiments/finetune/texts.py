@@ -18,11 +18,21 @@ from accel_train.data.images.annotations.yolo import CLASSES_FILES
 from accel_train.data.images.images import evenly_spaced
 from accel_train.data.images.misread import kind_of_annotation
 from accel_train.data.parts import folders_of_parts, is_unlabeled, part_of, top_part
-from accel_train.data.sources import file_kind, is_about_data, resolve_sources
+from accel_train.data.sources import file_kind, resolve_sources
 from accel_train.data.tables import read_rows
 from accel_train.data.text.documents import read_documents
 from accel_train.experiments.finetune.columns import Column, Table, readings, source_of, with_settings
-from accel_train.experiments.finetune.recipe import Asked, Choices, Found, lengths, listed, places_of, refuse_columns
+from accel_train.experiments.finetune.recipe import (
+    Asked,
+    Choices,
+    Converted,
+    Found,
+    lengths,
+    listed,
+    places_of,
+    refuse_columns,
+)
+from accel_train.experiments.finetune.tree import Tree
 from accel_train.experiments.finetune.values.labels import recognise_label
 from accel_train.recipe.data import Data
 
@@ -71,20 +81,26 @@ def _are_texts(lines: list[str]) -> bool:
     return num_continued <= _MOST_CONTINUED * len(lines) and 2 * num_odd <= len(lines)
 
 
-def classes_by_suffix(asked: Asked, folder: Path) -> dict[str, Path]:
-    """Return the files STEM.CLASS of a folder by class. Without `--task`, CLASS must be a usual label: pos, neg."""
-    if asked.task not in (None, "text-classification") or asked.data.lines is not None:
-        return {}
-    paths = [path for path in folder.iterdir() if not path.name.startswith(".") and not is_about_data(path, folder)]
-    files = {path.suffix[1:]: path for path in sorted(paths) if path.is_file() and not file_kind(path)}
-    if len(paths) < 2 or len(files) != len(paths) or "" in files or len({path.stem for path in paths}) > 1:
-        return {}
+def classes_by_suffix(asked: Asked, tree: Tree) -> Converted | None:
+    """Return the files STEM.CLASS of a folder as CLASS.txt. Without `--task`, CLASS must be a usual label: pos, neg."""
+    files = {path.suffix[1:]: path for path in tree.files if path.parent == tree.path and not file_kind(path)}
+    if not asked.allows("text-classification") or asked.data.lines is not None or "" in files:
+        return None
+    if len(files) < 2 or len(files) != len(tree.files) or len({path.stem for path in tree.files}) > 1:
+        return None
     is_safe = asked.task is not None or (_LABELS.issuperset(files) and are_classes(files, asked))
-    return files if is_safe else {}
+    return Converted({f"{name}.txt": file.read_bytes() for name, file in files.items()}) if is_safe else None
 
 
-def class_folders(folder: Path, texts: Sequence[Path]) -> tuple[list[Path], Path | None] | None:
-    """Return the folders CLASS/*.txt or train/CLASS/*.txt, and the folder to evaluate on, or None without classes."""
+def recognise_class_folders(asked: Asked, tree: Tree) -> Found | str:
+    """Return the classes of a folder with CLASS/*.txt or train/CLASS/*.txt. The recipe reads the files in place.
+
+    Raises:
+        ValueError: a file cannot be read, or a flag names columns.
+    """
+    none, folder, texts = "no CLASS/*.txt", tree.path, tree.of_kind("text")
+    if not tree.is_folder or not texts or asked.task == "causal-lm":
+        return none
     parts = folders_of_parts(folder)
     root = parts.get("train", folder)
     counts = Counter(path.parent for path in texts if path.suffix.lower() == ".txt" and path.parent.parent == root)
@@ -92,36 +108,25 @@ def class_folders(folder: Path, texts: Sequence[Path]) -> tuple[list[Path], Path
     is_flat = all(path.parent in counts or path.parent == root for path in below)
     num_loose = sum(path.parent == root for path in below)
     if not is_flat or len(counts) < 2 or min(counts.values()) < max(2, num_loose):
-        return None
-    if any(part_of(each.name) for each in counts):
-        return None
-    return sorted(counts), parts.get("eval") if root != folder else None
-
-
-def recognise_class_folders(asked: Asked, folder: Path, folders: Sequence[Path], held_out: Path | None) -> Found:
-    """Return the classes of a folder with CLASS/*.txt or train/CLASS/*.txt. The recipe reads the files in place.
-
-    Raises:
-        ValueError: a file cannot be read, or a flag names columns.
-    """
-    named = [path for path in folders if not is_unlabeled(path.name)]
-    root, is_whole = named[0].parent, len(named) == len(folders)
-    # The path stays as the user gave it if it is the folder of classes.
-    train = (asked.path if root == folder else str(root)) if is_whole else [str(path) for path in named]
+        return none
+    named = [path for path in sorted(counts) if not is_unlabeled(path.name)]
+    if not named or any(part_of(each.name) for each in counts):
+        return none
+    root, held_out = named[0].parent, parts.get("eval") if root != folder else None
+    train: str | list[str] = [*map(str, named)]
+    if len(named) == len(counts):
+        # The path stays as the user gave it if it is the folder of classes.
+        train = asked.path if root == folder else str(root)
     settings = places_of(asked, root, held_out) | {
-        "data.train": Choice(train, ""),
+        "data.train": Choice(train),
         "data.lines": Choice("folder_names", "each file is a text, and its folder is the label"),
     }
     why = f"texts in {len(named)} folders, one for each class; for a language model: --task causal-lm"
     return _labelled(asked, settings, why, "text", f" in {format_count(len(named), 'class folder')} of {root}")
 
 
-def is_file_per_class(asked: Asked, folder: Path, texts: Sequence[Path]) -> bool:
-    """Return whether files lie side by side and hold many lines without gaps, and no name is a number or a part.
-
-    Raises:
-        ValueError: the files may be classes or plain text.
-    """
+def _is_file_per_class(asked: Asked, folder: Path, texts: Sequence[Path]) -> bool:
+    """Return whether files lie side by side and hold many lines without gaps, and no name is a number or a part."""
     if len(texts) < 2 or any(path.parent != folder for path in texts) or asked.task == "causal-lm":
         return False
     if asked.data.lines is not None:
@@ -147,14 +152,17 @@ def _has_a_text_per_line(path: Path, asked: Asked) -> bool:
     return path.suffix.lower() == ".txt" and len(lines) >= _LINES_OF_A_CLASS and all(lines) and is_short
 
 
-def recognise_files_of_classes(asked: Asked, texts: Sequence[Path]) -> Found:
+def recognise_files_of_classes(asked: Asked, tree: Tree) -> Found | str:
     """Return the classes of a folder with a file for each class and a text on each line.
 
     Raises:
-        ValueError: a file cannot be read, or a flag names columns.
+        ValueError: a file cannot be read, may be a class or plain text, or a flag names columns.
     """
+    texts = tree.of_kind("text")
+    if not tree.is_folder or not _is_file_per_class(asked, tree.path, texts):
+        return "no files with a text on each line, named by classes"
     settings: Choices = {
-        "data.train": Choice(asked.path, ""),
+        "data.train": Choice(asked.path),
         "data.lines": Choice("file_names", "each line is a text, and its file is the label"),
     }
     names = listed([path.stem for path in texts])
@@ -187,16 +195,15 @@ def _labelled(asked: Asked, settings: Choices, why: str, unit: str, where: str) 
     )
 
 
-def training_texts(
-    asked: Asked, texts: Sequence[Path], folder: Path, *, is_folder: bool
-) -> tuple[Sequence[Path], Choices]:
+def _training_texts(asked: Asked, tree: Tree) -> tuple[Sequence[Path], Choices]:
     """Return the texts to train on, and settings that name them and those to evaluate on.
 
     Files and folders named train, val, and test are told apart. Without them, there are no settings.
     """
+    texts, folder = tree.of_kind("text"), tree.folder
     tops = {path: top_part(path.relative_to(folder), suffix=".txt") for path in texts}
     parts = {part for _, part in tops.values()}
-    if "train" not in parts or not (is_folder or {"eval", "test"} & parts) or "data.eval" in asked.given:
+    if "train" not in parts or not (tree.is_folder or {"eval", "test"} & parts) or "data.eval" in asked.given:
         return texts, {}
     held_out = [path for path in texts if tops[path][1] == "eval"]
     train = [path for path in texts if tops[path][1] in ("train", None)]
@@ -219,7 +226,7 @@ def find_label_lines(asked: Asked, files: Sequence[Path], *, are_parts: bool) ->
     """
     if asked.data.lines in _LABEL_FIRST:
         return Choice(asked.data.lines, "from the command line")
-    if asked.data.lines is not None or asked.task not in (None, "text-classification"):
+    if asked.data.lines is not None or not asked.allows("text-classification"):
         return None
     data = with_settings(asked.data, _readings(asked, files))
     if _are_fasttext(files, data):
@@ -260,29 +267,37 @@ def _first_words(files: Sequence[Path], data: Data) -> Counter[str] | None:
 
 def _readings(asked: Asked, files: Sequence[Path]) -> Choices:
     """Return the encoding of one file. The encoding of several is a decision of the user."""
-    return readings(files[0], asked.data, asked.given) if len(files) == 1 else {}
+    return readings(files[0], asked) if len(files) == 1 else {}
 
 
-def recognise_lines(asked: Asked, files: Sequence[Path], parts: Choices, lines: Choice[str]) -> Found:
-    """Return the facts of files with a label and a text on each line. `parts` name the files."""
-    settings = {"data.train": Choice(asked.path, ""), **_readings(asked, files), **parts, "data.lines": lines}
+def recognise_lines(asked: Asked, tree: Tree) -> Found | str:
+    """Return the facts of files with a label and a text on each line."""
+    files, parts = _training_texts(asked, tree)
+    lines = find_label_lines(asked, files, are_parts=bool(parts)) if files else None
+    if lines is None:
+        return "no label on each line"
+    settings = {"data.train": Choice(asked.path), **_readings(asked, files), **parts, "data.lines": lines}
     return _labelled(asked, settings, "each line is a label and a text", "line", ", each with a label and a text")
 
 
-def recognise_text(asked: Asked, files: Sequence[Path], parts: Choices, others: Sequence[Path]) -> Found:
-    """Return the facts of plain text for a language model. `parts` name the files, and `others` are not read.
+def recognise_text(asked: Asked, tree: Tree) -> Found | str:
+    """Return the facts of plain text for a language model.
 
     Raises:
         ValueError: the files are empty, may be something else, or do not fit the requested task.
     """
-    settings = {"data.train": Choice(asked.path, ""), **_readings(asked, files), **parts}
+    files, parts = _training_texts(asked, tree)
+    if not files:
+        return "no text files"
+    settings = {"data.train": Choice(asked.path), **_readings(asked, files), **parts}
     asked = replace(asked, data=with_settings(asked.data, settings))
-    if asked.task not in (None, "causal-lm"):
+    if not asked.allows("causal-lm"):
         raise ValueError(
             f"--task {asked.task}: {asked.path} is plain text, for --task causal-lm. "
             f"{asked.task} needs a table (.csv, .tsv, .jsonl, .parquet), lines with a label and a text, or images"
         )
     if asked.task is None:
+        others = [path for path in tree.files if tree.is_folder and file_kind(path) != "text"]
         _refuse_other_data(asked, files, others)
     refuse_columns(asked, asked.path, "plain text")
     num_chars = sum(path.stat().st_size for path in files)
@@ -291,7 +306,7 @@ def recognise_text(asked: Asked, files: Sequence[Path], parts: Choices, others: 
         num_chars = sum(len(document.text) for document in documents)
     if not num_chars:
         raise ValueError(f"{asked.path} is empty. Name a file or folder with text")
-    is_one = Path(asked.path).expanduser().is_file()
+    is_one = asked.place.is_file()
     return Found(
         "causal-lm",
         "plain text without columns: a language model learns to continue it",

@@ -3,7 +3,6 @@
 import csv
 import gzip
 import hashlib
-import json
 import os
 import re
 import shutil
@@ -11,31 +10,32 @@ import tarfile
 import time
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
 
-from accel_train.core.files import files_below, make_folders, publish_folder
+from accel_train.core.files import files_below, make_folders, publish_folder, sha256
 from accel_train.core.format import format_count
 from accel_train.core.json_io import parse_json
 from accel_train.data.delimited import DELIMITERS, table_delimiter
 from accel_train.data.encoding import read_lines, read_text
 from accel_train.data.parts import only_entry, part_of, unwrapped
-from accel_train.data.sources import file_kind, is_about_data, is_saved_dataset
-from accel_train.data.tables import SPLITS
-from accel_train.experiments.finetune.annotated.classes import tables_of_classes
-from accel_train.experiments.finetune.recipe import WAIT_SECONDS, Asked, default_output_dir
+from accel_train.data.sources import file_kind, is_saved_dataset
+from accel_train.data.tables import SPLITS, columns_with_parts, parts_in, rows_of
+from accel_train.experiments.finetune.annotated.annotations import tables_of_classes
+from accel_train.experiments.finetune.columns import data_at, read_table, source_of
+from accel_train.experiments.finetune.recipe import WAIT_SECONDS, Asked, Converted, default_output_dir
 from accel_train.experiments.finetune.texts import classes_by_suffix, find_label_lines
-from accel_train.experiments.finetune.values.parts import parts_of_card, rows_by_part
+from accel_train.experiments.finetune.tree import MOST_TAGGED, Tree
+from accel_train.experiments.finetune.values.parts import parts_of_card
 
 _ARCHIVES = (".zip", ".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tar.xz")
 _SHEETS = (".xlsx", ".xls", ".xlsb", ".ods")
 _MAYBE_TABLES = ("", ".txt", ".dat", ".data")
 _SOURCE = ".source"
 """File in the folder with the digest of the file it was made from."""
-"""Names of files by part, as `datasets` names splits."""
-_MOST_TAGGED = 20
 _SMALL_BYTES = 100_000_000
 """Size up to which an unpacked file may be any number of times larger than its archive."""
 _MOST_RATIO = 250
@@ -48,14 +48,14 @@ def unpacked(asked: Asked, output_dir: str | None, *, is_first: bool = True) -> 
     """Return the path to read, the run folder, and a note, or the path itself if finetune reads it as it is.
 
     Zip and tar archives, .gz files, spreadsheets, and tables with tabs in a .txt file go to a folder OUTPUT_DIR-data.
-    So do the parts of a data set in an unusual form (see `_parts_of`), and masks from polygons or colors (in
+    So do the parts of a data set in an unusual form (see `CONVERTERS`), and masks from polygons or colors (in
     OUTPUT_DIR-masks if they are in an archive). Processes other than the first wait for it.
 
     Raises:
         ValueError: the file is damaged, needs a password or a package, or does not fit the disk; or the folder exists
             with other data.
     """
-    path, notes = Path(asked.path).expanduser(), []
+    path, notes = asked.place, []
     kind = _kind_of(path) if path.is_file() else None
     run = output_dir or default_output_dir(path.name.removesuffix(kind) if kind else asked.path)
     if path.is_dir() and not is_saved_dataset(path):
@@ -69,39 +69,34 @@ def unpacked(asked: Asked, output_dir: str | None, *, is_first: bool = True) -> 
         if inner != path:
             notes.append(f"{path}: {inner} is read, the only {'file' if inner == only else 'folder'} in it")
             asked, path = replace(asked, path=str(inner)), inner
-    parts = _parts_of(asked, path) if kind is None else None
-    how = ""
-    if kind is None and parts is None:
-        how, parts = tables_of_classes(asked, path) or rows_by_part(asked, path) or ("", None)
     place, folder = asked.path, Path(f"{run.rstrip('/')}-data")
-    if kind is not None or parts is not None:
-        digest = hashlib.sha256(repr(parts).encode()).hexdigest()
-        if parts is None:
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
+    tree, is_open = Tree(path), kind is None and path.exists()
+    found = next(filter(None, (convert(asked, tree) for convert in CONVERTERS if is_open)), None)
+    if kind is not None:
+        _publish(folder, path, sha256(path), partial(_write, path, kind.lower()), is_first=is_first)
+        place = str(_data_in(folder))
+        notes.append(f"{path}: unpacked to {folder} ({format_count(len(files_below(folder)), 'file')})")
+    elif found is not None:
+        digest = hashlib.sha256(repr(found.files).encode()).hexdigest()
 
         def write(staging: Path) -> None:
-            if parts is None:
-                _write(path, kind or "", staging)
-            for name, content in (parts or {}).items():
+            for name, content in found.files.items():
                 (staging / name).write_bytes(content)
 
         _publish(folder, path, digest, write, is_first=is_first)
         place = str(_data_in(folder))
-        if parts is not None:
-            notes.append(f"{path}: written to {folder} as {', '.join(parts)}{how}")
-            if any(path.glob("*/label")):
-                notes.append("the files named label are not read")
-        else:
-            notes += [f"{path}: unpacked to {folder} ({format_count(len(files_below(folder)), 'file')})"]
+        notes.append(f"{path}: written to {folder} as {', '.join(found.files)}{found.how}")
+        if any(path.glob("*/label")):
+            notes.append("the files named label are not read")
+    if place != asked.path:
         folder = Path(f"{run.rstrip('/')}-masks")
     if Path(place).expanduser().is_dir() or place.lower().endswith(".json"):
-        from accel_train.experiments.finetune.palettes import find_palette
-        from accel_train.experiments.finetune.polygons import find_polygons  # imports Pillow
+        # Imports Pillow.
+        from accel_train.experiments.finetune.masks import find_palette, find_polygons
 
-        if (found := find_polygons(asked, place) or find_palette(asked, place)) is not None:
-            _publish(folder, Path(place), found.digest, found.write, is_first=is_first)
-            notes.append(f"{place}: {found.note}; written to {folder}")
+        if (masks := find_polygons(asked, place) or find_palette(asked, place)) is not None:
+            _publish(folder, Path(place), masks.digest, masks.write, is_first=is_first)
+            notes.append(f"{place}: {masks.note}; written to {folder}")
             place = str(folder)
     return place, run, "; ".join(notes) or None
 
@@ -109,8 +104,14 @@ def unpacked(asked: Asked, output_dir: str | None, *, is_first: bool = True) -> 
 def _publish(folder: Path, path: Path, digest: str, write: Callable[[Path], None], *, is_first: bool) -> None:
     """Let the first process write a folder once, and the others wait for it. `digest` is of the data at `path`."""
     staging = folder.with_name(f".{folder.name}.tmp")
-    if not is_first:
-        _wait_for(folder, staging)
+    deadline = time.monotonic() + WAIT_SECONDS
+    while not is_first and not folder.exists():
+        # As long as the first process writes.
+        if staging.exists():
+            deadline = time.monotonic() + WAIT_SECONDS
+        if time.monotonic() > deadline:
+            raise ValueError(f"the first process did not make {folder}. Its error says why")
+        time.sleep(0.1)
     if not folder.exists():
         make_folders(folder.parent)
         with publish_folder(folder, staging):
@@ -124,17 +125,6 @@ def _publish(folder: Path, path: Path, digest: str, write: Callable[[Path], None
         )
 
 
-def _wait_for(folder: Path, staging: Path) -> None:
-    """Wait until the first process has unpacked, for as long as it does."""
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not folder.exists():
-        if staging.exists():
-            deadline = time.monotonic() + WAIT_SECONDS
-        if time.monotonic() > deadline:
-            raise ValueError(f"the first process did not make {folder}. Its error says why")
-        time.sleep(0.1)
-
-
 def _kind_of(path: Path) -> str | None:
     """Return the ending that tells how to unpack a file, or None if it is read as it is."""
     name = path.name.lower()
@@ -144,29 +134,18 @@ def _kind_of(path: Path) -> str | None:
     return path.name[-3:] if name.endswith(".gz") and file_kind(Path(name.removesuffix(".gz"))) is not None else None
 
 
-def _parts_of(asked: Asked, path: Path) -> dict[str, bytes] | None:
-    """Return files by name for a JSON object with an array per split, for files STEM.CLASS, for texts beside their
-    labels or tags, or for CoNLL files with other extensions; otherwise None.
-    """
-    if path.suffix.lower() == ".json" and path.is_file():
-        return _splits_of(asked, path)
-    if classes := classes_by_suffix(asked, path) if path.is_dir() else {}:
-        return {f"{name}.txt": file.read_bytes() for name, file in classes.items()}
-    if found := _side_by_side(asked, path) or _tables_in_texts(asked, path):
-        return found
-    files = [path] if path.is_file() else [each for each in files_below(path) if each.is_file()]
-    files = [file for file in files if not is_about_data(file, path)]
-    is_usual = not 0 < len(files) <= _MOST_TAGGED or any(file_kind(file) is not None for file in files)
-    if is_usual or asked.task not in (None, "token-classification"):
+def _conll_files(asked: Asked, tree: Tree) -> Converted | None:
+    """Return CoNLL files whose extensions are not known: eng.train, eng.testa."""
+    is_open = asked.allows("token-classification") and 0 < len(tree.files) <= MOST_TAGGED
+    if not is_open or any(file_kind(file) is not None for file in tree.files):
         return None
-    from accel_train.experiments.finetune.annotated.text_tasks import holds_tags  # imports torch
+    from accel_train.experiments.finetune.annotated.text_tasks import tagged_lines  # imports torch
 
-    parts = {file: part_of(file.suffix[1:]) for file in files}
+    parts = {file: part_of(file.suffix[1:]) for file in tree.files}
     splits = {file: SPLITS[part] if part else file.suffix[1:] or "data" for file, part in parts.items()}
-    found = {
-        f"{file.stem}.{split}.conll": file.read_bytes() for file, split in splits.items() if holds_tags(file, asked)
-    }
-    return found if len(found) == len(files) else None
+    found = {f"{file.stem}.{split}.conll": file for file, split in splits.items() if tagged_lines(file, asked)}
+    are_all = len(found) == len(tree.files)
+    return Converted({name: file.read_bytes() for name, file in found.items()}) if are_all else None
 
 
 _TEXTS = ("text", "texts", "sentence", "sentences", "words", "tokens", "input", "inputs", "x", "in")
@@ -176,7 +155,7 @@ _SUFFIXES = {"", ".txt", *(f".{name}" for name in (*_TEXTS, *_LABELS))}
 _WORDS_OF_A_LABEL = 3
 
 
-def _side_by_side(asked: Asked, path: Path) -> dict[str, bytes]:
+def _side_by_side(asked: Asked, tree: Tree) -> Converted | None:
     """Return tables of files with a text on each line and files with its label, or CoNLL files if these have its tags.
 
     mapping.txt may name the labels.
@@ -184,8 +163,8 @@ def _side_by_side(asked: Asked, path: Path) -> dict[str, bytes]:
     Raises:
         ValueError: two files differ in lines, or labels are neither short nor a tag for each word.
     """
-    is_open = asked.task in (None, "text-classification", "token-classification") and asked.data.lines is None
-    files = [file for file in files_below(path) if not is_about_data(file, path)] if is_open and path.is_dir() else []
+    is_open = asked.allows("text-classification", "token-classification") and asked.data.lines is None
+    path, files = tree.path, tree.files if is_open and tree.is_folder else []
     mapping = next((file for file in files if file.name == "mapping.txt"), None)
     words_of = {
         (file.parent, *re.split(r"[^a-z0-9]+", file.name.lower())): file
@@ -212,7 +191,7 @@ def _side_by_side(asked: Asked, path: Path) -> dict[str, bytes]:
         asked.task != "text-classification" and any(size[1] > 1 for size in sizes) and 2 * len(others) < len(sizes)
     )
     if not pairs or (2 * len(pairs) < len(files) - (mapping is not None) and not are_tags):
-        return {}
+        return None
     for file, texts in pairs.items():
         if len(lines[file]) != len(lines[texts]):
             raise ValueError(
@@ -236,53 +215,51 @@ def _side_by_side(asked: Asked, path: Path) -> dict[str, bytes]:
             blocks = [
                 "".join(f"{word} {tag}\n" for word, tag in zip(*map(str.split, row))) for row in rows if row[0].strip()
             ]
-            content = "\n".join(blocks)
+            content = asked.encoded("\n".join(blocks))
         else:
-            tables = [{"text": text, "label": named.get(label.strip(), label.strip())} for text, label in rows]
-            content = "".join(f"{json.dumps(row)}\n" for row in tables)
+            content = asked.jsonl(
+                {"text": text, "label": named.get(label.strip(), label.strip())} for text, label in rows
+            )
         split = SPLITS[part_of(file.relative_to(path).as_posix()) or "train"]
-        encoding = asked.data.encoding if "data.encoding" in asked.given else "utf-8"
-        parts[f"{split}.{'conll' if are_tags else 'jsonl'}"] = content.encode(encoding)
+        parts[f"{split}.{'conll' if are_tags else 'jsonl'}"] = content
     if len(parts) < len(pairs):
         raise ValueError(
             f"{path}: {len(pairs)} pairs of files ({', '.join(file.name for file in pairs)}) for {', '.join(parts)}. "
             "Name them train, validation, and test, or name one folder"
         )
-    return parts
+    return Converted(parts)
 
 
 _FEWEST_RECORDS = 10
 """Lines of all files from which semicolons and vertical bars in equal number divide columns. Tabs need three lines."""
 
 
-def _tables_in_texts(asked: Asked, path: Path) -> dict[str, bytes]:
+def _tables_in_texts(asked: Asked, tree: Tree) -> Converted | None:
     """Return tables of text files: lines with tabs, or with equally many fields of which none is empty."""
-    files = [path] if path.is_file() else files_below(path)
-    files = [file for file in files if file.is_file() and not is_about_data(file, path)]
-    is_asked = asked.task not in (None, "text-classification") or asked.data.lines is not None
-    if is_asked or len(files) > _MOST_TAGGED or any(file.suffix.lower() not in _MAYBE_TABLES for file in files):
-        return {}
+    is_open = asked.allows("text-classification") and asked.data.lines is None and len(tree.files) <= MOST_TAGGED
+    if not is_open or any(file.suffix.lower() not in _MAYBE_TABLES for file in tree.files):
+        return None
     found, num_rows = dict[str, bytes](), 0
-    for file in files:
+    for file in tree.files:
         try:
             if asked.task is not None and find_label_lines(asked, [file], are_parts=True) is not None:
-                return {}
+                return None
             name = table_delimiter(file, asked.data)
             between = next((each for each in DELIMITERS if DELIMITERS[each] == name), "")
             rows = [line.split(between) for line, _ in read_lines(file, asked.data)] if between else []
         # The reader of plain text will report the byte.
         except ValueError:
-            return {}
+            return None
         is_full = len({*map(len, rows)}) == 1 and all(field.strip() for row in rows for field in row)
         # Blank lines divide the sentences of CoNLL.
         if not rows or not (between == "\t" or is_full) or not all("".join(row).strip() for row in rows):
-            return {}
+            return None
         num_rows += len(rows) if between != "\t" else _FEWEST_RECORDS
         found[f"{file.stem}{'.tsv' if between == chr(9) else '.csv'}"] = file.read_bytes()
-    return found if len(found) == len(files) and num_rows >= _FEWEST_RECORDS else {}
+    return Converted(found) if len(found) == len(tree.files) and num_rows >= _FEWEST_RECORDS else None
 
 
-def _splits_of(asked: Asked, path: Path) -> dict[str, bytes] | None:
+def _splits_of(asked: Asked, tree: Tree) -> Converted | None:
     """Return the splits of a JSON object, with arrays as rows of columns 1, 2, ... None without splits.
 
     Without validation, test is evaluated on.
@@ -290,6 +267,9 @@ def _splits_of(asked: Asked, path: Path) -> dict[str, bytes] | None:
     Raises:
         ValueError: a key is not a split, or is the same split as another.
     """
+    path = tree.path
+    if path.suffix.lower() != ".json" or not path.is_file():
+        return None
     try:
         text = read_text(path, asked.data)
         document = parse_json(text) if text.lstrip()[:1] == "{" else {}
@@ -312,25 +292,86 @@ def _splits_of(asked: Asked, path: Path) -> dict[str, bytes] | None:
     if "validation" not in parts and "test" in parts:
         parts["eval_from_test"] = parts.pop("test")
     lines = {name: [dict(enumerate(row, 1)) if isinstance(row, list) else row for row in parts[name]] for name in parts}
-    return {f"{name}.jsonl": "".join(f"{json.dumps(row)}\n" for row in rows).encode() for name, rows in lines.items()}
+    return Converted({f"{name}.jsonl": asked.jsonl(rows) for name, rows in lines.items()})
+
+
+def _rows_by_part(asked: Asked, tree: Tree) -> Converted | None:
+    """Return a file for each part that a column of a table names: parquet as parquet, other rows as jsonl.
+
+    Returns None without this column, and for a table that names image files, because its paths are relative to it.
+
+    Raises:
+        ValueError: some rows of the column are of no part.
+    """
+    path = tree.path
+    if not path.is_file():
+        return None
+    source, kind = source_of(path), file_kind(path)
+    try:
+        data = data_at(path, asked)
+    # The reader of the table will report the byte.
+    except ValueError:
+        return None
+    columns, names = columns_with_parts(source, data, (*asked.label, *asked.text))
+    for name, cells in columns.items():
+        parts = parts_in(str(path), name, cells, names)
+        if parts is None:
+            continue
+        from accel_train.experiments.finetune.images import image_column  # imports Pillow
+
+        images = image_column(read_table(path, asked))
+        if images is not None and isinstance(images[1][0], str):
+            continue
+        by = f" by column {name!r}"
+        found = {SPLITS[part]: numbers for part, numbers in parts.items()}
+        if kind == "parquet":
+            return Converted({f"{split}.parquet": _parquet_of(path, rows) for split, rows in found.items()}, by)
+        every = list(rows_of(source, names, data))
+        parted = {split: [every[number] for number in numbers] for split, numbers in found.items()}
+        return Converted({f"{split}.jsonl": asked.jsonl(rows) for split, rows in parted.items()}, by)
+    return None
+
+
+def _parquet_of(path: Path, rows: Sequence[int]) -> bytes:
+    import pyarrow
+    import pyarrow.parquet
+
+    sink = pyarrow.BufferOutputStream()
+    pyarrow.parquet.write_table(pyarrow.parquet.read_table(path).take(rows), sink)
+    content: bytes = sink.getvalue().to_pybytes()
+    return content
+
+
+CONVERTERS: tuple[Callable[[Asked, Tree], Converted | None], ...] = (
+    _splits_of,
+    classes_by_suffix,
+    _side_by_side,
+    _tables_in_texts,
+    _conll_files,
+    tables_of_classes,
+    _rows_by_part,
+)
+"""Forms of data that are written as other files. The first that is found counts.
+
+A JSON object with an array for each split; files STEM.CLASS; texts beside their labels or tags; tables in text files;
+CoNLL files with other extensions; exports of annotation tools; and a table with a column of parts.
+"""
 
 
 def _write(path: Path, kind: str, folder: Path) -> None:
     try:
-        if kind.lower() in _SHEETS:
-            if zipfile.is_zipfile(path):
-                with zipfile.ZipFile(path) as archive:
-                    _check_space(path, folder, sum(each.file_size for each in archive.infolist()))
-            _write_sheets(path, folder)
-        elif kind.lower() == ".zip":
+        if kind == ".zip" or (kind in _SHEETS and zipfile.is_zipfile(path)):
             with zipfile.ZipFile(path) as archive:
                 _check_space(path, folder, sum(each.file_size for each in archive.infolist()))
-                archive.extractall(folder, [name for name in archive.namelist() if not _is_of_system(name)])
-        elif kind.lower() == ".gz":
+                if kind == ".zip":
+                    archive.extractall(folder, [name for name in archive.namelist() if not _is_of_system(name)])
+        if kind in _SHEETS:
+            _write_sheets(path, folder)
+        elif kind == ".gz":
             _count_unpacked(path, folder)
             with gzip.open(path) as packed, (folder / path.stem).open("wb") as file:
                 shutil.copyfileobj(packed, file)
-        else:
+        elif kind != ".zip":
             with tarfile.open(path) as archive:
                 members = [each for each in archive.getmembers() if not _is_of_system(each.name)]
                 _check_space(path, folder, sum(each.size for each in members))
@@ -411,7 +452,7 @@ def _shown(cell: Any) -> str:
 def _data_in(folder: Path) -> Path:
     """Return the one file, or the innermost folder, that holds all data apart from files such as README."""
     while True:
-        data = [path for path in files_below(folder) if not is_about_data(path, folder)]
+        data = Tree(folder).files
         if len(data) < 2:
             return data[0] if data else folder
         inner = Path(os.path.commonpath([path.parent for path in data]))

@@ -97,8 +97,6 @@ def sweep(
             before any run starts.
         Preempted: a signal arrived, and the current run was asked to save.
     """
-    if processes is not None and processes < 1:
-        raise ValueError(f"--processes={processes}: must be at least 1")
     space = sweep_values.read_space(settings)
     first = combine(path, space, selection)
     root = Path(first[0].recipe.output_dir)
@@ -253,7 +251,12 @@ class _Sweep:
         best_first = sorted(zip(rows, self.runs), key=lambda pair: order.index(pair[0].name))
         trained = [folder for _, each in best_first if ((folder := self.root / each.name) / METRICS_FILE).is_file()]
         head = ["combination", f"{label(facts[0]['metric'])}, mean", "spread", "finished", "values"]
-        lines = [_cells(fact) for fact in facts]
+        lines = []
+        for fact in facts:
+            numbers = [MISSING if fact[key] is None else f"{fact[key]:.4g}" for key in ("mean", "spread")]
+            values = ", ".join(f"{value:.4g}" for value in fact["values"])
+            finished = f"{len(fact['values'])} of {fact['runs']}"
+            lines.append([fact["combination"], *numbers, finished, values or MISSING])
         report = None
         if trained:
             title = "Combinations, best first"
@@ -331,12 +334,6 @@ def describe_rows(rows: Sequence[Row], recipe: Recipe) -> list[JsonRecord]:
         place = (mean is None, sign * (mean or 0.0), fmean(losses) if losses else math.inf)
         facts.append((place, {**fact, "runs": len(runs)}))
     return [fact for _, fact in sorted(facts, key=lambda pair: pair[0])]
-
-
-def _cells(fact: JsonRecord) -> list[str]:
-    numbers = [MISSING if fact[key] is None else f"{fact[key]:.4g}" for key in ("mean", "spread")]
-    values = ", ".join(f"{value:.4g}" for value in fact["values"])
-    return [fact["combination"], *numbers, f"{len(fact['values'])} of {fact['runs']}", values or MISSING]
 
 
 def _number(value: Any) -> float | None:

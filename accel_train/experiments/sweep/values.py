@@ -196,9 +196,8 @@ def check_number(space: Space, number: int, flag: str) -> None:
     """Raise ValueError for a wrong number of combinations, or for too many runs. An empty `flag` means a grid."""
     if flag and not space.swept:
         raise ValueError(f"{flag}={number}: nothing to draw, because every seed is trained. Leave {flag} out")
-    if flag and not 1 <= number <= space.size:
-        upto = f"between 1 and {space.size:,.0f}, the number of combinations" if space.size < math.inf else "at least 1"
-        raise ValueError(f"{flag}={number}: must be {upto}")
+    if flag and number > space.size:
+        raise ValueError(f"{flag}={number}: must be between 1 and {space.size:,.0f}, the number of combinations")
     if (num_runs := number * len(space.seeds or [SEED])) > MOST_RUNS:
         remedy = f"Lower {flag}" if flag else "Leave out values, or draw some: --random 20"
         raise ValueError(f"{num_runs:,} runs are more than {MOST_RUNS:,}. {remedy}")

@@ -22,11 +22,6 @@ COUNTS = {"B-LOC": 20, "B-PER": 20, "I-PER": 20, "O": 170}
 Rows = list[dict[str, Any]]
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, not_launched: None) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def rows_of(form: Callable[[str, list[dict[str, Any]]], dict[str, Any]]) -> Rows:
     """30 rows of a form, made from a text and its spans."""
     rows = []

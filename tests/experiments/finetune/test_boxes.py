@@ -21,12 +21,6 @@ from tests.support.boxes import THINGS, coco_content, write_coco, write_images, 
 from tests.support.runs import refused
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def find(path: str, *settings: str, **flags: Any) -> Found:
     return recognise(asked_of(path, minimal_recipe(path, settings), **flags))
 
@@ -169,7 +163,7 @@ def test_faults_end_in_one_list() -> None:
 
 
 def test_polygons_are_masks_unless_detection_is_asked_for() -> None:
-    from accel_train.experiments.finetune.polygons import find_polygons
+    from accel_train.experiments.finetune.masks import find_polygons
 
     content = coco_content()
     for each in content["annotations"]:

@@ -29,11 +29,6 @@ OTHERS: dict[str, Cell] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, not_launched: None) -> None:
-    monkeypatch.chdir(tmp_path)
-
-
 def write_rows(*columns: str, number: int = 40) -> None:
     cells = {name: (TEXTS | OTHERS)[name] for name in columns}
     rows = [{name: cell(row) for name, cell in cells.items()} for row in range(number)]

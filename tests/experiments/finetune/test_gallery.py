@@ -18,6 +18,7 @@ from accel_train.experiments.finetune.unpack import unpacked
 from accel_train.recipe.data import Data
 from accel_train.tasks.image_classification.config import ImageClassificationData
 from tests.data.test_parts import PARTS
+from tests.support.runs import refused
 
 Files = dict[str, str | bytes]
 
@@ -238,6 +239,14 @@ GALLERY: dict[str, tuple[Files, Read | str]] = {
         {"README.md": "---\nconfigs:\n- data_files: [a.csv, b.csv]\n---\n"} | each("{a,b}.csv", CSV),
         "several patterns",
     ),
+    "a card with an empty list": (
+        {"README.md": "---\nconfigs:\n- data_files: [{split: train, path: []}]\n---\n", "data.csv": CSV},
+        Read(TEXT, "data.csv"),
+    ),
+    "a card with a number": (
+        {"README.md": "---\nconfigs:\n- data_files: 5\n---\n", "data.csv": CSV},
+        Read(TEXT, "data.csv"),
+    ),
     "a card without files": ({"README.md": "---\nlicense: mit\n---\n", "data.csv": CSV}, Read(TEXT, "data.csv")),
     # Lines that begin with labels.
     "fastText": (each("{train,test}.txt", FASTTEXT), Read(TEXT, "train.txt", test="test.txt")),
@@ -300,6 +309,7 @@ GALLERY: dict[str, tuple[Files, Read | str]] = {
         each("train/{a,b,unsup}/{1,2,3}.txt", PROSE),
         Read(TEXT, ["train/a", "train/b"]),
     ),
+    "texts by folder without labels": (each("{unsup,unlabeled}/{1,2,3}.txt", PROSE), Read(LM, classes="")),
     "texts by file": (
         {"pos.txt": lines("{text} good."), "neg.txt": lines("{text} bad.", 30)},
         Read(TEXT, classes="neg pos"),
@@ -369,12 +379,6 @@ GALLERY: dict[str, tuple[Files, Read | str]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 @pytest.mark.parametrize("name", GALLERY)
 def test_a_folder_is_read_as_its_form_says_or_refused(name: str) -> None:
     files, expected = GALLERY[name]
@@ -432,6 +436,12 @@ def test_a_pattern_is_read_like_the_folder(path: str) -> None:
     found = found_in(each("{train,val,test}.txt", FASTTEXT), path)
     assert facts(found)[:2] == (TEXT, "train.txt" if path != "set/train*.txt" else "train*.txt")
     assert facts(found).eval == (None if path == "set/train*.txt" else "val.txt")
+
+
+def test_files_of_a_pattern_are_not_converted() -> None:
+    # A folder of converted files would be named by the pattern.
+    refused(found_in, {"a.txt": TABS}, "set/*.txt", named="set/")
+    assert not Path("runs").exists()
 
 
 def _by_part(name: str, other: str, form: str, content: str | bytes) -> Files:
@@ -502,7 +512,6 @@ def test_a_run_knows_the_names_of_parts(suffix: str) -> None:
         data = Data(train=str(folder))
         # A program has files such as test.py.
         if part in ("eval", "test") and suffix != ".py":
-            with pytest.raises(ValueError, match="next to training files"):
-                resolve_sources(data.train, data, key="data.train")
+            refused(resolve_sources, data.train, data, key="data.train", named="next to training files")
         else:
             assert len(resolve_sources(data.train, data, key="data.train")[0].files) == len({"train", name})

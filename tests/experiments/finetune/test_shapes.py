@@ -9,24 +9,19 @@ from accel_train.data.tables import read_rows
 from accel_train.experiments.finetune.recipe import asked_of, minimal_recipe
 from accel_train.experiments.finetune.start import write_recipe
 from accel_train.experiments.finetune.texts import are_classes, classes_by_suffix
+from accel_train.experiments.finetune.tree import Tree
 from benchmarks import shapes
 from benchmarks.shapes import SHAPES, Shape, read
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.write.__name__)
-def test_a_form_of_data_is_read_right_or_refused_with_the_reason(
-    shape: Shape, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_form_of_data_is_read_right_or_refused_with_the_reason(shape: Shape) -> None:
     outcome = read(shape)
     assert outcome.verdict == ("right" if shape.task else "refused"), outcome.shown
 
 
 @pytest.mark.parametrize("task", [None, "text-classification"])
-def test_a_file_for_each_class_is_read_line_by_line(
-    task: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_file_for_each_class_is_read_line_by_line(task: str | None) -> None:
     shapes.files_of_classes()
     written = write_recipe("names", ["--data.num_workers", "0"], task=task)
     assert ("Dutch, Greek, Polish" in written.found.why) is (task is None)
@@ -63,10 +58,7 @@ NOT_CLASSES = {
 
 
 @pytest.mark.parametrize("name", NOT_CLASSES)
-def test_text_files_that_may_be_something_else_are_not_taken_for_classes(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_text_files_that_may_be_something_else_are_not_taken_for_classes(name: str) -> None:
     folder = Path("texts")
     folder.mkdir()
     for stem, lines in NOT_CLASSES[name].items():
@@ -77,17 +69,15 @@ def test_text_files_that_may_be_something_else_are_not_taken_for_classes(
     assert reading == "causal-lm" or "use --task text-classification" in reading
 
 
-def test_suffixes_are_classes_if_they_are_usual_labels_or_the_task_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_suffixes_are_classes_if_they_are_usual_labels_or_the_task_is_named() -> None:
     for place, suffixes in (("labels", ("pos", "neg")), ("words", ("subj", "obj")), ("shards", ("0", "1"))):
         Path(place).mkdir()
         for suffix in suffixes:
             Path(place, f"text.{suffix}").write_text("\n".join(_file(suffix)) + "\n")
 
     def found(place: str, task: str | None = None) -> list[str]:
-        return [*classes_by_suffix(asked_of(place, minimal_recipe(place, []), task=task), Path(place))]
+        converted = classes_by_suffix(asked_of(place, minimal_recipe(place, []), task=task), Tree(Path(place)))
+        return [] if converted is None else [Path(name).stem for name in converted.files]
 
     assert [found(place) for place in ("labels", "words", "shards")] == [["neg", "pos"], [], []]
     assert found("words", "text-classification") == ["obj", "subj"]

@@ -14,6 +14,7 @@ from accel_train.cli.main import main
 from accel_train.inference.generate import chat_with_run
 from accel_train.inference.predict import predict_rows
 from accel_train.tasks.text_classification.config import TextClassificationData
+from tests.support.runs import refused
 
 TEXTS = ["a lovely film", "an awful film", "lovely, wonderful"]
 
@@ -45,8 +46,7 @@ def test_it_trains_the_recipe_that_it_wrote_with_the_settings_of_the_call(
     again = accel_train.finetune("reviews.csv", schedule={"num_epochs": 2}, log={"progress": False}, seed=3)
     assert again.metrics == result.metrics
     assert (folder / "runs/reviews/model/model.safetensors").stat().st_mtime_ns == weights
-    with pytest.raises(ValueError, match=r"runs/reviews\.yaml exists"):
-        accel_train.finetune("reviews.csv", schedule={"num_epochs": 3})
+    refused(accel_train.finetune, "reviews.csv", schedule={"num_epochs": 3}, named="runs/reviews.yaml exists")
 
 
 def test_rows_in_any_form_are_predicted_as_the_command_does(
@@ -72,9 +72,8 @@ def test_rows_in_any_form_are_predicted_as_the_command_does(
 
 @pytest.mark.parametrize("kind", ["classes", "numbers"])
 def test_a_template_of_columns_is_the_same_text_in_the_run_and_for_new_rows(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     rows = [
         {
             "title": f"{'lovely' if n % 2 else 'awful'} {n}" if n % 5 else "",
@@ -103,8 +102,7 @@ def test_a_template_of_columns_is_the_same_text_in_the_run_and_for_new_rows(
     new = [{"title": None, "body": "a fine film", "year": 1999}, {"title": "awful", "body": ""}]
     assert predict_rows(Path("runs/parts"), new) == predict_rows(Path("runs/joined"), [", (a fine film)", "awful, ()"])
     capsys.readouterr()
-    with pytest.raises(ValueError, match=r"Give mappings with 'title', 'body'\."):
-        predict_rows(Path("runs/parts"), ["a fine film"])
+    refused(predict_rows, Path("runs/parts"), ["a fine film"], named="Give mappings with 'title', 'body'.")
 
 
 @pytest.mark.parametrize(
@@ -114,23 +112,16 @@ def test_a_template_of_columns_is_the_same_text_in_the_run_and_for_new_rows(
         ("{title}. {label}", "the model would see the label 'label'"),
     ],
 )
-def test_a_template_of_a_wrong_column_is_refused(
-    text: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_template_of_a_wrong_column_is_refused(text: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("parts.csv").write_text("title,body,label\n" + "one,two words,a\nthree,four words,b\n" * 20)
     assert main(["finetune", "parts.csv", "--text", text, "--label", "label", "--dry-run"]) == 2
     assert said in capsys.readouterr().err
     early = TextClassificationData(train="parts.csv", text_columns=(text,), label_column="label")
     if "titel" in text:
-        with pytest.raises(ValueError, match=r"no column 'titel'; did you mean 'title'"):
-            check_headers(early)
+        refused(check_headers, early, named="no column 'titel'; did you mean 'title'")
 
 
-def test_a_conversation_reads_what_was_said_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_conversation_reads_what_was_said_before(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["red", "blue", "green", "gold"] * 10
     chats = [[{"role": "user", "content": f"say {word}"}, {"role": "assistant", "content": word}] for word in words]
     Path("chats.jsonl").write_text("".join(json.dumps({"messages": each}) + "\n" for each in chats))
@@ -149,5 +140,4 @@ def test_a_conversation_reads_what_was_said_before(
     written = model.generate(prompt, max_new_tokens=8, do_sample=False)[0, prompt.shape[1] :]
     assert tokenizer.decode(written, skip_special_tokens=True).strip() == answers[1]
     assert len(chat_with_run(Path("runs/chats"), ["say red"] * 12, max_new_tokens=100)) == 24  # more than fits
-    with pytest.raises(ValueError, match="predicts no labels"):
-        predict_rows(Path("runs/chats"), ["say red"])
+    refused(predict_rows, Path("runs/chats"), ["say red"], named="predicts no labels")

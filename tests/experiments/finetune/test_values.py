@@ -18,15 +18,11 @@ from accel_train.experiments.finetune.start import Written, write_recipe
 from accel_train.tasks.text_classification.data import LabelledTexts, load_labelled_texts
 from tests.cli.test_finetune import WRONG
 from tests.support.offers import dead_ends, offers
+from tests.support.runs import refused
 
 WORDS = ("the film was long and dull", "a bright and funny story", "nobody laughed at the end", "we all cried")
 FORMATS = ("csv", "tsv", "jsonl", "json", "parquet")
 Row = dict[str, Any]
-
-
-@pytest.fixture(autouse=True)
-def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
 
 
 def write(rows: Sequence[Row], suffix: str, name: str = "t") -> str:
@@ -67,6 +63,14 @@ def refusal(path: str, flags: Sequence[str] = ()) -> str | None:
     except ValueError as error:
         return str(error)
     return None
+
+
+def asked(path: str, *facts: str, flags: Sequence[str] = ()) -> str:
+    """Return the message of a refused call, which holds these facts."""
+    message = refusal(path, flags)
+    assert message is not None
+    assert [fact for fact in facts if fact not in message] == []
+    return message
 
 
 def labelled(cells: Sequence[Any], count: int = 60) -> list[Row]:
@@ -159,8 +163,7 @@ def test_what_may_be_no_class_is_asked_in_every_format_and_the_offers_work(what:
     cells, offered = ASKED[what]
     for suffix in FORMATS:
         path = write(labelled(cells, 80), suffix)
-        message = refusal(path)
-        assert message is not None
+        message = asked(path)
         assert offers(message) == list(offered)
         if suffix in ("csv", "jsonl"):
             assert dead_ends(partial(refusal, path)) == []
@@ -195,10 +198,7 @@ def test_objects_are_not_classes_in_any_format_and_the_key_of_the_label_is_named
                 {"text": f"{WORDS[n % 4]} {n}", column: form({"sentiment": "ab"[n % 2], "by": "ann"})}
                 for n in range(20)
             ]
-            message = refusal(write(rows, suffix))
-            assert message is not None
-            assert f"'{column}'" in message
-            assert "'sentiment'" in message
+            asked(write(rows, suffix), f"'{column}'", "'sentiment'")
         recipe = finetune(write(labelled(["a", "b"]), suffix, "plain")).recipe
         path = write(
             [{"text": row["text"], "label": form({"label": "ab"[n % 2]})} for n, row in enumerate(rows)], suffix
@@ -234,10 +234,7 @@ def test_a_column_with_many_empty_cells_names_the_flag_that_leaves_its_rows_out(
     ]
     for suffix in FORMATS:
         path = write(rows, suffix)
-        message = refusal(path)
-        assert message is not None
-        assert "'s'" in message
-        assert "30 of 60" in message
+        message = asked(path, "'s'", "30 of 60")
         assert offers(message) == [("--data.missing_labels", "drop")]
         written = finetune(path, "--data.missing_labels", "drop")
         assert written.recipe.data.label_column == "s"
@@ -260,8 +257,7 @@ def test_a_model_with_whole_classes_reads_their_decimals(tmp_path: Path) -> None
         finetune(write(labelled([0.0, 1.0]), "jsonl"), "--data.label_names", "[neg, pos]").recipe, None
     )
     assert named.scheme.encode(["1.0", 0.0], str).tolist() == [1, 0]
-    with pytest.raises(ValueError, match=r"0\.5"):
-        named.scheme.encode(["0.5"], str)
+    refused(named.scheme.encode, ["0.5"], str, named="0.5")
 
 
 def test_ids_are_no_labels() -> None:
@@ -271,9 +267,7 @@ def test_ids_are_no_labels() -> None:
         for suffix in FORMATS:
             assert finetune(write(rows, suffix)).recipe.data.label_column == "grade"
         path = write([{key: row[key] for key in ("review", name)} for row in rows], "csv")
-        message = refusal(path)
-        assert message is not None
-        assert name in message
+        asked(path, name)
         assert refusal(path, ("--label", name)) is None
 
 
@@ -281,8 +275,7 @@ def test_a_repeated_header_is_named_with_its_row() -> None:
     rows = labelled(["good", "bad"], 20)
     rows[9] = {"text": "text", "label": "label"}
     for suffix, where in zip(FORMATS, ("t.csv:11", "t.tsv:11", "t.jsonl:10", "t.json, row 10", "t.parquet, row 10")):
-        message = refusal(write(rows, suffix))
-        assert message is not None
+        message = asked(write(rows, suffix))
         assert message.startswith(f"{where}: ")
 
 
@@ -339,10 +332,7 @@ def test_answers_that_a_column_calls_bad_are_not_learned(name: str, as_float: bo
                 for n in range(12)
             ]
             path = write([{**row, name: bad if n % 3 == 0 else good} for n, row in enumerate(answers)], suffix)
-            message = refusal(path)
-            assert message is not None
-            assert repr(name) in message
-            assert "4 of 12" in message
+            asked(path, repr(name), "4 of 12")
             assert dead_ends(partial(refusal, path)) == []
             path = write([{**row, name: good} for row in answers], suffix, "good")
             assert (
@@ -353,8 +343,7 @@ def test_answers_that_a_column_calls_bad_are_not_learned(name: str, as_float: bo
 
 def test_a_judgement_that_only_some_rows_have_is_named() -> None:
     path = write([{"messages": chat(n)} | ({"feedback": "bad"} if n == 3 else {}) for n in range(12)], "jsonl")
-    message = refusal(path)
-    assert message is not None
+    message = asked(path)
     assert message.startswith("t.jsonl:1 ")
     assert dead_ends(partial(refusal, path)) == []
 
@@ -392,8 +381,7 @@ DPO: Mapping[str, Callable[[int], Row]] = {
 def test_preferences_offer_only_flags_that_learn_the_chosen_answers(what: str) -> None:
     for suffix in ("jsonl", "json", "parquet"):
         path = write([DPO[what](n) for n in range(12)], suffix)
-        message = refusal(path)
-        assert message is not None
+        message = asked(path)
         assert bool(offers(message)) == (not what.startswith("answers"))
         if offers(message):
             assert dead_ends(partial(refusal, path)) == []
@@ -414,8 +402,7 @@ MEDIA: Mapping[str, Callable[[int], Row]] = {
 def test_texts_about_images_are_not_learned_without_them(what: str) -> None:
     for suffix in ("jsonl", "json", "parquet"):
         path = write([MEDIA[what](n) for n in range(12)], suffix)
-        message = refusal(path)
-        assert message is not None
+        message = asked(path)
         assert offers(message)
         assert dead_ends(partial(refusal, path)) == []
     written = finetune(write([{"messages": chat(n), "images": []} for n in range(12)], "jsonl", "text"))
@@ -446,9 +433,7 @@ def test_flags_of_one_part_divide_the_rows_and_rows_of_no_part_are_refused() -> 
         texts = load_labelled_texts(finetune(write(rows, suffix)).recipe, None)
         assert (len(texts.train), len(texts.eval or ())) == (45, 15)
     rows = [{**row, "split": ("train", "test", "extra")[n % 3]} for n, row in enumerate(labelled(["a", "b"]))]
-    message = refusal(write(rows, "csv", "odd"))
-    assert message is not None
-    assert "'extra'" in message
+    asked(write(rows, "csv", "odd"), "'extra'")
     assert refusal(write(rows, "csv", "odd"), ("--label", "split")) is None
 
 
@@ -456,10 +441,7 @@ def test_parts_named_in_a_file_of_splits_are_known_or_named() -> None:
     rows = [["where is my card", "card"], ["tell me a joke", "joke"]] * 10
     for key in ("oos_train", "version", "extra"):
         Path("d.json").write_text(json.dumps({"train": rows, "val": rows, key: rows if key != "version" else 1}))
-        message = refusal("d.json")
-        assert message is not None
-        assert repr(key) in message
-        assert "'val'" in message
+        asked("d.json", repr(key), "'val'")
 
 
 NUMBERS_AND_DATES: Mapping[str, Callable[[int], Row]] = {
@@ -475,9 +457,7 @@ def test_tables_of_numbers_and_dates_are_for_trees(what: str) -> None:
     for suffix in FORMATS:
         path = write(rows, suffix)
         for flags in ((), ("--text", next(iter(rows[0])))):
-            message = refusal(path, flags)
-            assert message is not None
-            assert "trees" in message
+            asked(path, "trees", flags=flags)
 
 
 NAMES = ("John", "Mary Ann", "Owen", "Laura")
@@ -491,10 +471,7 @@ def test_names_next_to_many_features_are_not_the_text_unless_they_are_asked_for(
     for suffix in FORMATS:
         path = write(rows, suffix)
         for flags in ((), ("--label", "Survived")):
-            message = refusal(path, flags)
-            assert message is not None
-            assert "'Name'" in message
-            assert "trees" in message
+            message = asked(path, "'Name'", "trees", flags=flags)
             assert offers(message) == [("--text", "Name"), ("--text", "{Name}, {Fare}")]
             assert dead_ends(partial(refusal, path), flags) == []
         named = write([{key: row[key] for key in ("Name", "Sex")} for row in rows], suffix, "names")
@@ -516,10 +493,7 @@ def test_words_with_tags_in_rows_and_lists_as_text_are_named() -> None:
     lists = [{"tokens": "['EU', 'rejects']", "ner_tags": "['B-ORG', 'O']"} for _ in range(20)]
     chats = [{"messages": str(chat(n))} for n in range(20)]
     for rows, fact in ((words, "'Tag'"), (lists, "'tokens'"), (chats, "'messages'")):
-        message = refusal(write(rows, "csv"))
-        assert message is not None
-        assert fact in message
-        assert ".jsonl" in message
+        asked(write(rows, "csv"), fact, ".jsonl")
 
 
 def test_questions_and_answers_in_capitals_are_pairs() -> None:
@@ -548,22 +522,18 @@ def test_several_tags_of_an_image_and_parts_of_images_are_asked(place: str) -> N
     rows = [{"image": f"{place}/{n}.png", "tags": tags[n % 4]} for n in range(12)]
     for suffix in ("csv", "jsonl"):
         path = write(rows, suffix, "set/t")
-        message = refusal(path)
-        assert message is not None
+        message = asked(path)
         assert [flags[0] for flags in offers(message)] == ["--data.label_names"]
         assert dead_ends(partial(refusal, path)) == []
         parted = [{**row, "tags": "ab"[n % 2], "split": ("train", "test")[n % 4 == 0]} for n, row in enumerate(rows)]
-        message = refusal(write(parted, suffix, "set/t"))
-        assert message is not None
-        assert "train 9, test 3" in message
+        asked(write(parted, suffix, "set/t"), "train 9, test 3")
         Path(path).unlink()
 
 
 def test_comments_before_a_header_are_named() -> None:
     lines = [f"{WORDS[n % 4]} {n},{n % 2}\n" for n in range(40)]
     Path("t.csv").write_text("".join(["# made in 2020\n", "# by hand\n", "text,label\n", *lines]))
-    message = refusal("t.csv")
-    assert message is not None
+    message = asked("t.csv")
     assert message.startswith("t.csv:3: ")
     assert "comments" in message
 

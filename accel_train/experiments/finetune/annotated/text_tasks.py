@@ -1,7 +1,8 @@
-"""Recognition of words with tags, questions with answers, and texts to rewrite. The readers of the tasks check them."""
+"""Recognition of words with tags, questions, pairs of texts, and translations. The readers of the tasks check them."""
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,11 +11,13 @@ import numpy as np
 
 from accel_train.core.format import format_count
 from accel_train.core.state import Choice
-from accel_train.data.encoding import read_lines, read_text
-from accel_train.data.sources import resolve_sources
+from accel_train.data.encoding import read_lines
+from accel_train.data.sources import file_kind, resolve_sources
+from accel_train.data.text.aligned import target_file
 from accel_train.experiments.finetune.annotated.annotations import find_spans
-from accel_train.experiments.finetune.columns import Column, Table, files_at, readings, with_settings
+from accel_train.experiments.finetune.columns import Column, Table, data_at, files_at, readings, with_settings
 from accel_train.experiments.finetune.recipe import Asked, Choices, Found, lengths, listed, places_of, refuse_columns
+from accel_train.experiments.finetune.tree import Tree
 from accel_train.tasks.question_answering.data import read_questions
 from accel_train.tasks.sentence_embedding.data import read_anchor_rows
 from accel_train.tasks.seq2seq.data import read_pairs
@@ -79,21 +82,16 @@ LANGUAGES = frozenset(_CODES.split())
 """Two-letter codes of languages, without `id` (Indonesian), which usually names a column of ids."""
 
 
-def holds_tags(path: Path, asked: Asked) -> bool:
-    """Return whether the lines of a text file end with entity tags (O, B-PER), as in CoNLL files."""
-    return bool(_tagged_lines(path, asked))
-
-
 def conll_settings(path: Path, asked: Asked) -> Choices | None:
     """Return the settings to read a .tsv file as CoNLL, or None for a table."""
-    if asked.task not in (None, "token-classification") or path.suffix.lower() != ".tsv" or asked.text or asked.label:
+    if not asked.allows("token-classification") or path.suffix.lower() != ".tsv" or asked.text or asked.label:
         return None
-    blocks = _tagged_lines(path, asked)
+    blocks = tagged_lines(path, asked)
     if len(blocks) < 2:
         return None
     settings: Choices = {"data.tag_format": Choice("conll", "blank lines between sentences, and a tag in each line")}
     numbers = [[fields[0] for fields in block] for block in blocks]
-    if any(len(each) > 1 for each in numbers) and all(each == _counted(each) for each in numbers):
+    if any(len(each) > 1 for each in numbers) and all(each == [*map(str, range(1, len(each) + 1))] for each in numbers):
         settings["data.tokens_column"] = Choice("2", "the first column numbers the words")
         fields = [fields for block in blocks for fields in block]
         columns = list(zip(*fields))[2:]
@@ -103,15 +101,10 @@ def conll_settings(path: Path, asked: Asked) -> Choices | None:
     return settings
 
 
-def _counted(numbers: Sequence[str]) -> list[str]:
-    return [str(place) for place in range(1, len(numbers) + 1)]
-
-
-def _tagged_lines(path: Path, asked: Asked) -> list[list[list[str]]]:
+def tagged_lines(path: Path, asked: Asked) -> list[list[list[str]]]:
     """Return the first sentences of a file, as fields of lines that end with entity tags. Empty for another file."""
     try:
-        data = with_settings(asked.data, readings(path, asked.data, asked.given))
-        lines = [line.strip() for line, _ in islice(read_lines(path, data), _LINES_LOOKED_AT)]
+        lines = [line.strip() for line, _ in islice(read_lines(path, data_at(path, asked)), _LINES_LOOKED_AT)]
     # The reader of plain text will report the line.
     except ValueError:
         return []
@@ -130,12 +123,6 @@ def _tagged_lines(path: Path, asked: Asked) -> list[list[list[str]]]:
     return [block for block in blocks if block] if are_tagged and tags - {"O"} else []
 
 
-def holds_questions(path: Path, asked: Asked) -> bool:
-    """Return whether a JSON file has the form of SQuAD's files."""
-    text = read_text(path, asked.data)
-    return text.lstrip().startswith("{") and '"paragraphs"' in text and '"qas"' in text
-
-
 def recognise_annotated(asked: Asked, task: str, path: Path, held_out: Path | None = None) -> Found:
     """Return the facts of a CoNLL or SQuAD file. `held_out` is a file to evaluate on.
 
@@ -143,10 +130,10 @@ def recognise_annotated(asked: Asked, task: str, path: Path, held_out: Path | No
         ValueError: the file cannot be read, or a flag does not fit. The message names the line or the flag.
     """
     kind = _KINDS[task]
-    if asked.task not in (None, task):
+    if not asked.allows(task):
         raise ValueError(f"--task {asked.task}: {path} holds {kind.file}. Leave the flag out")
     refuse_columns(asked, path, kind.file)
-    settings = readings(files_at(path)[0], asked.data, asked.given) if task == "token-classification" else {}
+    settings = readings(files_at(path)[0], asked) if task == "token-classification" else {}
     if (lines := conll_settings(path, asked)) is not None:
         settings = {name: choice for name, choice in settings.items() if name != "data.header"} | lines
     facts = facts_of(asked, task, str(path), settings)
@@ -155,13 +142,13 @@ def recognise_annotated(asked: Asked, task: str, path: Path, held_out: Path | No
     return Found(task, f"it holds {kind.file}", about, settings=settings, unused=(), **facts)
 
 
-def annotated(asked: Asked, table: Table) -> dict[str, Any] | None:
+def annotated(asked: Asked, table: Table) -> Found | None:
     """Return the facts of a table of words with tags, questions with answers, or texts to rewrite, or None.
 
     Raises:
         ValueError: several columns hold tags, a row cannot be read, or the columns do not fit `--task`.
     """
-    if asked.task not in (None, *_KINDS) or (asked.task is None and (asked.text or asked.label)):
+    if not asked.allows(*_KINDS) or (asked.task is None and (asked.text or asked.label)):
         return None
     given = (*asked.text, *asked.label)
     finders = {"token-classification": _tagged, "question-answering": _questions, "seq2seq": _pair}
@@ -175,13 +162,13 @@ def annotated(asked: Asked, table: Table) -> dict[str, Any] | None:
         if task == "token-classification" and (numbers := _number_of_sentences(table, names[0])) is not None:
             settings["data.sentence_column"] = Choice(numbers, "each row is one word of a sentence")
         facts = facts_of(asked, task, str(table.path), {**table.settings, **settings})
-        return {"task": task, "why": kind.table.format(*names), "settings": settings, **facts}
+        return Found(task, kind.table.format(*names), settings=settings, **facts)
     if asked.task is not None:
         raise ValueError(f"--task {asked.task} needs {_KINDS[asked.task].needs}. {table.path} has: {table.names}")
     return None
 
 
-def marked(asked: Asked, table: Table) -> dict[str, Any] | None:
+def marked(asked: Asked, table: Table) -> Found | None:
     """Return the facts of a table of texts with spans, or None.
 
     Raises:
@@ -193,10 +180,10 @@ def marked(asked: Asked, table: Table) -> dict[str, Any] | None:
     settings = found.settings
     facts = facts_of(asked, "token-classification", str(table.path), {**table.settings, **settings})
     why = f"column {found.spans!r} holds spans of column {found.text!r}"
-    return {"task": "token-classification", "why": why, "settings": settings, "read": found.read, **facts}
+    return Found("token-classification", why, settings=settings, read=found.read, **facts)
 
 
-def anchored(asked: Asked, table: Table) -> dict[str, Any] | None:
+def anchored(asked: Asked, table: Table) -> Found | None:
     """Return the facts of a table of texts that belong together, or of scored pairs, or None.
 
     Raises:
@@ -243,12 +230,12 @@ def anchored(asked: Asked, table: Table) -> dict[str, Any] | None:
     data: Any = with_settings(asked.data, {**table.settings, **settings})
     rows = read_anchor_rows(resolve_sources(str(table.path), data, key=str(table.path)), data, key=str(table.path))
     held = "texts that belong together" if score is None else f"pairs of texts, and {score!r} their similarity"
-    return {
-        "task": "sentence-embedding",
-        "why": f"columns {', '.join(map(repr, names[:-1]))} and {names[-1]!r} are {held}",
-        "settings": settings,
+    return Found(
+        task="sentence-embedding",
+        why=f"columns {', '.join(map(repr, names[:-1]))} and {names[-1]!r} are {held}",
+        settings=settings,
         **lengths([len(text) for row in rows for text in row.texts]),
-    }
+    )
 
 
 def _tagged(asked: Asked, table: Table) -> tuple[str, ...] | None:
@@ -325,3 +312,97 @@ def facts_of(asked: Asked, task: str, path: str, settings: Choices) -> dict[str,
         texts = [row.texts[0] for row in pairs]
         facts = {"longest_target": lengths([len(row.label) for row in pairs])["longest"], "notes": tuple(notes)}
     return {"num_samples": len(texts), **facts, **lengths([len(text) for text in texts])}
+
+
+_SIDES = frozenset(side for pair in PAIRS for side in pair)
+
+
+def with_languages(asked: Asked, table: Table) -> tuple[Asked, Table]:
+    """Return a table with a column for each language of a column that maps languages to texts, and their direction.
+
+    Raises:
+        ValueError: the direction is open.
+    """
+    for name, column in table.columns.items():
+        keys = list(column.cells[0]) if isinstance(column.cells[0], Mapping) else []
+        are_texts = (
+            len(keys) > 1
+            and all(map(_is_language, keys))
+            and all(
+                isinstance(cell, Mapping) and {*cell} == {*keys} and all(isinstance(cell[key], str) for key in keys)
+                for cell in column.cells
+            )
+        )
+        if not asked.allows("seq2seq") or not are_texts:
+            continue
+        source, target = _direction(asked, keys, table.path)
+        columns = {key: Column(key, tuple(cell[key] for cell in column.cells)) for key in keys}
+        others = {other: each for other, each in table.columns.items() if other != name}
+        settings = {**table.settings, "data.translation_column": Choice(name, "it maps languages to texts")}
+        asked = replace(asked, task="seq2seq", text=(source,), label=(target,))
+        return asked, replace(table, columns={**others, **columns}, settings=settings)
+    return asked, table
+
+
+def recognise_aligned(asked: Asked, tree: Tree) -> Found | str:
+    """Return the facts of line-aligned files, STEM.de and STEM.en. If the path is one of them, it is the source.
+
+    Raises:
+        ValueError: the direction is open, the files are packed, cannot be read, or differ in lines.
+    """
+    files, path, stems = tree.files, tree.path, dict[Path, dict[str, Path]]()
+    if not tree.is_folder:
+        is_text = file_kind(path) in (None, "text")
+        files = sorted(tree.folder.glob(f"{path.with_suffix('').name}.*")) if is_text else []
+    named = {*asked.text, *asked.label} if asked.task == "seq2seq" else frozenset[str]()
+    for file in files if asked.allows("seq2seq") else ():
+        name = file.with_suffix("") if file.suffix == ".gz" else file
+        suffix = name.suffix[1:]
+        if _is_language(suffix) or suffix in _SIDES or suffix in named:
+            stems.setdefault(name.with_suffix(""), {})[suffix] = file
+    # .cs, .pl, and others are suffixes of programs, too.
+    found = [each for each in stems.values() if len(each) > 1 and not all(map(file_kind, each.values()))]
+    if path in files:
+        found = [each for each in found if path in each.values()]
+        asked = replace(asked, text=asked.text or (path.suffix[1:],))
+    if not found:
+        return "no STEM.de and STEM.en"
+    if packed := [file for each in found for file in each.values() if file.suffix == ".gz"]:
+        raise ValueError(f"{packed[0]}: aligned files are read in place. Unpack them: gunzip {packed[0].parent}/*.gz")
+    names = sorted({suffix for each in found for suffix in each})
+    are_classes = "; if they are classes: --task text-classification" if len(stems) == 1 else ""
+    source, target = _direction(asked, names, path, are_classes)
+    train, held_out = tree.chosen([each[source] for each in found if {source, target} <= {*each}])
+    why = f"a line belongs to the same line of {target_file(train, target).name}"
+    settings = {**readings(train, asked), "data.target_suffix": Choice(target, why)}
+    facts = facts_of(asked, "seq2seq", str(train), settings)
+    settings |= places_of(asked, train, held_out)
+    about = f"{train}: {format_count(facts['num_samples'], 'pair')} of lines"
+    return Found("seq2seq", "two files hold the same texts, line by line", about, settings=settings, unused=(), **facts)
+
+
+def _is_language(name: str) -> bool:
+    """Return whether a name is the code of a language, perhaps with a region or script: de, pt_BR, zh-Hans."""
+    return re.fullmatch(r"[a-z]{2}(?:[-_][A-Za-z]{2,4})?", name) is not None and name[:2] in (*LANGUAGES, "id")
+
+
+def _direction(asked: Asked, names: Sequence[str], where: Path, otherwise: str = "") -> tuple[str, str]:
+    """Return source and target among the names of languages or sides, by --text and --label or by their names.
+
+    Raises:
+        ValueError: a flag names something else, or the direction is open.
+    """
+    for flag, given in (("--text", asked.text), ("--label", asked.label)):
+        if len(given) > 1 or not {*given} <= {*names}:
+            raise ValueError(f"{flag} {','.join(given)}: {where} has {', '.join(names)}. Name one of them")
+    usual = next((pair for pair in PAIRS if {*pair} == {*names}), None)
+    if usual is not None and not asked.text and not asked.label:
+        return usual[0], usual[1]
+    sources = asked.text or [name for name in names if name not in asked.label]
+    targets = asked.label or [name for name in names if name not in asked.text]
+    if len(sources) != 1 or len(targets) != 1 or sources[0] == targets[0]:
+        raise ValueError(
+            f"{where}: {listed(names)} look like translations. Choose the direction: --text {names[0]} --label "
+            f"{names[1]}, or --text {names[1]} --label {names[0]}{otherwise}"
+        )
+    return sources[0], targets[0]

@@ -52,9 +52,14 @@ def recognise_label(asked: Asked, table: Table, *used: str, is_text: bool = True
             names the row or shows the flag.
     """
     drops = is_text and asked.data.missing_labels != "error"
-    words = asked.data.words_for_missing if drops else ()
     if drops:
-        table = replace(table, columns=_without_words(table, words))
+        # None stands for the words for a missing label, and any share of cells may be empty.
+        words = asked.data.words_for_missing
+        columns_without = {
+            name: Column(name, tuple(None if is_missing(cell, words) else cell for cell in each.cells), most_missing=1)
+            for name, each in table.columns.items()
+        }
+        table = replace(table, columns=columns_without)
     columns, why = _labels_of(asked, table, *used, is_text=is_text)
     if len(columns) > 1:
         return _binary_labels(asked, table, columns, why)
@@ -93,16 +98,13 @@ def recognise_label(asked: Asked, table: Table, *used: str, is_text: bool = True
     is_open = asked.problem_type == "auto" and "data.label_names" not in asked.given
     if is_open and scheme.problem_type == "single_label" and not scheme.are_ids:
         _refuse_doubts(table, column, counts, is_text=is_text)
-    _check_classes(asked, table, column, counts)
+    if len(counts) > max(2, len(kept) // 2) and "data.label_names" not in asked.given:
+        raise ValueError(
+            f"{table.path}: column {column.name!r} has {len(counts):,} different values in {len(kept):,} rows, "
+            "too many for labels. Name another column: --label COLUMN; or predict numbers: "
+            "--model.problem_type regression"
+        )
     return Label(column.name, settings, counts, scheme.problem_type == "single_label", dropped)
-
-
-def _without_words(table: Table, words: Sequence[str]) -> dict[str, Column]:
-    """Return the columns with None in place of words for a missing label, and with any share of empty cells."""
-    return {
-        name: Column(name, tuple(None if is_missing(cell, words) else cell for cell in column.cells), most_missing=1)
-        for name, column in table.columns.items()
-    }
 
 
 def _refuse_doubts(table: Table, label: Column, counts: Mapping[str, int], *, is_text: bool) -> None:
@@ -266,14 +268,3 @@ def _with_names(asked: Asked, table: Table, label: Column, settings: Choices) ->
 def names_in(path: Path, data: Data) -> list[str]:
     """Return the names of classes in a file, one a line."""
     return [line.strip() for line, _ in read_lines(path, data) if line.strip()]
-
-
-def _check_classes(asked: Asked, table: Table, label: Column, counts: Mapping[str, int]) -> None:
-    """Raise ValueError if the label differs in nearly every row."""
-    num_rows = len(label.cells)
-    if len(counts) > max(2, num_rows // 2) and "data.label_names" not in asked.given:
-        raise ValueError(
-            f"{table.path}: column {label.name!r} has {len(counts):,} different values in {num_rows:,} rows, "
-            "too many for labels. Name another column: --label COLUMN; or predict numbers: "
-            "--model.problem_type regression"
-        )

@@ -1,7 +1,7 @@
 """Tables of answers that would be learned wrongly, or in part: judged answers, preferences, images, lists as text."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from shlex import quote
 from typing import Any
 
@@ -56,8 +56,10 @@ def refuse_bad_answers(asked: Asked, table: Table, answers: Mapping[str, str]) -
                 f"{where} does not have {name!r}. In other rows, it may say that an answer is bad. Fill it in; or "
                 f"learn all rows: {_flags(answers)}"
             )
+    # With a question and an answer, a column `label` is a class.
+    may_judge = "messages_column" in answers or answers.get("completion_column") == "completion"
     for column in table.columns.values() if answers else ():
-        if column.name in answers.values() or (column.name.lower() == "label" and not _may_judge_label(answers)):
+        if column.name in answers.values() or (column.name.lower() == "label" and not may_judge):
             continue
         if bad := bad_rows(column):
             raise ValueError(
@@ -66,11 +68,6 @@ def refuse_bad_answers(asked: Asked, table: Table, answers: Mapping[str, str]) -
                 "for them. Drop these rows and the column to learn the other rows; or learn all rows: "
                 f"{_flags(answers)}"
             )
-
-
-def _may_judge_label(answers: Mapping[str, str]) -> bool:
-    """Return whether a column `label` says if answers are good. With a question and an answer, it is a class."""
-    return "messages_column" in answers or answers.get("completion_column") == "completion"
 
 
 def bad_rows(column: Column) -> list[int]:
@@ -166,7 +163,9 @@ def refuse_words_by_row(table: Table) -> None:
         ValueError: it is. The message says how to write sentences.
     """
     strings = [column for column in table.columns.values() if column.is_strings]
-    tags = next((column for column in strings if _are_tags(column.cells)), None)
+    tags = next(
+        (column for column in strings if all(map(_TAG.fullmatch, column.cells)) and len({*column.cells}) > 2), None
+    )
     words = [column for column in strings if column is not tags and column.mean_words < _WORDS_OF_A_TOKEN]
     if tags is not None and words and not any(column.is_text for column in strings):
         raise ValueError(
@@ -174,7 +173,3 @@ def refuse_words_by_row(table: Table) -> None:
             "with lists of its words and tags (.jsonl), or a line for each word and a blank line after each sentence "
             "(.conll)"
         )
-
-
-def _are_tags(cells: Sequence[str]) -> bool:
-    return all(map(_TAG.fullmatch, cells)) and len({*cells}) > 2

@@ -1,6 +1,5 @@
-"""The parts of a data set by a column of its table, which is split into one file per part, or by a hub's README.md."""
+"""The parts of a data set by the README.md of a hub."""
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -8,62 +7,12 @@ from shlex import quote
 from typing import Any
 
 from accel_train.data.parts import Part, pick
-from accel_train.data.sources import file_kind
-from accel_train.data.tables import SPLITS, columns_with_parts, parts_in, rows_of
-from accel_train.experiments.finetune.columns import files_at, read_table, readings, source_of, with_settings
-from accel_train.experiments.finetune.recipe import MOST_LISTED, Asked
+from accel_train.data.tables import SPLITS
+from accel_train.experiments.finetune.columns import files_at
+from accel_train.experiments.finetune.recipe import MOST_LISTED
 from accel_train.recipe.yaml_core import parse_yaml
 
 _HEAD = re.compile(r"---\s*\n(.*?)\n---\s*(?:\n|$)", re.DOTALL)
-
-
-def rows_by_part(asked: Asked, path: Path) -> tuple[str, dict[str, bytes]] | None:
-    """Return words for the column of parts in a table, and a file for each: parquet as parquet, other rows as jsonl.
-
-    Returns None without this column, and for a table that names image files, because its paths are relative to it.
-
-    Raises:
-        ValueError: some rows of the column are of no part.
-    """
-    if not path.is_file():
-        return None
-    source, kind = source_of(path), file_kind(path)
-    try:
-        data = with_settings(asked.data, readings(path, asked.data, asked.given))
-    # The reader of the table will report the byte.
-    except ValueError:
-        return None
-    columns, names = columns_with_parts(source, data, (*asked.label, *asked.text))
-    for name, cells in columns.items():
-        parts = parts_in(str(path), name, cells, names)
-        if parts is None or _names_images(asked, path):
-            continue
-        by = f" by column {name!r}"
-        found = {SPLITS[part]: numbers for part, numbers in parts.items()}
-        if kind == "parquet":
-            return by, {f"{split}.parquet": _parquet_of(path, numbers) for split, numbers in found.items()}
-        encoding = data.encoding if "data.encoding" in asked.given else "utf-8"
-        lines = [f"{json.dumps(row)}\n" for row in rows_of(source, names, data)]
-        texts = {split: "".join(lines[number] for number in numbers) for split, numbers in found.items()}
-        return by, {f"{split}.jsonl": text.encode(encoding) for split, text in texts.items()}
-    return None
-
-
-def _names_images(asked: Asked, path: Path) -> bool:
-    from accel_train.experiments.finetune.images import image_column  # imports Pillow
-
-    found = image_column(read_table(path, asked.data, asked.given))
-    return found is not None and isinstance(found[1][0], str)
-
-
-def _parquet_of(path: Path, rows: Sequence[int]) -> bytes:
-    import pyarrow
-    import pyarrow.parquet
-
-    sink = pyarrow.BufferOutputStream()
-    pyarrow.parquet.write_table(pyarrow.parquet.read_table(path).take(rows), sink)
-    content: bytes = sink.getvalue().to_pybytes()
-    return content
 
 
 def parts_of_card(folder: Path) -> dict[Part, Path]:
@@ -81,7 +30,8 @@ def parts_of_card(folder: Path) -> dict[Part, Path]:
         return {}
     configs = content.get("configs") if isinstance(content, dict) else None
     named = [each for each in configs if isinstance(each, dict)] if isinstance(configs, list) else []
-    found = {str(each.get("config_name")): _files_of(each["data_files"]) for each in named if each.get("data_files")}
+    named = [each for each in named if isinstance(each.get("data_files"), str | list | dict)]
+    found = {str(each.get("config_name")): _files_of(each["data_files"]) for each in named}
     places = {name: {part: _place(folder, name, files) for part, files in each.items()} for name, each in found.items()}
     if len(places) > 1:
         commands = [_command(name, each) for name, each in places.items()][:MOST_LISTED]
@@ -94,18 +44,14 @@ def _command(name: str, places: Mapping[Part, Path]) -> str:
     return f"{name}: accel-train finetune {train}{f' --data.eval {held}' if held else ''}"
 
 
-def _files_of(data_files: Any) -> dict[Part, list[str]]:
+def _files_of(data_files: str | list[Any] | dict[Any, Any]) -> dict[Part, list[str]]:
     """Return the patterns of each part: a pattern, a list of them, or of {split, path}, or a mapping of splits."""
-    if isinstance(data_files, Mapping):
-        data_files = [{"split": split, "path": path} for split, path in data_files.items()]
-    files: dict[str, list[str]] = {}
-    for each in data_files if isinstance(data_files, list) else [data_files]:
-        each = each if isinstance(each, Mapping) else {"split": "train", "path": each}
-        paths = each.get("path")
-        files.setdefault(str(each.get("split")), []).extend(map(str, paths if isinstance(paths, list) else [paths]))
+    from datasets.data_files import sanitize_patterns  # slow to import
+
+    files = {name: [*map(str, patterns)] for name, patterns in sanitize_patterns(data_files).items()}
     names: dict[Part, str | None] = {part: pick(files, part) for part in SPLITS}
     names["train"] = names["train"] or (next(iter(files)) if len(files) == 1 else None)
-    return {part: files[name] for part, name in names.items() if name is not None}
+    return {part: files[name] for part, name in names.items() if name is not None and files[name]}
 
 
 def _place(folder: Path, name: str, files: Sequence[str]) -> Path:
