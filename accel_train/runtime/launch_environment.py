@@ -15,9 +15,8 @@ from pydantic import ValidationError
 
 from accel_train.core.errors import SettingError
 from accel_train.core.state import Choice
-from accel_train.recipe.values import value_of
 from accel_train.recipe.schema import Recipe
-from accel_train.recipe.values import Origin
+from accel_train.recipe.values import Origin, value_of
 from accel_train.recipe.writer import who_set
 from accel_train.recipe.yaml_core import show
 from accel_train.runtime.launcher import own_environment, parent_command
