@@ -258,15 +258,15 @@ def label_columns(rows: Mapping[str, NDArray[Any]], names: Sequence[str], *, lab
         if kind == "label" and "score" in rows:
             columns["score"] = list(map(_number, rows["score"]))
         if labelled and "truth" in rows:
-            columns[f"true_{kind}"] = list(map(show, rows["truth"]))
+            columns[f"true_{kind}"] = [None if value != value else value for value in map(show, rows["truth"])]
     for index, column in enumerate(rows["scores"].T if "scores" in rows else ()):
         columns[f"score_{name(index)}"] = list(map(_number, column))
     return columns
 
 
-def _number(value: Any) -> float | None:
-    """Return a float32 value as the shortest exact decimal: 0.9, not 0.8999999761581421. NaN becomes None."""
-    return None if value != value else float(str(value))
+def _number(value: Any) -> float:
+    """Return a float32 value as the shortest exact decimal: 0.9, not 0.8999999761581421."""
+    return float(str(value))
 
 
 def write_table(columns: Columns, out: Path, home: Path) -> Path:

@@ -340,6 +340,12 @@ def test_several_labels_are_joined_and_numbers_are_numbers() -> None:
     assert label_columns(numbers, ("rating",), labelled=True) == {"value": [0.1, 2.5], "true_value": [0.25, None]}
 
 
+def test_a_predicted_number_that_is_not_one_is_shown_and_a_missing_truth_is_none() -> None:
+    nan = np.array([0.5, float("nan")], np.float32)
+    shown = label_columns({"value": nan, "truth": nan}, [], labelled=True)
+    assert str(shown) == "{'value': [0.5, nan], 'true_value': [0.5, None]}"
+
+
 def test_a_table_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     out = tmp_path / "table.csv"
     write_table({"id": ["a,b", 'c"d'], "label": ["x\ny", None]}, out, tmp_path / "run")
