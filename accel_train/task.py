@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeGuard
 from pydantic import BaseModel, ValidationError
 
 from accel_train.core.errors import SettingError
-from accel_train.core.format import did_you_mean
 from accel_train.core.model_card import FILE, OF_TENSORS, Use, new_card, of_transformers
 from accel_train.recipe.data import Data, OwnData
-from accel_train.recipe.tasks import TASKS
+from accel_train.recipe.tasks import TASKS, check_task
 from accel_train.recipe.tasks import TaskSpec as TaskSpec
 
 if TYPE_CHECKING:
@@ -340,10 +339,8 @@ def load_task(name: str) -> Task:
     Raises:
         ValueError: the task, module, or class does not exist, or lacks a method of `Task`.
     """
+    check_task(name)
     target = TASKS[name].where if name in TASKS else name
-    if ":" not in target:
-        hint = did_you_mean(name, TASKS, f"there are {', '.join(sorted(TASKS))}", show=repr)
-        raise ValueError(f"unknown task={name!r}; {hint} Write a custom task as module:Class.")
     found = load_class("task", target, "accel_train.task.Task")
     if old := [name for name in _OF_SPEC if hasattr(found, name)]:
         raise ValueError(f"task={name!r} sets {', '.join(old)}. Set it in its description: spec = TaskSpec(...)")

@@ -49,9 +49,7 @@ class Outcome(NamedTuple):
     """The outcome of a command: its result, printed by `--json`, its exit code, and its error."""
 
     result: Mapping[str, Any] | None = None
-    """Result of the command's type; None for a command without a result, and on processes that print
-    nothing.
-    """
+    """Result of the command's type; None for a command without a result, and on processes that print nothing."""
     exit_code: int = 0
     error: BaseException | None = None
     """Error to report when a command returns a result but still fails; sets the exit code."""
@@ -70,6 +68,8 @@ class Command(NamedTuple):
     """Whether `--section.field VALUE` overrides a setting of the command's recipe."""
     processes: Literal["all", "rank 0", "one"] = "rank 0"
     """Processes of a launch that run the command; `one` refuses a launch of several processes."""
+    resumes: bool = False
+    """Whether the same command goes on where an interrupted one stopped."""
     tasks: Callable[[], Iterable[str]] = tuple
     """Tasks that its help lists, each with what its model learns."""
 

@@ -53,17 +53,32 @@ _PLACES = {
 _TABLES = {".csv", ".tsv", ".jsonl", ".json", ".parquet", ".txt"}
 
 
+def check_is_run(command: str, path: str, data: str | None) -> None:
+    """Refuse a file in place of a run.
+
+    Raises:
+        UserError: with the command that has the run first.
+    """
+    if os.path.isfile(path):
+        words = ["accel-train", command, data or "RUN", path]
+        raise UserError(f"{path} is a file, not the folder of a run. Type: {shlex.join(words)}")
+
+
 def check_is_recipe(command: str, path: str) -> None:
     """Refuse a table or a folder in place of a recipe.
 
     Raises:
         UserError: with the command for such data.
     """
-    is_folder = os.path.isdir(path) and not any(Path(path).glob("*.y*ml"))
-    if is_folder or (Path(path).suffix.lower() in _TABLES and os.path.isfile(path)):
+    if _is_data(path):
         words = ["accel-train", "finetune", path, *(() if command in ("run", "sweep") else ("--dry-run",))]
-        kind = "a folder" if is_folder else "data"
+        kind = "a folder" if os.path.isdir(path) else "data"
         raise UserError(f"{path} is {kind}, not a recipe. Type: {shlex.join(words)}")
+
+
+def _is_data(path: str) -> bool:
+    is_folder = os.path.isdir(path) and not any(Path(path).glob("*.y*ml"))
+    return is_folder or (Path(path).suffix.lower() in _TABLES and os.path.isfile(path))
 
 
 def corrected(words: Sequence[str], is_accepted: Callable[[list[str]], object]) -> str | None:
@@ -71,7 +86,9 @@ def corrected(words: Sequence[str], is_accepted: Callable[[list[str]], object]) 
 
     `is_accepted` raises UserError for words that the program does not take.
     """
-    name = {"train": "run", "fit": "run"}.get(words[0], words[0]) if words else ""
+    name = words[0] if words else ""
+    if name in ("train", "fit"):
+        name = "finetune" if any(map(_is_data, words[1:])) else "run"
     if (command := COMMANDS.get(name)) is None or redact_words(words) != list(words):
         return None
     line = _Line(command, _joined(words[1:]))
@@ -150,7 +167,11 @@ class _Line:
             name = near[0] if near else flag
             self.is_clear = len(near) == 1 and _is_near(flag, name)
         kinds = names.kinds_of(name) if name in names.recipe_names() else set()
-        given = self._values(values, many=tuple in kinds)
+        # A sweep takes the values of a setting with commas between them.
+        is_swept = self.command is COMMANDS["sweep"] and tuple not in kinds
+        given = self._values(values, many=is_swept or tuple in kinds)
+        if is_swept:
+            given = [",".join(given)] if given else []
         if not given and bool in kinds:
             given = ["true"]
         self.is_clear = self.is_clear and bool(given)

@@ -7,7 +7,7 @@ from accel_train.checkpoint.run_recipe import check_run_folder, read_recipe_only
 from accel_train.core.errors import check_packages
 from accel_train.recipe.data import Data
 from accel_train.recipe.schema import Recipe
-from accel_train.recipe.tasks import TASKS, check_spec, refuse_unreported
+from accel_train.recipe.tasks import TASKS, check_spec, check_task, refuse_unreported
 
 
 def check_before_torch(recipe: Recipe, *, trains: bool = True) -> None:
@@ -37,6 +37,7 @@ def check_before_torch(recipe: Recipe, *, trains: bool = True) -> None:
         if recipe.precision.mixed_precision == "fp16" and build is not None and build.is_for_cpu:
             problem = "this process runs on cpu, but fp16 needs a CUDA device"
             raise ValueError(f"precision.mixed_precision=fp16: {problem}. Use auto, bf16 or no")
+    check_task(recipe.task)
     if recipe.task in TASKS:
         check_spec(recipe, TASKS[recipe.task])
         refuse_unreported(recipe, TASKS[recipe.task])

@@ -111,6 +111,9 @@ def _outcome_of(words: list[str]) -> Outcome:
         code = exit_code(error)
         if code is None:
             raise
+        name = _named(words)
+        if isinstance(error, KeyboardInterrupt) and name in COMMANDS and not COMMANDS[name].resumes:
+            error.args = ("interrupted",)
         report(error)
         return Outcome(result, code, error)
 
@@ -167,6 +170,10 @@ def _accepted(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
         from accel_train.cli.correction import check_is_recipe
 
         check_is_recipe(arguments.command, arguments.recipe)
+    elif "data" in COMMANDS[arguments.command].arguments:
+        from accel_train.cli.correction import check_is_run
+
+        check_is_run(arguments.command, arguments.run, arguments.data)
     return arguments, settings
 
 

@@ -32,7 +32,8 @@ def did_you_mean(
     """
     known = list(names)
     longer = [name for name in known if len(word) > 2 and re.match(rf"{re.escape(word)}[\w .-]*$", name)]
-    near = longer[:at_most] or get_close_matches(word, known, n=at_most, cutoff=least)
+    small = {name.lower(): name for name in known}
+    near = longer[:at_most] or [small[name] for name in get_close_matches(word.lower(), small, at_most, least)]
     return f"did you mean {' or '.join(map(show, near))}?" if near else otherwise
 
 

@@ -201,7 +201,7 @@ def label_scheme(
         scheme.encode(values, where)
         raise ValueError(
             f"column {column!r}: every row has the same label, {show_cell(values[0])}, so there is nothing to learn; "
-            "is data.label_column the right one?"
+            "name another column (data.label_column, or --label of finetune)"
         )
     return scheme
 

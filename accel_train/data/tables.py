@@ -44,6 +44,10 @@ class MissingColumn(ValueError):
         self.column = column
 
 
+class Unlabelled(ValueError):
+    """Raised when files of samples have no labels where those are looked for."""
+
+
 class Row(NamedTuple):
     """The cells of one row, in the order of the requested columns."""
 

@@ -30,7 +30,7 @@ from accel_train.data.batch_sizes import BatchSizes, resolve_batch
 from accel_train.data.delimited import why_header
 from accel_train.data.encoding import check_encoding, in_its_encoding
 from accel_train.data.sources import file_kind, files_of, is_path, is_there, located, resolve_sources
-from accel_train.data.tables import MissingColumn, columns_read
+from accel_train.data.tables import MissingColumn, Unlabelled, columns_read
 from accel_train.engine.loader import Reading, choose_reading
 from accel_train.model.compile import compile_module
 from accel_train.model.training_module import TrainingModule
@@ -278,7 +278,9 @@ def _load(
                 notes.append(f"rows are named by file and number, because they have no ids: {error}")
             elif is_other and labels_optional and section.label_setting is not None and section.is_labelled:
                 left = section.without_labels()
-                notes.append(f"true labels are left out, because they cannot be read: {error}")
+                # Without labels, there is nothing to say about them.
+                if not isinstance(error, MissingColumn | Unlabelled):
+                    notes.append(f"true labels are left out, because they cannot be read: {error}")
             else:
                 raise error from None
             recipe = recipe.model_copy(update={"data": left})

@@ -1,13 +1,16 @@
 """Generate text with a trained language model."""
 
 import os
+import shlex
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from accel_train.checkpoint.run_recipe import read_recipe_only
 from accel_train.core.errors import asks_for_own_code
 from accel_train.model.generation import chat_prompt, check_sampling, generate_text
+from accel_train.recipe.tasks import TASKS
 from accel_train.runtime.driver import uses_cpu
 
 if TYPE_CHECKING:
@@ -24,6 +27,12 @@ def check_generation(run_folder: Path, *, max_new_tokens: int, temperature: floa
     if not (Path(run_folder) / "model" / "config.json").is_file():
         what = "has no trained model yet (no model/config.json)" if Path(run_folder).is_dir() else "does not exist"
         raise ValueError(f"{run_folder} {what}; give the output_dir of a finished run")
+    recipe = None
+    with suppress(ValueError):
+        recipe = read_recipe_only(run_folder)
+    if recipe is not None and recipe.task in TASKS and TASKS[recipe.task].gives != "continuation":
+        command = f"accel-train predict {shlex.quote(str(run_folder))} DATA"
+        raise ValueError(f"{run_folder} is a {recipe.task} run, and continues no text. Type: {command}")
 
 
 def generate_from_run(
@@ -85,7 +94,6 @@ def _load(run_folder: Path) -> "tuple[PreTrainedTokenizerBase, PreTrainedModel, 
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    from accel_train.checkpoint.run_recipe import read_recipe_only
     from accel_train.checkpoint.weight_files import check_digests
     from accel_train.tasks.causal_lm.config import CausalLMData
 

@@ -13,7 +13,7 @@ from accel_train.core.errors import SettingError
 from accel_train.core.format import LARGEST_COUNT, did_you_mean
 from accel_train.recipe.data import Data
 from accel_train.recipe.schema import Recipe
-from accel_train.recipe.tasks import TASKS
+from accel_train.recipe.tasks import DEFAULT_TASK, TASKS, check_task
 from accel_train.recipe.values import Origin, Section
 from accel_train.recipe.yaml_core import Key, is_number, show
 
@@ -222,6 +222,15 @@ REQUIRED_EXAMPLES = {
 def explain(error: ValidationError, tree: Mapping[str, Any], origins: Mapping[str, Origin], path: str) -> Iterator[str]:
     """Yield one line for each problem that pydantic found in a tree of settings. `path` is the recipe's file."""
     groups: dict[str, Any] = {_name_at(problem["loc"]): problem for problem in error.errors(include_url=False)}
+    if any(problem["type"] == "missing" and "." not in name for name, problem in groups.items()):
+        # Which sections are missing depends on the task.
+        try:
+            check_task(str(tree.get("task", DEFAULT_TASK)))
+        except ValueError as unknown:
+            yield str(unknown)
+            return
+        if "task" not in tree:
+            yield f"task is missing from {path}, so {DEFAULT_TASK} is assumed"
     for name, problem in groups.items():
         if any(other.startswith(f"{name}.") for other in groups):
             # For example, `tokenizer` is not a text, but the problem is inside it.

@@ -128,6 +128,13 @@ def targets_of(task: str, default: str = "targets") -> str:
 
 
 @cache
+def check_task(name: str) -> None:
+    """Raise ValueError if the name is no built-in task, and no class either."""
+    if name not in TASKS and ":" not in name:
+        hint = did_you_mean(name, TASKS, f"there are {', '.join(sorted(TASKS))}", show=repr)
+        raise ValueError(f"unknown task={name!r}; {hint} Write a custom task as module:Class.")
+
+
 def data_section(task: str) -> type[Data]:
     """Return the class of a task's `data` section. A custom task's class is known once the task is loaded."""
     if task == ANY_TASK:

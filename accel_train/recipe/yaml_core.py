@@ -76,16 +76,28 @@ def parse_yaml(text: str, name: str) -> tuple[Any, dict[Key, int]]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         assert mark is not None, "a parse error has a place"
-        line = text.splitlines()[mark.line] if mark.line < len(text.splitlines()) else ""
+        lines = [*text.splitlines(), ""]
+        line = lines[row := min(mark.line, len(lines) - 1)]
         what = " ".join(filter(None, (error.problem, error.context)))
         remedy = "; indent with spaces" if "\t" in line else ""
         if "alias" in what:
             remedy = "; * begins an alias in YAML, so put quotes around a pattern that begins with it: '*name*'"
+        before = next((number for number in reversed(range(row)) if lines[number].strip()), None)
+        if what.startswith("mapping values") and before is not None:
+            if ":" not in lines[before]:
+                found = lines[before].strip()
+                raise ValueError(f"{name}:{before + 1}: {found!r} lacks a colon, as in name: value") from error
+            if _depth(line) > _depth(lines[before]):
+                remedy = f"; begin it in the column of line {before + 1}, which has a value already"
         raise ValueError(f"{name}:{mark.line + 1}:{mark.column + 1}: {what}: {line.strip()!r}{remedy}") from error
     except yaml.YAMLError as error:
         raise ValueError(f"{name}: {' '.join(str(error).split())}; save it as plain UTF-8 text") from error
     except RecursionError as error:
         raise ValueError(f"{name}: nested too deeply; a recipe needs a few levels") from error
+
+
+def _depth(line: str) -> int:
+    return len(line) - len(line.lstrip())
 
 
 @dataclass

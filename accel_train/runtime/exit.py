@@ -165,7 +165,7 @@ def message_of(error: BaseException) -> str:
         text += "; workers read the data ahead (data.num_workers): is the host out of memory, or the storage stuck?"
     if (path := compiled_file_of(error)) is not None:
         text = f"{text}; torch cannot load this compiled code. Remove {path}, and it is compiled again"
-    if isinstance(error, KeyboardInterrupt):
+    if isinstance(error, KeyboardInterrupt) and not error.args:
         text = INTERRUPTED_MESSAGE
     if isinstance(error, OutOfMemory):
         text = f"out of memory: {text}"

@@ -157,6 +157,9 @@ TEXTS: dict[str, str] = {
     "word": "hello\n",
     "empty": "",
     "only comments": "# nothing\n",
+    "line without a colon": "task causal-lm\noutput_dir: runs/x\n",
+    "line that is indented too deep": "task: causal-lm\n output_dir: runs/x\n",
+    "task that does not exist, and nothing else": "task: causal-llm\n",
     "object of Python": "a: !!python/object/apply:os.system [ls]\n",
 }
 
@@ -427,6 +430,14 @@ def test_several_problems_are_a_line_each() -> None:
         "error: unknown setting optimzer",
         "error: unknown setting sed",
     ]
+
+
+def test_a_recipe_without_a_task_is_told_which_one_it_has() -> None:
+    Path("r.yaml").write_text("output_dir: runs/x\n")
+    lines = call("run", "r.yaml", code=2).err.splitlines()
+    assert [line.partition(" is missing")[0].removeprefix("error: ") for line in lines] == [
+        "task", "model", "data", "schedule",
+    ]  # fmt: skip
 
 
 def test_the_good_recipe_is_good(no_model: list[str]) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from accel_train.cli.commands import COMMANDS
 from tests.support.commands import call
 
 TORCHRUN = "torchrun --standalone --nproc_per_node 2 -m accel_train"
@@ -35,6 +36,8 @@ MEANT = {
     "finetune --data t.csv --target y": "accel-train finetune t.csv --label y",
     "finetune t.csv --text title body": "accel-train finetune t.csv --text title,body",
     "finetune t.csv --model_name_or_path m --output o": "accel-train finetune t.csv --model m --output_dir o",
+    "sweep r.yaml --seed 0 1": "accel-train sweep r.yaml --seed 0,1",
+    "sweep r.yaml --lr 1e-3 1e-4 --seed=0": "accel-train sweep r.yaml --optimizer.learning_rate 1e-3,1e-4 --seed 0",
     "evaluate --run runs/a --json": "accel-train evaluate runs/a --json",
 }
 UNCLEAR = (
@@ -78,6 +81,37 @@ def test_data_in_place_of_a_recipe_are_answered_with_finetune(
     Path("folder").mkdir()
     Path("t.csv").write_text("text,label\n")
     assert call(typed, place, code=2).err.partition("Type: accel-train ")[2].strip() == f"finetune {place}{flags}"
+
+
+@pytest.mark.parametrize("typed", ["train", "fit"])
+def test_to_train_data_is_to_finetune(typed: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("t.csv").write_text("text,label\n")
+    assert call(typed, "t.csv", code=2).err.partition("Type: accel-train ")[2].strip() == "finetune t.csv"
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("t.csv runs/a", "runs/a t.csv"), ("t.csv", "RUN t.csv")])
+@pytest.mark.parametrize("command", ["predict", "evaluate"])
+def test_data_in_place_of_a_run_come_second(
+    command: str, typed: str, meant: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("t.csv").write_text("text,label\n")
+    said = call(command, *typed.split(), code=2).err
+    assert said.partition("Type: accel-train ")[2].strip() == f"{command} {meant}"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_ctrl_c_offers_a_resume_where_the_command_resumes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(COMMANDS, name, COMMANDS[name]._replace(run=interrupted))
+    arguments = COMMANDS[name].arguments.items()
+    needed = [options for each, options in arguments if each[0] != "-" and options.get("nargs") != "?"]
+    words = [options.get("choices", ["x"])[0] for options in needed]
+    said = call(name, *words, code=130).err
+    assert ("same command" in said) == (name in ("run", "finetune", "sweep"))
 
 
 @pytest.mark.parametrize("command", ["run", "plan", "finetune"])

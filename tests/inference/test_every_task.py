@@ -55,6 +55,7 @@ def test_predictions_have_the_columns_of_what_the_task_gives(finished: tuple[str
     if gives == "continuation":
         assert f"accel-train generate {run}" in cli(f"predict {run}", code=2)
         return
+    assert f"accel-train predict {run} DATA" in cli(f"generate {run}", code=2)
     cli(f"predict {run} --out rows.jsonl")
     rows = [json.loads(line) for line in Path("rows.jsonl").read_text().splitlines()]
     assert gives is not None

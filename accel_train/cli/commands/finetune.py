@@ -71,5 +71,6 @@ FINETUNE = Command(
         "--dry-run": flag("print the findings and write the recipe, but do not train"),
     },
     processes="all",
+    resumes=True,
     tasks=finetune_tasks,
 )

@@ -60,4 +60,5 @@ SWEEP = Command(
         "--processes": value("N", "processes of each run; default: one per GPU", whole_number(1)),
     },
     processes="one",
+    resumes=True,
 )

@@ -190,6 +190,7 @@ RUN = Command(
         "--verbose": VERBOSE,
     },
     processes="all",
+    resumes=True,
 )
 
 PLAN = Command(

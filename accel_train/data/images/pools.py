@@ -12,7 +12,7 @@ from accel_train.data.images.misread import refuse_annotations, refuse_masks_as_
 from accel_train.data.images.pairs import LISTED_SUFFIXES, listed_pool, pair_of_folders, pairs_pool
 from accel_train.data.images.tables import ARRAY_SUFFIXES, array_pool, table_pool
 from accel_train.data.sources import resolve_sources
-from accel_train.data.tables import refuse_parts_of
+from accel_train.data.tables import Unlabelled, refuse_parts_of
 from accel_train.recipe.data import ImageData
 
 
@@ -115,11 +115,12 @@ def _with_class_folders(pool: ImagePool, folder: Path, files: Sequence[str], key
     """Return the pool with labels from root/CLASS/.../image: the first folder below the root is the class.
 
     Raises:
-        ValueError: an image lies in no class folder, or a class folder has no image.
+        Unlabelled: an image lies in no class folder.
+        ValueError: a class folder has no image.
     """
     classless = [file for file in files if "/" not in file]
     if classless:
-        raise ValueError(
+        raise Unlabelled(
             f"{key}: {folder / classless[0]} lies in no class folder; expected {folder}/CLASS/{classless[0]} (move or "
             "remove it, or name a table with columns for image and label)"
         )

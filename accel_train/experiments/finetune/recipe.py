@@ -157,8 +157,8 @@ def check_there(path: str) -> None:
     place = Path(path).expanduser()
     if os.path.exists(place) or (glob.has_magic(place.name) and any(place.parent.glob(place.name))):
         return
-    names = [entry.name for entry in place.parent.iterdir()] if place.parent.is_dir() else []
-    meant = did_you_mean(place.name, names, "check the path", least=0.5, show=lambda name: str(place.parent / name))
+    names = {entry.stem: str(entry) for entry in place.parent.iterdir()} if place.parent.is_dir() else {}
+    meant = did_you_mean(place.stem, names, "check the path", show=names.__getitem__)
     raise ValueError(f"{path}: file or folder not found (relative to {Path.cwd()}); {meant}")
 
 
