@@ -11,6 +11,7 @@ import yaml
 from torch.utils.data import TensorDataset
 
 from accel_train import Recipe
+from accel_train.experiments.finetune.example import write_example
 from benchmarks import one_nan
 from benchmarks.common import child_environment, run_child
 from tests.docs.test_pages import merged
@@ -38,7 +39,21 @@ def test_fit_of_the_readme_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert result.metrics["accuracy"] == pytest.approx((model(inputs).argmax(1) == labels).float().mean().item())
 
 
-def test_table_of_the_readme_shows_what_both_trainers_do_with_one_nan(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_finetune_of_the_readme_trains_on_the_example_and_predicts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_example()
+    (source,) = (block for block in code_blocks("python") if "import finetune" in block)
+    names: dict[str, Any] = {}
+    exec(source, names)
+    assert names["result"].metrics["accuracy"] > 0.88
+    (row,) = names["result"].predict(["Return the height of the window."])
+    assert row["label"] == "tkinter"
+
+
+def test_readme_and_guarantees_show_what_both_trainers_do_with_one_nan(tmp_path: Path) -> None:
     environment = {**child_environment(1), "CUDA_VISIBLE_DEVICES": ""}
     ours, theirs = (
         run_child(
@@ -55,9 +70,11 @@ def test_table_of_the_readme_shows_what_both_trainers_do_with_one_nan(tmp_path: 
     assert sum(float(loss) == 0 for loss in theirs["losses"]) == 21
     skips = [event for event in ours["events"] if event["event"] == "skip"]
     assert len(skips) == 3
-    (row,) = (line for line in README.splitlines() if line.startswith("| the step with the NaN"))
+    page = (REPOSITORY / "docs" / "guarantees.md").read_text()
+    (row,) = (line for line in page.splitlines() if line.startswith("| the step with the NaN"))
     assert all(f"sample {one_nan.BAD_SAMPLE}" in text for text in (row, skips[0]["message"]))
-    assert "3 steps skipped, 21 losses | 21 losses of 0" in README
+    assert "3 steps skipped, 21 losses | 21 losses of 0" in page
+    assert "3 of 24 steps are skipped" in README
 
 
 def test_recipe_of_the_readme_is_the_demos_shortened() -> None:
@@ -65,13 +82,14 @@ def test_recipe_of_the_readme_is_the_demos_shortened() -> None:
     assert merged(demo, yaml.safe_load(code_blocks("yaml")[0])) == demo
 
 
-def test_every_recipe_of_the_package_is_valid_and_names_itself() -> None:
+def test_every_recipe_of_the_package_is_valid_and_says_how_it_is_run() -> None:
     for path in (REPOSITORY / "recipes").glob("*.yaml"):
         Recipe.from_yaml(str(path))
-        assert path.name in path.read_text().split("task:")[0]
+        head = path.read_text().split("task:")[0]
+        assert [word for word in (path.name, "Hardware", "Time", "Expected") if word not in head] == [], path.name
 
 
 def test_readme_stays_short_and_links_to_each_page_once() -> None:
-    assert len(README.splitlines()) <= 120
+    assert len(README.splitlines()) <= 150
     pages = [f"docs/{path.name}" for path in (REPOSITORY / "docs").glob("*.md")]
     assert [page for page in pages if README.count(f"]({page})") != 1] == []
