@@ -82,7 +82,8 @@ def test_without_a_group_questions_leak_and_with_one_none_does() -> None:
     assert len(held ^ expected) <= 1, "the group of two rows fits where one of four does not"
     assert abs(len(found.eval) - 94) <= 2
     [note] = [note for note in found.notes if note.startswith("data.group_column=who: ")]
-    assert f"{118 - len(held)} groups to train on, {len(held)} held out" in note
+    share = f"({len(found.eval) / 470:.1%} of 470 texts)"
+    assert f"{118 - len(held)} groups to train on, {len(held)} held out {share}" in note
 
 
 def test_a_large_group_stays_in_training_and_groups_that_are_all_large_give_the_smallest() -> None:

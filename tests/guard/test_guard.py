@@ -128,6 +128,21 @@ def test_an_incident_is_looked_into_once() -> None:
     assert looked_into == [3, 9 + INCIDENT_GAP_STEPS, 60]
 
 
+def test_an_incident_just_before_the_last_one_is_another_because_the_run_went_back() -> None:
+    guard = new_guard(schema.Guard(max_consecutive_skips=50))
+    assert [guard.decide(broken(step)).needs_diagnosis for step in (9, 8)] == [True, True]
+
+
+def test_a_bad_step_ends_a_row_of_steps_without_targets() -> None:
+    guard = new_guard(schema.Guard(max_consecutive_skips=50))
+    empty = result(1)._replace(num_targets=0)
+    actions = [guard.decide(empty).action for _ in range(guard._most_without_targets)]
+    guard.decide(broken(2))
+    actions += [guard.decide(empty).action for _ in range(guard._most_without_targets)]
+    assert set(actions) == {"skip"}
+    assert guard.decide(empty).action == "stop"
+
+
 # --- spikes ------------------------------------------------------------------------------------------------------
 
 
@@ -222,6 +237,7 @@ def test_a_clipped_spike_is_told_of_and_moves_the_limit_no_further_than_the_limi
     assert f"(grad_norm=1000 instead of at most {before:.4g})" in decision.reason
     assert f"clipped to {before:.4g}" in decision.reason
     assert max(guard.state.grad_norms) <= math.log(before) + 1e-9
+    assert guard.state.grad_norms[-1] == pytest.approx(math.log(before))
     assert guard.decide(result(202, loss=2.0)).action == "continue"
 
 
