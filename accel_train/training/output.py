@@ -321,7 +321,7 @@ def announce(run: RunContext, folder: RunFolder) -> None:
     layout = "" if plan.recipe.parallel.strategy == "ddp" else f", {plan.recipe.parallel.strategy}"
     how = f"{'fp32' if precision == 'no' else precision} on {where}{layout}"
     choices = {name: str(choice) for name, choice in plan.choices.items()}
-    facts: JsonRecord = {**launch_facts(), "choices": redact(choices)}
+    facts: JsonRecord = {**launch_facts(), "total_steps": plan.max_steps, "choices": redact(choices)}
     if point.path is None:
         what = f"starting a new run: {'; '.join(map(str, point.changes))};" if point.changes else "starting:"
         message = f"{what} {plan.max_steps} steps of {run.sizes.global_batch_size} samples"

@@ -1,6 +1,7 @@
 """The view of a run in the terminal: what it is doing, and its numbers, at every moment of its life."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,8 @@ def test_time_left_is_of_the_last_steps_and_total_steps_may_follow_from_epochs()
     assert "3 of 13 (23.1 %)" in view
     assert "time left  20s" in view
     assert total_steps(Run("a", train=LINES, recipe_text="schedule: {max_steps: null, num_epochs: 2}")) == 10
+    noted = [{"event": "start", "total_steps": 9}, {"event": "resume", "total_steps": 11}, {"event": "checkpoint"}]
+    assert total_steps(replace(run, events=noted)) == 11
 
 
 def test_sparkline_shows_least_greatest_and_what_is_not_finite() -> None:
