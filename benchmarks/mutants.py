@@ -169,7 +169,7 @@ def _statements(text: str) -> list[tuple[int, int]]:
     """Return the first and last line of each function and of the module, the innermost last."""
     tree = ast.parse(text)
     spans = [
-        (each.lineno, each.end_lineno or each.lineno)
+        (min(line.lineno for line in (*each.decorator_list, each)), each.end_lineno or each.lineno)
         for each in ast.walk(tree)
         if isinstance(each, ast.FunctionDef | ast.ClassDef)
     ]
@@ -249,7 +249,8 @@ def table_of(results: Mapping[str, Mapping[str, Any]]) -> str:
         f"| `{name}` | `{result['change']}` | {result.get('reason', 'not looked at')} |" for name, result in survivors
     ]
     caught = f"{len(results) - len(survivors)} of {len(results)} mutants of the numeric core are caught by fast tests."
-    return "\n".join(["## Mutants", "", f"{caught} `make mutants` measures them.", "", *lines])
+    left = f"\n{COUNT - len(results)} of {COUNT} are not measured yet." if len(results) < COUNT else ""
+    return "\n".join(["## Mutants", "", f"{caught} `make mutants` measures them.{left}", "", *lines])
 
 
 def main() -> None:

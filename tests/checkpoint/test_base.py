@@ -16,6 +16,7 @@ from accel_train.cli.main import main
 from accel_train.inference.export import export_run, load_exported
 from accel_train.training.setup import prepare_run
 from tests.support.comparisons import assert_same_bits, tensors
+from tests.support.marks import slow
 from tests.support.runs import (
     Capture,
     Settings,
@@ -25,7 +26,6 @@ from tests.support.runs import (
     losses,
     model_of,
     run,
-    slow,
     steps_of,
     tiny_recipe,
     write_base,

@@ -29,12 +29,12 @@ def test_a_process_opens_the_shards_that_hold_its_parts_however_many_there_are(t
     forked.expect(0)
     indexed, headers = json.loads((tmp_path / "process/rank-0.out").read_text().splitlines()[-1])
     num_shards, num_others, num_bytes, is_right, index_bytes = indexed
-    # One for each of four reads; what all processes hold alike is opened for each kind and each read.
-    assert (num_shards, num_others, is_right) == (4, 7, True)
+    # One for each of four reads; what all processes hold alike is opened for each kind.
+    assert (num_shards, num_others, is_right) == (4, 3, True)
     assert num_bytes < 5_000
     assert index_bytes < 100 * many_shards.WORLD
     # A checkpoint without an index is looked through once.
-    assert headers[:2] + headers[3:] == [many_shards.WORLD + 4, 7, True]
+    assert headers[:2] + headers[3:] == [many_shards.WORLD + 4, 3, True]
 
 
 def test_an_index_reads_back_and_finds_each_part_of_a_region() -> None:

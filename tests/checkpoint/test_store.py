@@ -314,3 +314,11 @@ def test_a_part_that_is_not_whole_in_the_folder_ends_the_save_and_the_older_chec
         publish(tmp_path, 2, {}, others=written_elsewhere)
     assert list(tmp_path.iterdir()) == [old]
     assert check(old).problem is None
+
+
+def test_a_leftover_that_cannot_be_removed_stops_nothing_and_what_is_not_one_stays(tmp_path: Path) -> None:
+    (tmp_path / ".tmp-step-00000003").write_text("no folder")
+    (tmp_path / ".trash-step-00000002").mkdir()
+    (tmp_path / "step-00000001").mkdir()
+    remove_leftovers(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {".tmp-step-00000003", "step-00000001"}

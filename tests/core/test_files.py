@@ -13,8 +13,9 @@ from accel_train.checkpoint import store as checkpoint
 from accel_train.checkpoint.resume import shares_of
 from accel_train.checkpoint.store import check, newest_valid, publish
 from accel_train.core import files
+from tests.support.marks import slow
 from tests.support.processes import run_forked
-from tests.support.runs import Capture, events, slow, steps_of, write_recipe_file
+from tests.support.runs import Capture, events, steps_of, write_recipe_file
 
 
 @pytest.mark.parametrize("damaged", [slow(None), "model.safetensors"])

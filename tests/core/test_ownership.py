@@ -18,7 +18,8 @@ from accel_train.cli.main import main
 from accel_train.core.ownership import MARKER, RUN_NAMES, check_claim, check_file, claim, write_file
 from accel_train.observe.run_folder import EXAMPLES_FILE, RECIPE_FILE, SUMMARY_FILE, RunFolder, read_events
 from accel_train.observe.trackers import RUN_IDS
-from tests.support.runs import SCENES, Capture, recipe_dict, slow, summary_of, write_corpus
+from tests.support.marks import slow
+from tests.support.runs import SCENES, Capture, recipe_dict, summary_of, write_corpus
 
 LM: dict[str, Any] = {
     "task": "causal-lm",

@@ -11,7 +11,7 @@ import yaml
 from torch.utils.data import TensorDataset
 
 from accel_train import Recipe
-from accel_train.experiments.finetune.example import write_example
+from accel_train.data.builtin.example import write_example
 from benchmarks import one_nan
 from benchmarks.common import child_environment, run_child
 from tests.docs.test_pages import merged

@@ -33,7 +33,8 @@ from accel_train.recipe.loader import Recipe
 from accel_train.runtime.exit import exit_code, message_of
 from accel_train.task import TaskData, load_task
 from tests.support.every_task import CASES, recipe_of
-from tests.support.runs import TESTS, environment, slow
+from tests.support.marks import slow
+from tests.support.runs import TESTS, environment
 
 
 def work(ready: Event) -> None:

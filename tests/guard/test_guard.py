@@ -157,6 +157,12 @@ def test_limit_of_a_window_is_that_of_a_normal_distribution_and_outliers_do_not_
     assert window.limit == pytest.approx(before, rel=0.1)
 
 
+def test_limit_of_eight_values_is_from_the_lower_median_and_the_seventh() -> None:
+    window = Window([5.0, 1.0, 3.0, 8.0, 2.0, 7.0, 4.0, 6.0], 8, 2.0, 0.01, relative=False)
+    window.measure()
+    assert window.limit == 4.0 + 2.0 * (7.0 - 4.0)
+
+
 def test_the_alarm_of_positive_losses_is_that_of_their_logarithms() -> None:
     draw = random.Random(3)
     small = [0.05 * math.exp(draw.gauss(0, 0.5)) for _ in range(1000)]

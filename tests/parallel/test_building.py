@@ -13,7 +13,8 @@ from accel_train.model.tensors import without_values
 from accel_train.model.weights import in_bf16
 from accel_train.parallel.building import allocate, empty_until_restored, filled
 from tests.support.comparisons import Train, assert_same_bits, assert_same_run, files_of_model, tensors
-from tests.support.runs import LLAMA, Settings, losses, slow, summary_of, write_base
+from tests.support.marks import slow
+from tests.support.runs import LLAMA, Settings, losses, summary_of, write_base
 
 DDP: Settings = {}
 FSDP2 = {"strategy": "fsdp2"}

@@ -9,8 +9,9 @@ import pytest
 from accel_train.engine.resolve import check_recipe
 from tests.parallel.conftest import assert_same_norms, train_in
 from tests.support.comparisons import assert_same_run
+from tests.support.marks import slow
 from tests.support.processes import TESTS, run_forked
-from tests.support.runs import LLAMA, Settings, events, metrics, slow, tiny_recipe, write_jsonl
+from tests.support.runs import LLAMA, Settings, events, metrics, tiny_recipe, write_jsonl
 
 UNTIED = {**LLAMA, "tie_word_embeddings": False}
 TEXT = {

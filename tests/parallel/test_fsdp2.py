@@ -14,8 +14,9 @@ from accel_train.parallel.fsdp2 import Fsdp2
 from accel_train.recipe.parallel import Parallel
 from tests.parallel.conftest import IMAGES, SHORT_STEPS, assert_same_norms, assert_skipped_to_the_bit, nan_at, train_in
 from tests.support.comparisons import Train, assert_same_run
+from tests.support.marks import slow
 from tests.support.processes import run_forked
-from tests.support.runs import TINY_MODEL, Settings, events, losses, slow, steps_of, write_corpus, write_recipe_file
+from tests.support.runs import TINY_MODEL, Settings, events, losses, steps_of, write_corpus, write_recipe_file
 
 FSDP2 = {"strategy": "fsdp2"}
 CPU = torch.device("cpu")

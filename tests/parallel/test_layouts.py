@@ -30,10 +30,11 @@ from accel_train.task import load_task
 from accel_train.tasks.causal_lm.task import CausalLM
 from accel_train.tasks.sentence_embedding.task import SentenceEmbedding
 from tests.support.comparisons import Train, assert_loaded_to_the_bit
+from tests.support.marks import slow
 from tests.support.plan_recipe import parts_of
 from tests.support.processes import run_forked
 from tests.support.runs import LLAMA as TINY_LLAMA
-from tests.support.runs import TINY_MODEL, Capture, Settings, recipe_dict, slow, tiny_recipe, write_recipe_file
+from tests.support.runs import TINY_MODEL, Capture, Settings, recipe_dict, tiny_recipe, write_recipe_file
 
 SP, TP = {"sp_size": 2}, {"strategy": "fsdp2", "tp_size": 2}
 LLAMA = {**TINY_LLAMA, "vocab_size": 259}

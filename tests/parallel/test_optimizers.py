@@ -10,9 +10,10 @@ from accel_train.checkpoint.sharded import CheckpointReader
 from accel_train.recipe.loader import Recipe
 from tests.parallel.conftest import assert_skipped_to_the_bit, nan_at
 from tests.support.comparisons import Train, assert_same_bits, assert_same_run, tensors
+from tests.support.marks import slow
 from tests.support.processes import run_forked
 from tests.support.programs import sharded_muon, sharded_update
-from tests.support.runs import LLAMA, Settings, forget, losses, model_of, slow, steps_of, write_recipe_file
+from tests.support.runs import LLAMA, Settings, forget, losses, model_of, steps_of, write_recipe_file
 
 FSDP2 = {"strategy": "fsdp2"}
 BY_HOST = ("adamw_8bit", "schedule_free_adamw", "tests.support.optimizers:Momentum")

@@ -13,8 +13,9 @@ from accel_train.model.lora import add_adapters
 from accel_train.model.weights import group_weights, separate_ends
 from accel_train.recipe.schema import LoRA
 from tests.model.kernels.test_chunked_loss import CHECKED_TYPES, model_of
+from tests.support.marks import slow
 from tests.support.processes import TESTS, run_forked
-from tests.support.runs import Settings, slow
+from tests.support.runs import Settings
 
 PROGRAM = TESTS / "support/programs/own_ends.py"
 QUICK: dict[str, Settings] = {

@@ -16,13 +16,13 @@ from accel_train.parallel.sequence_parallel import Slices, slice_of
 from accel_train.tasks.causal_lm.task import CausalLM
 from tests.parallel.conftest import SHORT_STEPS, assert_same_norms, assert_skipped_to_the_bit, nan_at, reads, train_in
 from tests.support.comparisons import Layout, assert_same_bits, assert_same_run, tensors
+from tests.support.marks import slow
 from tests.support.processes import run_forked
 from tests.support.runs import (
     LLAMA,
     TINY_MODEL,
     Settings,
     events,
-    slow,
     steps_of,
     summary_of,
     tiny_recipe,

@@ -13,8 +13,9 @@ from accel_train.core.errors import SettingError
 from accel_train.parallel.tensor_parallel import SUMMED, check_plan, styles_of
 from tests.parallel.conftest import assert_same_norms, assert_skipped_to_the_bit, nan_at, reads, train_in
 from tests.support.comparisons import assert_same_bits, assert_same_run, tensors
+from tests.support.marks import slow
 from tests.support.runs import LLAMA as TINY_LLAMA
-from tests.support.runs import Settings, events, slow, summary_of
+from tests.support.runs import Settings, events, summary_of
 
 TP = {"strategy": "fsdp2", "tp_size": 2}
 LLAMA = {**TINY_LLAMA, "vocab_size": 259}  # which two processes cannot divide, and four cannot

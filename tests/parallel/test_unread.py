@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForMaskedLM
 
 from tests.parallel.conftest import train_in
 from tests.support.comparisons import assert_same_bits, files_of_model, tensors
-from tests.support.runs import LLAMA, TINY_MODEL, Settings, forget, losses, slow, steps_of, summary_of, write_base
+from tests.support.marks import slow
+from tests.support.runs import LLAMA, TINY_MODEL, Settings, forget, losses, steps_of, summary_of, write_base
 from tests.support.text_tasks import BERT, write_texts
 
 FSDP2: Settings = {"strategy": "fsdp2"}

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from tests.support.comparisons import tensors
+from tests.support.marks import slow
 from tests.support.processes import run_forked
-from tests.support.runs import Settings, events, losses, slow, write_recipe_file
+from tests.support.runs import Settings, events, losses, write_recipe_file
 
 Train = Callable[..., Path]
 BATCH = {"global_batch_size": 16, "per_device_batch_size": 4}

@@ -9,7 +9,8 @@ import torch
 
 from tests.parallel.conftest import IMAGES, assert_same_norms, assert_skipped_to_the_bit, nan_at, train_in
 from tests.support.comparisons import assert_same_bits, assert_same_run, tensors
-from tests.support.runs import Settings, checkpoint, events, losses, model_of, recipe_dict, slow
+from tests.support.marks import slow
+from tests.support.runs import Settings, checkpoint, events, losses, model_of, recipe_dict
 
 DDP: Settings = {}
 FSDP2 = {"strategy": "fsdp2"}

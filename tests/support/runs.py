@@ -341,11 +341,6 @@ def answers(printed: str) -> list[str]:
     return [line for line in printed.splitlines() if not line.endswith(" ...")]
 
 
-def slow(*values: Any) -> Any:
-    """A case of a parametrized test that only the slow tests run."""
-    return pytest.param(*values, marks=pytest.mark.slow)
-
-
 def settings_refused(make: Callable[[], object]) -> tuple[str, ...]:
     """Return the settings that the one rule is about which `make` breaks in a section of a recipe."""
     with pytest.raises(ValidationError) as caught:

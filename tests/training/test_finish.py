@@ -25,6 +25,7 @@ from accel_train.recipe.schema import Recipe
 from accel_train.task import TaskData
 from accel_train.training.train import RunResult
 from tests.support.comparisons import assert_same_bits, tensors
+from tests.support.marks import slow
 from tests.support.processes import run_forked
 from tests.support.report import Page
 from tests.support.runs import (
@@ -34,7 +35,6 @@ from tests.support.runs import (
     events,
     model_of,
     run,
-    slow,
     summary_of,
     write_base,
     write_recipe_file,

@@ -17,7 +17,8 @@ from accel_train.engine.evaluation import EvaluationReader, evaluate
 from accel_train.engine.run import RunContext
 from accel_train.training.loop import run_steps
 from accel_train.training.setup import prepare_run
-from tests.support.runs import TINY_MODEL, Settings, losses, metrics, slow, tiny_recipe
+from tests.support.marks import slow
+from tests.support.runs import TINY_MODEL, Settings, losses, metrics, tiny_recipe
 
 
 def recipe_of(folder: Path, **sections: Any) -> Recipe:

@@ -17,7 +17,8 @@ from accel_train.hf import Trainer
 from accel_train.model.isolation import Buffers
 from accel_train.model.tensors import PACKED, as_tensors, packed, unpacked
 from tests.support.hf_models import arguments
-from tests.support.runs import Capture, Settings, events, metrics, run_forked_command, slow, steps_of, summary_of
+from tests.support.marks import slow
+from tests.support.runs import Capture, Settings, events, metrics, run_forked_command, steps_of, summary_of
 
 FEATURES = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
 DATA = TensorDataset(FEATURES, (FEATURES.sum(1) > 0).long())

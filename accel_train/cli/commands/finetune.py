@@ -12,7 +12,7 @@ from accel_train.recipe.tasks import finetune_tasks
 
 
 def _finetune(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
-    from accel_train.experiments.finetune.example import write_example
+    from accel_train.data.builtin.example import write_example
     from accel_train.experiments.finetune.recipe import how_to_use
     from accel_train.experiments.finetune.start import write_recipe
 

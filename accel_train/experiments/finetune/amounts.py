@@ -94,7 +94,7 @@ class Passes(NamedTuple):
 
 
 class Amounts(NamedTuple):
-    """How a task is trained: from scratch as in a recipe of this package, or with pretrained weights."""
+    """Settings of training by task: from scratch as in a recipe of this package, or with pretrained weights."""
 
     recipe: str
     from_scratch: Passes

@@ -542,6 +542,6 @@ def test_comments_before_a_header_are_named() -> None:
 def test_the_flags_that_a_refusal_offers_lead_to_a_recipe(what: str) -> None:
     write_data, path, flags, _ = WRONG[what]
     write_data()
-    message = refusal(path, flags)
+    message = refusal(path, given := flags.split())
     if message is not None and offers(message):
-        assert dead_ends(partial(refusal, path), flags) == []
+        assert dead_ends(partial(refusal, path), given) == []

@@ -25,6 +25,7 @@ from accel_train.model.tensors import unpacked_numel
 from accel_train.plan.plan import Plan, resolve_plan
 from accel_train.recipe.schema import LoRA
 from tests.support.comparisons import assert_same_bits, tensors
+from tests.support.marks import slow
 from tests.support.plan_recipe import parts_of
 from tests.support.runs import (
     LLAMA,
@@ -35,7 +36,6 @@ from tests.support.runs import (
     losses,
     model_of,
     run,
-    slow,
     summary_of,
     tiny_recipe,
     write_base,
