@@ -19,6 +19,8 @@ class Metric(NamedTuple):
     follows_from_loss: bool = False
     is_average: bool = False
     """Whether it is an average of precision, recall, or F1 over the classes. A macro F1 represents the others."""
+    is_share_of_rows: bool = False
+    """Whether it counts each sample as right or wrong."""
 
 
 METRICS = {
@@ -27,8 +29,8 @@ METRICS = {
     "perplexity": Metric("Perplexity", is_lower_better=True, places=None, follows_from_loss=True),
     "bits_per_byte": Metric("Bits per byte", is_lower_better=True, follows_from_loss=True),
     "token_accuracy": Metric("Token accuracy"),
-    "accuracy": Metric("Accuracy"),
-    "top_5_accuracy": Metric("Top-5 accuracy"),
+    "accuracy": Metric("Accuracy", is_share_of_rows=True),
+    "top_5_accuracy": Metric("Top-5 accuracy", is_share_of_rows=True),
     **{name: Metric(text) for name, text in AVERAGED.items()},
     **{
         f"{name}_{average}": Metric(f"{text}, {average}", is_average=average != "binary")
@@ -54,7 +56,7 @@ METRICS = {
     "rouge1": Metric("ROUGE-1"),
     "rouge2": Metric("ROUGE-2"),
     "rougeL": Metric("ROUGE-L"),
-    "exact_match": Metric("Exact match"),
+    "exact_match": Metric("Exact match", is_share_of_rows=True),
     "has_answer_f1": Metric("F1 with an answer"),
     "no_answer_accuracy": Metric("Accuracy without an answer"),
     "best_f1": Metric("F1 at the best threshold"),

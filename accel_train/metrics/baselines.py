@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeGuard
 
-from accel_train.core.metric_names import is_lower_better, label, show_metric
+from accel_train.core.metric_names import METRICS, is_lower_better, label, show_metric
 
 
 class Unbeaten(NamedTuple):
@@ -22,7 +22,7 @@ class Unbeaten(NamedTuple):
 
 
 def by_baseline(baselines: Mapping[str, Any], metrics: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Group baselines by name, then metric: `majority_accuracy` is the accuracy of `majority`.
+    """Group baselines by displayed name, then metric: `tfidf_accuracy` is the accuracy of `TF-IDF`.
 
     Names that do not end with a metric are left out.
     """
@@ -31,7 +31,7 @@ def by_baseline(baselines: Mapping[str, Any], metrics: Iterable[str]) -> dict[st
         fitting = [metric for metric in known if key.endswith(f"_{metric}")]
         if fitting:
             metric = max(fitting, key=len)
-            name = key.removesuffix(f"_{metric}").replace("_", " ")
+            name = key.removesuffix(f"_{metric}").replace("_", " ").replace("tfidf", "TF-IDF")
             by_name.setdefault(name, {})[metric] = value
     return by_name
 
@@ -79,27 +79,78 @@ def unbeaten_baseline(
     return (min if is_lower_better(alike[0].metric) else max)(alike, key=lambda each: each.baseline_value)
 
 
-def format_main_score(
+class Comparison(NamedTuple):
+    """The main score and the best baseline's, in the same metric."""
+
+    metric: str
+    own: float
+    baseline: str
+    value: float
+    is_beaten: bool
+    rows: int | None
+    """Held-out samples that the metric is a share of. None: it is no share of samples."""
+
+    @property
+    def verdict(self) -> str:
+        """Return whether the baseline is beaten, and by how many samples: `beaten: +5 of 203 rows, within chance`.
+
+        "Within chance" is a difference below 1.96 standard errors of the difference of two independent shares.
+        """
+        word = "beaten" if self.is_beaten else "equaled" if self.own == self.value else "not beaten"
+        if not self.rows or self.own == self.value or not is_number(self.own):
+            return word
+        error = math.sqrt(sum(share * (1 - share) for share in (self.own, self.value)) / self.rows)
+        chance = ", within chance" if abs(self.own - self.value) < 1.96 * error else ""
+        return f"{word}: {round((self.own - self.value) * self.rows):+,} of {self.rows:,} rows{chance}"
+
+    def __str__(self) -> str:
+        return f"{self.baseline} {show_metric(self.metric, self.value)} ({self.verdict})"
+
+
+def compare(
     scores: Mapping[str, Any],
     baselines: Mapping[str, Any],
     main_metric: str,
+    rows: int | None = None,
     is_lower_better: Callable[[str], bool] = is_lower_better,
-) -> str:
-    """Return the main metric next to its best baseline; with another metric if some baseline lacks the main one."""
+) -> Comparison | None:
+    """Compare the main metric with its best baseline; another metric if some baseline lacks the main one.
+
+    `rows` is from `rows_of`.
+    """
     found = by_baseline(baselines, scores)
     metrics = [metric for values in found.values() for metric in values]
     metrics = [each for each in metrics if all(each in values for values in found.values())] or metrics
     metric = main_metric if main_metric in metrics or not metrics else metrics[0]
-    names = dict.fromkeys((main_metric, metric))
-    texts = [f"{label(name)} {show_metric(name, scores.get(name))}" for name in names]
     values = {name: each[metric] for name, each in found.items() if metric in each and is_number(each[metric])}
     if not values:
-        return ", ".join(texts)
+        return None
     lower, own = is_lower_better(metric), scores[metric]
     best = (min if lower else max)(values, key=lambda name: values[name])
     is_beaten = own < values[best] if lower else own > values[best]
-    verdict = "beaten" if is_beaten else "equaled" if own == values[best] else "not beaten"
-    return f"{', '.join(texts)}; best baseline: {best} {show_metric(metric, values[best])} ({verdict})"
+    is_share = metric in METRICS and METRICS[metric].is_share_of_rows
+    return Comparison(metric, own, best, values[best], is_beaten, rows if is_share else None)
+
+
+def rows_of(scores: Mapping[str, Any], facts: Mapping[str, Any], targets: str) -> int | None:
+    """Return the number of evaluated samples with a label; None where targets are parts of samples.
+
+    Args:
+        facts: `data` of a summary.
+        targets: unit of the task's targets.
+    """
+    if targets not in ("samples", "images"):
+        return None
+    # A question has a target for each of its windows, and a sample without a label has none.
+    known = (scores.get("num_targets"), facts.get("num_eval"))
+    return int(min(known)) if all(map(is_number, known)) else None  # type: ignore[type-var]
+
+
+def format_main_score(scores: Mapping[str, Any], main_metric: str, compared: Comparison | None) -> str:
+    """Return the main metric next to its best baseline, in another metric too if they were compared by another."""
+    names = dict.fromkeys((main_metric, main_metric if compared is None else compared.metric))
+    text = ", ".join(f"{label(name)} {show_metric(name, scores.get(name))}" for name in names)
+    return text if compared is None else f"{text}; best baseline: {compared}"
 
 
 def likely_causes(

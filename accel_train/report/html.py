@@ -11,13 +11,13 @@ from accel_train.core.format import format_count, format_seconds
 from accel_train.core.json_io import dotted_items
 from accel_train.core.metric_names import MISSING, is_lower_better, is_variant, label, show_metric, show_value
 from accel_train.core.state import JsonRecord
-from accel_train.metrics.baselines import is_number
+from accel_train.metrics.baselines import Comparison, compare, is_number, rows_of
 from accel_train.observe.goodput import ACCOUNTS
 from accel_train.observe.trackers import flatten
 from accel_train.recipe.names import look_up
 from accel_train.recipe.tasks import TASKS
 from accel_train.report.metric_names import LABELS, NOT_A_SCORE, words
-from accel_train.report.run import Run
+from accel_train.report.run import Run, command_to_use
 
 MOST_SCORES = 5
 """Maximum number of the task's metrics among the headline numbers of a run. The table contains all metrics."""
@@ -126,6 +126,15 @@ def _best_metric(run: Run) -> str:
     return str(look_up(run.recipe, "evaluate.metric_for_best_model") or "loss").removeprefix("eval_")
 
 
+def compare_with_baseline(run: Run) -> Comparison | None:
+    """Return the run's main score next to its best baseline, or None without a baseline."""
+    summary = run.summary
+    scores = {**summary.get("eval", {}), **run.final_metrics()}
+    rows = rows_of(scores, summary.get("data", {}), run.targets)
+    better = partial(_is_lower_better, runs=[run])
+    return compare(scores, summary.get("baselines", {}), _best_metric(run), rows, better)
+
+
 def headlines(runs: Sequence[Run]) -> list[Headline]:
     """Return the headline numbers of runs: their main metrics, then the numbers of every run."""
     names = dict.fromkeys(name for run in runs for name in main_metrics(run))
@@ -151,16 +160,26 @@ def describe_run(run: Run) -> JsonRecord:
     kinds = Counter(event["event"] for event in run.events)
     first = min(MOST_EVENTS // 2, len(run.events))
     last = max(first, len(run.events) - MOST_EVENTS // 2)
+    numbers: list[JsonRecord] = [
+        {
+            "label": each.label_for(targets),
+            "value": each.text(value),
+            "note": "",
+            "unit": each.unit.format(targets=targets),
+        }
+        for each in headlines([run])
+        if (value := each.read(run)) is not None
+    ]
+    if (found := compare_with_baseline(run)) is not None:
+        what = "Best baseline" + ("" if found.metric == _best_metric(run) else f", {label(found.metric)}")
+        value = show_metric(found.metric, found.value)
+        numbers.insert(1, {"label": f"{what}: {found.baseline}", "value": value, "unit": "", "note": found.verdict})
     return {
         "name": run.name,
         "status": status[:1].upper() + status[1:],
         "mood": "good" if "status" in summary else "",
         "lead": _lead(run, targets),
-        "numbers": [
-            {"label": each.label_for(targets), "value": each.text(value), "unit": each.unit.format(targets=targets)}
-            for each in headlines([run])
-            if (value := each.read(run)) is not None
-        ],
+        "numbers": numbers,
         "sample": {"prompt": prompt, "text": str(sample.get("text") or "").removeprefix(prompt)} if sample else None,
         "events": [*map(_event_row, run.events[:first]), *map(_event_row, run.events[last:])],
         "num_events_left_out": last - first,
@@ -171,6 +190,7 @@ def describe_run(run: Run) -> JsonRecord:
         "profiles": run.profiles,
         "damage": run.damage,
         "tables": _tables(summary),
+        "command": command_to_use(run.folder, run.recipe) if run.example else "",
         "example": run.example,
         "recipe": run.recipe_text,
     }
@@ -218,6 +238,9 @@ def compare_headlines(runs: Sequence[Run]) -> list[JsonRecord]:
                 "best": [column for column, value in enumerate(values) if best is not None and value == best],
             }
         )
+    if any(found := [compare_with_baseline(run) for run in runs]):
+        cells = [MISSING if each is None else str(each) for each in found]
+        rows.insert(1, {"label": "Best baseline", "cells": cells, "best": []})
     return rows
 
 

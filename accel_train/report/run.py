@@ -5,7 +5,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from pathlib import Path
+from pathlib import Path, PurePath
+from shlex import quote
 from typing import Any
 
 from accel_train.core.model_card import FILE, FOLDER
@@ -14,11 +15,14 @@ from accel_train.observe import run_folder
 from accel_train.observe.goodput import goodput_of, read_launches
 from accel_train.observe.incident_record import INCIDENTS, RECORD, TEXT, incident_folders, main_facts, read_incident
 from accel_train.observe.metrics_reader import MetricsReader
-from accel_train.recipe.tasks import DEFAULT_TASK, targets_of
+from accel_train.recipe.names import look_up
+from accel_train.recipe.tasks import DEFAULT_TASK, TASKS, targets_of
 from accel_train.recipe.yaml_core import parse_yaml
 from accel_train.task import target_rate
 
 EVALUATION_FILE = "evaluation.json"
+MOST_LINES = 4
+"""Lines of Python that a terminal shows of a model card."""
 SUMMARY_KINDS: dict[str, Any] = {
     **dict.fromkeys(
         ("eval", "baselines", "not_beaten", "sample", "data", "peak_memory_bytes", "choices", "environment"), dict
@@ -60,6 +64,7 @@ class Run:
     """Paths of traces, operation tables and memory snapshots, relative to the folder."""
     damage: Sequence[str] = ()
     """Messages about files that cannot be read."""
+    folder: Path = Path()
 
     def final_metrics(self) -> JsonRecord:
         """Return the metrics of the last evaluation, from evaluation.json, the summary, or the last evaluation line."""
@@ -139,6 +144,7 @@ def load_run(folder: Path, name: str | None = None, reader: MetricsReader | None
             path.relative_to(folder).as_posix() for path in sorted((folder / run_folder.PROFILE_FOLDER).glob("rank-*"))
         ],
         damage=damage,
+        folder=folder,
     )
 
 
@@ -148,6 +154,30 @@ def _example(model: Path) -> str:
     text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     found = re.search(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
     return "" if found is None else found[1].replace(FOLDER, model.as_posix()).rstrip()
+
+
+def command_to_use(folder: Path, recipe: JsonRecord | None) -> str:
+    """Return the command that uses the model of a run; empty for a custom task."""
+    spec = TASKS.get(str(look_up(recipe, "task") or DEFAULT_TASK))
+    if recipe is None or spec is None:
+        return ""
+    run = quote(str(folder))
+    if spec.gives == "continuation":
+        is_chat = look_up(recipe, "data.format") == "chat"
+        return f"accel-train chat {run}" if is_chat else f"accel-train generate {run} --prompt 'Once upon a time'"
+    train = look_up(recipe, "data.train")
+    suffix = PurePath(str(train[0] if isinstance(train, list) and train else train)).suffix
+    data = "FOLDER" if "image_size" in spec.data.model_fields else f"NEW{suffix or '.csv'}"
+    return f"accel-train predict {run} {data} --out predictions.csv"
+
+
+def how_to_use(folder: Path, recipe: JsonRecord | None) -> list[str]:
+    """Return lines that show how to use the model of a finished run: the command, and the code of its card."""
+    code = [f"  {line}" for line in _example(folder / "model").splitlines() if line.strip()]
+    if len(code) > MOST_LINES:
+        code = [f"  in Python: see {folder / 'model' / FILE}"]
+    command = command_to_use(folder, recipe)
+    return ["Use it:", *([f"  {command}"] if command else []), *code]
 
 
 def _usable_incidents(folder: Path, damage: list[str]) -> list[JsonRecord]:

@@ -14,7 +14,7 @@ from accel_train.observe.metrics_reader import MetricsReader
 from accel_train.observe.progress import describe_metrics
 from accel_train.observe.run_folder import EVENTS_FILE, METRICS_FILE
 from accel_train.report.metric_names import NOT_A_SCORE
-from accel_train.report.run import Run, load_run
+from accel_train.report.run import Run, how_to_use, load_run
 
 SPARKS = "▁▂▃▄▅▆▇█"
 SPARK_COLUMNS = 60
@@ -118,13 +118,18 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def format_view(run: Run, state: State, *, width: int = 80) -> str:
-    """Return the view of a run: state, numbers, and last events, in lines of at most `width` characters."""
+    """Return the view of a run: state, numbers, last events, and how to use its model.
+
+    Lines have at most `width` characters, except those that are to be copied.
+    """
     lines = [f"{run.name}: {state.text}", *format_blocks([("Now", list(_numbers(run, state)))], colour=False)[2:]]
     events = run.events[-LAST_EVENTS:]
     if events:
         rows = [(f"step {event['step']:,}", _event_text(event)) for event in events]
         lines += format_blocks([("Last events", rows)], colour=False)
-    return "\n".join(line if len(line) <= width else f"{line[: width - 1]}…" for line in lines)
+    lines = [line if len(line) <= width else f"{line[: width - 1]}…" for line in lines]
+    # What is to be copied is not cut.
+    return "\n".join([*lines, *(["", *how_to_use(run.folder, run.recipe)] if run.summary and run.example else [])])
 
 
 def _numbers(run: Run, state: State) -> list[tuple[str, str]]:

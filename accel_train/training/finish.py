@@ -31,7 +31,14 @@ from accel_train.engine.resolve import change_model, makes_new_models
 from accel_train.engine.run import RunContext, RunPlan
 from accel_train.engine.save import refuse_nonfinite_model
 from accel_train.inference.evaluate import format_augmentation
-from accel_train.metrics.baselines import format_main_score, format_scores, likely_causes, unbeaten_baseline
+from accel_train.metrics.baselines import (
+    compare,
+    format_main_score,
+    format_scores,
+    likely_causes,
+    rows_of,
+    unbeaten_baseline,
+)
 from accel_train.model.kernels.frozen import in_fp32
 from accel_train.model.kernels.nf4 import packed_layers
 from accel_train.model.pretrained import quiet_bars
@@ -43,6 +50,7 @@ from accel_train.parallel.building import filled
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.tasks import targets_of
 from accel_train.report.report import write_report
+from accel_train.report.run import how_to_use
 from accel_train.runtime.doctor import environment, launch_facts
 from accel_train.runtime.process_group import wait_for_all
 from accel_train.task import is_of_transformers, rate_name
@@ -311,8 +319,9 @@ def _note_end(run: RunContext, summary: JsonRecord, report: Path | str) -> None:
     if summary["sample"]:
         note(f"\nA sample (prompt {summary['sample']['prompt']!r}):\n\n{summary['sample']['text']}\n")
     if summary["eval"] and not verbose:
-        compared = format_main_score(summary["eval"], summary["baselines"], main, section.is_lower_better)
-        note(f"held-out data: {compared}")
+        rows = rows_of(summary["eval"], summary["data"], targets_of(run.plan.recipe.task))
+        compared = compare(summary["eval"], summary["baselines"], main, rows, section.is_lower_better)
+        note(f"held-out data: {format_main_score(summary['eval'], main, compared)}")
     if summary["eval"] and verbose:
         note(f"Evaluation on all held-out data{', next to baselines' if summary['baselines'] else ''}:")
         note(format_scores(without_averages(summary["eval"], main), summary["baselines"]))
@@ -332,6 +341,8 @@ def _note_end(run: RunContext, summary: JsonRecord, report: Path | str) -> None:
             "the same command again"
         )
     note(f"weights: {run.plan.output_dir / 'model'}\nreport:  {report}")
+    for line in how_to_use(plan.output_dir, plan.recipe.model_dump()):
+        print_line(line)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
 """A run of each task predicts what its description says, is exported, and has a card whose code runs."""
 
+import html
 import json
+import shlex
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -15,6 +17,7 @@ from accel_train.inference.export import load_exported
 from accel_train.inference.predict import predict_rows
 from accel_train.inference.push import push_run
 from accel_train.recipe.tasks import TASKS
+from accel_train.report.run import command_to_use, how_to_use
 from accel_train.task import is_of_transformers
 from tests.inference.conftest import Cli, code_of
 from tests.support.every_task import CASES, recipe_of, task_of
@@ -76,6 +79,36 @@ def test_the_code_of_the_card_runs_on_the_saved_model(finished: tuple[str, Path]
     assert FOLDER in code
     with redirect_stdout(StringIO()) as printed:
         exec(code.replace(FOLDER, str(run / "model")), {})
+    assert printed.getvalue().strip()
+
+
+@pytest.mark.filterwarnings("ignore:Tokenizer does not support real words")
+def test_the_last_lines_of_a_run_and_its_report_show_a_command_and_code_that_run(
+    finished: tuple[str, Path], cli: Cli
+) -> None:
+    case, run = finished
+    recipe = yaml.safe_load((run / "recipe.resolved.yaml").read_text())
+    page = html.unescape((run / "report.html").read_text())
+    command = command_to_use(run, recipe)
+    assert command in page
+    assert FOLDER not in page
+    Path("FOLDER").mkdir()
+    Image.new("RGB", (40, 30)).save("FOLDER/image.png")
+    data = recipe["data"]["train"]
+    if TASKS[task_of(case)].gives == "tokens":
+        # The corpus has no tokens to fill in.
+        Path(data := "masked.jsonl").write_text(json.dumps({"text": "a [MASK]"}))
+    program, name, *words = shlex.split(command)
+    assert (program, name) == ("accel-train", "generate" if TASKS[task_of(case)].gives == "continuation" else "predict")
+    cli(name, *(data if word.startswith("NEW.") else word for word in words))
+    first, *lines = how_to_use(run, recipe)
+    assert (first, lines[0].strip()) == ("Use it:", command)
+    if lines[1].startswith("  in Python: see "):
+        assert Path(lines[1].removeprefix("  in Python: see ")).read_text().count("```python") == 1
+        return
+    Path("FOLDER/image.png").rename("image.png")
+    with redirect_stdout(StringIO()) as printed:
+        exec("\n".join(line.removeprefix("  ") for line in lines[1:]), {})
     assert printed.getvalue().strip()
 
 

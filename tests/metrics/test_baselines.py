@@ -2,13 +2,16 @@ import math
 from typing import Any
 
 import pytest
+from scipy.stats import fisher_exact
 
 from accel_train.core.metric_names import is_lower_better, show_metric
 from accel_train.metrics.baselines import (
     Unbeaten,
+    compare,
     format_main_score,
     format_scores,
     likely_causes,
+    rows_of,
     unbeaten_baseline,
 )
 
@@ -25,13 +28,13 @@ FACTS: dict[str, Any] = {
             {"accuracy": 0.8},
             {"majority_accuracy": 0.5, "tfidf_accuracy": 0.89},
             "loss",
-            ("tfidf", "accuracy", 0.8, 0.89),
+            ("TF-IDF", "accuracy", 0.8, 0.89),
         ),
         (
             {"accuracy": 0.4},
             {"majority_accuracy": 0.5, "tfidf_accuracy": 0.89},
             "loss",
-            ("tfidf", "accuracy", 0.4, 0.89),
+            ("TF-IDF", "accuracy", 0.4, 0.89),
         ),
         # A model that answers with the commonest class has learned nothing.
         ({"accuracy": 0.5}, {"majority_accuracy": 0.5}, "loss", ("majority", "accuracy", 0.5, 0.5)),
@@ -93,7 +96,30 @@ def test_the_best_baseline_that_the_model_does_not_beat_is_found(
 def test_one_line_compares_the_main_score_with_the_best_baseline(
     scores: dict[str, Any], baselines: dict[str, Any], expected: str
 ) -> None:
-    assert format_main_score(scores, baselines, "accuracy") == expected
+    assert format_main_score(scores, "accuracy", compare(scores, baselines, "accuracy")) == expected
+
+
+@pytest.mark.parametrize(("own", "other", "rows"), [(260, 250, 284), (275, 250, 284), (30, 45, 300), (6, 9, 10)])
+def test_a_difference_of_few_rows_is_within_chance(own: int, other: int, rows: int) -> None:
+    found = compare({"accuracy": own / rows}, {"tfidf_accuracy": other / rows}, "accuracy", rows)
+    assert found is not None
+    word, difference, *rest = found.verdict.replace(", ", ": ").split(": ")
+    assert (word, difference) == (
+        "beaten" if own > other else "not beaten",
+        f"{'+' if own > other else '-'}{abs(own - other)} of {rows} rows",
+    )
+    _, p_value = fisher_exact([[own, rows - own], [other, rows - other]])
+    assert rest == ([] if p_value < 0.05 else ["within chance"])
+
+
+def test_only_a_metric_that_counts_samples_is_compared_in_rows() -> None:
+    scores, baselines = {"f1_macro": 0.9, "accuracy": 0.9}, {"tfidf_f1_macro": 0.8, "tfidf_accuracy": 0.9}
+    found = [compare(scores, baselines, metric, 100) for metric in ("f1_macro", "accuracy")]
+    assert [each and each.verdict for each in found] == ["beaten", "equaled"]
+    assert rows_of({"num_targets": 90}, {"num_eval": 100}, "samples") == 90, "10 have no label"
+    assert rows_of({"num_targets": 130}, {"num_eval": 100}, "samples") == 100, "some questions have two windows"
+    assert rows_of({"num_targets": 90}, {"num_eval": 100}, "pixels") is None
+    assert rows_of({}, {"num_eval": 100}, "images") is None
 
 
 def test_the_sentence_has_both_numbers() -> None:
@@ -137,7 +163,9 @@ def test_a_recipe_may_say_which_values_are_better() -> None:
     scores, baselines = {"cost": 3.0}, {"zero_cost": 2.0}
     assert unbeaten_baseline(scores, baselines, "cost") is None
     assert unbeaten_baseline(scores, baselines, "cost", lambda name: name == "cost") == ("zero", "cost", 3.0, 2.0)
-    assert format_main_score(scores, baselines, "cost", lambda name: name == "cost").endswith("(not beaten)")
+    found = compare(scores, baselines, "cost", is_lower_better=lambda name: name == "cost")
+    assert found is not None
+    assert not found.is_beaten
 
 
 @pytest.mark.parametrize(
@@ -161,7 +189,7 @@ def test_scores_are_a_table_with_a_column_for_each_baseline() -> None:
     scores = {"loss": 0.25, "accuracy": 0.9, "f1_macro": 0.88, "num_targets": 12345}
     baselines = {"majority_accuracy": 0.5, "tfidf_accuracy": 0.8, "tfidf_f1_macro": 0.75, "of_no_metric": 1.0}
     assert format_scores(scores, baselines).splitlines() == [
-        "             this model  majority   tfidf",
+        "             this model  majority  TF-IDF",
         "  Loss           0.2500",
         "  Accuracy       0.9000    0.5000  0.8000",
         "  F1, macro      0.8800            0.7500",

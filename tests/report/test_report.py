@@ -229,7 +229,8 @@ def test_a_report_shows_the_lines_that_use_the_model_with_its_path(tmp_path: Pat
     code = 'classify = pipeline("text-classification", model="path/of/this/folder")\nclassify("a < b")'
     (run / "model" / "README.md").write_text(f"# A model\n\n```python\n{code}\n```\n")
     text = page_of(run).text
-    assert f'Use this model classify = pipeline("text-classification", model="{run.as_posix()}/model")' in text
+    assert f"Use this model accel-train generate {run.as_posix()} --prompt 'Once upon a time' classify = " in text
+    assert f'classify = pipeline("text-classification", model="{run.as_posix()}/model")' in text
     assert 'classify("a < b")' in text
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from accel_train.cli.main import main
-from accel_train.report.run import Run, load_run
+from accel_train.report.run import Run, command_to_use, load_run
 from accel_train.report.watch import format_view, sparkline, state_of, total_steps, watch_run
 from tests.support.report import SUMMARY, make_run
 
@@ -26,6 +26,17 @@ def test_watch_once_prints_state_loss_evaluation_and_last_events(
     assert "x" in lines[2].split()[2], "the step whose loss was NaN"
     assert lines[-1].endswith("checkpoint: saved step-200")
     assert max(map(len, lines)) <= 80
+
+
+def test_a_finished_run_ends_with_lines_to_copy_that_are_not_cut(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "a")
+    (run / "model").mkdir()
+    code = f"print({'a' * 90!r})"
+    (run / "model" / "README.md").write_text(f"```python\n{code}\n```\n")
+    loaded = load_run(run)
+    view = format_view(loaded, state_of(loaded), width=40).splitlines()
+    assert view[-3:] == ["Use it:", f"  {command_to_use(run, loaded.recipe)}", f"  {code}"]
+    assert view[-2].split()[:2] == ["accel-train", "generate"]
 
 
 def test_state_follows_the_last_launch_and_not_an_older_summary() -> None:

@@ -13,7 +13,7 @@ from accel_train.recipe.tasks import finetune_tasks
 
 def _finetune(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
     from accel_train.data.builtin.example import write_example
-    from accel_train.experiments.finetune.recipe import how_to_use
+    from accel_train.experiments.finetune.recipe import how_to_test
     from accel_train.experiments.finetune.start import write_recipe
 
     is_first = os.environ.get("RANK", "0") == "0"
@@ -42,7 +42,8 @@ def _finetune(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome
         return Outcome(result)
     result["run"] = run_recipe(result["recipe"], [], verbose=arguments.verbose, is_named=True)
     if is_first:
-        print("\n".join(how_to_use(written.found, written.recipe)))
+        for line in how_to_test(written.found, written.recipe):
+            print(line)
     return Outcome(result)
 
 

@@ -292,7 +292,8 @@ def format_choices(found: Found, chosen: Choices, recipe: Recipe, *, show_all: b
         name: choice for name, choice in {**found.settings, **chosen}.items() if choice.reason and name not in flags
     }
     lines = [found.description, *(f"  {note}" for note in found.notes), f"  task: {found.task} ({found.why})"]
-    lines += [f"  {note}" for note in class_notes(found.counts)] if found.counts else []
+    # The training counts the classes too, so that its lines are enough.
+    lines += [f"  {note}" for note in class_notes(found.counts)[0 if show_all else 1 :]] if found.counts else []
     columns = [] if show_all else [name for name in named if name.endswith(("_column", "_columns"))]
     if columns:
         kinds = {name: name.removeprefix("data.").partition("_column")[0] for name in columns}
@@ -384,39 +385,6 @@ def how_to_test(found: Found, recipe: Recipe) -> list[str]:
     run, test = quote(recipe.output_dir), quote(found.test)
     command = f"evaluate {run} {test}" if found.test_has_labels else f"predict {run} {test} --out predictions.csv"
     return [f"Test it: accel-train {command}"]
-
-
-def how_to_use(found: Found, recipe: Recipe) -> list[str]:
-    """Return lines that show how to use the trained model."""
-    output_dir = recipe.output_dir
-    model = os.path.join(output_dir, "model")
-    lines = [*how_to_test(found, recipe), "Use it:"]
-    # The model's code is a file in the folder of its weights.
-    has_own_code = (recipe.model.config or {}).get("model_type") == "ngrams"
-    consent = ", trust_remote_code=True" if has_own_code else ""
-    columns = found.settings.get("data.text_columns")
-    is_pair = columns is not None and len(columns.value) == 2
-    prompt = "Hello" if found.is_chat else "Once upon a time"
-    text = '{"text": "a text", "text_pair": "another text"}' if is_pair else '"a text"'
-    data, argument = ("FOLDER", '"an_image.jpg"') if found.edge else ("NEW.csv", f"{text}, truncation=True")
-    if found.task == "causal-lm":
-        argument = '[{"role": "user", "content": "Hello"}]' if found.is_chat else f'"{prompt}"'
-    elif found.task == "token-classification":
-        data, argument, consent = "NEW.jsonl", '"a sentence"', ', aggregation_strategy="first"'
-    elif found.task == "question-answering":
-        data = "NEW.jsonl"
-    elif "data.target_suffix" in found.settings:
-        data = f"NEW{Path(str(found.settings['data.train'].value)).suffix}"
-    lines.append(f"  accel-train predict {quote(output_dir)} {data} --out predictions.csv")
-    if found.task == "causal-lm":
-        lines[-1] = f"  accel-train generate {quote(output_dir)} --prompt '{prompt}'"
-    if found.task in ("question-answering", "seq2seq"):
-        return [*lines, f"  {os.path.join(model, 'README.md')} shows how to use it in Python"]
-    if found.task == "sentence-embedding":
-        call = f'SentenceTransformer("{model}").encode(["a text"])'
-        return [*lines, "  from sentence_transformers import SentenceTransformer", f"  {call}"]
-    call = f'pipeline("{TASKS[found.task].pipeline}", model="{model}"{consent})({argument})'
-    return [*lines, "  from transformers import pipeline", f"  {call}"]
 
 
 def minimal_recipe(path: str, arguments: Sequence[str]) -> Recipe:
