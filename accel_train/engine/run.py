@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,6 +35,18 @@ from accel_train.runtime.memory import PeakMemory
 from accel_train.runtime.signals import StopRequest
 from accel_train.runtime.watchdog import Watchdog
 from accel_train.task import Task, TaskData
+
+
+class Door(NamedTuple):
+    """How the user starts a run and changes a setting, for advice. The defaults are of a recipe and a command."""
+
+    again: str = "run the same command again"
+    resume: str = "set checkpoint.resume to auto"
+    """Advice where a run does not resume by itself."""
+    load_best: str = "set checkpoint.load_best_model_at_end to true"
+
+
+COMMAND = Door()
 
 
 @dataclass(frozen=True)
@@ -71,6 +83,7 @@ class Extensions:
     """Additional arguments of DistributedDataParallel, by Accelerate's names."""
     watchdog: Watchdog | None = None
     """Watchdog that replaces the run's own. The program opens and closes it."""
+    door: Door = COMMAND
     materialize: bool = True
     """Whether the main process makes weights with values. Without them, a run shows only shapes and traffic."""
 
@@ -133,7 +146,7 @@ class RunPlan:
     def how_to_resume(self) -> str:
         """Instruction for the user to resume the run."""
         auto = self.recipe.checkpoint.resume in BY_ITSELF
-        return "run the same command again" if auto else "set checkpoint.resume to auto"
+        return self.extensions.door.again if auto else self.extensions.door.resume
 
 
 @dataclass(frozen=True)

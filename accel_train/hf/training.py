@@ -37,7 +37,7 @@ from accel_train.core.errors import SettingError
 from accel_train.core.state import Requests
 from accel_train.core.work import working
 from accel_train.data.batch_sizes import resolve_batch
-from accel_train.engine.run import Extensions
+from accel_train.engine.run import Door, Extensions
 from accel_train.hf.argument_table import argument_error, has_recipe_optimizer, name_of
 from accel_train.hf.arguments import OURS, Length, length_of, precision_of, schedule_of, to_recipe, with_decay_of
 from accel_train.hf.callbacks import Flow, RecipeRates, may_ask, rates_of
@@ -321,6 +321,11 @@ def extensions_of(
         find_unused_parameters=finds_unused if given is None else given,
         requests=flow.requests,
         reading=reading_of(args),
+        door=Door(
+            "call train() again",
+            "call train(resume_from_checkpoint=True)",
+            "pass load_best_model_at_end=True to TrainingArguments",
+        ),
         ddp={} if args.ddp_bucket_cap_mb is None else {"bucket_cap_mb": args.ddp_bucket_cap_mb},
     )
 

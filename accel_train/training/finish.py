@@ -90,7 +90,7 @@ def finish_run(run: RunContext) -> tuple[JsonRecord, nn.Module]:
     if run.state.evaluation_owed:
         message = f"asked to stop: all {run.state.step} steps are saved, but the last evaluation is not done"
         run.observer.on_event("preempted", run.state.step, message)
-        raise Preempted(f"{message}; run the same command again to evaluate")
+        raise Preempted(f"{message}; {run.plan.how_to_resume} to evaluate")
     summary: JsonRecord = {}
     with run.strategy.averaged():
         refuse_nonfinite_model(run)
@@ -331,14 +331,13 @@ def _note_end(run: RunContext, summary: JsonRecord, report: Path | str) -> None:
         note(f"{defeat['sentence']}. Likely causes, and what to try:")
         for cause in defeat["causes"]:
             note(f"  - {cause}")
-    state, plan = run.state, run.plan
+    state, plan, door = run.state, run.plan, run.plan.extensions.door
     metric = plan.recipe.evaluate.metric_for_best_model
     is_best = state.best_step in (None, state.step) or summary["eval"].get(main) == state.best_metric
     if not is_best and not plan.recipe.loads_best_model:
         note(
             f"model/ holds the weights of the last step, but step {state.best_step} evaluated better ({metric} "
-            f"{state.best_metric:.4g}). To write its weights, set checkpoint.load_best_model_at_end to true and run "
-            "the same command again"
+            f"{state.best_metric:.4g}). To write its weights, {door.load_best} and {door.again}"
         )
     note(f"weights: {run.plan.output_dir / 'model'}\nreport:  {report}")
     for line in how_to_use(plan.output_dir, plan.recipe.model_dump()):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from accel_train.core.errors import SettingError
 from accel_train.core.format import LARGEST_COUNT
 from accel_train.core.state import JsonRecord
-from accel_train.engine.run import RunContext
+from accel_train.engine.run import Door, Extensions, RunContext
 from accel_train.recipe.loader import load_recipe, make_recipe
 from accel_train.recipe.schema import Recipe
 from accel_train.runtime.exit import exits_are_errors
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
 _TASK = "accel_train.tasks.module:FittedModule"
+_FIT = Door(
+    "call fit() again", 'pass resume="auto" to fit()', 'pass checkpoint={"load_best_model_at_end": True} to fit()'
+)
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ def train(recipe: Recipe | Mapping[str, Any] | str | Path) -> RunResult:
     elif isinstance(recipe, Mapping):
         recipe = make_recipe(recipe, "train()")
     with StopRequest() as stop:
-        return train_run(prepare_run(recipe, stop=stop))
+        return train_run(prepare_run(recipe, extensions=Extensions(door=Door("call train() again")), stop=stop))
 
 
 def train_run(run: RunContext) -> RunResult:
@@ -207,5 +210,5 @@ def fit(
         module, train_data, eval_data, functions, loss_is_per_batch=loss_is_per_batch
     )
     with StopRequest() as stop, task.remembered():
-        result = train_run(prepare_run(recipe, task, stop=stop))
+        result = train_run(prepare_run(recipe, task, Extensions(door=_FIT), stop=stop))
     return replace(result, model=model) if result.model is module else result

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -97,6 +98,19 @@ def test_fit_again_resumes_where_it_was_left_and_ends_with_the_same_bits() -> No
     assert_same_bits(whole.state_dict(), resumed.state_dict())
     assert losses(Path("run")) == losses(Path("whole"))
     assert len(steps_of(Path("run"), "resume")) == 1
+
+
+def test_who_follows_the_advice_of_fit_gets_the_best_weights_without_training_anew(capsys: Capture) -> None:
+    # What is learned is wrong on these samples, so each evaluation is worse than the one before.
+    common: Settings = {"max_steps": 20, "eval_data": TensorDataset(EVAL.tensors[0], -EVAL.tensors[1])}
+    last = fitted(module(), **common).metrics["loss"]
+    advice = re.search(r"pass (checkpoint=.*) to fit\(\) and call fit\(\) again", capsys.readouterr().out)
+    assert advice is not None
+    result = fitted(module(), **common, **eval(f"dict({advice[1]})"))
+    assert result.summary["best_step"] == 5
+    assert result.metrics["loss"] < last
+    assert_same_bits(result.model.state_dict(), model_of(Path("run")))
+    assert [len(steps_of(Path("run"), kind)) for kind in ("start", "resume")] == [1, 1]
 
 
 class Pair(NamedTuple):
