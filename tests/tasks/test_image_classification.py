@@ -3,6 +3,7 @@
 import json
 import pickle
 import shutil
+from ast import literal_eval
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from transformers import (
     MobileViTConfig,
     MobileViTForImageClassification,
     MobileViTImageProcessorPil,
-    pipeline,
 )
 
 from accel_train.cli.main import main
@@ -308,7 +308,7 @@ def test_colours_that_a_model_of_one_channel_does_not_see_are_noted(colours: Pat
 
 @pytest.mark.parametrize("channels", [1, 3])
 @torch.no_grad()
-def test_the_code_in_the_written_readme_answers_as_we_do_and_so_does_the_pipeline_with_three_channels(
+def test_the_code_in_the_written_readme_answers_as_we_do(
     colours: Path, tmp_path: Path, channels: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     task, data, model = load(make_recipe(colours, model={"config": {**RESNET, "num_channels": channels}}))
@@ -319,11 +319,10 @@ def test_the_code_in_the_written_readme_answers_as_we_do_and_so_does_the_pipelin
     name, score = data.source.label_names[int(ours["label"][0])], pytest.approx(float(ours["score"][0]), abs=1e-4)
     code = (tmp_path / "README.md").read_text().split("```python")[1].split("```")[0]
     exec(code.replace(FOLDER, str(tmp_path)).replace("image.png", str(image)), {})
-    said, probability = capsys.readouterr().out.split()
+    # An import of transformers may print a line before.
+    last = capsys.readouterr().out.splitlines()[-1]
+    said, probability = literal_eval(last)[0].values() if channels == 3 else last.split()
     assert (said, float(probability)) == (name, score)
-    if channels == 3:
-        best = pipeline("image-classification", model=str(tmp_path))(Image.open(image))[0]
-        assert (best["label"], best["score"]) == (name, score)
 
 
 def test_the_training_loss_has_smoothing_and_class_weights_and_the_evaluation_neither(colours: Path) -> None:

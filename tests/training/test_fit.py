@@ -4,6 +4,7 @@ import json
 import math
 import re
 import sys
+from ast import literal_eval
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -104,9 +105,9 @@ def test_who_follows_the_advice_of_fit_gets_the_best_weights_without_training_an
     # What is learned is wrong on these samples, so each evaluation is worse than the one before.
     common: Settings = {"max_steps": 20, "eval_data": TensorDataset(EVAL.tensors[0], -EVAL.tensors[1])}
     last = fitted(module(), **common).metrics["loss"]
-    advice = re.search(r"pass (checkpoint=.*) to fit\(\) and call fit\(\) again", capsys.readouterr().out)
+    advice = re.search(r"pass checkpoint=(.*) to fit\(\) and call fit\(\) again", capsys.readouterr().out)
     assert advice is not None
-    result = fitted(module(), **common, **eval(f"dict({advice[1]})"))
+    result = fitted(module(), **common, checkpoint=literal_eval(advice[1]))
     assert result.summary["best_step"] == 5
     assert result.metrics["loss"] < last
     assert_same_bits(result.model.state_dict(), model_of(Path("run")))

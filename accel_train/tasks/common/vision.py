@@ -243,20 +243,27 @@ class VisionTask(Task):
     def use(self, model: nn.Module, data: TaskData) -> Use:
         preprocessing, names = data.source.preprocessing, data.source.label_names
         (height, width), factory = height_width(preprocessing.image_size), self.factory.__name__
-        only = ". It takes one channel: images must be converted to grayscale, and `pipeline()` does not do this"
-        return Use(
-            f"""from PIL import Image
+        only = ""
+        code = f"""from transformers import pipeline
+
+predict = pipeline("{self.spec.pipeline}", model="{FOLDER}")
+print(predict("image.png"))"""
+        if preprocessing.mode == "L":
+            only = ". It takes one channel: images must be converted to grayscale, and `pipeline()` does not do this"
+            code = f"""from PIL import Image
 from transformers import AutoImageProcessor, {factory}
 
 model = {factory}.from_pretrained("{FOLDER}")
 processor = AutoImageProcessor.from_pretrained("{FOLDER}")
-image = Image.open("image.png").convert("{preprocessing.mode}")
+image = Image.open("image.png").convert("L")
 inputs = processor(image, return_tensors="pt")
-{self.example}""",
+{self.example}"""
+        return Use(
+            code,
             [
                 f"Knows: {len(names)} classes: {listed(names, 20, ' (config.json)')}",
                 f"Reads: images of {width} x {height} pixels; `preprocessor_config.json` says how they are made"
-                f"{only if preprocessing.mode == 'L' else ''}",
+                f"{only}",
             ],
             "images",
         )
