@@ -6,14 +6,12 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
-import torch
-from torch.utils.data import Dataset
 
 from accel_train.core.errors import SettingError
 from accel_train.data.labels import is_missing
 
 
-class Drawn(Dataset[Any]):
+class Drawn:
     """Training samples by draw (`order.DataOrder`). Augmentation depends only on (seed, epoch, index)."""
 
     def __init__(self, draw: Callable[[int, np.random.Generator], Any], seed: int, num_samples: int) -> None:
@@ -24,14 +22,14 @@ class Drawn(Dataset[Any]):
         return self.draw(index, np.random.default_rng((self.seed, epoch, index)))
 
 
-class SeededReads(Dataset[Any]):
+class SeededReads:
     """Training samples by draw, for data sets and collators that use the global random generators.
 
     Seeds the generators of Python, NumPy and torch by (seed, epoch, first sample) before each batch. Random masks and
     crops therefore do not depend on the number of readers or on the step of a resume.
     """
 
-    def __init__(self, dataset: "Dataset[Any]", seed: int, num_samples: int) -> None:
+    def __init__(self, dataset: Any, seed: int, num_samples: int) -> None:
         self.dataset, self.seed, self.num_samples = dataset, seed, num_samples
 
     def __getitems__(self, numbers: list[int]) -> Sequence[Any]:
@@ -39,11 +37,13 @@ class SeededReads(Dataset[Any]):
         value = int(np.random.SeedSequence((self.seed, epoch, index)).generate_state(1, np.uint32)[0])
         random.seed(value)
         np.random.seed(value)
+        import torch
+
         torch.default_generator.manual_seed(value)
         return fetch(self.dataset, [number % self.num_samples for number in numbers])
 
 
-def fetch(dataset: "Dataset[Any]", indices: list[int]) -> Sequence[Any]:
+def fetch(dataset: Any, indices: list[int]) -> Sequence[Any]:
     """Return samples by index, in one call if the data set offers torch's `__getitems__`."""
     many = getattr(dataset, "__getitems__", None)
     return many(indices) if many is not None else [dataset[index] for index in indices]

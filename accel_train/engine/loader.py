@@ -80,7 +80,7 @@ def _read_order(run: "RunContext", first_step: int) -> Steps:
     """
     data, order, sizes = run.plan.data, run.plan.order, run.sizes
     is_drawn, all_forward_alike = data.draw is not None or data.seeds_reading, not run.strategy.is_replicated
-    dataset = data.train
+    dataset: Any = data.train
     if data.draw is not None:
         dataset = Drawn(data.draw, order.seed, order.num_samples)
     elif data.seeds_reading:

@@ -142,8 +142,8 @@ def rows_of(scores: Mapping[str, Any], facts: Mapping[str, Any], targets: str) -
     if targets not in ("samples", "images"):
         return None
     # A question has a target for each of its windows, and a sample without a label has none.
-    known = (scores.get("num_targets"), facts.get("num_eval"))
-    return int(min(known)) if all(map(is_number, known)) else None  # type: ignore[type-var]
+    known = [count for count in (scores.get("num_targets"), facts.get("num_eval")) if is_number(count)]
+    return int(min(known)) if len(known) == 2 else None
 
 
 def format_main_score(scores: Mapping[str, Any], main_metric: str, compared: Comparison | None) -> str:

@@ -172,8 +172,8 @@ def describe_run(run: Run) -> JsonRecord:
     ]
     if (found := compare_with_baseline(run)) is not None:
         what = "Best baseline" + ("" if found.metric == _best_metric(run) else f", {label(found.metric)}")
-        value = show_metric(found.metric, found.value)
-        numbers.insert(1, {"label": f"{what}: {found.baseline}", "value": value, "unit": "", "note": found.verdict})
+        shown = show_metric(found.metric, found.value)
+        numbers.insert(1, {"label": f"{what}: {found.baseline}", "value": shown, "unit": "", "note": found.verdict})
     return {
         "name": run.name,
         "status": status[:1].upper() + status[1:],

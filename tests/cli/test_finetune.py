@@ -7,6 +7,8 @@ import json
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from accel_train.experiments.finetune.recognise import recognise
 from benchmarks.shapes import sharegpt_with_tools
 from tests.support.boxes import write_yolo
 from tests.support.commands import call, dry_run, refused_data
-from tests.support.runs import run_forked_command, write_base, write_corpus, write_jsonl, write_lines
+from tests.support.runs import environment, run_forked_command, write_base, write_corpus, write_jsonl, write_lines
 from tests.support.text_tasks import write_questions, write_texts
 from tests.support.wording import assert_wording
 
@@ -71,7 +73,7 @@ def test_a_csv_becomes_a_text_classifier() -> None:
     assert sizes is not None
     assert sum(map(int, sizes.groups())) == 62
     assert "(reviews.csv:62 is the first)" in printed, "the first of the empty texts is named"
-    use = '"runs/reviews/model", trust_remote_code=True)("a text", truncation=True)'
+    use = 'pipeline("text-classification", model="runs/reviews/model", trust_remote_code=True)'
     for said in (use, "accel-train predict runs/reviews NEW.csv", "all settings and reasons: runs/reviews.yaml"):
         assert said in printed
     assert "optimizer.learning_rate" not in printed
@@ -107,6 +109,19 @@ def test_a_table_of_image_files_and_labels_becomes_an_image_classifier() -> None
     _, recipe = dry_run("t/labels.csv")
     facts = {"image_column": "file", "label_column": "kind", "image_size": 32}
     assert facts.items() <= recipe["data"].items()
+
+
+@pytest.mark.parametrize("data", ["reviews.csv", "digits"])
+def test_the_findings_need_no_torch(data: str) -> None:
+    write_reviews()
+    write_digits()
+    program = (
+        "import sys; from accel_train.cli.main import main; "
+        "code = main(sys.argv[1:]); print(code, [name for name in ('torch', 'transformers') if name in sys.modules])"
+    )
+    words = [sys.executable, "-c", program, "finetune", f"./{data}", "--output_dir", "runs/x", "--dry-run"]
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "0 []", done.stderr
 
 
 @pytest.mark.slow
@@ -409,8 +424,8 @@ def test_a_tiny_example_of_words_questions_and_pairs_trains() -> None:
     write_conll("w.conll")
     write_jsonl("q.jsonl", map(question, range(30)))
     write_lines("p.csv", "src,tgt", *(f"{WORDS[n % 4]} {n},{WORDS[n % 3]}" for n in range(30)))
-    for path, called in (("w.conll", "NEW.jsonl"), ("q.jsonl", "NEW.jsonl"), ("p.csv", "NEW.csv")):
-        call("finetune", path, *QUICK, named=f"accel-train predict runs/{path[0]} {called}")
+    for path in ("w.conll", "q.jsonl", "p.csv"):
+        call("finetune", path, *QUICK, named=f"accel-train predict runs/{path[0]} NEW{Path(path).suffix}")
         assert Path("runs", path[0], "report.html").is_file()
         assert Path("runs", path[0], "model/README.md").is_file()
 

@@ -4,16 +4,18 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from PIL import Image
 
 from accel_train.core.json_io import parse_json
 from accel_train.data.images.decoding import Mode, to_mode
 from accel_train.data.images.images import Images, evenly_spaced
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
@@ -117,8 +119,10 @@ class Preprocessing:
         pixels = pixels[:: -1 if self.reverses_channels else 1].transpose(1, 2, 0)
         return Image.fromarray(np.ascontiguousarray(pixels if self.mode == "RGB" else pixels[..., 0]).astype(np.uint8))
 
-    def normalise(self, images: Sequence[NDArray[np.uint8]]) -> torch.Tensor:
+    def normalise(self, images: Sequence[NDArray[np.uint8]]) -> "Tensor":
         """Return (pixels / 255 - mean) / std of uint8 images (H, W) or (H, W, C), as float32 (N, C, H, W)."""
+        import torch
+
         stacked = torch.from_numpy(np.stack(images))
         channels_last = stacked[..., None] if stacked.ndim == 3 else stacked
         pixels = channels_last.permute(0, 3, 1, 2).contiguous().float()

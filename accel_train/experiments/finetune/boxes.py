@@ -17,7 +17,6 @@ from accel_train.experiments.finetune.images import not_used, sizes_of
 from accel_train.experiments.finetune.recipe import Asked, Choices, Found, refuse_columns
 from accel_train.experiments.finetune.tree import Tree
 from accel_train.tasks.object_detection.config import ObjectDetectionData
-from accel_train.tasks.object_detection.data import read_boxed_images
 
 TASK = "object-detection"
 
@@ -50,6 +49,8 @@ def recognise_boxes(asked: Asked, tree: Tree) -> Found | str:
         if located.eval is not None and "data.eval" not in asked.given:
             what = "its validation part" if located.eval == located.train else "evaluation data by its name"
             settings["data.eval"] = Choice(str(located.eval), what)
+    from accel_train.tasks.object_detection.data import read_boxed_images  # imports torch
+
     data = with_settings(asked.data, settings)
     fields = {name: getattr(data, name) for name in ObjectDetectionData.model_fields}
     sets = read_boxed_images(ObjectDetectionData.model_validate(fields))

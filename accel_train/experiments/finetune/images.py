@@ -36,7 +36,6 @@ from accel_train.experiments.finetune.columns import Column, Table, read_table
 from accel_train.experiments.finetune.recipe import Asked, Found, places_of, refuse_columns
 from accel_train.experiments.finetune.tree import Tree
 from accel_train.experiments.finetune.values.labels import recognise_label
-from accel_train.tasks.semantic_segmentation.data import masked_pool
 
 _NUM_LOOKED_AT = 200
 """Evenly spaced images whose headers are read for sizes and colors."""
@@ -208,6 +207,8 @@ def recognise_masks(asked: Asked, tree: Tree) -> Found | str:
     refuse_columns(asked, asked.path, "images and masks")
     if not asked.allows("semantic-segmentation"):
         raise ValueError(f"--task {asked.task}: {asked.path} holds images and masks. Use --task semantic-segmentation")
+    from accel_train.tasks.semantic_segmentation.data import masked_pool  # imports torch
+
     pool = masked_pool(pairs.train, asked.data, asked.path)
     classes, notes = _classes_of(asked, pool)
     root = asked.place

@@ -249,11 +249,12 @@ def find_palette(asked: Asked, place: str) -> Masks | None:
     path = Path(place).expanduser()
     if not asked.allows("semantic-segmentation") or not path.is_dir() or not list_images(path):
         return None
-    from accel_train.experiments.finetune.images import find_pairs, not_used  # imports torch
-    from accel_train.tasks.semantic_segmentation.data import masked_pool
+    from accel_train.experiments.finetune.images import find_pairs, not_used
 
     if (pairs := find_pairs(place)) is None:
         return None
+    from accel_train.tasks.semantic_segmentation.data import masked_pool  # imports torch
+
     parts = {"train": pairs.train} | ({"val": pairs.eval} if pairs.eval and "data.eval" not in asked.given else {})
     test = folders_beside(Path(pairs.train).expanduser()).get("test")
     if pairs.train != place and test is not None and pair_of_folders(test):

@@ -10,8 +10,6 @@ from typing import Any
 
 from accel_train.core.errors import SettingError, missing_packages
 from accel_train.core.state import Choice
-from accel_train.data.images.processors import model_preprocessing, pretrained_image_size
-from accel_train.data.text.tokenizers import load_tokenizer
 from accel_train.experiments.finetune.amounts import (
     AMOUNTS,
     LORA_FROM_PARAMETERS,
@@ -25,11 +23,8 @@ from accel_train.experiments.finetune.amounts import (
     training_of,
 )
 from accel_train.experiments.finetune.recipe import Choices, Found
-from accel_train.metrics.entities import entity_tags
-from accel_train.model.pretrained import num_pretrained_parameters, pretrained_config
 from accel_train.recipe.loader import Recipe, load_recipe, make_recipe, shipped_recipes
 from accel_train.recipe.tasks import TASKS
-from accel_train.task import load_task
 
 LONGEST = 1024
 """Maximum length of a pretrained language model's windows, in tokens."""
@@ -98,6 +93,10 @@ def look_at(name: str, task: str, *, trust_remote_code: bool) -> Pretrained:
         raise ValueError(
             f"--model {name}: folder not found (relative to {Path.cwd()}). Name a folder, or a model on the hub"
         )
+    from accel_train.data.images.processors import pretrained_image_size  # imports torch
+    from accel_train.data.text.tokenizers import load_tokenizer
+    from accel_train.model.pretrained import num_pretrained_parameters, pretrained_config
+
     model = {"pretrained": name, "trust_remote_code": trust_remote_code}
     tree = {"output_dir": "runs", "model": model, "data": {"train": "."}, "schedule": {"max_steps": 1}}
     config = pretrained_config(make_recipe(tree, "--model"))
@@ -119,6 +118,8 @@ def look_at(name: str, task: str, *, trust_remote_code: bool) -> Pretrained:
 
 def _image_resize(tree: dict[str, Any], config: Any, size: int) -> Choice[str] | None:
     """Return whether whole images are resized, because the model's image processor does what no recipe can."""
+    from accel_train.data.images.processors import model_preprocessing
+
     recipe = make_recipe({**tree, "data": {"train": ".", "image_size": size}}, "--model")
     try:
         model_preprocessing(recipe, config, is_whole=recipe.task != "image-classification")
@@ -131,6 +132,8 @@ def _image_resize(tree: dict[str, Any], config: Any, size: int) -> Choice[str] |
 
 def _document_masks(tree: dict[str, Any], config: Any) -> Choice[bool]:
     """Return whether the model can keep documents in a window apart, by the probe that starts a run."""
+    from accel_train.task import load_task
+
     positions = getattr(config.get_text_config(), "max_position_embeddings", None) or LONGEST
     data = {"train": ".", "mask_documents": True, "sequence_length": min(LONGEST, positions)}
     try:
@@ -371,6 +374,8 @@ def detector(found: Found, pretrained: Pretrained | None) -> Choices:
 
 
 def tagger(found: Found, pretrained: Pretrained | None) -> Choices:
+    from accel_train.metrics.entities import entity_tags  # imports torch
+
     is_entities = entity_tags(tuple(found.counts)) is not None
     return _small_model(found, pretrained, 512, Choice("f1", "of whole entities") if is_entities else None)
 

@@ -85,7 +85,7 @@ def write_recipe(
     if note is not None:
         asked = own.asked_of(place, own.minimal_recipe(place, settings), **flags)
     own.check_header(asked)
-    from accel_train.experiments.finetune.models import choose, look_at  # imports torch
+    from accel_train.experiments.finetune.models import choose, look_at
     from accel_train.experiments.finetune.recognise import recognise
 
     found = recognise(asked)

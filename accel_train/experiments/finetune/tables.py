@@ -34,7 +34,6 @@ from accel_train.experiments.finetune.values.misread import (
     refuse_media,
     refuse_words_by_row,
 )
-from accel_train.tasks.causal_lm.data import check_row, columns_of
 
 _USUAL = "text sentence review content comment message tweet body question document abstract description"
 _TEXT_NAMES = frozenset(_USUAL.split())
@@ -176,6 +175,8 @@ def _chats(asked: Asked, table: Table) -> Found | None:
             f"{table.partial.get(tools, table.path)}: no column {tools!r}. Write an empty list in rows without tools, "
             "or leave all tools out: --data.tools_column null"
         )
+    from accel_train.tasks.causal_lm.data import check_row, columns_of  # imports torch
+
     data = asked.data.model_copy(update={"format": "chat", "messages_column": column.name, "tools_column": tools})
     cells = zip(*(table[name].cells for name in columns_of(data)))
     rows: list[Any] = [check_row(Row(row, where, 0), data) for row, where in zip(cells, table.wheres)]
@@ -249,6 +250,8 @@ def _pairs(asked: Asked, table: Table) -> Found | None:
             "input_column": inputs,
         }
     )
+    from accel_train.tasks.causal_lm.data import check_row, columns_of  # imports torch
+
     names = columns_of(data)
     for *cells, where in zip(*(table[name].cells for name in names), table.wheres):
         check_row(Row(tuple(cells), where, 0), data)

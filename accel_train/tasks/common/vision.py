@@ -262,8 +262,7 @@ inputs = processor(image, return_tensors="pt")
             code,
             [
                 f"Knows: {len(names)} classes: {listed(names, 20, ' (config.json)')}",
-                f"Reads: images of {width} x {height} pixels; `preprocessor_config.json` says how they are made"
-                f"{only}",
+                f"Reads: images of {width} x {height} pixels; `preprocessor_config.json` says how they are made{only}",
             ],
             "images",
         )

@@ -18,10 +18,6 @@ from accel_train.experiments.finetune.annotated.annotations import find_spans
 from accel_train.experiments.finetune.columns import Column, Table, data_at, files_at, readings, with_settings
 from accel_train.experiments.finetune.recipe import Asked, Choices, Found, lengths, listed, places_of, refuse_columns
 from accel_train.experiments.finetune.tree import Tree
-from accel_train.tasks.question_answering.data import read_questions
-from accel_train.tasks.sentence_embedding.data import read_anchor_rows
-from accel_train.tasks.seq2seq.data import read_pairs
-from accel_train.tasks.token_classification.data import encode_tags, read_sentences, tag_scheme
 
 
 class _Kind(NamedTuple):
@@ -227,6 +223,8 @@ def anchored(asked: Asked, table: Table) -> Found | None:
     settings: Choices = {"data.pair_columns": Choice(list(names), why)}
     if score is not None:
         settings["data.score_column"] = Choice(score, why_score)
+    from accel_train.tasks.sentence_embedding.data import read_anchor_rows  # imports torch
+
     data: Any = with_settings(asked.data, {**table.settings, **settings})
     rows = read_anchor_rows(resolve_sources(str(table.path), data, key=str(table.path)), data, key=str(table.path))
     held = "texts that belong together" if score is None else f"pairs of texts, and {score!r} their similarity"
@@ -295,7 +293,10 @@ def facts_of(asked: Asked, task: str, path: str, settings: Choices) -> dict[str,
     data: Any = with_settings(asked.data, settings)
     sources = resolve_sources(path, data, key=path)
     notes: list[str] = []
+    # The readers of tasks import torch.
     if task == "token-classification":
+        from accel_train.tasks.token_classification.data import encode_tags, read_sentences, tag_scheme
+
         sentences = read_sentences(sources, data, key=path, notes=notes)
         scheme = tag_scheme(sentences, sources, data)
         numbers = np.bincount(np.concatenate(encode_tags(scheme, sentences)), minlength=len(scheme.names)).tolist()
@@ -303,11 +304,15 @@ def facts_of(asked: Asked, task: str, path: str, settings: Choices) -> dict[str,
         texts = [sentence.key for sentence in sentences]
         facts: dict[str, Any] = {"counts": counts, "notes": tuple(notes)}
     elif task == "question-answering":
+        from accel_train.tasks.question_answering.data import read_questions
+
         rows = read_questions(sources, data, key=path)
         count = format_count(sum(not row.answers for row in rows), "question")
         texts = [f"{row.question} {row.context}" for row in rows]
         facts = {"notes": () if count.startswith("0 ") else (f"{count} without an answer in the text",)}
     else:
+        from accel_train.tasks.seq2seq.data import read_pairs
+
         pairs = read_pairs(sources, data, key=path, notes=notes)
         texts = [row.texts[0] for row in pairs]
         facts = {"longest_target": lengths([len(row.label) for row in pairs])["longest"], "notes": tuple(notes)}
