@@ -1,6 +1,7 @@
 """Output of a run: its folder and observers, the startup log, the cost of compiling, and profiles."""
 
 import os
+import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -18,6 +19,7 @@ from accel_train.checkpoint.fingerprint import OF_BEST, changes_evaluation
 from accel_train.checkpoint.rollback_log import describe
 from accel_train.checkpoint.zero_shards import whole_numel
 from accel_train.core.files import make_folders
+from accel_train.core.format import format_bytes
 from accel_train.core.hardware import peak_flops
 from accel_train.core.ownership import write_file
 from accel_train.core.redaction import redact
@@ -29,6 +31,7 @@ from accel_train.engine.run import RunContext
 from accel_train.engine.save import ALIKE
 from accel_train.model.batch_norm import SyncedBatchNorm, trained_batch_norms
 from accel_train.model.freeze import named
+from accel_train.model.memory_estimate import state_bytes
 from accel_train.observe.goodput import LaunchClock
 from accel_train.observe.notify import Notifier
 from accel_train.observe.observer import LogPlan, Observer, Observers, RunObserver
@@ -297,6 +300,13 @@ def announce(run: RunContext, folder: RunFolder) -> None:
     run.statistics.on_change = partial(note_changing_state, run)
     for note in _of_data(plan.data, plan.recipe) or [f"{plan.order.num_samples:,} samples to train on"]:
         observer.note(f"{'data'.ljust(width)}  {note}")
+    free, weights = shutil.disk_usage(folder.path).free, 4 * num_parameters
+    needed = 2 * weights + state_bytes(run.strategy.inner.model, plan.recipe.optimizer)
+    if free < needed and not has_finished:
+        observer.note(
+            f"{'disk'.ljust(width)}  {format_bytes(free)} free, but a checkpoint and model/ take about "
+            f"{format_bytes(needed)}. Free space, or set output_dir on another disk"
+        )
     if not folder.lock.value:
         observer.note(f"output_dir is not locked: {folder.lock.reason}")
     for status in point.broken:

@@ -1,6 +1,8 @@
 """The first lines of a run: warnings that apply to it, with a remedy that applies as well."""
 
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -43,3 +45,19 @@ def test_the_screen_has_only_choices_that_differ_from_the_recipe_and_the_log_has
     choices = events(folder, "start")[0]["choices"]
     assert {"optimizer.learning_rate", "batch", "schedule.warmup_steps", "precision.mixed_precision"} <= set(choices)
     assert choices == summary_of(folder)["choices"]
+
+
+def test_a_disk_that_cannot_hold_a_checkpoint_is_said_before_the_first_step(
+    corpus: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = tiny_recipe(corpus, schedule={"max_steps": 1}, checkpoint={"every_steps": 1})
+    folder = train(recipe).output_dir
+    assert "\ndisk" not in capsys.readouterr().out
+    # A fp32 checkpoint, whose header is small, and the final weights.
+    written = (folder / "checkpoints", folder / "model")
+    taken = sum(file.stat().st_size for part in written for file in part.rglob("*") if file.suffix == ".safetensors")
+    for share, is_enough in ((1.1, True), (0.8, False)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, free=int(share * taken): SimpleNamespace(free=free))
+        train(tiny_recipe(corpus, schedule={"max_steps": 2}, checkpoint={"every_steps": 1, "resume": "never"}))
+        said = capsys.readouterr().out
+        assert ("\ndisk" in said.partition("step 0:")[0]) == (not is_enough)
