@@ -412,7 +412,7 @@ def load_function(setting: str, name: str, form: str) -> Callable[..., Any]:
     found: Any = _load(setting, name, "function")
     if not callable(found):
         raise ValueError(f"{setting}={name!r} is {_kind(found)}. Name a function of {form}, as module:function.")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _load(setting: str, name: str, kind: str) -> object:

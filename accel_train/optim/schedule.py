@@ -15,7 +15,7 @@ from fractions import Fraction
 
 import torch
 
-from accel_train.core.errors import setting_error
+from accel_train.core.errors import SettingError, first_line, setting_error
 from accel_train.core.state import Choice
 from accel_train.data.order import LastBatch, steps_per_epoch
 from accel_train.recipe.optimizer import Group, Optimizer
@@ -137,7 +137,14 @@ def _own_curve(schedule: Schedule, span: Span) -> Curve:
         return float(value)
 
     for t in (0, span.curve_steps // 2, span.curve_steps):
-        curve(t, span, schedule)
+        try:
+            curve(t, span, schedule)
+        except SettingError:
+            raise
+        # A custom function may raise any exception.
+        except Exception as error:
+            problem = f"the curve raised {type(error).__name__} at t={t}: {first_line(error)}"
+            raise setting_error("schedule.type", schedule.type, problem, "Take (t, span, schedule)") from error
     return curve
 
 

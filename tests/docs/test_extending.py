@@ -53,10 +53,9 @@ def test_every_section_with_commands_has_a_test() -> None:
     assert sorted({*tested}) == sorted(SECTIONS)
 
 
-def test_the_task_learns_and_its_run_is_evaluated(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_task_learns_and_its_run_is_evaluated() -> None:
     type_commands("Add a task")
     assert summary_of(Path("runs/line"))["eval"]["loss"] < 0.1
-    assert "loss" in capsys.readouterr().out
 
 
 def test_the_changed_task_reads_its_setting() -> None:

@@ -13,7 +13,7 @@ from accel_train import Callback, fit
 
 RANK = int(os.environ.get("RANK", "0"))
 """Without a launcher, the process is both: the main one, and the one that asks."""
-ASKS = RANK == int(os.environ.get("WORLD_SIZE", "1")) - 1
+ASKS = int(os.environ.get("WORLD_SIZE", "1")) - 1 == RANK
 
 
 class Seen(Callback):
