@@ -74,7 +74,7 @@ class AskAt(Callback):
     def ask(self, step: StepResult, requests: Requests) -> None:
         requests.save |= step.step == 2
         requests.evaluate |= step.step == 3
-        requests.stop |= step.step == 7
+        requests.stop |= step.step == 8
 
 
 def test_a_callback_reads_every_step_evaluation_and_event_and_changes_no_bit() -> None:
@@ -114,9 +114,9 @@ def test_requests_after_a_step_save_evaluate_and_stop_at_this_step() -> None:
     fitted(reader, AskAt())
     saved = {event["step"] for event in events(Path("run"), "checkpoint")}
     assert 2 in saved
-    assert max(saved) == 7
-    assert sorted(reader.evaluated) == [3, 4, 7]
-    assert [event["step"] for event in events(Path("run"), "early_stop")] == [7]
+    assert max(saved) == 8
+    assert sorted(reader.evaluated) == [3, 4, 8]
+    assert [event["step"] for event in events(Path("run"), "early_stop")] == [8]
 
 
 def test_on_two_processes_all_see_the_same_and_the_request_of_one_counts_for_all(tmp_path: Path) -> None:
