@@ -71,7 +71,7 @@ def test_the_task_that_counts_its_targets_learns() -> None:
 
 
 def test_the_data_set_is_read_in_a_program() -> None:
-    type_commands("Read your own data set")
+    type_commands("Read your own dataset")
     assert Path("waves.bin").stat().st_size == 200 * 65 * 4
     assert summary_of(Path("runs/waves"))["steps"] == -(-200 // 32)
 
