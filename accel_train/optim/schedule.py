@@ -88,7 +88,7 @@ def _warmup_steps(schedule: Schedule, max_steps: int) -> tuple[int, str]:
     if schedule.warmup_ratio is not None:
         steps = math.ceil(_decimal(schedule.warmup_ratio) * max_steps)
         return steps, f"warmup_ratio {schedule.warmup_ratio:g} x {max_steps} steps, rounded up"
-    if not schedule.type.startswith("warmup_"):
+    if schedule.type not in CURVES or not schedule.type.startswith("warmup_"):
         return 0, f"not set, and {schedule.type} has no default warmup"
     if max_steps == 1:
         return 0, "a run of one step has no warmup: its only step would have rate 0"

@@ -4,7 +4,6 @@ import re
 import runpy
 import shlex
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,32 +15,34 @@ from tests.support.runs import losses, metrics, summary_of
 
 SECTIONS = {name: text for name, text in sections("docs/extending.md").items() if "```bash" in text}
 FILE = re.compile(r"^```(?:python|yaml)\n(# (\w+\.(?:py|yaml)).*?)^```$", flags=re.DOTALL | re.MULTILINE)
+FILES = [found for text in SECTIONS.values() for found in FILE.findall(text)]
 COMMANDS = re.compile(r"^```bash\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 QUICK = ("--schedule.max_steps", "2")
 """For `finetune`, which trains for 20 epochs or so."""
 
 
 @pytest.fixture(autouse=True)
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, not_launched: None) -> Iterator[None]:
-    """All files of the page in an empty folder; their modules are forgotten."""
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, not_launched: None) -> None:
+    """All files of the page in an empty folder."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    written = [found for text in SECTIONS.values() for found in FILE.findall(text)]
-    for text, name in written:
+    for text, name in FILES:
         Path(name).write_text(text)
-    yield
-    for _, name in written:
-        sys.modules.pop(name.partition(".")[0], None)
 
 
 def type_commands(section: str) -> None:
-    for block in COMMANDS.findall(SECTIONS[section]):
-        for line in block.replace("\\\n", " ").splitlines():
-            program, *words = shlex.split(line)
+    """Run each command as a process of its own would: it has imported none of the files."""
+    for line in "".join(COMMANDS.findall(SECTIONS[section])).replace("\\\n", " ").splitlines():
+        program, *words = shlex.split(line)
+        path = [*sys.path]
+        try:
             if program == "python":
                 runpy.run_path(words[0], run_name="__main__")
             else:
                 assert main([*words, *(QUICK if words[0] == "finetune" else ())]) == 0, line
+        finally:
+            sys.path[:] = path
+            for _, name in FILES:
+                sys.modules.pop(name.partition(".")[0], None)
 
 
 def rates(run: str) -> dict[int, float]:

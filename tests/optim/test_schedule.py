@@ -202,6 +202,7 @@ def test_no_decay_falls_below_the_minimum(name: str) -> None:
 
 def test_a_function_of_a_module_is_a_curve_after_the_warmup(monkeypatch: pytest.MonkeyPatch) -> None:
     own_curve(monkeypatch, lambda t, span, schedule: 1 - t / (2 * span.curve_steps))
+    assert resolve_steps(Schedule(max_steps=500, type="warmup_of_mine:own"), 8, 1).warmup_steps == 0
     assert ours(10, 2, type="curves_of_mine:own") == [0, 0.5, 1, *(1 - t / 16 for t in range(1, 8))]
 
 
