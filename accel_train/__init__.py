@@ -14,11 +14,13 @@ if TYPE_CHECKING:
     from accel_train.hf import Trainer as Trainer
     from accel_train.inference.export import load_exported as load_exported
     from accel_train.tasks.module import ModuleTask as ModuleTask
+    from accel_train.training.callbacks import Callback as Callback
     from accel_train.training.train import RunResult as RunResult
     from accel_train.training.train import fit as fit
     from accel_train.training.train import train as train
 
 __all__ = [
+    "Callback",
     "ModuleTask",
     "Recipe",
     "RunResult",
@@ -41,6 +43,10 @@ def __getattr__(name: str) -> Any:
         from accel_train.training import train as door
 
         return getattr(door, name)
+    if name == "Callback":
+        from accel_train.training import callbacks
+
+        return callbacks.Callback
     if name == "finetune":
         from accel_train.experiments.finetune import start
 

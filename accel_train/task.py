@@ -395,24 +395,40 @@ def load_class(setting: str, name: str, base: str) -> type[Any]:
     Raises:
         ValueError: the class does not exist. The message names `base`, the class to derive from.
     """
-    module_name, class_name = name.split(":", 1)
-    # Do this only for a module that is not installed. Optional imports of an installed one would also be looked up
-    # there.
-    if not _places(module_name.partition(".")[0], sys.path):
-        _see_current_folder()
-    try:
-        found = getattr(importlib.import_module(module_name), class_name)
-    # An empty name raises ValueError.
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"{setting}={name!r} cannot be imported: {error}. Put its module on PYTHONPATH or in the current "
-            "folder, and name it as module:Class."
-        ) from error
+    found = _load(setting, name, "Class")
     if not isinstance(found, type):
         raise ValueError(
             f"{setting}={name!r} is {_kind(found)}, not a class. Name a class derived from {base}, as module:Class."
         )
     return found
+
+
+def load_function(setting: str, name: str, form: str) -> Callable[..., Any]:
+    """Return the function that a setting names as `module:function`, looked up as `load_class` does.
+
+    Raises:
+        ValueError: the function does not exist. The message shows its `form`, such as `(t, span)`.
+    """
+    found: Any = _load(setting, name, "function")
+    if not callable(found):
+        raise ValueError(f"{setting}={name!r} is {_kind(found)}. Name a function of {form}, as module:function.")
+    return found
+
+
+def _load(setting: str, name: str, kind: str) -> object:
+    module_name, own_name = name.split(":", 1)
+    # Do this only for a module that is not installed. Optional imports of an installed one would also be looked up
+    # there.
+    if not _places(module_name.partition(".")[0], sys.path):
+        _see_current_folder()
+    try:
+        return getattr(importlib.import_module(module_name), own_name)
+    # An empty name raises ValueError.
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{setting}={name!r} cannot be imported: {error}. Put its module on PYTHONPATH or in the current "
+            f"folder, and name it as module:{kind}."
+        ) from error
 
 
 def read_data(task: Task, recipe: "Recipe", *, progress: bool) -> TaskData:
@@ -454,8 +470,10 @@ def _see_current_folder() -> None:
         sys.path.append(str(Path.cwd()))
 
 
-def refuse_code_of_a_run(setting: str, name: str, folder: Path, *, is_of_a_run: bool = True) -> None:
-    """Refuse a class that a run's recipe names, unless its module is installed by the reader of the run.
+def refuse_code_of_a_run(
+    setting: str, name: str, folder: Path, *, is_of_a_run: bool = True, is_in_list: bool = False
+) -> None:
+    """Refuse code that a run's recipe names, unless its module is installed by the reader of the run.
 
     An installed module is found without the current folder: a package, or a module on an absolute path of PYTHONPATH.
     A recipe outside of a run folder may name other modules, but not below its own `folder`.
@@ -472,9 +490,10 @@ def refuse_code_of_a_run(setting: str, name: str, folder: Path, *, is_of_a_run: 
     places, trusted = _places(package, [*path, str(here)]), _places(package, installed)
     is_below = any(place.is_relative_to(folder.resolve()) for place in places)
     if (is_below or places != trusted) if is_of_a_run else (is_below and places != trusted):
+        shown = quote(f"[{name}]" if is_in_list else name)
         raise ValueError(
             f"{setting}={name!r} of {folder} would run {places[0]}. It is not installed, and may have come with the "
-            f"{'run' if is_of_a_run else 'recipe'}. Read it, and add --{setting} {quote(name)} if you trust it."
+            f"{'run' if is_of_a_run else 'recipe'}. Read it, and add --{setting} {shown} if you trust it."
         )
 
 

@@ -10,8 +10,8 @@ import pytest
 from benchmarks.size import ROOT, sizes, tokens_of
 
 BUDGETS: dict[str, int] = {
-    "accel_train": 3_700,
-    "accel_train/checkpoint": 18_200,
+    "accel_train": 3_800,
+    "accel_train/checkpoint": 18_300,
     "accel_train/cli": 15_100,
     "accel_train/core": 11_100,
     "accel_train/data": 70_500,
@@ -20,20 +20,20 @@ BUDGETS: dict[str, int] = {
     "accel_train/guard": 2_000,
     "accel_train/hf": 34_500,
     "accel_train/inference": 17_100,
-    "accel_train/metrics": 7_300,
+    "accel_train/metrics": 7_400,
     "accel_train/model": 35_400,
     "accel_train/observe": 15_000,
-    "accel_train/optim": 9_700,
+    "accel_train/optim": 9_900,
     "accel_train/parallel": 16_200,
     "accel_train/plan": 11_500,
-    "accel_train/recipe": 16_300,
+    "accel_train/recipe": 16_400,
     "accel_train/recovery": 13_100,
     "accel_train/report": 14_500,
     "accel_train/runtime": 17_900,
     "accel_train/tasks": 72_200,
-    "accel_train/training": 17_500,
+    "accel_train/training": 18_400,
     "benchmarks": 65_100,
-    "tests": 568_500,
+    "tests": 570_900,
 }
 """Tokens by package."""
 

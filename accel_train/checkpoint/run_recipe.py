@@ -1,39 +1,42 @@
 """Read the recipe of an untrusted run folder."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from accel_train.core.errors import SettingError
 from accel_train.observe.run_folder import RECIPE_FILE
 from accel_train.recipe.loader import load_recipe, split_flags
 from accel_train.recipe.schema import Recipe
+from accel_train.recipe.values import value_of
 from accel_train.task import refuse_code_of_a_run
 
 SETTINGS = ("data", "batch", "precision", "evaluate", "log", "options")
 """Sections of a recipe that affect a trained model."""
 _SETTINGS_OF_MODEL = ("model.attn_implementation", "model.fused_kernels", "model.trust_remote_code")
-CONSENT = ("task", "optimizer.name")
+CONSENT = ("task", "optimizer.name", "schedule.type")
 """Settings that change nothing here, but allow the code that the recipe names in them."""
+_LISTS = ("evaluate.metrics", "log.callbacks")
+"""Lists of names, of which some may be code."""
 _DATA_IS_NAMED_ELSEWHERE = ("data.train", "data.eval", "data.eval_fraction")
 _WITHOUT_CONSENT = ("--model.trust_remote_code", "false", "--evaluate.allow_hub_metrics", "false")
 """Flags that cancel the recipe's own consent to foreign code. The run folder may come from another person."""
-_NOT_NOTIFIED = ("--log.notify", "[]")
-"""Webhooks are for training. The folder keeps no URL: each one there is redacted, or the name of a variable."""
+_NOT_TRAINING = ("--log.notify", "[]", "--log.callbacks", "[]")
+"""Webhooks and callbacks are for training. The folder keeps no URL: each is redacted, or the name of a variable."""
 
 
 def read_recipe(folder: Path, settings: Sequence[str] = ()) -> Recipe:
     """Return the recipe of an untrusted run folder. Foreign code runs only if `settings` allow it.
 
-    `--task` and `--optimizer.name` change nothing. They allow the recipe's own class if they name it.
+    `CONSENT` changes nothing. It allows the recipe's own code if it names it.
 
     Raises:
         ValueError: the recipe is invalid, or names code that is neither installed nor allowed.
     """
     recipe = read_recipe_only(folder, other_than_consent(settings))
     consent = {name: value for _, name, value in split_flags(settings) if name in CONSENT}
-    for setting, name in (("task", recipe.task), ("optimizer.name", recipe.optimizer.name)):
+    for setting, name in _code_of(recipe):
         if setting not in consent:
-            refuse_code_of_a_run(setting, name, folder)
+            _refuse_unless_given(recipe, setting, name, folder)
         elif consent[setting] != name:
             problem = f"{folder} was trained with {setting}={name!r}"
             remedy = "Give that value, or leave the flag out"
@@ -54,10 +57,21 @@ def named_recipe(path: str | Path, settings: Sequence[str] = ()) -> Recipe:
     is_of_a_run = Path(path).name == RECIPE_FILE
     recipe = load_recipe(path, arguments=[*(_WITHOUT_CONSENT if is_of_a_run else ()), *settings])
     folder = Path(path).resolve().parent
-    for setting, name in (("task", recipe.task), ("optimizer.name", recipe.optimizer.name)):
-        if recipe.origin(setting).kind != "command line" and (is_of_a_run or folder != Path.cwd()):
-            refuse_code_of_a_run(setting, name, folder, is_of_a_run=is_of_a_run)
+    for setting, name in _code_of(recipe) if is_of_a_run or folder != Path.cwd() else ():
+        _refuse_unless_given(recipe, setting, name, folder, is_of_a_run=is_of_a_run)
     return recipe
+
+
+def _code_of(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Yield each setting that can name code, with its names."""
+    for setting in (*CONSENT, *_LISTS):
+        found = value_of(recipe, setting)
+        yield from ((setting, name) for name in (found if setting in _LISTS else (found,)))
+
+
+def _refuse_unless_given(recipe: Recipe, setting: str, name: str, folder: Path, *, is_of_a_run: bool = True) -> None:
+    if recipe.origin(setting).kind != "command line":
+        refuse_code_of_a_run(setting, name, folder, is_of_a_run=is_of_a_run, is_in_list=setting in _LISTS)
 
 
 def read_recipe_only(folder: Path, settings: Sequence[str] = ()) -> Recipe:
@@ -92,7 +106,7 @@ def check_run_folder(folder: Path) -> Path:
 
 def reader_settings(settings: Sequence[str]) -> tuple[str, ...]:
     """Return flags for reading an untrusted recipe. Only `settings` can give consent to foreign code."""
-    return (*_WITHOUT_CONSENT, *_NOT_NOTIFIED, *settings)
+    return (*_WITHOUT_CONSENT, *_NOT_TRAINING, *settings)
 
 
 def check_settings(settings: Sequence[str]) -> None:

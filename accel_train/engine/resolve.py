@@ -19,7 +19,7 @@ from accel_train.model.kernels.experts import autocast_experts
 from accel_train.model.pretrained import check_model_config, describe_kernels, pretrained_config
 from accel_train.observe.notify import check_targets
 from accel_train.observe.trackers import check_tracker_names
-from accel_train.optim.schedule import Rate, StepPlan, resolve_steps, scale_learning_rate
+from accel_train.optim.schedule import Rate, StepPlan, make_schedule, resolve_steps, scale_learning_rate
 from accel_train.parallel.compatibility import check_compatibility
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.tasks import TASKS, check_spec, refuse_unread
@@ -91,6 +91,7 @@ def resolve_run(
             f"most {num_samples}"
         )
     steps = resolve_steps(recipe.schedule, num_samples, sizes.global_batch_size, section.last_batch)
+    make_schedule(recipe.schedule, steps.max_steps, steps.warmup_steps)  # an own curve fails before a model is built
     if section.group_by_length and data.lengths is None:
         raise ValueError(f"data.group_by_length: all samples of {recipe.task} have the same length. Leave it out")
     profiled = recipe.log.profile_steps

@@ -81,6 +81,8 @@ class Extensions:
     """Fields of `Reading` that a recipe cannot set."""
     ddp: Mapping[str, Any] = field(default_factory=dict)
     """Additional arguments of DistributedDataParallel, by Accelerate's names."""
+    callbacks: tuple[Any, ...] = ()
+    """Objects of `accel_train.Callback`, called after the observers, on every process."""
     watchdog: Watchdog | None = None
     """Watchdog that replaces the run's own. The program opens and closes it."""
     door: Door = COMMAND

@@ -251,7 +251,10 @@ def _recipe_of_test(recipe: Recipe, num_steps: int, folder: Path) -> Recipe:
         },
         "checkpoint": {"every_steps": 0, "resume": "auto"},
         "evaluate": {"every_steps": 0, "every_epochs": None},
-        "log": {"trackers": (), "notify": (), "progress": False, "every_steps": num_steps, "profile_steps": None},
+        "log": {
+            "trackers": (), "notify": (), "callbacks": (), "progress": False, "every_steps": num_steps,
+            "profile_steps": None,
+        },
         "optimizer": {"ema_decay": None},
     }  # fmt: skip
     sections = {name: getattr(recipe, name).model_copy(update=update) for name, update in changes.items()}

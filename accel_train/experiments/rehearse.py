@@ -358,6 +358,7 @@ def _changed_settings(plan: Plan, settings: Sequence[str], last: int, every_step
         "log.every_steps": 1,
         "log.trackers": "[]",
         "log.notify": "[]",
+        "log.callbacks": "[]",
         "log.progress": "false",
         "log.profile_steps": "null",
     }

@@ -16,6 +16,7 @@ from numpy.typing import ArrayLike
 from accel_train.core.format import did_you_mean
 from accel_train.core.metric_names import AVERAGED, AVERAGES
 from accel_train.metrics import scores
+from accel_train.task import load_function
 
 if TYPE_CHECKING:
     from evaluate import EvaluationModule
@@ -135,11 +136,26 @@ def fits(name: str, problem: str) -> bool:
     return problem in _DEFINITIONS[base].problems and (problem, average) != ("multi_label", "binary")
 
 
-def load_metric(name: str, *, allow_hub: bool = False, **options: Any) -> "EvaluationModule":
+class OwnMetric:
+    """A function of (predictions, references) that a recipe names as `module:function`."""
+
+    inputs_description = ""
+
+    def __init__(self, name: str) -> None:
+        self._function = load_function("evaluate.metrics", name, "(predictions, references)")
+        self._name = name.rpartition(":")[2]
+
+    def compute(self, predictions: Any, references: Any) -> dict[str, Any]:
+        """Return the function's numbers by name. A single number has the function's name."""
+        found = self._function(predictions, references)
+        return found if isinstance(found, dict) else {self._name: found}
+
+
+def load_metric(name: str, *, allow_hub: bool = False, **options: Any) -> "EvaluationModule | OwnMetric":
     """Return a metric with `add_batch` and `compute`, for use alone or in `evaluate.combine([...])`.
 
     Args:
-        name: a name in METRICS (`f1` is the macro average).
+        name: a name in METRICS (`f1` is the macro average). `module:function` has only `compute`.
         allow_hub: whether `evaluate` may load other metrics from the hub or a local script, and run their code.
         options: passed to `evaluate`: `num_process`, `process_id`, `cache_dir`, `timeout`, and a shared
             `experiment_id`. One process keeps values in memory. Several processes exchange files in `cache_dir`.
@@ -151,6 +167,8 @@ def load_metric(name: str, *, allow_hub: bool = False, **options: Any) -> "Evalu
     if name in METRICS:
         base, average = METRICS[name]
         return _module(base)(**{"config_name": average, **options})
+    if ":" in name:
+        return OwnMetric(name)
     hint = did_you_mean(name, METRICS, f"there are {', '.join(sorted(METRICS))}.", show=repr)
     if not allow_hub:
         raise ValueError(

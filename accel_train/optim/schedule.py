@@ -15,10 +15,12 @@ from fractions import Fraction
 
 import torch
 
+from accel_train.core.errors import SettingError, first_line, setting_error
 from accel_train.core.state import Choice
 from accel_train.data.order import LastBatch, steps_per_epoch
 from accel_train.recipe.optimizer import Group, Optimizer
-from accel_train.recipe.schedule import CURVES, Schedule, Span
+from accel_train.recipe.schedule import CURVES, Curve, Schedule, Span
+from accel_train.task import load_function
 
 DEFAULT_WARMUP_RATIO = Fraction(1, 100)
 
@@ -86,7 +88,7 @@ def _warmup_steps(schedule: Schedule, max_steps: int) -> tuple[int, str]:
     if schedule.warmup_ratio is not None:
         steps = math.ceil(_decimal(schedule.warmup_ratio) * max_steps)
         return steps, f"warmup_ratio {schedule.warmup_ratio:g} x {max_steps} steps, rounded up"
-    if not schedule.type.startswith("warmup_"):
+    if schedule.type not in CURVES or not schedule.type.startswith("warmup_"):
         return 0, f"not set, and {schedule.type} has no default warmup"
     if max_steps == 1:
         return 0, "a run of one step has no warmup: its only step would have rate 0"
@@ -103,10 +105,13 @@ def make_schedule(schedule: Schedule, max_steps: int, warmup_steps: int) -> Call
     The warmup rises linearly from 0 to the first value of the curve. Most curves begin at the peak. `one_cycle` and
     `cyclic` begin at `initial_lr_ratio`. The warmup of `warmup_stable_decay` rises from `min_lr_ratio`, as in
     transformers.
+
+    Raises:
+        ValueError: your own curve cannot be imported, or returns another value than a finite number of at least 0.
     """
     assert 0 <= warmup_steps <= max_steps, (warmup_steps, max_steps)
     span = Span(max_steps, warmup_steps)
-    curve = CURVES[schedule.type]
+    curve = CURVES.get(schedule.type) or _own_curve(schedule, span)
     top = schedule.initial_lr_ratio if schedule.type in ("one_cycle", "cyclic") else 1.0
     bottom = schedule.min_lr_ratio if schedule.type == "warmup_stable_decay" else 0.0
 
@@ -117,6 +122,30 @@ def make_schedule(schedule: Schedule, max_steps: int, warmup_steps: int) -> Call
         return curve(min(step, max_steps) - warmup_steps, span, schedule)
 
     return multiplier
+
+
+def _own_curve(schedule: Schedule, span: Span) -> Curve:
+    """Return the function that `schedule.type` names, with its values checked: the guard does not see a rate of NaN."""
+    function = load_function("schedule.type", schedule.type, "(t, span, schedule)")
+
+    def curve(t: int, span: Span, schedule: Schedule) -> float:
+        value = function(t, span, schedule)
+        if not isinstance(value, int | float) or not 0 <= value < math.inf:
+            problem = f"the curve returned {value!r} at t={t} of {span.curve_steps} steps"
+            remedy = "Return the multiplier of the peak, a finite number of at least 0"
+            raise setting_error("schedule.type", schedule.type, problem, remedy)
+        return float(value)
+
+    for t in (0, span.curve_steps // 2, span.curve_steps):
+        try:
+            curve(t, span, schedule)
+        except SettingError:
+            raise
+        # A custom function may raise any exception.
+        except Exception as error:
+            problem = f"the curve raised {type(error).__name__} at t={t}: {first_line(error)}"
+            raise setting_error("schedule.type", schedule.type, problem, "Take (t, span, schedule)") from error
+    return curve
 
 
 @dataclass(frozen=True)

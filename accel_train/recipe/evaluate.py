@@ -45,7 +45,10 @@ class Evaluate(Section):
     `untrained` of the trained model. auto: if the initial weights already give usable results (sentence encoders).
     """
     metrics: tuple[str, ...] = ()
-    """Metrics in addition to the task's metrics: names of accel_train.metrics, or of the hub with allow_hub_metrics."""
+    """Metrics in addition to the task's metrics: names of accel_train.metrics, or of the hub with allow_hub_metrics.
+    `module:function`: your own function of (predictions, references), two arrays, which returns a number, or numbers by
+    name.
+    """
     allow_hub_metrics: bool = False
     """Whether to load other metrics from the hub. This runs code from the hub."""
     metric_for_best_model: str = "loss"

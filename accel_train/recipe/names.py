@@ -344,7 +344,7 @@ def _rule(schema: Mapping[str, Any]) -> str:
     if "enum" in schema:
         return f"one of {', '.join(map(_written, schema['enum']))}"
     if "pattern" in schema:
-        return "module:Class"
+        return str(schema.get("title", "module:Class"))
     if "items" in schema:
         rule = _rule(schema["items"])
         return f"a list, each {rule}" if rule.startswith(("a ", "one of ")) or " or " in rule else f"a list of {rule}"

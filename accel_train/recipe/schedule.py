@@ -8,7 +8,7 @@ steps after the warmup, t = step - W (0-based), and m = `min_lr_ratio`.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -183,12 +183,14 @@ CURVES: dict[str, Curve] = {
 if TYPE_CHECKING:
     CurveName = str
 else:
-    CurveName = Literal[tuple(CURVES)]
+    CurveName = Literal[tuple(CURVES)] | Annotated[str, Field(pattern=".:.", title="module:function")]
 
 
 class Schedule(Section):
     type: CurveName = "warmup_cosine"
-    """Curve of the learning rate over the steps."""
+    """Curve of the learning rate over the steps. `module:function`: your own function of (t, span, schedule), which
+    returns the multiplier of the peak, `t` steps after the warmup. `span.curve_steps` is their number.
+    """
     max_steps: PositiveInt | None = None
     """Number of steps (optimizer updates) to train."""
     num_epochs: Length | None = None

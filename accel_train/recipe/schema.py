@@ -352,6 +352,8 @@ class Log(Section):
     """Webhooks that receive a JSON object when the run rolls back, stops, or ends. Each is a URL, or `$NAME` for a URL
     in that environment variable.
     """
+    callbacks: tuple[Annotated[str, Field(pattern=".:.")], ...] = Field(default=(), examples=[["my_module:MyCallback"]])
+    """Classes of yours to call during the run, derived from accel_train.Callback. They are built without arguments."""
     profile_steps: tuple[PositiveInt, PositiveInt] | None = Field(default=None, examples=[[20, 25]])
     """First and last step to profile, both included, counted from 1 as in metrics.jsonl. Each process writes a trace
     (for ui.perfetto.dev) and a table of its ten costliest operations to `profile/`. Profiled steps are slower.

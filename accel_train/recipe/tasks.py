@@ -190,7 +190,7 @@ def refuse_unreported(recipe: "Recipe", spec: TaskSpec) -> None:
     section = recipe.evaluate
     name = section.best_metric
     reported = (*OF_EVERY_EVALUATION, *spec.metrics, *section.metrics)
-    if name in reported or section.allow_hub_metrics:
+    if name in reported or section.allow_hub_metrics or any(":" in each for each in section.metrics):
         return
     adds = " evaluate.metrics adds others" if "evaluate.metrics" in spec.uses else ""
     raise setting_error(

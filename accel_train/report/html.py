@@ -102,7 +102,8 @@ def main_metrics(run: Run) -> list[str]:
     reported = run.final_metrics()
     own = TASKS[run.task].metrics if run.task in TASKS else ()
     asked = look_up(run.recipe, "evaluate.metrics")
-    names = dict.fromkeys((*(asked if isinstance(asked, list) else ()), *own, *reported))
+    asked = [name.rpartition(":")[2] for name in asked] if isinstance(asked, list) else []
+    names = dict.fromkeys((*asked, *own, *reported))
     shown = [
         name
         for name in names

@@ -48,9 +48,16 @@ from accel_train.runtime.exit import exit_code, message_of
 from accel_train.runtime.private import watch_compiling
 from accel_train.runtime.watchdog import Watchdog
 from accel_train.task import Facts, TaskData
+from accel_train.training.callbacks import CallbackObserver
 
 FEW_HELD_OUT = 100
 """Fewer held-out samples of a classifier than this are warned of."""
+
+
+def observers_of(run: RunContext) -> tuple[Observer, ...]:
+    """Return the observers that a program or a recipe adds to a run."""
+    extensions = run.plan.extensions
+    return (*extensions.observers, *([CallbackObserver(run)] if extensions.callbacks else []))
 
 
 class Output(ExitStack):
@@ -70,7 +77,7 @@ class Output(ExitStack):
 
     def start(self, run: RunContext) -> None:
         """Open the observers of a run."""
-        self.observe(run, run.plan.extensions.observers)
+        self.observe(run, observers_of(run))
 
     def observe(self, run: RunContext, others: Sequence[Observer]) -> None:
         """Open the run's observer, followed by `others`."""
@@ -112,7 +119,7 @@ class FolderOutput(Output):
         for notifier in self._notifiers:
             notifier.warn = lambda message, step: own.on_event("notify_failed", step, message)
         watches = [CompileWatch(run, own, self._clock)] if "compile_cache" in run.plan.choices else []
-        self.observe(run, (*watches, *run.plan.extensions.observers, *self._notifiers))
+        self.observe(run, (*watches, *observers_of(run), *self._notifiers))
         announce(run, self._folder)
 
 

@@ -42,8 +42,9 @@ from accel_train.runtime.launcher import take_age_seconds
 from accel_train.runtime.process_group import on_main, start_processes
 from accel_train.runtime.signals import StopRequest
 from accel_train.runtime.watchdog import Watchdog
-from accel_train.task import Task, read_data, with_data_of
+from accel_train.task import Task, load_function, read_data, with_data_of
 from accel_train.training.build import build_run, settings_of
+from accel_train.training.callbacks import with_callbacks
 from accel_train.training.finish import finished_before
 from accel_train.training.model_selection import check_metric_name
 from accel_train.training.output import open_output
@@ -73,6 +74,7 @@ def _prepare(recipe: Recipe, task: Task | None, extensions: Extensions, stop: St
     if not torch.is_grad_enabled():
         raise SettingError("gradients are off here (torch.no_grad or inference_mode)", "Train outside of that context")
     clock = LaunchClock(take_age_seconds())
+    extensions = with_callbacks(recipe, extensions)
     remember_secrets(recipe.model_dump())
     recipe = with_launch_environment(recipe)
     if task is None:
@@ -203,6 +205,9 @@ def plan_run(
     data = read_data(task, recipe, progress=accelerator.is_main_process)
     if ":" in recipe.task and not type(task).__module__.startswith("accel_train."):
         data = replace(data, inputs={**data.inputs, "task": digest_of_code(type(task))})
+    if ":" in recipe.schedule.type:
+        curve = load_function("schedule.type", recipe.schedule.type, "(t, span, schedule)")
+        data = replace(data, inputs={**data.inputs, "curve of the rate": digest_of_code(curve)})
     # Code may hold a process's own rank: the main process's digests count.
     inputs = data.inputs
     data = replace(data, inputs=on_main(lambda: inputs))

@@ -28,6 +28,8 @@ from accel_train.training.setup import prepare_run
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
+    from accel_train.training.callbacks import Callback
+
 _TASK = "accel_train.tasks.module:FittedModule"
 _FIT = Door(
     "call fit() again", 'pass resume="auto" to fit()', 'pass checkpoint={"load_best_model_at_end": True} to fit()'
@@ -147,6 +149,7 @@ def fit(
     batch_size: int = 32,
     learning_rate: float = 3e-4,
     resume: Literal["auto", "always", "never"] = "auto",
+    callbacks: Sequence["Callback"] = (),
     **sections: Mapping[str, Any],
 ) -> RunResult:
     """Train any `nn.Module` on a map-style data set, with the same guards, data order, and checkpoints as other runs.
@@ -175,6 +178,7 @@ def fit(
         max_steps: optimizer steps, instead of `num_epochs`.
         batch_size: samples per step, over all processes.
         learning_rate: peak of the schedule (warmup and cosine, unless `schedule` sets another).
+        callbacks: objects of your classes derived from `accel_train.Callback`.
         resume: auto: resume if nothing has changed. always: resume whatever has changed. never: train a new run.
         sections: sections of a recipe: `optimizer={"name": "muon"}, precision={"mixed_precision": "bf16"}, seed=1`.
 
@@ -210,5 +214,5 @@ def fit(
         module, train_data, eval_data, functions, loss_is_per_batch=loss_is_per_batch
     )
     with StopRequest() as stop, task.remembered():
-        result = train_run(prepare_run(recipe, task, Extensions(door=_FIT), stop=stop))
+        result = train_run(prepare_run(recipe, task, Extensions(door=_FIT, callbacks=tuple(callbacks)), stop))
     return replace(result, model=model) if result.model is module else result

@@ -35,7 +35,7 @@ def on_files(files: Files, config: Any) -> Files:
         files.append(File.generated(config, page, content=(REPOSITORY / path).read_text()))
     for page, make in GENERATED.items():
         files.append(File.generated(config, page, content=make()))
-    for name in ("site.css", "iframe-worker/shim.js", "iframe-worker/LICENSE"):
+    for name in ("site.css", "logo.svg", "iframe-worker/shim.js", "iframe-worker/LICENSE"):
         content = (REPOSITORY / "docs" / "site" / name).read_text()
         files.append(File.generated(config, f"assets/{name}", content=content))
     return files

@@ -23,10 +23,9 @@ from accel_train.recipe.explain import explained
 from accel_train.recipe.loader import load_recipe, shipped_recipes
 from accel_train.recipe.names import free_names, is_section, recipe_names
 from accel_train.recipe.schema import Recipe
-from accel_train.training.loop import run_steps
-from accel_train.training.setup import prepare_run
+from accel_train.training.train import train
 from tests.docs.test_scaling_guide import is_taken
-from tests.support.runs import REPOSITORY, losses, recipe_dict, write_corpus
+from tests.support.runs import REPOSITORY, losses
 
 PAGES = [
     "README.md", "AGENTS.md", "CONTRIBUTING.md", "launch/README.md",
@@ -204,7 +203,7 @@ def test_every_python_block_is_python_and_what_runs_as_it_stands_runs(
     assert page != "docs/coming_from.md" or names["result"].metrics["loss"] < 1.0
 
 
-EXCERPTS = {"docs/architecture.md": 1, "docs/hf_trainer.md": 2, "docs/cookbook.md": 1, "README.md": 1}
+EXCERPTS = {"docs/architecture.md": 1, "docs/hf_trainer.md": 2, "README.md": 1}
 """Python blocks that are compiled and do not run: parts of a file, and scripts of which a page shows the end."""
 
 
@@ -253,53 +252,18 @@ def test_recipe_of_the_page_for_newcomers_is_its_config_of_nanogpt() -> None:
     assert {name: theirs[name] for name in expected} == expected
 
 
-def module_of(page: str, name: str, monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """The module of a page's block that begins with its file's name."""
-    (source,) = (block for block in blocks(page, "python") if block.startswith(f"# {name}.py"))
-    module = types.ModuleType(name)
-    monkeypatch.setitem(sys.modules, name, module)
-    exec(compile(source, f"{page}, {name}.py", "exec"), module.__dict__)
-    return module
-
-
-def trained(tree: dict[str, Any]) -> tuple[Any, list[float]]:
-    """A run by a recipe after its steps, and its losses."""
-    run = prepare_run(Recipe.model_validate(tree))
-    with run.resources:
-        run_steps(run)
-    return run, list(losses(Path(run.plan.recipe.output_dir)).values())
-
-
-@pytest.mark.parametrize(("page", "name"), [("docs/coming_from.md", "fit_task"), ("docs/tasks.md", "line_fit")])
-def test_a_task_of_a_page_learns_by_its_recipe(
-    page: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_task_of_the_page_for_newcomers_learns_by_its_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    module_of(page, name, monkeypatch)
-    (recipe,) = (block for block in blocks(page, "yaml") if block.startswith(f"# {name}.yaml"))
-    _, found = trained(yaml.safe_load(recipe))
+    page = "docs/coming_from.md"
+    (source,) = (block for block in blocks(page, "python") if block.startswith("# fit_task.py"))
+    module = types.ModuleType("fit_task")
+    monkeypatch.setitem(sys.modules, "fit_task", module)
+    exec(compile(source, f"{page}, fit_task.py", "exec"), module.__dict__)
+    (recipe,) = (block for block in blocks(page, "yaml") if block.startswith("# fit_task.yaml"))
+    found = list(losses(train(yaml.safe_load(recipe)).output_dir).values())
     assert found[-1] < 0.1 * found[0]
-
-
-@pytest.mark.parametrize(("data", "noise"), [({}, 0.1), ({"noise": 0.2}, 0.2)])
-def test_the_language_model_of_the_page_about_tasks_reads_its_setting(
-    data: dict[str, float], noise: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module_of("docs/tasks.md", "noise", monkeypatch)
-    write_corpus(tmp_path)
-    run, found = trained(recipe_dict(tmp_path, task="noise:Noise", data=data, schedule={"max_steps": 2}))
-    assert (len(found), getattr(run.plan.task, "noise", None)) == (2, noise)
-
-
-def test_metric_of_the_cookbook_is_the_recall_of_the_worst_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    from accel_train.task import Scores
-    from accel_train.tasks.text_classification.task import TextClassification
-
-    task = module_of("docs/cookbook.md", "recall_task", monkeypatch).WithRecallOfWorst()
-    report = {"a": {"recall": 0.75}, "b": {"recall": 0.5}, "unseen": {"recall": None}, "macro avg": {"recall": 0.1}}
-    scores = Scores({"accuracy": 0.6}, {"classification": {"label_names": ["a", "b", "unseen"], "report": report}})
-    monkeypatch.setattr(TextClassification, "score", lambda *_: scores)
-    assert task.score(1.0, {}, None).metrics == {"accuracy": 0.6, "worst_recall": 0.5}
 
 
 def test_reference_has_every_setting_command_flag_and_recipe() -> None:
@@ -318,8 +282,8 @@ def test_reference_has_every_setting_command_flag_and_recipe() -> None:
     assert [name for name in shipped_recipes() if f"## {name}\n" not in recipes] == []
 
 
-def test_cookbook_has_twenty_recipes_and_agents_a_hundred_lines_at_most() -> None:
-    assert text_of("docs/cookbook.md").count("\n## ") == 20
+def test_cookbook_has_seventeen_recipes_and_agents_a_hundred_lines_at_most() -> None:
+    assert text_of("docs/cookbook.md").count("\n## ") == 17
     assert len(text_of("AGENTS.md").splitlines()) <= 100
 
 

@@ -19,6 +19,26 @@ TINY = ("--data.train", "own.txt", "--data.eval_fraction", "0.1", "--tokenizer",
 """For recipes of language models: text that is there, and needs no tokenizer."""
 FEWER_RUNS = {"--seed": "0", "--random": "2", "--optuna": "2"}
 """Of a sweep: what is tried in place of what the page says."""
+SHORT = {
+    **dict.fromkeys(("run", "finetune", "sweep"), ("--schedule.max_steps", "2")),
+    "find-lr": ("--steps", "20"),
+}
+STAND_INS = {"RECIPE": "gpt_tiny", "RUN": "runs/gpt-tiny", "DATA": "own.csv", "FOLDER": "exported", "NAME": "me/mine"}
+OF_PAGE = {"docs/tasks.md": {"FOLDER": "own"}, "docs/scaling.md": {"RECIPE": "gpt2_124m"}}
+COMMANDS = {
+    "README.md": {"finetune"},
+    "AGENTS.md": {
+        *("finetune", "recipes", "explain", "plan", "prepare", "rehearse", "run", "evaluate", "verify", "report"),
+        *("export", "push", "doctor"),
+    },
+    "docs/cookbook.md": {"explain", "evaluate", "predict", "export", "push", "sweep", "find-lr", "plan"},
+    "docs/faq.md": {"run"},
+    "docs/programs.md": {"plan", "run"},
+    "docs/scaling.md": {"plan", "prepare", "doctor"},
+    "docs/tasks.md": {"run", "finetune"},
+    "docs/when_it_goes_wrong.md": {"run", "verify"},
+}
+"""Commands in the blocks of each page."""
 NARROW = (
     "{model_type: modernbert, hidden_size: 16, intermediate_size: 24, num_hidden_layers: 1, num_attention_heads: 2, "
     "layer_types: [full_attention]}"
@@ -66,28 +86,60 @@ def test_quick_start_runs_and_prints_what_the_page_shows(name: str, capsys: pyte
             assert line == "..." or line in printed, f"{line}\nis not printed, or not at this place, by: {command}"
 
 
-def test_commands_of_the_cookbook_run(capsys: pytest.CaptureFixture[str]) -> None:
-    """All but those whose block says in its first line what they need."""
+def own_files() -> None:
+    """What the pages say that the reader has."""
     Path("own.txt").write_text("".join(f"The number {number} is followed by {number + 1}.\n" for number in range(2000)))
     rows = [f"{'good' if number % 2 else 'bad'} film number {number},{number % 2}" for number in range(80)]
-    for name in ("own.csv", "other.csv"):
+    Path("own").mkdir()
+    for name in ("own.csv", "other.csv", "own/own.csv"):
         Path(name).write_text("\n".join(["text,label", *rows]) + "\n")
-    columns = ("--data.train", "own.csv", "--data.eval_fraction", "0.2", "--data.text_columns", "[text]")
-    trained = ("--output_dir", "runs/text-classification", "--data.label_column", "label", *columns)
-    assert main(["run", "text_classification", "--model.config", NARROW, "--tokenizer", "bytes", *trained, *QUICK]) == 0
-    done = []
-    for section, text in sections("docs/cookbook.md").items():
-        for block in (
-            block for language, block in BLOCK.findall(text) if language == "bash" and "# needs" not in block
-        ):
-            for line in block.replace("\\\n", " ").splitlines():
-                words = shlex.split(line)[1:]
-                more = {
-                    "run": (*TINY, *QUICK),
-                    "find-lr": (*TINY, "--steps", "20"),
-                    "sweep": (*TINY, "--schedule.max_steps", "2"),
-                }.get(words[0], ())
-                words = [FEWER_RUNS.get(before, word) for before, word in zip(["", *words], words, strict=False)]
-                assert main([*words, *more]) == 0, f"{section}: {line}\n{capsys.readouterr()}"
-                done.append(words[0])
-    assert set(done) >= {"evaluate", "predict", "export", "find-lr", "plan", "sweep"}
+
+
+def words_of(line: str, page: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The arguments of a line that calls the program, on small data; none for other programs."""
+    words = shlex.split(line, comments=True)
+    if words[:1] == ["export"]:
+        monkeypatch.setenv(words[1].partition("=")[0], "http://127.0.0.1:9/")  # nobody listens there
+    if words[:1] != ["accel-train"] or "INCIDENT" in words:
+        return []
+    words = [(STAND_INS | OF_PAGE.get(page, {})).get(word, word) for word in words[1:]]
+    words = [FEWER_RUNS.get(before, word) for before, word in zip(["", *words], words, strict=False)]
+    tiny = TINY if words[1:2] in (["gpt_tiny"], ["gpt2_124m"]) else ()
+    return [*words, *tiny, *SHORT.get(words[0], ())]
+
+
+@pytest.mark.parametrize("page", COMMANDS)
+def test_commands_of_a_page_run_in_their_order(
+    page: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All but those whose block says in its first line what they need, and those of other programs."""
+    own_files()
+    if page == "docs/cookbook.md":
+        columns = ("--data.train", "own.csv", "--data.eval_fraction", "0.2", "--data.text_columns", "[text]")
+        trained = ("--output_dir", "runs/text-classification", "--data.label_column", "label", *columns)
+        model = ("--model.config", NARROW, "--tokenizer", "bytes")
+        assert main(["run", "text_classification", *model, *trained, *QUICK]) == 0
+    done = set()
+    for language, block in BLOCK.findall((REPOSITORY / page).read_text()):
+        for line in block.replace("\\\n", " ").splitlines() if language == "bash" and "# needs" not in block else ():
+            if words := words_of(line, page, monkeypatch):
+                assert main(words) == 0, f"{line}\n{capsys.readouterr()}"
+                done.add(words[0])
+    assert done == COMMANDS[page]
+
+
+def test_output_of_the_page_about_finetune_is_the_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    """And its lines of Python run after it."""
+    words = {"bad": "waste dull", "mixed": "fair long", "good": "great fine"}
+    stars = [*["bad"] * 319, *["mixed"] * 291, *["good"] * 290]
+    rows = [f"{n},{' '.join([words[star], 'film', *[f'w{n % 7}'] * 19])},{star}" for n, star in enumerate(stars)]
+    Path("reviews.csv").write_text("\n".join(["id,review,stars", *rows]) + "\n")
+    page = (REPOSITORY / "docs/finetune.md").read_text()
+    shown = page.partition("```\n$ ")[2].partition("```")[0]
+    command, *lines = shown.splitlines()
+    assert main([*shlex.split(command)[1:], *QUICK]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.strip() != "..." and line not in printed] == []
+    (block,) = (code for language, code in BLOCK.findall(page) if language == "python")
+    exec(compile(block.replace("num_epochs", "max_steps"), "docs/finetune.md", "exec"), {"__name__": "page"})
+    assert [float(line) > 0.3 for line in capsys.readouterr().out.splitlines() if line.startswith("0.")] == [True]

@@ -6,6 +6,7 @@ import math
 import pickle
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -193,3 +194,17 @@ def test_naming_the_metrics_imports_neither_torch_nor_evaluate() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout == "[]\n"
+
+
+def test_a_function_of_a_module_gives_a_number_under_its_name_or_numbers_by_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = types.ModuleType("metrics_of_mine")
+    module.cost = lambda predictions, references: (predictions != references).sum()  # type: ignore[attr-defined]
+    module.both = lambda predictions, references: {"a": 1.0, "b": 2.0}  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "metrics_of_mine", module)
+    columns = {"predictions": np.array([0, 1, 1]), "references": np.array([1, 1, 0])}
+    assert load_metric("metrics_of_mine:cost").compute(**columns) == {"cost": 2}
+    assert load_metric("metrics_of_mine:both").compute(**columns) == {"a": 1.0, "b": 2.0}
+    with pytest.raises(ValueError, match=r"evaluate\.metrics"):
+        load_metric("metrics_of_mine:missing")

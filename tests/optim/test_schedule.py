@@ -2,6 +2,8 @@
 scaled learning rates their formula."""
 
 import math
+import sys
+import types
 import warnings
 from inspect import signature
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 from torch.optim import lr_scheduler
 from transformers import optimization
 
+from accel_train.core.errors import SettingError
 from accel_train.optim.schedule import Rate, make_schedule, resolve_steps, scale_learning_rate
 from accel_train.recipe.optimizer import Optimizer
 from accel_train.recipe.schedule import CURVES, Schedule
@@ -195,6 +198,42 @@ def test_no_decay_falls_below_the_minimum(name: str) -> None:
     rates = ours(50_000, 100, type=name, min_lr_ratio=0.3, **keys)[100:]
     assert min(rates[10:] if name != "one_cycle" else rates[15_000:]) == pytest.approx(0.3, rel=0.2)
     assert min(rates[15_000:]) >= 0.3
+
+
+def test_a_function_of_a_module_is_a_curve_after_the_warmup(monkeypatch: pytest.MonkeyPatch) -> None:
+    own_curve(monkeypatch, lambda t, span, schedule: 1 - t / (2 * span.curve_steps))
+    assert resolve_steps(Schedule(max_steps=500, type="warmup_of_mine:own"), 8, 1).warmup_steps == 0
+    assert ours(10, 2, type="curves_of_mine:own") == [0, 0.5, 1, *(1 - t / 16 for t in range(1, 8))]
+
+
+@pytest.mark.parametrize("wrong", [None, "1", -0.1, math.nan, math.inf, 1j])
+def test_a_curve_that_returns_no_factor_is_refused_before_the_first_step(
+    wrong: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_curve(monkeypatch, lambda t, span, schedule: wrong if t == span.curve_steps // 2 else 1.0)
+    with pytest.raises(SettingError) as refused:
+        make_schedule(Schedule(max_steps=9, type="curves_of_mine:own"), 9, 0)
+    assert refused.value.settings == ("schedule.type",)
+
+
+def test_a_curve_that_raises_is_refused_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    own_curve(monkeypatch, lambda t: 1.0)
+    with pytest.raises(SettingError) as refused:
+        make_schedule(Schedule(max_steps=9, type="curves_of_mine:own"), 9, 0)
+    assert refused.value.settings == ("schedule.type",)
+
+
+@pytest.mark.parametrize("name", ["curves_of_mine:missing", "no_module_of_mine:own", "math:pi"])
+def test_a_curve_that_is_no_function_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    own_curve(monkeypatch, lambda t, span, schedule: 1.0)
+    with pytest.raises(ValueError, match=r"schedule\.type"):
+        make_schedule(Schedule(max_steps=9, type=name), 9, 0)
+
+
+def own_curve(monkeypatch: pytest.MonkeyPatch, curve: Any) -> None:
+    module = types.ModuleType("curves_of_mine")
+    module.own = curve  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "curves_of_mine", module)
 
 
 def test_epochs_become_steps_rounded_up() -> None:

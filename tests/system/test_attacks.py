@@ -17,7 +17,7 @@ from torch.utils.data import default_collate
 
 from accel_train import fit, train
 from accel_train.checkpoint.resume import read_state
-from accel_train.checkpoint.run_recipe import named_recipe
+from accel_train.checkpoint.run_recipe import named_recipe, read_recipe
 from accel_train.cli.main import main
 from accel_train.core.errors import CheckpointError
 from accel_train.core.json_io import read_json
@@ -365,7 +365,11 @@ def test_attack_09_changed_options_of_a_task_are_an_event(tmp_path: Path, monkey
     sys.modules.pop("weighted_task")
 
 
-@pytest.mark.parametrize("named", ["task", "optimizer.name"])
+LISTS = ("evaluate.metrics", "log.callbacks")
+"""Settings that name code in a list."""
+
+
+@pytest.mark.parametrize("named", ["task", "optimizer.name", "schedule.type", "evaluate.metrics"])
 @pytest.mark.parametrize("place", ["beside the run", "in the run folder", "below the current folder"])
 def test_attack_10_a_module_that_came_with_a_run_is_imported_by_consent_only(
     place: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -380,7 +384,7 @@ def test_attack_10_a_module_that_came_with_a_run_is_imported_by_consent_only(
     shown = os.path.relpath(run)
     for words in ("evaluate", "predict", "export", "export --quantize int8"):
         command, *flags = words.split()
-        call(command, shown, *flags, code=2, named=f"--{named} {name}")
+        call(command, shown, *flags, code=2, named=f"--{named} {_value(named, name)}")
         assert not canary.exists(), words
         assert str(Path.cwd()) not in sys.path
     call("evaluate", shown, f"--{named}", "other:Task", code=2)
@@ -394,8 +398,15 @@ def test_attack_10_a_module_that_came_with_a_run_is_imported_by_consent_only(
 
 
 def _sections(named: str, name: str) -> dict[str, Any]:
-    """Return the sections of a recipe that names a task or an optimizer of one's own."""
-    return {"task": name} if named == "task" else {"optimizer": {"name": name}, "task": "causal-lm"}
+    """Return the sections of a recipe that names code of one's own in a setting."""
+    section, _, field = named.partition(".")
+    value = [name] if named in LISTS else name
+    return {"task": name} if named == "task" else {section: {field: value}, "task": "causal-lm"}
+
+
+def _value(named: str, name: str) -> str:
+    """Return the value of the flag that consents, as a shell takes it."""
+    return f"'[{name}]'" if named in LISTS else name
 
 
 def test_attack_10_an_installed_module_needs_no_consent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -419,7 +430,7 @@ def _canary_module(file: Path, canary: Path) -> None:
     file.write_text(f"open({str(canary)!r}, 'w').close()\nclass Task: pass\n")
 
 
-@pytest.mark.parametrize("named", ["task", "optimizer.name"])
+@pytest.mark.parametrize("named", ["task", "optimizer.name", "schedule.type", *LISTS])
 @pytest.mark.parametrize("place", ["a run folder", "below the current folder"])
 def test_code_beside_a_strangers_recipe_runs_by_consent_on_the_command_line_only(
     place: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -437,10 +448,11 @@ def test_code_beside_a_strangers_recipe_runs_by_consent_on_the_command_line_only
     monkeypatch.setattr(sys, "path", [*sys.path, ""])
     for words in (["plan"], ["prepare"], ["find-lr"], ["run"], ["rehearse"], ["sweep"]):
         more = ["--seed", "0,1"] if words == ["sweep"] else []
-        call(*words, recipe, *more, code=2, named=f"--{named} {name}")
+        call(*words, recipe, *more, code=2, named=f"--{named} {_value(named, name)}")
         assert not (tmp_path / "canary").exists(), words
-    call("plan", recipe, f"--{named}", name, code=2)  # not a class of the kind, which only its import shows
-    assert (tmp_path / "canary").exists()
+    if named not in LISTS:  # a plan imports neither metrics nor callbacks
+        call("plan", recipe, f"--{named}", name, code=2)  # not of the kind, which only its import shows
+        assert (tmp_path / "canary").exists()
     for module in ("stranger_b", "stranger_a.code", "stranger_a"):
         sys.modules.pop(module, None)
 
@@ -457,6 +469,11 @@ def test_a_module_in_the_current_folder_needs_no_consent_for_a_recipe_of_ones_ow
         assert (corpus / "canary").exists()
         (corpus / "canary").unlink()
         sys.modules.pop("of_ones_own")
+
+
+def test_commands_on_a_run_leave_its_callbacks_out(tmp_path: Path) -> None:
+    run = _strangers_run(tmp_path, log={"callbacks": ["evil:Callback"]})
+    assert read_recipe(run).log.callbacks == ()
 
 
 def test_a_recipe_of_a_run_does_not_consent_to_the_code_of_a_model(tmp_path: Path) -> None:

@@ -346,6 +346,7 @@ EXPORT = Command(
         "--onnx": flag("write an ONNX graph for onnxruntime, and check that its metrics are equal"),
         "--task": OWN_CODE,
         "--optimizer.name": OWN_CODE,
+        "--schedule.type": OWN_CODE,
     },
     takes_settings=False,
     processes="one",
