@@ -56,6 +56,10 @@ class SentenceEmbeddingData(TextData):
     """
 
     @property
+    def input_columns(self) -> tuple[str, ...]:
+        return self.pair_columns
+
+    @property
     def prompt_names(self) -> "tuple[Literal['query', 'document'], ...]":
         """Return `column_prompts`, with the default resolved."""
         rest: tuple[Literal["query", "document"], ...] = ("document",)
