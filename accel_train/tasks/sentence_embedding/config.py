@@ -122,7 +122,7 @@ class SentenceEmbeddingData(TextData):
 SPEC = TaskSpec(
     where="accel_train.tasks.sentence_embedding.task:SentenceEmbedding",
     data=SentenceEmbeddingData,
-    uses=TEXT,
+    uses=TEXT | {"evaluate.num_examples"},
     targets="samples",
     gives="vector",
     learns="turn a text into a vector near the vectors of similar texts",
