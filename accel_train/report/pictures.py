@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageColor, ImageDraw, ImageFont
 
 Dash = Literal["solid", "dashed", "dotted"]
-DASHES: dict[Dash, tuple[int, int]] = {"solid": (1, 0), "dashed": (5, 3), "dotted": (1, 2)}
+DASHES: dict[Dash, tuple[int, int]] = {"solid": (1, 0), "dashed": (6, 3), "dotted": (2, 2)}
 """Lengths of a stroke and of the gap after it, in widths of the line."""
 VERDICTS: dict[str, tuple[str, Dash]] = {
     "right": ("#0072b2", "solid"),
@@ -19,8 +19,8 @@ VERDICTS: dict[str, tuple[str, Dash]] = {
 }
 """Color and line of a box by its verdict."""
 NO_CLASS = 255
-_SAFE = ("e69f00", "56b4e9", "009e73", "f0e442", "0072b2", "d55e00", "cc79a7")
-"""Colors that color-blind readers tell apart (Okabe and Ito 2008)."""
+_SAFE = ("e69f00", "56b4e9", "009e73", "f0e442", "0072b2", "d55e00", "cc79a7", "332288", "882255")
+"""Colors that color-blind readers tell apart: seven of Okabe and Ito (2008), and two of Tol (2021)."""
 _GOLDEN = 0.618034
 
 

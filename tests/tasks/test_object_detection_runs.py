@@ -110,7 +110,7 @@ def test_a_sharded_evaluation_and_predictions_on_two_processes_are_those_of_one(
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(recipe))
         done = run_forked_command(["run", str(tmp_path / f"{name}.yaml")], processes)
         assert done.returncode == 0, done.stderr[-3000:]
-        found.append(predict(tmp_path / name, tmp_path / f"{name}.jsonl", processes=processes))
+        found.append(predict(tmp_path / name, tmp_path / f"{name}.jsonl", "--min-score", "0", processes=processes))
     ours, whole = (evaluation_of(tmp_path / name) for name in ("parts", "whole"))
     weights = [load_file(tmp_path / name / "model/model.safetensors") for name in ("parts", "first")]
     assert all(torch.equal(each, weights[1][name]) for name, each in weights[0].items())
