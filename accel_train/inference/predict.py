@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, compress
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -23,23 +23,20 @@ from torch import Tensor
 
 from accel_train.core.errors import RecipeError
 from accel_train.core.files import is_written_into, output_path
-from accel_train.core.format import format_count, is_whole
+from accel_train.core.format import format_count
 from accel_train.core.ownership import check_file, check_folder, replacing, staging_of, write_file
-from accel_train.core.state import Choice
-from accel_train.data.images.labelled import ImageSets
 from accel_train.data.order import evaluation_batches
 from accel_train.data.tables import columns_read
 from accel_train.engine.evaluation import EvaluationReader, evaluation_mode, rows_in_order
-from accel_train.inference.evaluate import evaluation_file
+from accel_train.inference.boxes import boxes_above, coco_results, least_score, note_boxes, rows_of_boxes
 from accel_train.inference.finished_run import TrainedRun, counted, open_run, recipe_of_trained
 from accel_train.inference.options import COCO_SUFFIX, Options
-from accel_train.observe.run_folder import read_record
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.tasks import Gives
 from accel_train.recipe.yaml_core import is_number
 from accel_train.report.pictures import Box, color_of_class, draw_boxes, draw_mask, palette
 from accel_train.runtime.process_group import wait_for_all
-from accel_train.task import load_task
+from accel_train.task import Columns, load_task
 from accel_train.tasks.rows import TextSource
 
 MAX_SCORE_COLUMNS = 20
@@ -47,9 +44,6 @@ MAX_SCORE_COLUMNS = 20
 IGNORED_LABEL = -100
 LEAST_EDGE = 640
 """Pixels of the longer side to which a smaller image is enlarged before it is drawn on."""
-
-Columns = dict[str, list[Any]]
-"""Plain values by column, None if missing. All columns have equal length."""
 
 
 @dataclass(frozen=True)
@@ -172,8 +166,8 @@ def _input_columns(run: TrainedRun) -> tuple[str, ...]:
 
 def _rows_of(data: Any, recipe: Recipe) -> Iterator[dict[str, Any]]:
     """Yield the rows of a program as plain mappings. A text is the value of the only text column."""
-    columns = recipe.data.input_columns or (getattr(recipe.data, "text_column", None),)
-    columns = [name for column in columns for name in columns_read(column or "")]
+    inputs = recipe.data.input_columns or (getattr(recipe.data, "text_column", None),)
+    columns = [name for column in inputs for name in columns_read(column or "")]
     for row in data.to_dict("records") if hasattr(data, "to_dict") else data:
         if isinstance(row, Mapping):
             yield {str(key): _plain(value) for key, value in row.items()}
@@ -216,7 +210,7 @@ def predict(run: TrainedRun, out: Path, options: Options) -> Written | None:
     if least is not None:
         shown = boxes_above(columns, least.value)
         columns = columns if is_coco and options.min_score is None else shown
-        _note_boxes(shown, least)
+        note_boxes(shown, least)
     if is_coco:
         results, origin = coco_results(columns, run.data.source.sets)
         print(f"{out}: image_id and category_id are from {origin}", file=sys.stderr)
@@ -224,50 +218,6 @@ def predict(run: TrainedRun, out: Path, options: Options) -> Written | None:
     columns = rows_of_boxes(columns) if options.row_per_box else columns
     rows = len(next(iter(columns.values())))
     return Written(write_table(columns, out, run.folder), rows, None if least is None else least.value)
-
-
-def least_score(run: TrainedRun, options: Options) -> Choice[float] | None:
-    """Return the least score of a box to show, with its reason. None if the task predicts no boxes."""
-    if run.task.spec.gives != "boxes":
-        return None
-    if options.min_score is not None:
-        return Choice(options.min_score)
-    found = read_record(evaluation_file(run.folder, None)).get("details")
-    for name in ("detection", "best_f1", "score"):
-        found = found.get(name) if isinstance(found, dict) else None
-    if isinstance(found, float) and 0 <= found <= 1:
-        return Choice(found, "the score with the best F1 on the held-out data; --min-score sets another")
-    return Choice(0.0, "the run has no score with the best F1; --min-score leaves out doubtful boxes")
-
-
-def boxes_above(columns: Columns, least: float) -> Columns:
-    """Return the columns of boxes without the boxes below a score."""
-    # Scores are the shortest decimals of their float32 values, and may lie below them.
-    kept = [[np.float32(score) >= np.float32(least) for score in scores] for scores in columns["scores"]]
-    lists = {
-        name: [list(compress(values, keep)) for values, keep in zip(columns[name], kept, strict=True)]
-        for name in ("labels", "scores", "boxes")
-    }
-    return columns | lists
-
-
-def rows_of_boxes(columns: Columns) -> Columns:
-    """Return a row for each box: its image, class, score, and corners in pixels."""
-    rows = [
-        (file, label, score, left, top, round(left + width, 2), round(top + height, 2))
-        for file, *found in zip(columns["id"], columns["labels"], columns["scores"], columns["boxes"], strict=True)
-        for label, score, (left, top, width, height) in zip(*found, strict=True)
-    ]
-    names = ("file", "class", "score", "x1", "y1", "x2", "y2")
-    return {name: [row[at] for row in rows] for at, name in enumerate(names)}
-
-
-def _note_boxes(columns: Columns, least: Choice[float]) -> None:
-    """Print the number of boxes that are shown, and why others are not."""
-    boxes = format_count(sum(map(len, columns["labels"])), "box", "boxes")
-    images = format_count(len(columns["labels"]), "image")
-    why = f" ({least.reason})" if least.reason else ""
-    print(f"{boxes} in {images}, with a score of at least {least.value:.4g}{why}", file=sys.stderr)
 
 
 class Drawing(NamedTuple):
@@ -470,33 +420,3 @@ def _scale_of(image: Image.Image) -> int:
 
 def _save_picture(drawing: Drawing, run: TrainedRun, index: int, picture: Image.Image) -> None:
     picture.save(drawing.folder / f"{_file_name(run, index)}.jpg", quality=90, subsampling=0)
-
-
-def coco_results(columns: Mapping[str, Sequence[Any]], sets: ImageSets) -> tuple[list[dict[str, Any]], str]:
-    """Return the results of a table of predictions for all evaluation images in order, and where their ids come from.
-
-    Ids are from the COCO file of the images. Without such a file, or if images of several files share an id, images and
-    classes are counted from 1.
-    """
-    image_ids, category_ids = _image_ids(columns, sets), sets.category_ids
-    origin = "the COCO file of the data"
-    if category_ids is None or None in image_ids or len(set(image_ids)) < len(image_ids):
-        image_ids = range(1, len(columns["id"]) + 1)
-        category_ids = tuple(range(1, len(sets.label_names) + 1))
-        origin = "their order: images and classes count from 1"
-    id_of = dict(zip(sets.label_names, category_ids, strict=True))
-    results = [
-        {"image_id": image, "category_id": id_of[label], "bbox": box, "score": score}
-        for image, *found in zip(image_ids, columns["labels"], columns["boxes"], columns["scores"], strict=True)
-        for label, box, score in zip(*found, strict=True)
-    ]
-    return results, origin
-
-
-def _image_ids(columns: Mapping[str, Sequence[Any]], sets: ImageSets) -> Sequence[Any]:
-    """Return the COCO ids of the evaluation images. Images to predict are named by them if they have any."""
-    evaluation = sets.eval
-    assert evaluation is not None
-    if evaluation.boxes is not None:
-        return [evaluation.boxes_of(index).image_id for index in range(len(evaluation))]
-    return [int(name) if is_whole(str(name)) else name for name in columns["id"]]

@@ -16,8 +16,9 @@ from accel_train.cli.main import main
 from accel_train.core.json_io import load_object
 from accel_train.data.encoding import in_its_encoding
 from accel_train.inference import predict as predicting
+from accel_train.inference.boxes import boxes_above
 from accel_train.inference.finished_run import check_own_encoding, open_run
-from accel_train.inference.predict import boxes_above, label_columns, predict_rows, write_table
+from accel_train.inference.predict import label_columns, predict_rows, write_table
 from accel_train.recipe.data import Data
 from tests.inference.conftest import Cli
 from tests.support import runs as runs

@@ -391,6 +391,21 @@ def test_the_report_draws_truth_and_prediction_side_by_side(trained: Path) -> No
         assert each["right"] or truth != prediction
 
 
+def test_verdicts_in_the_report_are_those_of_the_evaluation(trained: Path) -> None:
+    """All images are shown, so the counts give the recall at the least score that the pictures use."""
+    examples = load_json(trained / "run/examples.json")
+    truth = Counter(name for each in examples["examples"] for name in (*each["right"], *each["missed"]))
+    content = load_json(trained / "instances_train.json")
+    shown = {int(Path(row["id"]).stem) for row in rows_of(trained / "run")[:: 8 // len(examples["examples"])][:6]}
+    names = {each["id"]: each["name"] for each in content["categories"]}
+    assert truth == Counter(
+        names[each["category_id"]] for each in content["annotations"] if 900 - each["image_id"] in shown
+    )
+    every = rows_of(trained / "run", "--min-score", str(examples["least_score"]))
+    predicted = [len(row["scores"]) for row in every if int(Path(row["id"]).stem) in shown]
+    assert sorted(predicted) == sorted(len(each["right"]) + len(each["wrong"]) for each in examples["examples"])
+
+
 def rows_of(run: Path, *words: str) -> list[dict[str, Any]]:
     assert main(["predict", str(run), *words, "--out", str(run / "rows.jsonl")]) == 0
     return [json.loads(line) for line in (run / "rows.jsonl").read_text().splitlines()]
