@@ -19,7 +19,7 @@ BUDGETS: dict[str, int] = {
     "accel_train/experiments": 59_400,
     "accel_train/guard": 2_000,
     "accel_train/hf": 34_500,
-    "accel_train/inference": 17_800,
+    "accel_train/inference": 18_600,
     "accel_train/metrics": 7_000,
     "accel_train/model": 35_400,
     "accel_train/observe": 15_000,

@@ -37,7 +37,6 @@ from accel_train.recipe.yaml_core import is_number
 from accel_train.report.pictures import Box, color_of_class, draw_boxes, draw_mask, palette
 from accel_train.runtime.process_group import wait_for_all
 from accel_train.task import Columns, load_task
-from accel_train.tasks.rows import TextSource
 
 MAX_SCORE_COLUMNS = 20
 """Most classes for which a table has a score column each. With more classes, scores are dropped."""
@@ -161,7 +160,7 @@ def predict_rows(folder: Path, data: Any, min_score: float | None = None) -> lis
 
 def _input_columns(run: TrainedRun) -> tuple[str, ...]:
     """Return the columns of texts that the table repeats."""
-    return run.recipe.data.input_columns if isinstance(run.data.source, TextSource) else ()
+    return run.recipe.data.input_columns if hasattr(run.data.source, "evaluated") else ()
 
 
 def _rows_of(data: Any, recipe: Recipe) -> Iterator[dict[str, Any]]:
