@@ -15,7 +15,7 @@ _OF: Mapping[str, tuple[Gives, ...]] = {"min_score": ("boxes",), "row_per_box": 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How predictions are written, beyond the name of the table."""
+    """Options of `accel-train predict`, beyond the name of the table."""
 
     min_score: float | None = None
     """Least score of a box. None: the score with the best F1 in the run's evaluation; COCO results have all boxes."""

@@ -97,7 +97,7 @@ def _describe_examples(found: JsonRecord, num_eval: Any) -> Block:
     ]
     is_part = is_number(num_eval) and num_eval > found["tried"]
     tried = f"{found['tried']:,} of the {num_eval:,}" if is_part else f"{found['tried']:,}"
-    hint = f"of {tried} held-out samples {found['wrong']:,} are wrong; the most confident first"
+    hint = f"{found['wrong']:,} wrong of {tried} held-out samples; the most confident first"
     if kind == "mask":
         hint = "image, truth, prediction; the worst first"
     elif kind == "boxes":
