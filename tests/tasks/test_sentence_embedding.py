@@ -293,6 +293,14 @@ def test_the_nearest_texts_of_evenly_spaced_queries_are_those_of_all_products() 
     assert len(cut["query"]) == len(cut["nearest"][0]["text"]) == 204
 
 
+def test_the_report_of_a_run_has_three_nearest_texts_of_a_third_as_many_queries_as_examples(tmp_path: Path) -> None:
+    train_rows(tmp_path, "run", data={"eval_fraction": 0.5}, evaluate={"every_steps": 0, "num_examples": 4})
+    queries = load_json(tmp_path / "run/evaluation.json")["details"]["retrieval"]["queries"]
+    assert [len(each["nearest"]) for each in queries] == [3, 3]
+    page = (tmp_path / "run/report.html").read_text()
+    assert all(f">{each['query']}<" in page for each in queries)
+
+
 def test_baselines_of_scripts_without_spaces_compare_characters(tmp_path: Path) -> None:
     draw = random.Random(0)
     rows = []
