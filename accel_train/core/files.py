@@ -229,15 +229,15 @@ def path_problem(text: str) -> str | None:
     return None
 
 
-def output_path(text: str) -> Path:
-    """Return the path given by `--out`.
+def output_path(text: str, option: str = "--out") -> Path:
+    """Return the path given by an option.
 
     Raises:
         ValueError: the path is blank or not on a file system.
     """
     problem = path_problem(text)
     if problem is not None:
-        raise ValueError(f"--out={text!r} {problem}")
+        raise ValueError(f"{option}={text!r} {problem}")
     return Path(text).expanduser()
 
 

@@ -96,6 +96,11 @@ def is_variant(name: str, names: Container[str]) -> bool:
     return name != "f1_macro" and name in METRICS and METRICS[name].is_average and "f1_macro" in names
 
 
+def has_common_axis(name: str) -> bool:
+    """Return whether a metric is a score up to 1, so that curves of several fit in one chart."""
+    return name in METRICS and METRICS[name].places is not None and not METRICS[name].is_lower_better
+
+
 def show_metric(name: str, value: Any) -> str:
     """Return the value of a metric as text, by its format in the table."""
     return show_value(value, METRICS[name].places if name in METRICS else 4)

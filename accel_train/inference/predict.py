@@ -1,4 +1,4 @@
-"""Write a finished run's predictions: a table with a row per sample, and for segmentation a mask per image."""
+"""Write a finished run's predictions: a table with a row per sample, masks, and pictures with boxes or masks."""
 
 import csv
 import io
@@ -7,43 +7,42 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor
 
 from accel_train.core.errors import RecipeError
 from accel_train.core.files import is_written_into, output_path
-from accel_train.core.format import format_count, is_whole
+from accel_train.core.format import format_count
 from accel_train.core.ownership import check_file, check_folder, replacing, staging_of, write_file
-from accel_train.data.images.labelled import ImageSets
 from accel_train.data.order import evaluation_batches
 from accel_train.data.tables import columns_read
 from accel_train.engine.evaluation import EvaluationReader, evaluation_mode, rows_in_order
+from accel_train.inference.boxes import boxes_above, coco_results, least_score, note_boxes, rows_of_boxes
 from accel_train.inference.finished_run import TrainedRun, counted, open_run, recipe_of_trained
+from accel_train.inference.options import COCO_SUFFIX, Options
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.tasks import Gives
 from accel_train.recipe.yaml_core import is_number
+from accel_train.report.pictures import Box, color_of_class, draw_boxes, draw_mask, palette
 from accel_train.runtime.process_group import wait_for_all
-from accel_train.task import load_task
+from accel_train.task import Columns, load_task
 
-COCO_SUFFIX = ".json"
-"""Suffix of a file with boxes as COCO results."""
 MAX_SCORE_COLUMNS = 20
 """Most classes for which a table has a score column each. With more classes, scores are dropped."""
 IGNORED_LABEL = -100
-_PALETTE_SEED = 7
-
-Columns = dict[str, list[Any]]
-"""Plain values by column, None if missing. All columns have equal length."""
+LEAST_EDGE = 640
+"""Pixels of the longer side to which a smaller image is enlarged before it is drawn on."""
 
 
 @dataclass(frozen=True)
@@ -68,16 +67,25 @@ WRITERS: Mapping[Gives | None, Writer] = {
 """Writers of predictions that are more than rows."""
 
 
+class Written(NamedTuple):
+    """The table that was written, on the main process."""
+
+    table: Path
+    rows: int
+    min_score: float | None
+    """Least score of its boxes. None for other predictions."""
+
+
 def open_for_prediction(
-    folder: Path, data: str | None, out: str | None, settings: Sequence[str] = ()
+    folder: Path, data: str | None, out: str | None, settings: Sequence[str], options: Options
 ) -> tuple[TrainedRun, Path]:
     """Return the run, opened with data to predict, and the path of the table.
 
     Raises:
         ValueError: the run is not finished, has no data, or its task has no predictions, or the table has an unknown
-            format.
+            format, or files of the user would be replaced.
     """
-    writer = _writer_of(recipe_of_trained(folder, data, settings), folder)
+    writer = _writer_of(recipe_of_trained(folder, data, settings), folder, options)
     table = folder / "predictions.csv" if out is None else output_path(out)
     if table.suffix.lower() not in writer.suffixes and not is_written_into(table):
         raise ValueError(
@@ -88,16 +96,21 @@ def open_for_prediction(
         if is_written_into(table):
             raise ValueError(f"--out {table} is not a regular file, and masks need a folder next to it; give a file")
         check_folder(_masks_of(table), f"{_masks_of(table)} (for the masks of --out {table})")
+    if options.draw is not None:
+        if options.draw.absolute() == _masks_of(table).absolute():
+            raise ValueError(f"--draw {options.draw} is the folder of the masks. Give another folder.")
+        check_folder(options.draw, f"--draw {options.draw}")
     return _open(folder, writer, data, settings), table
 
 
-def _writer_of(recipe: Recipe, folder: Path) -> Writer:
+def _writer_of(recipe: Recipe, folder: Path, options: Options) -> Writer:
     """Return the writer of a task's predictions.
 
     Raises:
-        ValueError: the task continues texts, and predicts nothing for a sample.
+        ValueError: the task continues texts, and predicts nothing for a sample, or does not have these options.
     """
     gives = load_task(recipe.task).spec.gives
+    options.check(folder, recipe.task, gives)
     if gives == "continuation":
         raise ValueError(
             f"{folder} is a language model and predicts no labels; `accel-train generate {folder}` writes text"
@@ -114,18 +127,19 @@ def _open(folder: Path, writer: Writer, data: str | None, settings: Sequence[str
     return run
 
 
-def predict_rows(folder: Path, data: Any) -> list[dict[str, Any]]:
+def predict_rows(folder: Path, data: Any, min_score: float | None = None) -> list[dict[str, Any]]:
     """Predict new data with a finished run, and return a row per sample, on the main process.
 
     Args:
         folder: output folder of the run.
         data: a file or folder as for training; or rows: texts, mappings by column name, or a pandas DataFrame.
+        min_score: least score of a box, as in `Options`.
 
     Raises:
         ValueError: the task has no predictions per row, or the data do not fit.
     """
     recipe = recipe_of_trained(folder)
-    writer = _writer_of(recipe, folder)
+    writer = _writer_of(recipe, folder, options := Options(min_score=min_score))
     if writer.has_masks:
         raise ValueError(f"{folder} predicts masks, not rows; write them: accel-train predict {folder} FOLDER")
     with TemporaryDirectory() as name:
@@ -135,16 +149,24 @@ def predict_rows(folder: Path, data: Any) -> list[dict[str, Any]]:
             data = path
         run = _open(folder, writer, os.fspath(data))
         columns = predict_columns(run, Path(name))
-    rows = [dict(zip(columns, values)) for values in zip(*columns.values(), strict=True)]
-    for row in rows if data is not None and Path(data).parent == Path(name) else ():
-        del row["id"]
-    return rows
+        least = least_score(run, options)
+        if columns and least is not None:
+            columns = boxes_above(columns, least.value)
+        # The caller has the rows in memory.
+        for column in ("id", *_input_columns(run)) if Path(data).parent == Path(name) else ():
+            columns.pop(column, None)
+    return [dict(zip(columns, values)) for values in zip(*columns.values(), strict=True)]
+
+
+def _input_columns(run: TrainedRun) -> tuple[str, ...]:
+    """Return the columns of texts that the table repeats."""
+    return run.recipe.data.input_columns if hasattr(run.data.source, "evaluated") else ()
 
 
 def _rows_of(data: Any, recipe: Recipe) -> Iterator[dict[str, Any]]:
     """Yield the rows of a program as plain mappings. A text is the value of the only text column."""
-    columns = getattr(recipe.data, "text_columns", None) or (getattr(recipe.data, "text_column", None),)
-    columns = [name for column in columns for name in columns_read(column or "")]
+    inputs = recipe.data.input_columns or (getattr(recipe.data, "text_column", None),)
+    columns = [name for column in inputs for name in columns_read(column or "")]
     for row in data.to_dict("records") if hasattr(data, "to_dict") else data:
         if isinstance(row, Mapping):
             yield {str(key): _plain(value) for key, value in row.items()}
@@ -162,26 +184,50 @@ def _plain(value: Any) -> Any:
 
 
 @torch.no_grad()
-def predict(run: TrainedRun, out: Path) -> Path | None:
-    """Predict every sample once, over all processes, and write the table. Return its path on the main process.
+def predict(run: TrainedRun, out: Path, options: Options) -> Written | None:
+    """Predict every sample once, over all processes, and write the table. Return it on the main process.
 
     Raises:
         RecipeError: the task has no predictions per sample.
     """
-    masks = _masks_of(out)
+    masks, draw, least = _masks_of(out), options.draw, least_score(run, options)
     main = run.accelerator.is_main_process
-    with replacing(masks) if main and not is_written_into(out) else nullcontext(staging_of(masks)) as staging:
+
+    def staged(target: Path, *, is_written: bool) -> AbstractContextManager[Path]:
+        return replacing(target) if main and is_written else nullcontext(staging_of(target))
+
+    with (
+        staged(masks, is_written=not is_written_into(out)) as staging,
+        nullcontext() if draw is None else staged(draw, is_written=True) as pictures,
+    ):
         wait_for_all()
-        columns = predict_columns(run, staging, masks.name)
-    if main and out.suffix.lower() == COCO_SUFFIX:
+        drawing = None if pictures is None else Drawing(pictures, 0.0 if least is None else least.value)
+        columns = predict_columns(run, staging, masks.name, drawing)
+    if not main:
+        return None
+    is_coco = out.suffix.lower() == COCO_SUFFIX
+    if least is not None:
+        shown = boxes_above(columns, least.value)
+        columns = columns if is_coco and options.min_score is None else shown
+        note_boxes(shown, least)
+    if is_coco:
         results, origin = coco_results(columns, run.data.source.sets)
         print(f"{out}: image_id and category_id are from {origin}", file=sys.stderr)
-        return write_file(out, (json.dumps(results) + "\n").encode(), run.folder)
-    return write_table(columns, out, run.folder) if main else None
+        return Written(write_file(out, (json.dumps(results) + "\n").encode(), run.folder), len(columns["id"]), 0.0)
+    columns = rows_of_boxes(columns) if options.row_per_box else columns
+    rows = len(next(iter(columns.values())))
+    return Written(write_table(columns, out, run.folder), rows, None if least is None else least.value)
+
+
+class Drawing(NamedTuple):
+    """Folder for pictures of the images, and the least score of a box in them."""
+
+    folder: Path
+    least_score: float
 
 
 @torch.no_grad()
-def predict_columns(run: TrainedRun, masks: Path, name: str = "") -> Columns:
+def predict_columns(run: TrainedRun, masks: Path, name: str = "", drawing: Drawing | None = None) -> Columns:
     """Predict every sample once, over all processes, and return the table's columns; none on other processes.
 
     Masks are written to the folder `masks`, which the table calls `name`.
@@ -189,19 +235,23 @@ def predict_columns(run: TrainedRun, masks: Path, name: str = "") -> Columns:
     Raises:
         RecipeError: the task has no predictions per sample.
     """
-    gathered = _predict_all(run, masks)
+    gathered = _predict_all(run, masks, drawing)
     if not gathered:
         raise RecipeError(
             f"task={run.recipe.task} predicts nothing for a sample; `accel-train evaluate` gives its metrics"
         )
     if not run.accelerator.is_main_process:
         return {}
-    columns: Columns = {"id": [run.data.source.row_ids(index) for index in gathered["index"].tolist()]}
+    indices = gathered["index"].tolist()
+    columns: Columns = {"id": [run.data.source.row_ids(index) for index in indices]}
+    if inputs := _input_columns(run):
+        texts = zip(*(run.data.source.evaluated[index].texts for index in indices), strict=True)
+        columns |= {name: list(each) for name, each in zip(inputs, texts)}
     own = run.task.prediction_columns(gathered, run.data)
     if own:
         columns |= own
     elif any(masks.glob("*.png")):
-        columns["mask"] = [f"{name}/{_mask_name(run, index)}" for index in gathered["index"].tolist()]
+        columns["mask"] = [f"{name}/{_file_name(run, index)}.png" for index in indices]
     else:
         names = tuple(getattr(run.data.source, "label_names", ()))
         columns |= label_columns(gathered, names, labelled=run.recipe.data.is_labelled)
@@ -213,8 +263,8 @@ def _masks_of(table: Path) -> Path:
     return table.with_name(f"{table.stem}-masks")
 
 
-def _predict_all(run: TrainedRun, masks: Path) -> dict[str, NDArray[Any]]:
-    """Return the predictions of all samples, in order, on the main process. Write masks to their folder."""
+def _predict_all(run: TrainedRun, masks: Path, drawing: Drawing | None) -> dict[str, NDArray[Any]]:
+    """Return the predictions of all samples, in order, on the main process. Write masks and pictures to folders."""
     assert run.data.eval is not None
     rows: dict[str, list[Tensor]] = {}
     size, processes = run.sizes.per_device_eval_batch_size, run.accelerator.num_processes
@@ -226,7 +276,7 @@ def _predict_all(run: TrainedRun, masks: Path) -> dict[str, NDArray[Any]]:
         for index, (batch, _) in zip(indices, batches, strict=True):
             found = dict(run.inner(batch, "predictions"))
             if "mask" in found:
-                _write_masks(masks, run, index, {name: value.cpu().numpy() for name, value in found.items()})
+                _write_masks(masks, run, index, {name: value.cpu().numpy() for name, value in found.items()}, drawing)
                 found = {}
             elif not found:
                 break
@@ -234,6 +284,8 @@ def _predict_all(run: TrainedRun, masks: Path) -> dict[str, NDArray[Any]]:
                 found["truth"] = batch["labels"]
             if "scores" in found and found["scores"].shape[1] > MAX_SCORE_COLUMNS:
                 del found["scores"]
+            if drawing is not None and found:
+                _draw_boxes(drawing, run, index, {name: value.cpu().numpy() for name, value in found.items()})
             for name, value in {"index": torch.tensor(index), **found}.items():
                 rows.setdefault(name, []).append(value.cpu())
     return rows_in_order(run.accelerator, rows)
@@ -312,56 +364,58 @@ def _cell(value: Any) -> Any:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, list) else value
 
 
-def _mask_name(run: TrainedRun, index: int) -> str:
-    """Return a unique file name: the sample's number and the end of its id."""
+def _file_name(run: TrainedRun, index: int) -> str:
+    """Return a unique file name without suffix: the sample's number and the end of its id."""
     stem = Path(str(run.data.source.row_ids(index))).stem
-    return f"{index:06d}-{re.sub(r'[^A-Za-z0-9_.-]+', '-', stem)[:80]}.png"
+    return f"{index:06d}-{re.sub(r'[^A-Za-z0-9_.-]+', '-', stem)[:80]}"
 
 
-def _write_masks(folder: Path, run: TrainedRun, indices: Sequence[int], found: Mapping[str, NDArray[Any]]) -> None:
-    """Write each mask as a PNG of classes with a palette.
+def _write_masks(
+    folder: Path,
+    run: TrainedRun,
+    indices: Sequence[int],
+    found: Mapping[str, NDArray[Any]],
+    drawing: Drawing | None,
+) -> None:
+    """Write each mask as a PNG of classes with a palette, and draw it over its image.
 
     If images of several sizes share a batch, masks are cropped to `height` and `width`.
     """
-    from PIL import Image
-
     folder.mkdir(exist_ok=True)
-    # Class 0, usually the background, is black. Other colors are far apart and the same in every run.
-    palette = np.random.default_rng(_PALETTE_SEED).integers(40, 256, (256, 3), dtype=np.uint8)
-    palette[0] = 0
     masks = found["mask"]
     heights, widths = (found.get(name, np.full(len(masks), 65535)) for name in ("height", "width"))
     for index, mask, height, width in zip(indices, masks, heights, widths, strict=True):
-        image = Image.fromarray(np.ascontiguousarray(mask[:height, :width]))
-        image.putpalette(palette.tobytes())
-        image.save(folder / _mask_name(run, index))
+        mask = np.ascontiguousarray(mask[:height, :width])
+        image = Image.fromarray(mask)
+        image.putpalette(palette().tobytes())
+        image.save(folder / f"{_file_name(run, index)}.png")
+        if drawing is not None:
+            source = run.data.source
+            image = source.shown(index)["image"]
+            _save_picture(drawing, run, index, draw_mask(image, mask, source.label_names, _scale_of(image)))
 
 
-def coco_results(columns: Mapping[str, Sequence[Any]], sets: ImageSets) -> tuple[list[dict[str, Any]], str]:
-    """Return the results of a table of predictions for all evaluation images in order, and where their ids come from.
-
-    Ids are from the COCO file of the images. Without such a file, or if images of several files share an id, images and
-    classes are counted from 1.
-    """
-    image_ids, category_ids = _image_ids(columns, sets), sets.category_ids
-    origin = "the COCO file of the data"
-    if category_ids is None or None in image_ids or len(set(image_ids)) < len(image_ids):
-        image_ids = range(1, len(columns["id"]) + 1)
-        category_ids = tuple(range(1, len(sets.label_names) + 1))
-        origin = "their order: images and classes count from 1"
-    id_of = dict(zip(sets.label_names, category_ids, strict=True))
-    results = [
-        {"image_id": image, "category_id": id_of[label], "bbox": box, "score": score}
-        for image, *found in zip(image_ids, columns["labels"], columns["boxes"], columns["scores"], strict=True)
-        for label, box, score in zip(*found, strict=True)
-    ]
-    return results, origin
+def _draw_boxes(drawing: Drawing, run: TrainedRun, indices: Sequence[int], found: Mapping[str, NDArray[Any]]) -> None:
+    """Draw the boxes of each image of a batch, with class and score, in the colors of their classes."""
+    source = run.data.source
+    columns = run.task.prediction_columns({"index": np.array(indices), **found}, run.data)
+    shown = boxes_above(columns, drawing.least_score)
+    for index, *of_image in zip(indices, shown["labels"], shown["scores"], shown["boxes"], strict=True):
+        image = source.shown(index)["image"]
+        boxes = [
+            Box(
+                (left, top, left + width, top + height),
+                f"{label} {score:.2f}",
+                color_of_class(source.label_names.index(label)),
+            )
+            for label, score, (left, top, width, height) in zip(*of_image, strict=True)
+        ]
+        _save_picture(drawing, run, index, draw_boxes(image, boxes, _scale_of(image)))
 
 
-def _image_ids(columns: Mapping[str, Sequence[Any]], sets: ImageSets) -> Sequence[Any]:
-    """Return the COCO ids of the evaluation images. Images to predict are named by them if they have any."""
-    evaluation = sets.eval
-    assert evaluation is not None
-    if evaluation.boxes is not None:
-        return [evaluation.boxes_of(index).image_id for index in range(len(evaluation))]
-    return [int(name) if is_whole(str(name)) else name for name in columns["id"]]
+def _scale_of(image: Image.Image) -> int:
+    return max(1, -(-LEAST_EDGE // max(image.size)))
+
+
+def _save_picture(drawing: Drawing, run: TrainedRun, index: int, picture: Image.Image) -> None:
+    picture.save(drawing.folder / f"{_file_name(run, index)}.jpg", quality=90, subsampling=0)

@@ -171,6 +171,11 @@ class Data(Section):
         """Return the name of the `train` data in messages."""
         return self._train_key
 
+    @property
+    def input_columns(self) -> tuple[str, ...]:
+        """Return the columns of texts that predictions repeat, so that a row can be read without its source."""
+        return ()
+
     def named(self) -> Iterator[tuple[str, str]]:
         """Yield each name of `train` and `eval`, after the name of its setting in messages."""
         for key, names in ((self.train_key, self.train), ("data.eval", self.eval or ())):

@@ -76,7 +76,7 @@ class Evaluate(Section):
     separate curve (`eval_final`). Default: all samples.
     """
     num_examples: NonNegativeInt = 12
-    """Number of misclassified held-out samples to show in the report, with their text or picture. 0: none."""
+    """Number of held-out samples to show in the report, with their texts or pictures, mistakes first. 0: none."""
     null_score_diff_threshold: Annotated[float, Field(allow_inf_nan=False)] = 0.0
     """Threshold for an empty answer. The answer is empty if the score of no answer exceeds the best
     answer's score by more than this.

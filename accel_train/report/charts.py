@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from accel_train.core.metric_names import has_common_axis
 from accel_train.core.metric_names import label as metric_label
 from accel_train.core.state import JsonRecord
 from accel_train.report.metric_names import metrics_with_curves
@@ -112,7 +113,24 @@ def describe_charts(runs: Sequence[Run], targets: str = "tokens") -> list[JsonRe
     ]
     least, most = POINTS_OF_CURVE
     most = max(least, min(most, POINTS_ON_PAGE // max(1, len(runs) * len(kinds))))
-    return [_describe(kind, runs, kind.title.format(targets=targets.capitalize()), most) for kind in kinds]
+    charts = [_describe(kind, runs, kind.title.format(targets=targets.capitalize()), most) for kind in kinds]
+    return charts if len(runs) > 1 else _with_scores_in_one(charts)
+
+
+def _with_scores_in_one(charts: list[JsonRecord]) -> list[JsonRecord]:
+    """Return the charts of one run with its scores in one chart, beside the loss. Their curves look alike."""
+    scores = [chart for chart in charts if has_common_axis(chart["name"].removeprefix("eval_"))]
+    others = [chart for chart in charts if chart not in scores]
+    if not scores:
+        return charts
+    curves = [
+        curve | ({"name": chart["title"], "color": number} if len(scores) > 1 else {})
+        for number, chart in enumerate(scores)
+        for curve in chart["curves"]
+    ]
+    named = {} if len(scores) == 1 else {"name": "eval_scores", "title": "Scores", "ceiling": None}
+    joined = scores[0] | named | {"curves": curves, "is_first": True}
+    return [chart | {"across": False} for chart in others[:1]] + [joined, *others[1:]]
 
 
 def _describe(kind: Kind, runs: Sequence[Run], title: str, most: int) -> JsonRecord:
@@ -136,6 +154,7 @@ def _describe(kind: Kind, runs: Sequence[Run], title: str, most: int) -> JsonRec
         "scale": scale,
         "from_zero": kind.from_zero,
         "across": kind.across,
+        "is_first": kind.name == "loss",
         "stairs": kind.name == "loss_scale",
         "each": "each evaluation" if kind.group == "evaluation" else "each log line",
         "ceiling": _ceiling(finite) if scale == "linear" else None,

@@ -6,7 +6,8 @@ out.
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,11 +18,12 @@ from accel_train.core.state import JsonRecord
 from accel_train.metrics.baselines import by_baseline, is_number
 from accel_train.metrics.scores import SUMMARY_ROWS
 from accel_train.report.metric_names import NOT_A_SCORE
+from accel_train.report.pictures import VERDICTS
 from accel_train.report.run import Run
 
 MAX_CLASSES = 25
 """Maximum number of classes in a confusion matrix, limited by the screen."""
-MAX_CLASSES_BESIDE = 8
+MAX_CLASSES_BESIDE = 10
 """Maximum number of classes in a confusion matrix that does not take the whole page width."""
 DEEPEST = 0.55
 """Opacity of a cell that holds its whole row. Its text stays readable in light and dark mode."""
@@ -29,14 +31,30 @@ MAX_ROWS = 20
 """Number of rows above which a table of classes is folded."""
 MAX_PAIRS = 10
 """Maximum number of rows in the table of the most frequent mistakes."""
+MAX_TEXTS = 6
+"""Number of texts above which mistakes are folded."""
 Block = JsonRecord
 """Part of the section as template data. `kind` is examples, table, matrix, bars or text."""
 
 
-_EXAMPLES: dict[str, tuple[dict[str, type], str]] = {
-    "label": ({"truth": str, "prediction": str, "score": float}, "{truth}, predicted as {prediction} ({score:.0%})"),
-    "mask": ({"wrong": float}, "{wrong:.1%} of the pixels wrong"),
-    "boxes": ({"boxes": int, "found": int}, "{boxes} annotated, {found} predicted"),
+def _verdicts(example: Mapping[str, Any]) -> str:
+    """Return which boxes are right, wrong, and missed, by class: `right: cat ×2, dog; missed: dog`."""
+    counts = {name: Counter(map(str, example[name])) for name in VERDICTS}
+    told = [
+        f"{name}: {', '.join(each if number == 1 else f'{each} ×{number}' for each, number in classes.items())}"
+        for name, classes in counts.items()
+        if classes
+    ]
+    return "; ".join(told) or "no box, and none predicted"
+
+
+_EXAMPLES: dict[str, tuple[dict[str, type], Callable[[Mapping[str, Any]], str]]] = {
+    "label": (
+        {"truth": str, "prediction": str, "score": float},
+        "{0[truth]}, predicted as {0[prediction]} ({0[score]:.0%})".format,
+    ),
+    "mask": ({"wrong": float}, "{0[wrong]:.1%} of the pixels wrong".format),
+    "boxes": (dict.fromkeys(VERDICTS, list), _verdicts),
 }
 """Values of an example by kind of prediction, and its caption."""
 
@@ -51,6 +69,7 @@ def describe_evaluation(runs: Sequence[Run]) -> list[Block]:
             *_describe_segmentation(details("segmentation")),
             *_describe_detection(details("detection")),
             *_describe_generation(details("generation")),
+            *_describe_retrieval(details("retrieval")),
         ]
         blocks.append(_describe_augmentation(details("test_time_augmentation")))
         blocks.append(_describe_examples(runs[0].examples, _mapping(runs[0].summary.get("data")).get("num_eval")))
@@ -72,24 +91,27 @@ def _describe_examples(found: JsonRecord, num_eval: Any) -> Block:
         {
             "images": [image for image in _list(each.get("images")) if str(image).startswith("data:image/png;base64,")],
             "text": each.get("text"),
-            "caption": caption.format(**each),
+            "caption": caption(each),
         }
         for each in examples
     ]
     is_part = is_number(num_eval) and num_eval > found["tried"]
     tried = f"{found['tried']:,} of the {num_eval:,}" if is_part else f"{found['tried']:,}"
-    hint = f"of {tried} held-out samples {found['wrong']:,} are wrong; the most confident first"
+    hint = f"{found['wrong']:,} wrong of {tried} held-out samples; the most confident first"
     if kind == "mask":
         hint = "image, truth, prediction; the worst first"
     elif kind == "boxes":
         least = found.get("least_score")
         of_best = f" with a score of at least {least:.2g}" if is_number(least) else ""
-        hint = f"truth, and predicted boxes{of_best}"
+        hint = f"truth, and predicted boxes{of_best}; a box is right by its class and an IoU of at least 0.5"
     return {
         "title": "Predictions" if kind in ("mask", "boxes") else "Mistakes",
         "kind": "examples",
         "items": items,
         "colours": [pair for pair in _list(found.get("colours")) if _is_colour(pair)],
+        "verdicts": VERDICTS if kind == "boxes" else {},
+        "look": "boxes" if kind == "boxes" else "texts" if items[0]["text"] is not None else "",
+        "num_shown": MAX_TEXTS if items[0]["text"] is not None else len(items),
         "hint": hint,
         "wide": True,
     }
@@ -137,11 +159,12 @@ def _table_of_metrics(runs: Sequence[Run]) -> Block:
 
 def _describe_classification(part: JsonRecord) -> list[Block]:
     report = _mapping(part.get("report"))
-    blocks = [_table_of_classes(report)] if report else []
-    found = confusion_matrix(part)
+    blocks, found = list[Block](), confusion_matrix(part)
     if found:
         is_small = len(found[1]) <= MAX_CLASSES
         blocks.append(_matrix(*found) if is_small else _table_of_pairs(*found, "samples"))
+    # Beside the table of metrics and the matrix.
+    blocks += [_table_of_classes(report)] if report else []
     text = part.get("report_text")
     if isinstance(text, str) and text:
         hint = "the classification report"
@@ -236,6 +259,22 @@ def _describe_generation(part: JsonRecord) -> list[Block]:
     ]
     head = ["source", "target", "generated"]
     return [_table("Generated texts", head, rows) | {"text_columns": 2}] if rows else []
+
+
+def _describe_retrieval(part: JsonRecord) -> list[Block]:
+    rows = [
+        _row(
+            "" if rank else str(query.get("query", "")),
+            [str(each.get("text", "")), "right" if each.get("is_right") else "", show_value(each.get("similarity"), 2)],
+        )
+        for query in _list(part.get("queries"))
+        if isinstance(query, Mapping)
+        for rank, each in enumerate(_list(query.get("nearest")))
+        if isinstance(each, Mapping)
+    ]
+    head = ["query", "nearest texts", "", "similarity"]
+    block = _table("Nearest texts of some queries", head, rows) | {"text_columns": 2, "wide": True}
+    return [block] if rows else []
 
 
 def _bar(name: str, iou: Any) -> Block:

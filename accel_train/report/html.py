@@ -35,6 +35,8 @@ class Headline:
     show: Callable[[float], str]
     unit: str = ""
     better: Callable[..., float] | None = None
+    is_in_lead: bool = False
+    """Whether the first sentence about a run has the number."""
 
     def read(self, run: Run) -> float | None:
         """Return the run's number, or None if it has not been recorded."""
@@ -80,16 +82,16 @@ def _peak_memory(run: Run) -> float | None:
 
 
 HEADLINES = (
-    Headline("Steps", partial(_logged, "steps", "step"), large_number),
-    Headline("{targets}", lambda run: run.summary.get("num_targets"), large_number),
-    Headline("Training time", partial(_logged, "train_seconds", "train_seconds"), format_seconds),
+    Headline("Steps", partial(_logged, "steps", "step"), large_number, is_in_lead=True),
+    Headline("{targets}", lambda run: run.summary.get("num_targets"), large_number, is_in_lead=True),
+    Headline("Training time", partial(_logged, "train_seconds", "train_seconds"), format_seconds, is_in_lead=True),
     Headline(
         "Productive time", lambda run: run.goodput.get("productive_share"), lambda share: f"{100 * share:.1f}", "%", max
     ),
     Headline("Throughput", partial(_logged, "throughput", "throughput"), large_number, "{targets}/s", max),
     Headline("Model FLOP utilization", lambda run: run.summary.get("mfu"), lambda mfu: f"{100 * mfu:.1f}", "%", max),
     Headline("Peak memory", _peak_memory, lambda value: f"{value / 2**30:.1f}", "GiB per device", min),
-    Headline("Skipped steps", lambda run: run.summary.get("skipped_steps"), large_number, better=min),
+    Headline("Skipped steps", lambda run: run.summary.get("skipped_steps"), large_number, "", min, is_in_lead=True),
 )
 
 
@@ -169,7 +171,7 @@ def describe_run(run: Run) -> JsonRecord:
             "unit": each.unit.format(targets=targets),
         }
         for each in headlines([run])
-        if (value := each.read(run)) is not None
+        if not each.is_in_lead and (value := each.read(run)) is not None
     ]
     if (found := compare_with_baseline(run)) is not None:
         what = "Best baseline" + ("" if found.metric == _best_metric(run) else f", {label(found.metric)}")
@@ -183,6 +185,7 @@ def describe_run(run: Run) -> JsonRecord:
         "numbers": numbers,
         "sample": {"prompt": prompt, "text": str(sample.get("text") or "").removeprefix(prompt)} if sample else None,
         "events": [*map(_event_row, run.events[:first]), *map(_event_row, run.events[last:])],
+        "has_bad_events": any(event["event"] in BAD_EVENTS for event in run.events),
         "num_events_left_out": last - first,
         "events_summary": ", ".join(f"{kind.replace('_', ' ')} ×{count}" for kind, count in kinds.items()),
         "incidents": run.incidents,

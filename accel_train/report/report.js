@@ -84,9 +84,9 @@ function layers(chart) {
   const shown = (x, y) => log ? [x.filter((_, n) => y[n] > 0), y.filter((value) => value > 0)] : [x, y];
   let curve = [[], []];
   for (const each of spec.curves) {
-    const color = `--series-${each.run % 6 + 1}`, dash = DASHES[Math.floor(each.run / 6) % DASHES.length];
+    const at = each.color ?? each.run, color = `--series-${at % 6 + 1}`, dash = DASHES[Math.floor(at / 6) % DASHES.length];
     let [x, y] = shown(each.x, each.y);
-    const look = { color, dash, width: 1.8, stairs: spec.stairs }, raw = { ...look, key: alone ? spec.each : page.runs[each.run], x, y };
+    const look = { color, dash, width: 1.8, stairs: spec.stairs }, raw = { ...look, key: each.name ?? (alone ? spec.each : page.runs[each.run]), x, y };
     if (each.smooth && smoothing && y.length > 2) {
       const alpha = (isDark() ? 0.65 : 0.5) * (y.length > 1000 ? 0.5 : 1); // the trend stands out from many lines
       found.push({ ...raw, dash: [], width: 1, alpha, name: `${raw.key}${alone ? "" : ", each log line"}` });
@@ -165,7 +165,7 @@ function yRange(chart, plot, low, high) {
   return [spec.from_zero && low >= 0 ? 0 : low - pad, spec.ceiling != null && high > spec.ceiling ? top : top + pad];
 }
 
-const heightOf = (spec, width) => !spec.across ? 230 : width > 560 ? 370 : 300;
+const heightOf = (spec, width) => !spec.across ? (spec.is_first ? 300 : 230) : width > 560 ? 370 : 300;
 
 function optionsOf(chart, width) {
   const { spec, log, layers } = chart, base = spec.scale === "log2" ? 2 : 10;

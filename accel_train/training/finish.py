@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from PIL import Image, ImageDraw
+from PIL import Image
 from torch import Tensor, nn
 
 from accel_train.checkpoint.contents import load_model_tensors
@@ -26,6 +25,7 @@ from accel_train.core.redaction import redact, redact_text
 from accel_train.core.state import JsonRecord
 from accel_train.core.terminal import print_line
 from accel_train.core.work import working
+from accel_train.data.images.boxes import match_boxes
 from accel_train.engine.evaluation import evaluation_mode
 from accel_train.engine.resolve import change_model, makes_new_models
 from accel_train.engine.run import RunContext, RunPlan
@@ -49,6 +49,7 @@ from accel_train.observe.run_folder import EXAMPLES_FILE, SUMMARY_FILE
 from accel_train.parallel.building import filled
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.tasks import targets_of
+from accel_train.report.pictures import NO_CLASS, VERDICTS, Box, class_colors, draw_boxes, palette, resized
 from accel_train.report.report import write_report
 from accel_train.report.run import how_to_use
 from accel_train.runtime.doctor import environment, launch_facts
@@ -63,8 +64,8 @@ PICTURES = {"label": 1, "mask": 3, "boxes": 2}
 LEAST_SCORE = 0.3
 """Least score of a predicted box in a picture, if the evaluation found no better one."""
 MAX_CHARACTERS = 400
-EDGE = 160
-_NO_CLASS = 255
+EDGE, EDGE_OF_BOXES = 160, 240
+"""Pixels of a picture's longer side. Beside boxes there are names to read."""
 
 
 def finish_run(run: RunContext) -> tuple[JsonRecord, nn.Module]:
@@ -413,30 +414,45 @@ def _of_masks(indices: list[int], labels: Tensor, predicted: Mapping[str, Tensor
         indices, predicted["mask"].cpu().numpy(), labels.cpu().numpy(), sizes
     ):
         mask, truth = mask[:height, :width], truth[:height, :width]
-        known = (truth != _NO_CLASS) & (truth >= 0)
+        known = (truth != NO_CLASS) & (truth >= 0)
         share = float((mask != truth)[known].mean()) if known.any() else 0.0
         yield _Predicted(index, truth, mask, share, share)
 
 
 def _of_boxes(indices: list[int], found: Tensor, source: Any, least_score: float) -> Iterator[_Predicted]:
-    """Yield each image with its boxes as (class, corners). `found`: (N, K, 6), scores and classes before the edges."""
+    """Yield each image with its boxes and their verdicts. `found`: (N, K, 6), scores and classes before the edges."""
+    names = source.label_names
     for index, rows in zip(indices, found.cpu().numpy()):
         truth = source.sets.eval.boxes_of(index)
-        edges = np.array([truth.width, truth.height] * 2)
         sure = rows[rows[:, 0] >= np.float32(least_score)]
-        guess = list(zip(sure[:, 1].astype(int).tolist(), (sure[:, 2:] * edges).tolist()))
-        yield _Predicted(index, list(zip(truth.class_ids.tolist(), truth.corners.tolist())), guess)
+        corners, classes = sure[:, 2:] * np.array([truth.width, truth.height] * 2), sure[:, 1].astype(int)
+        finds = match_boxes(truth, corners, classes)
+        guess = [
+            (names[class_id], Box(edges, f"{names[class_id]} {score:.2f}", *VERDICTS[verdict]), verdict)
+            for edges, class_id, score, at in zip(corners.tolist(), classes, sure[:, 0].tolist(), finds)
+            # Scores leave a crowd out, and a prediction that lies in it.
+            if (verdict := "wrong" if at < 0 else "" if truth.is_crowd[at] else "right")
+        ]
+        boxes = [
+            (names[class_id], Box(edges, names[class_id], *VERDICTS[verdict]), verdict)
+            for number, (edges, class_id) in enumerate(zip(truth.corners.tolist(), truth.class_ids))
+            if not truth.is_crowd[number] and (verdict := "right" if number in finds else "missed")
+        ]
+        yield _Predicted(index, boxes, guess)
 
 
 def _shown(found: _Predicted, kind: str, source: Any) -> JsonRecord:
     sample, names = source.shown(found.index), source.label_names
     sides = (found.truth, found.guess)
     if kind == "boxes":
-        image = sample["image"].convert("RGB")
-        pictures = [_png(_framed(image, boxes, names)) for boxes in sides]
-        return {"images": pictures, "boxes": len(found.truth), "found": len(found.guess)}
+        image = sample["image"]
+        scale = EDGE_OF_BOXES / max(image.size)
+        pictures = [_png(draw_boxes(image, [box for _, box, _ in side], scale), EDGE_OF_BOXES) for side in sides]
+        sides_of = {"right": found.guess, "wrong": found.guess, "missed": found.truth}
+        verdicts = {name: [each for each, _, verdict in sides_of[name] if verdict == name] for name in VERDICTS}
+        return {"images": pictures, **verdicts}
     if kind == "mask":
-        masks = (Image.fromarray(_hues()[mask.astype(np.uint8)]) for mask in sides)
+        masks = (Image.fromarray(palette()[mask.astype(np.uint8)]) for mask in sides)
         return {"images": [_png(each) for each in (sample["image"].convert("RGB"), *masks)], "wrong": found.wrong}
     shown = {"truth": names[found.truth], "prediction": names[found.guess], "score": found.confidence}
     if "image" in sample:
@@ -445,42 +461,17 @@ def _shown(found: _Predicted, kind: str, source: Any) -> JsonRecord:
     return {**shown, "text": text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]} ..."}
 
 
-def _framed(image: Image.Image, boxes: list[tuple[int, list[float]]], names: tuple[str, ...]) -> Image.Image:
-    """Return the thumbnail of an image with its boxes, in the colors of their classes."""
-    scale = EDGE / max(image.size)
-    picture = image.resize((max(1, round(image.width * scale)), max(1, round(image.height * scale))))
-    draw = ImageDraw.Draw(picture)
-    for class_id, corners in boxes:
-        left, top, right, bottom = (edge * scale for edge in corners)
-        color = tuple(_hues()[1 + class_id % (_NO_CLASS - 1)].tolist())
-        draw.rectangle((left, top, max(left, right - 1), max(top, bottom - 1)), outline=color, width=2)
-        draw.text((left + 3, top + 1), names[class_id], fill=color)
-    return picture
-
-
 def _colours(found: list[_Predicted], names: tuple[str, ...]) -> list[tuple[str, str]]:
     """Return the name and the colour (`#rrggbb`) of each class in these masks."""
     masks = [mask for each in found for mask in (each.truth, each.guess)]
-    hues = _hues()
     return [
-        (names[number] if 0 <= number < len(names) else "no class", f"#{hues[number].tobytes().hex()}")
+        (names[number] if 0 <= number < len(names) else "no class", class_colors()[number])
         for number in sorted({number for mask in masks for number in np.unique(mask).tolist()})
     ]
 
 
-def _hues() -> NDArray[np.uint8]:
-    """Return a colour for each number of a mask, the same in all pictures: (256, 3)."""
-    hues = np.random.default_rng(7).integers(40, 230, (256, 3), dtype=np.uint8)
-    hues[0], hues[_NO_CLASS] = 0, 255
-    return hues
-
-
-def _png(picture: Image.Image) -> str:
+def _png(picture: Image.Image, edge: int = EDGE) -> str:
     """Return a thumbnail as an address that holds the picture itself."""
-    scale = EDGE / max(picture.size)
-    size = tuple(max(1, round(edge * scale)) for edge in picture.size)
-    how = Image.Resampling.NEAREST if scale > 1 else Image.Resampling.BILINEAR
-    picture = picture.resize(size, how)  # type: ignore[arg-type]
     file = io.BytesIO()
-    picture.quantize(64).save(file, "PNG", optimize=True)
+    resized(picture, edge / max(picture.size)).quantize(64).save(file, "PNG", optimize=True)
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

@@ -51,18 +51,19 @@ class RunResult:
         """Metrics of the last evaluation, on all evaluation data."""
         return dict(self.summary.get("eval", {}))
 
-    def predict(self, data: Any) -> list[JsonRecord]:
+    def predict(self, data: Any, min_score: float | None = None) -> list[JsonRecord]:
         """Return a row of predictions per sample of new data, as `accel-train predict` writes them.
 
         Args:
             data: a file or folder as for training; or rows: texts, mappings by column name, or a pandas DataFrame.
+            min_score: least score of a box. None: the score with the best F1 in the run's evaluation.
 
         Raises:
             ValueError: the task has no predictions per row, or the data do not fit.
         """
         from accel_train.inference.predict import predict_rows
 
-        return predict_rows(self.output_dir, data)
+        return predict_rows(self.output_dir, data, min_score)
 
     def report(self) -> "Report":
         """Return the report. A notebook displays it; elsewhere it acts as a path."""

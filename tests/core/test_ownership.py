@@ -89,6 +89,7 @@ def error_of(capsys: Capture) -> str:
 
 WRITERS = {
     "predict": (["predict", "scenes", "--out", "out/p.csv"], ["out/p.csv", "out/p-masks", "out/.tmp-p-masks"]),
+    "predict with pictures": (["predict", "scenes", "--out", "out/p.csv", "--draw", "out/d"], ["out/d", "out/.tmp-d"]),
     "predict in the run": (["predict", "scenes"], ["scenes/predictions.csv", "scenes/predictions-masks"]),
     "evaluate": (["evaluate", "scenes"], ["scenes/evaluation.json"]),
     "evaluate other data": (

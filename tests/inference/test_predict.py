@@ -16,8 +16,9 @@ from accel_train.cli.main import main
 from accel_train.core.json_io import load_object
 from accel_train.data.encoding import in_its_encoding
 from accel_train.inference import predict as predicting
+from accel_train.inference.boxes import boxes_above
 from accel_train.inference.finished_run import check_own_encoding, open_run
-from accel_train.inference.predict import label_columns, write_table
+from accel_train.inference.predict import label_columns, predict_rows, write_table
 from accel_train.recipe.data import Data
 from tests.inference.conftest import Cli
 from tests.support import runs as runs
@@ -93,6 +94,38 @@ def test_without_data_a_row_is_written_for_each_sample_that_was_held_out(cli: Cl
     assert hits / len(rows) == pytest.approx(accuracy, abs=1e-12)
     assert {row["label"] for row in rows} <= set(TOPICS)
     assert all(1 / 3 <= float(row["score"]) <= 1 for row in rows)
+
+
+def test_a_table_repeats_the_texts_and_rows_in_memory_do_not(cli: Cli) -> None:
+    cli("predict texts texts.csv --out read.csv")
+    assert [row["text"] for row in read_csv("read.csv")] == [row["text"] for row in read_csv("texts.csv")]
+    cli("predict plain plain.csv --out plain-read.csv")
+    assert [row["2"] for row in read_csv("plain-read.csv")] == [row["text"] for row in read_csv("texts.csv")]
+    assert "text" in predict_rows(Path("texts"), "texts.csv")[0]
+    (row,) = predict_rows(Path("texts"), ["step batch"])
+    assert list(row)[:2] == ["label", "score"]
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--min-score 0", "--min-score is for object-detection, and texts is a text-classification run"),
+        ("--row-per-box", "--row-per-box is for object-detection"),
+        ("--draw pictures", "--draw is for semantic-segmentation and object-detection"),
+        ("--min-score 1.1", "1.1 is not a number of at least 0 and at most 1"),
+    ],
+)
+def test_an_option_for_other_predictions_is_refused_before_torch(words: str, said: str, cli: Cli) -> None:
+    refused = cli(f"predict texts {words}", code=2)
+    assert said in refused
+    assert "importing torch" not in refused
+
+
+def test_a_box_with_the_least_score_itself_is_kept() -> None:
+    """As a float32, 0.1 is larger than its shortest decimal."""
+    columns = {"labels": [["a", "b"], []], "scores": [[0.1, 0.09], []], "boxes": [[[1], [2]], []], "id": ["x", "y"]}
+    found = boxes_above(columns, float(np.float32(0.1)))
+    assert found == {"labels": [["a"], []], "scores": [[0.1], []], "boxes": [[[1]], []], "id": ["x", "y"]}
 
 
 @pytest.mark.slow
@@ -250,8 +283,13 @@ def test_masks_are_written_with_a_class_in_each_pixel(cli: Cli) -> None:
     Path("scenes.yaml").write_text(yaml.safe_dump(SCENES))
     cli("run scenes.yaml")
     for _ in range(2):  # the second takes the place of the first
-        cli("predict scenes")
+        cli("predict scenes --draw scenes-drawn")
     rows = read_csv("scenes/predictions.csv")
+    drawn = {path.stem for path in Path("scenes-drawn").glob("*.jpg")}
+    assert drawn == {Path(row["mask"]).stem for row in rows}
+    assert "folder of the masks" in cli("predict scenes --draw scenes/predictions-masks", code=2)
+    Path("scenes-drawn/mine.txt").touch()
+    assert "--draw scenes-drawn holds mine.txt" in cli("predict scenes --draw scenes-drawn", code=2)
     labels = load_object(Path("scenes/model/config.json"))["id2label"]
     evaluation = load_object(Path("scenes/evaluation.json"))
     confusion = np.array(evaluation["details"]["segmentation"]["confusion_matrix"])
@@ -284,7 +322,7 @@ def test_scores_of_many_classes_are_not_even_kept(monkeypatch: pytest.MonkeyPatc
     )
     cli("predict texts --out few.csv")
     assert kept == [{"index", "label", "score", "truth"}]
-    assert list(read_csv("few.csv")[0]) == ["id", "label", "score", "true_label"]
+    assert list(read_csv("few.csv")[0]) == ["id", "text", "label", "score", "true_label"]
 
 
 def test_other_data_without_the_id_column_has_its_rows_named_by_number(cli: Cli) -> None:

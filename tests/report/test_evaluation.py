@@ -71,7 +71,7 @@ def test_metrics_stand_beside_the_baselines_that_bear_their_names(html: str) -> 
 
 def test_the_headlines_are_those_of_the_task_and_count_its_targets(html: str) -> None:
     text = Page(html).text
-    for shown in ("Evaluation loss 0.3000 F1, macro 0.7906 Accuracy 0.8600", "Samples 640", "Throughput 90 samples/s"):
+    for shown in ("Evaluation loss 0.3000 F1, macro 0.7906 Accuracy 0.8600", "640 samples", "Throughput 90 samples/s"):
         assert shown in text
     assert Page(html).charts["throughput"]["title"] == "Samples per second"
     assert "oken" not in text.split("Recipe")[0]
@@ -79,10 +79,10 @@ def test_the_headlines_are_those_of_the_task_and_count_its_targets(html: str) ->
 
 @pytest.mark.parametrize(
     "task, word",
-    [("image-classification", "Images"), ("semantic-segmentation", "Pixels"), ("my.tasks:Mine", "Targets")],
+    [("image-classification", "images"), ("semantic-segmentation", "pixels"), ("my.tasks:Mine", "targets")],
 )
 def test_the_unit_is_named_after_the_task(tmp_path: Path, task: str, word: str) -> None:
-    assert f"{word} 640" in page_of(make_run(tmp_path / "run", task=task)).text
+    assert f"640 {word}" in page_of(make_run(tmp_path / "run", task=task)).text
 
 
 def test_every_class_has_a_row_and_the_averages_follow(html: str) -> None:
@@ -144,9 +144,58 @@ def test_labels_that_may_occur_together_have_a_table_and_no_matrix(tmp_path: Pat
 
 def test_metrics_have_curves_over_the_steps_with_nan_marked(html: str) -> None:
     page = Page(html)
-    assert "Evaluation over the" in page.text
     assert page.charts["eval_accuracy"]["curves"][0]["up"] == [20]
     assert html.count("Accuracy over the") == 1
+
+
+def test_scores_share_a_chart_beside_the_loss_and_errors_have_their_own(tmp_path: Path) -> None:
+    evals = [{"accuracy": 0.5 + step / 9, "mcc": step / 9, "mae": 70.0, "mine": 3.0} for step in range(2)]
+    run = make_run(tmp_path / "run", evals=evals)
+    page = page_of(run)
+    assert [name for name in page.charts if name.startswith("eval_")] == ["eval_scores", "eval_mae", "eval_mine"]
+    found = [(each["name"], each["color"], each["y"]) for each in page.charts["eval_scores"]["curves"]]
+    assert found == [("Accuracy", 0, [0.5, 0.61111]), ("Matthews correlation", 1, [0.0, 0.11111])]
+    assert [name for name, each in page.charts.items() if each["is_first"]] == ["loss", "eval_scores"]
+    assert not page.charts["loss"]["across"]
+    compared = page_of(run, make_run(tmp_path / "other", evals=evals))
+    assert "eval_scores" not in compared.charts
+    assert [each["run"] for each in compared.charts["eval_accuracy"]["curves"]] == [0, 1]
+
+
+def test_boxes_are_told_right_wrong_and_missed_by_class_with_a_key_of_their_lines(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", task="object-detection")
+    example = {"images": [], "right": ["cat", "cat", "<dog>"], "wrong": [], "missed": ["cat"]}
+    none = {"images": [], "right": [], "wrong": [], "missed": []}
+    write_json(
+        run / "examples.json",
+        {"kind": "boxes", "tried": 2, "wrong": 0, "least_score": 0.25, "examples": [example, none]},
+    )
+    html = write_report([run]).read_text()
+    text = Page(html).text
+    assert "right: cat ×2, <dog>; missed: cat no box, and none predicted" in text
+    assert "score of at least 0.25" in text
+    for line in ("solid", "dashed", "dotted"):
+        assert html.count(f'<i style="border: 3px {line} #') == 1
+
+
+def test_the_texts_of_mistakes_after_the_sixth_are_folded(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    examples = [
+        {"truth": "a", "prediction": "b", "score": 0.5, "text": f"text number {number}."} for number in range(8)
+    ]
+    write_json(run / "examples.json", {"kind": "label", "tried": 9, "wrong": 8, "examples": examples})
+    shown, folded = write_report([run]).read_text().split("<summary>2 more</summary>")
+    assert "text number 5." in shown
+    assert "text number 6." not in shown
+    assert "text number 7." in folded
+
+
+def test_the_nearest_texts_of_queries_are_a_table(tmp_path: Path) -> None:
+    near = [{"text": "a <lynx>", "similarity": 0.91, "is_right": True}, {"text": "a boat", "similarity": 0.2}]
+    details = {"retrieval": {"queries": [{"query": "a cat", "nearest": near}, "odd", {"nearest": 3}]}}
+    text = page_of(make_run(tmp_path / "run", details=details, task="sentence-embedding")).text
+    head = "Nearest texts of some queries query nearest texts similarity"
+    assert_table(text, head, "a cat a <lynx> right 0.91", "a boat 0.20")
 
 
 def test_only_metrics_that_were_evaluated_twice_and_tell_something_new_have_curves(tmp_path: Path) -> None:

@@ -249,7 +249,7 @@ def test_a_killed_run_is_reported_from_what_it_left(tmp_path: Path) -> None:
     text = page_of(run).text
     assert "No summary yet: still running, or killed" in text
     assert "Evaluation loss 2.1000" in text
-    assert "Steps 200" in text
+    assert "200 steps in 20s" in text
     assert "Recipe" not in text
 
 

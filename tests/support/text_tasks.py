@@ -238,12 +238,12 @@ def run_card(model: Path, replaced: Mapping[str, str]) -> str:
     return printed.getvalue().rstrip("\n")
 
 
-def predict(run: Path, out: Path, *data: Path | str, processes: int = 0) -> list[dict[str, Any]]:
+def predict(run: Path, out: Path, *words: Path | str, processes: int = 0) -> list[dict[str, Any]]:
     """Run `accel-train predict` in this process, or in new ones; returns the rows of the jsonl file."""
-    words = ["predict", str(run), *map(str, data), "--out", str(out)]
+    call = ["predict", str(run), *map(str, words), "--out", str(out)]
     if processes:
-        done = run_forked_command(words, processes)
+        done = run_forked_command(call, processes)
         assert done.returncode == 0, done.stderr[-3000:]
     else:
-        assert main(words) == 0
+        assert main(call) == 0
     return [json.loads(line) for line in out.read_text().splitlines()]

@@ -13,13 +13,14 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForObjectDetection, pipeline
 
 from accel_train.core.json_io import load_json
-from accel_train.data.images.boxes import Boxes
+from accel_train.data.images.boxes import Boxes, match_boxes
 from accel_train.model.lora import add_adapters
 from accel_train.recipe.schema import LoRA
 from accel_train.tasks.object_detection.config import SPEC
 from accel_train.tasks.object_detection.metrics import (
     Detection,
     average_precision,
+    coco_box,
     mean_boxes,
 )
 from tests.support.detectors import DEFORMABLE, YOLOS
@@ -77,6 +78,50 @@ def test_the_best_least_score_is_counted_by_hand(rows: list[Any], expected: tupl
     best = average_precision([boxes(A, B)], [found(*rows)], NAMES).details["detection"]["best_f1"]
     values = None if best is None else [best[name] for name in ("score", "precision", "recall", "f1")]
     assert values == (None if expected is None else pytest.approx(list(expected)))
+
+
+def test_matched_boxes_are_those_of_pycocotools() -> None:
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    rng = np.random.default_rng(0)
+
+    def some(number: int) -> np.ndarray[Any, Any]:
+        starts = rng.integers(0, 40, (number, 2))
+        return np.concatenate([starts, starts + rng.integers(15, 40, (number, 2))], 1).astype(np.float32)
+
+    num_matched = 0
+    for _ in range(30):
+        truth = boxes(*((*map(float, each), int(rng.integers(2))) for each in some(6)), crowd=(5,))
+        corners, classes = some(20), rng.integers(0, 2, 20)
+        matched = match_boxes(truth, corners, classes)
+        known = COCO()
+        known.dataset = {
+            "info": {},
+            "images": [{"id": 1, "width": 100, "height": 80}],
+            "categories": [{"id": 1}, {"id": 2}],
+            "annotations": [
+                {
+                    "id": number + 1, "image_id": 1, "category_id": int(class_id) + 1, "bbox": coco_box(edges),
+                    "area": 1.0, "iscrowd": int(crowd),
+                }
+                for number, (edges, class_id, crowd) in enumerate(zip(truth.corners, truth.class_ids, truth.is_crowd))
+            ],
+        }  # fmt: skip
+        known.createIndex()
+        results = [
+            {"image_id": 1, "category_id": int(class_id) + 1, "bbox": coco_box(edges), "score": 1 - number / 99}
+            for number, (edges, class_id) in enumerate(zip(corners, classes))
+        ]
+        evaluation = COCOeval(known, known.loadRes(results), "bbox")
+        evaluation.params.areaRng, evaluation.params.maxDets = [[0, 1e10]], [100]
+        evaluation.evaluate()
+        theirs = np.full(20, -1)
+        for each in filter(None, evaluation.evalImgs):
+            theirs[np.array(each["dtIds"]) - 1] = each["dtMatches"][0] - 1
+        np.testing.assert_array_equal(matched, theirs)
+        num_matched += int((matched >= 0).sum())
+    assert num_matched > 50
 
 
 def test_boxes_of_crowds_count_neither_as_right_nor_as_wrong_in_the_best_least_score() -> None:
@@ -216,7 +261,7 @@ def test_a_detector_that_peft_cannot_adapt_is_refused() -> None:
 def test_pipeline_of_transformers_opens_the_model_and_finds_the_predicted_boxes(trained: Path, tmp_path: Path) -> None:
     from accel_train.inference.predict import predict_rows
 
-    rows = predict_rows(trained, trained.parent / "set" / "images")
+    rows = predict_rows(trained, trained.parent / "set" / "images", min_score=0)
     detect = pipeline("object-detection", model=str(trained / "model"))
     for row in rows:
         theirs = detect(Image.open(row["id"]), threshold=0.0)

@@ -14,7 +14,7 @@ from accel_train.data.images.boxes import Boxes
 from accel_train.data.images.images import ArrayImages
 from accel_train.data.images.labelled import ImageRows
 from accel_train.data.images.preprocessing import Preprocessing
-from accel_train.inference.predict import coco_results
+from accel_train.inference.boxes import coco_results
 from accel_train.recipe.data import Augment
 from accel_train.tasks.object_detection.config import ObjectDetectionData
 from accel_train.tasks.object_detection.data import (

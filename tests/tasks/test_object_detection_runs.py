@@ -110,13 +110,17 @@ def test_a_sharded_evaluation_and_predictions_on_two_processes_are_those_of_one(
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(recipe))
         done = run_forked_command(["run", str(tmp_path / f"{name}.yaml")], processes)
         assert done.returncode == 0, done.stderr[-3000:]
-        found.append(predict(tmp_path / name, tmp_path / f"{name}.jsonl", processes=processes))
+        words = ("--min-score", "0", "--draw", tmp_path / f"{name}-drawn")
+        found.append(predict(tmp_path / name, tmp_path / f"{name}.jsonl", *words, processes=processes))
     ours, whole = (evaluation_of(tmp_path / name) for name in ("parts", "whole"))
     weights = [load_file(tmp_path / name / "model/model.safetensors") for name in ("parts", "first")]
     assert all(torch.equal(each, weights[1][name]) for name, each in weights[0].items())
     assert ours.pop("loss") == pytest.approx(whole.pop("loss"), rel=1e-6)
     assert ours == whole
     assert whole["map"] > 0.001
+    drawn = [{path.name for path in (tmp_path / f"{name}-drawn").iterdir()} for name in ("whole", "parts")]
+    assert drawn[0] == drawn[1]
+    assert len(drawn[0]) == 151  # with the marker of the folder
     assert whole["num_targets"] == len(found[0]) == 150
     for row, other in zip(*found, strict=True):
         assert (row["id"], row["labels"]) == (other["id"], other["labels"])

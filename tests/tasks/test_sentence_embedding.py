@@ -19,7 +19,7 @@ from accel_train.core.json_io import load_json
 from accel_train.recipe.schema import Recipe
 from accel_train.tasks.sentence_embedding import losses
 from accel_train.tasks.sentence_embedding.losses import Objective, Table
-from accel_train.tasks.sentence_embedding.task import SentenceEmbedding, retrieval
+from accel_train.tasks.sentence_embedding.task import SentenceEmbedding, nearest_texts, retrieval
 from tests.support import text_tasks
 from tests.support.runs import events, metrics, train_recipe, write_jsonl
 from tests.support.tasks.global_loss import assert_resumes_to_the_bit, assert_step_2_is_skipped
@@ -269,6 +269,36 @@ def test_retrieval_counts_equal_texts_once_and_ties_against_the_model() -> None:
     assert found["ndcg_at_10"] == pytest.approx((1 + 1 + 1 / np.log2(3)) / 3)
     alike = retrieval(texts, lambda rows, others: np.ones((len(rows), len(others))))
     assert alike["recall_at_1"] == 0
+
+
+def test_the_nearest_texts_of_evenly_spaced_queries_are_those_of_all_products() -> None:
+    rng = np.random.default_rng(0)
+    unit = rng.normal(size=(9, 2, 4))
+    unit /= np.linalg.norm(unit, axis=-1, keepdims=True)
+    texts = np.stack([np.arange(9), 100 + np.arange(9)], axis=1)
+    texts[4, 0], texts[8, 1], unit[8, 1] = texts[0, 0], texts[2, 1], unit[2, 1]
+    shown = [(f"query {a}", f"text {b}") for a, b in texts.tolist()]
+    found = nearest_texts(texts, unit, shown, 3)
+    assert [each["query"] for each in found] == ["query 0", "query 2", "query 5"]
+    for each in found:
+        query = int(each["query"].split()[1])
+        ranked = sorted(range(8), key=lambda row: -float(unit[query, 0] @ unit[row, 1]))[:3]
+        assert [near["text"] for near in each["nearest"]] == [f"text {100 + row}" for row in ranked]
+        right = {0: {100, 104}}.get(query, {100 + query})
+        assert [near["is_right"] for near in each["nearest"]] == [100 + row in right for row in ranked]
+        products = [float(unit[query, 0] @ unit[row, 1]) for row in ranked]
+        assert [near["similarity"] for near in each["nearest"]] == pytest.approx(products)
+    assert nearest_texts(texts, unit, shown, 0) == []
+    (cut, *_) = nearest_texts(texts, unit, [("a" * 500, "b" * 500)] * 9, 1)
+    assert len(cut["query"]) == len(cut["nearest"][0]["text"]) == 204
+
+
+def test_the_report_of_a_run_has_three_nearest_texts_of_a_third_as_many_queries_as_examples(tmp_path: Path) -> None:
+    train_rows(tmp_path, "run", data={"eval_fraction": 0.5}, evaluate={"every_steps": 0, "num_examples": 4})
+    queries = load_json(tmp_path / "run/evaluation.json")["details"]["retrieval"]["queries"]
+    assert [len(each["nearest"]) for each in queries] == [3, 3]
+    page = (tmp_path / "run/report.html").read_text()
+    assert all(f">{each['query']}<" in page for each in queries)
 
 
 def test_baselines_of_scripts_without_spaces_compare_characters(tmp_path: Path) -> None:

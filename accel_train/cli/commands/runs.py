@@ -26,7 +26,7 @@ from accel_train.cli.command import (
     value,
     whole_number,
 )
-from accel_train.core.files import is_written_into
+from accel_train.core.files import is_written_into, output_path
 from accel_train.core.terminal import busy
 from accel_train.runtime.exit import end_process_group
 
@@ -62,19 +62,32 @@ def _evaluate(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome
 
 def _predict(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
     with users_mistakes():
+        from accel_train.inference.options import Options
+
         data, folder = data_of(arguments), Path(arguments.run)
+        draw = None if arguments.draw is None else output_path(arguments.draw, "--draw")
+        options = Options(min_score=arguments.min_score, row_per_box=arguments.row_per_box, draw=draw)
+        options.check_early(folder, arguments.out)
         with importing_for(folder, settings):
             from accel_train.inference.predict import open_for_prediction, predict
         say(LOADING)
-        run, out = open_for_prediction(folder, data, arguments.out, settings)
+        run, out = open_for_prediction(folder, data, arguments.out, settings, options)
         _print_notes(run)
-    written = predict(run, out)
-    if written is not None and not is_written_into(out):
-        print(written)
-    assert run.data.eval is not None
-    rows = len(run.data.eval)  # type: ignore[arg-type]
+    written, result = predict(run, out, options), None
+    if written is not None:
+        for path in (written.table, draw):
+            if path is not None and not is_written_into(path):
+                print(path)
+        result = results.PredictResult(
+            run=arguments.run,
+            data=data,
+            file=str(out),
+            rows=written.rows,
+            min_score=written.min_score,
+            pictures=None if draw is None else str(draw),
+        )
     end_process_group(run.inner)
-    return Outcome(results.PredictResult(run=arguments.run, data=data, file=str(out), rows=rows))
+    return Outcome(result)
 
 
 def _print_notes(run: "TrainedRun") -> None:
@@ -305,7 +318,14 @@ PREDICT = Command(
     {
         "run": RUN,
         **DATA,
-        "--out": value("FILE", "csv, jsonl, or parquet file; default: RUN/predictions.csv"),
+        "--out": value("FILE", "csv, jsonl, or parquet file, or json for COCO boxes; default: RUN/predictions.csv"),
+        "--min-score": value(
+            "X",
+            "least score of a box; default: the score with the best F1 on the held-out data",
+            finite_number(least=0, most=1),
+        ),
+        "--row-per-box": flag("write a row for each box: file, class, score, x1, y1, x2, y2"),
+        "--draw": value("FOLDER", "write a picture of each image with its boxes or its mask"),
     },
     processes="all",
 )

@@ -246,6 +246,10 @@ class PredictResult(TypedDict):
     """Data to predict. Null for the data that the run held out."""
     file: str
     rows: int
+    min_score: float | None
+    """Least score of the boxes in the table. Null for other predictions."""
+    pictures: str | None
+    """Folder of the pictures. Null without `--draw`."""
 
 
 class ExportResult(TypedDict):

@@ -1,6 +1,7 @@
 """The boxes of the objects in an image."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,3 +38,26 @@ def no_boxes(width: int, height: int) -> Boxes:
         width,
         height,
     )
+
+
+def match_boxes(
+    truth: Boxes, corners: NDArray[np.floating[Any]], class_ids: NDArray[np.integer[Any]], least_iou: float = 0.5
+) -> NDArray[np.int64]:
+    """Return the annotated box that each predicted box finds, (K,), or -1. Predicted boxes come by falling score.
+
+    As in COCO, a prediction finds the box of its class with the largest IoU, and a box is found once. A crowd is found
+    any number of times, by the share of a prediction inside it.
+    """
+    ours, theirs = corners[:, None].astype(np.float64), truth.corners[None].astype(np.float64)
+    sides = np.minimum(ours[..., 2:], theirs[..., 2:]) - np.maximum(ours[..., :2], theirs[..., :2])
+    shared = np.prod(np.maximum(sides, 0), -1)
+    own, others = (np.prod(each[..., 2:] - each[..., :2], -1) for each in (ours, theirs))
+    overlap = shared / np.maximum(np.where(truth.is_crowd, own, own + others - shared), 1e-12)
+    is_free, found = np.ones(len(truth), np.bool_), np.full(len(corners), -1)
+    for number, class_id in enumerate(class_ids):
+        usable = (truth.class_ids == class_id) & (overlap[number] >= least_iou) & is_free
+        usable = usable & ~truth.is_crowd if (usable & ~truth.is_crowd).any() else usable
+        if usable.any():
+            found[number] = np.where(usable, overlap[number], -1).argmax()
+            is_free[found[number]] = truth.is_crowd[found[number]]
+    return found

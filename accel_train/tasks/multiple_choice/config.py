@@ -21,6 +21,10 @@ class MultipleChoiceData(TextData):
     predict, without labels.
     """
 
+    @property
+    def input_columns(self) -> tuple[str, ...]:
+        return self.text_columns[:1]
+
 
 SPEC = TaskSpec(
     where="accel_train.tasks.multiple_choice.task:MultipleChoice",

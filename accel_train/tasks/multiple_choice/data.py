@@ -38,6 +38,11 @@ class ChoiceRow(NamedTuple):
     """Name of the row in predictions: its id column, or `where`."""
 
     @property
+    def texts(self) -> tuple[str, ...]:
+        """Return the text as a row of one text."""
+        return (self.text,)
+
+    @property
     def key(self) -> str:
         """Return the text. Rows with equal texts are on the same side of a split."""
         return self.text

@@ -56,6 +56,10 @@ class SentenceEmbeddingData(TextData):
     """
 
     @property
+    def input_columns(self) -> tuple[str, ...]:
+        return self.pair_columns
+
+    @property
     def prompt_names(self) -> "tuple[Literal['query', 'document'], ...]":
         """Return `column_prompts`, with the default resolved."""
         rest: tuple[Literal["query", "document"], ...] = ("document",)
@@ -118,7 +122,7 @@ class SentenceEmbeddingData(TextData):
 SPEC = TaskSpec(
     where="accel_train.tasks.sentence_embedding.task:SentenceEmbedding",
     data=SentenceEmbeddingData,
-    uses=TEXT,
+    uses=TEXT | {"evaluate.num_examples"},
     targets="samples",
     gives="vector",
     learns="turn a text into a vector near the vectors of similar texts",

@@ -1,6 +1,6 @@
 """Sentence embedding: train vectors whose cosine similarity tells which texts belong together."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -31,6 +31,9 @@ from accel_train.tasks.sentence_embedding.losses import GlobalBatch, Objective, 
 
 _MOST_ROWS_TO_FIT = 20_000
 """Most training rows that the TF-IDF baselines are fitted on."""
+_NEAREST = 3
+"""Nearest texts of a query in the report."""
+_MAX_CHARACTERS = 200
 _EXAMPLE = f"""
 from sentence_transformers import SentenceTransformer
 
@@ -88,6 +91,7 @@ class SentenceEmbedding(EncoderTask):
             section.matryoshka_dims,
         )
         self.global_loss = None if section.loss_name == "triplet" else GlobalBatch(self.objective)
+        self.num_queries = -(-recipe.evaluate.num_examples // _NEAREST)
         self.metric_names = CORRELATIONS if section.score_column is not None else RETRIEVAL
         lengths = np.array([max(map(len, sample.ids)) for sample in train])
         rows.notes.extend(_prompt_notes(section))
@@ -147,7 +151,12 @@ class SentenceEmbedding(EncoderTask):
         unit = vectors / np.maximum(np.linalg.norm(vectors, axis=-1, keepdims=True), 1e-12)
         if self.metric_names is CORRELATIONS:
             return Scores(correlations((unit[:, 0] * unit[:, 1]).sum(-1), totals["rows_scores"]))
-        return Scores(retrieval(totals["rows_texts"], lambda rows, others: unit[rows, 0] @ unit[others, 1].T))
+        texts, rows = totals["rows_texts"], data.source.rows.eval
+        metrics = retrieval(texts, lambda rows, others: unit[rows, 0] @ unit[others, 1].T)
+        # An evaluation of `evaluate.max_samples` rows spreads them evenly.
+        evaluated = [rows[index * len(rows) // len(texts)].texts for index in range(len(texts))]
+        found = nearest_texts(texts, unit, evaluated, self.num_queries)
+        return Scores(metrics, {"retrieval": {"queries": found}} if found else {})
 
     def baselines(self, data: TaskData) -> dict[str, float]:
         """Return the scores of the cosine similarity of TF-IDF vectors, of words and of 3 to 5 characters in words.
@@ -350,3 +359,37 @@ def retrieval(
         "ndcg_at_10": summed(np.where(rank <= 10, 1 / np.log2(rank + 1), 0.0)) / ideal,
     }
     return {name: float(values.mean()) for name, values in scores.items()}
+
+
+def nearest_texts(
+    texts: NDArray[np.int64], unit: Floats, shown: Sequence[tuple[str, ...]], number: int
+) -> list[dict[str, Any]]:
+    """Return evenly spaced queries with the documents whose vectors are nearest, and whether these are right.
+
+    Args:
+        texts: (N, K) a hash of each text: anchor, positive, and others that are not read.
+        unit: (N, K, D) the normalized vectors of the texts.
+        shown: the texts of each row.
+        number: most queries.
+    """
+    queries = np.sort(np.unique(texts[:, 0], return_index=True)[1])
+    documents = np.unique(texts[:, 1], return_index=True)[1]
+    found = []
+    for query in queries[:: max(1, len(queries) // number)][:number] if number else ():
+        similarities = unit[documents, 1] @ unit[query, 0]
+        nearest = documents[np.argsort(-similarities, kind="stable")[:_NEAREST]]
+        own = texts[texts[:, 0] == texts[query, 0], 1]
+        ranked = [
+            {
+                "text": _cut(shown[row][1]),
+                "similarity": float(unit[row, 1] @ unit[query, 0]),
+                "is_right": bool((own == texts[row, 1]).any()),
+            }
+            for row in nearest.tolist()
+        ]
+        found.append({"query": _cut(shown[query][0]), "nearest": ranked})
+    return found
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _MAX_CHARACTERS else f"{text[:_MAX_CHARACTERS]} ..."

@@ -38,6 +38,10 @@ class Seq2SeqData(TextData):
         return dict.fromkeys(names, "data.target_suffix reads lines of text, which have no columns")
 
     @property
+    def input_columns(self) -> tuple[str, ...]:
+        return (self.source_column,)
+
+    @property
     def reads_any_suffix(self) -> bool:
         return self.target_suffix is not None
 

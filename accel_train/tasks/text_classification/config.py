@@ -25,6 +25,10 @@ class TextClassificationData(TextData, ClassData):
     out too.
     """
 
+    @property
+    def input_columns(self) -> tuple[str, ...]:
+        return self.text_columns
+
     @model_validator(mode="before")
     @classmethod
     def label_columns_replace_label_column(cls, tree: Any) -> Any:
