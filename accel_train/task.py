@@ -305,7 +305,7 @@ class Task(ABC):
             kind, library = model.config.model_type, self.spec.library
         spec, facts = self.spec, data.facts
         about = self.use(model, data), facts.sources, facts.num_train, facts.num_eval
-        card = new_card(title, kind, spec.learns, *about, library, spec.pipeline)
+        card = new_card(title, kind, spec.learns, *about, library, spec.pipeline, spec.tags)
         (folder / FILE).write_text(str(card), encoding="utf-8", errors="backslashreplace")
 
     def use(self, model: "torch.nn.Module", data: TaskData) -> Use:

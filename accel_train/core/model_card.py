@@ -75,6 +75,7 @@ def new_card(
     num_eval: int | None,
     library: str = "",
     pipeline: str = "",
+    tags: Sequence[str] = (),
 ) -> Card:
     """Return the card of a model that was just trained.
 
@@ -85,13 +86,14 @@ def new_card(
         num_train, num_eval: numbers of samples. None: not known.
         library: Hub name of the library that loads the model.
         pipeline: Hub name of the task.
+        tags: further tags on the Hub.
     """
     about = f"A `{kind}` model, trained with accel_train" + (f" to {learns}" if learns else "")
     if num_train is not None:
         about += f", on {num_train:,} {use.samples}, evaluated on {num_eval or 0:,} others"
     lines = [*use.facts, *([f"Data: {sources}"] if sources is not None else [])]
     described = "".join(f"- {line}\n" for line in lines)
-    known = {"library_name": library, "pipeline_tag": pipeline, "tags": "[accel_train]"}
+    known = {"library_name": library, "pipeline_tag": pipeline, "tags": f"[{', '.join(('accel_train', *tags))}]"}
     return Card(
         "\n".join(f"{name}: {value}" for name, value in known.items() if value),
         f"\n# {title}\n\n{about}.\n\n" + (f"{described}\n" if lines else ""),

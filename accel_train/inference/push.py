@@ -29,6 +29,7 @@ from accel_train.task import Facts
 
 _FOLDERS = re.compile(r"(?<![\w.:/])(?:~|[A-Za-z]:)?[/\\](?:[^\s/\\`'\"]+[/\\])+")
 """Folders of an absolute path. A public card has only the last part."""
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 Answer = TypeVar("Answer")
 
 
@@ -106,6 +107,10 @@ def card_of(folder: Path, name: str) -> str:
     card = Card.parse(path.read_text(encoding="utf-8")) if path.is_file() else _new_card(folder, recipe.task, facts)
     data: Any = ModelCard(str(card)).data
     data.tags = [*(data.tags or ()), *({"accel_train"} - {*(data.tags or ())})]
+    base = recipe.model.pretrained
+    # A path says nothing to others.
+    if base is not None and not Path(base).expanduser().exists() and _HUB_NAME.fullmatch(base):
+        data.base_model = base
     scores = {
         key: value
         for key, value in (summary.get("eval") or {}).items()
@@ -137,7 +142,7 @@ def _new_card(folder: Path, task: str, facts: Facts) -> Card:
     use = Use(of_transformers(spec.auto or name) if name else OF_TENSORS)
     kind = str(config.get("model_type") or config.get("module", "torch"))
     title, about = folder.absolute().name, (use, facts.sources, facts.num_train, facts.num_eval)
-    return new_card(title, kind, spec.learns, *about, spec.library if name else "", spec.pipeline)
+    return new_card(title, kind, spec.learns, *about, spec.library if name else "", spec.pipeline, spec.tags)
 
 
 def _scores_table(scores: Mapping[str, float], summary: Mapping[str, Any]) -> str:

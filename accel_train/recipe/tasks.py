@@ -57,6 +57,8 @@ class TaskSpec:
     """Library on the Hugging Face Hub that loads its model, if the model is one of transformers."""
     pipeline: str = ""
     """Pipeline tag on the Hugging Face Hub."""
+    tags: tuple[str, ...] = ()
+    """Further tags on the Hugging Face Hub."""
     metrics: tuple[str, ...] = ()
     """Metrics that evaluations report for some data and settings, without the loss and `evaluate.metrics`. The main one
     comes first. A test compares them with the metrics of real runs.

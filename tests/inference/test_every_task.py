@@ -118,7 +118,7 @@ def test_a_pushed_card_has_the_tasks_names_and_the_scores(finished: tuple[str, P
     metadata = yaml.safe_load(Card.parse(card).metadata)
     assert (metadata["library_name"], metadata["pipeline_tag"]) == (spec.library, spec.pipeline)
     assert "license" not in metadata
-    assert metadata["tags"] == ["accel_train"]
+    assert metadata["tags"] == ["accel_train", *spec.tags]
     assert spec.learns in card
     assert (FOLDER in card, str(run.parent) in card) == (False, False)
     assert '"me/tiny"' in code_of(card)

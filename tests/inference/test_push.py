@@ -1,6 +1,7 @@
 """`accel-train push`: the files that the Hub gets, and those that it never gets, against a fake of its API."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -96,6 +97,16 @@ def test_a_dry_run_asks_nobody_and_names_each_file_with_its_size(
     sizes = {path.name: path.stat().st_size for path in model_files()}
     assert result["files"] == {**sizes, "README.md": len(result["card"].encode())}
     assert (result["url"], result["repository"], hub.repositories) == (None, "tiny", {})
+
+
+@pytest.mark.parametrize(("base", "shown"), [("me/base", "me/base"), ("base", "base"), ("./base", None), ("run", None)])
+def test_the_card_names_a_base_model_of_the_hub_and_no_folder(base: str, shown: str | None, tmp_path: Path) -> None:
+    copied = shutil.copytree("run", tmp_path / "run")
+    resolved = copied / "recipe.resolved.yaml"
+    tree = yaml.safe_load(resolved.read_text())
+    resolved.write_text(yaml.safe_dump({**tree, "model": {"pretrained": base}}))
+    card = push.push_run(copied, "me/tiny", is_dry_run=True).card
+    assert ModelCard(card).data.base_model == shown
 
 
 def test_the_hub_gets_the_model_and_the_scores_of_the_summary(hub: Hub, cli: Cli) -> None:

@@ -131,6 +131,7 @@ SPEC = TaskSpec(
     auto="AutoModel",
     library="sentence-transformers",
     pipeline="sentence-similarity",
+    tags=("sentence-transformers", "sentence-similarity", "feature-extraction"),
     metrics=("ndcg_at_10", "mrr_at_10", "recall_at_1", "recall_at_10", "spearman", "pearson"),
     loss_is_global=True,
     evaluates_untrained=True,
