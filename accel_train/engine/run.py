@@ -38,7 +38,7 @@ from accel_train.task import Task, TaskData
 
 
 class Door(NamedTuple):
-    """How the user starts a run and changes a setting, for advice. The defaults are of a recipe and a command."""
+    """Advice to the user: what starts a run again and changes a setting. The defaults are for a command."""
 
     again: str = "run the same command again"
     resume: str = "set checkpoint.resume to auto"

@@ -99,7 +99,8 @@ class Comparison(NamedTuple):
         word = "beaten" if self.is_beaten else "equaled" if self.own == self.value else "not beaten"
         if not self.rows or self.own == self.value or not is_number(self.own):
             return word
-        error = math.sqrt(sum(share * (1 - share) for share in (self.own, self.value)) / self.rows)
+        # Damaged records may hold shares above 1.
+        error = math.sqrt(max(0.0, sum(share * (1 - share) for share in (self.own, self.value))) / self.rows)
         chance = ", within chance" if abs(self.own - self.value) < 1.96 * error else ""
         return f"{word}: {round((self.own - self.value) * self.rows):+,} of {self.rows:,} rows{chance}"
 
@@ -143,7 +144,7 @@ def rows_of(scores: Mapping[str, Any], facts: Mapping[str, Any], targets: str) -
         return None
     # A question has a target for each of its windows, and a sample without a label has none.
     known = [count for count in (scores.get("num_targets"), facts.get("num_eval")) if is_number(count)]
-    return int(min(known)) if len(known) == 2 else None
+    return max(0, int(min(known))) if len(known) == 2 else None
 
 
 def format_main_score(scores: Mapping[str, Any], main_metric: str, compared: Comparison | None) -> str:

@@ -132,7 +132,8 @@ def _best_metric(run: Run) -> str:
 def compare_with_baseline(run: Run) -> Comparison | None:
     """Return the run's main score next to its best baseline, or None without a baseline."""
     summary = run.summary
-    scores = {**summary.get("eval", {}), **run.final_metrics()}
+    reported = {**summary.get("eval", {}), **run.final_metrics()}
+    scores = {name: value for name, value in reported.items() if isinstance(value, int | float)}
     rows = rows_of(scores, summary.get("data", {}), run.targets)
     better = partial(_is_lower_better, runs=[run])
     return compare(scores, summary.get("baselines", {}), _best_metric(run), rows, better)
@@ -174,9 +175,8 @@ def describe_run(run: Run) -> JsonRecord:
         if not each.is_in_lead and (value := each.read(run)) is not None
     ]
     if (found := compare_with_baseline(run)) is not None:
-        what = "Best baseline" + ("" if found.metric == _best_metric(run) else f", {label(found.metric)}")
-        shown = show_metric(found.metric, found.value)
-        numbers.insert(1, {"label": f"{what}: {found.baseline}", "value": shown, "unit": "", "note": found.verdict})
+        tile = {"label": f"Best baseline: {found.baseline}", "value": show_metric(found.metric, found.value)}
+        numbers.insert(_place_after(found.metric, numbers), {**tile, "unit": "", "note": found.verdict})
     return {
         "name": run.name,
         "status": status[:1].upper() + status[1:],
@@ -244,8 +244,14 @@ def compare_headlines(runs: Sequence[Run]) -> list[JsonRecord]:
         )
     if any(found := [compare_with_baseline(run) for run in runs]):
         cells = [MISSING if each is None else str(each) for each in found]
-        rows.insert(1, {"label": "Best baseline", "cells": cells, "best": []})
+        metric = next(each.metric for each in found if each is not None)
+        rows.insert(_place_after(metric, rows), {"label": "Best baseline", "cells": cells, "best": []})
     return rows
+
+
+def _place_after(metric: str, shown: Sequence[JsonRecord]) -> int:
+    """Return the place after a metric, or after the first number if it is not shown."""
+    return next((place for place, each in enumerate(shown, start=1) if each["label"] == label(metric)), 1)
 
 
 def compare_recipes(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:

@@ -21,7 +21,7 @@ from accel_train.recipe.yaml_core import parse_yaml
 from accel_train.task import target_rate
 
 EVALUATION_FILE = "evaluation.json"
-MOST_LINES = 4
+MOST_LINES = 5
 """Lines of Python that a terminal shows of a model card."""
 SUMMARY_KINDS: dict[str, Any] = {
     **dict.fromkeys(

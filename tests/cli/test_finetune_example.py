@@ -45,3 +45,16 @@ def test_a_file_of_the_users_own_is_kept() -> None:
 def test_either_a_path_or_the_example_is_given(words: list[str], folder: Path) -> None:
     assert main(["finetune", *words]) == 2
     assert list(folder.iterdir()) == []
+
+
+def test_a_training_at_80_columns_prints_at_most_25_lines_besides_its_progress(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    # A model that is worse than a baseline would be told why.
+    words = ["--schedule.num_epochs", "3", "--evaluate.metric_for_best_model", "mcc"]
+    assert main(["finetune", "--example", *words]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("step ")]
+    assert lines[0].startswith("example.csv: looking")
+    assert "Use it:" in lines
+    assert len(lines) <= 25

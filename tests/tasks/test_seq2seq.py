@@ -201,12 +201,12 @@ def test_predictions_are_a_row_a_source_with_or_without_targets(
 ) -> None:
     assert main(["predict", str(trained), "--out", str(tmp_path / "own.csv")]) == 0
     own = list(csv.DictReader((tmp_path / "own.csv").read_text().splitlines()))
-    assert own[0].keys() == {"id", "generated", "target"}
+    assert own[0].keys() == {"id", "source", "generated", "target"}
     assert own[0]["id"].startswith("row-")
     (tmp_path / "new.csv").write_text("source\n12 5\n7 7\n19 4\n")
     rows = predict(trained, tmp_path / "new.jsonl", tmp_path / "new.csv", processes=2)
     assert [row["id"].rpartition(":")[2] for row in rows] == ["2", "3", "4"]
-    assert rows[0].keys() == {"id", "generated"}
+    assert rows[0].keys() == {"id", "source", "generated"}
 
 
 @pytest.mark.slow
