@@ -29,7 +29,7 @@ from accel_train.task import Facts
 
 _FOLDERS = re.compile(r"(?<![\w.:/])(?:~|[A-Za-z]:)?[/\\](?:[^\s/\\`'\"]+[/\\])+")
 """Folders of an absolute path. A public card has only the last part."""
-_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
 Answer = TypeVar("Answer")
 
 

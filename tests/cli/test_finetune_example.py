@@ -51,10 +51,10 @@ def test_a_training_at_80_columns_prints_at_most_25_lines_besides_its_progress(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    # A model that is worse than a baseline would be told why.
-    words = ["--schedule.num_epochs", "3", "--evaluate.metric_for_best_model", "mcc"]
-    assert main(["finetune", "--example", *words]) == 0
+    assert main(["finetune", "--example", "--schedule.num_epochs", "2"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("step ")]
     assert lines[0].startswith("example.csv: looking")
     assert "Use it:" in lines
-    assert len(lines) <= 25
+    # So short a training does not beat the baseline: a sentence, and its causes.
+    causes = sum(line.startswith("  - ") for line in lines)
+    assert len(lines) - causes - bool(causes) <= 25
