@@ -49,3 +49,6 @@ class Options:
             self.check(folder, task, TASKS[task].gives)
         if self.row_per_box and out is not None and Path(out).suffix.lower() == COCO_SUFFIX:
             raise ValueError(f"--out {out}: COCO results have an entry per box anyway. Leave out --row-per-box")
+
+
+NO_OPTIONS = Options()

@@ -30,7 +30,7 @@ from accel_train.data.tables import columns_read
 from accel_train.engine.evaluation import EvaluationReader, evaluation_mode, rows_in_order
 from accel_train.inference.boxes import boxes_above, coco_results, least_score, note_boxes, rows_of_boxes
 from accel_train.inference.finished_run import TrainedRun, counted, open_run, recipe_of_trained
-from accel_train.inference.options import COCO_SUFFIX, Options
+from accel_train.inference.options import COCO_SUFFIX, NO_OPTIONS, Options
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.tasks import Gives
 from accel_train.recipe.yaml_core import is_number
@@ -77,7 +77,7 @@ class Written(NamedTuple):
 
 
 def open_for_prediction(
-    folder: Path, data: str | None, out: str | None, settings: Sequence[str], options: Options
+    folder: Path, data: str | None, out: str | None, settings: Sequence[str] = (), options: Options = NO_OPTIONS
 ) -> tuple[TrainedRun, Path]:
     """Return the run, opened with data to predict, and the path of the table.
 
@@ -184,7 +184,7 @@ def _plain(value: Any) -> Any:
 
 
 @torch.no_grad()
-def predict(run: TrainedRun, out: Path, options: Options) -> Written | None:
+def predict(run: TrainedRun, out: Path, options: Options = NO_OPTIONS) -> Written | None:
     """Predict every sample once, over all processes, and write the table. Return it on the main process.
 
     Raises:

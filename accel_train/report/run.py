@@ -172,12 +172,16 @@ def command_to_use(folder: Path, recipe: JsonRecord | None) -> str:
 
 
 def how_to_use(folder: Path, recipe: JsonRecord | None) -> list[str]:
-    """Return lines that show how to use the model of a finished run: the command, and the code of its card."""
+    """Return lines that show how to use the model of a finished run: the command, and the code of its card.
+
+    A Trainer writes neither.
+    """
     code = [f"  {line}" for line in _example(folder / "model").splitlines() if line.strip()]
     if len(code) > MOST_LINES:
         code = [f"  in Python: see {folder / 'model' / FILE}"]
     command = command_to_use(folder, recipe)
-    return ["Use it:", *([f"  {command}"] if command else []), *code]
+    lines = [*([f"  {command}"] if command else []), *code]
+    return ["Use it:", *lines] if lines else []
 
 
 def _usable_incidents(folder: Path, damage: list[str]) -> list[JsonRecord]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from accel_train.cli.main import main
-from accel_train.report.run import Run, command_to_use, load_run
+from accel_train.report.run import Run, command_to_use, how_to_use, load_run
 from accel_train.report.watch import format_view, sparkline, state_of, total_steps, watch_run
 from tests.support.report import SUMMARY, make_run
 
@@ -37,6 +37,7 @@ def test_a_finished_run_ends_with_lines_to_copy_that_are_not_cut(tmp_path: Path)
     view = format_view(loaded, state_of(loaded), width=40).splitlines()
     assert view[-3:] == ["Use it:", f"  {command_to_use(run, loaded.recipe)}", f"  {code}"]
     assert view[-2].split()[:2] == ["accel-train", "generate"]
+    assert how_to_use(tmp_path / "a Trainer's", {"task": "my:Task"}) == []
 
 
 def test_state_follows_the_last_launch_and_not_an_older_summary() -> None:
