@@ -129,7 +129,7 @@ class Ddp(Strategy):
         self.optimizer.zero_grad(set_to_none=True)
         # It holds references to the old buckets.
         self.reduction = None
-        wrapped.reducer = wrapped.logger = None  # type: ignore[assignment]  # its hooks on the parameters go with it
+        self.close()
         self.module = DistributedDataParallel(
             wrapped.module,
             device_ids=wrapped.device_ids,
@@ -137,6 +137,16 @@ class Ddp(Strategy):
             **self.accelerator.ddp_handler.to_kwargs(),
         )
         self.note_gradients()
+
+    def close(self) -> None:
+        """Drop DDP's reducer, and with it its hooks on the parameters.
+
+        The reducer must not be the last owner of the process group. It would free the group while it holds the
+        interpreter's lock, and join gloo's threads, which may wait for that lock (torch 2.13: one exit in ten hung on a
+        busy machine).
+        """
+        if isinstance(module := getattr(self, "module", None), DistributedDataParallel):
+            module.reducer = module.logger = None  # type: ignore[assignment]
 
     def note_gradients(self) -> None:
         """Start recording this process's gradients before the average."""

@@ -220,6 +220,9 @@ class Strategy(ABC):
     def undo_step(self) -> None:
         """* Restore the state before a step that no process applied."""
 
+    def close(self) -> None:
+        """Let go of the process group: no step follows."""
+
     # Weights
 
     def release_gathered(self) -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from traceback import extract_tb
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from accel_train.core.errors import (
     OUT_OF_MEMORY_REMEDY,
@@ -33,9 +33,6 @@ from accel_train.runtime.launcher import launch_mistake
 from accel_train.runtime.signals import INTERRUPTED_MESSAGE
 from accel_train.runtime.stacks import finish_writing
 from accel_train.runtime.watchdog import AGREED, Watchdog
-
-if TYPE_CHECKING:
-    from torch import nn
 
 WAIT_FOR_RANK_0_SECONDS = 8.0
 """Seconds that other ranks wait for rank 0 to report an error. On a busy machine, processes are seconds apart."""
@@ -174,19 +171,12 @@ def message_of(error: BaseException) -> str:
     return text
 
 
-def end_process_group(module: "nn.Module") -> None:
-    """Destroy the process group, if there is one. `module` is the trained module."""
+def end_process_group() -> None:
+    """Destroy the process group, if there is one."""
     import torch.distributed as dist
 
-    if not dist.is_available() or not dist.is_initialized():
-        return
-    # DDP's reducer must not be the last owner of the process group. It would free the group while it holds the
-    # interpreter's lock, and join gloo's threads, which may wait for that lock (torch 2.13: one exit in ten hung on a
-    # busy machine).
-    for name in ("reducer", "logger"):
-        if hasattr(module, name):
-            setattr(module, name, None)
-    dist.destroy_process_group()
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def exit_process(code: int) -> NoReturn:

@@ -103,6 +103,7 @@ def _prepare(recipe: Recipe, task: Task | None, extensions: Extensions, stop: St
             # A checkpoint has the weights of a resume, or the digests of its frozen base.
             if plan.resume_point.path is None:
                 on_main(lambda: check_pretrained(recipe))
+        resources.callback(strategy.close)
         run = build_run(plan, strategy, stop, watchdog)
         if finished is not None and not run.changes:
             output.be_silent()

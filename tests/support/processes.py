@@ -194,6 +194,22 @@ def serve() -> None:
             os._exit(_run_job(job))
 
 
+def end_group() -> None:
+    """End the process group of a program that has trained, if there is one, and let no process go before the rest.
+
+    No reducer of DDP may be left, which could be the last owner of the group: freeing both would hang (torch 2.13).
+    """
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    gc.collect()
+    left = [each for each in gc.get_objects() if type(each) is DistributedDataParallel and each.reducer is not None]
+    assert not left, "a run has ended, and DDP still owns the process group"
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
 def _warm_up() -> None:
     """Do once what is the same in every run: transformers' table of weight names, the report's template."""
     from transformers import AutoConfig, GPT2Config, GPT2LMHeadModel

@@ -56,7 +56,7 @@ def _evaluate(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome
         result = results.EvaluateResult(
             run=arguments.run, data=data, metrics=measured.metrics, details=measured.details, file=str(file)
         )
-    end_process_group(run.inner)
+    end_process_group()
     return Outcome(result)
 
 
@@ -86,7 +86,7 @@ def _predict(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
             min_score=written.min_score,
             pictures=None if draw is None else str(draw),
         )
-    end_process_group(run.inner)
+    end_process_group()
     return Outcome(result)
 
 

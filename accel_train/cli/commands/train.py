@@ -79,7 +79,7 @@ def run_recipe(
         # Destroy the group only if all processes get here. After a fault of one process, this would wait for the
         # others.
         if sys.exc_info()[0] in (None, TrainingStopped, Preempted):
-            end_process_group(run.strategy.module)
+            end_process_group()
     return {"output_dir": str(trained.output_dir), "summary": trained.summary}
 
 
@@ -176,7 +176,7 @@ def _find_lr(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
         files = find_lr.write_test(test, out)
         print(*files, sep="\n", file=sys.stderr)
         result = {**find_lr.record_of(test), "files": files}
-    end_process_group(run.strategy.module)
+    end_process_group()
     return Outcome(result)
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from accel_train import Callback, fit
+from tests.support.processes import end_group
 
 RANK = int(os.environ.get("RANK", "0"))
 """Without a launcher, the process is both: the main one, and the one that asks."""
@@ -59,6 +60,7 @@ def main() -> None:
         callbacks=[seen, StopAtFirst()],
     )
     (folder / f"seen-{RANK}.json").write_text(json.dumps(seen.seen))
+    end_group()
 
 
 main()

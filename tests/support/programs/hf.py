@@ -14,6 +14,7 @@ from transformers import EvalPrediction, TrainerCallback
 from accel_train import Trainer
 from accel_train.core.errors import DataError
 from tests.support.hf_models import Plain, arguments, bert, history, pad, plain_rows, rows, token_bert, token_rows
+from tests.support.processes import end_group
 
 
 class Stream(IterableDataset[Any]):
@@ -193,8 +194,7 @@ def main(folder: Path) -> None:
     }
     if trainer.is_world_process_zero():
         (folder / "result.json").write_text(json.dumps(found))
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    end_group()
 
 
 if __name__ == "__main__":

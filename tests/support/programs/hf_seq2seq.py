@@ -7,10 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from accel_train.hf import Seq2SeqTrainer
 from tests.support.hf_seq2seq import collate, seq2seq_arguments, seq2seq_model, seq2seq_rows
+from tests.support.processes import end_group
 
 
 def main(folder: Path) -> None:
@@ -36,13 +35,9 @@ def main(folder: Path) -> None:
             "predictions": predicted.predictions.tolist(),
             "labels": predicted.label_ids.tolist(),
         }
-    if torch.distributed.is_initialized():
-        is_main = torch.distributed.get_rank() == 0
-        torch.distributed.destroy_process_group()
-    else:
-        is_main = True
-    if is_main:
+    if trainer.is_world_process_zero():
         (folder / "result.json").write_text(json.dumps(found))
+    end_group()
 
 
 if __name__ == "__main__":

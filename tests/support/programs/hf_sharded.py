@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.utils.data import IterableDataset
 from transformers import LlamaForCausalLM
 
 from accel_train import Trainer
 from tests.support.hf_models import arguments, history, pad, rows, token_rows
+from tests.support.processes import end_group
 
 LENGTHS = (101, 40, 7, 1)
 KINDS: dict[str, dict[str, Any]] = {
@@ -80,9 +80,7 @@ def main(folder: Path, kind: str, base: str) -> None:
             saved = LlamaForCausalLM.from_pretrained(folder / name)
             found[name] = [float(weight.double().sum()) for weight in saved.state_dict().values()]
         (folder / "result.json").write_text(json.dumps(found))
-    if torch.distributed.is_initialized():
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
+    end_group()
 
 
 if __name__ == "__main__":

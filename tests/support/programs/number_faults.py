@@ -25,6 +25,7 @@ from accel_train.optim.update import FlooredGradScaler
 from accel_train.recipe.schema import Recipe
 from accel_train.training.loop import run_steps
 from accel_train.training.setup import prepare_run
+from tests.support.processes import end_group
 from tests.support.tasks.number_faults import Fault, FaultyLanguageModel, FaultyRegression
 from tests.support.tasks.probe import ProbeTask
 
@@ -137,9 +138,7 @@ def main() -> None:
         "loss_scale": run.accelerator.scaler and run.accelerator.scaler.get_scale(),
     }
     (Path(plan["out"]) / f"rank-{run.accelerator.process_index}.json").write_text(json.dumps(seen))
-    if torch.distributed.is_initialized():
-        run.strategy.module.reducer = run.strategy.module.logger = None  # type: ignore[assignment]
-        torch.distributed.destroy_process_group()
+    end_group()
 
 
 if __name__ == "__main__":
