@@ -24,7 +24,7 @@ BUDGETS: dict[str, int] = {
     "accel_train/model": 35_400,
     "accel_train/observe": 15_000,
     "accel_train/optim": 9_900,
-    "accel_train/parallel": 16_200,
+    "accel_train/parallel": 16_250,
     "accel_train/plan": 11_500,
     "accel_train/recipe": 16_400,
     "accel_train/recovery": 13_100,
