@@ -122,51 +122,91 @@ def mutated(mutant: Mutant) -> str:
     return found
 
 
+RECORDER = """
+import os
+
+known, get, write = set(), os.environ.get, os.write
+file = os.open({path!r}, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+
+def seen(path, first, last):
+    test = get("PYTEST_CURRENT_TEST", "").partition("[")[0].partition(" ")[0]
+    if test and (test, path, first) not in known:
+        known.add((test, path, first))
+        try:
+            write(file, f"{{test}}\\t{{path}}\\t{{first}}\\t{{last}}\\n".encode())
+        except OSError:  # a test that limits the size of files
+            pass
+"""
+"""Module of the package's copy. Processes of a test inherit pytest's variable, so that their lines count, too."""
+
+
 def find_tests(tests: Sequence[str] = ("tests",)) -> None:
-    """Run the fast suite once with coverage, and keep which test executes which line, and how long each takes."""
+    """Run the fast suite once on a copy that records which test executes which lines, and how long each takes."""
     MAP.mkdir(parents=True, exist_ok=True)
-    config = MAP / "coveragerc"
-    included = "\n    ".join(str(ROOT / "accel_train" / file) for file in FILES)
-    config.write_text(
-        f"[run]\nparallel = true\ndata_file = {MAP}/coverage\npatch = subprocess, _exit\nsigterm = true\n"
-        f"dynamic_context = test_function\ninclude =\n    {included}\n"
-    )
-    for old in MAP.glob("coverage*"):
-        if old != config:
-            old.unlink()
-    pytest = ["-m", "pytest", *FAST, f"--junitxml={MAP}/times.xml", "-q", *tests]
-    command = [sys.executable, "-m", "coverage", "run", f"--rcfile={config}", *pytest]
-    subprocess.run(command, cwd=ROOT, env=_environment(ROOT), check=False)
-    subprocess.run([sys.executable, "-m", "coverage", "combine", f"--rcfile={config}", "-q"], cwd=ROOT, check=True)
+    seen = MAP / "seen.part"
+    seen.unlink(missing_ok=True)
+    with TemporaryDirectory() as name:
+        folder = _copy(Path(name))
+        (folder / "accel_train" / "seen.py").write_text(RECORDER.format(path=str(seen)))
+        for file in FILES:
+            path = folder / "accel_train" / file
+            path.write_text(recording(file, path.read_text()))
+        command = [sys.executable, "-m", "pytest", *FAST, f"--junitxml={MAP}/times.xml", "-q", *tests]
+        subprocess.run(command, cwd=folder, env=_environment(folder), check=False)
+    seen.rename(MAP / "seen")
+
+
+def recording(file: str, text: str) -> str:
+    """Return the text of a module whose functions record each statement before they execute it."""
+    tree = ast.parse(text)
+    functions = [each for each in ast.walk(tree) if isinstance(each, ast.FunctionDef)]
+    for node in {node for function in functions for node in ast.walk(function)}:
+        for name in ("body", "orelse", "finalbody"):
+            if isinstance(block := getattr(node, name, None), list):
+                setattr(node, name, [each for statement in block for each in _recorded(file, statement)])
+    start = sum(isinstance(each, ast.Expr) or getattr(each, "module", "") == "__future__" for each in tree.body[:2])
+    tree.body[start:start] = ast.parse("from accel_train.seen import seen as _seen").body
+    return ast.unparse(ast.fix_missing_locations(tree))
+
+
+def _recorded(file: str, statement: ast.stmt) -> list[ast.stmt]:
+    if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
+        return [statement]
+    inner = getattr(statement, "body", None) or getattr(statement, "cases", None)
+    # The lines of a compound statement end before its block.
+    inside = inner[0].pattern if inner and isinstance(inner[0], ast.match_case) else inner and inner[0]
+    last = max(statement.lineno, inside.lineno - 1) if inside else statement.end_lineno
+    return [*ast.parse(f"_seen({file!r}, {statement.lineno}, {last})").body, statement]
 
 
 def tests_by_line() -> dict[tuple[str, int], list[tuple[str, float]]]:
     """Return the tests that execute each line of `FILES`, with their seconds: those of its module, then the fastest.
 
-    Lines that only a process of a test executes have the tests that execute another line of the same function.
+    Lines that no test was seen to execute, as those outside of functions, have the tests of the lines around them.
     """
-    from coverage import CoverageData
-
-    seconds: dict[str, float] = defaultdict(float)
-    files: dict[str, str] = {}
+    seconds, failing = defaultdict[str, float](float), set[str]()
     for case in ElementTree.parse(MAP / "times.xml").iter("testcase"):
         module, function = case.get("classname", ""), case.get("name", "").partition("[")[0]
-        files[f"{module}.{function}"] = f"{module.replace('.', '/')}.py::{function}"
-        seconds[f"{module}.{function}"] += float(case.get("time", 0))
-    data = CoverageData(str(MAP / "coverage"))
-    data.read()
+        test = f"{module.replace('.', '/')}.py::{function}"
+        seconds[test] += float(case.get("time", 0))
+        if case.find("failure") is not None or case.find("error") is not None:
+            failing.add(test)
+    of_lines: dict[tuple[str, int], set[str]] = defaultdict(set)
+    for record in (MAP / "seen").read_text().splitlines():
+        test, file, begin, end = record.split("\t")
+        for line in range(int(begin), int(end) + 1):
+            of_lines[file, line].add(test)
     found: dict[tuple[str, int], list[tuple[str, float]]] = {}
     for file in FILES:
         path = ROOT / "accel_train" / file
-        of_lines = {line: {each for each in contexts if each in files} for line, contexts in
-                    data.contexts_by_lineno(str(path)).items()}  # fmt: skip
         own = f"tests/{Path(file).parent}/test_{path.name}"
         for first, last in _statements(path.read_text()):
-            near = set().union(*(of_lines.get(line, ()) for line in range(first, last + 1)))
+            near = set().union(*(of_lines.get((file, line), ()) for line in range(first, last + 1)))
             for line in range(first, last + 1):
-                names = of_lines.get(line) or near
-                ranked = sorted(names, key=lambda each: (not files[each].startswith(own), seconds[each]))
-                found[file, line] = [(files[each], seconds[each]) for each in ranked]
+                names = (of_lines.get((file, line)) or near) - failing  # without any mutant
+                ranked = sorted(names, key=lambda each: (not each.startswith(own), seconds[each]))
+                found[file, line] = [(each, seconds[each]) for each in ranked]
     return found
 
 
@@ -191,10 +231,7 @@ def is_caught(mutant: Mutant, tests: Sequence[tuple[str, float]]) -> tuple[bool,
     """Return whether a test fails with the mutant, and which one."""
     limit = 60 + SLACK * sum(seconds for _, seconds in tests)
     with TemporaryDirectory() as name:
-        folder = Path(name)
-        for each in KEPT:
-            (folder / each).symlink_to(ROOT / each)
-        copytree(ROOT / "accel_train", folder / "accel_train")
+        folder = _copy(Path(name))
         (folder / "accel_train" / mutant.file).write_text(mutated(mutant))
         options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts=", *FAST]
         command = [sys.executable, "-m", "pytest", *options, *(name for name, _ in tests)]
@@ -206,6 +243,13 @@ def is_caught(mutant: Mutant, tests: Sequence[tuple[str, float]]) -> tuple[bool,
             return True, f"not over after {limit:.0f} s"
     failed = [line.partition(" - ")[0] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     return done.returncode not in (0, 5), (failed or [f"exit code {done.returncode}"])[0]
+
+
+def _copy(folder: Path) -> Path:
+    for each in KEPT:
+        (folder / each).symlink_to(ROOT / each)
+    copytree(ROOT / "accel_train", folder / "accel_train")
+    return folder
 
 
 def _environment(folder: Path) -> dict[str, str]:
@@ -286,8 +330,9 @@ def main() -> None:
     arguments = parser.parse_args()
     results = json.loads(SAVED.read_text()) if SAVED.exists() else {}
     # A result holds for the text of its file.
-    results = {name: each for name, each in results.items() if _code_of(name.partition(":")[0]).items() <= each.items()}
-    if not (MAP / "coverage").exists():
+    names = {each.name for each in drawn() if _code_of(each.file).items() <= results.get(each.name, {}).items()}
+    results = {name: each for name, each in results.items() if name in names}
+    if not (MAP / "seen").exists():
         find_tests(("-n", str(arguments.workers), "tests"))
     measure(arguments.minutes, arguments.workers, results, all_tests=arguments.all_tests)
     head, _, rest = PAGE.read_text().partition(BEGIN)
