@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeGuard
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, TypeGuard
 
 from pydantic import BaseModel, ValidationError
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from accel_train.core.state import Choice
+    from accel_train.data.order import DataOrder
     from accel_train.engine.step import Counted
     from accel_train.model.kernels.global_loss import GlobalLoss
     from accel_train.recipe.schema import Recipe
@@ -190,6 +191,16 @@ class Scores:
     """Plain JSON values for evaluation.json and report.html: a classification report, a confusion matrix."""
 
 
+class Training(NamedTuple):
+    """How a model was trained, for a task that trains others alike."""
+
+    order: "DataOrder"
+    rate: "Callable[[int], float | Sequence[float]]"
+    """Function that returns the learning rate of a 0-based step."""
+    steps: int
+    """Steps until the weights that are kept."""
+
+
 class Task(ABC):
     """Base class of all tasks, with the methods that the loop, evaluation, and prediction call.
 
@@ -327,6 +338,15 @@ class Task(ABC):
         else:
             save_model(model, str(folder / "model.safetensors"), metadata={"format": "pt"})
         self.save_description(model, data, folder)
+
+    def calibrate(
+        self, recipe: "Recipe", model: "torch.nn.Module", data: TaskData, training: Training
+    ) -> "tuple[dict[str, Any], str] | None":
+        """Return settings of the model's configuration that make its scores true shares, with a sentence; default None.
+
+        The main process calls it after the last step, and evaluates afterwards. All processes set the same values.
+        """
+        return None
 
     def sample(self, recipe: "Recipe", model: "torch.nn.Module", data: TaskData) -> dict[str, Any] | None:
         """Return a sample of the trained model's output, as `prompt` and `text`; by default None."""

@@ -17,14 +17,17 @@ class Metric(NamedTuple):
     places: int | None = 4
     """Decimal places. None: four significant digits, for values of any size."""
     follows_from_loss: bool = False
-    is_average: bool = False
-    """Whether it is an average of precision, recall, or F1 over the classes. A macro F1 represents the others."""
+    variant_of: str = ""
+    """Metric that represents it where both are reported, as a macro F1 the other averages over the classes."""
     is_share_of_rows: bool = False
     """Whether it counts each sample as right or wrong."""
 
 
 METRICS = {
     "loss": Metric("Loss", is_lower_better=True, follows_from_loss=True),
+    "uncalibrated_loss": Metric(
+        "Loss before calibration", is_lower_better=True, follows_from_loss=True, variant_of="loss"
+    ),
     "num_targets": Metric("Targets"),
     "perplexity": Metric("Perplexity", is_lower_better=True, places=None, follows_from_loss=True),
     "bits_per_byte": Metric("Bits per byte", is_lower_better=True, follows_from_loss=True),
@@ -33,7 +36,7 @@ METRICS = {
     "top_5_accuracy": Metric("Top-5 accuracy", is_share_of_rows=True),
     **{name: Metric(text) for name, text in AVERAGED.items()},
     **{
-        f"{name}_{average}": Metric(f"{text}, {average}", is_average=average != "binary")
+        f"{name}_{average}": Metric(f"{text}, {average}", variant_of="" if average == "binary" else "f1_macro")
         for name, text in AVERAGED.items()
         for average in AVERAGES
     },
@@ -66,7 +69,7 @@ METRICS = {
     "mrr_at_10": Metric("MRR@10"),
     "ndcg_at_10": Metric("nDCG@10"),
 }
-_OVER_CLASSES = (name for name, metric in METRICS.items() if metric.is_average)
+_OVER_CLASSES = (name for name, metric in METRICS.items() if metric.variant_of == "f1_macro")
 OF_CLASSES = tuple(dict.fromkeys(("f1_macro", "accuracy", "mcc", *_OVER_CLASSES)))
 """Metrics of predicted classes."""
 OF_EVERY_EVALUATION = ("loss", "num_targets")
@@ -92,8 +95,8 @@ def follows_from_loss(name: str) -> bool:
 
 
 def is_variant(name: str, names: Container[str]) -> bool:
-    """Return whether a metric is an average of precision, recall or F1 that the macro F1 in `names` represents."""
-    return name != "f1_macro" and name in METRICS and METRICS[name].is_average and "f1_macro" in names
+    """Return whether another metric in `names` represents this one."""
+    return name in METRICS and METRICS[name].variant_of in names and METRICS[name].variant_of != name
 
 
 def has_common_axis(name: str) -> bool:

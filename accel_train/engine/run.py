@@ -218,6 +218,8 @@ class EvaluationProgress:
     scores: JsonRecord = field(default_factory=dict)
     details: JsonRecord = field(default_factory=dict)
     """Contents of evaluation.json: step, metrics, and the task's details."""
+    calibration: JsonRecord = field(default_factory=dict)
+    """Settings of the model's configuration that `Task.calibrate` returned."""
 
 
 @dataclass

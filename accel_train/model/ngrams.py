@@ -38,6 +38,7 @@ class NgramsConfig(PreTrainedConfig):
         within_words: whether byte n-grams end at white space, with which they may begin and end. Default: no.
         log_counts: whether an n-gram that occurs c times in a text counts as 1 + log c. Default: c times.
         type_vocab_size: 2 for pairs. The model then reads `token_type_ids` and sees which n-grams both texts share.
+        logit_temperature: number that divides the logits outside of training, so that probabilities are true shares.
     """
 
     model_type = "ngrams"
@@ -53,12 +54,14 @@ class NgramsConfig(PreTrainedConfig):
         log_counts: bool = False,
         type_vocab_size: int = 1,
         pad_token_id: int | None = None,
+        logit_temperature: float = 1.0,
         **more: Any,
     ) -> None:
         self.vocab_size, self.num_buckets = vocab_size, num_buckets
         self.max_characters, self.max_words = max_characters, max_words
         self.separate_norms, self.type_vocab_size = separate_norms, type_vocab_size
         self.within_words, self.log_counts = within_words, log_counts
+        self.logit_temperature = logit_temperature
         super().__init__(pad_token_id=pad_token_id, **more)
 
 
@@ -105,6 +108,16 @@ class NgramsForSequenceClassification(PreTrainedModel):
         **_: Any,
     ) -> SequenceClassifierOutput:
         """Return logits of shape (texts, labels) for bytes of shape (texts, length)."""
+        logits = self.logits_of(*self.weighted(input_ids, attention_mask, token_type_ids))
+        return SequenceClassifierOutput(logits=logits if self.training else logits / self.config.logit_temperature)
+
+    def weighted(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, token_type_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return the table row and the weight of each n-gram, both (texts, places), and the shares of pairs.
+
+        Places without an n-gram have weight 0.
+        """
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         blocks, shares = self.features(input_ids, mask.bool(), token_type_ids)
         if not self.config.separate_norms:
@@ -113,13 +126,16 @@ class NgramsForSequenceClassification(PreTrainedModel):
             blocks = [_counted(buckets, there) for buckets, there in blocks]
         weights = [self.rarity[buckets] * count for buckets, count in blocks]
         weights = [weight / weight.norm(dim=1, keepdim=True).clamp(min=1e-6) for weight in weights]
-        buckets, _there = _joined(blocks)
-        logits = self.table(buckets, per_sample_weights=torch.cat(weights, dim=1)) + self.bias
+        return _joined(blocks)[0], torch.cat(weights, dim=1), shares
+
+    def logits_of(self, buckets: Tensor, weights: Tensor, shares: Tensor | None) -> Tensor:
+        """Return the logits of `weighted` n-grams, not divided by the temperature."""
+        logits: Tensor = self.table(buckets, per_sample_weights=weights) + self.bias
         if shares is not None:
             knots = torch.arange(_KNOTS, device=shares.device)
             hats = (1 - (shares[..., None] * (_KNOTS - 1) - knots).abs()).clamp(min=0)
             logits = logits + self.overlap(hats.flatten(1) / shares.shape[1] ** 0.5)
-        return SequenceClassifierOutput(logits=logits)
+        return logits
 
     def ngrams(self, ids: Tensor, mask: Tensor, types: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the table row of each n-gram, and a mask of the places that have an n-gram; both (texts, places)."""

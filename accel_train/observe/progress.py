@@ -239,20 +239,17 @@ def _discard_stdout() -> None:
         return
 
 
-def without_averages(scores: Mapping[str, Any], kept: str = "") -> dict[str, Any]:
-    """Return the metrics without the averages of precision, recall and F1 that a macro F1 represents.
-
-    Without a macro F1, all metrics stay. A metric named `kept` always stays.
-    """
+def without_variants(scores: Mapping[str, Any], kept: str = "") -> dict[str, Any]:
+    """Return the metrics that no other one represents, and the one named `kept`."""
     return {name: value for name, value in scores.items() if name == kept or not is_variant(name, scores)}
 
 
 def describe_metrics(metrics: Mapping[str, Any], kept: str = "") -> str:
     """Return the metrics as text: `loss 2.0134, perplexity 7.49, bits_per_byte 1.2034 (3s)`.
 
-    Averages are left out as in `without_averages`.
+    Metrics are left out as in `without_variants`.
     """
-    numbers = [f"{name} {value:.4f}" for name, value in _floats(without_averages(metrics, kept)).items()]
+    numbers = [f"{name} {value:.4f}" for name, value in _floats(without_variants(metrics, kept)).items()]
     seconds = f" ({format_seconds(metrics['seconds'])})" if "seconds" in metrics else ""
     return ", ".join(numbers) + seconds
 

@@ -151,7 +151,7 @@ def _table_of_metrics(runs: Sequence[Run]) -> Block:
         baselines = by_baseline(runs[0].summary.get("baselines", {}), names)
         compared = {name for found in baselines.values() for name in found}
         if _mapping(runs[0].details("classification").get("report")):
-            names = [name for name in names if name in compared or not is_variant(name, names)]
+            names = [name for name in names if name in compared or not is_variant(name, {*names} - {"loss"})]
         head, columns = ["this run" if baselines else "", *baselines], [*columns, *baselines.values()]
     rows = [_row(label(name), [show_metric(name, metrics.get(name)) for metrics in columns]) for name in names]
     return _table("Metrics", ["", *head], rows)

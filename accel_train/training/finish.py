@@ -44,7 +44,7 @@ from accel_train.model.kernels.nf4 import packed_layers
 from accel_train.model.pretrained import quiet_bars
 from accel_train.model.tensors import as_tensors, without_values
 from accel_train.model.weights import in_bf16, narrow_names
-from accel_train.observe.progress import without_averages
+from accel_train.observe.progress import without_variants
 from accel_train.observe.run_folder import EXAMPLES_FILE, SUMMARY_FILE
 from accel_train.parallel.building import filled
 from accel_train.recipe.schema import Recipe
@@ -55,7 +55,7 @@ from accel_train.report.run import how_to_use
 from accel_train.runtime.doctor import environment, launch_facts
 from accel_train.runtime.process_group import wait_for_all
 from accel_train.task import is_of_transformers, rate_name
-from accel_train.training.model_selection import evaluate_at_end, load_best
+from accel_train.training.model_selection import apply_calibration, calibrate, evaluate_at_end, load_best
 
 MAX_TRIED = 256
 """Samples that are predicted once more, evenly spaced: seconds, whatever the size of the evaluation data."""
@@ -88,6 +88,8 @@ def finish_run(run: RunContext) -> tuple[JsonRecord, nn.Module]:
         )
     if run.plan.can_evaluate:
         evaluate_at_end(run)
+    else:
+        calibrate(run, run.state.step)
     if run.state.evaluation_owed:
         message = f"asked to stop: all {run.state.step} steps are saved, but the last evaluation is not done"
         run.observer.on_event("preempted", run.state.step, message)
@@ -155,6 +157,8 @@ def report_finished(run: RunContext, summary: JsonRecord) -> nn.Module:
     result = "nothing is changed"
     if is_wanted and not load_best(run):
         result += f". The checkpoint of step {run.state.best_step} is damaged: take the best weights from model/"
+    run.evaluation.calibration = summary.get("calibration") or {}
+    apply_calibration(run, run.strategy.inner.model)
     with run.strategy.averaged():
         model = _kept_model(run)
     metric = run.plan.recipe.evaluate.best_metric
@@ -215,6 +219,7 @@ def full_model(run: RunContext) -> nn.Module:
         if model is None:
             model = change_model(plan.recipe, plan.task, plan.task.build_model(plan.recipe, plan.data)).model
             load_model_tensors(model, tensors)
+    apply_calibration(run, model)
     return model.eval()
 
 
@@ -277,6 +282,7 @@ def summarise(run: RunContext, model: nn.Module) -> JsonRecord:
         "best_metric": state.best_metric,
         "best_step": state.best_step,
         "baselines": baselines,
+        "calibration": run.evaluation.calibration,
         "not_beaten": not_beaten,
         "sample": sample,
         "data": redact(plan.data.facts.record()),
@@ -325,7 +331,7 @@ def _note_end(run: RunContext, summary: JsonRecord, report: Path | str) -> None:
         note(f"held-out data: {format_main_score(summary['eval'], main, compared)}")
     if summary["eval"] and verbose:
         note(f"Evaluation on all held-out data{', next to baselines' if summary['baselines'] else ''}:")
-        note(format_scores(without_averages(summary["eval"], main), summary["baselines"]))
+        note(format_scores(without_variants(summary["eval"], main), summary["baselines"]))
     if augmented := format_augmentation(run.evaluation.details.get("details", {})):
         note(augmented)
     if (defeat := summary["not_beaten"]) is not None:

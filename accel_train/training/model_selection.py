@@ -7,6 +7,8 @@ from collections.abc import Callable, Collection, Mapping
 from itertools import count
 from typing import Any
 
+from torch import nn
+
 from accel_train.checkpoint.store import check, folder_of
 from accel_train.core.errors import RecipeError
 from accel_train.core.format import did_you_mean
@@ -19,6 +21,7 @@ from accel_train.metrics.baselines import is_number
 from accel_train.parallel.dims import parallel_dims
 from accel_train.recipe.evaluate import Evaluate
 from accel_train.runtime.process_group import on_main
+from accel_train.task import Training
 
 NUM_SAMPLES = 8
 """Evaluated before the first step, to learn which metrics there are."""
@@ -105,7 +108,8 @@ def evaluate_at_end(run: RunContext) -> None:
         evaluate_run(run, at_end=True)
     is_wanted = plan.recipe.loads_best_model and state.best_step not in (None, state.step)
     is_other = is_wanted and not state.evaluation_owed and load_best(run)
-    if (is_other or plan.evaluates_part) and not state.evaluation_owed:
+    is_new = not state.evaluation_owed and calibrate(run, state.best_step if is_other else state.step)
+    if (is_other or is_new or plan.evaluates_part) and not state.evaluation_owed:
         evaluate_run(run, at_end=True, final=True)
         if is_other and not state.evaluation_owed:  # the numbers are of those weights
             run.evaluation.details["step"] = state.best_step
@@ -127,6 +131,29 @@ def load_best(run: RunContext) -> bool:
         run.strategy.restore_weights(path)
     run.observer.on_event("best_model", run.state.step, f"{best}; the run keeps them")
     return True
+
+
+def calibrate(run: RunContext, step: int | None) -> bool:
+    """Calibrate the scores of the weights of a step, where the task does; return whether this changes the model."""
+    plan, inner = run.plan, run.strategy.inner
+    assert step is not None
+    training = Training(plan.order, run.schedule, step)
+    with working("calibrating the scores"):
+        found = on_main(lambda: plan.task.calibrate(plan.recipe, inner.model, plan.data, training))
+    if found is None:
+        return False
+    run.evaluation.calibration, message = found
+    run.observer.on_event("calibration", run.state.step, message)
+    return apply_calibration(run, inner.model)
+
+
+def apply_calibration(run: RunContext, model: nn.Module) -> bool:
+    """Set what the task's calibration found in a model's configuration; return whether this changes it."""
+    config: Any = getattr(model, "config", None)
+    changed = {name: value for name, value in run.evaluation.calibration.items() if getattr(config, name) != value}
+    for name, value in changed.items():
+        setattr(config, name, value)
+    return bool(changed)
 
 
 def _task_scores(run: RunContext, whole: bool) -> tuple[dict[str, float], JsonRecord]:

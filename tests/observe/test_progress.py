@@ -17,7 +17,7 @@ import pytest
 
 import accel_train
 from accel_train.core.format import format_seconds
-from accel_train.observe.progress import Progress, choose_style, describe_metrics, without_averages
+from accel_train.observe.progress import Progress, choose_style, describe_metrics, without_variants
 
 
 class Terminal:
@@ -314,7 +314,7 @@ def test_at_80_columns_the_bar_keeps_ten_characters_and_notes_break_between_word
 def test_of_the_averages_of_precision_recall_and_f1_the_macro_f1_stands_for_all_but_the_one_that_decides() -> None:
     names = [f"{score}_{kind}" for score in ("precision", "recall", "f1") for kind in ("macro", "micro", "weighted")]
     scores = {"accuracy": 0.9, **dict.fromkeys(names, 0.8)}
-    assert [*without_averages(scores, "accuracy")] == ["accuracy", "f1_macro"]
-    assert [*without_averages(scores, "f1_weighted")] == ["accuracy", "f1_macro", "f1_weighted"]
-    assert without_averages({"f1_micro": 0.5}, "loss") == {"f1_micro": 0.5}
+    assert [*without_variants(scores, "accuracy")] == ["accuracy", "f1_macro"]
+    assert [*without_variants(scores, "f1_weighted")] == ["accuracy", "f1_macro", "f1_weighted"]
+    assert without_variants({"f1_micro": 0.5}, "loss") == {"f1_micro": 0.5}
     assert describe_metrics(scores) == "accuracy 0.9000, f1_macro 0.8000"

@@ -38,7 +38,9 @@ def of_plain_tags(folder: Path) -> dict[str, Any]:
 
 
 def of_topics(folder: Path) -> dict[str, Any]:
-    return {"data": {"train": str(write_data("text-classification", folder, label=several_topics))}}
+    model = {"config": {"model_type": "ngrams", "logit_temperature": 2.0}}
+    data = {"train": str(write_data("text-classification", folder, label=several_topics))}
+    return {"data": data, "model": model, "tokenizer": "bytes"}
 
 
 def of_unanswered(folder: Path) -> dict[str, Any]:

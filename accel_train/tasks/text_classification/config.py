@@ -96,5 +96,16 @@ SPEC = TaskSpec(
     finetune=True,
     auto="AutoModelForSequenceClassification",
     pipeline="text-classification",
-    metrics=(*OF_CLASSES, "auroc", "hamming_loss", "pearson", "spearman", "mae", "r2", "rmse", "mse"),
+    metrics=(
+        *OF_CLASSES,
+        "auroc",
+        "hamming_loss",
+        "pearson",
+        "spearman",
+        "mae",
+        "r2",
+        "rmse",
+        "mse",
+        "uncalibrated_loss",
+    ),
 )

@@ -8,17 +8,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from accel_train.core.errors import DataError
 from accel_train.core.model_card import FOLDER, Use
 from accel_train.metrics import METRICS, tally
 from accel_train.metrics.scores import auroc_from_histogram, classification_scores, multilabel_scores, regression_scores
 from accel_train.model.ngrams import NgramsForSequenceClassification
 from accel_train.recipe.schema import Recipe
-from accel_train.task import Batch, Facts, Scores, TaskData, Tensors, Totals
+from accel_train.task import Batch, Facts, Scores, TaskData, Tensors, Totals, Training
 from accel_train.tasks.common import classification
 from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.encoder import EncoderTask, cut_note
 from accel_train.tasks.rows import TextSource, digest_of_sides, logits_of
 from accel_train.tasks.text_classification import data as labelled
+from accel_train.tasks.text_classification.calibration import fit_temperature
 from accel_train.tasks.text_classification.config import SPEC, TextClassificationData
 from accel_train.tasks.text_classification.metrics import (
     baseline_scores,
@@ -131,6 +133,8 @@ class TextClassification(EncoderTask):
         """Return the summed loss without smoothing, and counts for the scores, or rows if a metric needs them."""
         logits, labels = logits_of(model, batch).float(), batch["labels"]
         counted = {"loss_sum": self._loss_sum(logits, labels, training=False)}
+        if (temperature := getattr(getattr(model, "config", None), "logit_temperature", 1.0)) != 1:
+            counted["uncalibrated_loss_sum"] = self._loss_sum(logits * temperature, labels, training=False)
         if self.scheme.problem_type == "regression":
             return {**counted, "rows_predictions": logits.squeeze(-1), "rows_labels": labels}
         if self.scheme.problem_type == "multi_label":
@@ -160,6 +164,9 @@ class TextClassification(EncoderTask):
             scores = classification_scores(totals["confusion"], names)
             if "histogram" in totals:
                 scores.metrics["auroc"] = auroc_from_histogram(totals["histogram"])
+        if "uncalibrated_loss_sum" in totals:
+            ratio = float(totals["uncalibrated_loss_sum"]) / max(float(totals["loss_sum"]), 1e-30)
+            scores.metrics["uncalibrated_loss"] = loss * ratio
         further = classification.row_metrics(self.row_metrics, totals, allow_hub=self.allow_hub_metrics)
         return Scores({**scores.metrics, **further}, scores.details)
 
@@ -173,6 +180,17 @@ class TextClassification(EncoderTask):
         scores = logits.softmax(dim=-1)
         score, label = scores.max(dim=-1)
         return {"label": label, "score": score, "scores": scores}
+
+    def calibrate(
+        self, recipe: Recipe, model: nn.Module, data: TaskData, training: Training
+    ) -> tuple[dict[str, Any], str] | None:
+        if not isinstance(model, NgramsForSequenceClassification) or self.scheme.problem_type == "regression":
+            return None
+        try:
+            temperature, message = fit_temperature(model, data, recipe, training, self._loss_sum)
+        except DataError as error:
+            temperature, message = 1.0, f"scores are not calibrated: {error}"
+        return {"logit_temperature": temperature}, message
 
     def baselines(self, data: TaskData) -> dict[str, float]:
         """Return the scores of a constant answer and of bags of words on the same split."""
