@@ -9,14 +9,14 @@ import pytest
 
 from tests.support.notebooks import FOLDER, REPOSITORY, differences, run_notebook
 
-NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+NOTEBOOKS = sorted(FOLDER.rglob("*.ipynb"))
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # of the kernel client and what it imports
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
 
 
-@pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.fixture(params=NOTEBOOKS, ids=lambda path: str(path.relative_to(FOLDER).with_suffix("")))
 def path(request: pytest.FixtureRequest) -> Path:
     found: Path = request.param
     return found
@@ -66,7 +66,7 @@ def test_a_stale_output_is_found_and_rounding_is_not() -> None:
 
 
 def test_there_are_the_notebooks_that_the_readme_names() -> None:
-    assert [path.stem for path in NOTEBOOKS] == [
+    assert [path.stem for path in NOTEBOOKS if path.parent == FOLDER] == [
         "any_module",
         "chats",
         "competition",

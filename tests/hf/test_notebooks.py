@@ -82,5 +82,4 @@ def test_a_notebook_differs_from_one_for_transformers_by_the_import_in_a_cell_of
         (source,) = (source for source in code_cells(name) if "accel_train" in source)
         assert OUR_IMPORT.match(source), name
         assert len(source.splitlines()) == 1, name
-        assert all(not cell.get("outputs") and not cell.get("execution_count") for cell in notebook.cells), name
         assert 8 <= len(notebook.cells) <= 16, name

@@ -145,7 +145,7 @@ def _picture(encoded: str) -> Image.Image:
 
 def main(names: list[str]) -> None:
     """Run notebooks, all where none is named, and store their outputs."""
-    for path in sorted(FOLDER.glob("*.ipynb")):
+    for path in sorted(FOLDER.rglob("*.ipynb")):
         if not names or path.stem in names:
             print(f"{path.relative_to(REPOSITORY)} ...", flush=True)
             nbformat.write(run_notebook(path), path)
