@@ -150,7 +150,7 @@ def _digest_of_recipe(recipe: Recipe) -> str:
 
 
 def report_finished(run: RunContext, summary: JsonRecord) -> nn.Module:
-    """Print one line about a run that has finished before; return the model with the weights that are in `model/`."""
+    """Print that a run has finished before, and how to use it; return the model with the weights that are in `model/`."""
     step = run.state.step
     run.state.best_step = summary.get("best_step")  # the evaluation at the end came after the last checkpoint
     is_wanted = run.plan.recipe.loads_best_model and run.state.best_step not in (None, step)
@@ -171,6 +171,7 @@ def report_finished(run: RunContext, summary: JsonRecord) -> nn.Module:
             with warned(run, "report.html is not written"):
                 write_report([run.plan.output_dir])
         print_line(f"{run.plan.output_dir}: finished at step {step}{score}; {result}")
+        _show_use(run.plan)
     wait_for_all()  # one that ends early would count as lost
     return model
 
@@ -347,6 +348,10 @@ def _note_end(run: RunContext, summary: JsonRecord, report: Path | str) -> None:
             f"{state.best_metric:.4g}). To write its weights, {door.load_best} and {door.again}"
         )
     note(f"weights: {run.plan.output_dir / 'model'}\nreport:  {report}")
+    _show_use(plan)
+
+
+def _show_use(plan: RunPlan) -> None:
     for line in how_to_use(plan.output_dir, plan.recipe.model_dump()):
         print_line(line)
 

@@ -216,7 +216,7 @@ def files_of(folder: Path) -> dict[str, tuple[bytes, int]]:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_finished_run_that_is_started_again_says_so_in_one_line_and_changes_no_file(
+def test_a_finished_run_that_is_started_again_says_so_and_how_to_use_it_and_changes_no_file(
     corpus: Path, processes: int
 ) -> None:
     sections: Settings = {
@@ -230,7 +230,8 @@ def test_a_finished_run_that_is_started_again_says_so_in_one_line_and_changes_no
     before = files_of(corpus / "run")
     again = run(recipe, processes=processes)
     assert files_of(corpus / "run") == before
-    [_, line] = again.stdout.splitlines()
+    [_, line, use, *_] = again.stdout.splitlines()
+    assert use == "Use it:"
     assert "finished at step 4 (loss " in line
     answer = run(recipe, "--json", processes=processes)
     summary = summary_of(corpus / "run")
