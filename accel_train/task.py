@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from shlex import quote
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias, TypeGuard
 
 from pydantic import BaseModel, ValidationError
@@ -490,31 +489,22 @@ def _see_current_folder() -> None:
         sys.path.append(str(Path.cwd()))
 
 
-def refuse_code_of_a_run(
-    setting: str, name: str, folder: Path, *, is_of_a_run: bool = True, is_in_list: bool = False
-) -> None:
-    """Refuse code that a run's recipe names, unless its module is installed by the reader of the run.
+def untrusted_place(name: str, folder: Path, *, is_of_a_run: bool = True) -> Path | None:
+    """Return the file or folder that code named by a run's recipe would run, unless the reader of the run installed it.
 
     An installed module is found without the current folder: a package, or a module on an absolute path of PYTHONPATH.
     A recipe outside of a run folder may name other modules, but not below its own `folder`.
-
-    Raises:
-        ValueError: the module is not installed. The message names the file to read, and the flag that allows it.
     """
     package = name.partition(":")[0].partition(".")[0]
     if ":" not in name or not package:
-        return
+        return None
     path, here = sys.path, Path.cwd()
     own = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(place)]
     installed = [place for place in path if place in own or (os.path.isabs(place) and Path(place).resolve() != here)]
     places, trusted = _places(package, [*path, str(here)]), _places(package, installed)
     is_below = any(place.is_relative_to(folder.resolve()) for place in places)
-    if (is_below or places != trusted) if is_of_a_run else (is_below and places != trusted):
-        shown = quote(f"[{name}]" if is_in_list else name)
-        raise ValueError(
-            f"{setting}={name!r} of {folder} would run {places[0]}. It is not installed, and may have come with the "
-            f"{'run' if is_of_a_run else 'recipe'}. Read it, and add --{setting} {shown} if you trust it."
-        )
+    is_refused = (is_below or places != trusted) if is_of_a_run else (is_below and places != trusted)
+    return places[0] if is_refused else None
 
 
 def _places(package: str, path: list[str]) -> list[Path]:

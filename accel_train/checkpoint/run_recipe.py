@@ -1,14 +1,15 @@
 """Read the recipe of an untrusted run folder."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from pathlib import Path
+from shlex import quote
 
 from accel_train.core.errors import SettingError
 from accel_train.observe.run_folder import RECIPE_FILE
 from accel_train.recipe.loader import load_recipe, split_flags
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.values import value_of
-from accel_train.task import refuse_code_of_a_run
+from accel_train.task import untrusted_place
 
 SETTINGS = ("data", "batch", "precision", "evaluate", "log", "options")
 """Sections of a recipe that affect a trained model."""
@@ -34,10 +35,9 @@ def read_recipe(folder: Path, settings: Sequence[str] = ()) -> Recipe:
     """
     recipe = read_recipe_only(folder, other_than_consent(settings))
     consent = {name: value for _, name, value in split_flags(settings) if name in CONSENT}
+    _refuse_unless_given(recipe, folder, consent)
     for setting, name in _code_of(recipe):
-        if setting not in consent:
-            _refuse_unless_given(recipe, setting, name, folder)
-        elif consent[setting] != name:
+        if consent.get(setting, name) != name:
             problem = f"{folder} was trained with {setting}={name!r}"
             remedy = "Give that value, or leave the flag out"
             raise SettingError(problem, remedy, f"--{setting} {consent[setting]}", (setting,))
@@ -57,8 +57,8 @@ def named_recipe(path: str | Path, settings: Sequence[str] = ()) -> Recipe:
     is_of_a_run = Path(path).name == RECIPE_FILE
     recipe = load_recipe(path, arguments=[*(_WITHOUT_CONSENT if is_of_a_run else ()), *settings])
     folder = Path(path).resolve().parent
-    for setting, name in _code_of(recipe) if is_of_a_run or folder != Path.cwd() else ():
-        _refuse_unless_given(recipe, setting, name, folder, is_of_a_run=is_of_a_run)
+    if is_of_a_run or folder != Path.cwd():
+        _refuse_unless_given(recipe, folder, is_of_a_run=is_of_a_run)
     return recipe
 
 
@@ -69,9 +69,24 @@ def _code_of(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield from ((setting, name) for name in (found if setting in _LISTS else (found,)))
 
 
-def _refuse_unless_given(recipe: Recipe, setting: str, name: str, folder: Path, *, is_of_a_run: bool = True) -> None:
-    if recipe.origin(setting).kind != "command line":
-        refuse_code_of_a_run(setting, name, folder, is_of_a_run=is_of_a_run, is_in_list=setting in _LISTS)
+def _refuse_unless_given(recipe: Recipe, folder: Path, given: Container[str] = (), *, is_of_a_run: bool = True) -> None:
+    found = {
+        (setting, name): place
+        for setting, name in _code_of(recipe)
+        if setting not in given and recipe.origin(setting).kind != "command line"
+        if (place := untrusted_place(name, folder, is_of_a_run=is_of_a_run)) is not None
+    }
+    if not found:
+        return
+    values = {setting: value_of(recipe, setting) for setting, _ in found}
+    texts = {name: f"[{', '.join(value)}]" if name in _LISTS else value for name, value in values.items()}
+    flags = " ".join(f"--{setting} {quote(text)}" for setting, text in texts.items())
+    verb, them = ("is", "it") if len({*found.values()}) == 1 else ("are", "them")
+    raise ValueError(
+        f"{', '.join(f'{setting}={name!r}' for setting, name in found)} of {folder} would run "
+        f"{', '.join(dict.fromkeys(map(str, found.values())))}, which {verb} not installed, and may have come with the "
+        f"{'run' if is_of_a_run else 'recipe'}. Read {them}, and add {flags} if you trust {them}."
+    )
 
 
 def read_recipe_only(folder: Path, settings: Sequence[str] = ()) -> Recipe:

@@ -150,7 +150,7 @@ def _digest_of_recipe(recipe: Recipe) -> str:
 
 
 def report_finished(run: RunContext, summary: JsonRecord) -> nn.Module:
-    """Print that a run has finished before, and how to use it; return the model with the weights that are in `model/`."""
+    """Print that a run has finished before, and how to use it; return the model with the weights in `model/`."""
     step = run.state.step
     run.state.best_step = summary.get("best_step")  # the evaluation at the end came after the last checkpoint
     is_wanted = run.plan.recipe.loads_best_model and run.state.best_step not in (None, step)

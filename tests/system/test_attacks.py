@@ -397,6 +397,20 @@ def test_attack_10_a_module_that_came_with_a_run_is_imported_by_consent_only(
         sys.modules.pop(loaded, None)
 
 
+def test_attack_10_all_code_of_a_run_is_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluation = {"metrics": ["accuracy", "evil_b:score"]}
+    run = _strangers_run(tmp_path, task="evil_a:Task", evaluate=evaluation, schedule={"type": "evil_b:curve"})
+    for name in ("evil_a", "evil_b"):
+        _canary_module(tmp_path / f"{name}.py", tmp_path / "canary")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    flags = ["--task", "evil_a:Task", "--schedule.type", "evil_b:curve"]
+    metrics = "--evaluate.metrics '[accuracy, evil_b:score]'"
+    call("evaluate", run, code=2, named=f"add {' '.join(flags)} {metrics} if you trust them")
+    call("evaluate", run, *flags, code=2, named=f"add {metrics} if you trust it")
+    assert not (tmp_path / "canary").exists()
+
+
 def _sections(named: str, name: str) -> dict[str, Any]:
     """Return the sections of a recipe that names code of one's own in a setting."""
     section, _, field = named.partition(".")
