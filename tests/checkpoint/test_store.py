@@ -15,8 +15,11 @@ import pytest
 from accel_train.checkpoint.store import (
     CheckpointStatus,
     GivenUp,
+    accept_changes,
+    changed_descriptions,
     check,
     checkpoint_folders,
+    files_below,
     newest_valid,
     publish,
     remove_leftovers,
@@ -322,3 +325,23 @@ def test_a_leftover_that_cannot_be_removed_stops_nothing_and_what_is_not_one_sta
     (tmp_path / "step-00000001").mkdir()
     remove_leftovers(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {".tmp-step-00000003", "step-00000001"}
+
+
+def test_files_below_a_folder_are_told_by_path_and_links_are_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "file").write_bytes(b"12345")
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    found = files_below(tmp_path)
+    assert found.keys() == {"a/b/file", "link"}
+    assert found["a/b/file"][0] == 5
+
+
+@pytest.mark.parametrize("content", [b"{}", b"{ }", b"{   }"])
+def test_a_file_that_a_callback_rewrites_is_accepted_whatever_its_size(content: bytes, tmp_path: Path) -> None:
+    files = {**CONTENT, "config.json": b"{  }"}
+    folder = publish(tmp_path, 1, {name: partial(Path.write_bytes, data=data) for name, data in files.items()})
+    before = files_below(folder)
+    (folder / "config.json").write_bytes(content)
+    assert changed_descriptions(folder) == ["config.json"]
+    assert accept_changes(folder, before) == []
+    assert changed_descriptions(folder) == []

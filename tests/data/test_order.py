@@ -265,3 +265,10 @@ def test_length_groups_are_a_function_of_the_step_alone() -> None:
 def test_another_order_of_the_epoch_is_read_as_given() -> None:
     order = DataOrder(5, 2, seed=0, last_batch="short", epoch_order=lambda epoch: np.roll(np.arange(5), epoch))
     assert [order.step_samples(step).tolist() for step in range(6)] == [[0, 1], [2, 3], [4], [4, 0], [1, 2], [3]]
+
+
+def test_an_epoch_has_at_most_2_to_the_62_samples() -> None:
+    last = np.array([2**62 - 1])
+    assert 0 <= permute(last, 2**62, 0, 0)[0] < 2**62
+    with pytest.raises(AssertionError):
+        permute(last, 2**62 + 1, 0, 0)

@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -288,11 +290,73 @@ def test_outcome_of_a_step_is_read_with_the_next_one(accelerator: Accelerator) -
     assert result is not None
     assert (result.step, result.learning_rate, result.loss, result.num_targets) == (1, 0.5, 2.5, 10)
     assert (result.grad_norm, result.skipped, result.loss_scale, result.stop_requested) == (3.0, False, 2.0, False)
+    assert (result.gradient_sum_here, result.save_failed, result.ran_out_of_memory) == (3.0, False, False)
     nan, inf, one = torch.tensor(math.nan), torch.tensor(math.inf), torch.tensor(1.0)
     second = agreement.outcome(2, 0.5, Limits(1.0), nan, Update(inf, one, None))
     settled = agreement.settle(Wire(0), second)
     assert math.isnan(settled.loss)
     assert (settled.skipped, settled.stop_requested, settled.num_targets, settled.loss_scale) == (True, True, 7, None)
+
+
+def a_strategy(accelerator: Accelerator, kind: type[Ddp] = Ddp) -> Ddp:
+    strategy = kind(Parallel(), Choice(1, "one process"))
+    strategy.attach(accelerator)
+    strategy.module = TrainingModule(a_model(), SumOfSquares())  # type: ignore[arg-type]
+    return strategy
+
+
+def test_gradients_are_reduced_with_the_last_micro_batch_alone(accelerator: Accelerator) -> None:
+    reduced: list[bool] = []
+
+    class Noted(Ddp):
+        def accumulating(self, reduce: bool) -> AbstractContextManager[None]:
+            reduced.append(reduce)
+            return super().accumulating(reduce)
+
+    for reduce in (True, False):
+        agreement = Agreement(accelerator)
+        agreement.begin(Wire(8), None)
+        forward_backward(a_strategy(accelerator, Noted), cut(rows(12), 3), agreement, reduce=reduce)
+    assert reduced == [False, False, True, False, False, False]
+
+
+@pytest.mark.parametrize("worst", [1.0, math.inf])
+def test_a_loss_that_is_not_finite_is_a_fault_of_the_step(worst: float, accelerator: Accelerator) -> None:
+    batch, strategy, agreement = rows(12), a_strategy(accelerator), Agreement(accelerator)
+    batch["y"][1] = worst
+    agreement.begin(Wire(8), None)
+    forward_backward(strategy, cut(batch, 2), agreement)
+    assert strategy.fault is None if math.isfinite(worst) else strategy.fault is not None and strategy.fault.isnan()
+
+
+@pytest.mark.parametrize("meets", [False, True])
+def test_a_pass_over_the_global_batch_may_fail_alone_unless_forwards_meet(
+    meets: bool, accelerator: Accelerator
+) -> None:
+    told: dict[str, bool] = {}
+
+    class Meeting(Ddp):
+        meets_in_forward = meets  # type: ignore[assignment]
+
+    def over(*_: object, **how: bool) -> AbstractContextManager[None]:
+        told.update(how)
+        return nullcontext()
+
+    global_loss: Any = SimpleNamespace(over=over, loss=None)
+    agreement = Agreement(accelerator, global_loss)
+    agreement.begin(Wire(8), None)
+    forward_backward(a_strategy(accelerator, Meeting), cut(rows(12), 1), agreement)
+    assert told == {"is_alone": True, "one_each": True, "can_fail_alone": not meets}
+
+
+def test_one_target_in_the_first_step_has_the_whole_weight(accelerator: Accelerator) -> None:
+    agreement = Agreement(accelerator)
+    agreement.begin(Wire(1), None)
+    assert agreement.share_of_a_target().item() == 1.0
+
+
+def test_statistics_are_added_in_64_bits(accelerator: Accelerator) -> None:
+    assert Agreement(accelerator).dtype == torch.float64
 
 
 @pytest.mark.parametrize("num_processes", [1, 2])

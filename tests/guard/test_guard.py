@@ -133,6 +133,14 @@ def test_an_incident_just_before_the_last_one_is_another_because_the_run_went_ba
     assert [guard.decide(broken(step)).needs_diagnosis for step in (9, 8)] == [True, True]
 
 
+@pytest.mark.parametrize("epoch_steps", [2, 4, 5, 50])
+def test_an_epoch_without_targets_is_too_many_whatever_may_be_skipped(epoch_steps: int) -> None:
+    section = schema.Guard(max_consecutive_skips=20)
+    guard = Guard(section, TrainState(), max_grad_norm=1.0, warmup_steps=0, epoch_steps=epoch_steps)
+    actions = [guard.decide(result(step)._replace(num_targets=0)).action for step in range(1, 60)]
+    assert actions.index("stop") == min(20, epoch_steps - 1)
+
+
 def test_a_bad_step_ends_a_row_of_steps_without_targets() -> None:
     guard = new_guard(schema.Guard(max_consecutive_skips=50))
     empty = result(1)._replace(num_targets=0)
