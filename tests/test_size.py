@@ -11,7 +11,7 @@ from benchmarks.size import ROOT, sizes, tokens_of
 
 BUDGETS: dict[str, int] = {
     "accel_train": 3_850,
-    "accel_train/checkpoint": 18_300,
+    "accel_train/checkpoint": 18_400,
     "accel_train/cli": 15_200,
     "accel_train/core": 11_100,
     "accel_train/data": 70_900,
@@ -30,10 +30,10 @@ BUDGETS: dict[str, int] = {
     "accel_train/recovery": 13_100,
     "accel_train/report": 16_900,
     "accel_train/runtime": 17_900,
-    "accel_train/tasks": 72_900,
-    "accel_train/training": 18_800,
+    "accel_train/tasks": 74_450,
+    "accel_train/training": 18_850,
     "benchmarks": 65_300,
-    "tests": 577_400,
+    "tests": 582_300,
 }
 """Tokens by package."""
 
