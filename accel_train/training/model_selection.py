@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from accel_train.checkpoint.store import check, folder_of
-from accel_train.core.errors import RecipeError
+from accel_train.core.errors import RecipeError, first_line
 from accel_train.core.format import did_you_mean
 from accel_train.core.json_io import plain_metrics
 from accel_train.core.state import JsonRecord
@@ -138,8 +138,16 @@ def calibrate(run: RunContext, step: int | None) -> bool:
     plan, inner = run.plan, run.strategy.inner
     assert step is not None
     training = Training(plan.order, run.schedule, step)
+
+    def on_one() -> tuple[JsonRecord, str] | None:
+        try:
+            return plan.task.calibrate(plan.recipe, inner.model, plan.data, training)
+        # The weights are trained, and need no calibration.
+        except Exception as error:
+            return {}, f"scores are not calibrated ({type(error).__name__}: {first_line(error)})"
+
     with working("calibrating the scores"):
-        found = on_main(lambda: plan.task.calibrate(plan.recipe, inner.model, plan.data, training))
+        found = on_main(on_one)
     if found is None:
         return False
     run.evaluation.calibration, message = found

@@ -207,7 +207,7 @@ def test_pairs_and_several_labels_are_calibrated_too(kind: str, tmp_path: Path) 
     ("sections", "words"),
     [
         ({"data": {"eval_fraction": 0.8}}, "too few"),
-        ({"optimizer": {"ema_decay": 0.9}}, "ema_decay"),
+        ({"optimizer": {"ema_decay": 0.9}}, "averages"),
         ({"data": {"group_column": "text"}}, "group_column"),
         ({"data": {"text_columns": ["{label} {text}"]}}, "no mistake"),
     ],
@@ -226,6 +226,18 @@ def test_a_model_that_goes_on_from_a_calibrated_one_has_no_temperature(run: Path
     after = Path(train(recipe).output_dir)
     assert temperature_of(after) == 1
     assert "new weights" in events(after, "calibration")[0]["message"]
+
+
+def test_an_error_while_calibrating_costs_the_temperature_and_not_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory is left\nfor this")
+
+    monkeypatch.setattr(calibration, "trained_on", fails)
+    run = Path(train(recipe_for(tmp_path, schedule={"max_steps": 3})).output_dir)
+    assert "(OutOfMemoryError: no memory is left)" in events(run, "calibration")[0]["message"]
+    assert temperature_of(run) == 1
 
 
 def test_a_regression_and_another_model_have_no_calibration(tmp_path: Path) -> None:

@@ -64,8 +64,8 @@ def fit_temperature(
         raise DataError(f"{count} different training texts are too few; it takes {LEAST_ROWS}")
     if not recipe.model.config:
         raise DataError("the model did not begin with new weights")
-    if recipe.optimizer.ema_decay is not None:
-        raise DataError("optimizer.ema_decay averages the weights")
+    if recipe.optimizer.averages:
+        raise DataError("the weights are averages of those of the last steps")
     if getattr(recipe.data, "group_column", None) is not None:
         raise DataError("data.group_column keeps texts together that other models would have to divide")
     logits, labels = predict_unseen(model, data, recipe, training, loss_sum)
