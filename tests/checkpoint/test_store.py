@@ -327,6 +327,16 @@ def test_a_leftover_that_cannot_be_removed_stops_nothing_and_what_is_not_one_sta
     assert {path.name for path in tmp_path.iterdir()} == {".tmp-step-00000003", "step-00000001"}
 
 
+def test_a_manifest_has_format_1_and_another_format_is_named(tmp_path: Path) -> None:
+    manifest = save(tmp_path, 1) / "manifest.json"
+    found = json.loads(manifest.read_text())
+    assert found["format"] == 1
+    manifest.write_text(json.dumps({**found, "format": 2}))
+    problem = check(manifest.parent).problem
+    assert problem is not None
+    assert "format 2" in problem
+
+
 def test_files_below_a_folder_are_told_by_path_and_links_are_not_followed(tmp_path: Path) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "a" / "b" / "file").write_bytes(b"12345")

@@ -272,3 +272,11 @@ def test_an_epoch_has_at_most_2_to_the_62_samples() -> None:
     assert 0 <= permute(last, 2**62, 0, 0)[0] < 2**62
     with pytest.raises(AssertionError):
         permute(last, 2**62 + 1, 0, 0)
+
+
+@pytest.mark.parametrize("n", [4096, 4097])
+def test_up_to_4096_samples_are_sorted_by_a_hash_and_more_are_enciphered(n: int) -> None:
+    made = sampling._sorted_by_hash(n, 3, 1) if n == 4096 else sampling._feistel(np.arange(n), n, 3, 1)
+    assert np.array_equal(whole_epoch(n, seed=3, epoch=1), made)
+    other = sampling._feistel(np.arange(n), n, 3, 1) if n == 4096 else sampling._sorted_by_hash(n, 3, 1)
+    assert not np.array_equal(made, other)
