@@ -280,3 +280,8 @@ def test_up_to_4096_samples_are_sorted_by_a_hash_and_more_are_enciphered(n: int)
     assert np.array_equal(whole_epoch(n, seed=3, epoch=1), made)
     other = sampling._feistel(np.arange(n), n, 3, 1) if n == 4096 else sampling._sorted_by_hash(n, 3, 1)
     assert not np.array_equal(made, other)
+
+
+def test_the_samples_of_an_epoch_cannot_be_overwritten() -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        DataOrder(100, 4, 0).step_draws(0)[0] = 7

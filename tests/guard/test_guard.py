@@ -323,6 +323,7 @@ def planned(guard: schema.Guard | None = None, *, rollbacks: Sequence[Rollback] 
 def test_window_that_is_passed_over_covers_all_bad_steps_and_half_a_window_on_both_sides() -> None:
     rollback = planned(onset=1000, at_step=1005, to_step=800)
     assert (rollback.skip_first, rollback.skip_last) == (950, 1055)  # a tenth of an epoch of 1000 steps
+    assert (rollback.learning_rate_factor, rollback.lowered_until) == (1.0, 0)
     near = planned(onset=1000, at_step=1005, to_step=980)
     assert (near.skip_first, near.skip_last) == (981, 1055)
     long = planned(schema.Guard(rollback_skip_steps=4), onset=1000, at_step=1009, to_step=800)

@@ -1,17 +1,21 @@
 """Parts that several tasks share, at their edges."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import DebertaV2Config, ViTConfig
 
 from accel_train.data.text.tokenizers import byte_tokenizer
+from accel_train.recipe.schema import Recipe
+from accel_train.task import load_task
 from accel_train.tasks.common.classification import listed
 from accel_train.tasks.common.image_views import rescale
 from accel_train.tasks.common.text_models import SEQUENCES, model_config, with_token_types
 from accel_train.tasks.common.texts import characters_as_words
 from accel_train.tasks.common.vocabulary import padded_vocab_size
+from tests.support.every_task import recipe_of
 from tests.support.runs import write_jsonl
 from tests.support.text_tasks import load, recipe_for, write_data
 
@@ -77,3 +81,19 @@ def test_samples_of_text_tasks_vary_in_length(tmp_path: Path) -> None:
     rows = [{"text": f"text {number}", "label": str(number % 2)} for number in range(20)]
     data = load(recipe_for("text-classification", write_jsonl(tmp_path / "rows.jsonl", rows)))[1]
     assert data.lengths_vary
+
+
+@pytest.mark.parametrize(("wanted", "noted"), [(5000, True), (262, False)])
+def test_a_vocabulary_that_the_texts_do_not_support_is_noted(wanted: int, noted: bool, tmp_path: Path) -> None:
+    tokenizer = {"train_bpe": {"vocab_size": wanted}}
+    recipe = recipe_for("text-classification", write_data("text-classification", tmp_path), tokenizer=tokenizer)
+    notes = load(recipe)[1].facts.notes
+    assert any("the training texts support" in note for note in notes) is noted
+
+
+def test_a_model_without_an_auxiliary_head_is_taken_as_it_is(tmp_path: Path) -> None:
+    task: Any = load_task("semantic-segmentation")
+    recipe = Recipe.model_validate(recipe_of("semantic-segmentation", tmp_path))
+    config, notes = task.model_config(recipe)
+    assert notes == []
+    assert not hasattr(config, "use_auxiliary_head")
