@@ -32,8 +32,8 @@ BUDGETS: dict[str, int] = {
     "accel_train/runtime": 17_900,
     "accel_train/tasks": 74_450,
     "accel_train/training": 18_850,
-    "benchmarks": 65_300,
-    "tests": 582_300,
+    "benchmarks": 65_700,
+    "tests": 582_700,
 }
 """Tokens by package."""
 
