@@ -161,20 +161,26 @@ def importing(name: str, task: str | None = None) -> Iterator[None]:
 
 
 @contextmanager
-def importing_for(run: Path, settings: Sequence[str], *, scores: bool = False) -> Iterator[None]:
+def importing_for(
+    run: Path, settings: Sequence[str], data: str | None = None, *, scores: bool = False
+) -> Iterator[None]:
     """Import for a run as `importing` does. `settings` may allow the run's code to be executed.
 
     Raises:
-        ValueError: the folder does not hold a run, its recipe names code that is not allowed, or with `scores`, a
-            package of its task's scores is not installed.
+        ValueError: the folder does not hold a run, its recipe names code that is not allowed, the file or folder `data`
+            is missing, or with `scores`, a package of its task's scores is not installed.
     """
     from accel_train.checkpoint.run_recipe import check_run_folder, read_recipe
+    from accel_train.data.sources import check_paths
     from accel_train.recipe.tasks import TASKS, check_extra
 
     check_run_folder(run)
     recipe = read_recipe(run, [*settings])
     if scores and recipe.task in TASKS:
         check_extra(recipe, TASKS[recipe.task])
+    if data is not None:
+        section = recipe.data.model_copy(update={"train": data, "eval": None})
+        check_paths(section.shown_as("--data" if scores else "DATA"))
     with importing(str(run), recipe.task):
         yield
 

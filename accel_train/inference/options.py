@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from accel_train.checkpoint.run_recipe import check_run_folder, read_recipe_only
+from accel_train.core.files import is_written_into, output_path
+from accel_train.core.ownership import check_file
 from accel_train.recipe.tasks import TASKS, Gives
 
 COCO_SUFFIX = ".json"
@@ -41,14 +43,32 @@ class Options:
         """Check what needs no torch. The options of a custom task are checked when it is loaded.
 
         Raises:
-            ValueError: the folder does not hold a run, or an option does not fit its task or the table.
+            ValueError: the folder does not hold a run, or an option does not fit its task or the table; or the table
+                has an unknown format, or would replace a file of the user.
         """
         check_run_folder(folder)
         task = read_recipe_only(folder).task
         if task in TASKS:
             self.check(folder, task, TASKS[task].gives)
+            table_path(folder, out, TASKS[task].gives)
         if self.row_per_box and out is not None and Path(out).suffix.lower() == COCO_SUFFIX:
             raise ValueError(f"--out {out}: COCO results have an entry per box anyway. Leave out --row-per-box")
 
 
 NO_OPTIONS = Options()
+
+
+def table_path(folder: Path, out: str | None, gives: Gives | None) -> Path:
+    """Return the path of the table of predictions.
+
+    Raises:
+        ValueError: its name has an unknown ending, or a file of the user would be replaced.
+    """
+    table = folder / "predictions.csv" if out is None else output_path(out)
+    suffixes = (".csv", ".jsonl", ".parquet", *((COCO_SUFFIX,) if gives == "boxes" else ()))
+    if table.suffix.lower() not in suffixes and not is_written_into(table):
+        raise ValueError(
+            f"--out {table}: its name must end in {', '.join(suffixes)}, because the suffix sets the format"
+        )
+    check_file(table, folder, f"--out {table}")
+    return table

@@ -22,15 +22,15 @@ from PIL import Image
 from torch import Tensor
 
 from accel_train.core.errors import RecipeError
-from accel_train.core.files import is_written_into, output_path
+from accel_train.core.files import is_written_into
 from accel_train.core.format import format_count
-from accel_train.core.ownership import check_file, check_folder, replacing, staging_of, write_file
+from accel_train.core.ownership import check_folder, replacing, staging_of, write_file
 from accel_train.data.order import evaluation_batches
 from accel_train.data.tables import columns_read
 from accel_train.engine.evaluation import EvaluationReader, evaluation_mode, rows_in_order
 from accel_train.inference.boxes import boxes_above, coco_results, least_score, note_boxes, rows_of_boxes
 from accel_train.inference.finished_run import TrainedRun, counted, open_run, recipe_of_trained
-from accel_train.inference.options import COCO_SUFFIX, NO_OPTIONS, Options
+from accel_train.inference.options import COCO_SUFFIX, NO_OPTIONS, Options, table_path
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.tasks import Gives
 from accel_train.recipe.yaml_core import is_number
@@ -49,8 +49,6 @@ LEAST_EDGE = 640
 class Writer:
     """Writer of predictions of one kind."""
 
-    suffixes: tuple[str, ...] = (".csv", ".jsonl", ".parquet")
-    """Endings of the file's name, which set its format."""
     has_masks: bool = False
     """Whether a folder of images belongs to the table. Rows in memory would lack them."""
     settings: tuple[str, ...] = ()
@@ -59,7 +57,6 @@ class Writer:
 
 ROWS = Writer()
 WRITERS: Mapping[Gives | None, Writer] = {
-    "boxes": Writer((*ROWS.suffixes, COCO_SUFFIX)),
     "mask": Writer(has_masks=True),
     # Other rows have masks to fill. The run's own texts have none.
     "tokens": Writer(settings=("--data.label_column", "null")),
@@ -85,13 +82,9 @@ def open_for_prediction(
         ValueError: the run is not finished, has no data, or its task has no predictions, or the table has an unknown
             format, or files of the user would be replaced.
     """
-    writer = _writer_of(recipe_of_trained(folder, data, settings), folder, options)
-    table = folder / "predictions.csv" if out is None else output_path(out)
-    if table.suffix.lower() not in writer.suffixes and not is_written_into(table):
-        raise ValueError(
-            f"--out {table}: its name must end in {', '.join(writer.suffixes)}, because the suffix sets the format"
-        )
-    check_file(table, folder, f"--out {table}")
+    recipe = recipe_of_trained(folder, data, settings)
+    writer = _writer_of(recipe, folder, options)
+    table = table_path(folder, out, load_task(recipe.task).spec.gives)
     if writer.has_masks:
         if is_written_into(table):
             raise ValueError(f"--out {table} is not a regular file, and masks need a folder next to it; give a file")

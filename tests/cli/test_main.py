@@ -207,6 +207,8 @@ def test_mistakes_that_need_no_torch_end_before_its_import(folder: Path) -> None
     table = {"task": "text-classification", "output_dir": "own", "model": {"config": {"model_type": "ngrams"}}}
     table["data"] = {"train": "own.csv", "text_columns": ["text"], "label_column": "label"}
     write_yaml(folder / "own.yaml", {**table, "schedule": {"num_epochs": 1}})
+    (folder / "trained").mkdir()
+    (folder / "trained" / "recipe.resolved.yaml").write_bytes((folder / "own.yaml").read_bytes())
     cases = {
         "run own.yaml --data.label_column kind": "own.csv: no column 'kind'",
         "run own.yaml --data.text_columns [txt]": "did you mean 'text'",
@@ -220,6 +222,11 @@ def test_mistakes_that_need_no_torch_end_before_its_import(folder: Path) -> None
         "run r.yaml --log.trackers [aim]": "aim<4",
         "finetune gone.csv": "gone.csv",
         "run r.yaml --gpus 2": "--nproc_per_node 2",
+        "predict trained gone.csv": "DATA: no file or folder 'gone.csv'",
+        "predict trained own.csv --out own.foo": "must end in .csv, .jsonl, .parquet",
+        "predict trained own.csv --out gone/own.csv": "folder gone does not exist",
+        "predict trained own.csv --out own.csv": "was not written by this run",
+        "evaluate trained --data gone/*.csv": "--data: no file matches 'gone/*.csv'",
     }
     started = {typed: until_torch(folder, *typed.split()) for typed in cases}
     for typed, process in started.items():

@@ -42,7 +42,7 @@ GENERATES = "causal-lm"
 def _evaluate(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
     with users_mistakes():
         data, folder = data_of(arguments), Path(arguments.run)
-        with importing_for(folder, settings, scores=True):
+        with importing_for(folder, settings, data, scores=True):
             from accel_train.inference import evaluate
         say(LOADING)
         run = evaluate.open_for_evaluation(folder, data, settings)
@@ -68,7 +68,7 @@ def _predict(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
         draw = None if arguments.draw is None else output_path(arguments.draw, "--draw")
         options = Options(min_score=arguments.min_score, row_per_box=arguments.row_per_box, draw=draw)
         options.check_early(folder, arguments.out)
-        with importing_for(folder, settings):
+        with importing_for(folder, settings, data):
             from accel_train.inference.predict import open_for_prediction, predict
         say(LOADING)
         run, out = open_for_prediction(folder, data, arguments.out, settings, options)
