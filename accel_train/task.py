@@ -191,7 +191,7 @@ class Scores:
 
 
 class Training(NamedTuple):
-    """How a model was trained, for a task that trains others alike."""
+    """Order, learning rates, and number of steps of a training, for `Task.calibrate`."""
 
     order: "DataOrder"
     rate: "Callable[[int], float | Sequence[float]]"
