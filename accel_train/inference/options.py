@@ -27,15 +27,11 @@ class Options:
     """Folder for a picture of each image, with its boxes or its mask."""
 
     def check(self, folder: Path, task: str, gives: Gives | None) -> None:
-        """Check that a task predicts something for a sample, and that its predictions have these options.
+        """Check that a task's predictions have these options.
 
         Raises:
-            ValueError: it continues texts; or an option is for other tasks, which the message names.
+            ValueError: they do not; the message names the option and the tasks that have it.
         """
-        if gives == "continuation":
-            raise ValueError(
-                f"{folder} is a language model and predicts no labels; `accel-train generate {folder}` writes text"
-            )
         for name, kinds in _OF.items():
             value = getattr(self, name)
             if value is not None and value is not False and gives not in kinds:

@@ -104,6 +104,10 @@ def _writer_of(recipe: Recipe, folder: Path, options: Options) -> Writer:
     """
     gives = load_task(recipe.task).spec.gives
     options.check(folder, recipe.task, gives)
+    if gives == "continuation":
+        raise ValueError(
+            f"{folder} is a language model and predicts no labels; `accel-train generate {folder}` writes text"
+        )
     return WRITERS.get(gives, ROWS)
 
 

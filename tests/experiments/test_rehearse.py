@@ -5,6 +5,7 @@ repeat.
 import os
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,12 @@ def children_that_train() -> list[psutil.Process]:
     """Return the trainings among this process's descendants; what serves other tests (a fork server) has no such
     argument.
     """
-    modules = {"accel_train", "accel_train.torchrun"}
-    return [child for child in psutil.Process().children(recursive=True) if modules & set(child.cmdline())]
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it ends meanwhile
+            if {"accel_train", "accel_train.torchrun"} & set(child.cmdline()):
+                found.append(child)
+    return found
 
 
 @pytest.mark.slow
