@@ -2,7 +2,6 @@
 
 import ast
 import inspect
-import os
 import re
 import tomllib
 
@@ -11,23 +10,15 @@ from accel_train.cli.reference import tasks_table
 from accel_train.recipe.tasks import TASKS
 from accel_train.runtime import exit as ending
 from tests.support.runs import REPOSITORY
-from tests.support.wording import WRITE
+from tests.support.wording import assert_generated
 
 FOR_DEVELOPERS = {"dev", "docs", "mutants"}
-PAGE = REPOSITORY / "docs" / "tasks.md"
-GENERATED = re.compile(
-    r"(<!-- generated from the description of each task: [^\n]* -->\n)(.*?)(<!-- end -->\n)", re.DOTALL
-)
 
 
 def test_the_page_about_tasks_has_the_table_of_the_program() -> None:
-    wanted = f"\n{tasks_table()}\n"
-    if os.environ.get(WRITE):
-        PAGE.write_text(GENERATED.sub(lambda found: found[1] + wanted + found[3], PAGE.read_text()))
-    (found,) = GENERATED.findall(PAGE.read_text())
-    assert found[1] == wanted
+    assert_generated(REPOSITORY / "docs" / "tasks.md", "the description of each task", tasks_table().rstrip("\n"))
     for task, spec in TASKS.items():
-        (row,) = (line for line in found[1].splitlines() if line.startswith(f"| `{task}` |"))
+        (row,) = (line for line in tasks_table().splitlines() if line.startswith(f"| `{task}` |"))
         assert spec.learns in row
         assert spec.takes in row
         assert f" | `{spec.metrics[0]}`" in row

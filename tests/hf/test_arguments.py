@@ -19,6 +19,7 @@ from accel_train.recipe.names import recipe_names
 from accel_train.recipe.schema import Recipe
 from tests.support.hf_models import Given, Plain, arguments, bert, made, refused, rows
 from tests.support.runs import REPOSITORY
+from tests.support.wording import assert_generated
 
 DOCS = REPOSITORY / "docs" / "hf_trainer.md"
 
@@ -145,7 +146,7 @@ def test_every_field_has_a_rule_and_no_rule_is_of_a_field_that_is_not_there() ->
 
 
 def test_the_table_in_the_docs_is_that_of_the_code() -> None:
-    assert table() in DOCS.read_text()
+    assert_generated(DOCS, "accel_train/hf/argument_table.py", table())
 
 
 def test_every_refused_field_is_refused_by_name_with_its_value_and_a_remedy(tmp_path: Path) -> None:

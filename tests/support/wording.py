@@ -35,3 +35,12 @@ def assert_wording(name: str, heading: str, text: str) -> None:
         parts = (f"{key}\n{textwrap.indent(case, '    ')}\n" for key, case in cases.items())
         (FOLDER / f"{name}.txt").write_text("\n".join(parts))
     assert text == cases.get(heading), f"{heading!r} in {name}.txt; {WRITE}=1 writes the new wording"
+
+
+def assert_generated(page: Path, source: str, text: str) -> None:
+    """Compare the part of a page that is generated from `source` with its text, between empty lines."""
+    part = re.compile(rf"(<!-- generated from {source}: [^\n]* -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+    wanted = f"\n{text}\n\n"
+    if os.environ.get(WRITE):
+        page.write_text(part.sub(lambda found: found[1] + wanted + found[3], page.read_text()))
+    assert [found[2] for found in part.finditer(page.read_text())] == [wanted], f"{WRITE}=1 writes it anew"
