@@ -6,7 +6,7 @@ FROM python:3.11-slim
 # torch.compile calls a C compiler.
 RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 COPY . /src
-RUN pip install --no-cache-dir -c /src/constraints.txt '/src[lora,completion]' && rm -rf /src
+RUN pip install --no-cache-dir -c /src/constraints.txt '/src[all]' && rm -rf /src
 # For a user id without a home.
 ENV HOME=/tmp
 WORKDIR /work

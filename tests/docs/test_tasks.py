@@ -13,6 +13,7 @@ from tests.support.runs import REPOSITORY
 from tests.support.wording import assert_generated
 
 FOR_DEVELOPERS = {"dev", "docs", "mutants"}
+SERVICES = {"wandb", "trackio"}
 
 
 def test_the_page_about_tasks_has_the_table_of_the_program() -> None:
@@ -25,17 +26,23 @@ def test_the_page_about_tasks_has_the_table_of_the_program() -> None:
         assert re.search(r"\| `\w+`", row.partition(spec.metrics[0])[2]), "each task has a recipe"
 
 
-def extras() -> set[str]:
+def extras() -> dict[str, list[str]]:
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    return {*project["optional-dependencies"]} - FOR_DEVELOPERS
+    return {name: needs for name, needs in project["optional-dependencies"].items() if name not in FOR_DEVELOPERS}
 
 
 def test_the_questions_name_every_extra_and_tasks_name_extras_that_exist() -> None:
     (listed,) = re.findall(
         r"^Extras, as in (?:.*?): (.*?)\.", (REPOSITORY / "docs" / "faq.md").read_text(), re.M | re.S
     )
-    assert {*re.findall(r"`(\w+)`", listed)} == extras()
-    assert {spec.extra for spec in TASKS.values()} - {""} <= extras()
+    assert {*re.findall(r"`(\w+)`", listed), "all"} == extras().keys()
+    assert {spec.extra for spec in TASKS.values()} - {""} <= extras().keys()
+
+
+def test_the_extra_all_has_every_extra_but_services_and_the_docker_image_has_it() -> None:
+    (joined,) = extras()["all"]
+    assert {*re.findall(r"\w+", joined.partition("[")[2])} == extras().keys() - {"all"} - SERVICES
+    assert "'/src[all]'" in (REPOSITORY / "Dockerfile").read_text()
 
 
 def test_pages_and_help_name_the_exit_codes_of_the_program() -> None:
