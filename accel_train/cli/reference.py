@@ -1,4 +1,4 @@
-"""The reference pages of settings, commands, recipes, and tasks in Markdown, generated from what they describe."""
+"""The reference pages of settings, commands, and recipes in Markdown, generated from what they describe."""
 
 import re
 from argparse import ArgumentParser, HelpFormatter
@@ -8,12 +8,9 @@ from functools import partial
 from accel_train.cli.command import Command
 from accel_train.cli.commands import COMMANDS
 from accel_train.cli.main import build_parser
-from accel_train.core.metric_names import is_variant
 from accel_train.recipe.explain import Explained, explained, written_example
 from accel_train.recipe.loader import shipped_recipes
 from accel_train.recipe.names import is_section, recipe_names
-from accel_train.recipe.tasks import TASKS
-from accel_train.recipe.yaml_core import parse_yaml
 
 
 def settings_page() -> str:
@@ -78,22 +75,6 @@ def commands_page() -> str:
     for (name, command), text in zip(COMMANDS.items(), texts, strict=True):
         lines += [f"## {name}", "", f"{command.about[0].upper()}{command.about[1:]}.", "", "```text", text, "```", ""]
     return "\n".join(lines)
-
-
-def tasks_table() -> str:
-    """Return the Markdown table of all tasks. Metrics stand by their names in settings, the main one first."""
-    recipes: dict[str, list[str]] = {}
-    for name, recipe in shipped_recipes().items():
-        tree = parse_yaml(recipe.path.read_text(), name)[0] or {}
-        recipes.setdefault(tree["task"], []).append(name)
-    heads = ("`task:`", "a model learns to", "data", "metrics, the main one first", "recipes", "extra")
-    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
-    for task, spec in TASKS.items():
-        shown = [name for name in spec.metrics if not is_variant(name, spec.metrics)]
-        names = ([task], shown, recipes.get(task, []), [spec.extra] if spec.extra else [])
-        as_code, metrics, shipped, extra = (", ".join(f"`{name}`" for name in each) for each in names)
-        lines.append(f"| {as_code} | {spec.learns} | {spec.takes} | {metrics} | {shipped} | {extra} |")
-    return "\n".join(lines) + "\n"
 
 
 def recipes_page() -> str:

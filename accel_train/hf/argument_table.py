@@ -313,12 +313,3 @@ def check_fields(args: Any, known: Iterable[Field[Any]], rules: Mapping[str, Rul
     if problems:
         at = f"{kind} that accel_train.{trainer} cannot honor"
         raise SettingError("; ".join(problems.values()), at=at, settings=tuple(problems))
-
-
-def table(fields: Mapping[str, Rule] = FIELDS, kind: str = "TrainingArguments") -> str:
-    """Return the table of docs/hf_trainer.md for these fields, with a line per field."""
-    lines = [f"| {kind} | here | how, or what to do instead |", "|---|---|---|"]
-    for name, rule in fields.items():
-        remedy = f"; other values are refused: {rule.remedy}" if rule.remedy else ""
-        lines.append(f"| `{name}` | {rule.kind} | {rule.text}{remedy} |")
-    return "\n".join(lines)

@@ -6,9 +6,9 @@ import re
 import tomllib
 
 from accel_train.cli import main
-from accel_train.cli.reference import tasks_table
 from accel_train.recipe.tasks import TASKS
 from accel_train.runtime import exit as ending
+from tests.support.docs_tables import tasks_table
 from tests.support.runs import REPOSITORY
 from tests.support.wording import assert_generated
 

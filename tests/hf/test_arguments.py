@@ -12,12 +12,12 @@ from transformers import TrainingArguments
 import accel_train
 from accel_train.core.json_io import dotted_items
 from accel_train.hf import Trainer
-from accel_train.hf.argument_table import FIELDS, table
+from accel_train.hf.argument_table import FIELDS
 from accel_train.hf.arguments import check_arguments, length_of, to_recipe, with_decay_of
 from accel_train.optim.optimizers import parameter_groups
 from accel_train.recipe.names import recipe_names
 from accel_train.recipe.schema import Recipe
-from tests.support.hf_models import Given, Plain, arguments, bert, made, refused, rows
+from tests.support.hf_models import Given, Plain, arguments, bert, made, refused, rows, table
 from tests.support.runs import REPOSITORY
 from tests.support.wording import assert_generated
 

@@ -26,10 +26,9 @@ from transformers import (
 
 from accel_train import SFTTrainer
 from accel_train.core.json_io import load_object
-from accel_train.hf.argument_table import table
 from accel_train.hf.arguments import check_overrides
 from accel_train.hf.sft_setup import SFT_FIELDS
-from tests.support.hf_models import Given, every, refused
+from tests.support.hf_models import Given, every, refused, table
 from tests.support.processes import run_forked
 from tests.support.runs import REPOSITORY, TESTS, run_forked_command
 from tests.support.sft import (

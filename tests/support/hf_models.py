@@ -1,7 +1,7 @@
 """What the tests of the Trainer face share: tiny models, data, arguments, and both trainers on them."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from transformers import (
 
 from accel_train.core.errors import SettingError
 from accel_train.hf import Trainer
+from accel_train.hf.argument_table import FIELDS, Rule
 
 Row = Given = dict[str, Any]
 """A sample; and arguments by name."""
@@ -279,3 +280,12 @@ def small_config(model_type: str) -> Any:
     names = {**getattr(known, "attribute_map", {})}
     fields = {name: value for name, value in SIZES.items() if name in known.to_dict() or name in names}
     return AutoConfig.for_model(model_type, **fields)
+
+
+def table(fields: Mapping[str, Rule] = FIELDS, kind: str = "TrainingArguments") -> str:
+    """Return the table of docs/hf_trainer.md for these fields, with a line per field."""
+    lines = [f"| {kind} | here | how, or what to do instead |", "|---|---|---|"]
+    for name, rule in fields.items():
+        remedy = f"; other values are refused: {rule.remedy}" if rule.remedy else ""
+        lines.append(f"| `{name}` | {rule.kind} | {rule.text}{remedy} |")
+    return "\n".join(lines)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import accel_train.tasks
-from accel_train.cli.reference import tasks_table
 from accel_train.recipe.tasks import TASKS
+from tests.support.docs_tables import tasks_table
 
 NAME = "mood-of-text"
 CONFIG = '''
