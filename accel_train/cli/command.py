@@ -8,16 +8,16 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from accel_train.checkpoint.run_recipe import check_run_folder, named_recipe, read_recipe
+from accel_train.cli.early import check_before_torch
 from accel_train.core.errors import UserError
 from accel_train.core.files import output_path
 from accel_train.core.format import LARGEST_COUNT, wrap
 from accel_train.core.redaction import redact_text
 from accel_train.core.terminal import busy, columns_of
-
-if TYPE_CHECKING:
-    from accel_train.recipe.schema import Recipe
+from accel_train.recipe.schema import Recipe
 
 SEVERAL_FILES = "for several files, name their folder, or a pattern in quotes: 'part-*.csv'"
 """Advice where a command takes one PATH or DATA, and the shell has written out a pattern."""
@@ -117,11 +117,8 @@ def users_mistakes() -> Iterator[None]:
         raise UserError(str(error)) from error
 
 
-def recipe_of(arguments: argparse.Namespace, settings: Sequence[str]) -> "Recipe":
+def recipe_of(arguments: argparse.Namespace, settings: Sequence[str]) -> Recipe:
     """Return the recipe named on the command line, with the settings that override it."""
-    from accel_train.checkpoint.run_recipe import named_recipe
-    from accel_train.cli.early import check_before_torch
-
     recipe = named_recipe(arguments.recipe, settings)
     if not getattr(arguments, "no_data", False):
         check_before_torch(recipe, trains=False)
@@ -170,7 +167,6 @@ def importing_for(
         ValueError: the folder does not hold a run, its recipe names code that is not allowed, the file or folder `data`
             is missing, or with `scores`, a package of its task's scores is not installed.
     """
-    from accel_train.checkpoint.run_recipe import check_run_folder, read_recipe
     from accel_train.data.sources import check_paths
     from accel_train.recipe.tasks import TASKS, check_extra
 
@@ -191,7 +187,12 @@ def show(text: str) -> None:
     print("\n".join(wrap(line, width) for line in text.split("\n")), flush=True)
 
 
+def is_main() -> bool:
+    """Return whether this is the process of a launch that prints: rank 0."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def say(text: str) -> None:
     """Print the current activity on stderr, on rank 0."""
-    if os.environ.get("RANK", "0") == "0":
+    if is_main():
         print(redact_text(text), file=sys.stderr, flush=True)

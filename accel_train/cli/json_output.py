@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Self
 
-from accel_train.cli.command import Outcome
+from accel_train.cli.command import Outcome, is_main
 from accel_train.core.json_io import to_json
 from accel_train.core.state import JsonRecord
 from accel_train.runtime.exit import message_of
@@ -51,12 +51,12 @@ class JsonOutput:
         outcome = self.outcome if error is None else Outcome(None, 1, error)
         failed = outcome.error
         reported = None if failed is None else {"type": type(failed).__name__, "message": message_of(failed)}
-        if _is_main():
+        if is_main():
             print(self._line(outcome.exit_code, outcome.result, reported), flush=True)
 
     def _print_at_once(self, kind: str, message: str, exit_code: int) -> None:
         """Print why the watchdog ends this process. The process does not return to its caller."""
-        if _is_main():
+        if is_main():
             line = self._line(exit_code, None, {"type": kind, "message": message})
             os.write(self._kept, f"{line}\n".encode(errors="backslashreplace"))
 
@@ -73,7 +73,3 @@ class JsonOutput:
         is_utf8 = (self._stdout.encoding or "").lower().replace("_", "-") in ("utf-8", "utf8")
         text = json.dumps(to_json(record), allow_nan=False, ensure_ascii=not is_utf8)
         return text.encode(errors="backslashreplace").decode()
-
-
-def _is_main() -> bool:
-    return os.environ.get("RANK", "0") == "0"

@@ -28,8 +28,9 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
-from accel_train.cli.command import SEVERAL_FILES, Command, Outcome, users_mistakes
+from accel_train.cli.command import SEVERAL_FILES, Command, Outcome, is_main, users_mistakes
 from accel_train.cli.commands import COMMANDS, GROUPS
+from accel_train.cli.correction import check_is_recipe, check_is_run, corrected
 from accel_train.cli.json_output import FLAG, FLAG_HELP, JsonOutput, asks_for_json
 from accel_train.core.errors import UserError
 from accel_train.core.format import did_you_mean
@@ -132,15 +133,13 @@ def _dispatch(words: list[str]) -> Outcome:
     try:
         arguments, settings = _accepted(words)
     except UserError as error:
-        from accel_train.cli.correction import corrected
-
         if (line := corrected(words, _accepted)) is None:
             raise
         raise UserError(f"{str(error).partition(';')[0]}. Type: {line}") from error
     command = COMMANDS[arguments.command]
     if command.processes == "all" and (mistake := launch_mistake(os.environ)) is not None:
         raise UserError(mistake)
-    if command.processes != "all" and os.environ.get("RANK", "0") != "0":
+    if command.processes != "all" and not is_main():
         return Outcome()
     if command.processes == "one" and (size := os.environ.get("WORLD_SIZE", "1")) != "1":
         raise UserError(f"WORLD_SIZE={size}: {arguments.command} runs in one process. Start it without a launcher.")
@@ -167,12 +166,8 @@ def _accepted(words: list[str]) -> tuple[argparse.Namespace, list[str]]:
             # The command reads the settings again, with its recipe.
             split_flags(settings)
     if "recipe" in COMMANDS[arguments.command].arguments:
-        from accel_train.cli.correction import check_is_recipe
-
         check_is_recipe(arguments.command, arguments.recipe)
     elif "data" in COMMANDS[arguments.command].arguments:
-        from accel_train.cli.correction import check_is_run
-
         check_is_run(arguments.command, arguments.run, arguments.data)
     return arguments, settings
 

@@ -1,11 +1,10 @@
 """The command `finetune`: write a recipe for the user's data, and run it."""
 
 import argparse
-import os
 from collections.abc import Sequence
 
 from accel_train.cli import results
-from accel_train.cli.command import VERBOSE, Command, Outcome, flag, show, users_mistakes, value
+from accel_train.cli.command import VERBOSE, Command, Outcome, flag, is_main, show, users_mistakes, value
 from accel_train.cli.commands.train import run_recipe
 from accel_train.core.redaction import redact_text
 from accel_train.recipe.tasks import finetune_tasks
@@ -16,7 +15,6 @@ def _finetune(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome
     from accel_train.experiments.finetune.recipe import how_to_test
     from accel_train.experiments.finetune.start import write_recipe
 
-    is_first = os.environ.get("RANK", "0") == "0"
     names = ("model", "group", "task", "output_dir")
     given = {name: getattr(arguments, name) for name in names}
     with users_mistakes():
@@ -27,7 +25,7 @@ def _finetune(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome
         texts = [text] if "{" in text else text.split(",") if text else []
         labels = (arguments.label,) if arguments.label else ()
         written = write_recipe(path, settings, text=texts, label=labels, file=arguments.recipe, **given)
-    if is_first:
+    if is_main():
         show(redact_text("\n".join(written.lines(show_all=arguments.dry_run or arguments.verbose))))
     result: results.FinetuneResult = {
         "recipe": str(written.path),
@@ -41,7 +39,7 @@ def _finetune(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome
     if arguments.dry_run:
         return Outcome(result)
     result["run"] = run_recipe(result["recipe"], [], verbose=arguments.verbose, is_named=True)
-    if is_first:
+    if is_main():
         for line in how_to_test(written.found, written.recipe):
             print(line)
     return Outcome(result)

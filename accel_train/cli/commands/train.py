@@ -19,6 +19,7 @@ from accel_train.cli.command import (
     finite_number,
     flag,
     importing,
+    is_main,
     out_of,
     recipe_of,
     say,
@@ -65,7 +66,7 @@ def run_recipe(
         if (build := installed_torch()) is not None and build.is_for_cpu and (problem := unused_driver(os.environ)):
             raise ValueError(problem)
         check_before_torch(recipe)
-        if os.environ.get("RANK", "0") == "0" and not is_named:
+        if is_main() and not is_named:
             print(redact_text(f"{path}: to be trained in {recipe.output_dir}"), flush=True)
         with importing("" if is_named else path, recipe.task):
             from accel_train.engine.run import Extensions
@@ -94,8 +95,7 @@ def _plan(arguments: argparse.Namespace, settings: Sequence[str]) -> Outcome:
         from accel_train.plan.place import Hardware
         from accel_train.plan.plan import resolve_plan
     if not no_data:
-        about = "reading the data (text is tokenized once and cached for runs; --no-data skips this) ..."
-        say(about)
+        say("reading the data (text is tokenized once and cached for runs; --no-data skips this) ...")
     hardware = Hardware(arguments.gpus_per_node, arguments.interconnect, arguments.mfu, arguments.mtbf)
     plan = resolve_plan(recipe, world_size, arguments.gpu, hardware, progress=sys.stderr.isatty(), no_data=no_data)
     show(format_plan(plan, colour=use_colour(sys.stdout), show_all=arguments.all))
