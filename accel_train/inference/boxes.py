@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import compress
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 
@@ -61,7 +61,17 @@ def note_boxes(columns: Columns, least: Choice[float]) -> None:
     print(f"{boxes} in {images}, with a score of at least {least.value:.4g}{why}", file=sys.stderr)
 
 
-def coco_results(columns: Mapping[str, Sequence[Any]], sets: ImageSets) -> tuple[list[dict[str, Any]], str]:
+class CocoResult(TypedDict):
+    """A predicted box as COCO's tools read it."""
+
+    image_id: Any
+    category_id: int
+    bbox: Sequence[float]
+    """Left, top, width, height in pixels."""
+    score: float
+
+
+def coco_results(columns: Mapping[str, Sequence[Any]], sets: ImageSets) -> tuple[list[CocoResult], str]:
     """Return the results of a table of predictions for all evaluation images in order, and where their ids come from.
 
     Ids are from the COCO file of the images. Without such a file, or if images of several files share an id, images and
@@ -74,7 +84,7 @@ def coco_results(columns: Mapping[str, Sequence[Any]], sets: ImageSets) -> tuple
         category_ids = tuple(range(1, len(sets.label_names) + 1))
         origin = "their order: images and classes count from 1"
     id_of = dict(zip(sets.label_names, category_ids, strict=True))
-    results = [
+    results: list[CocoResult] = [
         {"image_id": image, "category_id": id_of[label], "bbox": box, "score": score}
         for image, *found in zip(image_ids, columns["labels"], columns["boxes"], columns["scores"], strict=True)
         for label, box, score in zip(*found, strict=True)

@@ -10,6 +10,7 @@ from typing import Any
 from accel_train.core.json_io import json_text
 from accel_train.core.metric_names import label, show_metric
 from accel_train.core.ownership import check_file, write_file
+from accel_train.core.state import JsonRecord
 from accel_train.data.tables import MissingColumn
 from accel_train.engine.evaluation import EvaluationReader, evaluate
 from accel_train.inference.finished_run import TrainedRun, check_finished, counted, open_run, recipe_of_trained
@@ -57,7 +58,7 @@ def measure(run: TrainedRun, text: str = "evaluating") -> Scores:
 def write_evaluation(run: TrainedRun, measured: Scores, data: str | None) -> Path:
     """Write the results to `evaluation_file`, and return its path."""
     metrics = {name: value for name, value in measured.metrics.items() if name != "num_targets"}
-    record: dict[str, Any] = {"step": run.steps, "metrics": metrics, "details": measured.details}
+    record: JsonRecord = {"step": run.steps, "metrics": metrics, "details": measured.details}
     if data is not None:
         record = {"data": data, "num_targets": measured.metrics["num_targets"], **record}
     return write_file(evaluation_file(run.folder, data), json_text(record).encode(), run.folder)
@@ -87,7 +88,7 @@ def format_augmentation(details: Mapping[str, Any]) -> str:
     return "\n".join(["With test-time augmentation:", *rows])
 
 
-def baselines_of(folder: Path, data: str | None) -> dict[str, Any]:
+def baselines_of(folder: Path, data: str | None) -> JsonRecord:
     """Return the baseline scores that the run recorded. Empty for other data."""
     found = {} if data is not None else read_record(folder / SUMMARY_FILE).get("baselines", {})
     return found if isinstance(found, dict) else {}

@@ -20,10 +20,11 @@ from transformers import AutoConfig, PreTrainedModel
 from transformers.utils import logging
 
 from accel_train.checkpoint.weight_files import check_digests
-from accel_train.core.errors import asks_for_own_code
+from accel_train.core.errors import asks_for_own_code, first_line
 from accel_train.core.json_io import load_object, write_json
 from accel_train.core.model_card import FILE, USE, Card
 from accel_train.core.ownership import MARKER, check_folder, replacing
+from accel_train.core.state import JsonRecord
 from accel_train.inference.finished_run import (
     DataNotFound,
     TrainedRun,
@@ -93,7 +94,7 @@ class Export(NamedTuple):
     """An exported model."""
 
     folder: Path
-    record: dict[str, Any]
+    record: JsonRecord
     """Contents of export.json."""
 
 
@@ -120,7 +121,7 @@ def export_run(
     target = out or folder / "-".join(["export", *(["onnx"] if onnx else []), *([quantize] if quantize else [])])
     target = target.resolve() if target.is_symlink() else target
     check_folder(target, f"--out {target}")
-    record: dict[str, Any] = {"run": str(folder), "quantize": quantize}
+    record: JsonRecord = {"run": str(folder), "quantize": quantize}
     is_unmerged = keeps_adapters(recipe.model)
     run = None
     if quantize is not None and not onnx:
@@ -189,7 +190,7 @@ def load_exported(folder: str | Path) -> PreTrainedModel:
     return model
 
 
-def _pooler_of(model_class: type, names: Iterable[str]) -> dict[str, Any]:
+def _pooler_of(model_class: type, names: Iterable[str]) -> dict[str, bool]:
     """Return the argument that builds a model without a pooler, if its saved weights have none."""
     return {} if any(name.startswith("pooler.") for name in names) else without_pooler(model_class)
 
@@ -202,7 +203,7 @@ def _class_of(config: Any, folder: Path) -> Any:
     return found
 
 
-def _open_to_compare(folder: Path, record: dict[str, Any], settings: Sequence[str]) -> TrainedRun | None:
+def _open_to_compare(folder: Path, record: JsonRecord, settings: Sequence[str]) -> TrainedRun | None:
     """Return the run on its own data, to measure the cost of int8. None if it has none; `record` gets the reason."""
     try:
         run = open_run(folder, settings=[*settings, "--precision.compile", "false"])
@@ -215,7 +216,7 @@ def _open_to_compare(folder: Path, record: dict[str, Any], settings: Sequence[st
     return run
 
 
-def _load_whole(folder: Path, recipe: Recipe, record: dict[str, Any], *, needed: bool) -> PreTrainedModel | None:
+def _load_whole(folder: Path, recipe: Recipe, record: JsonRecord, *, needed: bool) -> PreTrainedModel | None:
     """Return the model as `from_pretrained` loads it, with its adapters.
 
     A custom task may have saved a model that is not from transformers. This is an error if the model is `needed`.
@@ -240,7 +241,7 @@ def _load_whole(folder: Path, recipe: Recipe, record: dict[str, Any], *, needed:
             )
     # RuntimeError: a tensor with another shape.
     except (OSError, ValueError, RuntimeError) as error:
-        reason = str(error).strip().partition("\n")[0]
+        reason = first_line(error)
         if needed or recipe.task in TASKS:
             raise ValueError(f"{reason}; copy {source} as it is, if you want that") from error
         record["not_for_from_pretrained"] = reason
@@ -254,7 +255,7 @@ def _transformers_class(folder: Path) -> Any:
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
+        reason = first_line(error)
         if asks_for_own_code(error):
             reason = "it brings its own code, and export does not run it (from_pretrained asks for trust_remote_code)"
         raise ValueError(f"{folder} is not a model of transformers: {reason}") from error
@@ -283,7 +284,7 @@ def _bytes_of_weights(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
-def _make_int8(run: TrainedRun | None, whole: nn.Module, folder: Path) -> dict[str, Any]:
+def _make_int8(run: TrainedRun | None, whole: nn.Module, folder: Path) -> JsonRecord:
     """Replace the weights in a folder with int8 weights. Return the details and the effect on speed and metrics."""
     model = copy.deepcopy(whole)
     names = quantize_int8(model)
@@ -293,7 +294,7 @@ def _make_int8(run: TrainedRun | None, whole: nn.Module, folder: Path) -> dict[s
     _rewrite_card(folder, type(model).__name__, _HOW_TO_LOAD.format(file=INT8_FILE))
     num_parameters = sum(parameter.numel() for parameter in whole.parameters())
     num_int8 = sum(model.get_parameter(f"{name}.weight").numel() for name in names)
-    facts = {
+    int8 = {
         "how": "weight-only, symmetric, one scale for each output",
         "library": f"torchao {version('torchao')}",
         "file": INT8_FILE,
@@ -301,9 +302,9 @@ def _make_int8(run: TrainedRun | None, whole: nn.Module, folder: Path) -> dict[s
         "share_of_parameters": num_int8 / num_parameters,
         "left_alone": left_alone(model, names),
     }
-    return {"int8": facts} | (
-        {} if run is None else compare(run, {"after": Contender(with_model(run, model), "evaluating it in int8")})
-    )
+    if run is None:
+        return {"int8": int8}
+    return {"int8": int8, **compare(run, {"after": Contender(with_model(run, model), "evaluating it in int8")})}
 
 
 def _rewrite_card(folder: Path, title: str, how_to: str) -> None:

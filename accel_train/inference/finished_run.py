@@ -153,7 +153,7 @@ def recipe_of_trained(folder: Path, data: str | None = None, settings: Sequence[
     if data is not None:
         check_own_encoding(folder, section)
         # Each row of other data needs a prediction.
-        shown: dict[str, Any] = {"train": data, "eval": data, "group_by_length": False}
+        shown: dict[str, object] = {"train": data, "eval": data, "group_by_length": False}
         if (
             "missing_labels" in type(section).model_fields
             and recipe.origin("data.missing_labels").kind != "command line"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accel_train.checkpoint.run_recipe import read_recipe_only
-from accel_train.core.errors import asks_for_own_code
+from accel_train.core.errors import asks_for_own_code, first_line
 from accel_train.model.generation import chat_prompt, check_sampling, generate_text
 from accel_train.recipe.tasks import TASKS
 from accel_train.runtime.driver import uses_cpu
@@ -103,14 +103,13 @@ def _load(run_folder: Path) -> "tuple[PreTrainedTokenizerBase, PreTrainedModel, 
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
         model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=False, use_safetensors=True)
     except (OSError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0]
         if asks_for_own_code(error):
             raise ValueError(
                 f"{folder} brings its own code, and generate does not run it. Read the code, and if you trust it, "
                 f"load the model in Python: AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True)"
             ) from error
         raise ValueError(
-            f"{folder} cannot be loaded as a language model: {reason}; was the run a causal-lm?"
+            f"{folder} cannot be loaded as a language model: {first_line(error)}; was the run a causal-lm?"
         ) from error
     model.to(torch.device("cuda" if torch.cuda.is_available() and not uses_cpu(os.environ) else "cpu"))
     data = None

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import torch
 
@@ -27,10 +27,19 @@ class Contender(NamedTuple):
     """Run whose speed is measured. None: `run`."""
 
 
+class Comparison(TypedDict):
+    """Metrics and speed of runs that differ in their model, by name."""
+
+    metrics: dict[str, dict[str, float]]
+    samples_per_second: dict[str, float]
+    measured_on: str
+    """Device of the runs, and its threads."""
+
+
 def compare(
     before: TrainedRun, others: Mapping[str, Contender], timed: Literal["counts", "predictions"] = "counts"
-) -> dict[str, Any]:
-    """Return metrics and speed of runs that differ in their model, by name, measured on their evaluation data.
+) -> Comparison:
+    """Return the comparison of runs on their evaluation data.
 
     The first run is named `before`. `timed` are the results whose computation is timed.
     """

@@ -19,6 +19,8 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
+from accel_train.core.errors import first_line
+from accel_train.core.state import JsonRecord
 from accel_train.core.terminal import busy
 from accel_train.inference.finished_run import TrainedRun, with_model
 from accel_train.inference.int8 import quiet
@@ -157,7 +159,7 @@ def searchsorted(known: INT64[...], keys: INT64[...]) -> INT64[...]:
     return low
 
 
-def write_onnx(run: TrainedRun, folder: Path, quantize: str | None = None) -> dict[str, Any]:
+def write_onnx(run: TrainedRun, folder: Path, quantize: str | None = None) -> JsonRecord:
     """Write the graph into a folder. Return its description, and the size, metrics and speed of all models.
 
     With `quantize="int8"`, the graph in the folder is the quantized one. The fp32 graph is checked before it.
@@ -192,7 +194,7 @@ def write_onnx(run: TrainedRun, folder: Path, quantize: str | None = None) -> di
     for metrics in cost["metrics"].values() if detects else ():
         del metrics["loss"]
     of_graph = cost["metrics"]["after" if int8 is None else "onnx"]
-    _check(checked, {"before": cost["metrics"]["before"], "after": of_graph})
+    _check(checked, cost["metrics"]["before"], of_graph)
     cost["measured_on"] += "" if run.accelerator.device.type == "cpu" else "; onnx: on its CPU"
     facts = {
         "file": ONNX_FILE,
@@ -206,7 +208,7 @@ def write_onnx(run: TrainedRun, folder: Path, quantize: str | None = None) -> di
         "num_images": checked.num_images,
         "num_ties": checked.num_ties,
     }
-    found: dict[str, Any] = {"onnx": facts, "weights_bytes": sizes, **cost}
+    found: JsonRecord = {"onnx": facts, "weights_bytes": sizes, **cost}
     if int8 is not None:
         for name, difference in rounded.differences.items():
             if not math.isfinite(difference):
@@ -317,7 +319,7 @@ def _allowed(checked: OnnxModel) -> dict[str, float]:
     }
 
 
-def _check(checked: OnnxModel, metrics: Mapping[str, Mapping[str, float]]) -> None:
+def _check(checked: OnnxModel, before: Mapping[str, float], after: Mapping[str, float]) -> None:
     if 2 * checked.num_ties > checked.num_images:
         raise ValueError(
             f"--onnx: the detector chooses its queries by score, and a rounding decides in {checked.num_ties:,} of "
@@ -330,8 +332,8 @@ def _check(checked: OnnxModel, metrics: Mapping[str, Mapping[str, float]]) -> No
                 f"--onnx: the {name} of the graph differ from the model's by {difference:.2g}; the tolerance is "
                 f"{most:.2g}. Leave --onnx out"
             )
-    for name, value in metrics["before"].items():
-        other = metrics["after"][name]
+    for name, value in before.items():
+        other = after[name]
         is_equal = math.isclose(value, other, rel_tol=_METRIC_TOLERANCE, abs_tol=_METRIC_TOLERANCE)
         if not is_equal and not (math.isnan(value) and math.isnan(other)):
             raise ValueError(
@@ -344,4 +346,4 @@ def _reason(error: BaseException) -> str:
     """Return the first line of the error that caused this one."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return (str(error).strip() or type(error).__name__).partition("\n")[0].rstrip(".")
+    return first_line(error).rstrip(".")

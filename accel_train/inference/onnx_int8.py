@@ -6,8 +6,8 @@ inputs are quantized at run time, with one scale per tensor (onnxruntime's dynam
 the graph, so convolutions take less of the file, and run in fp32.
 """
 
-from collections import Counter
-from collections.abc import Sequence
+import math
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -76,23 +76,19 @@ def bytes_of(file: Path) -> int:
 def _numbers(model: ModelProto, operator: str) -> list[int]:
     """Return the number of int8 weights of each constant matrix that the operator reads."""
     read = {name for node in model.graph.node if node.op_type == operator for name in node.input[:2]}
-    return [_count(each.dims) for each in model.graph.initializer if each.name in read]
-
-
-def _count(dims: Sequence[int]) -> int:
-    return int(np.prod(dims, dtype=np.int64))
+    return [math.prod(each.dims) for each in model.graph.initializer if each.name in read]
 
 
 def _quantize_convolutions(model: ModelProto) -> list[int]:
     """Replace the fp32 weights of convolutions with int8 weights. Return the number of weights of each."""
     graph = model.graph
-    readers: dict[str, list[tuple[str, int]]] = {}
+    readers: defaultdict[str, set[tuple[str, int]]] = defaultdict(set)
     for node in graph.node:
         for place, name in enumerate(node.input):
-            readers.setdefault(name, []).append((node.op_type, place))
+            readers[name].add((node.op_type, place))
     found = []
     for weight in list(graph.initializer):
-        if weight.data_type != TensorProto.FLOAT or set(readers.get(weight.name, ())) != {("Conv", 1)}:
+        if weight.data_type != TensorProto.FLOAT or readers[weight.name] != {("Conv", 1)}:
             continue
         numbers, scales = _in_int8(numpy_helper.to_array(weight))
         name = weight.name
@@ -108,9 +104,8 @@ def _quantize_convolutions(model: ModelProto) -> list[int]:
 
 def _in_int8(weight: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
     """Return the weights in int8, and a scale per output that spreads over its weights. It is 1 if all are 0."""
-    largest = np.abs(weight.reshape(len(weight), -1)).max(1)
+    largest = np.abs(weight).max(axis=tuple(range(1, weight.ndim)), keepdims=True)
     scales = np.where(largest > 0, largest / 127, 1).astype(np.float32)
-    scales = scales.reshape(-1, *[1] * (weight.ndim - 1))
     return np.rint(weight / scales).astype(np.int8), scales
 
 
@@ -119,5 +114,5 @@ def _left_alone(model: ModelProto) -> dict[str, int]:
     found: Counter[str] = Counter()
     for each in model.graph.initializer:
         if each.data_type == TensorProto.FLOAT and each.name in readers and not each.name.endswith("_scale"):
-            found[readers[each.name]] += _count(each.dims)
+            found[readers[each.name]] += math.prod(each.dims)
     return dict(found.most_common())

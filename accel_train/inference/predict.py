@@ -8,7 +8,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -45,25 +44,6 @@ LEAST_EDGE = 640
 """Pixels of the longer side to which a smaller image is enlarged before it is drawn on."""
 
 
-@dataclass(frozen=True)
-class Writer:
-    """Writer of predictions of one kind."""
-
-    has_masks: bool = False
-    """Whether a folder of images belongs to the table. Rows in memory would lack them."""
-    settings: tuple[str, ...] = ()
-    """Settings for other data than the run's own."""
-
-
-ROWS = Writer()
-WRITERS: Mapping[Gives | None, Writer] = {
-    "mask": Writer(has_masks=True),
-    # Other rows have masks to fill. The run's own texts have none.
-    "tokens": Writer(settings=("--data.label_column", "null")),
-}
-"""Writers of predictions that are more than rows."""
-
-
 class Written(NamedTuple):
     """The table that was written, on the main process."""
 
@@ -83,9 +63,9 @@ def open_for_prediction(
             format, or files of the user would be replaced.
     """
     recipe = recipe_of_trained(folder, data, settings)
-    writer = _writer_of(recipe, folder, options)
-    table = table_path(folder, out, load_task(recipe.task).spec.gives)
-    if writer.has_masks:
+    gives = _gives_of(recipe, folder, options)
+    table = table_path(folder, out, gives)
+    if gives == "mask":
         if is_written_into(table):
             raise ValueError(f"--out {table} is not a regular file, and masks need a folder next to it; give a file")
         check_folder(_masks_of(table), f"{_masks_of(table)} (for the masks of --out {table})")
@@ -93,11 +73,11 @@ def open_for_prediction(
         if options.draw.absolute() == _masks_of(table).absolute():
             raise ValueError(f"--draw {options.draw} is the folder of the masks. Give another folder.")
         check_folder(options.draw, f"--draw {options.draw}")
-    return _open(folder, writer, data, settings), table
+    return _open(folder, gives, data, settings), table
 
 
-def _writer_of(recipe: Recipe, folder: Path, options: Options) -> Writer:
-    """Return the writer of a task's predictions.
+def _gives_of(recipe: Recipe, folder: Path, options: Options) -> Gives | None:
+    """Return the kind of a task's predictions.
 
     Raises:
         ValueError: the task continues texts, and predicts nothing for a sample, or does not have these options.
@@ -108,12 +88,13 @@ def _writer_of(recipe: Recipe, folder: Path, options: Options) -> Writer:
         raise ValueError(
             f"{folder} is a language model and predicts no labels; `accel-train generate {folder}` writes text"
         )
-    return WRITERS.get(gives, ROWS)
+    return gives
 
 
-def _open(folder: Path, writer: Writer, data: str | None, settings: Sequence[str] = ()) -> TrainedRun:
-    if data is not None:
-        settings = (*settings, *writer.settings)
+def _open(folder: Path, gives: Gives | None, data: str | None, settings: Sequence[str] = ()) -> TrainedRun:
+    if data is not None and gives == "tokens":
+        # Other rows have masks to fill. The run's own texts have none.
+        settings = (*settings, "--data.label_column", "null")
     run = open_run(folder, data=data, settings=settings, labels_optional=True)
     if run.data.eval is None:
         raise ValueError(f"{folder} held out no data to predict; name some: accel-train predict {folder} DATA")
@@ -132,15 +113,16 @@ def predict_rows(folder: Path, data: Any, min_score: float | None = None) -> lis
         ValueError: the task has no predictions per row, or the data do not fit.
     """
     recipe = recipe_of_trained(folder)
-    writer = _writer_of(recipe, folder, options := Options(min_score=min_score))
-    if writer.has_masks:
+    gives = _gives_of(recipe, folder, options := Options(min_score=min_score))
+    # Rows in memory would lack the folder of images.
+    if gives == "mask":
         raise ValueError(f"{folder} predicts masks, not rows; write them: accel-train predict {folder} FOLDER")
     with TemporaryDirectory() as name:
         if not isinstance(data, str | os.PathLike):
             path = Path(name) / "rows.jsonl"
             path.write_text("".join(f"{json.dumps(row)}\n" for row in _rows_of(data, recipe)), encoding="utf-8")
             data = path
-        run = _open(folder, writer, os.fspath(data))
+        run = _open(folder, gives, os.fspath(data))
         columns = predict_columns(run, Path(name))
         least = least_score(run, options)
         if columns and least is not None:
