@@ -15,8 +15,6 @@ from transformers import TrainingArguments
 
 from accel_train.core.errors import SettingError
 
-Allowed = Callable[[Any], bool]
-
 
 def argument_error(problem: str, remedy: str = "", *names: str, **values: Any) -> SettingError:
     """Return the error about some arguments, given by name, or by name with their values."""
@@ -31,7 +29,7 @@ class Rule:
     kind: Literal["translated", "honored", "refused"]
     text: str
     """Text in the last column of the table."""
-    allowed: Allowed | None = None
+    allowed: Callable[[Any], bool] | None = None
     """Predicate of supported values. None: all. The remedy for other values is `remedy`, or `text` by default."""
     remedy: str = ""
     leaves: tuple[str, ...] = ()
@@ -40,9 +38,9 @@ class Rule:
     """Function from the argument to the recipe field. None: `to_recipe` computes the field from several arguments."""
 
 
-def leaf(name: str, value_of: Callable[[Any], Any] = lambda value: value, *, note: str = "", **rule: Any) -> Rule:
+def leaf(name: str, value_of: Callable[[Any], Any] = lambda value: value, **rule: Any) -> Rule:
     """Return the rule of an argument that sets one recipe field alone."""
-    return computed(name, note=note, value_of=value_of, **rule)
+    return computed(name, value_of=value_of, **rule)
 
 
 def computed(*names: str, note: str = "", text: str = "", **rule: Any) -> Rule:

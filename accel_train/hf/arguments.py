@@ -17,6 +17,7 @@ from transformers import Seq2SeqTrainingArguments, TrainingArguments
 
 from accel_train.core.errors import SettingError
 from accel_train.core.json_io import parse_json
+from accel_train.core.state import JsonRecord
 from accel_train.hf.argument_table import FIELDS, accelerator_settings, argument_error, check_fields, name_of
 from accel_train.optim.optimizers import parameter_groups
 from accel_train.recipe.optimizer import ParameterGroup
@@ -270,7 +271,7 @@ def to_recipe(
         "batch.per_device_batch_size": train_batch_size(args),
         **parallel_leaves(args),
     }
-    tree: dict[str, Any] = {}
+    tree: Leaves = {}
     for path, value in leaves.items():
         section, _, name = path.rpartition(".")
         (tree.setdefault(section, {}) if section else tree)[name] = value
@@ -304,7 +305,7 @@ def schedule_of(args: TrainingArguments) -> Leaves | None:
     return None
 
 
-def set_fields(args: TrainingArguments) -> dict[str, Any]:
+def set_fields(args: TrainingArguments) -> JsonRecord:
     """Return the fields that differ from their defaults, as plain JSON values, without access tokens."""
     changed = {
         field.name: value
@@ -329,7 +330,7 @@ def _every(args: TrainingArguments, kind: str, length: Length) -> int:
     return math.ceil(length.max_steps * steps) if 0 < steps < 1 else int(steps)
 
 
-def _describe(model: nn.Module) -> dict[str, Any]:
+def _describe(model: nn.Module) -> JsonRecord:
     """Return the description of the user's model for recipe.yaml. A resume checks the weights by shape."""
     kind = getattr(getattr(model, "config", None), "model_type", "") or type(model).__name__
     return {"model_type": kind, "class": type(model).__name__, "parameters": sum(p.numel() for p in model.parameters())}

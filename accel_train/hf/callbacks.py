@@ -66,25 +66,26 @@ CLOCKS = ("runtime", "_per_second", "epoch")
 class Flow(Observer):
     """An observer on every process that keeps `trainer.state`, calls the callbacks, and writes the log."""
 
+    run: "RunContext | None" = None
+    stock_checkpoint: Path | None = None
+    """Checkpoint of transformers' own Trainer to resume from. None otherwise."""
+    scheduler: ReduceLROnPlateau | None = None
+    """Schedule that follows the evaluations. None for other schedules."""
+    # FLOPs of this process since it started, and FLOPs of all processes in the checkpoint.
+    _flops = _flops_before = 0.0
+    _is_best_loaded = _is_optimizer_checked = False
+    _epoch_ended_at = 0
+    _applied_sum, _num_applied, _num_skipped = 0.0, 0, 0
+    _begun_step, _flops_at_step, _shown_rate = -1, 0.0, 0.0
+    _num_micro_batches = _num_own = 0
+    """Micro-batches of the current step so far, and those with samples of this process."""
+
     def __init__(
         self, trainer: "Trainer", length: Length, requests: Requests | None, ignore_keys: list[str] | None
     ) -> None:
-        self.stock_checkpoint: Path | None = None
-        """Checkpoint of transformers' own Trainer to resume from. None otherwise."""
-        self.scheduler: ReduceLROnPlateau | None = None
-        """Schedule that follows the evaluations. None for other schedules."""
         self.trainer, self.length, self.requests, self.ignore_keys = trainer, length, requests, ignore_keys
-        # FLOPs of this process since it started, and FLOPs of all processes in the checkpoint.
-        self._flops = self._flops_before = 0.0
-        self.run: RunContext | None = None
         self._by_step: dict[int, dict[str, float]] = {}
-        self._is_best_loaded, self._is_optimizer_checked = False, False
-        self._epoch_ended_at = 0
         self._since_log: list[StepResult] = []
-        self._applied_sum, self._num_applied, self._num_skipped = 0.0, 0, 0
-        self._begun_step, self._flops_at_step, self._shown_rate = -1, 0.0, 0.0
-        self._num_micro_batches = self._num_own = 0
-        """Micro-batches of the current step so far, and those with samples of this process."""
         self.own_of_short_steps: dict[int, int] = {}
         """Batches of this process by 0-based step, for steps of a stream in which it has fewer than usual."""
         self._tokens: list[Any] = []

@@ -134,10 +134,9 @@ def load_stock_optimizer(optimizer: torch.optim.Optimizer, groups: list[list[nn.
     saved = torch.load(path, map_location="cpu", weights_only=True)
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     parameters = [parameter for group in groups for parameter in group]
-    own = optimizer.state_dict()
-    places = [number for group in own["param_groups"] for number in group["params"]]
+    # The state dict of torch counts parameters in this order.
     in_order = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    place_of = {id(parameter): place for parameter, place in zip(in_order, places, strict=True)}
+    place_of = {id(parameter): place for place, parameter in enumerate(in_order)}
     fits = len(numbers) == len(parameters) == len(in_order) and all(
         not isinstance(value, Tensor) or value.dim() == 0 or value.shape == parameter.shape
         for number, parameter in zip(numbers, parameters, strict=False)
@@ -151,7 +150,7 @@ def load_stock_optimizer(optimizer: torch.optim.Optimizer, groups: list[list[nn.
         for number, parameter in zip(numbers, parameters, strict=True)
         if number in saved["state"]
     }
-    optimizer.load_state_dict({**own, "state": state})
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
     return True
 
 
@@ -194,7 +193,7 @@ def resume_of(args: TrainingArguments, requested: str | bool | None) -> str:
     path = Path(requested)
     theirs = re.fullmatch(r"checkpoint-(\d+)", path.name)
     if not path.exists() and theirs:
-        path = path.parent / "checkpoints" / f"step-{int(theirs.group(1)):08d}"
+        path = folder_of(path.parent / "checkpoints", int(theirs.group(1)))
     # `CheckpointNames` makes this link.
     if path.is_symlink():
         path = path.parent / path.readlink()
@@ -245,8 +244,8 @@ class CheckpointNames:
 
     def folder(self, step: int) -> str:
         """Return the folder of a checkpoint under transformers' name, or `checkpoints/step-N` without links."""
-        output_dir = self.run.plan.output_dir
-        return str(output_dir / (f"checkpoint-{step}" if self._has_links else f"checkpoints/step-{step:08d}"))
+        link = self.run.plan.output_dir / f"checkpoint-{step}"
+        return str(link if self._has_links else folder_of(self.run.saver.root, step))
 
     def link(self) -> None:
         """Link `checkpoint-N` in the run folder to each published checkpoint, because scripts look for these names.

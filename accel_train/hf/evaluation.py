@@ -9,7 +9,6 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
@@ -17,14 +16,14 @@ import numpy as np
 import torch
 from accelerate.utils import convert_to_fp32, gather_object, send_to_device
 from torch import Tensor, nn
+from torch.utils.data import Subset
 from transformers import EvalPrediction
 from transformers.trainer_pt_utils import find_batch_size, nested_concat, nested_detach, nested_numpify
 from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize, speed_metrics
 
 from accel_train.core.work import working
-from accel_train.data.order import evaluation_batches
-from accel_train.engine.evaluation import evaluation_mode
-from accel_train.engine.loader import Reading, read_batches
+from accel_train.engine.evaluation import EvaluationReader, evaluation_mode
+from accel_train.engine.loader import Reading
 from accel_train.engine.step import MicroBatch
 from accel_train.hf.argument_table import argument_error
 from accel_train.hf.checkpoints import is_spread, leave_in_evaluation_mode
@@ -43,6 +42,7 @@ from accel_train.hf.inputs import (
     reading_of,
 )
 from accel_train.hf.task import as_prepared
+from accel_train.task import TaskData
 
 if TYPE_CHECKING:
     from accel_train.hf import Trainer
@@ -183,7 +183,7 @@ class Evaluation:
         )
         if trainer.compute_metrics is not None and not by_batch and predictions is not None and labels is not None:
             scores = self._score(outputs, predictions, labels, inputs)
-        metrics: dict[str, Any] = {}
+        metrics: dict[str, object] = {}
         if outputs and outputs[0].loss is not None:
             weights = [one.num_samples if trainer.match_transformers else one.num_targets for one in outputs]
             # The loss of a batch without targets is NaN.
@@ -199,22 +199,24 @@ class Evaluation:
     def own_batches(self, dataset: Any, loader: Any) -> Iterator[MicroBatch]:
         """Yield this process's batches, from the dataset or as each W-th batch of the user's loader."""
         trainer, args, accelerator = self.trainer, self.trainer.args, self.trainer.accelerator
-        rank, world_size = accelerator.process_index, accelerator.num_processes
+        size = args.per_device_eval_batch_size
         if loader is None:
             dataset = readable(trainer, dataset)
             if not is_stream(dataset):
-                size = args.per_device_eval_batch_size
-                drops = trainer.match_transformers and args.dataloader_drop_last
-                num_samples = len(dataset) // size * size if drops else len(dataset)
+                if trainer.match_transformers and args.dataloader_drop_last:
+                    dataset = Subset(dataset, range(len(dataset) // size * size))
                 pin = args.dataloader_pin_memory and accelerator.device.type == "cuda"
-                read = partial(read_batches, dataset, collate_of(trainer), device=accelerator.device)
+                data = TaskData(dataset, dataset, collate_of(trainer), fingerprint="")
                 reading = Reading(args.dataloader_num_workers, pin, **reading_of(args))
-                yield from read(evaluation_batches(num_samples, size, rank, world_size), reading=reading)
-                if is_spread(trainer) and 0 < -(-num_samples // size) % world_size <= rank:
-                    for inputs, _ in read(iter([[0]]), reading=Reading(0, pin)):
-                        yield inputs, ONLY_FORWARDED
+                reader = EvaluationReader(accelerator, data, size, reading)
+                if is_spread(trainer):
+                    for (inputs, num_targets), counts in reader.batches_for_all():
+                        yield inputs, num_targets if counts else ONLY_FORWARDED
+                else:
+                    yield from reader.batches()
                 return
-            loader = in_batches(dataset, args.per_device_eval_batch_size, collator_of(trainer))
+            loader = in_batches(dataset, size, collator_of(trainer))
+        rank, world_size = accelerator.process_index, accelerator.num_processes
         number, first = -1, None
         for number, batch in enumerate(loader):
             inputs, num_targets = counted(batch, trainer.signature)
@@ -247,10 +249,10 @@ class Evaluation:
         counts = None if trainer._token_metrics is None else trainer._token_metrics.take()
         return BatchOutputs(mean, num_targets, rows, logits, labels, kept, counts)
 
-    def _score_by_batch(self, own: Iterator[BatchOutputs]) -> tuple[list[BatchOutputs], dict[str, Any]]:
+    def _score_by_batch(self, own: Iterator[BatchOutputs]) -> tuple[list[BatchOutputs], dict[str, object]]:
         """Call compute_metrics with one batch at a time, in order. evaluate then keeps only losses."""
         everything: list[BatchOutputs] = []
-        metrics: dict[str, Any] = {}
+        metrics: dict[str, object] = {}
         following, has_more = next(own, None), True
         while has_more:
             this, following = following, next(own, None)
@@ -267,7 +269,7 @@ class Evaluation:
 
     def _score(
         self, outputs: list[BatchOutputs], predictions: Any, labels: Any, inputs: Any, **options: bool
-    ) -> dict[str, Any]:
+    ) -> dict[str, object]:
         """Call compute_metrics. A sample's loss is the mean of its batch, as in transformers.
 
         Raises:

@@ -53,8 +53,7 @@ class Signature:
         labels = tuple(find_labels(type(inner)) if label_names is None else label_names)
         takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
         loss_type = getattr(inner, "loss_type", None)
-        is_causal = type(inner).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-        shifts = (is_causal and not match) or LOSS_MAPPING.get(loss_type) is ForCausalLMLoss
+        shifts = (is_causal(model) and not match) or LOSS_MAPPING.get(loss_type) is ForCausalLMLoss
         takes_num_items = getattr(inner, "accepts_loss_kwargs", takes_any)
         return cls(
             columns=(*parameters, "label", "label_ids", *labels),
@@ -63,6 +62,11 @@ class Signature:
             weighs_batches=match and not takes_num_items,
             shifts_labels=shifts and not getattr(getattr(inner, "config", None), "is_encoder_decoder", False),
         )
+
+
+def is_causal(model: nn.Module) -> bool:
+    """Return whether transformers lists the model, without its adapters, as a causal language model."""
+    return type(unwrap_peft_model(model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
 class Columns(Dataset[dict[str, Any]]):

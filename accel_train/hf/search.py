@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,7 +62,7 @@ def trial_arguments(trainer: "Trainer", trial: Any) -> Iterator[None]:
         trainer.args, trainer.trial = kept, None
 
 
-def report_to_search(trainer: "Trainer", metrics: dict[str, Any]) -> None:
+def report_to_search(trainer: "Trainer", metrics: Mapping[str, float]) -> None:
     """Report an evaluation within a trial to the search.
 
     Raises:

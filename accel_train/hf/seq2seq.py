@@ -28,7 +28,7 @@ class Seq2SeqTrainer(Trainer):
 
     generates = True
     _replaces = "transformers.trainer_seq2seq:Seq2SeqTrainer"
-    _gen_kwargs: dict[str, Any]
+    _gen_kwargs: dict[str, object]
 
     @staticmethod
     def load_generation_config(gen_config_arg: Any) -> GenerationConfig:
@@ -79,7 +79,7 @@ class Seq2SeqTrainer(Trainer):
         self._gen_kwargs = self._with_arguments(gen_kwargs)
         return super().predict(test_dataset, ignore_keys, metric_key_prefix)
 
-    def _with_arguments(self, gen_kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _with_arguments(self, gen_kwargs: dict[str, object]) -> dict[str, object]:
         """Return the arguments of `generate`: `gen_kwargs`, completed by the training arguments."""
         given = {name: value for name, value in gen_kwargs.items() if value is not None}
         if "max_new_tokens" not in given:

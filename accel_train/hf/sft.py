@@ -271,8 +271,8 @@ class SFTTrainer(Trainer):
             SettingError: a row cannot be formatted, or has no assistant token that the loss could use.
         """
         at = "train_dataset" if dataset_name == "train" else "eval_dataset"
-        is_chat = not {"messages", "conversations"}.isdisjoint(first := next(iter(dataset)))
-        is_chat = is_chat or isinstance(first.get("prompt"), list)
+        first = next(iter(dataset))
+        is_chat = "chat" in kinds_of(first, args.dataset_text_field) or isinstance(first.get("prompt"), list)
         if "input_ids" in first:
             dataset = with_equal_lengths(dataset, at)
         elif formatting_func is not None:
@@ -352,15 +352,16 @@ class SFTTrainer(Trainer):
             if logits is not None and inputs.get("labels") is not None:
                 self._token_metrics.note(inputs, outputs, *label_scores(logits, inputs["labels"]))
             return (loss, outputs) if return_outputs else loss
+        unlabelled = {name: value for name, value in inputs.items() if name != "labels"}
         if self._is_fused:
             outputs = model(**inputs, fused_lm_head=True)
             log_probs, count = outputs.log_probs, outputs.label_mask.sum()
             self._token_metrics.note(inputs, outputs, count, outputs.entropy.detach().sum(), outputs.is_top1.sum())
             if return_outputs:
                 with torch.no_grad():
-                    outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+                    outputs = model(**unlabelled)
         else:
-            outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+            outputs = model(**unlabelled)
             log_probs, count = label_log_probs(outputs.logits, inputs["labels"])
             self._token_metrics.note(inputs, outputs, *label_scores(outputs.logits, inputs["labels"]))
         losses = -log_probs * log_probs.exp().detach() if is_dft else -log_probs

@@ -95,7 +95,7 @@ def formatted(dataset: Any, function: Callable[[Any], str], args: Any) -> Any:
             "Return one string; the function gets one row.",
             "formatting_func",
         )
-    options: dict[str, Any] = {"num_proc": args.dataset_num_proc} if isinstance(dataset, Dataset) else {}
+    options: dict[str, object] = {"num_proc": args.dataset_num_proc} if isinstance(dataset, Dataset) else {}
     return dataset.map(lambda row: {args.dataset_text_field: function(row)}, remove_columns=list(first), **options)
 
 

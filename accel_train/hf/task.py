@@ -16,8 +16,6 @@ from datasets import Dataset as TableDataset
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.trainer_utils import unwrap_peft_model
 
 from accel_train.core.errors import SettingError
 from accel_train.data.digest import digest_of_code, digest_of_data
@@ -34,6 +32,7 @@ from accel_train.hf.inputs import (
     collator_of,
     counted,
     in_batches,
+    is_causal,
     is_columns,
     is_stream,
     num_items_in,
@@ -98,8 +97,11 @@ class HFTask(Task):
     def _code(self) -> dict[str, str]:
         """Return digests of the program's functions and classes by name. A resume lists the ones that have changed."""
         trainer = self.trainer
-        parts = {"data_collator": trainer.data_collator, "compute_loss_func": trainer.compute_loss_func}
-        parts["the class of the trainer"] = type(trainer)
+        parts = {
+            "data_collator": trainer.data_collator,
+            "compute_loss_func": trainer.compute_loss_func,
+            "the class of the trainer": type(trainer),
+        }
         # For a collator object only the class's code counts, because its tokenizer changes while it is used.
         return {
             name: digest_of_code(part if isinstance(part, type | FunctionType) else type(part))
@@ -291,8 +293,7 @@ def loss_of(trainer: "Trainer", model: nn.Module, inputs: Inputs, num_items_in_b
     if trainer.compute_loss_func is not None:
         return trainer.compute_loss_func(outputs, labels, num_items_in_batch=num_items_in_batch), outputs
     if labels is not None and trainer.label_smoother is not None:
-        is_causal = type(unwrap_peft_model(model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-        options = {"shift_labels": is_causal, "num_items_in_batch": num_items_in_batch}
+        options = {"shift_labels": is_causal(model), "num_items_in_batch": num_items_in_batch}
         return trainer.label_smoother(outputs, labels, **options), outputs
     if isinstance(outputs, dict) and "loss" not in outputs:
         raise SettingError(

@@ -136,8 +136,7 @@ def callback_handler(trainer: "Trainer", callbacks: list[Any]) -> CallbackHandle
     reporting = get_reporting_integration_callbacks(trainer.args.report_to)
     printing = transformers.PrinterCallback if trainer.args.disable_tqdm else DEFAULT_PROGRESS_CALLBACK
     every = [transformers.DefaultFlowCallback, *reporting, *callbacks, printing]
-    optimizer, scheduler = trainer.optimizer, trainer.lr_scheduler
-    return WatchedCallbacks(every, trainer.model, trainer.processing_class, optimizer, scheduler)
+    return WatchedCallbacks(every, trainer.model, trainer.processing_class, trainer.optimizer, trainer.lr_scheduler)
 
 
 def train(trainer: "Trainer", resume: str | bool | None, trial: Any, ignore_keys: list[str] | None) -> TrainOutput:
