@@ -3,8 +3,8 @@
 from typing import NamedTuple
 
 from accel_train.core.format import format_count
-from accel_train.core.state import Choice
-from accel_train.experiments.finetune.recipe import Choices, Found
+from accel_train.core.state import Choice, Choices
+from accel_train.experiments.finetune.recipe import Found
 
 LORA_FROM_PARAMETERS = 1_000_000_000
 """Parameters from which adapters are trained. AdamW on all weights would take 16 bytes per parameter."""

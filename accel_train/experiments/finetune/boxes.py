@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from accel_train.core.format import format_count
-from accel_train.core.state import Choice
+from accel_train.core.state import Choice, Choices
 from accel_train.data.images.annotations.columns import KIND as COLUMNS
 from accel_train.data.images.annotations.folders import LAYOUTS, Located, locate
 from accel_train.data.images.annotations.yolo import CLASSES_FILES, label_file, yolo_places, yolo_settings
@@ -14,7 +14,7 @@ from accel_train.data.images.images import Images
 from accel_train.data.sources import file_kind, is_saved_dataset
 from accel_train.experiments.finetune.columns import with_settings
 from accel_train.experiments.finetune.images import not_used, sizes_of
-from accel_train.experiments.finetune.recipe import Asked, Choices, Found, refuse_columns
+from accel_train.experiments.finetune.recipe import Asked, Found, refuse_columns
 from accel_train.experiments.finetune.tree import Tree
 from accel_train.tasks.object_detection.config import ObjectDetectionData
 

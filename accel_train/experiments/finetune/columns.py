@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from accel_train.core.json_io import nested
-from accel_train.core.state import Choice
+from accel_train.core.state import Choice, Choices
 from accel_train.data.delimited import read_delimited
 from accel_train.data.encoding import check_western, guess_encoding
 from accel_train.data.images.images import IMAGE_SUFFIXES
 from accel_train.data.labels import is_missing, label_name, means_missing
 from accel_train.data.sources import Source, file_kind, resolve_sources
 from accel_train.data.tables import LABEL_NAMES, binary_value, class_names, column_names, read_rows, shared_keys
-from accel_train.experiments.finetune.recipe import Asked, Choices
+from accel_train.experiments.finetune.recipe import Asked
 from accel_train.recipe.data import Data
 
 _CHAT_NAMES = ("messages", "conversation", "conversations", "chat", "dialog", "dialogue", "turns")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.core.errors import SettingError, missing_packages
-from accel_train.core.state import Choice
+from accel_train.core.state import Choice, Choices
 from accel_train.experiments.finetune.amounts import (
     AMOUNTS,
     LORA_FROM_PARAMETERS,
@@ -22,7 +22,7 @@ from accel_train.experiments.finetune.amounts import (
     num_parameters_in_words,
     training_of,
 )
-from accel_train.experiments.finetune.recipe import Choices, Found
+from accel_train.experiments.finetune.recipe import Found
 from accel_train.recipe.loader import Recipe, load_recipe, make_recipe, shipped_recipes
 from accel_train.recipe.tasks import TASKS
 

@@ -4,7 +4,7 @@ import glob
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from accel_train.core.files import make_folders, write_atomically
 from accel_train.core.format import did_you_mean, format_count
 from accel_train.core.redaction import redact
-from accel_train.core.state import Choice
+from accel_train.core.state import Choice, Choices
 from accel_train.core.terminal import printable
 from accel_train.data.builtin.digit_scenes import EMBEDDED_IMAGES
 from accel_train.data.labels import class_notes
@@ -22,9 +22,6 @@ from accel_train.data.tables import column_names, columns_read
 from accel_train.recipe.loader import Recipe, load_recipe, make_recipe
 from accel_train.recipe.tasks import ANY_TASK, TASKS
 from accel_train.recipe.yaml_core import one_line
-
-Choices = dict[str, Choice[Any]]
-"""Settings by dotted name, with reasons. Self-explanatory settings have an empty reason."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +44,11 @@ class Asked:
     @property
     def place(self) -> Path:
         return Path(self.path).expanduser()
+
+    @property
+    def flags(self) -> dict[str, tuple[str, ...]]:
+        """Return the columns that the flags name, by flag."""
+        return {"--text": self.text, "--label": self.label}
 
     def allows(self, *tasks: str) -> bool:
         """Return whether the flag leaves the task open, or names one of these."""
@@ -171,8 +173,9 @@ def check_header(asked: Asked) -> None:
         ValueError: a column is missing; the message names the flag.
     """
     path = asked.place
-    flags = {"--text": asked.text, "--label": asked.label}
-    named = [(flag, name) for flag, names in flags.items() for each in names for name in (each, *columns_read(each))]
+    named = [
+        (flag, name) for flag, names in asked.flags.items() for each in names for name in (each, *columns_read(each))
+    ]
     if not named or not path.is_file() or file_kind(path) != "csv":
         return
     names = column_names(Source(asked.path, "", (path,)), asked.data)
@@ -188,15 +191,15 @@ def missing_column(flag: str, name: str, path: str, names: Sequence[str]) -> str
 
 
 def refuse_columns(asked: Asked, folder: str | Path, what: str) -> None:
-    for flag, given in (("--text", asked.text), ("--label", asked.label)):
+    for flag, given in asked.flags.items():
         if given:
             raise ValueError(f"{flag}: {folder} holds {what}, not columns. Leave the flag out, or name a table")
 
 
-def tree_of(found: Found, chosen: Choices, output_dir: str) -> dict[str, Any]:
+def tree_of(task: str, choices: Choices, output_dir: str) -> dict[str, Any]:
     """Return the recognized and chosen settings as nested mappings for `make_recipe`."""
-    tree: dict[str, Any] = {"task": found.task, "output_dir": output_dir}
-    for name, choice in {**found.settings, **chosen}.items():
+    tree: dict[str, Any] = {"task": task, "output_dir": output_dir}
+    for name, choice in choices.items():
         *sections, key = name.split(".")
         place = tree
         for section in sections:
@@ -205,24 +208,29 @@ def tree_of(found: Found, chosen: Choices, output_dir: str) -> dict[str, Any]:
     return tree
 
 
-def format_recipe_file(recipe: Recipe, found: Found, chosen: Choices, path: Path) -> str:
+def set_by_flags(recipe: Recipe) -> frozenset[str]:
+    """Return the dotted names of the settings that the command line gave."""
+    return frozenset(name for name, origin in recipe.origins().items() if origin.kind == "command line")
+
+
+def format_recipe_file(recipe: Recipe, found: Found, choices: Choices, path: Path) -> str:
     """Return the recipe as YAML: the settings that differ from the defaults, each followed by its reason.
 
     Raises:
         ValueError: a setting of the command line holds a secret. Secrets are not written to a file.
     """
-    reasons = {"task": found.why, **{name: choice.reason for name, choice in {**found.settings, **chosen}.items()}}
-    flags = {name for name, origin in recipe.origins().items() if origin.kind == "command line"}
+    reasons = {"task": found.why, **{name: choice.reason for name, choice in choices.items()}}
+    flags = set_by_flags(recipe)
     lines = [
         f"# {printable(found.description)}",
         "#",
         f"#   accel-train run {quote(str(path))}",
         "#",
-        f"# Written by `accel-train finetune {printable(str(found.settings['data.train'].value))}`; the reason follows "
+        f"# Written by `accel-train finetune {printable(str(choices['data.train'].value))}`; the reason follows "
         "each value.",
         "# Edit it freely. A run does not resume with other settings, so give an edited recipe another output_dir.",
     ]
-    for depth, name, value in _lines(recipe.model_dump(exclude_unset=True), recipe):
+    for name, value in _lines(recipe.model_dump(exclude_unset=True)):
         key = name.rpartition(".")[2]
         if redact(value, key) != value:
             raise ValueError(
@@ -231,22 +239,19 @@ def format_recipe_file(recipe: Recipe, found: Found, chosen: Choices, path: Path
             )
         reason = "from the command line" if name in flags else reasons.get(name, "")
         shown = "" if value is None else f" {one_line(value)}"
-        lines.append("  " * depth + f"{key}:{shown}" + (f"  # {printable(reason)}" if reason else ""))
+        lines.append("  " * name.count(".") + f"{key}:{shown}" + (f"  # {printable(reason)}" if reason else ""))
     return "\n".join(lines) + "\n"
 
 
-def _lines(tree: Mapping[str, Any], recipe: Recipe, prefix: str = "") -> list[tuple[int, str, Any]]:
-    """Return depth, name, and value of each set field. A top-level section has its own line without a value."""
-    lines: list[tuple[int, str, Any]] = []
+def _lines(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield name and value of each set field. A top-level section has its own line without a value."""
     for key, value in tree.items():
-        name = prefix + key
         is_section = prefix == "" and isinstance(value, dict) and key not in ("tokenizer", "options")
         if value is None or (is_section and not any(each is not None for each in value.values())):
             continue
-        lines.append((name.count("."), name, None if is_section else value))
+        yield prefix + key, None if is_section else value
         if is_section:
-            lines += _lines(value, recipe, f"{name}.")
-    return lines
+            yield from _lines(value, f"{key}.")
 
 
 def keep(path: Path, recipe: Recipe, text: str, *, is_first: bool) -> bool:
@@ -282,15 +287,13 @@ ROUTINE = {"max_length", "sequence_length", "group_by_length", "eval_fraction", 
 """Settings of `data` that are left out by default: they do not change which data are read, and how."""
 
 
-def format_choices(found: Found, chosen: Choices, recipe: Recipe, *, show_all: bool = True) -> list[str]:
+def format_choices(found: Found, choices: Choices, recipe: Recipe, *, show_all: bool) -> list[str]:
     """Return lines about the recognized and chosen settings with reasons, without settings of the command line.
 
     Without `show_all`, only the data and the model are described, with all columns in one line.
     """
-    flags = {name for name, origin in recipe.origins().items() if origin.kind == "command line"}
-    named = {
-        name: choice for name, choice in {**found.settings, **chosen}.items() if choice.reason and name not in flags
-    }
+    flags = set_by_flags(recipe)
+    named = {name: choice for name, choice in choices.items() if choice.reason and name not in flags}
     lines = [found.description, *(f"  {note}" for note in found.notes), f"  task: {found.task} ({found.why})"]
     # The training counts the classes too, so that its lines are enough.
     lines += [f"  {note}" for note in class_notes(found.counts)[0 if show_all else 1 :]] if found.counts else []
@@ -409,7 +412,7 @@ def asked_of(path: str, recipe: Recipe, **flags: Any) -> Asked:
     Raises:
         ValueError: --data.train was given in addition to the path.
     """
-    given = frozenset(name for name, origin in recipe.origins().items() if origin.kind == "command line")
+    given = set_by_flags(recipe)
     if "data.train" in given:
         raise ValueError("--data.train: PATH already names the training data. Leave one of them out")
     flags["label"] = flags.get("label") or getattr(recipe.data, "label_columns", None) or ()

@@ -8,6 +8,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from accel_train.core.redaction import redact_text
+from accel_train.core.state import Choices
 from accel_train.core.terminal import print_line
 from accel_train.experiments.finetune import recipe as own
 from accel_train.experiments.finetune.unpack import unpacked
@@ -27,20 +28,19 @@ class Written:
     is_new: bool
     """Whether the file was written. False if it existed with the same settings."""
     found: own.Found
-    choices: own.Choices
+    choices: Choices
     """Recognized and chosen settings, with reasons."""
 
     def lines(self, *, show_all: bool = False) -> list[str]:
         """Return lines about the data and the main decisions, or with `show_all` each decision, and about the file."""
+        lines = own.format_choices(self.found, self.choices, self.recipe, show_all=show_all)
         if not show_all:
             as_it_was = "" if self.is_new else " (as it was)"
-            lines = own.format_choices(self.found, self.choices, self.recipe, show_all=False)
             return [*lines, f"all settings and reasons: {self.path}{as_it_was}"]
         place = quote(str(self.path))
         file = (
             f"recipe: {self.path} ({'written' if self.is_new else 'as it was'}; edit it, and `accel-train run {place}`)"
         )
-        lines = own.format_choices(self.found, self.choices, self.recipe)
         return [*lines, file, *own.how_to_test(self.found, self.recipe)]
 
 
@@ -102,14 +102,14 @@ def write_recipe(
                 f"{name}: its chat template does not show tools, so the model would not see them. Use a model whose "
                 "template shows tools, set --data.chat_template, or leave them out: --data.tools_column null"
             )
-    chosen = _as_long_as(asked, choose(found, pretrained))
+    choices = {**found.settings, **_as_long_as(asked, choose(found, pretrained))}
     written = Path(file or f"{output_dir.rstrip('/')}.yaml")
-    recipe = make_recipe(own.tree_of(found, chosen, output_dir), str(written), arguments=settings)
-    is_new = own.keep(written, recipe, own.format_recipe_file(recipe, found, chosen, written), is_first=is_first)
-    return Written(recipe, written, is_new, found, {**found.settings, **chosen})
+    recipe = make_recipe(own.tree_of(found.task, choices, output_dir), str(written), arguments=settings)
+    is_new = own.keep(written, recipe, own.format_recipe_file(recipe, found, choices, written), is_first=is_first)
+    return Written(recipe, written, is_new, found, choices)
 
 
-def _as_long_as(asked: own.Asked, chosen: own.Choices) -> own.Choices:
+def _as_long_as(asked: own.Asked, chosen: Choices) -> Choices:
     """Give a model from scratch the positions for the sequence length that was asked for."""
     config = chosen["model.config"].value if "model.config" in chosen else {}
     if "data.sequence_length" not in asked.given or "n_positions" not in config:

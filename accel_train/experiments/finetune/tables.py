@@ -12,7 +12,7 @@ from shlex import quote
 from typing import Any
 
 from accel_train.core.format import format_count
-from accel_train.core.state import Choice
+from accel_train.core.state import Choice, Choices
 from accel_train.data.encoding import check_encoding
 from accel_train.data.samples import group_names
 from accel_train.data.tables import Row, columns_read, refuse_parts, text_of
@@ -26,7 +26,7 @@ from accel_train.experiments.finetune.annotated.text_tasks import (
 )
 from accel_train.experiments.finetune.columns import Column, Table, files_at, read_table, with_settings
 from accel_train.experiments.finetune.images import recognise_images
-from accel_train.experiments.finetune.recipe import Asked, Choices, Found, lengths, listed, missing_column, places_of
+from accel_train.experiments.finetune.recipe import Asked, Found, lengths, listed, missing_column, places_of
 from accel_train.experiments.finetune.values.labels import recognise_label
 from accel_train.experiments.finetune.values.misread import (
     refuse_bad_answers,
@@ -129,8 +129,7 @@ def _columns_read(settings: Choices) -> set[str]:
 
 def _check_flags(asked: Asked, table: Table) -> None:
     group = asked.data.group_column
-    given = (("--text", asked.text), ("--label", asked.label), ("--data.group_column", (group,) if group else ()))
-    for flag, names in given:
+    for flag, names in {**asked.flags, "--data.group_column": (group,) if group else ()}.items():
         for name in chain(*map(columns_read, names)):
             if name in table.partial:
                 raise ValueError(

@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from accel_train.core.format import format_count
-from accel_train.core.state import Choice
+from accel_train.core.state import Choice, Choices
 from accel_train.data.delimited import FASTTEXT_PREFIX, LINE_COLUMNS, table_delimiter
 from accel_train.data.encoding import read_lines
 from accel_train.data.images.annotations.yolo import CLASSES_FILES
@@ -22,16 +22,7 @@ from accel_train.data.sources import file_kind, resolve_sources
 from accel_train.data.tables import read_rows
 from accel_train.data.text.documents import read_documents
 from accel_train.experiments.finetune.columns import Column, Table, readings, source_of, with_settings
-from accel_train.experiments.finetune.recipe import (
-    Asked,
-    Choices,
-    Converted,
-    Found,
-    lengths,
-    listed,
-    places_of,
-    refuse_columns,
-)
+from accel_train.experiments.finetune.recipe import Asked, Converted, Found, lengths, listed, places_of, refuse_columns
 from accel_train.experiments.finetune.tree import Tree
 from accel_train.experiments.finetune.values.labels import recognise_label
 from accel_train.recipe.data import Data

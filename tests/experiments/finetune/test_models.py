@@ -50,7 +50,7 @@ def test_a_batch_of_embeddings_has_many_negatives_and_an_epoch_has_several_steps
 @pytest.mark.parametrize("model", [None, pretrained(110e6)])
 def test_what_is_chosen_is_a_recipe(task: str, number: int, model: Pretrained | None) -> None:
     facts = found(task, number, edge=300, aspect=1.6)
-    recipe = make_recipe(tree_of(facts, choose(facts, model), "runs/x"), "chosen")
+    recipe = make_recipe(tree_of(facts.task, {**facts.settings, **choose(facts, model)}, "runs/x"), "chosen")
     assert recipe.task == task
     assert recipe.checkpoint.load_best_model_at_end
     refuse_unused(recipe, TASKS[task])

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from accel_train.core.format import format_count
-from accel_train.core.state import Choice
+from accel_train.core.state import Choice, Choices
 from accel_train.data.encoding import read_lines
 from accel_train.data.parts import part_of
 from accel_train.data.sources import file_kind
 from accel_train.data.tables import SPLITS, json_objects
 from accel_train.data.text.spans import ANNOTATIONS, ANSWERS, START_KEYS, fields_of, finished, spans_in
 from accel_train.experiments.finetune.columns import Table, data_at, files_at, with_settings
-from accel_train.experiments.finetune.recipe import Asked, Choices, Converted, listed
+from accel_train.experiments.finetune.recipe import Asked, Converted, listed
 from accel_train.experiments.finetune.tree import MOST_TAGGED, Tree
 
 _ROWS_LOOKED_AT = 200

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from accel_train.core.format import format_count
-from accel_train.core.state import Choice
+from accel_train.core.state import Choice, Choices
 from accel_train.data.encoding import read_lines
 from accel_train.data.sources import file_kind, resolve_sources
 from accel_train.data.text.aligned import target_file
 from accel_train.experiments.finetune.annotated.annotations import find_spans
 from accel_train.experiments.finetune.columns import Column, Table, data_at, files_at, readings, with_settings
-from accel_train.experiments.finetune.recipe import Asked, Choices, Found, lengths, listed, places_of, refuse_columns
+from accel_train.experiments.finetune.recipe import Asked, Found, lengths, listed, places_of, refuse_columns
 from accel_train.experiments.finetune.tree import Tree
 
 
@@ -397,7 +397,7 @@ def _direction(asked: Asked, names: Sequence[str], where: Path, otherwise: str =
     Raises:
         ValueError: a flag names something else, or the direction is open.
     """
-    for flag, given in (("--text", asked.text), ("--label", asked.label)):
+    for flag, given in asked.flags.items():
         if len(given) > 1 or not {*given} <= {*names}:
             raise ValueError(f"{flag} {','.join(given)}: {where} has {', '.join(names)}. Name one of them")
     usual = next((pair for pair in PAIRS if {*pair} == {*names}), None)

@@ -8,7 +8,7 @@ from pathlib import Path
 from shlex import quote
 from typing import NamedTuple
 
-from accel_train.core.state import Choice
+from accel_train.core.state import Choice, Choices
 from accel_train.data.encoding import read_lines
 from accel_train.data.labels import (
     CLASSES_SHOWN,
@@ -21,7 +21,7 @@ from accel_train.data.labels import (
 )
 from accel_train.data.tables import LABEL_NAMES
 from accel_train.experiments.finetune.columns import Column, Table
-from accel_train.experiments.finetune.recipe import Asked, Choices, listed
+from accel_train.experiments.finetune.recipe import Asked, listed
 from accel_train.recipe.data import Data
 
 NAME_FILES = ("classes.txt", "labels.txt", "label_names.txt")
