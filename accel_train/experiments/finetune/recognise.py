@@ -26,7 +26,7 @@ from accel_train.experiments.finetune.images import (
     refuse_other_classes,
 )
 from accel_train.experiments.finetune.recipe import MOST_LISTED, Asked, Found, check_there, listed
-from accel_train.experiments.finetune.tables import recognise_table
+from accel_train.experiments.finetune.tables import columns_in, recognise_table
 from accel_train.experiments.finetune.texts import (
     recognise_class_folders,
     recognise_files_of_classes,
@@ -239,8 +239,9 @@ _LABELS = ("label_column", "label_columns", "tags_column", "answers_column", "ta
 
 def _has_labels(test: Path, found: Found, data: Data) -> bool:
     """Return whether a table of test data has the columns of labels that the recipe names. True for other files."""
-    values = [choice.value for name, choice in found.settings.items() if name.removeprefix("data.") in _LABELS]
-    names = {name for value in values for name in ([value] if isinstance(value, str) else value)}
+    names = columns_in(
+        {name: choice for name, choice in found.settings.items() if name.removeprefix("data.") in _LABELS}
+    )
     try:
         return file_kind(test) not in TABLES or names <= {*column_names(source_of(test), data)}
     # The file is broken, or has another encoding. Reading it will say so.

@@ -4,7 +4,7 @@ An ambiguous table raises an error that shows the flag.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -84,11 +84,11 @@ def recognise_table(asked: Asked, path: Path, held_out: Path | None = None) -> F
         refuse_words_by_row(table)
     found = found or anchored(asked, table) or _pairs(asked, table)
     found = found or recognise_images(asked, table) or _plain_text(asked, table) or _labelled(asked, table)
-    named = found.settings
-    if "data.eval" in settings and "data.group_column" not in asked.given:
-        named = {name: choice for name, choice in named.items() if name != "data.group_column"}
-    settings |= named
-    read = {*found.read, *_columns_read(settings)}
+    is_split = "data.eval" in settings and "data.group_column" not in asked.given
+    settings |= found.settings
+    if is_split:
+        settings.pop("data.group_column", None)
+    read = {*found.read, *columns_in(settings)}
     left_out = [
         f"column {name!r} is left out: {where} does not have it"
         for name, where in table.partial.items()
@@ -104,7 +104,7 @@ def recognise_table(asked: Asked, path: Path, held_out: Path | None = None) -> F
         settings=settings,
         num_samples=found.num_samples or len(table.wheres) - found.num_dropped,
         # Image classification lists unused columns itself, and unused images.
-        unused=(*unused,) if found.unused is None else found.unused,
+        unused=tuple(unused) if found.unused is None else found.unused,
         notes=(*table.notes, *left_out, *found.notes),
     )
 
@@ -122,7 +122,8 @@ def _with_templates(asked: Asked, table: Table) -> Table:
     return replace(table, columns=columns)
 
 
-def _columns_read(settings: Choices) -> set[str]:
+def columns_in(settings: Choices) -> set[str]:
+    """Return the columns that settings name."""
     values = [each.value for name, each in settings.items() if "_column" in name]
     return {name for value in values for name in ([value] if isinstance(value, str) else value)}
 
@@ -174,32 +175,33 @@ def _chats(asked: Asked, table: Table) -> Found | None:
             f"{table.partial.get(tools, table.path)}: no column {tools!r}. Write an empty list in rows without tools, "
             "or leave all tools out: --data.tools_column null"
         )
-    from accel_train.tasks.causal_lm.data import check_row, columns_of  # imports torch
-
-    data = asked.data.model_copy(update={"format": "chat", "messages_column": column.name, "tools_column": tools})
-    cells = zip(*(table[name].cells for name in columns_of(data)))
-    rows: list[Any] = [check_row(Row(row, where, 0), data) for row, where in zip(cells, table.wheres)]
-    text = "content" if "content" in keys else "value"
+    shape = "role, content" if "content" in keys else "from, value"
+    settings: Choices = {
+        "data.format": Choice("chat", f"each is a list of {{{shape}}}; the loss counts the assistant's messages"),
+        "data.messages_column": Choice(column.name, "the column of chats"),
+    }
+    if tools:
+        settings["data.tools_column"] = Choice(tools, "its name; the chat template shows them")
     sizes = [
         sum(len(str(each.get("content") or each.get("tool_calls", ""))) for each in row.parts)
         + len(str(row.tools or ""))
-        for row in rows
+        for row in _checked_rows(asked, table, settings)
     ]
-    why = (
-        f"each is a list of {{{', '.join(('role', text) if text == 'content' else ('from', text))}}}; "
-        "the loss counts the assistant's messages"
-    )
-    return Found(
-        task="causal-lm",
-        why=f"column {column.name!r} holds chats",
-        settings={
-            "data.format": Choice("chat", why),
-            **_column("messages_column", column.name, "the column of chats"),
-            **(_column("tools_column", tools, "its name; the chat template shows them") if tools else {}),
-        },
-        **lengths(sizes),
-        is_chat=True,
-    )
+    why = f"column {column.name!r} holds chats"
+    return Found(task="causal-lm", why=why, settings=settings, **lengths(sizes), is_chat=True)
+
+
+def _checked_rows(asked: Asked, table: Table, settings: Choices) -> list[Any]:
+    """Return the examples of all rows, read as the run will read them.
+
+    Raises:
+        ValueError: as for `check_row`.
+    """
+    from accel_train.tasks.causal_lm.data import check_row, columns_of  # imports torch
+
+    data: Any = with_settings(asked.data, settings)
+    cells = zip(*(table[name].cells for name in columns_of(data)))
+    return [check_row(Row(row, where, 0), data) for row, where in zip(cells, table.wheres)]
 
 
 def _named(prompt: str, completion: str) -> dict[str, str]:
@@ -241,29 +243,20 @@ def _pairs(asked: Asked, table: Table) -> Found | None:
             f"--data.input_column {others[0]}; or leave them out: "
             f"--data.prompt_column {pair[0]} --data.completion_column {pair[1]}"
         )
-    data = asked.data.model_copy(
-        update={
-            "format": "prompt_completion",
-            "prompt_column": pair[0],
-            "completion_column": pair[1],
-            "input_column": inputs,
-        }
-    )
-    from accel_train.tasks.causal_lm.data import check_row, columns_of  # imports torch
-
-    names = columns_of(data)
-    for *cells, where in zip(*(table[name].cells for name in names), table.wheres):
-        check_row(Row(tuple(cells), where, 0), data)
+    settings: Choices = {
+        "data.format": Choice("prompt_completion", "the loss counts the completions"),
+        "data.prompt_column": Choice(pair[0], "its name"),
+        "data.completion_column": Choice(pair[1], "its name"),
+    }
+    if inputs:
+        settings["data.input_column"] = Choice(inputs, "it follows the prompt, after a blank line")
+    _checked_rows(asked, table, settings)
+    cells = zip(*(table[name].cells for name in (*pair, *([inputs] if inputs else []))))
     return Found(
         task="causal-lm",
         why=f"columns {pair[0]!r} and {pair[1]!r} are prompt and completion",
-        settings={
-            "data.format": Choice("prompt_completion", "the loss counts the completions"),
-            **_column("prompt_column", pair[0], "its name"),
-            **_column("completion_column", pair[1], "its name"),
-            **(_column("input_column", inputs, "it follows the prompt, after a blank line") if inputs else {}),
-        },
-        **lengths([sum(len(cell or "") for cell in row) for row in zip(*(table[name].cells for name in names))]),
+        settings=settings,
+        **lengths([sum(len(cell or "") for cell in row) for row in cells]),
     )
 
 
@@ -280,9 +273,14 @@ def _plain_text(asked: Asked, table: Table) -> Found | None:
     return Found(
         task="causal-lm",
         why="from --task" if asked.task else "one column of text and no label: a language model learns to continue it",
-        settings=_column("text_column", text.name, why),
-        **lengths([len(str(cell)) for cell in text.cells]),
+        settings={"data.text_column": Choice(text.name, why)},
+        **lengths(_sizes_of(column)),
     )
+
+
+def _sizes_of(texts: Iterable[Column]) -> list[int]:
+    """Return the characters of each row in some columns."""
+    return [sum(len(str(cell)) for cell in row) for row in zip(*(column.cells for column in texts))]
 
 
 def _labelled(asked: Asked, table: Table) -> Found:
@@ -315,7 +313,7 @@ def _labelled(asked: Asked, table: Table) -> Found:
         counts=label.counts,
         has_one_label=label.is_one,
         num_dropped=label.num_dropped,
-        **lengths([sum(len(str(cell)) for cell in row) for row in zip(*(column.cells for column in texts))]),
+        **lengths(_sizes_of(texts)),
     )
 
 
@@ -425,7 +423,3 @@ def _may_be_pair(one: Column, other: Column) -> bool:
     words = [[word for cell in column.cells for word in cell.split()] for column in (one, other)]
     are_words = all(2 * sum(word[0].isalpha() for word in each) > len(each) for each in words)
     return are_words and sizes[0] >= _WORDS_OF_A_PAIR and sizes[1] <= _MOST_WORDS_TO_ONE * sizes[0]
-
-
-def _column(setting: str, name: str, why: str) -> Choices:
-    return {f"data.{setting}": Choice(name, why)}
