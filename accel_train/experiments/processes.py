@@ -76,11 +76,11 @@ class Processes:
                     if answers[rank] is not None:
                         deadline = min(deadline, time.monotonic() + SECONDS_FOR_OTHERS)
         failures = [each for _, each in sorted(answers.items()) if each is not None]
-        if len(answers) < self.size or len(failures) > 0:
+        if len(answers) < self.size:
+            failures.append(Failure(f"not over after {SECONDS:.0f} seconds", is_refusal=False))
+        if failures:
             self.end()
-        if len(answers) < self.size and not failures:
-            return Failure(f"not over after {SECONDS:.0f} seconds", is_refusal=False)
-        return failures[0] if failures else None
+        return next(iter(failures), None)
 
     def _start(self) -> None:
         port = free_port()

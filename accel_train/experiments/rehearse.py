@@ -273,6 +273,7 @@ def _rehearse(
     @contextmanager
     def launch(what: str, run_folder: Path) -> Iterator[TrainingProcess]:
         with busy(f"  {what}"), TrainingProcess(what, path, flags, run_folder, plan.world_size) as training:
+            startup_seconds.append(training.wait_for_first_step())
             yield training
 
     def note(what: str, did: str) -> None:
@@ -292,7 +293,6 @@ def _rehearse(
         whole, killed = folder / "whole", folder / "killed"
         _begin_with(newest, whole)
         with launch("uninterrupted", whole) as training:
-            startup_seconds.append(training.wait_for_first_step())
             _refuse_changes(training.events(), name)
             training.wait_for_checkpoint(last)
             stop_seconds = training.stop(STOP_SECONDS)
@@ -302,7 +302,6 @@ def _rehearse(
         _keep_only(whole, last)
         _begin_with(newest, killed)
         with launch("to be killed", killed) as training:
-            startup_seconds.append(training.wait_for_first_step())
             training.wait_for_checkpoint(first)
             training.wait_until(lambda: training.last_step() > first)
             training.kill()
@@ -310,7 +309,6 @@ def _rehearse(
         note("killed", f"SIGKILL to all processes after step {died_at} was done and step {first} was saved")
         _keep_only(killed, first)
         with launch("resumed", killed) as training:
-            startup_seconds.append(training.wait_for_first_step())
             training.wait_for_checkpoint(last)
             resumed = next(event["step"] for event in training.events() if event["event"] == "resume")
         assert resumed == first, f"resumed from step {resumed}, not from step {first}"

@@ -14,7 +14,7 @@ import psutil
 from accel_train.core.errors import ProcessFailed
 from accel_train.core.json_io import parse_json
 from accel_train.core.state import JsonRecord
-from accel_train.observe.run_folder import EVENTS_FILE, METRICS_FILE, read_events, read_metrics
+from accel_train.observe.run_folder import read_events, read_metrics
 from accel_train.runtime.launch_environment import child_environment
 from accel_train.runtime.launcher import stop_with_parent
 
@@ -73,14 +73,16 @@ class TrainingProcess:
 
     def events(self) -> list[JsonRecord]:
         """Return the lines of events.jsonl since this start."""
-        exists = (self.run_folder / EVENTS_FILE).exists()
-        return read_events(self.run_folder)[self._num_earlier_events :] if exists else []
+        with suppress(FileNotFoundError):
+            return read_events(self.run_folder)[self._num_earlier_events :]
+        return []
 
     def last_step(self) -> int:
         """Return the last step in metrics.jsonl, or 0."""
-        exists = (self.run_folder / METRICS_FILE).exists()
-        rows = read_metrics(self.run_folder) if exists else []
-        return max((row["step"] for row in rows if row["split"] == "train"), default=0)
+        with suppress(FileNotFoundError):
+            rows = read_metrics(self.run_folder)
+            return max((row["step"] for row in rows if row["split"] == "train"), default=0)
+        return 0
 
     def exit_code(self) -> int | None:
         """Return the exit code as a shell reports it (137 for SIGKILL), or None while the run is alive."""

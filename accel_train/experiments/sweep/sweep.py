@@ -26,8 +26,20 @@ from accel_train.core.ownership import check_file, write_file
 from accel_train.core.state import JsonRecord
 from accel_train.data.digest import digest_of_code
 from accel_train.experiments.subprocess_run import TrainingProcess
-from accel_train.experiments.sweep import values as sweep_values
-from accel_train.experiments.sweep.values import SEED, Combination, Outcome, Space
+from accel_train.experiments.sweep.values import (
+    SEED,
+    Combination,
+    Outcome,
+    Space,
+    check_number,
+    draws,
+    extremes,
+    flags_of,
+    grid,
+    propose,
+    read_space,
+    with_recipes,
+)
 from accel_train.metrics.baselines import is_number
 from accel_train.observe.run_folder import METRICS_FILE, SUMMARY_FILE, read_record
 from accel_train.plan.place import count_processes
@@ -97,7 +109,7 @@ def sweep(
             before any run starts.
         Preempted: a signal arrived, and the current run was asked to save.
     """
-    space = sweep_values.read_space(settings)
+    space = read_space(settings)
     first = combine(path, space, selection)
     root = Path(first[0].recipe.output_dir)
     try:
@@ -121,12 +133,14 @@ def combine(path: str, space: Space, selection: Selection) -> list[Combination]:
         raise ValueError(f"--random={random} and --optuna={optuna} exclude each other. Give one")
     if optuna is not None:
         check_packages(("optuna",), "optuna", "--optuna")
-        sweep_values.check_number(space, optuna, "--optuna")
-        return sweep_values.with_recipes(path, space, sweep_values.extremes(space))
-    if random is not None:
-        sweep_values.check_number(space, random, "--random")
-        return sweep_values.with_recipes(path, space, islice(sweep_values.draws(space, draw_seed), random))
-    return sweep_values.with_recipes(path, space, sweep_values.grid(space))
+        check_number(space, optuna, "--optuna")
+        chosen = extremes(space)
+    elif random is not None:
+        check_number(space, random, "--random")
+        chosen = list(islice(draws(space, draw_seed), random))
+    else:
+        chosen = grid(space)
+    return with_recipes(path, space, chosen)
 
 
 @dataclass
@@ -183,7 +197,7 @@ class _Sweep:
         before = [values for place, values in enumerate(before) if values not in before[:place]]
         for done in range(number):
             chosen = before[done] if done < len(before) else self._propose()
-            yield sweep_values.with_recipes(self.path, self.space, [chosen])
+            yield with_recipes(self.path, self.space, [chosen])
 
     def _propose(self) -> dict[str, str]:
         outcomes, size = [], len(self.space.seeds or [SEED])
@@ -195,7 +209,7 @@ class _Sweep:
             outcomes.append(Outcome(_without_seed(self.runs[at].values), mean, has_diverged))
         metric = next((record["metric"] for record in self.records if record.get("value") is not None), "loss")
         greater = bool(self.runs) and not self.runs[0].recipe.evaluate.is_lower_better(metric)
-        return sweep_values.propose(self.space, outcomes, greater_is_better=greater, draw_seed=self.selection.draw_seed)
+        return propose(self.space, outcomes, greater_is_better=greater, draw_seed=self.selection.draw_seed)
 
     def _train(self, place: int, num_runs: int) -> None:
         """Train one run, unless it has finished before, and write its result to sweep.json."""
@@ -221,7 +235,7 @@ class _Sweep:
     def _launch(self, each: Combination, record: JsonRecord) -> tuple[int, str]:
         """Run one combination until its end or a stop request, and return its exit code and its error in one line."""
         begin, before = time.monotonic(), record["seconds"]
-        words = [*self.space.fixed, *sweep_values.flags_of(each.values)]
+        words = [*self.space.fixed, *flags_of(each.values)]
         # A run on other data is kept in previous-N and trained again.
         if each.recipe.checkpoint.resume == "auto":
             words += ["--checkpoint.resume", "unchanged"]
@@ -330,9 +344,11 @@ def describe_rows(rows: Sequence[Row], recipe: Recipe) -> list[JsonRecord]:
         values = [row.value for row in runs if row.value is not None]
         losses = [row.loss for row in runs if row.value is not None and row.loss is not None]
         mean, spread = fmean(values) if values else None, stdev(values) if len(values) > 1 else None
-        fact = {"combination": name, "metric": metric, "mean": mean, "spread": spread, "values": values}
         place = (mean is None, sign * (mean or 0.0), fmean(losses) if losses else math.inf)
-        facts.append((place, {**fact, "runs": len(runs)}))
+        fact = {
+            "combination": name, "metric": metric, "mean": mean, "spread": spread, "values": values, "runs": len(runs)
+        }  # fmt: skip
+        facts.append((place, fact))
     return [fact for _, fact in sorted(facts, key=lambda pair: pair[0])]
 
 

@@ -234,7 +234,7 @@ def propose(space: Space, outcomes: Sequence[Outcome], *, greater_is_better: boo
         study.add_trial(optuna.create_trial(state=state, value=each.mean, params=params, distributions=kinds))
     params = study.ask(kinds).params
     chosen = {
-        name: values.write(params[name]) if isinstance(values, Range) else str(params[name])
+        name: values.write(params[name]) if isinstance(values, Range) else params[name]
         for name, values in space.swept.items()
     }
     before = [each.values for each in outcomes]
