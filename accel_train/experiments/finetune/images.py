@@ -12,7 +12,7 @@ import numpy as np
 
 from accel_train.core.errors import DataError
 from accel_train.core.format import format_count
-from accel_train.core.state import Choice
+from accel_train.core.state import Choice, Choices
 from accel_train.data.images.annotations.folders import LAYOUTS
 from accel_train.data.images.decoding import open_header
 from accel_train.data.images.images import (
@@ -43,21 +43,21 @@ _MASKS_LOOKED_AT = 2_000
 _VOC = ("JPEGImages", "SegmentationClass")
 _MOST_NUMBERS = 200
 """Maximum different numbers in masks. More indicate photos, or masks that were resized with smoothing."""
-_GREY_MODES = ("1", "L", "LA", "I", "I;16", "I;16B", "F")
+_GREY_MODES = frozenset(("1", "L", "LA", "I", "I;16", "I;16B", "F"))
 
 
 def lie_in_classes(folder: Path, names: Sequence[str]) -> bool:
     """Return whether images lie in two or more folders that may be classes: CLASS/*.jpg or train/CLASS/*.jpg."""
-    begin = _root_of(folder)[1]
-    inner = [name.removeprefix(begin) for name in names if name.startswith(begin)]
+    _, inner = _in_classes(folder, names)
     classes = {name.split("/", 1)[0] for name in inner}
     return all("/" in name for name in inner) and len(classes) > 1 and not are_parts(classes)
 
 
-def _root_of(folder: Path) -> tuple[Path, str]:
-    """Return the folder of the classes, and how names relative to `folder` begin there."""
+def _in_classes(folder: Path, names: Sequence[str]) -> tuple[Path, list[str]]:
+    """Return the folder of the classes, and those of the names below `folder` that lie there, relative to it."""
     root = parts_of_classes(folder).get("train", folder)
-    return root, "" if root == folder else f"{root.relative_to(folder).as_posix()}/"
+    begin = "" if root == folder else f"{root.relative_to(folder).as_posix()}/"
+    return root, [name.removeprefix(begin) for name in names if name.startswith(begin)]
 
 
 def recognise_classes(asked: Asked, folder: Path, tables: Sequence[Path] = ()) -> Found:
@@ -67,12 +67,11 @@ def recognise_classes(asked: Asked, folder: Path, tables: Sequence[Path] = ()) -
         ValueError: images lie outside of class folders, or there is one class. The message shows the right layout.
     """
     refuse_columns(asked, folder, "images")
-    root, begin = _root_of(folder)
     images, others = list_files(folder)
     if asked.data.label_names is None:
         refuse_annotations(folder, images, others)
-    names = [name.removeprefix(begin) for name in images if name.startswith(begin)]
-    num_others = sum(name.startswith(begin) for name in others)
+    root, names = _in_classes(folder, images)
+    num_others = len(_in_classes(folder, others)[1])
     loose = [name for name in names if "/" not in name]
     if loose:
         raise ValueError(
@@ -100,12 +99,13 @@ def recognise_classes(asked: Asked, folder: Path, tables: Sequence[Path] = ()) -
             f"{root} has only the class folder {next(iter(counts), 'none')!r}, "
             f"and a classifier needs two{_tables_there(tables)}"
         )
+    shown = ", ".join([*counts][:8]) + (", ..." if len(counts) > 8 else "")
     _, held, notes = eval_beside_train(asked.data)
     used = [root / name for name in classes] + [Path(name) for name in held or ()]
     return Found(
         "image-classification",
         f"images in {len(counts)} folders, one for each class",
-        f"{folder}: {format_count(len(names), 'image')} in {len(counts)} classes ({_listed(list(counts))})",
+        f"{folder}: {format_count(len(names), 'image')} in {len(counts)} classes ({shown})",
         num_samples=len(names),
         settings={"data.train": Choice(asked.path)},
         counts=counts,
@@ -166,15 +166,10 @@ def find_pairs(name: str) -> Pairs | None:
         return Pairs(str(images), str(held_pair[0][0]) if held_pair else None, why)
     whole = pair_of_folders(folder)
     train = _side(whole[0] if whole else folder, "train")
-    pair = pair_of_folders(train) if train is not None else None
-    if train is not None and pair is not None:
+    if train is not None and (pair := pair_of_folders(train)) is not None:
         held_out = _side(train.parent, "eval")
-        is_pair = held_out is not None and pair_of_folders(held_out) is not None
-        return Pairs(
-            str(train),
-            str(held_out) if is_pair else None,
-            f"{pair[0]} and {pair[1]} hold images and masks with the same names",
-        )
+        held = str(held_out) if held_out is not None and pair_of_folders(held_out) is not None else None
+        return Pairs(str(train), held, f"{pair[0]} and {pair[1]} hold images and masks with the same names")
     if whole is None:
         return None
     return Pairs(name, None, f"{whole[0].name}/ and {whole[1].name}/ hold images and masks with the same names")
@@ -212,10 +207,8 @@ def recognise_masks(asked: Asked, tree: Tree) -> Found | str:
     pool = masked_pool(pairs.train, asked.data, asked.path)
     classes, notes = _classes_of(asked, pool)
     root = asked.place
-    names = [name for name in (pairs.train, pairs.eval) if name is not None]
-    used = [
-        folder for name in names for folder in pair_of_folders(Path(name).expanduser()) or (Path(name).expanduser(),)
-    ]
+    places = [Path(name).expanduser() for name in (pairs.train, pairs.eval) if name is not None]
+    used = [folder for place in places for folder in pair_of_folders(place) or (place,)]
     # The masks of polygons keep the folders train/, val/, and test/ of their images.
     root = Path(pairs.train).parent if pool.names is not None and pairs.train != asked.path else root
     used += [root / name for name in _VOC] if Path(pairs.train).suffix and root.is_dir() else []
@@ -231,7 +224,7 @@ def recognise_masks(asked: Asked, tree: Tree) -> Found | str:
     )
 
 
-def _classes_of(asked: Asked, pool: ImagePool) -> tuple[dict[str, Choice[Any]], Sequence[str]]:
+def _classes_of(asked: Asked, pool: ImagePool) -> tuple[Choices, Sequence[str]]:
     """Return settings for the classes if the masks' numbers are not 0, 1, 2, ..., and notes about them."""
     if {"data.mask_values", "data.reduce_labels", "data.label_names"} & asked.given or pool.masks is None:
         return {}, ()
@@ -287,11 +280,7 @@ def sizes_of(images: Images) -> dict[str, Any]:
             fault = fault or (str(error) if isinstance(error, DataError) else f"{images.where(index)}: {error}")
     if not edges:
         raise ValueError(f"{fault}. None of the images can be opened; check the files")
-    return {"edge": int(median(edges)), "aspect": median(aspects), "is_gray": bool(modes) and modes <= {*_GREY_MODES}}
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    return {"edge": int(median(edges)), "aspect": median(aspects), "is_gray": modes <= _GREY_MODES}
 
 
 _BOXES = ({"xmin", "ymin"}, {"x_min", "y_min"}, {"bbox"}, {"x1", "y1", "x2", "y2"})
@@ -353,8 +342,8 @@ def recognise_images(asked: Asked, table: Table) -> Found | None:
     if list(cells) != list(column.cells):
         where = f"its cells name images in {folder / os.path.dirname(cells[0])}/"
     return Found(
-        task="image-classification",
-        why=f"column {column.name!r} names images, column {label.name!r} their classes",
+        "image-classification",
+        f"column {column.name!r} names images, column {label.name!r} their classes",
         settings={"data.image_column": Choice(column.name, where), **label.settings},
         counts=label.counts,
         unused=_not_used(table, cells, column.name, label.name),
@@ -384,8 +373,7 @@ def refuse_other_classes(asked: Asked, folder: Path, images: Sequence[str], tabl
     Raises:
         ValueError: a table does not. The message names the table and two of the folders.
     """
-    begin = _root_of(folder)[1]
-    images = [name.removeprefix(begin) for name in images if name.startswith(begin)]
+    _, images = _in_classes(folder, images)
     class_of = {Path(name).stem: name.split("/", 1)[0] for name in images}
     for path in tables if len(class_of) == len(images) else ():
         try:

@@ -102,15 +102,16 @@ def look_at(name: str, task: str, *, trust_remote_code: bool) -> Pretrained:
     config = pretrained_config(make_recipe(tree, "--model"))
     is_text = "tokenizer" in TASKS[task].uses
     size = None if is_text else pretrained_image_size(name, config, trust_remote_code=trust_remote_code)
-    tokenizer = load_tokenizer(name, trust_remote_code=trust_remote_code) if is_text else None
+    template = load_tokenizer(name, trust_remote_code=trust_remote_code).chat_template if is_text else None
+    num_positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     return Pretrained(
         name,
         num_pretrained_parameters(config, Path(name).expanduser()),
-        getattr(config.get_text_config(), "max_position_embeddings", None),
+        num_positions,
         size,
-        bool(tokenizer is not None and tokenizer.chat_template),
-        **({"masks_documents": _document_masks(tree, config)} if task == "causal-lm" else {}),
-        template_has_tools=tokenizer is not None and "tools" in str(tokenizer.chat_template),
+        bool(template),
+        **({"masks_documents": _document_masks(tree, num_positions)} if task == "causal-lm" else {}),
+        template_has_tools="tools" in str(template),
         is_t5="t5" in config.model_type,
         image_resize=None if is_text else _image_resize({**tree, "task": task}, config, size or 224),
     )
@@ -130,12 +131,11 @@ def _image_resize(tree: dict[str, Any], config: Any, size: int) -> Choice[str] |
     return None
 
 
-def _document_masks(tree: dict[str, Any], config: Any) -> Choice[bool]:
+def _document_masks(tree: dict[str, Any], num_positions: int | None) -> Choice[bool]:
     """Return whether the model can keep documents in a window apart, by the probe that starts a run."""
     from accel_train.task import load_task
 
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None) or LONGEST
-    data = {"train": ".", "mask_documents": True, "sequence_length": min(LONGEST, positions)}
+    data = {"train": ".", "mask_documents": True, "sequence_length": min(LONGEST, num_positions or LONGEST)}
     try:
         load_task("causal-lm").prove(make_recipe({**tree, "data": data}, "--model"))
     except ValueError as error:
@@ -177,8 +177,14 @@ def text_classifier(found: Found, pretrained: Pretrained | None) -> Choices:
         rate = Choice(0.05 if is_pair else 0.1, "for squared errors")
         if found.counts or found.has_one_label:
             rate = Choice(10.0, "for features of length 1")
-        ways: dict[str, Any] = {"separate_norms": True, "within_words": True, "log_counts": True}
-        config = {"model_type": "ngrams", **ways, **({"type_vocab_size": 2} if is_pair else {})}
+        config: dict[str, Any] = {
+            "model_type": "ngrams",
+            "separate_norms": True,
+            "within_words": True,
+            "log_counts": True,
+        }
+        if is_pair:
+            config["type_vocab_size"] = 2
         return {
             "model.config": Choice(
                 config,
@@ -254,7 +260,7 @@ def language_model(found: Found, pretrained: Pretrained | None) -> Choices:
 
 def _trained_on(found: Found, pretrained: Pretrained, has_rows: bool) -> Choices:
     """Return the settings for a pretrained language model on text, prompts, or chats."""
-    room = min(LONGEST, pretrained.num_positions or LONGEST)
+    room = _room(pretrained, LONGEST)
     length = _row_length(found, room) if has_rows else room
     if not has_rows and found.num_chars < 20 * length * _CHARS_PER_TOKEN:
         length = max(8, min(room, int(found.num_chars / _CHARS_PER_TOKEN / 20)))
@@ -301,6 +307,11 @@ def image_classifier(found: Found, pretrained: Pretrained | None) -> Choices:
         **trained,
         "optimizer.ema_decay": Choice(0.99),
     }
+
+
+def _room(pretrained: Pretrained | None, most: int) -> int:
+    """Return the tokens of the longest text that a model can read, up to `most`."""
+    return most if pretrained is None else min(most, pretrained.num_positions or most)
 
 
 def _own_size(pretrained: Pretrained, usual: int) -> Choice[int]:
@@ -381,7 +392,7 @@ def tagger(found: Found, pretrained: Pretrained | None) -> Choices:
 
 
 def answerer(found: Found, pretrained: Pretrained | None) -> Choices:
-    room = 256 if pretrained is None else min(384, pretrained.num_positions or 384)
+    room = _room(pretrained, 256 if pretrained is None else 384)
     return _small_model(found, pretrained, room, Choice("f1", "of the words of an answer"))
 
 
@@ -390,7 +401,7 @@ def translator(found: Found, pretrained: Pretrained | None) -> Choices:
     if missing_packages(TASKS["seq2seq"].packages):
         why = "scores of generated texts need pip install 'accel-train[seq2seq]'"
         metric, number = Choice("loss", why), Choice(0, why)
-    room = 512 if pretrained is None else min(512, pretrained.num_positions or 512)
+    room = _room(pretrained, 512)
     length = _row_length(replace(found, longest=found.longest_target), min(256, room))
     return {
         "data.max_target_length": Choice(length, "tokens; 19 of 20 targets fit"),
@@ -437,8 +448,7 @@ def _from_scratch(
 def embedder(found: Found, pretrained: Pretrained | None) -> Choices:
     has_scores = "data.score_column" in found.settings
     metric = Choice("spearman", "the order of the similarities") if has_scores else Choice("mrr_at_10")
-    room = 256 if pretrained is None else min(256, pretrained.num_positions or 256)
-    length = _row_length(found, room)
+    length = _row_length(found, _room(pretrained, 256))
     num_train = found.num_samples * (1 - eval_fraction_for(found))
     batch = max(2, min(128, 2 ** int(math.log2(max(num_train / 8, 1)))))
     is_adapted = pretrained is None or pretrained.num_parameters >= LORA_FROM_PARAMETERS

@@ -25,7 +25,7 @@ from accel_train.experiments.finetune.images import (
     recognise_masks,
     refuse_other_classes,
 )
-from accel_train.experiments.finetune.recipe import MOST_LISTED, Asked, Found, check_there, listed
+from accel_train.experiments.finetune.recipe import MOST_LISTED, Asked, Found, listed
 from accel_train.experiments.finetune.tables import columns_in, recognise_table
 from accel_train.experiments.finetune.texts import (
     recognise_class_folders,
@@ -59,7 +59,6 @@ def recognise(asked: Asked) -> Found:
         meant = did_you_mean(asked.task, finetune_tasks(), f"it knows {', '.join(finetune_tasks())}")
         raise ValueError(f"--task {asked.task}: finetune does not know this task; {meant}")
     refuse_other_data(asked.path, is_asked=asked.task is not None)
-    check_there(asked.path)
     if not asked.place.exists() and file_kind(asked.place) == "json":
         raise ValueError(f"{asked.place}: finetune reads one .json file. Write shards as .jsonl")
     found = _recognise(asked, Tree(asked.place))
@@ -134,16 +133,14 @@ def _images(asked: Asked, tree: Tree) -> Found | str:
 def _table(asked: Asked, tree: Tree) -> Found | str:
     tables = tree.of_kind(*TABLES)
     if not tables and not tree.of_kind("text", "conll"):
-        tables = [path for path in tree.of_kind("json") if _holds_rows(path, asked)]
-    return (
-        recognise_table(asked, *tree.chosen(tables))
-        if tables
-        else "no .csv, .tsv, .jsonl, .parquet, or .json with an array"
-    )
-
-
-def _holds_rows(path: Path, asked: Asked) -> bool:
-    return has_object_lines(path, asked.data) or read_text(path, asked.data).lstrip()[:1] == "["
+        tables = [
+            path
+            for path in tree.of_kind("json")
+            if has_object_lines(path, asked.data) or read_text(path, asked.data).lstrip()[:1] == "["
+        ]
+    if not tables:
+        return "no .csv, .tsv, .jsonl, .parquet, or .json with an array"
+    return recognise_table(asked, *tree.chosen(tables))
 
 
 def _tags(asked: Asked, tree: Tree) -> Found | str:
@@ -200,10 +197,9 @@ def _with_unused_files(found: Found, asked: Asked, tree: Tree) -> Found:
     path, folder = tree.path, tree.folder
     if found.unused is None or found.edge or is_saved_dataset(path):
         return found
-    data, read = with_settings(asked.data, found.settings), set[Path]()
-    for names in (data.train, data.eval):
-        if names is not None:
-            read |= {file.resolve() for file in files_of(resolve_sources(names, data, key=str(path)))}
+    data = with_settings(asked.data, found.settings)
+    sources = [source for _, name in data.named() for source in resolve_sources(name, data, key=str(path))]
+    read = {file.resolve() for file in files_of(sources)}
     others = tree.listed if tree.is_folder else [file for file in sorted(folder.iterdir()) if file.is_file()]
     others = [file for file in others if file.resolve() not in read]
     if "data.target_suffix" in found.settings:
@@ -215,9 +211,10 @@ def _with_unused_files(found: Found, asked: Asked, tree: Tree) -> Found:
         others = [file for file in others if file != read_names]
     tops = {file: top_part(file.relative_to(folder)) for file in others}
     tests = [
-        file for file, (top, part) in tops.items() if part == "test" and (file_kind(file) or data.reads_any_suffix)
+        file
+        for file, (top, part) in tops.items()
+        if part == "test" and not is_unlabeled(top.name) and (file_kind(file) or data.reads_any_suffix)
     ]
-    tests = [file for file in tests if not is_unlabeled(tops[file][0].name)]
     if tree.card:
         tests = files_at(tree.card["test"]) if "test" in tree.card else []
     if not tree.is_folder:
@@ -252,12 +249,10 @@ def _has_labels(test: Path, found: Found, data: Data) -> bool:
 def _by_folder(files: Sequence[Path]) -> str:
     """Return the names of files. Many files of one folder are shown as one entry."""
     counts = Counter(path.parent for path in files)
-    names = []
-    for path in files:
-        name = (
-            path.as_posix()
-            if counts[path.parent] <= MOST_LISTED
-            else f"{path.parent}/* ({counts[path.parent]:,} files)"
-        )
-        names.append(name if path.parent != Path() else path.name)
+    names = (
+        path.as_posix()
+        if path.parent == Path() or counts[path.parent] <= MOST_LISTED
+        else f"{path.parent}/* ({counts[path.parent]:,} files)"
+        for path in files
+    )
     return listed(list(dict.fromkeys(names)))

@@ -137,15 +137,18 @@ def _kind_of(path: Path) -> str | None:
 def _conll_files(asked: Asked, tree: Tree) -> Converted | None:
     """Return CoNLL files whose extensions are not known: eng.train, eng.testa."""
     is_open = asked.allows("token-classification") and 0 < len(tree.files) <= MOST_TAGGED
-    if not is_open or any(file_kind(file) is not None for file in tree.files):
+    if not is_open or any(map(file_kind, tree.files)):
         return None
     from accel_train.experiments.finetune.annotated.text_tasks import tagged_lines  # imports torch
 
-    parts = {file: part_of(file.suffix[1:]) for file in tree.files}
-    splits = {file: SPLITS[part] if part else file.suffix[1:] or "data" for file, part in parts.items()}
-    found = {f"{file.stem}.{split}.conll": file for file, split in splits.items() if tagged_lines(file, asked)}
-    are_all = len(found) == len(tree.files)
-    return Converted({name: file.read_bytes() for name, file in found.items()}) if are_all else None
+    found: dict[str, bytes] = {}
+    for file in tree.files:
+        if not tagged_lines(file, asked):
+            return None
+        suffix = file.suffix[1:]
+        part = part_of(suffix)
+        found[f"{file.stem}.{SPLITS[part] if part else suffix or 'data'}.conll"] = file.read_bytes()
+    return Converted(found) if len(found) == len(tree.files) else None
 
 
 _TEXTS = ("text", "texts", "sentence", "sentences", "words", "tokens", "input", "inputs", "x", "in")
@@ -291,8 +294,12 @@ def _splits_of(asked: Asked, tree: Tree) -> Converted | None:
     parts = {part: document[name] for part, name in keys.items()}
     if "validation" not in parts and "test" in parts:
         parts["eval_from_test"] = parts.pop("test")
-    lines = {name: [dict(enumerate(row, 1)) if isinstance(row, list) else row for row in parts[name]] for name in parts}
-    return Converted({f"{name}.jsonl": asked.jsonl(rows) for name, rows in lines.items()})
+    return Converted(
+        {
+            f"{name}.jsonl": asked.jsonl(dict(enumerate(row, 1)) if isinstance(row, list) else row for row in rows)
+            for name, rows in parts.items()
+        }
+    )
 
 
 def _rows_by_part(asked: Asked, tree: Tree) -> Converted | None:
@@ -323,23 +330,21 @@ def _rows_by_part(asked: Asked, tree: Tree) -> Converted | None:
         if images is not None and isinstance(images[1][0], str):
             continue
         by = f" by column {name!r}"
-        found = {SPLITS[part]: numbers for part, numbers in parts.items()}
         if kind == "parquet":
-            return Converted({f"{split}.parquet": _parquet_of(path, rows) for split, rows in found.items()}, by)
+            return Converted({f"{SPLITS[part]}.parquet": _parquet_of(path, rows) for part, rows in parts.items()}, by)
         every = list(rows_of(source, names, data))
-        parted = {split: [every[number] for number in numbers] for split, numbers in found.items()}
-        return Converted({f"{split}.jsonl": asked.jsonl(rows) for split, rows in parted.items()}, by)
+        return Converted(
+            {f"{SPLITS[part]}.jsonl": asked.jsonl(every[row] for row in rows) for part, rows in parts.items()}, by
+        )
     return None
 
 
 def _parquet_of(path: Path, rows: Sequence[int]) -> bytes:
-    import pyarrow
     import pyarrow.parquet
 
     sink = pyarrow.BufferOutputStream()
     pyarrow.parquet.write_table(pyarrow.parquet.read_table(path).take(rows), sink)
-    content: bytes = sink.getvalue().to_pybytes()
-    return content
+    return bytes(sink.getvalue())
 
 
 CONVERTERS: tuple[Callable[[Asked, Tree], Converted | None], ...] = (
