@@ -36,6 +36,8 @@ _WORDS_OF_TEXT = 3.0
 _FEWEST_CODES = 10
 _CODE = re.compile(r"(?=\D*\d)(?=[^A-Za-z]*[A-Za-z])[\w-]{3,}", re.ASCII)
 """Different codes (letters and digits: B000K2) from which they are ids of products or users, not classes."""
+TAG = re.compile(r"O|[BIES]-\S+")
+"""Tag of a word: B-PER, I-PER, O."""
 _DATE = re.compile(
     r"(?:\d{4}[-/.]\d{1,2}[-/.]\d{1,2}|\d{1,2}[-/.]\d{1,2}[-/.]\d{2,4}|"
     r"\d{1,2}[ -][A-Za-z]{3,9}\.?,?[ -]\d{2,4}|[A-Za-z]{3,9}\.? \d{1,2},? \d{4})"
@@ -201,6 +203,16 @@ class Table:
     def names(self) -> str:
         """Return the names of the columns as a list in text."""
         return ", ".join(self.columns)
+
+
+def objects(cell: object) -> list[Mapping[str, Any]]:
+    """Return the objects in a list."""
+    return [each for each in cell if isinstance(each, Mapping)] if isinstance(cell, list) else []
+
+
+def mapping(cell: object) -> Mapping[str, Any]:
+    """Return a cell that is an object, or an empty one."""
+    return cell if isinstance(cell, Mapping) else {}
 
 
 def files_at(path: Path) -> list[Path]:

@@ -22,6 +22,7 @@ from accel_train.data.images.decoding import open_image
 from accel_train.data.images.images import FileImages, evenly_spaced, in_threads, list_files, list_images, text_digest
 from accel_train.data.images.pairs import CLASSES_FILE, pair_of_folders
 from accel_train.data.parts import folders_beside
+from accel_train.experiments.finetune.columns import objects
 from accel_train.experiments.finetune.recipe import Asked
 
 _BACKGROUND, _IGNORED = ("background", "_background_"), "__ignore__"
@@ -76,8 +77,8 @@ def find_polygons(asked: Asked, place: str) -> Masks | None:
     files = [path / name for name in list_files(path)[1] if name.lower().endswith(".json")]
     if os.path.isfile(path):
         files, root = [path], path.parent.parent if path.parent.name.lower() == "annotations" else path.parent
-    is_asked = asked.allows("semantic-segmentation")
-    if not is_asked or not any(_content(files[index]) for index in evenly_spaced(len(files), _NUM_LOOKED_AT)):
+    looked_at = (files[index] for index in evenly_spaced(len(files), _NUM_LOOKED_AT))
+    if not asked.allows("semantic-segmentation") or not any(map(_content, looked_at)):
         return None
     from accel_train.experiments.finetune.images import find_pairs  # imports torch
 
@@ -132,9 +133,7 @@ def _content(file: Path) -> dict[str, Any] | None:
     except (OSError, ValueError, TypeError, AttributeError):
         return None
     # Boxes alone are for object detection.
-    has_polygons = isinstance(shapes, list) and any(
-        isinstance(each, dict) and each.get("segmentation") for each in shapes
-    )
+    has_polygons = any(each.get("segmentation") for each in objects(shapes))
     return content if isinstance(content.get("shapes"), list) or has_polygons else None
 
 
@@ -255,7 +254,9 @@ def find_palette(asked: Asked, place: str) -> Masks | None:
         return None
     from accel_train.tasks.semantic_segmentation.data import masked_pool  # imports torch
 
-    parts = {"train": pairs.train} | ({"val": pairs.eval} if pairs.eval and "data.eval" not in asked.given else {})
+    parts = {"train": pairs.train}
+    if pairs.eval and "data.eval" not in asked.given:
+        parts["val"] = pairs.eval
     test = folders_beside(Path(pairs.train).expanduser()).get("test")
     if pairs.train != place and test is not None and pair_of_folders(test):
         parts["test"] = str(test)
@@ -265,7 +266,7 @@ def find_palette(asked: Asked, place: str) -> Masks | None:
         images, masks = pool.images, pool.masks
         if not isinstance(images, FileImages) or not isinstance(masks, FileImages) or pool.names is not None:
             return None
-        looked_at = (masks[n] for n in evenly_spaced(len(masks), _NUM_LOOKED_AT) if part == "train")
+        looked_at = (masks[n] for n in evenly_spaced(len(masks), _NUM_LOOKED_AT))
         colored = (np.ptp(np.asarray(mask)[..., :3], 2).any() for mask in looked_at if mask.mode in ("RGB", "RGBA"))
         # Shades of gray are class numbers.
         if part == "train" and not any(colored):
@@ -277,8 +278,12 @@ def find_palette(asked: Asked, place: str) -> Masks | None:
     # Lists of images name absolute paths.
     top = Path(os.path.commonpath([path.absolute() if roots[0].is_absolute() else path, *roots]))
     places = sorted({each for root in roots for each in (top, root.parent, root)})
-    lists = [file for each in places for file in sorted(each.iterdir()) if _LIST.fullmatch(file.name.lower())]
-    lists = [file for file in lists if file.is_file() and file.stat().st_size <= _MOST_BYTES]
+    lists = [
+        file
+        for each in places
+        for file in sorted(each.iterdir())
+        if _LIST.fullmatch(file.name.lower()) and file.is_file() and file.stat().st_size <= _MOST_BYTES
+    ]
     found = {file: colors for file in lists if (colors := _named_colors(file, asked))}
     file, colors = next(iter(found.items()), (top / "class_dict.csv", {}))
     if any(other != colors for other in found.values()):

@@ -16,6 +16,7 @@ from accel_train.core.redaction import redact
 from accel_train.core.state import Choice, Choices
 from accel_train.core.terminal import printable
 from accel_train.data.builtin.digit_scenes import EMBEDDED_IMAGES
+from accel_train.data.delimited import columns_by_setting
 from accel_train.data.labels import class_notes
 from accel_train.data.sources import EMBEDDED_CORPORA, Source, file_kind
 from accel_train.data.tables import column_names, columns_read
@@ -49,6 +50,11 @@ class Asked:
     def flags(self) -> dict[str, tuple[str, ...]]:
         """Return the columns that the flags name, by flag."""
         return {"--text": self.text, "--label": self.label}
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether no flag names the task or a column."""
+        return self.task is None and not self.text and not self.label
 
     def allows(self, *tasks: str) -> bool:
         """Return whether the flag leaves the task open, or names one of these."""
@@ -122,9 +128,10 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST_LISTED]) + more
 
 
-def lengths(sizes: Sequence[int]) -> dict[str, Any]:
+def lengths(sizes: Iterable[int]) -> dict[str, Any]:
     """Return the length fields of `Found` from the sizes of texts in characters."""
-    return {"num_chars": sum(sizes), "longest": sorted(sizes)[len(sizes) * 19 // 20]}
+    ordered = sorted(sizes)
+    return {"num_chars": sum(ordered), "longest": ordered[len(ordered) * 19 // 20]}
 
 
 def places_of(asked: Asked, train: str | Path, held_out: str | Path | None) -> Choices:
@@ -299,8 +306,10 @@ def format_choices(found: Found, choices: Choices, recipe: Recipe, *, show_all: 
     lines += [f"  {note}" for note in class_notes(found.counts)[0 if show_all else 1 :]] if found.counts else []
     columns = [] if show_all else [name for name in named if name.endswith(("_column", "_columns"))]
     if columns:
-        kinds = {name: name.removeprefix("data.").partition("_column")[0] for name in columns}
-        shown = [f"{kinds[name]} {_short(named[name])} ({named[name].reason})" for name in columns]
+        shown = [
+            f"{name.removeprefix('data.').partition('_column')[0]} {_short(named[name])} ({named[name].reason})"
+            for name in columns
+        ]
         lines.append(f"  columns: {', '.join(shown)}")
     for name, choice in named.items():
         section, _, key = name.partition(".")
@@ -315,9 +324,9 @@ def summary(found: Found, recipe: Recipe) -> str:
     data = recipe.data
     is_read = data.model_fields_set if data.lines is None else {"label_column", "text_columns"}
     columns = {
-        name: [f"column {each}" if each.isdigit() else each for each in ([value] if isinstance(value, str) else value)]
-        for name in type(data).model_fields
-        if "_column" in name and name in is_read and (value := getattr(data, name))
+        name: [f"column {each}" if each.isdigit() else each for each in names]
+        for name, names in columns_by_setting(data).items()
+        if name in is_read
     }
     targets = [each for name in (data.label_setting, *_TARGETS) for each in columns.pop(name or "", ())]
     inputs = [each for name, names in columns.items() if name not in _NOT_LEARNED for each in names]

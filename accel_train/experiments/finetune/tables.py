@@ -4,7 +4,7 @@ An ambiguous table raises an error that shows the flag.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -74,13 +74,12 @@ def recognise_table(asked: Asked, path: Path, held_out: Path | None = None) -> F
     if held_out is not None and held_out.is_file() and "data.eval" in settings:
         check_encoding(held_out, with_settings(asked.data, table.settings))
     found = marked(asked, table)
-    is_free = asked.task is None and not asked.text and not asked.label
-    if found is None and is_free:
+    if found is None and asked.is_open:
         refuse_lists_as_text(table)
     columns = {name: column.cells for name, column in table.columns.items() if name not in (*asked.label, *asked.text)}
     refuse_parts(str(path), columns, table.columns)
     found = found or _chats(asked, table) or annotated(asked, table)
-    if found is None and is_free:
+    if found is None and asked.is_open:
         refuse_words_by_row(table)
     found = found or anchored(asked, table) or _pairs(asked, table)
     found = found or recognise_images(asked, table) or _plain_text(asked, table) or _labelled(asked, table)
@@ -182,13 +181,13 @@ def _chats(asked: Asked, table: Table) -> Found | None:
     }
     if tools:
         settings["data.tools_column"] = Choice(tools, "its name; the chat template shows them")
-    sizes = [
+    sizes = (
         sum(len(str(each.get("content") or each.get("tool_calls", ""))) for each in row.parts)
         + len(str(row.tools or ""))
         for row in _checked_rows(asked, table, settings)
-    ]
+    )
     why = f"column {column.name!r} holds chats"
-    return Found(task="causal-lm", why=why, settings=settings, **lengths(sizes), is_chat=True)
+    return Found("causal-lm", why, settings=settings, **lengths(sizes), is_chat=True)
 
 
 def _checked_rows(asked: Asked, table: Table, settings: Choices) -> list[Any]:
@@ -253,10 +252,10 @@ def _pairs(asked: Asked, table: Table) -> Found | None:
     _checked_rows(asked, table, settings)
     cells = zip(*(table[name].cells for name in (*pair, *([inputs] if inputs else []))))
     return Found(
-        task="causal-lm",
-        why=f"columns {pair[0]!r} and {pair[1]!r} are prompt and completion",
+        "causal-lm",
+        f"columns {pair[0]!r} and {pair[1]!r} are prompt and completion",
         settings=settings,
-        **lengths([sum(len(cell or "") for cell in row) for row in cells]),
+        **lengths(sum(len(cell or "") for cell in row) for row in cells),
     )
 
 
@@ -271,16 +270,16 @@ def _plain_text(asked: Asked, table: Table) -> Found | None:
         raise ValueError(f"--text {','.join(asked.text)}: a language model reads one column. Name one")
     text = column[0]
     return Found(
-        task="causal-lm",
-        why="from --task" if asked.task else "one column of text and no label: a language model learns to continue it",
+        "causal-lm",
+        "from --task" if asked.task else "one column of text and no label: a language model learns to continue it",
         settings={"data.text_column": Choice(text.name, why)},
         **lengths(_sizes_of(column)),
     )
 
 
-def _sizes_of(texts: Iterable[Column]) -> list[int]:
-    """Return the characters of each row in some columns."""
-    return [sum(len(str(cell)) for cell in row) for row in zip(*(column.cells for column in texts))]
+def _sizes_of(texts: Sequence[Column]) -> Iterator[int]:
+    """Yield the characters of each row in some columns."""
+    return (sum(len(str(cell)) for cell in row) for row in zip(*(column.cells for column in texts)))
 
 
 def _labelled(asked: Asked, table: Table) -> Found:
@@ -302,8 +301,8 @@ def _labelled(asked: Asked, table: Table) -> Found:
     if "data.label_columns" in label.settings:
         held = f"columns {label.name} hold one label each"
     return Found(
-        task="text-classification",
-        why=f"{'columns' if len(texts) > 1 else 'column'} {' and '.join(repr(column.name) for column in texts)} "
+        "text-classification",
+        f"{'columns' if len(texts) > 1 else 'column'} {' and '.join(repr(column.name) for column in texts)} "
         f"{'are' if len(texts) > 1 else 'is'} text, {held}",
         settings={
             "data.text_columns": Choice([column.name for column in texts], why),

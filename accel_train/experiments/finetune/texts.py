@@ -182,7 +182,7 @@ def _labelled(asked: Asked, settings: Choices, why: str, unit: str, where: str) 
         has_one_label=label.is_one,
         notes=tuple(note for source in sources for note in source.notes if data.lines == "file_names"),
         unused=(),
-        **lengths(list(map(len, texts))),
+        **lengths(map(len, texts)),
     )
 
 

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from accel_train.core.format import format_count
-from accel_train.core.state import Choice, Choices
 from accel_train.data.encoding import read_lines
 from accel_train.data.parts import part_of
 from accel_train.data.sources import file_kind
 from accel_train.data.tables import SPLITS, json_objects
 from accel_train.data.text.spans import ANNOTATIONS, ANSWERS, START_KEYS, fields_of, finished, spans_in
-from accel_train.experiments.finetune.columns import Table, data_at, files_at, with_settings
+from accel_train.experiments.finetune.columns import Table, data_at, files_at, mapping, objects, with_settings
 from accel_train.experiments.finetune.recipe import Asked, Converted, listed
 from accel_train.experiments.finetune.tree import MOST_TAGGED, Tree
 
@@ -21,7 +20,8 @@ _ROWS_LOOKED_AT = 200
 _LINES_LOOKED_AT = 5
 _READABLE = "Write text and label ([[start, end, name], ...], in characters) of each document into a .jsonl file"
 
-Rows = Sequence[Mapping[str, Any]]
+Row = Mapping[str, Any]
+Rows = Sequence[Row]
 
 
 class Marked(NamedTuple):
@@ -34,15 +34,6 @@ class Marked(NamedTuple):
     why: str
     read: tuple[str, ...] = ()
     """Further columns that are read."""
-
-    @property
-    def settings(self) -> Choices:
-        """Return the settings of `data`."""
-        return {
-            "data.tag_format": Choice(self.form, self.why),
-            "data.tokens_column": Choice(self.text, "the text"),
-            "data.tags_column": Choice(self.spans, "the spans"),
-        }
 
 
 def find_spans(asked: Asked, table: Table) -> Marked | None:
@@ -96,7 +87,7 @@ _FILES = (
 """Files of annotation tools: name, suffixes, a part of their first lines, and remedy."""
 
 
-def _rows(asked: Asked, table: Table) -> Iterator[Mapping[str, Any]]:
+def _rows(asked: Asked, table: Table) -> Iterator[Row]:
     """Yield the rows of a table. Rows of JSON also have the keys that other rows lack."""
     if file_kind(table.path) in ("json", "jsonl"):
         data = with_settings(asked.data, table.settings)
@@ -106,24 +97,14 @@ def _rows(asked: Asked, table: Table) -> Iterator[Mapping[str, Any]]:
         yield dict(zip(table.columns, cells))
 
 
-def objects(cell: object) -> list[Mapping[str, Any]]:
-    """Return the objects in a list."""
-    return [each for each in cell if isinstance(each, Mapping)] if isinstance(cell, list) else []
-
-
-def mapping(cell: object) -> Mapping[str, Any]:
-    """Return a cell that is an object, or an empty one."""
-    return cell if isinstance(cell, Mapping) else {}
-
-
-def results_of(row: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+def results_of(row: Row) -> list[tuple[str, Row]]:
     """Return the names and values of all results of a task of Label Studio."""
     made = [each for key in ANNOTATIONS for each in objects(row.get(key))]
     results = [result for annotation in made for result in objects(annotation.get("result"))]
     return [(str(result.get("from_name")), mapping(result.get("value"))) for result in results]
 
 
-def is_label_studio(row: Mapping[str, Any]) -> bool:
+def is_label_studio(row: Row) -> bool:
     """Return whether a row is a task of Label Studio's export JSON."""
     return isinstance(row.get("data"), Mapping) and any(
         "result" in each for key in ANNOTATIONS for each in objects(row.get(key))
@@ -139,7 +120,7 @@ def _label_studio(asked: Asked, table: Table, rows: Rows) -> Marked | str:
     return Marked("label_studio", text, "annotations", "Label Studio's export JSON", ("data", *ANNOTATIONS))
 
 
-def _holds_regions(row: Mapping[str, Any], key: str) -> bool:
+def _holds_regions(row: Row, key: str) -> bool:
     text = mapping(row.get("data")).get(key)
     return isinstance(text, str) and all(str(region.get("text", "")).strip() in text for _, region in results_of(row))
 
@@ -173,7 +154,7 @@ def _are_spans(cell: object) -> bool:
     )
 
 
-def _marks_places(row: Mapping[str, Any]) -> bool:
+def _marks_places(row: Row) -> bool:
     return any(
         key in each
         for name, cell in row.items()
@@ -202,7 +183,7 @@ def _one_of(asked: Asked, table: Table, setting: str, names: Sequence[str], flag
 
 class _Form(NamedTuple):
     name: str
-    is_it: Callable[[Mapping[str, Any]], bool]
+    is_it: Callable[[Row], bool]
     """Evidence in one row."""
     read: Callable[[Asked, Table, Rows], Marked | str | None]
     """Returns how to read the rows, or why they are not read, with the remedy."""
@@ -239,7 +220,6 @@ _FORMS = (
 _MEDIA = re.compile(r"\S+\.\w{2,5}(?:\?\S*)?")
 """Name of an image or a sound."""
 
-Row = Mapping[str, Any]
 Columns = tuple[str, str]
 """Names of the text and of its class."""
 
@@ -308,7 +288,7 @@ def _accepted(row: Row) -> list[str] | None:
     return labels if row["answer"] == "accept" else None
 
 
-def _questions(rows: Sequence[Row]) -> list[_Text]:
+def _questions(rows: Rows) -> list[_Text]:
     """Return each text with the labels that were accepted in Prodigy, where each row asks about one label.
 
     Of a single label, the texts that were rejected are the other class.
@@ -324,7 +304,7 @@ def _questions(rows: Sequence[Row]) -> list[_Text]:
     return [_Text(text, labels or None) for text, labels in found.items()]
 
 
-def _columns_of_choices(asked: Asked, path: Path, rows: Sequence[Row]) -> Columns:
+def _columns_of_choices(asked: Asked, path: Path, rows: Rows) -> Columns:
     """Return the key of the texts in `data`, and the name of the choices."""
     held = [row["data"] for row in rows]
     texts = [key for key in held[0] if all(isinstance(data.get(key), str) for data in held)]

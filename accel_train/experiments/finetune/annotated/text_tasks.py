@@ -15,7 +15,7 @@ from accel_train.data.encoding import read_lines
 from accel_train.data.sources import file_kind, resolve_sources
 from accel_train.data.text.aligned import target_file
 from accel_train.experiments.finetune.annotated.annotations import find_spans
-from accel_train.experiments.finetune.columns import Column, Table, data_at, files_at, readings, with_settings
+from accel_train.experiments.finetune.columns import TAG, Column, Table, data_at, files_at, readings, with_settings
 from accel_train.experiments.finetune.recipe import Asked, Found, lengths, listed, places_of, refuse_columns
 from accel_train.experiments.finetune.tree import Tree
 
@@ -63,7 +63,6 @@ _NEGATIVE = re.compile(r"negative(?:_?[0-9]+)?")
 _SCORES = ("score", "similarity", "similarity_score")
 _WORDS = ("tokens", "words", "token", "word")
 _TAGS = ("ner_tags", "tags", "labels")
-_TAG = re.compile(r"O|[BIES]-\S+")
 _SENTENCE = re.compile(r"sent(?:ence)?[ _]?(?:#|id|idx|no|num|number)?", re.IGNORECASE)
 """Columns that number sentences, in tables with a word in each row."""
 _LINES_LOOKED_AT = 1_000
@@ -91,7 +90,7 @@ def conll_settings(path: Path, asked: Asked) -> Choices | None:
         settings["data.tokens_column"] = Choice("2", "the first column numbers the words")
         fields = [fields for block in blocks for fields in block]
         columns = list(zip(*fields))[2:]
-        tags = next((place for place, column in enumerate(columns, 2) if all(map(_TAG.fullmatch, column))), 2)
+        tags = next((place for place, column in enumerate(columns, 2) if all(map(TAG.fullmatch, column))), 2)
         more = f"; column {len(fields[0])} is not read" if tags < len(fields[0]) - 1 else ""
         settings["data.tags_column"] = Choice(str(tags + 1), f"the first column of tags{more}")
     return settings
@@ -110,12 +109,12 @@ def tagged_lines(path: Path, asked: Asked) -> list[list[list[str]]]:
         if not line or fields[0] == "-DOCSTART-":
             blocks.append([])
         # A comment in front of a sentence.
-        elif blocks[-1] or not fields[0].startswith("#") or _TAG.fullmatch(fields[-1]):
+        elif blocks[-1] or not fields[0].startswith("#") or TAG.fullmatch(fields[-1]):
             blocks[-1].append(fields)
     words = [fields for block in blocks for fields in block]
-    are_tagged = all(len(fields) > 1 and _TAG.fullmatch(fields[-1]) for fields in words)
+    are_tagged = all(len(fields) > 1 and TAG.fullmatch(fields[-1]) for fields in words)
     # The last of several columns of tags may have no entity.
-    tags = {field for fields in words for field in fields[1:] if _TAG.fullmatch(field)}
+    tags = {field for fields in words for field in fields[1:] if TAG.fullmatch(field)}
     return [block for block in blocks if block] if are_tagged and tags - {"O"} else []
 
 
@@ -144,7 +143,7 @@ def annotated(asked: Asked, table: Table) -> Found | None:
     Raises:
         ValueError: several columns hold tags, a row cannot be read, or the columns do not fit `--task`.
     """
-    if not asked.allows(*_KINDS) or (asked.task is None and (asked.text or asked.label)):
+    if not asked.allows(*_KINDS) or (asked.task is None and not asked.is_open):
         return None
     given = (*asked.text, *asked.label)
     finders = {"token-classification": _tagged, "question-answering": _questions, "seq2seq": _pair}
@@ -173,7 +172,11 @@ def marked(asked: Asked, table: Table) -> Found | None:
     found = find_spans(asked, table)
     if found is None:
         return None
-    settings = found.settings
+    settings: Choices = {
+        "data.tag_format": Choice(found.form, found.why),
+        "data.tokens_column": Choice(found.text, "the text"),
+        "data.tags_column": Choice(found.spans, "the spans"),
+    }
     facts = facts_of(asked, "token-classification", str(table.path), {**table.settings, **settings})
     why = f"column {found.spans!r} holds spans of column {found.text!r}"
     return Found("token-classification", why, settings=settings, read=found.read, **facts)
@@ -186,8 +189,7 @@ def anchored(asked: Asked, table: Table) -> Found | None:
         ValueError: a row cannot be read, or the columns do not show what the texts of a row have in common.
     """
     is_asked = asked.task == "sentence-embedding"
-    is_open = asked.task is None and not asked.text and not asked.label and "label" not in table
-    if not is_asked and not is_open:
+    if not is_asked and (not asked.is_open or "label" in table):
         return None
     names, why = asked.text, "from --text"
     if not names and "data.pair_columns" in asked.given:
@@ -229,10 +231,10 @@ def anchored(asked: Asked, table: Table) -> Found | None:
     rows = read_anchor_rows(resolve_sources(str(table.path), data, key=str(table.path)), data, key=str(table.path))
     held = "texts that belong together" if score is None else f"pairs of texts, and {score!r} their similarity"
     return Found(
-        task="sentence-embedding",
-        why=f"columns {', '.join(map(repr, names[:-1]))} and {names[-1]!r} are {held}",
+        "sentence-embedding",
+        f"columns {', '.join(map(repr, names[:-1]))} and {names[-1]!r} are {held}",
         settings=settings,
-        **lengths([len(text) for row in rows for text in row.texts]),
+        **lengths(len(text) for row in rows for text in row.texts),
     )
 
 
@@ -240,11 +242,13 @@ def _tagged(asked: Asked, table: Table) -> tuple[str, ...] | None:
     known = (asked.data.tokens_column.lower(), *_WORDS)
     own = (name for name in (asked.data.tokens_column, *table.columns) if name in table and name.lower() in known)
     words = next(own, None)
-    if words is not None and _number_of_sentences(table, words) is not None:
-        tags = [name for name, column in table.columns.items() if all(map(_TAG.fullmatch, map(str, column.cells)))]
+    if words is None:
+        return None
+    if _number_of_sentences(table, words) is not None:
+        tags = [name for name, column in table.columns.items() if all(map(TAG.fullmatch, map(str, column.cells)))]
         return (words, tags[0]) if len(tags) == 1 else None
-    sizes = None if words is None else _sizes(table[words])
-    if words is None or sizes is None or not all(isinstance(each, str) for cell in table[words].cells for each in cell):
+    sizes = _sizes(table[words])
+    if sizes is None or not all(isinstance(each, str) for cell in table[words].cells for each in cell):
         return None
     names = [name for name, column in table.columns.items() if name != words and _sizes(column) == sizes]
     if "data.tags_column" in asked.given:
@@ -315,8 +319,8 @@ def facts_of(asked: Asked, task: str, path: str, settings: Choices) -> dict[str,
 
         pairs = read_pairs(sources, data, key=path, notes=notes)
         texts = [row.texts[0] for row in pairs]
-        facts = {"longest_target": lengths([len(row.label) for row in pairs])["longest"], "notes": tuple(notes)}
-    return {"num_samples": len(texts), **facts, **lengths([len(text) for text in texts])}
+        facts = {"longest_target": lengths(len(row.label) for row in pairs)["longest"], "notes": tuple(notes)}
+    return {"num_samples": len(texts), **facts, **lengths(map(len, texts))}
 
 
 _SIDES = frozenset(side for pair in PAIRS for side in pair)

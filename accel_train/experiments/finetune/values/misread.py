@@ -8,7 +8,7 @@ from typing import Any
 from accel_train.core.format import format_count
 from accel_train.data.labels import is_missing, means_missing, number_in
 from accel_train.data.tables import show_cell
-from accel_train.experiments.finetune.columns import Column, Table, words_of
+from accel_train.experiments.finetune.columns import TAG, Column, Table, words_of
 from accel_train.experiments.finetune.recipe import Asked
 
 _APPROVED = "good up like liked upvote upvoted thumbs_up thumbsup accept accepted approve approved chosen preferred "
@@ -24,14 +24,13 @@ _JUDGES = frozenset(_NAMES.split())
 _RATINGS = frozenset(("rating", "ratings", "stars", "feedback"))
 """Names of columns of grades. Answers with less than the best grade are not learned like the others."""
 _UNJUDGED = frozenset(("neutral", "unrated", "unknown", "no_feedback", "skip", "skipped"))
-_MEDIA = frozenset(("image", "images", "img", "imgs", "picture", "pictures", "photo", "photos"))
-_MEDIA |= frozenset(("video", "videos", "audio", "audios"))
+_MEDIA_NAMES = "image images img imgs picture pictures photo photos video videos audio audios"
+_MEDIA = frozenset(_MEDIA_NAMES.split())
 _PLACE = re.compile(r"<(?:image|video|audio)(?:_\d+)?>|<\|(?:image|video|audio)[a-z_]*\|>")
 _SKIN_TONES = re.compile("[\N{EMOJI MODIFIER FITZPATRICK TYPE-1-2}-\N{EMOJI MODIFIER FITZPATRICK TYPE-6}\ufe0f]")
 _PROMPTS = ("prompt", "instruction", "question", "input")
 _LIST = re.compile(r"\s*\[\s*[\[{'\"].*\]\s*", re.DOTALL)
 _WORDS = ("tokens", "words")
-_TAG = re.compile(r"O|[BIES]-\S+")
 _WORDS_OF_A_TOKEN = 1.5
 
 
@@ -127,10 +126,8 @@ def refuse_media(asked: Asked, table: Table, answers: Mapping[str, str], texts: 
     """
     if {f"data.{setting}" for setting in answers} & asked.given:
         return
-    names = [
-        name for name, column in table.columns.items() if not _MEDIA.isdisjoint(words_of(name)) and any(column.cells)
-    ]
-    names += [name for name in table.partial if not _MEDIA.isdisjoint(words_of(name))]
+    media = [name for name in (*table.columns, *table.partial) if not _MEDIA.isdisjoint(words_of(name))]
+    names = [name for name in media if name in table.partial or any(table[name].cells)]
     places = [found[0] for text in texts if (found := _PLACE.search(text))]
     if names or 2 * len(places) > len(table.wheres):
         what = f"column {', '.join(map(repr, names))}" if names else f"the contents of {places[0]}"
@@ -164,7 +161,7 @@ def refuse_words_by_row(table: Table) -> None:
     """
     strings = [column for column in table.columns.values() if column.is_strings]
     tags = next(
-        (column for column in strings if all(map(_TAG.fullmatch, column.cells)) and len({*column.cells}) > 2), None
+        (column for column in strings if all(map(TAG.fullmatch, column.cells)) and len({*column.cells}) > 2), None
     )
     words = [column for column in strings if column is not tags and column.mean_words < _WORDS_OF_A_TOKEN]
     if tags is not None and words and not any(column.is_text for column in strings):

@@ -8,7 +8,7 @@ from typing import Any
 
 from accel_train.data.parts import Part, pick
 from accel_train.data.tables import SPLITS
-from accel_train.experiments.finetune.columns import files_at
+from accel_train.experiments.finetune.columns import files_at, mapping, objects
 from accel_train.experiments.finetune.recipe import MOST_LISTED
 from accel_train.recipe.yaml_core import parse_yaml
 
@@ -28,9 +28,8 @@ def parts_of_card(folder: Path) -> dict[Part, Path]:
     # The card of something else.
     except ValueError:
         return {}
-    configs = content.get("configs") if isinstance(content, dict) else None
-    named = [each for each in configs if isinstance(each, dict)] if isinstance(configs, list) else []
-    named = [each for each in named if isinstance(each.get("data_files"), str | list | dict)]
+    configs = objects(mapping(content).get("configs"))
+    named = [each for each in configs if isinstance(each.get("data_files"), str | list | dict)]
     found = {str(each.get("config_name")): _files_of(each["data_files"]) for each in named}
     places = {name: {part: _place(folder, name, files) for part, files in each.items()} for name, each in found.items()}
     if len(places) > 1:
