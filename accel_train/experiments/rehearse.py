@@ -73,9 +73,7 @@ class Rehearsal:
         return all(each.difference is None for each in self.compared)
 
 
-def format_rehearsal(
-    rehearsal: Rehearsal, *, colour: bool = False, with_plan: bool = True, show_all: bool = False
-) -> str:
+def format_rehearsal(rehearsal: Rehearsal, *, colour: bool, with_plan: bool, show_all: bool) -> str:
     """Return the result as aligned text: first the verdict about resumes, then the measurements.
 
     `show_all` adds the launches, each comparison, and (`with_plan`) the plan.

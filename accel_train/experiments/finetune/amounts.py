@@ -94,23 +94,26 @@ class Passes(NamedTuple):
 
 
 class Amounts(NamedTuple):
-    """Settings of training by task: from scratch as in a recipe of this package, or with pretrained weights."""
+    """Settings of training by task: from scratch as in a recipe of this package, or with pretrained weights.
+
+    The defaults are for texts.
+    """
 
     recipe: str
-    from_scratch: Passes
-    pretrained: Passes
+    from_scratch: Passes = Passes(1_200, 3, 30)
+    pretrained: Passes = Passes(1_000, 2, 5)
     weight_decay: float = 0.01
     """Weight decay of pretrained weights."""
 
 
 AMOUNTS = {
-    "text-classification": Amounts("text_classification", Passes(1_200, 3, 30), Passes(1_000, 2, 5)),
+    "text-classification": Amounts("text_classification"),
     "image-classification": Amounts("image_classification", Passes(600, 5, 40), Passes(1_000, 3, 10), 0.05),
     "semantic-segmentation": Amounts("segmentation", Passes(800, 5, 100), Passes(1_500, 10, 60)),
     "object-detection": Amounts("object_detection", Passes(2_000, 10, 200), Passes(1_500, 10, 60), 1e-4),
-    "token-classification": Amounts("token_classification", Passes(1_200, 3, 30), Passes(1_000, 2, 5)),
-    "question-answering": Amounts("question_answering", Passes(1_200, 3, 30), Passes(1_000, 2, 5)),
-    "seq2seq": Amounts("seq2seq", Passes(1_200, 3, 30), Passes(1_000, 2, 5)),
+    "token-classification": Amounts("token_classification"),
+    "question-answering": Amounts("question_answering"),
+    "seq2seq": Amounts("seq2seq"),
     "sentence-embedding": Amounts("sentence_embedding", Passes(600, 3, 30), Passes(1_000, 1, 5)),
 }
 

@@ -60,7 +60,7 @@ def _in_classes(folder: Path, names: Sequence[str]) -> tuple[Path, list[str]]:
     return root, [name.removeprefix(begin) for name in names if name.startswith(begin)]
 
 
-def recognise_classes(asked: Asked, folder: Path, tables: Sequence[Path] = ()) -> Found:
+def recognise_classes(asked: Asked, folder: Path, tables: Sequence[Path]) -> Found:
     """Return the classes of a folder with CLASS/*.jpg or train/CLASS/*.jpg. `tables` in it do not name the images.
 
     Raises:

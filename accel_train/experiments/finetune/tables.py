@@ -56,7 +56,7 @@ _FURTHER_INPUTS = ("input", "context", "system", "system_prompt", "history", *_C
 """Columns that belong to the prompt, even short ones, because the answer depends on them."""
 
 
-def recognise_table(asked: Asked, path: Path, held_out: Path | None = None) -> Found:
+def recognise_table(asked: Asked, path: Path, held_out: Path | None) -> Found:
     """Return the task of a table and its columns. `held_out` is a table to evaluate on.
 
     Raises:

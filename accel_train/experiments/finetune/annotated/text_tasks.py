@@ -118,7 +118,7 @@ def tagged_lines(path: Path, asked: Asked) -> list[list[list[str]]]:
     return [block for block in blocks if block] if are_tagged and tags - {"O"} else []
 
 
-def recognise_annotated(asked: Asked, task: str, path: Path, held_out: Path | None = None) -> Found:
+def recognise_annotated(asked: Asked, task: str, path: Path, held_out: Path | None) -> Found:
     """Return the facts of a CoNLL or SQuAD file. `held_out` is a file to evaluate on.
 
     Raises:
