@@ -29,12 +29,11 @@ def classification_scores(confusion: ArrayLike, label_names: Sequence[str]) -> S
     class that is never predicted has precision 0. Without samples, every score is NaN. `details["classification"]`
     holds scikit-learn's `classification_report` as a dict and as text, and the matrix.
     """
-    matrix = np.asarray(confusion).astype(np.int64)
+    matrix = _integers(confusion)
     right = np.diag(matrix)
     counts = np.stack([right, matrix.sum(0) - right, matrix.sum(1) - right])
-    occurs = counts[0] + counts[1] + counts[2] > 0
     accuracy = _share(int(np.trace(matrix)), int(matrix.sum()))
-    metrics, details = _class_scores(counts, occurs, label_names, ("macro", "weighted"), accuracy)
+    metrics, details = _class_scores(counts, counts.sum(0) > 0, label_names, accuracy)
     details["confusion_matrix"] = matrix.tolist()
     return Scores({"accuracy": accuracy, **metrics, "mcc": matthews_correlation(matrix)}, {"classification": details})
 
@@ -46,9 +45,9 @@ def multilabel_scores(counts: ArrayLike, label_names: Sequence[str]) -> Scores:
     positives, false negatives, and true negatives. All labels count in averages, also labels that never occur (with 0),
     as in scikit-learn. Without samples, every score is NaN.
     """
-    table = np.asarray(counts).astype(np.int64).reshape(-1, 4)
+    table = _integers(counts).reshape(-1, 4)
     every = np.full(len(table), table.sum() > 0)
-    metrics, details = _class_scores(table[:, :3].T, every, label_names, ("micro", "macro", "weighted"))
+    metrics, details = _class_scores(table[:, :3].T, every, label_names)
     hamming_loss = _share(int(table[:, 1:3].sum()), int(table.sum()))
     return Scores({**metrics, "hamming_loss": hamming_loss}, {"classification": details})
 
@@ -60,22 +59,18 @@ def entity_scores(counts: ArrayLike, types: Sequence[str], num_right: int, num_w
     and true entities. Averages leave out a type that occurs neither in the truth nor among the predictions.
     `details["classification"]` is the report by type.
     """
-    found, predicted, true = np.asarray(counts).astype(np.int64).reshape(-1, 3).T
+    found, predicted, true = _integers(counts).reshape(-1, 3).T
     table = np.stack([found, predicted - found, true - found])
-    metrics, details = _class_scores(table, table.sum(0) > 0, types, ("micro", "macro", "weighted"))
+    metrics, details = _class_scores(table, table.sum(0) > 0, types)
     micro = {figure: metrics[f"{figure}_micro"] for figure in ("precision", "recall", "f1")}
     accuracy = _share(num_right, num_words)
     return Scores({**micro, "f1_macro": metrics["f1_macro"], "accuracy": accuracy}, {"classification": details})
 
 
 def _class_scores(
-    counts: Counts,
-    known: NDArray[np.bool_],
-    label_names: Sequence[str],
-    rows: Sequence[str],
-    accuracy: float | None = None,
+    counts: Counts, known: NDArray[np.bool_], label_names: Sequence[str], accuracy: float | None = None
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """Return averages over the `known` classes, and the report on all classes. The report shows the averages in `rows`.
+    """Return averages over the `known` classes, and the report on all classes.
 
     The report is `classification_report(output_dict=True)`: figures by class name, then `accuracy` and averages. A
     class that is not known has None for its rates. A class with the name of an average is shown as `NAME (class)`.
@@ -85,9 +80,9 @@ def _class_scores(
     for name, values, support, is_known in zip(label_names, _rates(counts).T.tolist(), counts[0] + counts[2], known):
         key = f"{name} (class)" if name in SUMMARY_ROWS else name
         report[key] = {**dict(zip(_FIGURES, values if is_known else [None] * 3)), "support": int(support)}
-    if accuracy is not None:
-        report["accuracy"] = accuracy
-    report |= {f"{kind} avg": means[kind] for kind in rows}
+    # The micro average of classes that exclude each other is the accuracy.
+    report |= {"micro avg": means["micro"]} if accuracy is None else {"accuracy": accuracy}
+    report |= {f"{kind} avg": means[kind] for kind in ("macro", "weighted")}
     metrics = {
         f"{figure.removesuffix('-score')}_{kind}": means[kind][figure]
         for figure in _FIGURES
@@ -144,7 +139,7 @@ def segmentation_scores(confusion: ArrayLike, label_names: Sequence[str]) -> Sco
     `confusion` is (C, C) pixel counts, and its rows are the truth. `details["segmentation"]["iou"]` has None for a
     class that does not occur.
     """
-    matrix = np.asarray(confusion).astype(np.int64)
+    matrix = _integers(confusion)
     ious = intersection_over_union(matrix)
     pixel_accuracy = _share(int(np.trace(matrix)), int(matrix.sum()))
     details = {
@@ -211,7 +206,7 @@ def auroc(scores: ArrayLike, labels: ArrayLike) -> float:
 
 def matthews_correlation(confusion: ArrayLike) -> float:
     """Return Matthews' correlation (Gorodkin 2004): 0 if truth or prediction has only one class, NaN if empty."""
-    matrix = np.asarray(confusion).astype(np.int64)
+    matrix = _integers(confusion)
     # Products of pixel counts overflow 64 bits. Python's integers do not.
     truth, predicted = matrix.sum(1).tolist(), matrix.sum(0).tolist()
     total, correct = sum(truth), int(np.trace(matrix))
@@ -224,7 +219,7 @@ def matthews_correlation(confusion: ArrayLike) -> float:
 
 def intersection_over_union(confusion: ArrayLike) -> Floats:
     """Return the intersection over union of each class, (C,); NaN if it occurs neither in truth nor prediction."""
-    matrix = np.asarray(confusion).astype(np.int64)
+    matrix = _integers(confusion)
     union = matrix.sum(0) + matrix.sum(1) - np.diag(matrix)
     return np.where(union > 0, np.diag(matrix) / np.maximum(union, 1), np.nan)
 
@@ -284,6 +279,10 @@ def _exact_area(scores: Floats, positive: NDArray[np.bool_]) -> float:
 
 def _share(part: int, whole: int) -> float:
     return part / whole if whole else math.nan
+
+
+def _integers(values: ArrayLike) -> NDArray[np.int64]:
+    return np.asarray(values).astype(np.int64)
 
 
 def _floats(values: Any) -> Floats:

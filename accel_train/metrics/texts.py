@@ -12,6 +12,7 @@ _ROUGE = ("rouge1", "rouge2", "rougeL")
 TEXT_SCORES = ("bleu", "chrf", *_ROUGE, "exact_match")
 """Names of the scores that `text_scores` returns."""
 
+_OF_ANSWERS = ("exact_match", "f1")
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _WITHOUT_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -85,12 +86,12 @@ def answer_scores(
     """
     hits = np.array([[exact_match(answer, each), f1(answer, each)] for answer, each in zip(answers, wanted)])
     if not len(hits):
-        return dict.fromkeys(("exact_match", "f1"), math.nan)
+        return dict.fromkeys(_OF_ANSWERS, math.nan)
     if threshold is None:
-        return dict(zip(("exact_match", "f1"), hits.mean(0).tolist()))
+        return dict(zip(_OF_ANSWERS, hits.mean(0).tolist()))
     scores, without = np.asarray(null_scores), np.array([not any(map(normalized, each)) for each in wanted])
     given = np.where((scores > threshold)[:, None], without[:, None].astype(float), hits)
-    found = dict(zip(("exact_match", "f1"), given.mean(0).tolist()))
+    found = dict(zip(_OF_ANSWERS, given.mean(0).tolist()))
     for name, column, chosen in (("has_answer_f1", 1, ~without), ("no_answer_accuracy", 0, without)):
         found[name] = float(given[chosen, column].mean()) if chosen.any() else math.nan
     best, at = _best_threshold(scores, hits[:, 1], without)
