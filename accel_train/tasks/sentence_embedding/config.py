@@ -65,6 +65,11 @@ class SentenceEmbeddingData(TextData):
         rest: tuple[Literal["query", "document"], ...] = ("document",)
         return self.column_prompts or ("query", *rest * (len(self.pair_columns) - 1))
 
+    @property
+    def prompts(self) -> dict[str, str]:
+        """Return the text before anchors (`query`), and before positives and negatives (`document`)."""
+        return {"query": self.anchor_prompt, "document": self.positive_prompt}
+
     def as_trained(self, trained: Data) -> Self:
         """Return this section with the prompt that each column had in training; the default for other columns."""
         if self.column_prompts or not isinstance(trained, SentenceEmbeddingData):

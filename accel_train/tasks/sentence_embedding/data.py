@@ -47,14 +47,16 @@ def load_rows(recipe: Recipe) -> Divided[AnchorRow]:
             "the columns of the anchor and its positive"
         )
     found = read_both(data, lambda sources, key, _: read_anchor_rows(sources, data, key=key))
-    train, evaluation = found.train, found.eval
-    if data.is_for_training and data.score_column is not None and len({row.label for row in train}) == 1:
+    if not data.is_for_training:
+        return found
+    if data.score_column is not None and len({row.label for row in found.train}) == 1:
         raise ValueError(
-            f"{data.train_key}: column {data.score_column!r} is {train[0].label:g} in all training rows, so no pair is "
-            "closer than another; give other scores, or leave data.score_column out for pairs that belong together"
+            f"{data.train_key}: column {data.score_column!r} is {found.train[0].label:g} in all training rows, so no "
+            "pair is closer than another; give other scores, or leave data.score_column out for pairs that belong "
+            "together"
         )
-    if data.is_for_training and data.score_column is None and evaluation:
-        number = len({row.texts[1] for row in evaluation})
+    if data.score_column is None and found.eval:
+        number = len({row.texts[1] for row in found.eval})
         if number <= _MOST_FOUND:
             found.notes.append(
                 f"recall_at_10 says nothing: the evaluation has {number} different positives. Raise "

@@ -10,7 +10,7 @@ from accel_train.core.json_io import load_json
 from accel_train.tasks.sentence_embedding.config import PROMPTS_FILE
 
 Pooling = Literal["mean", "cls", "last"]
-_MODES = {"mean": "mean", "cls": "cls", "last": "lasttoken"}
+_MODES: dict[Pooling, str] = {"mean": "mean", "cls": "cls", "last": "lasttoken"}
 _OLD_MODES = {
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_cls_token": "cls",
@@ -63,8 +63,8 @@ def pooling_of(pretrained: str) -> Pooling | None:
     config = _read(pretrained, f"{modules[1]['path']}/config.json") or {}
     modes = config.get("pooling_mode", _modes_of(config))
     modes = [modes] if isinstance(modes, str) else list(modes)
-    found: dict[str, Pooling] = {"mean": "mean", "cls": "cls", "lasttoken": "last"}
-    if len(modes) != 1 or modes[0] not in found:
+    found = [pooling for pooling, mode in _MODES.items() if modes == [mode]]
+    if not found:
         raise ValueError(
             f"model.pretrained={pretrained!r} pools by {' and '.join(modes) or 'nothing'}; sentence-embedding knows "
             "mean, cls, and last"
@@ -74,7 +74,7 @@ def pooling_of(pretrained: str) -> Pooling | None:
             f"model.pretrained={pretrained!r} leaves prompts out of its pooling (include_prompt: false), which "
             "sentence-embedding does not do; name another model"
         )
-    return found[modes[0]]
+    return found[0]
 
 
 def _modes_of(config: dict[str, Any]) -> list[str]:

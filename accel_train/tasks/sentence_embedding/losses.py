@@ -5,7 +5,7 @@ own rows and the gradient with respect to its own vectors. The backward pass of 
 as in GradCache (Gao et al. 2021). So the gradients of all processes add up to what one process with all rows computes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -19,6 +19,9 @@ from accel_train.model.kernels.global_loss import GlobalLoss
 _LARGEST_CHUNK = 2**23
 """Most similarities in memory at a time."""
 _FAILED = -1
+
+Chunks = Iterator[tuple[Tensor | slice, Tensor]]
+"""Some rows of a table, and the loss of each."""
 
 
 class Table(NamedTuple):
@@ -71,25 +74,27 @@ class Objective:
     def row_losses(self, table: Table, *, with_gradient: bool = True) -> tuple[Tensor, Tensor]:
         """Return the loss of each row (N,), and the gradient of their sum with respect to the vectors (N, K, D)."""
         device = table.vectors.device
-        loss_of = {"ranking": self._ranking, "cosent": self._cosent, "triplet": self._triplet}[self.name]
+        chunks_of = {"ranking": self._ranking, "cosent": self._cosent, "triplet": self._triplet}[self.name]
         losses, gradient = torch.zeros(len(table.vectors), device=device), torch.zeros_like(table.vectors)
         # Autocast would round the similarities.
         with torch.autocast(device.type, enabled=False), torch.set_grad_enabled(with_gradient):
             for dim in self.dims or (table.vectors.shape[-1],):
                 vectors = table.vectors.detach().requires_grad_(with_gradient)
                 unit = normalize(vectors[..., :dim], dim=-1)
-                found, of_unit = loss_of(unit.detach().requires_grad_(with_gradient), table, with_gradient)
-                losses = losses + found
+                leaf, of_unit = unit.detach().requires_grad_(with_gradient), torch.zeros_like(unit)
+                for rows, loss in chunks_of(leaf, table):
+                    losses[rows] += loss.detach()
+                    if with_gradient:
+                        of_unit += torch.autograd.grad(loss.sum(), leaf)[0]
                 if with_gradient:
                     gradient = gradient + torch.autograd.grad(unit, vectors, of_unit)[0]
         return losses, gradient
 
-    def _ranking(self, unit: Tensor, table: Table, with_gradient: bool) -> tuple[Tensor, Tensor]:
+    def _ranking(self, unit: Tensor, table: Table) -> Chunks:
         num_rows, step = len(unit), self.num_texts - 1
         anchors, documents = table.texts[:, 0], table.texts[:, 1:].flatten()
         is_positive = torch.arange(len(documents), device=unit.device) % step == 0
         its_anchor = anchors.repeat_interleave(step)
-        losses, gradient = torch.zeros(num_rows, device=unit.device), torch.zeros_like(unit)
         for rows in torch.arange(num_rows, device=unit.device).split(max(1, _LARGEST_CHUNK // max(len(documents), 1))):
             anchor, positive = anchors[rows, None], table.texts[rows, 1, None]
             is_right = (documents == positive) | (documents == anchor) | (is_positive & (its_anchor == anchor))
@@ -97,18 +102,15 @@ class Objective:
             if self.symmetric:
                 is_right = (anchors == anchor) | (anchors == positive) | (table.texts[:, 1] == positive)
                 loss = (loss + self._chosen(unit[rows, 1] @ unit[:, 0].T, is_right, rows)) / 2
-            losses[rows] = loss.detach()
-            if with_gradient:
-                gradient += torch.autograd.grad(loss.sum(), unit)[0]
-        return losses, gradient
+            yield rows, loss
 
     def _chosen(self, similarities: Tensor, is_right: Tensor, own: Tensor) -> Tensor:
         """Return the cross-entropy of column `own[i]` of each row i. Other columns that `is_right` do not take part."""
         left_out = is_right.scatter(1, own[:, None], False)
         return cross_entropy((self.scale * similarities).masked_fill(left_out, -torch.inf), own, reduction="none")
 
-    def _cosent(self, unit: Tensor, table: Table, with_gradient: bool) -> tuple[Tensor, Tensor]:
-        """Return log(1 + sum over pairs i, j with score i > score j of exp(scale (cos j - cos i))), for each row.
+    def _cosent(self, unit: Tensor, table: Table) -> Chunks:
+        """Yield log(1 + sum over pairs i, j with score i > score j of exp(scale (cos j - cos i))), for each row.
 
         The loss of the batch is one number, so it counts once per row: the mean over rows is this number.
         """
@@ -120,16 +122,12 @@ class Objective:
         from_here = torch.logcumsumexp(-cosines.flip(0), 0).flip(0)
         higher = torch.searchsorted(scores, scores, right=True)
         terms = cosines + torch.cat([from_here, cosines.new_full((1,), -torch.inf)])[higher]
-        loss = torch.logsumexp(torch.cat([cosines.new_zeros(1), terms]), 0)
-        gradient = torch.autograd.grad(loss * len(unit), unit)[0] if with_gradient else torch.zeros_like(unit)
-        return loss.detach().float().expand(len(unit)), gradient
+        yield slice(None), torch.logsumexp(torch.cat([cosines.new_zeros(1), terms]), 0).float().expand(len(unit))
 
-    def _triplet(self, unit: Tensor, table: Table, with_gradient: bool) -> tuple[Tensor, Tensor]:
+    def _triplet(self, unit: Tensor, table: Table) -> Chunks:
         cosines = (unit[:, :1] * unit[:, 1:]).sum(-1)
         is_right = (table.texts[:, 2:] == table.texts[:, 1:2]) | (table.texts[:, 2:] == table.texts[:, :1])
-        loss = (cosines[:, 1:] - cosines[:, :1] + self.margin).relu().masked_fill(is_right, 0.0).mean(1)
-        gradient = torch.autograd.grad(loss.sum(), unit)[0] if with_gradient else torch.zeros_like(unit)
-        return loss.detach(), gradient
+        yield slice(None), (cosines[:, 1:] - cosines[:, :1] + self.margin).relu().masked_fill(is_right, 0.0).mean(1)
 
 
 class GlobalBatch(GlobalLoss["list[Part]"]):
