@@ -150,15 +150,15 @@ def collate_packed(samples: Sequence[NDArray[np.int64]], *, pad_to_multiple_of: 
 
 def rows_as_samples(recipe: Recipe, corpus: "RowCorpus", config: PreTrainedConfig) -> TaskData:
     """Return the data of a run on tokenized rows, packed or one row per sample."""
-    packed = can_keep_rows_apart(recipe, config)
-    length = CausalLMData.of(recipe.data).sequence_length
+    packed, data = can_keep_rows_apart(recipe, config), CausalLMData.of(recipe.data)
+    length = data.sequence_length
 
     def windows(rows: TokenRows) -> PackedRows:
         rows_of = pack(rows.lengths, length) if packed.value else list(np.arange(len(rows))[:, None])
         return PackedRows(rows, rows_of, sequence_length=length, padding_id=corpus.separator_id)
 
     train, held_out = windows(corpus.train), None if corpus.eval is None else windows(corpus.eval)
-    multiple = None if packed.value else CausalLMData.of(recipe.data).pad_to_multiple_of
+    multiple = None if packed.value else data.pad_to_multiple_of
     num_positions = len(train) * length if packed.value else int(train.rows.lengths.sum())
     note = f"each row is a separate sample, padded: {packed.reason}"
     if packed.value:
@@ -185,8 +185,8 @@ def rows_as_samples(recipe: Recipe, corpus: "RowCorpus", config: PreTrainedConfi
 
 def shares_windows(recipe: Recipe, config: PreTrainedConfig) -> bool:
     """Return whether documents or fine-tuning rows share windows and are masked from each other."""
-    is_text = CausalLMData.of(recipe.data).format == "text"
-    return CausalLMData.of(recipe.data).mask_documents if is_text else can_keep_rows_apart(recipe, config).value
+    data = CausalLMData.of(recipe.data)
+    return data.mask_documents if data.format == "text" else can_keep_rows_apart(recipe, config).value
 
 
 def can_keep_rows_apart(recipe: Recipe, config: PreTrainedConfig) -> Choice[bool]:

@@ -93,14 +93,14 @@ class Proof:
 
 def checks_of(recipe: Recipe, config: PreTrainedConfig) -> list[str]:
     """Return the checks that a run of this recipe needs. Empty if tests already cover them for the model type."""
-    is_text, text = CausalLMData.of(recipe.data).format == "text", config.get_text_config()
-    positions = CausalLMData.of(recipe.data).sequence_length * (recipe.batch.global_batch_size or 1)
+    data, text = CausalLMData.of(recipe.data), config.get_text_config()
+    positions = data.sequence_length * (recipe.batch.global_batch_size or 1)
     is_large = positions * (getattr(text, "vocab_size", None) or 0) > chunked_loss.LOGITS_AT_ONCE
     chunks = recipe.loss.chunked is True or (recipe.loss.chunked == "auto" and is_large)
     wanted = {
-        DOCUMENTS: is_text and CausalLMData.of(recipe.data).mask_documents,
+        DOCUMENTS: data.format == "text" and data.mask_documents,
         CAP: recipe.loss.logit_softcap is not None,
-        ROWS: not is_text,
+        ROWS: data.format != "text",
         CHUNKED: chunks,
         CHECKPOINTING: recipe.precision.recomputed not in ("nothing", "budget"),
     }
@@ -252,12 +252,13 @@ class _Probe:
         self.tokens = tokens
         self.parts = [(row, *part) for row, ends in enumerate(cuts) for part in pairwise(ends)]
         self.parts = [part for part in self.parts if part[2] > part[1]]
+        self.pieces = [tokens[row : row + 1, begin:end] for row, begin, end in self.parts]
 
     def measure(self, proof: Proof, checks: Sequence[str]) -> Proof:
         """Return `proof` with a difference per check, or the reason why a check could not be computed."""
         try:
             with torch.no_grad():
-                alone = [self._own_logits(self.tokens[row : row + 1, begin:end]) for row, begin, end in self.parts]
+                alone = [_logits_of(self.stock, piece) for piece in self.pieces]
         except Exception as error:
             return replace(proof, refused=dict.fromkeys(checks, f"transformers' own forward fails: {in_words(error)}"))
         differences, refused = dict[str, float](), dict[str, str]()
@@ -284,10 +285,6 @@ class _Probe:
         proof = replace(proof, rounding=rounding, looks_ahead=of_later > MOST_ROUNDING)
         leaks = differences.get(DOCUMENTS, 0.0) > proof.rounding
         return replace(proof, layer=self._leaking_layer() if leaks else None)
-
-    def _own_logits(self, tokens: Any) -> Tensor:
-        """Return the logits (B, T, vocabulary) of transformers' own forward pass."""
-        return self.stock(input_ids=torch.as_tensor(tokens), use_cache=False).logits
 
     def _logits(self, batch: Batch) -> Tensor:
         with torch.no_grad():
@@ -316,8 +313,7 @@ class _Probe:
             model = type(self.stock)(config).eval()
             model.load_state_dict(self.stock.state_dict())
             with torch.no_grad():
-                found: Tensor = model(input_ids=torch.as_tensor(self.tokens), use_cache=False).logits
-            return found
+                return _logits_of(model, self.tokens)
 
         free = logits(1e6)
         cap = float(free.abs().max()) / 2
@@ -361,15 +357,14 @@ class _Probe:
         """Return the difference of transformers' own forward pass between fp32 and fp64, or 0 if fp64 fails."""
         with suppress(Exception), torch.no_grad():
             wide = deepcopy(self.stock).double()
-            rows = [torch.as_tensor(self.tokens[row : row + 1, begin:end]) for row, begin, end in self.parts]
-            return _largest_difference(alone, [wide(input_ids=row, use_cache=False).logits for row in rows])
+            return _largest_difference(alone, [_logits_of(wide, piece) for piece in self.pieces])
         return 0.0
 
     def _effect_of_later_tokens(self, alone: Sequence[Tensor]) -> float:
         """Return how much later tokens change earlier logits in transformers' own forward pass."""
         with torch.no_grad():
             first = [(number, row) for number, (row, begin, _) in enumerate(self.parts) if begin == 0]
-            whole = self._own_logits(self.tokens[:, :-1])
+            whole = _logits_of(self.stock, self.tokens[:, :-1])
         ours = [whole[row : row + 1, : alone[number].shape[1]] for number, row in first]
         return _largest_difference(ours, [alone[number] for number, _ in first])
 
@@ -381,8 +376,7 @@ class _Probe:
         labels, smoothing, z_loss = batch["labels"], self.recipe.loss.label_smoothing, self.recipe.loss.z_loss
 
         def own() -> Tensor:
-            logits = self.trained(input_ids=batch["input_ids"], use_cache=False).logits
-            return self.forward.loss_sum(logits, labels, smoothing, z_loss)
+            return self.forward.loss_sum(_logits_of(self.trained, batch["input_ids"]), labels, smoothing, z_loss)
 
         def in_chunks() -> Tensor:
             hidden = self.forward.hidden_states(self.trained, batch, self.compiled)
@@ -437,6 +431,12 @@ class _Probe:
         return None
 
 
+def _logits_of(model: nn.Module, tokens: Any) -> Tensor:
+    """Return the logits (B, T, vocabulary) of transformers' own forward pass."""
+    logits: Tensor = model(input_ids=torch.as_tensor(tokens), use_cache=False).logits
+    return logits
+
+
 def _part_of_block(named: Mapping[str, nn.Module], name: str) -> str:
     """Return the class of the module directly inside a numbered block that contains (or is) the named module."""
     parts = name.split(".")
@@ -480,9 +480,9 @@ def _remembered(recipe: Recipe, config: PreTrainedConfig, checks: Sequence[str],
     if recipe.model.trust_remote_code:
         return examine(recipe, config, forward, checks)
     data = CausalLMData.of(recipe.data)
-    own = [
-        inspect.getmodule(each) for each in (*forward, collate_packed, collate_windows, can_keep_rows_apart, toy_model)
-    ]
+    kernels = (activation_checkpointing, activations, attention, chunked_loss, documents)
+    functions = (*forward, collate_packed, collate_windows, can_keep_rows_apart, toy_model)
+    modules = map(inspect.getmodule, (*kernels, *functions))
     settings = {
         "config": config.to_dict(),
         "checks": list(checks),
@@ -490,11 +490,7 @@ def _remembered(recipe: Recipe, config: PreTrainedConfig, checks: Sequence[str],
         "data": [data.format, data.mask_documents, data.sequence_length],
         "sections": [recipe.loss.model_dump(), recipe.precision.model_dump()],
         "versions": [torch.__version__, transformers.__version__],
-        "code": [
-            inspect.getsource(each)
-            for each in (activation_checkpointing, activations, attention, chunked_loss, documents, *own)
-            if each is not None
-        ],
+        "code": [inspect.getsource(each) for each in modules if each is not None],
         "probe": Path(__file__).read_text(),
     }
     key = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()
