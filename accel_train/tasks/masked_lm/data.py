@@ -1,18 +1,19 @@
 """Masked language modeling: text windows with tokens to predict, and rows whose masks are filled."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from accel_train.data.encoding import read_lines
 from accel_train.data.labels import IGNORED_LABEL
-from accel_train.data.sources import Source, file_kind, resolve_sources
+from accel_train.data.sources import file_kind, resolve_sources
 from accel_train.data.tables import check_text
+from accel_train.data.text.padding import padded
 from accel_train.data.text.tokens import PADDING, WindowDataset
 from accel_train.tasks.common.texts import TextRow, text_rows
 from accel_train.tasks.masked_lm.config import MaskedLMData
@@ -106,14 +107,12 @@ def collate_masked(samples: Sequence[Masked], *, pad_id: int) -> dict[str, Any]:
 
     If lengths differ, samples are padded on the right and the batch has `attention_mask` (N, T) int64.
     """
-    lengths = np.array([len(sample.ids) for sample in samples])
-    shape = len(samples), int(lengths.max())
-    ids, labels = np.full(shape, pad_id, dtype=np.int64), np.full(shape, IGNORED_LABEL, dtype=np.int64)
-    for row, sample in enumerate(samples):
-        ids[row, : lengths[row]], labels[row, : lengths[row]] = sample
-    batch = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
-    if lengths.min() < shape[1]:
-        batch["attention_mask"] = torch.from_numpy((np.arange(shape[1]) < lengths[:, None]).astype(np.int64))
+    ids, every = zip(*samples)
+    width = max(map(len, ids))
+    labels = padded(every, width, IGNORED_LABEL)
+    batch = {"input_ids": padded(ids, width, pad_id), "labels": labels}
+    if min(map(len, ids)) < width:
+        batch["attention_mask"] = padded([np.ones(len(row)) for row in ids], width, 0)
     return {**batch, "num_targets": int((labels != IGNORED_LABEL).sum())}
 
 
@@ -126,20 +125,17 @@ def rows_to_fill(data: MaskedLMData) -> list[TextRow]:
     rows, key = list[TextRow](), data.train_key
     for part in file_by_file(resolve_sources(data.eval or data.train, data, key=key)):
         is_text = bool(part.files) and file_kind(part.files[0]) == "text"
-        rows += _lines(part, data) if is_text else text_rows([part], data, (data.text_column,), None, key=key)
+        rows += _lines(part.files[0], data) if is_text else text_rows([part], data, (data.text_column,), None, key=key)
     if not rows:
         raise ValueError(f"{key} holds no text; give a line or a row for each text whose masks are to be filled")
     return rows
 
 
-def _lines(source: Source, data: MaskedLMData) -> list[TextRow]:
-    path = source.files[0]
-    found = []
+def _lines(path: Path, data: MaskedLMData) -> Iterator[TextRow]:
     for number, (line, _) in enumerate(read_lines(path, data), start=1):
         where = f"{path}:{number}"
         if line.strip():
-            found.append(TextRow((check_text(line.rstrip("\r\n"), where, data),), None, where, where))
-    return found
+            yield TextRow((check_text(line.rstrip("\r\n"), where, data),), None, where, where)
 
 
 def mask_rows(rows: Sequence[TextRow], tokenizer: "PreTrainedTokenizerBase", max_length: int) -> list[Masked]:

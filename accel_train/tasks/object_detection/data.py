@@ -30,6 +30,7 @@ from accel_train.data.images.pools import boxed_scenes_pool, read_pools
 from accel_train.data.images.preprocessing import Preprocessing, height_width
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.sources import is_there
+from accel_train.data.text.padding import padded
 from accel_train.recipe.data import Augment
 from accel_train.tasks.object_detection.config import ObjectDetectionData
 
@@ -342,13 +343,11 @@ def collate_boxes(samples: Sequence[DetectionSample], *, preprocessing: Preproce
     """
     most = max(1, *(len(sample.boxes) for sample in samples))
     boxes = np.zeros((len(samples), most, 4), np.float32)
-    class_ids = np.full((len(samples), most), IGNORED_LABEL)
-    for number, sample in enumerate(samples):
-        boxes[number, : len(sample.boxes)] = sample.boxes
-        class_ids[number, : len(sample.boxes)] = sample.class_ids
+    for own, sample in zip(boxes, samples):
+        own[: len(sample.boxes)] = sample.boxes
     return {
         "pixel_values": preprocessing.normalise([sample.image for sample in samples]),
         "boxes": torch.from_numpy(boxes),
-        "class_ids": torch.from_numpy(class_ids),
+        "class_ids": padded([sample.class_ids for sample in samples], most, IGNORED_LABEL),
         "num_targets": len(samples),
     }
