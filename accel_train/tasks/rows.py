@@ -1,4 +1,4 @@
-"""Parts of the tasks that keep rows of text in memory: their source, padded pairs, digest of samples, and logits."""
+"""Parts that several tasks share: rows of text in memory and their source, padded pairs, counts, and predictions."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -8,9 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.sources import Source
 from accel_train.data.text.padding import padded, padded_inputs, samples_digest
-from accel_train.task import Batch, Tensors
+from accel_train.model.kernels.chunked_loss import summed_loss
+from accel_train.task import Batch, Tensors, Totals
 from accel_train.tasks.common.texts import Divided
 
 if TYPE_CHECKING:
@@ -37,6 +39,11 @@ class TextSource(Generic[Rows]):
     def row_ids(self, index: int) -> str:
         """Return the name of an evaluation row: its id column, or its file and row number."""
         return str(self.evaluated[index].id)
+
+
+def given(*columns: str | None) -> list[str]:
+    """Return the columns that a recipe names, without None."""
+    return [column for column in columns if column is not None]
 
 
 def file_by_file(sources: Iterable[Source]) -> Iterator[Source]:
@@ -71,3 +78,28 @@ def digest_of_sides(
 def logits_of(model: nn.Module, batch: Batch, not_read: Sequence[str] = ("labels",)) -> Tensor:
     """Return the logits of a batch in the model's precision, without the tensors that the model does not read."""
     return model(**{name: tensor for name, tensor in batch.items() if name not in not_read}).logits
+
+
+def likeliest(scores: Tensor) -> Tensors:
+    """Return the columns of predictions of one class per row, from the probabilities (N, C) of the classes."""
+    score, label = scores.max(dim=-1)
+    return {"label": label, "score": score, "scores": scores}
+
+
+def token_counts(logits: Tensor, labels: Tensor) -> Tensors:
+    """Return the summed loss without smoothing, the number of labels, and the number whose likeliest token is right."""
+    return {
+        "loss_sum": summed_loss(logits, labels),
+        "num_hits": (logits.argmax(-1) == labels).sum(),
+        "num_labels": (labels != IGNORED_LABEL).sum(),
+    }
+
+
+def token_accuracy(totals: Totals) -> float:
+    """Return the share of right tokens, from `token_counts` of all batches."""
+    return float(totals["num_hits"] / max(1, totals["num_labels"]))
+
+
+def decimals(values: NDArray[Any]) -> list[float]:
+    """Return the shortest decimals that round to the same values."""
+    return [float(str(value)) for value in values]

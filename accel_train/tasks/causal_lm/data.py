@@ -21,6 +21,7 @@ from accel_train.tasks.causal_lm import encoding
 from accel_train.tasks.causal_lm.config import CausalLMData
 from accel_train.tasks.causal_lm.encoding import Encoder, Example, Messages
 from accel_train.tasks.causal_lm.packing import TokenRows
+from accel_train.tasks.rows import given
 
 _ROWS_AT_ONCE = 1024
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
@@ -92,11 +93,11 @@ def _read(sources: Sequence[Source], data: CausalLMData, key: str, progress: boo
     return examples
 
 
-def columns_of(data: CausalLMData) -> tuple[str, ...]:
+def columns_of(data: CausalLMData) -> list[str]:
     """Return the columns that `data.format` reads."""
     if data.format == "chat":
-        return (data.messages_column, *([] if data.tools_column is None else [data.tools_column]))
-    return (data.prompt_column, data.completion_column, *([] if data.input_column is None else [data.input_column]))
+        return given(data.messages_column, data.tools_column)
+    return given(data.prompt_column, data.completion_column, data.input_column)
 
 
 def check_row(row: Row, data: CausalLMData) -> Example:
@@ -109,10 +110,9 @@ def check_row(row: Row, data: CausalLMData) -> Example:
         messages = _messages(row.cells[0], f"{row.where}: column {data.messages_column!r}", data)
         at = f"{row.where}: column {data.tools_column!r}"
         return Example(messages, row.where, read_tools(row.cells[1], at, data) if data.tools_column else ())
-    texts = [
-        text_cell(cell or "", column, row.where, data) for cell, column in zip(row.cells[2:], columns_of(data)[2:])
-    ]
-    prompt, completion = (text_cell(*cell, row.where, data) for cell in zip(row.cells, columns_of(data)[:2]))
+    names = columns_of(data)
+    texts = [text_cell(cell or "", name, row.where, data) for cell, name in zip(row.cells[2:], names[2:])]
+    prompt, completion = (text_cell(*cell, row.where, data) for cell in zip(row.cells, names[:2]))
     prompt = "\n\n".join([prompt, *filter(None, texts)])
     if not completion:
         raise ValueError(

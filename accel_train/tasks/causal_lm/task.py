@@ -52,6 +52,7 @@ from accel_train.tasks.causal_lm.data import prepare_rows
 from accel_train.tasks.causal_lm.packing import rows_as_samples, shares_windows
 from accel_train.tasks.causal_lm.probe import SOFTCAP, Forward, prove
 from accel_train.tasks.common.vocabulary import fields_with_vocabulary, grow_vocabulary
+from accel_train.tasks.rows import token_accuracy, token_counts
 
 
 class CausalLM(Task):
@@ -243,10 +244,8 @@ class CausalLM(Task):
         labels = batch["labels"]
         head = self.head_for_chunks(model, labels.numel())
         if head is None:
-            logits = next_token_logits(model, batch, self.compiled)
-            loss_sum, num_hits = summed_loss(logits, labels), (logits.argmax(-1) == labels).sum()
-        else:
-            loss_sum, num_hits = chunked_counts(head, hidden_states(model, batch, self.compiled), labels)
+            return token_counts(next_token_logits(model, batch, self.compiled), labels)
+        loss_sum, num_hits = chunked_counts(head, hidden_states(model, batch, self.compiled), labels)
         return {"loss_sum": loss_sum, "num_hits": num_hits, "num_labels": (labels != IGNORED_LABEL).sum()}
 
     def score(self, loss: float, totals: Totals, data: TaskData) -> Scores:
@@ -259,7 +258,7 @@ class CausalLM(Task):
         if facts.eval_bytes and facts.eval_tokens:
             scores["bits_per_byte"] = loss / math.log(2) * (facts.eval_tokens - 1) / facts.eval_bytes
         if "num_hits" in totals:
-            scores["token_accuracy"] = float(totals["num_hits"] / max(1, totals["num_labels"]))
+            scores["token_accuracy"] = token_accuracy(totals)
         return Scores(scores)
 
     def baselines(self, data: TaskData) -> dict[str, float]:

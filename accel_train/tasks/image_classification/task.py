@@ -27,6 +27,7 @@ from accel_train.tasks.image_classification.data import (
     draw_sample,
     read_labelled_images,
 )
+from accel_train.tasks.rows import likeliest
 
 _TOP_5_FROM_CLASSES = 11
 """Number of classes from which top-5 accuracy is reported. With ten or fewer, it is too easy."""
@@ -149,9 +150,7 @@ print(model.config.id2label[int(scores.argmax())], scores.max().item())"""
     def predict_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         """Return the likeliest class and all probabilities, averaged over all views with test-time augmentation."""
         pixel_values = batch["pixel_values"]
-        scores = self._mean_probabilities(model, pixel_values, image_logits(model, pixel_values))
-        score, label = scores.max(-1)
-        return {"label": label, "score": score, "scores": scores}
+        return likeliest(self._mean_probabilities(model, pixel_values, image_logits(model, pixel_values)))
 
     def baselines(self, data: TaskData) -> dict[str, float]:
         """Return the accuracy of the commonest class and of logistic regression on 8 x 8 gray thumbnails."""

@@ -29,11 +29,11 @@ from accel_train.recipe.schema import Recipe
 from accel_train.task import Batch, Columns, Facts, Scores, Task, TaskData, Tensors, Totals
 from accel_train.tasks.common import classification
 from accel_train.tasks.common import text_models as models
-from accel_train.tasks.common.generation import NO_TOKEN, decoded
+from accel_train.tasks.common.generation import NO_TOKEN, decoded, spaced
 from accel_train.tasks.common.texts import TextRow, text_tokenizer, with_frame
 from accel_train.tasks.masked_lm.config import SPEC, MaskedLMData
 from accel_train.tasks.masked_lm.data import MaskedWindows, Masking, collate_masked, mask_rows, masking_of, rows_to_fill
-from accel_train.tasks.rows import logits_of
+from accel_train.tasks.rows import decimals, logits_of, token_accuracy, token_counts
 
 MASKED_LM = models.Head("masked language modelling", AutoModelForMaskedLM, MODEL_FOR_MASKED_LM_MAPPING)
 MOST_COUNTED = 10_000
@@ -161,12 +161,7 @@ class MaskedLM(Task):
 
     def evaluate_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         """Return the summed loss, the number of masked tokens, and the number whose likeliest token is right."""
-        logits, labels = logits_of(model, batch), batch["labels"]
-        return {
-            "loss_sum": summed_loss(logits, labels),
-            "num_hits": (logits.argmax(-1) == labels).sum(),
-            "num_labels": (labels != IGNORED_LABEL).sum(),
-        }
+        return token_counts(logits_of(model, batch), batch["labels"])
 
     def score(self, loss: float, totals: Totals, data: TaskData) -> Scores:
         """Return the perplexity and accuracy of the masked tokens. All evaluations use the same masks.
@@ -175,8 +170,7 @@ class MaskedLM(Task):
         token at a time (the pseudo-perplexity of Salazar et al. 2020) would need one forward pass per token and give a
         lower value.
         """
-        accuracy = float(totals["num_hits"] / max(1, totals["num_labels"]))
-        return Scores({"perplexity": perplexity(loss), "token_accuracy": accuracy})
+        return Scores({"perplexity": perplexity(loss), "token_accuracy": token_accuracy(totals)})
 
     def baselines(self, data: TaskData) -> dict[str, float]:
         """Return the scores of the training tokens' frequencies on the tokens that evaluations predict."""
@@ -219,7 +213,7 @@ class MaskedLM(Task):
         return {
             "filled": decoded(rows["filled"], tokenizer),
             "tokens": ["|".join(tokenizer.decode([token]) for token in row[row >= 0]) for row in rows["tokens"]],
-            "score": [float(str(value)) for value in rows["score"]],
+            "score": decimals(rows["score"]),
         }
 
     def save_description(self, model: nn.Module, data: TaskData, folder: Path) -> None:
@@ -266,8 +260,8 @@ def _with_mask(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> tuple[PreT
 
 def _token_counts(windows: Any, size: int) -> NDArray[np.int64]:
     """Return the counts (size,) of masked tokens in up to MOST_COUNTED evenly spaced windows."""
-    counts, number = np.zeros(size, dtype=np.int64), min(MOST_COUNTED, len(windows))
-    for index in range(number):
-        labels = windows[index * len(windows) // number].labels
+    counts = np.zeros(size, dtype=np.int64)
+    for index in spaced(MOST_COUNTED, len(windows)):
+        labels = windows[index].labels
         counts += np.bincount(labels[labels != IGNORED_LABEL], minlength=size)
     return counts

@@ -17,7 +17,7 @@ from accel_train.data.text.tokenizers import parts_to_tokenize, plain_encoder
 from accel_train.recipe.schema import Recipe
 from accel_train.tasks.common.texts import Divided, list_cell, read_both
 from accel_train.tasks.multiple_choice.config import MultipleChoiceData
-from accel_train.tasks.rows import padded_pairs, second_from
+from accel_train.tasks.rows import given, padded_pairs, second_from
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,9 +56,7 @@ def load_choices(recipe: Recipe) -> Divided[ChoiceRow]:
             row. The message names the row.
     """
     data = MultipleChoiceData.of(recipe.data)
-    found = read_both(
-        data, lambda sources, key, _: read_choices(sources, data, key=key), is_labelled=data.label_column is not None
-    )
+    found = read_both(data, lambda sources, key, _: read_choices(sources, data, key=key), is_labelled=data.is_labelled)
     _check_counts([found.train[0], *(found.eval or ())])
     return found
 
@@ -88,10 +86,9 @@ def read_choices(sources: Sequence[Source], data: MultipleChoiceData, *, key: st
         raise ValueError(
             f"data.text_columns={list(names)} has {len(names)} columns; give one, or two (text, begin of endings)"
         )
-    further = [column for column in (data.label_column, data.id_column) if column is not None]
     rows = []
     for source in sources:
-        for cells, where, _ in read_rows(source, (*names, *choices, *further), data):
+        for cells, where, _ in read_rows(source, given(*names, *choices, data.label_column, data.id_column), data):
             unread = iter(cells)
             text, *begin = (text_cell(cell, name, where, data) for name, cell in zip(names, unread))
             columns, own = choices, [*islice(unread, len(choices))]

@@ -2,10 +2,8 @@
 
 import re
 from functools import partial
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from accel_train.core.model_card import FOLDER, Use
@@ -19,7 +17,7 @@ from accel_train.tasks.common.encoder import EncoderTask, cut_note
 from accel_train.tasks.common.texts import WORD, Divided
 from accel_train.tasks.multiple_choice import data as choices
 from accel_train.tasks.multiple_choice.config import SPEC, MultipleChoiceData
-from accel_train.tasks.rows import TextSource, digest_of_sides, logits_of
+from accel_train.tasks.rows import TextSource, decimals, digest_of_sides, likeliest, logits_of
 
 _EXAMPLE = f"""
 from transformers import AutoModelForMultipleChoice, AutoTokenizer
@@ -106,9 +104,7 @@ class MultipleChoice(EncoderTask):
 
     def predict_batch(self, model: nn.Module, batch: Batch) -> Tensors:
         """Return the position of the likeliest ending, from 0, and the probability of each ending."""
-        scores = logits_of(model, batch).float().softmax(dim=-1)
-        score, label = scores.max(dim=-1)
-        return {"label": label, "score": score, "scores": scores}
+        return likeliest(logits_of(model, batch).float().softmax(dim=-1))
 
     def prediction_columns(self, rows: Totals, data: TaskData) -> Columns:
         """Return the likeliest ending, its position, all probabilities, and the right position if known."""
@@ -117,13 +113,13 @@ class MultipleChoice(EncoderTask):
         columns: Columns = {
             "label": [str(place) for place in places],
             "ending": [row.endings[place] for row, place in zip(asked, places)],
-            "score": _decimals(rows["score"]),
+            "score": decimals(rows["score"]),
         }
         if asked and asked[0].label != IGNORED_LABEL:
             columns["true_label"] = [str(row.label) for row in asked]
         # Left out if a text has many endings.
         scores = rows.get("scores", np.empty((0, 0)))
-        return columns | {f"score_{place}": _decimals(scores[:, place]) for place in range(scores.shape[1])}
+        return columns | {f"score_{place}": decimals(scores[:, place]) for place in range(scores.shape[1])}
 
     def baselines(self, data: TaskData) -> dict[str, float]:
         """Return the accuracy of the most frequent position and of the largest word overlap with the text."""
@@ -147,11 +143,6 @@ class MultipleChoice(EncoderTask):
             ],
             "texts",
         )
-
-
-def _decimals(values: NDArray[Any]) -> list[float]:
-    """Return the shortest decimals that round to the same values."""
-    return [float(str(value)) for value in values]
 
 
 def _likest(row: choices.ChoiceRow) -> int:

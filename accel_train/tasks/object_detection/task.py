@@ -27,6 +27,7 @@ from accel_train.tasks.object_detection import data as detection
 from accel_train.tasks.object_detection import losses
 from accel_train.tasks.object_detection import metrics as scores_of
 from accel_train.tasks.object_detection.config import SPEC, ObjectDetectionData
+from accel_train.tasks.rows import decimals
 
 _NUM_TRIED = 64
 """Evenly spaced images that are decoded before training starts, to find errors that affect all of them."""
@@ -125,7 +126,7 @@ print(found["labels"], found["scores"], found["boxes"])"""
     def loss_sum(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the fp32 loss of a micro-batch, times the images of the global batch."""
         terms = losses.detection_terms(model, batch)[1]
-        counts = (self.global_loss if model.training else losses.GlobalCounts()).whole(self._counts(batch))
+        counts = (self.global_loss if model.training else losses.GlobalCounts()).whole(self.global_part(model, batch))
         return _loss(terms, counts, self.config)
 
     def loss_without_values(self, model: nn.Module, batch: Batch) -> Tensor:
@@ -135,9 +136,6 @@ print(found["labels"], found["scores"], found["boxes"])"""
 
     def global_part(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the counts of a micro-batch, for `GlobalLoss.over`."""
-        return self._counts(batch)
-
-    def _counts(self, batch: Batch) -> Tensor:
         return losses.count(batch["class_ids"], self.num_queries)
 
     def evaluate_batch(self, model: nn.Module, batch: Batch) -> Tensors:
@@ -146,7 +144,7 @@ print(found["labels"], found["scores"], found["boxes"])"""
         return {
             "loss_sum": terms.new_zeros(()),
             "terms": terms,
-            "counts": self._counts(batch),
+            "counts": self.global_part(model, batch),
             "rows_boxes": self._best(outputs),
         }
 
@@ -158,9 +156,8 @@ print(found["labels"], found["scores"], found["boxes"])"""
     def score(self, loss: float, totals: Totals, data: TaskData) -> Scores:
         """Return mAP over IoU thresholds of 0.5 to 0.95, mAP at 0.5 and 0.75, and AP by class."""
         rows: ImageRows = data.source.sets.eval
-        number = len(totals["rows_boxes"])
         # An evaluation of `evaluate.max_samples` images spreads them evenly.
-        truth = [rows.boxes_of(index * len(rows) // number) for index in range(number)]
+        truth = [rows.boxes_of(index) for index in evenly_spaced(len(rows), len(totals["rows_boxes"]))]
         found = [
             _detection(row, each.width, each.height) for row, each in zip(totals["rows_boxes"], truth, strict=True)
         ]
@@ -192,7 +189,7 @@ print(found["labels"], found["scores"], found["boxes"])"""
         for index, row in zip(rows["index"].tolist(), rows["found"], strict=True):
             found = _detection(row, *_size(images, index))
             columns["labels"].append([names[each] for each in found.class_ids.tolist()])
-            columns["scores"].append([float(str(each)) for each in found.scores])
+            columns["scores"].append(decimals(found.scores))
             columns["boxes"].append([[round(each, 2) for each in scores_of.coco_box(box)] for box in found.corners])
         return columns
 

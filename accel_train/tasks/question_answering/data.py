@@ -17,7 +17,7 @@ from accel_train.data.text.tokenizers import parts_to_tokenize, plain_encoder
 from accel_train.recipe.schema import Recipe
 from accel_train.tasks.common.texts import Divided, read_both
 from accel_train.tasks.question_answering.config import QuestionAnsweringData
-from accel_train.tasks.rows import file_by_file, padded_pairs, second_from
+from accel_train.tasks.rows import file_by_file, given, padded_pairs, second_from
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,7 +66,7 @@ def load_questions(recipe: Recipe) -> Divided[Question]:
     return read_both(
         data,
         lambda sources, key, _: read_questions(sources, data, key=key),
-        is_labelled=data.answers_column is not None,
+        is_labelled=data.is_labelled,
     )
 
 
@@ -87,8 +87,7 @@ def read_questions(sources: Sequence[Source], data: QuestionAnsweringData, *, ke
 
 def _table_questions(source: Source, data: QuestionAnsweringData) -> Iterator[Question]:
     columns = [data.question_column, data.context_column]
-    further = [column for column in (data.answers_column, data.id_column) if column is not None]
-    for row in read_rows(source, (*columns, *further), data):
+    for row in read_rows(source, given(*columns, data.answers_column, data.id_column), data):
         question, context = (text_cell(cell, name, row.where, data) for cell, name in zip(row.cells, columns))
         answers = () if data.answers_column is None else _answers(row.cells[2], context, row.where)
         name = row.where if data.id_column is None else str(row.cells[-1])

@@ -82,12 +82,12 @@ class QuestionAnswering(EncoderTask):
         train = questions.without_offsets(by_question)
         evaluation = None if asked.eval is None else encode(asked.eval)[0]
 
-        unanswered = sum(not row.answers for row in asked.train) if section.answers_column is not None else 0
+        unanswered = sum(not row.answers for row in asked.train) if section.is_labelled else 0
         self.may_be_unanswered = bool(unanswered) or getattr(config, _MAY_BE_UNANSWERED, False)
         setattr(config, _MAY_BE_UNANSWERED, self.may_be_unanswered)
         self.threshold = recipe.evaluate.null_score_diff_threshold if self.may_be_unanswered else None
         self.label_smoothing, self.max_answer_length = recipe.loss.label_smoothing, section.max_answer_length
-        self.is_labelled = section.answers_column is not None
+        self.is_labelled = section.is_labelled
         called = section.of_training("questions")
         found = self.task_data(
             recipe,

@@ -22,8 +22,9 @@ from accel_train.recipe.schema import Recipe
 from accel_train.task import Batch, Columns, Facts, Scores, TaskData, Tensors, Totals
 from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.encoder import EncoderTask, cut_note
+from accel_train.tasks.common.generation import spaced
 from accel_train.tasks.common.texts import Divided, characters_as_words
-from accel_train.tasks.rows import TextSource, digest_of_sides
+from accel_train.tasks.rows import TextSource, decimals, digest_of_sides
 from accel_train.tasks.sentence_embedding import data as rows_of
 from accel_train.tasks.sentence_embedding.config import EMBEDDING, SPEC, SentenceEmbeddingData
 from accel_train.tasks.sentence_embedding.folder import Pooling, pooling_of, write_folder
@@ -73,10 +74,9 @@ class SentenceEmbedding(EncoderTask):
         rows = rows_of.load_rows(recipe)
         reader = self.reader(recipe, chain.from_iterable(row.texts for row in rows.train), is_pair=False)
         _check_config(recipe, reader.config, section)
-        texts = {"query": section.anchor_prompt, "document": section.positive_prompt}
         encode = partial(
             rows_of.tokenize_rows,
-            prompts=[texts[name] for name in section.prompt_names],
+            prompts=[section.prompts[name] for name in section.prompt_names],
             tokenizer=reader.tokenizer,
             max_length=reader.max_length,
             progress=progress,
@@ -104,7 +104,7 @@ class SentenceEmbedding(EncoderTask):
             lengths=lengths,
             collate=rows_of.collate_rows,
             fingerprint=digest_of_sides(("sentence-embedding",), (train, evaluation), rows_of.arrays_of),
-            source=Source(rows, reader.tokenizer, reader.config, texts),
+            source=Source(rows, reader.tokenizer, reader.config, section.prompts),
             facts=Facts(
                 others={"pooling": self.pooling, "objective": section.loss_name},
                 notes=cut_note(lengths, reader.max_length, section.of_training("rows")),
@@ -154,7 +154,7 @@ class SentenceEmbedding(EncoderTask):
         texts, rows = totals["rows_texts"], data.source.rows.eval
         metrics = retrieval(texts, lambda rows, others: unit[rows, 0] @ unit[others, 1].T)
         # An evaluation of `evaluate.max_samples` rows spreads them evenly.
-        evaluated = [rows[index * len(rows) // len(texts)].texts for index in range(len(texts))]
+        evaluated = [rows[index].texts for index in spaced(len(texts), len(rows))]
         found = nearest_texts(texts, unit, evaluated, self.num_queries)
         return Scores(metrics, {"retrieval": {"queries": found}} if found else {})
 
@@ -203,8 +203,8 @@ class SentenceEmbedding(EncoderTask):
     def prediction_columns(self, rows: Totals, data: TaskData) -> Columns:
         """Return `embedding` (a list of numbers) or `similarity`, as the shortest decimals of float32."""
         if "similarity" in rows:
-            return {"similarity": [float(str(value)) for value in rows["similarity"]]}
-        return {"embedding": [[float(str(value)) for value in row] for row in rows["embedding"]]}
+            return {"similarity": decimals(rows["similarity"])}
+        return {"embedding": [*map(decimals, rows["embedding"])]}
 
     def save(self, model: nn.Module, data: TaskData, folder: Path) -> None:
         """Write the model with its tokenizer, and the files by which sentence-transformers opens the folder."""
@@ -270,9 +270,8 @@ def _prompt_notes(section: SentenceEmbeddingData) -> list[str]:
     """Return the prompt of each column to predict, if the prompts of queries and documents differ."""
     if section.is_for_training or section.anchor_prompt == section.positive_prompt:
         return []
-    texts = {"query": section.anchor_prompt, "document": section.positive_prompt}
     named = [
-        f"column {column!r} gets the {name} prompt {texts[name]!r}"
+        f"column {column!r} gets the {name} prompt {section.prompts[name]!r}"
         for column, name in zip(section.pair_columns, section.prompt_names, strict=True)
     ]
     other = ", ".join({"query": "document", "document": "query"}[name] for name in section.prompt_names[:1])

@@ -16,6 +16,7 @@ from accel_train.data.text.padding import joined_arrays, padded, padded_inputs
 from accel_train.data.text.tokenizers import parts_to_tokenize, plain_encoder
 from accel_train.recipe.schema import Recipe
 from accel_train.tasks.common.texts import Divided, TextRow, read_both, text_rows, text_tokenizer
+from accel_train.tasks.rows import given
 from accel_train.tasks.seq2seq.config import Seq2SeqData
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def load_pairs(recipe: Recipe) -> Divided[TextRow]:
     return read_both(
         data,
         lambda sources, key, notes: read_pairs(sources, data, key=key, notes=notes),
-        is_labelled=data.target_column is not None,
+        is_labelled=data.is_labelled,
     )
 
 
@@ -85,7 +86,7 @@ def _aligned_rows(file: Path, suffix: str | None, data: Seq2SeqData, notes: list
 def _translated(row: TextRow, data: Seq2SeqData, column: str) -> TextRow:
     """Return a row whose label maps languages to texts as a pair of these texts."""
     texts = []
-    for language in [name for name in (data.source_column, data.target_column) if name is not None]:
+    for language in given(data.source_column, data.target_column):
         if not isinstance(row.label, Mapping):
             raise ValueError(
                 f"{row.where}: column {column!r} holds {show_cell(row.label)}, not texts by language; repair or drop "

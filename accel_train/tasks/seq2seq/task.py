@@ -23,7 +23,6 @@ from transformers import (
 )
 
 from accel_train.core.model_card import FOLDER, Use
-from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.text.tokenizers import vocab_size_of
 from accel_train.metrics.scores import perplexity
 from accel_train.metrics.texts import TEXT_SCORES, text_scores
@@ -37,7 +36,7 @@ from accel_train.tasks.common.generation import TextGenerator, decoded, spaced
 from accel_train.tasks.common.text_models import DEFAULT_MAX_LENGTH, Head
 from accel_train.tasks.common.texts import Divided, TextRow
 from accel_train.tasks.common.vocabulary import fields_with_vocabulary
-from accel_train.tasks.rows import TextSource, digest_of_sides
+from accel_train.tasks.rows import TextSource, digest_of_sides, token_accuracy, token_counts
 from accel_train.tasks.seq2seq.config import SPEC, Seq2SeqData
 from accel_train.tasks.seq2seq.data import arrays_of, collate_pairs, load_pairs, pair_tokenizer, tokenize_pairs
 
@@ -80,7 +79,7 @@ class Seq2Seq(Task):
         config = encoder_decoder_config(recipe, tokenizer)
         lengths = resolve_lengths(recipe, config, tokenizer)
         rows = texts.eval or []
-        is_scored = data.target_column is not None and section.max_samples != 0
+        is_scored = data.is_labelled and section.max_samples != 0
         generated = _generated_rows(recipe, len(rows)) if is_scored else []
         encode = partial(
             tokenize_pairs, tokenizer=tokenizer, max_lengths=lengths, prefix=data.source_prefix, progress=progress
@@ -150,12 +149,7 @@ class Seq2Seq(Task):
 
         Predictions are teacher-forced. Texts are generated only for the chosen rows.
         """
-        labels, logits = batch["labels"], decoder_logits(model, batch)
-        counted = {
-            "loss_sum": summed_loss(logits, labels),
-            "num_hits": (logits.argmax(-1) == labels).sum(),
-            "num_labels": (labels != IGNORED_LABEL).sum(),
-        }
+        counted = token_counts(decoder_logits(model, batch), batch["labels"])
         if len(self.metric_names) > 2:
             rows = batch["rows"]
             counted["rows_number"] = rows
@@ -165,8 +159,7 @@ class Seq2Seq(Task):
     def score(self, loss: float, totals: Totals, data: TaskData) -> Scores:
         """Return perplexity and token accuracy, with BLEU, chrF, ROUGE, and exact match of generated texts."""
         source: Source = data.source
-        accuracy = float(totals["num_hits"] / max(1, totals["num_labels"]))
-        metrics = {"perplexity": perplexity(loss), "token_accuracy": accuracy}
+        metrics = {"perplexity": perplexity(loss), "token_accuracy": token_accuracy(totals)}
         if "rows_number" not in totals:
             return Scores(metrics)
         chosen = totals["rows_number"] >= 0
@@ -239,15 +232,11 @@ print(tokenizer.decode(model.generate(**tokens)[0], skip_special_tokens=True))""
         if prompt is None:
             return None
         assert isinstance(model, PreTrainedModel)
-        ids = tokenizer(
-            Seq2SeqData.of(recipe.data).source_prefix + prompt,
-            truncation=True,
-            max_length=self.max_lengths[0],
-        )
-        given = torch.tensor([ids["input_ids"]], device=model.device)
+        settings = {"truncation": True, "max_length": self.max_lengths[0], "return_attention_mask": True}
+        given = tokenizer(self.source_prefix + prompt, return_tensors="pt", **settings).to(model.device)
         was_training = model.training
         with torch.no_grad():
-            rows = self.generator.generate(model.eval(), {"input_ids": given, "attention_mask": torch.ones_like(given)})
+            rows = self.generator.generate(model.eval(), model_inputs(given))
         model.train(was_training)
         return {"prompt": prompt, "text": decoded(rows.cpu().numpy(), tokenizer)[0]}
 

@@ -39,7 +39,7 @@ class LabelledTexts(Divided[TextRow]):
             return {}
         labels, names = self.train_labels, self.scheme.names
         per_class = (labels > 0).sum(0) if labels.ndim > 1 else np.bincount(labels[labels >= 0], minlength=len(names))
-        return {name: int(count) for name, count in zip(names, per_class, strict=True)}
+        return dict(zip(names, per_class.tolist(), strict=True))
 
 
 def load_labelled_texts(recipe: Recipe, known_names: tuple[str, ...] | None) -> LabelledTexts:

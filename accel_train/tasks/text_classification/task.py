@@ -18,7 +18,7 @@ from accel_train.task import Batch, Facts, Scores, TaskData, Tensors, Totals, Tr
 from accel_train.tasks.common import classification
 from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.encoder import EncoderTask, cut_note
-from accel_train.tasks.rows import TextSource, digest_of_sides, logits_of
+from accel_train.tasks.rows import TextSource, digest_of_sides, likeliest, logits_of
 from accel_train.tasks.text_classification import data as labelled
 from accel_train.tasks.text_classification.calibration import fit_temperature
 from accel_train.tasks.text_classification.config import SPEC, TextClassificationData
@@ -177,9 +177,7 @@ class TextClassification(EncoderTask):
             return {"value": logits.squeeze(-1)}
         if self.scheme.problem_type == "multi_label":
             return {"labels": logits > 0, "scores": logits.sigmoid()}
-        scores = logits.softmax(dim=-1)
-        score, label = scores.max(dim=-1)
-        return {"label": label, "score": score, "scores": scores}
+        return likeliest(logits.softmax(dim=-1))
 
     def calibrate(
         self, recipe: Recipe, model: nn.Module, data: TaskData, training: Training

@@ -19,7 +19,7 @@ from accel_train.data.text.spans import SPAN_FORMS, Remarks, complete_tags, read
 from accel_train.data.text.tokenizers import parts_to_tokenize, plain_encoder
 from accel_train.recipe.schema import Recipe
 from accel_train.tasks.common.texts import Divided, hold_out, list_cell, repeated_texts
-from accel_train.tasks.rows import file_by_file
+from accel_train.tasks.rows import file_by_file, given
 from accel_train.tasks.token_classification.config import TokenClassificationData
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def load_sentences(recipe: Recipe, known_names: tuple[str, ...] | None) -> Tagge
     notes += [*scheme.notes, *split_notes]
     if eval_sources:
         evaluation = read_sentences(eval_sources, data, key="data.eval", notes=notes)
-        notes += repeated_texts(train, evaluation, data) if data.tags_column is not None else []
+        notes += repeated_texts(train, evaluation, data) if data.is_labelled else []
     tags = [encode_tags(scheme, side) for side in (train, evaluation or [])]
     return TaggedSentences(train, evaluation, describe(sources, eval_sources), notes, scheme, *tags)
 
@@ -150,8 +150,7 @@ def read_sentences(
 
 
 def _table_sentences(source: Source, data: TokenClassificationData) -> Iterator[Sentence]:
-    columns = [column for column in (data.tokens_column, data.tags_column, data.id_column) if column is not None]
-    for row in read_rows(source, columns, data):
+    for row in read_rows(source, given(data.tokens_column, data.tags_column, data.id_column), data):
         cells = list_cell(row.cells[0], data.tokens_column, row.where)
         words = tuple(text_cell(cell, data.tokens_column, row.where, data) for cell in cells)
         tags: tuple[Any, ...] = ()
@@ -176,9 +175,8 @@ def _marked_sentences(source: Source, data: TokenClassificationData, remarks: Re
 
 def _sentences_of_word_rows(source: Source, data: TokenClassificationData, numbers: str) -> Iterator[Sentence]:
     """Yield the sentences of a table with one word in each row. Another number begins another sentence."""
-    columns = [column for column in (numbers, data.tokens_column, data.tags_column) if column is not None]
     sentence, number = Sentence((), (), "", ""), None
-    for row in read_rows(source, columns, data):
+    for row in read_rows(source, given(numbers, data.tokens_column, data.tags_column), data):
         if row.cells[0] not in (None, "", number):
             yield sentence
             sentence, number = Sentence((), (), row.where, row.where), row.cells[0]

@@ -21,7 +21,7 @@ from accel_train.task import Batch, Columns, Facts, Scores, TaskData, Tensors, T
 from accel_train.tasks.common import classification
 from accel_train.tasks.common import text_models as models
 from accel_train.tasks.common.encoder import EncoderTask
-from accel_train.tasks.rows import TextSource, digest_of_sides, logits_of
+from accel_train.tasks.rows import TextSource, decimals, digest_of_sides, logits_of
 from accel_train.tasks.token_classification import data as words
 from accel_train.tasks.token_classification.config import SPEC, TokenClassificationData
 
@@ -67,7 +67,7 @@ class TokenClassification(EncoderTask):
 
         self.names, self.tags = names, entity_tags(names)
         self.loss = classification.ClassLoss(recipe.loss.label_smoothing, weights)
-        self.is_labelled = section.tags_column is not None
+        self.is_labelled = section.is_labelled
         self.most_words = max((len(row.words) for row in sentences.eval or []), default=1)
         num_targets = sum(int((sample.labels != IGNORED_LABEL).sum()) for sample in train)
         self.words_per_sentence = max(1.0, num_targets / len(train))
@@ -142,7 +142,7 @@ class TokenClassification(EncoderTask):
             sentence, found = source.evaluated[index], samples[index].words.tolist()
             by_word: dict[str, dict[int, Any]] = {
                 "tags": dict(zip(found, (self.names[tag] for tag in tags.tolist()))),
-                "scores": dict(zip(found, (float(str(score)) for score in scores))),
+                "scores": dict(zip(found, decimals(scores))),
             }
             columns["words"].append(list(sentence.words))
             for name, known in by_word.items():
