@@ -146,8 +146,8 @@ class ModuleTask(Task):
     def score(self, loss: float, totals: Totals, data: TaskData) -> Scores:
         """Return the mean of each metric over all samples."""
         number = max(int(totals["num_samples"]), 1)
-        own = {name: total for name, total in totals.items() if name not in ("num_samples", "loss_sum", "num_targets")}
-        return Scores({name: float(total) / number for name, total in own.items()})
+        others = ("num_samples", "loss_sum", "num_targets")
+        return Scores({name: float(total) / number for name, total in totals.items() if name not in others})
 
     def save_description(self, model: nn.Module, data: TaskData, folder: Path) -> None:
         """Write the configuration of a transformers model, or the class name. `config.json` marks a finished run."""

@@ -81,14 +81,11 @@ def _to_predict(data: ObjectDetectionData, names: tuple[str, ...]) -> ImageSets:
         _listed(Path(name).expanduser(), data)
         for name in (data.train if isinstance(data.train, tuple) else [data.train])
     ]
-    if all(listed):
-        found = [each for one in listed for each in one]
-        refuse_faults([fault for each in found for fault in each.faults.files], data.train_key, "repair them")
-        pool = _joined(found)
-        sets = divide_pools(pool, None if data.eval is None else pool, data)
-        return replace(sets, category_ids=_category_ids(found, names)).named(names, pool.notes)
-    pool = read_pools(data.train, data, data.train_key, Target(None, is_mask=False))
-    return divide_pools(pool, None if data.eval is None else pool, data).named(names, ())
+    found = [each for one in listed for each in one] if all(listed) else []
+    refuse_faults([fault for each in found for fault in each.faults.files], data.train_key, "repair them")
+    pool = _joined(found) if found else read_pools(data.train, data, data.train_key, Target(None, is_mask=False))
+    sets = divide_pools(pool, None if data.eval is None else pool, data)
+    return replace(sets, category_ids=_category_ids(found, names)).named(names, ())
 
 
 def _listed(file: Path, data: ObjectDetectionData) -> list[Annotated]:

@@ -92,13 +92,12 @@ def ranked(question: Question, rows: Totals, row: int) -> list[Best]:
     """
     null = float(rows["null"][row])
     scores = rows["scores"][row].astype(np.float64)
-    known = np.append(scores[np.isfinite(scores)], null)
+    scores = scores[np.isfinite(scores)]
+    known = np.append(scores, null)
     weights = np.exp(known - known.max())
     shares = weights / weights.sum()
     found: dict[str, Best] = {}
-    for (start, end), score, share in zip(
-        rows["spans"][row].tolist(), scores[np.isfinite(scores)].tolist(), shares.tolist()
-    ):
+    for (start, end), score, share in zip(rows["spans"][row].tolist(), scores.tolist(), shares.tolist()):
         text = question.context[start:end].strip()
         if text and text not in found:
             found[text] = Best(text, round(share, 6), round(null - score, 6))

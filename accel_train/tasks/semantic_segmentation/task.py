@@ -59,15 +59,11 @@ print(mask.shape, mask.unique())"""
         for side in filter(None, (train, evaluation)):
             for index in evenly_spaced(len(side), _NUM_TRIED):
                 side.decoded(index)
-        weights = None
-        if recipe.loss.class_weights is not None:
-            counts = (
-                segmentation.count_pixels(sets.train)
-                if recipe.loss.class_weights == "balanced"
-                else np.zeros(256, np.int64)
-            )
-            counts[data.ignore_index] = 0
-            weights = resolve_class_weights(recipe.loss.class_weights, counts[:num_classes], sets.label_names)
+        # Only balanced weights depend on the data, and counting reads all masks.
+        is_balanced = recipe.loss.class_weights == "balanced"
+        counts = segmentation.count_pixels(sets.train) if is_balanced else np.zeros(256, np.int64)
+        counts[data.ignore_index] = 0
+        weights = resolve_class_weights(recipe.loss.class_weights, counts[:num_classes], sets.label_names)
         self.loss = ClassLoss(recipe.loss.label_smoothing, weights, data.ignore_index)
         return TaskData(
             train=train,

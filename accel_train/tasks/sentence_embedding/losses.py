@@ -43,12 +43,12 @@ class Table(NamedTuple):
     def unpacked(cls, rows: Tensor, num_texts: int) -> "Table":
         """Return the table of `packed` rows."""
         # A row alone counts as contiguous with any stride, but its type cannot change then.
-        vectors, texts, scores = rows.split([rows.shape[1] - 2 * num_texts - 1, 2 * num_texts, 1], dim=1)
-        return cls(
-            vectors.clone(memory_format=torch.contiguous_format).view(torch.float32).unflatten(1, (num_texts, -1)),
-            texts.clone(memory_format=torch.contiguous_format).view(torch.int64),
-            scores.clone(memory_format=torch.contiguous_format).view(torch.float32)[:, 0],
+        columns = rows.split([rows.shape[1] - 2 * num_texts - 1, 2 * num_texts, 1], dim=1)
+        vectors, texts, scores = (
+            column.clone(memory_format=torch.contiguous_format).view(kind)
+            for column, kind in zip(columns, (torch.float32, torch.int64, torch.float32), strict=True)
         )
+        return cls(vectors.unflatten(1, (num_texts, -1)), texts, scores[:, 0])
 
 
 class Part(NamedTuple):
@@ -156,10 +156,10 @@ class GlobalBatch(GlobalLoss["list[Part]"]):
         own = torch.cat([part if weight else part[:0] for part, weight in zip(parts, weighs, strict=True)])
         rows, first = (own, 0) if is_alone else self._gathered(own)
         shapes = [Table.unpacked(each, num_texts).vectors for each in parts]
-        found = [Part(torch.zeros((), device=own.device), torch.zeros_like(each)) for each in shapes]
+        fill = torch.nan if rows is None else 0.0
+        found = [Part(torch.full((), fill, device=own.device), torch.full_like(each, fill)) for each in shapes]
         if rows is None:
-            nan = torch.full((), torch.nan, device=own.device)
-            return [Part(each.loss_sum + nan, each.gradient + nan) for each in found]
+            return found
         losses, gradient = self.objective.row_losses(Table.unpacked(rows, num_texts))
         for number, (part, weight) in enumerate(zip(parts, weighs, strict=True)):
             if weight:

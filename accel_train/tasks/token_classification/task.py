@@ -170,9 +170,11 @@ class TokenClassification(EncoderTask):
         answers = [np.array([best.get(word, every) for word in sentence.words]) for sentence in sentences.eval]
         # Words that were cut off are not scored, as for the model.
         kept = [sample.words for sample in cast("list[words.Sample]", data.eval)]
-        pairs = [(tags[place], answer[place]) for tags, answer, place in zip(sentences.eval_tags, answers, kept)]
-        width = max(1, *(len(place) for place in kept))
-        labels, predictions = (padded([pair[side] for pair in pairs], width, IGNORED_LABEL) for side in (0, 1))
+        width = max(1, *map(len, kept))
+        labels, predictions = (
+            padded([tags[place] for tags, place in zip(side, kept)], width, IGNORED_LABEL)
+            for side in (sentences.eval_tags, answers)
+        )
         totals = {name: count.numpy() for name, count in self._counts(labels, predictions).items()}
         found = self.score(0.0, totals, data).metrics
         shown = ("accuracy", "f1_macro") if self.tags is None else ("f1", "accuracy")
