@@ -92,8 +92,8 @@ def seg_recipe(tmp_path: Path) -> Make:
 
 
 def test_scenes_are_always_the_same_and_training_shows_no_digit_of_evaluation() -> None:
-    (first, masks), (again, _) = digit_scenes(held_out=False), digit_scenes(held_out=False)
-    held_out, held_out_masks = digit_scenes(held_out=True)
+    (first, masks, _), (again, *_) = digit_scenes(held_out=False), digit_scenes(held_out=False)
+    held_out, held_out_masks, _ = digit_scenes(held_out=True)
     assert np.array_equal(first.array, again.array)
     assert (len(first), len(held_out)) == (600, 150)
     for found in (masks, held_out_masks):

@@ -35,25 +35,12 @@ def digits() -> tuple[ArrayImages, NDArray[np.int64]]:
     return ArrayImages(pixels, "digits"), bunch.target.astype(np.int64)
 
 
-def digit_scenes(*, held_out: bool) -> tuple[ArrayImages, ArrayImages]:
-    """Return images (n, 64, 64, 3) and masks (n, 64, 64).
+def digit_scenes(*, held_out: bool) -> tuple[ArrayImages, ArrayImages, tuple[Boxes, ...]]:
+    """Return images (n, 64, 64, 3), masks (n, 64, 64), and the boxes of the digits. A class id of a box is the digit.
 
-    n is 600 for training and 150 for evaluation, and the two sets share no digits. Takes 0.5 s.
+    n is 600 for training and 150 for evaluation, and the two sets share no digits. Takes 0.5 s. A box covers the
+    visible pixels of a digit, and their number is the area. Covered digits have no box.
     """
-    images, masks, _ = _scenes(held_out)
-    return images, masks
-
-
-def boxed_scenes(*, held_out: bool) -> tuple[ArrayImages, tuple[Boxes, ...]]:
-    """Return the images of `digit_scenes` and the boxes of their digits. A class id is the digit.
-
-    A box covers the visible pixels of a digit, and their number is the area. Covered digits have no box.
-    """
-    images, _, boxes = _scenes(held_out)
-    return images, boxes
-
-
-def _scenes(held_out: bool) -> tuple[ArrayImages, ArrayImages, tuple[Boxes, ...]]:
     shapes, labels = digits()
     is_held_out = np.arange(len(labels)) % _EVAL_DIGITS == 0
     chosen = np.flatnonzero(is_held_out == held_out)

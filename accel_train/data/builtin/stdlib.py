@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 MAX_CHARACTERS = 600
 """Longest function of stdlib-docstrings and stdlib-names, in characters. Two thirds of the first fit, and 4 of 5."""
+MAX_DISTINCT_CHARACTERS = 800
+"""Longest function of stdlib-questions and stdlib-tags, in characters. A quarter of all functions are longer."""
 
 NUM_PACKAGES = 10
 """Number of classes of stdlib-functions: the packages with the most functions. A module counts as a package."""
@@ -155,11 +157,11 @@ def library_functions(most: int | None = NUM_PACKAGES) -> Iterator[tuple[str, st
             yield from ((package, text, f"{name}:{line}") for text, line in functions_of(source))
 
 
-def distinct_functions(most_characters: int) -> dict[str, str]:
-    """Return the place of each different function of the largest packages that is not longer, by its text."""
+def distinct_functions() -> dict[str, str]:
+    """Return the place of each different function of the largest packages that is not too long, by its text."""
     found: dict[str, str] = {}
     for _, text, where in library_functions():
-        if len(text) <= most_characters:
+        if len(text) <= MAX_DISTINCT_CHARACTERS:
             found.setdefault(text, where)
     return found
 
@@ -184,16 +186,23 @@ def largest_packages(most: int | None = NUM_PACKAGES) -> dict[str, list[tuple[st
 def functions_of(source: str) -> Iterator[tuple[str, int]]:
     """Yield (text, first line) of each function and method of a file, as in `stdlib_functions`."""
     lines = source.splitlines(keepends=True)
-    body: list[ast.AST] = list(parse(source).body)
+    for function, _ in _definitions(source):
+        text = _code_of(function, lines)
+        if text.count("\n") >= MIN_LINES:
+            yield text, function.lineno
+
+
+def _definitions(source: str) -> Iterator[tuple[Function, str]]:
+    """Yield each function and method of a file, with its class and a dot. Nested functions are left out."""
+    body: list[tuple[ast.AST, str]] = [(statement, "") for statement in parse(source).body]
     # The list grows: bodies of classes and branches are appended.
-    for statement in body:
+    for statement, owner in body:
         if isinstance(statement, Function):
-            text = _code_of(statement, lines)
-            if text.count("\n") >= MIN_LINES:
-                yield text, statement.lineno
+            yield statement, owner
         else:
+            owner = f"{statement.name}." if isinstance(statement, ast.ClassDef) else owner
             for block in ("body", "handlers", "orelse", "finalbody"):
-                body += getattr(statement, block, [])
+                body += [(inner, owner) for inner in getattr(statement, block, [])]
 
 
 def _code_of(function: Function, lines: list[str]) -> str:
@@ -233,20 +242,13 @@ def stdlib_summaries() -> "datasets.Dataset":
 
 def _documented(source: str) -> Iterator[tuple[str, str, int]]:
     """Yield (first sentence, signature, line) of each function and method of a file that has a docstring."""
-    body: list[tuple[ast.AST, str]] = [(statement, "") for statement in parse(source).body]
-    # The list grows: bodies of classes and branches are appended.
-    for statement, owner in body:
-        if isinstance(statement, Function):
-            paragraph = re.split(r"\n\s*\n", (ast.get_docstring(statement) or "").strip())[0]
-            sentence = re.split(r"(?<=[.!?])\s+(?=[A-Z])", " ".join(paragraph.split()))[0]
-            given = statement.args
-            names = [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
-            listed = ", ".join(name for name in names if name not in ("self", "cls"))
-            yield sentence, f"{owner}{statement.name}({listed})", statement.lineno
-        else:
-            owner = f"{statement.name}." if isinstance(statement, ast.ClassDef) else owner
-            for block in ("body", "handlers", "orelse", "finalbody"):
-                body += [(inner, owner) for inner in getattr(statement, block, [])]
+    for function, owner in _definitions(source):
+        paragraph = re.split(r"\n\s*\n", (ast.get_docstring(function) or "").strip())[0]
+        sentence = re.split(r"(?<=[.!?])\s+(?=[A-Z])", " ".join(paragraph.split()))[0]
+        given = function.args
+        names = [each.arg for each in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+        listed = ", ".join(name for name in names if name not in ("self", "cls"))
+        yield sentence, f"{owner}{function.name}({listed})", function.lineno
 
 
 NUM_CHOICES = 4

@@ -10,8 +10,6 @@ from accel_train.data.builtin.stdlib import data_set, distinct_functions, evenly
 if TYPE_CHECKING:
     import datasets
 
-MOST_CHARACTERS = 800
-"""Longest function of stdlib-questions, in characters. A quarter of all functions are longer."""
 MAX_FUNCTIONS = 3000
 """Most functions of stdlib-questions, evenly spaced over the files."""
 MOST_ANSWER_CHARACTERS = 60
@@ -32,7 +30,7 @@ def stdlib_questions() -> "datasets.Dataset":
     """
     import datasets
 
-    every = [each for each in distinct_functions(MOST_CHARACTERS).items() if parse_function(each[0]) is not None]
+    every = [each for each in distinct_functions().items() if parse_function(each[0]) is not None]
     rows: list[tuple[Any, ...]] = []
     for text, where in evenly_spaced(every, MAX_FUNCTIONS):
         for number, (question, answer) in enumerate(_questions(text), start=1):

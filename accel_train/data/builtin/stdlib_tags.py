@@ -11,8 +11,6 @@ from accel_train.data.builtin.stdlib import data_set, distinct_functions, evenly
 if TYPE_CHECKING:
     import datasets
 
-MOST_CHARACTERS = 800
-"""Longest function, in characters. A quarter of all functions are longer."""
 MAX_FUNCTIONS = 4000
 """Most functions, evenly spaced over the files."""
 KINDS = ("attribute", "call", "exception", "function", "global", "keyword", "parameter", "variable")
@@ -40,7 +38,7 @@ def stdlib_tags() -> "datasets.Dataset":
     """
     import datasets
 
-    functions = evenly_spaced(list(distinct_functions(MOST_CHARACTERS).items()), MAX_FUNCTIONS)
+    functions = evenly_spaced(list(distinct_functions().items()), MAX_FUNCTIONS)
     rows = [
         (words, list(map(TAG_NAMES.index, tags)), where)
         for text, where in functions
@@ -85,10 +83,9 @@ def _spans(tree: ast.Module) -> Iterator[tuple[_Place, tuple[str, _Place]]]:
     nodes: list[ast.AST] = [tree]
     # The list grows: children are appended, except inside dotted names.
     for node in nodes:
-        if isinstance(node, ast.arg):
-            yield _at(node), ("parameter", (node.lineno, node.col_offset + len(node.arg)))
-        elif isinstance(node, ast.keyword) and node.arg is not None:
-            yield _at(node), ("keyword", (node.lineno, node.col_offset + len(node.arg)))
+        if isinstance(node, ast.arg | ast.keyword) and node.arg is not None:
+            kind = "parameter" if isinstance(node, ast.arg) else "keyword"
+            yield _at(node), (kind, (node.lineno, node.col_offset + len(node.arg)))
         elif isinstance(node, ast.Name | ast.Attribute) and _is_dotted(node):
             kind = "attribute"
             if id(node) in called:

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from accel_train.data.builtin.digit_scenes import LABEL_NAMES, boxed_scenes, digit_scenes, digits
+from accel_train.data.builtin.digit_scenes import LABEL_NAMES, digit_scenes, digits
 from accel_train.data.builtin.digit_scenes import NAME as DIGIT_SCENES
 from accel_train.data.images.images import IMAGE_SUFFIXES, FileImages, ImagePool, Target, join_images, list_files
 from accel_train.data.images.misread import refuse_annotations, refuse_masks_as_classes, refuse_parts_as_classes
@@ -45,13 +45,13 @@ def read_pools(names: str | Iterable[str], data: ImageData, key: str, target: Ta
 
 def scenes_pool(*, held_out: bool) -> ImagePool:
     """Return the embedded digit scenes with their masks: the training scenes, or the held-out ones."""
-    images, masks = digit_scenes(held_out=held_out)
+    images, masks, _ = digit_scenes(held_out=held_out)
     return ImagePool(images, f"{images.name}: {len(images):,} images", masks=masks)
 
 
 def boxed_scenes_pool(*, held_out: bool) -> ImagePool:
     """Return the embedded digit scenes with the boxes of their digits: the training scenes, or the held-out ones."""
-    images, boxes = boxed_scenes(held_out=held_out)
+    images, _, boxes = digit_scenes(held_out=held_out)
     return ImagePool(images, f"{images.name}: {len(images):,} images", names=LABEL_NAMES[1:], boxes=boxes)
 
 

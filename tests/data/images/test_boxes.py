@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 from pycocotools.coco import COCO
 
-from accel_train.data.builtin.digit_scenes import boxed_scenes, digit_scenes
+from accel_train.data.builtin.digit_scenes import digit_scenes
 from accel_train.tasks.object_detection.config import ObjectDetectionData
 from accel_train.tasks.object_detection.data import read_boxed_images
 from tests.support.boxes import (
@@ -445,9 +445,7 @@ def test_the_identity_changes_with_a_box_a_class_and_a_crowd() -> None:
 
 def test_the_digit_scenes_have_a_box_around_each_digit() -> None:
     for held_out in (False, True):
-        images, boxes = boxed_scenes(held_out=held_out)
-        same, masks = digit_scenes(held_out=held_out)
-        assert np.array_equal(images.array, same.array)
+        _, masks, boxes = digit_scenes(held_out=held_out)
         num_checked = 0
         for index, each in enumerate(boxes):
             mask = np.asarray(masks[index])

@@ -10,7 +10,7 @@ from transformers import YolosConfig, YolosForObjectDetection
 
 import accel_train
 from accel_train.cli.main import main
-from accel_train.data.builtin.digit_scenes import boxed_scenes
+from accel_train.data.builtin.digit_scenes import digit_scenes
 from accel_train.experiments.finetune.recipe import Found, asked_of, minimal_recipe
 from accel_train.experiments.finetune.recognise import recognise
 from accel_train.experiments.finetune.start import write_recipe
@@ -220,7 +220,7 @@ def test_a_pretrained_detector_keeps_its_image_size() -> None:
 def write_digits(root: Path, number: int) -> None:
     """Write digit scenes as COCO, with parts to train and to evaluate on."""
     for part in ("train", "val"):
-        images, boxes = boxed_scenes(held_out=part == "val")
+        images, _, boxes = digit_scenes(held_out=part == "val")
         content: dict[str, Any] = {"images": [], "annotations": [], "categories": []}
         content["categories"] = [{"id": 5 + digit, "name": f"digit {digit}"} for digit in range(10)]
         (root / part).mkdir(parents=True)
