@@ -190,10 +190,10 @@ def cutmix(image: Pixels, partner: Pixels, share: float, generator: np.random.Ge
     """
     height, width = image.shape[:2]
     edge = math.sqrt(1 - share)
-    x, y = generator.integers(width), generator.integers(height)
     wide, high = int(width * edge), int(height * edge)
-    left, right = max(int(x) - wide // 2, 0), min(int(x) - wide // 2 + wide, width)
-    top, bottom = max(int(y) - high // 2, 0), min(int(y) - high // 2 + high, height)
+    left, top = int(generator.integers(width)) - wide // 2, int(generator.integers(height)) - high // 2
+    right, bottom = min(left + wide, width), min(top + high, height)
+    left, top = max(left, 0), max(top, 0)
     mixed = image.copy()
     mixed[top:bottom, left:right] = partner[top:bottom, left:right]
     return mixed, 1 - max(right - left, 0) * max(bottom - top, 0) / (width * height)

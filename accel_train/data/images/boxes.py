@@ -6,6 +6,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+_LEAST_IOU = 0.5
+"""Smallest overlap of a prediction with the box that it finds."""
+
 
 @dataclass(frozen=True)
 class Boxes:
@@ -41,7 +44,7 @@ def no_boxes(width: int, height: int) -> Boxes:
 
 
 def match_boxes(
-    truth: Boxes, corners: NDArray[np.floating[Any]], class_ids: NDArray[np.integer[Any]], least_iou: float = 0.5
+    truth: Boxes, corners: NDArray[np.floating[Any]], class_ids: NDArray[np.integer[Any]]
 ) -> NDArray[np.int64]:
     """Return the annotated box that each predicted box finds, (K,), or -1. Predicted boxes come by falling score.
 
@@ -55,7 +58,7 @@ def match_boxes(
     overlap = shared / np.maximum(np.where(truth.is_crowd, own, own + others - shared), 1e-12)
     is_free, found = np.ones(len(truth), np.bool_), np.full(len(corners), -1)
     for number, class_id in enumerate(class_ids):
-        usable = (truth.class_ids == class_id) & (overlap[number] >= least_iou) & is_free
+        usable = (truth.class_ids == class_id) & (overlap[number] >= _LEAST_IOU) & is_free
         usable = usable & ~truth.is_crowd if (usable & ~truth.is_crowd).any() else usable
         if usable.any():
             found[number] = np.where(usable, overlap[number], -1).argmax()

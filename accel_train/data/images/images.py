@@ -73,7 +73,7 @@ class FileImages(Images):
         return self.root / self.names[index]
 
     def where(self, index: int) -> str:
-        return str(self.root / self.names[index])
+        return str(self.content(index))
 
     def stamp(self) -> str:
         return text_digest(f"{name} {os.stat(self.root / name).st_size}" for name in self.names)

@@ -112,17 +112,14 @@ def refuse_masks_as_classes(folder: Path, files: Sequence[str]) -> None:
     Raises:
         ValueError: the folders are images and masks; the message names both.
     """
-    names = [(images.name, masks.name) for images, masks in pairs_below(folder)]
-    if names:
-        images, masks = names[0]
-        why = "by their names"
-    else:
-        found = _masks_by_content(folder, files)
-        if found is None:
+    why, other = "by their names", ""
+    found = next(((images.name, masks.name) for images, masks in pairs_below(folder)), None)
+    if found is None:
+        if (found := _masks_by_content(folder, files)) is None:
             return
-        images, masks = found
-        why = f"the files of both have the same names and sizes, and those of {masks}/ few colors"
-    other = "" if names else f" Rename the folders {folder}/images and {folder}/masks."
+        why = f"the files of both have the same names and sizes, and those of {found[1]}/ few colors"
+        other = f" Rename the folders {folder}/images and {folder}/masks."
+    images, masks = found
     raise ValueError(
         f"{folder}: {images}/ and {masks}/ look like images and their masks ({why}), not like classes.{other} Use the "
         "task semantic-segmentation (recipe segmentation). If they are classes, list them: --data.label_names "

@@ -39,10 +39,9 @@ def pair_of_folders(path: Path) -> tuple[Path, Path] | None:
         return below[0]
     for number in range(len(path.parts) - 1, -1, -1):
         above, further = Path(*path.parts[:number]), path.parts[number + 1 :]
-        if any(word in (*_IMAGES, *_MAYBE_IMAGES) for word in _words(path.parts[number])):
-            for twin in _twins(above, path.parts[number]):
-                if _are_a_pair(path, twin.joinpath(*further), _is_sure(path.parts[number], twin.name)):
-                    return path, twin.joinpath(*further)
+        for twin in _twins(above, path.parts[number]):
+            if _are_a_pair(path, twin.joinpath(*further), _is_sure(path.parts[number], twin.name)):
+                return path, twin.joinpath(*further)
     beside = (path.with_name(path.name + end) for end in BESIDE) if path.name else ()
     return next(((path, twin) for twin in beside if _holds_masks(twin)), None)
 
@@ -51,11 +50,8 @@ def pairs_below(path: Path) -> list[tuple[Path, Path]]:
     """Return (images, masks) for each image folder directly below a path. Each image folder has one mask folder."""
     pairs = []
     for entry in sorted(path.iterdir()) if os.path.isdir(path) else ():
-        if {*_words(entry.name)} & {*_IMAGES, *_MAYBE_IMAGES}:
-            twins = (
-                twin for twin in _twins(path, entry.name) if _are_a_pair(entry, twin, _is_sure(entry.name, twin.name))
-            )
-            pairs += [(entry, twin) for twin in islice(twins, 1)]
+        twins = (twin for twin in _twins(path, entry.name) if _are_a_pair(entry, twin, _is_sure(entry.name, twin.name)))
+        pairs += [(entry, twin) for twin in islice(twins, 1)]
     return pairs
 
 
@@ -66,7 +62,9 @@ def _words(name: str) -> list[str]:
 def _twins(folder: Path, name: str) -> list[Path]:
     """Return the folders whose names have a mask word in place of the image word of `name`, most likely first."""
     words, found = _words(name), []
-    for entry in folder.iterdir() if os.path.isdir(folder) else ():
+    # Most folders are not listed.
+    has_image_word = not {*words}.isdisjoint((*_IMAGES, *_MAYBE_IMAGES))
+    for entry in folder.iterdir() if has_image_word and os.path.isdir(folder) else ():
         others = _words(entry.name)
         different = [pair for pair in zip(words, others) if pair[0] != pair[1]] if len(words) == len(others) else []
         if len(different) == 1 and different[0][0] in (*_IMAGES, *_MAYBE_IMAGES) and os.path.isdir(entry):

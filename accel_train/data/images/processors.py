@@ -221,9 +221,9 @@ class _Own:
             if np.allclose(figures, [mean, std], 1e-5, 1e-6):
                 mean, std = (tuple(each.tolist()) for each in figures)
         found = Preprocessing(1, mean, std, reverses_channels=is_reversed)
-        for colour, pixel in zip(_COLOURS, (None, None, red, other)):
+        for colour, pixel in zip(_COLOURS[2:], (red, other)):
             own = np.array(self._colour(colour), np.uint8).reshape(1, 1, -1)
-            if pixel is not None and _distance(found.normalise([own])[0, :, 0, 0].numpy(), pixel) > _TOLERANCE:
+            if _distance(found.normalise([own])[0, :, 0, 0].numpy(), pixel) > _TOLERANCE:
                 raise self.refused("makes values that are not a multiple of a pixel's value plus a constant")
         return found.mean, found.std, is_reversed
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from accel_train.data.cache import cache_root
 from accel_train.data.images.images import IMAGE_SUFFIXES, ArrayImages, ImagePool, RowImages, Target, evenly_spaced
-from accel_train.data.sources import Source, file_kind
+from accel_train.data.sources import Source
 from accel_train.data.tables import check_columns, class_names, read_rows
 from accel_train.recipe.data import ImageData
 
@@ -36,9 +36,7 @@ def table_pool(source: Source, data: ImageData, target: Target) -> ImagePool:
     columns = [column for column in (target.label, data.id_column) if column is not None]
     path = source.files[0] if source.files else None
     name, folder = (source.name, Path.cwd()) if path is None else (str(path), path.parent)
-    dataset = source.dataset
-    if path is not None and file_kind(path) == "parquet":
-        dataset = open_parquet(path, data)
+    dataset = open_dataset(source, data)
     if dataset is not None:
         check_columns(name, dataset.column_names, image_columns, data)
         source = replace(source, files=(), dataset=dataset, name=name)
@@ -102,10 +100,13 @@ def _file_of(folder: Path, name: str) -> str | None:
     return next((name + ending for ending in endings if os.path.isfile(folder / (name + ending))), None)
 
 
-def open_parquet(path: Path, data: ImageData) -> "datasets.Dataset":
-    """Return a parquet file, memory-mapped. Raises ValueError if it is damaged."""
+def open_dataset(source: Source, data: ImageData) -> "datasets.Dataset | None":
+    """Return a source's data set or its parquet file, memory-mapped, or None. Raises ValueError if it is damaged."""
+    if source.kind != "parquet":
+        return source.dataset
     import datasets
 
+    path = source.files[0]
     has_bars = datasets.is_progress_bar_enabled()
     # Their bars would be drawn into ours.
     datasets.disable_progress_bars()

@@ -22,8 +22,6 @@ _FEWEST_BOXES = 3
 """Number of boxes above which their order of numbers is guessed."""
 _LARGEST_FRACTION = 2
 """Fraction of an image above which the number is of another unit."""
-_TURNS = {5: (False, False), 6: (True, False), 7: (True, True), 8: (False, True)}
-"""Flips of x and y after x and y are swapped, for each EXIF orientation that swaps width and height."""
 
 
 class Checked(NamedTuple):
@@ -153,12 +151,10 @@ def _is_turned(
 
 def _checked(record: BoxedImage, size: tuple[int, int], image: str) -> tuple[Boxes, list[str]]:
     """Return the boxes of a record without faults, clipped to an image of `size` (width, height), and the faults."""
-    if not record.rows:
-        return no_boxes(*size), []
-    corners = np.array([row.corners for row in record.rows], np.float64)
-    if record.is_relative:
-        corners *= np.array([*size, *size])
+    corners = np.array([row.corners for row in record.rows], np.float64).reshape(-1, 4)
     edges = np.array([*size, *size], np.float64)
+    if record.is_relative:
+        corners *= edges
     outside: NDArray[np.bool_] = np.asarray(((corners < -TOLERANCE) | (corners > edges + TOLERANCE)).any(axis=1))
     clipped = np.clip(corners, 0, edges)
     is_empty: NDArray[np.bool_] = np.asarray((clipped[:, 2:] <= clipped[:, :2]).any(axis=1))
@@ -194,12 +190,12 @@ def _checked(record: BoxedImage, size: tuple[int, int], image: str) -> tuple[Box
 
 def _turned(boxes: Boxes, orientation: int) -> Boxes:
     """Return the boxes of an image after the rotation of its EXIF orientation."""
-    flips_x, flips_y = _TURNS[orientation]
+    # Orientations 5 to 8 swap x and y, and some of them flip one or both after it.
     top, left, bottom, right = boxes.corners.T
     width, height = boxes.height, boxes.width
-    if flips_x:
+    if orientation in (6, 7):
         left, right = width - right, width - left
-    if flips_y:
+    if orientation in (7, 8):
         top, bottom = height - bottom, height - top
     corners = np.stack([left, top, right, bottom], axis=1)
     return Boxes(corners, boxes.class_ids, boxes.is_crowd, boxes.areas, width, height)

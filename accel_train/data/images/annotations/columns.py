@@ -202,10 +202,9 @@ def read_columns(
     wanted = list(dict.fromkeys((*used, *found.labels, *others)))
     rows = list(read_rows(source, wanted, found.opened(data)))
     cells, wheres = [dict(zip(wanted, row.cells)) for row in rows], [row.where for row in rows]
-    faults, labels, names = Faults(), list[Any]([None] * len(rows)), None
+    faults = Faults()
     raw = [_boxes_of(row, found) if needs_boxes else [] for row in cells]
-    if needs_boxes:
-        labels, names = _labels_of(source, cells, found, data)
+    labels, names = _labels_of(source, cells, found, data) if needs_boxes else ([None] * len(rows), None)
     boxes = [_rows_of(*each, found, faults) for each in zip(cells, raw, labels, wheres)]
     with_boxes = {box.label for each in boxes for box in each}
     for each, label, where in zip(raw, labels, wheres):
@@ -217,13 +216,13 @@ def read_columns(
     sizes = [_size_of([cells[row] for row in group], where, found, faults) for group, where in zip(groups, places)]
     corners = np.array([box.corners for image in stored for box in image], np.float64).reshape(-1, 4).T
     is_relative = bool(corners.size) and not (corners > 1).any()
-    is_told = found.order is not None or data.box_format != "auto" or not corners.size
     order = found.order or data.box_format
     if data.box_format not in ("auto", order):
         raise ValueError(f"data.box_format={data.box_format}: the columns {', '.join(found.box)} are {ORDERS[order]}")
+    is_by_values = order == "auto" and bool(corners.size)
     if not corners.size:
         order = "xywh"
-    if not is_told:
+    elif is_by_values:
         scale, known = (_SCALE, [(_SCALE, _SCALE)] * len(pool)) if is_relative else (1, sizes)
         order = _order_by_values(source, found, corners * scale, stored, pool, known)
     read = [[box._replace(corners=to_corners(box.corners, order)) for box in image] for image in stored]
@@ -237,7 +236,7 @@ def read_columns(
         faults,
         order,
         names,
-        is_by_values=not is_told,
+        is_by_values=is_by_values,
         ids=ids,
         notes=(*source.notes, *notes),
     )

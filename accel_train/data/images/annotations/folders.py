@@ -66,8 +66,8 @@ def locate(path: Path, data: BoxData) -> Located | None:
     if os.path.isdir(path) and is_saved_dataset(path):
         return _saved_dataset(path, data)
     if os.path.isdir(path):
-        found = _yolo_yaml(path) or _coco(path) or _tables(path, data)
-        return found or _voc(path) or _yolo_folders(path) or _box_tables(path, data)
+        found = _yolo_yaml(path) or _coco(path) or _tables("table", path, data)
+        return found or _voc(path) or _yolo_folders(path) or _tables(KIND, path, data)
     if suffix in (".yaml", ".yml") and (found := _yolo_file(path)) is not None:
         return found
     if suffix == ".json" and os.path.isfile(path) and _is_coco(path):
@@ -179,27 +179,23 @@ def _is_coco(path: Path) -> bool:
     return isinstance(annotations, list) and all("bbox" in each for each in annotations[:1] if isinstance(each, dict))
 
 
-def _tables(folder: Path, data: BoxData) -> Located | None:
-    """Return the objects of metadata.jsonl, or of parquet files in the folder or one below. Shards are one place."""
-    files = [file for name in METADATA for file in (folder / name, *sorted(folder.glob(f"*/{name}")))]
-    first = {**{file: file for file in files if os.path.isfile(file)}, **_parquet_files(folder)}
-    return _chosen("table", folder, [place for place, file in first.items() if has_objects(_source(file), data)])
+def _tables(kind: str, folder: Path, data: BoxData) -> Located | None:
+    """Return the tables with a column of objects, or with columns of boxes, in the folder or one below.
 
-
-def _box_tables(folder: Path, data: BoxData) -> Located | None:
-    """Return the tables with columns of boxes in the folder or one below."""
-    files = [file for file in (*folder.glob("*"), *folder.glob("*/*")) if file.suffix.lower() in _BOX_TABLES]
-    first = {**{file: file for file in sorted(files)[:_MOST_TABLES] if os.path.isfile(file)}, **_parquet_files(folder)}
-    return _chosen(KIND, folder, [place for place, file in first.items() if find_columns(_source(file), data)])
-
-
-def _parquet_files(folder: Path) -> dict[Path, Path]:
-    """Return a file for each parquet file, or for each pattern of shards, in the folder or one below."""
-    shards: dict[Path, Path] = {}
+    They are metadata.jsonl or csv files, and parquet files, whose shards are one place.
+    """
+    if kind == KIND:
+        found = [file for file in (*folder.glob("*"), *folder.glob("*/*")) if file.suffix.lower() in _BOX_TABLES]
+        files = sorted(found)[:_MOST_TABLES]
+    else:
+        files = [file for name in METADATA for file in (folder / name, *sorted(folder.glob(f"*/{name}")))]
+    # A file of each place.
+    first = {file: file for file in files if os.path.isfile(file)}
     for file in [*sorted(folder.glob("*.parquet")), *sorted(folder.glob("*/*.parquet"))]:
         if file.name not in METADATA and file.is_file():
-            shards.setdefault(file.with_name(_SHARD.sub(r"-*-of-\1", file.name)), file)
-    return shards
+            first.setdefault(file.with_name(_SHARD.sub(r"-*-of-\1", file.name)), file)
+    holds = find_columns if kind == KIND else has_objects
+    return _chosen(kind, folder, [place for place, file in first.items() if holds(_source(file), data)])
 
 
 def _saved_dataset(folder: Path, data: BoxData) -> Located | None:

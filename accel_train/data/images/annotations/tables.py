@@ -19,7 +19,7 @@ from accel_train.data.images.annotations.records import (
     with_names,
 )
 from accel_train.data.images.images import Target
-from accel_train.data.images.tables import open_parquet, table_pool
+from accel_train.data.images.tables import open_dataset, table_pool
 from accel_train.data.sources import Source
 from accel_train.data.tables import class_names, column_names, names_of_feature, read_rows
 from accel_train.recipe.data import BoxData
@@ -77,9 +77,7 @@ def is_empty(cell: Any) -> bool:
 
 def _nested_names(source: Source, data: BoxData) -> tuple[str, ...] | None:
     """Return the class names of a nested class column of `datasets`, or None."""
-    dataset = source.dataset
-    if source.kind == "parquet":
-        dataset = open_parquet(source.files[0], data)
+    dataset = open_dataset(source, data)
     if dataset is None:
         return None
     feature: Any = dataset.features.get(data.objects_column)

@@ -36,7 +36,7 @@ def read_yolo(path: Path, part: str, order: str) -> Annotated:
     if os.path.isdir(path):
         names, places, root = _yolo_names_near(path), [path], path
     else:
-        names, places, root = *_yolo_yaml(path, part), yolo_root(path, yolo_settings(path) or {})
+        names, places, root = _yolo_yaml(path, part)
     faults, files, rows, notes = Faults(), list[Path](), list[BoxedImage](), list[str]()
     num_labels, num_alone = 0, 0
     for place in places:
@@ -118,7 +118,8 @@ def yolo_root(path: Path, settings: Mapping[str, Any]) -> Path:
     return next((each for each in places if any(os.path.exists(each / name) for name in names)), path.parent)
 
 
-def _yolo_yaml(path: Path, part: str) -> tuple[list[str], list[Path]]:
+def _yolo_yaml(path: Path, part: str) -> tuple[list[str], list[Path], Path]:
+    """Return the class names of a data.yaml, the folders or lists of a part, and the folder of its paths."""
     settings = yolo_settings(path)
     if settings is None:
         raise ValueError(f"{path}: is not a YOLO file; it has names, and train or val with folders of images")
@@ -135,7 +136,7 @@ def _yolo_yaml(path: Path, part: str) -> tuple[list[str], list[Path]]:
     places = yolo_places(path, settings, part)
     if not places:
         raise ValueError(f"{path}: does not name {part}; add a folder of images")
-    return [str(name) for name in names], places
+    return [str(name) for name in names], places, yolo_root(path, settings)
 
 
 def _yolo_names_near(folder: Path) -> list[str] | None:
