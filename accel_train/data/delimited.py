@@ -61,27 +61,22 @@ def read_delimited(path: Path, data: Data) -> Iterator[Record]:
         strict=True,
         quoting=csv.QUOTE_MINIMAL if has_quotes else csv.QUOTE_NONE,
     )
-    header: list[str] | None = None
+    header: list[str] = []
     number = 1
     try:
         for row in _with_long_fields(reader):
-            if header is None:
-                is_row = data.header == "none"
-                if not row:
-                    number = reader.line_num + 1
-                    continue
+            if row and not header:
                 is_named = data.header == "first_line"
                 header = row if is_named else [str(column) for column in range(1, len(row) + 1)]
                 yield Record(header, number, 0)
-                if not is_row:
-                    number = reader.line_num + 1
-                    continue
-            if row and len(row) != len(header):
-                raise ValueError(
-                    f"{path}:{number}: the row has {len(row)} fields, the header {len(header)} ({', '.join(header)}); "
-                    f"{_remedy(path, data, len(row), len(header))}"
-                )
+                # Otherwise, the line is not a row.
+                row = row if data.header == "none" else []
             if row:
+                if len(row) != len(header):
+                    raise ValueError(
+                        f"{path}:{number}: the row has {len(row)} fields, the header {len(header)} "
+                        f"({', '.join(header)}); {_remedy(path, data, len(row), len(header))}"
+                    )
                 row_bytes, num_bytes = num_bytes, 0
                 yield Record(row, number, row_bytes)
             number = reader.line_num + 1

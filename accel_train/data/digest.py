@@ -246,9 +246,10 @@ def _parts_of_function(function: FunctionType, seen: frozenset[int], depth: int)
         return
     code = function.__code__
     yield from _parts((code, function.__defaults__, function.__kwdefaults__), seen, depth)
-    codes = [code, *_nested(code)]
+    codes = list(_codes(code))
     names = {name for each in codes for name in each.co_names}
-    assigned = {name for each in codes for name in _assigned(each)}
+    steps = [step for each in codes for step in dis.get_instructions(each)]
+    assigned = {step.argval for step in steps if step.opname in ("STORE_DEREF", "STORE_GLOBAL")}
     changed = {name for each in codes for name in _changed_in_place(each)}
     around = {}
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
@@ -264,14 +265,12 @@ def _parts_of_function(function: FunctionType, seen: frozenset[int], depth: int)
         yield from _parts(value, seen, depth)
 
 
-def _nested(code: CodeType) -> Iterator[CodeType]:
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """Yield the code of a function and of the functions inside it."""
+    yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from (constant, *_nested(constant))
-
-
-def _assigned(code: CodeType) -> set[str]:
-    return {step.argval for step in dis.get_instructions(code) if step.opname in ("STORE_DEREF", "STORE_GLOBAL")}
+            yield from _codes(constant)
 
 
 def _changed_in_place(code: CodeType) -> Iterator[str]:

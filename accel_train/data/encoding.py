@@ -45,15 +45,15 @@ def guess_encoding(path: Path, errors: str = "strict") -> tuple[str, str] | None
     except UnicodeDecodeError as error:
         num_valid, num_wrong = _count_utf8(raw)
         where = f"byte 0x{raw[error.start]:02x} at position {error.start} is not UTF-8"
-        if num_valid >= num_wrong and errors == "strict":
+        if num_valid >= num_wrong:
+            if errors == "replace":
+                return None
             line = raw.count(b"\n", 0, error.start) + 1
             raise ValueError(
                 f"{path}:{line}: {where}, but {num_valid:,} other characters are (bytes like this one: {num_wrong:,}). "
                 "Repair the line, set data.encoding_errors: replace to read U+FFFD there, or name the encoding in "
                 "data.encoding"
             ) from None
-        if num_valid >= num_wrong:
-            return None
         try:
             raw.decode("cp1252")
         except UnicodeDecodeError:

@@ -161,7 +161,7 @@ def label_scheme(
         drop = _how_to_drop(len(missing), len(values)) if may_drop else ""
         raise ValueError(f"{where(missing[0])}, column {column!r}: {_NO_LABEL}{drop}")
     if problem_type == "auto" and values:
-        refuse_objects(values, str(column), where(0))
+        refuse_objects(values, column, where(0))
     given = label_names if label_names is not None else feature_names
     kind, reason = _problem_type(values, column, problem_type, given is not None)
     if kind == "regression":

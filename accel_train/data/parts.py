@@ -78,8 +78,8 @@ def pick(names: Iterable[str], part: Part, beside: str | None = None) -> str | N
     found = sorted(name for name in names if part_of(name) == part and not is_unlabeled(name))
     found = [name for name in found if beside is not None and _frame(name) == _frame(beside)] or found
     order = _ORDER[part]
-    usual = sorted((name for name in found if _plain(name) in order), key=lambda name: order[_plain(name)])
-    return next(iter(usual or found), None) if usual or len(found) == 1 else None
+    usual = [name for name in found if _plain(name) in order]
+    return min(usual, key=lambda name: order[_plain(name)], default=found[0] if len(found) == 1 else None)
 
 
 def _frame(name: str) -> str:

@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -85,11 +85,12 @@ def group_names(cells: Sequence[Any], wheres: Sequence[str], column: str) -> lis
         SettingError: a cell is empty, or all rows are one group.
     """
     at, settings = f"data.group_column={column}", ("data.group_column",)
-    names: list[Hashable] = [None if is_missing(cell) else str(cell) for cell in cells]
-    if None in names:
-        problem = f"{wheres[names.index(None)]} has no group"
+    names = list(map(str, cells))
+    missing = next((where for cell, where in zip(cells, wheres) if is_missing(cell)), None)
+    if missing is not None:
+        problem = f"{missing} has no group"
         raise SettingError(problem, "Fill in the cell, or drop the row", at, settings)
     if len(set(names)) == 1:
         problem = f"all {len(names):,} rows are in the group {names[0]!r}, so none can be held out"
         raise SettingError(problem, "Name another column, or name evaluation data in data.eval", at, settings)
-    return list(map(str, names))
+    return names

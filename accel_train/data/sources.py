@@ -252,16 +252,17 @@ def _resolve_folder(name: str, folder: Path, data: Data, key: str) -> Source:
             f"{name}: left out {', '.join(path.name for path in about)}, because their names say that they describe "
             f"the data",
         )
-    deeper = [path for path in files if folder not in (path.parent, path.parent.parent)]
-    if data.lines == "folder_names" and deeper:
-        raise ValueError(
-            f"{key}: {deeper[0]} lies more than one folder below {name!r}. For data.lines: folder_names, name the "
-            "folder that holds the folders of the classes"
-        )
-    loose = [path for path in files if path.parent == folder] if data.lines == "folder_names" else []
-    if loose and len(loose) < len(files):
-        files = [path for path in files if path.parent != folder]
-        notes += (f"{name}: left out {len(loose)} files outside of class folders ({loose[0].name} is the first)",)
+    if data.lines == "folder_names":
+        deeper = [path for path in files if folder not in (path.parent, path.parent.parent)]
+        if deeper:
+            raise ValueError(
+                f"{key}: {deeper[0]} lies more than one folder below {name!r}. For data.lines: folder_names, name the "
+                "folder that holds the folders of the classes"
+            )
+        loose = [path for path in files if path.parent == folder]
+        if loose and len(loose) < len(files):
+            files = [path for path in files if path.parent != folder]
+            notes += (f"{name}: left out {len(loose)} files outside of class folders ({loose[0].name} is the first)",)
     return _describe_files(name, files, data, notes=notes)
 
 
