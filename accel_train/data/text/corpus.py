@@ -260,8 +260,8 @@ def build_shards(folder: Path, inputs: Inputs) -> tuple[TextTokenizer, dict[str,
         ValueError: a document cannot be read, or no training document is left.
     """
     counts = Counts(notes=[*inputs.notes, *_leaks(inputs)])
-    split = Split()
-    if not inputs.eval and not holds_tokens(inputs.train):
+    split, are_tokens = Split(), holds_tokens(inputs.train)
+    if not inputs.eval and not are_tokens:
         split = choose_split(_texts(inputs.train, inputs), inputs.data.eval_fraction, seed=inputs.data.split_seed)
         counts.notes += [split.note] if split.note else []
     tokenizer = inputs.tokenizer
@@ -269,7 +269,7 @@ def build_shards(folder: Path, inputs: Inputs) -> tuple[TextTokenizer, dict[str,
         tokenizer = _train_tokenizer(tokenizer.train_bpe.vocab_size, inputs, split, counts.notes)
         tokenizer.tokenizer.save_pretrained(str(folder / "tokenizer"))
     fits_in_two_bytes = tokenizer.vocab_size <= 1 << 16
-    if holds_tokens(inputs.train) and (not inputs.eval or holds_tokens(inputs.eval)):
+    if are_tokens and (not inputs.eval or holds_tokens(inputs.eval)):
         files = _token_files((*inputs.train, *inputs.eval))
         fits_in_two_bytes = fits_in_two_bytes or all(file.dtype == np.dtype("<u2") for file in files)
     dtype = np.dtype("<u2" if fits_in_two_bytes else "<u4")
@@ -277,7 +277,7 @@ def build_shards(folder: Path, inputs: Inputs) -> tuple[TextTokenizer, dict[str,
         ShardWriter(folder / "train.bin", dtype, tokenizer.vocab_size) as train,
         ShardWriter(folder / "eval.bin", dtype, tokenizer.vocab_size) as held_out,
     ):
-        if holds_tokens(inputs.train):
+        if are_tokens:
             _copy_training_tokens(inputs, tokenizer, train, held_out, counts.notes)
         else:
             _tokenise(inputs.train, split, inputs, tokenizer, (train, held_out), counts)

@@ -32,7 +32,8 @@ SEPARATOR = "<|endoftext|>"
 BYTE_SEPARATOR_ID = 256
 
 Row = TypeVar("Row")
-Encode = Callable[[Sequence[str]], list[NDArray[np.integer[Any]]]]
+TokenIds = NDArray[np.integer[Any]]
+Encode = Callable[[Sequence[str]], list[TokenIds]]
 """Function from texts to the token ids of each text, without special tokens."""
 
 
@@ -82,7 +83,7 @@ def byte_tokenizer() -> "PreTrainedTokenizerFast":
     return tokenizer
 
 
-def encode_bytes(texts: Sequence[str]) -> list[NDArray[np.integer[Any]]]:
+def encode_bytes(texts: Sequence[str]) -> list[TokenIds]:
     """Return the UTF-8 bytes of texts: the ids of `byte_tokenizer`, but at gigabytes per second."""
     return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
 
@@ -221,10 +222,10 @@ def document_encoder(tokenizer: "PreTrainedTokenizerBase", separator_id: int) ->
 
     The function raises ValueError if the tokenizer gives the separator's id to ordinary text.
     """
-    encode_raw = _fast_encoder(tokenizer) if tokenizer.is_fast else _slow_encoder(tokenizer)
+    encode_raw = _fast_encoder(tokenizer) if tokenizer.is_fast else partial(_encode_slowly, tokenizer)
     separator = tokenizer.convert_ids_to_tokens(separator_id)
 
-    def encode(texts: Sequence[str]) -> list[NDArray[np.integer[Any]]]:
+    def encode(texts: Sequence[str]) -> list[TokenIds]:
         encoded = encode_raw(texts)
         for index, ids in enumerate(encoded):
             if (ids == separator_id).any():
@@ -244,21 +245,18 @@ def _fast_encoder(tokenizer: "PreTrainedTokenizerBase") -> Encode:
     backend.no_padding()
     backend.encode_special_tokens = True
 
-    def encode(texts: Sequence[str]) -> list[NDArray[np.integer[Any]]]:
+    def encode(texts: Sequence[str]) -> list[TokenIds]:
         return [np.array(it.ids, np.uint32) for it in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
 
     return encode
 
 
-def _slow_encoder(tokenizer: "PreTrainedTokenizerBase") -> Encode:
-    def encode(texts: Sequence[str]) -> list[NDArray[np.integer[Any]]]:
-        settings = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
-        return [np.array(tokenizer(text, **settings)["input_ids"], np.uint32) for text in texts]
-
-    return encode
+def _encode_slowly(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[TokenIds]:
+    settings = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+    return [np.array(tokenizer(text, **settings)["input_ids"], np.uint32) for text in texts]
 
 
-def _encode_around(text: str, separator: str, separator_id: int, encode_raw: Encode) -> NDArray[np.integer[Any]]:
+def _encode_around(text: str, separator: str, separator_id: int, encode_raw: Encode) -> TokenIds:
     """Encode a text that has the separator as an ordinary word, by splitting each occurrence in two."""
     first, *others = text.split(separator)
     heads = [first, *(separator[1:] + other for other in others)]

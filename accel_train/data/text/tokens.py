@@ -40,15 +40,12 @@ class TokenFile:
     offset_bytes: int = 0
 
     def map(self) -> Tokens:
-        """Return the tokens as a memory-mapped array, without reading them."""
-        return map_tokens(self.path, self.dtype, self.num_tokens, self.offset_bytes)
-
-
-def map_tokens(path: Path, dtype: np.dtype[Any], num_tokens: int, offset_bytes: int = 0) -> Tokens:
-    """Return a file's tokens as a plain array over its pages. Indexing the np.memmap subclass takes twice as long."""
-    if num_tokens == 0:
-        return np.zeros(0, dtype)
-    return np.asarray(np.memmap(path, dtype=dtype, mode="r", offset=offset_bytes, shape=(num_tokens,)))
+        """Return the tokens as a plain array over the file's pages, without reading them."""
+        if self.num_tokens == 0:
+            return np.zeros(0, self.dtype)
+        # Indexing the np.memmap subclass takes twice as long.
+        pages = np.memmap(self.path, self.dtype, mode="r", offset=self.offset_bytes, shape=(self.num_tokens,))
+        return np.asarray(pages)
 
 
 def inspect_token_file(path: Path) -> TokenFile:
@@ -181,7 +178,7 @@ class WindowDataset(Dataset[NDArray[np.int64]]):
         if indices and not (last < len(self) and min(indices) >= 0):
             raise IndexError(f"windows {list(indices)} of {len(self)}")
         if self._tokens is None:
-            self._tokens = tokens = map_tokens(self.path, self.dtype, self.num_tokens)
+            self._tokens = tokens = TokenFile(self.path, self.dtype, self.num_tokens).map()
             self._whole = sliding_window_view(tokens, length + 1)[::length] if len(tokens) > length else tokens[:0]
         if last < len(self._whole):
             rows = self._whole[indices].astype(np.int64)
