@@ -8,7 +8,6 @@ import json
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from accel_train.core.state import JsonRecord
 from accel_train.model.kernels.nf4 import packed_layers
 from accel_train.model.tensors import PACKED, Tensors, load_extra_state, local_part, packed, split_state, unpacked
 from accel_train.optim.ema import Average
-from accel_train.task import Task, TaskData
 
 MODEL, OPTIMIZER, AVERAGE = "model.safetensors", "optimizer.safetensors", "average.safetensors"
 NUMBER = "#number"
@@ -252,10 +250,3 @@ def check_tensors(folder: Path, model: nn.Module, optimizer: torch.optim.Optimiz
             raise CheckpointError(
                 f"{folder}: {entry} of {name} has shape {tuple(shape)}, but the weight has shape {expected}"
             )
-
-
-def describe_model(task: Task, model: nn.Module, data: TaskData) -> dict[str, bytes]:
-    """Return the files that `from_pretrained` needs in addition to weights (configuration, tokenizer), by name."""
-    with TemporaryDirectory() as folder:
-        task.save_description(model, data, Path(folder))
-        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}

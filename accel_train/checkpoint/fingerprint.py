@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from pydantic.fields import FieldInfo
 from torch import Tensor
 
-from accel_train.core.json_io import parse_json
+from accel_train.core.json_io import json_digest, parse_json, to_json
 from accel_train.core.redaction import redact
 from accel_train.core.state import JsonRecord
 from accel_train.data.batch_sizes import BatchSizes
@@ -108,6 +108,13 @@ def run_identity(recipe: Recipe, data: TaskData, sizes: BatchSizes, steps: StepP
         "schedule.warmup_steps": steps.warmup_steps,
     }
     return _normal(identity)
+
+
+def digest_of_recipe(recipe: Recipe) -> str:
+    """Return a digest of what a run is, however and wherever it was started."""
+    how: dict[str, Any] = {"output_dir": True, "checkpoint": {"resume", "accept_changes"}}
+    # Without defaults: a newer version with more settings finds the run again.
+    return json_digest(to_json(recipe.model_dump(exclude=how, exclude_defaults=True)))
 
 
 def _dump(value: Any, without: set[str] | None = None) -> Any:

@@ -9,7 +9,6 @@ from shlex import quote
 from accel_train.core.files import digests_of
 from accel_train.core.json_io import parse_json
 from accel_train.core.ownership import accept_files, noted_digests
-from accel_train.recipe.schema import Recipe
 
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".onnx")
 """Ends of the names of files that change a model's results. A change of another file is only noted."""
@@ -114,13 +113,13 @@ def check_digests(folder: Path, *, is_ours: bool = True) -> None:
         print(f"note: {note}", file=sys.stderr, flush=True)
 
 
-def check_pretrained(recipe: Recipe) -> None:
+def check_pretrained(pretrained: str) -> None:
     """Check the digests of `model.pretrained` if it is a folder that a run or an export wrote.
 
     Raises:
         ValueError: a weight file has changed.
     """
-    if recipe.model.pretrained is not None and (folder := Path(recipe.model.pretrained)).is_dir():
+    if (folder := Path(pretrained)).is_dir():
         check_digests(folder, is_ours=False)
 
 

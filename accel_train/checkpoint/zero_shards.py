@@ -4,7 +4,7 @@ DeepSpeed concatenates the parameters of a group into a flat tensor (in stage 3,
 parameter). The optimizer works on the flat tensor. A checkpoint holds tensors by name, as under DDP.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from accel_train.checkpoint.contents import check_known, restore_extra_state
 from accel_train.checkpoint.sharded import CheckpointReader
 from accel_train.core.work import beat
-from accel_train.model.tensors import Tensors, packed, split_state, unpacked_numel
+from accel_train.model.tensors import Tensors, packed, split_state
 
 COUNTER = "step"
 """Optimizer entry that is one number for all elements."""
@@ -208,11 +208,3 @@ class ZeroShards:
                 continue
             flat = state.setdefault(entry, torch.zeros_like(part.flat.detach()))
             self._put(part, flat, whole)
-
-
-def whole_numel(parameters: Sequence[nn.Parameter]) -> int:
-    """Return the number of elements of parameters, including other processes' ZeRO stage 3 shares.
-
-    4-bit weights count unpacked.
-    """
-    return sum(int(getattr(parameter, "ds_numel", unpacked_numel(parameter))) for parameter in parameters)

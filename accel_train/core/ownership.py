@@ -71,26 +71,6 @@ def _has_checkpoints(folder: Path) -> bool:
     return any((path.parent / "trainer.json").is_file() for path in folder.glob("checkpoints/step-*/manifest.json"))
 
 
-def refuse_inputs_in(output_dir: Path, inputs: Mapping[str, str]) -> None:
-    """Check that no input, keyed by setting name, lies where this run writes.
-
-    Raises:
-        ValueError: an input does; the message names the first.
-    """
-    root = output_dir.resolve()
-    for setting, value in inputs.items():
-        path = Path(value.split("*")[0].split("?")[0].split("[")[0])
-        if not path.exists() and path == Path(value):
-            # The name of a model or data set.
-            continue
-        path = path.resolve()
-        if path.is_relative_to(root) and path != root and path.relative_to(root).parts[0] in RUN_NAMES:
-            raise ValueError(
-                f"{setting}={value} lies in output_dir={output_dir}, where this run would replace it. Give another "
-                "output_dir."
-            )
-
-
 def check_file(path: Path, home: Path, what: str) -> None:
     """Check that writing a file would not replace a user's file. `home` is the run folder that keeps the digests.
 

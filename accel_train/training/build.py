@@ -3,13 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from torch import nn
 
 from accel_train.checkpoint.base import base_problem, digests_of_base, left_out
-from accel_train.checkpoint.contents import describe_model
 from accel_train.checkpoint.fingerprint import (
     OF_BEST,
     Change,
@@ -49,6 +50,7 @@ from accel_train.runtime.memory import PeakMemory
 from accel_train.runtime.process_group import concluded, first_problem, on_main
 from accel_train.runtime.signals import StopRequest
 from accel_train.runtime.watchdog import Watchdog
+from accel_train.task import Task, TaskData
 from accel_train.training.output import device_peak
 
 LOADED = "pretrained weights"
@@ -95,6 +97,13 @@ def build_run(plan: RunPlan, strategy: Strategy, stop: StopRequest, watchdog: Wa
         graphs=graphs,
         changes=changes,
     )
+
+
+def describe_model(task: Task, model: nn.Module, data: TaskData) -> dict[str, bytes]:
+    """Return the files that `from_pretrained` needs in addition to weights (configuration, tokenizer), by name."""
+    with TemporaryDirectory() as folder:
+        task.save_description(model, data, Path(folder))
+        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir()) if path.is_file()}
 
 
 def settings_of(plan: RunPlan, own_groups: Groups | None = None) -> Settings:

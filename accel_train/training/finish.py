@@ -16,10 +16,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 from accel_train.checkpoint.contents import load_model_tensors
-from accel_train.checkpoint.resume import read_state
-from accel_train.checkpoint.zero_shards import whole_numel
+from accel_train.checkpoint.fingerprint import digest_of_recipe
 from accel_train.core.errors import DataError, Preempted
-from accel_train.core.json_io import json_digest, json_text, read_json, to_json
+from accel_train.core.json_io import json_text
 from accel_train.core.ownership import replacing, write_file
 from accel_train.core.redaction import redact, redact_text
 from accel_train.core.state import JsonRecord
@@ -47,7 +46,6 @@ from accel_train.model.weights import in_bf16, narrow_names
 from accel_train.observe.progress import without_variants
 from accel_train.observe.run_folder import EXAMPLES_FILE, SUMMARY_FILE
 from accel_train.parallel.building import filled
-from accel_train.recipe.schema import Recipe
 from accel_train.recipe.tasks import targets_of
 from accel_train.report.pictures import NO_CLASS, VERDICTS, Box, class_colors, draw_boxes, palette, resized
 from accel_train.report.report import write_report
@@ -56,6 +54,7 @@ from accel_train.runtime.doctor import environment, launch_facts
 from accel_train.runtime.process_group import wait_for_all
 from accel_train.task import is_of_transformers, rate_name
 from accel_train.training.model_selection import apply_calibration, calibrate, evaluate_at_end, load_best
+from accel_train.training.output import whole_numel
 
 MAX_TRIED = 256
 """Samples that are predicted once more, evenly spaced: seconds, whatever the size of the evaluation data."""
@@ -119,34 +118,6 @@ def finish_run(run: RunContext) -> tuple[JsonRecord, nn.Module]:
             _note_end(run, summary, report)
     wait_for_all()
     return summary, model
-
-
-def finished_before(plan: RunPlan) -> JsonRecord | None:
-    """Return the contents of summary.json if this run has finished in this folder with the same recipe; else None."""
-    point, folder = plan.resume_point, plan.output_dir
-    # The Trainer's callbacks and a program's observers expect a run.
-    if point.path is None or point.broken or point.changes or plan.extensions.observers:
-        return None
-    if plan.recipe.checkpoint.resume not in ("auto", "unchanged"):
-        return None
-    state = read_state(point.path)
-    if state.evaluation_owed or not (state.stopped_early or state.step >= plan.max_steps):
-        return None
-    try:
-        summary = read_json(folder / SUMMARY_FILE)
-    except (OSError, ValueError):
-        return None
-    # The recipe in the folder may be of a later start, which was killed before its own end.
-    ended_as = {"steps": state.step, "recipe_digest": _digest_of_recipe(plan.recipe)}
-    is_same = isinstance(summary, dict) and all(summary.get(name) == value for name, value in ended_as.items())
-    return summary if is_same and (folder / "model").is_dir() else None
-
-
-def _digest_of_recipe(recipe: Recipe) -> str:
-    """Return a digest of what a run is, however and wherever it was started."""
-    how: dict[str, Any] = {"output_dir": True, "checkpoint": {"resume", "accept_changes"}}
-    # Without defaults: a newer version with more settings finds the run again.
-    return json_digest(to_json(recipe.model_dump(exclude=how, exclude_defaults=True)))
 
 
 def report_finished(run: RunContext, summary: JsonRecord) -> nn.Module:
@@ -275,7 +246,7 @@ def summarise(run: RunContext, model: nn.Module) -> JsonRecord:
     return {
         "status": "stopped early" if state.stopped_early else "finished",
         "steps": state.step,
-        "recipe_digest": _digest_of_recipe(plan.recipe),
+        "recipe_digest": digest_of_recipe(plan.recipe),
         "num_targets": state.num_targets_seen,
         "skipped_steps": state.num_skipped_steps,
         "eval": run.evaluation.scores,
@@ -288,7 +259,7 @@ def summarise(run: RunContext, model: nn.Module) -> JsonRecord:
         "sample": sample,
         "data": redact(plan.data.facts.record()),
         "started_in": os.getcwd(),
-        "parameters": whole_numel(list(run.strategy.inner.model.parameters())),
+        "parameters": whole_numel(run.strategy.inner.model.parameters()),
         "world_size": run.accelerator.num_processes,
         "train_seconds": round(run.observer.train_seconds, 3),
         rate_name(targets_of(plan.recipe.task)): state.num_targets_seen / seconds,
@@ -313,7 +284,7 @@ def describe_defeat(run: RunContext, baselines: Mapping[str, float]) -> JsonReco
         best_step=state.best_step,
         loss_rose=state.best_loss is not None and state.last_loss is not None and state.last_loss > state.best_loss,
         pretrained=plan.recipe.model.pretrained is not None,
-        parameters=whole_numel(list(run.strategy.inner.model.parameters())),
+        parameters=whole_numel(run.strategy.inner.model.parameters()),
         samples=plan.order.num_samples,
     )
     return {"sentence": str(found), "causes": causes}

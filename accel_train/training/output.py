@@ -3,7 +3,7 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
 from functools import partial
@@ -13,11 +13,11 @@ from typing import Any, Self
 
 import torch
 from accelerate import Accelerator
+from torch import nn
 from torch.profiler import profile, record_function
 
 from accel_train.checkpoint.fingerprint import OF_BEST, changes_evaluation
 from accel_train.checkpoint.rollback_log import describe
-from accel_train.checkpoint.zero_shards import whole_numel
 from accel_train.core.files import make_folders
 from accel_train.core.format import format_bytes
 from accel_train.core.hardware import peak_flops
@@ -32,6 +32,7 @@ from accel_train.engine.save import ALIKE
 from accel_train.model.batch_norm import SyncedBatchNorm, trained_batch_norms
 from accel_train.model.freeze import named
 from accel_train.model.memory_estimate import state_bytes
+from accel_train.model.tensors import unpacked_numel
 from accel_train.observe.goodput import LaunchClock
 from accel_train.observe.notify import Notifier
 from accel_train.observe.observer import LogPlan, Observer, Observers, RunObserver
@@ -233,6 +234,14 @@ def few_held_out(facts: Facts, own: object, fraction: float) -> list[str]:
     more = "Raise data.eval_fraction, to 0.1 for example" if fraction < 0.1 else "Add samples"
     remedy = f"{more}, or give data.eval" if own is None else "Give more in data.eval"
     return [f"{num_eval} held-out samples are few{costs}. {remedy}"]
+
+
+def whole_numel(parameters: Iterable[nn.Parameter]) -> int:
+    """Return the number of elements of parameters, including other processes' ZeRO stage 3 shares.
+
+    4-bit weights count unpacked.
+    """
+    return sum(int(getattr(parameter, "ds_numel", unpacked_numel(parameter))) for parameter in parameters)
 
 
 def describe_batch_norm(run: RunContext) -> str | None:

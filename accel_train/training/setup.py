@@ -9,13 +9,14 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from accel_train.checkpoint.fingerprint import run_identity
-from accel_train.checkpoint.resume import ResumePoint, agree_on_checkpoint
+from accel_train.checkpoint.fingerprint import digest_of_recipe, run_identity
+from accel_train.checkpoint.resume import BY_ITSELF, ResumePoint, agree_on_checkpoint, read_state
 from accel_train.checkpoint.weight_files import check_pretrained
 from accel_train.core.errors import SettingError
-from accel_train.core.ownership import refuse_inputs_in
+from accel_train.core.json_io import read_json
+from accel_train.core.ownership import RUN_NAMES
 from accel_train.core.redaction import remember_secrets
-from accel_train.core.state import Choice, Choices
+from accel_train.core.state import Choice, Choices, JsonRecord
 from accel_train.data.batch_sizes import BatchSizes, resolve_batch
 from accel_train.data.digest import digest_of_code
 from accel_train.engine.loader import choose_reading
@@ -23,6 +24,7 @@ from accel_train.engine.resolve import check_recipe, resolve_run
 from accel_train.engine.run import Extensions, RunContext, RunPlan
 from accel_train.model.kernels.frozen import choose_frozen_dtype
 from accel_train.observe.goodput import LaunchClock
+from accel_train.observe.run_folder import SUMMARY_FILE
 from accel_train.optim.custom import try_custom
 from accel_train.parallel.compatibility import check_compatibility
 from accel_train.parallel.dims import across_machines, choose_sequences, processes_on_machine
@@ -45,7 +47,6 @@ from accel_train.runtime.watchdog import Watchdog
 from accel_train.task import Task, load_function, read_data, with_data_of
 from accel_train.training.build import build_run, settings_of
 from accel_train.training.callbacks import with_callbacks
-from accel_train.training.finish import finished_before
 from accel_train.training.model_selection import check_metric_name
 from accel_train.training.output import open_output
 from accel_train.training.trial import check_lone_samples, check_sums
@@ -67,60 +68,82 @@ def prepare_run(
     """
     stop = StopRequest() if stop is None else stop
     with stop.preparing():
-        return _prepare(recipe, task, extensions or Extensions(), stop)
+        if not torch.is_grad_enabled():
+            problem = "gradients are off here (torch.no_grad or inference_mode)"
+            raise SettingError(problem, "Train outside of that context")
+        clock = LaunchClock(take_age_seconds())
+        extensions = with_callbacks(recipe, extensions or Extensions())
+        remember_secrets(recipe.model_dump())
+        recipe = with_launch_environment(recipe)
+        if task is None:
+            recipe, task = check_recipe(recipe)
+        else:
+            recipe = with_data_of(task, recipe)
+            check_spec(recipe, task.spec)
+        refuse_inputs_in_output(recipe)
+        strategy, sizes, choices = open_processes(recipe, task)
+        with ExitStack() as resources, exits_are_errors():
+            watchdog = extensions.watchdog or open_watchdog(recipe, strategy.accelerator, extensions, stop, resources)
+            output = resources.enter_context(open_output(recipe, strategy.accelerator, clock))
+            # A module that exists without transformers' masks does not use them. Importing them takes a second.
+            if not isinstance(getattr(task, "module", None), nn.Module) or "transformers.masking_utils" in sys.modules:
+                from accel_train.model.kernels.attention import masks_without_reading
 
-
-def _prepare(recipe: Recipe, task: Task | None, extensions: Extensions, stop: StopRequest) -> RunContext:
-    if not torch.is_grad_enabled():
-        raise SettingError("gradients are off here (torch.no_grad or inference_mode)", "Train outside of that context")
-    clock = LaunchClock(take_age_seconds())
-    extensions = with_callbacks(recipe, extensions)
-    remember_secrets(recipe.model_dump())
-    recipe = with_launch_environment(recipe)
-    if task is None:
-        recipe, task = check_recipe(recipe)
-    else:
-        recipe = with_data_of(task, recipe)
-        check_spec(recipe, task.spec)
-    refuse_inputs_in_output(recipe)
-    strategy, sizes, choices = open_processes(recipe, task)
-    with ExitStack() as resources, exits_are_errors():
-        watchdog = extensions.watchdog or open_watchdog(recipe, strategy.accelerator, extensions, stop, resources)
-        output = resources.enter_context(open_output(recipe, strategy.accelerator, clock))
-        # A module that exists without transformers' masks does not use them. Importing them takes a second.
-        if not isinstance(getattr(task, "module", None), nn.Module) or "transformers.masking_utils" in sys.modules:
-            from accel_train.model.kernels.attention import masks_without_reading
-
-            resources.enter_context(masks_without_reading())
-        with clock.inside("data_preparation"):
-            plan = plan_run(recipe, task, strategy, sizes, choices, extensions)
-        # Lock after the data is read, so that unreadable data leaves no folder behind. Read the folder after the lock.
-        on_main(output.open)
-        plan = plan_resume(plan, strategy.accelerator)
-        finished = on_main(lambda: finished_before(plan))
-        if finished is None:
+                resources.enter_context(masks_without_reading())
+            with clock.inside("data_preparation"):
+                plan = plan_run(recipe, task, strategy, sizes, choices, extensions)
+            # Lock after the data is read, so that unreadable data leaves no folder behind. Read the folder after the
+            # lock.
+            on_main(output.open)
+            check_shared(plan.output_dir, strategy.accelerator.num_processes)
+            settings, first_fingerprint = settings_of(plan), plan.data.first_fingerprint
+            point = agree_on_checkpoint(recipe, strategy.accelerator, plan.identity, settings, first_fingerprint)
+            plan = replace(plan, resume_point=point)
+            finished = on_main(lambda: finished_before(plan))
+            if finished is None:
+                output.record_launch()
+                # A checkpoint has the weights of a resume, or the digests of its frozen base.
+                if point.path is None and (pretrained := recipe.model.pretrained) is not None:
+                    on_main(lambda: check_pretrained(pretrained))
+            resources.callback(strategy.close)
+            run = build_run(plan, strategy, stop, watchdog)
+            if finished is not None and not run.changes:
+                output.be_silent()
+                run.finished, run.resources = finished, resources.pop_all()
+                return run
             output.record_launch()
-            # A checkpoint has the weights of a resume, or the digests of its frozen base.
-            if plan.resume_point.path is None:
-                on_main(lambda: check_pretrained(recipe))
-        resources.callback(strategy.close)
-        run = build_run(plan, strategy, stop, watchdog)
-        if finished is not None and not run.changes:
-            output.be_silent()
-            run.finished, run.resources = finished, resources.pop_all()
+            check_metric_name(run)
+            check_lone_samples(run)
+            check_sums(run)
+            output.start(run)
+            if run.digest_check is not None:
+                resources.callback(run.digest_check.stop)
+            watchdog.record = output.append_event
+            resources.push(watchdog.note_end)  # pushed last, so called first: later closes may be slow
+            stop.raise_if_requested()  # inside `resources`, so the watchdog closes and informs the other processes
+            run.resources = resources.pop_all()
             return run
-        output.record_launch()
-        check_metric_name(run)
-        check_lone_samples(run)
-        check_sums(run)
-        output.start(run)
-        if run.digest_check is not None:
-            resources.callback(run.digest_check.stop)
-        watchdog.record = output.append_event
-        resources.push(watchdog.note_end)  # pushed last, so called first: later closes may be slow
-        stop.raise_if_requested()  # inside `resources`, so the watchdog closes and informs the other processes
-        run.resources = resources.pop_all()
-        return run
+
+
+def finished_before(plan: RunPlan) -> JsonRecord | None:
+    """Return the contents of summary.json if this run has finished in this folder with the same recipe; else None."""
+    point, folder = plan.resume_point, plan.output_dir
+    # The Trainer's callbacks and a program's observers expect a run.
+    if point.path is None or point.broken or point.changes or plan.extensions.observers:
+        return None
+    if plan.recipe.checkpoint.resume not in BY_ITSELF:
+        return None
+    state = read_state(point.path)
+    if state.evaluation_owed or not (state.stopped_early or state.step >= plan.max_steps):
+        return None
+    try:
+        summary = read_json(folder / SUMMARY_FILE)
+    except (OSError, ValueError):
+        return None
+    # The recipe in the folder may be of a later start, which was killed before its own end.
+    ended_as = {"steps": state.step, "recipe_digest": digest_of_recipe(plan.recipe)}
+    is_same = isinstance(summary, dict) and all(summary.get(name) == value for name, value in ended_as.items())
+    return summary if is_same and (folder / "model").is_dir() else None
 
 
 def open_watchdog(
@@ -139,7 +162,8 @@ def refuse_inputs_in_output(recipe: Recipe) -> None:
     Raises:
         ValueError: names the setting and the folder.
     """
-    tokenizer = recipe.tokenizer_in_use
+    output_dir, tokenizer = Path(recipe.output_dir), recipe.tokenizer_in_use
+    root = output_dir.resolve()
     inputs = {
         "model.pretrained": recipe.model.pretrained,
         "tokenizer": tokenizer if isinstance(tokenizer, str) else None,
@@ -147,7 +171,19 @@ def refuse_inputs_in_output(recipe: Recipe) -> None:
     for name, value in (("data.train", recipe.data.train), ("data.eval", recipe.data.eval)):
         values = (value,) if isinstance(value, str) else value or ()
         inputs |= {name if len(values) == 1 else f"{name}[{index}]": each for index, each in enumerate(values)}
-    refuse_inputs_in(Path(recipe.output_dir), {name: value for name, value in inputs.items() if value})
+    for setting, value in inputs.items():
+        if not value:
+            continue
+        path = Path(value.split("*")[0].split("?")[0].split("[")[0])
+        if not path.exists() and path == Path(value):
+            # The name of a model or data set.
+            continue
+        path = path.resolve()
+        if path.is_relative_to(root) and path != root and path.relative_to(root).parts[0] in RUN_NAMES:
+            raise ValueError(
+                f"{setting}={value} lies in output_dir={output_dir}, where this run would replace it. Give another "
+                "output_dir."
+            )
 
 
 def open_processes(recipe: Recipe, task: Task) -> tuple[Strategy, BatchSizes, Choices]:
@@ -237,16 +273,3 @@ def plan_run(
     if plan.evaluates_untrained and recipe.evaluate.at_start == "auto":
         plan = plan.with_choices({"evaluate.at_start": Choice(True, "the untrained model is a baseline of this task")})
     return plan
-
-
-def plan_resume(plan: RunPlan, accelerator: Accelerator) -> RunPlan:
-    """Return the plan with the checkpoint that the run resumes from.
-
-    Raises:
-        ValueError: the checkpoint belongs to another run, or a process does not see the run folder.
-        CheckpointError: no checkpoint is valid.
-    """
-    check_shared(plan.output_dir, accelerator.num_processes)
-    settings, first_fingerprint = settings_of(plan), plan.data.first_fingerprint
-    point = agree_on_checkpoint(plan.recipe, accelerator, plan.identity, settings, first_fingerprint)
-    return replace(plan, resume_point=point)
