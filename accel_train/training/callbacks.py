@@ -3,7 +3,7 @@
 All processes call them with the same numbers. Nothing waits for the device unless a callback overrides `ask`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -84,9 +84,13 @@ def with_callbacks(recipe: Recipe, extensions: Extensions) -> Extensions:
                 "callbacks",
                 ("log.callbacks",),
             )
-    asks = any(type(each).ask is not Callback.ask for each in given)
-    requests = extensions.requests or (Requests() if asks else None)
+    requests = extensions.requests or (Requests() if override(given, "ask") else None)
     return replace(extensions, callbacks=tuple(given), requests=requests)
+
+
+def override(callbacks: Sequence[Callback], method: str) -> bool:
+    """Return whether one of the callbacks overrides a method."""
+    return any(getattr(type(each), method) is not getattr(Callback, method) for each in callbacks)
 
 
 class CallbackObserver(Observer):
@@ -94,11 +98,8 @@ class CallbackObserver(Observer):
 
     def __init__(self, run: RunContext) -> None:
         self._run, self._callbacks = run, run.plan.extensions.callbacks
-        self._asks = self._overrides("ask")
-        self._evaluates, self._stops = self._overrides("on_evaluation"), False
-
-    def _overrides(self, method: str) -> bool:
-        return any(getattr(type(each), method) is not getattr(Callback, method) for each in self._callbacks)
+        self._asks = override(self._callbacks, "ask")
+        self._evaluates, self._stops = override(self._callbacks, "on_evaluation"), False
 
     def __enter__(self) -> Self:
         run = self._run

@@ -26,6 +26,7 @@ from accel_train.core.terminal import print_line
 from accel_train.core.work import working
 from accel_train.data.images.boxes import match_boxes
 from accel_train.engine.evaluation import evaluation_mode
+from accel_train.engine.loader import to_device
 from accel_train.engine.resolve import change_model, makes_new_models
 from accel_train.engine.run import RunContext, RunPlan
 from accel_train.engine.save import refuse_nonfinite_model
@@ -180,16 +181,20 @@ def full_model(run: RunContext) -> nn.Module:
     if not run.accelerator.is_main_process:
         return own
     model = None
+
+    def build() -> nn.Module:
+        return change_model(plan.recipe, plan.task, plan.task.build_model(plan.recipe, plan.data)).model
+
     with working("building the model that is written"):
         if strategy.builds_empty and makes_new_models(plan.task):
             # Some tasks compute with weights while they build.
             with suppress(Exception), without_values():
-                model = change_model(plan.recipe, plan.task, plan.task.build_model(plan.recipe, plan.data)).model
+                model = build()
         if model is not None:
             buffers = dict(own.named_buffers(remove_duplicate=False))
             model = filled(model, tensors, buffers, keeps_types=is_narrow)
         if model is None:
-            model = change_model(plan.recipe, plan.task, plan.task.build_model(plan.recipe, plan.data)).model
+            model = build()
             load_model_tensors(model, tensors)
     apply_calibration(run, model)
     return model.eval()
@@ -292,33 +297,32 @@ def describe_defeat(run: RunContext, baselines: Mapping[str, float]) -> JsonReco
 
 def _note_end(run: RunContext, summary: JsonRecord, report: Path | str) -> None:
     """Print the end of a run: a sample, the numbers, and where everything lies."""
-    note, verbose = run.observer.note, run.plan.extensions.verbose
-    section = run.plan.recipe.evaluate
+    note, state, plan = run.observer.note, run.state, run.plan
+    verbose, door, section = plan.extensions.verbose, plan.extensions.door, plan.recipe.evaluate
     main = section.best_metric
     if summary["sample"]:
         note(f"\nA sample (prompt {summary['sample']['prompt']!r}):\n\n{summary['sample']['text']}\n")
-    if summary["eval"] and not verbose:
-        rows = rows_of(summary["eval"], summary["data"], targets_of(run.plan.recipe.task))
-        compared = compare(summary["eval"], summary["baselines"], main, rows, section.is_lower_better)
-        note(f"held-out data: {format_main_score(summary['eval'], main, compared)}")
     if summary["eval"] and verbose:
         note(f"Evaluation on all held-out data{', next to baselines' if summary['baselines'] else ''}:")
         note(format_scores(without_variants(summary["eval"], main), summary["baselines"]))
+    elif summary["eval"]:
+        rows = rows_of(summary["eval"], summary["data"], targets_of(plan.recipe.task))
+        compared = compare(summary["eval"], summary["baselines"], main, rows, section.is_lower_better)
+        note(f"held-out data: {format_main_score(summary['eval'], main, compared)}")
     if augmented := format_augmentation(run.evaluation.details.get("details", {})):
         note(augmented)
     if (defeat := summary["not_beaten"]) is not None:
         note(f"{defeat['sentence']}. Likely causes, and what to try:")
         for cause in defeat["causes"]:
             note(f"  - {cause}")
-    state, plan, door = run.state, run.plan, run.plan.extensions.door
-    metric = plan.recipe.evaluate.metric_for_best_model
     is_best = state.best_step in (None, state.step) or summary["eval"].get(main) == state.best_metric
     if not is_best and not plan.recipe.loads_best_model:
         note(
-            f"model/ holds the weights of the last step, but step {state.best_step} evaluated better ({metric} "
-            f"{state.best_metric:.4g}). To write its weights, {door.load_best} and {door.again}"
+            f"model/ holds the weights of the last step, but step {state.best_step} evaluated better "
+            f"({section.metric_for_best_model} {state.best_metric:.4g}). To write its weights, {door.load_best} and "
+            f"{door.again}"
         )
-    note(f"weights: {run.plan.output_dir / 'model'}\nreport:  {report}")
+    note(f"weights: {plan.output_dir / 'model'}\nreport:  {report}")
     _show_use(plan)
 
 
@@ -361,8 +365,7 @@ def examples_of(run: RunContext, model: nn.Module) -> JsonRecord:
             here = indices[at : at + size]
             batch = data.collate([data.eval[index] for index in here])
             batch.pop("num_targets")
-            device = next(model.parameters()).device
-            batch = {name: value.to(device) for name, value in batch.items()}
+            batch = to_device(batch, next(model.parameters()).device, pin=False)
             predicted = plan.task.predict_batch(model, batch)
             if "found" in predicted and source.sets.eval.boxes is not None:
                 kind, of_batch = "boxes", _of_boxes(here, predicted["found"], source, least)

@@ -53,8 +53,8 @@ def evaluate_run(run: RunContext, *, at_end: bool = False, final: bool = False) 
     measured = {name: value for name, value in metrics.items() if name != "num_targets"}
     run.evaluation.scores = dict(metrics)
     run.evaluation.details = {"step": state.step, "metrics": measured, "details": details}
-    check_reported(section.metric_for_best_model, metrics)
-    value = number_of(section.metric_for_best_model, metrics)
+    check_reported(section, metrics)
+    value = number_of(section, metrics)
     if final:
         return False
     loss = metrics.get("loss", math.nan)
@@ -94,8 +94,9 @@ def evaluate_untrained(run: RunContext) -> None:
     # On the samples of the other evaluations, it is the first point of their curve.
     split = "eval_untrained" if run.plan.evaluates_part else "eval"
     run.observer.on_evaluation(0, {**metrics, "seconds": time.perf_counter() - began}, split)
-    numbers = {name: value for name, value in metrics.items() if name != "num_targets" and is_number(value)}
-    state.untrained = {name: float(value) for name, value in numbers.items()}
+    state.untrained = {
+        name: float(value) for name, value in metrics.items() if name != "num_targets" and is_number(value)
+    }
 
 
 def evaluate_at_end(run: RunContext) -> None:
@@ -230,11 +231,11 @@ def check_metric_name(run: RunContext) -> None:
     Raises:
         RecipeError: evaluations do not report the metric. The message names the nearest one.
     """
-    name, plan = run.plan.recipe.evaluate.metric_for_best_model, run.plan
-    if plan.recipe.evaluate.best_metric != "loss" and plan.extensions.evaluate is None and plan.data.eval is not None:
+    plan, section = run.plan, run.plan.recipe.evaluate
+    if section.best_metric != "loss" and plan.extensions.evaluate is None and plan.data.eval is not None:
         names = reported_names(run)
         if names is not None:
-            check_reported(name, names)
+            check_reported(section, names)
 
 
 def reported_names(run: RunContext) -> Collection[str] | None:
@@ -261,32 +262,28 @@ def reported_names(run: RunContext) -> Collection[str] | None:
             return None
 
 
-def check_reported(name: str, reported: Collection[str]) -> None:
-    """Refuse a metric that is not reported.
+def check_reported(section: Evaluate, reported: Collection[str]) -> None:
+    """Refuse an `evaluate.metric_for_best_model` that is not reported.
 
     Raises:
         RecipeError: the text names the nearest one.
     """
-    if short_name(name) not in reported:
-        meant = did_you_mean(short_name(name), reported, f"there are {', '.join(reported)}")
-        raise RecipeError(f"evaluate.metric_for_best_model={name}: evaluations do not report this metric; {meant}")
+    if section.best_metric not in reported:
+        meant = did_you_mean(section.best_metric, reported, f"there are {', '.join(reported)}")
+        setting = f"evaluate.metric_for_best_model={section.metric_for_best_model}"
+        raise RecipeError(f"{setting}: evaluations do not report this metric; {meant}")
 
 
-def number_of(name: str, metrics: Mapping[str, Any]) -> float:
+def number_of(section: Evaluate, metrics: Mapping[str, Any]) -> float:
     """Return the metric that decides which weights are best.
 
     Raises:
         RecipeError: it has several values.
     """
-    value = metrics[short_name(name)]
+    value = metrics[section.best_metric]
     if not isinstance(value, int | float):
         raise RecipeError(
-            f"evaluate.metric_for_best_model={name}: it is a {type(value).__name__}, and only a number can be "
-            "compared; report its mean under another name"
+            f"evaluate.metric_for_best_model={section.metric_for_best_model}: it is a {type(value).__name__}, and only "
+            "a number can be compared; report its mean under another name"
         )
     return float(value)
-
-
-def short_name(name: str) -> str:
-    """Return a metric's name without `eval_`, which transformers puts before it."""
-    return name.removeprefix("eval_")

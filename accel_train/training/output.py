@@ -12,14 +12,13 @@ from time import perf_counter
 from typing import Any, Self
 
 import torch
-from accelerate import Accelerator
 from torch import nn
 from torch.profiler import profile, record_function
 
 from accel_train.checkpoint.fingerprint import OF_BEST, changes_evaluation
 from accel_train.checkpoint.rollback_log import describe
 from accel_train.core.files import make_folders
-from accel_train.core.format import format_bytes
+from accel_train.core.format import format_bytes, format_count
 from accel_train.core.hardware import peak_flops
 from accel_train.core.ownership import write_file
 from accel_train.core.redaction import redact
@@ -86,7 +85,11 @@ class Output(ExitStack):
 
 
 class FolderOutput(Output):
-    """Output of the main process: run folder, launch clock, observers, startup log, and notifications."""
+    """Output of the main process: run folder, launch clock, observers, startup log, and notifications.
+
+    Raises:
+        ValueError: the run folder cannot be used.
+    """
 
     def __init__(self, recipe: Recipe, clock: LaunchClock, world_size: int) -> None:
         super().__init__()
@@ -122,17 +125,6 @@ class FolderOutput(Output):
         watches = [CompileWatch(run, own, self._clock)] if "compile_cache" in run.plan.choices else []
         self.observe(run, (*watches, *observers_of(run), *self._notifiers))
         announce(run, self._folder)
-
-
-def open_output(recipe: Recipe, accelerator: Accelerator, clock: LaunchClock) -> Output:
-    """Return the output of a run on this process.
-
-    Raises:
-        ValueError: the run folder cannot be used.
-    """
-    if accelerator.is_main_process:
-        return FolderOutput(recipe, clock, accelerator.num_processes)
-    return Output()
 
 
 def open_observer(run: RunContext, folder: RunFolder, clock: LaunchClock) -> RunObserver:
@@ -278,10 +270,12 @@ def note_changing_state(run: RunContext, names: Sequence[str], lost: Sequence[st
 def notable_choices(run: RunContext) -> Choices:
     """Return the choices that warn, or that differ from what the recipe says, and so are always printed."""
     choices, recipe = run.plan.choices, run.plan.recipe
-    names = {"gpus", "initial weights", "precision.float8", "model.lora", "launch", "no effect"}
-    names |= {"parts in eval()", "reading"}
-    rate, probe = choices.get("optimizer.learning_rate"), choices.get("probe")
-    if rate is not None and rate.value != recipe.optimizer.learning_rate:
+    names = {
+        *("gpus", "initial weights", "precision.float8", "model.lora", "launch", "no effect"),
+        *("parts in eval()", "reading"),
+    }
+    probe, size = choices.get("probe"), choices.get("batch.per_device_batch_size")
+    if run.plan.rate.value != recipe.optimizer.learning_rate:
         names.add("optimizer.learning_rate")
     if probe is not None and probe.value == "not proved":
         names.add("probe")
@@ -290,9 +284,9 @@ def notable_choices(run: RunContext) -> Choices:
         != choose_mixed_precision(recipe.precision, run.accelerator.device).reason
     ):
         names.add("precision.mixed_precision")  # processes or devices differ
-    size = choices.get("batch.per_device_batch_size")
-    is_less = size is not None and size.value < run.plan.sizes.per_device_batch_size
-    if is_less or (size is not None and run.sizes.gradient_accumulation_steps > 1):
+    if size is not None and (
+        size.value < run.plan.sizes.per_device_batch_size or run.sizes.gradient_accumulation_steps > 1
+    ):
         names |= {"batch.per_device_batch_size", "batch"}
     return {name: choice for name, choice in choices.items() if name in names}
 
@@ -369,8 +363,9 @@ def announce(run: RunContext, folder: RunFolder) -> None:
         observer.on_event("settings_changed", step, f"{change}, from step {step + 1} on{forgotten}", **redact(facts))
     if point.changes and point.path is not None:
         changes = [str(change) for change in point.changes]
-        names = [{change.was, change.now} for change in point.changes if change.name == "optimizer.name"]
-        is_other = any(not each <= ALIKE for each in names)
+        is_other = any(
+            change.name == "optimizer.name" and not {change.was, change.now} <= ALIKE for change in point.changes
+        )
         effects = "; the optimizer state starts at zero" if is_other else ""
         if plan.extensions.evaluate is None and changes_evaluation(point.changes):
             effects += "; evaluations before the change no longer count"
@@ -417,7 +412,7 @@ class CompileWatch(Observer):
             seconds = (result.ended or perf_counter()) - self._begin
             num_files = max(0, count_files(self._folder) - self._num_files)
             found = f"cold: {num_files} new files of compiled code" if num_files else "warm: compiled code was cached"
-            message = f"the first step took {seconds:.1f} s ({found}); {_graphs(num_new)}"
+            message = f"the first step took {seconds:.1f} s ({found}); {format_count(num_new, 'graph')}"
             facts: JsonRecord = {
                 "first_step_seconds": round(seconds, 3),
                 "warm": not num_files,
@@ -425,17 +420,13 @@ class CompileWatch(Observer):
             }
             self._observer.on_event("compiled", result.step, message, **facts)
         elif num_new:
-            message = f"{_graphs(num_new)} compiled again, because the inputs have a new shape or type"
+            message = f"{format_count(num_new, 'graph')} compiled again, because the inputs have a new shape or type"
             self._observer.on_event("recompiled", result.step, message, num_graphs=num_new)
 
 
 def count_files(folder: Path) -> int:
     """Return the number of files below a folder; 0 if it does not exist."""
     return sum(len(files) for _, _, files in os.walk(folder))
-
-
-def _graphs(count: int) -> str:
-    return f"{count} graph{'s' * (count != 1)}"
 
 
 NUM_OPERATIONS = 10

@@ -48,7 +48,7 @@ from accel_train.task import Task, load_function, read_data, with_data_of
 from accel_train.training.build import build_run, settings_of
 from accel_train.training.callbacks import with_callbacks
 from accel_train.training.model_selection import check_metric_name
-from accel_train.training.output import open_output
+from accel_train.training.output import FolderOutput, Output
 from accel_train.training.trial import check_lone_samples, check_sums
 
 
@@ -82,9 +82,11 @@ def prepare_run(
             check_spec(recipe, task.spec)
         refuse_inputs_in_output(recipe)
         strategy, sizes, choices = open_processes(recipe, task)
+        accelerator = strategy.accelerator
         with ExitStack() as resources, exits_are_errors():
-            watchdog = extensions.watchdog or open_watchdog(recipe, strategy.accelerator, extensions, stop, resources)
-            output = resources.enter_context(open_output(recipe, strategy.accelerator, clock))
+            watchdog = extensions.watchdog or open_watchdog(recipe, accelerator, extensions, stop, resources)
+            is_main, num_processes = accelerator.is_main_process, accelerator.num_processes
+            output = resources.enter_context(FolderOutput(recipe, clock, num_processes) if is_main else Output())
             # A module that exists without transformers' masks does not use them. Importing them takes a second.
             if not isinstance(getattr(task, "module", None), nn.Module) or "transformers.masking_utils" in sys.modules:
                 from accel_train.model.kernels.attention import masks_without_reading
@@ -95,9 +97,9 @@ def prepare_run(
             # Lock after the data is read, so that unreadable data leaves no folder behind. Read the folder after the
             # lock.
             on_main(output.open)
-            check_shared(plan.output_dir, strategy.accelerator.num_processes)
+            check_shared(plan.output_dir, num_processes)
             settings, first_fingerprint = settings_of(plan), plan.data.first_fingerprint
-            point = agree_on_checkpoint(recipe, strategy.accelerator, plan.identity, settings, first_fingerprint)
+            point = agree_on_checkpoint(recipe, accelerator, plan.identity, settings, first_fingerprint)
             plan = replace(plan, resume_point=point)
             finished = on_main(lambda: finished_before(plan))
             if finished is None:
@@ -141,8 +143,8 @@ def finished_before(plan: RunPlan) -> JsonRecord | None:
     except (OSError, ValueError):
         return None
     # The recipe in the folder may be of a later start, which was killed before its own end.
-    ended_as = {"steps": state.step, "recipe_digest": digest_of_recipe(plan.recipe)}
-    is_same = isinstance(summary, dict) and all(summary.get(name) == value for name, value in ended_as.items())
+    ended_as = state.step, digest_of_recipe(plan.recipe)
+    is_same = isinstance(summary, dict) and (summary.get("steps"), summary.get("recipe_digest")) == ended_as
     return summary if is_same and (folder / "model").is_dir() else None
 
 

@@ -76,13 +76,11 @@ class Report:
 
     path: Path
 
-    def __fspath__(self) -> str:
-        """Return the path of the page."""
-        return str(self.path)
-
     def __str__(self) -> str:
         """Return the path of the page."""
         return str(self.path)
+
+    __fspath__ = __str__
 
     def _repr_html_(self) -> str:
         page = html.escape(self.path.read_text(encoding="utf-8"), quote=True)
