@@ -46,8 +46,7 @@ def tensor_writers(
 
 def trainer_writers(trainer: JsonRecord, description: Mapping[str, bytes]) -> dict[str, Writer]:
     """Return writers for `trainer.json` and the files that `from_pretrained` needs in addition to weights, by name."""
-    text = json.dumps(trainer, indent=1, allow_nan=False)
-    files = {TRAINER: text.encode(), **description}
+    files = {TRAINER: json.dumps(trainer, indent=1, allow_nan=False).encode(), **description}
     return {name: partial(Path.write_bytes, data=content) for name, content in files.items()}
 
 

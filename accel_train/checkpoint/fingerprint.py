@@ -246,17 +246,14 @@ def _field(recipe: Recipe, name: str) -> FieldInfo | None:
     return type(section).model_fields.get(field) if isinstance(section, Section) else None
 
 
-def _are_sections(values: list[Any]) -> bool:
-    return all(isinstance(each, Mapping) for each in values)
-
-
 def _set_by(origins: Mapping[str, str], name: str) -> str:
     """Return who set a value. An entry of a list (`optimizer.groups.0.lr_scale`) was set with the list."""
     return origins.get(name, origins.get(re.split(r"\.\d", name)[0], ""))
 
 
 def _differences(was: Any, now: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
-    if isinstance(was, list) and isinstance(now, list) and len(was) == len(now) and _are_sections(was + now):
+    are_lists = isinstance(was, list) and isinstance(now, list) and len(was) == len(now)
+    if are_lists and all(isinstance(each, Mapping) for each in was + now):
         was, now = ({str(index): each for index, each in enumerate(side)} for side in (was, now))
     if isinstance(was, Mapping) and isinstance(now, Mapping):
         for key in sorted(was.keys() | now.keys()):
@@ -297,7 +294,7 @@ def _origin(recipe: Recipe, name: str) -> str:
 
 def _told(value: Any, set_by: str) -> str:
     shown = "not set" if value is NOT_SET else show(value)
-    if len(shown) == 64 and all(letter in "0123456789abcdef" for letter in shown):
+    if re.fullmatch("[0-9a-f]{64}", shown):
         # Enough to tell two digests apart.
         shown = shown[:12]
     return f"{shown} ({set_by})" if set_by else shown

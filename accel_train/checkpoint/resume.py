@@ -75,7 +75,7 @@ def agree_on_checkpoint(
     accelerator: Accelerator,
     identity: JsonRecord,
     settings: Settings,
-    first_fingerprint: str = "",
+    first_fingerprint: str,
 ) -> ResumePoint:
     """Return the checkpoint to resume from. The main process finds it, and each process hashes a share of its files.
 

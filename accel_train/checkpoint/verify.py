@@ -2,15 +2,14 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import starmap
 from pathlib import Path
-from shlex import quote
 
 from accel_train.checkpoint.health import healthy_steps
 from accel_train.checkpoint.rollback_log import abandoned, read_rollbacks
 from accel_train.checkpoint.store import CheckpointStatus, changed_descriptions, check, checkpoint_folders
 from accel_train.checkpoint.weight_files import (
     NO_DIGESTS,
-    REMEDY,
     accept_weights,
     changes_in,
     damaged_weights,
@@ -67,10 +66,7 @@ def verify(run_folder: Path, *, accepts_weights: bool = False) -> Verified:
 
 def model_problem(verified: Verified) -> str | None:
     """Return the first weight file of a written model that differs from the run's, with the fix, or None."""
-    for folder, problems in verified.models.items():
-        if (damaged := damaged_weights(problems)) is not None:
-            return f"{folder}/{damaged}. {REMEDY.format(folder=quote(str(folder)))}"
-    return None
+    return next(filter(None, starmap(damaged_weights, verified.models.items())), None)
 
 
 def format_verified(verified: Verified) -> str:

@@ -67,17 +67,13 @@ def changes_in(folder: Path) -> dict[str, str]:
             elif digest not in noted[name]:
                 problems[name] = "differs from what the run wrote (SHA-256)"
         _found[key] = facts, problems
-    added = weights_in(folder) - noted.keys() if has_digests(folder) else ()
+    weights = {path.name for path in folder.iterdir() if path.name.endswith(WEIGHTS)}
+    added = weights - noted.keys() if has_digests(folder) else ()
     return dict(sorted(_found[key][1].items())) | dict.fromkeys(sorted(added), "was not written by the run")
 
 
 def _stat(path: Path) -> os.stat_result | None:
     return path.stat() if path.is_file() else None
-
-
-def weights_in(folder: Path) -> set[str]:
-    """Return the names of the weight files of a model folder."""
-    return {path.name for path in folder.iterdir() if path.name.endswith(WEIGHTS)}
 
 
 def has_digests(folder: Path) -> bool:
@@ -86,9 +82,11 @@ def has_digests(folder: Path) -> bool:
     return any(known for name, known in noted.items() if name.endswith(WEIGHTS))
 
 
-def damaged_weights(changes: Mapping[str, str]) -> str | None:
-    """Return the first weight file among the changes, with its problem, or None."""
-    return next((f"{name} {problem}" for name, problem in changes.items() if name.endswith(WEIGHTS)), None)
+def damaged_weights(folder: Path, changes: Mapping[str, str]) -> str | None:
+    """Return the first weight file among the changes of a folder, with its problem and the fix, or None."""
+    remedy = REMEDY.format(folder=quote(str(folder)))
+    damaged = (f"{folder}/{name} {problem}. {remedy}" for name, problem in changes.items() if name.endswith(WEIGHTS))
+    return next(damaged, None)
 
 
 def check_digests(folder: Path, *, is_ours: bool = True) -> None:
@@ -104,8 +102,8 @@ def check_digests(folder: Path, *, is_ours: bool = True) -> None:
         check_weight_files(folder)
     is_new = folder.resolve() not in _found
     changes = changes_in(folder)
-    if (damaged := damaged_weights(changes)) is not None:
-        raise ValueError(f"{folder}/{damaged}. {REMEDY.format(folder=quote(str(folder)))}")
+    if (damaged := damaged_weights(folder, changes)) is not None:
+        raise ValueError(damaged)
     notes = [f"{folder}/{name} {problem}" for name, problem in changes.items()]
     if is_ours and not has_digests(folder):
         notes.append(f"{folder}: {NO_DIGESTS}")

@@ -47,6 +47,10 @@ class Part:
         """Return the same part of the full tensor."""
         return whole.flatten()[self.offset : self.offset + self.numel]
 
+    def put(self, flat: Tensor, whole: Tensor) -> None:
+        """Copy this part of the full tensor into the flat weights, or into moments with the same layout."""
+        self.of(flat).copy_(self.cut(whole))
+
 
 class ZeroShards:
     """All parts of a model and its optimizer. Every process must call the gathering methods together."""
@@ -167,14 +171,10 @@ class ZeroShards:
                 if part is None or self._stage != 3:
                     tensor.copy_(whole)
                 if part is not None:
-                    self._put(part, part.flat, whole)
+                    part.put(part.flat, whole)
                     if self._stage == 3:
                         self._put_in_3(part, whole)
         restore_extra_state(stored, self._model, split_state(self._model)[1])
-
-    @staticmethod
-    def _put(part: Part, flat: Tensor, whole: Tensor) -> None:
-        part.of(flat).copy_(part.cut(whole))
 
     def _put_in_3(self, part: Part, whole: Tensor) -> None:
         """Write the weights that a forward pass uses: this process's shard, and full small weights.
@@ -207,4 +207,4 @@ class ZeroShards:
                     )
                 continue
             flat = state.setdefault(entry, torch.zeros_like(part.flat.detach()))
-            self._put(part, flat, whole)
+            part.put(flat, whole)

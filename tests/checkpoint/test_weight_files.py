@@ -56,7 +56,7 @@ def test_each_file_of_a_model_is_compared_except_its_card(model: Path, change: F
     assert found.keys() == problems.keys()
     assert all(found[name].startswith(said) for name, said in problems.items())
     is_fatal = any(name.endswith(".safetensors") for name in problems)
-    assert (damaged_weights(found) is not None) == is_fatal
+    assert (damaged_weights(model, found) is not None) == is_fatal
     if is_fatal:
         with pytest.raises(ValueError, match=r"accel-train verify .* --accept-weights"):
             check_digests(model, is_ours=False)
