@@ -139,9 +139,8 @@ class SamplesOf:
 
     def part(self, rows: Sequence[int]) -> MicroBatch:
         """Return only these rows. A 0-dim tensor stays whole."""
-        index = torch.as_tensor(rows)
         batch = {
-            name: value.index_select(0, index.to(value.device)) if isinstance(value, Tensor) and value.dim() else value
+            name: value[list(rows)] if isinstance(value, Tensor) and value.dim() else value
             for name, value in self.batch.items()
         }
         return batch, self.num_targets
@@ -233,7 +232,7 @@ def _describe_columns(batch: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         facts: dict[str, Any] = {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
         facts["not_finite"] = 0
         if value.numel() and not value.is_complex() and value.dtype != torch.bool:
-            facts["not_finite"] = int((~torch.isfinite(value)).sum()) if value.is_floating_point() else 0
+            facts["not_finite"] = int((~torch.isfinite(value)).sum())
             facts |= {"min": value.min().item(), "max": value.max().item()}
         columns[name] = facts
     return columns

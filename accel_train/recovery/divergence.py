@@ -45,7 +45,8 @@ def check_divergence(run: RunContext) -> None:
         return
     names = [name for name, is_other in zip(weights, differ.tolist(), strict=True) if is_other]
     step, more = run.state.step, f" and {len(names) - 1} more" if len(names) > 1 else ""
-    odd = _odd_ranks(run, sums[differ], copies)
+    group = range(run.accelerator.num_processes) if copies is None else dist.get_process_group_ranks(copies)
+    odd = concluded((tuple(sums[differ].tolist()), list(group)), _odd_ranks)
     message = f"step {step}: weights differ between processes{odd}: {names[0]}{more}"
     run.observer.on_event("drift", step, message, names_step=True, parameters=names)
     decision = run.guard.roll_back_or_stop(message)
@@ -66,13 +67,11 @@ def _bits(tensor: Tensor) -> Tensor:
     return values.contiguous().view(_BITS[values.element_size()])
 
 
-def _odd_ranks(run: RunContext, here: Tensor, copies: dist.ProcessGroup | None) -> str:
-    """Return which ranks differ from the majority of the ranks that should hold the same weights."""
-    group = range(run.accelerator.num_processes) if copies is None else dist.get_process_group_ranks(copies)
-    return concluded((tuple(here.tolist()), list(group)), _name_odd_ranks)
+def _odd_ranks(everywhere: list[tuple[tuple[int, ...], list[int]]]) -> str:
+    """Return which ranks differ from the majority of the ranks that should hold the same weights.
 
-
-def _name_odd_ranks(everywhere: list[tuple[tuple[int, ...], list[int]]]) -> str:
+    `everywhere` has the checksums of each rank, and the ranks that should have the same.
+    """
     odd = []
     for rank, (sums, others) in enumerate(everywhere):
         usual, count = Counter(everywhere[other][0] for other in others).most_common(1)[0]

@@ -5,7 +5,6 @@ import shlex
 import socket
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 
 from accel_train.checkpoint.store import free_path, steps_of
+from accel_train.core.json_io import utc_now
 from accel_train.core.redaction import redact
 from accel_train.core.state import StepResult
 from accel_train.core.work import working
@@ -164,7 +164,7 @@ def _incident(
     incident = Incident(
         run=run.plan.output_dir.name,
         **{name: getattr(result, name) for name in OF_RESULT},
-        time=datetime.now(UTC).isoformat(timespec="seconds"),
+        time=utc_now(),
         kind="spike" if result.finite else "not finite",
         action=decision.action,
         reason=decision.reason,

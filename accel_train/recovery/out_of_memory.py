@@ -14,11 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 
 from accel_train.checkpoint.store import steps_of
-from accel_train.core.errors import OUT_OF_MEMORY_REMEDY, OutOfMemory, RestartNeeded, StepAgain
+from accel_train.core.errors import OUT_OF_MEMORY_REMEDY, OutOfMemory, RestartNeeded, StepAgain, first_line
 from accel_train.core.files import make_folders
 from accel_train.core.format import format_bytes, format_count
 from accel_train.core.ownership import write_file
@@ -124,7 +123,7 @@ class MemoryCare:
                 end_for_smaller_micro_batches(run, shortage)
             agreement.share_of_a_target()  # receive the last step's outcome, if the first forward failed before
         if self._reduces_later:
-            ranks = _failed_ranks(run.accelerator, loss_sum is None)
+            ranks = _failed_ranks(run, loss_sum is None)
             if loss_sum is None or ranks:
                 return None, RanOutOfMemory(ranks, shortage)
             if self._is_first and check_first_step(run):
@@ -147,7 +146,7 @@ def shortage_in(run: RunContext, error: Exception) -> str:
     if not is_out_of_memory(error):
         raise error
     write_memory_snapshot(run)
-    return str(error).partition("\n")[0] or type(error).__name__
+    return first_line(error)
 
 
 def write_memory_snapshot(run: RunContext) -> None:
@@ -192,15 +191,15 @@ def block_table(segments: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _failed_ranks(accelerator: Accelerator, has_failed: bool) -> list[int]:
+def _failed_ranks(run: RunContext, has_failed: bool) -> list[int]:
     """Return the processes that have failed. All processes must call it."""
-    return [rank for rank, failed in enumerate(gather_number(has_failed, accelerator.device)) if failed]
+    return [rank for rank, failed in enumerate(gather_number(has_failed, run.accelerator.device)) if failed]
 
 
 def _contribute_nan(run: RunContext, shortage: str) -> Tensor:
     """End the step so that no process applies the update. All learn the reason with its outcome (`undo_step`)."""
     run.out_of_memory = shortage
-    free_memory(run.strategy.optimizer, run.accelerator.device)
+    free_memory(run)
     if not run.strategy.contribute_nan():
         end_for_smaller_micro_batches(run, shortage)
     return torch.full((), torch.nan, device=run.accelerator.device)
@@ -213,13 +212,13 @@ def undo_step(run: RunContext, result: StepResult) -> RanOutOfMemory:
     if result.loss_scale is not None:
         run.accelerator.scaler.update(result.loss_scale)  # the NaN was not an overflow and must not lower the scale
     run.strategy.undo_step()
-    return RanOutOfMemory(_failed_ranks(run.accelerator, bool(message)), message)
+    return RanOutOfMemory(_failed_ranks(run, bool(message)), message)
 
 
-def free_memory(optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+def free_memory(run: RunContext) -> None:
     """Drop the gradients, and release the allocator's cached memory to the device."""
-    optimizer.zero_grad(set_to_none=True)
-    if device.type == "cuda":
+    run.strategy.optimizer.zero_grad(set_to_none=True)
+    if run.accelerator.device.type == "cuda":
         torch.cuda.empty_cache()
 
 
@@ -230,7 +229,7 @@ def use_smaller_micro_batches(run: RunContext, error: RanOutOfMemory) -> None:
         OutOfMemory: micro-batches hold one sample already, or the data set makes its own batches.
     """
     run.undo_forward()
-    free_memory(run.strategy.optimizer, run.accelerator.device)
+    free_memory(run)
     step, (reason, smaller) = run.state.step + 1, _shrink(run, error.ranks, error.message)
     run.sizes = smaller
     if run.batch_cache is not None:

@@ -84,36 +84,32 @@ def _choose(run: RunContext, request: RollbackRequested) -> tuple[str, Rollback]
     run.saver.wait()
     report_saves(run)
     run.health.tag()
-    try:
-        return _record(run, request)
-    except OSError as error:
-        raise CheckpointError(f"{request.reason}; the rollback failed: {error}") from error
-
-
-def _record(run: RunContext, request: RollbackRequested) -> tuple[str, Rollback]:
     root = run.plan.output_dir / "checkpoints"
     onset = run.state.first_bad_step or request.at_step
     broken = []
-    for step in sorted(healthy_steps(root), reverse=True):
-        if step >= onset:
-            continue
-        status = check(folder_of(root, step))
-        if status.problem is not None:
-            broken.append(f"{status.path.name}: {status.problem}")
-            run.observer.on_event("checkpoint_invalid", step, f"{status.path.name} is not used: {status.problem}")
-            continue
-        rollback = plan_rollback(
-            run.plan.recipe.guard,
-            run.state,
-            at_step=request.at_step,
-            to_step=step,
-            max_steps=run.plan.max_steps,
-            steps_per_epoch=run.plan.order.steps_per_epoch,
-        )
-        rollbacks = [*run.state.rollbacks, rollback]
-        write_rollbacks(run.plan.output_dir, rollbacks)
-        remove_abandoned(root, rollbacks)
-        return status.path.name, rollback
-    after = run.plan.recipe.guard.healthy_after_steps
-    why = "; ".join(broken) or f"no checkpoint before step {onset} was followed by {after} clean steps"
-    raise TrainingStopped(f"{request.reason}; cannot roll back: {why}. {kept_checkpoints(run)}")
+    try:
+        for step in sorted(healthy_steps(root), reverse=True):
+            if step >= onset:
+                continue
+            status = check(folder_of(root, step))
+            if status.problem is not None:
+                broken.append(f"{status.path.name}: {status.problem}")
+                run.observer.on_event("checkpoint_invalid", step, f"{status.path.name} is not used: {status.problem}")
+                continue
+            rollback = plan_rollback(
+                run.plan.recipe.guard,
+                run.state,
+                at_step=request.at_step,
+                to_step=step,
+                max_steps=run.plan.max_steps,
+                steps_per_epoch=run.plan.order.steps_per_epoch,
+            )
+            rollbacks = [*run.state.rollbacks, rollback]
+            write_rollbacks(run.plan.output_dir, rollbacks)
+            remove_abandoned(root, rollbacks)
+            return status.path.name, rollback
+        after = run.plan.recipe.guard.healthy_after_steps
+        why = "; ".join(broken) or f"no checkpoint before step {onset} was followed by {after} clean steps"
+        raise TrainingStopped(f"{request.reason}; cannot roll back: {why}. {kept_checkpoints(run)}")
+    except OSError as error:
+        raise CheckpointError(f"{request.reason}; the rollback failed: {error}") from error
