@@ -32,6 +32,15 @@ __all__ = [
     "load_exported",
     "train",
 ]
+_HOMES = {
+    **dict.fromkeys(("train", "fit", "RunResult"), "training.train"),
+    **dict.fromkeys(("Trainer", "Seq2SeqTrainer", "SFTTrainer"), "hf"),
+    "Callback": "training.callbacks",
+    "ModuleTask": "tasks.module",
+    "finetune": "experiments.finetune.start",
+    "load_exported": "inference.export",
+}
+"""Module of each public name that needs torch."""
 
 
 def __getattr__(name: str) -> Any:
@@ -39,30 +48,8 @@ def __getattr__(name: str) -> Any:
 
     `--help` needs neither.
     """
-    if name in ("train", "fit", "RunResult"):
-        from accel_train.training import train as door
-
-        return getattr(door, name)
-    if name == "Callback":
-        from accel_train.training import callbacks
-
-        return callbacks.Callback
-    if name == "finetune":
-        from accel_train.experiments.finetune import start
-
-        return start.finetune
-    if name == "ModuleTask":
-        from accel_train.task import load_class
-
-        return load_class("task", "accel_train.tasks.module:ModuleTask", "accel_train.task.Task")
-    if name in ("Trainer", "Seq2SeqTrainer", "SFTTrainer"):
-        from accel_train import hf
-
-        return getattr(hf, name)
-    if name == "load_exported":
-        from accel_train.inference import export
-
-        return export.load_exported
+    if name in _HOMES:
+        return getattr(import_module(f"accel_train.{_HOMES[name]}"), name)
     if name[:1].isupper() and (home := _home_of(name)) is not None:
         # An AttributeError would lose its text in `from accel_train import NAME`.
         raise ImportError(f"accel_train has Trainer, Seq2SeqTrainer, and SFTTrainer alone; {name}: {home}")

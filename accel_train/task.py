@@ -436,10 +436,11 @@ def load_function(setting: str, name: str, form: str) -> Callable[..., Any]:
 
 def _load(setting: str, name: str, kind: str) -> object:
     module_name, own_name = name.split(":", 1)
-    # Do this only for a module that is not installed. Optional imports of an installed one would also be looked up
-    # there.
-    if not _places(module_name.partition(".")[0], sys.path):
-        _see_current_folder()
+    # `python -m` has the current folder on the path, but the installed command does not. At the end of the path, it
+    # cannot hide a package. Do this only for a module that is not installed. Optional imports of an installed one would
+    # also be looked up there.
+    if not _places(module_name.partition(".")[0], sys.path) and not {"", str(Path.cwd())} & set(sys.path):
+        sys.path.append(str(Path.cwd()))
     try:
         return getattr(importlib.import_module(module_name), own_name)
     # An empty name raises ValueError.
@@ -480,13 +481,6 @@ def _kind(found: Any) -> str:
         return str(found)
     kind = type(found).__name__
     return f"a {kind}" if kind in ("function", "module") else f"an object of {kind}"
-
-
-def _see_current_folder() -> None:
-    """Append the current folder to the path. `python -m` has it there, but the installed command does not."""
-    if not {"", str(Path.cwd())} & set(sys.path):
-        # At the end of the path, it cannot hide a package.
-        sys.path.append(str(Path.cwd()))
 
 
 def untrusted_place(name: str, folder: Path, *, is_of_a_run: bool = True) -> Path | None:

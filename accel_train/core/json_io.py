@@ -150,7 +150,8 @@ def to_json(value: Any) -> Any:
         return int(value)
     if isinstance(value, numbers.Real):
         number = float(value)
-        return number if math.isfinite(number) else "NaN" if math.isnan(number) else f"{'-' * (number < 0)}Infinity"
+        # json writes the names of `NONFINITE_NAMES`, but without quotes.
+        return number if math.isfinite(number) else json.dumps(number)
     if callable(getattr(value, "tolist", None)):
         return to_json(value.tolist())
     # The end of a run writes the results of a task. A text is more useful there than an error.

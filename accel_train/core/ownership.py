@@ -43,10 +43,8 @@ RUN_NAMES = (
 def claim(run_folder: Path) -> None:
     """Mark a folder as a run's folder before anything else is written. Calls `check_claim` first."""
     check_claim(run_folder)
-    with _locked(run_folder):
-        record = _read(run_folder)
-        if not record.get("claimed"):
-            _save(run_folder, {**record, "claimed": True})
+    with _changing(run_folder) as record:
+        record["claimed"] = True
 
 
 def check_claim(run_folder: Path) -> None:
@@ -108,11 +106,10 @@ def write_file(path: Path, content: bytes, home: Path) -> Path:
         move_to_previous(path.parent, [path])
     # The digest is noted before the file is written. After a kill in between, the digests of both versions are known.
     # In a read-only run folder, the note is skipped and the file counts as the user's.
-    with suppress(OSError), _locked(home):
-        record, key = _read(home), _key(path.resolve(), home)
-        known = record.get("written", {})
+    with suppress(OSError), _changing(home) as record:
+        key, known = _key(path.resolve(), home), record.get("written", {})
         digests = [*known.get(key, [])[-1:], hashlib.sha256(content).hexdigest()]
-        _save(home, {**record, "written": {**known, key: digests}})
+        record["written"] = {**known, key: digests}
     return write_atomically(path, content)
 
 
@@ -203,9 +200,8 @@ def noted_digests(folder: Path) -> dict[str, set[str]]:
 
 def accept_files(folder: Path, digests: Mapping[str, str | None]) -> None:
     """Note the digests of files that the user has changed, and None for removed ones. The files stay the user's."""
-    with _locked(folder):
-        record = _read(folder)
-        _save(folder, {**record, "accepted": {**record.get("accepted", {}), **digests}})
+    with _changing(folder) as record:
+        record["accepted"] = {**record.get("accepted", {}), **digests}
 
 
 def staging_of(target: Path) -> Path:
@@ -259,12 +255,19 @@ def _save(folder: Path, record: JsonRecord) -> None:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Lock the marker of a folder against other processes, if the file system supports locks."""
+def _changing(folder: Path) -> Iterator[JsonRecord]:
+    """Yield the record of a folder's marker, and save it if the block has assigned another value to a name.
+
+    Other processes wait meanwhile, if the file system supports locks.
+    """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
+        found = _read(folder)
+        record = {**found}
+        yield record
+        if record != found:
+            _save(folder, record)
     finally:
         os.close(descriptor)
