@@ -12,6 +12,7 @@ from accel_train.task import TASKS, Task
 
 SP_OFF = ", or set parallel.sp_size to 1"
 UNTESTED = "training is not tested to match one process"
+LEAVE_ONE_OUT = "Leave one of them out"
 ZERO_ALTERNATIVE = "parallel.strategy fsdp2 or ddp"
 ZERO_OPTIMIZERS = ("adamw", "adam", "sgd")
 OF_CONV1D = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
@@ -44,16 +45,23 @@ class Part(NamedTuple):
     is_on: Callable[[Recipe], bool]
 
 
+def _set_to(setting: str, *values: str | bool) -> Part:
+    return Part(setting, lambda recipe: value_of(recipe, setting) in values)
+
+
 CUDA_GRAPHS = Part("precision.compile_mode", lambda recipe: recipe.precision.has_cuda_graphs)
-SYNC_BATCH_NORM = Part("parallel.sync_batch_norm", lambda recipe: recipe.parallel.sync_batch_norm)
+SYNC_BATCH_NORM = _set_to("parallel.sync_batch_norm", True)
 TP_SIZE = Part("parallel.tp_size", lambda recipe: recipe.parallel.tp_size > 1)
-CPU_OFFLOAD = Part("parallel.cpu_offload", lambda recipe: recipe.parallel.cpu_offload)
+CPU_OFFLOAD = _set_to("parallel.cpu_offload", True)
 SP_SIZE = Part("parallel.sp_size", lambda recipe: recipe.parallel.sp_size > 1)
-DEEPSPEED = Part("parallel.strategy", lambda recipe: recipe.parallel.strategy == "deepspeed")
-FROZEN_DTYPE = Part("model.frozen_dtype", lambda recipe: recipe.model.frozen_dtype in ("bf16", "nf4"))
-BF16 = Part("model.frozen_dtype", lambda recipe: recipe.model.frozen_dtype == "bf16")
-NF4 = Part("model.frozen_dtype", lambda recipe: recipe.model.frozen_dtype == "nf4")
-FP8 = Part("precision.mixed_precision", lambda recipe: recipe.precision.mixed_precision == "fp8")
+DEEPSPEED = _set_to("parallel.strategy", "deepspeed")
+FROZEN_DTYPE = _set_to("model.frozen_dtype", "bf16", "nf4")
+BF16 = _set_to("model.frozen_dtype", "bf16")
+NF4 = _set_to("model.frozen_dtype", "nf4")
+FP8 = _set_to("precision.mixed_precision", "fp8")
+AT_START = _set_to("evaluate.at_start", True)
+COMPILE = Part("precision.compile", lambda recipe: recipe.precision.compile is not False)
+LORA = Part("model.lora", lambda recipe: recipe.model.lora is not None)
 
 
 class Conflict(NamedTuple):
@@ -65,7 +73,7 @@ class Conflict(NamedTuple):
     refuses: Callable[[Asked], bool]
     problem: str
     """Reason, formatted with `recipe`, `precision`, `accumulation`, `lengths`, and `model_type`."""
-    remedy: str = "Leave one of them out"
+    remedy: str
 
 
 def _package(part: Part, name: str, extra: str) -> Conflict:
@@ -73,20 +81,9 @@ def _package(part: Part, name: str, extra: str) -> Conflict:
     return Conflict(part, "", lambda _: not _is_installed(name), f"needs the package {name}", remedy)
 
 
-def _clash(part: Part, other: str, refuses: Callable[[Asked], bool], why: str = UNTESTED) -> Conflict:
-    return Conflict(part, other, refuses, f"cannot be combined with {other}: {why}")
-
-
-def _compiles(asked: Asked) -> bool:
-    return asked.recipe.precision.compile is not False
-
-
-def _offloads(asked: Asked) -> bool:
-    return asked.recipe.parallel.cpu_offload
-
-
-def _adapts(asked: Asked) -> bool:
-    return asked.recipe.model.lora is not None
+def _clash(part: Part, other: Part, why: str = UNTESTED, remedy: str = LEAVE_ONE_OUT) -> Conflict:
+    problem = f"cannot be combined with {other.setting}: {why}"
+    return Conflict(part, other.setting, lambda asked: other.is_on(asked.recipe), problem, remedy)
 
 
 CONFLICTS = (
@@ -114,10 +111,10 @@ CONFLICTS = (
         f"twice, and {UNTESTED}",
         f"Use {ZERO_ALTERNATIVE}",
     ),
-    _clash(SYNC_BATCH_NORM, "precision.compile", _compiles),
-    _clash(TP_SIZE, "model.lora", _adapts, "adapters are plain tensors, which cannot be multiplied with split layers"),
-    _clash(TP_SIZE, "precision.compile", _compiles, f"split layers swap their weights in each forward, and {UNTESTED}"),
-    _clash(TP_SIZE, "parallel.cpu_offload", _offloads),
+    _clash(SYNC_BATCH_NORM, COMPILE),
+    _clash(TP_SIZE, LORA, "adapters are plain tensors, which cannot be multiplied with split layers"),
+    _clash(TP_SIZE, COMPILE, f"split layers swap their weights in each forward, and {UNTESTED}"),
+    _clash(TP_SIZE, CPU_OFFLOAD),
     Conflict(
         TP_SIZE,
         "",
@@ -168,11 +165,10 @@ CONFLICTS = (
         "uses causal SDPA, but model.attn_implementation is {recipe.model.attn_implementation}",
         f"Set model.attn_implementation to auto{SP_OFF}",
     ),
-    Conflict(
+    _clash(
         SP_SIZE,
-        "precision.compile",
-        _compiles,
-        "cannot be combined with precision.compile: DeepSpeed's exchange of heads between processes cannot be compiled",
+        COMPILE,
+        "DeepSpeed's exchange of heads between processes cannot be compiled",
         f"Set precision.compile to false{SP_OFF}",
     ),
     _package(SP_SIZE, "deepspeed", "deepspeed"),
@@ -197,7 +193,7 @@ CONFLICTS = (
         "needs precision.mixed_precision bf16, not {precision}: products with fp32 would copy each matrix",
         "Set model.frozen_dtype to auto",
     ),
-    _clash(NF4, "parallel.cpu_offload", _offloads),
+    _clash(NF4, CPU_OFFLOAD),
     Conflict(
         NF4,
         "parallel.sp_size",
@@ -205,7 +201,7 @@ CONFLICTS = (
         f"cannot be combined with parallel.strategy fsdp2 and parallel.sp_size above 1: {UNTESTED}",
         "Set parallel.sp_size to 1, or use parallel.strategy ddp",
     ),
-    _clash(NF4, "precision.compile", _compiles),
+    _clash(NF4, COMPILE),
     Conflict(
         NF4,
         "model.pretrained",
@@ -222,12 +218,10 @@ CONFLICTS = (
         "cannot be combined with precision.mixed_precision fp16: this program does not guard DeepSpeed's loss scale",
         f"Use bf16 or no, or {ZERO_ALTERNATIVE}",
     ),
-    Conflict(
+    _clash(
         DEEPSPEED,
-        "precision.compile",
-        _compiles,
-        "cannot be combined with precision.compile: DeepSpeed's hooks on weights and gradients break the compiled "
-        "graph",
+        COMPILE,
+        "DeepSpeed's hooks on weights and gradients break the compiled graph",
         f"Use {ZERO_ALTERNATIVE}",
     ),
     Conflict(
@@ -253,12 +247,7 @@ CONFLICTS = (
         "process holds a share",
         f"Set parallel.zero_stage to 2, or use {ZERO_ALTERNATIVE}",
     ),
-    _clash(
-        DEEPSPEED,
-        "evaluate.at_start",
-        lambda asked: asked.recipe.evaluate.at_start is True,
-        "ZeRO takes the first forwards for training steps",
-    ),
+    _clash(DEEPSPEED, AT_START, "ZeRO takes the first forwards for training steps"),
     Conflict(
         DEEPSPEED,
         "evaluate.generation.max_samples",
@@ -273,25 +262,9 @@ CONFLICTS = (
         f"{ZERO_ALTERNATIVE}",
     ),
     _package(FP8, "torchao", "quantize"),
-    Conflict(
-        FP8,
-        "model.lora",
-        _adapts,
-        "cannot be combined with model.lora: the layers that fp8 accelerates are frozen, and adapters are too narrow",
-        "Use bf16",
-    ),
-    _clash(
-        FP8,
-        "parallel.tp_size",
-        lambda asked: asked.recipe.parallel.tp_size > 1,
-        f"split layers are scaled part by part, and {UNTESTED}",
-    ),
-    _clash(
-        FP8,
-        "parallel.sp_size",
-        lambda asked: asked.recipe.parallel.sp_size > 1,
-        f"slices are scaled one by one, and {UNTESTED}",
-    ),
+    _clash(FP8, LORA, "the layers that fp8 accelerates are frozen, and adapters are too narrow", "Use bf16"),
+    _clash(FP8, TP_SIZE, f"split layers are scaled part by part, and {UNTESTED}"),
+    _clash(FP8, SP_SIZE, f"slices are scaled one by one, and {UNTESTED}"),
     Conflict(
         FP8,
         "parallel.strategy",
@@ -299,7 +272,7 @@ CONFLICTS = (
         "cannot be combined with parallel.strategy deepspeed, which casts weights itself",
         f"Use bf16, or {ZERO_ALTERNATIVE}",
     ),
-    _clash(FP8, "parallel.cpu_offload", _offloads),
+    _clash(FP8, CPU_OFFLOAD),
     Conflict(
         FP8,
         "model.config",
@@ -328,9 +301,12 @@ def check_compatibility(
     lengths = " or ".join(str(each) for each in (shorter, shorter + section.sp_size) if each)
     for (setting, is_on), other, refuses, problem, remedy in CONFLICTS:
         if is_on(recipe) and refuses(asked):
-            facts = {"recipe": recipe, "precision": asked.precision, "accumulation": accumulation, "lengths": lengths}
-            facts |= {"model_type": model_type(recipe)} if "{model_type}" in problem else {}
-            facts |= {"splitting": ", ".join(name for name, spec in TASKS.items() if spec.loss_is_by_position)}
+            facts = {
+                **asked._asdict(),
+                "lengths": lengths,
+                "model_type": model_type(recipe) if "{model_type}" in problem else "",
+                "splitting": ", ".join(name for name, spec in TASKS.items() if spec.loss_is_by_position),
+            }
             settings = (setting, other) if other else (setting,)
             raise SettingError(
                 problem.format(**facts), remedy.format(**facts), f"{setting}={value_of(recipe, setting)}", settings
@@ -374,12 +350,9 @@ def _check_language_model(recipe: Recipe) -> None:
         return
     model_class, section = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], recipe.parallel
     if section.tp_size > 1:
-        of_head = getattr(model_class, "_tp_plan", None) or {}
-        check_plan(
-            config,
-            {**(config.base_model_tp_plan or {}), **of_head} if config.base_model_tp_plan else {},
-            section.tp_size,
-        )
+        plan = config.base_model_tp_plan or {}
+        # The head's part alone does not split a model.
+        check_plan(config, plan and {**plan, **(getattr(model_class, "_tp_plan", None) or {})}, section.tp_size)
     if section.sp_size > 1:
         attention = choose_attention("auto", model_class, config, recipe.data.window or 0)
         check_attention(config, attention.value, attention.reason, section.sp_size)
