@@ -29,11 +29,12 @@ class Shape:
         matrices = [(d + 2 * self.kv_width, d), (d, d), *((m, d) for m in self.mlp), (d, inner)]
         biases = [(rows, 1) for rows, _ in matrices] if self.biases else []
         embedding, positions = [(self.vocab, d)], [(self.positions, d)] if self.positions else []
-        root = _group([*embedding, *positions, *norm, *([] if self.tied else embedding)])
+        ends = ([], []) if self.tied else (embedding, [*norm, *embedding])
+        rest = _group([*embedding, *positions, *norm] if self.tied else positions)
         block = _group([*matrices, *biases, *norm, *norm])
-        ends = (0, 0) if self.tied else (1, len(norm) + 1)
-        every = root.weights + block.weights * self.layers
-        return ModelWeights(every, root, (block,) * self.layers, num_ends=ends)
+        first, last = map(_group, ends)
+        every = first.weights + rest.weights + last.weights + block.weights * self.layers
+        return ModelWeights(every, rest, (block,) * self.layers, (first, last))
 
 
 def _group(shapes: list[tuple[int, int]]) -> WeightGroup:

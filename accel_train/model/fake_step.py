@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from accel_train.model.kernels import chunked_loss
 from accel_train.model.tensors import FINITE, replaced, tensors_in
 from accel_train.model.training_module import checked_loss
-from accel_train.model.weights import FP32_BYTES, fp32_weights, group_weights, parameter_groups, separate_ends
+from accel_train.model.weights import FP32_BYTES, fp32_weights, group_weights, parameter_groups
 from accel_train.runtime.private import fake_tensors, watch_operators
 from accel_train.task import Task
 
@@ -171,9 +171,8 @@ class _Group:
 
     parameters: list[nn.Parameter]
     gathered_bytes: int
-    reduced_bytes: int
-    """Bytes of whole gradients as they are sent, in fp32."""
     part_bytes: int
+    """Bytes of this process's part of the gradients, in fp32."""
     reshards: bool
     """Whether the gathered weights are freed after the forward."""
     gathers_again: bool
@@ -188,14 +187,13 @@ class _Buffers:
 
     def __init__(self, model: nn.Module, holding: Holding, tracker: PeakTracker) -> None:
         self.holding, self.tracker, size = holding, tracker, holding.shard_size
-        weights, found, ends = group_weights(model), parameter_groups(model), separate_ends(model)
-        (embedding, head), blocks = weights.ends, weights.blocks
-        in_order = (*blocks, weights.rest) if ends is None else (embedding, *blocks, head, weights.rest)
+        weights, found = group_weights(model), parameter_groups(model)
+        embedding, head = weights.ends
+        in_order = [each for each in (embedding, *weights.blocks, head) if each.weights] + [weights.rest]
         self.groups = [
             _Group(
                 parameters,
-                size * sum(each.num_bytes * each.part_numel(size) for each in held.weights),
-                size * FP32_BYTES * held.part_numel(size, trainable_only=True),
+                size * held.part_bytes(size),
                 FP32_BYTES * held.part_numel(size, trainable_only=True),
                 reshards=holding.reshards and held is not head,
                 gathers_again=held is not embedding,
@@ -291,8 +289,8 @@ class _Buffers:
         group.is_reduced = True
         self._release(group)
         self.tracker.add("collectives", -self.sent_bytes)
-        self.sent_bytes = group.reduced_bytes
-        self.tracker.add("collectives", group.reduced_bytes)
+        self.sent_bytes = self.holding.shard_size * group.part_bytes
+        self.tracker.add("collectives", self.sent_bytes)
         for parameter in group.parameters:
             parameter.grad = None
         self.tracker.add("gradients", group.part_bytes)

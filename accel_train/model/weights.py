@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -85,16 +86,18 @@ class WeightGroup:
 class ModelWeights(WeightGroup):
     """All weights of a model, and the groups in which `fsdp2.shard_model` shards them."""
 
-    root: WeightGroup
-    """Weights outside the repeated blocks (embeddings, the last norm, the head)."""
+    rest: WeightGroup
+    """FSDP2's root group: the weights outside the repeated blocks and the ends. It stays gathered for a whole step."""
     blocks: tuple[WeightGroup, ...]
     """Groups of the repeated blocks, in the order of the forward pass; empty for a model without repeated blocks."""
+    ends: tuple[WeightGroup, WeightGroup]
+    """FSDP2's groups of the input embedding, and of the last norm with the head (`separate_ends`); empty if `rest` has
+    them.
+    """
     in_fp32: bool = False
     """Whether all weights are gathered in fp32 in any precision: a model with batch norm, before torch 2.15."""
     num_last: int = 0
     """Number of the root's weights that follow the blocks. Their gradients come first."""
-    num_ends: tuple[int, int] = (0, 0)
-    """Numbers of the root's first and last weights that FSDP2 gathers as groups of their own (`separate_ends`)."""
 
     @property
     def groups(self) -> tuple[WeightGroup, ...]:
@@ -102,16 +105,10 @@ class ModelWeights(WeightGroup):
         return (self.root, *self.blocks)
 
     @property
-    def ends(self) -> tuple[WeightGroup, WeightGroup]:
-        """FSDP2's groups of the input embedding, and of the last norm with the head; empty if the root has them."""
-        first, last = self.num_ends
-        return WeightGroup(self.root.weights[:first]), WeightGroup(self.root.weights[len(self.root.weights) - last :])
-
-    @property
-    def rest(self) -> WeightGroup:
-        """FSDP2's root group: the root without the ends. It stays gathered for a whole step."""
-        first, last = self.num_ends
-        return WeightGroup(self.root.weights[first : len(self.root.weights) - last])
+    def root(self) -> WeightGroup:
+        """Weights outside the repeated blocks (embeddings, the last norm, the head)."""
+        embedding, head = self.ends
+        return WeightGroup(embedding.weights + self.rest.weights + head.weights)
 
     def gathered_bytes(self, compute_bytes: int) -> int:
         """Return the bytes per element of gathered weights, given the bytes per element of the compute type."""
@@ -133,16 +130,16 @@ def separate_blocks(module: nn.Module) -> list[nn.Module]:
     """
     blocks = repeated_blocks(module)
     kinds = tuple({type(block) for block in blocks})
-    owners: dict[int, set[int]] = {}
+    owners: dict[int, set[int]] = defaultdict(set)
     inside: set[int] = set()
     for block in (part for part in module.modules() if isinstance(part, kinds)):
         inside.update(map(id, block.modules()))
         for parameter in block.parameters():
-            owners.setdefault(id(parameter), set()).add(id(block))
+            owners[id(parameter)].add(id(block))
     for part in module.modules():
         if id(part) not in inside:
             for parameter in part.parameters(recurse=False):
-                owners.setdefault(id(parameter), set()).add(id(module))
+                owners[id(parameter)].add(id(module))
     return [] if any(len(each) > 1 for each in owners.values()) else blocks
 
 
@@ -169,10 +166,8 @@ def separate_ends(model: nn.Module) -> Ends | None:
     if not norms or type(head) is not nn.Linear or type(embedding) is not nn.Embedding or embedding.max_norm:
         return None
     ends = Ends(embedding, norms[-1], head)
-    names: dict[int, int] = {}
-    for parameter in (each for _, each in model.named_parameters(remove_duplicate=False)):
-        names[id(parameter)] = names.get(id(parameter), 0) + 1
-    return None if any(names[id(each)] > 1 for module in ends for each in module.parameters()) else ends
+    num_names = Counter(id(each) for _, each in model.named_parameters(remove_duplicate=False))
+    return None if any(num_names[id(each)] > 1 for module in ends for each in module.parameters()) else ends
 
 
 def parameter_groups(model: nn.Module) -> list[tuple[Sequence[nn.Module], list[nn.Parameter]]]:
@@ -202,28 +197,24 @@ def group_weights(model: nn.Module, shapes: Mapping[int, Sequence[int]] | None =
     """
     parts, wide = shapes or {}, set(map(id, fp32_weights(model)))
 
+    def weight_of(each: nn.Parameter) -> Weight:
+        rows, *others = parts.get(id(each), each.shape) or (1,)
+        per_element = 1 if each.numel() == 0 else unpacked_numel(each) // each.numel()
+        return Weight(rows, math.prod(others), each.requires_grad, each.element_size(), per_element, id(each) in wide)
+
     def group(parameters: Sequence[nn.Parameter]) -> WeightGroup:
-        held = [(tuple(parts.get(id(each), each.shape)) or (1,), each) for each in parameters]
-        return WeightGroup(
-            tuple(
-                Weight(
-                    rows, math.prod(rest), each.requires_grad, each.element_size(), _per_element(each), id(each) in wide
-                )
-                for (rows, *rest), each in held
-            )
-        )
+        return WeightGroup(tuple(map(weight_of, parameters)))
 
     found, ends = [parameters for _, parameters in parameter_groups(model)], separate_ends(model)
     first, last = ([], []) if ends is None else (found[0], found[-2])
     in_blocks = found[:-1] if ends is None else found[1:-2]
-    *blocks, root = map(group, (*in_blocks, [*first, *found[-1], *last]))
+    rest, embedding, head, *blocks = map(group, (found[-1], first, last, *in_blocks))
     place = {id(parameter): number for number, parameter in enumerate(model.parameters())}
     last_of_blocks = max((place[id(each)] for parameters in in_blocks for each in parameters), default=-1)
     num_last = sum(place[id(each)] > last_of_blocks for each in (*found[-1], *last))
-    every = root.weights + tuple(weight for block in blocks for weight in block.weights)
-    num_ends = (len(first), len(last))
+    every = tuple(weight for each in (embedding, rest, head, *blocks) for weight in each.weights)
     in_fp32 = has_batch_norm(model) and not gathers_two_types()
-    return ModelWeights(every, root, tuple(blocks), in_fp32, num_last if blocks else 0, num_ends)
+    return ModelWeights(every, rest, tuple(blocks), (embedding, head), in_fp32, num_last if blocks else 0)
 
 
 def gathers_two_types() -> bool:
@@ -256,10 +247,6 @@ def _is_rounded(module: nn.Module, parameter: nn.Parameter) -> bool:
     # By name, because a run without a model of transformers does not import them.
     is_product = isinstance(module, _PRODUCTS) or any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
     return is_product or (parameter.dim() > 2 and not isinstance(module, nn.Embedding))
-
-
-def _per_element(parameter: nn.Parameter) -> int:
-    return 1 if parameter.numel() == 0 else unpacked_numel(parameter) // parameter.numel()
 
 
 def in_rounds(weights: Sequence[Each], numels: Sequence[int], size: int) -> list[list[Each]]:
@@ -306,17 +293,20 @@ def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
         ValueError: the model has no such weight.
     """
     kinds = tuple({type(block) for block in blocks_in_order(model)})
-    found: dict[int, nn.Parameter] = {}
-    for block in [module for module in model.modules() if isinstance(module, kinds)] or _below_the_head(model):
-        for module in block.modules():
-            for parameter in module.parameters(recurse=False):
-                if parameter.dim() == 2 and parameter.requires_grad and not isinstance(module, nn.Embedding):
-                    found[id(parameter)] = parameter
+    blocks = [module for module in model.modules() if isinstance(module, kinds)] or _below_the_head(model)
+    # A dict, because blocks may be nested or share weights.
+    found = dict.fromkeys(
+        parameter
+        for block in blocks
+        for module in block.modules()
+        for parameter in module.parameters(recurse=False)
+        if parameter.dim() == 2 and parameter.requires_grad and not isinstance(module, nn.Embedding)
+    )
     if not found:
         raise ValueError(
             "optimizer.name=muon: the model has no trained matrix between its embeddings and its head; use adamw"
         )
-    return list(found.values())
+    return list(found)
 
 
 def _below_the_head(model: nn.Module) -> list[nn.Module]:
