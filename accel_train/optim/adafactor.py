@@ -6,30 +6,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel_train.optim.update import replace
+from accel_train.optim.update import SkippableOptimizer, replace
 from accel_train.recipe.optimizer import Group
 
 
-class Adafactor(torch.optim.Adafactor):
+class Adafactor(SkippableOptimizer, torch.optim.Adafactor):
     """torch's Adafactor without two waits for the device per weight. It skips a step as torch's fused kernels do."""
 
-    found_inf: Tensor | None = None
-    grad_scale: Tensor | None = None
-
     def __init__(self, groups: Any, **options: Any) -> None:
-        super().__init__(groups, **options)
+        torch.optim.Adafactor.__init__(self, groups, **options)
         self.defaults["fused"] = True
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update all weights that have a gradient, or none if the step is skipped."""
-        assert closure is None, "gradients are there before the step"
-        skip = None if self.found_inf is None else self.found_inf.bool()
+    def update(self, skip: Tensor | None) -> None:
+        """Update all weights that have a gradient."""
         for group in self.param_groups:
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    gradient = weight.grad if self.grad_scale is None else weight.grad / self.grad_scale
-                    self._update(weight, -gradient if group["maximize"] else gradient, group, skip)
+            for weight, gradient in self.gradients(group):
+                self._update(weight, -gradient if group["maximize"] else gradient, group, skip)
 
     def _update(self, weight: nn.Parameter, gradient: Tensor, group: Group, skip: Tensor | None) -> None:
         state, rate, (eps, least) = self.state[weight], group["lr"], group["eps"]

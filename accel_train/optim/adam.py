@@ -55,27 +55,18 @@ class FusedAdam(torch.optim.Adam):
             self._keep()
             return loss
         for group, some, kept in zip(self.param_groups, gradients, self._kept, strict=True):
-            local = [local_part(gradient) for gradient in some]
-            self._run_kernel(group, kept.parameters, local, kept.exp_avgs, kept.exp_avg_sqs, kept.steps)
+            self._run_kernel(group, [local_part(gradient) for gradient in some], kept)
         return None
 
-    def _run_kernel(
-        self,
-        group: Group,
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        means: list[Tensor],
-        squares: list[Tensor],
-        steps: list[Tensor],
-    ) -> None:
+    def _run_kernel(self, group: Group, gradients: list[Tensor], held: GroupState) -> None:
         """Run torch's fused kernel on some tensors of a group."""
         adam(
-            parameters,
+            held.parameters,
             gradients,
-            means,
-            squares,
+            held.exp_avgs,
+            held.exp_avg_sqs,
             [],
-            steps,
+            held.steps,
             fused=True,
             grad_scale=self.grad_scale,
             found_inf=self.found_inf,
@@ -141,7 +132,7 @@ class Bf16Adam(FusedAdam):
             for batch in self._batches(group["params"]):
                 parameters, gradients, *moments, steps = (list(each) for each in zip(*batch, strict=True))
                 means, squares = ([each.to(parameters[0].dtype) for each in kind] for kind in moments)
-                self._run_kernel(group, parameters, gradients, means, squares, steps)
+                self._run_kernel(group, gradients, GroupState(parameters, means, squares, steps))
                 for stored, new in zip(moments, (means, squares), strict=True):
                     torch._foreach_copy_(stored, new)
 

@@ -28,12 +28,7 @@ TRIAL_SHAPES = ((64, 64), (64,))
 """Shapes of the weights to try an optimizer on. 8-bit optimizers keep states of fewer than 4,096 elements in fp32."""
 
 
-def build_custom(
-    groups: Groups,
-    section: OptimizerSection,
-    model: nn.Module | None = None,
-    device: torch.device | None = None,
-) -> torch.optim.Optimizer:
+def build_custom(groups: Groups, section: OptimizerSection, *_: Any) -> torch.optim.Optimizer:
     """Return an optimizer of the class that the recipe names, built by Class(groups, lr=..., **options).
 
     Raises:
@@ -94,7 +89,7 @@ def try_custom(section: OptimizerSection, device: torch.device, *, is_sharded: b
     """
     if not optimizer_kind(section.name).of_class:
         return
-    weights = [nn.Parameter(torch.ones(shape, device=device)) for shape in TRIAL_SHAPES]
+    weights = _trial_weights(device)
     groups = [
         {"params": [(str(number), weight)], "weight_decay": section.weight_decay, "lr_scale": 1.0}
         for number, weight in enumerate(weights)
@@ -121,6 +116,10 @@ def try_custom(section: OptimizerSection, device: torch.device, *, is_sharded: b
         raise ValueError(f"{setting} {problem}")
 
 
+def _trial_weights(device: torch.device) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(shape, device=device)) for shape in TRIAL_SHAPES]
+
+
 def try_given(optimizer: torch.optim.Optimizer) -> None:
     """Run one step of a copy of the given optimizer on two small weights. The given optimizer does not change.
 
@@ -130,8 +129,7 @@ def try_given(optimizer: torch.optim.Optimizer) -> None:
         ValueError: a checkpoint cannot hold its state.
     """
     group = optimizer.param_groups[0]
-    device = group["params"][0].device
-    weights = [nn.Parameter(torch.ones(shape, device=device)) for shape in TRIAL_SHAPES]
+    weights = _trial_weights(group["params"][0].device)
     options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     try:
         named = inspect.signature(type(optimizer)).parameters
