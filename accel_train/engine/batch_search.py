@@ -161,7 +161,7 @@ class Trials:
         the gradients (gradient_as_bucket_view). Gradients, buffers, and random numbers are restored on exit.
         """
         trained, section = [p for p in self.inner.parameters() if p.requires_grad], self.recipe.optimizer
-        gradients, weight_bytes = [p.grad for p in trained], sum(p.numel() * p.element_size() for p in trained)
+        gradients, weight_bytes = [p.grad for p in trained], sum(p.nbytes for p in trained)
         num_bytes = state_bytes(self.inner.model, section) + headroom_bytes
         num_bytes += weight_bytes if section.averages else 0
         with isolated(self.inner, self.accelerator.device):
@@ -205,7 +205,12 @@ def fit_micro_batch(
     own = known_size(trials, sizes, cache, device_bytes, is_empty=is_empty)
     everywhere = gather_number(0 if own is None else own.value, accelerator.device)
     if 0 in everywhere:  # if one process has to search, all do, even if they remember a size
-        own, everywhere = searched_size(trials, device_bytes, cache, None if can_search else own)
+        if can_search:
+            own = search(trials, share, device_bytes)
+        assert own is not None, "only a process that can search may know no size"
+        everywhere = gather_number(own.value, accelerator.device)
+        if can_search:
+            own = Choice(own.value, f"{own.reason}; {cache.write(min(everywhere), own.reason)}")
     assert own is not None, "known or searched"
     choice = agree(own, everywhere)
     if choice.value != sizes.per_device_batch_size:
@@ -234,20 +239,6 @@ def known_size(
         known = Choice(cache.share, f"all of a process's samples at once; not searched, for {why}")
     kept = cache.read()
     return Choice(*kept) if kept is not None and (known is None or kept[0] < known.value) else known
-
-
-def searched_size(
-    trials: Trials, device_bytes: int, cache: BatchCache, known: Choice[int] | None
-) -> tuple[Choice[int], list[int]]:
-    """Return this process's size, searched or `known`, and the sizes of all processes.
-
-    A search also remembers the smallest size.
-    """
-    own = known or search(trials, cache.share, device_bytes)
-    everywhere = gather_number(own.value, trials.accelerator.device)
-    if known is None:
-        own = Choice(own.value, f"{own.reason}; {cache.write(min(everywhere), own.reason)}")
-    return own, everywhere
 
 
 def agree(own: Choice[int], everywhere: Sequence[int]) -> Choice[int]:

@@ -179,7 +179,8 @@ def why_no_workers(data: TaskData, method: str | None = None) -> str:
         return f'{method} runs the main script again, and it calls the training outside of `if __name__ == "__main__":`'
     for name, value in (("the data", data.draw or data.train), ("the data", data.eval), ("collate", data.collate)):
         try:
-            _Probe(_Sink()).dump(value)
+            with open(os.devnull, "wb") as sink:
+                _Probe(sink).dump(value)
         # An object may fail in any way when it is pickled.
         except Exception as error:
             return f"{method} needs to pickle {name}, which fails: {str(error).partition(chr(10))[0]}"
@@ -211,11 +212,6 @@ class _Probe(ForkingPickler):
         if is_named and not hasattr(sys.modules["__main__"], "__file__"):
             raise TypeError(f"{value.__qualname__} is defined in a notebook or an interactive session")
         return "" if isinstance(value, Tensor | np.ndarray) else None
-
-
-class _Sink:
-    def write(self, content: Any) -> int:
-        return len(content)
 
 
 def choose_num_workers(requested: int | str, data: TaskData, world_size: int) -> Choice[int]:

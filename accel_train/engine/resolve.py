@@ -57,7 +57,7 @@ def check_recipe(recipe: Recipe) -> tuple[Recipe, Task]:
             "Set model.lora.merge to true, or leave the cap out"
         )
     check_compatibility(recipe, task)
-    if recipe.model.lora is not None:
+    if lora is not None:
         check_packages(("peft",), "lora", "model.lora")
     check_tracker_names(recipe.log.trackers)
     check_targets(recipe.log.notify)
