@@ -51,13 +51,10 @@ class RunningStatistics:
         for path, part in module.named_modules():
             found = [_Buffer(part, name, f"{path}.{name}".lstrip(".")) for name, _ in part.named_buffers(recurse=False)]
             if keeps_statistics(part):
-                self._add(found)
+                for each in found:
+                    self._groups[each.now.dtype].append(each)
             else:
                 self._others += [each for each in found if is_writable(each.now)]
-
-    def _add(self, buffers: list["_Buffer"]) -> None:
-        for each in buffers:
-            self._groups[each.now.dtype].append(each)
 
     def keep(self) -> None:
         """Copy the buffers before the forward."""
@@ -114,13 +111,11 @@ class RunningStatistics:
         changing = [(each, copy) for each, copy, other in zip(self._others, self._copies, is_other) if other]
         self._has_extra = any(is_other[len(self._others) :])
         self._others, self._copies, self._extra = [], [], self._extra if self._has_extra else {}
-        self._add([each for each, _ in changing])
-        for dtype, buffers in self._groups.items():
-            copies = [copy.reshape(-1) for each, copy in changing if each.now.dtype == dtype]
-            if copies:
-                before = [self._before[dtype]] if dtype in self._before else []
-                self._before[dtype] = torch.cat((*before, *copies))
-            assert self._before[dtype].numel() == sum(each.now.numel() for each in buffers), "in the order of the group"
+        for each, copy in changing:
+            assert copy.numel() == each.now.numel(), "a buffer that changes has the same shape on all processes"
+            self._groups[copy.dtype].append(each)
+            before = [self._before[copy.dtype]] if copy.dtype in self._before else []
+            self._before[copy.dtype] = torch.cat((*before, copy.reshape(-1)))
         names = [each.path for each, _ in changing]
         extra = [name.removesuffix(PACKED) for name in now]
         names += [name for name, other in zip(reversed(extra), reversed(is_other)) if other]

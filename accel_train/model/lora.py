@@ -78,12 +78,12 @@ def adapter_config(model: nn.Module, section: LoRA) -> "LoraConfig":
     from peft import LoraConfig
 
     layers = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | Conv1D)}
-    targets = list(section.target_modules)
     if section.target_modules != "all-linear":
+        targets = list(section.target_modules)
         # A name that peft does not find is dropped if it finds another.
         modules = [name for name, _ in model.named_modules() if name]
         matching(modules, targets, "model.lora.target_modules", kind="module", match=ends_with)
-    if section.target_modules == "all-linear":
+    else:
         head = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
         left_out = _trained_whole(model, section)
         if isinstance(model, PreTrainedModel) and model.config.model_type in MAMBA:

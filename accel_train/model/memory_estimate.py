@@ -141,7 +141,7 @@ def estimate_memory(
         batch: the result of the task's collate, without `num_targets`.
         device_type: device type that the run computes on.
     """
-    held_bytes = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    held_bytes = sum(parameter.nbytes for parameter in model.parameters())
     is_fp32 = all(parameter.element_size() == 4 for parameter in model.parameters())
     trainable = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     section, state = recipe.optimizer, state_bytes(model, recipe.optimizer)

@@ -137,10 +137,6 @@ class NgramsForSequenceClassification(PreTrainedModel):
             logits = logits + self.overlap(hats.flatten(1) / shares.shape[1] ** 0.5)
         return logits
 
-    def ngrams(self, ids: Tensor, mask: Tensor, types: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the table row of each n-gram, and a mask of the places that have an n-gram; both (texts, places)."""
-        return _joined(self.features(ids, mask, types)[0])
-
     def features(
         self, ids: Tensor, mask: Tensor, types: Tensor | None = None
     ) -> tuple[list[tuple[Tensor, Tensor]], Tensor | None]:
@@ -161,18 +157,15 @@ class NgramsForSequenceClassification(PreTrainedModel):
         bytes_a, words_a = self._keys(ids, mask & ~second)
         bytes_b, words_b = self._keys(ids, mask & second)
         shares, both, only_a, only_b = [], [], [], []
-        for is_word, (keys_a, a), (keys_b, b) in (
-            *((False, one, other) for one, other in zip(bytes_a, bytes_b, strict=True)),
-            *((True, one, other) for one, other in zip(words_a, words_b, strict=True)),
-        ):
+        pairs = zip([*bytes_a, *words_a], [*bytes_b, *words_b], strict=True)
+        for number, ((keys_a, a), (keys_b, b)) in enumerate(pairs):
             a_in_b, b_in_a = _contained(keys_a, a, keys_b, b), _contained(keys_b, b, keys_a, a)
-            found = [
+            (hit_a, all_a), (hit_b, all_b) = (
                 ((self._rarity_of(keys) * hit).sum(1), (self._rarity_of(keys) * there).sum(1).clamp(min=1e-6))
                 for keys, there, hit in ((keys_a, a, a_in_b), (keys_b, b, b_in_a))
-            ]
-            (hit_a, all_a), (hit_b, all_b) = found
+            )
             shares += [hit_a / all_a, hit_b / all_b, (hit_a + hit_b) / (all_a + all_b)]
-            if is_word:
+            if number >= len(bytes_a):
                 both.append((_mix(keys_a * 31 + 3), a_in_b))
                 only_a.append((_mix(keys_a * 31 + 4), a & ~a_in_b))
                 only_b.append((_mix(keys_b * 31 + 5), b & ~b_in_a))
@@ -209,7 +202,7 @@ class NgramsForSequenceClassification(PreTrainedModel):
         while batch := [text.reshape(-1, text.shape[-1]).T for text in islice(rest, _TEXTS_AT_ONCE)]:
             padded = nn.utils.rnn.pad_sequence(batch, batch_first=True, padding_value=-1)
             ids, types = padded[..., 0], padded[..., 1] > 0 if padded.shape[2] > 1 else None
-            rows, weights = _counted(*self.ngrams(ids, ids >= 0, types))
+            rows, weights = _counted(*_joined(self.features(ids, ids >= 0, types)[0]))
             counts += rows[weights > 0].bincount(minlength=len(counts))
             total += len(batch)
         self.rarity.copy_(torch.log((1 + total) / (1 + counts)) + 1)

@@ -190,14 +190,15 @@ def _check_sizes(file: Path, fields: Mapping[str, Any], who: str) -> None:
     # The run itself reports a damaged file.
     with suppress(SafetensorError):
         shapes = _shapes_in(file.parent)
-        limits = {True: max(MOST_LAYERS, len(shapes)), False: max(MOST_ROWS, sum(map(math.prod, shapes)))}
+        numel = sum(map(math.prod, shapes))
         for name, value in dotted_items(fields):
             sizes = [each for each in (value if isinstance(value, list) else [value]) if type(each) is int]
-            limit = limits[bool(_LAYERS.fullmatch(name.rpartition(".")[2]))]
+            is_layers = _LAYERS.fullmatch(name.rpartition(".")[2])
+            limit = max(MOST_LAYERS, len(shapes)) if is_layers else max(MOST_ROWS, numel)
             if shapes and max(sizes, default=0) > limit:
                 raise ValueError(
                     f"{who}: {file} states {name}={str(value)[:40]}, and its weight files have {len(shapes)} tensors "
-                    f"of {sum(map(math.prod, shapes)):,} numbers in all; correct it"
+                    f"of {numel:,} numbers in all; correct it"
                 )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -122,9 +122,8 @@ def parts_in(whole: Tensor, other: DTensor) -> list[Tensor]:
 
 def _chunks(tensor: Tensor, size: int, dim: int) -> list[Tensor]:
     """Return `size` chunks of a tensor as views. The last ones may be shorter or empty, as FSDP2 makes them."""
-    length = tensor.shape[dim]
-    bounds = [min(number * -(-length // size), length) for number in range(size + 1)]
-    return [tensor.narrow(dim, start, end - start) for start, end in pairwise(bounds)]
+    chunks = list(tensor.chunk(size, dim))
+    return chunks + [tensor.narrow(dim, tensor.shape[dim], 0)] * (size - len(chunks))
 
 
 @dataclass(frozen=True)
@@ -149,7 +148,7 @@ class FileTensor:
         row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
         step = max(1, min(last - first, BLOCK_BYTES // row_bytes))
         memory = torch.empty(step * row_bytes, dtype=torch.uint8)
-        with self.path.open("rb", buffering=0) as file:
+        with self.path.open("rb") as file:
             # Some file systems give a file another number each time.
             if version_of(self.path)[:2] != self.version[:2]:
                 raise ValueError(f"{self.path} changed while it was read; start again")
@@ -157,11 +156,8 @@ class FileTensor:
             for row in range(first, last, step):
                 block = memory[: min(step, last - row) * row_bytes]
                 content: Any = block.numpy()
-                left = memoryview(content)
-                while left:
-                    if not (count := file.readinto(left)):
-                        raise ValueError(f"{self.path} is truncated; copy it again")
-                    left = left[count:]
+                if file.readinto(content) < len(block):
+                    raise ValueError(f"{self.path} is truncated; copy it again")
                 yield row, block.view(self.dtype).view(-1, *self.shape[1:]).float()
 
     @torch.no_grad()
@@ -224,11 +220,8 @@ class StandIns:
         if stand_ins is None or opened is None:
             yield
             return
-        modeling_utils.safe_open = partial(_StandInFile, stand_ins, opened)
-        try:
+        with replaced({(modeling_utils, "safe_open"): partial(_StandInFile, stand_ins, opened)}):
             yield
-        finally:
-            modeling_utils.safe_open = opened
 
     def make(self, source: FileTensor) -> Tensor:
         """Return a stand-in for a weight of more than one element."""

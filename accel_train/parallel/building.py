@@ -17,7 +17,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from accel_train.checkpoint.contents import check_fit, model_shapes
 from accel_train.checkpoint.sharded import CheckpointReader, cuts_of
 from accel_train.core.work import beat
-from accel_train.model.tensors import FileTensor, Tensors, load_extra_state, plain_tensors, replace_values
+from accel_train.model.tensors import FileTensor, Tensors, load_extra_state, local_part, plain_tensors, replace_values
 
 READING_THREADS = 4
 
@@ -108,7 +108,7 @@ def fill(targets: Mapping[str, Tensor], sources: Mapping[str, FileTensor]) -> No
             source.copy_to(target)
             return
         for there, here in cuts_of(target):
-            source.copy_to(target.to_local()[here], there)
+            source.copy_to(local_part(target)[here], there)
 
     with ThreadPoolExecutor(READING_THREADS, thread_name_prefix="reading") as pool:
         list(pool.map(read, sources))
@@ -129,7 +129,7 @@ def fill_from_main(targets: Mapping[str, Tensor], sources: Mapping[str, FileTens
         beat()
         target = targets[name].detach()
         for there, here in cuts_of(target) if isinstance(target, DTensor) else [((), ())]:
-            (target.to_local() if isinstance(target, DTensor) else target)[here].copy_(whole[there])
+            local_part(target)[here].copy_(whole[there])
 
 
 def filled(model: nn.Module, weights: Tensors, buffers: Mapping[str, Tensor], *, keeps_types: bool) -> nn.Module | None:
@@ -141,9 +141,10 @@ def filled(model: nn.Module, weights: Tensors, buffers: Mapping[str, Tensor], *,
     Returns None, and leaves `weights` unchanged, if the model is not on the meta device or does not fit.
     """
     owners = {
-        f"{name}.{leaf}".lstrip("."): (part, leaf) for name, part in model.named_modules() for leaf in part._buffers
+        f"{name}.{leaf}".lstrip("."): (part, leaf)
+        for name, part in model.named_modules()
+        for leaf, _ in part.named_buffers(recurse=False, remove_duplicate=False)
     }
-    owners = {name: (part, leaf) for name, (part, leaf) in owners.items() if part._buffers[leaf] is not None}
     is_empty = all(each.is_meta for each in model.parameters())
     is_empty &= not any(each.is_meta for each in plain_tensors(model))
     has_own_load = type(model).load_state_dict is not nn.Module.load_state_dict

@@ -25,7 +25,7 @@ from accel_train.core.work import beat
 from accel_train.guard.guard import Limits
 from accel_train.model.compile import repeated_blocks
 from accel_train.model.kernels.nf4 import packed_layers
-from accel_train.model.tensors import Tensors, plain_tensors, replace_values
+from accel_train.model.tensors import Tensors, local_part, plain_tensors, replace_values
 from accel_train.model.training_module import TrainingModule
 from accel_train.model.weights import separate_blocks, separate_ends
 from accel_train.optim.update import Update
@@ -295,7 +295,7 @@ class GradientWatch:
         grads = [gathered.grad for _, gathered in named if gathered is not None and gathered.grad is not None]
         if grads and (fault := self._take_fault()) is not None:
             smallest = min(grads, key=torch.numel)
-            (smallest.to_local() if isinstance(smallest, DTensor) else smallest).add_(fault)
+            local_part(smallest).add_(fault)
         lacking = {name for name, gathered in named if gathered is None or gathered.grad is None}
         self.lacking |= lacking
         # The last micro-batch also sends what earlier ones have summed.

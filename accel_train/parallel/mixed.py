@@ -10,9 +10,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from accel_train.model.batch_norm import has_batch_norm
 from accel_train.model.weights import fp32_weights, gathers_two_types
 
-_OVERRIDE = "param_dtype_override_fn"
-"""Field of the policy that decides by weight (torch 2.15)."""
-
 
 def cost(precision: str) -> str:
     """Return the effects of gathering weights in 16 bits, in words."""
@@ -45,7 +42,8 @@ def policy(given: MixedPrecisionPolicy, model: nn.Module) -> tuple[MixedPrecisio
         def dtype_of(parameter: nn.Parameter) -> torch.dtype | None:
             return parameter.dtype if id(parameter) in kept else None
 
-        return replace(given, **{_OVERRIDE: dtype_of}), ""  # type: ignore[arg-type]
+        # The policy has this field from torch 2.15 on.
+        return replace(given, param_dtype_override_fn=dtype_of), ""  # type: ignore[call-arg]
     if has_batch_norm(model):
         # Autocast casts the weights, as under DDP.
         return policy_of(None), "; weights are gathered in fp32, because batch norm does not take 16-bit weights"

@@ -102,15 +102,17 @@ def different_devices(names: Sequence[str]) -> str:
 
 def weakest_precision(choices: Sequence[Choice[str] | str]) -> Choice[str]:
     """Return the weakest of the precisions that processes have resolved; raise the first error (a text) among them."""
-    number, problem = next(((rank, each) for rank, each in enumerate(choices) if isinstance(each, str)), (0, ""))
-    if isinstance(problem, str) and problem:
-        raise ValueError(problem if len(choices) == 1 else f"rank {number}: {problem}")
-    chosen = [each for each in choices if isinstance(each, Choice)]
+    chosen = []
+    for rank, each in enumerate(choices):
+        if isinstance(each, str):
+            raise ValueError(each if len(choices) == 1 else f"rank {rank}: {each}")
+        chosen.append(each)
     if len({each.value for each in chosen}) == 1:
         return chosen[0]
+    # The first of equals.
     weakest = min(chosen, key=lambda each: ("no", "fp16", "bf16").index(each.value))
-    ranks = [rank for rank, each in enumerate(chosen) if each.value == weakest.value]
-    return Choice(weakest.value, f"the weakest of all processes, from rank {ranks[0]}: {weakest.reason}")
+    reason = f"the weakest of all processes, from rank {chosen.index(weakest)}: {weakest.reason}"
+    return Choice(weakest.value, reason)
 
 
 def has_float8(device: torch.device) -> bool:

@@ -38,8 +38,8 @@ def encoded(texts: list[str], beside: int = 0) -> tuple[torch.Tensor, torch.Tens
 
 
 def keys_of(text: str, **sizes: int) -> list[int]:
-    buckets, there = model(**sizes).ngrams(*encoded([text], beside=3))
-    return sorted(buckets[there].tolist())
+    buckets, weights, _ = model(**sizes).weighted(*encoded([text], beside=3))
+    return sorted(buckets[weights > 0].tolist())
 
 
 def test_there_is_one_key_for_each_ngram_of_bytes_and_words_and_equal_ones_have_equal_keys() -> None:
@@ -172,8 +172,8 @@ def test_rarity_is_the_inverse_document_frequency_of_scikit_learn() -> None:
     vectorizer = TfidfVectorizer(token_pattern=r"\w+").fit(texts)
     single = model(max_characters=1, max_words=1)
     for word in ("the", "sat", "bird"):
-        buckets, there = single.ngrams(*encoded([word]))
-        weight = classifier.rarity[buckets[there]][-1]
+        buckets, weights, _ = single.weighted(*encoded([word]))
+        weight = classifier.rarity[buckets[weights > 0]][-1]
         assert weight.item() == pytest.approx(vectorizer.idf_[vectorizer.vocabulary_[word]], rel=1e-6)
 
 

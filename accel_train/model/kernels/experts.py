@@ -153,11 +153,9 @@ def choose_router_loss(requested: bool | str, model: nn.Module, place: str = "")
     if not isinstance(model, PreTrainedModel):
         return None
     coefficient, asks = router_coefficient(model), asks_for_router_loss(model)
-    if requested is False:
-        return None if coefficient is None else Choice(0.0, "as set")
-    if requested == "auto" and not asks:
+    if requested is False or (requested == "auto" and not asks):
         reason = "output_router_logits is false in the model's configuration; set loss.router_aux to true to train it"
-        return None if coefficient is None else Choice(0.0, reason)
+        return None if coefficient is None else Choice(0.0, "as set" if requested is False else reason)
     origin = "as set" if requested is True else "output_router_logits is true in the model's configuration"
     problem = place and f"not tested with {place}"
     if coefficient is None:

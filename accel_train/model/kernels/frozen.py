@@ -62,9 +62,9 @@ def keep_frozen(
         for name, layer in layers.items():
             if read is not None:
                 read(layer)
-            there = layer.weight.device if not stays or device is None or layer.weight.is_meta else device
-            packed = pack(layer.weight if device is None or layer.weight.is_meta else layer.weight.to(device))
-            packed = Packed(*(each.to(there) for each in packed))
+            here = layer.weight.device
+            there = here if device is None or layer.weight.is_meta else device
+            packed = Packed(*(each.to(there if stays else here) for each in pack(layer.weight.to(there))))
             model.set_submodule(name, Nf4Linear(packed, layer.bias, COMPUTED[mixed_precision]).train(layer.training))
         numel = sum(layer.weight.numel() for layer in layers.values())
         said = f": {len(layers)} linear layers of {numel:,} weights, {NF4_BYTES:.2f} bytes each"

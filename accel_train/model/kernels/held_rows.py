@@ -38,7 +38,7 @@ class HeldRows:
 
     def smallest(self, each: Tensor) -> Tensor:
         """Return the elementwise minimum over these processes."""
-        return each if self.group is None else self._reduced(each, dist.ReduceOp.MIN)
+        return self._reduced(each, dist.ReduceOp.MIN)
 
     def summed(self, *columns: Tensor) -> tuple[Tensor, ...]:
         """Return the sums of columns (N, 1) over these processes, with one collective."""
@@ -46,11 +46,11 @@ class HeldRows:
 
     def sum_in_place(self, each: Tensor) -> None:
         """Replace a tensor by its sum over these processes."""
-        if self.group is not None:
-            self._reduced(each, dist.ReduceOp.SUM)
+        self._reduced(each, dist.ReduceOp.SUM)
 
     def _reduced(self, each: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
-        dist.all_reduce(each, operation, group=self.group)
+        if self.group is not None:
+            dist.all_reduce(each, operation, group=self.group)
         return each
 
 

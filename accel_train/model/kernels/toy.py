@@ -129,7 +129,9 @@ def _find(
     sizes = ((4, 16), (8, 16), (4, 32), (16, 16), (1024, 32), (4, 1024), (1024, 1024))
     for layers, (heads, head_size) in product(counts, sizes):
         try:
-            small = _shrunk(config, layers, heads, head_size, keeps_vocabulary)
+            fields = _shrunk_fields(config.to_dict(), layers, heads, head_size, keeps_vocabulary)
+            small = type(config).from_dict(fields)
+            small._name_or_path = config._name_or_path
             model = build(small, "meta")
             if _kinds(model) != kinds:
                 problem = "a kind of layer is missing"
@@ -148,24 +150,18 @@ def numel(model: nn.Module) -> int:
 def _kinds(model: PreTrainedModel) -> set[str]:
     """Return the names of all module classes, and of all types in the configuration's lists of layers."""
     text = model.config.get_text_config()
-    listed = {
-        each for name, of in text.to_dict().items() if "layer" in name and isinstance(of, list) for each in map(str, of)
-    }
-    return {type(module).__name__ for module in model.modules()} | {each for each in listed if not each.isdigit()}
-
-
-def _shrunk(
-    config: PreTrainedConfig, layers: int, heads: int, head_size: int, keeps_vocabulary: bool
-) -> PreTrainedConfig:
-    """Return a copy with `layers` layers and at least `heads` heads of `head_size` elements. Ratios are kept."""
-    small = type(config).from_dict(_shrunk_fields(config.to_dict(), layers, heads, head_size, keeps_vocabulary))
-    small._name_or_path = config._name_or_path
-    return small
+    lists = [of for name, of in text.to_dict().items() if "layer" in name and isinstance(of, list)]
+    listed = {each for of in lists for each in map(str, of) if not each.isdigit()}
+    return {type(module).__name__ for module in model.modules()} | listed
 
 
 def _shrunk_fields(
     fields: Mapping[str, Any], layers: int, heads: int, head_size: int, keeps_vocabulary: bool
 ) -> dict[str, Any]:
+    """Return the fields of a configuration with `layers` layers and at least `heads` heads of `head_size` elements.
+
+    Ratios are kept.
+    """
     counts = [each for name, value in fields.items() if _is_heads(name) for each in _ints(value) if each > 0]
     sizes = [each for name, value in fields.items() if _HEAD_SIZE.search(name) for each in _ints(value) if each > 0]
     widths = [each for name in ("hidden_size", "n_embd", "d_model") for each in _ints(fields.get(name))]
@@ -241,5 +237,4 @@ def _with_large_weights(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def in_words(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return text[:160] if text else type(error).__name__
+    return " ".join(str(error).split())[:160] or type(error).__name__
