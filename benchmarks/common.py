@@ -63,22 +63,23 @@ class ChildRun:
 
 
 def run_child(
-    module: str, arguments: Sequence[str], *, environment: Mapping[str, str], timeout_seconds: float
+    module: str, arguments: Sequence[str], *, environment: Mapping[str, str] | None = None, timeout_seconds: float
 ) -> ChildRun:
     """Run `python -m module arguments` in a fresh process and read the result it prints last.
+
+    Its environment is by default that of a measured process with one thread.
 
     Raises:
         RuntimeError: it failed or ran past the time; the text ends with what it printed last.
     """
-    command = [sys.executable, "-m", module, *arguments]
-    busy_before, own_before, start = busy_seconds(), own_seconds(), time.perf_counter()
+    command, clock = [sys.executable, "-m", module, *arguments], OthersClock()
+    environment = environment or child_environment(1)
     code, printed = run_to_end(command, environment=environment, timeout_seconds=timeout_seconds)
     if code is None:
         tail = "\n".join(printed.splitlines()[-25:])
         raise RuntimeError(f"{tail}\n{' '.join(command)} ran past {timeout_seconds:.0f} s")
-    wall = time.perf_counter() - start
-    others = (busy_seconds() - busy_before) - (own_seconds() - own_before)
-    return ChildRun(_result_of(command, code, printed), wall, max(others / wall, 0.0))
+    wall, others = clock.read()
+    return ChildRun(_result_of(command, code, printed), wall, others)
 
 
 def run_to_end(
@@ -115,7 +116,7 @@ def run_children_in_turns(
         RuntimeError: one failed, or they ran past the time.
     """
     commands = [[sys.executable, "-m", module, *arguments] for arguments in argument_lists]
-    busy_before, own_before, start = busy_seconds(), own_seconds(), time.perf_counter()
+    clock = OthersClock()
     with ExitStack() as stack:
         outputs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in commands]
         children = [
@@ -126,7 +127,7 @@ def run_children_in_turns(
             for child in children:
                 child.send_signal(signal.SIGSTOP)
             while any(child.poll() is None for child in children):
-                if time.perf_counter() - start > timeout_seconds:
+                if time.perf_counter() - clock.start > timeout_seconds:
                     raise RuntimeError(f"{module} ran past {timeout_seconds:.0f} s")
                 for child in children:
                     _give_turn(child)
@@ -134,8 +135,7 @@ def run_children_in_turns(
             for child in children:
                 child.kill()
                 child.wait()
-        wall = time.perf_counter() - start
-        others = max(((busy_seconds() - busy_before) - (own_seconds() - own_before)) / wall, 0.0)
+        wall, others = clock.read()
         return [
             ChildRun(_result_of(command, child.returncode, _text(output)), wall, others)
             for command, child, output in zip(commands, children, outputs, strict=True)
@@ -166,6 +166,32 @@ def _result_of(command: Sequence[str], exit_code: int, printed: str) -> dict[str
     return result
 
 
+def run_program(
+    words: Sequence[str],
+    folder: Path,
+    *,
+    threads: int = 1,
+    timeout_seconds: float | None = None,
+    check: bool = True,
+) -> "subprocess.CompletedProcess[str]":
+    """Run `python -m WORDS` in a folder; it can import what this process can.
+
+    Raises:
+        RuntimeError: it failed, and `check` is true.
+    """
+    command = [sys.executable, "-m", *words]
+    environment = {**child_environment(threads), "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path[1:]])}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=timeout_seconds)
+    if check and done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} ended with exit code {done.returncode}:\n{done.stderr[-3000:]}")
+    return done
+
+
+def flags_of(settings: Mapping[str, object]) -> list[str]:
+    """Return settings as the words of a command line."""
+    return [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+
+
 def print_result(result: Mapping[str, Any]) -> None:
     """The child's half of `run_child`."""
     print(RESULT_MARK + json.dumps(result), flush=True)
@@ -181,6 +207,18 @@ def own_seconds() -> float:
     """Return the CPU seconds of this process and of its ended children."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
+
+
+class OthersClock:
+    """Tells how busy the machine has been with other processes since the clock was made."""
+
+    def __init__(self) -> None:
+        self.busy, self.own, self.start = busy_seconds(), own_seconds(), time.perf_counter()
+
+    def read(self) -> tuple[float, float]:
+        """Return the seconds since the start, and the CPU seconds of all other processes per second."""
+        wall = time.perf_counter() - self.start
+        return wall, max(((busy_seconds() - self.busy) - (own_seconds() - self.own)) / wall, 0.0)
 
 
 class FetchClock:

@@ -10,18 +10,19 @@ Time is CPU time; rounds alternate between the two, and the table gives the medi
 import argparse
 import statistics
 import time
+from functools import partial
 from typing import Any
 
 from benchmarks.common import (
     arguments_of,
-    child_environment,
+    flags_of,
     markdown_table,
     median_and_range,
     print_result,
     run_child,
     show,
 )
-from benchmarks.loss import peak_of
+from benchmarks.loss import with_peak
 
 LENGTHS = (1024, 4096)
 VARIANTS = {"dense mask": "sdpa", "per document": "auto"}
@@ -62,12 +63,9 @@ def measure(documents: int, layers: int, width: int, rounds: int) -> dict[str, d
 
         for name, model in models.items():
             step(model)  # makes the gradients
-            activities = [torch.profiler.ProfilerActivity.CPU]
-            with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-                loss = step(model)
-            events = [each for each in profile.profiler.kineto_results.events() if each.name() == "[memory]"]
+            loss, peak = with_peak(partial(step, model))
             key = f"{name}, {length}"
-            found[key] = {"tokens": length, "loss": loss, "peak_bytes": peak_of(events), "cpu_seconds": []}
+            found[key] = {"tokens": length, "loss": loss, "peak_bytes": peak, "cpu_seconds": []}
         for _ in range(rounds):
             for name, model in models.items():
                 began = time.process_time()
@@ -108,10 +106,7 @@ def main() -> None:
     if arguments.measure:
         print_result(measure(**sizes))
         return
-    flags = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
-    child = run_child(
-        "benchmarks.document_mask", ["--measure", *flags], environment=child_environment(1), timeout_seconds=1800
-    )
+    child = run_child("benchmarks.document_mask", ["--measure", *flags_of(sizes)], timeout_seconds=1800)
     shape = f"{arguments.documents} documents in a row, GPT-2 with {arguments.layers} layers, {arguments.width} wide"
     lines = [
         f"## Documents kept apart: {shape}; fp32, one thread, {arguments.rounds} round(s)",

@@ -114,6 +114,10 @@ class Place:
         """What its documentation says to do after an interruption, recorded apart."""
         return self.with_(resume=True, nan_at=0, kill_at=0, full_from=0, record="resumed.jsonl", **changes).run()
 
+    def resumed(self) -> list[dict[str, Any]]:
+        """What the forwards after a resume wrote down."""
+        return self.with_(record="resumed.jsonl").job.recorded()
+
     def checkpoints(self) -> list[Path]:
         """By step, newest last."""
         found = self.folder.glob(CHECKPOINTS[self.system.partition(",")[0]])
@@ -195,7 +199,7 @@ def resume_samples(place: Place) -> Cell:
     end = killed(place).resume()
     if end.code != 0:
         return Cell(f"resume {how(end)}", False, {"said": end.said})
-    after = place.with_(record="resumed.jsonl").job.recorded()
+    after = place.resumed()
     before = place.job.recorded()[: place.job.steps - len(after)]
     steps = [*before, *after][: SAMPLES // 2]
     seen = Counter(sample for line in steps for sample in line["samples"])
@@ -215,7 +219,7 @@ def resume_bits(place: Place) -> Cell:
     if end.code != 0 or reference.code != 0:
         return Cell(f"resume {how(end)}", False, {"said": end.said})
     losses = [line["loss"] for line in whole.job.recorded()]
-    after = [line["loss"] for line in broken.with_(record="resumed.jsonl").job.recorded()]
+    after = [line["loss"] for line in broken.resumed()]
     same_losses = losses[len(losses) - len(after) :] == after
     same_weights = reference.result["weights_sha256"] == end.result["weights_sha256"]
     text = "bitwise the same" if same_losses and same_weights else "other losses, other weights"
@@ -238,7 +242,7 @@ def kill_in_mid_save(place: Place) -> Cell:
         return Cell(f"not hit: {how(first)}", False, {"said": first.said})
     left = sorted(path.name for path in begun.iterdir())
     end = big.resume()
-    redone = len(big.with_(record="resumed.jsonl").job.recorded())
+    redone = len(big.resumed())
     text = f"resumes from step {12 - redone}" if end.code == 0 else f"resume {how(end)}"
     return Cell(text, end.code == 0 and redone == 8, {"left": left, "said": end.said, "steps_redone": redone})
 
@@ -260,7 +264,7 @@ def flipped_bit(place: Place) -> Cell:
     (newest / WEIGHTS).write_bytes(content)
     place = place.with_(save_every_steps=3)
     end = place.resume()
-    redone = len(place.with_(record="resumed.jsonl").job.recorded())
+    redone = len(place.resumed())
     noticed = WEIGHTS in end.output and "digest" in end.output
     if end.code == 0 and noticed:
         return Cell(f"named, resumes from step {24 - redone}", redone == 21, {"steps_redone": redone})
@@ -329,7 +333,7 @@ def full_disk(place: Place) -> Cell:
     end = place.with_(full_from=11).run()
     left = {path.name: sorted(file.name for file in path.rglob("*") if file.is_file()) for path in place.checkpoints()}
     again = place.resume()
-    redone = len(place.with_(record="resumed.jsonl").job.recorded())
+    redone = len(place.resumed())
     then = f"resumes from step {place.job.steps - redone}" if again.code == 0 else f"then the resume {how(again)}"
     facts = {"left": left, "said": end.said, "said_again": again.said}
     return Cell(f"{how(end)}, {then}", end.code == 4 and again.code == 0, facts)

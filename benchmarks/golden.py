@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import REPOSITORY, arguments_of
+from benchmarks.common import REPOSITORY, arguments_of, flags_of
 
 FOLDER = REPOSITORY / "build" / "golden"
 STEPS = 30
@@ -232,8 +232,7 @@ def train(recipe: str, layout: str, revision: Revision) -> dict[str, Any]:
     shutil.rmtree(revision.folder / name, ignore_errors=True)
     file = revision.folder / "work" / f"{recipe}-{layout}.yaml"
     file.write_text(shrunk(recipe, (revision.folder / "source" / "recipes" / f"{recipe}.yaml").read_text()))
-    flags = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
-    code, _, errors = revision.call("run", str(file), "--output_dir", name, *flags, processes=processes)
+    code, _, errors = revision.call("run", str(file), "--output_dir", name, *flags_of(settings), processes=processes)
     run = revision.folder / name
     record = {"exit_code": code, **(written(run) if code == 0 else {"failed": errors.strip()[-300:]})}
     if layout == "one" and code == 0:

@@ -37,6 +37,7 @@ from benchmarks.common import (
     arguments_of,
     child_environment,
     facts_of_now,
+    flags_of,
     markdown_table,
     print_result,
     run_child,
@@ -158,9 +159,8 @@ def measure(row: dict[str, Any], arguments: argparse.Namespace, folder: Path, se
 
 def measure_loss(arguments: argparse.Namespace, seconds: float) -> dict[str, Any]:
     """Return memory and time of the loss alone."""
-    sizes = zip(("tokens", "vocabulary", "width", "rounds"), LOSS_SIZES[arguments.device], strict=True)
-    flags = [word for name, value in sizes for word in (f"--{name}", str(value))]
-    flags = ["--measure", *flags, "--device", arguments.device]
+    sizes = dict(zip(("tokens", "vocabulary", "width", "rounds"), LOSS_SIZES[arguments.device], strict=True))
+    flags = ["--measure", *flags_of(sizes), "--device", arguments.device]
     environment = child_environment(arguments.threads)
     return {"losses": run_child("benchmarks.loss", flags, environment=environment, timeout_seconds=seconds).result}
 

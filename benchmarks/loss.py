@@ -11,11 +11,12 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from benchmarks.common import (
     arguments_of,
-    child_environment,
+    flags_of,
     markdown_table,
     median_and_range,
     print_result,
@@ -25,6 +26,7 @@ from benchmarks.common import (
 
 BAR_PEAK, BAR_TIME = 0.10, 1.1
 """Of whole logits."""
+Result = TypeVar("Result")
 HEADERS = ("loss", "peak MiB", "of whole", "bar of peak", "CPU s", "time of whole", "bar of time")
 
 
@@ -64,11 +66,7 @@ def measure(tokens: int, vocabulary: int, width: int, rounds: int, device: str =
             loss = step(loss_of)
             peak = torch.cuda.max_memory_allocated() - before
         else:
-            activities = [torch.profiler.ProfilerActivity.CPU]
-            with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-                loss = step(loss_of)
-            events = [each for each in profile.profiler.kineto_results.events() if each.name() == "[memory]"]
-            peak = peak_of(events)
+            loss, peak = with_peak(partial(step, loss_of))
         found[name] = {"loss": loss, "peak_bytes": peak, "seconds": []}
     for _ in range(rounds):
         for name, loss_of in variants.items():
@@ -78,13 +76,19 @@ def measure(tokens: int, vocabulary: int, width: int, rounds: int, device: str =
     return found
 
 
-def peak_of(events: list[Any]) -> int:
-    """Return the most bytes that are there at once, of the profiler's memory events."""
+def with_peak(run: Callable[[], Result]) -> tuple[Result, int]:
+    """Return the result of a function, and the most bytes that torch holds at once of those it allocates on the CPU."""
+    import torch
+
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        result = run()
+    events = [each for each in profile.profiler.kineto_results.events() if each.name() == "[memory]"]
     now = peak = 0
     for event in sorted(events, key=lambda each: each.start_ns()):
         now += event.nbytes()
         peak = max(peak, now)
-    return peak
+    return result, peak
 
 
 def rows_of(found: dict[str, dict[str, Any]]) -> list[list[str]]:
@@ -117,8 +121,7 @@ def main() -> None:
     if arguments.measure:
         print_result(measure(**sizes, device=arguments.device))
         return
-    flags = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
-    child = run_child("benchmarks.loss", ["--measure", *flags], environment=child_environment(1), timeout_seconds=3600)
+    child = run_child("benchmarks.loss", ["--measure", *flags_of(sizes)], timeout_seconds=3600)
     shape = f"{arguments.tokens:,} tokens, a vocabulary of {arguments.vocabulary:,}, width {arguments.width}"
     lines = [
         f"## Loss and backward from hidden states: {shape}; fp32, one thread, {arguments.rounds} round(s)",

@@ -16,7 +16,6 @@ from typing import Any
 
 from benchmarks.common import (
     arguments_of,
-    child_environment,
     markdown_table,
     median_and_range,
     print_result,
@@ -175,7 +174,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run_child(
             "benchmarks.model_path",
             ["--child", family, "--sizes", json.dumps(given.sizes)],
-            environment=child_environment(1),
             timeout_seconds=1800,
         )
         for family in given.families

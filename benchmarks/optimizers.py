@@ -16,9 +16,7 @@ Bars: at most 55 % of AdamW's steps and 75 % of its time, for the median seed.
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -31,12 +29,12 @@ from typing import Any
 
 from benchmarks.common import (
     REPOSITORY,
+    OthersClock,
     arguments_of,
-    busy_seconds,
-    child_environment,
+    flags_of,
     markdown_table,
     median_and_range,
-    own_seconds,
+    run_program,
     show,
     write,
 )
@@ -93,13 +91,9 @@ def train(folder: Path, name: str, seed: int, steps: int, every: int, flags: Seq
         "log.progress": "false",
         "checkpoint.every_steps": 0,
     }
-    given = [word for key, value in settings.items() for word in (f"--{key}", str(value))]
     took = folder / f"{output.name}.json"
-    command = [sys.executable, "-m", "benchmarks.optimizers", "--child", str(took), "run", str(RECIPE), *given, *flags]
-    environment = {**child_environment(1), "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path[1:]])}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)} ended with exit code {done.returncode}:\n{done.stderr[-3000:]}")
+    child = ["benchmarks.optimizers", "--child", str(took)]
+    run_program([*child, "run", str(RECIPE), *flags_of(settings), *flags], folder)
     return Trained(seed, *read_losses(output), json.loads(took.read_text()))
 
 
@@ -217,7 +211,7 @@ def main() -> None:
     muon_steps = max(every, round(arguments.share * steps / every) * every)
     pair = (("adamw", arguments.adamw_rate, steps), ("muon", arguments.muon_rate, muon_steps))
     found: list[Comparison] = []
-    busy_before, own_before, start = busy_seconds(), own_seconds(), time.perf_counter()
+    clock = OthersClock()
     with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(len(pair)) as threads:
         folder = arguments.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
@@ -235,13 +229,12 @@ def main() -> None:
                 for name, rate, length in pair
             ]
             found.append(compare(*(each.result() for each in runs)))
-            busy, own = busy_seconds() - busy_before, own_seconds() - own_before
-            others = max((busy - own) / (time.perf_counter() - start), 0.0)
+            seconds, others = clock.read()
             lines, record = report(found, arguments, muon_steps, others)
             if seed == arguments.seeds:
                 show(lines, record, save=arguments.save, name="optimizers")
             else:
-                print(f"{found[-1]}, {time.perf_counter() - start:.0f} s so far", flush=True)
+                print(f"{found[-1]}, {seconds:.0f} s so far", flush=True)
                 if arguments.save is not None:
                     write(lines, record, save=arguments.save, name="optimizers")
 

@@ -17,9 +17,6 @@ twin's, and it went back to a checkpoint at most twice. No setting of the guard 
 """
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,13 +26,7 @@ from typing import Any
 
 import yaml
 
-from benchmarks.common import (
-    REPOSITORY,
-    arguments_of,
-    child_environment,
-    markdown_table,
-    show,
-)
+from benchmarks.common import arguments_of, markdown_table, run_program, show
 
 BATCH = 16
 MOST_LOSS_ABOVE, MOST_ROLLBACKS = 0.01, 2
@@ -104,9 +95,7 @@ def run_one(folder: Path, kind: str, epochs: int, seed: int, steps: int) -> Outc
     recipe = recipe_of(folder, kind, epochs, seed, steps)
     path = folder / f"{kind}-{epochs}-{seed}.yaml"
     path.write_text(yaml.safe_dump(recipe))
-    environment = {**child_environment(1), "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path[1:]])}
-    command = [sys.executable, "-m", "accel_train", "run", str(path)]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
+    done = run_program(["accel_train", "run", str(path)], folder, timeout_seconds=900, check=False)
     output = Path(recipe["output_dir"])
     events = [json.loads(line) for line in (output / "events.jsonl").read_text().splitlines()]
     troubles = [event for event in events if event["event"] in ("skip", "spike", "rollback", "stop", "overflow")]

@@ -28,11 +28,10 @@ from typing import Any
 
 from accel_train.runtime.launcher import free_port
 from benchmarks.common import (
+    OthersClock,
     arguments_of,
-    busy_seconds,
     child_environment,
     markdown_table,
-    own_seconds,
     show,
     write_tokenizer,
     write_tokens,
@@ -276,10 +275,9 @@ def main() -> None:
     record: dict[str, Any] = {"settings": {"rounds": arguments.rounds, "steps": arguments.steps}}
     if arguments.only != "model":
         import_everything()
-        began, busy, own = time.perf_counter(), busy_seconds(), own_seconds()
+        clock = OthersClock()
         record["measured"] = measure(arguments.rounds, arguments.steps, arguments.warmup, arguments.most_processes)
-        others = (busy_seconds() - busy) - (own_seconds() - own)
-        record["others_cores"] = round(max(others / (time.perf_counter() - began), 0.0), 2)
+        record["others_cores"] = round(clock.read()[1], 2)
         texts.append(measured_text(record["measured"], record["others_cores"]))
     if arguments.only != "measured":
         from benchmarks.scaling_model import model_text

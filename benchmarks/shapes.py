@@ -89,11 +89,21 @@ def _mood(number: int) -> str:
     return [*_MOODS][number % 3 if number % 5 else 0]
 
 
-def _lines(name: str, lines: list[str], encoding: str = "utf-8") -> str:
+def _new(name: str) -> Path:
+    """Make the folders above a file, and return its path."""
     path = Path(name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(("\n".join(lines) + "\n").encode(encoding))
+    return path
+
+
+def _lines(name: str, lines: list[str], encoding: str = "utf-8") -> str:
+    _new(name).write_bytes(("\n".join(lines) + "\n").encode(encoding))
     return name
+
+
+def _table(name: str, header: str, row: Callable[[int], str], encoding: str = "utf-8") -> str:
+    """Write a header and a line for each number."""
+    return _lines(name, [header, *map(row, range(_ROWS))], encoding)
 
 
 def _rows(name: str, rows: list[Any]) -> str:
@@ -104,24 +114,16 @@ def _array(name: str, rows: Any) -> str:
     return _lines(name, [json.dumps(rows)])
 
 
-def _image(name: str, number: int, *, size: tuple[int, int] = (40, 30)) -> None:
-    path = Path(name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pixels = np.random.default_rng(number).integers(0, 255, (size[1], size[0], 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(path)
+def _image(name: str, number: int) -> None:
+    pixels = np.random.default_rng(number).integers(0, 255, (30, 40, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(_new(name))
 
 
-def _mask(name: str, number: int, classes: tuple[int, ...] = (0, 1, 2), mode: str = "L") -> None:
-    path = Path(name)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pixels = np.random.default_rng(number).choice(np.array(classes, np.uint8), (30, 40))
-    image = Image.fromarray(pixels)
-    if mode == "P":
-        image = image.convert("P")
+def _mask(name: str, number: int, classes: tuple[int, ...] = (0, 1, 2), *, has_palette: bool = False) -> None:
+    image = Image.fromarray(np.random.default_rng(number).choice(np.array(classes, np.uint8), (30, 40)))
+    if has_palette:
         image.putpalette([0, 0, 0, 128, 0, 0, 0, 128, 0])
-        image = Image.fromarray(pixels, mode="P")
-        image.putpalette([0, 0, 0, 128, 0, 0, 0, 128, 0])
-    image.save(path)
+    image.save(_new(name))
 
 
 def sms() -> str:
@@ -133,75 +135,79 @@ def sms() -> str:
 def tweets() -> str:
     """Fifteen columns, two of which may be the label."""
     header = "tweet_id,airline_sentiment,confidence,airline,name,retweet_count,text,created,user_timezone"
-    rows = [
-        f"{570000 + n},{_mood(n)},0.{n % 10}5,{('United', 'Delta', 'Virgin')[n % 7 % 3]},user{n},0,"
-        f"{_text(n, _mood(n))},"
-        f"2015-02-{n % 28 + 1:02} 11:35:{n:02},Zone {n}"
-        for n in range(_ROWS)
-    ]
-    return _lines("Tweets.csv", [header, *rows])
+    return _table(
+        "Tweets.csv",
+        header,
+        lambda n: (
+            f"{570000 + n},{_mood(n)},0.{n % 10}5,{('United', 'Delta', 'Virgin')[n % 7 % 3]},user{n},0,"
+            f"{_text(n, _mood(n))},"
+            f"2015-02-{n % 28 + 1:02} 11:35:{n:02},Zone {n}"
+        ),
+    )
 
 
 def stars() -> str:
     """A tsv of ratings, dates, variations, and a column of feedback."""
-    rows = [f"{n % 5 + 1}\t31-Jul-18\tCharcoal {n}\t{_text(n)}\t{int(n % 5 > 1)}" for n in range(_ROWS)]
-    return _lines("alexa.tsv", ["rating\tdate\tvariation\tverified_reviews\tfeedback", *rows])
+    header = "rating\tdate\tvariation\tverified_reviews\tfeedback"
+    return _table("alexa.tsv", header, lambda n: f"{n % 5 + 1}\t31-Jul-18\tCharcoal {n}\t{_text(n)}\t{int(n % 5 > 1)}")
 
 
 def broken_row() -> str:
     """A tsv with a space in place of the tab in one row."""
-    rows = [f"{_text(n)}{' ' if n == 40 else chr(9)}{n % 2}" for n in range(_ROWS)]
-    return _lines("Restaurant_Reviews.tsv", ["Review\tLiked", *rows])
+    return _table("Restaurant_Reviews.tsv", "Review\tLiked", lambda n: f"{_text(n)}{' ' if n == 40 else chr(9)}{n % 2}")
 
 
 def titanic() -> str:
     """Numbers and categories, with names as the only text."""
-    rows = [
-        f'{n},{n % 2},{n % 3 + 1},"{_text(n, words=3)}, Mr. {n}",{("male", "female")[n % 2]},{20 + n},{n % 2},A/5 {n},'
-        f"7.25,{'SCQ'[n % 3]}"
-        for n in range(_ROWS)
-    ]
-    return _lines("TitanicTrain.csv", ["PassengerId,Survived,Pclass,Name,Sex,Age,SibSp,Ticket,Fare,Embarked", *rows])
+    return _table(
+        "TitanicTrain.csv",
+        "PassengerId,Survived,Pclass,Name,Sex,Age,SibSp,Ticket,Fare,Embarked",
+        lambda n: (
+            f'{n},{n % 2},{n % 3 + 1},"{_text(n, words=3)}, Mr. {n}",{("male", "female")[n % 2]},{20 + n},{n % 2},'
+            f"A/5 {n},7.25,{'SCQ'[n % 3]}"
+        ),
+    )
 
 
 def counts_beside_class() -> str:
     """An index without a name, counts of votes, a class, and the text."""
-    rows = [f"{n},3,{n % 3},0,{3 - n % 3},{n % 3},{_text(n)}" for n in range(_ROWS)]
-    return _lines("labeled_data.csv", [",count,hate_speech,offensive_language,neither,class,tweet", *rows])
+    header = ",count,hate_speech,offensive_language,neither,class,tweet"
+    return _table("labeled_data.csv", header, lambda n: f"{n},3,{n % 3},0,{3 - n % 3},{n % 3},{_text(n)}")
 
 
 def table_in_txt() -> str:
     """A table with tabs that is called .txt."""
-    rows = [
-        f"{n}\t{_text(n)}\t{_text(n + 100)}\t{n % 40 / 10 + 1}\t{['NEUTRAL', 'ENTAILMENT'][n % 2]}"
-        for n in range(_ROWS)
-    ]
-    return _lines("SICK_train.txt", ["pair_ID\tsentence_A\tsentence_B\trelatedness_score\tjudgment", *rows])
+    return _table(
+        "SICK_train.txt",
+        "pair_ID\tsentence_A\tsentence_B\trelatedness_score\tjudgment",
+        lambda n: f"{n}\t{_text(n)}\t{_text(n + 100)}\t{n % 40 / 10 + 1}\t{['NEUTRAL', 'ENTAILMENT'][n % 2]}",
+    )
 
 
 def answers() -> str:
     """Questions with candidate answers: two texts and a label."""
-    rows = [f"{_text(n // 4)},{_text(n + 50)},{n % 2}" for n in range(_ROWS)]
-    return _lines("train.csv", ["qtext,atext,label", *rows])
+    return _table("train.csv", "qtext,atext,label", lambda n: f"{_text(n // 4)},{_text(n + 50)},{n % 2}")
 
 
 def train_and_test() -> str:
     """Folder with train.csv, test.csv, and a list of the classes."""
     for name in ("train", "test"):
-        _lines(f"banking/{name}.csv", ["text,category", *(f"{_text(n)},intent {n % 6}" for n in range(_ROWS))])
+        _table(f"banking/{name}.csv", "text,category", lambda n: f"{_text(n)},intent {n % 6}")
     return _array("banking/categories.json", [f"intent {n}" for n in range(6)]) and "banking"
 
 
 def spam() -> str:
     """A csv in Windows-1252 with unnamed columns at the end."""
-    rows = [f"{'spam' if n % 4 == 0 else 'ham'},{_text(n)} \xa35,,," for n in range(_ROWS)]
-    return _lines("spam.csv", ["v1,v2,,,", *rows], "cp1252")
+    return _table("spam.csv", "v1,v2,,,", lambda n: f"{'spam' if n % 4 == 0 else 'ham'},{_text(n)} \xa35,,,", "cp1252")
 
 
 def a_missing_label() -> str:
     """A csv whose one row has no label."""
-    rows = [f"{_text(n)},{'' if n == 30 else ['English', 'Danish', 'Dutch'][n % 3]}" for n in range(_ROWS)]
-    return _lines("Language Detection.csv", ["Text,Language", *rows])
+    return _table(
+        "Language Detection.csv",
+        "Text,Language",
+        lambda n: f"{_text(n)},{'' if n == 30 else ['English', 'Danish', 'Dutch'][n % 3]}",
+    )
 
 
 def liar() -> str:
@@ -219,30 +225,32 @@ def liar() -> str:
 
 def names_of_numbers() -> str:
     """Folder with a table of numbered classes and another of their names."""
-    rows = [f"{n % 3 + 1},{_text(n)}" for n in range(_ROWS)]
-    _lines("medical/medical_tc_train.csv", ["condition_label,medical_abstract", *rows])
+    numbered_classes("medical/medical_tc_train.csv")
     _lines(
         "medical/medical_tc_labels.csv", ["condition_label,condition_name", "1,neoplasms", "2,digestive", "3,nerves"]
     )
     return "medical"
 
 
-def numbered_classes() -> str:
+def numbered_classes(name: str = "medical_tc_train.csv") -> str:
     """A table of numbered classes and texts."""
-    rows = [f"{n % 3 + 1},{_text(n)}" for n in range(_ROWS)]
-    return _lines("medical_tc_train.csv", ["condition_label,medical_abstract", *rows])
+    return _table(name, "condition_label,medical_abstract", lambda n: f"{n % 3 + 1},{_text(n)}")
+
+
+def _bits(number: int, count: int) -> list[str]:
+    """Return zeros and ones."""
+    return [str(int((number + k) % (k + 2) == 0)) for k in range(count)]
 
 
 def emotions(name: str = "2018-E-c-train.txt") -> str:
     """A table with a column of zeros and ones for each label."""
-    rows = [f"{n}\t{_text(n)}\t" + "\t".join(str(int((n + k) % (k + 2) == 0)) for k in range(5)) for n in range(_ROWS)]
-    return _lines(name, ["ID\tTweet\t" + "\t".join(EMOTIONS), *rows])
+    return _table(name, "\t".join(["ID", "Tweet", *EMOTIONS]), lambda n: "\t".join([f"{n}", _text(n), *_bits(n, 5)]))
 
 
 def toxic() -> str:
     """The same as csv, as of toxic comments."""
-    rows = [f"{n:x}f,{_text(n)}," + ",".join(str(int((n + k) % (k + 2) == 0)) for k in range(4)) for n in range(_ROWS)]
-    return _lines("toxic.csv", ["id,comment_text," + ",".join(INSULTS), *rows])
+    header = ",".join(["id", "comment_text", *INSULTS])
+    return _table("toxic.csv", header, lambda n: ",".join([f"{n:x}f", _text(n), *_bits(n, 4)]))
 
 
 def _sentences(name: str, seed: int = 0) -> str:
@@ -284,13 +292,13 @@ def files_of_classes() -> str:
     return "names"
 
 
+def _instructions(name: str, given: Callable[[int], str]) -> str:
+    return _array(name, [{"instruction": _text(n), "input": given(n), "output": _text(n + 50)} for n in range(_ROWS)])
+
+
 def alpaca() -> str:
     """An array of instruction, input, output."""
-    rows = [
-        {"instruction": _text(n), "input": _text(n + 9) if n % 3 == 0 else "", "output": _text(n + 50)}
-        for n in range(_ROWS)
-    ]
-    return _array("alpaca_en_demo.json", rows)
+    return _instructions("alpaca_en_demo.json", lambda n: _text(n + 9) if n % 3 == 0 else "")
 
 
 def sharegpt_with_tools() -> str:
@@ -337,9 +345,7 @@ def judged_answers() -> str:
 
 def identity() -> str:
     """An array of instruction, empty input, output."""
-    return _array(
-        "identity.json", [{"instruction": _text(n), "input": "", "output": _text(n + 50)} for n in range(_ROWS)]
-    )
+    return _instructions("identity.json", lambda n: "")
 
 
 def content_parts() -> str:
@@ -560,7 +566,7 @@ def voc() -> str:
     """VOC's folders: masks with a palette, next to visualizations."""
     for number in range(8):
         _image(f"voc/JPEGImages/2011_{number}.jpg", number)
-        _mask(f"voc/SegmentationClass/2011_{number}.png", number, mode="P")
+        _mask(f"voc/SegmentationClass/2011_{number}.png", number, has_palette=True)
         _image(f"voc/SegmentationClassVisualization/2011_{number}.jpg", number)
     _lines("voc/class_names.txt", ["_background_", "person", "car"])
     return "voc"
@@ -582,8 +588,11 @@ def dialogue() -> str:
 
 def paraphrases() -> str:
     """Pairs with raw quotes: a label, two ids, two texts."""
-    rows = [f"{n % 2}\t{n}\t{n + 900}\t{chr(34) if n % 8 == 0 else ''}{_text(n)}\t{_text(n + 3)}" for n in range(_ROWS)]
-    return _lines("msr-para-train.tsv", ["Quality\t#1 ID\t#2 ID\t#1 String\t#2 String", *rows])
+    return _table(
+        "msr-para-train.tsv",
+        "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String",
+        lambda n: f"{n % 2}\t{n}\t{n + 900}\t{chr(34) if n % 8 == 0 else ''}{_text(n)}\t{_text(n + 3)}",
+    )
 
 
 def choices() -> str:

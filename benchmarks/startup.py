@@ -30,7 +30,15 @@ from typing import Any
 
 import psutil
 
-from benchmarks.common import REPOSITORY, arguments_of, child_environment, markdown_table, median_and_range, show
+from benchmarks.common import (
+    REPOSITORY,
+    arguments_of,
+    child_environment,
+    flags_of,
+    markdown_table,
+    median_and_range,
+    show,
+)
 
 BARE = """
 import torch
@@ -134,6 +142,13 @@ def times_of(command: Sequence[str], stages: Mapping[str, str]) -> Times:
     return found
 
 
+def run_measured(
+    command: Sequence[str], *, folder: Path = REPOSITORY, check: bool = True
+) -> "subprocess.CompletedProcess[str]":
+    """Run a command to its end with the environment of a measured process."""
+    return subprocess.run(command, cwd=folder, env=child_environment(1), capture_output=True, text=True, check=check)
+
+
 def demo(output_dir: Path, cache_dir: Path, num_steps: int, layers: int) -> list[str]:
     """Return the command of the demo, with so many steps and nothing after them."""
     settings = {
@@ -149,13 +164,12 @@ def demo(output_dir: Path, cache_dir: Path, num_steps: int, layers: int) -> list
         "evaluate.sample_prompt": "null",
         "log.every_steps": 1,
     }
-    flags = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-    return [sys.executable, "-m", "accel_train", "run", "recipes/gpt_tiny.yaml", *flags]
+    return [sys.executable, "-m", "accel_train", "run", "recipes/gpt_tiny.yaml", *flags_of(settings)]
 
 
 def measure(rounds: int, layers: int, folder: Path) -> dict[str, list[Times]]:
     """Return the times of each variant, an entry for each round."""
-    subprocess.run(demo(folder / "first", folder / "cache", 2, layers), cwd=REPOSITORY, check=True, capture_output=True)
+    run_measured(demo(folder / "first", folder / "cache", 2, layers))
     found: dict[str, list[Times]] = {variant: [] for variant in STAGES}
     for number in range(rounds):
         run = folder / f"run-{number}"
@@ -197,15 +211,8 @@ def measure_trainers(rounds: int, folder: Path) -> dict[str, list[dict[str, floa
     for number in range(rounds):
         for trainer, package in list(TRAINERS.items())[:: -1 if number % 2 else 1]:
             words = ["-c", TRAINER.format(package=package), str(folder / f"{package}-{number}-")]
-            done = subprocess.run(
-                [sys.executable, *words],
-                env=child_environment(1),
-                cwd=REPOSITORY,
-                capture_output=True,
-                text=True,
-                check=True,
-            )
-            calls = re.findall(r"^(first|second|imports too) ([0-9.]+)$", done.stdout, re.MULTILINE)
+            printed = run_measured([sys.executable, *words]).stdout
+            calls = re.findall(r"^(first|second|imports too) ([0-9.]+)$", printed, re.MULTILINE)
             found[trainer].append({call: float(seconds) for call, seconds in calls})
     return found
 
@@ -247,27 +254,24 @@ def whole(words: Sequence[str], folder: Path, exit_code: int) -> tuple[float, fl
         RuntimeError: it ended with another one.
     """
     since, before = time.perf_counter(), os.times()
-    done = subprocess.run(
-        [sys.executable, "-m", "accel_train", *words],
-        cwd=folder,
-        env=child_environment(1),
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode != exit_code:
-        raise RuntimeError(f"{' '.join(words)} ended with {done.returncode}:\n{done.stderr}")
+    ended = run_measured([sys.executable, "-m", "accel_train", *words], folder=folder, check=False)
+    if ended.returncode != exit_code:
+        raise RuntimeError(f"{' '.join(words)} ended with {ended.returncode}:\n{ended.stderr}")
     after = os.times()
     cpu = after.children_user - before.children_user + after.children_system - before.children_system
     return time.perf_counter() - since, cpu
+
+
+def write_table(path: Path) -> None:
+    path.write_text("text,label\n" + "".join(f"text {row},{'ab'[row % 2]}\n" for row in range(40)))
 
 
 def measure_commands(rounds: int, folder: Path) -> dict[str, dict[str, list[float]]]:
     """Return wall seconds of each command by what was asked of it, and the CPU seconds of `plan`, an entry for each
     round.
     """
-    (folder / "own.csv").write_text("text,label\n" + "".join(f"text {row},{'ab'[row % 2]}\n" for row in range(40)))
-    command = demo(folder / "run", folder / "cache", 2, 1)
-    subprocess.run([*command, "--evaluate.sample_prompt", ""], cwd=REPOSITORY, check=True, capture_output=True)
+    write_table(folder / "own.csv")
+    run_measured([*demo(folder / "run", folder / "cache", 2, 1), "--evaluate.sample_prompt", ""])
     words = {name: [part.format(**_PLACES) for part in shlex.split(text)] for name, text in COMMANDS.items()}
     found: dict[str, dict[str, list[float]]] = {name: {} for name in words}
     whole(words["plan"], folder, 0)  # tokenises the data, as a first start does
@@ -320,7 +324,7 @@ schedule: {num_epochs: 1}
 
 def measure_errors(rounds: int, folder: Path) -> dict[str, list[float]]:
     """Return wall seconds of the error about each mistake, one for each round."""
-    (folder / "own.csv").write_text("text,label\n" + "".join(f"text {row},{'ab'[row % 2]}\n" for row in range(40)))
+    write_table(folder / "own.csv")
     (folder / "own.yaml").write_text(RECIPE_OF_OWN)
     words = {name: shlex.split(text) for name, text in ERRORS.items()}
     return {name: [whole(each, folder, 2)[0] for _ in range(rounds)] for name, each in words.items()}
@@ -351,12 +355,9 @@ def command_table(found: Mapping[str, Mapping[str, list[float]]]) -> str:
 
 def import_seconds(command: Sequence[str]) -> dict[str, float]:
     """Return the seconds that importing each package takes by itself, as `-X importtime` measures them."""
-    done = subprocess.run(
-        [command[0], "-X", "importtime", *command[1:]], cwd=REPOSITORY, env=child_environment(1),
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    printed = run_measured([command[0], "-X", "importtime", *command[1:]]).stderr
     found: dict[str, float] = {}
-    for microseconds, name in re.findall(r"import time: +(\d+) \| +\d+ \| +(\S+)", done.stderr):
+    for microseconds, name in re.findall(r"import time: +(\d+) \| +\d+ \| +(\S+)", printed):
         package = name.split(".")[0]
         found[package] = found.get(package, 0.0) + int(microseconds) / 1e6
     return found

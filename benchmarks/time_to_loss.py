@@ -15,10 +15,7 @@ Bars: the loss is reached in each round; training at most 1.00 x, wall time at m
 """
 
 import argparse
-import os
 import statistics
-import subprocess
-import sys
 import sysconfig
 import tempfile
 import time
@@ -31,9 +28,8 @@ import numpy as np
 import yaml
 
 from benchmarks.common import (
-    REPOSITORY,
+    OthersClock,
     arguments_of,
-    busy_seconds,
     child_environment,
     gpt2_fields,
     markdown_table,
@@ -41,6 +37,7 @@ from benchmarks.common import (
     own_seconds,
     print_result,
     run_child,
+    run_program,
     show,
     write,
 )
@@ -116,13 +113,9 @@ def train_ours(folder: Path, train: Path, validation: Path, steps: int, rate: fl
         "log": {"every_steps": 10, "progress": False},
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    command = [sys.executable, "-m", "accel_train", "run", str(folder / "recipe.yaml")]
-    environment = {**child_environment(threads), "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path[1:]])}
     began, own_before = time.perf_counter(), own_seconds()
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    run_program(["accel_train", "run", str(folder / "recipe.yaml")], folder, threads=threads)
     wall, cpu = time.perf_counter() - began, own_seconds() - own_before
-    if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)} ended with exit code {done.returncode}:\n{done.stderr[-3000:]}")
     losses, seconds = read_losses(folder / "run")
     return Run(losses[max(losses)], wall, seconds[max(seconds)], cpu)
 
@@ -216,14 +209,13 @@ def main() -> None:
         train, validation = arguments.plain
         print_result(train_plain(train, validation, arguments.steps, arguments.plain_rate, arguments.threads))
         return
-    busy_before, own_before, began = busy_seconds(), own_seconds(), time.perf_counter()
+    clock = OthersClock()
     settings: dict[str, Any] = {k: v for k, v in vars(arguments).items() if k not in ("save", "plain")}
     found = []
     with tempfile.TemporaryDirectory() as folder:
         for each in compare(arguments, Path(folder)):
             found.append(each)
-            busy, own = busy_seconds() - busy_before, own_seconds() - own_before
-            others = max((busy - own) / (time.perf_counter() - began), 0.0)
+            _, others = clock.read()
             rounds = [{"plain": asdict(plain), "accel_train": asdict(ours)} for plain, ours in found]
             record = {"others_cores": others, "settings": settings, "rounds": rounds}
             lines = report(found, arguments, others)
