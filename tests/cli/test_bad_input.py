@@ -38,6 +38,8 @@ LLAMA = (
 )
 
 FREE = {"optimizer.name": "schedule_free_adamw", "schedule.type": "constant"}
+FOUR_BITS = {"model.lora": {}, "model.frozen_dtype": "nf4"}
+ZERO = {"parallel.strategy": "deepspeed"}
 GONE = object()
 """In place of a value: the setting is taken out."""
 
@@ -86,36 +88,24 @@ RECIPES: dict[str, dict[str, Any]] = {
     "unknown optimizer": {"optimizer.name": "moun"},
     "unknown module of an optimizer": {"optimizer.name": "no_such_module:Lamb"},
     "class that is no optimizer": {"optimizer.name": "torch.nn:Linear"},
-    "options that an optimizer refuses": {"optimizer": {"name": "adafactor", "options": {"beta": 1}}},
-    "options for an optimizer without": {"optimizer": {"name": "lion", "options": {"beta": 1}}},
-    "optimizer that needs a closure": {"optimizer": {"name": "torch.optim:LBFGS", "weight_decay": 0}},
+    "options that an optimizer refuses": {"optimizer.name": "adafactor", "optimizer.options": {"beta": 1}},
+    "options for an optimizer without": {"optimizer.name": "lion", "optimizer.options": {"beta": 1}},
+    "optimizer that needs a closure": {"optimizer.name": "torch.optim:LBFGS", "optimizer.weight_decay": 0},
     "optimizer without weight decay": {"optimizer.name": "torch.optim:Rprop"},
     "state that no checkpoint holds": {"optimizer.name": "tests.support.optimizers:KeepsLists"},
-    "options that are no mapping": {"optimizer": {"name": "adafactor", "options": 3}},
+    "options that are no mapping": {"optimizer.name": "adafactor", "optimizer.options": 3},
     "optimizer that is no name": {"optimizer.name": 3},
-    "muon under deepspeed": {"optimizer.name": "muon", "parallel": {"strategy": "deepspeed"}},
+    "muon under deepspeed": {"optimizer.name": "muon", **ZERO},
     "unknown frozen dtype": {"model.frozen_dtype": "int4"},
     "frozen dtype, nothing frozen": {"model.frozen_dtype": "nf4"},
     "bf16 weights, fp32 products": {"model.lora": {}, "model.frozen_dtype": "bf16", "precision.mixed_precision": "no"},
-    "4 bits of random weights": {"model.lora": {}, "model.frozen_dtype": "nf4"},
-    "4 bits in host memory": {
-        "model.lora": {},
-        "model.frozen_dtype": "nf4",
-        "parallel": {"strategy": "fsdp2", "cpu_offload": True},
-    },
-    "4 bits in slices of sequences": {
-        "model.lora": {},
-        "model.frozen_dtype": "nf4",
-        "parallel": {"strategy": "fsdp2", "sp_size": 2},
-    },
-    "4 bits under deepspeed": {
-        "model.freeze": ["*.wte.*"],
-        "model.frozen_dtype": "nf4",
-        "parallel.strategy": "deepspeed",
-    },
-    "4 bits, compiled": {"model.lora": {}, "model.frozen_dtype": "nf4", "precision.compile": True},
-    "8 bits under deepspeed": {"optimizer.name": "adamw_8bit", "parallel": {"strategy": "deepspeed"}},
-    "options of 8 bits": {"optimizer": {"name": "adamw_8bit", "options": {"is_paged": True}}},
+    "4 bits of random weights": FOUR_BITS,
+    "4 bits in host memory": {**FOUR_BITS, "parallel": {"strategy": "fsdp2", "cpu_offload": True}},
+    "4 bits in slices of sequences": {**FOUR_BITS, "parallel": {"strategy": "fsdp2", "sp_size": 2}},
+    "4 bits under deepspeed": {"model.freeze": ["*.wte.*"], "model.frozen_dtype": "nf4", **ZERO},
+    "4 bits, compiled": {**FOUR_BITS, "precision.compile": True},
+    "8 bits under deepspeed": {"optimizer.name": "adamw_8bit", **ZERO},
+    "options of 8 bits": {"optimizer.name": "adamw_8bit", "optimizer.options": {"is_paged": True}},
     "typo in 8 bits": {"optimizer.name": "adam_8bit"},
     "schedule-free with a schedule": {"optimizer.name": "schedule_free_adamw"},
     "schedule-free with two warm-ups": {**FREE, "schedule.warmup_steps": 2},
@@ -124,7 +114,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "schedule-free without a first beta": {**FREE, "optimizer.betas": [0, 0.9]},
     "warm-up that is no number of steps": {**FREE, "optimizer.options": {"warmup_steps": -1}},
     "unknown option of schedule-free": {**FREE, "optimizer.options": {"warmup": 2}},
-    "schedule-free under deepspeed": {**FREE, "parallel": {"strategy": "deepspeed"}},
+    "schedule-free under deepspeed": {**FREE, **ZERO},
     "unknown schedule": {"schedule.type": "cosin"},
     "fp8 as a setting": {"precision.fp8": True},
     "unknown precision": {"precision.mixed_precision": "fp61"},
@@ -279,27 +269,29 @@ def test_a_bad_recipe_is_one_line(name: str, no_model: list[str]) -> None:
 def test_a_bad_table_is_one_line(name: str, no_model: list[str]) -> None:
     file, content, settings = TABLES[name]
     Path(file).write_bytes(content if isinstance(content, bytes) else content.encode())
-    recipe = copy.deepcopy(GOOD)
-    columns = {"label_column": "label", "eval_fraction": 0.2}
-    del recipe["data"]["sequence_length"]
-    recipe |= {"task": "text-classification", "model": {"config": BERT}}
-    recipe["data"] |= {"train": file, **columns, **settings}
-    write_yaml("r.yaml", recipe)
+    data = {"train": file, "label_column": "label", "eval_fraction": 0.2, "cache_dir": "cache", **settings}
+    write_recipe_of("text-classification", BERT, **data)
     assert_refused(["run", "r.yaml"], "table", name)
     assert no_model == []
 
 
+def write_recipe_of(task: str, model: dict[str, Any], **data: Any) -> None:
+    """Write the good recipe for another task, with its model and its whole section `data`."""
+    write_yaml("r.yaml", {**GOOD, "task": task, "model": {"config": model}, "data": data})
+
+
+RESNET = {"model_type": "resnet"}
+
+
 def test_a_missing_column_of_images_names_the_setting_that_says_which() -> None:
     Path("t.csv").write_text("file,label\na.png,x\n")
-    recipe = {**GOOD, "task": "image-classification", "model": {"config": {"model_type": "resnet"}}}
-    write_yaml("r.yaml", {**recipe, "data": {"train": "t.csv"}})
+    write_recipe_of("image-classification", RESNET, train="t.csv")
     assert_refused(["plan", "r.yaml"], "table", "column of images that is missing")
 
 
 def test_a_csv_file_of_tabs_is_read_and_it_is_said() -> None:
     Path("t.csv").write_text(TABLE.replace(",", "\t"))
-    recipe = {**GOOD, "task": "text-classification", "model": {"config": BERT}, "data": {"train": "t.csv"}}
-    write_yaml("r.yaml", recipe)
+    write_recipe_of("text-classification", BERT, train="t.csv")
     call("plan", "r.yaml", named="separated by tabs")
 
 
@@ -371,9 +363,7 @@ def test_images_that_have_no_end_are_refused(place: str, has_an_end: None) -> No
         loop(Path("images/a"))
     else:
         os.mkfifo("images/a/p.png" if place == "pipe" else "images/p.npz")
-    recipe = {**GOOD, "task": "image-classification", "model": {"config": {"model_type": "resnet"}}}
-    recipe["data"] = {"train": "images/p.npz" if place == "array" else "images"}
-    write_yaml("r.yaml", recipe)
+    write_recipe_of("image-classification", RESNET, train="images/p.npz" if place == "array" else "images")
     assert_refused(["plan", "r.yaml"], "endless", f"images: {place}")
 
 

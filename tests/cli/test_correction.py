@@ -8,6 +8,7 @@ import pytest
 from accel_train.cli.commands import COMMANDS
 from tests.support.commands import call
 
+pytestmark = pytest.mark.usefixtures("empty_folder")
 TORCHRUN = "torchrun --standalone --nproc_per_node 2 -m accel_train"
 MEANT = {
     "run r.yaml --num_processes 2": f"{TORCHRUN} run r.yaml",
@@ -58,8 +59,7 @@ UNCLEAR = (
 
 
 @pytest.mark.parametrize("typed", MEANT)
-def test_the_command_that_is_meant_ends_the_error(typed: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_the_command_that_is_meant_ends_the_error(typed: str) -> None:
     assert shlex.split(call(*typed.split(), code=2).err.partition("Type: ")[2]) == shlex.split(MEANT[typed])
 
 
@@ -68,37 +68,28 @@ def test_no_command_is_offered_where_several_may_be_meant(typed: str) -> None:
     assert "Type: " not in call(*typed.split(), code=2).err
 
 
-@pytest.mark.parametrize(("typed", "flags"), [("run", ""), ("plan", " --dry-run"), ("rehearse", " --dry-run")])
-@pytest.mark.parametrize("place", ["t.csv", "folder"])
-def test_data_in_place_of_a_recipe_are_answered_with_finetune(
-    typed: str,
-    flags: str,
-    place: str,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
-    monkeypatch.chdir(tmp_path)
+# Data in place of a recipe are answered with `finetune`, and in place of a run they come second.
+OF_DATA = {
+    "run t.csv": "finetune t.csv",
+    "run folder": "finetune folder",
+    "plan t.csv": "finetune t.csv --dry-run",
+    "plan folder": "finetune folder --dry-run",
+    "rehearse t.csv": "finetune t.csv --dry-run",
+    "rehearse folder": "finetune folder --dry-run",
+    "train t.csv": "finetune t.csv",
+    "fit t.csv": "finetune t.csv",
+    "predict t.csv runs/a": "predict runs/a t.csv",
+    "predict t.csv": "predict RUN t.csv",
+    "evaluate t.csv runs/a": "evaluate runs/a t.csv",
+    "evaluate t.csv": "evaluate RUN t.csv",
+}
+
+
+@pytest.mark.parametrize("typed", OF_DATA)
+def test_data_in_the_place_of_something_else_are_answered_with_the_command_that_takes_them(typed: str) -> None:
     Path("folder").mkdir()
     Path("t.csv").write_text("text,label\n")
-    assert call(typed, place, code=2).err.partition("Type: accel-train ")[2].strip() == f"finetune {place}{flags}"
-
-
-@pytest.mark.parametrize("typed", ["train", "fit"])
-def test_to_train_data_is_to_finetune(typed: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("t.csv").write_text("text,label\n")
-    assert call(typed, "t.csv", code=2).err.partition("Type: accel-train ")[2].strip() == "finetune t.csv"
-
-
-@pytest.mark.parametrize(("typed", "meant"), [("t.csv runs/a", "runs/a t.csv"), ("t.csv", "RUN t.csv")])
-@pytest.mark.parametrize("command", ["predict", "evaluate"])
-def test_data_in_place_of_a_run_come_second(
-    command: str, typed: str, meant: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("t.csv").write_text("text,label\n")
-    said = call(command, *typed.split(), code=2).err
-    assert said.partition("Type: accel-train ")[2].strip() == f"{command} {meant}"
+    assert call(*typed.split(), code=2).err.partition("Type: accel-train ")[2].strip() == OF_DATA[typed]
 
 
 @pytest.mark.parametrize("name", COMMANDS)

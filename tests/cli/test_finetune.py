@@ -32,13 +32,15 @@ from tests.support.text_tasks import write_questions, write_texts
 from tests.support.wording import assert_wording
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
+Write = Callable[[], Path | str]
+"""Writes data, and returns what to give to finetune."""
 QUICK = ("--schedule.max_steps", "2", "--log.progress", "false", "--data.cache_dir", "cache")
 WORDS = ("the film was long and dull", "a bright and funny story", "nobody laughed at the end of it", "we all cried")
 
 
-def write_reviews(name: str = "reviews.csv") -> None:
+def write_reviews(name: str = "reviews.csv") -> Path:
     rows = [f"{number},{WORDS[number % 4]} {number},{'good' if number % 2 else 'bad'}" for number in range(60)]
-    write_lines(name, "id,review,stars", *rows)
+    return write_lines(name, "id,review,stars", *rows)
 
 
 def write_digits(folder: str = "digits") -> None:
@@ -49,19 +51,20 @@ def write_digits(folder: str = "digits") -> None:
         Image.fromarray((digits.images[number] * 15).astype(np.uint8)).save(path)
 
 
-def write_scenes(folder: str = "scenes", numbers: Callable[[Any], Any] = np.asarray) -> None:
+def write_scenes(folder: str = "scenes", numbers: Callable[[Any], Any] = np.asarray) -> str:
     """Write 16 images and masks. `numbers` replaces the numbers of a mask."""
     for name, images in zip(("images", "masks"), digit_scenes(held_out=True)):
         Path(folder, name).mkdir(parents=True, exist_ok=True)
         for number in range(16):
             image = images[number] if name == "images" else numbers(np.asarray(images[number])).astype(np.uint8)
             (image if name == "images" else Image.fromarray(image)).save(Path(folder, name, f"{number}.png"))
+    return folder
 
 
-def write_chats(name: str = "chats.jsonl", role: str = "role", content: str = "content") -> None:
+def write_chats(name: str = "chats.jsonl", role: str = "role", content: str = "content") -> Path:
     said = [(f"what is {n % 7} plus {n}?", f"it is {n % 7 + n}.") for n in range(60)]
     turns = [zip(("user", "assistant"), each) for each in said]
-    write_jsonl(name, ({"messages": [{role: who, content: text} for who, text in each]} for each in turns))
+    return write_jsonl(name, ({"messages": [{role: who, content: text} for who, text in each]} for each in turns))
 
 
 def test_a_csv_becomes_a_text_classifier() -> None:
@@ -228,7 +231,7 @@ def test_lines_with_labels_are_read_as_such(line: str, flags: tuple[str, ...], l
 EMOTIONS = ("anger", "fear", "joy", "trust")
 
 
-def write_emotions(name: str, *, more: str = "", cell: str = "0") -> None:
+def write_emotions(name: str = "t.tsv", *, more: str = "", cell: str = "0") -> Path:
     """Write tweets in the form of SemEval's E-c. Nobody trusts. `cell` is row 7's joy."""
     rows = [
         [f"id-{n}", f"{WORDS[n % 4]} {n}", *([str(n % 9)] * bool(more)), n % 2, n // 2 % 2, cell if n == 7 else 1, 0]
@@ -236,11 +239,11 @@ def write_emotions(name: str, *, more: str = "", cell: str = "0") -> None:
     ]
     rows[3][-2] = 0
     header = ["ID", "Tweet", *([more] * bool(more)), *EMOTIONS]
-    write_lines(name, *("\t".join(map(str, row)) for row in (header, *rows)))
+    return write_lines(name, *("\t".join(map(str, row)) for row in (header, *rows)))
 
 
 def test_adjacent_columns_of_0_and_1_are_several_labels_and_one_of_them_can_be_chosen() -> None:
-    write_emotions("t.tsv")
+    write_emotions()
     found = "data.label_columns: [anger, fear, joy, trust] (4 adjacent columns hold only 0 and 1; "
     printed, recipe = dry_run("t.tsv", named=f"{found}|for one of them: --label anger)|leaves out column 'ID'")
     assert "  4 classes: joy 38, anger 20, fear 20, trust 0" in printed.splitlines()
@@ -319,10 +322,10 @@ def test_masks_whose_first_class_is_0_are_asked_whether_it_is_one() -> None:
 WALK = [("Ada", "B-PER"), ("Lovelace", "I-PER"), ("walks", "O"), ("to", "O"), ("Rome", "B-LOC")]
 
 
-def write_conll(name: str, count: int = 30) -> None:
+def write_conll(name: str, count: int = 30) -> Path:
     Path(name).parent.mkdir(exist_ok=True)
     sentences = [WALK[n % 3 :] for n in range(count)]
-    write_lines(name, *("".join(f"{word}\t{tag}\n" for word, tag in sentence) for sentence in sentences))
+    return write_lines(name, *("".join(f"{word}\t{tag}\n" for word, tag in sentence) for sentence in sentences))
 
 
 def question(number: int) -> dict[str, Any]:
@@ -430,36 +433,39 @@ def test_a_tiny_example_of_words_questions_and_pairs_trains() -> None:
         assert Path("runs", path[0], "model/README.md").is_file()
 
 
-def table(header: str, row: Callable[[int], str]) -> Callable[[], object]:
+def table(header: str, row: Callable[[int], str]) -> Write:
     return lambda: write_lines("t.csv", *([header] if header else []), *map(row, range(40)))
 
 
-def jsonl(row: Callable[[int], dict[str, Any]]) -> Callable[[], object]:
+def jsonl(row: Callable[[int], dict[str, Any]]) -> Write:
     return lambda: write_jsonl("t.jsonl", map(row, range(40)))
 
 
-def text(*lines: str) -> Callable[[], object]:
+def text(*lines: str) -> Write:
     return lambda: write_lines("t.txt", *lines)
 
 
-def parts_in_place_of_classes() -> None:
+def parts_in_place_of_classes() -> str:
     write_digits("t")
     for name, part in (("digit-0", "Validation"), ("digit-1", "Testing")):
         Path("t", part).mkdir()
         Path("t", name).rename(Path("t", part, name))
+    return "t"
 
 
-def image_outside_a_class() -> None:
+def image_outside_a_class() -> str:
     write_digits("t")
     next(Path("t").rglob("*.png")).rename("t/loose.png")
+    return "t"
 
 
-def mask_missing() -> None:
+def mask_missing() -> str:
     write_scenes("t")
     Path("t/masks/3.png").unlink()
+    return "t"
 
 
-def boxes_beside_images() -> None:
+def boxes_beside_images() -> str:
     write_digits("t/train")
     for path in Path("t/train").glob("*/*.png"):
         path.rename(Path("t/train", path.name))
@@ -467,96 +473,142 @@ def boxes_beside_images() -> None:
         folder.rmdir()
     Path("t/annotations").mkdir()
     Path("t/annotations/instances.json").write_text('{"images": [], "annotations": [], "categories": []}')
+    return "t"
 
 
 TEXTS = table("text,label", lambda n: f"{WORDS[n % 4]},{n % 2}")
 NO_LABEL = "--label COLUMN|--task causal-lm --text text"
-WRONG: dict[str, tuple[Callable[[], object], str, str, str]] = {
+WRONG: dict[str, tuple[Write, str] | tuple[Write, str, str]] = {
     "three columns of text": (
-        table("title,body,note,label", lambda n: f"{WORDS[n % 4]},{WORDS[n % 3]},{WORDS[n % 2]},{n % 2}"), "t.csv", "",
-        "t.csv:|title, body, note|--text title, or --text title,body"),
-    "two columns of labels": (table("text,colour,size", lambda n: f"{WORDS[n % 4]} {n},{'rg'[n % 2]},{'SML'[n % 3]}"),
-        "t.csv", "", "t.csv: 2 columns|--label colour or --label size"),
+        table("title,body,note,label", lambda n: f"{WORDS[n % 4]},{WORDS[n % 3]},{WORDS[n % 2]},{n % 2}"),
+        "t.csv:|title, body, note|--text title, or --text title,body",
+    ),
+    "two columns of labels": (
+        table("text,colour,size", lambda n: f"{WORDS[n % 4]} {n},{'rg'[n % 2]},{'SML'[n % 3]}"),
+        "t.csv: 2 columns|--label colour or --label size",
+    ),
     "two columns of 0 and 1": (
-        table("text,rude,loud", lambda n: f"{WORDS[n % 4]} {n},{n % 2},{n // 2 % 2}"), "t.csv", "",
-        "t.csv: 2 columns|--label rude or --label loud;|both together: --label rude,loud"),
-    "columns of 0 and 1 and another candidate": (lambda: write_emotions("t.tsv", more="rater"), "t.tsv", "",
-        "t.tsv: 4 columns|--label rater or --label anger|the 3 columns of 0 and 1 together|--label anger,fear,joy"),
-    "columns of 0 and 1 for a regression": (lambda: write_emotions("t.tsv"), "t.tsv",
-        "--model.problem_type regression", "t.tsv: 3 columns|--label fear or --label joy"),
-    "a label column that is neither 0 nor 1": (lambda: write_emotions("t.tsv", cell="2"), "t.tsv",
-        "--label anger,joy", "t.tsv:9, column 'joy'|\"2\" is not 0 or 1"),
-    "a row without one of its labels": (lambda: write_emotions("t.tsv", cell=""), "t.tsv", "",
-        "t.tsv:9, column 'joy'|1 of 40|data.missing_labels: drop"),
-    "one of several label columns that is not there": (lambda: write_emotions("t.tsv"), "t.tsv",
-        "--label anger,jox", "--label jox: t.tsv|'joy'?"),
-    "no column of labels": (table("id,text", lambda n: f"{n},{WORDS[n % 4]} {n}"), "t.csv", "",
-        f"t.csv:|columns: id)|{NO_LABEL}"),
-    "a label that is another one in each row": (table("text,label", lambda n: f"{WORDS[n % 4]},{n}"), "t.csv", "",
-        "t.csv: column 'label'|40 different values|--label COLUMN|--model.problem_type regression"),
-    "a column that is not there": (TEXTS, "t.csv", "--label lable",
-        "--label lable: t.csv|'label'?|text, label"),
-    "a folder of weights that is not there": (TEXTS, "t.csv", "--model /no/such", "--model /no/such:|{here}"),
-    "images outside of class folders": (image_outside_a_class, "t", "",
-        "t: t/loose.png|t/CLASS/|t/images/|t/masks/"),
-    "an image without a mask": (mask_missing, "t", "", "t/images/3.png|t/masks/3.png"),
-    "masks with numbers far apart": (lambda: write_scenes("t", lambda mask: mask % 3 * 100), "t", "",
-        "t: masks|numbers 0, 100, 200,|--data.mask_values '[0, 100, 200]'"),
-    "chats with other keys": (lambda: write_chats("t.jsonl", "speaker", "value"), "t.jsonl", "",
-        "column 'messages'|speaker, value|{role: user or assistant, content: ...}"),
+        table("text,rude,loud", lambda n: f"{WORDS[n % 4]} {n},{n % 2},{n // 2 % 2}"),
+        "t.csv: 2 columns|--label rude or --label loud;|both together: --label rude,loud",
+    ),
+    "columns of 0 and 1 and another candidate": (
+        lambda: write_emotions(more="rater"),
+        "t.tsv: 4 columns|--label rater or --label anger|the 3 columns of 0 and 1 together|--label anger,fear,joy",
+    ),
+    "columns of 0 and 1 for a regression": (
+        write_emotions,
+        "t.tsv: 3 columns|--label fear or --label joy",
+        "--model.problem_type regression",
+    ),
+    "a label column that is neither 0 nor 1": (
+        lambda: write_emotions(cell="2"),
+        "t.tsv:9, column 'joy'|\"2\" is not 0 or 1",
+        "--label anger,joy",
+    ),
+    "a row without one of its labels": (
+        lambda: write_emotions(cell=""),
+        "t.tsv:9, column 'joy'|1 of 40|data.missing_labels: drop",
+    ),
+    "one of several label columns that is not there": (
+        write_emotions,
+        "--label jox: t.tsv|'joy'?",
+        "--label anger,jox",
+    ),
+    "no column of labels": (table("id,text", lambda n: f"{n},{WORDS[n % 4]} {n}"), f"t.csv:|columns: id)|{NO_LABEL}"),
+    "a label that is another one in each row": (
+        table("text,label", lambda n: f"{WORDS[n % 4]},{n}"),
+        "t.csv: column 'label'|40 different values|--label COLUMN|--model.problem_type regression",
+    ),
+    "a column that is not there": (TEXTS, "--label lable: t.csv|'label'?|text, label", "--label lable"),
+    "a folder of weights that is not there": (TEXTS, "--model /no/such:|{here}", "--model /no/such"),
+    "images outside of class folders": (image_outside_a_class, "t: t/loose.png|t/CLASS/|t/images/|t/masks/"),
+    "an image without a mask": (mask_missing, "t/images/3.png|t/masks/3.png"),
+    "masks with numbers far apart": (
+        lambda: write_scenes("t", lambda mask: mask % 3 * 100),
+        "t: masks|numbers 0, 100, 200,|--data.mask_values '[0, 100, 200]'",
+    ),
+    "chats with other keys": (
+        lambda: write_chats("t.jsonl", "speaker", "value"),
+        "column 'messages'|speaker, value|{role: user or assistant, content: ...}",
+    ),
     "prompts with a third column": (
         jsonl(lambda n: {"instruction": "translate", "context": "a word", "output": "ein Wort"}),
-        "t.jsonl", "",
         "t.jsonl: instruction and output|--data.input_column context|"
-        "--data.prompt_column instruction --data.completion_column output"),
-    "lines that may begin with labels": (text(*(f"{'ab'[n % 2]} {WORDS[n % 4]}" for n in range(20))), "t.txt", "",
-        "t.txt:|2 words (a, b|--task text-classification|--task causal-lm"),
-    "a table that is called a text": (text("text|label", *(f"{WORDS[n % 4]} {n}|{n % 2}" for n in range(5))),
-        "t.txt", "", "t.txt: vertical bars|t.csv|--task causal-lm"),
-    "a row without a label": (table("text,label", lambda n: f"{WORDS[n % 4]},{'xy'[n % 2] if n != 7 else ''}"),
-        "t.csv", "", "t.csv:9, column 'label'|1 of 40|data.missing_labels: drop"),
+        "--data.prompt_column instruction --data.completion_column output",
+    ),
+    "lines that may begin with labels": (
+        text(*(f"{'ab'[n % 2]} {WORDS[n % 4]}" for n in range(20))),
+        "t.txt:|2 words (a, b|--task text-classification|--task causal-lm",
+    ),
+    "a table that is called a text": (
+        text("text|label", *(f"{WORDS[n % 4]} {n}|{n % 2}" for n in range(5))),
+        "t.txt: vertical bars|t.csv|--task causal-lm",
+    ),
+    "a row without a label": (
+        table("text,label", lambda n: f"{WORDS[n % 4]},{'xy'[n % 2] if n != 7 else ''}"),
+        "t.csv:9, column 'label'|1 of 40|data.missing_labels: drop",
+    ),
     "a row of jsonl without a label": (
         jsonl(lambda n: {"text": f"{WORDS[n % 4]} {n}"} | ({"label": "xy"[n % 2]} if n != 4 else {})),
-        "t.jsonl", "", "t.jsonl:5|'label'|--label COLUMN"),
+        "t.jsonl:5|'label'|--label COLUMN",
+    ),
     "a first row of jsonl without a label": (
         jsonl(lambda n: {"text": f"{WORDS[n % 4]} {n}"} | ({"mood": "xy"[n % 2]} if n else {})),
-        "t.jsonl", "", f"t.jsonl:|some rows: mood|{NO_LABEL}"),
-    "labels as rows of zeros and ones": (jsonl(lambda n: {"text": f"{WORDS[n % 4]} {n}", "labels": [n % 2, 1, 0]}),
-        "t.jsonl", "", "t.jsonl:1, column 'labels'|[0, 1, 0]|zeros and ones"),
-    "folders of held-out images in place of classes": (parts_in_place_of_classes, "t", "",
-        "t: Testing, Validation|t/train/CLASS/|accel-train finetune t/Validation"),
-    "an empty text file": (lambda: Path("t.txt").touch(), "t.txt", "", "t.txt is empty"),
-    "one JSON document": (lambda: write_lines("t.json", "{}"), "t.json", "",
-        "t.json|.jsonl|SQuAD|[row, row, ...]"),
-    "a task of another kind": (text("text"), "t.txt", "--task text-classification",
-        "--task text-classification: t.txt|causal-lm|.csv, .tsv, .jsonl, .parquet"),
+        f"t.jsonl:|some rows: mood|{NO_LABEL}",
+    ),
+    "labels as rows of zeros and ones": (
+        jsonl(lambda n: {"text": f"{WORDS[n % 4]} {n}", "labels": [n % 2, 1, 0]}),
+        "t.jsonl:1, column 'labels'|[0, 1, 0]|zeros and ones",
+    ),
+    "folders of held-out images in place of classes": (
+        parts_in_place_of_classes,
+        "t: Testing, Validation|t/train/CLASS/|accel-train finetune t/Validation",
+    ),
+    "an empty text file": (text(), "t.txt is empty"),
+    "one JSON document": (lambda: write_lines("t.json", "{}"), "t.json|.jsonl|SQuAD|[row, row, ...]"),
+    "a task of another kind": (
+        text("text"),
+        "--task text-classification: t.txt|causal-lm|.csv, .tsv, .jsonl, .parquet",
+        "--task text-classification",
+    ),
     "a table of numbers with classes by name": (
         table("", lambda n: ",".join([*(f"{(n * k) % 7 / 3:.3f}" for k in (1, 2, 3, 4)), "RM"[n % 2]])),
-        "t.csv", "", "t.csv:|tables of numbers|XGBoost"),
-    "several lists of tags": (jsonl(lambda n: {"tokens": ["a", "b"], "xpos": ["x", "y"], "upos": ["x", "z"]}),
-        "t.jsonl", "", "t.jsonl: columns xpos, upos|--data.tags_column xpos"),
+        "t.csv:|tables of numbers|XGBoost",
+    ),
+    "several lists of tags": (
+        jsonl(lambda n: {"tokens": ["a", "b"], "xpos": ["x", "y"], "upos": ["x", "z"]}),
+        "t.jsonl: columns xpos, upos|--data.tags_column xpos",
+    ),
     "an answer that is not in its text": (
         jsonl(lambda n: question(1) | {"answers": {"text": ["Bonn"], "answer_start": [0]}}),
-        "t.jsonl", "", "t.jsonl:1|Bonn|answer_start"),
+        "t.jsonl:1|Bonn|answer_start",
+    ),
     "a chat with an image": (
         jsonl(lambda n: {"messages": [{"role": "user", "content": [{"type": "image", "url": "a.jpg"}]}]}),
-        "t.jsonl", "", "t.jsonl:1: column 'messages', message 1|a.jpg|{type: text, text: ...}"),
-    "a pair of texts beside a third": (table("src,tgt,note", lambda n: ",".join(f"{WORDS[k]} {n}" for k in range(3))),
-        "t.csv", "", "t.csv: columns src, tgt, note|--text src"),
-    "columns that do not fit the task": (TEXTS, "t.csv", "--task question-answering",
-        "--task question-answering needs|question, context and answers|t.csv has: text, label"),
-    "boxes next to the training images": (boxes_beside_images, "t", "",
-        "t/annotations/instances.json|lists no images"),
-    "a recipe that cannot be written": (TEXTS, "t.csv", "--output_dir t.csv/run",
-        "t.csv/run.yaml|(Not a directory)|--output_dir DIR|--recipe FILE"),
-}  # fmt: skip
+        "t.jsonl:1: column 'messages', message 1|a.jpg|{type: text, text: ...}",
+    ),
+    "a pair of texts beside a third": (
+        table("src,tgt,note", lambda n: ",".join(f"{WORDS[k]} {n}" for k in range(3))),
+        "t.csv: columns src, tgt, note|--text src",
+    ),
+    "columns that do not fit the task": (
+        TEXTS,
+        "--task question-answering needs|question, context and answers|t.csv has: text, label",
+        "--task question-answering",
+    ),
+    "boxes next to the training images": (boxes_beside_images, "t/annotations/instances.json|lists no images"),
+    "a recipe that cannot be written": (
+        TEXTS,
+        "t.csv/run.yaml|(Not a directory)|--output_dir DIR|--recipe FILE",
+        "--output_dir t.csv/run",
+    ),
+}
 
 
 @pytest.mark.parametrize("what", WRONG)
 def test_wrong_data_are_one_line_that_shows_the_flag(what: str) -> None:
-    write, path, flags, facts = WRONG[what]
-    write()
-    said = refused_data(path, *shlex.split(flags), named=facts.replace("{here}", str(Path.cwd())))
+    write, facts, *flags = WRONG[what]
+    said = refused_data(str(write()), *shlex.split(" ".join(flags)), named=facts.replace("{here}", str(Path.cwd())))
     assert re.fullmatch("error: .+\n", said)
     assert not Path("runs").exists()
 
@@ -570,55 +622,51 @@ def test_a_table_as_spreadsheets_write_it_has_its_own_header_and_every_class_is_
     assert recipe["evaluate"]["metric_for_best_model"] == "f1_macro"
 
 
-def _with_test_data() -> None:
+def _with_test_data() -> str:
     for name in ("train", "val", "test"):
         write_reviews(f"{name}.csv")
     Path("notes.md").write_text("about\n")
+    return "."
 
 
-def _with_missing_labels() -> None:
-    write_reviews()
-    Path("reviews.csv").write_text(Path("reviews.csv").read_text().replace("2,bad", "2,"))
+def _with_missing_labels() -> Path:
+    path = write_reviews()
+    path.write_text(path.read_text().replace("2,bad", "2,"))
+    return path
 
 
-def _with_classes_of_images() -> None:
+def _with_classes_of_images() -> str:
     write_digits("images/train")
     write_digits("images/val")
     Path("images/notes.md").write_text("about\n")
+    return "images"
 
 
-FORMS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
-    "a table with ids": (write_reviews, ("reviews.csv",)),
-    "labels are missing": (_with_missing_labels, ("reviews.csv", "--data.missing_labels", "drop")),
-    "numbers": (lambda: write_texts(Path("t.csv"), label=lambda number: number / 3), ("t.csv",)),
-    "parts": (_with_test_data, (".",)),
-    "lines": (lambda: write_lines("t.txt", *(f"{n % 2}\t{WORDS[n % 4]} {n}" for n in range(60))), ("t.txt",)),
-    "pairs": (
-        lambda: write_jsonl(
-            Path("p.jsonl"), ({"en": f"{n} {WORDS[n % 4]}", "de": f"so {WORDS[0]}"} for n in range(40))
-        ),
-        ("p.jsonl",),
+FORMS: dict[str, Write] = {
+    "a table with ids": write_reviews,
+    "labels are missing": _with_missing_labels,
+    "numbers": lambda: write_texts(Path("t.csv"), label=lambda number: number / 3),
+    "parts": _with_test_data,
+    "lines": lambda: write_lines("t.txt", *(f"{n % 2}\t{WORDS[n % 4]} {n}" for n in range(60))),
+    "pairs": lambda: write_jsonl("p.jsonl", ({"en": f"{n} {WORDS[n % 4]}", "de": f"so {WORDS[0]}"} for n in range(40))),
+    "words": lambda: write_conll("w.conll"),
+    "questions": lambda: write_questions(Path("q.jsonl")),
+    "embeddings": lambda: write_jsonl(
+        "e.jsonl", ({"query": f"{n} {WORDS[n % 4]}", "document": f"{n}"} for n in range(40))
     ),
-    "words": (lambda: write_conll("w.conll"), ("w.conll",)),
-    "questions": (lambda: write_questions(Path("q.jsonl")), ("q.jsonl",)),
-    "embeddings": (
-        lambda: write_jsonl(Path("e.jsonl"), [{"query": f"{n} {WORDS[n % 4]}", "document": f"{n}"} for n in range(40)]),
-        ("e.jsonl",),
-    ),
-    "chats": (write_chats, ("chats.jsonl",)),
-    "plain text": (lambda: write_lines("t.txt", *["".join(WORDS)] * 40), ("t.txt", "--task", "causal-lm")),
-    "files of text": (lambda: write_corpus(Path()), (".",)),
-    "images by class": (_with_classes_of_images, ("images",)),
-    "masks": (write_scenes, ("scenes",)),
-    "boxes": (lambda: write_yolo(Path("yolo"), ("train", "val")), ("yolo",)),
+    "chats": write_chats,
+    "plain text": lambda: write_lines("t.txt", *["".join(WORDS)] * 40),
+    "files of text": lambda: write_corpus(Path()).parent,
+    "images by class": _with_classes_of_images,
+    "masks": write_scenes,
+    "boxes": lambda: write_yolo("yolo", ("train", "val")).parent,
 }
+FLAGS = {"labels are missing": ("--data.missing_labels", "drop"), "plain text": ("--task", "causal-lm")}
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_sentence_before_the_run_names_what_is_learned_and_what_is_left_out(form: str) -> None:
-    write, arguments = FORMS[form]
-    write()
-    printed, _ = dry_run(*arguments)
+    printed, _ = dry_run(str(FORMS[form]()), *FLAGS.get(form, ()))
     (sentence,) = (line for line in printed.splitlines() if line.startswith("Learns "))
     # Two lines of 88 columns.
     assert len(sentence) <= 176

@@ -1,7 +1,6 @@
 """`--json`: each command prints one object that follows the schema and nothing else, also where it fails."""
 
 import json
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,10 +15,10 @@ from accel_train.cli.commands import COMMANDS
 from accel_train.cli.main import main
 from accel_train.cli.results.schema import json_schema, schema_page
 from accel_train.core.json_io import read_json
-from tests.cli.test_main import GOOD, failing
+from tests.cli.test_main import failing
 from tests.recovery.test_replay import run_with
 from tests.support.commands import call
-from tests.support.runs import ran, run_forked_command, write_recipe_file, write_yaml
+from tests.support.runs import ran, run_forked_command, write_lines, write_recipe_file
 
 Answer = dict[str, Any]
 Ask = Callable[..., Answer]
@@ -50,22 +49,6 @@ def ask(capsys: pytest.CaptureFixture[str], not_launched: None) -> Ask:
         return answer
 
     return ask
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with r.yaml, text.txt, and `out`, which is a finished run of r.yaml."""
-    folder = tmp_path_factory.mktemp("finished")
-    (folder / "text.txt").write_text("one two three\n\n" * 40)
-    recipe = {**GOOD, "data": {**GOOD["data"], "eval_fraction": 0.2}}
-    write_yaml(folder / "r.yaml", recipe)
-    before = Path.cwd()
-    os.chdir(folder)
-    try:
-        call("run", "r.yaml")
-    finally:
-        os.chdir(before)
-    return folder
 
 
 @pytest.fixture
@@ -99,8 +82,7 @@ def test_schema_refuses_what_it_does_not_describe() -> None:
     jsonschema.Draft202012Validator(json_schema()).validate(newer)
 
 
-def test_recipes_init_explain_doctor_and_completion(ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_recipes_init_explain_doctor_and_completion(ask: Ask, empty_folder: Path) -> None:
     assert "gpt_tiny" in [each["name"] for each in ask("recipes")["result"]["recipes"]]
     assert ask("init", "gpt_tiny")["result"] == {"recipe": "gpt_tiny", "file": "gpt_tiny.yaml"}
     [seed] = ask("explain", "seed")["result"]["settings"]
@@ -123,12 +105,7 @@ def test_run_plan_and_what_is_done_with_a_run(ask: Ask, there: Path, monkeypatch
     assert ask("export", "out")["result"]["folder"] == "out/export"
     assert ask("report", "out")["result"] == {"file": "out/report.html", "runs": ["out"]}
     watched = ask("watch", "out")["result"]
-    assert (watched["has_ended"], watched["status"], watched["step"], watched["total_steps"]) == (
-        True,
-        "finished",
-        3,
-        3,
-    )
+    assert {"has_ended": True, "status": "finished", "step": 3, "total_steps": 3}.items() <= watched.items()
     verified = ask("verify", "out")["result"]
     assert [each["step"] for each in verified["checkpoints"]] == [2, 3]
     assert verified["newest"].endswith("step-00000003")
@@ -140,10 +117,9 @@ def test_find_lr(ask: Ask, there: Path) -> None:
     assert found["files"] == ["test/find-lr.json", "test/find-lr.png"]
 
 
-def test_finetune_and_predict(ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_finetune_and_predict(ask: Ask, empty_folder: Path) -> None:
     rows = [f"a {'good' if number % 2 else 'bad'} film {number},{number % 2}" for number in range(60)]
-    Path("reviews.csv").write_text("\n".join(["text,label", *rows]) + "\n")
+    write_lines("reviews.csv", "text,label", *rows)
     words = ("finetune", "reviews.csv", "--schedule.num_epochs", "1", "--data.cache_dir", "cache")
     found = ask(*words, "--dry-run")["result"]
     assert (found["task"], found["recipe_is_new"], found["run"]) == ("text-classification", True, None)

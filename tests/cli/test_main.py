@@ -22,7 +22,7 @@ from accel_train.core.json_io import read_json
 from accel_train.recipe.tasks import TASKS, finetune_tasks
 from tests.cli import test_bad_input
 from tests.support.commands import call
-from tests.support.runs import REPOSITORY, run_forked_command, write_yaml
+from tests.support.runs import REPOSITORY, ran, run_forked_command, write_yaml
 
 GOOD: dict[str, Any] = {
     **test_bad_input.GOOD,
@@ -153,7 +153,7 @@ cli.COMMANDS["doctor"] = cli.COMMANDS["doctor"]._replace(run=crash)
 sys.argv = ["accel-train", "doctor"]
 cli.program()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    done = ran([sys.executable, "-c", code])
     assert done.returncode == -signal.SIGSEGV
     assert "Segmentation fault" in done.stderr
     assert "in crash" in done.stderr
@@ -174,10 +174,7 @@ def test_each_command_has_help(command: str) -> None:
 
 
 def test_the_module_is_the_same_program() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "accel_train", "--version"], capture_output=True, text=True, check=True
-    )
-    assert done.stdout == f"accel-train {__version__}\n"
+    assert ran([sys.executable, "-m", "accel_train", "--version"]).stdout == f"accel-train {__version__}\n"
 
 
 def until_torch(folder: Path, *words: str, **variables: str) -> "subprocess.Popen[str]":

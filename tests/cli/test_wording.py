@@ -12,39 +12,19 @@ import pytest
 
 from accel_train.cli.commands import COMMANDS
 from accel_train.cli.main import main
-from tests.cli.test_main import GOOD
-from tests.support.commands import call
-from tests.support.runs import write_yaml
 from tests.support.wording import assert_wording, read_wording
-
-RECIPE = {**GOOD, "data": {**GOOD["data"], "eval_fraction": 0.2}}
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a recipe, its text, and its finished run."""
-    folder = tmp_path_factory.mktemp("wording")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(folder)
-        write_yaml("r.yaml", RECIPE)
-        Path("text.txt").write_text("one two three " * 40)
-        call("run", "r.yaml")
-    return folder
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, "commands"])
 def test_a_command_prints_its_transcript(
     command: str,
-    trained: Path,
-    tmp_path: Path,
+    finished: Path,
+    empty_folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     without_cuda: None,
 ) -> None:
-    shutil.copytree(trained, tmp_path / "copy")
-    monkeypatch.chdir(tmp_path / "copy")
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "ACCEL_TRAIN_DEBUG"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(shutil.copytree(finished, "copy"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     headings = list(read_wording(command))
     assert headings, f"wording/{command}.txt has no call"
