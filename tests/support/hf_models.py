@@ -93,6 +93,23 @@ class Plain(nn.Module):
         return (logits,) if labels is None else (nn.functional.cross_entropy(logits, labels), logits)
 
 
+class Grows(Plain):
+    """A model with a buffer that grows in each forward, which its own load_state_dict makes room for."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self.register_buffer("order", torch.zeros(0))
+
+    def forward(self, features: Tensor, labels: Tensor | None = None) -> tuple[Tensor, ...]:
+        if self.training:
+            self.order = torch.cat([self.order, torch.tensor([float(len(self.order) + 1)])])
+        return super().forward(features, labels)
+
+    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
+        self.order = torch.zeros_like(state_dict["order"])
+        return super().load_state_dict(state_dict, strict, assign)
+
+
 def rows(count: int, *, length: int = 12, seed: int = 1) -> list[Row]:
     """Texts of one length with a class each; which class follows from the text, so it can be learned."""
     generator = torch.Generator().manual_seed(seed)

@@ -250,6 +250,17 @@ def wait_for_step(folder: Path, step: int, is_alive: Callable[[], bool], said: C
         time.sleep(0.02)
 
 
+def samples_by_step(reads: Path, processes: int, global_batch_size: int) -> list[list[int]]:
+    """The samples of each step over all processes, in order, as `record` of ProbeTask wrote them into a folder."""
+    share = global_batch_size // processes
+    by_rank = [
+        [index for line in (reads / f"rank-{rank}.jsonl").read_text().splitlines() for index in json.loads(line)]
+        for rank in range(processes)
+    ]
+    starts = range(0, min(map(len, by_rank)), share)
+    return [[index for read in by_rank for index in read[start : start + share]] for start in starts]
+
+
 def assert_saved_at_the_stop(folder: Path) -> None:
     """A run that was asked to stop has a checkpoint of the step that it stopped after."""
     step = event_steps(folder, "preempted")[0]

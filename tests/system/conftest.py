@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from accel_train import Recipe, train
-from tests.support.runs import recipe_dict, write_corpus
+from accel_train import train
+from tests.support.runs import tiny_recipe, write_corpus
 
 
 @pytest.fixture(scope="package")
@@ -16,7 +16,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     write_corpus(folder)
     sections: dict[str, Any] = {"schedule": {"max_steps": 4}, "checkpoint": {"every_steps": 2}}
-    train(Recipe.model_validate(recipe_dict(folder, task="causal-lm", **sections)))
+    train(tiny_recipe(folder, task="causal-lm", **sections))
     return folder
 
 

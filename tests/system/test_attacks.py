@@ -35,7 +35,10 @@ from tests.support.runs import (
     events,
     losses,
     recipe_dict,
+    tiny_recipe,
     write_corpus,
+    write_jsonl,
+    write_lines,
     write_recipe_file,
     write_yaml,
 )
@@ -137,7 +140,6 @@ def test_attack_01_an_interrupted_run_is_not_continued_under_another_loss(tmp_pa
         loss = lambda model, batch: sign * nn.functional.cross_entropy(model(batch[0]), batch[1])  # noqa: E731
         common: dict[str, Any] = {"max_steps": 12, "batch_size": 8, "checkpoint": {"every_steps": 4}, **QUIET}
         common["data"] = {"train": "custom", "num_workers": 0}
-        common["checkpoint"] = {"every_steps": 4}
         rows: Any = Rows()
         return fit(nn.Linear(4, 3), rows, loss=loss, output_dir=tmp_path, **{**common, **more})
 
@@ -158,7 +160,7 @@ def test_attack_01_an_interrupted_run_is_not_continued_under_another_loss(tmp_pa
 def test_attack_02_a_sweep_on_changed_data_trains_its_runs_again(tmp_path: Path) -> None:
     rows = [("good fine", "pos"), ("bad sad", "neg")] * 20
     data = tmp_path / "d.csv"
-    data.write_text("text,label\n" + "".join(f"{text} {number},{label}\n" for number, (text, label) in enumerate(rows)))
+    write_lines(data, "text,label", *(f"{text} {number},{label}" for number, (text, label) in enumerate(rows)))
     recipe = {
         "task": "text-classification",
         "output_dir": "out",
@@ -168,7 +170,7 @@ def test_attack_02_a_sweep_on_changed_data_trains_its_runs_again(tmp_path: Path)
         "data": {"train": "d.csv", "eval_fraction": 0.2, "max_length": 32, "num_workers": 0},
         "batch": {"global_batch_size": 8},
     }
-    (tmp_path / "tc.yaml").write_text(json.dumps(recipe))
+    write_yaml("tc.yaml", recipe)
     sweep = ["sweep", "tc.yaml", "--seed", "0,1", "--output_dir", "out"]
     call(*sweep)
     call(*sweep)
@@ -188,9 +190,8 @@ def _strangers_run(folder: Path, **sections: Any) -> Path:
     (run / "model" / "model.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
     write_corpus(folder)
     write_yaml(run / RECIPE_FILE, recipe_dict(folder, **sections))
-    lines = [{"split": "train", "step": step, "loss": 5.0 / step} for step in range(1, 5)]
-    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (run / "events.jsonl").write_text(json.dumps({"step": 0, "event": "start", "message": "starting"}) + "\n")
+    write_jsonl(run / "metrics.jsonl", ({"split": "train", "step": step, "loss": 5.0 / step} for step in range(1, 5)))
+    write_jsonl(run / "events.jsonl", [{"step": 0, "event": "start", "message": "starting"}])
     return run
 
 
@@ -321,7 +322,7 @@ def test_attack_08_a_resume_reads_the_end_of_the_metrics_only(damaged: bool, tmp
         lines = [json.dumps({"split": "train", "step": n, "loss": 5.0}) for n in range(1, 30_001)]
         lines[29_500] += "damaged" * damaged
         lines.insert(29_000, json.dumps({"split": "eval", "step": 29_000, "loss": 5.0}))
-        path.write_text("".join(f"{line}\n" for line in lines))
+        write_lines(path, *lines)
         inode = path.stat().st_ino
         folder.rewind(29_000, evaluated=False)
         expected = lines[:29_000] + [lines[29_501]] * damaged
@@ -351,7 +352,7 @@ def test_attack_09_changed_options_of_a_task_are_an_event(tmp_path: Path, monkey
         "task": "weighted_task:Weighted", "output_dir": "run", "schedule": {"max_steps": 8}, "options": {"weight": 1.0},
         "batch": {"global_batch_size": 4}, "checkpoint": {"every_steps": 4}, "log": {"progress": False},
     }  # fmt: skip
-    (tmp_path / "w.yaml").write_text(json.dumps(recipe))
+    write_yaml("w.yaml", recipe)
     call("run", "w.yaml")
     shutil.rmtree(tmp_path / "run/checkpoints/step-00000008")
     (tmp_path / "weighted_task.py").write_text(source.replace(".square()", ".abs()"))
@@ -511,11 +512,11 @@ def test_attack_11_an_empty_kernel_in_the_kept_cache_is_removed_and_the_run_star
     for folder in (kept.parent, kept):
         folder.chmod(0o700)
     kernel.touch()
-    recipe = recipe_dict(corpus, precision={"compile": True}, schedule={"max_steps": 2})
+    recipe = tiny_recipe(corpus, precision={"compile": True}, schedule={"max_steps": 2})
     torch.compiler.reset()
     torch.compiler.set_default_backend("eager")  # nothing waits for a C++ compiler
     try:
-        train(Recipe.model_validate(recipe))
+        train(recipe)
     finally:
         torch.compiler.set_default_backend(None)
         torch.compiler.reset()

@@ -2,7 +2,6 @@
 run.
 """
 
-import json
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.processes import run_forked
-from tests.support.runs import event_steps, events, losses, metrics, write_corpus, write_recipe_file
+from tests.support.runs import event_steps, losses, metrics, samples_by_step, write_corpus, write_recipe_file
 
 DDP: dict[str, Any] = {}
 FSDP2 = {"strategy": "fsdp2"}
@@ -48,16 +47,7 @@ def sit(folder: Path, name: str, processes: int, parallel: dict[str, Any], **opt
     recipe = write_recipe_file(folder, **sections)
     forked = run_forked(["run", str(recipe)], processes, folder=folder / f"processes {name}")
     codes = forked.wait()
-    share = GLOBAL_BATCH // processes
-    by_rank = [
-        [index for line in (reads / f"rank-{rank}.jsonl").read_text().splitlines() for index in json.loads(line)]
-        for rank in range(processes)
-    ]
-    steps = [
-        [index for read in by_rank for index in read[start : start + share]]
-        for start in range(0, min(map(len, by_rank)), share)
-    ]
-    return Leg(codes, steps)
+    return Leg(codes, samples_by_step(reads, processes, GLOBAL_BATCH))
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +80,8 @@ def test_stopped_and_gone_on_with_2_1_4_3_2_processes_no_sample_of_3_epochs_is_r
         leg = sit(corpus, str(number), processes, parallel, **options)
         assert leg.codes == [0 if stop is None else 75] * processes
         steps += leg.steps
-        assert stop is None or events(corpus / "run", "preempted")[-1]["step"] == len(steps)
-    assert len(events(corpus / "run", "resume")) == 4
+        assert stop is None or event_steps(corpus / "run", "preempted")[-1] == len(steps)
+    assert len(event_steps(corpus / "run", "resume")) == 4
     read = [index for step in steps for index in step]
     num_samples = max(read) + 1
     assert len(steps) == len(losses(uninterrupted))

@@ -16,7 +16,6 @@ from PIL import Image
 
 from accel_train.core.json_io import read_json
 from accel_train.data.delimited import read_delimited
-from accel_train.data.sources import resolve_sources
 from accel_train.data.tables import read_rows
 from accel_train.recipe.data import Data
 from accel_train.recipe.loader import load_recipe
@@ -25,7 +24,7 @@ from accel_train.tasks.image_classification.config import ImageClassificationDat
 from accel_train.tasks.image_classification.data import read_labelled_images
 from accel_train.tasks.text_classification.data import load_labelled_texts
 from tests.support.commands import call, dry_run, refused_data
-from tests.support.runs import write_jsonl, write_lines
+from tests.support.runs import sources_of, write_jsonl, write_lines
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
 
@@ -78,8 +77,7 @@ def _photo(number: int, edge: int = 48) -> Any:
 
 def test_data_04_ids_are_the_images_of_a_folder_and_never_texts() -> None:
     ids = [f"{number:08x}a{number % 7}" for number in range(1, 13)]
-    rows = "".join(f"{name},{('pug', 'beagle')[n % 2]}\n" for n, name in enumerate(ids))
-    Path("labels.csv").write_text("id,label\n" + rows)
+    write_lines("labels.csv", "id,label", *(f"{name},{('pug', 'beagle')[n % 2]}" for n, name in enumerate(ids)))
     refused_data("labels.csv", named="'id'")
     for number, name in enumerate(ids):
         _save(Path("train", name + (".jpg", ".png")[number % 2]), _photo(number, 100))
@@ -91,10 +89,12 @@ def test_data_04_ids_are_the_images_of_a_folder_and_never_texts() -> None:
     call("plan", "runs/dogs.yaml")
 
 
+def _chats() -> list[list[dict[str, str]]]:
+    return [[{"role": "user", "content": f"{n} + 1?"}, {"role": "assistant", "content": str(n + 1)}] for n in range(12)]
+
+
 def test_data_05_bad_examples_are_not_learned() -> None:
-    chats = [
-        [{"role": "user", "content": f"{n} + 1?"}, {"role": "assistant", "content": str(n + 1)}] for n in range(12)
-    ]
+    chats = _chats()
     write_jsonl("kto.jsonl", [{"messages": chat, "label": n % 3 > 0} for n, chat in enumerate(chats)])
     refused_data("kto.jsonl", named="'label' is false in 4 of 12 rows")
     write_jsonl("pairs.jsonl", [{"prompt": f"{n}?", "completion": "yes", "label": n % 2 > 0} for n in range(12)])
@@ -206,9 +206,7 @@ def test_data_09_images_with_masks_are_pairs_and_never_two_classes() -> None:
 
 
 def test_data_10_tools_inputs_and_parts_of_messages_are_read_or_refused() -> None:
-    chats = [
-        [{"role": "user", "content": f"{n} + 1?"}, {"role": "assistant", "content": str(n + 1)}] for n in range(12)
-    ]
+    chats = _chats()
     write_jsonl("tools.jsonl", [{"messages": chat, "tools": [{"type": "function"}]} for chat in chats])
     refused_data("tools.jsonl", named="tools")
     alpaca = [{"instruction": "To French", "input": f"cat {n}" if n else "", "output": f"chat {n}"} for n in range(12)]
@@ -218,7 +216,7 @@ def test_data_10_tools_inputs_and_parts_of_messages_are_read_or_refused() -> Non
         flags = ("--output_dir", f"runs/{name}", "--data.eval_fraction", "0")
         dry_run(name, *flags, named="leaves out nothing")
         recipe = load_recipe(Path(f"runs/{name}.yaml"))
-        (source,) = resolve_sources(name, recipe.data, key="data.train")
+        (source,) = sources_of(recipe.data)
         parts = [check_row(row, recipe.data).parts for row in read_rows(source, columns_of(recipe.data), recipe.data)]
         assert parts == [("To French", "chat 0"), *((f"To French\n\ncat {n}", f"chat {n}") for n in range(1, 12))]
     names = {"user": "human", "assistant": "gpt"}
@@ -230,7 +228,7 @@ def test_data_10_tools_inputs_and_parts_of_messages_are_read_or_refused() -> Non
     for name in ("sharegpt.json", "lines.json", "parts.jsonl"):
         dry_run(name, "--output_dir", f"runs/{name}")
         recipe = load_recipe(Path(f"runs/{name}.yaml"))
-        (source,) = resolve_sources(name, recipe.data, key="data.train")
+        (source,) = sources_of(recipe.data)
         rows = read_rows(source, columns_of(recipe.data), recipe.data)
         assert [check_row(row, recipe.data).parts for row in rows] == chats
     in_parts[3][0]["content"] = [{"type": "image_url", "image_url": "x"}]
@@ -246,7 +244,7 @@ def test_data_11_the_size_of_images_comes_from_their_bytes() -> None:
         rows.append({"image": {"bytes": file.getvalue(), "path": None}, "label": ["cat", "dog"][number % 2]})
     pq.write_table(pa.Table.from_pylist(rows), "pictures.parquet")
     assert dry_run("pictures.parquet")[1]["data"]["image_size"] == 128
-    Path("labels.csv").write_text("file,label\n" + "".join(f"{n}.png,{'ab'[n % 2]}\n" for n in range(8)))
+    write_lines("labels.csv", "file,label", *(f"{n}.png,{'ab'[n % 2]}" for n in range(8)))
     refused_data("labels.csv")
     assert not Path("runs/labels.yaml").exists()
 
@@ -283,23 +281,23 @@ def test_data_13_a_readme_is_not_the_corpus() -> None:
     assert "README" not in refused_data("polarity", named="rt.neg, rt.pos")
     Path("polarity/rt.pos").rename("polarity/more.txt")
     dry_run("polarity", named="1 file, 140 characters|leaves out files README.txt, rt.neg")
-    (source,) = resolve_sources("polarity", Data(train="polarity"), key="data.train")
+    (source,) = sources_of(Data(train="polarity"))
     assert [path.name for path in source.files] == ["more.txt"]
     assert any("README.txt" in note for note in source.notes)
 
 
 def test_data_14_several_labels_in_a_cell_are_not_a_class() -> None:
     tags = ("python", "python,sql", "css,html", "python,sql")
-    Path("tags.csv").write_text("text,tags\n" + "".join(f'how do I do {n} here,"{tags[n % 4]}"\n' for n in range(24)))
+    write_lines("tags.csv", "text,tags", *(f'how do I do {n} here,"{tags[n % 4]}"' for n in range(24)))
     refused_data("tags.csv", named="commas|--model.problem_type single_label")
     dry_run("tags.csv", "--model.problem_type", "single_label")
     lists = ("['css', 'html']", "['css']")
-    Path("lists.csv").write_text("text,tags\n" + "".join(f'how do I do {n} here,"{lists[n % 2]}"\n' for n in range(24)))
+    write_lines("lists.csv", "text,tags", *(f'how do I do {n} here,"{lists[n % 2]}"' for n in range(24)))
     dry_run("lists.csv", named="2 classes: css 24, html 12")
     kept = (("Bonn, NW", "Washington, DC"), ("Austin, TX", "Dallas, TX"), ("(none)", "good", "bad"))
     for number, names in enumerate(kept):
-        rows = (f'a text {n} here,"{names[n % len(names)]}"\n' for n in range(24))
-        Path(f"kept{number}.csv").write_text("text,place\n" + "".join(rows))
+        rows = (f'a text {n} here,"{names[n % len(names)]}"' for n in range(24))
+        write_lines(f"kept{number}.csv", "text,place", *rows)
         dry_run(f"kept{number}.csv")
 
 
@@ -343,7 +341,7 @@ def test_the_steps_that_are_announced_are_those_that_run() -> None:
 
 
 def test_tables_of_numbers_are_refused() -> None:
-    Path("sonar.csv").write_text("".join(f"{n / 7:.3f},{n / 3:.3f},{n % 2}\n" for n in range(40)))
+    write_lines("sonar.csv", *(f"{n / 7:.3f},{n / 3:.3f},{n % 2}" for n in range(40)))
     for flags in ((), ("--text", "1", "--label", "3")):
         refused_data("sonar.csv", *flags, named="tables of numbers")
 
@@ -376,11 +374,10 @@ def test_folders_that_a_table_has_other_classes_for_are_not_classes() -> None:
     for number in range(16):
         _save(Path("set", f"part_{number % 2}", f"scan{number}.png"), _photo(number))
     rows = [f"scan{n},{('mole', 'wart')[n // 2 % 2]},{n % 3}" for n in range(16)]
-    Path("set/metadata.csv").write_text("\n".join(["image_id,dx,age", *rows, ""]))
+    write_lines("set/metadata.csv", "image_id,dx,age", *rows)
     refused_data("set", named="'image_id'")
     dry_run("set", "--task", "image-classification", "--output_dir", "runs/a")
-    agreeing = [f"scan{n},class {n % 2}" for n in range(16)]
-    Path("set/metadata.csv").write_text("\n".join(["image_id,dx", *agreeing, ""]))
+    write_lines("set/metadata.csv", "image_id,dx", *(f"scan{n},class {n % 2}" for n in range(16)))
     Path("set/broken.csv").write_text('a,b\n"1')
     dry_run("set", "--output_dir", "runs/b", named="metadata.csv")
 
@@ -418,8 +415,8 @@ def test_letters_of_other_scripts_are_not_read_as_western_ones(encoding: str) ->
 
 
 def test_a_mark_for_one_class_is_not_its_name() -> None:
-    rows = "".join(f"gj04\t{n % 2}\t{'*' if n % 2 == 0 else ''}\tthe words of sentence {n}\n" for n in range(40))
-    Path("cola.tsv").write_text(rows)
+    rows = (f"gj04\t{n % 2}\t{'*' if n % 2 == 0 else ''}\tthe words of sentence {n}" for n in range(40))
+    write_lines("cola.tsv", *rows)
     dry_run("cola.tsv")
     assert load_recipe(Path("runs/cola.yaml")).data.label_column == "2"
 

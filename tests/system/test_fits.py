@@ -14,18 +14,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import TensorDataset, default_collate
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback
 
 from accel_train import fit, train
 from accel_train.core.errors import DataError
 from accel_train.core.json_io import read_json
 from accel_train.hf import Trainer
-from accel_train.recipe.schema import Recipe
 from accel_train.task import Scores
 from accel_train.tasks.causal_lm.task import CausalLM
 from tests.support.commands import call
@@ -34,10 +28,11 @@ from tests.support.runs import (
     SCENES,
     losses,
     metrics,
-    recipe_dict,
     refused,
     run,
     run_forked_command,
+    tiny_recipe,
+    write_lines,
     write_recipe_file,
     write_yaml,
 )
@@ -68,6 +63,11 @@ def time_first(*first: Tensor) -> Callable[[Sequence[Any]], Any]:
 
 def over_time(model: nn.Module, batch: Any) -> Tensor:
     return model(batch[-2]).sum(0)[:, 0]
+
+
+def squared_error(model: nn.Module, batch: Any) -> Tensor:
+    """Squared error of each sample."""
+    return (model(batch[0])[:, 0] - batch[1]).square()
 
 
 # How a batch is made (None: as usual, of samples that are nested), what the model returns for it, and where its targets
@@ -113,15 +113,17 @@ def test_bugs_01_loss_is_divided_by_the_samples(batch: str, tmp_path: Path) -> N
         assert result.metrics["loss"] == pytest.approx(loss(model, whole).item(), rel=1e-5)
 
 
+TINY: dict[str, Any] = {"vocab_size": 32, "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2}
+TINY |= {"bos_token_id": 0, "eos_token_id": 1}
+STEPS: dict[str, Any] = {"per_device_train_batch_size": 2, "logging_steps": 1}
+STEPS |= {"learning_rate": 0.01, "weight_decay": 0.1}
+
+
 def test_bugs_02_a_trainer_whose_labels_are_all_ignored_changes_no_bit_and_ends(tmp_path: Path) -> None:
-    config = GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=1)
-    model = GPT2LMHeadModel(config)
+    model = GPT2LMHeadModel(GPT2Config(**TINY))
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     rows = [{"input_ids": torch.arange(8) + 2, "labels": torch.full((8,), -100)} for _ in range(10)]
-    settings: dict[str, Any] = {"max_steps": 20, "learning_rate": 0.01, "weight_decay": 0.1, "logging_steps": 1}
-    args = TrainingArguments(
-        str(tmp_path / "run"), per_device_train_batch_size=2, report_to="none", use_cpu=True, **settings
-    )
+    args = arguments(tmp_path / "run", max_steps=20, **STEPS)
     with pytest.raises(DataError):
         Trainer(model, args, train_dataset=rows).train()
     assert all(weight.equal(before[name]) for name, weight in model.state_dict().items())
@@ -132,11 +134,6 @@ def test_bugs_02_a_trainer_whose_labels_are_all_ignored_changes_no_bit_and_ends(
 
 def test_bugs_02_one_ignored_batch_of_a_trainer_changes_no_bit_and_counts_in_no_mean(tmp_path: Path) -> None:
     """The second step reads rows 2 and 3, whose labels are ignored."""
-    config = GPT2Config(
-        vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2, bos_token_id=0, eos_token_id=1,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
-
     ids = [(torch.arange(8) * (row + 3)) % 30 + 2 for row in range(6)]
     rows = [
         {"input_ids": each, "labels": torch.full((8,), -100) if row in (2, 3) else each} for row, each in enumerate(ids)
@@ -144,12 +141,9 @@ def test_bugs_02_one_ignored_batch_of_a_trainer_changes_no_bit_and_counts_in_no_
     weights, means = [], []
     for steps in (1, 2, 3):
         torch.manual_seed(0)
-        model = GPT2LMHeadModel(config)
-        settings: dict[str, Any] = {"max_steps": steps, "learning_rate": 0.01, "weight_decay": 0.1, "logging_steps": 1}
-        args = TrainingArguments(
-            str(tmp_path / str(steps)), per_device_train_batch_size=2, report_to="none", use_cpu=True,
-            lr_scheduler_type="constant", save_strategy="no", train_sampling_strategy="sequential", **settings,
-        )  # fmt: skip
+        model = GPT2LMHeadModel(GPT2Config(**TINY, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+        order = {"lr_scheduler_type": "constant", "train_sampling_strategy": "sequential"}
+        args = arguments(tmp_path / str(steps), max_steps=steps, **STEPS, **order)
         means.append(Trainer(model, args, train_dataset=rows).train().training_loss)
         weights.append({name: weight.clone() for name, weight in model.state_dict().items()})
     assert all(weights[0][name].equal(weights[1][name]) for name in weights[0])
@@ -165,14 +159,8 @@ def test_bugs_02_masks_that_are_all_ignored_end_a_run_with_exit_2(tmp_path: Path
         Image.fromarray(image).save(f"data/images/{number}.png")
         Image.fromarray(np.full((32, 32), 255, np.uint8)).save(f"data/masks/{number}.png")
     data = {"train": "data", "eval_fraction": 0, "image_size": 32, "label_names": ["a", "b"], "num_workers": 0}
-    recipe = {
-        **SCENES,
-        "output_dir": "run",
-        "data": data,
-        "batch": {"global_batch_size": 4},
-        "schedule": {"max_steps": 12},
-    }
-    write_yaml("recipe.yaml", recipe)
+    run = {"output_dir": "run", "batch": {"global_batch_size": 4}, "schedule": {"max_steps": 12}}
+    write_yaml("recipe.yaml", {**SCENES, "data": data, **run})
     call("run", "recipe.yaml", code=2)
     assert not Path("run/model").exists()
 
@@ -246,29 +234,26 @@ class ArrayScores(CausalLM):
 
 
 def test_bugs_03_a_task_may_return_arrays_as_metrics_and_the_best_may_be_a_numpy_number(corpus: Path) -> None:
-    recipe = recipe_dict(
+    recipe = tiny_recipe(
         corpus,
         task=f"{__name__}:ArrayScores",
         schedule={"max_steps": 2},
         evaluate={"every_steps": 1, "metric_for_best_model": "worst"},
         checkpoint={"every_steps": 1},
     )
-    result = train(Recipe.model_validate(recipe))
+    result = train(recipe)
     assert result.summary["eval"]["by_class"] == [1.0, 2.0]
     assert [line["by_class"] for line in metrics(corpus / "run", "eval")] == [[1.0, 2.0]] * 2
     assert type(result.summary["best_metric"]) is float
-    assert read_json(corpus / "run" / "evaluation.json")["details"]["matrix"] == [
-        [1.0, 0.0],
-        [0.0, 1.0],
-    ]
-    other = recipe_dict(
+    assert read_json(corpus / "run" / "evaluation.json")["details"]["matrix"] == [[1.0, 0.0], [0.0, 1.0]]
+    other = tiny_recipe(
         corpus,
         task=f"{__name__}:ArrayScores",
         output_dir=str(corpus / "refused"),
         schedule={"max_steps": 1},
         evaluate={"every_steps": 1, "metric_for_best_model": "by_class"},
     )
-    refused(train, Recipe.model_validate(other), named="metric_for_best_model=by_class")
+    refused(train, other, named="metric_for_best_model=by_class")
 
 
 @pytest.mark.parametrize("where", ["whole", "part"])
@@ -278,10 +263,7 @@ def test_bugs_04_weights_of_a_compiled_module_have_its_own_names(tmp_path: Path,
     if where == "part":
         given = nn.Sequential(torch.compile(plain[0], backend="eager"), plain[1])
     data = TensorDataset(torch.randn(8, 3), torch.randn(8))
-    result = fit(
-        given, data, loss=lambda model, batch: (model(batch[0])[:, 0] - batch[1]).square(), output_dir=tmp_path,
-        max_steps=2, batch_size=4, **QUIET,
-    )  # fmt: skip
+    result = fit(given, data, loss=squared_error, output_dir=tmp_path, max_steps=2, batch_size=4, **QUIET)
     assert result.model is given
     saved = load_file(tmp_path / "model/model.safetensors")
     assert saved.keys() == {"0.weight", "0.bias", "1.weight", "1.bias"}
@@ -293,32 +275,17 @@ def test_bugs_05_a_loss_of_another_shape_than_the_samples_is_refused(tmp_path: P
     inputs = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
     data = TensorDataset(inputs, inputs.sum(1))
     arguments: dict[str, Any] = {"output_dir": tmp_path / "run", "max_steps": 1, "batch_size": 4, **QUIET}
-    refused(
-        fit,
-        nn.Linear(3, 1),
-        data,
-        loss=lambda model, batch: (model(batch[0]) - batch[1]).square(),
-        **arguments,
-        named="loss has shape (4, 4) for 4 samples",
-    )
-    refused(
-        fit,
-        nn.Linear(3, 1),
-        data,
-        loss=lambda model, batch: model(batch[0]).square(),
-        **arguments,
-        named="loss has shape (4, 1) for 4 samples",
-    )
-    refused(
-        fit,
-        nn.Linear(3, 1),
-        data,
-        eval_data=data,
-        loss=lambda model, batch: (model(batch[0])[:, 0] - batch[1]).square(),
-        metrics=lambda model, batch: {"wide": model(batch[0]) - batch[1]},
-        **arguments,
-        named="wide |(4, 4)| 4 samples",
-    )
+    wrong: dict[str, dict[str, Any]] = {
+        "loss has shape (4, 4) for 4 samples": {"loss": lambda model, batch: (model(batch[0]) - batch[1]).square()},
+        "loss has shape (4, 1) for 4 samples": {"loss": lambda model, batch: model(batch[0]).square()},
+        "wide |(4, 4)| 4 samples": {
+            "loss": squared_error,
+            "metrics": lambda model, batch: {"wide": model(batch[0]) - batch[1]},
+            "eval_data": data,
+        },
+    }
+    for named, given in wrong.items():
+        refused(fit, nn.Linear(3, 1), data, **given, **arguments, named=named)
 
 
 def test_bugs_06_a_part_of_a_section_is_enough(tmp_path: Path) -> None:
@@ -416,14 +383,13 @@ sys.exit(main(["run", sys.argv[2]]))
 def test_mixed_01_processes_train_in_the_weakest_precision_of_all(corpus: Path) -> None:
     program = corpus / "mixed.py"
     program.write_text(MIXED)
-    recipe = recipe_dict(corpus, schedule={"max_steps": 2}, parallel={"strategy": "ddp"})
-    write_yaml(corpus / "recipe.yaml", recipe)
-    done = run_forked_command(["precision", str(corpus / "recipe.yaml")], 2, program)
+    path = write_recipe_file(corpus, schedule={"max_steps": 2}, parallel={"strategy": "ddp"})
+    done = run_forked_command(["precision", str(path)], 2, program)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "GPU of kind 1" in done.stdout
-    mixed = [each["step_loss"] for each in metrics(corpus / "run")]
     run(write_recipe_file(corpus, output_dir=str(corpus / "fp32"), schedule={"max_steps": 2}), processes=2)
-    assert mixed == [each["step_loss"] for each in metrics(corpus / "fp32")]
+    mixed, fp32 = ([each["step_loss"] for each in metrics(corpus / name)] for name in ("run", "fp32"))
+    assert mixed == fp32
 
 
 def test_mixed_02_choices_that_differ_between_processes_are_refused(corpus: Path) -> None:
@@ -438,7 +404,7 @@ def test_mixed_02_choices_that_differ_between_processes_are_refused(corpus: Path
 def test_new_01_of_equal_accuracies_the_weights_with_the_lowest_held_out_loss_are_kept() -> None:
     texts = ("customer wants a refund for order", "customer wants help with login")
     rows = [f"ticket {number}: {texts[number % 2]} {number * 37 % 9973},{'ba'[number % 2]}" for number in range(300)]
-    Path("easy.csv").write_text("text,label\n" + "\n".join(rows) + "\n")
+    write_lines("easy.csv", "text,label", *rows)
     recipe = {
         "task": "text-classification",
         "output_dir": "run",

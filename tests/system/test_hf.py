@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from transformers import (
-    TrainerCallback,
-)
+from transformers import TrainerCallback
 from transformers.optimization import AdafactorSchedule
 from transformers.trainer import Trainer as StockTrainer
 
@@ -19,12 +17,8 @@ import accel_train
 from accel_train.checkpoint.store import changed_descriptions, check
 from accel_train.checkpoint.verify import format_verified, verify
 from accel_train.hf import Seq2SeqTrainer, Trainer
-from tests.support.hf_models import Plain, arguments, bert, both, difference, plain_rows, rows
-from tests.support.runs import (
-    event_steps,
-    metrics,
-    refused,
-)
+from tests.support.hf_models import Grows, Plain, arguments, bert, both, difference, plain_rows, rows
+from tests.support.runs import event_steps, metrics, refused
 from tests.system.test_fits import EVALUATING
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
@@ -274,23 +268,6 @@ def test_hf_the_last_micro_batch_of_a_step_synchronises_and_the_plan_is_logged_a
         logging.getLogger("transformers.trainer").removeHandler(handler)
     assert trainer.seen == (False, False, True) * 2
     assert {"***** Running training *****", "Num examples = 48", "Total optimization steps = 2"} <= set(logged)
-
-
-class Grows(Plain):
-    """A model with a buffer that grows, which its own load_state_dict makes room for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("order", torch.zeros(0))
-
-    def forward(self, features: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
-        if self.training:
-            self.order = torch.cat([self.order, features.sum().reshape(1)])
-        return super().forward(features, labels)
-
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        self.order = torch.zeros_like(state_dict["order"])
-        return super().load_state_dict(state_dict, strict, assign)
 
 
 def test_hf_the_load_state_dict_of_a_model_is_called_when_a_run_resumes(tmp_path: Path) -> None:

@@ -21,14 +21,12 @@ from accel_train.cli.main import main
 from accel_train.core.errors import CheckpointError
 from accel_train.core.json_io import read_json
 from accel_train.data.images.pairs import pairs_pool
-from accel_train.data.sources import resolve_sources
 from accel_train.data.text.tokenizers import load_tokenizer
 from accel_train.experiments.finetune.masks import find_polygons
 from accel_train.experiments.finetune.recipe import asked_of, minimal_recipe
 from accel_train.inference.finished_run import recipe_of_trained
 from accel_train.model.pretrained import pretrained_config
 from accel_train.observe.incident_record import Finding, HeavySample, main_facts, next_actions, read_incident
-from accel_train.recipe.schema import Recipe
 from accel_train.tasks.multiple_choice.config import MultipleChoiceData
 from accel_train.tasks.multiple_choice.data import read_choices
 from accel_train.tasks.question_answering.config import QuestionAnsweringData
@@ -40,7 +38,7 @@ from accel_train.tasks.token_classification.data import read_sentences, tag_sche
 from tests.support.boxes import coco_content, read_boxes, write_images
 from tests.support.commands import call
 from tests.support.number_faults import incident_with
-from tests.support.runs import recipe_dict, refused
+from tests.support.runs import refused, sources_of, tiny_recipe, write_jsonl
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
 
@@ -182,16 +180,13 @@ def test_a_class_number_far_above_the_number_of_classes_is_a_fault_of_its_line(c
     shutil.rmtree(tmp_path / "labels")
     row = {"objects": {"bbox": [[4, 6, 10, 8]] * 2, "category": [1, class_id]}}
     rows = [{"file_name": name, **row} for name in ("a.png", "b.png")]
-    (tmp_path / "images" / "metadata.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
-    with pytest.raises(ValueError, match=r"metadata\.jsonl:1: .*object 2: the class id|object 2: the class id"):
-        read_boxes(str(tmp_path / "images"))
+    write_jsonl(tmp_path / "images" / "metadata.jsonl", rows)
+    refused(read_boxes, str(tmp_path / "images"), named="object 2: the class id")
 
 
 def test_labels_of_texts(tmp_path: Path) -> None:
     file = tmp_path / "d.jsonl"
-    recipe = Recipe.model_validate(
-        recipe_dict(tmp_path, task="text-classification", data={"train": str(file), "label_column": "label"})
-    )
+    recipe = tiny_recipe(tmp_path, task="text-classification", data={"train": str(file), "label_column": "label"})
     for label in (1, 0.5, "a", ["a", "b"]):
         rows = [{"text": f"text {number}", "label": label} for number in range(6)]
         second = ["c"] if isinstance(label, list) else "b" if label == "a" else 0
@@ -207,26 +202,22 @@ def test_labels_of_texts(tmp_path: Path) -> None:
 
 
 def test_answers_and_tags(tmp_path: Path) -> None:
-    file = tmp_path / "q.json"
     answer = {"text": "b", "answer_start": 2}
     squad = {"data": [{"paragraphs": [{"context": "a b", "qas": [{"id": "1", "question": "?", "answers": [answer]}]}]}]}
-    data = QuestionAnsweringData(train=str(file))
-
-    def questions() -> None:
-        read_questions(resolve_sources(str(file), data, key="data.train"), data, key="data.train")
-
-    assert survives(questions, file, squad) > 20
-    table = tmp_path / "q.jsonl"
-    data = QuestionAnsweringData(train=str(table))
     row = {"question": "?", "context": "a b", "answers": {"text": ["b"], "answer_start": [2]}, "id": "1"}
-    file = table
-    assert survives(questions, table, row) > 20
+    for file, document in ((tmp_path / "q.json", squad), (tmp_path / "q.jsonl", row)):
+        data = QuestionAnsweringData(train=str(file))
+
+        def questions(data: QuestionAnsweringData = data) -> None:
+            read_questions(sources_of(data), data, key="data.train")
+
+        assert survives(questions, file, document) > 20
     tags = tmp_path / "t.jsonl"
     tagged = TokenClassificationData(train=str(tags))
 
     def sentences() -> None:
-        rows = read_sentences(resolve_sources(str(tags), tagged, key="data.train"), tagged, key="data.train", notes=[])
-        tag_scheme(rows, resolve_sources(str(tags), tagged, key="data.train"), tagged)
+        rows = read_sentences(sources_of(tagged), tagged, key="data.train", notes=[])
+        tag_scheme(rows, sources_of(tagged), tagged)
 
     assert survives(sentences, tags, {"tokens": ["a", "b"], "tags": [0, 1]}) > 5
 
@@ -237,7 +228,7 @@ def test_labels_and_endings_of_a_table(label: str, tmp_path: Path) -> None:
     rows = "".join(f"text {number},a,b,{number % 2}\n" for number in range(8))
     file.write_text(f"sentence,ending0,ending1,label\ntext,a,b,{label}\n{rows}")
     data = MultipleChoiceData(train=str(file), text_columns=("sentence",), choices_columns=("ending0", "ending1"))
-    error = error_of(lambda: read_choices(resolve_sources(str(file), data, key="data.train"), data, key="data.train"))
+    error = error_of(lambda: read_choices(sources_of(data), data, key="data.train"))
     assert error is not None
     assert is_for_users(error)
     assert main(["finetune", str(file), "--dry-run", "--task", "text-classification"]) in (0, 2)
@@ -320,9 +311,7 @@ def test_files_of_a_checkpoint(run: Path) -> None:
 
 def test_configurations_of_a_model_folder(run: Path) -> None:
     model = run / "model"
-    recipe = Recipe.model_validate(
-        recipe_dict(run.parent, task="causal-lm", model={"pretrained": str(model), "config": None})
-    )
+    recipe = tiny_recipe(run.parent, task="causal-lm", model={"pretrained": str(model), "config": None})
     for name, read in {
         "config.json": lambda: (pretrained_config(recipe), recipe_of_trained(run)),
         "tokenizer_config.json": lambda: load_tokenizer(str(model), trust_remote_code=False),

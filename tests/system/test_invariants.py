@@ -2,18 +2,15 @@
 whatever a batch holds.
 """
 
-import json
 import random
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from accel_train import Recipe, train
-from tests.support.comparisons import assert_same_bits
+from tests.support.comparisons import assert_same_bits, assert_same_bits_of_runs
 from tests.support.marks import slow
 from tests.support.runs import (
     TINY_MODEL,
@@ -28,8 +25,10 @@ from tests.support.runs import (
     ran,
     recipe_dict,
     run,
+    samples_by_step,
+    train_recipe,
+    wait_for_step,
     write_recipe_file,
-    write_yaml,
 )
 
 WITH_DROPOUT = {**TINY_MODEL, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
@@ -49,22 +48,9 @@ def test_world_size_and_accumulation_change_neither_losses_nor_samples(corpus: P
             schedule={"max_steps": 15, "warmup_steps": 2},
             options={"ragged": True, "record": str(reads)},
         )
-        if processes == 1:
-            train(Recipe.model_validate(recipe))
-        else:
-            path = corpus / "recipe.yaml"
-            write_yaml(path, recipe)
-            run(path, processes=processes)
+        train_recipe(recipe, processes)
         traces[name] = losses(corpus / f"run {name}")
-        by_rank = [
-            [index for line in (reads / f"rank-{rank}.jsonl").read_text().splitlines() for index in json.loads(line)]
-            for rank in range(processes)
-        ]
-        share = 32 // processes
-        samples[name] = [
-            [index for reads_of_rank in by_rank for index in reads_of_rank[step * share : (step + 1) * share]]
-            for step in range(15)
-        ]
+        samples[name] = samples_by_step(reads, processes, 32)[:15]
     reference = traces["1x32"]
     assert len({round(loss, 2) for loss in reference.values()}) > 5, "the losses do not move, so nothing is compared"
     for name in cuts:
@@ -91,17 +77,13 @@ def test_killed_at_a_random_step_and_run_again_equals_the_uninterrupted_run_to_t
         options={"kill_at": {"step": killed_at, "rank": 0}},
         **common,
     )
-    died = run(recipe, expect=None)
-    assert died.returncode != 0
+    assert run(recipe, expect=None).returncode != 0
     assert not (corpus / "killed" / "summary.json").exists()
     recipe = write_recipe_file(corpus, output_dir=str(corpus / "killed"), **common)
     run(recipe)
     resumed = event_steps(corpus / "killed", "resume")
     assert resumed in ([], [4]), "the save of step 4 may have been under way"
-    whole, killed = losses(corpus / "whole"), losses(corpus / "killed")
-    assert [loss.hex() for loss in killed.values()] == [loss.hex() for loss in whole.values()]
-    assert list(killed) == list(range(1, 21))
-    assert_same_bits(checkpoint(corpus / "whole", 20), checkpoint(corpus / "killed", 20))
+    assert_same_bits_of_runs(corpus / "killed", corpus / "whole", 20)
 
 
 @pytest.mark.parametrize("fault", ["nan_at", slow("inf_at")])
@@ -160,12 +142,9 @@ def test_asked_to_stop_on_one_rank_all_save_the_same_step_and_the_run_goes_on_to
     options = {"term_at": {"step": 6, "rank": processes - 1}}
     stopped = write_recipe_file(corpus, output_dir=str(corpus / "stopped"), options=options, **common)
     run(stopped, processes=processes, expect=75)
-    saved_at = events(corpus / "stopped", "preempted")[0]["step"]
-    assert 6 <= saved_at <= 8
+    assert 6 <= event_steps(corpus / "stopped", "preempted")[0] <= 8
     run(write_recipe_file(corpus, output_dir=str(corpus / "stopped"), **common), processes=processes)
-    whole, stopped_losses = losses(corpus / "whole"), losses(corpus / "stopped")
-    assert [loss.hex() for loss in stopped_losses.values()] == [loss.hex() for loss in whole.values()]
-    assert_same_bits(checkpoint(corpus / "whole", 14), checkpoint(corpus / "stopped", 14))
+    assert_same_bits_of_runs(corpus / "stopped", corpus / "whole", 14)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, slow(signal.SIGUSR1)])
@@ -176,11 +155,7 @@ def test_signal_from_outside_at_any_moment_ends_in_a_checkpoint_and_exit_code_75
         corpus, schedule={"max_steps": 100_000, "warmup_steps": 10}, log={"every_steps": 1, "progress": False}
     )
     process = subprocess.Popen(command(recipe), env=environment(), stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
-    while not (corpus / "run" / "metrics.jsonl").exists() or not metrics(corpus / "run"):
-        assert time.monotonic() < deadline, "the run did not start"
-        assert process.poll() is None, process.stderr and process.stderr.read()
-        time.sleep(0.1)
+    wait_for_step(corpus / "run", 1, lambda: process.poll() is None)
     process.send_signal(number)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 75, stderr
@@ -201,7 +176,7 @@ def test_damaged_newest_checkpoint_is_named_and_the_one_before_used(corpus: Path
     run(recipe)
     folder = corpus / "run"
     assert "model.safetensors differs" in events(folder, "checkpoint_invalid")[0]["message"]
-    assert events(folder, "resume")[0]["step"] == 8
+    assert event_steps(folder, "resume")[0] == 8
     assert losses(folder) == whole
 
 

@@ -13,22 +13,20 @@ from transformers import (
     AutoModelForCausalLM,
 )
 
-from accel_train import train
 from accel_train.data.text.tokenizers import byte_tokenizer, pretrained_tokenizer
 from accel_train.model.kernels.documents import same_document_mask
-from accel_train.recipe.schema import Recipe
 from accel_train.tasks.causal_lm.config import CausalLMData
 from accel_train.tasks.causal_lm.encoding import Example, chat_encoder
 from accel_train.tasks.causal_lm.task import CausalLM
 from tests.support.commands import call
 from tests.support.runs import (
+    LLAMA,
     TINY_MODEL,
     metrics,
     recipe_dict,
-    run,
+    train_recipe,
     write_base,
     write_recipe_file,
-    write_yaml,
 )
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
@@ -57,6 +55,13 @@ MAMBA = {
     "n_groups": 1, "chunk_size": 16,
 }  # fmt: skip
 
+
+def _packed_recipe(corpus: Path, fields: dict[str, Any]) -> Path:
+    """Write a recipe of a step that keeps packed documents apart."""
+    sections = {"model": {"config": fields}, "schedule": {"max_steps": 1}, "data": {"mask_documents": True}}
+    return write_recipe_file(corpus, task="causal-lm", **sections)
+
+
 LAYERS = [(DELTA, "GatedDeltaNet"), (CONV, "ShortConv"), (MAMBA, "Mamba2Mixer")]
 
 
@@ -81,8 +86,7 @@ def test_field_01_a_layer_that_reaches_into_the_next_document_is_refused_by_name
     corpus: Path, fields: dict[str, Any], layer: str
 ) -> None:
     assert _difference_of_packed_document(fields) > 1e-5
-    sections: dict[str, Any] = {"task": "causal-lm", "model": {"config": fields}, "schedule": {"max_steps": 1}}
-    path = write_recipe_file(corpus, **sections, data={"mask_documents": True})
+    path = _packed_recipe(corpus, fields)
     for command in ("run", "plan"):
         error = call(command, path, code=2).err
         assert layer in error
@@ -94,8 +98,7 @@ def test_field_01_a_layer_that_reaches_into_the_next_document_is_refused_by_name
 def test_field_01_attention_alone_keeps_documents_apart_and_the_start_says_so(corpus: Path) -> None:
     fields = {"model_type": "llama", **SIZES}
     assert _difference_of_packed_document(fields) < 1e-5
-    sections: dict[str, Any] = {"task": "causal-lm", "model": {"config": fields}, "schedule": {"max_steps": 1}}
-    path = write_recipe_file(corpus, **sections, data={"mask_documents": True})
+    path = _packed_recipe(corpus, fields)
     (line,) = [line for line in "".join(call("run", path, "--verbose")).splitlines() if "probe  " in line]
     assert "equal" in line
     assert "packed documents" in line
@@ -114,18 +117,8 @@ def test_field_01_finetune_masks_documents_only_where_that_is_exact(
     assert data.get("mask_documents", False) is is_masked
 
 
-MIXTURE = {
-    "model_type": "mixtral",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "num_local_experts": 4,
-    "output_router_logits": True,
-    "router_aux_loss_coef": 0.5,
-}
+EXPERTS = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+MIXTURE = {**LLAMA, "model_type": "mixtral", **EXPERTS}
 
 
 def _mixture(
@@ -139,13 +132,7 @@ def _mixture(
         "schedule": {"max_steps": 4},
         **sections,
     }
-    recipe = recipe_dict(folder, output_dir=str(folder / name), **sections)
-    if processes == 1:
-        train(Recipe.model_validate(recipe))
-    else:
-        path = folder / f"{name}.yaml"
-        write_yaml(path, recipe)
-        run(path, processes=processes)
+    train_recipe(recipe_dict(folder, output_dir=str(folder / name), **sections), processes)
     steps = metrics(folder / name)
     return [(each["step_loss"], each.get("router_aux_loss", 0.0), each["grad_norm"]) for each in steps]
 

@@ -6,7 +6,6 @@ import json
 import os
 import pickle
 import shutil
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -20,7 +19,6 @@ import torch
 import transformers
 import yaml
 
-from accel_train import Recipe
 from accel_train.checkpoint.rollback_log import read_rollbacks
 from accel_train.checkpoint.store import check
 from accel_train.checkpoint.weight_files import CARD
@@ -42,10 +40,9 @@ from tests.support.number_faults import incident_with
 from tests.support.pickle_gadgets import FORMS, gadgets
 from tests.support.runs import (
     command,
-    environment,
     ran,
-    recipe_dict,
     refused,
+    tiny_recipe,
     write_corpus,
     write_recipe_file,
     write_yaml,
@@ -124,8 +121,7 @@ def test_gadget_in_any_file_of_a_checkpoint_is_refused_and_not_run(run: Path, ca
 def test_gadget_in_a_checkpoint_with_a_forged_manifest_is_refused_and_not_run(
     trained: Path, run: Path, canary: Path
 ) -> None:
-    recipe = Recipe.model_validate(recipe_dict(trained, task="causal-lm", output_dir=str(run.parent / "other")))
-    other = prepare_run(recipe)
+    other = prepare_run(tiny_recipe(trained, task="causal-lm", output_dir=str(run.parent / "other")))
     folder = run / "checkpoints" / "step-00000004"
     needed = [name for name in files_of(folder) if name.endswith(".safetensors") or name == "trainer.json"]
     assert len(needed) == 3
@@ -214,8 +210,7 @@ def test_gadget_in_any_other_file_of_a_run_folder_is_refused_and_not_run(run: Pa
 def test_a_run_that_meets_a_forged_pickle_passes_it_over_or_stops_with_exit_code_4(
     trained: Path, tmp_path: Path, canary: Path
 ) -> None:
-    shutil.copytree(trained, tmp_path / "copy")
-    folder = tmp_path / "copy"
+    folder = Path(shutil.copytree(trained, tmp_path / "copy"))
     recipe = write_recipe_file(folder, task="causal-lm", schedule={"max_steps": 4}, checkpoint={"every_steps": 2})
     content = FORMS["pickle"](gadgets(canary, tmp_path / "script.py")["os.system"])
     for checkpoint in (folder / "run" / "checkpoints").glob("step-*"):
@@ -233,8 +228,7 @@ def test_a_run_that_meets_a_forged_pickle_passes_it_over_or_stops_with_exit_code
 @pytest.fixture
 def model_with_code(trained: Path, tmp_path: Path, canary: Path) -> Path:
     """A model folder that brings its own classes, as models of the hub do: importing them creates the canary."""
-    folder = tmp_path / "model-with-code"
-    shutil.copytree(trained / "run" / "model", folder)
+    folder = Path(shutil.copytree(trained / "run" / "model", tmp_path / "model-with-code"))
     harm = f"open({str(canary)!r}, 'w').close()\n"
     (folder / "configuration_own.py").write_text(
         harm + "from transformers import GPT2Config\n\n\nclass OwnConfig(GPT2Config):\n    model_type = 'own'\n"
@@ -286,10 +280,8 @@ def test_code_of_a_model_folder_is_refused_and_no_prompt_is_answered(
 
     answering = threading.Thread(target=say_yes, daemon=True)
     answering.start()
-    env = environment(HF_MODULES_CACHE=str(tmp_path / "modules"))
-    done = subprocess.run(
-        command(recipe, "--tokenizer", tokenizer), env=env, stdin=reader, capture_output=True, text=True, timeout=300
-    )
+    variables = {"HF_MODULES_CACHE": str(tmp_path / "modules")}
+    done = ran(command(recipe, "--tokenizer", tokenizer), variables=variables, stdin=reader)
     stop.set()
     os.close(reader)
     answering.join(10)
@@ -304,8 +296,7 @@ def test_code_of_a_model_folder_is_refused_and_no_prompt_is_answered(
 @pytest.mark.faults
 def test_code_of_a_model_folder_runs_by_consent_in_the_recipe(model_with_code: Path, tmp_path: Path) -> None:
     recipe = own_model(model_with_code, tmp_path, trust_remote_code=True)
-    env = environment(HF_MODULES_CACHE=str(tmp_path / "modules"))
-    done = subprocess.run(command(recipe), env=env, capture_output=True, text=True, timeout=300)
+    done = ran(command(recipe), variables={"HF_MODULES_CACHE": str(tmp_path / "modules")})
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "canary").exists()
     (tmp_path / "canary").unlink()
@@ -332,7 +323,7 @@ def rewrite_recipe(run: Path, **sections: Any) -> None:
 
 
 @pytest.fixture
-def someones_run(model_with_code: Path, run: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def someones_run(model_with_code: Path, run: Path, monkeypatch: pytest.MonkeyPatch, not_launched: None) -> Path:
     """A run folder whose model brings code, and whose recipe says that it may run."""
     shutil.rmtree(run / "model")
     shutil.copytree(model_with_code, run / "model")
@@ -343,8 +334,6 @@ def someones_run(model_with_code: Path, run: Path, monkeypatch: pytest.MonkeyPat
     record = asdict(incident_with(step=1, batches=[KeptBatch("x", 0)]))
     (incident / "incident.json").write_text(json.dumps(record))
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(run.parent / "modules"))
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
     return run
 
 
@@ -363,11 +352,9 @@ def test_a_senders_consent_to_the_models_code_is_not_the_readers(someones_run: P
 
 
 def test_the_reader_consents_on_the_command_line(someones_run: Path, canary: Path) -> None:
-    env = environment(HF_MODULES_CACHE=str(someones_run.parent / "modules"))
     words = ["evaluate", str(someones_run), "--model.trust_remote_code", "true"]
-    done = subprocess.run(
-        [sys.executable, "-m", "accel_train", *words], env=env, capture_output=True, text=True, timeout=300
-    )
+    variables = {"HF_MODULES_CACHE": str(someones_run.parent / "modules")}
+    done = ran([sys.executable, "-m", "accel_train", *words], variables=variables)
     assert canary.exists(), done.stderr
     canary.unlink()
 
@@ -432,16 +419,12 @@ def test_verify_refuses_links_and_what_is_no_file(run: Path, what: str) -> None:
     call("verify", run, named="would use step-00000002")
 
 
-def test_a_manifest_of_a_gigabyte_of_nesting_does_not_take_the_memory_of_a_run(trained: Path, tmp_path: Path) -> None:
-    shutil.copytree(trained, tmp_path / "copy")
-    folder = tmp_path / "copy"
-    recipe = write_recipe_file(folder, task="causal-lm", schedule={"max_steps": 4}, checkpoint={"every_steps": 2})
-    for checkpoint in (folder / "run" / "checkpoints").glob("step-*"):
+def test_a_manifest_of_a_gigabyte_of_nesting_does_not_take_the_memory_of_a_run(run: Path) -> None:
+    for checkpoint in (run / "checkpoints").glob("step-*"):
         with (checkpoint / "manifest.json").open("wb") as file:
             file.truncate(2 << 30)  # a hole: it takes no room on the disk
     limited = "import resource, sys, runpy; resource.setrlimit(resource.RLIMIT_DATA, (4 << 30,) * 2); "
     limited += "sys.argv = ['accel_train', 'verify', sys.argv[1]]; runpy.run_module('accel_train', run_name='__main__')"
-    done = ran([sys.executable, "-c", limited, str(folder / "run")])
+    done = ran([sys.executable, "-c", limited, str(run)])
     assert done.returncode == 4, done.stderr
-    assert recipe.is_file()
     assert "manifest.json" in done.stdout

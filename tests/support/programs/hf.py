@@ -7,13 +7,23 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import EvalPrediction, TrainerCallback
 
 from accel_train import Trainer
 from accel_train.core.errors import DataError
-from tests.support.hf_models import Plain, arguments, bert, history, pad, plain_rows, rows, token_bert, token_rows
+from tests.support.hf_models import (
+    Grows,
+    Plain,
+    arguments,
+    bert,
+    history,
+    pad,
+    plain_rows,
+    rows,
+    token_bert,
+    token_rows,
+)
 from tests.support.processes import end_group
 
 
@@ -62,23 +72,6 @@ class Loaders(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.lengths.append(len(kwargs["eval_dataloader"]))
-
-
-class Grows(Plain):
-    """A model whose own load_state_dict makes room for a buffer that grows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("order", torch.zeros(0))
-
-    def forward(self, features: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
-        if self.training:
-            self.order = torch.cat([self.order, torch.ones(1)])
-        return super().forward(features, labels)
-
-    def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        self.order = torch.zeros_like(state_dict["order"])
-        return super().load_state_dict(state_dict, strict, assign)
 
 
 def ignoring(numbers: range) -> list[dict[str, Any]]:
