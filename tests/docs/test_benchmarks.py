@@ -21,6 +21,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from accel_train.core.json_io import read_json
 from benchmarks import golden, gpu, step_path
 from benchmarks.common import (
     FetchClock,
@@ -42,14 +43,15 @@ from benchmarks.optimizers import verdict as shares_verdict
 from benchmarks.overhead import bar_verdict, count_host_reads, step_table
 from benchmarks.published import NUM_PARAMETERS, SERIES
 from benchmarks.scaling_model import check_rows, simulate
-from tests.support.runs import REPOSITORY
+from tests.support.runs import REPOSITORY, write_file, write_lines
 
 
-def run(module: str, *arguments: str) -> str:
+def run(module: str, *arguments: str, expect: int = 0) -> str:
+    """Run a benchmark, and return what it prints; of one that fails, what it says on standard error."""
     command = [sys.executable, "-m", f"benchmarks.{module}", *arguments]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert done.returncode == expect, done.stdout + done.stderr
+    return done.stderr if expect else done.stdout
 
 
 def parse_table(text: str) -> list[dict[str, str]]:
@@ -62,7 +64,7 @@ def parse_table(text: str) -> list[dict[str, str]]:
 def measured(module: str, folder: Path, *arguments: str) -> tuple[list[dict[str, str]], dict[str, Any]]:
     """The table that a benchmark prints, and the record that it saves."""
     rows = parse_table(run(module, *arguments, "--save", str(folder)))
-    return rows, json.loads((folder / f"{module}.json").read_text())
+    return rows, read_json(folder / f"{module}.json")
 
 
 # --- end to end ----------------------------------------------------------------------------------------------------
@@ -76,7 +78,7 @@ def test_the_four_loops_train_the_same_model_and_accel_train_reads_no_tensor(tmp
     assert [row["line"] for row in reads if row["variant"] == "accel_train"] == ["none"]
     assert [row["line"] for row in reads if row["variant"] == "raw"] == ["none"]
 
-    saved = json.loads((tmp_path / "overhead-micro-reads.json").read_text())
+    saved = read_json(tmp_path / "overhead-micro-reads.json")
     assert saved["machine"]["cores"] >= 1
     assert saved["versions"]["torch"] == torch.__version__
     runs = {variant: rounds[0] for variant, rounds in saved["runs"].items()}
@@ -125,10 +127,7 @@ def test_overhead_prints_one_row_per_variant_and_judges_accel_train_alone() -> N
     [("overhead", ("--variants", "raw"), "hf_trainer"), ("gpu", ("--only", "124M"), "'fairseq'")],
 )
 def test_a_variant_or_row_that_does_not_exist_is_refused(module: str, words: tuple[str, ...], named: str) -> None:
-    command = [sys.executable, "-m", f"benchmarks.{module}", *words, "fairseq"]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 2
-    assert named in done.stderr
+    assert named in run(module, *words, "fairseq", expect=2)
 
 
 def test_gpu_says_in_one_line_that_there_is_no_cuda(without_cuda: None) -> None:
@@ -148,7 +147,7 @@ def test_gpu_measures_each_variant_and_writes_what_it_printed(tmp_path: Path) ->
         assert row["host sync"] == "not checked"  # there is no GPU to wait for
         assert row["MFU of peak"] == row["peak GiB"] == row["GPU idle"] == "-"
     assert parse_table((tmp_path / "gpu-check.md").read_text()) == rows
-    assert len(json.loads((tmp_path / "gpu-check.json").read_text())["rows"]) == 4
+    assert len(read_json(tmp_path / "gpu-check.json")["rows"]) == 4
 
 
 @pytest.mark.slow
@@ -180,7 +179,7 @@ def test_gpu_keeps_what_it_measured_over_failures_interruptions_and_calls(
         return {"step_ms": 1.0, "stall_ms": math.nan}
 
     def saved() -> dict[str, dict[str, Any]]:
-        return {row["row"]: row for row in json.loads((tmp_path / "gpu-check.json").read_text())["rows"]}
+        return {row["row"]: row for row in read_json(tmp_path / "gpu-check.json")["rows"]}
 
     monkeypatch.setattr(gpu, "measure", measure)
     planned = [row["row"] for row in gpu.planned_rows()]
@@ -198,7 +197,7 @@ def test_gpu_keeps_what_it_measured_over_failures_interruptions_and_calls(
     assert gpu.run_rows(arguments, tmp_path, math.inf)
     assert [name for name in planned if name not in measured] == ["124M accel_train", "124M hf_trainer"]
     assert list(saved()) == planned
-    of_other_torch = json.loads((tmp_path / "gpu-check.json").read_text())
+    of_other_torch = read_json(tmp_path / "gpu-check.json")
     of_other_torch["versions"]["torch"] = "1.0"
     (tmp_path / "gpu-check.json").write_text(json.dumps(of_other_torch))
     assert gpu.saved_record(tmp_path / "gpu-check.json") == {"rows": []}
@@ -244,12 +243,10 @@ def test_what_a_measured_process_leaves_behind_ends_with_it() -> None:
 
 
 def test_data_prints_every_part(tmp_path: Path) -> None:
-    corpus = tmp_path / "corpus"
-    corpus.mkdir()
     for number in range(20):
-        (corpus / f"{number}.txt").write_text(f"The number {number} is followed by {number + 1}. " * 50)
+        write_file(tmp_path / "corpus" / f"{number}.txt", f"The number {number} is followed by {number + 1}. " * 50)
     sizes = {
-        "corpus": str(corpus),
+        "corpus": str(tmp_path / "corpus"),
         "shard_tokens": 20_001,
         "sequence_length": 64,
         "batches": 4,
@@ -268,12 +265,7 @@ def test_data_prints_every_part(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_page_on_architecture_lists_the_modules_that_a_step_enters(tmp_path: Path) -> None:
-    found = run_child(
-        "benchmarks.step_path",
-        ["--child", str(tmp_path / "run")],
-        environment=child_environment(1),
-        timeout_seconds=500,
-    ).result
+    found = run_child("benchmarks.step_path", ["--child", str(tmp_path / "run")], timeout_seconds=500).result
     assert {"training/loop.py", "engine/step.py", "optim/update.py", "data/order.py"} <= set(found["entered"])
     page = step_path.PAGE.read_text()
     assert step_path.replaced(page, step_path.listing(found["entered"])) == page, (
@@ -289,7 +281,7 @@ def test_golden_finds_no_difference_in_one_revision_and_each_number_that_a_chang
     only = ["text_ngrams-one"]
     before = golden.Revision.unpack("HEAD", again=False)
     golden.make_records(before, only, jobs=1)
-    record = json.loads((before.folder / "records" / "text_ngrams-one.json").read_text())
+    record = read_json(before.folder / "records" / "text_ngrams-one.json")
     losses = [float.fromhex(row["loss"]) for row in record["metrics"] if row["split"] == "train"]
     assert len(losses) == golden.STEPS
     assert losses[-1] < losses[0]
@@ -362,9 +354,7 @@ def test_scaling_counts_what_the_plan_says_for_every_variant(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_optimizers_are_compared_at_the_last_loss_of_adamw(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text(
-        "".join(f"The number {number} is followed by {number + 1}. " for number in range(2000))
-    )
+    write_lines(tmp_path / "text.txt", *(f"The number {number} is followed by {number + 1}." for number in range(2000)))
     settings = (
         f"--data.train {tmp_path}/text.txt --data.cache_dir {tmp_path}/cache --tokenizer bytes "
         "--data.sequence_length 32 --model.config.n_layer 2 --model.config.n_embd 32 "
@@ -617,7 +607,7 @@ def test_the_start_up_benchmark_times_a_bare_script_a_start_and_a_resume_and_nam
     ends = [row for row in parse_table(stages) if row["stage"] == "two steps"]
     assert [row["start"] for row in ends] == ["bare script", "accel-train run", "accel-train run, resumed"]
     assert "torch" in {row["package"] for row in parse_table(packages)}
-    for rounds in json.loads((tmp_path / "startup.json").read_text())["rounds"].values():
+    for rounds in read_json(tmp_path / "startup.json")["rounds"].values():
         seconds = list(rounds[0].values())
         assert seconds == sorted(seconds), "stages come one after the other"
 

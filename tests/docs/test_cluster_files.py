@@ -16,6 +16,7 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 from accel_train.cli.main import parse_arguments
+from accel_train.core.json_io import read_json
 from accel_train.recipe.loader import load_recipe
 from accel_train.recipe.schema import Recipe
 from accel_train.torchrun import FINAL, PEER, PREEMPTED
@@ -26,9 +27,8 @@ LAUNCH = REPOSITORY / "launch"
 
 def hold_to(schema: str, *documents: Any) -> None:
     """Raise where a document has other fields than the schema of this folder."""
-    read = json.loads((TESTS / "docs" / schema).read_text())
     for document in documents:
-        jsonschema.validate(document, read)
+        jsonschema.validate(document, read_json(TESTS / "docs" / schema))
 
 
 def understood(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Recipe]:

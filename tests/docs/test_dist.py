@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.runs import REPOSITORY, environment
+from tests.support.runs import REPOSITORY, environment, write_lines
 
 pytestmark = [
     pytest.mark.slow,
@@ -67,7 +67,7 @@ def test_dist_is_the_same_bytes_under_another_umask_and_its_wheel_works_without_
     assert "takes   one of none, linear, sqrt" in command("explain", "optimizer.lr_scaling")
     assert "accel-train" in command("completion", "bash")
     rows = [f"{'good' if number % 2 else 'bad'} film number {number},{number % 2}" for number in range(60)]
-    (folder / "reviews.csv").write_text("\n".join(["text,label", *rows]))
+    write_lines(folder / "reviews.csv", "text,label", *rows)
     found = command("finetune", "reviews.csv", "--schedule.max_steps", "2", "--model.config.num_buckets", "4096")
     assert "all settings and reasons: runs/reviews.yaml" in found
     assert (folder / "runs" / "reviews" / "model" / "config.json").exists()

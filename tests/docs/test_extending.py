@@ -22,9 +22,8 @@ QUICK = ("--schedule.max_steps", "2")
 
 
 @pytest.fixture(autouse=True)
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, not_launched: None) -> None:
+def files(empty_folder: Path) -> None:
     """All files of the page in an empty folder."""
-    monkeypatch.chdir(tmp_path)
     for text, name in FILES:
         Path(name).write_text(text)
 

@@ -2,9 +2,7 @@
 copies of what it names.
 """
 
-import csv
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,8 @@ import pytest
 from transformers import AutoModelForImageClassification, AutoModelForSequenceClassification
 
 from accel_train.cli.main import main
-from tests.support import runs as runs
+from accel_train.core.json_io import read_json
+from tests.support import runs
 from tests.support.downloads import (
     TINY_RESNET,
     save_bert,
@@ -61,10 +60,9 @@ def run(recipe: str, *flags: str, processes: int = 1) -> dict[str, Any]:
         assert main(["run", str(path), *asked]) == 0
     else:
         command = runs.command(path, *asked, processes=processes)
-        done = subprocess.run(command, env=runs.environment(), capture_output=True, text=True, timeout=240, check=False)
+        done = runs.ran(command)
         assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-5000:]}"
-    summary: dict[str, Any] = json.loads(Path("run/summary.json").read_text())
-    return summary
+    return runs.summary_of(Path("run"))
 
 
 @BOTH
@@ -87,7 +85,7 @@ def test_resnet_50_is_trained_on_a_folder_of_images(processes: int) -> None:
     summary = run("image_folder_resnet50.yaml", *sizes, processes=processes)
     assert (summary["world_size"], summary["steps"]) == (processes, 5)  # 3 epochs of 24 images
     assert f"4 per device x {4 // processes} accumulation x {processes} process" in summary["choices"]["batch"]
-    details = json.loads(Path("run/evaluation.json").read_text())["details"]
+    details = read_json(Path("run/evaluation.json"))["details"]
     assert set(details["test_time_augmentation"]) == {"without", "with"}
     model = AutoModelForImageClassification.from_pretrained("run/model")
     assert model.config.id2label == {0: "n01440764", 1: "n01443537", 2: "n01484850"}
@@ -110,16 +108,15 @@ def test_a_pretrained_resnet_is_fine_tuned_by_the_flags_of_the_recipes_head() ->
     assert "microsoft/resnet-50" in flags
     summary = run("image_folder_resnet50.yaml", *flags, *SMALL_BATCHES, "--schedule.num_epochs", "1")
     assert any("classifier.1.weight" in note for note in summary["data"]["notes"])
-    settings = json.loads(Path("run/model/preprocessor_config.json").read_text())
+    settings = read_json(Path("run/model/preprocessor_config.json"))
     assert settings["size"] == {"shortest_edge": 256}  # 224 / 0.875, as the pretrained model was evaluated
     assert settings["resample"] == 3
 
 
 def test_a_pretrained_modernbert_reads_a_table_by_the_flags_of_the_recipes_head() -> None:
-    with Path("reviews.csv").open("w") as file:
-        writer = csv.writer(file)
-        writer.writerow(["review", "stars"])
-        writer.writerows((f"class Reader {number} path", number % 3) for number in range(60))
+    runs.write_lines(
+        "reviews.csv", "review,stars", *(f"class Reader {number} path,{number % 3}" for number in range(60))
+    )
     own = flags_of("text_classification.yaml", "--data.train reviews.csv")
     assert own[2:4] == ["--data.text_columns", "[review]"]
     pretrained = flags_of("text_classification.yaml", "--model.config null")

@@ -25,7 +25,7 @@ from accel_train.recipe.names import free_names, is_section, recipe_names
 from accel_train.recipe.schema import Recipe
 from accel_train.training.train import train
 from tests.docs.test_scaling_guide import is_taken
-from tests.support.runs import REPOSITORY, losses
+from tests.support.runs import REPOSITORY, losses, refused
 
 PAGES = [
     "README.md", "AGENTS.md", "CONTRIBUTING.md", "launch/README.md",
@@ -165,10 +165,9 @@ def test_every_command_line_is_taken_by_its_program(page: str, monkeypatch: pyte
 
 
 def test_check_of_command_lines_can_fail() -> None:
-    with pytest.raises(UserError, match="--world 8: report takes no such flag"):
+    with pytest.raises(UserError, match="--world 8"):
         parse_arguments(["report", "runs/a", "--world", "8"])
-    with pytest.raises(ValueError, match=r"optimizer\.learning_rat"):
-        load_recipe("gpt_tiny", arguments=["--optimizer.learning_rat", "1"])
+    refused(load_recipe, "gpt_tiny", arguments=["--optimizer.learning_rat", "1"], named="optimizer.learning_rat")
 
 
 def merged(base: Any, over: Any) -> Any:
@@ -189,10 +188,7 @@ def test_every_recipe_and_part_of_one_is_taken(page: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_python_block_is_python_and_what_runs_as_it_stands_runs(
-    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_every_python_block_is_python_and_what_runs_as_it_stands_runs(page: str, empty_folder: Path) -> None:
     names: dict[str, Any] = {}
     for number, block in enumerate(blocks(page, "python")):
         code = compile(block, f"{page}, python block {number}", "exec")
@@ -253,9 +249,8 @@ def test_recipe_of_the_page_for_newcomers_is_its_config_of_nanogpt() -> None:
 
 
 def test_the_task_of_the_page_for_newcomers_learns_by_its_recipe(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    empty_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     page = "docs/coming_from.md"
     (source,) = (block for block in blocks(page, "python") if block.startswith("# fit_task.py"))
     module = types.ModuleType("fit_task")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from accel_train.cli.main import main
-from tests.support.runs import REPOSITORY
+from tests.support.runs import REPOSITORY, write_lines
 
 pytestmark = pytest.mark.slow
 
@@ -54,12 +54,9 @@ QUICK_STARTS = {name: text for name, text in sections("docs/quick_starts.md").it
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def folder(empty_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty current folder, a cache of its own, and no launch."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("ACCEL_TRAIN_CACHE", str(tmp_path / "cache"))
-    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "ACCEL_TRAIN_DEBUG"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("ACCEL_TRAIN_CACHE", str(empty_folder / "cache"))
 
 
 def without_numbers(line: str) -> str:
@@ -88,11 +85,11 @@ def test_quick_start_runs_and_prints_what_the_page_shows(name: str, capsys: pyte
 
 def own_files() -> None:
     """What the pages say that the reader has."""
-    Path("own.txt").write_text("".join(f"The number {number} is followed by {number + 1}.\n" for number in range(2000)))
+    write_lines("own.txt", *(f"The number {number} is followed by {number + 1}." for number in range(2000)))
     rows = [f"{'good' if number % 2 else 'bad'} film number {number},{number % 2}" for number in range(80)]
     Path("own").mkdir()
     for name in ("own.csv", "other.csv", "own/own.csv"):
-        Path(name).write_text("\n".join(["text,label", *rows]) + "\n")
+        write_lines(name, "text,label", *rows)
 
 
 def words_of(line: str, page: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -133,7 +130,7 @@ def test_output_of_the_page_about_finetune_is_the_programs(capsys: pytest.Captur
     words = {"bad": "waste dull", "mixed": "fair long", "good": "great fine"}
     stars = [*["bad"] * 319, *["mixed"] * 291, *["good"] * 290]
     rows = [f"{n},{' '.join([words[star], 'film', *[f'w{n % 7}'] * 19])},{star}" for n, star in enumerate(stars)]
-    Path("reviews.csv").write_text("\n".join(["id,review,stars", *rows]) + "\n")
+    write_lines("reviews.csv", "id,review,stars", *rows)
     page = (REPOSITORY / "docs/finetune.md").read_text()
     shown = page.partition("```\n$ ")[2].partition("```")[0]
     command, *lines = shown.splitlines()

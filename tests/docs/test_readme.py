@@ -24,8 +24,7 @@ def code_blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
 
 
-def test_fit_of_the_readme_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_fit_of_the_readme_trains(empty_folder: Path) -> None:
     (source,) = (block for block in code_blocks("python") if "import fit" in block)
     inputs = torch.randn(64, 4)
     labels = (inputs.sum(dim=1) > 0).long()
@@ -40,10 +39,7 @@ def test_fit_of_the_readme_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
-def test_finetune_of_the_readme_trains_on_the_example_and_predicts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_finetune_of_the_readme_trains_on_the_example_and_predicts(empty_folder: Path) -> None:
     write_example()
     (source,) = (block for block in code_blocks("python") if "import finetune" in block)
     names: dict[str, Any] = {}

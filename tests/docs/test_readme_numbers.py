@@ -1,6 +1,5 @@
 """The README's numbers are those that were measured: in the results of benchmarks and at the head of recipes."""
 
-import json
 import re
 from collections import Counter
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from accel_train.core.json_io import read_json
 from accel_train.recipe.tasks import TASKS
 from tests.support.runs import REPOSITORY
 
@@ -17,7 +17,7 @@ TASK_ROWS = [row for row in ROWS if len(row) == 6 and row[0] != "task"]
 
 
 def results(name: str) -> Any:
-    return json.loads((REPOSITORY / "benchmarks" / "results" / f"{name}.json").read_text())
+    return read_json(REPOSITORY / "benchmarks" / "results" / f"{name}.json")
 
 
 def row_of(name: str) -> list[str]:

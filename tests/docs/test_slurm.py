@@ -5,8 +5,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -14,7 +13,15 @@ import pytest
 
 from accel_train.checkpoint.store import checkpoint_folders, step_of
 from tests.support.processes import free_port, run_forked
-from tests.support.runs import REPOSITORY, environment, events, losses, write_corpus, write_recipe_file
+from tests.support.runs import (
+    REPOSITORY,
+    environment,
+    event_steps,
+    losses,
+    wait_for_step,
+    write_lines,
+    write_recipe_file,
+)
 
 SCRIPT = REPOSITORY / "launch" / "slurm.sh"
 STEPS = 60
@@ -47,9 +54,10 @@ esac
 class Job:
     """What `sbatch --nodes=N launch/slurm.sh ARGUMENTS` starts, and starts again."""
 
+    process: psutil.Popen
+
     def __init__(self, folder: Path, nodes: int, processes_per_node: int, *arguments: str) -> None:
         self.folder, self.arguments, self.restarts = folder, arguments, 0
-        self.process: psutil.Popen | None = None
         commands = folder / "slurm"
         commands.mkdir()
         for name, text in {"srun": SRUN, "scontrol": SCONTROL}.items():
@@ -65,23 +73,18 @@ class Job:
         }
 
     def start(self) -> None:
-        variables = {
-            **self.variables,
-            "SLURM_RESTART_COUNT": str(self.restarts),
-            "SLURM_JOB_ID": str(free_port() - 20000),
-        }
+        numbers = {"SLURM_RESTART_COUNT": str(self.restarts), "SLURM_JOB_ID": str(free_port() - 20000)}
+        variables, words = environment(**self.variables, **numbers), ["bash", str(SCRIPT), *self.arguments]
         with (self.folder / f"job-{self.restarts}.out").open("ab") as out:
-            self.process = psutil.Popen(
-                ["bash", str(SCRIPT), *self.arguments],
-                env=environment(**variables),
-                stdout=out,
-                stderr=subprocess.STDOUT,
-            )
+            self.process = psutil.Popen(words, env=variables, stdout=out, stderr=subprocess.STDOUT)
         self.restarts += 1
 
-    def wait(self, seconds: float = 90) -> int:
-        assert self.process is not None
-        return int(self.process.wait(timeout=seconds))
+    def wait(self) -> int:
+        return int(self.process.wait(timeout=90))
+
+    def wait_for_step(self, step: int) -> None:
+        """Wait until the run in `run` has logged a step."""
+        wait_for_step(self.folder / "run", step, lambda: self.process.poll() is None, self.output)
 
     def output(self) -> str:
         return (self.folder / f"job-{self.restarts - 1}.out").read_text(errors="replace")
@@ -91,18 +94,22 @@ class Job:
         return len(path.read_text().splitlines()) if path.exists() else 0
 
     def end(self) -> None:
-        if self.process is None or not self.process.is_running():
-            return
-        for each in [*self.process.children(recursive=True), self.process]:
-            each.kill()
+        if self.process.is_running():
+            for each in [*self.process.children(recursive=True), self.process]:
+                each.kill()
 
 
 @pytest.fixture
-def jobs() -> Iterator[list[Job]]:
-    """Killed after the test, whatever became of them."""
-    some: list[Job] = []
-    yield some
-    for job in some:
+def make_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """Makes a job in the test's folder. It is killed after the test, whatever became of it."""
+    jobs: list[Job] = []
+
+    def make(nodes: int, processes_per_node: int, *arguments: str) -> Job:
+        jobs.append(Job(tmp_path, nodes, processes_per_node, *arguments))
+        return jobs[-1]
+
+    yield make
+    for job in jobs:
         job.end()
 
 
@@ -119,45 +126,31 @@ def recipe_in(folder: Path, name: str, step_seconds: float) -> Path:
 
 @pytest.mark.slow
 def test_job_that_slurm_signals_saves_on_all_nodes_goes_back_into_the_queue_and_then_on_to_its_end(
-    tmp_path: Path, jobs: list[Job]
+    corpus: Path, make_job: Callable[..., Job]
 ) -> None:
-    write_corpus(tmp_path)
-    whole = run_forked(["run", str(recipe_in(tmp_path, "whole", 0))], 2, folder=tmp_path / "processes")
-    job = Job(tmp_path, 2, 1, "run", str(recipe_in(tmp_path, "run", 0.05)))
-    jobs.append(job)
+    whole = run_forked(["run", str(recipe_in(corpus, "whole", 0))], 2, folder=corpus / "processes")
+    job, run = make_job(2, 1, "run", str(recipe_in(corpus, "run", 0.05))), corpus / "run"
     job.start()
-    wait_for_step(tmp_path / "run", 3, job)
-    assert job.process is not None
+    job.wait_for_step(3)
     job.process.send_signal(signal.SIGUSR1)  # to the batch script alone, as --signal=B: does
     assert job.wait() == 75, job.output()
     assert job.requeued() == 1
-    stopped = events(tmp_path / "run", "preempted")[-1]["step"]
+    stopped = event_steps(run, "preempted")[-1]
     assert 3 <= stopped < STEPS
-    assert [step_of(folder) for folder in checkpoint_folders(tmp_path / "run" / "checkpoints")] == [stopped]
+    assert [step_of(folder) for folder in checkpoint_folders(run / "checkpoints")] == [stopped]
 
-    job.arguments = ("run", str(tmp_path / "run.yaml"), "--options.seconds.step", "0")
+    job.arguments = ("run", str(corpus / "run.yaml"), "--options.seconds.step", "0")
     job.start()
     assert job.wait() == 0, job.output()
     assert job.requeued() == 1
-    assert events(tmp_path / "run", "resume")[-1]["step"] == stopped
+    assert event_steps(run, "resume")[-1] == stopped
     whole.expect(0)
-    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert losses(run) == losses(corpus / "whole")
 
 
-def wait_for_step(run: Path, step: int, job: Job) -> None:
-    deadline = time.monotonic() + 300
-    while not (run / "metrics.jsonl").exists() or max(losses(run), default=0) < step:
-        assert time.monotonic() < deadline, f"the run did not start\n{job.output()}"
-        assert job.process is not None
-        assert job.process.poll() is None, job.output()
-        time.sleep(0.05)
-
-
-def test_wrong_recipe_ends_the_job_once_and_for_all(tmp_path: Path, jobs: list[Job]) -> None:
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text("output_dir: runs/x\nmodle: {}\n")
-    job = Job(tmp_path, 1, 2, "run", str(recipe))
-    jobs.append(job)
+def test_wrong_recipe_ends_the_job_once_and_for_all(tmp_path: Path, make_job: Callable[..., Job]) -> None:
+    recipe = write_lines(tmp_path / "recipe.yaml", "output_dir: runs/x", "modle: {}")
+    job = make_job(1, 2, "run", str(recipe))
     job.start()
     assert job.wait() == 2, job.output()
     assert job.requeued() == 0
@@ -188,10 +181,9 @@ def test_job_goes_back_into_the_queue_where_that_helps_and_without_the_node_that
     requeued: bool,
     excluded: str | None,
     tmp_path: Path,
-    jobs: list[Job],
+    make_job: Callable[..., Job],
 ) -> None:
-    job = Job(tmp_path, 2, 1, "run", "recipe.yaml")
-    jobs.append(job)
+    job = make_job(2, 1, "run", "recipe.yaml")
     (tmp_path / "slurm" / "python").write_text(
         "#!/usr/bin/env bash\n"
         f"codes=({' '.join(map(str, codes))})\n"
@@ -226,18 +218,16 @@ def test_job_asks_for_the_cores_and_the_memory_of_its_processes_and_says_how_muc
 
 
 @pytest.mark.slow
-def test_node_whose_process_was_killed_is_excluded_by_what_the_run_itself_says(tmp_path: Path, jobs: list[Job]) -> None:
-    write_corpus(tmp_path)
-    job = Job(tmp_path, 1, 2, "run", str(recipe_in(tmp_path, "run", 0.05)))
-    jobs.append(job)
+def test_node_whose_process_was_killed_is_excluded_by_what_the_run_itself_says(
+    corpus: Path, make_job: Callable[..., Job]
+) -> None:
+    job = make_job(1, 2, "run", str(recipe_in(corpus, "run", 0.05)))
     job.variables |= {"SLURM_JOB_NODELIST": socket.gethostname().partition(".")[0], "MAX_RESTARTS": "0"}
     job.start()
-    wait_for_step(tmp_path / "run", 2, job)
-    assert job.process is not None
+    job.wait_for_step(2)
     workers = [each for each in job.process.children(recursive=True) if each.environ().get("RANK") == "1"]
     workers[0].kill()
     assert job.wait() == 5, job.output()
     assert job.requeued() == 1
-    assert (tmp_path / "updated").read_text().split() == [f"ExcNodeList={job.variables['SLURM_JOB_NODELIST']}"], (
-        job.output()
-    )
+    excluded = f"ExcNodeList={job.variables['SLURM_JOB_NODELIST']}"
+    assert (corpus / "updated").read_text().split() == [excluded], job.output()
