@@ -39,6 +39,7 @@ from accel_train.core.json_io import read_json
 from accel_train.training.setup import prepare_run
 from accel_train.training.train import train_run
 from tests.support.commands import call, error_line
+from tests.support.comparisons import assert_same_bits
 from tests.support.programs.disk_driver import CALLS, RECORD, SCENARIOS, files, prepare
 from tests.support.runs import (
     TESTS,
@@ -47,8 +48,8 @@ from tests.support.runs import (
     events,
     losses,
     ran,
-    recipe_dict,
     run,
+    tiny_recipe,
     write_corpus,
     write_recipe_file,
 )
@@ -229,7 +230,7 @@ def test_a_thousand_kinds_of_damage_are_all_found_named_and_passed_over(corpus: 
     """A file that only describes the weights (config.json) may have been edited: it is named, and the checkpoint is
     used.
     """
-    train(Recipe.model_validate(recipe_dict(corpus, checkpoint={"every_steps": 6}, model={"config": SMALLEST})))
+    train(tiny_recipe(corpus, checkpoint={"every_steps": 6}, model={"config": SMALLEST}))
     root = corpus / "run" / "checkpoints"
     good, bad = folder_of(root, 6), folder_of(root, 12)
     pristine = corpus / "pristine"
@@ -298,14 +299,13 @@ def test_when_all_checkpoints_are_broken_the_run_refuses_to_start_over_until_tol
 
 
 def no_leftovers(root: Path) -> bool:
-    return not [entry.name for entry in root.iterdir() if entry.name.startswith(".")]
+    return not list(root.glob(".*"))
 
 
 @pytest.mark.parametrize("in_background", [True, False], ids=["background", "foreground"])
 def test_one_save_on_a_full_disk_fails_alone_and_training_goes_on(corpus: Path, in_background: bool) -> None:
-    recipe = recipe_dict(corpus, **RUN, options={"full": [7, 10]})
-    recipe["checkpoint"]["in_background"] = in_background
-    train(Recipe.model_validate(recipe))
+    checkpoint = {**RUN["checkpoint"], "in_background": in_background}
+    train(tiny_recipe(corpus, **{**RUN, "checkpoint": checkpoint}, options={"full": [7, 10]}))
     folder = corpus / "run"
     (failed,) = events(folder, "checkpoint_failed")
     assert failed["step"] == 8
@@ -331,13 +331,12 @@ def test_two_saves_in_a_row_on_a_full_disk_end_the_run_with_exit_code_4_on_all_p
     assert not (folder / "summary.json").exists()
     if processes == 1:
         run(write_recipe_file(corpus, **RUN))
-        assert events(folder, "resume")[0]["step"] == 4
+        assert event_steps(folder, "resume")[0] == 4
         assert list(losses(folder)) == list(range(1, 17))
 
 
 def test_the_last_save_that_fails_ends_the_run_with_exit_code_4(corpus: Path) -> None:
-    recipe = recipe_dict(corpus, **RUN, options={"full": [15, 99]})
-    prepared = prepare_run(Recipe.model_validate(recipe))
+    prepared = prepare_run(tiny_recipe(corpus, **RUN, options={"full": [15, 99]}))
     with pytest.raises(CheckpointError, match="step 16 could not"):
         train_run(prepared)
     unlimit_files(prepared.plan.task)
@@ -388,33 +387,16 @@ class NeverBuilt(DiskTask):
         raise AssertionError("a model was built")
 
 
-def output_below_a_file(folder: Path) -> Path:
-    (folder / "file").touch()
-    return folder / "file" / "run"
-
-
-def output_is_a_file(folder: Path) -> Path:
-    (folder / "file").touch()
-    return folder / "file"
-
-
-def output_where_nothing_can_be_created(folder: Path) -> Path:
-    return Path("/proc/run")
-
-
-def checkpoints_are_a_file(folder: Path) -> Path:
-    (folder / "run").mkdir()
-    (folder / "run" / "checkpoints").touch()
-    return folder / "run"
-
-
 @pytest.mark.parametrize(
     "place",
-    [output_below_a_file, output_is_a_file, output_where_nothing_can_be_created, checkpoints_are_a_file],
-    ids=lambda place: place.__name__,
+    ["file/run", "file", "/proc/run", "run"],
+    ids=["below a file", "a file", "where nothing can be created", "checkpoints are a file"],
 )
-def test_a_folder_that_cannot_be_written_is_refused_before_a_model_is_built(corpus: Path, place: Any) -> None:
-    output = place(corpus)
+def test_a_folder_that_cannot_be_written_is_refused_before_a_model_is_built(corpus: Path, place: str) -> None:
+    (corpus / "file").touch()
+    (corpus / "run").mkdir()
+    (corpus / "run" / "checkpoints").touch()
+    output = corpus / place
     recipe = write_recipe_file(corpus, task="tests.faults.test_disk:NeverBuilt", output_dir=str(output))
     began = time.monotonic()
     error_line("run", recipe, named=str(output))
@@ -423,10 +405,9 @@ def test_a_folder_that_cannot_be_written_is_refused_before_a_model_is_built(corp
 
 @pytest.mark.faults
 def test_a_slow_disk_is_waited_for_and_named_and_at_most_one_save_is_in_flight(corpus: Path) -> None:
-    recipe = recipe_dict(corpus, **RUN, options={"slow_fsync": 0.4})
-    recipe["schedule"]["max_steps"] = 12
     real_fsync = os.fsync
-    prepared = prepare_run(Recipe.model_validate(recipe))
+    recipe = tiny_recipe(corpus, **{**RUN, "schedule": {"max_steps": 12}}, options={"slow_fsync": 0.4})
+    prepared = prepare_run(recipe)
     try:
         train_run(prepared)
     finally:
@@ -448,13 +429,11 @@ def test_killed_within_a_background_save_the_run_goes_on_from_the_one_before_to_
     for name in ("whole", "killed"):
         (tmp_path / name).mkdir()
         write_corpus(tmp_path / name)
-    train(Recipe.model_validate(recipe_dict(tmp_path / "whole", **RUN)))
-    died = run(write_recipe_file(tmp_path / "killed", **RUN, options={"kill_in_save": fsync}), expect=None)
-    assert died.returncode == -9
+    train(tiny_recipe(tmp_path / "whole", **RUN))
+    run(write_recipe_file(tmp_path / "killed", **RUN, options={"kill_in_save": fsync}), expect=-9)
     root = tmp_path / "killed" / "run" / "checkpoints"
     assert valid_steps(root) == ([4, 8] if fsync == "checkpoints" else [4]), "the rename publishes, and nothing else"
     assert len(valid_steps(root)) == len(checkpoint_folders(root))
     run(write_recipe_file(tmp_path / "killed", **RUN))
-    whole, killed = (checkpoint(tmp_path / name / "run", 16) for name in ("whole", "killed"))
-    assert all(torch.equal(whole[name], killed[name]) for name in whole)
+    assert_same_bits(*(checkpoint(tmp_path / name / "run", 16) for name in ("whole", "killed")))
     assert no_leftovers(root)

@@ -28,7 +28,7 @@ from tests.support.runs import (
     TINY_MODEL,
     command,
     environment,
-    events,
+    event_steps,
     losses,
     wait_for_step,
     write_base,
@@ -37,12 +37,9 @@ from tests.support.runs import (
     write_recipe_file,
     write_yaml,
 )
+from tests.support.text_tasks import BERT
 
 MAX_STEPS = 120
-BERT = {
-    "model_type": "bert", "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48,
-    "max_position_embeddings": 64, "hidden_dropout_prob": 0.1,
-}  # fmt: skip
 
 
 def recipe_in(folder: Path, name: str, max_steps: int, model: dict[str, Any] | None = None) -> Path:
@@ -113,9 +110,7 @@ def small_recipe_in(folder: Path, name: str, max_steps: int, sections: dict[str,
         "checkpoint": {"every_steps": 3, "keep": 2},
         "log": {"every_steps": 1, "progress": False},
     }
-    path = folder / f"{name}.yaml"
-    write_yaml(path, recipe)
-    return path
+    return write_yaml(folder / f"{name}.yaml", recipe)
 
 
 @pytest.mark.faults
@@ -131,7 +126,7 @@ def test_kills_change_nothing_of_a_run_whose_loss_is_over_the_global_batch(tmp_p
         ]
         sections = {
             "task": "tests.support.tasks.kill_points:KillSentenceEmbedding",
-            "model": {"config": BERT},
+            "model": {"config": {**BERT, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}},
             "tokenizer": "bytes",
             "data": {
                 "train": str(write_jsonl(tmp_path / "rows.jsonl", rows)),
@@ -220,5 +215,5 @@ def test_processes_of_a_torchrun_that_is_killed_save_and_end_within_ten_seconds(
     for process in alive:
         process.kill()
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
-    saved_at = events(folder, "preempted")[0]["step"]
+    saved_at = event_steps(folder, "preempted")[0]
     assert check(folder / "checkpoints" / f"step-{saved_at:08d}").problem is None

@@ -24,6 +24,7 @@ from tests.support.processes import free_port, run_forked
 from tests.support.runs import (
     REPOSITORY,
     TESTS,
+    assert_saved_at_the_stop,
     command,
     environment,
     event_steps,
@@ -58,29 +59,15 @@ class Machines:
 
     def start(self, number: int, recipe: Path, log: Path) -> psutil.Popen:
         """The same command on each machine, as a user or a scheduler gives it."""
-        torchrun = [
-            "-m",
-            "accel_train.torchrun",
-            "--nnodes=2",
-            "--nproc_per_node=1",
-            "--rdzv_backend=c10d",
-            "--rdzv_id=run",
-        ]
-        torchrun += [f"--rdzv_endpoint={self.addresses[0]}:{self.port}", f"--local_addr={self.addresses[number]}"]
-        words = [
-            *self.prefixes[number],
-            sys.executable,
-            *torchrun,
-            "--max_restarts=3",
-            "-m",
-            "accel_train",
-            "run",
-            str(recipe),
-        ]
+        torchrun = "-m accel_train.torchrun --nnodes=2 --nproc_per_node=1 --max_restarts=3 --rdzv_backend=c10d"
+        place = f"--rdzv_id=run --rdzv_endpoint={self.addresses[0]}:{self.port} --local_addr={self.addresses[number]}"
+        words = [sys.executable, *torchrun.split(), *place.split(), "-m", "accel_train", "run", str(recipe)]
         path = os.pathsep.join((str(TESTS), str(REPOSITORY)))
         variables = environment(ACCELERATE_USE_CPU="true", GLOO_SOCKET_IFNAME=self.interface, PYTHONPATH=path)
         with log.open("ab") as out:
-            launcher = psutil.Popen(words, env=variables, stdout=out, stderr=subprocess.STDOUT)
+            launcher = psutil.Popen(
+                [*self.prefixes[number], *words], env=variables, stdout=out, stderr=subprocess.STDOUT
+            )
         self.launchers.append(launcher)
         return launcher
 
@@ -140,14 +127,8 @@ def two_addresses(tmp_path: Path) -> Iterator[Machines]:
         pytest.skip(f"network namespaces are not permitted here: {getattr(error, 'stderr', error)}")
     hosts = tmp_path / "hosts"
     hosts.write_text("127.0.0.1 localhost\n" + "".join(map("{} {}\n".format, addresses, names)))
-    inside = [
-        "unshare",
-        "--uts",
-        "--mount",
-        "sh",
-        "-c",
-        f'hostname "$0" && mount --bind {hosts} /etc/hosts && exec "$@"',
-    ]
+    become = f'hostname "$0" && mount --bind {hosts} /etc/hosts && exec "$@"'
+    inside = ["unshare", "--uts", "--mount", "sh", "-c", become]
     machines = Machines([["ip", "netns", "exec", name, *inside, name] for name in names], addresses, "cable")
     yield machines
     machines.end()
@@ -185,13 +166,10 @@ def lose_one_and_start_it_again(folder: Path, machines: Machines, *, silently: b
     assert first.wait(120) == 0, said(logs)
     assert second.wait(30) == 0, said(logs)
 
-    [resume] = events(run, "resume")
-    assert resume["step"] in (
-        10,
-        15,
-    )  # the newest checkpoint: training may come past step 12 before the machine is lost
+    # The newest checkpoint: training may come past step 12 before the machine is lost.
+    assert event_steps(run, "resume") in ([10], [15])
     assert list(losses(run)) == list(range(1, STEPS + 1))
-    assert [loss.hex() for loss in losses(run).values()] == [loss.hex() for loss in losses(folder / "whole").values()]
+    assert losses(run) == losses(folder / "whole")
 
 
 def wait_until(is_so: Callable[[], bool], logs: Sequence[Path]) -> None:
@@ -223,9 +201,9 @@ def test_machine_that_is_asked_to_stop_ends_both_with_75_in_seconds_and_the_run_
     wait_for_step(run, 7, lambda: first.poll() is None, lambda: said(logs))
     both[asked].terminate()
     assert [launcher.wait(30) for launcher in both] == [75, 75], said(logs)
-    [preempted] = events(run, "preempted")
-    assert preempted["step"] >= 7
-    assert (run / "checkpoints" / f"step-{preempted['step']:08d}").exists()
+    [step] = event_steps(run, "preempted")
+    assert step >= 7
+    assert_saved_at_the_stop(run)
 
 
 def test_machine_with_an_address_and_a_name_of_its_own_is_lost_and_rejoins(

@@ -1,7 +1,6 @@
 """What only a CUDA device can show: no synchronisation in the steady state, and the guard in its own kernels."""
 
 import copy
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,17 @@ from accel_train.plan.plan import resolve_plan
 from accel_train.recipe.optimizer import Optimizer
 from accel_train.training.loop import run_steps
 from accel_train.training.setup import prepare_run
-from tests.support.runs import LLAMA, TINY_MODEL, losses, metrics, recipe_dict, write_corpus, write_recipe_file
+from tests.support.runs import (
+    LLAMA,
+    REPOSITORY,
+    TINY_MODEL,
+    losses,
+    metrics,
+    summary_of,
+    tiny_recipe,
+    write_corpus,
+    write_recipe_file,
+)
 from tests.support.runs import run as run_command
 
 pytestmark = [
@@ -41,8 +50,11 @@ pytestmark = [
 
 
 def train_steps(folder: Path, **sections: Any) -> dict[int, float]:
-    recipe = Recipe.model_validate(recipe_dict(folder, **{"task": "causal-lm", **sections}))
-    run = prepare_run(recipe)
+    """Train in this process, on a small corpus where the folder has none; return the losses."""
+    folder.mkdir(exist_ok=True)
+    if not (folder / "corpus.jsonl").exists():
+        write_corpus(folder)
+    run = prepare_run(tiny_recipe(folder, **{"task": "causal-lm", **sections}))
     with run.resources:
         run_steps(run)
     return losses(folder / "run")
@@ -50,14 +62,11 @@ def train_steps(folder: Path, **sections: Any) -> dict[int, float]:
 
 @pytest.mark.parametrize("mixed_precision", ["no", "fp16", "bf16"])
 @pytest.mark.parametrize("chunked", [False, True])
-def test_steady_steps_do_not_synchronise(tmp_path: Path, mixed_precision: str, chunked: bool) -> None:
-    write_corpus(tmp_path)
+def test_steady_steps_do_not_synchronise(corpus: Path, mixed_precision: str, chunked: bool) -> None:
     sections: dict[str, Any] = {"schedule": {"max_steps": 40}, "precision": {"mixed_precision": mixed_precision}}
-    sections["loss"] = {"chunked": chunked}
-    watch_steps(Recipe.model_validate(recipe_dict(tmp_path, task="causal-lm", **sections)))
+    watch_steps(tiny_recipe(corpus, task="causal-lm", loss={"chunked": chunked}, **sections))
 
 
-RECIPES = Path(__file__).parents[2] / "recipes"
 OFFLINE_RECIPES = (
     "image_classification",
     "masked_lm",
@@ -74,7 +83,7 @@ OFFLINE_RECIPES = (
 
 @pytest.mark.parametrize("name", OFFLINE_RECIPES)
 def test_no_task_waits_for_the_device_in_a_steady_step(tmp_path: Path, name: str) -> None:
-    fields = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
+    fields = yaml.safe_load((REPOSITORY / "recipes" / f"{name}.yaml").read_text())
     del fields["schedule"]["num_epochs" if "num_epochs" in fields["schedule"] else "max_steps"]
     fields["schedule"]["max_steps"] = 40
     fields["evaluate"] = {"every_steps": 0} | ({"generation": {"max_samples": 0}} if name == "seq2seq" else {})
@@ -203,8 +212,6 @@ def test_padding_outside_every_window_leaves_gradients_finite(dtype: torch.dtype
 def test_documents_train_as_under_a_dense_mask(tmp_path: Path) -> None:
     traces = []
     for name, attention in (("alone", "auto"), ("dense", "sdpa")):
-        (tmp_path / name).mkdir()
-        write_corpus(tmp_path / name)
         model = {"config": {**TINY_MODEL, "n_positions": 256}, "attn_implementation": attention}
         sections = {"model": model, "data": {"mask_documents": True, "sequence_length": 256}}
         traces.append(train_steps(tmp_path / name, precision={"mixed_precision": "bf16"}, **sections))
@@ -259,8 +266,6 @@ def test_fp16_finds_its_scale_and_trains_like_fp32(tmp_path: Path) -> None:
     }
     found = {}
     for name, precision in settings.items():
-        (tmp_path / name).mkdir()
-        write_corpus(tmp_path / name)
         found[name] = train_steps(tmp_path / name, precision=precision, schedule={"max_steps": 60})
     lines = metrics(tmp_path / "scaled" / "run")
     assert not any(line["skipped"] for line in lines)
@@ -276,11 +281,8 @@ def test_fp16_finds_its_scale_and_trains_like_fp32(tmp_path: Path) -> None:
 def test_compiled_blocks_train_like_eager_ones(tmp_path: Path) -> None:
     traces = []
     for compiled in (False, True):
-        folder = tmp_path / str(compiled)
-        folder.mkdir()
-        write_corpus(folder)
         precision = {"mixed_precision": "bf16", "compile": compiled}
-        traces.append(train_steps(folder, model={"config": TINY_MODEL}, precision=precision))
+        traces.append(train_steps(tmp_path / str(compiled), model={"config": TINY_MODEL}, precision=precision))
     assert traces[1] == pytest.approx(traces[0], rel=2e-2)
 
 
@@ -290,11 +292,8 @@ def test_float8_trains_like_bf16(tmp_path: Path, compiled: bool) -> None:
         pytest.skip("this GPU does not multiply float8")
     traces = []
     for name in ("bf16", "fp8"):
-        folder = tmp_path / name
-        folder.mkdir()
-        write_corpus(folder)
-        precision = {"mixed_precision": name, "compile": compiled}
-        traces.append(train_steps(folder, model={"config": LLAMA}, precision=precision, schedule={"max_steps": 40}))
+        sections = {"model": {"config": LLAMA}, "precision": {"mixed_precision": name, "compile": compiled}}
+        traces.append(train_steps(tmp_path / name, schedule={"max_steps": 40}, **sections))
     assert traces[1] == pytest.approx(traces[0], rel=5e-2)
     assert traces[1] != traces[0], "the setting had no effect"
 
@@ -304,16 +303,7 @@ def test_a_process_takes_the_memory_that_was_planned(tmp_path: Path, processes: 
     if torch.cuda.device_count() < processes:
         pytest.skip(f"needs {processes} GPUs")
     write_corpus(tmp_path, num_documents=400)
-    model = {
-        "model_type": "gpt2",
-        "n_layer": 8,
-        "n_embd": 768,
-        "n_head": 12,
-        "n_positions": 512,
-        "resid_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-    }
+    model = {**TINY_MODEL, "n_layer": 8, "n_embd": 768, "n_head": 12, "n_positions": 512}
     sections: dict[str, Any] = {
         "task": "causal-lm",
         "model": {"config": model},
@@ -323,8 +313,8 @@ def test_a_process_takes_the_memory_that_was_planned(tmp_path: Path, processes: 
         "precision": {"mixed_precision": "bf16"},
     }
     run_command(write_recipe_file(tmp_path, **sections), processes=processes)
-    peaks = json.loads((tmp_path / "run" / "summary.json").read_text())["peak_memory_bytes"]
-    plan = resolve_plan(Recipe.model_validate(recipe_dict(tmp_path, **sections)), processes)
+    peaks = summary_of(tmp_path / "run")["peak_memory_bytes"]
+    plan = resolve_plan(tiny_recipe(tmp_path, **sections), processes)
     not_allocated_by_torch = ("CUDA context", "NCCL buffers", "fragmentation")
     planned = sum(part.num_bytes or 0 for part in plan.memory if part.name not in not_allocated_by_torch)
     # torch also allocates cuBLAS's workspace, 32 MiB on Hopper, which a plan counts as CUDA context.
@@ -345,11 +335,8 @@ def test_search_takes_what_leaves_headroom_and_the_losses_stay(tmp_path: Path) -
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
     taken = torch.empty(free - total // 10 - 2 * 2**30, dtype=torch.uint8, device=device)
-    recipe = Recipe.model_validate(
-        recipe_dict(
-            tmp_path, task="causal-lm", output_dir=str(tmp_path / "found"), batch={"global_batch_size": 64}, **sections
-        )
-    )
+    sections |= {"output_dir": str(tmp_path / "found"), "batch": {"global_batch_size": 64}}
+    recipe = tiny_recipe(tmp_path, task="causal-lm", **sections)
     run = prepare_run(recipe)
     assert 1 < run.sizes.per_device_batch_size < 64, run.plan.choices["batch.per_device_batch_size"]
     assert "measured on " in run.plan.choices["batch.per_device_batch_size"].reason
