@@ -4,10 +4,10 @@ Its parts come from evaluation.json. A custom task may have written that file, s
 out.
 """
 
-import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -63,15 +63,8 @@ def describe_evaluation(runs: Sequence[Run]) -> list[Block]:
     """Return the parts of the section on the last evaluation, or an empty list if the headline numbers suffice."""
     blocks = [_table_of_metrics(runs)]
     if len(runs) == 1:
-        details = runs[0].details
-        blocks += [
-            *_describe_classification(details("classification")),
-            *_describe_segmentation(details("segmentation")),
-            *_describe_detection(details("detection")),
-            *_describe_generation(details("generation")),
-            *_describe_retrieval(details("retrieval")),
-        ]
-        blocks.append(_describe_augmentation(details("test_time_augmentation")))
+        for part, describe in _PARTS.items():
+            blocks += describe(runs[0].details(part))
         blocks.append(_describe_examples(runs[0].examples, _mapping(runs[0].summary.get("data")).get("num_eval")))
     return [{"folded": False, "wide": False, "hint": ""} | block for block in blocks if block]
 
@@ -157,19 +150,17 @@ def _table_of_metrics(runs: Sequence[Run]) -> Block:
     return _table("Metrics", ["", *head], rows)
 
 
-def _describe_classification(part: JsonRecord) -> list[Block]:
-    report = _mapping(part.get("report"))
-    blocks, found = list[Block](), confusion_matrix(part)
-    if found:
+def _describe_classification(part: JsonRecord) -> Iterator[Block]:
+    if found := confusion_matrix(part):
         is_small = len(found[1]) <= MAX_CLASSES
-        blocks.append(_matrix(*found) if is_small else _table_of_pairs(*found, "samples"))
+        yield _matrix(*found) if is_small else _table_of_pairs(*found, "samples")
     # Beside the table of metrics and the matrix.
-    blocks += [_table_of_classes(report)] if report else []
+    if report := _mapping(part.get("report")):
+        yield _table_of_classes(report)
     text = part.get("report_text")
     if isinstance(text, str) and text:
         hint = "the classification report"
-        blocks.append({"kind": "text", "title": "As text", "hint": hint, "text": text, "folded": True})
-    return blocks
+        yield {"kind": "text", "title": "As text", "hint": hint, "text": text, "folded": True}
 
 
 def _table_of_classes(report: JsonRecord) -> Block:
@@ -218,50 +209,37 @@ def _table_of_pairs(matrix: NDArray[np.int64], names: Sequence[str], unit: str) 
     return _table("Most frequent mistakes", head, rows) | {"text_columns": 1} if rows else {}
 
 
-def _describe_segmentation(part: JsonRecord) -> list[Block]:
-    names, ious = _names(part), part.get("iou")
-    blocks: list[Block] = []
-    if names and isinstance(ious, list) and len(ious) == len(names):
-        bars = [_bar(name, iou) for name, iou in zip(names, ious, strict=True)]
-        known = [iou for iou in ious if is_number(iou)]
-        mean = math.fsum(known) / len(known) if known else None
-        bars.append(_bar("mean", mean) | {"this": True})
-        title = "Intersection over union by class"
-        folded = len(bars) > MAX_ROWS
-        blocks.append({"kind": "bars", "title": title, "hint": f"{len(names)} classes", "bars": bars, "folded": folded})
-    found = confusion_matrix(part)
-    if found:
-        blocks.append(_table_of_pairs(*found, "pixels"))
-    return blocks
+def _describe_segmentation(part: JsonRecord) -> Iterator[Block]:
+    if bars := _bars_of_classes(part, "iou"):
+        known = [iou for iou in part["iou"] if is_number(iou)]
+        mean = _bar("mean", fmean(known) if known else None) | {"this": True}
+        yield _bars("Intersection over union by class", f"{len(bars)} classes", [*bars, mean])
+    if found := confusion_matrix(part):
+        yield _table_of_pairs(*found, "pixels")
 
 
-def _describe_detection(part: JsonRecord) -> list[Block]:
-    names, values = _names(part), _list(part.get("average_precision"))
-    if not names or len(values) != len(names):
-        return []
-    bars = [_bar(name, value) for name, value in zip(names, values, strict=True)]
-    hint = f"{len(names)} classes; mean over IoU thresholds from 0.5 to 0.95"
-    title = "Average precision by class"
-    blocks: list[Block] = [{"kind": "bars", "title": title, "hint": hint, "bars": bars, "folded": len(bars) > MAX_ROWS}]
-    best = _mapping(part.get("best_f1"))
-    if best:
+def _describe_detection(part: JsonRecord) -> Iterator[Block]:
+    if not (bars := _bars_of_classes(part, "average_precision")):
+        return
+    hint = f"{len(bars)} classes; mean over IoU thresholds from 0.5 to 0.95"
+    yield _bars("Average precision by class", hint, bars)
+    if best := _mapping(part.get("best_f1")):
         head = ["", "least score", "precision", "recall", "F1"]
         row = _row("boxes", [show_value(best.get(name)) for name in ("score", "precision", "recall", "f1")])
-        blocks.append(_table("Score with the best F1 at an IoU of 0.5", head, [row]))
-    return blocks
+        yield _table("Score with the best F1 at an IoU of 0.5", head, [row])
 
 
-def _describe_generation(part: JsonRecord) -> list[Block]:
+def _describe_generation(part: JsonRecord) -> Iterator[Block]:
     rows = [
         _row(str(each.get("source", "")), [str(each.get(name, "")) for name in ("target", "generated")])
         for each in _list(part.get("samples"))
         if isinstance(each, Mapping)
     ]
-    head = ["source", "target", "generated"]
-    return [_table("Generated texts", head, rows) | {"text_columns": 2}] if rows else []
+    if rows:
+        yield _table("Generated texts", ["source", "target", "generated"], rows) | {"text_columns": 2}
 
 
-def _describe_retrieval(part: JsonRecord) -> list[Block]:
+def _describe_retrieval(part: JsonRecord) -> Iterator[Block]:
     rows = [
         _row(
             "" if rank else str(query.get("query", "")),
@@ -273,8 +251,18 @@ def _describe_retrieval(part: JsonRecord) -> list[Block]:
         if isinstance(each, Mapping)
     ]
     head = ["query", "nearest texts", "", "similarity"]
-    block = _table("Nearest texts of some queries", head, rows) | {"text_columns": 2, "wide": True}
-    return [block] if rows else []
+    if rows:
+        yield _table("Nearest texts of some queries", head, rows) | {"text_columns": 2, "wide": True}
+
+
+def _bars_of_classes(part: JsonRecord, name: str) -> list[Block]:
+    """Return a bar for each class, or an empty list if there are other classes than values."""
+    names, values = _names(part), _list(part.get(name))
+    return list(map(_bar, names, values)) if len(names) == len(values) else []
+
+
+def _bars(title: str, hint: str, bars: Sequence[Block]) -> Block:
+    return {"kind": "bars", "title": title, "hint": hint, "bars": bars, "folded": len(bars) > MAX_ROWS}
 
 
 def _bar(name: str, iou: Any) -> Block:
@@ -283,14 +271,26 @@ def _bar(name: str, iou: Any) -> Block:
     return {"label": name, "percent": percent, "value": f"{iou:.3f}" if known else "does not occur", "this": False}
 
 
-def _describe_augmentation(part: JsonRecord) -> Block:
+def _describe_augmentation(part: JsonRecord) -> Iterator[Block]:
     plain, augmented = _mapping(part.get("without")), _mapping(part.get("with"))
     rows = []
     for name in dict.fromkeys((*plain, *augmented)):
         before, after = plain.get(name), augmented.get(name)
         change = f"{after - before:+.4f}" if is_number(before) and is_number(after) else MISSING
         rows.append(_row(label(name), [show_metric(name, before), show_metric(name, after), change]))
-    return _table("Test-time augmentation", ["", "without", "with", "change"], rows) if rows else {}
+    if rows:
+        yield _table("Test-time augmentation", ["", "without", "with", "change"], rows)
+
+
+_PARTS = {
+    "classification": _describe_classification,
+    "segmentation": _describe_segmentation,
+    "detection": _describe_detection,
+    "generation": _describe_generation,
+    "retrieval": _describe_retrieval,
+    "test_time_augmentation": _describe_augmentation,
+}
+"""Parts of the details of an evaluation, in the order of display."""
 
 
 def _table(title: str, head: Sequence[str], rows: Sequence[Block]) -> Block:
