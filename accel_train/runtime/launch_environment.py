@@ -5,7 +5,7 @@ A configuration with `distributed_type: FSDP` or `DEEPSPEED` reaches a program a
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from types import MappingProxyType
@@ -27,7 +27,8 @@ NO_FSDP = "no FSDP"
 TP_SIZE, SP_SIZE = "PARALLELISM_CONFIG_TP_SIZE", "PARALLELISM_CONFIG_SP_SIZE"
 COPIES, SHARD_SIZE = "PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "PARALLELISM_CONFIG_DP_SHARD_SIZE"
 ZERO_STAGE = "ACCELERATE_DEEPSPEED_ZERO_STAGE"
-PRECISION, DYNAMO = "ACCELERATE_MIXED_PRECISION", "ACCELERATE_DYNAMO_BACKEND"
+PRECISION = "ACCELERATE_MIXED_PRECISION"
+DYNAMO, DYNAMO_MODE = "ACCELERATE_DYNAMO_BACKEND", "ACCELERATE_DYNAMO_MODE"
 STEPS, CLIPPING = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "ACCELERATE_GRADIENT_CLIPPING"
 MIXED_FLAG = "--mixed_precision"
 STARTED_BY = "ACCEL_TRAIN_STARTED_BY"
@@ -135,29 +136,6 @@ REFUSED: tuple[tuple[tuple[str, ...], str, tuple[str, ...], str], ...] = (
 )
 
 
-# Variables of Accelerate for training. What reads the value (None: nothing is said), the recipe's setting, and whether
-# transformers.Trainer reads the variable too. Its arguments decide everything else.
-# `accelerate launch` always sets the first to "no", so only the flag `--mixed_precision no` says no.
-SETTINGS: tuple[tuple[str, str, Callable[[Mapping[str, str], str], Any], bool], ...] = (
-    (PRECISION, "precision.mixed_precision", lambda said, text: _precision(said, text), True),
-    (
-        STEPS,
-        "batch.gradient_accumulation_steps",
-        lambda said, text: None if text.lower() == "auto" else _size(said, STEPS),
-        False,
-    ),
-    (CLIPPING, "optimizer.max_grad_norm", lambda said, text: _clipping(text), False),
-    (DYNAMO, "precision.compile", lambda said, text: _compiled(said), True),
-    (DYNAMO, "precision.compile_backend", lambda said, text: text.lower() if _compiled(said) else None, True),
-    (
-        "ACCELERATE_DYNAMO_MODE",
-        "precision.compile_mode",
-        lambda said, text: text if _compiled(said) and text != "default" else None,
-        True,
-    ),
-)
-
-
 @cache
 def launched_with() -> Mapping[str, str]:
     """Return the variables of this process at the first call. Building an Accelerator changes them.
@@ -184,7 +162,7 @@ def launched_with() -> Mapping[str, str]:
 def child_environment() -> dict[str, str]:
     """Return the variables for a run that this process starts, so that it has the same launch."""
     launch = launched_with()
-    switches = {FSDP, ZERO, SIZES, *(variable for variable, *_ in SETTINGS)}
+    switches = {FSDP, ZERO, SIZES, PRECISION, STEPS, CLIPPING, DYNAMO, DYNAMO_MODE}
     rest = {name: value for name, value in os.environ.items() if name not in switches}
     return {**rest, **{name: launch[name] for name in switches & launch.keys()}, STARTED_BY: str(os.getpid())}
 
@@ -215,12 +193,30 @@ def launcher_flags(command: Sequence[str]) -> dict[str, str]:
 def settings_of_launch(variables: Mapping[str, str]) -> Iterator[tuple[str, str, Any, bool]]:
     """Yield variable, setting, value, and whether transformers.Trainer obeys, for all that a launch says on training.
 
+    The arguments of a Trainer that does not obey decide.
+
     Raises:
         ValueError: a value is not of the variable's kind.
     """
-    for variable, setting, read, by_trainer in SETTINGS:
-        if variable in variables and (value := read(variables, variables[variable])) is not None:
-            yield variable, setting, value, by_trainer
+    if PRECISION in variables:
+        precision = variables[PRECISION].lower()
+        # `accelerate launch` always sets it to "no", so only the flag `--mixed_precision no` says no.
+        if precision != "no" or variables.get(MIXED_FLAG) == "no":
+            yield PRECISION, "precision.mixed_precision", precision, True
+    if variables.get(STEPS, "auto").lower() != "auto":
+        yield STEPS, "batch.gradient_accumulation_steps", _size(variables, STEPS), False
+    # `auto` is DeepSpeed's word for the value of the Accelerator.
+    if (clipping := variables.get(CLIPPING, "auto")).lower() != "auto":
+        try:
+            max_grad_norm = float(clipping)
+        except ValueError as error:
+            raise ValueError(f"{CLIPPING}={clipping}: must be a number") from error
+        yield CLIPPING, "optimizer.max_grad_norm", max_grad_norm, False
+    if (compiled := _compiled(variables)) is not None:
+        yield DYNAMO, "precision.compile", compiled, True
+        yield DYNAMO, "precision.compile_backend", variables[DYNAMO].lower(), True
+        if (mode := variables.get(DYNAMO_MODE, "default")) != "default":
+            yield DYNAMO_MODE, "precision.compile_mode", mode, True
 
 
 def with_launch_environment(recipe: Recipe, environment: Mapping[str, str] | None = None) -> Recipe:
@@ -299,26 +295,11 @@ def left_by_parent() -> dict[str, str]:
     return {}
 
 
-def _precision(variables: Mapping[str, str], text: str) -> str | None:
-    text = text.lower()
-    return text if text != "no" or variables.get(MIXED_FLAG) == "no" else None
-
-
 def _compiled(variables: Mapping[str, str]) -> str | None:
     """Return the compiled part: `model`, as by Accelerate, or `blocks`; None if nothing is compiled."""
     if variables.get(DYNAMO, "no").lower() in ("no", ""):
         return None
     return "blocks" if _flag(variables, "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION") else "model"
-
-
-def _clipping(text: str) -> float | None:
-    # DeepSpeed's word for the value of the Accelerator.
-    if text.lower() == "auto":
-        return None
-    try:
-        return float(text)
-    except ValueError as error:
-        raise ValueError(f"{CLIPPING}={text}: must be a number") from error
 
 
 def _fields_set_by(environment: Mapping[str, str]) -> dict[str, tuple[Any, str]]:
