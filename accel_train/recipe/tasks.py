@@ -2,7 +2,8 @@
 
 import importlib
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections import UserDict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
@@ -86,40 +87,31 @@ class TaskSpec:
     """Class of a built-in task, as module:Class."""
 
 
-class _Table(Mapping[str, TaskSpec]):
-    """Specs by task. Reading one imports `config.py` of the task's folder."""
-
-    def __init__(self, *names: str) -> None:
-        self._names = dict.fromkeys(names)
+class _Table(UserDict[str, TaskSpec]):
+    """Specs by task. Reading one imports `config.py` of the task's folder, so only the names are stored."""
 
     def __getitem__(self, name: str) -> TaskSpec:
-        if name not in self._names:
+        if name not in self:
             raise KeyError(name)
         spec: TaskSpec = importlib.import_module(f"accel_train.tasks.{name.replace('-', '_')}.config").SPEC
         return spec
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
-TASKS: Mapping[str, TaskSpec] = _Table(
-    "causal-lm",
-    "text-classification",
-    "image-classification",
-    "semantic-segmentation",
-    "object-detection",
-    "token-classification",
-    "seq2seq",
-    "masked-lm",
-    "question-answering",
-    "multiple-choice",
-    "sentence-embedding",
+TASKS: Mapping[str, TaskSpec] = _Table.fromkeys(
+    (
+        "causal-lm",
+        "text-classification",
+        "image-classification",
+        "semantic-segmentation",
+        "object-detection",
+        "token-classification",
+        "seq2seq",
+        "masked-lm",
+        "question-answering",
+        "multiple-choice",
+        "sentence-embedding",
+    ),
+    TaskSpec(),
 )
 """Built-in tasks by the name that a recipe uses."""
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import accel_train.tasks
-from accel_train.recipe.tasks import TASKS
+from accel_train.recipe.tasks import TASKS, TaskSpec
 from tests.support.docs_tables import tasks_table
 
 NAME = "mood-of-text"
@@ -65,7 +65,7 @@ def add_task(folder: Path) -> None:
     (package / "task.py").write_text(TASK)
     accel_train.tasks.__path__.append(str(folder))
     # The line in the table of tasks.
-    cast("Any", TASKS)._names[NAME] = None
+    cast("Any", TASKS)[NAME] = TaskSpec()
 
 
 def main() -> None:
