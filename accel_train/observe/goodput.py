@@ -91,11 +91,11 @@ class LaunchClock:
         self._earlier: list[JsonRecord] = []
         self._facts: JsonRecord = {}
 
-    def switch(self, account: str) -> None:
-        """Switch to another category from now on. Within `inside`, the switch takes effect when the context ends."""
+    def stop(self) -> None:
+        """Count the time from now on as stopping; within `inside`, from the end of the context on."""
         with self._lock:
             self._close()
-            self._account, self._open_step = account, None
+            self._account, self._open_step = "stopping", None
 
     @contextmanager
     def inside(self, account: str) -> Iterator[None]:
@@ -134,7 +134,7 @@ class LaunchClock:
             finally:
                 self.leave()
             yield batch
-        self.switch("stopping")
+        self.stop()
 
     def begin_step(self, step: int) -> None:
         """Begin a step (0-based). Earlier steps that began but did not end, and now begin again, count as repeated."""

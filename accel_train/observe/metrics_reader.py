@@ -3,6 +3,7 @@
 import os
 import re
 from collections import deque
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -68,9 +69,7 @@ class MetricsReader:
             file.seek(max(0, self._offset - _PRINT_BYTES))
             self._print = file.read(self._offset - file.tell())
         found = dict(self._kept)
-        for number, line in (*((number, line) for _, number, line in self._group.values()), *self._last):
-            if number not in found and (record := self._parsed(number, line)) is not None:
-                found[number] = record
+        self._parse(found, (*self._extremes(), *self._last))
         note_damaged_lines(self._path, self._faults, damage)
         return [found[number] for number in sorted(found)]
 
@@ -87,8 +86,8 @@ class MetricsReader:
             number, line = first + at, lines[at]
             if self._group_bytes and b'"split": "system"' in line and _is_whole(line):
                 self._group.setdefault("system", (0.0, number, line))
-            elif (record := self._parsed(number, line)) is not None:
-                self._kept[number] = record
+            else:
+                self._parse(self._kept, ((number, line),))
         self._last.extend((first + at, lines[at]) for at in train[-LAST_LINES:])
         # Searching for one character is ten times as fast as searching for a word.
         if b"N" in text or b"I" in text:
@@ -109,16 +108,21 @@ class MetricsReader:
                     self._group[key] = (extreme, first + at, lines[at])
 
     def _close_group(self) -> None:
-        for _, number, line in self._group.values():
-            if number not in self._kept and (record := self._parsed(number, line)) is not None:
-                self._kept[number] = record
+        self._parse(self._kept, self._extremes())
         self._group.clear()
 
-    def _parsed(self, number: int, line: bytes) -> JsonRecord | None:
-        record, fault = parse_line(line, "split")
-        if fault:
-            self._faults[number] = fault
-        return record
+    def _extremes(self) -> Iterator[tuple[int, bytes]]:
+        return ((number, line) for _, number, line in self._group.values())
+
+    def _parse(self, kept: dict[int, JsonRecord], lines: Iterable[tuple[int, bytes]]) -> None:
+        """Add the records of numbered lines to `kept`, or note why they are damaged."""
+        for number, line in lines:
+            if number not in kept:
+                record, fault = parse_line(line, "split")
+                if record is None:
+                    self._faults[number] = fault
+                else:
+                    kept[number] = record
 
 
 def _is_whole(line: bytes) -> bool:

@@ -224,7 +224,7 @@ class RunObserver(Observer):
         if kind in ("start", "resume"):
             self._progress.begin()
         if kind in ENDINGS:
-            self._clock.switch("stopping")
+            self._clock.stop()
 
     def note(self, text: str) -> None:
         self._progress.note(text)

@@ -165,7 +165,7 @@ class SystemMetrics:
         # The first call starts the interval that the next call measures.
         psutil.cpu_percent()
         self._process.cpu_percent()
-        self._of_gpu = dict(OF_GPU) if device.type == "cuda" else {}
+        self._of_gpu = dict(OF_GPU)
 
     def sample(self) -> JsonRecord:
         """Return the metrics since the last sample, or an empty dict if that sample is too recent."""

@@ -49,11 +49,10 @@ def _verdict(plan: Plan, colour: bool) -> Iterator[Row]:
     fits = plan.device_bytes is not None and total is not None and total <= plan.device_bytes
     room = paint(f"{room}: it fits", "green", on=colour) if fits else paint(room, "red", on=colour and room != "")
     yield "memory", f"{size(total)} for each process ({plan.device}){room}"
-    step = plan.scale.step
-    if step is None or plan.peak_flops is None or not plan.has_length:
+    seconds = plan.train_seconds
+    if plan.scale.step is None or seconds is None:
         yield "time", _time(plan)
     else:
-        seconds = steps.max_steps * step.seconds
         took = "under a minute" if seconds < 60 else format_seconds(seconds)
         yield "time", f"{took} (modeled), {seconds * plan.world_size / 3600:,.1f} GPU-hours"
     each = f"{plan.num_checkpoints} checkpoints of {size(plan.checkpoint_bytes)} (weights and optimizer, fp32)"
@@ -117,8 +116,7 @@ def _scale_blocks(plan: Plan) -> Iterator[tuple[str, list[Row]]]:
         return
     yield "Time of a step", list(_step_rows(scale, step, plan.peak_flops, plan.device))
     training = "unknown, because the number of steps is unknown"
-    if plan.has_length:
-        seconds = plan.steps.max_steps * step.seconds
+    if (seconds := plan.train_seconds) is not None:
         took = f"{format_seconds(seconds)}, {seconds * plan.world_size / 3600:,.1f} GPU-hours"
         training = f"{took}: {plan.steps.max_steps:,} modeled steps, without evaluation, saves, and failures"
     in_a_day = f"{86_400 / step.seconds * plan.num_targets / plan.steps.max_steps:.4g} {plan.targets}"

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -206,11 +206,11 @@ def _event_marks(run: Run) -> list[JsonRecord]:
     for name, mark in EVENT_MARKS.items():
         steps = np.array(sorted({event["step"] for event in run.events if event["event"] == name}), dtype=np.float64)
         if len(steps):
-            found.append({"label": mark.label, "color": mark.color, "shape": mark.shape} | _marks("x", steps))
+            found.append(asdict(mark) | _marks("x", steps))
     step = run.summary.get("best_step")
     if type(step) is int and any(event["event"] == "best_model" for event in run.events):
-        kept = {"label": "weights in model/", "color": "--good", "shape": "dashed line"}
-        found.append(kept | _marks("x", np.array([step], dtype=np.float64)))
+        kept = Mark("weights in model/", "--good", "dashed line")
+        found.append(asdict(kept) | _marks("x", np.array([step], dtype=np.float64)))
     return found
 
 

@@ -309,11 +309,9 @@ def _lead(run: Run, targets: str) -> str:
 
 
 def _not_beaten(summary: JsonRecord) -> JsonRecord | None:
-    """Return the sentence on a baseline that the model does not beat, with likely causes, or None."""
-    found = summary.get("not_beaten") or {}
-    sentence, causes = found.get("sentence"), found.get("causes")
-    is_whole = isinstance(sentence, str) and isinstance(causes, list)
-    return {"sentence": sentence, "causes": causes} if is_whole else None
+    """Return the `sentence` on a baseline that the model does not beat, with likely `causes`, or None."""
+    found: JsonRecord = summary.get("not_beaten") or {}
+    return found if isinstance(found.get("sentence"), str) and isinstance(found.get("causes"), list) else None
 
 
 def _event_row(event: JsonRecord) -> JsonRecord:

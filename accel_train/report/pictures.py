@@ -82,7 +82,7 @@ def draw_boxes(image: Image.Image, boxes: Sequence[Box], scale: float) -> Image.
             draw.rectangle(piece, box.color)
     taken: list[tuple[float, float, float, float]] = []
     for box, corners in placed:
-        tag = _place(picture.size, corners, _size_of(box.text, font), taken)
+        tag = _place(picture.size, corners, (font.getlength(box.text) + 4, font.size + 2), taken)
         taken.append(tag)
         draw.rectangle(tag, box.color)
         draw.text((tag[0] + 2, (tag[1] + tag[3]) / 2), box.text, _ink(box.color), font, "lm")
@@ -115,10 +115,6 @@ def _font(picture: Image.Image) -> ImageFont.FreeTypeFont:
     font = ImageFont.load_default(max(12, max(picture.size) // 40))
     assert isinstance(font, ImageFont.FreeTypeFont)
     return font
-
-
-def _size_of(text: str, font: ImageFont.FreeTypeFont) -> tuple[float, float]:
-    return font.getlength(text) + 4, font.size + 2
 
 
 def _ink(color: str) -> str:

@@ -89,10 +89,10 @@ def state_of(run: Run, silent: float = 0.0) -> State:
 def total_steps(run: Run) -> int | None:
     """Return the total number of steps of a run, or None if it is not known yet."""
     schedule = (run.recipe or {}).get("schedule") or {}
-    noted = [event["total_steps"] for event in run.events if isinstance(event.get("total_steps"), int)]
     # Runs of earlier versions noted no total.
-    if steps := noted[-1:] or [steps for steps in (schedule.get("max_steps"),) if isinstance(steps, int)]:
-        return int(steps[0])
+    steps = [schedule.get("max_steps"), *(event.get("total_steps") for event in run.events)]
+    if known := [number for number in steps if isinstance(number, int)]:
+        return known[-1]
     epochs, last = schedule.get("num_epochs"), run.train[-1] if run.train else {}
     if is_number(epochs) and is_number(last.get("epoch")) and last["epoch"] > 0:
         return max(last["step"], round(epochs * last["step"] / last["epoch"]))

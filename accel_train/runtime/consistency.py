@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from accelerate.utils import broadcast_object_list
 
 from accel_train.core.files import is_seen
 from accel_train.core.json_io import dotted_items, parse_json
 from accel_train.core.state import Choice
 from accel_train.core.version import __version__
 from accel_train.recipe.schema import Recipe
-from accel_train.runtime.process_group import concluded
+from accel_train.runtime.process_group import concluded, on_main
 from accel_train.task import TaskData
 
 OF_ONE_MACHINE: Any = {
@@ -86,24 +85,24 @@ def check_shared(output_dir: Path, num_processes: int) -> None:
     # `checkpoints` may be a link to another disk. After a kill, `resume.remove_leftovers` removes the file by this
     # name.
     below = "checkpoints" if (output_dir / "checkpoints").is_dir() else "."
-    sent: list[Any] = [f"{below}/.shared-{secrets.token_hex(8)}.tmp", output_dir, None]
-    nonce = output_dir / sent[0] if dist.get_rank() == 0 else None
+    name = f"{below}/.shared-{secrets.token_hex(8)}.tmp"
+
+    def write() -> tuple[str, Path]:
+        try:
+            (output_dir / name).touch(mode=0o600)
+        except OSError as error:
+            raise ValueError(f"output_dir={output_dir} cannot be written: {error.strerror}") from error
+        return name, output_dir
+
     try:
-        if nonce is not None:
-            try:
-                nonce.touch(mode=0o600)
-            except OSError as error:
-                sent[2] = f"output_dir={output_dir} cannot be written: {error.strerror}"
-        broadcast_object_list(sent)
-        if sent[2] is not None:
-            raise ValueError(sent[2])
-        blind = who_lacks(output_dir / sent[0])
+        written, folder = on_main(write)
+        blind = who_lacks(output_dir / written)
     finally:
-        if nonce is not None:
-            nonce.unlink(missing_ok=True)
+        if dist.get_rank() == 0:
+            (output_dir / name).unlink(missing_ok=True)
     if blind:
         raise ValueError(
-            f"output_dir={sent[1]} is not shared: {blind} does not see what rank 0 writes there. All processes write "
+            f"output_dir={folder} is not shared: {blind} does not see what rank 0 writes there. All processes write "
             "or read the checkpoints of a run; give an output_dir on storage that all machines share"
         )
 
