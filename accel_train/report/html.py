@@ -45,7 +45,7 @@ class Headline:
 
     def label_for(self, targets: str) -> str:
         """Return the label, with the capitalized `targets` filled in."""
-        return self.label.format(targets=targets[:1].upper() + targets[1:])
+        return self.label.format(targets=targets.capitalize())
 
     def text(self, value: float) -> str:
         return self.show(value) if math.isfinite(value) else show_value(value)
@@ -204,11 +204,11 @@ def differ_in_evaluation_data(runs: Sequence[Run]) -> bool:
     """Return whether the runs were evaluated on different samples, according to their recipes and sample counts."""
     known: list[set[str]] = [set(), set(), set()]
     for run in runs:
-        settings, facts = (run.recipe or {}).get("data"), run.summary.get("data")
+        settings = look_up(run.recipe, "data")
         data = settings if isinstance(settings, dict) else {}
         split = [data.get(name) for name in ("eval_fraction", "split_seed", "group_column", "stratify")]
         source = data.get("eval") or (data.get("train") and [data["train"], *(value or None for value in split)])
-        num_eval = facts.get("num_eval") if isinstance(facts, dict) else None
+        num_eval = look_up(run.summary, "data.num_eval")
         for values, value in zip(known, (source, num_eval, final_metric("num_targets", run)), strict=True):
             if value is not None and run.final_metrics():
                 values.add(str(value))
@@ -221,7 +221,7 @@ def compare_headlines(runs: Sequence[Run]) -> list[JsonRecord]:
     `best` lists the columns with the best value if values differ. Scores have no best value if the runs were evaluated
     on different data, and the throughput has none if models, processes, or devices differ.
     """
-    machines = [(run.summary.get("environment") or {}).get("gpu") for run in runs]
+    machines = [look_up(run.summary, "environment.gpu") for run in runs]
     models = [[run.summary.get(name) for name in ("parameters", "world_size")] for run in runs]
     is_unlike = len(set(map(str, zip(machines, models)))) > 1
     rows, targets, is_other = [], shared_targets(runs), differ_in_evaluation_data(runs)
@@ -231,7 +231,7 @@ def compare_headlines(runs: Sequence[Run]) -> list[JsonRecord]:
             continue
         numbers = {value for value in values if value is not None and not math.isnan(value)}
         best = headline.better(numbers) if headline.better and len(numbers) > 1 else None
-        is_score = getattr(headline.find, "func", None) is final_metric
+        is_score = headline not in HEADLINES
         if (is_other and is_score) or (is_unlike and headline.label == "Throughput"):
             best = None
         unit = f" {headline.unit.format(targets=targets)}" if headline.unit else ""
@@ -397,7 +397,7 @@ def compare_times(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
 
 def _time_in(run: Run, account: str) -> str:
     """Return the seconds of an account and their share of the run's time; a dash if it has none."""
-    seconds = (run.goodput.get("accounts") or {}).get(account)
+    seconds = look_up(run.goodput, f"accounts.{account}")
     if seconds is None:
         return MISSING
     text = format_seconds(seconds) if seconds >= 60 else f"{seconds:.1f} s"

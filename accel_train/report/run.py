@@ -75,8 +75,7 @@ class Run:
 
     def details(self, part: str) -> JsonRecord:
         """Return a part of evaluation.json's details, or an empty mapping if it is missing."""
-        found = self.evaluation.get("details")
-        found = found.get(part) if isinstance(found, dict) else None
+        found = look_up(self.evaluation, f"details.{part}")
         return found if isinstance(found, dict) else {}
 
     @cached_property

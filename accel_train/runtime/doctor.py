@@ -236,9 +236,7 @@ def _check_gpus() -> Iterator[Finding]:
         text = f"{gpu.name}, {format_bytes(total)}, {format_bytes(free)} free; computes {', '.join(precisions)}"
         remedy = "another process holds most of its memory: nvidia-smi shows which"
         yield _finding(free < total / 2, f"gpu {index}", text, remedy)
-        if torch.version.hip is None and (
-            found := unsupported_gpu(gpu.name, (gpu.major, gpu.minor), torch.cuda.get_arch_list())
-        ):
+        if found := unsupported_gpu(gpu, torch.cuda.get_arch_list()):
             yield Finding("bad", f"gpu {index}", *found)
     if nccl == "none" and torch.cuda.device_count() > 1:
         text = "this torch has no NCCL, so several GPUs cannot work together"

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 WHEELS = {580: "cu130", 525: "cu126"}
 """torch wheels by the oldest driver that runs them, newest first (NVIDIA, CUDA Compatibility, table 1)."""
@@ -80,18 +80,19 @@ def remedy_for(driver: str, build: TorchBuild | None) -> str:
     return f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{wheels}"
 
 
-def unsupported_gpu(name: str, capability: tuple[int, int], architectures: Sequence[str]) -> tuple[str, str] | None:
+def unsupported_gpu(gpu: Any, architectures: Sequence[str]) -> tuple[str, str] | None:
     """Return why the installed torch has no kernels for a GPU, with the remedy; None if it has some.
 
     Args:
+        gpu: result of `torch.cuda.get_device_properties()`.
         architectures: result of `torch.cuda.get_arch_list()`. `sm_90` also runs on later minor versions, and the
-            portable `compute_90` on all later GPUs.
+            portable `compute_90` on all later GPUs. AMD's have other names (`gfx942`), and are not checked.
     """
     known = [(kind, int(number)) for each in architectures for kind, number in re.findall(r"(sm|compute)_(\d+)", each)]
-    own = 10 * capability[0] + capability[1]
+    own = 10 * gpu.major + gpu.minor
     if not known or any(number <= own and (kind == "compute" or number // 10 == own // 10) for kind, number in known):
         return None
-    problem = f"{name} has compute capability {own / 10:.1f}, but {installed_torch() or 'torch'} has kernels for "
+    problem = f"{gpu.name} has compute capability {own / 10:.1f}, but {installed_torch() or 'torch'} has kernels for "
     problem += ", ".join(f"{number / 10:.1f}" for number in sorted({number for _, number in known}))
     if own < OLDEST_CAPABILITY:
         return f"{problem} only", "use a newer GPU, because current torch wheels lack kernels for this one"

@@ -275,13 +275,14 @@ def lost_peer(store: HeartbeatStore, idle_seconds: float) -> Failure | None:
         if status is None or status.ended is None:
             cause = "killed (has the host run out of memory?), or it ended itself"
             text = f"{who} is gone without an error: {cause}{last_seen(status)}"
-            return Failure(rank, text, hosts=store.hosts([rank]))
-        if is_stuck:
+        elif is_stuck:
             text = f"{who} has ended, and this process waits for it: {status.ended or 'no error'}"
             # A peer that was still preparing did no step, so nothing is lost.
             if status.was_preparing:
                 return Failure(rank, text, "preempted", 75)
-            return Failure(rank, text, hosts=store.hosts([rank]))
+        else:
+            continue
+        return Failure(rank, text, hosts=store.hosts([rank]))
     if is_stuck and time.monotonic() - store.last_contact > PATIENCE_SECONDS:
         text = f"{store.describe(0)} does not answer. It may host the store of this run, and the store is lost"
         return Failure(0, text, hosts=store.hosts([0]))

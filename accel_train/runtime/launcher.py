@@ -168,10 +168,9 @@ def launch_mistake(environment: Mapping[str, str]) -> str | None:
     """Return the mistake in a launcher's variables that would make this process wait forever; None if valid."""
     numbers = {}
     for name, least in {"WORLD_SIZE": 1, "RANK": 0, "LOCAL_WORLD_SIZE": 1, "LOCAL_RANK": 0}.items():
-        text = environment.get(name)
-        if text is not None and not (text.isdecimal() and int(text) >= least):
-            return f"{name}={text!r}: must be a whole number of at least {least}; {LAUNCH_REMEDY}"
-        if text is not None:
+        if (text := environment.get(name)) is not None:
+            if not (text.isdecimal() and int(text) >= least):
+                return f"{name}={text!r}: must be a whole number of at least {least}; {LAUNCH_REMEDY}"
             numbers[name] = int(text)
     world_size = numbers.get("WORLD_SIZE", 1)
     for rank, size in (("RANK", "WORLD_SIZE"), ("LOCAL_RANK", "LOCAL_WORLD_SIZE")):

@@ -88,9 +88,7 @@ def _check_gpu(processes: PartialState) -> None:
         ValueError: names the GPU and the fix.
     """
     gpu = torch.cuda.get_device_properties(processes.device)
-    if torch.version.hip is None and (
-        found := unsupported_gpu(gpu.name, (gpu.major, gpu.minor), torch.cuda.get_arch_list())
-    ):
+    if found := unsupported_gpu(gpu, torch.cuda.get_arch_list()):
         raise ValueError("; ".join(found))
     if processes.num_processes == 1:
         return

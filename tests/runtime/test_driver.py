@@ -103,12 +103,14 @@ CU130 = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
         ((13, 0), CU130, None),
         ((10, 3), ["sm_100a"], None),
         ((9, 0), [], None),
+        ((9, 4), ["gfx942"], None),
     ],
 )
 def test_a_gpu_without_kernels_is_named_with_the_wheels_that_have_some(
     gpu_machine: Path, capability: tuple[int, int], architectures: list[str], remedy: str | None
 ) -> None:
-    found = unsupported_gpu("Tesla V100", capability, architectures)
+    gpu = SimpleNamespace(name="Tesla V100", major=capability[0], minor=capability[1])
+    found = unsupported_gpu(gpu, architectures)
     if remedy is None:
         assert found is None
     else:
