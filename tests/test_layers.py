@@ -4,6 +4,7 @@ Imports are read from the source, those inside functions too; only what stands u
 """
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -216,6 +217,29 @@ def test_the_scan_for_readers_sees(code: str) -> None:
 def test_json_and_images_of_files_are_read_in_one_place_each() -> None:
     found = {name: reads_of_files(ast.parse(path.read_text())) for name, path in modules().items()}
     assert {name: calls for name, calls in found.items() if calls} == READERS
+
+
+def plain_value_errors(tree: ast.AST) -> list[int]:
+    """Lines that raise a ValueError without the fields of a SettingError."""
+    raised = (
+        (node.lineno, ast.unparse(node.exc)) for node in ast.walk(tree) if isinstance(node, ast.Raise) and node.exc
+    )
+    return [line for line, error in raised if error.partition("(")[0] == "ValueError"]
+
+
+@pytest.mark.parametrize("code", ["raise ValueError", "raise ValueError(text)", "raise ValueError(text) from None"])
+def test_the_scan_for_plain_value_errors_sees(code: str) -> None:
+    assert plain_value_errors(ast.parse(code)) == [1]
+    assert not plain_value_errors(ast.parse("raise SettingError(text)"))
+
+
+def test_a_mistake_in_a_setting_is_raised_with_the_fields_of_a_setting_error() -> None:
+    of_settings = [
+        name for name in modules() if name.startswith("recipe.") or re.fullmatch(r"tasks\.\w+\.config", name)
+    ]
+    found = {name: plain_value_errors(ast.parse(modules()[name].read_text())) for name in of_settings}
+    assert len(found) > 20
+    assert {name: lines for name, lines in found.items() if lines} == {}
 
 
 def runs_foreign_code(tree: ast.AST) -> Iterator[str]:

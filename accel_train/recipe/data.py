@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, ConfigDict, Field, PrivateAttr, model_validator
 
-from accel_train.core.errors import SettingError
+from accel_train.core.errors import SettingError, setting_error
 from accel_train.core.format import LARGEST_COUNT
 from accel_train.recipe.values import (
     Auto,
@@ -28,8 +28,9 @@ def _known_encoding(name: str) -> str:
     except LookupError:
         is_text = False
     if not is_text:
-        raise ValueError(
-            f"data.encoding={name} is an unknown encoding. Use a Python codec name, for example latin-1 or cp1252."
+        problem = f"data.encoding={name} is an unknown encoding"
+        raise SettingError(
+            problem, "Use a Python codec name, for example latin-1 or cp1252.", settings=("data.encoding",)
         )
     return name
 
@@ -37,7 +38,8 @@ def _known_encoding(name: str) -> str:
 def _one_character(delimiter: str) -> str:
     delimiter = {"tab": "\t", "\\t": "\t"}.get(delimiter, delimiter)
     if delimiter != "auto" and (len(delimiter) != 1 or delimiter in '\r\n"'):
-        raise ValueError(f"data.delimiter={delimiter!r} is not one character. Give one, for example ';', tab or '|'.")
+        problem = f"data.delimiter={delimiter!r} is not one character"
+        raise SettingError(problem, "Give one, for example ';', tab or '|'.", settings=("data.delimiter",))
     return delimiter
 
 
@@ -87,7 +89,7 @@ class Augment(Section):
             bounds = getattr(self, name)
             if bounds is not None and not 0 < bounds[0] <= bounds[1]:
                 problem = "is not a range. Put the smaller number first, and both above 0."
-                raise SettingError(problem, "", f"data.augment.{name}={list(bounds)}", (f"data.augment.{name}",))
+                raise setting_error(f"data.augment.{name}", list(bounds), problem)
         return self
 
 

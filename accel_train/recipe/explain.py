@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from pydantic.fields import FieldInfo
 
+from accel_train.core.errors import SettingError
 from accel_train.recipe.loader import shipped_recipes
 from accel_train.recipe.names import (
     REQUIRED_EXAMPLES,
@@ -70,7 +71,7 @@ def _known(name: str) -> str:
     """Return the name of a setting or section. A name below a free mapping becomes the mapping's name."""
     name = next((free for free in free_names() if name.startswith(f"{free}.")), name)
     if name and name not in recipe_names():
-        raise ValueError(f"unknown setting {name}; {remedy_for_unknown(name)}")
+        raise SettingError(f"unknown setting {name}", remedy_for_unknown(name))
     return name
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from accel_train.core.errors import RecipeProblems
+from accel_train.core.errors import RecipeProblems, SettingError
 from accel_train.core.format import did_you_mean
 from accel_train.core.redaction import remember_secrets
 from accel_train.recipe import names, schema
@@ -68,9 +68,8 @@ def load_recipe(
     tree, lines = parse_yaml(_read_text(path), str(path))
     if not isinstance(tree, Mapping):
         problem = "is empty" if tree is None else f"holds {show(tree)}, not a mapping of settings"
-        raise ValueError(
-            f"{path} {problem}. Write one setting per line, for example `{names.REQUIRED_EXAMPLES['output_dir']}`."
-        )
+        remedy = f"Write one setting per line, for example `{names.REQUIRED_EXAMPLES['output_dir']}`."
+        raise SettingError(f"{path} {problem}", remedy)
     return _load(tree, lambda key: Origin("file", f"{path}:{lines[key]}"), str(path), overrides, arguments)
 
 
@@ -117,16 +116,18 @@ def _read_text(path: str | Path) -> str:
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             # A pipe delivers something within seconds.
             if not select.select([file], [], [], _WAIT_SECONDS)[0]:
-                raise ValueError(f"{path} is a pipe that sent nothing for {_WAIT_SECONDS:g} seconds. Name a YAML file.")
+                problem = f"{path} is a pipe that sent nothing for {_WAIT_SECONDS:g} seconds"
+                raise SettingError(problem, "Name a YAML file.")
             os.set_blocking(file.fileno(), True)
             content = file.read(_LARGEST_BYTES + 1)
         if len(content) > _LARGEST_BYTES:
-            raise ValueError(f"{path} is not a recipe: it has more than {_LARGEST_BYTES:,} bytes. Name a YAML file.")
+            problem = f"{path} is not a recipe: it has more than {_LARGEST_BYTES:,} bytes"
+            raise SettingError(problem, "Name a YAML file.")
         return content.decode("utf-8-sig")
     except IsADirectoryError as error:
         files = sorted(file.name for file in Path(path).glob("*.y*ml"))
         remedy = f"it holds {', '.join(files[:5])}" if files else "name a YAML file"
-        raise ValueError(f"{path} is a folder, not a recipe file; {remedy}") from error
+        raise SettingError(f"{path} is a folder, not a recipe file", remedy) from error
     except FileNotFoundError as error:
         folder = Path(path).parent
         known = [file.name for file in folder.glob("*")]
@@ -137,13 +138,13 @@ def _read_text(path: str | Path) -> str:
             there_are,
             show=lambda name: name if name in shipped_recipes() else str(folder / name),
         )
-        raise ValueError(f"{path}: no such recipe file; {remedy}") from error
+        raise SettingError("no such recipe file", remedy, str(path)) from error
     except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}. Check the path and its permissions.") from error
+        problem = f"{path} cannot be read: {error.strerror}"
+        raise SettingError(problem, "Check the path and its permissions.") from error
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}. Save it as UTF-8."
-        ) from error
+        problem = f"{path} is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}"
+        raise SettingError(problem, "Save it as UTF-8.") from error
 
 
 def _flatten(
@@ -198,14 +199,15 @@ def split_flags(arguments: Sequence[str], *, own_data: bool = True) -> list[tupl
         flag, equals, text = rest.pop(0).partition("=")
         name = flag.removeprefix("--")
         if name == flag:
-            raise ValueError(f"{flag!r} is neither a flag nor a flag's value. Write settings as --section.field VALUE.")
+            problem = f"{flag!r} is neither a flag nor a flag's value"
+            raise SettingError(problem, "Write settings as --section.field VALUE.")
         is_known = name in names.recipe_names() or names.is_free(name)
         if not is_known and not (own_data and name.startswith("data.")):
-            raise ValueError(f"unknown flag {flag}; {names.remedy_for_unknown(name, '--')}")
+            raise SettingError(f"unknown flag {flag}", names.remedy_for_unknown(name, "--"))
         if not equals:
             if not rest or rest[0].startswith("--"):
                 rule = names.rule_of(name) if name in names.recipe_names() else "any YAML value"
-                raise ValueError(f"{flag} needs a value: {rule}")
+                raise SettingError(f"{flag} needs a value: {rule}", settings=(name,))
             text = rest.pop(0)
         found.append((flag, name, text))
     return found

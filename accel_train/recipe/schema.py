@@ -447,7 +447,7 @@ class Recipe(Section):
         for name, value in read:
             if isinstance(value, str) and has_variable(value) and not os.path.exists(value):
                 problem = "a shell variable is not replaced here: write the path"
-                raise SettingError(problem, at=f"{name}={value}", settings=(name,))
+                raise setting_error(name, value, problem)
         kind = self.model.problem_type
         if getattr(self.data, "label_columns", None) and kind not in ("auto", "multi_label"):
             raise SettingError(

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from accel_train.core.errors import SettingError
 from accel_train.core.format import LARGEST_COUNT
 from accel_train.core.redaction import REDACTED
 
@@ -37,15 +38,17 @@ def _check_target(target: Any) -> Any:
         return target
     parts = urlsplit(target) if isinstance(target, str) and re.fullmatch(r"\w+://\S*", target) else None
     if parts is None:
-        raise ValueError(
-            "log.notify: a target is not a URL. Give a webhook's address (https://...), or $NAME of a variable that "
-            "holds one. To run a command, call it in your shell after `accel-train run`, by its exit code"
+        raise SettingError(
+            "a target is not a URL",
+            "Give a webhook's address (https://...), or $NAME of a variable that holds one. To run a command, call it "
+            "in your shell after `accel-train run`, by its exit code",
+            "log.notify",
+            ("log.notify",),
         )
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
-        raise ValueError(
-            f"log.notify: {parts.scheme}://{parts.hostname or ''} must be http:// or https:// and a host, "
-            "without user and password"
-        )
+        address = f"{parts.scheme}://{parts.hostname or ''}"
+        problem = f"{address} must be http:// or https:// and a host, without user and password"
+        raise SettingError(problem, at="log.notify", settings=("log.notify",))
     return target
 
 

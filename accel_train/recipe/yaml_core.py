@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from accel_train.core.errors import SettingError
 from accel_train.core.redaction import redact
 from accel_train.recipe.values import Section
 
@@ -79,21 +80,22 @@ def parse_yaml(text: str, name: str) -> tuple[Any, dict[Key, int]]:
         lines = [*text.splitlines(), ""]
         line = lines[row := min(mark.line, len(lines) - 1)]
         what = " ".join(filter(None, (error.problem, error.context)))
-        remedy = "; indent with spaces" if "\t" in line else ""
+        remedy = "indent with spaces" if "\t" in line else ""
         if "alias" in what:
-            remedy = "; * begins an alias in YAML, so put quotes around a pattern that begins with it: '*name*'"
+            remedy = "* begins an alias in YAML, so put quotes around a pattern that begins with it: '*name*'"
         before = next((number for number in reversed(range(row)) if lines[number].strip()), None)
         if what.startswith("mapping values") and before is not None:
             if ":" not in lines[before]:
                 found = lines[before].strip()
-                raise ValueError(f"{name}:{before + 1}: {found!r} lacks a colon, as in name: value") from error
+                raise SettingError(f"{found!r} lacks a colon, as in name: value", at=f"{name}:{before + 1}") from error
             if _depth(line) > _depth(lines[before]):
-                remedy = f"; begin it in the column of line {before + 1}, which has a value already"
-        raise ValueError(f"{name}:{mark.line + 1}:{mark.column + 1}: {what}: {line.strip()!r}{remedy}") from error
+                remedy = f"begin it in the column of line {before + 1}, which has a value already"
+        at = f"{name}:{mark.line + 1}:{mark.column + 1}"
+        raise SettingError(f"{what}: {line.strip()!r}", remedy, at) from error
     except yaml.YAMLError as error:
-        raise ValueError(f"{name}: {' '.join(str(error).split())}; save it as plain UTF-8 text") from error
+        raise SettingError(" ".join(str(error).split()), "save it as plain UTF-8 text", name) from error
     except RecursionError as error:
-        raise ValueError(f"{name}: nested too deeply; a recipe needs a few levels") from error
+        raise SettingError("nested too deeply", "a recipe needs a few levels", name) from error
 
 
 def _depth(line: str) -> int:
@@ -112,20 +114,18 @@ class _Document:
         here = f"{self.name}:{node.start_mark.line + 1}"
         self.values_left -= 1
         if self.values_left < 0:
-            raise ValueError(
-                f"{self.name}: aliases expand to more than {_MOST_VALUES:,} values, too many for a recipe. Write "
-                "them out."
-            )
+            problem = f"aliases expand to more than {_MOST_VALUES:,} values, too many for a recipe"
+            raise SettingError(problem, "Write them out.", self.name)
         if node in parents:
-            raise ValueError(f"{here}: this alias contains itself; write the value out")
+            raise SettingError("this alias contains itself", "write the value out", here)
         kind = node.tag.removeprefix(_TAG)
         if kind not in (("str", *_SCALARS) if isinstance(node, yaml.ScalarNode) else ("map", "seq")):
-            raise ValueError(f"{here}: the tag {node.tag} is not allowed; recipes hold plain values only")
+            raise SettingError(f"the tag {node.tag} is not allowed", "recipes hold plain values only", here)
         if isinstance(node, yaml.ScalarNode):
             try:
                 return node.value if kind == "str" else _SCALARS[kind][2](node.value)
             except ValueError as error:
-                raise ValueError(f"{here}: {node.value[:80]!r} is not a readable number") from error
+                raise SettingError(f"{node.value[:80]!r} is not a readable number", at=here) from error
         if isinstance(node, yaml.SequenceNode):
             return [self.value(item, (*key, i), (*parents, node)) for i, item in enumerate(node.value)]
         return self._mapping(node, key, (*parents, node))
@@ -135,15 +135,16 @@ class _Document:
         for name_node, value_node in node.value:
             here = f"{self.name}:{name_node.start_mark.line + 1}"
             if not isinstance(name_node, yaml.ScalarNode):
-                raise ValueError(f"{here}: a key must be a name, not a list or mapping")
+                raise SettingError("a key must be a name, not a list or mapping", at=here)
             if name_node.value == "<<":
-                raise ValueError(f"{here}: merge keys (<<) are not part of YAML 1.2; write the settings out")
+                raise SettingError("merge keys (<<) are not part of YAML 1.2", "write the settings out", here)
             name = self.value(name_node)
             place, line = (*key, name), name_node.start_mark.line + 1
             first = self.lines.setdefault(place, line)
             if name in result:
                 dotted = ".".join(map(str, place))
-                raise ValueError(f"{here}: {dotted} is set twice, on lines {first} and {line}; remove one")
+                problem = f"{dotted} is set twice, on lines {first} and {line}"
+                raise SettingError(problem, "remove one", here, (dotted,))
             result[name] = self.value(value_node, place, parents)
         return result
 
@@ -163,7 +164,8 @@ def one_line(value: Any) -> str:
             [value], Dumper=_CoreDumper, default_flow_style=True, width=math.inf, allow_unicode=True, sort_keys=False
         )[1:-2]
     except yaml.YAMLError as error:
-        raise ValueError(f"{value!r} cannot be written as YAML; use numbers, text, lists and mappings") from error
+        problem = f"{value!r} cannot be written as YAML"
+        raise SettingError(problem, "use numbers, text, lists and mappings") from error
 
 
 def show(value: Any) -> str:
