@@ -2,9 +2,12 @@
 
 import gc
 import json
+import multiprocessing
 import sys
 import traceback
+from collections.abc import Sequence
 from contextlib import ExitStack
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -25,7 +28,7 @@ from accel_train.training import build
 from accel_train.training.loop import run_steps
 from accel_train.training.setup import prepare_run
 from tests.cuda_pretended import SMALL_BYTES
-from tests.cuda_pretended.pretend import Pretend, pretended_gpus
+from tests.cuda_pretended.pretend import Call, Pretend, pretended_gpus
 
 WARM_STEPS, STEPS = 2, 4
 """Steps before the steady state, in which lazy state is made, and all steps."""
@@ -49,8 +52,8 @@ class Watch(Observer):
             raise Done
 
 
-def drive(sections: dict[str, Any], world_size: int) -> dict[str, Any]:
-    """Return what a recipe's steps in the steady state did: waits, collectives and peak memory."""
+def drive(sections: dict[str, Any], world_size: int, rank: int = 0, heard: Sequence[Any] = ()) -> Pretend:
+    """Take the steps of a recipe as one process, and return what it did."""
     AcceleratorState._reset_state(True)
     recipe = Recipe.model_validate(sections)
 
@@ -72,7 +75,7 @@ def drive(sections: dict[str, Any], world_size: int) -> dict[str, Any]:
     with ExitStack() as stack:
         # All values read from the device are 0, and a step without labels would end the run.
         stack.enter_context(mock.patch.object(StepOutcome, "unpack", with_targets))
-        pretend = stack.enter_context(pretended_gpus(world_size))
+        pretend = stack.enter_context(pretended_gpus(world_size, rank, heard))
         # The other processes have as many texts.
         stack.enter_context(mock.patch.object(losses, "_exchange_count", exchanged))
         # Weights have no values to digest.
@@ -90,6 +93,11 @@ def drive(sections: dict[str, Any], world_size: int) -> dict[str, Any]:
                 run_steps(run)
         except Done:
             pass  # raised by `Watch` at the end of the last step
+    return pretend
+
+
+def steady(pretend: Pretend) -> dict[str, Any]:
+    """Return waits, collectives, and peak memory of the steps in the steady state."""
     steps = STEPS - WARM_STEPS
     traffic: dict[str, list[float]] = {}
     for kind, num_bytes in pretend.collectives:
@@ -104,11 +112,50 @@ def drive(sections: dict[str, Any], world_size: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def main(cases: Path) -> None:
-    """Run each case, {name: [world size, recipe]}, and print a line with its name and findings."""
-    for name, (world_size, sections) in json.loads(cases.read_text()).items():
+def difference(main: Sequence[Call], other: Sequence[Call] | str, rank: int) -> str:
+    """Return the first collective that rank 0 and another process do not call together, or an empty string.
+
+    The bytes of an all-to-all may differ.
+    """
+    if isinstance(other, str):
+        return other
+    shared = ([each for each in calls if {0, rank} <= {*each.ranks}] for calls in (main, other))
+    for number, (one, two) in enumerate(zip_longest(*shared)):
+        is_same = one is not None and two is not None and (one.kind, one.ranks) == (two.kind, two.ranks)
+        if not is_same or (one.num_bytes != two.num_bytes and one.kind != "all-to-all"):
+            return f"collective {number}: rank 0 calls {one}, rank {rank} {two}"
+    return ""
+
+
+def start_last(sections: dict[str, Any], world_size: int) -> Any:
+    """Start a process that is the last one of a run; return the pipe to it.
+
+    It receives what rank 0 broadcasts, and sends its calls or an error. It begins before this process takes a step,
+    because torch keeps names of groups, and those of rank 0 are unknown to others.
+    """
+    here, there = multiprocessing.get_context("fork").Pipe()
+
+    def take_steps() -> None:
         try:
-            found = drive(sections, world_size)
+            there.send(drive(sections, world_size, world_size - 1, there.recv()).calls)
+        except Exception as problem:
+            there.send("".join(traceback.format_exception(problem)))
+
+    multiprocessing.get_context("fork").Process(target=take_steps, daemon=True).start()
+    return here
+
+
+def run_cases(path: Path) -> None:
+    """Run each case, {name: [world size, recipe, whether to compare]}, and print a line with its name and findings."""
+    cases = json.loads(path.read_text())
+    others = {name: start_last(sections, size) for name, (size, sections, compares) in cases.items() if compares}
+    for name, (world_size, sections, _) in cases.items():
+        try:
+            main = drive(sections, world_size)
+            found = steady(main)
+            if name in others:
+                others[name].send(main.sent)
+                found["difference"] = difference(main.calls, others[name].recv(), world_size - 1)
         except Exception as problem:
             found = {"error": "".join(traceback.format_exception(problem))}
         print(json.dumps({"case": name, **found}), flush=True)
@@ -116,4 +163,4 @@ def main(cases: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    run_cases(Path(sys.argv[1]))

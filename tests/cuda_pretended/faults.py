@@ -37,3 +37,10 @@ class SendsFromTheHost(CausalLM):
     def loss_sum(self, model: nn.Module, batch: Any) -> Tensor:
         dist.all_reduce(torch.ones(2))  # SendsFromTheHost
         return super().loss_sum(model, batch)
+
+
+class SkipsACollective(CausalLM):
+    def loss_sum(self, model: nn.Module, batch: Any) -> Tensor:
+        if dist.get_rank() == 0:
+            dist.all_reduce(batch["input_ids"].new_zeros(1))  # SkipsACollective
+        return super().loss_sum(model, batch)

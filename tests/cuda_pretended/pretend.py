@@ -10,10 +10,11 @@ import sys
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from copy import deepcopy
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
@@ -41,18 +42,35 @@ KINDS = {
 
 def place() -> str:
     """File and line of the innermost frames of the product, of this folder's tests, and of torch."""
-    frames = [each for each in traceback.extract_stack() if each.filename != __file__]
+    stack = traceback.StackSummary.extract(traceback.walk_stack(None), lookup_lines=False)
+    frames = [each for each in reversed(stack) if each.filename != __file__]
     parts = {"/accel_train/": "", "/cuda_pretended/": "", "/site-packages/": " via "}
     found = [f"{f.filename.split(part)[-1]}:{f.lineno}" for part in parts for f in frames if part in f.filename][-1:]
     own = [f"{f.filename.split('/')[-1]}:{f.lineno}" for f in frames if "/site-packages/" not in f.filename]
     return " < ".join([*own[:-4:-1], *found])
 
 
-class Pretend(TorchDispatchMode):
-    """Facts of a run on pretended GPUs. Waits and collectives are counted while `counts` is true."""
+class Call(NamedTuple):
+    """A collective that a process has called."""
 
-    def __init__(self) -> None:
+    kind: str
+    num_bytes: int
+    ranks: tuple[int, ...]
+    place: str
+
+
+class Pretend(TorchDispatchMode):
+    """Facts of a run on pretended GPUs. Waits and collectives are counted while `counts` is true.
+
+    `heard` has the objects that rank 0 broadcasts, in order, for a process of another rank.
+    """
+
+    def __init__(self, heard: Sequence[Any] = ()) -> None:
         super().__init__()
+        self.calls: list[Call] = []
+        """All collectives from the start on, in order."""
+        self.sent: list[Any] = []
+        self._heard = iter(heard)
         self.fake, self.counts = FakeTensorMode(allow_non_fake_inputs=True), False
         self.waits: Counter[str] = Counter()
         self.collectives: list[tuple[str, int]] = []
@@ -146,6 +164,7 @@ class Pretend(TorchDispatchMode):
         # DeepSpeed's exchange is an operator: torch's fake one sends nothing.
         if func.namespace in ("_c10d_functional", "deepspeed") and (kind := KINDS.get(name.__name__)) is not None:
             size = args[1] if kind == "all-gather" else 1
+            self.call(kind, size * args[0].nbytes, dist.distributed_c10d._resolve_process_group(args[-1]))
             self.count(kind, size * args[0].nbytes, tensors)
         if name in WITHOUT_FAKE:
             return None
@@ -159,6 +178,8 @@ class Pretend(TorchDispatchMode):
         name = func._overloadpacket.__name__
         given = zip(args, func._schema.arguments)
         groups = [dist.ProcessGroup.unbox(each) for each, kind in given if "ProcessGroup" in str(kind.type)]
+        for group in groups:
+            self.call(KINDS.get(name, name), sum(each.nbytes for each in tensors), group)
         if any(each.group_name in self.groups_of_hosts for each in groups):
             self.between_hosts[KINDS.get(name, name)] += self.counts
         elif name in KINDS:
@@ -170,6 +191,9 @@ class Pretend(TorchDispatchMode):
         work = _create_work_from_future(done).boxed()
         returns = [work if "Work" in str(each.type) else args[0] for each in func._schema.returns]
         return returns[0] if len(returns) == 1 else tuple(returns)
+
+    def call(self, kind: str, num_bytes: int, group: dist.ProcessGroup | None) -> None:
+        self.calls.append(Call(kind, num_bytes, tuple(dist.get_process_group_ranks(group)), place()))
 
     def count(self, kind: str, num_bytes: int, tensors: list[Tensor]) -> None:
         if not all(isinstance(each, FakeTensor) for each in tensors):
@@ -290,10 +314,20 @@ def _patches(pretend: Pretend, num_gpus: int) -> Iterator[tuple[Any, dict[str, A
     new_group, init = dist.new_group, ddp.DistributedDataParallel._ddp_init_helper
 
     def gather(found: list[Any], each: Any, group: Any = None) -> None:
+        pretend.call("all-gather of objects", 0, group)
         found[:] = [each] * len(found)
 
-    def gather_on_main(each: Any, found: list[Any], *args: Any, **kwargs: Any) -> None:
-        gather(found, each)
+    def gather_on_main(each: Any, found: list[Any] | None = None, dst: int = 0, group: Any = None) -> None:
+        pretend.call("gather of objects", 0, group)
+        if found is not None:
+            found[:] = [each] * len(found)
+
+    def broadcast(values: list[Any], src: int = 0, group: Any = None, device: Any = None) -> None:
+        pretend.call("broadcast of objects", 0, group)
+        if dist.get_rank() == 0:
+            pretend.sent.append(deepcopy(values))
+        else:
+            values[:] = next(pretend._heard)
 
     def init_helper(module: Any, *args: Any, **kwargs: Any) -> None:
         init(module, *args, **kwargs)
@@ -308,7 +342,7 @@ def _patches(pretend: Pretend, num_gpus: int) -> Iterator[tuple[Any, dict[str, A
     for owner in (dist, dist.distributed_c10d):
         yield owner, {
             "new_group": make_group,
-            "all_gather_object": gather, "gather_object": gather_on_main, "broadcast_object_list": give(None),
+            "all_gather_object": gather, "gather_object": gather_on_main, "broadcast_object_list": broadcast,
         }  # fmt: skip
     yield dist.ProcessGroup, {"set_timeout": give(None)}
     yield ddp, {"_verify_param_shape_across_processes": give(None), "_sync_module_states": give(None)}
@@ -316,15 +350,21 @@ def _patches(pretend: Pretend, num_gpus: int) -> Iterator[tuple[Any, dict[str, A
 
 
 @contextmanager
-def pretended_gpus(world_size: int) -> Iterator[Pretend]:
-    """Make this process rank 0 of `world_size` processes with one H100 each, inside the context."""
+def pretended_gpus(world_size: int, rank: int = 0, heard: Sequence[Any] = ()) -> Iterator[Pretend]:
+    """Make this process one of `world_size` processes with one H100 each, inside the context."""
     num_gpus = min(world_size, GPUS_PER_NODE)
-    names = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": num_gpus, "MASTER_PORT": 29500}
-    pretend, launch = Pretend(), {"MASTER_ADDR": "127.0.0.1", **{name: str(each) for name, each in names.items()}}
+    names = {
+        "RANK": rank,
+        "LOCAL_RANK": 0,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": num_gpus,
+        "MASTER_PORT": 29500,
+    }
+    pretend, launch = Pretend(heard), {"MASTER_ADDR": "127.0.0.1", **{name: str(each) for name, each in names.items()}}
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, launch if world_size > 1 else {}))
         if world_size > 1:
-            dist.init_process_group("fake", rank=0, world_size=world_size, store=dist.HashStore())
+            dist.init_process_group("fake", rank=rank, world_size=world_size, store=dist.HashStore())
             stack.callback(dist.destroy_process_group)
         for owner, attributes in _patches(pretend, num_gpus):
             for name, value in attributes.items():

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,13 @@ CASES = (
     "8 tp bf16 muon", "8 tp_only no", "64 tp fp16 chunked accumulation", "1024 tp bf16 ema",
     "8 offload bf16", "64 offload bf16 lora", "8 offload fp16 ema accumulation",
 )  # fmt: skip
+IN_ORDER = (
+    "8 ddp fp16 chunked accumulation", "8 ddp bf16 muon", "8 ddp bf16 detection", "8 ddp bf16 embedding",
+    "8 fsdp2 fp16 chunked llama accumulation", "8 fsdp2 bf16 muon", "8 fsdp2 bf16 embedding", "8 fsdp2 bf16 experts",
+    "8 fsdp2 bf16 segmentation", "8 fsdp2 bf16 nf4 llama", "64 hsdp fp16 llama accumulation", "8 tp bf16 muon",
+    "8 tp_only no", "8 sp bf16 llama accumulation", "8 offload fp16 ema accumulation",
+)  # fmt: skip
+"""Cases in which the last process takes the same steps after rank 0, and has to call the same collectives."""
 WAITING = {"offload": {"update.py", "private.py"}, "detection": {"losses.py"}, "embedding": {"losses.py"}}
 """Files of waits. An offload waits for the norm of gradients on the host, and for torch's copies with accumulation.
 
@@ -158,9 +166,11 @@ class Driver:
         command = [sys.executable, "-W", "ignore", str(HERE / program), *words]
         return subprocess.run(command, env={**kept, **more}, stdout=subprocess.PIPE, text=True, check=True).stdout
 
-    def run(self, cases: dict[str, tuple[int, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    def run(
+        self, cases: dict[str, tuple[int, dict[str, Any]]], in_order: Collection[str] = IN_ORDER
+    ) -> dict[str, dict[str, Any]]:
         path = self.folder / "cases.json"
-        path.write_text(json.dumps(cases))
+        path.write_text(json.dumps({name: (*case, name in in_order) for name, case in cases.items()}))
         output = self.output_of("drive.py", str(path))
         lines = [json.loads(line) for line in output.splitlines() if line.startswith('{"case"')]
         return {line["case"]: line for line in lines}
@@ -172,7 +182,9 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Driver:
 
 
 @pytest.mark.parametrize("layout", PARALLEL)
-def test_a_step_waits_for_nothing_and_is_what_its_plan_says(driver: Driver, layout: str) -> None:
+def test_a_step_waits_for_nothing_is_what_its_plan_says_and_calls_what_all_processes_call(
+    driver: Driver, layout: str
+) -> None:
     cases = {case: recipe_of(case, driver.folder) for case in CASES if case.split()[1] == layout}
     found = driver.run(cases)
     for case, (world_size, recipe) in cases.items():
@@ -202,6 +214,21 @@ def test_a_step_waits_for_nothing_and_is_what_its_plan_says(driver: Driver, layo
             # A plan leaves out the images of this step and of the next.
             expected += 2 * (1 + ("accumulation" in case)) * SAMPLES * 3 * 128 * 128 * 4
         assert seen["peak_bytes"] == pytest.approx(expected, rel=0.03), (case, sizes)
+        assert seen.get("difference", "") == "", case
+        assert ("difference" in seen) == (case in IN_ORDER)
+
+
+def line_in(text: str) -> int:
+    """The first line of faults.py that a text names."""
+    return int(text.partition("faults.py:")[2].partition(" ")[0])
+
+
+def test_a_process_that_calls_fewer_collectives_is_found(driver: Driver) -> None:
+    task = "tests.cuda_pretended.faults:SkipsACollective"
+    size, recipe = recipe_of("8 ddp bf16", driver.folder, task=task)
+    seen = driver.run({"skips": (size, {**recipe, "output_dir": str(driver.folder / "skips")})}, {"skips"})["skips"]
+    assert "error" not in seen, seen["error"]
+    assert "SkipsACollective" in (HERE / "faults.py").read_text().splitlines()[line_in(seen["difference"]) - 1]
 
 
 def test_what_no_step_may_do_is_found_with_its_line(driver: Driver) -> None:
