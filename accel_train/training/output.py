@@ -270,10 +270,8 @@ def note_changing_state(run: RunContext, names: Sequence[str], lost: Sequence[st
 def notable_choices(run: RunContext) -> Choices:
     """Return the choices that warn, or that differ from what the recipe says, and so are always printed."""
     choices, recipe = run.plan.choices, run.plan.recipe
-    names = {
-        *("gpus", "initial weights", "precision.float8", "model.lora", "launch", "no effect"),
-        *("parts in eval()", "reading"),
-    }
+    names = {"gpus", "initial weights", "precision.float8", "model.lora", "launch", "no effect", "reading"}
+    names.add("parts in eval()")
     probe, size = choices.get("probe"), choices.get("batch.per_device_batch_size")
     if run.plan.rate.value != recipe.optimizer.learning_rate:
         names.add("optimizer.learning_rate")
