@@ -45,7 +45,7 @@ class Headline:
 
     def label_for(self, targets: str) -> str:
         """Return the label, with the capitalized `targets` filled in."""
-        return self.label.format(targets=targets.capitalize())
+        return self.label.format(targets=targets[:1].upper() + targets[1:])
 
     def text(self, value: float) -> str:
         return self.show(value) if math.isfinite(value) else show_value(value)

@@ -77,7 +77,14 @@ def remedy_for(driver: str, build: TorchBuild | None) -> str:
         return f"update the driver to {min(WHEELS)} or newer, as torch requires"
     if build is not None and build.cuda is not None and int(build.cuda.split(".")[0]) <= int(wheels[2:4]):
         return "the two fit, so check CUDA_VISIBLE_DEVICES, and the state of the GPUs with nvidia-smi"
-    return f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{wheels}"
+    return _install(wheels, build)
+
+
+def _install(wheels: str, build: TorchBuild | None) -> str:
+    """Return the command that installs other wheels of the same torch version."""
+    number = None if build is None else re.match(r"\d[^+]*", build.version)
+    version = f"=={number[0]}" if number else ""
+    return f"pip install --force-reinstall torch{version} --index-url https://download.pytorch.org/whl/{wheels}"
 
 
 def unsupported_gpu(gpu: Any, architectures: Sequence[str]) -> tuple[str, str] | None:
@@ -92,13 +99,13 @@ def unsupported_gpu(gpu: Any, architectures: Sequence[str]) -> tuple[str, str] |
     own = 10 * gpu.major + gpu.minor
     if not known or any(number <= own and (kind == "compute" or number // 10 == own // 10) for kind, number in known):
         return None
-    problem = f"{gpu.name} has compute capability {own / 10:.1f}, but {installed_torch() or 'torch'} has kernels for "
+    build = installed_torch()
+    problem = f"{gpu.name} has compute capability {own / 10:.1f}, but {build or 'torch'} has kernels for "
     problem += ", ".join(f"{number / 10:.1f}" for number in sorted({number for _, number in known}))
     if own < OLDEST_CAPABILITY:
         return f"{problem} only", "use a newer GPU, because current torch wheels lack kernels for this one"
     least = min(WHEELS) if own < min(number for _, number in known) else max(WHEELS)
-    command = f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{WHEELS[least]}"
-    return f"{problem} only", f"{command} (driver {least} or newer)"
+    return f"{problem} only", f"{_install(WHEELS[least], build)} (driver {least} or newer)"
 
 
 def unused_driver(environment: Mapping[str, str]) -> str | None:

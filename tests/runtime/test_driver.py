@@ -63,8 +63,8 @@ def set_driver(root: Path, version: str, kind: str = "Kernel Module") -> None:
 @pytest.mark.parametrize(
     ("version", "build", "said", "not_said"),
     [
-        ("550.54.14", CUDA_13, ["550.54.14", "CUDA 13.0", "/whl/cu126"], "cu130"),
-        ("550.54.14", CPU_BUILD, ["2.13.0+cpu", "the CPU alone", "/whl/cu126"], "cu130"),
+        ("550.54.14", CUDA_13, ["550.54.14", "CUDA 13.0", " torch==2.13.0 ", "/whl/cu126"], "cu130"),
+        ("550.54.14", CPU_BUILD, ["2.13.0+cpu", "the CPU alone", " torch==2.13.0 ", "/whl/cu126"], "cu130"),
         ("580.65.06", CPU_BUILD, ["580.65.06", "/whl/cu130"], "cu126"),
         ("470.256.02", CUDA_13, ["470.256.02", "525"], "pip install"),
         ("550.54.14", CUDA_12, ["nvidia-smi", "CUDA_VISIBLE_DEVICES"], "pip install"),

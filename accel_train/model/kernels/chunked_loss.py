@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -420,7 +420,9 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     """Return a @ b. For 16-bit inputs the result is fp32, so that nothing is rounded twice."""
     if a.dtype not in (torch.float16, torch.bfloat16):
         return a @ b
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()
+    if a.is_cuda and has_wide_products("mm"):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -428,7 +430,7 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     if total.is_cuda and a.dtype == total.dtype:
         total.addmm_(a, b)
         return
-    if total.is_cuda and adds_wide_products():
+    if total.is_cuda and has_wide_products("addmm"):
         torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
         return
     # Rows that begin at a multiple of 64 suit matrix products: others took 3 times as long on an H100.
@@ -438,11 +440,17 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 @cache
-def adds_wide_products() -> bool:
-    """Return whether torch adds a product of 16-bit matrices to an fp32 one; some versions want equal types."""
-    a, total = torch.ones(16, 16, dtype=torch.bfloat16, device="cuda"), torch.ones(16, 16, device="cuda")
+def has_wide_products(operator: Literal["mm", "addmm"], device: str = "cuda") -> bool:
+    """Return whether an operator of torch multiplies 16-bit matrices into an fp32 one on this kind of device.
+
+    Builds for AMD have neither operator, and in some versions `addmm` wants equal types.
+    """
+    a, total = torch.ones(16, 16, dtype=torch.bfloat16, device=device), torch.ones(16, 16, device=device)
     try:
-        torch.addmm(total, a, a, out_dtype=torch.float32, out=total)
+        if operator == "mm":
+            torch.mm(a, a, out_dtype=torch.float32)
+        else:
+            torch.addmm(total, a, a, out_dtype=torch.float32, out=total)
     except RuntimeError:
         return False
     return True

@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from accel_train.model.kernels.chunked_loss import (
     chunked_counts,
     chunked_loss,
     fused_differentiate,
+    has_wide_products,
     head_for_chunks,
     rows_at_once,
     summed_loss,
@@ -444,3 +445,18 @@ def test_a_head_that_makes_nan_is_what_a_watch_of_modules_finds() -> None:
 def test_hidden_states_are_what_the_head_sees() -> None:
     model, batch = model_of("opt"), batch_of()
     torch.testing.assert_close(model.lm_head(hidden_states(model, batch)), next_token_logits(model, batch))
+
+
+@pytest.mark.parametrize("operator", ["mm", "addmm"])
+def test_a_build_without_wide_products_is_found_by_trying_one(
+    operator: Literal["mm", "addmm"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*operands: Tensor, out_dtype: torch.dtype, **_: Any) -> Tensor:
+        raise RuntimeError("expected all operands to have the same dtype")
+
+    def multiply(*operands: Tensor, out_dtype: torch.dtype, **_: Any) -> Tensor:
+        return operands[0].to(out_dtype)
+
+    for own, has_it in ((refuse, False), (multiply, True)):
+        monkeypatch.setattr(torch, operator, own)
+        assert has_wide_products.__wrapped__(operator, "cpu") == has_it
