@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 
 from accel_train.core.errors import SettingError
 from accel_train.core.model_card import FILE, OF_TENSORS, Use, new_card, of_transformers
+from accel_train.core.state import JsonRecord
 from accel_train.recipe.data import Data, OwnData
 from accel_train.recipe.tasks import TASKS, check_task
 from accel_train.recipe.tasks import TaskSpec as TaskSpec
@@ -55,6 +56,10 @@ def target_rate(record: Mapping[str, Any]) -> Any:
     return next((record[name] for name in names if isinstance(record.get(name), int | float)), None)
 
 
+Collated: TypeAlias = dict[str, Any]
+"""Collated samples on the host: tensors by name, and `num_targets`."""
+Collate: TypeAlias = Callable[[Sequence[Any]], Collated]
+"""Function from samples to a micro-batch."""
 Batch: TypeAlias = "Mapping[str, torch.Tensor]"
 """Collated samples: tensors by name, on the device."""
 Tensors: TypeAlias = "dict[str, torch.Tensor]"
@@ -110,12 +115,12 @@ class Facts(BaseModel, extra="forbid"):
     """Folder of the token shards."""
     reused: bool = False
     """Whether the token shards were built by an earlier run."""
-    others: dict[str, Any] = {}
+    others: JsonRecord = {}
     """Facts of this task alone, as plain JSON values by name. Files contain them next to the other facts."""
     notes: list[str] = []
     """Sentences for the plan and the report."""
 
-    def record(self) -> dict[str, Any]:
+    def record(self) -> JsonRecord:
         """Return the facts that are set as plain JSON values, by name."""
         return self.model_dump(exclude_unset=True, exclude={"others"}) | self.others
 
@@ -126,7 +131,7 @@ class TaskData:
 
     train: "Dataset[Any]"
     eval: "Dataset[Any] | None"
-    collate: Callable[[Sequence[Any]], dict[str, Any]]
+    collate: Collate
     """Function from samples to tensors by name, with `num_targets`: the int that divides the loss sum (its number of
     targets).
     """
@@ -151,7 +156,7 @@ class TaskData:
     """Number of tokens of each training sample, required by `data.group_by_length`."""
     lengths_vary: bool = False
     """Whether micro-batches have different lengths. `precision.compile` then compiles for any length from the start."""
-    step_batches: "Callable[[int], Iterator[list[tuple[dict[str, Any], int]]]] | None" = None
+    step_batches: "Callable[[int], Iterator[list[tuple[Collated, int]]]] | None" = None
     """Function for data with a fixed order (a stream, a user's loader). From a 0-based step on, it yields this
     process's micro-batches of each step with their number of targets. `train` is then used only for its length. The
     function must find the position for a resume.
@@ -186,7 +191,7 @@ class Scores:
 
     metrics: dict[str, float]
     """Numbers by name, for metrics.jsonl, progress, trackers, and `evaluate.metric_for_best_model`."""
-    details: dict[str, Any] = field(default_factory=dict)
+    details: JsonRecord = field(default_factory=dict)
     """Plain JSON values for evaluation.json and report.html: a classification report, a confusion matrix."""
 
 
@@ -340,14 +345,14 @@ class Task(ABC):
 
     def calibrate(
         self, recipe: "Recipe", model: "torch.nn.Module", data: TaskData, training: Training
-    ) -> "tuple[dict[str, Any], str] | None":
+    ) -> tuple[JsonRecord, str] | None:
         """Return settings of the model's configuration that make its scores true shares, with a sentence; default None.
 
         The main process calls it after the last step, and evaluates afterwards. All processes set the same values.
         """
         return None
 
-    def sample(self, recipe: "Recipe", model: "torch.nn.Module", data: TaskData) -> dict[str, Any] | None:
+    def sample(self, recipe: "Recipe", model: "torch.nn.Module", data: TaskData) -> JsonRecord | None:
         """Return a sample of the trained model's output, as `prompt` and `text`; by default None."""
         return None
 

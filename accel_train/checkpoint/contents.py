@@ -8,7 +8,6 @@ import json
 from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -20,7 +19,16 @@ from accel_train.checkpoint.store import TRAINER, Writer
 from accel_train.core.errors import CheckpointError
 from accel_train.core.state import JsonRecord
 from accel_train.model.kernels.nf4 import packed_layers
-from accel_train.model.tensors import PACKED, Tensors, load_extra_state, local_part, packed, split_state, unpacked
+from accel_train.model.tensors import (
+    PACKED,
+    ExtraState,
+    Tensors,
+    load_extra_state,
+    local_part,
+    packed,
+    split_state,
+    unpacked,
+)
 from accel_train.optim.ema import Average
 
 MODEL, OPTIMIZER, AVERAGE = "model.safetensors", "optimizer.safetensors", "average.safetensors"
@@ -62,7 +70,7 @@ def model_tensors(model: nn.Module, without: Collection[str] = ()) -> Tensors:
     return {name: tensor.contiguous() for name, tensor in (own | packed(extra)).items() if name not in without}
 
 
-def split_weights(model: nn.Module) -> tuple[Tensors, dict[str, Any]]:
+def split_weights(model: nn.Module) -> tuple[Tensors, ExtraState]:
     """Return the model's weights and persistent buffers by name, each once and detached, and its extra state."""
     own, extra = split_state(model)
     first_name: dict[int, str] = {}

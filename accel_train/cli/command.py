@@ -22,15 +22,18 @@ from accel_train.recipe.schema import Recipe
 SEVERAL_FILES = "for several files, name their folder, or a pattern in quotes: 'part-*.csv'"
 """Advice where a command takes one PATH or DATA, and the shell has written out a pattern."""
 
+Argument = dict[str, Any]
+"""Options of `add_argument` for one argument."""
 
-def flag(about: str) -> dict[str, Any]:
+
+def flag(about: str) -> Argument:
     """Return the options of an argument without a value."""
     return {"action": "store_true", "help": about}
 
 
 def value(
     metavar: str, about: str, read: Callable[[str], object] = str, default: str | None = None, **options: Any
-) -> dict[str, Any]:
+) -> Argument:
     """Return the options of an argument with a value. The help names the default, as a user would write it."""
     shown = about if default is None else f"{about}; default: {default}"
     return {"metavar": metavar, "help": shown, "type": read, "default": default, **options}
@@ -63,7 +66,7 @@ class Command(NamedTuple):
     result: type
     """Type of its result, as `--json` prints it."""
     about: str
-    arguments: dict[str, dict[str, Any]]
+    arguments: dict[str, Argument]
     takes_settings: bool = True
     """Whether `--section.field VALUE` overrides a setting of the command's recipe."""
     processes: Literal["all", "rank 0", "one"] = "rank 0"

@@ -205,7 +205,7 @@ def from_json(value: Any) -> Any:
     return value
 
 
-def nested(cell: object) -> list[Any] | tuple[Any, ...] | dict[str, Any] | None:
+def nested(cell: object) -> list[Any] | tuple[Any, ...] | JsonRecord | None:
     """Return a cell that is a list or an object, or the text of one (JSON, or as Python writes it), or None."""
     if isinstance(cell, str) and (text := cell.strip())[:1] in ("[", "{"):
         try:

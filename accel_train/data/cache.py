@@ -20,6 +20,7 @@ from filelock import BaseFileLock, FileLock
 from accel_train.core.errors import DataError
 from accel_train.core.files import path_problem, sha256, sync, write_atomically
 from accel_train.core.json_io import parse_json, write_plain_json
+from accel_train.core.state import JsonRecord
 from accel_train.recipe.data import Data
 
 CHECKED_AT_OPENING_BYTES = 2**28
@@ -111,7 +112,7 @@ def note_latest(cache: Path, recipe_digest: str, key: str) -> str | None:
     return before if before != key else None
 
 
-def read_valid_meta(folder: Path) -> dict[str, Any] | None:
+def read_valid_meta(folder: Path) -> JsonRecord | None:
     """Return the content of meta.json if every file matches its listed size and digest, or None.
 
     Files over `CHECKED_AT_OPENING_BYTES` are checked by size only.
@@ -180,7 +181,7 @@ class DigestCheck:
                 self._damage = f"{path} cannot be read ({error.strerror}); remove {path.parent}, and run again"
 
 
-def complete(building: Path, meta: dict[str, Any]) -> dict[str, Any]:
+def complete(building: Path, meta: JsonRecord) -> JsonRecord:
     """Write meta.json with sizes and digests for a finished build, and flush all its files to disk."""
     files = {path.relative_to(building).as_posix(): path for path in sorted(building.rglob("*")) if path.is_file()}
     sizes = {name: path.stat().st_size for name, path in files.items()}
@@ -191,7 +192,7 @@ def complete(building: Path, meta: dict[str, Any]) -> dict[str, Any]:
     return meta
 
 
-def read_json(path: Path) -> dict[str, Any] | None:
+def read_json(path: Path) -> JsonRecord | None:
     """Return a JSON object, or None if the file is missing, not readable, or not an object."""
     try:
         value = parse_json(path.read_bytes())

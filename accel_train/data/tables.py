@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from accel_train.core.format import did_you_mean
 from accel_train.core.json_io import parse_json
+from accel_train.core.state import JsonRecord
 from accel_train.data.delimited import LINE_COLUMNS, Record, columns_by_setting, read_delimited, read_label_lines
 from accel_train.data.encoding import decode, read_lines, read_text
 from accel_train.data.parts import Part, part_of
@@ -320,7 +321,7 @@ def setting_of(column: str, data: Data) -> str:
     return " or ".join(f"data.{name}" for name in found) or "the recipe"
 
 
-def json_objects(path: Path, data: Data, example_column: str) -> Iterator[tuple[dict[str, Any], str, float]]:
+def json_objects(path: Path, data: Data, example_column: str) -> Iterator[tuple[JsonRecord, str, float]]:
     """Yield (object, file and line, bytes) for each object of a jsonl file or a json array, without blank lines."""
     is_array = file_kind(path) == "json" and not has_object_lines(path, data)
     example = f"{{{example_column!r}: ...}}"

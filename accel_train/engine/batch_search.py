@@ -36,7 +36,7 @@ from accel_train.recipe.schema import Recipe
 from accel_train.runtime.doctor import device_name
 from accel_train.runtime.memory import is_out_of_memory
 from accel_train.runtime.process_group import gather_number
-from accel_train.task import TaskData
+from accel_train.task import Collated, TaskData
 
 SETTING = "batch.per_device_batch_size"
 
@@ -124,7 +124,7 @@ class Trials:
     inner: TrainingModule
     accelerator: Accelerator
 
-    def collated(self, count: int) -> dict[str, Any]:
+    def collated(self, count: int) -> Collated:
         """Return the micro-batch of `count` samples that takes the most memory."""
         batch = self.data.collate(largest_samples(self.data, self.recipe.seed, count))
         batch.pop("num_targets")

@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -35,12 +35,11 @@ from accel_train.recipe.data import Data
 from accel_train.runtime.exit import exits_are_errors
 from accel_train.runtime.launcher import stop_with_parent
 from accel_train.runtime.private import end_workers
-from accel_train.task import TaskData
+from accel_train.task import Collate, Collated, TaskData
 
 if TYPE_CHECKING:
     from accel_train.engine.run import RunContext
 
-Collate = Callable[[Sequence[Any]], dict[str, Any]]
 Steps = Iterator[tuple[int, list[MicroBatch]]]
 """Iterator of 0-based steps with their micro-batches on the device."""
 
@@ -258,7 +257,7 @@ def read_batches(
         RuntimeError: a worker died, or returned no batch within `reading.timeout_seconds`.
     """
     if reading.num_workers == 0:
-        batches: Iterator[dict[str, Any]] = (collate(fetch(dataset, indices)) for indices in index_lists)
+        batches: Iterator[Collated] = (collate(fetch(dataset, indices)) for indices in index_lists)
     else:
         stays = threading.current_thread() is threading.main_thread()
         loader = DataLoader(
@@ -299,7 +298,7 @@ def checked_count(num_targets: Any) -> int:
     return count
 
 
-def to_device(batch: dict[str, Any], device: torch.device, *, pin: bool) -> dict[str, Any]:
+def to_device(batch: Collated, device: torch.device, *, pin: bool) -> Collated:
     """Return a batch with its tensors on the device; `pin` page-locks them first."""
     if device.type == "cpu":
         return batch
@@ -312,7 +311,7 @@ _NO_HANDLES = ("Too many open files", "items of ancdata")
 """Words in errors of torch and multiprocessing when a process cannot open another file or receive one."""
 
 
-def _from_workers(loader: "DataLoader[Any]") -> Iterator[dict[str, Any]]:
+def _from_workers(loader: "DataLoader[Any]") -> Iterator[Collated]:
     iterator: Any = None
     try:
         iterator = iter(loader)
@@ -376,7 +375,7 @@ class _InWorker(Dataset[Any]):
     def __init__(self, dataset: "Dataset[Any]", collate: Collate) -> None:
         self.dataset, self.collate = dataset, collate
 
-    def __getitems__(self, indices: list[int]) -> dict[str, Any] | ExitedEarly | DataError:
+    def __getitems__(self, indices: list[int]) -> Collated | ExitedEarly | DataError:
         try:
             with exits_are_errors():
                 return self.collate(fetch(self.dataset, indices))

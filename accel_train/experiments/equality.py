@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from accel_train.checkpoint.sharded import CheckpointReader
 from accel_train.checkpoint.store import folder_of
 from accel_train.core.json_io import json_digest, to_json
+from accel_train.core.state import JsonRecord
 from accel_train.experiments.compare_runs import pairs_of_tensors
 from accel_train.experiments.processes import Failure, Processes
 from accel_train.observe.run_folder import read_metrics
@@ -345,7 +346,7 @@ def _with_toy_model(recipe: Recipe, toy: Recipe) -> Recipe:
     reads_texts = "tokenizer" in load_task(recipe.task).spec.uses
     tokenizer = recipe.tokenizer_in_use if reads_texts else recipe.tokenizer
 
-    def check(fields: dict[str, Any]) -> None:
+    def check(fields: JsonRecord) -> None:
         kept = {name: value for name, value in fields.items() if name in (given or ()) or name not in of_tokenizer}
         small = toy.model_copy(update={"tokenizer": tokenizer})
         small = _changed(small, model={**update, "config": {"model_type": config.model_type, **kept}})

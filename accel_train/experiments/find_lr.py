@@ -9,14 +9,13 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from accel_train.core.json_io import json_text
 from accel_train.core.ownership import check_file, write_file
-from accel_train.core.state import StepResult
+from accel_train.core.state import JsonRecord, StepResult
 from accel_train.engine.run import Extensions, RunContext
 from accel_train.observe.observer import Observer
 from accel_train.optim.schedule import Rate
@@ -143,7 +142,7 @@ def check_place(folder: Path) -> None:
         check_file(folder / name, folder, str(folder / name))
 
 
-def record_of(test: RangeTest) -> dict[str, Any]:
+def record_of(test: RangeTest) -> JsonRecord:
     """Return the suggestion, its reason, and every step as plain values."""
     index = test.suggestion.index
     return {

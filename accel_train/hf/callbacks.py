@@ -43,7 +43,7 @@ from accel_train.hf.checkpoints import (
     state_text,
 )
 from accel_train.hf.hub import push_checkpoint
-from accel_train.hf.inputs import SUMS, Inputs, num_input_tokens
+from accel_train.hf.inputs import SUMS, Inputs, Metrics, num_input_tokens
 from accel_train.hf.search import report_to_search
 from accel_train.observe.observer import Observer
 
@@ -246,7 +246,7 @@ class Flow(Observer):
         else:
             self.requests.evaluate |= evaluate
 
-    def evaluate(self) -> dict[str, Any]:
+    def evaluate(self) -> Metrics:
         """Run `trainer.evaluate()` for the loop, once per state of the weights, and note the best metric.
 
         Return the metrics without the prefix `eval_`. A missing loss is NaN.

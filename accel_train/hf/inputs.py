@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 
 Inputs = dict[str, Any]
+Metrics = dict[str, Any]
+"""Metrics by name, as `compute_metrics` returns them. A metric of your own may be any value."""
 """A batch as the model's forward takes it, by argument."""
 
 
@@ -69,7 +71,7 @@ def is_causal(model: nn.Module) -> bool:
     return type(unwrap_peft_model(model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
 
 
-class Columns(Dataset[dict[str, Any]]):
+class Columns(Dataset[Inputs]):
     """A mapping of columns (a tokenizer's output, a dict of tensors) as a dataset of rows."""
 
     def __init__(self, columns: Mapping[str, Any]) -> None:
@@ -82,7 +84,7 @@ class Columns(Dataset[dict[str, Any]]):
     def __len__(self) -> int:
         return self._length
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> Inputs:
         return {name: column[index] for name, column in self.columns.items()}
 
 

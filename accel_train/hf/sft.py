@@ -27,7 +27,7 @@ from accel_train.hf import training
 from accel_train.hf.argument_table import argument_error
 from accel_train.hf.arguments import check_overrides
 from accel_train.hf.hub import write_card
-from accel_train.hf.inputs import Inputs, TokenMetrics, num_items_in
+from accel_train.hf.inputs import Inputs, Metrics, TokenMetrics, num_items_in
 from accel_train.hf.sft_rows import (
     check_kind,
     check_vocabulary,
@@ -85,7 +85,7 @@ class SFTTrainer(Trainer):
         eval_dataset: Any = None,
         processing_class: Any = None,
         compute_loss_func: Callable[..., Tensor] | None = None,
-        compute_metrics: Callable[..., dict[str, Any]] | None = None,
+        compute_metrics: Callable[..., Metrics] | None = None,
         callbacks: list[Any] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
         optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,

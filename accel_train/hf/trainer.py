@@ -32,7 +32,7 @@ from accel_train.hf.argument_table import argument_error
 from accel_train.hf.arguments import check_arguments, check_combinations, check_overrides, train_batch_size
 from accel_train.hf.checkpoints import save_pretrained, whole_model
 from accel_train.hf.evaluation import Evaluation, merged, parts_of, predict_batch
-from accel_train.hf.inputs import Inputs, Signature, TokenMetrics, evaluation_loader, train_loader
+from accel_train.hf.inputs import Inputs, Metrics, Signature, TokenMetrics, evaluation_loader, train_loader
 from accel_train.hf.task import loss_of
 from accel_train.optim.optimizers import build_optimizer
 from accel_train.recipe.schema import Recipe
@@ -86,7 +86,7 @@ class Trainer:
         processing_class: Any = None,
         model_init: Callable[[], nn.Module] | None = None,
         compute_loss_func: Callable[..., Tensor] | None = None,
-        compute_metrics: Callable[..., dict[str, Any]] | None = None,
+        compute_metrics: Callable[..., Metrics] | None = None,
         callbacks: list[Any] | None = None,
         optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
         optimizer_cls_and_kwargs: tuple[Any, dict[str, Any]] | None = None,
@@ -381,7 +381,7 @@ class Trainer:
         """
         return predict_batch(self, model, inputs, prediction_loss_only, ignore_keys)
 
-    def log(self, logs: dict[str, Any], start_time: float | None = None) -> None:
+    def log(self, logs: Metrics, start_time: float | None = None) -> None:
         """Add numbers to `state.log_history` and call on_log. Arrays and tensors become numbers and lists.
 
         Raises:
@@ -393,16 +393,16 @@ class Trainer:
         StockTrainer.log(self, logs, start_time)
         self.state.log_history[place:] = map(plain_metrics, self.state.log_history[place:])
 
-    def log_metrics(self, split: str, metrics: dict[str, Any]) -> None:
+    def log_metrics(self, split: str, metrics: Metrics) -> None:
         """Print metrics on the main process."""
         StockTrainer.log_metrics(self, split, metrics)
 
     @staticmethod
-    def metrics_format(metrics: dict[str, Any]) -> dict[str, Any]:
+    def metrics_format(metrics: Metrics) -> Metrics:
         """Return metrics with readable numbers."""
         return StockTrainer.metrics_format(metrics)
 
-    def save_metrics(self, split: str, metrics: dict[str, Any], combined: bool = True) -> None:
+    def save_metrics(self, split: str, metrics: Metrics, combined: bool = True) -> None:
         """Write metrics to SPLIT_results.json, and with `combined` to all_results.json, on the main process."""
         StockTrainer.save_metrics(self, split, plain_metrics(metrics), combined)
 
@@ -489,7 +489,7 @@ class Trainer:
     def _prepare_input(self, data: Any) -> Any:
         return StockTrainer._prepare_input(self, data)
 
-    def _prepare_inputs(self, inputs: Inputs) -> dict[str, Any]:
+    def _prepare_inputs(self, inputs: Inputs) -> Inputs:
         return StockTrainer._prepare_inputs(self, inputs)
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:

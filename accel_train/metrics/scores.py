@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from accel_train.core.state import JsonRecord
 from accel_train.task import Scores
 
 Floats = NDArray[np.float64]
@@ -69,14 +70,14 @@ def entity_scores(counts: ArrayLike, types: Sequence[str], num_right: int, num_w
 
 def _class_scores(
     counts: Counts, known: NDArray[np.bool_], label_names: Sequence[str], accuracy: float | None = None
-) -> tuple[dict[str, float], dict[str, Any]]:
+) -> tuple[dict[str, float], JsonRecord]:
     """Return averages over the `known` classes, and the report on all classes.
 
     The report is `classification_report(output_dict=True)`: figures by class name, then `accuracy` and averages. A
     class that is not known has None for its rates. A class with the name of an average is shown as `NAME (class)`.
     """
     means = _averages(counts[:, known])
-    report: dict[str, Any] = {}
+    report: JsonRecord = {}
     for name, values, support, is_known in zip(label_names, _rates(counts).T.tolist(), counts[0] + counts[2], known):
         key = f"{name} (class)" if name in SUMMARY_ROWS else name
         report[key] = {**dict(zip(_FIGURES, values if is_known else [None] * 3)), "support": int(support)}

@@ -30,6 +30,8 @@ FINITE: Mapping[tuple[Any, str], Callable[..., Any]] = {
 """Answers for tensors without values, for models that clamp if a number is not finite."""
 Tensors = dict[str, Tensor]
 """Tensors by name."""
+ExtraState = dict[str, Any]
+"""Extra state of modules by its name in the state dict: plain Python values."""
 Cut = Sequence[slice]
 """Part of a tensor: one slice per dimension, with start and stop."""
 PACKED = "#packed"
@@ -363,7 +365,7 @@ def names_not_finite(tensors: Mapping[str, Tensor], *, across_ranks: bool = Fals
     return [name for name, broken in zip(floats, is_broken.tolist(), strict=True) if broken]
 
 
-def split_state(model: nn.Module) -> tuple[Tensors, dict[str, Any]]:
+def split_state(model: nn.Module) -> tuple[Tensors, ExtraState]:
     """Return a model's parameters and persistent buffers by name, and its extra state by name. Nothing is copied.
 
     Extra state is every entry of `state_dict` that modules compute (`get_extra_state`, an own `_save_to_state_dict`).
@@ -385,7 +387,7 @@ def packed(extra: Mapping[str, Any]) -> Tensors:
     return tensors | {name + PACKED: _packed(name, extra[name]) for name in extra.keys() - tensors.keys()}
 
 
-def unpacked(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Any]:
+def unpacked(tensors: Mapping[str, Tensor], device: torch.device) -> ExtraState:
     """Return the entries of `state_dict` that `packed` made tensors of. Tensors that were not on a CPU go to `device`.
 
     Raises:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import TypeAdapter, ValidationError
 
 from accel_train.core.json_io import read_json
+from accel_train.core.state import JsonRecord
 
 INCIDENTS = "incidents"
 RECORD, TEXT, WEIGHTS = "incident.json", "incident.md", "weights.safetensors"
@@ -58,7 +59,7 @@ class Finding:
     loss_sum: float | None = None  # of this process, recomputed
     gradient_norm: float | None = None
     """Recomputed gradient norm of this process only: the sum over its micro-batches, an upper bound."""
-    columns: dict[str, dict[str, Any]] = field(default_factory=dict)
+    columns: dict[str, JsonRecord] = field(default_factory=dict)
     """Shape, minimum, maximum, and count of NaN and Inf of each tensor of the bad (otherwise the first) micro-batch."""
     heaviest: list[HeavySample] = field(default_factory=list)
     """Samples of a spike, largest gradient norm first."""

@@ -80,7 +80,7 @@ class Notifier(Observer):
     ) -> None:
         self._targets = [_from_variable(target) for target in targets if target != REDACTED]
         self._run, self._ended = run.absolute(), ended
-        self._step, self._metrics = 0, dict[str, Any]()
+        self._step, self._metrics = 0, JsonRecord()
         self._threads: list[threading.Thread] = []
         self._failures: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._has_begun = self._is_over = False

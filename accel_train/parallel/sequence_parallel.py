@@ -10,7 +10,7 @@ DeepSpeed's engine, data loader, and registration are not used. Its registration
 the whole process.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -28,7 +28,7 @@ from accel_train.data.labels import IGNORED_LABEL
 from accel_train.parallel.dims import ParallelDims, parallel_dims
 from accel_train.parallel.zero import import_deepspeed
 from accel_train.runtime.process_group import COLLECTIVE_TIMEOUT_SECONDS
-from accel_train.task import TaskData
+from accel_train.task import Collate, Collated, TaskData
 
 SP_OFF = "Set parallel.sp_size to 1"
 SPLIT = ("input_ids", "labels")
@@ -43,12 +43,12 @@ _refusal = partial(setting_error, "parallel.sp_size")
 class Slices:
     """A task's collate that keeps one slice of each batch."""
 
-    collate: Callable[[Sequence[Any]], dict[str, Any]]
+    collate: Collate
     """Function from samples to a batch of whole sequences."""
     part: int
     num_parts: int
 
-    def __call__(self, rows: Sequence[Any]) -> dict[str, Any]:
+    def __call__(self, rows: Sequence[Any]) -> Collated:
         """Return this process's slice of the batch, with the slice's `num_targets`."""
         batch = slice_of(self.collate(rows), self.part, self.num_parts)
         return {**batch, "num_targets": int((batch["labels"] != IGNORED_LABEL).sum())}
@@ -68,7 +68,7 @@ def in_slices(data: TaskData, group: ParallelDims) -> TaskData:
     return replace(data, collate=Slices(data.collate, group.slice_index, num_parts))
 
 
-def slice_of(batch: Mapping[str, Any], part: int, num_parts: int) -> dict[str, Any]:
+def slice_of(batch: Mapping[str, Any], part: int, num_parts: int) -> Collated:
     """Return slice `part` (from 0) of `num_parts` equal slices of a batch.
 
     `input_ids`, `labels`, and `position_ids` become (B, T / num_parts). `document_lengths`, if present, stay the
@@ -90,7 +90,7 @@ def slice_of(batch: Mapping[str, Any], part: int, num_parts: int) -> dict[str, A
     if length % num_parts:
         raise _refusal(num_parts, f"does not divide a batch of {length} tokens", SP_OFF)
     begin, end = part * length // num_parts, (part + 1) * length // num_parts
-    own: dict[str, Any] = {name: batch[name][:, begin:end].contiguous() for name in SPLIT}
+    own: Collated = {name: batch[name][:, begin:end].contiguous() for name in SPLIT}
     if "document_lengths" not in batch:
         return {**own, "position_ids": torch.arange(begin, end).repeat(num_samples, 1)}
     positions = batch["position_ids"][:, begin:end].contiguous()

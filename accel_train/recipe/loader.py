@@ -21,6 +21,7 @@ from pydantic.fields import FieldInfo
 from accel_train.core.errors import RecipeProblems, SettingError
 from accel_train.core.format import did_you_mean
 from accel_train.core.redaction import remember_secrets
+from accel_train.core.state import JsonRecord
 from accel_train.recipe import names, schema
 from accel_train.recipe.values import Origin, Section, value_of
 from accel_train.recipe.yaml_core import Key, parse_yaml, show
@@ -262,7 +263,7 @@ def _setter(layer: Layer, key: Key) -> Origin | None:
 
 
 def _validate(layer: Layer, path: str) -> Recipe:
-    tree: dict[str, Any] = {}
+    tree: JsonRecord = {}
     for key, (value, _) in layer.items():
         place = tree
         for field in key[:-1]:

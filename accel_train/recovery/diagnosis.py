@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from accel_train.core.state import JsonRecord
 from accel_train.engine.step import MicroBatch, seed_step
 from accel_train.model.isolation import Buffers, RandomState, isolated, without_batch_statistics
 from accel_train.model.tensors import names_not_finite
@@ -223,13 +224,13 @@ def _examine(
     _name_place(recomputation, samples, rows, states[bad], finding)
 
 
-def _describe_columns(batch: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _describe_columns(batch: Mapping[str, Any]) -> dict[str, JsonRecord]:
     """Return the shape, dtype, minimum, maximum, and count of NaN and Inf of each tensor of a batch."""
     columns = {}
     for name, value in batch.items():
         if not isinstance(value, Tensor):
             continue
-        facts: dict[str, Any] = {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
+        facts: JsonRecord = {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
         facts["not_finite"] = 0
         if value.numel() and not value.is_complex() and value.dtype != torch.bool:
             facts["not_finite"] = int((~torch.isfinite(value)).sum())

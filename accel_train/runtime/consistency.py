@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from accel_train.core.files import is_seen
 from accel_train.core.json_io import dotted_items, parse_json
-from accel_train.core.state import Choice
+from accel_train.core.state import Choice, JsonRecord
 from accel_train.core.version import __version__
 from accel_train.recipe.schema import Recipe
 from accel_train.runtime.process_group import concluded, on_main
@@ -121,9 +121,9 @@ def who_lacks(path: Path) -> str:
     return concluded(None if is_seen(path) else here, count)
 
 
-def facts_of(recipe: Recipe, data: TaskData) -> dict[str, Any]:
+def facts_of(recipe: Recipe, data: TaskData) -> JsonRecord:
     """Return the facts that must be equal on all processes, by name, as plain JSON values."""
-    facts: dict[str, Any] = {
+    facts: JsonRecord = {
         **dict(dotted_items(recipe.model_dump(mode="json", exclude=OF_ONE_MACHINE))),
         "the data": {
             "fingerprint": data.fingerprint,

@@ -21,7 +21,7 @@ from accel_train.model.tensors import as_tensors
 from accel_train.recipe.data import Data
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.tasks import TaskSpec
-from accel_train.task import Batch, Facts, Scores, Task, TaskData, Tensors, Totals
+from accel_train.task import Batch, Collated, Facts, Scores, Task, TaskData, Tensors, Totals
 
 _SAMPLES, _STRUCTURE = "samples", "structure"
 """Keys of a batch: one row per sample, and the nested structure that `collate` returned."""
@@ -260,8 +260,8 @@ class _Named:
     def __init__(self, batching: "_Batching") -> None:
         self.collate, self.count_targets = batching
 
-    def __call__(self, samples: Sequence[Any]) -> dict[str, Any]:
-        tensors: dict[str, Any] = {}
+    def __call__(self, samples: Sequence[Any]) -> Collated:
+        tensors: Collated = {}
 
         def take(leaf: Any, name: str) -> Any:
             if not isinstance(leaf, Tensor):

@@ -13,6 +13,7 @@ from accel_train.cli import results
 from accel_train.cli.command import (
     DATA,
     RUN,
+    Argument,
     Command,
     Outcome,
     data_of,
@@ -330,7 +331,7 @@ PREDICT = Command(
     processes="all",
 )
 
-_SAMPLING: dict[str, dict[str, Any]] = {
+_SAMPLING: dict[str, Argument] = {
     "--max-new-tokens": value("N", "tokens to write", whole_number(1), "200"),
     "--temperature": value("T", "sampling temperature; 0 takes the likeliest token", finite_number(least=0), "0.8"),
     "--seed": value("S", "seed of the sampling", whole_number(0, 2**64 - 1), "0"),

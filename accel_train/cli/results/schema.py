@@ -8,6 +8,7 @@ from typing_extensions import TypedDict, is_typeddict
 
 from accel_train.cli import results
 from accel_train.cli.commands import COMMANDS
+from accel_train.core.state import JsonRecord
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -41,7 +42,7 @@ class Answer(TypedDict):
     """
 
 
-def json_schema(*, closed: bool = False) -> dict[str, Any]:
+def json_schema(*, closed: bool = False) -> JsonRecord:
     """Return the JSON Schema of the object, with the result of each command in `$defs`.
 
     `closed` allows no other fields.
@@ -113,7 +114,7 @@ def _table(kind: type) -> Iterator[str]:
         yield f"| `{name}` | {_type_of(field)} | {' '.join(field.get('description', '').split())} |"
 
 
-def _type_of(field: dict[str, Any]) -> str:
+def _type_of(field: JsonRecord) -> str:
     """Return a field's type in words: `a list of MemoryOfPlan`, `number or null`."""
     if "$ref" in field:
         return str(field["$ref"]).rpartition("/")[2]

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from accel_train.core.json_io import parse_json
+from accel_train.core.state import JsonRecord
 from accel_train.data.images.decoding import Mode, to_mode
 from accel_train.data.images.images import Images, evenly_spaced
 
@@ -53,7 +54,7 @@ class Preprocessing:
     own_pixels: str = ""
     """Digest of the pixels of `own`."""
 
-    def changed_fields(self) -> dict[str, Any]:
+    def changed_fields(self) -> JsonRecord:
         """Return the fields that differ from their defaults. A run's fingerprint holds them.
 
         The default of a new field must therefore not change the program.

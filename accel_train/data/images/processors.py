@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from accel_train.core.errors import SettingError
+from accel_train.core.state import JsonRecord
 from accel_train.data.images.images import text_digest
 from accel_train.data.images.preprocessing import (
     IMAGENET_MEAN,
@@ -264,7 +265,7 @@ class _Own:
         if not is_whole and own[0] != own[1]:
             raise self.refused(f"makes images of {own[0]} x {own[1]}, and not squares", *_WHOLE)
         factors = {"height": asked[0] / own[0], "width": asked[1] / own[1]}
-        changed: dict[str, Any] = {}
+        changed: JsonRecord = {}
         for key in _SIZES:
             value = getattr(self.processor, key, None)
             if isinstance(value, int):

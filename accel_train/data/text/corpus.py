@@ -14,6 +14,7 @@ from tqdm import tqdm
 from accel_train.core.errors import SettingError
 from accel_train.core.files import publish_folder
 from accel_train.core.json_io import json_digest
+from accel_train.core.state import JsonRecord
 from accel_train.data import cache
 from accel_train.data.sources import Source, describe, files_of, holds_tokens, num_bytes_of
 from accel_train.data.tables import resolve_both
@@ -120,7 +121,7 @@ def _inputs(recipe: Recipe, progress: bool) -> Inputs:
     return Inputs(WindowData.of(recipe.data), train, held_out, tokenizer, notes, progress)
 
 
-def _contents(inputs: Inputs, root: Path) -> dict[str, Any]:
+def _contents(inputs: Inputs, root: Path) -> JsonRecord:
     """Return everything that determines the tokens. File names are excluded, so a corpus may move."""
     data, tokenizer = inputs.data, inputs.tokenizer
     sides = {"train": inputs.train, "eval": inputs.eval}
@@ -142,7 +143,7 @@ def _contents(inputs: Inputs, root: Path) -> dict[str, Any]:
     }
 
 
-def _to_train(tokenizer: TrainedTokenizer) -> dict[str, Any]:
+def _to_train(tokenizer: TrainedTokenizer) -> JsonRecord:
     """Return the settings of a tokenizer without defaults, so that a new setting does not change them."""
     section = tokenizer.train_bpe
     return {"train_bpe": {"vocab_size": section.vocab_size, **section.model_dump(exclude_defaults=True)}}
@@ -169,7 +170,7 @@ def _reasons_to_build(inputs: Inputs, tokenizer_contents: Any, root: Path, folde
     return reasons
 
 
-def _build(inputs: Inputs, root: Path, folder: Path) -> tuple[TextTokenizer, dict[str, Any]]:
+def _build(inputs: Inputs, root: Path, folder: Path) -> tuple[TextTokenizer, JsonRecord]:
     """Build in a staging folder and publish it in one rename. The caller holds the lock."""
     files = files_of((*inputs.train, *inputs.eval))
     stamps = [cache.stamp_of(file) for file in files]
@@ -185,7 +186,7 @@ def _build(inputs: Inputs, root: Path, folder: Path) -> tuple[TextTokenizer, dic
 
 
 def _open(
-    recipe: Recipe, inputs: Inputs, folder: Path, meta: dict[str, Any], built: TextTokenizer | None, notes: list[str]
+    recipe: Recipe, inputs: Inputs, folder: Path, meta: JsonRecord, built: TextTokenizer | None, notes: list[str]
 ) -> TextCorpus:
     facts = Facts(**meta["facts"], cache_folder=str(folder), reused=built is None)
     facts.notes += notes
@@ -253,7 +254,7 @@ class Chunk(NamedTuple):
     held_out: bool
 
 
-def build_shards(folder: Path, inputs: Inputs) -> tuple[TextTokenizer, dict[str, Any]]:
+def build_shards(folder: Path, inputs: Inputs) -> tuple[TextTokenizer, JsonRecord]:
     """Write train.bin, eval.bin and a trained tokenizer to a folder. Return the tokenizer and the content of meta.json.
 
     Raises:

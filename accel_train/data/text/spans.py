@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from accel_train.core.json_io import nested
+from accel_train.core.state import JsonRecord
 from accel_train.data.sources import Source
 from accel_train.data.tables import MissingColumn, json_objects, read_rows, show_cell, text_cell
 from accel_train.recipe.data import Data
@@ -298,7 +299,7 @@ def complete_tags(tags: set[str]) -> set[str]:
     return {OUTSIDE} | {f"{begin}-{tag[2:]}" for tag in tags if tag != OUTSIDE for begin in "BI"}
 
 
-def spans_of(text: str, places: Sequence[tuple[int, int]], tags: Sequence[str | None]) -> list[dict[str, Any]]:
+def spans_of(text: str, places: Sequence[tuple[int, int]], tags: Sequence[str | None]) -> list[JsonRecord]:
     """Return the spans of tagged words as objects with start, end, label, and text.
 
     A word without a tag and the word after it share a token, unless a space separates them.

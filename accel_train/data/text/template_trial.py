@@ -4,7 +4,9 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from accel_train.core.state import JsonRecord
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -50,9 +52,9 @@ _tried: set[tuple[str, bool]] = set()
 
 def check_template(
     tokenizer: "PreTrainedTokenizerBase",
-    chats: Sequence[Sequence[dict[str, Any]]],
+    chats: Sequence[Sequence[JsonRecord]],
     whose: str = "",
-    tools: Sequence[dict[str, Any]] | None = None,
+    tools: Sequence[JsonRecord] | None = None,
 ) -> None:
     """Render chats with the tokenizer's template in another process, with and without a generation prompt.
 

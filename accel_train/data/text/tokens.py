@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from accel_train.core.errors import DataError
+from accel_train.core.state import JsonRecord
 from accel_train.data.labels import IGNORED_LABEL
 
 Tokens = NDArray[np.integer[Any]]
@@ -199,7 +200,7 @@ class WindowDataset(Dataset[NDArray[np.int64]]):
 
 def collate_windows(
     rows: NDArray[np.int64] | Sequence[NDArray[np.int64]], *, separator_id: int, mask_documents: bool
-) -> dict[str, Any]:
+) -> JsonRecord:
     """Return a language model batch from rows of T + 1 tokens.
 
     `input_ids` and `labels` are (B, T) int64. labels[:, t] is the token after input t, or -100 without one.

@@ -16,6 +16,7 @@ from PIL import Image, ImageDraw
 from accel_train.core.files import read_regular, sha256
 from accel_train.core.format import format_count
 from accel_train.core.json_io import parse_json
+from accel_train.core.state import JsonRecord
 from accel_train.data.encoding import read_text
 from accel_train.data.images.annotations.records import numbers
 from accel_train.data.images.decoding import open_image
@@ -124,7 +125,7 @@ def find_polygons(asked: Asked, place: str) -> Masks | None:
     )
 
 
-def _content(file: Path) -> dict[str, Any] | None:
+def _content(file: Path) -> JsonRecord | None:
     """Return the content of an annotation file without labelme's copy of the image, or None for other JSON."""
     try:
         content = parse_json(read_regular(file).decode("utf-8-sig"))

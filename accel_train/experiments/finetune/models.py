@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_train.core.errors import SettingError, missing_packages
-from accel_train.core.state import Choice, Choices
+from accel_train.core.state import Choice, Choices, JsonRecord
 from accel_train.experiments.finetune.amounts import (
     AMOUNTS,
     LORA_FROM_PARAMETERS,
@@ -62,7 +62,7 @@ def _recipe_of(task: str) -> Recipe:
     return load_recipe(shipped_recipes()[name].path)
 
 
-def _config_of(task: str, **changes: Any) -> dict[str, Any]:
+def _config_of(task: str, **changes: Any) -> JsonRecord:
     return {**(_recipe_of(task).model.config or {}), **changes}
 
 
@@ -117,7 +117,7 @@ def look_at(name: str, task: str, *, trust_remote_code: bool) -> Pretrained:
     )
 
 
-def _image_resize(tree: dict[str, Any], config: Any, size: int) -> Choice[str] | None:
+def _image_resize(tree: JsonRecord, config: Any, size: int) -> Choice[str] | None:
     """Return whether whole images are resized, because the model's image processor does what no recipe can."""
     from accel_train.data.images.processors import model_preprocessing
 
@@ -131,7 +131,7 @@ def _image_resize(tree: dict[str, Any], config: Any, size: int) -> Choice[str] |
     return None
 
 
-def _document_masks(tree: dict[str, Any], num_positions: int | None) -> Choice[bool]:
+def _document_masks(tree: JsonRecord, num_positions: int | None) -> Choice[bool]:
     """Return whether the model can keep documents in a window apart, by the probe that starts a run."""
     from accel_train.task import load_task
 
@@ -177,7 +177,7 @@ def text_classifier(found: Found, pretrained: Pretrained | None) -> Choices:
         rate = Choice(0.05 if is_pair else 0.1, "for squared errors")
         if found.counts or found.has_one_label:
             rate = Choice(10.0, "for features of length 1")
-        config: dict[str, Any] = {
+        config: JsonRecord = {
             "model_type": "ngrams",
             "separate_norms": True,
             "within_words": True,
@@ -426,7 +426,7 @@ def _small_model(found: Found, pretrained: Pretrained | None, room: int, metric:
 
 def _from_scratch(
     found: Found,
-    config: Choice[dict[str, Any]],
+    config: Choice[JsonRecord],
     common: Choices,
     trained: Choices,
     *,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from accel_train.core.files import make_folders, write_atomically
 from accel_train.core.format import did_you_mean, format_count
 from accel_train.core.redaction import redact
-from accel_train.core.state import Choice, Choices
+from accel_train.core.state import Choice, Choices, JsonRecord
 from accel_train.core.terminal import printable
 from accel_train.data.builtin.digit_scenes import EMBEDDED_IMAGES
 from accel_train.data.delimited import columns_by_setting
@@ -203,9 +203,9 @@ def refuse_columns(asked: Asked, folder: str | Path, what: str) -> None:
             raise ValueError(f"{flag}: {folder} holds {what}, not columns. Leave the flag out, or name a table")
 
 
-def tree_of(task: str, choices: Choices, output_dir: str) -> dict[str, Any]:
+def tree_of(task: str, choices: Choices, output_dir: str) -> JsonRecord:
     """Return the recognized and chosen settings as nested mappings for `make_recipe`."""
-    tree: dict[str, Any] = {"task": task, "output_dir": output_dir}
+    tree: JsonRecord = {"task": task, "output_dir": output_dir}
     for name, choice in choices.items():
         *sections, key = name.split(".")
         place = tree

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from accel_train.core.state import JsonRecord
 from accel_train.model.kernels.chunked_loss import LOGITS_AT_ONCE, why_whole
 from accel_train.model.tensors import without_values
 
@@ -63,7 +64,7 @@ def chunks_loss(config: PreTrainedConfig, num_positions: int) -> bool:
     return is_large and why_whole(_built(AutoModelForCausalLM, config, "meta")) is None
 
 
-def toy_fields(config: PreTrainedConfig, *, is_causal: bool, check: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+def toy_fields(config: PreTrainedConfig, *, is_causal: bool, check: Callable[[JsonRecord], None]) -> JsonRecord:
     """Return `model.config` of the smallest model of a kind that `check` accepts. Tokens and positions are kept.
 
     Its initial weights are larger than usual, so that attention counts, and it has no dropout.
@@ -73,7 +74,7 @@ def toy_fields(config: PreTrainedConfig, *, is_causal: bool, check: Callable[[di
     """
     factory = AutoModelForCausalLM if is_causal else AutoModel
 
-    def of(small: PreTrainedConfig) -> dict[str, Any]:
+    def of(small: PreTrainedConfig) -> JsonRecord:
         if is_causal and small is not config:
             _built(factory, small, "cpu").eval()(input_ids=torch.full((1, 9), 3), use_cache=False)
         fields = type(small).from_dict(_without_dropout(small.to_dict())).to_diff_dict()
@@ -84,7 +85,7 @@ def toy_fields(config: PreTrainedConfig, *, is_causal: bool, check: Callable[[di
     return _find(config, lambda small, device: _built(factory, small, device), of, keeps_vocabulary=True)
 
 
-def _without_dropout(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _without_dropout(fields: Mapping[str, Any]) -> JsonRecord:
     def of(name: str, value: Any) -> Any:
         if isinstance(value, Mapping):
             return _without_dropout(value)
@@ -157,7 +158,7 @@ def _kinds(model: PreTrainedModel) -> set[str]:
 
 def _shrunk_fields(
     fields: Mapping[str, Any], layers: int, heads: int, head_size: int, keeps_vocabulary: bool
-) -> dict[str, Any]:
+) -> JsonRecord:
     """Return the fields of a configuration with `layers` layers and at least `heads` heads of `head_size` elements.
 
     Ratios are kept.

@@ -9,6 +9,7 @@ import numpy as np
 from tqdm import tqdm
 
 from accel_train.core.json_io import parse_json
+from accel_train.core.state import JsonRecord
 from accel_train.data.sources import Source, describe
 from accel_train.data.tables import Row, check_text, column_names, read_rows, resolve_both, show_cell, text_cell
 from accel_train.data.text.corpus import Corpus
@@ -246,7 +247,7 @@ def _unigram_perplexity(train: TokenRows, evaluation: TokenRows, vocab_size: int
     return float(np.exp(-np.log(counts / counts.sum())[evaluation.targets].mean()))
 
 
-def read_calls(value: Any, at: str, data: Data) -> list[dict[str, Any]]:
+def read_calls(value: Any, at: str, data: Data) -> list[JsonRecord]:
     """Return the calls of a message as {type: function, function: {name, arguments}}, with arguments as an object.
 
     OpenAI writes the arguments as a string, which templates would quote again. ShareGPT writes one call or a list.
@@ -263,7 +264,7 @@ def read_calls(value: Any, at: str, data: Data) -> list[dict[str, Any]]:
     return calls
 
 
-def read_tools(cell: Any, at: str, data: Data) -> list[dict[str, Any]]:
+def read_tools(cell: Any, at: str, data: Data) -> list[JsonRecord]:
     """Return the tools in a cell (JSON, or a string of it) as {type: function, function: {name, ...}}.
 
     Raises:

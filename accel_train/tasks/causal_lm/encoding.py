@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from accel_train.core.state import JsonRecord
 from accel_train.data.text.template_trial import MOST_CHARACTERS, check_template
 from accel_train.data.text.tokenizers import TextTokenizer
 from accel_train.tasks.causal_lm.config import CausalLMData
@@ -23,7 +24,7 @@ _THINKING = re.compile(r"\b(?:enable_)?thinking\b")
 """Variables that switch thinking on and off in templates of Qwen, GLM, Nemotron, SmolLM and DeepSeek."""
 _ROWS_TRIED = 8
 """Number of chats that a template renders in a limited process first."""
-Messages = list[dict[str, Any]]
+Messages = list[JsonRecord]
 Render = Callable[..., Any]
 """Renders the messages of one row with its tools, by the tokenizer's template."""
 
@@ -33,7 +34,7 @@ class Example(NamedTuple):
 
     parts: tuple[str, str] | Messages
     where: str
-    tools: Sequence[dict[str, Any]] = ()
+    tools: Sequence[JsonRecord] = ()
 
 
 class Encoded(NamedTuple):

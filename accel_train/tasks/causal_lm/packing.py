@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.text.tokens import document_lengths
 from accel_train.model.kernels.attention import CAUSAL_SDPA, choose_attention
 from accel_train.recipe.schema import Recipe
-from accel_train.task import TaskData
+from accel_train.task import Collated, TaskData
 from accel_train.tasks.causal_lm.config import CausalLMData
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ class PackedRows(Dataset[NDArray[np.int64]]):
         return window
 
 
-def collate_packed(samples: Sequence[NDArray[np.int64]], *, pad_to_multiple_of: int | None = None) -> dict[str, Any]:
+def collate_packed(samples: Sequence[NDArray[np.int64]], *, pad_to_multiple_of: int | None = None) -> Collated:
     """Return a language model batch from windows of `PackedRows`, with the names of `collate_windows`.
 
     `input_ids`, `labels` (-100: no target), `position_ids` and `document_ids` are (B, T) int64. `document_lengths` is

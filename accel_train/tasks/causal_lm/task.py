@@ -19,7 +19,7 @@ from transformers import (
 
 from accel_train.core.errors import SettingError
 from accel_train.core.model_card import FOLDER, Use
-from accel_train.core.state import Choice
+from accel_train.core.state import Choice, JsonRecord
 from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.text.corpus import Corpus, prepare_text
 from accel_train.data.text.tokenizers import pretrained_tokenizer
@@ -285,7 +285,7 @@ print(write({start}, max_new_tokens=40)[0]["generated_text"]{read})""",
             samples="windows",
         )
 
-    def sample(self, recipe: Recipe, model: nn.Module, data: TaskData) -> dict[str, Any] | None:
+    def sample(self, recipe: Recipe, model: nn.Module, data: TaskData) -> JsonRecord | None:
         """Generate a text that begins with `evaluate.sample_prompt`. Return None without a prompt."""
         if recipe.evaluate.sample_prompt is None:
             return None

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from accel_train.data.images.pools import read_pools
 from accel_train.data.images.preprocessing import Preprocessing
 from accel_train.data.labels import LabelScheme, label_scheme
 from accel_train.recipe.data import Augment
+from accel_train.task import Collated
 from accel_train.tasks.image_classification.config import ImageClassificationData
 
 
@@ -70,12 +71,12 @@ def draw_sample(
     return ImageSample(mixed, label, partner_label, share)
 
 
-def collate_images(samples: Sequence[ImageSample], *, preprocessing: Preprocessing, num_classes: int) -> dict[str, Any]:
+def collate_images(samples: Sequence[ImageSample], *, preprocessing: Preprocessing, num_classes: int) -> Collated:
     """Return pixel_values (N, C, H, W) fp32 and labels (N,) int64.
 
     If any sample is mixed, soft_labels (N, classes) fp32 replace the labels.
     """
-    batch: dict[str, Any] = {
+    batch: Collated = {
         "pixel_values": preprocessing.normalise([sample.image for sample in samples]),
         "num_targets": len(samples),
     }

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +15,7 @@ from accel_train.data.sources import file_kind, resolve_sources
 from accel_train.data.tables import check_text
 from accel_train.data.text.padding import padded
 from accel_train.data.text.tokens import PADDING, WindowDataset
+from accel_train.task import Collated
 from accel_train.tasks.common.texts import TextRow, text_rows
 from accel_train.tasks.masked_lm.config import MaskedLMData
 from accel_train.tasks.rows import file_by_file
@@ -102,7 +103,7 @@ class MaskedWindows(Dataset[Masked]):
         return self.masking.draw(tokens[tokens != PADDING], generator)
 
 
-def collate_masked(samples: Sequence[Masked], *, pad_id: int) -> dict[str, Any]:
+def collate_masked(samples: Sequence[Masked], *, pad_id: int) -> Collated:
     """Return a batch: `input_ids` and `labels` (N, T) int64, and `num_targets`, the number of labels other than -100.
 
     If lengths differ, samples are padded on the right and the batch has `attention_mask` (N, T) int64.

@@ -15,6 +15,7 @@ from accel_train.data.tables import read_rows, show_cell, text_cell
 from accel_train.data.text.padding import joined_arrays
 from accel_train.data.text.tokenizers import parts_to_tokenize, plain_encoder
 from accel_train.recipe.schema import Recipe
+from accel_train.task import Collated
 from accel_train.tasks.common.texts import Divided, list_cell, read_both
 from accel_train.tasks.multiple_choice.config import MultipleChoiceData
 from accel_train.tasks.rows import given, padded_pairs, second_from
@@ -153,7 +154,7 @@ def tokenize_choices(
     return samples
 
 
-def collate_choices(samples: Sequence[Sample], *, with_types: bool, **padding: int) -> dict[str, Any]:
+def collate_choices(samples: Sequence[Sample], *, with_types: bool, **padding: int) -> Collated:
     """Return a batch of `padded_pairs`, (N, choices, T) int64, `labels` (N,), and `num_targets`.
 
     `num_targets` is the number of samples with a known label.

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from accel_train.data.labels import IGNORED_LABEL
 from accel_train.data.sources import is_there
 from accel_train.data.text.padding import padded
 from accel_train.recipe.data import Augment
+from accel_train.task import Collated
 from accel_train.tasks.object_detection.config import ObjectDetectionData
 
 
@@ -332,7 +333,7 @@ def _sample(
     return DetectionSample(np.asarray(image), centers[kept].astype(np.float32), boxes.class_ids[kept])
 
 
-def collate_boxes(samples: Sequence[DetectionSample], *, preprocessing: Preprocessing) -> dict[str, Any]:
+def collate_boxes(samples: Sequence[DetectionSample], *, preprocessing: Preprocessing) -> Collated:
     """Return pixel_values (N, C, H, W) fp32, boxes (N, M, 4) fp32 and class_ids (N, M).
 
     M is the largest number of boxes, at least 1. Missing boxes have the class -100 and zeros. `num_targets` counts the

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from accel_train.core.state import JsonRecord
 from accel_train.data.images.boxes import Boxes
 from accel_train.task import Scores
 from accel_train.tasks.object_detection.config import SPEC
@@ -34,8 +35,8 @@ def average_precision(truth: Sequence[Boxes], found: Sequence[Detection], names:
     from pycocotools.coco import COCO
     from pycocotools.cocoeval import COCOeval
 
-    annotations: list[dict[str, Any]] = []
-    results: list[dict[str, Any]] = []
+    annotations: list[JsonRecord] = []
+    results: list[JsonRecord] = []
     for image, (boxes, detection) in enumerate(zip(truth, found, strict=True), 1):
         for corners, class_id, crowd, area in zip(boxes.corners, boxes.class_ids, boxes.is_crowd, boxes.areas):
             annotations.append(
@@ -108,7 +109,7 @@ def _best_cut(evaluation: Any) -> dict[str, float] | None:
     }
 
 
-def _details(names: Sequence[str], by_class: Sequence[float], annotations: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _details(names: Sequence[str], by_class: Sequence[float], annotations: Sequence[JsonRecord]) -> JsonRecord:
     counts = np.bincount(
         [each["category_id"] - 1 for each in annotations if not each["iscrowd"]], minlength=len(names)
     ).tolist()

@@ -15,6 +15,7 @@ from accel_train.data.tables import read_rows, show_cell, text_cell
 from accel_train.data.text.padding import padded
 from accel_train.data.text.tokenizers import parts_to_tokenize, plain_encoder
 from accel_train.recipe.schema import Recipe
+from accel_train.task import Collated
 from accel_train.tasks.common.texts import Divided, read_both
 from accel_train.tasks.question_answering.config import QuestionAnsweringData
 from accel_train.tasks.rows import file_by_file, given, padded_pairs, second_from
@@ -224,7 +225,7 @@ def without_offsets(questions: Sequence[tuple[Window, ...]]) -> list[Window]:
 
 def collate_windows(
     samples: Sequence[Window] | Sequence[tuple[Window, ...]], *, with_types: bool, **padding: int
-) -> dict[str, Any]:
+) -> Collated:
     """Return a batch of windows, padded on the right by `padded_pairs`.
 
     Samples are windows (training) or whole questions. The batch has:

@@ -5,7 +5,7 @@ Augmentation is stateless: the same pair and generator give the same bits in eve
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ from accel_train.data.images.masks import Mask, RenumberedMasks, mask_values
 from accel_train.data.images.pools import read_pools, scenes_pool
 from accel_train.data.images.preprocessing import Preprocessing, Size, height_width
 from accel_train.recipe.data import Augment
+from accel_train.task import Collated
 from accel_train.tasks.semantic_segmentation.config import SemanticSegmentationData
 
 
@@ -255,9 +256,7 @@ def _crop_pair(
     return canvas, np.asarray(ignored)
 
 
-def collate_segments(
-    samples: Sequence[SegmentSample], *, preprocessing: Preprocessing, ignore_index: int
-) -> dict[str, Any]:
+def collate_segments(samples: Sequence[SegmentSample], *, preprocessing: Preprocessing, ignore_index: int) -> Collated:
     """Return pixel_values (N, C, S, T) fp32 and labels (N, H, W) uint8, padded with `ignore_index` to the largest mask.
 
     `num_targets` counts the pixels that are not ignored. If mask sizes differ, `label_sizes` (N, 2) fp32 has each
@@ -267,7 +266,7 @@ def collate_segments(
     labels = np.full((len(samples), *sizes.max(axis=0)), ignore_index, np.uint8)
     for label, sample in zip(labels, samples):
         label[: sample.mask.shape[0], : sample.mask.shape[1]] = sample.mask
-    batch: dict[str, Any] = {
+    batch: Collated = {
         "pixel_values": preprocessing.normalise([sample.image for sample in samples]),
         "labels": torch.from_numpy(labels),
         "num_targets": int(np.count_nonzero(labels != ignore_index)),

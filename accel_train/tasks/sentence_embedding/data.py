@@ -14,6 +14,7 @@ from accel_train.data.tables import show_cell
 from accel_train.data.text.padding import joined_arrays, padded_inputs
 from accel_train.data.text.tokenizers import parts_to_tokenize, plain_encoder
 from accel_train.recipe.schema import Recipe
+from accel_train.task import Collated
 from accel_train.tasks.common.texts import Divided, TextRow, read_both, text_rows
 from accel_train.tasks.sentence_embedding.config import SentenceEmbeddingData
 
@@ -134,7 +135,7 @@ def text_hash(text: str) -> int:
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
-def collate_rows(samples: Sequence[Sample], **padding: int) -> dict[str, Any]:
+def collate_rows(samples: Sequence[Sample], **padding: int) -> Collated:
     """Return a batch of `padded_inputs` (N, K, T) int64, `texts` (N, K), `scores`, and `num_targets`, the rows."""
     ids, texts, scores = zip(*samples)
     batch = padded_inputs([*chain(*ids)], **padding)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from transformers.utils import cached_file
 
 from accel_train.core.json_io import load_json
+from accel_train.core.state import JsonRecord
 from accel_train.tasks.sentence_embedding.config import PROMPTS_FILE
 
 Pooling = Literal["mean", "cls", "last"]
@@ -27,7 +28,7 @@ def write_folder(folder: Path, pooling: Pooling, dim: int, max_length: int, prom
         for number, (kind, path) in enumerate(kinds.items())
     ]
     old = {name: mode == _MODES[pooling] for name, mode in _OLD_MODES.items()}
-    files: dict[str, Any] = {
+    files: JsonRecord = {
         "modules.json": modules,
         "1_Pooling/config.json": {"word_embedding_dimension": dim, **old, "include_prompt": True},
         # Git keeps no empty folder.
@@ -77,7 +78,7 @@ def pooling_of(pretrained: str) -> Pooling | None:
     return found[0]
 
 
-def _modes_of(config: dict[str, Any]) -> list[str]:
+def _modes_of(config: JsonRecord) -> list[str]:
     """Return the modes of the older form: one flag each."""
     flags = [name for name, value in config.items() if name.startswith("pooling_mode_") and value is True]
     return [_OLD_MODES.get(name, name.removeprefix("pooling_mode_")) for name in flags]

@@ -15,7 +15,7 @@ from torch.nn.functional import normalize
 from transformers import PreTrainedConfig
 
 from accel_train.core.model_card import FOLDER, Use
-from accel_train.core.state import Choice
+from accel_train.core.state import Choice, JsonRecord
 from accel_train.metrics.scores import pearson_correlation, spearman_correlation
 from accel_train.model.pretrained import value_of
 from accel_train.recipe.schema import Recipe
@@ -362,7 +362,7 @@ def retrieval(
 
 def nearest_texts(
     texts: NDArray[np.int64], unit: Floats, shown: Sequence[tuple[str, ...]], number: int
-) -> list[dict[str, Any]]:
+) -> list[JsonRecord]:
     """Return evenly spaced queries with the documents whose vectors are nearest, and whether these are right.
 
     Args:

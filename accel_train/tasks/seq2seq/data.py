@@ -15,6 +15,7 @@ from accel_train.data.text.aligned import read_aligned
 from accel_train.data.text.padding import joined_arrays, padded, padded_inputs
 from accel_train.data.text.tokenizers import parts_to_tokenize, plain_encoder
 from accel_train.recipe.schema import Recipe
+from accel_train.task import Collated
 from accel_train.tasks.common.texts import Divided, TextRow, read_both, text_rows, text_tokenizer
 from accel_train.tasks.rows import given
 from accel_train.tasks.seq2seq.config import Seq2SeqData
@@ -158,9 +159,7 @@ def arrays_of(pairs: Sequence[Pair]) -> list[NDArray[Any]]:
     return [*joined_arrays([pair.source for pair in pairs]), *joined_arrays([pair.target for pair in pairs])]
 
 
-def collate_pairs(
-    samples: Sequence[Pair], *, pad_id: int, multiple: int, max_lengths: tuple[int, int]
-) -> dict[str, Any]:
+def collate_pairs(samples: Sequence[Pair], *, pad_id: int, multiple: int, max_lengths: tuple[int, int]) -> Collated:
     """Return a batch padded on the right: `input_ids`, `attention_mask` (N, S) and `labels` (N, T), int64.
 
     Labels are padded with -100. S and T are multiples of `multiple`, and at most `max_lengths`. `rows` (N,) int64 holds

@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from accel_train.core.model_card import FOLDER, Use
+from accel_train.core.state import JsonRecord
 from accel_train.data.text.tokenizers import vocab_size_of
 from accel_train.metrics.scores import perplexity
 from accel_train.metrics.texts import TEXT_SCORES, text_scores
@@ -226,7 +227,7 @@ print(tokenizer.decode(model.generate(**tokens)[0], skip_special_tokens=True))""
             "pairs of texts",
         )
 
-    def sample(self, recipe: Recipe, model: nn.Module, data: TaskData) -> dict[str, Any] | None:
+    def sample(self, recipe: Recipe, model: nn.Module, data: TaskData) -> JsonRecord | None:
         """Generate a text for the source `evaluate.sample_prompt`. Return None without a prompt."""
         prompt, tokenizer = recipe.evaluate.sample_prompt, data.source.tokenizer
         if prompt is None:

@@ -14,6 +14,7 @@ from accel_train.data.tables import class_names, resolve_both
 from accel_train.data.text.padding import joined_arrays
 from accel_train.data.text.tokenizers import parts_to_tokenize, plain_encoder
 from accel_train.recipe.schema import Recipe
+from accel_train.task import Collated
 from accel_train.tasks.common.texts import Divided, TextRow, hold_out, repeated_texts, text_rows
 from accel_train.tasks.rows import padded_pairs, second_from
 from accel_train.tasks.text_classification.config import TextClassificationData
@@ -170,7 +171,7 @@ class Sample(NamedTuple):
     """Class id, number, or row of zeros and ones."""
 
 
-def collate_texts(samples: Sequence[Sample], *, with_types: bool, **padding: int) -> dict[str, Any]:
+def collate_texts(samples: Sequence[Sample], *, with_types: bool, **padding: int) -> Collated:
     """Return a batch of `padded_pairs`, (N, T) int64, `labels` (N, ...), and `num_targets`.
 
     `num_targets` is the number of texts with a known class.

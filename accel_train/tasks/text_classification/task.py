@@ -2,7 +2,7 @@
 
 from functools import partial
 from itertools import chain
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from accel_train.core.errors import DataError
 from accel_train.core.model_card import FOLDER, Use
+from accel_train.core.state import JsonRecord
 from accel_train.metrics import METRICS, tally
 from accel_train.metrics.scores import auroc_from_histogram, classification_scores, multilabel_scores, regression_scores
 from accel_train.model.ngrams import NgramsForSequenceClassification
@@ -38,7 +39,7 @@ class Source(TextSource[labelled.LabelledTexts]):
         """Class names in the order of their ids."""
         return self.rows.scheme.names
 
-    def shown(self, index: int) -> dict[str, Any]:
+    def shown(self, index: int) -> JsonRecord:
         """Return the text of an evaluation row for a report."""
         return {"text": "\n".join(self.evaluated[index].texts)}
 
@@ -181,7 +182,7 @@ class TextClassification(EncoderTask):
 
     def calibrate(
         self, recipe: Recipe, model: nn.Module, data: TaskData, training: Training
-    ) -> tuple[dict[str, Any], str] | None:
+    ) -> tuple[JsonRecord, str] | None:
         if not isinstance(model, NgramsForSequenceClassification) or self.scheme.problem_type == "regression":
             return None
         try:

@@ -18,6 +18,7 @@ from accel_train.data.text.padding import joined_arrays, padded, padded_inputs
 from accel_train.data.text.spans import SPAN_FORMS, Remarks, complete_tags, read_marked
 from accel_train.data.text.tokenizers import parts_to_tokenize, plain_encoder
 from accel_train.recipe.schema import Recipe
+from accel_train.task import Collated
 from accel_train.tasks.common.texts import Divided, hold_out, list_cell, repeated_texts
 from accel_train.tasks.rows import file_by_file, given
 from accel_train.tasks.token_classification.config import TokenClassificationData
@@ -301,7 +302,7 @@ def first_tokens(places: NDArray[np.int64], offsets: NDArray[np.int64]) -> tuple
     return found.astype(np.int32), tokens[first].astype(np.int32)
 
 
-def collate_sentences(samples: Sequence[Sample], **padding: int) -> dict[str, Any]:
+def collate_sentences(samples: Sequence[Sample], **padding: int) -> Collated:
     """Return a batch of `padded_inputs`, and `word_starts` and `labels` (N, W), all int64.
 
     `word_starts` are the positions of the words' first tokens, padded with 0. `labels` are padded with -100.

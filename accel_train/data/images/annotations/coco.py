@@ -7,6 +7,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from accel_train.core.json_io import load_object
+from accel_train.core.state import JsonRecord
 from accel_train.data.images.annotations.records import (
     Annotated,
     BoxedImage,
@@ -87,7 +88,7 @@ def read_coco(path: Path, images: Path | None = None, *, needs_boxes: bool = Tru
     )
 
 
-def _list(path: Path, content: Mapping[str, Any], key: str) -> list[dict[str, Any]]:
+def _list(path: Path, content: Mapping[str, Any], key: str) -> list[JsonRecord]:
     value = content.get(key)
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
         raise ValueError(f"{path}: no list {key!r}. A COCO file has images, annotations and categories")

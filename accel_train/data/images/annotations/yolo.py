@@ -7,6 +7,7 @@ from typing import Any
 
 from accel_train.core.files import read_regular
 from accel_train.core.format import is_whole
+from accel_train.core.state import JsonRecord
 from accel_train.data.images.annotations.records import (
     Annotated,
     BoxedImage,
@@ -72,7 +73,7 @@ def read_yolo(path: Path, part: str, order: str) -> Annotated:
     return annotated("YOLO", path, images, rows, faults, order, names, notes=tuple(notes))
 
 
-def yolo_settings(path: Path) -> dict[str, Any] | None:
+def yolo_settings(path: Path) -> JsonRecord | None:
     """Return the content of a YOLO data.yaml, or None if a file is something else."""
     try:
         content, _ = parse_yaml(read_regular(path).decode("utf-8-sig"), str(path))
