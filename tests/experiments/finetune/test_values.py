@@ -540,8 +540,8 @@ def test_comments_before_a_header_are_named() -> None:
 
 @pytest.mark.parametrize("what", WRONG)
 def test_the_flags_that_a_refusal_offers_lead_to_a_recipe(what: str) -> None:
-    write_data, path, flags, _ = WRONG[what]
-    write_data()
-    message = refusal(path, given := flags.split())
+    write_data, _, *flags = WRONG[what]
+    path, given = str(write_data()), " ".join(flags).split()
+    message = refusal(path, given)
     if message is not None and offers(message):
         assert dead_ends(partial(refusal, path), given) == []
