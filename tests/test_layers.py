@@ -37,6 +37,12 @@ LINES = (
 )
 LARGEST_PACKAGE = 15  # modules, packages inside counted as one
 PURE = {"core": (), "guard": ("core", "recipe")}  # the standard library, and these packages
+MOST_LINES = 500
+LONG = {
+    "task": "what a task may define, each with its docstring",
+    "recipe.schema": "all settings, each with its docstring",
+    "tasks.causal_lm.probe": "all proofs of a model's layers",
+}
 MAY_KNOW_TRANSFORMERS = ("task", "model", "hf", "data.text", "data.images", "parallel", "inference")
 RUNS_FOREIGN_CODE_BY_CONSENT = {
     "metrics.registry": ["loading.load"],  # a metric of the hub, when evaluate.allow_hub_metrics says so
@@ -103,6 +109,10 @@ def test_the_walk_sees_the_package() -> None:
     assert {"__init__", "recipe.schema", "training.loop", "data", "data.text.tokenizers"} <= set(modules())
     assert Import("training.train", "accel_train.recipe.schema", lazy=False) in imports()
     assert not any(found.module == "task" and found.target == "torch" for found in imports())  # TYPE_CHECKING only
+
+
+def test_only_the_listed_modules_are_long() -> None:
+    assert {name for name, path in modules().items() if len(path.read_text().splitlines()) > MOST_LINES} == LONG.keys()
 
 
 def test_every_module_lies_in_a_package_of_the_table() -> None:

@@ -33,7 +33,7 @@ BUDGETS: dict[str, int] = {
     "accel_train/tasks": 73_800,
     "accel_train/training": 18_800,
     "benchmarks": 65_200,
-    "tests": 582_100,
+    "tests": 582_150,
 }
 """Tokens by package."""
 
