@@ -29,9 +29,9 @@ if TYPE_CHECKING:
 
 
 Inputs = dict[str, Any]
+"""A batch as the model's forward takes it, by argument."""
 Metrics = dict[str, Any]
 """Metrics by name, as `compute_metrics` returns them. A metric of your own may be any value."""
-"""A batch as the model's forward takes it, by argument."""
 
 
 @dataclass(frozen=True)

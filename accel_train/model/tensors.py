@@ -31,7 +31,7 @@ FINITE: Mapping[tuple[Any, str], Callable[..., Any]] = {
 Tensors = dict[str, Tensor]
 """Tensors by name."""
 ExtraState = dict[str, Any]
-"""Extra state of modules by its name in the state dict: plain Python values."""
+"""Extra state of modules, by its name in the state dict: tensors and plain Python values."""
 Cut = Sequence[slice]
 """Part of a tensor: one slice per dimension, with start and stop."""
 PACKED = "#packed"
