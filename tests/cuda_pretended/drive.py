@@ -113,15 +113,15 @@ def steady(pretend: Pretend) -> dict[str, Any]:
 
 
 def difference(main: Sequence[Call], other: Sequence[Call] | str, rank: int) -> str:
-    """Return the first collective that rank 0 and another process do not call together, or an empty string.
+    """Return the first collective in which another process differs from rank 0, or an empty string.
 
-    The bytes of an all-to-all may differ.
+    All processes call the same kinds with as many others, so groups that they do not share are compared too. The bytes
+    of an all-to-all may differ.
     """
     if isinstance(other, str):
         return other
-    shared = ([each for each in calls if {0, rank} <= {*each.ranks}] for calls in (main, other))
-    for number, (one, two) in enumerate(zip_longest(*shared)):
-        is_same = one is not None and two is not None and (one.kind, one.ranks) == (two.kind, two.ranks)
+    for number, (one, two) in enumerate(zip_longest(main, other)):
+        is_same = one is not None and two is not None and (one.kind, len(one.ranks)) == (two.kind, len(two.ranks))
         if not is_same or (one.num_bytes != two.num_bytes and one.kind != "all-to-all"):
             return f"collective {number}: rank 0 calls {one}, rank {rank} {two}"
     return ""
@@ -131,7 +131,7 @@ def start_last(sections: dict[str, Any], world_size: int) -> Any:
     """Start a process that is the last one of a run; return the pipe to it.
 
     It receives what rank 0 broadcasts, and sends its calls or an error. It begins before this process takes a step,
-    because torch keeps names of groups, and those of rank 0 are unknown to others.
+    because torch keeps names of groups, and other processes do not know the groups of rank 0.
     """
     here, there = multiprocessing.get_context("fork").Pipe()
 
