@@ -123,7 +123,7 @@ def targets_of(task: str, default: str = "targets") -> str:
 
 @cache
 def check_task(name: str) -> None:
-    """Raise SettingError if the name is no built-in task, and no class either."""
+    """Raise SettingError if the name is neither a built-in task nor module:Class."""
     if name not in TASKS and ":" not in name:
         hint = did_you_mean(name, TASKS, f"there are {', '.join(sorted(TASKS))}", show=repr)
         raise SettingError(f"unknown task={name!r}", f"{hint} Write a custom task as module:Class.", settings=("task",))

@@ -146,7 +146,7 @@ def test_every_field_has_a_rule_and_no_rule_is_of_a_field_that_is_not_there() ->
 
 
 def test_the_table_in_the_docs_is_that_of_the_code() -> None:
-    assert_generated(DOCS, "accel_train/hf/argument_table.py", table())
+    assert_generated(DOCS, "hf/argument_table.py", table())
 
 
 def test_every_refused_field_is_refused_by_name_with_its_value_and_a_remedy(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ def test_a_process_that_dies_while_the_rows_are_prepared_is_named(tmp_path: Path
 
 def test_every_field_of_sft_config_is_in_the_table_and_the_table_in_the_docs() -> None:
     assert SFT_FIELDS.keys() == own_fields().keys()
-    assert_generated(DOCS, "the fields of accel_train/hf/sft_setup.py", table(SFT_FIELDS, "SFTConfig"))
+    assert_generated(DOCS, "hf/sft_setup.py", table(SFT_FIELDS, "SFTConfig"))
 
 
 def test_a_field_that_trl_adds_later_is_refused_unless_it_has_its_default(tmp_path: Path, monkeypatch: Any) -> None:

@@ -54,7 +54,7 @@ def lie_in_classes(folder: Path, names: Sequence[str]) -> bool:
 
 
 def _in_classes(folder: Path, names: Sequence[str]) -> tuple[Path, list[str]]:
-    """Return the folder of the classes, and those of the names below `folder` that lie there, relative to it."""
+    """Return the folder of the classes, and the `names` that lie there, relative to it."""
     root = parts_of_classes(folder).get("train", folder)
     begin = "" if root == folder else f"{root.relative_to(folder).as_posix()}/"
     return root, [name.removeprefix(begin) for name in names if name.startswith(begin)]
