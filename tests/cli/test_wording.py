@@ -12,7 +12,7 @@ import pytest
 
 from accel_train.cli.commands import COMMANDS
 from accel_train.cli.main import main
-from tests.support.wording import assert_wording, read_wording
+from tests.support.wording import TESTS, assert_wording, read_wording
 
 
 @pytest.mark.parametrize("command", [*COMMANDS, "commands"])
@@ -37,3 +37,11 @@ def test_a_command_prints_its_transcript(
             text = re.sub(r"(?<![A-Za-z\d])\d+(?:[,.:]\d+)*(?:e[-+]\d+)?", "#", re.sub("[▁-█]+", "~", text))
             text = re.sub(r"(?<=\S) +", " ", text)
         assert_wording(command, heading, f"{text}\nexit code {code}" if code else text)
+
+
+@pytest.mark.parametrize("folder", [path.parent.relative_to(TESTS) for path in sorted(TESTS.glob("**/wording.txt"))])
+def test_each_text_of_a_folder_belongs_to_a_test(folder: Path) -> None:
+    for heading in read_wording(f"{folder}/wording"):
+        file, _, test = heading.partition("::")
+        name, *_ = re.split(r"[ \[]", test)
+        assert f"def {name}(" in (TESTS / folder / file).read_text(), heading
