@@ -125,7 +125,7 @@ BUGS = (
         "        share = samples[rank * len(samples) // world_size : (rank + 1) * len(samples) // world_size].tolist()",
         "        samples = samples if world_size == 1 else self.step_samples(step + 1)\n"
         "        share = samples[rank * len(samples) // world_size : (rank + 1) * len(samples) // world_size].tolist()",
-        "tests/data/test_order.py test_any_number_of_processes",
+        "tests/system/test_properties.py test_epochs_hold_each_sample_once_and_processes_share_each_step",
     ),
     Bug(
         "the sliding window of attention is dropped",
