@@ -58,6 +58,8 @@ class EvaluationReader:
     forwards_alike: bool = False
     """Whether all processes forward the same number of batches. FSDP2 gathers weights in each forward and needs
     this."""
+    replays: bool = False
+    """Whether forwards replay CUDA graphs (`Precision.has_cuda_graphs`)."""
     counted: Callable[[Iterator[MicroBatch], int], Iterator[MicroBatch]] | None = None
     """Wrapper of this process's batches, called with their number, such as a progress bar. None for no wrapper."""
 
@@ -180,6 +182,8 @@ def _count(reader: EvaluationReader, module: nn.Module, chunk_size: int, is_over
         if ends:
             left = True
             break
+        if reader.replays:
+            torch.compiler.cudagraph_mark_step_begin()
         found = module(batch, "counts")
         if not is_counted:
             continue
@@ -188,7 +192,8 @@ def _count(reader: EvaluationReader, module: nn.Module, chunk_size: int, is_over
             if name.startswith(ROWS):
                 rows.setdefault(name, []).append(value.cpu())
             else:
-                value = value.to(_sum_dtype(value))
+                # A copy, which the next replay does not overwrite.
+                value = value.to(_sum_dtype(value), copy=True)
                 sums[name] = sums[name] + value if name in sums else value
     sums["num_targets"] = torch.tensor(targets, device=reader.accelerator.device)
     return _Counts(sums, rows, left)

@@ -231,6 +231,8 @@ class Evaluation:
         name = getattr(trainer.model, "main_input_name", "input_ids")
         kept = inputs.get(name) if "inputs" in trainer.args.include_for_metrics else None
         rows = find_batch_size(inputs) or 1
+        if trainer.recipe is not None and trainer.recipe.precision.has_cuda_graphs:
+            torch.compiler.cudagraph_mark_step_begin()
         with torch.no_grad():
             if is_spread(trainer):
                 # Its hooks gather the weights outside of the blocks, so the call is inside the outermost module.

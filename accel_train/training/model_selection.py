@@ -170,8 +170,8 @@ def _task_scores(run: RunContext, whole: bool) -> tuple[dict[str, float], JsonRe
         run.statistics.share()
     plan, progress, batch_size = run.plan, run.evaluation, run.sizes.per_device_eval_batch_size
     max_samples = None if whole else plan.recipe.evaluate.max_samples
-    alike = run.strategy.meets_in_forward
-    reader = EvaluationReader(run.accelerator, plan.data, batch_size, plan.reading, max_samples, alike)
+    alike, replays = run.strategy.meets_in_forward, plan.recipe.precision.has_cuda_graphs
+    reader = EvaluationReader(run.accelerator, plan.data, batch_size, plan.reading, max_samples, alike, replays)
     is_over = _reporting(run, reader, progress.chunk_size or batch_size)
     result = evaluate(reader, run.strategy.inner, chunk_size=progress.chunk_size, is_over=is_over)
     if result.chunk_size < (progress.chunk_size or batch_size):
@@ -251,8 +251,10 @@ def reported_names(run: RunContext) -> Collection[str] | None:
     if strategy.notes_forward_order:
         return None
     max_samples = max(NUM_SAMPLES, run.accelerator.num_processes)
-    alike = strategy.meets_in_forward
-    reader = EvaluationReader(run.accelerator, plan.data, 1, max_samples=max_samples, forwards_alike=alike)
+    alike, replays = strategy.meets_in_forward, plan.recipe.precision.has_cuda_graphs
+    reader = EvaluationReader(
+        run.accelerator, plan.data, 1, max_samples=max_samples, forwards_alike=alike, replays=replays
+    )
     result = evaluate(reader, strategy.inner)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a metric is not defined for so few samples
