@@ -4,9 +4,11 @@ flags.
     python -m benchmarks.gpu --minutes 9 --save           # all rows in order of value, as far as the time goes
     python -m benchmarks.gpu --minutes 9 --save           # again: goes on with the rows that are missing
     python -m benchmarks.gpu --only LoRA loss --save      # rows whose name holds one of these words, measured again
+    python -m benchmarks.gpu --save --compare             # also each row beside the one that was saved before
 
-GPT-2 of 124M, 350M and 1.5B, compiled; then accel_train alone: float8, LoRA on 8B, document masks, checkpoints. bf16,
-fused AdamW, clip 1.0, synthetic tokens from a memory-mapped file. Each row runs in a fresh process, is watched from
+GPT-2 of 124M, 350M and 1.5B, compiled, with the loss in chunks and whole, by block and whole, and as CUDA graphs; then
+accel_train alone: float8, LoRA on 8B, document masks, checkpoints. Compiled code is kept between rows. bf16, fused
+AdamW, clip 1.0, synthetic tokens from a memory-mapped file. Each row runs in a fresh process, is watched from
 outside through torch's hook after every optimizer step, and is written as soon as it is measured. What no longer fits
 says so. MFU counts 6 N + 12 L D T operations a token, N without position embeddings and padding tokens, over the GPU's
 table peak, and over an 8192^3 bf16 matrix product measured in the same run. GPU idle: 1 - (time in which a kernel or
@@ -34,6 +36,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from accel_train.core.hardware import peak_flops
 from benchmarks.common import (
+    RESULTS,
     arguments_of,
     child_environment,
     facts_of_now,
@@ -47,17 +50,21 @@ from benchmarks.common import (
     write_tokenizer,
     write_tokens,
 )
-from benchmarks.gpu_loops import CHECKS, MODELS, TRAINERS, Job, Model, accel_train_recipe, write_base
+from benchmarks.gpu_loops import CHECKS, MODELS, OTHER_WORK, TRAINERS, Job, Model, accel_train_recipe, write_base
 from benchmarks.gpu_watch import Measured, Phases, StepWatch, synchronizing_line
 
 SHORTEST_JOB_SECONDS = 40.0
 """With less time left than this, the next row is not begun."""
 NO_TIME = "no time left"
+TEST_MINUTES = 4
+"""Minutes after which no further test that needs a GPU begins. They are in order of value."""
 PHASES = {"124M": Phases(15, 40, 10, 20), "checkpoints": Phases(10, 60, 2, 4)}
 USUAL_PHASES, CHECK_PHASES = Phases(10, 20, 5, 10), Phases(2, 3, 1, 1)
 LOSS_SIZES = {"cuda": (4096, 152_000, 4096, 10), "cpu": (64, 512, 16, 1)}
 """Tokens, vocabulary, width, rounds."""
 OURS = "accel_train"
+COMPILED = ("whole logits", "whole model", "whole model and logits", "CUDA graphs")
+"""Settings that compute what plain bf16 does, in other graphs."""
 
 
 def planned_rows() -> Iterator[dict[str, Any]]:
@@ -68,8 +75,11 @@ def planned_rows() -> Iterator[dict[str, Any]]:
         name = " ".join(name for name in names if name)
         return {"row": name, "model": model, "setting": setting, "variant": variant, "compile": compiled}
 
+    ours, *others = TRAINERS
     for model in ("124M", "350M", "1.5B"):
-        yield from (row(model, variant=variant) for variant in TRAINERS)
+        yield row(model, variant=ours)
+        yield from (row(model, setting) for setting in (COMPILED if model == "124M" else COMPILED[2:3]))
+        yield from (row(model, variant=variant) for variant in others)
     yield {"row": "loss"}
     yield from (row("llama-1.4B", setting) for setting in ("bf16", "float8"))
     yield from (row("llama-8B", setting, compiled=False) for setting in ("LoRA", "LoRA, 4-bit base"))
@@ -194,6 +204,7 @@ def run_tests(arguments: argparse.Namespace, seconds: float) -> dict[str, Any]:
     """Return how the tests that need a GPU ended, also if they run past the time; on a CPU they are skipped."""
     # The project's own options hide the outcome of each test.
     words = ["-m", "pytest", "-v", "--tb=line", "-o", "addopts=", "-m", "gpu", "tests/gpu", "-p", "no:cacheprovider"]
+    words += ["--minutes", str(TEST_MINUTES)]
     environment = child_environment(arguments.threads)
     code, printed = run_to_end([sys.executable, *words], environment=environment, timeout_seconds=seconds)
     outcomes, failed = outcomes_of(printed)
@@ -213,7 +224,7 @@ def outcomes_of(printed: str) -> tuple[Counter[str], list[str]]:
 
 def add_mfu(row: dict[str, Any], *, table_peak: float | None, matmul_peak: float | None) -> None:
     """Add the MFU of a row that trains all weights in bf16."""
-    if row["setting"] in ("bf16", "checkpoints"):
+    if row["setting"] not in OTHER_WORK:
         flops = row["tokens_per_second"] * MODELS[row["model"]].flops_per_token
         row["mfu"] = None if table_peak is None else flops / table_peak
         row["mfu_of_matmul"] = None if matmul_peak is None else flops / matmul_peak
@@ -264,7 +275,7 @@ def other_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 MFU_BARS = {"124M": 0.40, "350M": 0.45}
-TRAINER_BAR, COMPILE_BAR, LORA_BAR = 1.5, 1.3, 12_473
+NANOGPT_BAR, TRAINER_BAR, COMPILE_BAR, LORA_BAR = 1.05, 1.5, 1.3, 12_473
 
 
 def bars(rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -277,6 +288,8 @@ def bars(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         if not compiled or variant != "accel_train":
             continue
         trainer, eager = rates.get((name, True, "hf_trainer")), rates.get((name, False, "accel_train"))
+        if plain_loop := rates.get((name, True, "nanogpt")):
+            judged.append((f"{name}: accel_train / nanogpt, both compiled", rate / plain_loop, NANOGPT_BAR))
         if trainer:
             judged.append((f"{name}: accel_train / hf_trainer, both compiled", rate / trainer, TRAINER_BAR))
         if eager:
@@ -297,8 +310,23 @@ def report(arguments: argparse.Namespace, rows: Sequence[Mapping[str, Any]], mat
         heading = f"## Training on one {torch.cuda.get_device_name()}, bf16"
     product = [f"bf16 matrix product 8192^3: {matmul:.0f} TFLOP/s."] if matmul else []
     judged = [] if arguments.device == "cpu" else bars(rows)
-    trained = [row for row in rows if "model" in row]
-    return [heading, "", table(trained), "", *other_lines(rows), *judged, "", *product]
+    trained, known = [row for row in rows if "model" in row], {row["row"] for row in rows if "problem" not in row}
+    missing = "; ".join(row["row"] for row in planned_rows() if row["row"] not in known)
+    rest = [f"- not measured: {missing}"] if missing else []
+    return [heading, "", table(trained), "", *other_lines(rows), *judged, *rest, "", *product]
+
+
+def comparison(rows: Sequence[Mapping[str, Any]], before: Sequence[Mapping[str, Any]]) -> str:
+    """Return one line per row that was measured now and before: ms a step, their ratio, and peak memory."""
+    known = {row["row"]: row for row in before if "step_ms" in row}
+    lines = [
+        [row["row"], *(f"{each['step_ms']:.2f}" for each in (was, row)), f"{row['step_ms'] / was['step_ms']:.3f}"]
+        + ["-" if each.get("peak_gib") is None else f"{each['peak_gib']:.1f}" for each in (was, row)]
+        for row in rows
+        if "step_ms" in row and (was := known.get(row["row"])) is not None
+    ]
+    headers = ("row", "ms/step before", "now", "now / before", "peak GiB before", "now, GiB")
+    return markdown_table(headers, lines, text=("row",))
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -307,6 +335,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--row-minutes", type=float, default=4.0, help="a row that takes longer has failed")
     parser.add_argument("--again", action="store_true", help="also measure rows that the saved file has")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="only rows whose name holds one of these words")
+    parser.add_argument(
+        "--compare", nargs="?", const=RESULTS / "gpu.json", type=Path, metavar="FILE",
+        help="also print each row beside the one that this file had (default: the saved results)",
+    )  # fmt: skip
     parser.add_argument("--list", action="store_true", help="print the names of all rows")
     parser.add_argument("--threads", type=int, default=8)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help=argparse.SUPPRESS)
@@ -362,6 +394,7 @@ def run_rows(arguments: argparse.Namespace, folder: Path, deadline: float) -> bo
     Rows of an earlier call stay in the saved file. They are measured again if `--only` or `--again` asks for it.
     """
     name = "gpu" if arguments.device == "cuda" else "gpu-check"
+    before = None if arguments.compare is None else json.loads(arguments.compare.read_text())["rows"]
     record = {"rows": []} if arguments.save is None else saved_record(arguments.save / f"{name}.json")
     earlier: dict[str, dict[str, Any]] = {row["row"]: row for row in record["rows"]}
     planned = list(planned_rows())
@@ -394,7 +427,10 @@ def run_rows(arguments: argparse.Namespace, folder: Path, deadline: float) -> bo
             if arguments.save is not None:
                 write(*results(), save=arguments.save, name=name)
     finally:
-        show(*results(), save=arguments.save, name=name)
+        lines, kept = results()
+        show(lines, kept, save=arguments.save, name=name)
+        if before is not None:
+            print(comparison(kept["rows"], before))
     return any(row.get("problem", NO_TIME) != NO_TIME or row.get("failed") for row in wanted)
 
 

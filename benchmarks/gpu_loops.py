@@ -62,6 +62,13 @@ CHECKS |= {"llama-8B": CHECKS["llama-1.4B"], "llama-long": CHECKS["llama-1.4B"]}
 """In their place for --device cpu, which tests this program and measures nothing."""
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "bf16": {},
+    "whole logits": {"loss": {"chunked": False}},
+    "whole model": {"precision": {"compile": "model"}},
+    "whole model and logits": {"precision": {"compile": "model"}, "loss": {"chunked": False}},
+    "CUDA graphs": {
+        "precision": {"compile": "model", "compile_mode": "reduce-overhead"},
+        "loss": {"chunked": False},
+    },
     "float8": {"precision": {"mixed_precision": "fp8"}},
     "LoRA": {"model": {"lora": {"rank": 16}}},
     "LoRA, 4-bit base": {"model": {"lora": {"rank": 16}, "frozen_dtype": "nf4"}},
@@ -70,6 +77,8 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "checkpoints": {"checkpoint": {"every_steps": 40, "keep": 1}},
 }
 """What accel_train trains beside the plain run of each loop, and what is set for it."""
+OTHER_WORK = {"float8", "LoRA", "LoRA, 4-bit base", "document masks", "dense document masks"}
+"""Settings that do not multiply all weights in bf16, so that their rate is no MFU."""
 
 
 @dataclass(frozen=True)

@@ -161,20 +161,20 @@ def test_time_to_loss_trains_both_loops_and_judges_them(tmp_path: Path) -> None:
 
 def test_gpu_names_its_rows() -> None:
     rows = run("gpu", "--list").splitlines()
-    assert rows[0] == "124M accel_train"
+    assert rows[:3] == ["124M accel_train", "124M whole logits accel_train", "124M whole model accel_train"]
     assert {"loss", "tests", "llama-8B LoRA accel_train eager", "llama-1.4B float8 accel_train"} < set(rows)
 
 
 def test_gpu_keeps_what_it_measured_over_failures_interruptions_and_calls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured: list[str] = []
+    measured, planned = list[str](), [row["row"] for row in gpu.planned_rows()]
 
     def measure(row: dict[str, Any], *_: Any) -> dict[str, Any]:
         measured.append(row["row"])
-        if row["row"] == "124M nanogpt":
+        if row["row"] == planned[1]:
             raise ZeroDivisionError("broken")
-        if row["row"] == "350M accel_train" and len(measured) < 5:
+        if row["row"] == planned[3] and len(measured) < 5:
             raise KeyboardInterrupt
         return {"step_ms": 1.0, "stall_ms": math.nan}
 
@@ -182,12 +182,11 @@ def test_gpu_keeps_what_it_measured_over_failures_interruptions_and_calls(
         return {row["row"]: row for row in read_json(tmp_path / "gpu-check.json")["rows"]}
 
     monkeypatch.setattr(gpu, "measure", measure)
-    planned = [row["row"] for row in gpu.planned_rows()]
     arguments = gpu.parse_arguments(["--device", "cpu", "--save", str(tmp_path)])
     with pytest.raises(KeyboardInterrupt):
         gpu.run_rows(arguments, tmp_path, math.inf)
     assert list(saved()) == planned[:3]
-    assert saved()["124M nanogpt"]["problem"] == "ZeroDivisionError: broken"
+    assert saved()[planned[1]]["problem"] == "ZeroDivisionError: broken"
     assert (saved()["124M accel_train"]["step_ms"], saved()["124M accel_train"]["stall_ms"]) == (1.0, None)
     measured.clear()
     assert not gpu.run_rows(gpu.parse_arguments(["--device", "cpu", "--save", str(tmp_path), "--only", "loss"]),
@@ -195,12 +194,19 @@ def test_gpu_keeps_what_it_measured_over_failures_interruptions_and_calls(
     assert (measured, len(saved())) == (["loss"], 3)
     measured += ["other"] * 5
     assert gpu.run_rows(arguments, tmp_path, math.inf)
-    assert [name for name in planned if name not in measured] == ["124M accel_train", "124M hf_trainer"]
+    assert [name for name in planned if name not in measured] == [planned[0], planned[2]]
     assert list(saved()) == planned
     of_other_torch = read_json(tmp_path / "gpu-check.json")
     of_other_torch["versions"]["torch"] = "1.0"
     (tmp_path / "gpu-check.json").write_text(json.dumps(of_other_torch))
     assert gpu.saved_record(tmp_path / "gpu-check.json") == {"rows": []}
+
+
+def test_gpu_compares_each_row_that_was_measured_before() -> None:
+    before = [{"row": "a", "step_ms": 80.0, "peak_gib": 12.0}, {"row": "b", "step_ms": 1.0}, {"row": "c"}]
+    now = [{"row": "a", "step_ms": 60.0}, {"row": "c", "step_ms": 1.0}, {"row": "b", "problem": "no time left"}]
+    [line] = parse_table(gpu.comparison(now, before))
+    assert [*line.values()] == ["a", "80.00", "60.00", "0.750", "12.0", "-"]
 
 
 def test_gpu_leaves_out_what_does_not_fit_into_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -451,10 +457,12 @@ def test_gpu_bars_are_judged_on_the_compiled_run() -> None:
         row("accel_train", True, 400.0, 0.41),
         row("hf_trainer", True, 300.0, 0.30),
         row("accel_train", False, 200.0, 0.20),
+        row("nanogpt", True, 390.0, 0.40),
         {"model": "124M", "variant": "hf_trainer", "compile": False, "problem": "no time left"},
     ]
     assert bars(rows) == [
         "- 124M: MFU of accel_train, compiled: 0.410, bar 0.4 met",
+        "- 124M: accel_train / nanogpt, both compiled: 1.026, bar 1.05 MISSED",
         "- 124M: accel_train / hf_trainer, both compiled: 1.333, bar 1.5 MISSED",
         "- 124M: accel_train compiled / not: 2.000, bar 1.3 met",
     ]
