@@ -2,6 +2,7 @@
 
 import copy
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from tests.support.runs import (
     LLAMA,
     REPOSITORY,
     TINY_MODEL,
+    events,
     losses,
     metrics,
     summary_of,
@@ -58,6 +60,67 @@ def train_steps(folder: Path, **sections: Any) -> dict[int, float]:
     with run.resources:
         run_steps(run)
     return losses(folder / "run")
+
+
+class TwoBlocks(nn.Module):
+    """Two matrices, for Muon to make orthogonal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "lion"])
+def test_a_nonfinite_step_is_refused_to_the_bit_without_waiting_for_the_device(name: str) -> None:
+    device = torch.device("cuda")
+    Accelerator()
+    model = TwoBlocks().to(device)
+    optimizer = build_optimizer(model, Optimizer.model_validate({"name": name, "learning_rate": 0.1}), device)
+    parameters = list(model.parameters())
+    for poison in (0.0, math.nan, 0.0, math.inf):
+        before = [p.detach().clone() for p in parameters] + [
+            t.clone() for p in parameters for t in optimizer.state[p].values()
+        ]
+        model(torch.randn(4, 16, device=device)).square().mean().backward()
+        assert parameters[0].grad is not None
+        parameters[0].grad[0, 0] += poison
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            _, skipped, _ = update_within(Limits(1.0), optimizer, parameters, None)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        after = [p.detach() for p in parameters] + [t for p in parameters for t in optimizer.state[p].values()]
+        if poison == 0.0:
+            assert skipped.item() == 0.0
+        else:
+            assert skipped.item() == 1.0
+            assert all(torch.equal(left, right) for left, right in zip(before, after, strict=True))
+
+
+def test_a_run_that_is_resumed_ends_with_the_same_bits(corpus: Path) -> None:
+    recipe = write_recipe_file(
+        corpus,
+        task="causal-lm",
+        options={},
+        precision={"mixed_precision": "bf16", "deterministic": True},
+        schedule={"max_steps": 6},
+        checkpoint={"every_steps": 3},
+    )
+    run = corpus / "run"
+    weights = run / "model" / "model.safetensors"
+    run_command(recipe)
+    whole = weights.read_bytes()
+    # As after a kill in step 4.
+    for leftover in (run / "model", run / "checkpoints" / "step-00000006"):
+        shutil.rmtree(leftover)
+    run_command(recipe)
+    assert [event["step"] for event in events(run, "resume")] == [3]
+    assert weights.read_bytes() == whole
 
 
 @pytest.mark.parametrize("mixed_precision", ["no", "fp16", "bf16"])
@@ -216,46 +279,6 @@ def test_documents_train_as_under_a_dense_mask(tmp_path: Path) -> None:
         sections = {"model": model, "data": {"mask_documents": True, "sequence_length": 256}}
         traces.append(train_steps(tmp_path / name, precision={"mixed_precision": "bf16"}, **sections))
     assert traces[0] == pytest.approx(traces[1], rel=2e-2)
-
-
-class TwoBlocks(nn.Module):
-    """Two matrices, for Muon to make orthogonal."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-@pytest.mark.parametrize("name", ["adamw", "muon", "lion"])
-def test_a_nonfinite_step_is_refused_to_the_bit_without_waiting_for_the_device(name: str) -> None:
-    device = torch.device("cuda")
-    Accelerator()
-    model = TwoBlocks().to(device)
-    optimizer = build_optimizer(model, Optimizer.model_validate({"name": name, "learning_rate": 0.1}), device)
-    parameters = list(model.parameters())
-    for poison in (0.0, math.nan, 0.0, math.inf):
-        before = [p.detach().clone() for p in parameters] + [
-            t.clone() for p in parameters for t in optimizer.state[p].values()
-        ]
-        model(torch.randn(4, 16, device=device)).square().mean().backward()
-        assert parameters[0].grad is not None
-        parameters[0].grad[0, 0] += poison
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            _, skipped, _ = update_within(Limits(1.0), optimizer, parameters, None)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        after = [p.detach() for p in parameters] + [t for p in parameters for t in optimizer.state[p].values()]
-        if poison == 0.0:
-            assert skipped.item() == 0.0
-        else:
-            assert skipped.item() == 1.0
-            assert all(torch.equal(left, right) for left, right in zip(before, after, strict=True))
 
 
 def test_fp16_finds_its_scale_and_trains_like_fp32(tmp_path: Path) -> None:
