@@ -26,6 +26,12 @@ class Cli:
         self.out, self.err = self.capsys.readouterr()
         return self.err if code else self.out
 
+    def refusal(self, words: str) -> str:
+        """Return the one line that a command ends with as a mistake of its user."""
+        *busy, error = self(words, code=2).splitlines()
+        assert [line for line in busy if not line.endswith(" ...")] == []
+        return error
+
     def result(self, words: str) -> Any:
         """Return the result of a command with `--json`."""
         return json.loads(self(f"{words} --json"))["result"]

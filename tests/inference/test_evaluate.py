@@ -26,7 +26,7 @@ from accel_train.task import Facts
 from accel_train.tasks.causal_lm import task as causal_lm
 from tests.inference.conftest import Cli
 from tests.support import runs as runs
-from tests.support.runs import answers
+from tests.support.wording import assert_golden, raises_golden
 
 DIGITS: dict[str, Any] = {
     "task": "image-classification",
@@ -94,7 +94,7 @@ def test_on_its_own_data_a_run_prints_the_very_numbers_it_ended_with(name: str, 
     printed = cli("evaluate", name)
     summary = load_object(Path(name, "summary.json"))
     assert printed.startswith(format_scores(summary["eval"], summary["baselines"]))
-    assert name == "text" or "precision    recall  f1-score   support" in printed
+    assert name == "text" or "f1-score" in printed
     assert Path(name, "evaluation.json").read_text() == left
 
 
@@ -144,25 +144,23 @@ def test_settings_of_data_and_evaluation_are_taken(cli: Cli) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments, said",
+    "arguments",
     [
-        ("nowhere", "nowhere does not exist"),
-        ("cache", "recipe.resolved.yaml)"),
-        ("unfinished", "unfinished has no trained model yet (no model/config.json); accel-train run"),
-        ("digits --data nowhere.csv", "nowhere.csv"),
-        ("digits --optimizer.learning_rate 1", "--optimizer.learning_rate"),
-        ("digits --data.train x", "--data.train: "),
-        ("digits --data.image_sise 8", "did you mean --data.image_size?"),
-        ("digits --dada x", "unknown flag --dada; did you mean --data?"),
+        "nowhere",
+        "cache",
+        "unfinished",
+        "digits --data 0123456789.csv",
+        "digits --optimizer.learning_rate 1",
+        "digits --data.train x",
+        "digits --data.image_sise 8",
+        "digits --dada x",
     ],
 )
-def test_a_mistake_is_one_line_and_exits_with_2(arguments: str, said: str, cli: Cli) -> None:
+def test_a_mistake_is_one_line_and_exits_with_2(arguments: str, cli: Cli) -> None:
     Path("unfinished").mkdir(exist_ok=True)
     Path("unfinished/recipe.resolved.yaml").write_text(Path("digits/recipe.resolved.yaml").read_text())
-    *_, error = cli(f"evaluate {arguments}", code=2).splitlines()
+    assert_golden(cli.refusal(f"evaluate {arguments}"))
     assert cli.out == ""
-    assert said in error
-    assert error.startswith("error: ")
 
 
 def test_a_run_that_held_out_nothing_asks_for_data(cli: Cli) -> None:
@@ -170,7 +168,7 @@ def test_a_run_that_held_out_nothing_asks_for_data(cli: Cli) -> None:
     before = recipe.read_text()
     recipe.write_text(before.replace("eval_fraction: 0.1", "eval_fraction: 0.0"))
     try:
-        assert "held out no data to evaluate on; name some: accel-train evaluate" in cli("evaluate text", code=2)
+        assert_golden(cli.refusal("evaluate text"))
     finally:
         recipe.write_text(before)
 
@@ -182,7 +180,7 @@ def test_numbers_of_test_time_augmentation_are_printed_by_the_run_and_by_evaluat
     for words in (f"run digits.yaml --output_dir augmented {flags}", "evaluate augmented"):
         printed = cli(words)
         found = load_object(Path("augmented/evaluation.json"))["details"]["test_time_augmentation"]
-        assert "With test-time augmentation:\n" in printed
+        assert_golden(next(line for line in printed.splitlines() if "test-time" in line))
         for name, value in found["with"].items():
             start = f"  {label_of(name):24}"
             [line] = [line for line in printed.splitlines() if line.startswith(start) and "without" in line]
@@ -210,13 +208,10 @@ def test_a_run_that_was_moved_is_used_from_another_folder(
     (home / "corpus.jsonl").rename(away / "corpus.jsonl")
     cli("evaluate moved")
     (away / "corpus.jsonl").unlink()
-    error = cli("evaluate moved", code=2)
-    assert f"corpus.jsonl, the data of moved, is not there (seen from {away} and from {home}, where the run" in error
-    with pytest.raises(DataNotFound) as caught:
+    error = cli.refusal("evaluate moved")
+    with raises_golden(DataNotFound) as caught:
         open_run(Path("moved"))
-    assert "accel-train evaluate moved DATA" in caught.value.remedy
-    assert caught.value.problem in error
-    assert len(answers(error)) == 1
+    assert error == f"error: {caught.value}"
     cli("generate moved --max-new-tokens 1")
 
 
@@ -229,7 +224,7 @@ def test_a_model_that_is_not_the_trained_one_is_refused(cli: Cli) -> None:
     save_file(tensors, weights, metadata={"format": "pt"})
     assert "foreign/model/model.safetensors" in cli("evaluate foreign", code=2)
     cli("verify foreign --accept-weights")
-    assert "is not the one in foreign/model (classifier.1.weight is another)" in cli("evaluate foreign", code=2)
+    assert_golden(cli.refusal("evaluate foreign"))
 
 
 @pytest.mark.parametrize(
@@ -266,6 +261,6 @@ def test_data_that_has_changed_since_the_training_is_said_and_with_other_classes
     assert changes_of(trained, trained, tmp_path) == []
     assert changes_of(Facts(), trained, tmp_path) == []
     (note,) = changes_of(trained, trained.model_copy(update={"num_eval": 1}), tmp_path)
-    assert note.endswith("has changed: 8 samples and 1 held out, and it was trained with 8 and 2")
-    with pytest.raises(ValueError, match=r"ant, dog.* cat, dog"):
+    assert_golden(note, "numbers")
+    with raises_golden(case="classes"):
         changes_of(trained, trained.model_copy(update={"label_names": ["ant", "dog"]}), tmp_path)

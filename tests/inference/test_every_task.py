@@ -21,6 +21,7 @@ from accel_train.report.run import command_to_use, how_to_use
 from accel_train.task import is_of_transformers
 from tests.inference.conftest import Cli, code_of
 from tests.support.every_task import CASES, recipe_of, task_of
+from tests.support.wording import raises_golden
 
 COLUMNS = {
     "text": {"generated"},
@@ -66,7 +67,7 @@ def test_predictions_have_the_columns_of_what_the_task_gives(finished: tuple[str
     # The rows in memory would name masks that nobody wrote.
     if gives == "mask":
         assert {Path(row["mask"]).is_file() for row in rows} == {True}
-        with pytest.raises(ValueError, match="predicts masks"):
+        with raises_golden():
             predict_rows(run, "x")
     cli(f"predict {run} --out rows.json", code=0 if gives == "boxes" else 2)
 
