@@ -161,12 +161,15 @@ def test_sys_exit_in_a_worker_reaches_the_training_as_the_error_itself() -> None
     assert caught.value is found
 
 
+_DAMAGED = "images/3.png: cut off"
+
+
 class _Broken(Dataset[Any]):
     def __len__(self) -> int:
         return 4
 
     def __getitem__(self, index: int) -> Any:
-        raise DataError("images/3.png: cannot be read as an image (cut off)")
+        raise DataError(_DAMAGED)
 
 
 def _read(num_workers: int) -> None:
@@ -178,7 +181,7 @@ def _read(num_workers: int) -> None:
 def test_a_damaged_sample_is_the_same_line_with_and_without_workers(num_workers: int) -> None:
     with pytest.raises(DataError) as caught:
         _read(num_workers)
-    assert str(caught.value) == "images/3.png: cannot be read as an image (cut off)"
+    assert str(caught.value) == _DAMAGED
     assert exit_code(caught.value) == 2
 
 
@@ -221,7 +224,7 @@ def test_cores_are_shared_by_the_processes_of_the_same_machine_alone(
     data = TaskData([], None, lambda samples: {}, "none")  # type: ignore[arg-type]
     choice = choose_num_workers("auto", data, 8 * machines)
     assert choice.value == workers
-    assert "shared by its 8 training processes" in choice.reason
+    assert " 8 training processes" in choice.reason
 
 
 @pytest.mark.parametrize(
