@@ -19,7 +19,7 @@ from accel_train.recipe.names import recipe_names
 from accel_train.recipe.schema import Recipe
 from tests.support.hf_models import Given, Plain, arguments, bert, made, refused, rows, table
 from tests.support.runs import REPOSITORY
-from tests.support.wording import assert_generated
+from tests.support.wording import assert_generated, assert_golden, raises_golden
 
 DOCS = REPOSITORY / "docs" / "hf_trainer.md"
 
@@ -242,7 +242,7 @@ def test_steps_and_epochs_are_counted_over_processes_and_without_a_length(tmp_pa
 def test_a_last_step_that_the_recipe_cannot_say_is_refused(tmp_path: Path) -> None:
     args = arguments(tmp_path, dataloader_drop_last=True, gradient_accumulation_steps=2)
     error = refused(lambda: length_of(args, 45, None, 1), "dataloader_drop_last", "gradient_accumulation_steps")
-    assert "45 samples make 5 micro-batches" in error.problem
+    assert_golden(str(error))
     refused(lambda: length_of(arguments(tmp_path, dataloader_drop_last=True), 3, None, 1), "train_dataset")
 
 
@@ -309,11 +309,9 @@ def test_models_are_set_up_as_transformers_does(tmp_path: Path) -> None:
     assert trainer.is_world_process_zero() is trainer.is_local_process_zero() is True
 
 
-@pytest.mark.parametrize(
-    ("name", "package"), [("DPOTrainer", "trl"), ("SFTConfig", "trl"), ("EarlyStoppingCallback", "transformers")]
-)
-def test_a_name_of_trl_or_transformers_says_where_to_import_it_from(name: str, package: str) -> None:
-    with pytest.raises(ImportError, match=f"from {package} import {name}$"):
+@pytest.mark.parametrize("name", ["DPOTrainer", "SFTConfig", "EarlyStoppingCallback"])
+def test_a_name_of_trl_or_transformers_says_where_to_import_it_from(name: str) -> None:
+    with raises_golden(ImportError):
         getattr(accel_train, name)
     with pytest.raises(AttributeError):
         accel_train.NoSuchTrainer  # noqa: B018

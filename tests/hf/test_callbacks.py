@@ -29,6 +29,7 @@ from tests.support.hf_models import (
     trained_plain,
     worse_rows,
 )
+from tests.support.wording import assert_golden
 
 
 class Listener(TrainerCallback):
@@ -142,15 +143,14 @@ def test_callbacks_get_their_states_back_in_order_and_a_line_names_other_numbers
     trained_plain(tmp_path, 16, str(tmp_path / "checkpoint-2"), callbacks=[stops[1], *again], **args)
     assert [(callback.by, callback.count) for callback in again] == [(1, 4), (10, 40), (7, 14)]
     assert stops[1].early_stopping_patience_counter == stops[0].early_stopping_patience_counter == 1
-    said = capsys.readouterr().out
-    assert "states of 1 LeftOut, the trainer has 0" in said
-    assert "states of 2 Counts, the trainer has 3" in said
+    said = capsys.readouterr().out.splitlines()
+    assert_golden("\n".join(line for line in said if "LeftOut" in line or "Counts" in line))
 
 
 def test_an_end_of_an_epoch_before_the_last_is_refused_by_name(tmp_path: Path) -> None:
     ends = [Sets(should_epoch_stop=1)]
     error = refused(lambda: trained_plain(tmp_path, 16, callbacks=ends), "num_train_epochs")
-    assert "should_epoch_stop at step 1" in error.problem
+    assert_golden(str(error))
 
 
 def test_without_callbacks_of_the_user_the_host_waits_for_no_step(tmp_path: Path) -> None:

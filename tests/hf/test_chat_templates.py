@@ -1,7 +1,7 @@
 """Eight chat templates: the tokens that are learned are the assistant's text and its stop token, in both turns."""
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import pytest
 import trl
@@ -14,6 +14,7 @@ from accel_train.tasks.causal_lm.task import CausalLM
 from tests.support.hf_models import refused
 from tests.support.runs import recipe_dict, write_jsonl
 from tests.support.sft import MARKS, llama, made, tokenizer
+from tests.support.wording import raises_golden
 
 pytestmark = MARKS
 SHIPPED = Path(trl.__file__).parent / "chat_templates"
@@ -44,8 +45,8 @@ class Family(NamedTuple):
     """Learned before the text by the template for training."""
     trl_header: str = ""
     """Learned before it with SFTTrainer alone, as in TRL: recipes leave out what a generation prompt supplies."""
-    plain: tuple[str, str] | str = ""
-    """What a recipe learns by the model's own template, or a word of its refusal. Default: the same."""
+    plain: tuple[str, str] | Literal["", "refused"] = ""
+    """What a recipe learns by the model's own template, which may be refused. Default: the same."""
 
 
 DEEPSEEK = (
@@ -63,16 +64,16 @@ FAMILIES = {
         ("<|endoftext|>", "<|im_end|>", "<|im_start|>", "<think>", "</think>"),
         ("<|im_end|>\n",) * 2,
         trl_header="<think>\n\n</think>\n\n",
-        plain="differently",
+        plain="refused",
     ),
     "gemma3": Family(("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"), ("<end_of_turn>\n",) * 2),
     "mistral": Family(("<s>", "</s>", "[INST]", "[/INST]"), ("</s>",) * 2, header=" "),
     "phi3": Family(
         ("<s>", "<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
         ("<|end|>\n", "<|end|>\n<|endoftext|>"),
-        plain="differently",
+        plain="refused",
     ),
-    "deepseekv3": Family(DEEPSEEK, (DEEPSEEK[1],) * 2, header="<｜Assistant｜>", plain="differently"),
+    "deepseekv3": Family(DEEPSEEK, (DEEPSEEK[1],) * 2, header="<｜Assistant｜>", plain="refused"),
     "glm4moe": Family(
         ("[gMASK]", "<|endoftext|>", "<sop>", "<|user|>", "<|assistant|>", "<|system|>", "<think>", "</think>"),
         ("<|user|>",) * 2,
@@ -84,7 +85,7 @@ FAMILIES = {
         ("<|end|>", "<|return|>"),
         header="<|channel|>final<|message|>",
         trl_header="<|start|>assistant",
-        plain="differently",
+        plain="refused",
     ),
 }
 
@@ -134,7 +135,7 @@ def test_the_trainer_learns_the_assistants_text_and_its_stop_token(name: str, tm
     assert learned(trainer.processing_class, row["labels"]) == expected(family, family.trl_header + family.header)
     text = trainer.processing_class.decode(row["input_ids"])
     assert all(message["content"] in text for message in CHAT)
-    assert "does not learn to stop" not in caplog.text
+    assert "{% generation %}" not in caplog.text
 
 
 @pytest.mark.slow
@@ -152,10 +153,9 @@ def test_a_recipe_learns_the_assistants_text_and_its_stop_token(name: str, marke
     recipe = Recipe.model_validate(
         recipe_dict(tmp_path, task="causal-lm", tokenizer="auto") | {"model": {"pretrained": str(base)}, "data": data}
     )
-    if isinstance(family.plain, str) and family.plain and not marked:
-        with pytest.raises(ValueError, match=family.plain) as caught:
+    if family.plain == "refused" and not marked:
+        with raises_golden():
             CausalLM().load_data(recipe, progress=False)
-        assert "trl/chat_templates" in str(caught.value)
         return
     found = CausalLM().load_data(recipe, progress=False)
     wanted = list(family.plain) if family.plain and not marked else expected(family, family.header)
