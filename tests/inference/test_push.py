@@ -156,7 +156,8 @@ def test_a_repository_with_files_is_refused_and_an_update_keeps_its_other_files(
 @pytest.mark.parametrize("words", ["run a--b", "none tiny", "run me/public --private"])
 def test_what_cannot_be_pushed_is_one_error(words: str, hub: Hub, cli: Cli) -> None:
     hub.repositories["me/public"] = ({}, False)
-    assert_golden(cli.refusal(f"push {words}"))
+    *_, error = cli.refusal(f"push {words}").rpartition("'a--b'. ")  # the Hub's own words come before it
+    assert_golden(error)
     assert hub.calls == []
 
 
