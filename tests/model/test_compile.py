@@ -2,6 +2,7 @@
 can write.
 """
 
+import errno
 import importlib.util
 import os
 import struct
@@ -35,6 +36,7 @@ from tests.support.runs import (
     write_jsonl,
     write_recipe_file,
 )
+from tests.support.wording import assert_golden, raises_golden
 
 
 @pytest.fixture
@@ -72,8 +74,7 @@ def test_all_blocks_share_one_graph_and_nothing_is_compiled_again(
 ) -> None:
     sizes = {**SIZES, "layers": 3, "heads": 2, "width": 16, "block": 32, "batch": 2}
     model, graphs = build(family, sizes, stock=False, compiled=False), GraphCount()
-    choices = compile_module(model, Precision(compile=True), graphs, lengths_vary=lengths_vary)
-    assert ("for any length from the start" in choices["precision.compile"].reason) == lengths_vary
+    compile_module(model, Precision(compile=True), graphs, lengths_vary=lengths_vary)
     for length in (24, 17, 32, 9) if lengths_vary else (24, 24, 24):
         step_of(model, torch.randint(65, (2, length + 1)))()
         assert graphs.num_graphs == 1
@@ -92,6 +93,15 @@ class Scaled(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.norm(x) * self.scale
+
+
+@pytest.mark.parametrize("lengths_vary", [False, True], ids=["one length", "varying lengths"])
+def test_the_choice_says_whether_a_model_is_compiled_for_any_length(
+    traced_only: None, own_cache: Path, lengths_vary: bool
+) -> None:
+    sizes = {**SIZES, "layers": 3, "heads": 2, "width": 16, "block": 32, "batch": 2}
+    model = build("gpt2", sizes, stock=False, compiled=False)
+    assert_golden(compile_module(model, Precision(compile=True), lengths_vary=lengths_vary)["precision.compile"].reason)
 
 
 def test_a_model_for_any_length_is_traced_once(traced_only: None, own_cache: Path) -> None:
@@ -128,7 +138,7 @@ def test_a_step_that_compiles_again_is_an_event(traced_only: None, own_cache: Pa
     sections: Settings = {"data": {"last_batch": "short"}, "schedule": {"max_steps": None, "num_epochs": 1}}
     compiled, recompiled = compiled_run(tmp_path, **sections)
     assert (compiled["num_graphs"], recompiled["num_graphs"]) == (1, 1)
-    assert "1 graph compiled again, because the inputs have a new shape" in recompiled["message"]
+    assert_golden(recompiled["message"])
 
 
 def test_nothing_is_chosen_or_told_where_nothing_is_compiled(own_cache: Path, tmp_path: Path) -> None:
@@ -142,7 +152,7 @@ def test_compiled_code_is_kept_in_a_folder_that_its_user_alone_can_enter(own_cac
     for _ in range(2):  # the second time torch's variable is set, by the first
         choice = choose_cache()
         assert choice.value == str(own_cache) == os.environ[compiling.CACHE_VARIABLE]
-        assert "for the next start" in choice.reason
+        assert_golden(choice.reason)
     assert {folder.stat().st_mode & 0o777 for folder in (own_cache, own_cache.parent)} == {0o700}
 
 
@@ -160,7 +170,7 @@ def test_the_users_own_folder_for_compiled_code_is_taken(
     monkeypatch.setenv(compiling.CACHE_VARIABLE, str(tmp_path / "mine"))
     choice = choose_cache()
     assert choice.value == os.environ[compiling.CACHE_VARIABLE] == str(tmp_path / "mine")
-    assert "as TORCHINDUCTOR_CACHE_DIR says" in choice.reason
+    assert_golden(choice.reason)
     assert not own_cache.exists()
 
 
@@ -168,7 +178,6 @@ def test_the_users_own_folder_for_compiled_code_is_taken(
 def test_compiled_code_that_others_could_have_written_is_not_executed(
     own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
 ) -> None:
-    said = {"another's": "belongs to user", "open to others": "other users may write", "a link": "a link", "a file": ""}
     if trouble in ("a link", "a file"):
         own_cache.parent.mkdir(parents=True)
         (tmp_path / "elsewhere").mkdir()
@@ -183,8 +192,8 @@ def test_compiled_code_that_others_could_have_written_is_not_executed(
     used = Path(choice.value)
     assert used != own_cache
     assert (used.stat().st_mode & 0o777, os.environ[compiling.CACHE_VARIABLE]) == (0o700, str(used))
-    assert choice.reason.startswith("for this start alone: ")
-    assert said[trouble] in choice.reason
+    told = choice.reason.replace(str(own_cache), "CACHE").replace(f"user {own_cache.stat().st_uid}", "user UID")
+    assert_golden(told.replace(f"[Errno {errno.EEXIST}] {os.strerror(errno.EEXIST)}", "REASON"))
     used.rmdir()
 
 
@@ -367,8 +376,10 @@ def test_cuda_graphs_are_refused_if_a_search_finds_that_the_run_accumulates(
 ) -> None:
     found = resolve_batch(Batch(global_batch_size=8, per_device_batch_size=4), 1)
     monkeypatch.setattr("accel_train.training.build.fit_micro_batch", lambda *_, is_empty: (found, {}, None))
-    with pytest.raises(SettingError, match="2 micro-batches"):
+    with pytest.raises(SettingError) as caught:
         train(tiny_recipe(corpus, precision=GRAPHS))
+    assert caught.value.settings == ("precision.compile_mode", "batch.gradient_accumulation_steps")
+    assert " 2 micro-batches " in caught.value.problem
 
 
 def test_cuda_graphs_get_a_mark_at_each_step_and_no_smaller_micro_batch_after_out_of_memory(
@@ -378,7 +389,7 @@ def test_cuda_graphs_get_a_mark_at_each_step_and_no_smaller_micro_batch_after_ou
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: marks.append(True))
     monkeypatch.setattr("accel_train.training.build.compile_module", lambda *_, **__: {})
     options = {"no_room": {"rank": 0, "rows": 4, "where": "forward", "from_step": 3}}
-    with pytest.raises(OutOfMemory, match="compile_mode=reduce-overhead"):
+    with raises_golden(OutOfMemory):
         train(tiny_recipe(corpus, precision=GRAPHS, options=options))
     assert len(marks) == 3
     assert list(losses(corpus / "run")) == [1, 2]

@@ -35,6 +35,7 @@ from accel_train.recipe.loader import load_recipe
 from tests.support.downloads import REVISION, save_bert
 from tests.support.runs import LLAMA, TINY_MODEL, Settings, tiny_recipe
 from tests.support.text_tasks import BART, BERT, MODERNBERT, ROBERTA, T5
+from tests.support.wording import raises_golden
 
 CPU = torch.device("cpu")
 SEQUENCES = AutoModelForSequenceClassification
@@ -206,7 +207,7 @@ def test_new_rows_do_not_outweigh_pretrained_tokens_whose_logits_are_far_below_z
 
 def test_experts_that_transformers_merges_are_loaded_whole(tmp_path: Path) -> None:
     saved(tmp_path, AutoModelForCausalLM, MIXTRAL)
-    with pytest.raises(ValueError, match="converts weights of MixtralForCausalLM"):
+    with raises_golden():
         load_from_files(tmp_path, AutoModelForCausalLM)
 
 
@@ -214,7 +215,7 @@ def test_a_conversion_that_nobody_has_declared_is_noticed(tmp_path: Path) -> Non
     saved(tmp_path, AutoModelForCausalLM, MIXTRAL)
     with StandIns.active() as stand_ins:
         model, *_ = load(tmp_path, AutoModelForCausalLM)
-        with pytest.raises(ValueError, match=r"experts\.\w+ may depend on"):
+        with raises_golden():
             stand_ins.take_out(model, model.all_tied_weights_keys)
 
 
@@ -224,7 +225,7 @@ def test_weights_that_a_file_holds_twice_are_loaded_whole(tmp_path: Path, change
     weights = load_file(tmp_path / "model.safetensors")
     weights["lm_head.weight"] = weights["transformer.wte.weight"] + change
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match="tied weights twice"):
+    with raises_golden():
         load_from_files(tmp_path, AutoModelForCausalLM)
 
 
@@ -234,7 +235,7 @@ def test_quantized_weights_are_loaded_whole(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
     model.config.quantization_config = {"quant_method": "fp8"}
-    with pytest.raises(ValueError, match="quantized"):
+    with raises_golden():
         check_plain_weights(model)
 
 
@@ -243,7 +244,7 @@ class Own(transformers.LlamaForCausalLM):
 
 
 def test_a_model_with_its_own_code_is_loaded_whole() -> None:
-    with torch.device("meta"), pytest.raises(ValueError, match="its own code"):
+    with torch.device("meta"), raises_golden():
         check_plain_weights(Own(AutoConfig.for_model(**LLAMA)))
 
 
@@ -280,7 +281,7 @@ def test_a_stand_in_that_is_changed_or_computed_with_is_noticed(tmp_path: Path) 
     for act in (transpose, scale, derive, count, remember):
         stand_ins, layer = made_from(tmp_path)
         act(layer)
-        with pytest.raises(ValueError, match="may depend on"):
+        with raises_golden(case=act.__name__):
             stand_ins.take_out(layer, {})
     stand_ins, layer = made_from(tmp_path)
     with pytest.raises(RuntimeError, match="single memory location"):
@@ -294,7 +295,7 @@ def test_a_file_that_is_replaced_after_its_header_was_read_is_an_error(tmp_path:
     save_file({"weight": torch.ones(3, 3), "bias": torch.zeros(3)}, tmp_path / "new")
     os.utime(tmp_path / "new", ns=(0, 0))  # both files were written within one tick of the file system's clock
     (tmp_path / "new").replace(tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="changed"):
+    with raises_golden():
         allocate(layer, CPU, sources)
 
 
@@ -343,7 +344,7 @@ def test_a_configuration_that_does_not_fit_its_weights_is_refused_with_both_shap
     saved(tmp_path, before, fields)
     before_shapes = {tuple(each.shape) for each in load_file(tmp_path / "model.safetensors").values()}
     change_config(tmp_path, **{field: value})
-    with pytest.raises(ValueError, match="does not fit its weights") as caught:
+    with pytest.raises(ValueError, match=r"config\.json") as caught:
         load(tmp_path, factory)
     shapes = [ast.literal_eval(found) for found in re.findall(r"\([0-9, ]+,[0-9 ]*\)", str(caught.value))]
     assert shapes[0] in before_shapes
@@ -369,7 +370,7 @@ def test_a_size_that_the_weight_files_cannot_have_is_refused_before_a_model_is_b
     assert pretrained_config(recipe).max_position_embeddings == 10_485_760
     monkeypatch.setattr(AutoConfig, "from_pretrained", lambda *_, **__: pytest.fail("was built"))
     change_config(tmp_path, **{field: value})
-    with pytest.raises(ValueError, match=rf"{field}\S*=.* tensors of [0-9,]+ numbers"):
+    with raises_golden():
         pretrained_config(recipe)
 
 

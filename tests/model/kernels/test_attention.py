@@ -31,7 +31,7 @@ def model_of(model_type: str) -> PreTrainedModel:
 def test_padded_rows_are_masked_without_a_read(model_type: str) -> None:
     model = model_of(model_type)
     ids, mask = (torch.ones(2, 8, dtype=torch.long, device="meta") for _ in range(2))
-    with pytest.raises(RuntimeError, match="meta tensors"):
+    with pytest.raises(RuntimeError, match="meta"):
         model(input_ids=ids, attention_mask=mask)
     with masks_without_reading():
         assert model(input_ids=ids, attention_mask=mask)[0].shape[:2] == (2, 8)

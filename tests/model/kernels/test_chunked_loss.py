@@ -12,7 +12,6 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from accel_train.core.errors import DataError
-from accel_train.core.state import Choice
 from accel_train.model.kernels import chunked_loss as module
 from accel_train.model.kernels.chunked_loss import (
     _CHECKED_CLASSES,
@@ -37,6 +36,7 @@ from accel_train.tasks.causal_lm.task import CausalLM, hidden_states, next_token
 from tests.support.hf_models import small_config
 from tests.support.memory import peak_bytes
 from tests.support.runs import tiny_recipe
+from tests.support.wording import assert_golden, raises_golden
 
 NUM_POSITIONS, WIDTH, VOCABULARY = 60, 48, 211
 CHECKED_TYPES = (
@@ -241,7 +241,7 @@ def test_a_label_that_is_no_token_is_refused_and_on_a_device_makes_the_loss_nan(
     head, hidden, labels = case(bias=True, ignored=4)
     labels[1, 3] = label
     for compute in (chunked_loss, chunked_counts):
-        with pytest.raises(DataError, match=rf"a label is {label}, .* from 0 to 210, or -100"):
+        with raises_golden(DataError):
             compute(head, hidden, labels)  # type: ignore[operator]
     inputs = [hidden.flatten(0, 1), head.weight, head.bias, labels.flatten()]
     assert _ChunkedLoss.apply(*inputs, (0.0, 0.0), 16, HeldRows(VOCABULARY, VOCABULARY), False).isnan()
@@ -332,7 +332,7 @@ def test_what_is_not_finite_makes_the_loss_not_finite_unless_it_is_ignored(value
 def test_a_second_backward_is_refused() -> None:
     loss = chunked_loss(*case(bias=False, ignored=0))
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="differentiated once"):
+    with raises_golden(RuntimeError):
         loss.backward()
 
 
@@ -353,12 +353,13 @@ def test_a_head_that_is_no_plain_layer_has_its_logits_whole_and_the_choice_says_
     assert choose_chunking(False, model, 1).reason == "as set"
     add_adapters(model, LoRA(target_modules=("q_proj", "lm_head")))
     adapted = choose_chunking("auto", model, 1)
-    assert (adapted.value, "output layer" in adapted.reason) == (False, True)
-    with pytest.raises(ValueError, match=r"loss\.chunked=True: the output layer is .*set it to auto or false"):
+    assert adapted.value is False
+    assert_golden(adapted.reason, case="adapters")
+    with raises_golden(case="asked for"):
         choose_chunking(True, model, 1)
     assert head_for_chunks("auto", model, 10**9) is None
     other = model_of("gemma2")
-    assert "Gemma2ForCausalLM is not among the models" in choose_chunking("auto", other, 1).reason
+    assert_golden(choose_chunking("auto", other, 1).reason, case="gemma2")
 
     class Own(type(model_of("gpt2"))):  # type: ignore[misc]
         """A class derived elsewhere, whose forward may do anything to its logits."""
@@ -369,12 +370,14 @@ def test_a_head_that_is_no_plain_layer_has_its_logits_whole_and_the_choice_says_
 def test_a_split_output_layer_stays_in_chunks_unless_a_process_would_hold_no_row() -> None:
     model = model_of("llama")
     split = choose_chunking("auto", model, 2)
-    assert (split.value, "each process computes its share of the vocabulary" in split.reason) == (True, True)
+    assert split.value is True
+    assert_golden(split.reason.partition("; ")[2], case="split")
     assert choose_chunking(True, model, 2).reason == f"as set; {split.reason}"
     assert rows_at_once(model.lm_head, 2) > 1.9 * rows_at_once(model.lm_head)
     model.lm_head = nn.Linear(32, 5, bias=False)  # 2, 2, 1 and 0 rows
     empty = choose_chunking("auto", model, 4)
-    assert empty == Choice(False, "whole logits: 5 tokens leave one of 4 processes without a row of the output layer")
+    assert empty.value is False
+    assert_golden(empty.reason, case="no row")
 
 
 def test_adapters_in_the_body_leave_the_loss_in_chunks() -> None:

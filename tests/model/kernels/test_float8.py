@@ -19,6 +19,7 @@ from accel_train.parallel import precision
 from accel_train.parallel.precision import has_float8
 from accel_train.training import build
 from tests.support.runs import LLAMA, events, forget, losses, run, summary_of, tiny_recipe, write_recipe_file
+from tests.support.wording import assert_golden, raises_golden
 
 
 def llama(**changes: Any) -> PreTrainedModel:
@@ -40,7 +41,7 @@ def test_all_linear_layers_but_the_first_and_the_last_are_converted_under_their_
     found = kinds(model)
     assert [name for name, kind in found.items() if kind == "Linear"] == ["model.layers.0.self_attn.q_proj", "lm_head"]
     assert list(found.values()).count("Float8Linear") == 13
-    assert str(choice) == "13 of 15 linear layers (the first and the last stay in bf16)"
+    assert_golden(str(choice))
     after = dict(model.named_parameters())
     assert before.keys() == after.keys()
     assert all(before[name] is after[name] for name in before), "the optimizer's weights must be those of the model"
@@ -52,15 +53,13 @@ def test_layers_whose_dimensions_are_no_multiples_of_16_are_left_and_counted() -
     assert {name for name, kind in kinds(model).items() if kind == "Linear"} >= {
         f"model.layers.{block}.mlp.{part}_proj" for block in (0, 1) for part in ("gate", "up", "down")
     }
-    assert str(choice) == (
-        "7 of 15 linear layers (the first and the last stay in bf16; 6 have a dimension that is not a multiple of 16)"
-    )
+    assert_golden(str(choice))
 
 
 @pytest.mark.parametrize("sizes", [(32,), (32, 32, 32), (32, 24, 24, 32)], ids=["one", "two", "odd"])
 def test_a_model_without_a_layer_to_convert_is_refused(sizes: tuple[int, ...]) -> None:
     layers = [nn.Linear(one, other) for one, other in pairwise(sizes)]
-    with pytest.raises(ValueError, match=r"no layer of Sequential can multiply in float8.*; use bf16"):
+    with raises_golden():
         convert_to_float8(nn.Sequential(*layers), emulate=True)
 
 
