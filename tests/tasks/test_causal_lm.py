@@ -23,6 +23,7 @@ from accel_train.tasks.causal_lm import task as causal_lm
 from accel_train.tasks.causal_lm.task import CausalLM, matmul_parameters
 from tests.support.hf_models import SIZES, small_config
 from tests.support.runs import LLAMA, TINY_MODEL, recipe_dict, refused, write_corpus
+from tests.support.wording import raises_golden
 
 Loaded = tuple[CausalLM, Recipe, TaskData]
 
@@ -60,7 +61,7 @@ def test_model_with_a_sliding_window_shorter_than_the_sequence_keeps_its_mask() 
 
 def test_decoding_with_a_cache_under_maskless_attention_is_refused() -> None:
     query, key = torch.zeros(1, 2, 1, 4), torch.zeros(1, 2, 5, 4)
-    with pytest.raises(ValueError, match="use_for_generation"):
+    with raises_golden():
         causal_sdpa(torch.nn.Module(), query, key, key, None)
 
 
@@ -188,7 +189,7 @@ def test_documents_are_not_masked_where_that_would_switch_off_a_window_of_attent
     write_corpus(tmp_path)
     recipe = Recipe.model_validate(recipe_dict(tmp_path, task="causal-lm", **sections))
     task = CausalLM()
-    with pytest.raises(ValueError, match=r"attends within 8 tokens; use data.sequence_length up to 8"):
+    with raises_golden():
         task.build_model(recipe, task.load_data(recipe, progress=False))
 
 

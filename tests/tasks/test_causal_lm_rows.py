@@ -27,6 +27,7 @@ from accel_train.tasks.causal_lm.packing import TokenRows, pack
 from accel_train.tasks.causal_lm.task import CausalLM
 from tests.support.hf_models import small_config
 from tests.support.runs import TINY_MODEL, events, metrics, recipe_dict, refused, write_jsonl, write_recipe_file
+from tests.support.wording import assert_golden
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|endoftext|>\n{% endfor %}"
@@ -282,9 +283,9 @@ def test_generation_mark_ends_after_the_last_byte_of_a_character_and_a_turn_with
         sft_recipe([chat("Hi", "olé", "And?", "ü")], format="chat", chat_template=tight, sequence_length=160)
     )
     assert learned(data) == "oléü"
-    assert any("end its turn" in note for note in data.facts.notes)
+    assert_golden("\n".join(data.facts.notes), case="end outside")
     _, data = load(sft_recipe([chat("Hi", "olé")], format="chat", chat_template=MARKED, sequence_length=160))
-    assert not any("end its turn" in note for note in data.facts.notes)
+    assert_golden("\n".join(data.facts.notes), case="end inside")
 
 
 def test_chat_template_without_an_end_gets_the_end_of_sequence_as_a_target(sft_recipe: Make, tmp_path: Path) -> None:
@@ -292,7 +293,7 @@ def test_chat_template_without_an_end_gets_the_end_of_sequence_as_a_target(sft_r
     path.write_text("{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}")
     _, data = load(sft_recipe([chat("Hi", "yes")], format="chat", chat_template=str(path)))
     assert learned(data) == "assistant: yes\n|"
-    assert any("end-of-sequence token" in note for note in data.facts.notes)
+    assert_golden("\n".join(data.facts.notes))
 
 
 def test_message_that_spells_a_special_token_is_reported(sft_recipe: Make) -> None:
@@ -350,10 +351,7 @@ def test_long_rows_are_cut_and_rows_without_a_target_left_out_with_a_count(sft_r
     rows = [{"prompt": "p", "completion": "c" * 60}, {"prompt": "p" * 60, "completion": "c"}, *ragged_rows(3)]
     _, data = load(sft_recipe(rows))
     assert data.facts.others["num_train_rows"] == 4
-    notes = "\n".join(data.facts.notes)
-    assert "1 of 5 rows are cut" in notes
-    assert "data.sequence_length=48" in notes
-    assert "1 of 5 rows are left" in notes
+    assert_golden("\n".join(data.facts.notes))
     cut = next(window for window in map(data.train.__getitem__, range(len(data.train))) if window[3].min() >= 0)
     assert (cut[1] >= 0).sum() == 47, "the first 48 targets, less the one in the prompt"
     refused(load, sft_recipe(rows[1:2]), named="all 1 ")

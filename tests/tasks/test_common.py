@@ -18,6 +18,7 @@ from accel_train.tasks.common.vocabulary import padded_vocab_size
 from tests.support.every_task import recipe_of
 from tests.support.runs import write_jsonl
 from tests.support.text_tasks import load, recipe_for, write_data
+from tests.support.wording import assert_golden
 
 
 def test_a_vocabulary_is_padded_up_to_a_multiple_and_by_a_multiple_of_0_not_at_all() -> None:
@@ -74,7 +75,7 @@ def test_a_model_takes_token_types_if_it_has_at_least_two(sizes: int, takes: boo
 def test_what_is_in_both_files_is_noted(task: str, tmp_path: Path) -> None:
     path = write_data(task, tmp_path)
     notes = load(recipe_for(task, path, data={"eval": str(path), "eval_fraction": 0}))[1].facts.notes
-    assert any("evaluation texts are in data.train too" in note for note in notes)
+    assert_golden("\n".join(notes))
 
 
 def test_samples_of_text_tasks_vary_in_length(tmp_path: Path) -> None:
@@ -88,7 +89,7 @@ def test_a_vocabulary_that_the_texts_do_not_support_is_noted(wanted: int, noted:
     tokenizer = {"train_bpe": {"vocab_size": wanted}}
     recipe = recipe_for("text-classification", write_data("text-classification", tmp_path), tokenizer=tokenizer)
     notes = load(recipe)[1].facts.notes
-    assert any("the training texts support" in note for note in notes) is noted
+    assert any(f"tokenizer.train_bpe.vocab_size={wanted}" in note for note in notes) is noted
 
 
 def test_a_model_without_an_auxiliary_head_is_taken_as_it_is(tmp_path: Path) -> None:

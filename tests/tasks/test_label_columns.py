@@ -12,8 +12,9 @@ from accel_train.core.errors import RecipeProblems
 from accel_train.core.json_io import load_json
 from accel_train.data.tables import binary_value
 from accel_train.recipe.loader import load_recipe, make_recipe
-from tests.support.runs import losses, refused, write_recipe_file
+from tests.support.runs import answers, losses, refused, write_recipe_file
 from tests.support.text_tasks import BERT, TOPICS, load, recipe_for, several_topics, write_csv, write_jsonl, write_texts
+from tests.support.wording import assert_golden
 
 COLUMNS = ["number", "machine", "loop"]
 """Neither sorted nor in the order of `TOPICS`."""
@@ -103,7 +104,7 @@ def test_a_run_on_columns_has_the_losses_of_lists_resumes_predicts_and_is_evalua
         scores[run] = load_json(Path(run, f"evaluation-{run}.json"))["metrics"]
     assert scores["columns"] == scores["lists"]
     assert main(["evaluate", "columns", "columns.csv", "--data.label_columns", "[loop, machine]"]) == 2
-    assert "not the labels of the model (number, machine, loop)" in capsys.readouterr().err
+    assert_golden(answers(capsys.readouterr().err)[-1])
 
 
 @pytest.mark.parametrize(
@@ -132,7 +133,7 @@ def test_rows_that_lack_any_of_the_labels_are_dropped_on_request(tmp_path: Path)
     texts = found.source.rows
     assert len(texts.train) + len(texts.eval) == 59
     assert not any(row.where.endswith(":6") for row in (*texts.train, *texts.eval))
-    assert any("1 of 60 rows have no label" in note for note in texts.notes)
+    assert_golden("\n".join(texts.notes))
 
 
 def test_0_and_1_are_read_as_files_and_pandas_write_them_and_nothing_else_is() -> None:

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModel
 
 from tests.support.runs import events, write_jsonl
 from tests.support.text_tasks import predict
+from tests.support.wording import assert_golden
 from tests.tasks.test_sentence_embedding import BERT, FAULTY, TRIPLETS, train_rows, write_rows
 
 STEPS = 6
@@ -120,9 +121,8 @@ def test_the_similarity_of_a_row_is_the_product_of_its_two_embeddings_with_the_p
         found.append(predict(tmp_path / "run", tmp_path / f"{number}.jsonl", rows, *flags))
         said.append(capsys.readouterr().err)
     assert [len(each) for each in found] == [5] * 5
-    assert "'anchor' gets the query prompt 'query: '" in said[0]
-    assert "'positive' gets the document prompt 'passage: '" in said[1]
-    assert "'positive' gets the query prompt 'query: '" in said[4]
+    for columns, err in zip(("anchor", "positive", "both", "turned", "as query"), said, strict=True):
+        assert_golden("\n".join(line for line in err.splitlines() if " prompt " in line), case=columns)
     for anchor, positive, both, turned, as_query in zip(*found, strict=True):
         assert turned["similarity"] == pytest.approx(both["similarity"], abs=1e-6)
         assert as_query["embedding"] != pytest.approx(positive["embedding"], abs=1e-3)

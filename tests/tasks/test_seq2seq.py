@@ -31,6 +31,7 @@ from tests.support.text_tasks import (
     train,
     write_pairs,
 )
+from tests.support.wording import assert_golden
 
 recipe_for = partial(text_tasks.recipe_for, "seq2seq")
 
@@ -106,9 +107,7 @@ def test_a_source_or_target_that_is_too_long_is_cut_with_its_end_kept_and_said(t
     end = data.source.tokenizer.eos_token_id
     assert {len(pair.source) for pair in data.train} <= set(range(3, 10))
     assert all(pair.source[-1] == pair.target[-1] == end for pair in data.train)
-    notes = " ".join(data.facts.notes)
-    assert "8 of 11 training sources reach data.max_length=9" in notes
-    assert "8 of 11 training targets reach data.max_target_length=5" in notes
+    assert_golden("\n".join(data.facts.notes))
     assert data.eval is None
 
 
@@ -189,7 +188,9 @@ def test_a_run_learns_and_reports_scores_texts_and_baselines(trained: Path) -> N
 def test_the_code_in_the_model_card_writes_what_predict_writes(trained: Path, not_launched: None) -> None:
     data = load_json(trained / "summary.json")["data"]
     card = (trained / "model" / "README.md").read_text()
-    assert f"on {data['num_train']} pairs of texts, evaluated on {data['num_eval']} others" in card
+    (about,) = (line for line in card.splitlines() if f" {data['num_train']} " in line)
+    assert f" {data['num_eval']} " in about
+    assert_golden(about)
     assert "up to 16 tokens" in card
     (trained.parent / "one.csv").write_text("source\n31 8\n")
     (row,) = predict(trained, trained.parent / "one.jsonl", trained.parent / "one.csv")

@@ -45,6 +45,7 @@ from tests.support.text_tasks import (
     write_csv,
     write_texts,
 )
+from tests.support.wording import assert_golden
 
 recipe_for = partial(text_tasks.recipe_for, "text-classification")
 
@@ -113,7 +114,7 @@ def test_pretrained_weights_get_a_new_head_for_other_labels_and_say_so(tmp_path:
     two = write_texts(tmp_path / "b.csv", label=lambda number: number % 2)
     _, other_data, other = load(recipe_for(two, model={"pretrained": str(tmp_path / "model")}))
     assert other.classifier.weight.shape == (2, 32)
-    assert "not pretrained, so new: classifier.bias, classifier.weight" in other_data.facts.notes
+    assert_golden("\n".join(other_data.facts.notes))
     assert torch.equal(other.bert.pooler.dense.weight, model.bert.pooler.dense.weight)
 
 
@@ -197,7 +198,7 @@ def test_padding_stops_at_the_longest_the_model_can_take(tmp_path: Path) -> None
     batch, _ = batch_of(data, range(12))
     assert batch["input_ids"].shape[1] == 30
     assert model(**batch).logits.shape == (12, 3)
-    assert any("reach data.max_length=30 tokens" in note for note in data.facts.notes)
+    assert_golden("\n".join(data.facts.notes))
     assert data.lengths is not None
     assert data.lengths.max() == 30
 

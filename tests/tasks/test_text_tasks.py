@@ -328,14 +328,16 @@ def test_tokens_that_the_base_lacks_train_or_are_refused(tmp_path: Path, task: s
 
     _, grown, model = load(changed())
     assert model.get_input_embeddings().num_embeddings == before + 2
-    assert any("2 tokens that the model lacks" in note for note in grown.facts.notes)
+    assert any(f" {before + 2} rows " in note and " 2 tokens " in note for note in grown.facts.notes)
     layers = (model.get_input_embeddings(), model.get_output_embeddings())
     rows = {id(layer.weight) for layer in layers if layer is not None}
     names = [name for name, each in model.named_parameters() if id(each) in rows]
-    for frozen in ({"lora": {"rank": 2}}, {"freeze": names[:1]}):
-        with pytest.raises(SettingError, match="2 tokens") as caught:
+    for setting, frozen in (("lora.train_also", {"lora": {"rank": 2}}), ("freeze", {"freeze": names[:1]})):
+        with pytest.raises(SettingError) as caught:
             load(changed(**frozen))
-        assert names[0] in str(caught.value)
+        assert caught.value.settings == (f"model.{setting}", "tokenizer")
+        assert " 2 tokens " in caught.value.problem
+        assert names[0] in caught.value.problem
     load(changed(lora={"rank": 2, "train_also": names}))
 
 
@@ -348,8 +350,10 @@ def test_tokens_with_the_row_of_another_token_are_refused_and_padding_is_not(tmp
     sections = {**first.model_dump(), "tokenizer": str(tmp_path / "other"), "model": model_section}
     load(Recipe.model_validate(sections))
     add_tokens(tmp_path / "other")  # padding of the embedding has rows for them
-    with pytest.raises(SettingError, match="2 tokens"):
+    with pytest.raises(SettingError) as caught:
         load(Recipe.model_validate(sections))
+    assert caught.value.settings == ("model.lora.train_also", "tokenizer")
+    assert " 2 tokens " in caught.value.problem
     assert data.source.tokenizer.pad_token == "[PAD]"
 
 
