@@ -19,6 +19,8 @@ from accel_train.plan.saving import SavingCost, save_interval, saving_cost
 from accel_train.recipe.loader import load_recipe
 from accel_train.recipe.parallel import Parallel
 from accel_train.recipe.schema import Checkpoint
+from tests.support.plan_recipe import rows_of
+from tests.support.wording import assert_golden
 
 
 def write_launches(folder: Path, *launches: dict[str, Any], saves: tuple[float, ...] = ()) -> None:
@@ -72,12 +74,10 @@ def test_the_plan_says_how_often_to_save_and_why_in_one_line() -> None:
     def line(**hardware: Any) -> str:
         recipe = load_recipe("r.yaml", arguments=("--checkpoint.every_steps", "5", "--output_dir", "run"))
         plan = resolve_plan(recipe, 2, "H100", Hardware(**hardware))
-        [found] = [" ".join(line.split()) for line in format_plan(plan).splitlines() if "save every" in line]
-        return found
+        return rows_of(format_plan(plan), "save every")
 
-    assert "checkpoint.every_steps is 5" in line()
-    assert "168d 12h between failures" in line()
+    assert_golden(line(), "estimated")
     write_launches(Path("run"), {"accounts": {"saving": 3.0}, "saves": 2}, saves=(0.75,))
     found = line(mtbf_hours=2)
-    assert "2 in run), 2h 00m between" in found
+    assert_golden(found, "measured")
     assert "(2m 27s)" in found  # sqrt(2 x 1.5 s x 7,200 s)

@@ -20,3 +20,9 @@ GOOD: dict[str, Any] = {
 def parts_of(plan: Plan) -> dict[str, int]:
     """Bytes of each part of a process's memory; 0 if unknown."""
     return {part.name: part.num_bytes or 0 for part in plan.memory}
+
+
+def rows_of(text: str, *names: str) -> str:
+    """The rows of a printed plan that begin with these names, with single spaces."""
+    rows = (" ".join(line.split()) for line in text.splitlines())
+    return "\n".join(row for row in rows if row.startswith(tuple(f"{name} " for name in names)))
