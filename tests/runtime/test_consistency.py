@@ -1,6 +1,7 @@
 """Processes that were started with different recipes, data, code or folders are told so, before a model is built."""
 
 import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from accel_train.task import TaskData
 from tests.support.marks import slow
 from tests.support.processes import run_forked
 from tests.support.runs import event_steps, losses, recipe_dict, write_recipe_file, write_yaml
+from tests.support.wording import assert_golden
 
 
 def facts(folder: Path, fingerprint: str = "f", **sections: Any) -> dict[str, Any]:
@@ -23,15 +25,13 @@ def facts(folder: Path, fingerprint: str = "f", **sections: Any) -> dict[str, An
 
 def test_a_setting_that_differs_is_named_with_both_values_and_the_rank(tmp_path: Path) -> None:
     everywhere = [facts(tmp_path), facts(tmp_path), facts(tmp_path, optimizer={"learning_rate": 0.5})]
-    assert disagreements(everywhere) == ["optimizer.learning_rate is 0.5 on rank 2, and 0.003 on rank 0"]
+    assert_golden("\n".join(disagreements(everywhere)))
 
 
 def test_data_and_versions_that_differ_are_named(tmp_path: Path) -> None:
-    here, there = facts(tmp_path), {**facts(tmp_path, fingerprint="g"), "package torch": "1.0"}
-    said = disagreements([here, there])
-    assert len(said) == 2
-    assert "package torch is '1.0' on rank 1" in said[0]
-    assert "'fingerprint': 'g'" in said[1]
+    here = {**facts(tmp_path), "package torch": "2.0"}
+    there = {**facts(tmp_path, fingerprint="g"), "package torch": "1.0"}
+    assert_golden("\n".join(disagreements([here, there])))
 
 
 def test_paths_and_workers_of_one_machine_may_differ(tmp_path: Path) -> None:
@@ -50,6 +50,7 @@ def test_paths_and_workers_of_one_machine_may_differ(tmp_path: Path) -> None:
         ({}, {"optimizer": {"learning_rate": 0.5}}, "optimizer.learning_rate is 0.5 on rank 1, and 0.003 on rank 0"),
         ({"other_data": 1}, {}, "the data is {'fingerprint': '0123456789abcdef'"),
     ],
+    ids=["setting", "data"],
 )
 def test_processes_that_disagree_exit_with_2_and_say_in_what_before_a_model_is_built(
     corpus: Path, options: dict[str, Any], of_rank_1: dict[str, Any], said: str
@@ -64,8 +65,9 @@ def test_processes_that_disagree_exit_with_2_and_say_in_what_before_a_model_is_b
     forked.expect(2)
     lines = [line for rank in (0, 1) for line in forked.stderr(rank).splitlines() if line.startswith("error")]
     assert len(lines) == 1
-    assert lines[0].removeprefix("error: rank ")[1:].startswith(": the processes of this run do not agree: ")
-    assert said in lines[0]
+    begin, _, differs = lines[0].removeprefix("error: rank ")[3:].partition(": ")
+    assert_golden(begin)
+    assert differs.startswith(said)
 
 
 @pytest.mark.parametrize("strategy", ["ddp", slow("fsdp2")])
@@ -82,8 +84,8 @@ def test_an_output_dir_that_the_processes_do_not_share_is_refused_before_a_model
     forked.expect(2)
     lines = [line for rank in (0, 1) for line in forked.stderr(rank).splitlines() if line.startswith("error")]
     assert len(lines) == 1
-    assert f": output_dir={here} is not shared: rank 1 (process {forked.pids[1]} on " in lines[0]
-    assert f", {there}) does not see what rank 0 writes there" in lines[0]
+    told = lines[0].removeprefix("error: rank ")[3:]
+    assert_golden(told.replace(f"process {forked.pids[1]} on {socket.gethostname()}", "PROCESS"))
     assert not there.exists()
     assert not list(here.rglob("*.tmp"))
 
@@ -115,4 +117,6 @@ def test_a_checkpoint_to_resume_that_a_process_does_not_see_is_refused(corpus: P
     words = ["run", str(recipe), "--output_dir", str(corpus / "next"), "--checkpoint.resume", "step-00000003"]
     forked = run_forked(words, 2, folder=corpus / "processes", cwd=str(corpus / "machine-{rank}"))
     forked.expect(2)
-    assert ": checkpoint.resume=step-00000003: rank 1 (process " in forked.stderr(0) + forked.stderr(1)
+    [line] = [line for rank in (0, 1) for line in forked.stderr(rank).splitlines() if line.startswith("error")]
+    told = line.removeprefix("error: rank ")[3:]
+    assert_golden(told.replace(f"process {forked.pids[1]} on {socket.gethostname()}", "PROCESS"))
