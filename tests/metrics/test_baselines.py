@@ -14,6 +14,7 @@ from accel_train.metrics.baselines import (
     rows_of,
     unbeaten_baseline,
 )
+from tests.support.wording import assert_golden
 
 FACTS: dict[str, Any] = {
     "run_folder": "runs/a", "steps": 1200, "epochs": 3.0, "pretrained": False, "parameters": 124_000, "samples": 5000,
@@ -123,22 +124,12 @@ def test_only_a_metric_that_counts_samples_is_compared_in_rows() -> None:
 
 
 def test_the_sentence_has_both_numbers() -> None:
-    sentence = str(Unbeaten("bag of words", "f1_macro", 0.80812, 0.874))
-    assert sentence.endswith("on held-out data: F1, macro 0.8081, and 0.8740 by bag of words")
+    assert_golden(str(Unbeaten("bag of words", "f1_macro", 0.80812, 0.874)))
 
 
-def test_the_likeliest_cause_comes_first() -> None:
-    rate, steps, data = likely_causes(**FACTS, loss_rose=True, best_step=None)
-    assert "accel-train find-lr runs/a/recipe.resolved.yaml" in rate
-    assert "(1,200, 3 epochs)" in steps
-    assert "124,000 parameters from scratch on 5,000 samples" in data
-    first, *_ = likely_causes(**FACTS, loss_rose=True, best_step=1200)
-    assert first == f"{steps}; the last evaluation was the best one"
-    first, second, _ = likely_causes(**FACTS, loss_rose=True, best_step=400)
-    assert first.startswith("overfitting: step 400 of 1,200 evaluated best")
-    assert second == rate
-    first, *_ = likely_causes(**FACTS, loss_rose=True, best_step=1100)
-    assert first.startswith("overfitting: step 1,100 of 1,200 evaluated best")
+@pytest.mark.parametrize("best_step", [None, 1200, 400, 1100])
+def test_the_likeliest_cause_comes_first(best_step: int | None) -> None:
+    assert_golden("\n".join(likely_causes(**FACTS, loss_rose=True, best_step=best_step)))
 
 
 def test_an_early_best_step_is_no_overfitting_while_the_held_out_loss_falls() -> None:

@@ -18,6 +18,8 @@ from sklearn import metrics as sk
 
 from accel_train.metrics import METRICS, load_metric
 from tests.support.predictions import draw
+from tests.support.runs import refused
+from tests.support.wording import raises_golden
 
 CLASS_METRICS = {
     "accuracy": sk.accuracy_score,
@@ -54,10 +56,10 @@ def test_the_average_of_a_module_can_be_chosen_later_and_binary_is_about_one_cla
         assert found == pytest.approx({"f1": sk.f1_score(labels, predictions, average=average)}, abs=1e-12)
     found = load_metric("f1_binary", **quiet_cache).compute(predictions=predictions, references=labels, pos_label=0)
     assert found == pytest.approx({"f1_binary": sk.f1_score(labels, predictions, pos_label=0)}, abs=1e-12)
-    with pytest.raises(ValueError, match=r"multiclass but average='binary'.* choose another .*'macro'"):
-        f1.compute(predictions=[0, 1, 2], references=[0, 1, 2], average="binary")
-    with pytest.raises(ValueError, match=r"'average' .* among .*'macro'.* Got 'makro'"):
-        f1.compute(predictions=[0], references=[0], average="makro")
+    for average in ("binary", "makro"):
+        classes = [0, 1, 2]
+        named = f"average|'{average}'|'macro'"
+        refused(f1.compute, predictions=classes, references=classes, average=average, named=named)
 
 
 @pytest.mark.parametrize("name", CLASS_METRICS)
@@ -95,7 +97,7 @@ def test_mean_iou_takes_masks_of_any_size_and_ignores_what_it_is_told(quiet_cach
     assert found["per_class_iou"] == pytest.approx([*each, math.nan], abs=1e-12, nan_ok=True)
     equal = np.zeros((2, 3, 3), dtype=np.int64)  # of one size, which `datasets` stacks
     assert metric.compute(predictions=equal, references=equal, num_labels=2)["mean_iou"] == 1.0
-    with pytest.raises(ValueError, match="resize the prediction"):
+    with raises_golden():
         metric.compute(predictions=[[[0]]], references=[[[0, 1]]], num_labels=2)
 
 
@@ -161,10 +163,9 @@ def test_every_name_loads_a_module_of_its_own_name_that_can_be_pickled(quiet_cac
 
 
 def test_an_unknown_metric_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(ValueError, match=r"metric 'acuracy' is none .* did you mean 'accuracy'\? .*allow_hub_metrics"):
-        load_metric("acuracy")
-    with pytest.raises(ValueError, match="there are accuracy, auroc, f1"):
-        load_metric("zzz")
+    for name in ("acuracy", "zzz"):
+        with raises_golden(case=name):
+            load_metric(name)
 
 
 def test_the_hub_is_asked_only_with_permission_and_only_for_what_is_not_here(
@@ -180,10 +181,9 @@ def test_the_hub_is_asked_only_with_permission_and_only_for_what_is_not_here(
 
     monkeypatch.setattr(loading, "load", no_network)
     load_metric("accuracy", allow_hub=True, **quiet_cache)
-    with pytest.raises(ValueError, match="rouge"):
-        load_metric("rouge")
+    refused(load_metric, "rouge", named="metric 'rouge'|allow_hub_metrics")
     assert asked == []
-    with pytest.raises(ValueError, match=r"'rouge' .* cannot be loaded from the hub: the network is off; there are"):
+    with raises_golden():
         load_metric("rouge", allow_hub=True)
     assert asked == ["rouge"]
 
@@ -206,5 +206,4 @@ def test_a_function_of_a_module_gives_a_number_under_its_name_or_numbers_by_name
     columns = {"predictions": np.array([0, 1, 1]), "references": np.array([1, 1, 0])}
     assert load_metric("metrics_of_mine:cost").compute(**columns) == {"cost": 2}
     assert load_metric("metrics_of_mine:both").compute(**columns) == {"a": 1.0, "b": 2.0}
-    with pytest.raises(ValueError, match=r"evaluate\.metrics"):
-        load_metric("metrics_of_mine:missing")
+    refused(load_metric, "metrics_of_mine:missing", named="evaluate.metrics='metrics_of_mine:missing'")
