@@ -2,6 +2,7 @@ import errno
 import json
 import math
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -19,6 +20,7 @@ from accel_train.core.json_io import read_json
 from accel_train.observe import read_events, read_metrics, read_summary, run_folder
 from accel_train.observe.run_folder import RunFolder, parse_line
 from tests.support.runs import refused
+from tests.support.wording import assert_golden, raises_golden
 
 ANOTHER_USER = 65534  # nobody
 
@@ -187,15 +189,14 @@ def test_a_second_process_is_refused_with_the_name_of_the_holder(tmp_path: Path)
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         began = time.monotonic()
-        with pytest.raises(ValueError, match=rf"in use by process {holder.pid} on .+, started 20"):
-            RunFolder(tmp_path).open()
+        named = refused(RunFolder(tmp_path).open, named=f" {holder.pid} ")
+        assert_golden(re.sub(r"\d+ on \S+, started 20[^;]+", "PID on HOST, started TIME", str(named)))
         assert time.monotonic() - began < 2
         holder.kill()
         holder.wait()
     with RunFolder(tmp_path) as folder:  # freed by the kill, and no stale name is left behind
         assert read_json(tmp_path / ".lock.holder")["pid"] == os.getpid()
-        with pytest.raises(ValueError, match=f"process {os.getpid()} on"):
-            RunFolder(tmp_path).open()
+        refused(RunFolder(tmp_path).open, named=f" {os.getpid()} ")
         assert folder.lock.value
     assert not (tmp_path / ".lock.holder").exists()
     RunFolder(tmp_path).open().close()  # and let go in good order, it can be taken again
@@ -243,17 +244,17 @@ def test_a_file_system_without_locks_is_said_and_does_not_stop_the_run(
     monkeypatch.setattr("fcntl.flock", no_flock)
     with RunFolder(tmp_path) as folder:
         assert folder.lock.value is False
-        assert "no locks" in folder.lock.reason
+        assert_golden(folder.lock.reason)
         folder.append_metrics({"step": 1, "split": "train"})
     assert read_metrics(tmp_path) == [{"step": 1, "split": "train"}]
 
 
 def test_a_path_that_cannot_be_a_run_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    refused(RunFolder(tmp_path / "file").open, named="output_dir=|/file is a file")
-    below = tmp_path / "file" / "below"
-    refused(RunFolder(below).open, named="output_dir=|/file/below cannot be written: Not a directory")
-    refused(RunFolder(Path("/proc/run")).open, named="output_dir=/proc/run cannot be written")
+    with raises_golden():
+        RunFolder(tmp_path / "file").open()
+    for path, reason in ((tmp_path / "file" / "below", errno.ENOTDIR), (Path("/proc/run"), errno.ENOENT)):
+        refused(RunFolder(path).open, named=f"output_dir={path} |{os.strerror(reason)}")
 
 
 def test_a_read_only_folder_is_named() -> None:
@@ -265,19 +266,22 @@ def test_a_read_only_folder_is_named() -> None:
         os.seteuid(ANOTHER_USER if owner == 0 else owner)
         try:
             assert list(folder.iterdir()) == [], "it can be read"
-            refused(RunFolder(folder).open, named="cannot be written: Permission denied")
+            refused(RunFolder(folder).open, named=f"output_dir={folder} |{os.strerror(errno.EACCES)}")
         finally:
             os.seteuid(owner)
             folder.chmod(0o700)
 
 
 def test_a_summary_that_cannot_be_written_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = OSError(errno.ENOSPC, "no space left")
+
     def full(_: object) -> None:
-        raise OSError(errno.ENOSPC, "no space left")
+        raise error
 
     with RunFolder(tmp_path) as folder:
         folder.write_summary({"steps": 1})
         monkeypatch.setattr("accel_train.core.files.sync", full)
-        with pytest.raises(OSError, match="no space left"):
+        with pytest.raises(OSError) as caught:  # noqa: PT011 (it is compared below)
             folder.write_summary({"steps": 2})
+        assert caught.value is error
         assert read_summary(tmp_path) == {"steps": 1}

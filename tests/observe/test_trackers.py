@@ -10,6 +10,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, register_t
 
 from accel_train.observe.trackers import Trackers, check_tracker_names, flatten
 from tests.support.runs import refused
+from tests.support.wording import assert_golden, raises_golden
 
 CONFIG = {"seed": 1, "optimizer": {"learning_rate": 3e-4, "betas": (0.9, 0.95)}, "data": {"eval": None}}
 
@@ -142,8 +143,7 @@ def test_a_tracker_that_raises_is_switched_off_and_reported_once_and_the_others_
     assert recorder.finished == 1
     assert accelerator.trackers == []
     [message] = failures
-    assert message.startswith("tracker failing could not")
-    assert message.endswith(f"is switched off; training continues (ConnectionError: no route at {moment})")
+    assert_golden(message)
 
 
 def test_accelerate_keeps_only_the_trackers_that_work(tmp_path: Path) -> None:
@@ -165,17 +165,17 @@ def test_a_run_without_trackers_leaves_those_of_the_accelerator_alone(tmp_path: 
 
 
 def test_an_unknown_name_is_refused_with_the_nearest() -> None:
-    refused(check_tracker_names, ["tensorbord"], named="'tensorbord' is not a tracker |; did you mean tensorboard?")
-    refused(check_tracker_names, ["xyz"], named="known are |tensorboard|wandb")
+    with raises_golden():
+        check_tracker_names(["tensorbord"])
+    refused(check_tracker_names, ["xyz"], named="'xyz'|tensorboard|wandb")
     check_tracker_names([])
     check_tracker_names(["tensorboard", "recorder", "all"])
 
 
 def test_a_known_name_without_its_package_is_refused_with_what_to_install() -> None:
-    refused(
-        check_tracker_names, ["swanlab"], named="swanlab needs a package that is not installed; pip install 'swanlab'"
-    )
-    refused(check_tracker_names, ["tensorboard", "aim"], named="pip install 'aim<4'")
+    for names in (["swanlab"], ["tensorboard", "aim"]):
+        with raises_golden(case=names[-1]):
+            check_tracker_names(names)
 
 
 def test_settings_become_one_level_of_plain_values() -> None:
