@@ -70,9 +70,11 @@ def _about_loss(run: RunContext, difference: str) -> str:
     problem = f"the loss is not a mean over samples ({difference})"
     if processes == 1 and parts == 1:
         return f"{problem}; several processes or micro-batches would train on other numbers"
+    cut = f"{parts} micro-batches" if parts > 1 else "1 micro-batch"
+    where = f" on each of {processes} processes" if processes > 1 else ""
     raise SettingError(
-        f"{problem}, and a step is cut into {parts} micro-batches on each of {processes} processes. The usual causes "
-        "are class weights, ignore_index, reduction='sum', and a comparison of samples with each other",
+        f"{problem}, and a step is cut into {cut}{where}. The usual causes are class weights, ignore_index, "
+        "reduction='sum', and a comparison of samples with each other",
         "Return one number per sample (reduction='none'), or give count_targets and return a sum. To train on the "
         "value of each micro-batch, set loss_is_per_batch",
         at="loss",

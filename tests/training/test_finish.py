@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,6 +41,7 @@ from tests.support.runs import (
     write_recipe_file,
 )
 from tests.support.tasks.probe import RANK, ProbeTask
+from tests.support.wording import assert_golden
 
 
 class PoisonTask(ProbeTask):
@@ -63,16 +65,9 @@ class PoisonTask(ProbeTask):
 
 
 @pytest.mark.parametrize(
-    ("poison", "processes", "strategy", "said"),
-    [
-        ("loss", 1, "ddp", "the last evaluation is nan: model/ is not written"),
-        ("weight", 1, "ddp", "transformer.h.0.ln_1.weight is not finite: model/ is not written"),
-        ("weight", 2, "fsdp2", "transformer.h.0.ln_1.weight is not finite: model/ is not written"),
-    ],
+    ("poison", "processes", "strategy"), [("loss", 1, "ddp"), ("weight", 1, "ddp"), ("weight", 2, "fsdp2")]
 )
-def test_a_model_that_is_not_finite_is_not_published(
-    corpus: Path, poison: str, processes: int, strategy: str, said: str
-) -> None:
+def test_a_model_that_is_not_finite_is_not_published(corpus: Path, poison: str, processes: int, strategy: str) -> None:
     recipe = write_recipe_file(
         corpus,
         task="tests.training.test_finish:PoisonTask",
@@ -84,8 +79,7 @@ def test_a_model_that_is_not_finite_is_not_published(
     forked = run_forked(["run", str(recipe)], processes, folder=corpus / "processes")
     forked.expect(3)
     [line] = [line for line in forked.stderr(0).splitlines() if line.startswith("error: ")]
-    assert said in line
-    assert line.endswith("step-00000002 is the newest")
+    assert_golden(line)
     assert not (corpus / "run" / "model").exists()
     assert not (corpus / "run" / "summary.json").exists()
     assert events(corpus / "run", "stop")[0]["step"] == 2
@@ -189,21 +183,16 @@ def test_a_model_in_bf16_keeps_running_statistics_and_what_transformers_keeps_in
 def test_a_run_that_is_stopped_before_its_first_checkpoint_says_that_there_is_none(corpus: Path) -> None:
     sections: Settings = {"options": {"nan_from": 1}, "guard": {"on_nonfinite": "stop"}}
     done = run(write_recipe_file(corpus, **sections), expect=3)
-    assert f"{corpus / 'run'} has no checkpoint" in done.stderr
-    assert "is the newest" not in done.stderr
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert_golden(line)
 
 
 def test_a_model_that_loses_to_its_baseline_says_so_with_what_to_try(corpus: Path) -> None:
     done = run(write_recipe_file(corpus, schedule={"max_steps": 2}))
     lines = done.stdout.splitlines()
-    place = next(number for number, line in enumerate(lines) if line.startswith("The model does not beat a baseline"))
-    assert " by xz. Likely causes" in lines[place]
-    assert [line.split()[1:4] for line in lines[place + 1 : place + 4]] == [
-        ["too", "few", "steps"],  # the last evaluation was the best one
-        ["a", "learning", "rate"],
-        ["wrong", "labels", "or"],
-    ]
-    assert f"accel-train find-lr {corpus / 'run'}/recipe.resolved.yaml" in lines[place + 2]
+    place = next(number for number, line in enumerate(lines) if "Likely causes" in line)
+    # The last evaluation was the best one: too few steps come first.
+    assert_golden(re.sub(r"\d+\.\d+", "#", "\n".join(lines[place : place + 4])))
     page = Page((corpus / "run" / "report.html").read_text()).text
     assert lines[place] in page
     assert all(line.removeprefix("  - ") in page for line in lines[place + 1 : place + 4])
@@ -232,7 +221,7 @@ def test_a_finished_run_that_is_started_again_says_so_and_how_to_use_it_and_chan
     assert files_of(corpus / "run") == before
     [_, line, use, *_] = again.stdout.splitlines()
     assert use == "Use it:"
-    assert "finished at step 4 (loss " in line
+    assert_golden(re.sub(r"\d+\.\d+", "#", line))
     answer = run(recipe, "--json", processes=processes)
     summary = summary_of(corpus / "run")
     assert json.loads(answer.stdout)["result"]["summary"] == summary
@@ -284,12 +273,15 @@ def test_a_run_that_was_killed_while_it_was_finished_with_another_recipe_is_not_
     train(load_recipe(recipe))
     last = model_of(corpus / "run")
 
+    class Killed(Exception):
+        pass
+
     def killed(_: object) -> None:
-        raise RuntimeError("killed")
+        raise Killed
 
     with monkeypatch.context() as patched:
         patched.setattr("accel_train.training.train.finish_run", killed)
-        with pytest.raises(RuntimeError, match="killed"):
+        with pytest.raises(Killed):
             train(load_recipe(recipe, arguments=best))
     summary = train(load_recipe(recipe, arguments=best)).summary
     assert summary["best_step"] == 2, "else the weights of the last step are right"
@@ -330,5 +322,5 @@ def test_a_finished_run_whose_best_checkpoint_is_damaged_says_where_the_best_wei
     (corpus / "run" / "checkpoints" / "step-00000002" / "model.safetensors").write_bytes(b"damaged")
     capsys.readouterr()
     train(recipe)
-    assert "best weights from model/" in capsys.readouterr().out
+    assert_golden(re.sub(r"loss [^)]+", "loss #", capsys.readouterr().out.splitlines()[0]))
     assert model.read_bytes() == best

@@ -24,6 +24,7 @@ from tests.support.runs import (
     tiny_recipe,
     write_recipe_file,
 )
+from tests.support.wording import raises_golden
 
 
 def recipe_of(folder: Path, steps: Any, **sections: Any) -> Recipe:
@@ -99,14 +100,15 @@ def test_each_process_writes_its_own_trace(corpus: Path) -> None:
 
 @pytest.mark.parametrize("steps", [[5, 3], [0, 2], [-1, 2], [1], [1, 2, 3], 4, [1.5, 2]])
 def test_range_that_is_none_is_refused(corpus: Path, steps: Any) -> None:
-    with pytest.raises(ValidationError, match="profile_steps"):
+    with pytest.raises(ValidationError) as refused:
         recipe_of(corpus, steps)
+    assert "profile_steps" in str(refused.value)
 
 
 def test_range_beyond_the_run_is_refused_before_a_model_is_built_and_by_the_plan(corpus: Path) -> None:
     recipe = recipe_of(corpus, [3, 13])
     for refuse in (resolve_plan, train):
-        with pytest.raises(ValueError, match=r"log.profile_steps=\[3, 13\] .* step 12"):
+        with raises_golden():
             refuse(recipe)
     assert not (corpus / "run").exists()
 

@@ -1,6 +1,7 @@
 """`fit` tries loss and metrics on a few samples: a loss that depends on how a step is cut is said, or refused."""
 
 import random
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from accel_train import RunResult, fit
+from accel_train.core.errors import SettingError
 from tests.support.runs import Capture, Settings, losses, run_forked_command
+from tests.support.wording import assert_golden, raises_golden
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -55,6 +58,15 @@ def num_labels(batch: Any) -> int:
     return int((batch[1] != -100).sum())
 
 
+def without_means(text: str) -> str:
+    return re.sub(r"\(\S+ of (\d+) samples, \S+ by", r"(# of \1 samples, # by", text)
+
+
+def notes(capsys: Capture) -> str:
+    lines = capsys.readouterr().out.splitlines()
+    return without_means("\n".join(line for line in lines if "the loss" in line or "metric" in line))
+
+
 NOT_MEANS: dict[str, tuple[Loss, TensorDataset]] = {
     "contrastive": (contrastive, DATA),
     "contrastive, one number per sample": (lambda model, batch: contrastive(model, batch).expand(len(batch[0])), DATA),
@@ -70,13 +82,14 @@ def test_a_loss_that_is_no_mean_over_samples_is_said_and_refused_where_a_step_is
 ) -> None:
     loss, data = NOT_MEANS[name]
     cut = {"per_device_batch_size": 2}
-    with pytest.raises(ValueError, match="not a mean over samples") as refused:
+    with pytest.raises(SettingError) as refused:
         trained("cut", loss, data, batch=cut)
     assert not losses(Path("cut"))
+    assert refused.value.settings == ("loss",)
     for word in ("4 micro-batches", "class weights", "ignore_index", "reduction='none'", "count_targets"):
         assert word in str(refused.value)
     trained("whole", loss, data)
-    assert "the loss is not a mean over samples" in capsys.readouterr().out
+    assert_golden(notes(capsys))
     assert len(losses(Path("whole"))) == 2
     trained("per batch", loss, data, loss_is_per_batch=True, batch=cut)
 
@@ -118,7 +131,7 @@ def test_random_samples_are_no_difference_and_a_random_loss_is_said_to_be_unchec
         return (model(batch[0] + torch.randn(batch[0].shape)) - 1).square().mean()
 
     trained("loss", noisy, batch=batch)
-    assert "the loss draws random numbers" in capsys.readouterr().out
+    assert_golden(notes(capsys))
 
 
 class Recording(nn.Module):
@@ -178,19 +191,20 @@ def test_a_sum_over_counted_targets_is_the_same_for_any_cut(tmp_path: Path) -> N
     assert torch.allclose(weight[8], weight[2], atol=1e-6)
     trained("each", cross_entropy(reduction="none"), PARTLY, count_targets=num_labels)
     assert losses(Path("each")) == pytest.approx(losses(Path("run-8")), rel=1e-6)
-    with pytest.raises(ValueError, match="not a mean over samples"):
+    with pytest.raises(SettingError) as refused:
         trained("mean", cross_entropy(), PARTLY, count_targets=num_labels, batch={"per_device_batch_size": 2})
+    assert refused.value.settings == ("loss",)
 
 
 def test_a_metric_that_counts_is_refused_before_the_first_step_or_said(capsys: Capture) -> None:
     def hits(model: nn.Module, batch: Any) -> Tensor:
         return (model(batch[0]).argmax(1) == batch[1]).sum()
 
-    with pytest.raises(ValueError, match="metric hits is a whole number"):
+    with raises_golden(case="count"):
         trained("count", cross_entropy(), eval_data=DATA, metrics=lambda *given: {"hits": hits(*given)})
     assert not losses(Path("count"))
     trained("float", cross_entropy(), eval_data=DATA, metrics=lambda *given: {"hits": hits(*given).float()})
-    assert "metric hits is not a mean over samples" in capsys.readouterr().out
+    assert_golden(notes(capsys), "float")
 
 
 PROGRAM = """
@@ -206,7 +220,8 @@ def test_2_processes_refuse_such_a_loss_and_share_a_sum_over_targets(tmp_path: P
     program.write_text(PROGRAM)
     done = run_forked_command([], 2, program)
     assert done.returncode == 1
-    assert "on each of 2 processes" in done.stderr
+    [line, *_] = [line for line in done.stderr.splitlines() if "SettingError: " in line]
+    assert_golden(without_means(line))
     assert not losses(Path("mean"))
     expected = F.cross_entropy(linear()(INPUTS[:8]), LABELS[:8]).item()
     assert losses(Path("sum"))[1] == pytest.approx(expected, rel=1e-6)
@@ -218,9 +233,9 @@ class Stream(IterableDataset[Any]):
 
 
 def test_what_fit_cannot_train_is_refused_in_one_sentence() -> None:
-    with pytest.raises(ValueError, match="train_data of type Stream"):
+    with raises_golden(case="stream"):
         trained("run", cross_entropy(), Stream())
-    with torch.no_grad(), pytest.raises(ValueError, match="no_grad"):
+    with torch.no_grad(), raises_golden(case="no_grad"):
         trained("run", cross_entropy())
-    with pytest.raises(ValueError, match="meta device"):
+    with raises_golden(case="meta device"):
         trained("run", cross_entropy(), model=nn.Linear(3, 2, device="meta"))
