@@ -1,6 +1,7 @@
 """A changed recipe is refused with what changed and who set it, or accepted by the user."""
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
@@ -32,6 +33,7 @@ from tests.support.runs import (
     tiny_recipe,
     write_corpus,
 )
+from tests.support.wording import assert_golden
 
 RUN = {"task": "causal-lm", "schedule": {"max_steps": 4}, "model": {"pad_vocab_to_multiple_of": 8}}
 
@@ -57,6 +59,10 @@ def copied(trained: Path, tmp_path: Path) -> Path:
 def line_of(folder: Path, setting: str) -> str:
     lines = (folder / "recipe.yaml").read_text().splitlines()
     return f"{folder / 'recipe.yaml'}:{1 + next(i for i, line in enumerate(lines) if f'{setting}:' in line)}"
+
+
+def without_numbers_of_lines(text: str) -> str:
+    return re.sub(r"yaml:\d+", "yaml:#", text)
 
 
 def refused(folder: Path, capsys: Capture, *flags: str) -> list[str]:
@@ -120,7 +126,7 @@ def test_changed_data_is_refused_and_its_files_are_named(copied: Path, capsys: C
 def test_a_value_that_follows_from_another_setting_names_that_one(trained: Path, capsys: Capture) -> None:
     said = refused(trained, capsys, "--schedule.num_epochs", "2")
     changed = next(line for line in said if line.startswith("schedule.max_steps was 4"))
-    assert changed.endswith("(from schedule.num_epochs 2.0, --schedule.num_epochs)")
+    assert_golden(without_numbers_of_lines(changed))
 
 
 def test_accepted_changes_go_on_and_are_an_event(copied: Path) -> None:
@@ -174,9 +180,8 @@ def test_a_finished_run_with_a_changed_setting_says_that_it_is_not_trained_and_k
 ) -> None:
     before = (copied / "run" / "recipe.resolved.yaml").read_text()
     assert main(["run", str(copied / "recipe.yaml"), "--optimizer.learning_rate", "0.001"]) == 0
-    said = capsys.readouterr().out
-    assert "ignores the changes" in said
-    assert "(optimizer.learning_rate was 0.003" in said
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "optimizer.learning_rate" in line]
+    assert_golden(without_numbers_of_lines(line))
     assert (copied / "run" / "recipe.resolved.yaml").read_text() == before
     assert events(copied / "run", "settings_changed") == []
 

@@ -22,6 +22,7 @@ from accel_train.training.setup import prepare_run
 from tests.support.comparisons import assert_same_bits
 from tests.support.programs.disk_driver import files
 from tests.support.runs import Capture, checkpoint, events, losses, recipe_dict
+from tests.support.wording import assert_golden
 
 RUN: dict[str, Any] = {"task": "causal-lm", "checkpoint": {"every_steps": 4, "keep": 9}}
 ROLLBACK = Rollback(number=1, at_step=5, to_step=4, skip_first=6, skip_last=7)
@@ -104,8 +105,7 @@ def test_a_broken_checkpoint_is_set_aside_so_that_it_does_not_count_among_those_
     with run.resources:
         assert run.state.step == 8
         (event,) = events(trained, "checkpoint_invalid")
-        assert "step-00000012 is not used: optimizer.safetensors is missing" in event["message"]
-        assert "renamed to broken-step-00000012" in event["message"]
+        assert_golden(event["message"])
     assert steps_in(trained) == [4, 8]
     assert (trained / "checkpoints" / "broken-step-00000012" / "model.safetensors").exists()
 
@@ -136,12 +136,7 @@ def test_verify_tells_healthy_abandoned_and_broken_checkpoints_and_what_a_resume
     os.truncate(trained / "checkpoints" / "step-00000008" / "model.safetensors", 7)
     capsys.readouterr()
     assert main(["verify", str(trained)]) == 0
-    table = [re.sub(" +", " ", line) for line in capsys.readouterr().out.splitlines()]
-    assert table[1] == "step-00000004 4 ok, healthy"
-    assert re.fullmatch(r"step-00000008 8 model.safetensors has 7 bytes, not \d+", table[2])
-    assert table[3].startswith("step-00000012 12 ok, abandoned")
-    assert table[4:] == ["model/ ok", table[5]]
-    assert table[5].endswith(" step-00000004")
+    assert_golden(re.sub(r"not \d+", "not #", capsys.readouterr().out))
 
 
 @pytest.mark.parametrize(
@@ -165,5 +160,6 @@ def test_weights_of_the_right_digest_that_are_no_safetensors_are_a_checkpoint_er
     contents["optimizer.safetensors"] = b"\xff" * 100
     writers = {name: partial(Path.write_bytes, data=content) for name, content in contents.items()}
     publish(trained / "checkpoints", 12, writers)
-    with pytest.raises(CheckpointError, match=r"step-00000012/optimizer\.safetensors"):
+    with pytest.raises(CheckpointError) as refused:
         prepare_run(recipe_of(trained.parent))
+    assert "step-00000012/optimizer.safetensors" in str(refused.value)

@@ -28,6 +28,7 @@ from accel_train.checkpoint.store import (
 )
 from accel_train.checkpoint.verify import verify
 from accel_train.core.errors import CheckpointError
+from tests.support.wording import assert_golden, raises_golden
 
 CONTENT = {
     "model.safetensors": b"weights" * 1000,
@@ -100,7 +101,7 @@ def test_every_kind_of_damage_is_named_and_the_older_checkpoint_used(tmp_path: P
 def test_no_valid_checkpoint_is_an_error_and_no_checkpoint_is_none(tmp_path: Path) -> None:
     assert newest_valid(tmp_path / "none") == (None, [])
     (save(tmp_path, 3) / "trainer.json").write_bytes(b"[]")
-    with pytest.raises(CheckpointError, match=r"step-00000003: trainer.json .*--checkpoint.resume never"):
+    with raises_golden(CheckpointError):
         newest_valid(tmp_path)
 
 
@@ -111,8 +112,7 @@ def test_manifest_cannot_point_outside_the_folder(tmp_path: Path, name: str) -> 
     manifest = json.loads((folder / "manifest.json").read_text())
     manifest["files"][name] = {"bytes": 0, "sha256": ""}
     (folder / "manifest.json").write_text(json.dumps(manifest))
-    assert check(folder).problem is not None
-    assert "not a file of the checkpoint" in str(check(folder).problem)
+    assert_golden(str(check(folder).problem))
 
 
 @pytest.mark.parametrize("name", ["trainer.json", "manifest.json"])
@@ -131,7 +131,7 @@ def test_failed_write_leaves_older_checkpoints_and_nothing_else(tmp_path: Path) 
         path.write_bytes(b"half")
         raise OSError(28, "No space left on device")
 
-    with pytest.raises(CheckpointError, match=r"step 2 .*No space left"):
+    with raises_golden(CheckpointError):
         publish(tmp_path, 2, {"model.safetensors": fail})
     assert names(tmp_path) == ["step-00000001"]
     assert check(tmp_path / "step-00000001").problem is None
@@ -190,9 +190,10 @@ def test_files_are_synced_before_the_rename_and_the_folder_after_it(
 def test_verify_lists_every_checkpoint_and_refuses_a_folder_without_a_run(tmp_path: Path) -> None:
     save(tmp_path / "checkpoints", 1)
     (save(tmp_path / "checkpoints", 2) / "trainer.json").unlink()
-    found = [(status.step, status.problem) for status in verify(tmp_path).statuses]
-    assert found == [(1, None), (2, "trainer.json is missing")]
-    with pytest.raises(ValueError, match="elsewhere"):
+    good, bad = verify(tmp_path).statuses
+    assert (good.step, good.problem, bad.step) == (1, None, 2)
+    assert_golden(str(bad.problem), "of a file")
+    with raises_golden(case="of a folder"):
         verify(tmp_path / "elsewhere")
 
 
@@ -227,8 +228,9 @@ def test_checkpoint_that_is_a_link_is_passed_over(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     good = save(root, 1)
     (root / "step-00000002").symlink_to(save(tmp_path / "elsewhere", 2))
-    newest, broken = newest_valid(root)
-    assert (newest, [status.problem for status in broken]) == (good, ["it is a symbolic link"])
+    newest, [broken] = newest_valid(root)
+    assert newest == good
+    assert_golden(str(broken.problem))
 
 
 def test_file_that_cannot_be_read_is_a_problem_and_no_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,7 +315,7 @@ def test_a_part_that_is_not_whole_in_the_folder_ends_the_save_and_the_older_chec
             (folder / "shard-00002.safetensors").write_bytes(b"half")
         return {"shard-00002.safetensors": {"bytes": 8, "sha256": "0" * 64}}
 
-    with pytest.raises(CheckpointError, match=r"step 2.*shard-00002\.safetensors.*process 0.*output_dir"):
+    with raises_golden(CheckpointError):
         publish(tmp_path, 2, {}, others=written_elsewhere)
     assert list(tmp_path.iterdir()) == [old]
     assert check(old).problem is None
