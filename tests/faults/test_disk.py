@@ -54,6 +54,7 @@ from tests.support.runs import (
     write_recipe_file,
 )
 from tests.support.tasks.disk_faults import DiskTask
+from tests.support.wording import assert_golden, raises_golden
 
 DRIVER = [sys.executable, "-B", "-S", "-E", str(TESTS / "support/programs/disk_driver.py")]
 STRACE = ["strace", "-f", "-qq", "-y"]
@@ -262,7 +263,7 @@ def test_a_checkpoint_under_the_name_of_another_step_is_refused(tmp_path: Path) 
         publish(tmp_path, step, files(step))
     for left, right in ((1, 9), (2, 1), (3, 2), (9, 3)):
         folder_of(tmp_path, left).rename(folder_of(tmp_path, right))
-    with pytest.raises(CheckpointError, match=r"step-00000003: .*step 1.*step 3.*step 2"):
+    with raises_golden(CheckpointError):
         newest_valid(tmp_path)
 
 
@@ -288,9 +289,8 @@ def test_when_all_checkpoints_are_broken_the_run_refuses_to_start_over_until_tol
     root = corpus / "run" / "checkpoints"
     for folder in checkpoint_folders(root):
         os.truncate(folder / "optimizer.safetensors", 100)
-    said = call("run", recipe, code=4).err
-    assert re.search(r"step-00000012: optimizer.safetensors has 100 bytes, not \d+; step-00000006: optimizer", said)
-    assert "--checkpoint.resume never" in said
+    said = call("run", recipe, code=4).err.splitlines()[-1]
+    assert_golden(re.sub(r"not \d+", "not #", said))
     assert [step_of(folder) for folder in checkpoint_folders(root)] == [6, 12], "nothing was touched"
     call("verify", corpus / "run", code=4)
     call("run", recipe, "--checkpoint.resume", "never")
@@ -337,8 +337,9 @@ def test_two_saves_in_a_row_on_a_full_disk_end_the_run_with_exit_code_4_on_all_p
 
 def test_the_last_save_that_fails_ends_the_run_with_exit_code_4(corpus: Path) -> None:
     prepared = prepare_run(tiny_recipe(corpus, **RUN, options={"full": [15, 99]}))
-    with pytest.raises(CheckpointError, match="step 16 could not"):
+    with pytest.raises(CheckpointError) as refused:
         train_run(prepared)
+    assert "step 16 " in str(refused.value)
     unlimit_files(prepared.plan.task)
     assert valid_steps(corpus / "run" / "checkpoints") == [4, 8, 12]
 
