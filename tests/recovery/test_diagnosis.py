@@ -259,7 +259,7 @@ def test_incident_holds_what_a_stranger_needs(broken_run: Path) -> None:
         assert sample in file.get_tensor("1/sample").tolist()
     [event] = events(broken_run, "skip")
     assert event["incident"] == "step-00000003"
-    assert event["message"].endswith("see incidents/step-00000003/incident.md")
+    assert event["message"].endswith(" incidents/step-00000003/incident.md")
 
 
 def test_report_shows_the_incident(broken_run: Path) -> None:

@@ -35,6 +35,7 @@ from tests.support.runs import (
     write_corpus,
     write_recipe_file,
 )
+from tests.support.wording import assert_golden, raises_golden
 
 POISONED = [14, 15, 16]
 RUN: dict[str, Any] = {
@@ -186,7 +187,7 @@ def test_killed_after_the_second_rollback_in_one_region_the_lowered_learning_rat
 
 def test_without_a_healthy_checkpoint_the_run_stops_and_says_why(corpus: Path) -> None:
     recipe = {**RUN, "guard": {**RUN["guard"], "healthy_after_steps": 20}}
-    with pytest.raises(TrainingStopped, match=r"cannot roll back: .* step 14 .* 20 clean steps"):
+    with raises_golden(TrainingStopped):
         train(Recipe.model_validate(recipe_dict(corpus, **recipe)))
     assert not (corpus / "run" / ROLLBACKS).exists()
     assert [step_of(folder) for folder in checkpoint_folders(corpus / "run" / "checkpoints")] == [4, 8, 12]
@@ -230,8 +231,9 @@ def test_record_is_read_as_it_was_written_and_a_damaged_one_is_an_error(tmp_path
     assert read_rollbacks(tmp_path) == [FIRST, SECOND]
     for damage in (b"[{", b"{}\0", b'[{"number": 1}]', b'{"a": 1}', b"[" * 100_000):
         (tmp_path / ROLLBACKS).write_bytes(damage)
-        with pytest.raises(CheckpointError, match=f"{ROLLBACKS}.*Move it away"):
+        with pytest.raises(CheckpointError) as refused:
             read_rollbacks(tmp_path)
+        assert_golden(re.sub(r"\(.*\)", "(#)", str(refused.value)))
 
 
 def test_restored_counters_are_told_of_a_rollback_after_them_and_only_of_that() -> None:
