@@ -120,7 +120,7 @@ def assert_kept_and_named(run: Path, samples: Sequence[int]) -> None:
     assert found["processes"][1]["module_kind"] == "GELU"
     text = format_replay(replay)
     assert f"row {samples[0]} of nowhere" in text
-    assert "lower optimizer.learning_rate" in text.splitlines()[-1]
+    assert "optimizer.learning_rate" in text.splitlines()[-1]
     [again] = replay.micro_batches
     first = again.watch.first_not_finite()
     assert first is not None
