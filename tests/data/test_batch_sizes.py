@@ -8,6 +8,7 @@ import pytest
 from accel_train.data.batch_sizes import resolve_batch
 from accel_train.recipe.schema import Batch
 from tests.support.runs import refused
+from tests.support.wording import assert_golden
 
 
 def sizes(world_size: int, **keys: int) -> tuple[int, int, int]:
@@ -39,7 +40,7 @@ def test_one_size_alone_means_no_accumulation() -> None:
 
 def test_without_sizes_the_global_batch_is_32_and_said_to_be_the_default() -> None:
     assert sizes(4) == (32, 8, 1)
-    assert resolve_batch(Batch(), 4).reason == ("32 = 8 per device x 1 accumulation x 4 processes; 32 is the default")
+    assert_golden(resolve_batch(Batch(), 4).reason)
 
 
 def test_accumulation_alone_divides_the_default_global_batch() -> None:
@@ -48,9 +49,9 @@ def test_accumulation_alone_divides_the_default_global_batch() -> None:
 
 
 def test_the_reason_is_the_product_with_its_numbers() -> None:
-    resolved = resolve_batch(Batch(global_batch_size=32, per_device_batch_size=8), 2)
-    assert resolved.reason == "32 = 8 per device x 2 accumulation x 2 processes"
-    assert resolve_batch(Batch(per_device_batch_size=8), 1).reason == "8 = 8 per device x 1 accumulation x 1 process"
+    several = resolve_batch(Batch(global_batch_size=32, per_device_batch_size=8), 2)
+    alone = resolve_batch(Batch(per_device_batch_size=8), 1)
+    assert_golden(f"{several.reason}\n{alone.reason}")
 
 
 def test_evaluation_takes_twice_the_training_size_unless_it_is_said() -> None:

@@ -11,6 +11,7 @@ from accel_train.data.tables import read_rows
 from accel_train.recipe.data import Data
 from accel_train.tasks.text_classification.config import TextClassificationData
 from tests.support.runs import refused, sources_of
+from tests.support.wording import assert_golden
 
 
 def rows_of(path: Path, *columns: str, **settings: Any) -> list[tuple[Any, ...]]:
@@ -47,7 +48,7 @@ def test_a_delimiter_that_is_named_wins_and_one_that_was_found_is_said() -> None
     path = write("text;label\na, b;x\n")
     assert rows_of(path, "text", "label") == [("a, b", "x")]
     (source,) = sources_of(Data(train=str(path)))
-    assert source.notes[0].startswith(f"{path}: read as separated by semicolons")
+    assert_golden(source.notes[0])
     path.write_text("text#label\na, b#x\n")
     assert rows_of(path, "label", delimiter="#") == [("x",)]
     path.write_text("text\tlabel\na\tx\n")

@@ -15,6 +15,7 @@ from accel_train.data.sources import resolve_sources
 from accel_train.data.text.documents import Document, read_documents
 from accel_train.recipe.data import WindowData
 from tests.support.runs import refused, sources_of, write_file
+from tests.support.wording import assert_golden
 
 
 def documents(names: Any, **settings: Any) -> list[Document]:
@@ -58,7 +59,7 @@ def test_a_folder_is_read_recursively_in_order_and_says_what_it_leaves_out() -> 
     data = WindowData(train=".")
     (source,) = sources_of(data)
     assert [document.text for document in read_documents(source, data)] == ["a.txt", "b/z.md", "c.py"]
-    assert "1 files of other kinds (1 .png)" in source.notes[0]
+    assert_golden(source.notes[0])
 
 
 def test_globs_tuples_and_the_home_folder_are_expanded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from tests.support.box_tables import BY_VALUES, FORMATS, csv_lines, write_table
 from tests.support.boxes import EXPECTED, SIZES, boxes_by_image, classes, corners, places, write_images
 from tests.support.boxes import read_boxes as read
 from tests.support.runs import refused, write_file
+from tests.support.wording import assert_golden
 
 
 @pytest.fixture(autouse=True)
@@ -163,7 +164,7 @@ def test_parts_are_told_by_the_names_of_tables() -> None:
         write_table("tensorflow.csv").rename(f"set/{part}_labels.csv")
     sets = read("set")
     assert (len(sets.train), len(sets.eval)) == (3, 3)
-    assert "evaluate RUN set/test_labels.csv" in str(sets.notes)
+    assert_golden("\n".join(sets.notes))
     sets = read(
         "set/images", annotations="set/train_labels.csv", eval="set/images", eval_annotations="set/val_labels.csv"
     )

@@ -27,6 +27,7 @@ from tests.support.boxes import (
 )
 from tests.support.boxes import read_boxes as read
 from tests.support.runs import refused, write_file
+from tests.support.wording import assert_golden
 
 
 def in_folder(folder: str) -> list[str]:
@@ -113,7 +114,7 @@ PARTS = ("test", "valid")
 def test_a_missing_folder_of_a_yaml_is_noted() -> None:
     file = write_yolo("set")
     file.write_text(file.read_text() + "val: images/val\n")
-    assert "set/images/val, which does not exist" in str(read("set").notes)
+    assert_golden("\n".join(read("set").notes))
     file.write_text("names: [cat, dog]\ntrain: 5\n")
     refused(read, "set", named="set/data.yaml: train is 5")
 

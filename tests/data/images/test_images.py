@@ -25,6 +25,7 @@ from accel_train.recipe.schema import Recipe
 from accel_train.tasks.image_classification.config import ImageClassificationData
 from accel_train.tasks.image_classification.data import read_labelled_images
 from tests.support.runs import refused, write_file, write_rows
+from tests.support.wording import assert_golden, raises_golden
 
 
 def noise(*shape: int, seed: int = 0) -> Any:
@@ -115,7 +116,8 @@ def test_sixteen_bits_are_scaled_to_eight_and_not_cut_off() -> None:
 @pytest.mark.parametrize("dtype", [np.float32, np.int32])
 def test_pixels_without_an_agreed_range_are_refused_by_name(dtype: type) -> None:
     path = save(Image.fromarray(np.ones((4, 4), dtype=dtype)), "depth.tif")
-    assert isinstance(refused(decoded, path, named="depth.tif|32-bit|8 or 16 bits"), DataError)
+    with raises_golden(DataError):
+        decoded(path)
 
 
 def test_grey_and_black_and_white_images_become_three_equal_channels() -> None:
@@ -150,7 +152,7 @@ def test_class_folders_give_labels_in_the_order_of_their_names() -> None:
     assert len(found) == 21
     assert all(label == place.startswith("dog") for place, label in found.items())
     assert "cat/deeper/still.JPG" in found
-    assert sets.notes[0].startswith("pets: left out 1 files")
+    assert_golden(sets.notes[0])
 
 
 def test_numbered_folders_are_ordered_as_numbers() -> None:
@@ -526,7 +528,8 @@ def test_a_file_that_is_no_raster_is_not_opened_whatever_its_name(kind: str, suf
     for opens in (open_image, image_header, inspect_image):
         for source in (path, PROGRAMS[kind]):
             refused(opens, source, "here", named="03" if source is path else "here")
-    assert "EPS" not in kind or "has the format EPS" in str(refused(open_image, path, "here", named="03"))
+    if "EPS" in kind:
+        refused(open_image, path, "here", named="EPS")
 
 
 @pytest.mark.usefixtures("no_program")

@@ -24,6 +24,7 @@ from accel_train.data.text.corpus import TextCorpus, prepare_text
 from accel_train.data.text.tokenizers import BYTE_SEPARATOR_ID, SEPARATOR
 from accel_train.recipe.schema import Recipe
 from tests.support.runs import TESTS, metrics, refused, write_file, write_jsonl, write_recipe_file
+from tests.support.wording import assert_golden
 
 MakeRecipe = Callable[..., Recipe]
 
@@ -143,7 +144,7 @@ def test_separate_evaluation_files_are_all_and_only_the_evaluation(prepare: Prep
     assert decoded_documents(corpus, "eval") == ROWS[50:60]
     assert (corpus.facts.num_documents, corpus.facts.num_eval_documents) == (60, 10)
     both = prepare(("a.jsonl", held_out), eval=held_out)
-    assert both.facts.notes[0].startswith("1 files of data.eval")
+    assert_golden(both.facts.notes[0])
 
 
 def test_too_little_text_is_refused_with_its_size(prepare: Prepare) -> None:
