@@ -60,7 +60,7 @@ def test_counts_of_layouts_are_those_of_the_equality_benchmark() -> None:
 def test_step_over_the_raw_loop_is_that_of_the_overhead_benchmark() -> None:
     runs = results("overhead-tiny")["runs"]
     ratios = sorted(ours["cpu_us"] / raw["cpu_us"] for ours, raw in zip(runs["accel_train"], runs["raw"], strict=True))
-    assert f"{ratios[len(ratios) // 2]:.3f} of the time of a plain PyTorch loop" in README
+    assert f"{ratios[len(ratios) // 2]:.3f} of the time " in README
 
 
 def test_the_table_of_tasks_has_each_task_once() -> None:

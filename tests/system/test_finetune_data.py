@@ -25,6 +25,7 @@ from accel_train.tasks.image_classification.data import read_labelled_images
 from accel_train.tasks.text_classification.data import load_labelled_texts
 from tests.support.commands import call, dry_run, refused_data
 from tests.support.runs import sources_of, write_jsonl, write_lines
+from tests.support.wording import assert_golden
 
 pytestmark = pytest.mark.usefixtures("empty_folder")
 
@@ -306,7 +307,7 @@ def test_test_data_next_to_the_training_data_is_named() -> None:
         rows = [f"{n},{_WORDS[n % 4]} {n},{'xy'[n % 2]}" for n in range(40)]
         write_lines(f"{name}.csv", "id,text,label", *rows)
     unused = dry_run("train.csv")[0].split("leaves out ")[1]
-    assert unused.startswith("column 'id', files val.csv and test.csv (test data).")
+    assert_golden(unused.partition("\n")[0])
     printed, recipe = dry_run(".", "--output_dir", "runs/b")
     assert "data.eval_fraction" not in printed
     data = recipe["data"]

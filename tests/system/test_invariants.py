@@ -30,6 +30,7 @@ from tests.support.runs import (
     wait_for_step,
     write_recipe_file,
 )
+from tests.support.wording import assert_golden
 
 WITH_DROPOUT = {**TINY_MODEL, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
 
@@ -117,7 +118,8 @@ def test_spent_skip_budget_stops_all_processes_with_exit_code_3_and_a_good_check
     )
     done = run(recipe, processes=1, expect=3)
     assert "3 in a row" not in done.stderr
-    assert "4 in a row, and guard.max_consecutive_skips allows 3" in done.stderr
+    limit = "guard.max_consecutive_skips"
+    assert any("4 in a row" in line and f"{limit} allows 3" in line for line in done.stderr.splitlines())
     folder = corpus / "run"
     assert event_steps(folder, "skip") == [8, 9, 10, 11]
     assert event_steps(folder, "stop") == [11]
@@ -159,7 +161,7 @@ def test_signal_from_outside_at_any_moment_ends_in_a_checkpoint_and_exit_code_75
     process.send_signal(number)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 75, stderr
-    assert ("press Ctrl-C again" in stderr) == (number == signal.SIGINT)
+    assert ("Ctrl-C" in stderr) == (number == signal.SIGINT)
     assert_saved_at_the_stop(corpus / "run")
 
 
@@ -185,8 +187,7 @@ def test_another_recipe_in_the_same_folder_is_refused_and_named(corpus: Path) ->
     run(write_recipe_file(corpus))
     changed = write_recipe_file(corpus, batch={"global_batch_size": 4}, schedule={"max_steps": 20})
     done = run(changed, expect=2)
-    assert "batch.global_batch_size was 8 (" in done.stderr
-    assert "schedule.max_steps was 12 (" in done.stderr
+    assert_golden("\n".join(line for line in done.stderr.splitlines() if " was " in line))
     run(changed, "--checkpoint.accept_changes", "true")
     assert max(losses(corpus / "run")) == 20
     run(changed, "--checkpoint.resume", "never")
