@@ -469,7 +469,7 @@ def read_data(task: Task, recipe: "Recipe", *, progress: bool) -> TaskData:
     for name, samples in (("train", data.train), ("eval", data.eval)):
         if not hasattr(samples, "__len__") and not (name == "eval" and samples is None):
             raise ValueError(
-                f"load_data of task={recipe.task!r} returned {_kind(samples)} for {name}; it has no length. "
+                f"load_data of task={recipe.task!r} returned {_kind(samples)} for {name}, which has no length; "
                 f"{wanted}, whose samples have __len__ and __getitem__"
             )
     if not isinstance(data.facts, Facts):

@@ -4,14 +4,11 @@ Bf16Adam gives the bits of torch's update between two roundings of the moments.
 """
 
 import copy
-from typing import Any
 
 import pytest
 import torch
-from pydantic import ValidationError
 from torch import nn
 
-from accel_train.core.errors import SettingError
 from accel_train.optim import adam
 from accel_train.optim.adam import Bf16Adam, FusedAdam
 from accel_train.optim.optimizers import build_optimizer
@@ -152,15 +149,6 @@ def test_a_state_dict_of_bf16_moments_stays_bf16_to_the_bit() -> None:
         ]
 
 
-def refusal(**settings: Any) -> SettingError:
-    with pytest.raises(ValidationError) as caught:
-        Optimizer(state_dtype="bf16", **settings)
-    (problem,) = caught.value.errors()
-    error = problem["ctx"]["error"]
-    assert isinstance(error, SettingError)
-    return error
-
-
 def test_a_bf16_moment_falls_at_the_largest_beta_and_stands_still_above_it() -> None:
     def ever_stands(beta: float) -> bool:
         # Every bf16 number from 1 to 2: a step without a gradient multiplies the moment by beta.
@@ -169,9 +157,8 @@ def test_a_bf16_moment_falls_at_the_largest_beta_and_stands_still_above_it() -> 
 
     assert not ever_stands(LARGEST_BF16_BETA - 1e-6)
     assert ever_stands(LARGEST_BF16_BETA + 1e-4)
-    error = refusal(betas=(0.9, 0.999))
-    assert error.settings == ("optimizer.betas", "optimizer.state_dtype")
-    assert "0.996" in error.problem
+    with pytest.raises(ValueError, match=r"betas=.*above 0\.996 could not fall"):
+        Optimizer(state_dtype="bf16", betas=(0.9, 0.999))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -180,7 +167,5 @@ def test_only_adamw_and_adam_take_bf16_moments(name: str) -> None:
         section = Optimizer(name=name, state_dtype="bf16")
         assert isinstance(build_optimizer(nn.Linear(2, 2), section, torch.device("cpu")), Bf16Adam)
     else:
-        error = refusal(name=name)
-        assert error.settings == ("optimizer.state_dtype", "optimizer.name")
-        assert f"optimizer.name={name}" in error.problem
-        assert "adamw or adam" in error.remedy
+        with pytest.raises(ValueError, match=f"name={name} does not support .*adamw or adam"):
+            Optimizer(name=name, state_dtype="bf16")
