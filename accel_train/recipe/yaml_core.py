@@ -79,7 +79,8 @@ def parse_yaml(text: str, name: str) -> tuple[Any, dict[Key, int]]:
         assert mark is not None, "a parse error has a place"
         lines = [*text.splitlines(), ""]
         line = lines[row := min(mark.line, len(lines) - 1)]
-        what = " ".join(filter(None, (error.problem, error.context)))
+        told = (error.problem, error.context)
+        what = " ".join(filter(None, reversed(told) if str(error.problem).startswith("but ") else told))
         remedy = "indent with spaces" if "\t" in line else ""
         if "alias" in what:
             remedy = "* begins an alias in YAML, so put quotes around a pattern that begins with it: '*name*'"

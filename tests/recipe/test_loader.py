@@ -1,9 +1,9 @@
 """Recipe files: what YAML means, who set what, how mistakes are named, and that what is written can be run again."""
 
 import random
-import re
+import shlex
 import string
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +21,8 @@ from accel_train.recipe.tasks import tasks_with
 from accel_train.recipe.values import Origin, value_of
 from accel_train.recipe.writer import format_recipe
 from accel_train.recipe.yaml_core import one_line, parse_yaml
-from tests.support.runs import Settings, settings_refused
+from tests.support.runs import Settings, refused, settings_refused
+from tests.support.wording import assert_golden, raises_golden
 
 RECIPE = """\
 output_dir: runs/x
@@ -39,6 +40,11 @@ schedule:
 """
 
 
+def lines_of(lines: Iterable[str], *names: str) -> str:
+    """The lines of a recipe that set these names."""
+    return "\n".join(line for line in lines if line.partition(":")[0].strip() in names)
+
+
 @pytest.fixture
 def recipe_file(empty_folder: Path) -> Path:
     path = Path("r.yaml")
@@ -49,9 +55,7 @@ def recipe_file(empty_folder: Path) -> Path:
 def error_of(path: Path, text: str | None = None, *arguments: str, **overrides: Any) -> str:
     if text is not None:
         path.write_text(text)
-    with pytest.raises(ValueError, match=r".") as caught:
-        load_recipe(path, arguments=arguments, overrides=overrides)
-    return str(caught.value)
+    return str(refused(load_recipe, path, named="", arguments=arguments, overrides=overrides))
 
 
 @pytest.mark.parametrize(
@@ -94,29 +98,28 @@ def test_text_that_is_written_on_one_line_reads_as_the_same_text(value: str) -> 
 
 def test_aliases_work_and_one_that_contains_itself_is_an_error() -> None:
     assert parse_yaml("a: &x [1, 2]\nb: *x", "f")[0] == {"a": [1, 2], "b": [1, 2]}
-    with pytest.raises(ValueError, match=r"f:1: .*alias contains itself"):
+    with raises_golden():
         parse_yaml("a: &x [*x]", "f")
 
 
 @pytest.mark.parametrize(
-    "text, said",
+    "text",
     [
-        ("a: 1\nb:\n  c: 1\n  c: 2", "f:4: b.c is set twice, on lines 3 and 4"),
-        ("a: 1\n\tb: 2", "f:2:1: found character '\\t' that cannot start any token"),
-        ("a: 1\n\tb: 2", "indent with spaces"),
-        ("a: [1,\nb: 2", "'b: 2'"),
-        ("a: b: c", "f:1:5: mapping values are not allowed here"),
-        ("a: !!python/object/apply:os.getcwd []", "python/object/apply:os.getcwd is not allowed"),
-        ("a: !!binary aGk=", "is not allowed"),
-        ("<<: {a: 1}", "merge keys"),
-        ("? [1, 2]\n: 3", "a key must be a name"),
-        ("a: 1\n---\nb: 2", "f:2:1"),
-        ("a: \x01", "UTF-8"),
-        ("[" * 5000, "nested too deeply"),
+        "a: 1\nb:\n  c: 1\n  c: 2",
+        "a: 1\n\tb: 2",
+        "a: [1,\nb: 2",
+        "a: b: c",
+        "a: !!python/object/apply:os.getcwd []",
+        "a: !!binary aGk=",
+        "<<: {a: 1}",
+        "? [1, 2]\n: 3",
+        "a: 1\n---\nb: 2",
+        "a: \x01",
+        pytest.param("[" * 5000, id="deep"),
     ],
 )
-def test_a_yaml_mistake_names_its_place(text: str, said: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(said)):
+def test_a_yaml_mistake_names_its_place(text: str) -> None:
+    with raises_golden():
         parse_yaml(text, "f")
 
 
@@ -230,8 +233,7 @@ def test_python_overrides_replace_what_they_exclude_and_flags_replace_python(rec
 
 def test_two_exclusive_flags_contradict_each_other(recipe_file: Path) -> None:
     said = error_of(recipe_file, None, "--schedule.max_steps", "7", "--schedule.num_epochs", "2")
-    assert "exactly one of schedule.max_steps" in said
-    assert "schedule.num_epochs=2 from --schedule.num_epochs" in said
+    assert_golden(said)
 
 
 def test_an_empty_section_takes_its_defaults(recipe_file: Path) -> None:
@@ -240,66 +242,41 @@ def test_an_empty_section_takes_its_defaults(recipe_file: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "old, new, said",
+    "old, new",
     [
-        (
-            "learning_rate: 1e-4",
-            "learning_rate: -1",
-            "optimizer.learning_rate=-1 (r.yaml:8): must be a number greater than 0",
-        ),
-        ("learning_rate: 1e-4", "learning_rate: -1", "the default, 0.0003"),
-        ("learning_rate: 1e-4", "learning_rate: .nan", "optimizer.learning_rate=.nan (r.yaml:8)"),
-        ("learning_rate: 1e-4", "learning_rate: .inf", "optimizer.learning_rate=.inf (r.yaml:8)"),
-        ("learning_rate: 1e-4", "learning_rate: true", "optimizer.learning_rate=true (r.yaml:8): must be a number"),
-        ("learning_rate: 1e-4", "learning_rate: '1e-4'", "write it without quotes"),
-        ("learning_rate: 1e-4", "learning_rate:", "optimizer.learning_rate=null"),
-        ("betas: [0.9, 0.99]", "betas: [0.9, .nan]", "optimizer.betas=[0.9, .nan] (r.yaml:9): must be a list of 2"),
-        ("betas: [0.9, 0.99]", "betas: [0.9]", "must be a list of 2, each a number of at least 0 and less than 1"),
-        ("betas: [0.9, 0.99]", "no_decay: [norms]", "did you mean norm?"),
-        ("betas: [0.9, 0.99]", "lr_scaling: {rule: lineer}", "did you mean linear?"),
-        (
-            "vocab_size: 512",
-            "vocab_size: 5",
-            "tokenizer.train_bpe.vocab_size=5 (r.yaml:6): must be a whole number of at least 257",
-        ),
-        ("tokenizer: {train_bpe: {vocab_size: 512}}", "tokenizer: 7", 'put it in quotes: "7"'),
-        ("tokenizer: {train_bpe: {vocab_size: 512}}", "tokenizer: {}", "tokenizer.train_bpe is missing"),
-        (
-            "train: python-stdlib",
-            "trian: python-stdlib",
-            "unknown setting data.trian (r.yaml:5); did you mean data.train?",
-        ),
-        ("  train: python-stdlib", "  split: train", "data.train is missing from r.yaml; add `train: python-stdlib`"),
-        ("max_steps: 1000", "max_steps: 5", "schedule.warmup_steps=10 from r.yaml:12"),
-        (
-            "max_steps: 1000",
-            "max_steps: 1.5",
-            "schedule.max_steps=1.5 (r.yaml:11): must be a whole number of at least 1",
-        ),
-        ("schedule:", "shedule:", "did you mean schedule?"),
-        ("output_dir: runs/x", "output_dir: runs/x\noptimizer.eps: 1", "write it nested: optimizer: {eps: ...}"),
-        ("output_dir: runs/x", "output_dir: runs/x\nlearning_rate: 1", "did you mean optimizer.learning_rate?"),
-        ("output_dir: runs/x", "output_dir: runs/x\nfp16: true", "did you mean precision.mixed_precision?"),
-        ("output_dir: runs/x", "output_dir: runs/x\nguard: 5", "guard=5 (r.yaml:2): must be a mapping of on_nonfinite"),
-        ("output_dir: runs/x", "output_dir: runs/x\n1: 5", "unknown setting 1 (r.yaml:2); a recipe has task, seed"),
-        (
-            "output_dir: runs/x",
-            "output_dir: runs/x\nbatch: {per_device_batch_size: 0}",
-            "must be auto or a whole number of at least 1",
-        ),
-        (
-            "output_dir: runs/x",
-            "output_dir: runs/x\nprecision: {tf32: 1}",
-            "precision.tf32=1 (r.yaml:2): must be auto or true or false",
-        ),
-        ("output_dir: runs/x", "output_dir: runs/x\nprecision: {compile: yes}", "write true or false"),
-        ("output_dir: runs/x", "output_dir: runs/x\noptions: {a: [.inf]}", "must be a mapping of finite values"),
-        ("n_layer: 2", "n_layer: .nan", "must be a mapping of finite values"),
+        ("learning_rate: 1e-4", "learning_rate: -1"),
+        ("learning_rate: 1e-4", "learning_rate: .nan"),
+        ("learning_rate: 1e-4", "learning_rate: .inf"),
+        ("learning_rate: 1e-4", "learning_rate: true"),
+        ("learning_rate: 1e-4", "learning_rate: '1e-4'"),
+        ("learning_rate: 1e-4", "learning_rate:"),
+        ("betas: [0.9, 0.99]", "betas: [0.9, .nan]"),
+        ("betas: [0.9, 0.99]", "betas: [0.9]"),
+        ("betas: [0.9, 0.99]", "no_decay: [norms]"),
+        ("betas: [0.9, 0.99]", "lr_scaling: {rule: lineer}"),
+        ("vocab_size: 512", "vocab_size: 5"),
+        ("tokenizer: {train_bpe: {vocab_size: 512}}", "tokenizer: 7"),
+        ("tokenizer: {train_bpe: {vocab_size: 512}}", "tokenizer: {}"),
+        ("train: python-stdlib", "trian: python-stdlib"),
+        ("  train: python-stdlib", "  split: train"),
+        ("max_steps: 1000", "max_steps: 5"),
+        ("max_steps: 1000", "max_steps: 1.5"),
+        ("schedule:", "shedule:"),
+        ("output_dir: runs/x", "output_dir: runs/x\noptimizer.eps: 1"),
+        ("output_dir: runs/x", "output_dir: runs/x\nlearning_rate: 1"),
+        ("output_dir: runs/x", "output_dir: runs/x\nfp16: true"),
+        ("output_dir: runs/x", "output_dir: runs/x\nguard: 5"),
+        ("output_dir: runs/x", "output_dir: runs/x\n1: 5"),
+        ("output_dir: runs/x", "output_dir: runs/x\nbatch: {per_device_batch_size: 0}"),
+        ("output_dir: runs/x", "output_dir: runs/x\nprecision: {tf32: 1}"),
+        ("output_dir: runs/x", "output_dir: runs/x\nprecision: {compile: yes}"),
+        ("output_dir: runs/x", "output_dir: runs/x\noptions: {a: [.inf]}"),
+        ("n_layer: 2", "n_layer: .nan"),
     ],
 )
-def test_a_wrong_value_is_named_with_place_rule_and_remedy(recipe_file: Path, old: str, new: str, said: str) -> None:
+def test_a_wrong_value_is_named_with_place_rule_and_remedy(recipe_file: Path, old: str, new: str) -> None:
     assert old in RECIPE
-    assert said in error_of(recipe_file, RECIPE.replace(old, new))
+    assert_golden(error_of(recipe_file, RECIPE.replace(old, new)))
 
 
 def test_a_tilde_is_the_home_folder_and_a_name_with_a_dollar_sign_is_a_name(
@@ -340,7 +317,7 @@ def test_a_rule_about_several_settings_names_them_in_fields(section: Settings, a
 
 def test_a_value_that_is_the_name_of_a_setting_is_not_taken_for_one(recipe_file: Path) -> None:
     said = error_of(recipe_file, RECIPE + "seed: 3\n", "--data.encoding", "seed")
-    assert said.endswith("(data.encoding=seed from --data.encoding)")
+    assert_golden(said)
 
 
 @pytest.mark.parametrize(
@@ -363,53 +340,44 @@ def test_one_problem_is_one_line_and_all_are_named(recipe_file: Path) -> None:
 
 
 def test_a_wrong_value_names_the_flag_that_set_it(recipe_file: Path) -> None:
-    assert "optimizer.learning_rate=0 (--optimizer.learning_rate)" in error_of(
-        recipe_file, None, "--optimizer.learning_rate", "0"
-    )
-    assert "optimizer.learning_rate=0 (python)" in error_of(recipe_file, None, optimizer={"learning_rate": 0})
+    assert_golden(error_of(recipe_file, None, "--optimizer.learning_rate", "0"), "flag")
+    assert_golden(error_of(recipe_file, None, optimizer={"learning_rate": 0}), "python")
 
 
 @pytest.mark.parametrize(
-    "arguments, said",
+    "words",
     [
-        (["--learning_rat", "1"], "unknown flag --learning_rat; did you mean --optimizer.learning_rate?"),
-        (["--optimizer.learning", "1"], "unknown flag --optimizer.learning; did you mean --optimizer.learning_rate?"),
-        (["--optimizer.learning-rate", "1"], "did you mean --optimizer.learning_rate?"),
-        (["--lr", "1"], "did you mean --optimizer.learning_rate?"),
-        (["--every_steps", "1"], "--checkpoint.every_steps or --evaluate.every_steps or --log.every_steps?"),
-        (["--model.confg.n_layer", "1"], "did you mean --model.config.n_layer?"),
-        (["--seed"], "--seed needs a value: a whole number of at least 0"),
-        (["--seed", "--optimizer.eps", "1"], "--seed needs a value"),
-        (["--optimizer", "1"], "optimizer=1 (--optimizer): must be a mapping of name, learning_rate"),
-        (["--optimizer", "{learning_rat: 1}"], "unknown setting optimizer.learning_rat (--optimizer)"),
-        (["--seed", "[1"], "--seed [1:1:3"),
-        (["-x"], "'-x' is neither a flag"),
-        (["7"], "'7' is neither a flag"),
+        "--learning_rat 1",
+        "--optimizer.learning 1",
+        "--optimizer.learning-rate 1",
+        "--lr 1",
+        "--every_steps 1",
+        "--model.confg.n_layer 1",
+        "--seed",
+        "--seed --optimizer.eps 1",
+        "--optimizer 1",
+        "--optimizer '{learning_rat: 1}'",
+        "--seed '[1'",
+        "-x",
+        "7",
     ],
 )
-def test_a_wrong_flag_is_refused_with_the_right_one(recipe_file: Path, arguments: list[str], said: str) -> None:
-    assert said in error_of(recipe_file, None, *arguments)
+def test_a_wrong_flag_is_refused_with_the_right_one(recipe_file: Path, words: str) -> None:
+    assert_golden(error_of(recipe_file, None, *shlex.split(words)))
 
 
 def test_a_negative_number_is_a_value_and_no_flag(recipe_file: Path) -> None:
     assert "seed=-1 (--seed): " in error_of(recipe_file, None, "--seed", "-1")
 
 
-@pytest.mark.parametrize(
-    "name, said",
-    [
-        ("s.yaml", "s.yaml: no such recipe file; did you mean r.yaml?"),
-        ("zzzzzzzzz", "zzzzzzzzz: no such recipe file; look for it from"),
-        (".", ". is a folder, not a recipe file; it holds r.yaml"),
-    ],
-)
-def test_a_file_that_cannot_be_read_is_named(recipe_file: Path, name: str, said: str) -> None:
-    assert said in error_of(Path(name))
+@pytest.mark.parametrize("name", ["s.yaml", "zzzzzzzzz", "."])
+def test_a_file_that_cannot_be_read_is_named(recipe_file: Path, name: str) -> None:
+    assert_golden(error_of(Path(name)))
 
 
 def test_a_file_that_is_not_utf8_is_named(recipe_file: Path) -> None:
     recipe_file.write_bytes(b"output_dir: \xff")
-    assert re.search("r.yaml .*UTF-8.* byte 12 is 0xff", error_of(recipe_file))
+    assert_golden(error_of(recipe_file))
 
 
 def single_edits(word: str, rng: random.Random) -> Iterator[str]:
@@ -492,7 +460,7 @@ def test_recipes_are_equal_by_their_settings_whoever_set_them(recipe_file: Path)
     assert by_flag == recipe
     assert load_recipe(recipe_file, arguments=["--seed", "1"]) != recipe
     assert recipe != recipe.model_dump()
-    with pytest.raises(TypeError, match="unhashable"):
+    with pytest.raises(TypeError):
         hash(recipe)
 
 
@@ -505,15 +473,8 @@ def test_a_written_recipe_says_who_set_each_value_and_what_auto_chose(recipe_fil
         "batch": Choice(32, "32 = 8 x 1 x 4"),
     }
     lines = [line.strip() for line in format_recipe(recipe, choices).splitlines()]
-    assert "seed: 3  # --seed" in lines
-    assert "betas: [0.9, 0.99]  # r.yaml:9" in lines
-    assert "eps: 1.0e-08  # default" in lines
-    assert "n_layer: 2  # r.yaml:3" in lines
-    assert "per_device_batch_size: auto  # default; auto chose 8 (32 / 4 processes)" in lines
-    assert "learning_rate: 0.0001  # r.yaml:8; becomes 0.0002 (linear: 0.0001 x 2)" in lines
-    assert "warmup_steps: 10  # r.yaml:12" in lines
-    assert "batch:  # 32 (32 = 8 x 1 x 4)" in lines
-    assert "max_steps: null  # dropped: --schedule.num_epochs replaces schedule.max_steps of r.yaml:11" in lines
+    names = ("seed", "betas", "eps", "n_layer", "per_device_batch_size", "learning_rate", "warmup_steps", "batch")
+    assert_golden(lines_of(lines, *names, "max_steps"))
     sections = {name.rpartition(".")[2] for name in recipe_names()}
     assert all("#" in line for line in lines if line.removesuffix(":") not in sections)
 
@@ -528,10 +489,7 @@ def test_a_recipe_built_in_python_says_so() -> None:
             "seed": 7,
         }
     )
-    lines = format_recipe(recipe).splitlines()
-    assert "seed: 7  # python" in lines
-    assert "task: causal-lm  # default" in lines
-    assert "output_dir: o  # python" in lines
+    assert_golden(lines_of(format_recipe(recipe).splitlines(), "seed", "task", "output_dir"))
 
 
 @pytest.mark.parametrize(
@@ -614,33 +572,35 @@ def test_no_planted_secret_reaches_the_written_recipe(recipe_file: Path) -> None
     )
     text = format_recipe(recipe, {"batch": Choice(1, "from https://me:s3cr3t@h/")})
     assert "s3cr3t" not in text
-    assert "hub_token: REDACTED  # --options.hub_token; redacted" in text
+    assert_golden(lines_of(text.splitlines(), "train", "hub_token", "password", "batch"))
     assert recipe.options["hub_token"] == "s3cr3t"
 
 
 @pytest.mark.parametrize(
-    "config, said",
+    "config",
     [
-        ("{model_type: gpt22}", "model.config.model_type=gpt22"),
-        ("{model_type: gpt22}", "did you mean gpt2"),
-        ("{model_type: [gpt2]}", "is not a model type"),
-        ("{model_type: gpt2, n_layr: 2}", "model.config.n_layr (r.yaml:3): gpt2 has no such field"),
-        ("{model_type: gpt2, n_layr: 2}", "did you mean n_layer?"),
-        ("{model_type: gpt2, n_layer: two}", "expected int, got str"),
-        (
-            "{model_type: gpt2, n_positions: 8}",
-            "data.sequence_length=1024 (default) is longer than the 8 positions of gpt2; raise "
-            "model.config.n_positions",
-        ),
+        "{model_type: [gpt2]}",
+        "{model_type: gpt2, n_layr: 2}",
+        "{model_type: gpt2, n_positions: 8}",
     ],
 )
-def test_a_model_config_that_transformers_would_take_in_silence_is_refused(
-    recipe_file: Path, config: str, said: str
-) -> None:
+def test_a_model_config_that_transformers_would_take_in_silence_is_refused(recipe_file: Path, config: str) -> None:
     recipe_file.write_text(RECIPE.replace("{model_type: gpt2, n_layer: 2}", config))
     recipe = load_recipe(recipe_file)
-    with pytest.raises(ValueError, match=re.escape(said)):
+    with raises_golden():
         check_model_config(recipe)
+
+
+@pytest.mark.parametrize(
+    "config, named",
+    [
+        ("{model_type: gpt22}", "model.config.model_type=gpt22 (r.yaml:3)|mean gpt2 "),
+        ("{model_type: gpt2, n_layer: two}", "model.config (r.yaml:3)|'n_layer'|int, got str"),
+    ],
+)
+def test_what_transformers_says_of_a_model_config_is_passed_on(recipe_file: Path, config: str, named: str) -> None:
+    recipe_file.write_text(RECIPE.replace("{model_type: gpt2, n_layer: 2}", config))
+    refused(check_model_config, load_recipe(recipe_file), named=named)
 
 
 @pytest.mark.parametrize(
@@ -701,10 +661,7 @@ def test_a_number_that_no_run_can_use_is_refused_by_its_setting(
             arguments.append(f"--task={tasks_with(name)[0]}")
         if name == "schedule.num_epochs":
             arguments.append("--schedule.max_steps=null")
-        with pytest.raises(ValueError, match=r".") as caught:
-            load_recipe(recipe_file, arguments=arguments)
-        assert f"{name}" in str(caught.value)
-        assert "\n" not in str(caught.value)
+        assert "\n" not in str(refused(load_recipe, recipe_file, named=name, arguments=arguments))
 
 
 def test_the_message_for_a_large_number_says_how_large_it_may_be(recipe_file: Path) -> None:

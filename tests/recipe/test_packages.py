@@ -14,6 +14,7 @@ from accel_train.recipe.tasks import TASKS, TaskSpec, check_extra
 from accel_train.tasks.module import ModuleTask
 from accel_train.training.setup import prepare_run
 from tests.support.runs import Capture, Settings
+from tests.support.wording import raises_golden
 
 WITH_EXTRA = [task for task, spec in TASKS.items() if spec.extra]
 
@@ -74,7 +75,5 @@ def test_the_task_of_a_program_has_its_packages_checked_by_name_and_as_an_object
     gives_object: bool, tmp_path: Path
 ) -> None:
     recipe = make_recipe({**tree_of(f"{__name__}:Needy"), "output_dir": str(tmp_path / "run")}, "recipe")
-    with pytest.raises(SettingError) as missing:
+    with raises_golden(SettingError):
         prepare_run(recipe, task=Needy() if gives_object else None)
-    assert missing.value.problem == "needs the package package_of_mine"
-    assert missing.value.remedy == "Install it: pip install package_of_mine"
