@@ -2,7 +2,6 @@
 
 import errno
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -22,7 +21,8 @@ from accel_train.core.json_io import read_json
 from accel_train.recipe.tasks import TASKS, finetune_tasks
 from tests.cli import test_bad_input
 from tests.support.commands import call
-from tests.support.runs import REPOSITORY, ran, run_forked_command, write_yaml
+from tests.support.runs import REPOSITORY, ran, refused, run_forked_command, write_yaml
+from tests.support.wording import assert_golden
 
 GOOD: dict[str, Any] = {
     **test_bad_input.GOOD,
@@ -82,20 +82,22 @@ def test_each_failure_has_its_exit_code_and_one_line(
 )
 def test_a_fault_that_nobody_foresaw_keeps_its_traceback(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(COMMANDS, "doctor", failing("doctor", error))
-    with pytest.raises(type(error), match="ours"):
+    with pytest.raises(type(error)) as caught:
         main(["doctor"])
+    assert caught.value is error
 
 
 def test_a_value_error_while_training_is_a_fault_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     import accel_train.training.train
 
+    error = ValueError("shapes do not match")
+
     def break_down(run: Any) -> None:
         run.resources.close()
-        raise ValueError("shapes do not match")
+        raise error
 
     monkeypatch.setattr(accel_train.training.train, "train_run", break_down)
-    with pytest.raises(ValueError, match="shapes do not match"):
-        main(["run", "r.yaml"])
+    assert refused(main, ["run", "r.yaml"], named="") is error
 
 
 def test_a_value_error_while_preparing_is_the_users() -> None:
@@ -127,7 +129,7 @@ def test_what_all_processes_agree_on_is_said_by_rank_0_alone(
 def test_a_mistake_that_only_another_process_sees_is_still_said(monkeypatch: pytest.MonkeyPatch) -> None:
     be_rank(3, monkeypatch)
     monkeypatch.setattr("accel_train.runtime.exit.WAIT_FOR_RANK_0_SECONDS", 0.0)
-    assert call("run", "nowhere.yaml", code=2).err.startswith("error: rank 3: nowhere.yaml")
+    assert_golden(call("run", "nowhere.yaml", code=2).err)
 
 
 def test_what_is_not_training_is_done_by_rank_0_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +140,7 @@ def test_what_is_not_training_is_done_by_rank_0_alone(monkeypatch: pytest.Monkey
 def test_two_processes_say_a_mistake_once() -> None:
     done = run_forked_command(["run", "no.yaml"], 2)
     [line] = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert re.fullmatch(r"error: no\.yaml: .*r\.yaml\?", line)
+    assert_golden(line)
 
 
 def test_a_crash_of_native_code_leaves_the_python_line_that_led_to_it() -> None:
@@ -308,10 +310,8 @@ def test_a_run_is_trained_verified_reported_and_generates() -> None:
 
     (Path("out/checkpoints/step-00000002") / "manifest.json").unlink()
     captured = call("verify", "out", code=4)
-    assert "manifest.json is missing" in captured.out
-    progress, error = captured.err.splitlines()[:2]
-    assert progress.startswith("out: ")
-    assert error.startswith("error: out has no")
+    rows = captured.out.splitlines()
+    assert_golden("\n".join([rows[1].strip(), *captured.err.splitlines()]))
 
 
 def test_the_recipe_in_the_run_folder_runs_again() -> None:
@@ -344,31 +344,26 @@ def test_padding_rows_of_the_vocabulary_are_never_sampled() -> None:
 
 
 @pytest.mark.parametrize(
-    ("variables", "message"),
+    "variables",
     [
-        ({"WORLD_SIZE": "1", "RANK": "3"}, "RANK=3 with WORLD_SIZE=1: ranks count from 0 to WORLD_SIZE - 1"),
-        ({"WORLD_SIZE": "2", "RANK": "2", "MASTER_ADDR": "127.0.0.1"}, "RANK=2 with WORLD_SIZE=2"),
-        ({"WORLD_SIZE": "two", "RANK": "0"}, "WORLD_SIZE='two': must be a whole number of at least 1"),
-        (
-            {"WORLD_SIZE": "4", "RANK": "0", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"},
-            "LOCAL_RANK=2 with LOCAL_WORLD_SIZE=2",
-        ),
-        ({"WORLD_SIZE": "2", "RANK": "0"}, "WORLD_SIZE=2, but MASTER_ADDR is not set"),
-        ({"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, "WORLD_SIZE=2, but RANK is not set"),
+        "WORLD_SIZE=1 RANK=3",
+        "WORLD_SIZE=2 RANK=2 MASTER_ADDR=127.0.0.1",
+        "WORLD_SIZE=two RANK=0",
+        "WORLD_SIZE=4 RANK=0 LOCAL_RANK=2 LOCAL_WORLD_SIZE=2",
+        "WORLD_SIZE=2 RANK=0",
+        "WORLD_SIZE=2 MASTER_ADDR=127.0.0.1",
     ],
 )
-def test_impossible_launcher_variables_are_one_line_at_once(
-    variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_impossible_launcher_variables_are_one_line_at_once(variables: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("LOCAL_WORLD_SIZE", "MASTER_ADDR"):
         monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
+    for variable in variables.split():
+        name, _, value = variable.partition("=")
         monkeypatch.setenv(name, value)
     began = time.monotonic()
     error = call("run", "r.yaml", code=2).err
-    assert message in error
-    assert "start with torchrun" in error
     assert len(error.splitlines()) == 1
+    assert_golden(error)
     assert time.monotonic() - began < 5  # else it would wait for processes that never come
 
 
@@ -378,7 +373,8 @@ def test_output_that_nobody_reads_any_more_ends_a_command_quietly() -> None:
     words = [sys.executable, "-m", "accel_train", "doctor"]
     done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=300)
     os.close(writer)
-    assert (done.returncode, done.stderr) == (141, "looking at this machine: packages, GPUs, disks ...\n")
+    assert done.returncode == 141
+    assert_golden(done.stderr)
 
 
 def test_a_shell_completes_commands_settings_and_their_words() -> None:
