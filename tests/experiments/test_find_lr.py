@@ -20,6 +20,7 @@ from accel_train.recipe.loader import Recipe
 from accel_train.report.charts import local_lines
 from tests.support import runs as runs
 from tests.support.runs import REPOSITORY
+from tests.support.wording import assert_golden
 
 
 @pytest.fixture(autouse=True)
@@ -124,13 +125,13 @@ def test_losses_that_only_scatter_or_rise_give_no_suggestion(rise: float) -> Non
 def test_a_loss_that_diverges_at_once_gives_no_suggestion() -> None:
     suggestion = suggest(RATES[:4], np.array([2.0, 2.1, 9.0, math.nan]), diverged=True)
     assert suggestion.index is None
-    assert "diverged after 3 steps. Lower --min" in suggestion.reason
+    assert_golden(suggestion.reason)
 
 
 def test_a_loss_that_never_rises_asks_for_a_higher_end() -> None:
     suggestion = suggest(RATES[:50], 3 - np.linspace(0, 1, 50) ** 4, diverged=False)
     assert suggestion.index is not None
-    assert "a higher --max" in suggestion.reason
+    assert_golden(suggestion.reason)
 
 
 def test_a_local_line_is_exact_on_a_line() -> None:

@@ -19,6 +19,7 @@ from accel_train.tasks.object_detection.data import read_boxed_images
 from tests.support.box_tables import BY_VALUES, FORMATS, csv_lines, write_table
 from tests.support.boxes import THINGS, coco_content, write_coco, write_images, write_metadata, write_voc, write_yolo
 from tests.support.runs import refused
+from tests.support.wording import assert_golden
 
 
 def find(path: str, *settings: str, **flags: Any) -> Found:
@@ -90,9 +91,9 @@ def test_the_lists_of_voc_and_the_test_part_are_found() -> None:
     assert dict(found.counts) == {"cat": 1, "dog": 1}
     found = find("robo")
     assert found.test == "robo/test/_annotations.coco.json"
-    assert len([note for note in found.notes if "evaluate RUN robo/test/_annotations.coco.json" in note]) == 1
+    assert_golden("\n".join(found.notes), "with a part to evaluate on")
     Path("robo/valid/_annotations.coco.json").unlink()
-    assert len([note for note in find("robo").notes if "evaluate RUN robo/test" in note]) == 1
+    assert_golden("\n".join(find("robo").notes), "without")
 
 
 @pytest.mark.parametrize(
@@ -135,7 +136,7 @@ def test_tables_with_boxes_are_found_in_another_column_and_in_shards() -> None:
         found = find(path)
         assert (found.task, found.num_samples, dict(found.counts)) == ("object-detection", 3, {"cat": 1, "dog": 2})
     assert find("saved").unused == ()
-    assert find("shards").description.startswith("shards/train-00000-of-00002.parquet: 2 images with 3 boxes, shards/")
+    assert_golden(find("shards").description)
     datasets.DatasetDict(train=table, validation=table, test=table).save_to_disk("parts")
     found = find("parts")
     assert found.unused == ("test/",)

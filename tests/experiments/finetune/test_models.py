@@ -12,6 +12,7 @@ from accel_train.experiments.finetune.models import choose, look_at
 from accel_train.experiments.finetune.recipe import Found, tree_of
 from accel_train.recipe.loader import make_recipe
 from accel_train.recipe.tasks import TASKS, finetune_tasks, refuse_unreported, refuse_unused
+from tests.support.wording import assert_golden
 
 
 def found(task: str = "text-classification", number: int = 1_000, **facts: Any) -> Found:
@@ -95,7 +96,7 @@ def test_a_detector_whose_processor_keeps_the_aspect_is_shown_whole_images_and_t
     model = look_at(str(tmp_path), "object-detection", trust_remote_code=False)
     choice = choose(found("object-detection"), model)["data.image_resize"]
     assert choice.value == "whole"
-    assert "YolosImageProcessor makes images of different sizes" in choice.reason
+    assert_golden(choice.reason)
     RTDetrImageProcessorPil().save_pretrained(tmp_path)
     model = look_at(str(tmp_path), "object-detection", trust_remote_code=False)
     assert "data.image_resize" not in choose(found("object-detection"), model)

@@ -66,7 +66,7 @@ def test_text_files_that_may_be_something_else_are_not_taken_for_classes(name: s
     asked = asked_of("texts", minimal_recipe("texts", []))
     assert not are_classes({path.stem: path for path in folder.iterdir()}, asked)
     reading = read(Shape(name, lambda: "texts")).shown
-    assert reading == "causal-lm" or "use --task text-classification" in reading
+    assert reading == "causal-lm" or "--task text-classification" in reading
 
 
 def test_suffixes_are_classes_if_they_are_usual_labels_or_the_task_is_named() -> None:

@@ -15,6 +15,7 @@ from accel_train.inference.generate import chat_with_run
 from accel_train.inference.predict import predict_rows
 from accel_train.tasks.text_classification.config import TextClassificationData
 from tests.support.runs import refused
+from tests.support.wording import assert_golden
 
 TEXTS = ["a lovely film", "an awful film", "lovely, wonderful"]
 
@@ -105,17 +106,11 @@ def test_a_template_of_columns_is_the_same_text_in_the_run_and_for_new_rows(
     refused(predict_rows, Path("runs/parts"), ["a fine film"], named="Give mappings with 'title', 'body'.")
 
 
-@pytest.mark.parametrize(
-    "text, said",
-    [
-        ("{titel}. {body}", "--text titel: parts.csv does not have this column; did you mean 'title'?"),
-        ("{title}. {label}", "the model would see the label 'label'"),
-    ],
-)
-def test_a_template_of_a_wrong_column_is_refused(text: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("text", ["{titel}. {body}", "{title}. {label}"])
+def test_a_template_of_a_wrong_column_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("parts.csv").write_text("title,body,label\n" + "one,two words,a\nthree,four words,b\n" * 20)
     assert main(["finetune", "parts.csv", "--text", text, "--label", "label", "--dry-run"]) == 2
-    assert said in capsys.readouterr().err
+    assert_golden(capsys.readouterr().err)
     early = TextClassificationData(train="parts.csv", text_columns=(text,), label_column="label")
     if "titel" in text:
         refused(check_headers, early, named="no column 'titel'; did you mean 'title'")

@@ -18,6 +18,7 @@ from accel_train.experiments.finetune.start import write_recipe
 from accel_train.experiments.finetune.unpack import unpacked
 from benchmarks import shapes
 from tests.support.runs import refused
+from tests.support.wording import assert_golden, raises_golden
 
 ROWS = ["text,label", *(f"the film number {n} was long,{'ab'[n % 2]}" for n in range(40))]
 
@@ -37,7 +38,7 @@ def test_a_recipe_names_the_files_of_an_archive_and_says_where_they_are() -> Non
     written = write_recipe("reviews.zip", [])
     assert written.recipe.data.train == "runs/reviews-data/reviews/data.csv"
     assert written.recipe.output_dir == "runs/reviews"
-    assert written.found.notes[0] == "reviews.zip: unpacked to runs/reviews-data (2 files)"
+    assert_golden(written.found.notes[0])
     assert not write_recipe("reviews.zip", []).is_new  # a second start reads the same files
 
 
@@ -82,9 +83,8 @@ def test_an_archive_that_would_fill_the_disk_is_refused_before_it_is_written(
     written: list[int] = []
     monkeypatch.setattr("shutil.copyfileobj", lambda *_: written.append(1))
     packed_bomb(name, 2**22)
-    with pytest.raises(ValueError, match="GB free" if fills_the_disk else "more than 50 times") as refused:
+    with raises_golden():
         unpack(name)
-    assert "Unpack it yourself" not in str(refused.value)
     assert not written
     assert not Path("runs/b-data").exists()
 
@@ -202,7 +202,7 @@ def test_sentences_and_their_tags_in_two_files_are_one_file_of_words_with_tags()
     written = write_recipe("atis", [])
     assert (written.recipe.task, written.recipe.data.train) == ("token-classification", "runs/atis-data/train.conll")
     assert written.recipe.data.eval == "runs/atis-data/validation.conll"
-    assert any("the files named label are not read" in note for note in written.found.notes)
+    assert_golden("\n".join(written.found.notes))
     whole = "to O\nboston B-city\nplease O\n\nfrom O\ndenver B-city\n"
     assert Path("runs/atis-data/train.conll").read_text() == "\n".join([whole] * 10)
     Path("atis/valid/seq.out").write_text("O B-city O\n\nO\n" * 10)

@@ -19,6 +19,7 @@ from accel_train.tasks.text_classification.data import LabelledTexts, load_label
 from tests.cli.test_finetune import WRONG
 from tests.support.offers import dead_ends, offers
 from tests.support.runs import refused
+from tests.support.wording import raises_golden
 
 WORDS = ("the film was long and dull", "a bright and funny story", "nobody laughed at the end", "we all cried")
 FORMATS = ("csv", "tsv", "jsonl", "json", "parquet")
@@ -203,7 +204,7 @@ def test_objects_are_not_classes_in_any_format_and_the_key_of_the_label_is_named
         path = write(
             [{"text": row["text"], "label": form({"label": "ab"[n % 2]})} for n, row in enumerate(rows)], suffix
         )
-        with pytest.raises(ValueError, match="'label' holds objects"):
+        with pytest.raises(ValueError, match=r"""'label'.*\{"label": "a"\}"""):
             load_labelled_texts(
                 recipe.model_copy(update={"data": recipe.data.model_copy(update={"train": path})}), None
             )
@@ -246,7 +247,7 @@ def test_decimals_of_many_whole_numbers_are_asked_by_run_too() -> None:
         path = write(labelled([float(100 * n) for n in range(30)]), suffix)
         recipe = finetune(path, *KEEP).recipe
         auto = recipe.model_copy(update={"model": recipe.model.model_copy(update={"problem_type": "auto"})})
-        with pytest.raises(ValueError, match=r"'label'.*30 .*100\.0|'label'.*30 .*0\.0"):
+        with raises_golden(case=suffix):
             load_labelled_texts(auto, None)
 
 
