@@ -6,7 +6,7 @@ field.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -437,14 +437,9 @@ class Recipe(Section):
         for name, path in (("output_dir", self.output_dir), ("data.cache_dir", self.data.cache_dir)):
             if path is not None and (problem := path_problem(path)) is not None:
                 raise SettingError(f"{name} {problem}", settings=(name,))
-        read = (
-            *self.data.named(),
-            ("data.annotations", getattr(self.data, "annotations", None)),
-            ("model.pretrained", self.model.pretrained),
-            ("tokenizer", self.tokenizer),
-            ("checkpoint.resume", self.checkpoint.resume),
-        )
-        for name, value in read:
+        annotations = getattr(self.data, "annotations", None)
+        others = (("data.annotations", annotations), ("checkpoint.resume", self.checkpoint.resume))
+        for name, value in (*self.inputs(), *others):
             if isinstance(value, str) and has_variable(value) and not os.path.exists(value):
                 problem = "a shell variable is not replaced here: write the path"
                 raise setting_error(name, value, problem)
@@ -473,6 +468,13 @@ class Recipe(Section):
 
     # Recipes cannot be hashed, because they hold mappings (model.config, options).
     __hash__ = None  # type: ignore[assignment]
+
+    def inputs(self) -> Iterator[tuple[str, str]]:
+        """Yield each path or name of weights, tokenizer, and data, after the name of its setting in messages."""
+        weights = (("model.pretrained", self.model.pretrained), ("tokenizer", self.tokenizer_in_use))
+        for name, value in (*weights, *self.data.named()):
+            if isinstance(value, str):
+                yield name, os.path.expanduser(value)
 
     @property
     def tokenizer_in_use(self) -> str | TrainedTokenizer:

@@ -164,18 +164,9 @@ def refuse_inputs_in_output(recipe: Recipe) -> None:
     Raises:
         ValueError: names the setting and the folder.
     """
-    output_dir, tokenizer = Path(recipe.output_dir), recipe.tokenizer_in_use
+    output_dir = Path(recipe.output_dir)
     root = output_dir.resolve()
-    inputs = {
-        "model.pretrained": recipe.model.pretrained,
-        "tokenizer": tokenizer if isinstance(tokenizer, str) else None,
-    }
-    for name, value in (("data.train", recipe.data.train), ("data.eval", recipe.data.eval)):
-        values = (value,) if isinstance(value, str) else value or ()
-        inputs |= {name if len(values) == 1 else f"{name}[{index}]": each for index, each in enumerate(values)}
-    for setting, value in inputs.items():
-        if not value:
-            continue
+    for setting, value in recipe.inputs():
         path = Path(value.split("*")[0].split("?")[0].split("[")[0])
         if not path.exists() and path == Path(value):
             # The name of a model or data set.

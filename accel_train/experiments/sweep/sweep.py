@@ -5,7 +5,6 @@ The folder of a run lies in the recipe's `output_dir`. Its values are its name: 
 
 import glob
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -303,7 +302,7 @@ class _Sweep:
         }  # fmt: skip
 
     def _inputs_digest(self, recipe: Recipe) -> str:
-        names = json_digest([recipe.task, *input_names(recipe)])
+        names = json_digest([recipe.task, *(name for _, name in recipe.inputs())])
         if names not in self.digests:
             self.digests[names] = inputs_digest(recipe)
         return self.digests[names]
@@ -356,20 +355,12 @@ def _number(value: Any) -> float | None:
     return float(value) if is_number(value) else None
 
 
-def input_names(recipe: Recipe) -> list[str]:
-    """Return the names of a run's inputs: model, tokenizer, and data."""
-    tokenizer = recipe.tokenizer_in_use
-    names = [recipe.model.pretrained, tokenizer if isinstance(tokenizer, str) else None]
-    names += [name for _, name in recipe.data.named()]
-    return [os.path.expanduser(name) for name in names if name]
-
-
 def inputs_digest(recipe: Recipe) -> str:
     """Return a digest of a run's inputs: data, model, tokenizer, and code of a custom task.
 
     Files count by content. Folders count by the names, sizes, and times of their files.
     """
-    contents = [_content(Path(each)) for path in input_names(recipe) for each in sorted(glob.glob(path)) or [path]]
+    contents = [_content(Path(each)) for _, path in recipe.inputs() for each in sorted(glob.glob(path)) or [path]]
     return json_digest(contents + ([digest_of_code(type(load_task(recipe.task)))] if ":" in recipe.task else []))
 
 
