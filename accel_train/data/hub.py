@@ -25,8 +25,9 @@ _configs: dict[tuple[object, ...], Any] = {}
 def known_config(name: str, trust_remote_code: bool, read: Callable[[], Any] | None = None) -> Any:
     """Return a copy of a model's configuration if this process has read it and its files have not changed.
 
-    Otherwise, `read` reads it; None without `read`.
+    Otherwise, `read` reads it; None without `read`. A name of the hub is looked up as in `look_for_hub`.
     """
+    look_for_hub(name)
     folder = Path(name) if os.path.isdir(name) else downloaded(name)
     files = () if folder is None else (*folder.glob("config.json"), *folder.glob("*.py"))
     version = name, trust_remote_code, *(each for file in files for each in stamp_of(file))
@@ -44,11 +45,11 @@ def look_for_hub(name: str) -> None:
         _go_offline_without_hub()
 
 
-def without_hub() -> str:
-    """Return the end of an error on a name of the hub: what to do without a network; empty if the hub was reached."""
+def without_hub(name: str) -> str:
+    """Return the end of an error on a name: what to do without a network; empty if the hub was reached or not asked."""
     from huggingface_hub import constants
 
-    if not constants.HF_HUB_OFFLINE:
+    if os.path.exists(name) or not constants.HF_HUB_OFFLINE:
         return ""
     reason = f"{constants.ENDPOINT} cannot be reached" if _go_offline_without_hub() else "HF_HUB_OFFLINE is set"
     return (

@@ -316,7 +316,7 @@ def _load_dataset(name: str, data: Data, key: str) -> Source:
         reason = str(error).strip() or type(error).__name__
         raise ValueError(
             f"{key}: {name!r} is not a file or folder (seen from {Path.cwd()}), and `datasets` "
-            f"cannot load it: {reason.splitlines()[0]}{_nearest(Path(name).expanduser())}{without_hub()}"
+            f"cannot load it: {reason.splitlines()[0]}{_nearest(Path(name).expanduser())}{without_hub(name)}"
         ) from error
     shown = f"{name}/{data.subset}" if data.subset else name
     return _describe_dataset(f"{shown} [{split}]", dataset)

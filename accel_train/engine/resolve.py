@@ -16,7 +16,7 @@ from accel_train.data.text.tokenizers import check_tokenizer
 from accel_train.model.activation_checkpointing import checkpoint_activations
 from accel_train.model.freeze import freeze, set_training
 from accel_train.model.kernels.experts import autocast_experts
-from accel_train.model.pretrained import check_model_config, describe_kernels, pretrained_config
+from accel_train.model.pretrained import check_model_config, describe_kernels
 from accel_train.observe.notify import check_targets
 from accel_train.observe.trackers import check_tracker_names
 from accel_train.optim.schedule import Rate, StepPlan, make_schedule, resolve_steps, scale_learning_rate
@@ -42,8 +42,6 @@ def check_recipe(recipe: Recipe) -> tuple[Recipe, Task]:
     if recipe.task in TASKS:
         refuse_unread(recipe, unread_formats(recipe.data))
         check_model_config(recipe)
-        if recipe.model.pretrained is not None:
-            pretrained_config(recipe)  # fails before the data is read if it cannot be loaded
     if "tokenizer" in task.spec.uses:
         check_tokenizer(recipe)
     if not recipe.data.is_labelled:

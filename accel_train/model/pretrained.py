@@ -14,7 +14,7 @@ from accel_train.core.errors import asks_for_own_code, first_line
 from accel_train.core.format import LARGEST_COUNT, did_you_mean
 from accel_train.core.json_io import dotted_items, load_object
 from accel_train.core.state import Choices
-from accel_train.data.hub import known_config, look_for_hub, without_hub
+from accel_train.data.hub import known_config, without_hub
 from accel_train.recipe.schema import Recipe
 from accel_train.recipe.tasks import TASKS
 from accel_train.recipe.writer import who_set
@@ -35,12 +35,14 @@ _LAYERS = re.compile(r"(num|n|encoder|decoder)_(\w+_)?layers?|depth")
 
 def check_model_config(recipe: Recipe) -> None:
     """Check the `model.config` of a recipe for errors that transformers ignores or reports only when it builds the
-    model.
+    model. Check that the configuration of `model.pretrained` can be loaded.
 
     Raises:
-        ValueError: an unknown model_type or field, a value of the wrong type, or too few positions for the samples.
+        ValueError: an unknown model_type or field, a value of the wrong type, too few positions for the samples, or a
+            configuration that cannot be found.
     """
     if recipe.model.config is None:
+        pretrained_config(recipe)
         return
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
@@ -143,7 +145,6 @@ def pretrained_config(recipe: Recipe) -> "PreTrainedConfig":
     ngrams.register()
     section, name = recipe.model, recipe.model.pretrained
     assert name is not None, "the recipe names a pretrained model"
-    look_for_hub(name)
     who = f"model.pretrained={name!r} ({who_set(recipe, 'model.pretrained')})"
     return known_config(name, section.trust_remote_code, partial(_read_config, name, section.trust_remote_code, who))
 
@@ -175,8 +176,8 @@ def _read_config(name: str, trust_remote_code: bool, who: str) -> "PreTrainedCon
         reason = first_line(error)
         if asks_for_own_code(error):
             reason = "it brings its own code. Read the code, and give --model.trust_remote_code true to run it"
-        elif not os.path.exists(name):
-            reason = f"it is not downloaded{remedy}" if (remedy := without_hub()) else reason
+        elif remedy := without_hub(name):
+            reason = f"it is not downloaded{remedy}"
         raise ValueError(f"{who} cannot be loaded: {reason}") from error
 
 

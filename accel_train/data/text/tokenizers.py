@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from accel_train.core.errors import asks_for_own_code
 from accel_train.core.json_io import json_digest, parse_json
-from accel_train.data.hub import known_config, look_for_hub, without_hub
+from accel_train.data.hub import known_config, without_hub
 from accel_train.recipe.data import TrainedTokenizer
 from accel_train.recipe.schema import Model, Recipe
 from accel_train.recipe.writer import who_set
@@ -118,7 +118,6 @@ def load_tokenizer(name: str, *, trust_remote_code: bool) -> "PreTrainedTokenize
     from transformers import AutoTokenizer
 
     place = os.path.expanduser(name)
-    look_for_hub(place)
     # Without it, transformers reads the configuration again.
     config = known_config(place, trust_remote_code)
     try:
@@ -134,7 +133,7 @@ def load_tokenizer(name: str, *, trust_remote_code: bool) -> "PreTrainedTokenize
         raise ValueError(
             f"tokenizer: {name!r} cannot be loaded as a folder (seen from {os.getcwd()}) or as a "
             f"tokenizer of the hub: {reason}; other choices: bytes, or {{train_bpe: {{vocab_size: 4096}}}}"
-            f"{'' if os.path.exists(place) else without_hub()}"
+            f"{without_hub(place)}"
         ) from error
 
 
